@@ -13,9 +13,11 @@ from rldsl.passes.pipeline import Compiled
 from rldsl.plan.codec import plan_id
 from rldsl.plan.events import Compute, Event, ModelCall, split
 from rldsl.plan.model import Plan
+from rldsl.plan.naming import describe_event
 from rldsl.plan.notation import degrees_of, human, ranks_text
 from rldsl.plan.projection import events
 from rldsl.plan.references import Role, named
+from rldsl.plan.visible_plan import visible_plan
 
 WIDTH = 120  # letters of a line; a longer one is continued on the next, and nothing is cut
 INDENT = 14
@@ -24,7 +26,7 @@ NARROWEST = 30  # letters of a column of reasons
 
 def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
     """source: the program's path; target: where the plan went, "" for nowhere; data: its bytes."""
-    plan = compiled.plan
+    plan = visible_plan(compiled.plan)
     every = [e for e, _ in events(plan)]
     models = {m.name for m in plan.models}
     copies = [e for e in every if any(split(b)[0] in models for b in e.frees)]
@@ -33,7 +35,7 @@ def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
     frees = [e for e in every if e.frees and e not in copies]
     proof = compiled.proof
     above = [f"{head}    {plan.header.world} ranks, {sum(isinstance(e, ModelCall) for e in every)} calls, "
-             f"{len(inserted)} inserted", *_meshes(compiled, every)]
+             f"{len(inserted)} inserted", *_meshes(compiled, plan, every)]
     below = [f"  - free      {sum(len(e.frees) for e in frees)} buffers after their last use",
              f"  ok          {proof.events} events, {proof.entries} entries: {', '.join(proof.checks)}",
              f"  plan        {plan_id(data)}  {human(len(data))}"]
@@ -47,8 +49,8 @@ def _wrapped(lines: Iterable[str]) -> Iterator[str]:
                         replace_whitespace=False)
 
 
-def _meshes(compiled: Compiled, every: list[Event]) -> Iterator[str]:
-    plan = compiled.plan
+def _meshes(compiled: Compiled, plan: Plan, every: list[Event]) -> Iterator[str]:
+    """plan: as people read it."""
     layouts, peaks = {x.id: x for x in plan.layouts}, compiled.peaks
     sizes = {id(c): host_peak(c) for c in compiled.curves}
     hosts = {rank: sizes[id(c)] for rank, c in each_rank(compiled.curves)}
@@ -81,11 +83,12 @@ def _inserted(plan: Plan, found: list[Event]) -> Iterator[str]:
         ends = [places[r.role][r.id] for r in named(e, *e.traits.participants) if r.role in places]
         where = " -> ".join(ends) if e.traits.drawing == "move" else meshes[e.mesh]
         size = "" if e.traits.moves == "nothing" else human(e.bytes) if e.bytes >= 0 else "ragged"
-        rows.append((e.kind, e.subject, where, size, e.because, e.at.rsplit(":", 1)[0]))
+        text = describe_event(e)
+        rows.append((e.kind, text.subject, where, size, e.because, text.line))
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
     for kind, subject, where, size, because, at in rows:
-        text = f"  + {kind:<{widths[0]}} {subject:<{widths[1]}} {where:<{widths[2]}} {size:>{widths[3]}}  "
-        room = max(WIDTH - len(text) - len(at) - 2, NARROWEST)
+        start = f"  + {kind:<{widths[0]}} {subject:<{widths[1]}} {where:<{widths[2]}} {size:>{widths[3]}}  "
+        room = max(WIDTH - len(start) - len(at) - 2, NARROWEST)
         first, *rest = wrap(because, room, break_long_words=False, break_on_hyphens=False) or [""]
-        yield f"{text}{first:<{room}}  {at}".rstrip()
-        yield from (" " * len(text) + line for line in rest)
+        yield f"{start}{first:<{room}}  {at}".rstrip()
+        yield from (" " * len(start) + line for line in rest)

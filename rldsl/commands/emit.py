@@ -21,7 +21,7 @@ from rldsl.pages.templates import template
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.events import Event, Every, Item, Loop
 from rldsl.plan.model import Plan, Ranges
-from rldsl.plan.naming import describe_event
+from rldsl.plan.naming import describe_event, labelled
 from rldsl.plan.notation import ranks_text
 from rldsl.plan.projection import schedule, to_ranges
 from rldsl.verify import verify
@@ -48,6 +48,7 @@ def emit(file: str, rank: int | None, target: str | None = None) -> str:
     verify(plan)
     if rank is not None:
         check_rank(plan, rank)
+    plan = labelled(plan)
     schedules = tuple(_schedules(plan, rank))
     per_node = max(1, min(plan.header.world, plan.header.devices_per_node))
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,

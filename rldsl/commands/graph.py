@@ -48,9 +48,9 @@ def svg(graph: g.Graph, reduce: bool = False) -> str:
     from rldsl.pages.program_graph import Box, program_svg
 
     nodes = list(g.nodes(graph.items))
-    boxes = []
+    boxes, labels = [], picture.labels_of(graph)
     for node in nodes:
-        first, *rest = picture.label_lines(node)
+        first, *rest = picture.label_lines(node, labels)
         shape: Literal["call", "data", "value"] = (
             "value" if isinstance(node, g.Compute) else "data" if isinstance(node, g.Fetch) else "call")
         boxes.append(Box(node.id, first, "; ".join(rest), shape))

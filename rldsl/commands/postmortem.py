@@ -15,7 +15,8 @@ from typing import Any
 from rldsl.diag import fail
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.model import Plan
-from rldsl.plan.naming import describe_event
+from rldsl.plan.naming import describe_event, labelled
+from rldsl.plan.visible_plan import visible_plan
 from rldsl.postmortem.analysis import Findings, analyse, rank_traces
 from rldsl.postmortem.dumps import (
     FOLDER,
@@ -44,8 +45,9 @@ def postmortem(directory: str, plan: str | None = None, as_json: bool = False) -
     found = _plan(folder, plan, next(iter(dumps.values())))
     _fits(folder, found, [*dumps.values(), *([signs] if signs else [])])
     last: dict[int, Heartbeat] = dict(signs.signs) if signs else {}
-    findings = analyse(found, rank_traces(found.header.world, dumps, last))
-    return _json(found, findings) if as_json else report(found, findings)
+    shown = labelled(found) if as_json else visible_plan(found)
+    findings = analyse(shown, rank_traces(found.header.world, dumps, last))
+    return _json(shown, findings) if as_json else report(shown, findings)
 
 
 def _dumps(folder: Path) -> dict[int, RankDump]:

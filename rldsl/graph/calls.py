@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rldsl.diag import Label
 from rldsl.graph import model as g
+from rldsl.graph.computations import label
 from rldsl.graph.minibatch import minibatches
 from rldsl.plan.events import Sampling
 from rldsl.plan.heads import CALLS, GENERATE, SKIPPED, TRAIN, heads_with
@@ -143,7 +144,7 @@ class CallsOfFlow:
             source, id=target, row_space=target, selected_from="", iterations=1,
             count=source.count * sampling.n, per_prompt=sampling.n,
             max_response_tokens=sampling.max_new_tokens,
-            temperature=sampling.logprob_temperature))
+            temperature=sampling.logprob_temperature, label=""))
         value = self.flow.value
         writes = (value(f"{target}.tokens", "token", target, "i64", "tokens"),
                   value(f"{target}.logprobs", "token", target),
@@ -185,9 +186,10 @@ class CallsOfFlow:
             return BAD
         output = owner.head.output_of(call_name)
         frame = ref.frame
+        known = ""
         if target is None:
-            target = self.flow.anonymous("expr")
-        self.flow.value(target, output.level, frame.id)
+            target, known = self.flow.anonymous("expr"), label(call.span)
+        self.flow.value(target, output.level, frame.id, label=known)
         self.flow.items.append(g.Infer(
             id=self.flow.unique(target), reads=(f"{frame.id}.tokens",), writes=(target,), span=span, clause=clause,
             model=owner.name, frame=frame.id, output_name=output.name, value=target, temperature=frame.temperature))

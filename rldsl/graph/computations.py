@@ -6,17 +6,20 @@ rows can be divided in one way; what ranges over several is made of reductions t
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from rldsl.graph import model as g
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Frame, Value
+from rldsl.plan.naming import line_suffix
 from rldsl.semantics.levels import Spaces, depth
 from rldsl.semantics.terms import Term, input_, program, walk
 from rldsl.source import Span
 
+LONGEST = 40  # letters of source text in a label
 EXTENT = {"token": "response", "seq": "row", "prompt": "prompt", "batch": "batch"}
 
 
@@ -44,20 +47,23 @@ class Computations:
         self._counts[f"{hint}#"] += 1
         return f"{hint}#{self._counts[f'{hint}#']}"
 
-    def materialize(self, term: Term, hint: str, span: Span, force: bool = False) -> Term:
+    def materialize(self, term: Term, hint: str, span: Span, force: bool = False, text: str = "") -> Term:
         """`term` as an input. A value or a constant stays as it is; anything else becomes the value "hint#k", which a
-        Compute makes. force: also a constant, or a state that is overwritten."""
+        Compute makes. force: also a constant, or a state that is overwritten. text: what people call it, where that is
+        not the text of `span`."""
         if term.op == "input" and not (force and term.name in self.states) or term.constant and not force:
             return term
         name = self.anonymous(hint)
-        return self.compute([(name, term)], name, span, force=force)[name]
+        return self.compute([(name, term)], name, span, force=force, labels={name: label(span, text)})[name]
 
-    def value(self, id_: str, level: str, frame: str, dtype: str = "f32", extent: str = "") -> str:
-        self.values.append(Value(id_, frame, level, extent or EXTENT[level], dtype))  # type: ignore[arg-type]
+    def value(self, id_: str, level: str, frame: str, dtype: str = "f32", extent: str = "", label: str = "") -> str:
+        self.values.append(Value(id_, frame, level, extent or EXTENT[level], dtype, label))  # type: ignore[arg-type]
         return id_
 
-    def compute(self, terms: list[tuple[str, Term]], id_: str, span: Span, force: bool = False) -> dict[str, Term]:
-        """One Compute for all terms that are not yet values; what each name now stands for."""
+    def compute(self, terms: list[tuple[str, Term]], id_: str, span: Span, force: bool = False,
+                labels: Mapping[str, str] | None = None) -> dict[str, Term]:
+        """One Compute for all terms that are not yet values; what each name now stands for. labels: of the names that
+        are the compiler's."""
         work = [(n, t) for n, t in terms
                 if (t.op != "input" or t.name in self.states) and (force or not t.constant)]
         if not work:
@@ -76,13 +82,13 @@ class Computations:
         out = dict(terms)
         for name, t in work:
             over = [f for f in frames if t.level != "batch" and self.spaces.of(f, t.level) == t.space]
-            self.value(name, t.level, over[0].id if over else "", t.dtype)
+            self.value(name, t.level, over[0].id if over else "", t.dtype, label=(labels or {}).get(name, ""))
             out[name] = input_(name, t.level, t.space, span, t.dtype, t.unit)
         self.programs.append(made)
         self.items.append(g.Compute(
             id=id_, reads=tuple(dict.fromkeys(reads)), writes=tuple(n for n, _ in work), span=span, program=id_,
             frames=tuple(f.id for f in frames), inputs=tuple((i, i) for i in inputs),
-            outputs=tuple((n, n) for n, _ in work)))
+            outputs=tuple((n, n) for n, _ in work), label=(labels or {}).get(work[0][0], "")))
         return out
 
     def _hoist_batch_reductions(self, term: Term, known: dict[int, Term]) -> Term:
@@ -105,11 +111,19 @@ class Computations:
                 frames.append(self.spaces.over(t.level, t.space)[0])
         return frames
 
-    def broadcast(self, term: Term, name: str, span: Span) -> str:
+    def broadcast(self, term: Term, name: str, span: Span, label: str = "") -> str:
         """A Broadcast of the value `term` as `name`."""
         if name not in self.states:
-            self.value(name, "batch", "", term.dtype)
+            self.value(name, "batch", "", term.dtype, label=label)
         made = program(self.unique(f"{name} ="), [(name, term)], str(span))
         self.programs.append(made)
         self.items.append(g.Broadcast(id=made.id, reads=(term.name,), writes=(name,), span=span, program=made.id))
         return name
+
+
+def label(span: Span, text: str = "") -> str:
+    """What people call the value of an expression: its source text, or `text`, with its line."""
+    words = " ".join(text.split() or re.sub(r"#[^\n]*\n", " ", span.text).split())
+    if len(words) > LONGEST:
+        words = f"{words[:LONGEST // 2]}…{words[len(words) - LONGEST // 2 + 1:]}"
+    return words + line_suffix(f"{span.file.name}:{span.line}")

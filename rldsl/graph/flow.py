@@ -12,7 +12,7 @@ from rldsl.diag import Label
 from rldsl.graph import declare
 from rldsl.graph import model as g
 from rldsl.graph.calls import CallsOfFlow
-from rldsl.graph.computations import Computations
+from rldsl.graph.computations import Computations, label
 from rldsl.graph.evaluation import Evaluations
 from rldsl.graph.select import Selections
 from rldsl.graph.sync import sync
@@ -127,7 +127,8 @@ class FlowBuilder(Computations):
             names = [f"{t.name}'" if t.name in self.states else t.name for t in s.targets]
             names = [self.anonymous(n) if n.endswith("'") else n for n in names]
             terms = [(n, v) for n, v in zip(names, values, strict=True) if isinstance(v, Term)]
-            made = self.compute(terms, names[0], s.span)
+            labels = {n: label(s.span) for n, t in zip(names, s.targets, strict=True) if n != t.name}
+            made = self.compute(terms, names[0], s.span, labels=labels)
             parts = tuple(made.get(n, v) for n, v in zip(names, values, strict=True))
             value = parts[0] if len(parts) == 1 else Several(parts)
         self._bind(s, value, scope)
@@ -154,7 +155,8 @@ class FlowBuilder(Computations):
                             ident.span,
                             f"this is {describe(value)}", help="reduce it over the batch, for example with `mean(x)`")
         else:
-            self.broadcast(self.materialize(value, f"{ident.name}'", ident.span, force=True), ident.name, ident.span)
+            new = self.materialize(value, f"{ident.name}'", ident.span, force=True, text=f"new {ident.name}")
+            self.broadcast(new, ident.name, ident.span)
 
     def _can_bind(self, ident: ast.Ident) -> bool:
         """Whether the name may still be bound in this flow; an already bound one is reported by `_bind`."""

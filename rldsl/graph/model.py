@@ -134,6 +134,8 @@ class Train(TrainSpec, Node):
 class Compute(ComputeSpec, Node):
     """What remains of functions and expressions of the flow."""
 
+    label: str = ""  # what people call it, where the program gives it no name (`plan/naming.py`)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast(Node):

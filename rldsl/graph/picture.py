@@ -10,6 +10,9 @@ from collections.abc import Iterator
 
 from rldsl.graph import model as g
 from rldsl.plan.heads import OUTPUTS
+from rldsl.plan.naming import Labels, collected
+
+NO_LABELS = Labels({})
 
 
 def edges(graph: g.Graph, reduce: bool = False) -> list[tuple[str, str, str, bool]]:
@@ -19,29 +22,31 @@ def edges(graph: g.Graph, reduce: bool = False) -> list[tuple[str, str, str, boo
     made = dataflow(graph)
     order = {id: i for i, id in enumerate(made)}
     shown = reduced(made) if reduce else made
-    found = ((a, b, str(key), bool(data["version"])) for a, b, key, data in shown.edges(keys=True, data=True))
+    name = labels_of(graph).name
+    found = ((a, b, name(str(key)), bool(data["version"])) for a, b, key, data in shown.edges(keys=True, data=True))
     return sorted(found, key=lambda e: (e[3], order[e[1]]))
 
 
-def title(node: g.Node) -> tuple[str, str]:
+def title(node: g.Node, labels: Labels = NO_LABELS) -> tuple[str, str]:
     """(what it does, on which frame)."""
+    name = labels.name
     match node:
         case g.Fetch(data=data):
             return f"{data}.next", ", ".join(node.frames)
         case g.Generate(model=model, sampling=s):
-            return f"{model}.generate", f"{node.prompts} × {s.n}"
+            return f"{model}.generate", f"{name(node.prompts)} × {s.n}"
         case g.Infer(model=model, output_name=what):
-            return f"{model}.{OUTPUTS[what].call}", node.frame
+            return f"{model}.{OUTPUTS[what].call}", name(node.frame)
         case g.Train(model=model, loss=loss):
-            return f"{model}.train", f"{', '.join(node.frames)}; loss {loss.rpartition('/')[2]}"
+            return f"{model}.train", f"{', '.join(map(name, node.frames))}; loss {loss.rpartition('/')[2]}"
         case g.Compute():
-            return "compute", ", ".join(node.outputs[i][1] for i in range(len(node.outputs)))
-        case g.Broadcast(writes=(name,)):
-            return "broadcast", name
+            return "compute", ", ".join(name(made) for _, made in node.outputs)
+        case g.Broadcast(writes=(kept,)):
+            return "broadcast", name(kept)
         case g.Select(frame=frame):
-            return "select", frame
+            return "select", name(frame)
         case g.Collect(frame=frame, into=into):
-            return "collect", f"{frame} as {into}"
+            return "collect", f"{name(frame)} as {into}" if labels is NO_LABELS else name(frame)
         case g.Save(model=model):
             return f"save {model}", ""
         case g.Sync(model=model, source=source, decay=decay):
@@ -49,32 +54,47 @@ def title(node: g.Node) -> tuple[str, str]:
     return node.id, ""
 
 
-def label_lines(node: g.Node) -> tuple[str, ...]:
+def labels_of(graph: g.Graph) -> Labels:
+    return Labels.of(graph.values, graph.frames)
+
+
+def label_lines(node: g.Node, labels: Labels) -> tuple[str, ...]:
     """What a picture writes in a node: its name where it has one of its own, what it does, on which frame."""
-    what, on = title(node)
-    return tuple(dict.fromkeys(line for line in (node.id, what, on) if line))
+    what, on = title(node, labels)
+    return tuple(dict.fromkeys(line for line in (name_of(node, labels), what, on) if line))
+
+
+def name_of(node: g.Node, labels: Labels) -> str:
+    """What people call a node."""
+    if isinstance(node, g.Broadcast):
+        return labels.name(node.writes[0])
+    if isinstance(node, g.Collect):
+        return collected(labels.name(node.frame))
+    return labels.name(node.id)
 
 
 def mermaid(graph: g.Graph, reduce: bool = False) -> str:
     """A Mermaid flowchart."""
+    labels = labels_of(graph)
     ids = {n.id: f"n{i}" for i, n in enumerate(g.nodes(graph.items))}
     lines = ["flowchart TD"]
     for node in g.nodes(graph.items):
-        text = "<br/>".join(line.replace('"', "#quot;") for line in label_lines(node))
+        text = "<br/>".join(_mermaid(line) for line in label_lines(node, labels))
         left, right = ("([", "])") if isinstance(node, g.Compute) else ("[(", ")]") if isinstance(node, g.Fetch) else (
             "[", "]")
         lines.append(f'  {ids[node.id]}{left}"{text}"{right}')
     for src, dst, label, version in edges(graph, reduce):
-        lines.append(f'  {ids[src]} {"-.->" if version else "-->"}|"{label}"| {ids[dst]}')
+        lines.append(f'  {ids[src]} {"-.->" if version else "-->"}|"{_mermaid(label)}"| {ids[dst]}')
     return "\n".join(lines) + "\n"
 
 
 def dot(graph: g.Graph, reduce: bool = False) -> str:
     """A DOT digraph."""
+    labels = labels_of(graph)
     lines = [f"digraph {_quoted(graph.flow)} {{", '  node [shape=box, fontname="sans-serif"];']
     for node in g.nodes(graph.items):
         shape = "ellipse" if isinstance(node, g.Compute) else "cylinder" if isinstance(node, g.Fetch) else "box"
-        label = "\n".join(label_lines(node))
+        label = "\n".join(label_lines(node, labels))
         lines.append(f"  {_quoted(node.id)} [label={_quoted(label)}, shape={shape}];")
     for src, dst, label, version in edges(graph, reduce):
         style = ", style=dashed" if version else ""
@@ -115,6 +135,11 @@ def _block(items: tuple[g.Item, ...], indent: str) -> Iterator[str]:
                 what, on = title(item)
                 arrow = f" : {', '.join(item.reads)} -> {', '.join(item.writes)}" if item.reads or item.writes else ""
                 yield f"{indent}{item.id} = {what}({on}){arrow}"
+
+
+def _mermaid(text: str) -> str:
+    """Text of a label: Mermaid reads `"`, `<` and `#` in it as its own."""
+    return text.replace("#", "#35;").replace('"', "#quot;").replace("<", "#lt;")
 
 
 def _quoted(text: str) -> str:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 from rldsl.diag import internal_error
 from rldsl.graph import model as g
+from rldsl.graph.computations import label
 from rldsl.plan.model import Frame, Value
+from rldsl.plan.naming import collected
 from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.levels import source_name
 from rldsl.semantics.options import whole
@@ -101,8 +103,7 @@ class Selections:
         of_pair = old.id != old.row_space and old.id.startswith(f"{old.row_space}.")
         side = f".{old.id.rpartition('.')[2]}" if of_pair else ""
         frame = self.spaces.add(replace(old, id=target + side, row_space=target, prompt_space=target,
-                                        selected_from=old.id,
-                                        present_in=target + side))
+                                        selected_from=old.id, present_in=target + side, label=""))
         values = [(f"{old.id}.{x}", self.flow.value(f"{frame.id}.{x}", v.level, frame.id, v.dtype, v.extent))
                   for x in STANDARD for v in self._of(f"{old.id}.{x}")]
         self.flow.value(f"{frame.id}.lengths", "seq", frame.id, "i64", "lengths")
@@ -121,7 +122,8 @@ class Selections:
         frame = next(f for f in self.spaces.frames.values()
                      if f.selected_from and self.spaces.of(f, term.level) == space)
         name = self.flow.unique(f"{value.name}|{frame.id}")
-        self.flow.value(name, term.level, frame.id, term.dtype)
+        known = next((v.label for v in self._of(value.name)), "") or value.name
+        self.flow.value(name, term.level, frame.id, term.dtype, label=f"{known} of {frame.label or frame.id}")
         self.flow.items.append(g.Select(id=name, reads=(value.name,), writes=(name,), span=term.span, frame=frame.id,
                                         condition="", values=((value.name, name),)))
         return input_(name, term.level, space, term.span, term.dtype, term.unit)
@@ -157,7 +159,8 @@ class Selections:
                                 f"this is {describe(condition)}", help="for example `until count(kept) >= 512`")
             elif isinstance(condition, Term):
                 value = self.flow.materialize(condition, "until", s.condition.span, force=True)
-                name = self.flow.broadcast(value, self.flow.anonymous("enough"), s.condition.span)
+                name = self.flow.broadcast(value, self.flow.anonymous("enough"), s.condition.span,
+                                           label(s.condition.span, f"until {s.condition.span.text}"))
                 body = tuple(self.flow.items)
                 outer.append(g.Until(max_iterations=iterations, condition=name, body=body, span=s.span))
                 scope.names.update(after)
@@ -176,13 +179,13 @@ class Selections:
             f, id=f"{f.id}.all", row_space=f"{f.row_space}.all", prompt_space=f"{f.prompt_space}.all",
             count=f.count * iterations, iterations=iterations,
             selected_from=f"{f.selected_from}.all" if f.selected_from and f.selected_from not in before else "",
-            present_in=f"{f.id}.all")) for f in new}
+            present_in=f"{f.id}.all", label=collected(f.label or f.id))) for f in new}
         values = [v for v in self.flow.values if v.frame in whole and v.extent != "lengths"]
         for frame in new:
             into = whole[frame.id]
-            self.flow.value(f"{into.id}.lengths", "seq", into.id, "i64", "lengths")
-            pairs = [(v.id, self.flow.value(self._renamed(v, frame), v.level, into.id, v.dtype, v.extent))
-                     for v in values if v.frame == frame.id]
+            self.flow.value(f"{into.id}.lengths", "seq", into.id, "i64", "lengths", f"{into.label}.lengths")
+            pairs = [(v.id, self.flow.value(self._renamed(v, frame), v.level, into.id, v.dtype, v.extent,
+                                            self._label(v, frame, into))) for v in values if v.frame == frame.id]
             columns = self.flow.columns[frame.prompt_space]
             self.flow.columns[into.prompt_space] = f"{columns.removesuffix('.columns')}.all.columns"
             self.flow.items.append(g.Collect(
@@ -194,6 +197,11 @@ class Selections:
         """gen.tokens -> gen.all.tokens; r -> r.all."""
         own = f"{frame.id}."
         return f"{frame.id}.all.{v.id.removeprefix(own)}" if v.id.startswith(own) else f"{v.id}.all"
+
+    def _label(self, v: Value, frame: Frame, into: Frame) -> str:
+        """What people call the collected value: "gen (collected).tokens"; "r (collected)"."""
+        own = f"{frame.id}."
+        return f"{into.label}.{v.id.removeprefix(own)}" if v.id.startswith(own) else collected(v.label or v.id)
 
     def _after(self, value: Meaning, whole: dict[str, Frame]) -> Meaning | None:
         match value:

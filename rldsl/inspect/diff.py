@@ -18,6 +18,7 @@ from rldsl.inspect.event_matching import Found, Pair, found, pairs, text
 from rldsl.plan.codec import encode
 from rldsl.plan.events import EVENTS, Event, Every, Item
 from rldsl.plan.model import Model, Plan
+from rldsl.plan.naming import label_text
 from rldsl.plan.notation import ranks_text
 from rldsl.plan.projection import events, times
 
@@ -172,7 +173,7 @@ def _block(items: Iterable[Item], path: str) -> Iterator[tuple[str, Record]]:
         else:
             name = f"{path}{item.id}"
             trips = {"trips": str(item.trips)} if path else {}
-            yield name, {**trips, "until": item.until.partition("@")[0], "over": item.over,
+            yield name, {**trips, "until": label_text(item.until.partition("@")[0]), "over": item.over,
                          "collects": ", ".join(b.partition("@")[0] for b in item.collects)}
         yield from _block(item.body, f"{name} > ")
 

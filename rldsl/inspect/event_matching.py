@@ -1,7 +1,7 @@
 """The events of two plans, paired by what they mean: name, place in the program, who reads what they bring.
 
 In: a plan -> what is known of each event, in words (`found`). Two of these -> pairs, and what only one has (`pairs`).
-Ids never count, nor do the numbers of results that the program gives no name (`expr#1`).
+Ids never count, nor do the numbers and lines of results that the program gives no name (`expr#1`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from rldsl.plan.events import Event, Every, Log, Realloc, Sampling, split
 from rldsl.plan.model import Plan, Spread
-from rldsl.plan.naming import PlaceTexts, line_of
+from rldsl.plan.naming import PlaceTexts, label_text, line_of
 from rldsl.plan.projection import Path, events
 from rldsl.plan.references import Role, references
 
@@ -143,9 +143,9 @@ def _made(e: Found) -> Hashable:
 
 
 def plain(value: Any) -> Any:
-    """Without the numbers of nameless results: "expr#1" -> "expr#"; in lists too."""
+    """Without what tells nameless results apart: the numbers of "expr#1", the lines of labels; in lists too."""
     if isinstance(value, str):
-        return re.sub(r"#\d+", "#", value)
+        return label_text(re.sub(r"#\d+", "#", value))
     return tuple(map(plain, value)) if isinstance(value, tuple) else value
 
 

@@ -15,6 +15,7 @@ from rldsl.plan.notation import count, degrees_of, human, ranges_text
 from rldsl.plan.projection import class_of, schedule
 
 WIDTH = 120
+UNTIL = "until "  # at the beginning of the label of a condition
 LABEL = {"frame": "sequences", "frames": "sequences"}  # what users call a field
 
 
@@ -64,7 +65,8 @@ def _items(plan: Plan, items: Sequence[Item], indent: str) -> Iterator[str]:
     for item in items:
         if isinstance(item, Loop | Every):
             yield (
-                f"{indent}loop {item.id} x{item.trips}{f' until {item.until}' if item.until else ''}"
+                f"{indent}loop {item.id} x{item.trips}"
+                f"{f' until {item.until.removeprefix(UNTIL)}' if item.until else ''}"
                 f"{f' over {item.over}' if item.over else ''} {{"
                 if isinstance(item, Loop)
                 else f"{indent}every {item.period} {{"
@@ -117,7 +119,8 @@ def field_text(value: Any) -> str:
     if isinstance(value, Sampling):
         return " ".join(f"{name}={field_text(getattr(value, name)) or '[]'}" for name in Sampling.__dataclass_fields__)
     if isinstance(value, tuple):
-        return ", ".join(": ".join(map(field_text, v)) if isinstance(v, tuple) else field_text(v) for v in value)
+        return ", ".join(": ".join(dict.fromkeys(map(field_text, v))) if isinstance(v, tuple) else field_text(v)
+                         for v in value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -35,6 +35,7 @@ from rldsl.plan.events import (
     split,
 )
 from rldsl.plan.model import Layout, Plan
+from rldsl.plan.naming import Labels
 from rldsl.plan.notation import degrees_of
 from rldsl.plan.traits import rule
 from rldsl.reshard.records import ReshardPlan
@@ -61,6 +62,7 @@ class _Lifetimes:
 
     def __post_init__(self) -> None:
         self.t = Tables.of(self.plan)
+        self.labels = Labels.of(self.plan.values, self.plan.frames)
         self.models = {m.name: m for m in self.plan.models}
         self.layouts: dict[str, Layout] = {x.id: x for x in self.plan.layouts}
         self.spans = list(self._flat(self.plan.body))
@@ -228,7 +230,7 @@ class _Lifetimes:
 
     def _value(self, buffer: str, start: int, stop: int) -> None:
         value, spread = split(buffer)
-        self._hold(value, buffer_bytes(self.t, value, spread), start, stop)
+        self._hold(self.labels.name(value), buffer_bytes(self.t, value, spread), start, stop)
 
     # ----------------------------------------------------------------------------------------------- events
 
@@ -254,7 +256,8 @@ class _Lifetimes:
     def _transfer(self, i: int, e: Transfer) -> None:
         """Send buffers are kept until the transfer is waited for, at the first read; then the received rows are joined
         in one tensor."""
-        what, received = f"transfer of {', '.join(e.values)}", [f"{v}@{e.dst}" for v in e.values]
+        what = f"transfer of {', '.join(map(self.labels.name, e.values))}"
+        received = [f"{v}@{e.dst}" for v in e.values]
         sends = sum(buffer_bytes(self.t, v, e.src) for v in e.values if self._holds(f"{v}@{e.src}"))
         joined = sum(buffer_bytes(self.t, *split(b)) for b in received if self._holds(b))
         self._until_read(what, sends, i, 2 * i + 1, received)

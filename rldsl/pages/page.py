@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 from jinja2 import Environment, StrictUndefined
@@ -30,6 +30,7 @@ from rldsl.plan.events import Event
 from rldsl.plan.model import Plan
 from rldsl.plan.notation import cut, human, seconds_text
 from rldsl.plan.projection import events
+from rldsl.plan.visible_plan import visible_plan
 from rldsl.simulate import Lengths, Timeline
 from rldsl.simulate.lengths import token_frames
 from rldsl.verify import Proof
@@ -80,6 +81,7 @@ class Memory:
 
 
 def page(given: Given) -> str:
+    given = replace(given, plan=visible_plan(given.plan))
     plan, sources = given.plan, given.sources
     colours, every, flow = hues(plan), details(plan, sources), dataflow(plan)
     styles, durations = model_styles(plan), given.timeline.event_seconds()

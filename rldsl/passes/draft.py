@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from rldsl.placement.model import Placed, mesh_of
 from rldsl.plan.events import Collect, Event, Every, Fetch, Item, Loop, Select
 from rldsl.plan.model import Frame, Layout, Mesh, Spread, State, Value
+from rldsl.plan.naming import Labels
 from rldsl.plan.references import Reference, Role, named, references
 
 
@@ -40,6 +41,11 @@ class Draft:
     @property
     def values(self) -> dict[str, Value]:
         return {v.id: v for v in self.placed.graph.values}
+
+    @property
+    def labels(self) -> Labels:
+        """What reasons call values and frames."""
+        return Labels.of(self.placed.graph.values, self.placed.graph.frames)
 
     def ranks(self, mesh: str) -> frozenset[int]:
         return frozenset(self.meshes[mesh].members())

@@ -13,11 +13,12 @@ from rldsl.diag import internal_error
 from rldsl.passes.draft import Draft, all_spread, events, union, uses
 from rldsl.plan.events import Event, Every, Free, Item, Loop, split
 from rldsl.plan.model import Mesh
+from rldsl.plan.naming import Labels
 
 
 def frees(draft: Draft) -> Draft:
     models = {m.name for m in draft.placed.models}
-    values = draft.values
+    values, labels = draft.values, draft.labels
     whole = {f: all_spread(draft, f) for f in draft.frames}
     meshes: list[Mesh] = []
 
@@ -39,7 +40,7 @@ def frees(draft: Draft) -> Draft:
         for i, item in enumerate(items):
             out.append(item)
             if i in ends:
-                out.append(_free(draft, sorted(ends[i]), item, meshes))
+                out.append(_free(draft, labels, sorted(ends[i]), item, meshes))
         return tuple(out)
 
     body = block(draft.body, draft.lasting)
@@ -55,10 +56,10 @@ def _made(item: Item) -> tuple[str, ...]:
     return item.writes if isinstance(item, Event) else item.collects if isinstance(item, Loop) else ()
 
 
-def _free(draft: Draft, buffers: list[str], after: Item, meshes: list[Mesh]) -> Free:
+def _free(draft: Draft, labels: Labels, buffers: list[str], after: Item, meshes: list[Mesh]) -> Free:
     mesh = union(draft, {draft.spreads[split(b)[1]].mesh for b in buffers})
     meshes.append(mesh)
-    reader = after.called if isinstance(after, Event) else "the preceding block"
+    reader = labels.event(after).called if isinstance(after, Event) else "the preceding block"
     return Free(id=0, mesh=mesh.id, because=f"{reader} was their last use", buffers=tuple(buffers))
 
 

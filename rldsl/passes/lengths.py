@@ -106,5 +106,5 @@ def _exchange(draft: Draft, e: Generate | Select, whole: Spread) -> Event:
     lacking = frame.count * (len(mesh.members()) - layout.tp * layout.pp)  # each row is held by the ranks of a shard
     return Lengths(id=0, mesh=mesh.id, reads=(f"{e.frame}.tokens@{e.spread}",),
                    writes=(f"{e.frame}.lengths@{whole.id}",), at=e.at,
-                   because=f"the rows of {e.frame} are divided by length", bytes=16 * lacking,
+                   because=f"the rows of {draft.labels.name(e.frame)} are divided by length", bytes=16 * lacking,
                    frame=e.frame, spread=e.spread)

@@ -143,7 +143,7 @@ class _Lower:
         self.fetched |= {w: whole[1] for _, w in in_full}
         self.made |= {w: into.id for _, w in divided}
         out: list[Event] = [self._collect(node, ((f"{old.id}.lengths", f"{new.id}.lengths"),), *whole, self.world.id,
-                             f"the rows of {new.id} are divided by length")]
+                             f"the rows of {new.label or new.id} are divided by length")]
         if in_full:
             out.append(self._collect(node, in_full, *whole, self.world.id))
         if divided:

@@ -13,6 +13,7 @@ from rldsl.diag import internal_error
 from rldsl.passes.draft import Draft, union
 from rldsl.plan.events import Collect, Event, Every, Item, Loop, Transfer, split
 from rldsl.plan.model import Mesh
+from rldsl.plan.naming import without_line
 
 Made = dict[str, tuple[str, int]]  # value -> (spread it was made in, number of the event that made it)
 
@@ -26,6 +27,7 @@ def transfers(draft: Draft) -> Draft:
 class _Transfers:
     def __init__(self, draft: Draft):
         self.draft, self.values, self.models = draft, draft.values, {m.name for m in draft.placed.models}
+        self.labels = draft.labels
         self.meshes: list[Mesh] = []
         self.events = 0
 
@@ -76,8 +78,9 @@ class _Transfers:
         spreads = self.draft.spreads
         mesh = union(self.draft, (spreads[src].mesh, spreads[dst].mesh))
         self.meshes.append(mesh)
-        what = ", ".join(values)
-        because = f"{reader.called} reads {what} on mesh {spreads[dst].mesh}"
+        what = ", ".join(map(self.labels.name, values))
+        what = without_line(f"{self.labels.event(reader).called} reads {what}", reader.at)
+        because = f"{what} on mesh {spreads[dst].mesh}"
         if spreads[src].mesh == spreads[dst].mesh:
             because += " in other shards than it was computed in"
         lacking = len(self.draft.ranks(spreads[dst].mesh) - self.draft.ranks(spreads[src].mesh))

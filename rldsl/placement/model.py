@@ -78,6 +78,6 @@ def label(node: Node) -> str:
         case Train():
             return node.id
         case Compute():
-            return node.id if "#" not in node.id else node.outputs[0][1] if node.outputs else node.id
+            return node.label or node.id
         case _:
             return node.id

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from rldsl.diag import Diagnostic, Failure, Fix, Label
-from rldsl.graph.model import Clause, Generate, Graph, Infer, MeshRef, Node, Rule, Train, nodes
+from rldsl.graph.model import Clause, Compute, Generate, Graph, Infer, MeshRef, Node, Rule, Train, nodes
 from rldsl.plan.expr import Scalar
 from rldsl.plan.heads import OUTPUTS
+from rldsl.plan.naming import label_text
 from rldsl.source import Span
 
 COMMAND_LINE = "<command line>"  # the name of the SourceFile that holds `--on` rules
@@ -56,6 +57,12 @@ def collect_choices(graph: Graph, place_file: str = "") -> tuple[dict[str, Choic
     return found, tuple(dict.fromkeys(problems))
 
 
+def name_after_at(node: Node) -> str:
+    """By which `@name` selects a node: for a computation that the program gives no name, its source text."""
+    text = label_text(node.label) if isinstance(node, Compute) else ""
+    return text if text and '"' not in text else node.id
+
+
 def names_of(node: Node) -> tuple[str, tuple[str, ...]]:
     """(model, methods) that selectors know a call by; ("", ()) for what is not a call."""
     match node:
@@ -72,7 +79,7 @@ def names_of(node: Node) -> tuple[str, tuple[str, ...]]:
 def specificity(selector: str, node: Node) -> int:
     """3 for `@name`, 2 for `model.method`, 1 for one wildcard, 0 for `*.*`; -1 when it does not match."""
     if selector.startswith("@"):
-        return 3 if selector[1:] == node.id else -1
+        return 3 if selector[1:] in (node.id, name_after_at(node)) else -1
     model, _, method = ("*.*" if selector == "*" else selector).partition(".")
     name, methods = names_of(node)
     if not name or model not in ("*", name) or not (method == "*" or method in methods):
@@ -107,7 +114,7 @@ def _clauses(node: Node, rules: Iterable[Rule], place_file: str,
         if len(same) > 1 and (len([1 for c, _, _ in same if c.mesh or c.auto]) > 1 or _overlap(c for c, _, _ in same)):
             first, second = same[0][2], same[1][2]
             problems.append(Diagnostic("RL0314", "two placement rules of equal precedence match one call", second,
-                                       f"also places `{node.id}`", (Label(first, "the other rule"),),
+                                       f"also places `{name_after_at(node)}`", (Label(first, "the other rule"),),
                                        help="remove one, or make one more specific: `@name` takes precedence over "
                                             "`model.call`, and that over `model.*` and `*.call`"))
     return [(c, why) for key in sorted(ranked, reverse=True) for c, why, _ in ranked[key]]
@@ -136,7 +143,8 @@ def _check_matches(rule: Rule, every: tuple[Node, ...]) -> Diagnostic | None:
     if any(specificity(rule.selector, node) >= 0 for node in every):
         return None
     calls = [f"{m}.{w}" for n in every for m, ws in (names_of(n),) for w in ws[:1]]
-    known = [f"@{n.id}" for n in every] if rule.selector.startswith("@") else calls
+    named = [f"@{name_after_at(n)}" for n in every if not isinstance(n, Infer) or "#" not in n.id]
+    known = named if rule.selector.startswith("@") else calls
     near = [_written(s) for s in get_close_matches(rule.selector, sorted(set(known)), n=1)]
     advice = f"did you mean `{near[0]}`?" if near else \
         f"calls of the program: {', '.join(map(_written, dict.fromkeys(known)))}"

@@ -400,7 +400,7 @@ class Compute(ComputeSpec, Event):
 
     @property
     def called(self) -> str:
-        return self.program if "#" not in self.program else self.outputs[0][1]
+        return self.outputs[0][1] if self.outputs else self.program  # a plan that has not been verified may have none
 
     @property
     def makes(self) -> tuple[str, ...]:

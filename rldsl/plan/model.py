@@ -264,6 +264,7 @@ class Frame:
     # the frame whose lengths say which rows are present (a row without tokens is absent); "": all are
     present_in: str = ""
     iterations: int = 1  # of a frame that `repeat ... until` collects: the number of batches it consists of
+    label: str = ""  # what people call it, where its id is a name of the compiler's (`plan/naming.py`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +278,8 @@ class Value:
     # batch: one each; columns: the data columns as text; lengths: prompt length, response length
     extent: Literal["tokens", "response", "row", "prompt", "batch", "columns", "lengths"]
     dtype: Literal["f32", "i64", "bool", "text"] = "f32"
+    # what people call it, where its id is a name of the compiler's: "mean(r by prompt) (ppo.rlf:12)"
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)

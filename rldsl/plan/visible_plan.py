@@ -1,4 +1,4 @@
-"""A plan for the eyes of a person: control characters in its names and texts are escaped.
+"""A plan for the eyes of a person: labels instead of ids that the compiler made, and control characters escaped.
 
 In: a plan, which may come from elsewhere. Out: the same plan with every string written as `diag.visible` does, ends of
 lines included, so that no name can imitate or hide a line of a table. Only text for people is made of it.
@@ -11,11 +11,12 @@ from typing import Any
 
 from rldsl.diag import visible
 from rldsl.plan.model import Plan
+from rldsl.plan.naming import labelled
 
 
 def visible_plan(plan: Plan) -> Plan:
     """The plan itself where there is nothing to escape."""
-    found = _visible(plan)
+    found = _visible(labelled(plan))
     return found if isinstance(found, Plan) else plan
 
 

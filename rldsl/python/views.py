@@ -72,10 +72,11 @@ class Memory:
         return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, wide, strict=True)).rstrip() for row in rows)
 
     def _rows(self) -> list[tuple[str, ...]]:
+        from rldsl.plan.naming import labelled
         from rldsl.plan.notation import ranks_text
         from rldsl.plan.projection import events
 
-        known = {e.id: e.called for e, _ in events(self.plan)}
+        known = {e.id: e.called for e, _ in events(labelled(self.plan))}
         found = [(tuple(r for a, b in c.ranks for r in range(a, b)), peak(c)) for c in self.curves]
         return [(ranks_text(ranks), human(p.bytes), known.get(p.event, ""),
                  ", ".join(f"{what} {human(size)}" for what, size in p.holders[:3])) for ranks, p in found]

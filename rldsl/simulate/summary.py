@@ -17,6 +17,7 @@ from rldsl.plan.model import Plan
 from rldsl.plan.naming import PlaceTexts, describe_event, line_of
 from rldsl.plan.notation import cut, ranges_text, seconds_text
 from rldsl.plan.projection import events
+from rldsl.plan.visible_plan import visible_plan
 from rldsl.simulate.lengths import Lengths, token_frames
 from rldsl.simulate.model import Timeline
 
@@ -55,6 +56,7 @@ def _line_text(event: Event | None) -> tuple[str, str]:
 
 
 def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, name: str) -> str:
+    plan = visible_plan(plan)
     places, known = PlaceTexts.of(plan), {e.id: e for e, _ in events(plan)}
     used = f"{plan.header.world} ranks" if plan.header.world == cluster.world else \
         f"{plan.header.world} of {cluster.world} devices"

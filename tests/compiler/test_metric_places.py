@@ -93,14 +93,16 @@ def test_a_log_takes_no_time_of_the_ranks_that_generate(base: Path, monkeypatch:
     assert timeline.seconds == pytest.approx(simulate(made(base, monkeypatch, ""), cluster).seconds, rel=0.02)
 
 
-def test_a_rule_may_name_what_has_no_name_of_its_own(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = made(base, monkeypatch, LOGGED, 'place @"reward#1" on mesh(1:2)\n')
+@pytest.mark.parametrize("name", ["metric reward = mean(reward)", "reward#1"])  # what people see; the plan's id
+def test_a_rule_may_name_what_has_no_name_of_its_own(base: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plan = made(base, monkeypatch, LOGGED, f'place @"{name}" on mesh(1:2)\n')
     [moved] = [e for e, _ in events(plan) if isinstance(e, Compute) and any(w.startswith("reward#1@") for w in e.writes)]
     assert ranks(plan, moved) == {1}
 
 
 @pytest.mark.parametrize(("rule", "typed", "help_"), [
-    ('place @"reward#7" on mesh(0:1)', '@"reward#7"', '`@"reward#1"`'),
+    ('place @"metric rewards = mean(reward)" on mesh(0:1)', '@"metric rewards = mean(reward)"',
+     '`@"metric reward = mean(reward)"`'),
     ("place @rewart on mesh(0:1)", "@rewart", "`@reward`"),
     ("place actor . trian on mesh(0:1)", "actor . trian", "`actor.train`"),
 ])

@@ -196,8 +196,10 @@ def test_placement_file_adds_meshes_and_rules_only() -> None:
 
 def test_pictures_name_every_node_and_dash_versions() -> None:
     made = graph(PPO)
-    for picture in (mermaid(made), dot(made), text(made)):
-        assert all(n.id in picture for n in g.nodes(made.items))
+    names = {n.id: n.label or n.id if isinstance(n, g.Compute) else n.id for n in g.nodes(made.items)}
+    assert all(name in picture for picture in (mermaid(made), dot(made)) for name in names.values())
+    assert all(id in text(made) for id in names)
+    assert names["expr#1"] == "whiten(adv) (main.rlf:20)" and "expr#" not in mermaid(made)
     assert ("actor.train", "gen", "actor", True) in edges(made)  # the version of the step before
     assert ("r", "adv", "r", False) in edges(made)
     assert "-.->" in mermaid(made) and "style=dashed" in dot(made)

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rldsl.diag import Diagnostic, Failure
+from rldsl.plan.naming import Labels
+from rldsl.plan.visible_plan import visible_plan
 from rldsl.postmortem.analysis import LOST_CONTACT, Findings, analyse, rank_traces
 from rldsl.postmortem.dumps import Heartbeat, RankDump, RankPosition
 from rldsl.postmortem.dumps import LastHeartbeats as LastSigns
@@ -254,13 +256,17 @@ class Watchdog:
         """None: without a plan, or where the store does not even know this rank."""
         if self._plan is None or self.rank not in signs:
             return None
-        return analyse(self._plan.plan, rank_traces(self.world, {}, signs))
+        return analyse(visible_plan(self._plan.plan), rank_traces(self.world, {}, signs))
 
     def _more(self) -> str:
         return f"to see where each rank was, run `rlc postmortem {self.out}`" if self.out is not None else ""
 
     def _where(self) -> str:
-        return "start-up" if self.ring.event is None else event_text(self.ring.event)
+        event = self.ring.event
+        if event is None:
+            return "start-up"
+        known = self._plan.plan if self._plan is not None else None
+        return event_text(Labels.of(known.values, known.frames).event(event) if known is not None else event)
 
 
 def _leave(status: int) -> NoReturn:

@@ -40,6 +40,7 @@ from rldsl.plan.events import (
     Train,
     Transfer,
 )
+from rldsl.plan.naming import Labels
 from rldsl.plan.traits import rule
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.health.watchdog import Watchdog
@@ -193,7 +194,8 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
     context, step = start.context, start.step
     ring = EventRing() if watchdog is None else watchdog.ring
     first = step.number
-    recorder = TimelineRecorder(context.rank, context.plan.header.devices_per_node) if options.trace else None
+    recorder = TimelineRecorder(context.rank, context.plan.header.devices_per_node,
+                                Labels.of(context.plan.values, context.plan.frames)) if options.trace else None
     functions = called_functions(context, start.items)
     ring.prepares("loading the Python functions" if functions else "waiting for the start of all ranks")
     with RewardPool(functions, options.reward_workers, options.reward_seconds, context.rank) as rewards:

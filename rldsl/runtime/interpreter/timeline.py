@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rldsl.plan import trace
 from rldsl.plan.events import Event
 from rldsl.plan.model import Plan
+from rldsl.plan.naming import Labels
 from rldsl.runtime.files import replace_text, written
 
 
@@ -24,6 +25,7 @@ class TimelineRecorder:
 
     rank: int                                              # whose events these are
     per_node: int = 1                                      # devices of a node
+    labels: Labels = Labels({})                            # of the plan's values
     spans: list[trace.Span] = field(default_factory=list)  # so far, in the order of execution
     # CPU seconds of this process until the last event
     cpu_seconds: float = field(default_factory=time.process_time)
@@ -33,8 +35,8 @@ class TimelineRecorder:
     def add(self, event: Event, step: int, begin: float, end: float) -> None:
         """Record an event. begin, end: seconds of the monotonic clock."""
         before, self.cpu_seconds = self.cpu_seconds, time.process_time()
-        self.spans.append(trace.span(event, self.rank, self.per_node, step, self.zero + begin, end - begin,
-                                     busy=round(self.cpu_seconds - before, 6)))
+        self.spans.append(trace.span(self.labels.event(event), self.rank, self.per_node, step, self.zero + begin,
+                                     end - begin, busy=round(self.cpu_seconds - before, 6)))
 
 
 def synchronize(device: torch.device) -> None:

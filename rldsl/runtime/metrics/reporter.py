@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from rldsl.plan.events import Event
 from rldsl.plan.metrics_file import METRICS
-from rldsl.plan.naming import describe_event
+from rldsl.plan.naming import Labels, describe_event
 from rldsl.plan.projection import events
 from rldsl.plan.references import Role, references
 from rldsl.runtime.files import check_writable, written
@@ -73,6 +73,7 @@ class Reporter:
         logs = {r.id for e, _ in events(context.plan) if e.logged for r in references(e) if r.role is Role.RANK} or {0}
         self._out, self._step = context.out, step
         self._steps, self._stream = header.steps, stream or sys.stderr
+        self._labels = Labels.of(context.plan.values, context.plan.frames)
         self.meter = Meter(context.plan) if context.rank in logs else None
         self._since, self._done = time.monotonic(), step.number
         self._begun = False
@@ -117,7 +118,7 @@ class Reporter:
         if self._samples is not None and event.frees:
             self._samples.frees(self._step, event)
         if self._view is not None and not event.frees:
-            self._view.doing(f"{describe_event(event).title} {event.at}".strip())
+            self._view.doing(f"{describe_event(self._labels.event(event)).title} {event.at}".strip())
 
     def took(self, event: Event, seconds: float) -> None:
         if self.meter is not None:
