@@ -18,7 +18,7 @@ def test_every_name_of_a_file_is_there() -> None:
 
 
 def test_known_nodes_have_their_numbers() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.partition("## Known nodes")[2].partition("\n## ")[0],
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.partition("## Built-in node types")[2].partition("\n## ")[0],
                            re.MULTILINE))
     assert tuple(sorted(rows)) == clusters.presets()
     for name, row in rows.items():
