@@ -11,11 +11,11 @@ from textwrap import wrap
 from rldsl.memory.curve import each_rank, host_peak
 from rldsl.passes.pipeline import Compiled
 from rldsl.plan.codec import plan_id
-from rldsl.plan.events import Compute, Event, ModelCall, split
+from rldsl.plan.events import Compute, Event, ModelCall, split_buffer
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import describe_event
 from rldsl.plan.notation import degrees_of, human, ranks_text
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.plan.references import Role, named
 from rldsl.plan.visible_plan import visible_plan
 
@@ -27,9 +27,9 @@ NARROWEST = 30  # letters of a column of reasons
 def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
     """source: the program's path; target: where the plan went, "" for nowhere; data: its bytes."""
     plan = visible_plan(compiled.plan)
-    every = [e for e, _ in events(plan)]
+    every = [e for e, _ in event_paths(plan)]
     models = {m.name for m in plan.models}
-    copies = [e for e in every if any(split(b)[0] in models for b in e.frees)]
+    copies = [e for e in every if any(split_buffer(b)[0] in models for b in e.frees)]
     inserted = [e for e in every if e in copies or e.because and e.traits.family != "bookkeeping"]
     head = f"{source} -> {target}" if target else source
     frees = [e for e in every if e.frees and e not in copies]

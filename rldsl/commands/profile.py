@@ -28,7 +28,7 @@ from rldsl.plan.codec import encode
 from rldsl.plan.events import ModelCall
 from rldsl.plan.expr import Scalar
 from rldsl.plan.model import DEFAULT_BACKEND, Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.progress import stage
 from rldsl.search.space import can_tp
 
@@ -79,7 +79,7 @@ def shards(plan: Plan, degrees: Sequence[int] = ()) -> tuple[tuple[str, int, str
     for all of them on the usual backend, and its times for those of others: what is measured is the machine and the
     shapes."""
     layouts = {x.id: x for x in plan.layouts}
-    calls = [e for e, _ in events(plan) if isinstance(e, ModelCall)]
+    calls = [e for e, _ in event_paths(plan) if isinstance(e, ModelCall)]
     found = dict.fromkeys((e.model, layouts[e.layout].tp, DEFAULT_BACKEND) for e in calls)
     models = [m for m in plan.models if any(e.model == m.name for e in calls)] if degrees else []
     for m in models:

@@ -20,7 +20,7 @@ from rldsl.plan.events import EVENTS, Event, Every, Item
 from rldsl.plan.model import Model, Plan
 from rldsl.plan.naming import label_text
 from rldsl.plan.notation import ranks_text
-from rldsl.plan.projection import events, times
+from rldsl.plan.projection import event_paths, times
 
 Record = Mapping[str, str]  # field -> text
 CALLS = ("calls", "inserted")
@@ -179,7 +179,7 @@ def _block(items: Iterable[Item], path: str) -> Iterator[tuple[str, Record]]:
 
 
 def _metrics(plan: Plan) -> dict[str, str]:
-    return {name: "" for event, _ in events(plan) for name, _ in event.logged}
+    return {name: "" for event, _ in event_paths(plan) for name, _ in event.logged}
 
 
 # ----------------------------------------------------------------------------------------------------------- events
@@ -213,7 +213,7 @@ def _moved(before: Plan, after: Plan) -> Iterator[Moved]:
 def _bytes(plan: Plan) -> dict[str, tuple[int, float]]:
     """Kind -> bytes in a step, and events in a step whose bytes are known at run time."""
     totals: dict[str, tuple[int, int]] = {}
-    for event, path in events(plan):
+    for event, path in event_paths(plan):
         runs, (known, ragged) = times(path), totals.get(event.kind, (0, 0))
         totals[event.kind] = (known + max(event.bytes, 0) * runs, ragged + (event.bytes < 0) * runs)
     steps = max(plan.header.steps, 1)

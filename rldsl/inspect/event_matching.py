@@ -12,10 +12,10 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from rldsl.plan.events import Event, Every, Log, Realloc, Sampling, split
+from rldsl.plan.events import Event, Every, Log, Realloc, Sampling, split_buffer
 from rldsl.plan.model import Plan, Spread
 from rldsl.plan.naming import PlaceTexts, label_text, line_of
-from rldsl.plan.projection import Path, events
+from rldsl.plan.projection import Path, event_paths
 from rldsl.plan.references import Role, references
 
 OWN = frozenset(f.name for f in fields(Event))  # what every event has
@@ -52,7 +52,7 @@ class Pair:
 
 def found(plan: Plan) -> tuple[Found, ...]:
     """Every event but `log` and the frees of values, in order."""
-    every, models = list(events(plan)), {m.name for m in plan.models}
+    every, models = list(event_paths(plan)), {m.name for m in plan.models}
     read_by: dict[str, dict[str, None]] = defaultdict(dict)
     for event, _ in every:
         for buffer in () if event.traits.family == "bookkeeping" else event.reads:
@@ -68,7 +68,7 @@ def found(plan: Plan) -> tuple[Found, ...]:
 
 
 def _of_values(event: Event, models: set[str]) -> bool:
-    return bool(event.frees) and not any(split(b)[0] in models for b in event.frees)
+    return bool(event.frees) and not any(split_buffer(b)[0] in models for b in event.frees)
 
 
 def pairs(before: Sequence[Found], after: Sequence[Found]) -> Iterator[Pair]:
@@ -173,7 +173,7 @@ def _facts(event: Event, path: Path, places: PlaceTexts, spreads: Mapping[str, S
         if reference.role is Role.PROGRAM:
             yield "operations", computations.get(reference.id, "")
     for field in fields(event):
-        if field.name not in OWN and field.name not in event.traits.summarized:
+        if field.name not in OWN and field.name not in event.traits.not_diffed:
             yield field.name, text(plain(getattr(event, field.name)))
 
 

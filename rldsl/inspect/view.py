@@ -16,7 +16,7 @@ from rldsl.diag import fail
 from rldsl.plan.events import Event, Every, Item, Loop
 from rldsl.plan.model import Plan, Ranges
 from rldsl.plan.naming import PlaceTexts
-from rldsl.plan.projection import Path, class_of, events, no_mesh, ranges, schedule
+from rldsl.plan.projection import Path, class_of, event_paths, no_mesh, ranges, schedule
 
 FORMAT = 2
 OWN = tuple(f.name for f in fields_of(Event))  # fields that every event has
@@ -57,7 +57,7 @@ def check_rank(plan: Plan, rank: int) -> None:
 
 def view(plan: Plan, id: int) -> View:
     """The event with this id. RL0608: there is none."""
-    every = list(events(plan))
+    every = list(event_paths(plan))
     found = next(((e, path) for e, path in every if e.id == id), None)
     if found is None:
         ids = [e.id for e, _ in every]
@@ -68,7 +68,7 @@ def view(plan: Plan, id: int) -> View:
 
 def views(plan: Plan) -> tuple[View, ...]:
     """Every event, in order."""
-    every = list(events(plan))
+    every = list(event_paths(plan))
     index = _Index.of(plan, every)
     return tuple(_view(index, e, path) for e, path in every)
 

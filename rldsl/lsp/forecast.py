@@ -16,7 +16,7 @@ from rldsl.graph.build import build, read_text
 from rldsl.memory.curve import Curve, peak, points
 from rldsl.plan.events import ModelCall
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.source import SourceFile
 from rldsl.syntax import ast
 from rldsl.syntax.parse import parse
@@ -113,7 +113,7 @@ def _calls(plan: Plan, curves: tuple[Curve, ...], seconds: Mapping[int, float]) 
     for point in (p for c in curves for p in points(c)):
         held[point.event] = max(held.get(point.event, 0), point.during)
     found: dict[tuple[str, str], CallCost] = {}
-    for event in (e for e, _ in events(plan) if isinstance(e, ModelCall)):
+    for event in (e for e, _ in event_paths(plan) if isinstance(e, ModelCall)):
         at, name = ":".join(event.at.rsplit(":", 2)[1:]), event.called
         before = found.get((at, name), CallCost(at, name, 0.0 if seconds else -1.0, 0))
         found[at, name] = CallCost(at, name, before.seconds + seconds.get(event.id, 0.0),

@@ -167,7 +167,7 @@ def _measured(given: argparse.Namespace, rank: int, device: torch.device) -> dic
 
     from rldsl.plan.codec import decode
     from rldsl.plan.events import Generate
-    from rldsl.plan.projection import events
+    from rldsl.plan.projection import event_paths
 
     transformers.logging.set_verbosity_error()
     plan = decode(Path(given.plan).read_bytes(), given.plan)
@@ -187,7 +187,7 @@ def _measured(given: argparse.Namespace, rank: int, device: torch.device) -> dic
             found |= device_rates(device)
     dist.barrier()
     if rank == 0:
-        sampling = next((e.sampling for e, _ in events(plan) if isinstance(e, Generate)), Sampling())
+        sampling = next((e.sampling for e, _ in event_paths(plan) if isinstance(e, Generate)), Sampling())
         found["measured"] = [
             {"config": m.config_digest, "head": m.head_name, "dtype": m.dtype, "tp": tp,
              "threads": torch.get_num_threads(),

@@ -32,12 +32,12 @@ from rldsl.plan.events import (
     Save,
     Train,
     Transfer,
-    split,
+    split_buffer,
 )
 from rldsl.plan.model import Layout, Plan
 from rldsl.plan.naming import Labels
 from rldsl.plan.notation import degrees_of
-from rldsl.plan.traits import rule
+from rldsl.plan.traits import rule_for
 from rldsl.reshard.records import ReshardPlan
 from rldsl.sharding.boxes import num_zero_shards
 
@@ -106,7 +106,7 @@ class _Lifetimes:
         for i, e in enumerate(self.events):
             for buffer in e.writes:
                 # a load with `alias_of` needs no memory: that belongs to the copy that it names
-                if split(buffer)[0] in self.models and not (isinstance(e, Load) and e.alias_of):
+                if split_buffer(buffer)[0] in self.models and not (isinstance(e, Load) and e.alias_of):
                     first.setdefault(buffer, i)
             if isinstance(e, Train):
                 trained.setdefault(f"{e.model}@{e.layout}", i)
@@ -117,7 +117,7 @@ class _Lifetimes:
         counted: list[Copy] = []
         copies = [(b, self._copies(b)) for b in first]
         # models with a base (LoRA) first: read-only parameters that several models share count once, as theirs
-        for buffer, mine in sorted(copies, key=lambda x: not self.models[split(x[0])[0]].base):
+        for buffer, mine in sorted(copies, key=lambda x: not self.models[split_buffer(x[0])[0]].base):
             if not mine:
                 continue
             start = min(2 * first[buffer] + 1, self.top)
@@ -201,7 +201,7 @@ class _Lifetimes:
 
     def _copies(self, buffer: str) -> tuple[Copy, ...]:
         """A model under a layout at each cell of these ranks; none if they are not part of the layout."""
-        name, layout = split(buffer)
+        name, layout = split_buffer(buffer)
         return tuple(Copy(self.models[name], self.layouts[layout], cell) for cell in self.ranks.at(layout))
 
     # ----------------------------------------------------------------------------------------------- values
@@ -225,18 +225,18 @@ class _Lifetimes:
             self._value(b, start, until.get(b, self.end))
 
     def _holds(self, buffer: str) -> bool:
-        value, spread = split(buffer)
+        value, spread = split_buffer(buffer)
         return value in self.t.values and self.t.spreads[spread].mesh in self.ranks.meshes
 
     def _value(self, buffer: str, start: int, stop: int) -> None:
-        value, spread = split(buffer)
+        value, spread = split_buffer(buffer)
         self._hold(self.labels.name(value), buffer_bytes(self.t, value, spread), start, stop)
 
     # ----------------------------------------------------------------------------------------------- events
 
     def _during(self, i: int, e: Event) -> None:
         if e.traits.scratch:
-            rule(RULES, e, "the memory estimate")(self, i, e)
+            rule_for(RULES, e, "the memory estimate")(self, i, e)
 
     def _call(self, i: int, e: AnyCall) -> None:
         now = 2 * i + 1
@@ -259,7 +259,7 @@ class _Lifetimes:
         what = f"transfer of {', '.join(map(self.labels.name, e.values))}"
         received = [f"{v}@{e.dst}" for v in e.values]
         sends = sum(buffer_bytes(self.t, v, e.src) for v in e.values if self._holds(f"{v}@{e.src}"))
-        joined = sum(buffer_bytes(self.t, *split(b)) for b in received if self._holds(b))
+        joined = sum(buffer_bytes(self.t, *split_buffer(b)) for b in received if self._holds(b))
         self._until_read(what, sends, i, 2 * i + 1, received)
         reader = self._reader(i + 1, received)
         joined_at = self.end if reader is None else reader
@@ -301,7 +301,7 @@ class _Lifetimes:
         """A share of each model: ranks that hold the same divide it. It is written while the next steps run."""
         size = 0
         for buffer in e.reads:
-            if split(buffer)[0] in self.models and (copies := self._copies(buffer)):
+            if split_buffer(buffer)[0] in self.models and (copies := self._copies(buffer)):
                 parts = 3 if copies[0].trained else 1
                 complete = max(c.stored * resting(c) * num_zero_shards(c.layout) for c in copies)
                 size += parts * complete // (copies[0].layout.dp * copies[0].layout.cp)

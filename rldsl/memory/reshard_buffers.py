@@ -14,7 +14,7 @@ from rldsl.memory.holder_classes import HolderClass
 from rldsl.memory.parameters import Copy, held
 from rldsl.plan.events import Realloc
 from rldsl.plan.model import Layout, Model, ParamSpec, Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.reshard.in_place import Held, buffer_elements, is_contiguous, packed_elements
 from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.records import ReshardPlan
@@ -40,7 +40,7 @@ def reshard_plans(plan: Plan) -> dict[tuple[str, str, str], ReshardPlan]:
     """The reshard plan of each realloc, by (model, source layout, destination layout)."""
     meshes, layouts = {m.id: m for m in plan.meshes}, {x.id: x for x in plan.layouts}
     models, plans = {m.name: m for m in plan.models}, {}
-    for e, _ in events(plan):
+    for e, _ in event_paths(plan):
         if isinstance(e, Realloc) and (e.model, e.src, e.dst) not in plans:
             src, dst = layouts[e.src], layouts[e.dst]
             plans[e.model, e.src, e.dst] = plan_reshard(models[e.model], src, meshes[src.mesh], dst, meshes[dst.mesh],

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rldsl.plan.events import ModelCall
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import PlaceTexts
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 
 COUNT = 8
 WORK = ("data", "call", "compute")  # families of events
@@ -30,7 +30,7 @@ class Hue:
 
 def model_styles(plan: Plan) -> Mapping[str, str]:
     """Model -> classes of CSS, for pictures whose rows are ranks already; models in the order of the program."""
-    called = {e.model for e, _ in events(plan) if isinstance(e, ModelCall)}
+    called = {e.model for e, _ in event_paths(plan) if isinstance(e, ModelCall)}
     names = [m.name for m in plan.models if m.name in called]
     return {name: f"hue{i % COUNT}" + (" again" if i >= COUNT else "") for i, name in enumerate(names)}
 
@@ -38,7 +38,7 @@ def model_styles(plan: Plan) -> Mapping[str, str]:
 def hues(plan: Plan) -> Mapping[str, Hue]:
     """Mesh id -> its colour; meshes in the order of their ranks, larger ones first."""
     texts = PlaceTexts.of(plan).meshes
-    used = {e.mesh for e, _ in events(plan) if e.traits.family in WORK}
+    used = {e.mesh for e, _ in event_paths(plan) if e.traits.family in WORK}
     found = sorted((m for m in plan.meshes if m.id in used), key=lambda m: (m.ranks[0][0], -m.ranks[-1][1], m.ranks))
     return {m.id: Hue(m.id, f"hue{i % COUNT}" + (" again" if i >= COUNT else ""), texts[m.id])
             for i, m in enumerate(found)}

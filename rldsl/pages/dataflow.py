@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
 from rldsl.pages.texts import block_text
-from rldsl.plan.events import Collect, Compute, Event, Fetch, Log, Loop, Realloc, Save, split
+from rldsl.plan.events import Collect, Compute, Event, Fetch, Log, Loop, Realloc, Save, split_buffer
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import PlaceTexts
 from rldsl.plan.notation import human
-from rldsl.plan.projection import Path, events
+from rldsl.plan.projection import Path, event_paths
 from rldsl.plan.traits import Drawing
 
 
@@ -56,7 +56,7 @@ class Dataflow:
 
 def dataflow(plan: Plan) -> Dataflow:
     """Of the step; what is done once before it (loads) and what only keeps house (free, log, lengths) is left out."""
-    shown = [(e, path) for e, path in events(plan) if e.traits.drawing != "none"]
+    shown = [(e, path) for e, path in event_paths(plan) if e.traits.drawing != "none"]
     places, metrics, frame_of = PlaceTexts.of(plan), _metrics(plan), {v.id: v.frame for v in plan.values}
     models, frames = {m.name for m in plan.models}, {f.id for f in plan.frames}
     later = {b: e for e, _ in shown for b in e.writes}  # buffer -> the last event of a step that writes it
@@ -71,7 +71,7 @@ def dataflow(plan: Plan) -> Dataflow:
         id = f"e{event.id}"
         nodes[id] = _node(event, path, places, metrics)
         for buffer in event.reads:
-            name = split(buffer)[0]
+            name = split_buffer(buffer)[0]
             source = writer.get(buffer)
             if source is None and buffer in later and later[buffer] is not event:
                 before = later[buffer]
@@ -82,7 +82,7 @@ def dataflow(plan: Plan) -> Dataflow:
                 names = links.setdefault((source, id, name in models), [])
                 names += [] if name in names else [name]
         if isinstance(event, Compute):  # that reads only lengths of a frame
-            known = {frame_of.get(split(b)[0]) for b in event.reads}
+            known = {frame_of.get(split_buffer(b)[0]) for b in event.reads}
             links |= {(maker[f], id, False): [f] for f in event.frames if f in maker and f not in known}
         writer |= dict.fromkeys(event.writes, id)
         maker |= {frame: id for frame in event.makes if frame in frames}
@@ -98,7 +98,7 @@ def _keeps_house(event: Event) -> TypeGuard[Collect]:
 
 def _metrics(plan: Plan) -> dict[str, str]:
     """Value -> the metric that it is logged as."""
-    return {split(b)[0]: name for e, _ in events(plan) if isinstance(e, Log) for name, b in e.metrics}
+    return {split_buffer(b)[0]: name for e, _ in event_paths(plan) if isinstance(e, Log) for name, b in e.metrics}
 
 
 def _node(event: Event, path: Path, places: PlaceTexts, metrics: dict[str, str]) -> Node:

@@ -14,7 +14,7 @@ from rldsl.plan.events import Fetch, ModelCall
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import PlaceTexts, quote
 from rldsl.plan.notation import human, ranks_text, seconds_text
-from rldsl.plan.projection import events, times
+from rldsl.plan.projection import event_paths, times
 from rldsl.simulate import Timeline
 from rldsl.simulate.summary import critical_path_by_line
 
@@ -31,7 +31,7 @@ class Tile:
 
 
 def tiles(plan: Plan, cluster: Cluster, timeline: Timeline, panels: Sequence[Panel], limit: int) -> tuple[Tile, ...]:
-    header, every = plan.header, list(events(plan))
+    header, every = plan.header, list(event_paths(plan))
     per_node = max(1, min(header.world, header.devices_per_node))
     nodes, speed = -(-header.world // per_node), f"{timeline.tokens_per_second:,.0f} tokens/s on {cluster.name}"
     asked = sum(isinstance(e, ModelCall) for e, _ in every)
@@ -65,7 +65,7 @@ def legend(plan: Plan, hues: Mapping[str, Hue], timeline: Timeline) -> tuple[Ent
     idle, found = dict(timeline.idle), []
     sizes = {m.id: m for m in plan.meshes}
     for mesh, hue in hues.items():
-        work = [e for e, _ in events(plan) if e.mesh == mesh and e.traits.family in WORK]
+        work = [e for e, _ in event_paths(plan) if e.mesh == mesh and e.traits.family in WORK]
         named = [e.called for e in work if isinstance(e, ModelCall)]
         if not named:
             named = [f"{e.data}.next" if isinstance(e, Fetch) else ", ".join(e.makes) for e in work]
@@ -91,7 +91,7 @@ def calls(plan: Plan, timeline: Timeline, recorded: Recorded | None) -> tuple[Ca
     places, longest = PlaceTexts.of(plan), timeline.event_seconds()
     seen = recorded.event_seconds() if recorded else {}
     found = []
-    for event, _ in events(plan):
+    for event, _ in event_paths(plan):
         if isinstance(event, ModelCall):
             spans = [s for s in timeline.spans if s.event == event.id]
             length = sum(s.stop - s.start for s in spans)

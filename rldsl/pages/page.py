@@ -29,7 +29,7 @@ from rldsl.pages.texts import ranges_text
 from rldsl.plan.events import Event
 from rldsl.plan.model import Plan
 from rldsl.plan.notation import cut, human, seconds_text
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.plan.visible_plan import visible_plan
 from rldsl.simulate import Lengths, Timeline
 from rldsl.simulate.lengths import token_frames
@@ -86,7 +86,7 @@ def page(given: Given) -> str:
     colours, every, flow = hues(plan), details(plan, sources), dataflow(plan)
     styles, durations = model_styles(plan), given.timeline.event_seconds()
     titles = {n.event: n.title for n in flow.nodes if n.what in ("call", "value")}
-    known = {e.id: e for e, _ in events(plan)}
+    known = {e.id: e for e, _ in event_paths(plan)}
     script = template("report.js")
     steps = simulated(given.timeline)
     panels = memory.panels(given.curves)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rldsl.diag import Failure, fail
 from rldsl.pages.rows import Bar, Chart, Row, chart
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 
 
 class Ran(NamedTuple):
@@ -57,7 +57,7 @@ def read(text: str, file: str, plan: Plan) -> Recorded:
         steps = _steps(every)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _no(file, "not a trace file", f"{type(error).__name__}: {error}") from None
-    header, known = plan.header, {e.id: e for e, _ in events(plan)}
+    header, known = plan.header, {e.id: e for e, _ in event_paths(plan)}
     for key, value in (("program", header.program), ("flow", header.flow), ("world", header.world)):
         if not isinstance(about, dict) or about.get(key) != value:
             found = about.get(key) if isinstance(about, dict) else None

@@ -77,11 +77,11 @@ def union(draft: Draft, meshes: Iterable[str]) -> Mesh:
     return mesh_of(r for m in set(meshes) for r in draft.meshes[m].members())
 
 
-def weighed(draft: Draft, event: Event, values: Mapping[str, Value]) -> tuple[str, ...]:
+def frames_with_needed_lengths(draft: Draft, event: Event, values: Mapping[str, Value]) -> tuple[str, ...]:
     """The frames whose lengths every participant needs: to compute a division of rows, or to cut ragged rows."""
-    if not event.traits.weighs:
+    if not event.traits.needs_lengths_of:
         return ()
-    frames = [f for r in named(event, *event.traits.weighs) if (f := _frame(r, values))]
+    frames = [f for r in named(event, *event.traits.needs_lengths_of) if (f := _frame(r, values))]
     if isinstance(event, Select):
         frames = [draft.frames[event.frame].selected_from, *(() if event.condition else frames)]
     spreads = [r.id for r in references(event) if r.role is Role.SPREAD]
@@ -112,4 +112,4 @@ def all_spread(draft: Draft, frame: str) -> str:
 def uses(draft: Draft, event: Event, values: Mapping[str, Value], whole: Mapping[str, str]) -> tuple[str, ...]:
     """All buffers that an event needs: what it reads, and the lengths that divide its rows. whole: frame -> its
     `all_spread`."""
-    return (*event.reads, *(f"{f}.lengths@{whole[f]}" for f in weighed(draft, event, values)))
+    return (*event.reads, *(f"{f}.lengths@{whole[f]}" for f in frames_with_needed_lengths(draft, event, values)))

@@ -13,7 +13,7 @@ from itertools import count
 from rldsl.graph import model as g
 from rldsl.passes.draft import Draft, events
 from rldsl.passes.groups import groups
-from rldsl.plan.events import Event, Every, Item, Loop, Train, split
+from rldsl.plan.events import Event, Every, Item, Loop, Train, split_buffer
 from rldsl.plan.model import FORMAT, ROLES, Data, Header, Layout, Mesh, Plan, Spread
 from rldsl.plan.projection import rank_classes, times, walk
 from rldsl.plan.references import Role, references, renamed
@@ -89,7 +89,7 @@ def _named(e: Event) -> list[str]:
     """The layouts and spreads that an event names, those of its own fields before those of its buffers."""
     every = list(references(e))
     return [*(r.id for r in every if r.role in (Role.LAYOUT, Role.SPREAD)),
-            *(split(r.id)[1] for r in every if r.role is Role.BUFFER)]
+            *(split_buffer(r.id)[1] for r in every if r.role is Role.BUFFER)]
 
 
 class _Rename:
@@ -103,7 +103,7 @@ class _Rename:
         return self.names[id]
 
     def buffer(self, buffer: str) -> str:
-        left, right = split(buffer)
+        left, right = split_buffer(buffer)
         return f"{left}@{self.names[right]}"
 
     def event(self, e: Event, id: int) -> Event:

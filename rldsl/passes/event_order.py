@@ -55,7 +55,7 @@ def _job(draft: Draft, item: Item, values: Mapping[str, Value], whole: Mapping[s
     priority = PRIORITY[item.traits.family] if isinstance(item, Event) else BLOCK_PRIORITY
     versions = [e.versions() for e in own]
     return _Job(frozenset(b for e in own for b in uses(draft, e, values, whole)).union(*(v.uses for v in versions)),
-                frozenset(b for e in own for b in e.writes).union(*(v.makes for v in versions)),
+                frozenset(b for e in own for b in e.writes).union(*(v.defs for v in versions)),
                 frozenset(r for m in {e.mesh for e in own} for r in draft.ranks(m)),
                 sum(e.traits.order_cost for e in own), priority)
 

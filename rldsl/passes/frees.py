@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rldsl.diag import internal_error
 from rldsl.passes.draft import Draft, all_spread, events, union, uses
-from rldsl.plan.events import Event, Every, Free, Item, Loop, split
+from rldsl.plan.events import Event, Every, Free, Item, Loop, split_buffer
 from rldsl.plan.model import Mesh
 from rldsl.plan.naming import Labels
 
@@ -25,7 +25,7 @@ def frees(draft: Draft) -> Draft:
     def block(items: tuple[Item, ...], kept: frozenset[str]) -> tuple[Item, ...]:
         items = tuple(replace(i, body=block(i.body, kept | _held(i))) if isinstance(i, Every | Loop) else i
                       for i in items)
-        own = {b for i in items for b in _made(i) if split(b)[0] not in models and b not in kept}
+        own = {b for i in items for b in _made(i) if split_buffer(b)[0] not in models and b not in kept}
         last: dict[str, int] = {}
         for i, item in enumerate(items):
             for e in events([item]):
@@ -57,7 +57,7 @@ def _made(item: Item) -> tuple[str, ...]:
 
 
 def _free(draft: Draft, labels: Labels, buffers: list[str], after: Item, meshes: list[Mesh]) -> Free:
-    mesh = union(draft, {draft.spreads[split(b)[1]].mesh for b in buffers})
+    mesh = union(draft, {draft.spreads[split_buffer(b)[1]].mesh for b in buffers})
     meshes.append(mesh)
     reader = labels.event(after).called if isinstance(after, Event) else "the preceding block"
     return Free(id=0, mesh=mesh.id, because=f"{reader} was their last use", buffers=tuple(buffers))
@@ -69,7 +69,7 @@ def check_frees(draft: Draft) -> None:
 
     def block(items: tuple[Item, ...], kept: frozenset[str]) -> None:
         own = [e for e in items if isinstance(e, Event)]
-        wrote = sorted(b for i in items for b in _made(i) if split(b)[0] not in models and b not in kept)
+        wrote = sorted(b for i in items for b in _made(i) if split_buffer(b)[0] not in models and b not in kept)
         freed = sorted(b for e in own for b in e.frees)
         if wrote != freed:
             raise internal_error(f"buffers leak: {', '.join(sorted(set(wrote) ^ set(freed)))}", "pass frees")

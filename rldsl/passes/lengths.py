@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeGuard
 
-from rldsl.passes.draft import Draft, all_spread, each_block, events, weighed
+from rldsl.passes.draft import Draft, all_spread, each_block, events, frames_with_needed_lengths
 from rldsl.placement.model import mesh_of
-from rldsl.plan.events import Collect, Event, Fetch, Generate, Item, Lengths, Loop, Select, split
+from rldsl.plan.events import Collect, Event, Fetch, Generate, Item, Lengths, Loop, Select, split_buffer
 from rldsl.plan.model import Mesh, Spread
 
 
@@ -35,7 +35,7 @@ def lengths(draft: Draft) -> Draft:
         out: list[Item] = []
         for item in items:
             if isinstance(item, Fetch):
-                out.append(replace(item, mesh=whole[split(item.writes[0])[1]].mesh))
+                out.append(replace(item, mesh=whole[split_buffer(item.writes[0])[1]].mesh))
                 continue
             if isinstance(item, Event) and _in_full(item, given):  # lengths that nobody needs go
                 out += [replace(item, mesh=whole[item.dst].mesh)] if item.dst in whole else []
@@ -71,14 +71,14 @@ def _touched(draft: Draft) -> dict[str, set[int]]:
     every = tuple(events(draft.body))
     for e in every:
         if isinstance(e, Fetch):
-            touched[split(e.writes[0])[1]]  # a batch that nobody reads is still fetched somewhere
+            touched[split_buffer(e.writes[0])[1]]  # a batch that nobody reads is still fetched somewhere
         if _makes_rows(e):
             touched[all_spread(draft, e.frame)] |= draft.ranks(e.mesh)
         if not _in_full(e, draft.spreads):
-            for frame in weighed(draft, e, values):
+            for frame in frames_with_needed_lengths(draft, e, values):
                 touched[all_spread(draft, frame)] |= draft.ranks(e.mesh)
             for buffer in e.reads:
-                right = split(buffer)[1]
+                right = split_buffer(buffer)[1]
                 if right not in draft.spreads and right not in draft.layouts:
                     touched[right] |= draft.ranks(e.mesh)
     for e in every:  # what is collected in full is known there turn by turn
@@ -87,7 +87,7 @@ def _touched(draft: Draft) -> dict[str, set[int]]:
     sources: dict[str, list[str]] = defaultdict(list)
     for e in every:
         if isinstance(e, Fetch):
-            sources[e.data].append(split(e.writes[0])[1])
+            sources[e.data].append(split_buffer(e.writes[0])[1])
     for ids in sources.values():  # who reads a source takes part in each of its fetches, to know which batch is next
         together = set().union(*(touched[id] for id in ids))
         for id in ids:

@@ -29,7 +29,7 @@ from rldsl.plan.events import (
     Save,
     Select,
     Train,
-    split,
+    split_buffer,
 )
 from rldsl.plan.model import Layout, Mesh, Spread, State
 from rldsl.plan.payloads import (
@@ -123,7 +123,7 @@ class _Lower:
             else:
                 event = self.node(item)
                 out.append(event)
-                self.made |= {split(b)[0]: split(b)[1] for b in event.writes}
+                self.made |= {split_buffer(b)[0]: split_buffer(b)[1] for b in event.writes}
         return tuple(out)
 
     def loop(self) -> str:

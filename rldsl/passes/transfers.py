@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rldsl.diag import internal_error
 from rldsl.passes.draft import Draft, union
-from rldsl.plan.events import Collect, Event, Every, Item, Loop, Transfer, split
+from rldsl.plan.events import Collect, Event, Every, Item, Loop, Transfer, split_buffer
 from rldsl.plan.model import Mesh
 from rldsl.plan.naming import without_line
 
@@ -44,13 +44,13 @@ class _Transfers:
                 out.append(replace(item, body=self.block(item.body, made, frozenset(here).union(own))))
                 here.update(own)
                 self.events += 1
-                made |= {value: (spread, self.events) for value, spread in map(split, own)}
+                made |= {value: (spread, self.events) for value, spread in map(split_buffer, own)}
                 continue
             out += self._bring(item, made, here, wanted)
             out.append(item)
             self.events += 1
             for buffer in item.writes:
-                value, spread = split(buffer)
+                value, spread = split_buffer(buffer)
                 if value not in self.models:
                     made[value] = (spread, self.events)
                     here.add(buffer)
@@ -60,13 +60,13 @@ class _Transfers:
         """Transfers for what `event` lacks; with each value go its siblings that later readers want in that spread."""
         out: list[Item] = []
         for buffer in event.reads:
-            value, dst = split(buffer)
+            value, dst = split_buffer(buffer)
             if value in self.models or buffer in here or value not in made:
                 continue
             src, maker = made[value]
             frame = self.values[value].frame
             group = tuple(dict.fromkeys(
-                v for e in wanted for b in e.reads for v, right in (split(b),)
+                v for e in wanted for b in e.reads for v, right in (split_buffer(b),)
                 if right == dst and v in made and made[v] == (src, maker) and self.values[v].frame == frame
                 and b not in here))
             group = group or (value,)
@@ -117,8 +117,9 @@ def check_transfers(draft: Draft) -> None:
                 block(item.body, there)
                 continue
             for buffer in item.reads:
-                exchanged = isinstance(item, Collect) and split(buffer)[0].endswith(".lengths")  # by the next pass
-                if not (split(buffer)[0] in models or buffer in there or exchanged):
+                value = split_buffer(buffer)[0]
+                exchanged = isinstance(item, Collect) and value.endswith(".lengths")  # by the next pass
+                if not (value in models or buffer in there or exchanged):
                     raise internal_error(f"{item.called} reads {buffer} before it exists", "pass transfers")
             there.update(item.writes)
 

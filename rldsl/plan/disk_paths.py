@@ -11,7 +11,7 @@ from posixpath import normpath
 
 from rldsl.diag import visible
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 
 OUT, STEP = "{out}", "{step}"
 KERNEL = ("/proc", "/sys", "/dev")  # file systems whose files are views of the kernel and of its devices
@@ -44,7 +44,7 @@ def paths(plan: Plan) -> Paths:
                    for path, digest in files)
     modules = dict.fromkeys((path, digest) for f in plan.functions for _, path, digest in f.modules)
     python += tuple((path, (), digest) for path, digest in modules)
-    saved = dict.fromkeys(e.saves_to for e, _ in events(plan) if e.saves_to is not None)
+    saved = dict.fromkeys(e.saves_to for e, _ in event_paths(plan) if e.saves_to is not None)
     return Paths(_once(reads), python, tuple(saved))
 
 

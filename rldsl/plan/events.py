@@ -41,14 +41,14 @@ from rldsl.plan.traits import EVENTS, Buffers, Traits, event_kind
 __all__ = [
     "EVENTS", "AnyCall", "Checkpoint", "Collect", "Compute", "CopyPart", "Event", "Every", "Fetch", "Free",
     "Generate", "Infer", "Item", "Lengths", "Load", "Log", "Loop", "ModelCall", "Offload", "Onload", "Realloc",
-    "Sampling", "Save", "Select", "Train", "Transfer", "Versions", "split",
+    "Sampling", "Save", "Select", "Train", "Transfer", "Versions", "optimizer_of", "split_buffer",
 ]
 
 CopyPart = Literal["parameters", "optimizer"]  # of a model under a layout; optimizer: moments and gradients
 Copy = tuple[ModelName, LayoutId]  # the parameters of a model under a layout
 
 
-def split(buffer: str) -> tuple[str, str]:
+def split_buffer(buffer: str) -> tuple[str, str]:
     """ "gen.tokens@s2" -> ("gen.tokens", "s2")."""
     left, _, right = buffer.rpartition("@")
     return left, right
@@ -56,11 +56,16 @@ def split(buffer: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """The models whose parameters an event needs in their current version, and of which it makes a new one, under
-    whatever layouts. The optimizer's state of a model has versions too."""
+    """Use and def of model versions, from which dependences follow: an event that uses a version comes after the one
+    that makes it. Entries are names of models, or `optimizer_of` one."""
 
-    uses: frozenset[str] = frozenset()
-    makes: frozenset[str] = frozenset()
+    uses: frozenset[str] = frozenset()  # whose current version the event needs, under any layout
+    defs: frozenset[str] = frozenset()  # of which it makes a new version, under every layout
+
+
+def optimizer_of(model: str) -> str:
+    """The name under which `Versions` lists the optimizer state of a model."""
+    return f"{model} optimizer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +81,7 @@ class Event:
     writes: tuple[Buffer, ...] = ()
     at: str = ""  # the position in the program that asked for it: "ppo.rlf:22:3"
     because: str = ""  # why the compiler inserted it; "" for what the user wrote
-    bytes: int = 0  # moved between ranks, where the program fixes it; -1 where the lengths of a run do
+    bytes: int = 0  # sent between ranks; -1 if it depends on the lengths of sequences
 
     @property
     def called(self) -> str:
@@ -118,16 +123,16 @@ class Event:
         return ()
 
     def versions(self) -> Versions:
-        """Which models' versions it uses and makes."""
+        """The model versions that it uses and defines."""
         return Versions(frozenset(model for model, _ in self.copies()))
 
 
 # -------------------------------------------------------------------------------------------- copies of parameters
 
 
-@event_kind(Traits(family="residency", blocking="alone", participants=("layout",), communicators="layout",
+@event_kind(Traits(family="residency", blocking="none", participants=("layout",), communicators="layout",
                    buffers=Buffers(("{model}@{alias_of}",), ("{model}@{layout}",)), scratch=True,
-                   summarized=("model", "layout")))
+                   not_diffed=("model", "layout")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load(Event):
     """Build a model under a layout; each rank reads its own slices of the weights. Writes `model@layout`."""
@@ -138,9 +143,9 @@ class Load(Event):
     alias_of: LayoutId = ""
 
 
-@event_kind(Traits(family="movement", blocking="posted", forwards=True, participants=("src", "dst"), moves="rule",
-                   order_cost=20, scratch=True, timed=True, drawing="move", color="realloc",
-                   summarized=("model", "src", "dst", "messages", "digest", "source", "source_version")))
+@event_kind(Traits(family="movement", blocking="async", forwards=True, participants=("src", "dst"),
+                   bytes_moved="planned", order_cost=20, scratch=True, timed=True, drawing="move", color="realloc",
+                   not_diffed=("model", "src", "dst", "messages", "digest", "source", "source_version")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Realloc(Event):
     """Parameters of a model from layout to layout: a reshard (`reshard/`). bytes: received by all ranks.
@@ -155,7 +160,8 @@ class Realloc(Event):
     digest: str = ""  # sha256 over the routes of all boxes
     source: ModelName = ""  # the model whose parameters under `src` move; "": `model` itself
     decay: float = 0.0
-    source_version: str = ""  # of the source: the position of what made it, before this in the program; "": nothing did
+    # position of the statement that made the version of the source that is taken; "": the version from before the step
+    source_version: str = ""
 
     @property
     def origin(self) -> str:
@@ -177,8 +183,8 @@ class Realloc(Event):
         return Versions(frozenset({self.origin}), frozenset({self.model} if self.source else ()))
 
 
-@event_kind(Traits(family="residency", blocking="alone", participants=("layout",), timed=True,
-                   summarized=("model", "layout")))
+@event_kind(Traits(family="residency", blocking="none", participants=("layout",), timed=True,
+                   not_diffed=("model", "layout")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload(Event):
     """Parameters, or the optimizer's state of a model that is trained under this layout, to host memory after use."""
@@ -195,11 +201,11 @@ class Offload(Event):
         return _part_versions(self.model, self.part)
 
 
-@event_kind(Traits(family="residency", blocking="alone", participants=("layout",), timed=True,
-                   summarized=("model", "layout")))
+@event_kind(Traits(family="residency", blocking="none", participants=("layout",), timed=True,
+                   not_diffed=("model", "layout")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Onload(Event):
-    """Back on the device: issued here, and waited for by what uses it."""
+    """Starts the copy back to the device; the first event that uses the copy waits for it."""
 
     model: ModelName
     layout: LayoutId
@@ -213,15 +219,16 @@ class Onload(Event):
         return _part_versions(self.model, self.part)
 
 
-def _part_versions(model: str, what: CopyPart) -> Versions:
-    """The optimizer's state is changed by training alone, which waits for it; parameters follow their buffer."""
-    state = frozenset({f"{model} optimizer"}) if what == "optimizer" else frozenset[str]()
+def _part_versions(model: str, part: CopyPart) -> Versions:
+    """Offload and onload of optimizer state are ordered with the model's train calls by this version. Those of
+    parameters are ordered by the buffer `model@layout` that they read and write."""
+    state = frozenset({optimizer_of(model)}) if part == "optimizer" else frozenset[str]()
     return Versions(state, state)
 
 
-@event_kind(Traits(family="disk", blocking="together", participants=("layout",), communicators="mesh", protocol=True,
-                   buffers=Buffers(("{model}@{layout}",)), order_cost=50, scratch=True, timed=True, drawing="value",
-                   summarized=("model", "layout")))
+@event_kind(Traits(family="disk", blocking="barrier", participants=("layout",), communicators="mesh",
+                   backend_communicates=True, buffers=Buffers(("{model}@{layout}",)), order_cost=50, scratch=True,
+                   timed=True, drawing="value", not_diffed=("model", "layout")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save(SaveSpec, Event):
     """A HuggingFace directory."""
@@ -236,11 +243,11 @@ class Save(SaveSpec, Event):
         return ((self.model, self.layout),)
 
 
-@event_kind(Traits(family="disk", blocking="together", everyone=True, communicators="mesh", scratch=True, timed=True))
+@event_kind(Traits(family="disk", blocking="barrier", all_ranks=True, communicators="mesh", scratch=True, timed=True))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(Event):
-    """The end of a step, on every rank: all that the next step needs of this one (it reads it) is written after each
-    `every`-th step, and when the run is asked to stop, which all ranks then do together."""
+    """Runs at the end of every step on all ranks. After each `every`-th step, and when the run is asked to stop, it
+    writes everything that the next step needs, which is what it reads."""
 
     every: int
     keep_last: int  # how many of the last checkpoints stay
@@ -255,20 +262,21 @@ class ModelCall(Event):
 
     model: ModelName
     layout: LayoutId
-    spread: SpreadId  # which rows each shard works on
+    spread: SpreadId  # which rows each dp rank works on
 
     def copies(self) -> tuple[Copy, ...]:
         return ((self.model, self.layout),)
 
 
-@event_kind(Traits(family="call", blocking="replica", participants=("layout",), communicators="layout", protocol=True,
-                   weighs=("prompts",), order_cost=300, scratch=True, timed=True, drawing="call",
-                   summarized=("model", "layout", "spread", "prompts", "frame", "sampling")))
+@event_kind(Traits(family="call", blocking="dp_rank", participants=("layout",), communicators="layout",
+                   backend_communicates=True, needs_lengths_of=("prompts",), divides_rows=True, order_cost=300,
+                   scratch=True, timed=True, drawing="call",
+                   not_diffed=("model", "layout", "spread", "prompts", "frame", "sampling")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate(GenerateSpec, ModelCall):
     """Completions of the frame `prompts` become the frame `frame`."""
 
-    mbs: int = 0  # most sequences decoded together on a shard; 0: all
+    mbs: int = 0  # most sequences decoded together on a dp rank; 0: all
 
     @property
     def called(self) -> str:
@@ -287,9 +295,10 @@ class Generate(GenerateSpec, ModelCall):
         return f"{self.frame} = {self.called}"
 
 
-@event_kind(Traits(family="call", blocking="replica", participants=("layout",), communicators="layout", protocol=True,
-                   weighs=("frame",), order_cost=100, scratch=True, timed=True, drawing="call",
-                   summarized=("model", "layout", "spread", "frame", "value")))
+@event_kind(Traits(family="call", blocking="dp_rank", participants=("layout",), communicators="layout",
+                   backend_communicates=True, needs_lengths_of=("frame",), divides_rows=True, order_cost=100,
+                   scratch=True, timed=True, drawing="call",
+                   not_diffed=("model", "layout", "spread", "frame", "value")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infer(InferSpec, ModelCall):
     """One forward pass."""
@@ -311,14 +320,15 @@ class Infer(InferSpec, ModelCall):
         return f"{self.value} = {self.called}"
 
 
-@event_kind(Traits(family="call", blocking="together", participants=("layout",), communicators="layout", protocol=True,
-                   weighs=("frames",), order_cost=300, scratch=True, timed=True, drawing="call",
-                   summarized=("model", "layout", "spread", "frames", "outputs")))
+@event_kind(Traits(family="call", blocking="barrier", participants=("layout",), communicators="layout",
+                   backend_communicates=True, needs_lengths_of=("frames",), divides_rows=True, order_cost=300,
+                   scratch=True, timed=True, drawing="call",
+                   not_diffed=("model", "layout", "spread", "frames", "outputs")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train(TrainSpec, ModelCall):
-    """minibatches * epochs optimizer steps, or fewer: where the program has an output "stop" that is true of a
-    minibatch, that one makes no step and no other follows. The output "updates" is then the number of steps made, and
-    "skipped" counts the minibatches that `nonfinite` skips."""
+    """minibatches * epochs optimizer steps. If the loss has an output "stop", training ends at the first minibatch for
+    which it is true, before that minibatch's step. The output "updates" is the number of steps made, and "skipped"
+    counts the minibatches that `nonfinite` skips."""
 
     mbs: int = 0  # most sequences in a micro-batch, of all frames together; 0: all
     mbt: int = 0  # most tokens in a micro-batch; 0: all
@@ -333,15 +343,15 @@ class Train(TrainSpec, ModelCall):
         return self.called
 
     def versions(self) -> Versions:
-        both = frozenset({self.model, f"{self.model} optimizer"})
+        both = frozenset({self.model, optimizer_of(self.model)})
         return Versions(both, both)
 
 
 # ------------------------------------------------------------------------------------------------------- values
 
 
-@event_kind(Traits(family="data", blocking="alone", participants=("writes",), timed=True, drawing="value",
-                   summarized=("frames",)))
+@event_kind(Traits(family="data", blocking="none", participants=("writes",), timed=True, drawing="value",
+                   not_diffed=("frames",)))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch(FetchSpec, Event):
     """The step's rows of a data source, read and tokenized by every participant alike."""
@@ -359,8 +369,9 @@ class Fetch(FetchSpec, Event):
         return f"{', '.join(self.frames)} = {self.data}.next"
 
 
-@event_kind(Traits(family="movement", blocking="together", participants=("writes", "spread"), read_by="spread",
-                   communicators="mesh", moves="rule", timed=True, color="transfer", summarized=("frame", "spread")))
+@event_kind(Traits(family="movement", blocking="barrier", participants=("writes", "spread"), source_spread="spread",
+                   communicators="mesh", divides_rows=True, bytes_moved="planned", timed=True, color="transfer",
+                   not_diffed=("frame", "spread")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths(Event):
     """Row lengths of a frame, from the ranks of `spread` to every participant. Fixed size: 16 bytes a row."""
@@ -373,9 +384,10 @@ class Lengths(Event):
         return f"{self.frame}.lengths"
 
 
-@event_kind(Traits(family="movement", blocking="posted", participants=("src", "dst"), read_by="src",
-                   weighs=("values",), moves="rule", scratch=True, timed=True, drawing="move", color="transfer",
-                   summarized=("values", "src", "dst")))
+@event_kind(Traits(family="movement", blocking="async", participants=("src", "dst"), source_spread="src",
+                   needs_lengths_of=("values",), divides_rows=False, bytes_moved="planned", scratch=True, timed=True,
+                   drawing="move", color="transfer",
+                   not_diffed=("values", "src", "dst")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer(Event):
     """Values of one frame from spread to spread."""
@@ -389,9 +401,9 @@ class Transfer(Event):
         return ", ".join(self.values)
 
 
-@event_kind(Traits(family="compute", blocking="mesh", participants=("spread",), communicators="mesh",
-                   weighs=("frames",), order_cost=10, timed=True, drawing="value",
-                   summarized=("spread", "program", "frames", "outputs")))
+@event_kind(Traits(family="compute", blocking="collective", participants=("spread",), communicators="mesh",
+                   needs_lengths_of=("frames",), divides_rows=True, order_cost=10, timed=True, drawing="value",
+                   not_diffed=("spread", "program", "frames", "outputs")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute(ComputeSpec, Event):
     """A pure program over values of the participants' rows."""
@@ -411,8 +423,8 @@ class Compute(ComputeSpec, Event):
         return ", ".join(self.makes)
 
 
-@event_kind(Traits(family="compute", blocking="alone", participants=("spread",), weighs=("frame",), timed=True,
-                   drawing="value", summarized=("spread", "frame", "values")))
+@event_kind(Traits(family="compute", blocking="none", participants=("spread",), needs_lengths_of=("frame",),
+                   divides_rows=True, timed=True, drawing="value", not_diffed=("spread", "frame", "values")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Select(SelectSpec, Event):
     """Of each (value, kept value), the rows of the frame `frame` go from the first to the second; each participant
@@ -433,12 +445,12 @@ class Select(SelectSpec, Event):
         return ", ".join(made for _, made in self.values) or self.frame
 
 
-@event_kind(Traits(family="compute", blocking="alone", participants=("dst",), timed=True, drawing="value",
-                   summarized=("frame", "into", "values", "src", "dst")))
+@event_kind(Traits(family="compute", blocking="none", participants=("dst",), divides_rows=False, timed=True,
+                   drawing="value", not_diffed=("frame", "into", "values", "src", "dst")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collect(CollectSpec, Event):
-    """The rows of this turn of the loop are appended. A rank holds the same share under `src` and `dst`, so nothing
-    moves."""
+    """The rows of this iteration of the loop are appended. A rank holds the same rows of an iteration under `src` and
+    `dst`, so nothing moves."""
 
     src: SpreadId
     dst: SpreadId
@@ -459,8 +471,8 @@ class Collect(CollectSpec, Event):
 # -------------------------------------------------------------------------------------------------- bookkeeping
 
 
-@event_kind(Traits(family="bookkeeping", blocking="gather", participants=("to",), first_ranks=("metrics",),
-                   moves="at run time", timed=True))
+@event_kind(Traits(family="bookkeeping", blocking="gather", participants=("to",), first_rank_of=("metrics",),
+                   bytes_moved="at run time", timed=True))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log(Event):
     """Batch-level values to the log; the first rank of each buffer's mesh sends it."""
@@ -477,7 +489,7 @@ class Log(Event):
         return ", ".join(name for name, _ in self.metrics)
 
 
-@event_kind(Traits(family="bookkeeping", blocking="alone", participants=("buffers",), timed=True))
+@event_kind(Traits(family="bookkeeping", blocking="none", participants=("buffers",), timed=True))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Free(Event):
     """Buffers that nothing reads any more."""
@@ -490,7 +502,7 @@ class Free(Event):
 
     @property
     def subject(self) -> str:
-        return ", ".join(dict.fromkeys(split(b)[0] for b in self.buffers))
+        return ", ".join(dict.fromkeys(split_buffer(b)[0] for b in self.buffers))
 
 
 AnyCall = Generate | Infer | Train  # closed, for `match` and `assert_never`
@@ -501,14 +513,14 @@ AnyCall = Generate | Infer | Train  # closed, for `match` and `assert_never`
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """`trips` runs of the body, the same number on every rank."""
+    """`trips` iterations of the body, the same number on every rank."""
 
     id: str
     trips: int  # with `until` or `over`, the most
     body: tuple[Item, ...]
-    until: Buffer = ""  # batch-level, written by the body: where it is true the loop ends; freed each turn
-    collects: tuple[Buffer, ...] = ()  # emptied before the first turn; the body appends to them
-    over: DataName = ""  # the source whose rows it goes over once, in file order; the last batch may be short
+    until: Buffer = ""  # batch-level, written by the body: where it is true the loop ends; freed in each iteration
+    collects: tuple[Buffer, ...] = ()  # emptied before the first iteration; the body appends to them
+    over: DataName = ""  # the data source that it reads once, in file order; the last batch may be short
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from rldsl.plan.events import Event, Every, Item, split
+from rldsl.plan.events import Event, Every, Item, split_buffer
 from rldsl.plan.expr import Node, Program
 from rldsl.plan.model import Frame, Plan, Value
 from rldsl.plan.notation import degrees_of, mesh_text
@@ -211,5 +211,5 @@ class PlaceTexts:
 
     def holder(self, buffer: str) -> str:
         """What holds a buffer: "mesh(0:4) tp=2"."""
-        _, at = split(buffer)
+        _, at = split_buffer(buffer)
         return self.layouts.get(at) or self.spreads.get(at, at)

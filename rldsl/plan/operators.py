@@ -90,8 +90,8 @@ _ALL = (
     _sequence("cumsum", ("token",), "token", "inclusive running sum"),
     _sequence("discount", ("token", "batch"), "token", "y_t = x_t + g * y_{t+1}"),
     _sequence("len", (), "seq", "number of response tokens; attribute `frame`", gradient=False),
-    # A number in (0, 1) per element, drawn from the seed, the step, the attribute `call` (the name of the statement with
-    # the call; "name#2" for its second call), and the row and position of the element. Attribute `frame` at token
+    # A number in (0, 1) per element, drawn from the seed, the step, the attribute `call` (the name of the call's
+    # statement; "name#2" for its second call), and the row and position of the element. Attribute `frame` at token
     # level.
     Operator("uniform", "random", 0, "a random number per element", in_loss=False),
     Operator("input", "leaf", 0, "an input; attribute `name`"),

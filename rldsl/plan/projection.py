@@ -17,7 +17,7 @@ from rldsl.plan.model import Mesh, Plan, Ranges, RankClass
 Path = tuple[Loop | Every, ...]  # the blocks around an event, outermost first
 
 
-def events(plan: Plan) -> Iterator[tuple[Event, Path]]:
+def event_paths(plan: Plan) -> Iterator[tuple[Event, Path]]:
     """Every event of the body, in order, with the blocks around it."""
     return walk(plan.body)
 

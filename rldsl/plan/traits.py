@@ -2,8 +2,8 @@
 
 In: the `Traits` that a class of `plan/events.py` is declared with. Out: `EVENTS`, every kind by the name that the plan
 file gives it. Compiler, verifier, memory estimate, simulator, runtime, views and pages derive what they can from the
-traits; where a kind needs code of its own, a reader has a table by kind, and `rule` refuses a kind that is missing
-from it. Errors: TypeError, at import, for traits that do not fit the fields.
+traits; where a kind needs code of its own, a reader has a table `RULES` by kind, and `rule_for` refuses a kind that is
+missing from it. Errors: TypeError, at import, for traits that do not fit the fields.
 """
 
 from __future__ import annotations
@@ -22,20 +22,32 @@ Family = Literal[
     "call",  # of a model: generate, infer, train
     "compute",  # works on values: every rank on its own rows, with reductions
     "data",  # brings rows into the run
-    "movement",  # values or parameters from ranks to ranks; waits for what it reads by itself
+    "movement",  # values or parameters between ranks; the event itself waits for the buffers that it reads
     "residency",  # builds a copy of parameters, or moves it between device and host
     "disk",  # writes files
-    "bookkeeping",  # logs and frees: of no interest to whoever reads a dataflow
+    "bookkeeping",  # logs and frees: of no interest to readers of a dataflow
 ]
+
+# Which ranks a rank may wait for inside the event. Read by the post-mortem alone, which finds out who blocks whom in a
+# run that hangs (`postmortem/wait_order.py`). To choose for a new kind: if its handler does not communicate, "none";
+# if it posts operations that a later event waits for, "async"; if it ends with a collective of all participants,
+# "barrier"; if it may run one and may leave it out, "collective".
 Blocking = Literal[
-    "alone",  # waits for nobody
-    "posted",  # issued here, waited for by the first event that reads what it brings
-    "replica",  # waits for the ranks that work on the same rows, and on the same experts
-    "gather",  # the first rank of each buffer's mesh sends to one rank; issued here, and awaited by no event
-    "mesh",  # may wait for every rank of its mesh
-    "together",  # no rank ends it before all have begun it
+    "none",  # no communication: waits for nobody
+    "async",  # posted here; the first event that reads what it brings waits for it
+    "gather",  # the first rank of each buffer's mesh sends to one rank; posted here, and no event waits for it
+    "dp_rank",  # waits for the ranks of the same dp rank, and for those that share experts with them (ep)
+    "collective",  # may wait for every participant, but a rank that has ended it proves nothing about the others
+    "barrier",  # waits for every participant: a rank that has ended it proves that all have begun it
 ]
-Drawing = Literal["call", "value", "move", "none"]  # a node of the dataflow picture, what it looks like
+
+# How the dataflow picture shows the event (`pages/dataflow.py`).
+Drawing = Literal[
+    "call",  # a call of a model, with its placement
+    "value",  # work on values, or data that is read or written
+    "move",  # data that goes from ranks to ranks, with its bytes
+    "none",  # not shown
+]
 Color = Literal["mesh", "transfer", "realloc"]  # of a bar in a timeline: that of its mesh, or of movement
 
 
@@ -50,26 +62,44 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """Of a kind of event. Fields are given by name."""
+    """What readers of a plan need to know about a kind of event. Fields of the kind are given by name. The first group
+    says who takes part, the second what the event works on, the third which readers have a rule for the kind, the last
+    how it is shown."""
 
     family: Family
     blocking: Blocking
-    participants: tuple[str, ...] = ()  # fields (or "reads", "writes"): the union of their ranks is the event's mesh
-    everyone: bool = False  # all ranks of the world take part, whatever the fields
-    first_ranks: tuple[str, ...] = ()  # fields of buffers: of their meshes, the first rank has to take part
-    read_by: str = ""  # field of a spread: what is read in it is needed on its ranks alone, not on all participants
-    communicators: Literal["none", "layout", "mesh"] = "none"  # created at start-up: of the layout's axes, or one
-    forwards: bool = False  # of "posted": ranks that receive may send on what they have received
-    protocol: bool = False  # the backend communicates in it, in an order that `verify/issue_order.py` knows
-    weighs: tuple[str, ...] = ()  # fields of frames (or ragged values) whose row lengths every participant needs
-    buffers: Buffers | None = None  # exactly what it reads and writes; None: the verifier has a rule for the kind
-    moves: Literal["nothing", "rule", "at run time"] = "nothing"  # bytes between ranks; rule: as the plan says
-    order_cost: int = 1  # how long it takes against other events; the order of events follows a clock of these
-    scratch: bool = False  # needs memory while it runs: the memory estimate has a rule for the kind
-    timed: bool = False  # takes longer than to issue it: the simulator has a rule for the kind
+
+    # The fields (or "reads", "writes") whose ranks take part: the event's mesh is the union of these ranks.
+    participants: tuple[str, ...] = ()
+    all_ranks: bool = False  # all ranks of the world take part, whatever the fields say
+    # Fields of buffers: the first rank of each buffer's mesh takes part, and reads the buffer for all.
+    first_rank_of: tuple[str, ...] = ()
+    # A field of a spread: a buffer that is read in this spread must exist on the ranks of that spread only. Any other
+    # buffer must exist on all participants.
+    source_spread: str = ""
+    # Process groups that start-up creates for the event: one per axis of its layout, or one of its mesh.
+    communicators: Literal["none", "layout", "mesh"] = "none"
+    forwards: bool = False  # of an "async" event: ranks that receive may send on what they have received
+
+    # Implicit reads: the `FRAME.lengths` of the frames in these fields, or of the frames of the ragged values in them,
+    # which every participant needs and which `reads` does not list.
+    needs_lengths_of: tuple[str, ...] = ()
+    buffers: Buffers | None = None  # exactly what it reads and writes; None: `verify/operations.py` has a rule
+    # Whether it works on the rows of its spread, so that `verify/row_division.py` has a rule. A kind with a field of a
+    # spread must say; None: it has no such field.
+    divides_rows: bool | None = None
+
+    backend_communicates: bool = False  # inside it the backend uses communicators: `verify/issue_order.py` has a rule
+    # Bytes between ranks. "planned": `Event.bytes`, for which `verify/sizes.py` has a rule; "at run time": -1.
+    bytes_moved: Literal["none", "planned", "at run time"] = "none"
+    scratch: bool = False  # needs memory of its own while it runs: `memory/lifetimes.py` has a rule
+    timed: bool = False  # takes longer than to issue it: `simulate/program.py` has a rule
+    # How long it takes on the clock by which events are ordered: a compute 10, inference 100, training 300.
+    order_cost: int = 1
+
     drawing: Drawing = "none"
     color: Color = "mesh"
-    summarized: tuple[str, ...] = ()  # fields that a comparison of plans leaves out: name and place tell them
+    not_diffed: tuple[str, ...] = ()  # fields that `rlc diff` does not list: the event's title and place show them
 
 
 EVENTS: dict[str, type[Event]] = {}
@@ -77,9 +107,9 @@ E = TypeVar("E", bound="type[Event]")
 RANKED = {Role.LAYOUT, Role.SPREAD, Role.BUFFER, Role.RANK, Role.MESH}  # roles of ids that have ranks
 
 
-# The participants of a kind with this `blocking`, where it decides who waits for whom (`postmortem/wait_order.py`).
-PARTICIPANTS: Mapping[str, tuple[frozenset[Role], ...]] = {
-    "posted": (frozenset({Role.LAYOUT, Role.SPREAD}),) * 2, "replica": (frozenset({Role.LAYOUT}),),
+# The roles of the fields in `participants` of a kind with this `blocking`, if they decide who waits for whom.
+ROLES_BY_BLOCKING: Mapping[str, tuple[frozenset[Role], ...]] = {
+    "async": (frozenset({Role.LAYOUT, Role.SPREAD}),) * 2, "dp_rank": (frozenset({Role.LAYOUT}),),
     "gather": (frozenset({Role.RANK}),),
 }
 
@@ -89,15 +119,15 @@ def event_kind(traits: Traits) -> Callable[[E], E]:
 
     def declare(cls: E) -> E:
         known, own = roles(cls), {f.name for f in fields(cls)}
-        for name in (*traits.participants, *traits.first_ranks, *filter(None, (traits.read_by,))):
+        for name in (*traits.participants, *traits.first_rank_of, *filter(None, (traits.source_spread,))):
             if not known.get(name, frozenset()) & RANKED:
                 raise TypeError(f"{cls.__name__}: the ranks of {name!r} are not known: it is no field with ranks")
-        for name in traits.weighs:
+        for name in traits.needs_lengths_of:
             if not known.get(name, frozenset()) & {Role.FRAME, Role.VALUE}:
                 raise TypeError(f"{cls.__name__}: {name!r} is no field of frames or values")
-        if not (traits.participants or traits.everyone):
+        if not (traits.participants or traits.all_ranks):
             raise TypeError(f"{cls.__name__}: nothing says which ranks take part")
-        wanted = PARTICIPANTS.get(traits.blocking)
+        wanted = ROLES_BY_BLOCKING.get(traits.blocking)
         if wanted and not (len(wanted) == len(traits.participants) and all(
                 known[name] & roles for name, roles in zip(traits.participants, wanted, strict=True))):
             texts = (" or ".join(sorted(role.value for role in roles)) for roles in wanted)
@@ -105,9 +135,12 @@ def event_kind(traits: Traits) -> Callable[[E], E]:
                             f"others: {', '.join(f'a {text}' for text in texts)}")
         if traits.communicators == "layout" and Role.LAYOUT not in known.get((*traits.participants, "")[0], ()):
             raise TypeError(f"{cls.__name__}: the first field of participants must be the layout of its communicators")
-        if traits.forwards and traits.blocking != "posted":
-            raise TypeError(f"{cls.__name__}: only what is posted can be forwarded")
-        if unknown := set(traits.summarized) - own:
+        if traits.forwards and traits.blocking != "async":
+            raise TypeError(f"{cls.__name__}: only an event that is 'async' can forward")
+        if (traits.divides_rows is None) == any(Role.SPREAD in found for found in known.values()):
+            raise TypeError(f"{cls.__name__}: `divides_rows` must be True or False for a kind with a field of a "
+                            "spread, and None for any other")
+        if unknown := set(traits.not_diffed) - own:
             raise TypeError(f"{cls.__name__} has no fields {', '.join(sorted(unknown))}")
         cls.traits, cls.kind = traits, cls.__name__.lower()
         EVENTS[cls.kind] = cls
@@ -119,8 +152,8 @@ def event_kind(traits: Traits) -> Callable[[E], E]:
 R = TypeVar("R")
 
 
-def rule(table: Mapping[type[Event], R], event: Event, reader: str) -> R:
-    """What `reader` does with the kind of `event`. Errors: RL0699, where its table does not have the kind."""
+def rule_for(table: Mapping[type[Event], R], event: Event, reader: str) -> R:
+    """The entry of `reader`'s table for the kind of `event`. Errors: RL0699 if there is none."""
     if type(event) not in table:
         raise internal_error(f"{reader} has no rule for events of the kind {event.kind!r}", place=f"event {event.id}")
     return table[type(event)]
@@ -129,4 +162,9 @@ def rule(table: Mapping[type[Event], R], event: Event, reader: str) -> R:
 def expand(event: Event, templates: tuple[str, ...]) -> tuple[str, ...]:
     """The buffers that templates of `Buffers` stand for: "{model}@{layout}" -> "actor@L0"."""
     values: dict[str, Any] = {f.name: getattr(event, f.name) for f in fields(event)}
-    return tuple(text for t in templates if all((text := t.format_map(values)).split("@")))
+    buffers = []
+    for template in templates:
+        buffer = template.format_map(values)
+        if all(buffer.split("@")):  # a field of the template is empty: no buffer
+            buffers.append(buffer)
+    return tuple(buffers)

@@ -211,7 +211,7 @@ class _Waits:
         event = self._order.events.get(at.event) if at is not None else None
         if at is None or event is None:
             return []
-        if event.traits.blocking in ("posted", "gather") and not (stand.phase == "waits" or stand.call):
+        if event.traits.blocking in ("async", "gather") and not (stand.phase == "waits" or stand.call):
             return []
         group = self._order.group(event, trace.rank)
         if short := self._short(group, at, trace.rank):

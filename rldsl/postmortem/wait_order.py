@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from rldsl.plan.events import Event, Every, Item, Loop, split
+from rldsl.plan.events import Event, Every, Item, Loop, split_buffer
 from rldsl.plan.model import Layout, Plan
 from rldsl.plan.references import Reference, Role, named
 from rldsl.postmortem.dumps import EventRun
@@ -46,7 +46,7 @@ class WaitOrder:
         self._ends: dict[int, tuple[Reference, ...]] = {}  # event -> what says who takes part in it
         self._note(plan.body, ())
         self._together = [e for id, e in self.events.items()
-                          if e.traits.blocking == "together" and len(self._ways[id]) == 2]
+                          if e.traits.blocking == "barrier" and len(self._ways[id]) == 2]
 
     def _note(self, items: Sequence[Item], way: tuple[tuple[int, bool], ...]) -> None:
         for i, item in enumerate(items):
@@ -77,28 +77,28 @@ class WaitOrder:
         if rank not in self._sets[event.mesh]:
             return NOBODY
         match event.traits.blocking:
-            case "alone":
+            case "none":
                 return NOBODY
-            case "posted":
+            case "async":
                 src, dst = (self._mesh(end) for end in self._ends[event.id])
                 return self._across(src, dst, rank, passed_on=event.traits.forwards)
-            case "replica":
+            case "dp_rank":
                 layout, = (end.id for end in self._ends[event.id])
                 return self._replica(self._layouts[layout], rank)
             case "gather":
-                firsts = {self._members[self._mesh(b)][0] for b in named(event, *event.traits.first_ranks)}
+                firsts = {self._members[self._mesh(b)][0] for b in named(event, *event.traits.first_rank_of)}
                 to, = (end.id for end in self._ends[event.id])
                 receives = rank == to
                 return self._known((event.id, receives), firsts if receives else (to,)) if (
                     receives or rank in firsts) else NOBODY
-            case "mesh" | "together":
+            case "collective" | "barrier":
                 return self._known(event.mesh, self._sets[event.mesh])
             case unknown:
                 assert_never(unknown)
 
     def _mesh(self, end: Reference) -> str:
         """The mesh of a layout, a spread, or a buffer in one."""
-        id = split(end.id)[1] if end.role is Role.BUFFER else end.id
+        id = split_buffer(end.id)[1] if end.role is Role.BUFFER else end.id
         return self._layouts[id].mesh if id in self._layouts else self._spreads[id].mesh
 
     def _known(self, key: Hashable, ranks: Iterable[int]) -> RankGroup:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import quote
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 
 
 def source_text(path: str, digest: str, beside: Path) -> str:
@@ -39,4 +39,4 @@ def sources_of(plan: Plan, beside: Path) -> dict[str, str]:
 
 def event_quote(plan: Plan, event: int, texts: Mapping[str, str]) -> str:
     """The line of the program that asked for an event; "" where its source is not among `texts`."""
-    return quote(texts, next((e.at for e, _ in events(plan) if e.id == event), ""))
+    return quote(texts, next((e.at for e, _ in event_paths(plan) if e.id == event), ""))

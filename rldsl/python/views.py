@@ -74,9 +74,9 @@ class Memory:
     def _rows(self) -> list[tuple[str, ...]]:
         from rldsl.plan.naming import labelled
         from rldsl.plan.notation import ranks_text
-        from rldsl.plan.projection import events
+        from rldsl.plan.projection import event_paths
 
-        known = {e.id: e.called for e, _ in events(labelled(self.plan))}
+        known = {e.id: e.called for e, _ in event_paths(labelled(self.plan))}
         found = [(tuple(r for a, b in c.ranks for r in range(a, b)), peak(c)) for c in self.curves]
         return [(ranks_text(ranks), human(p.bytes), known.get(p.event, ""),
                  ", ".join(f"{what} {human(size)}" for what, size in p.holders[:3])) for ranks, p in found]

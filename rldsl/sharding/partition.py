@@ -1,9 +1,10 @@
-"""Which rows each data-parallel shard works on, and which rows travel between ranks.
+"""Which rows each dp rank works on, and which rows are sent between ranks.
 
 In: spreads, frames, row lengths, seed and step. Out: row numbers. All pure functions of their arguments (integers
-only), so that every rank finds the same without a message.
-Invariants: every row is in exactly one shard of a division, and in exactly one minibatch of an epoch; what a sample's
-minibatch is depends on seed, step, call, epoch and row alone, never on degrees.
+only), so that every rank computes the same without communication.
+Invariants: every row is on exactly one dp rank of a division, and in exactly one minibatch of an epoch; which minibatch
+a row is in depends on seed, step, call, epoch and row alone, never on degrees.
+Errors: InternalError for a spread that the verifier refuses (RL0538), or for wrong arguments.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from heapq import heapreplace
 from itertools import groupby
 from typing import Literal
 
+from rldsl.diag import internal_error
 from rldsl.plan.model import Frame, Spread
 from rldsl.sharding.balance import balance_items, sequence_cost
 
 MASK = (1 << 64) - 1
+PLACE = "the division of rows"  # in internal errors
 
 Rows = tuple[int, ...]  # ascending
 Lengths = Mapping[str, Sequence[int]]  # frame -> total tokens of each row
@@ -37,18 +40,19 @@ class RowMove:
 # ---------------------------------------------------------------------------------------------------- division
 
 
-def partition(weights: Sequence[int], shards: int, weigh: Literal["count", "tokens", "slot"]) -> tuple[Rows, ...]:
-    """Item numbers for each shard. "count": contiguous runs of even length. "tokens": so that the heaviest
-    shard is as light as possible (`balance.py`). Shards stay empty when there are fewer items."""
-    assert shards > 0
-    if weigh == "count":
-        return _runs(tuple(range(len(weights))), shards)
-    return balance_items(weights, shards, len(weights))
+def partition(weights: Sequence[int], parts: int, balance_by: Literal["count", "tokens"]) -> tuple[Rows, ...]:
+    """Item numbers of each of `parts` parts. "count": contiguous runs of even length. "tokens": so that the heaviest
+    part is as light as possible (`balance.py`). Parts stay empty when there are fewer items."""
+    if parts < 1:
+        raise internal_error(f"items cannot be divided into {parts} parts", place=PLACE)
+    if balance_by == "count":
+        return _runs(tuple(range(len(weights))), parts)
+    return balance_items(weights, parts, len(weights))
 
 
-def _runs(items: Rows, shards: int) -> tuple[Rows, ...]:
+def _runs(items: Rows, count: int) -> tuple[Rows, ...]:
     n = len(items)
-    return tuple(items[i * n // shards : (i + 1) * n // shards] for i in range(shards))
+    return tuple(items[i * n // count : (i + 1) * n // count] for i in range(count))
 
 
 def mix(*keys: int) -> int:
@@ -73,10 +77,10 @@ def permutation(n: int, *keys: int) -> tuple[int, ...]:
     return tuple(sorted(range(n), key=lambda i: (mix(start, i), i)))
 
 
-def minibatch_rows(count: int, minibatches: int, epochs: int, shuffle: bool, seed: int, step: int,
-                   call: int = 0) -> tuple[tuple[Rows, ...], ...]:
-    """[epoch][minibatch] -> rows. Without shuffle, contiguous runs; sizes differ by at most one. call: as of a
-    spread."""
+def minibatch_positions(count: int, minibatches: int, epochs: int, shuffle: bool, seed: int, step: int,
+                        call: int = 0) -> tuple[tuple[Rows, ...], ...]:
+    """[epoch][minibatch] -> positions of units, out of 0..count-1, ascending. Without shuffle, contiguous runs; sizes
+    differ by at most one. call: as of a spread."""
     return tuple(
         tuple(tuple(sorted(run)) for run in _runs(
             permutation(count, seed, step, call << 32 | epoch) if shuffle else tuple(range(count)), minibatches))
@@ -87,40 +91,43 @@ def minibatch_rows(count: int, minibatches: int, epochs: int, shuffle: bool, see
 # ---------------------------------------------------------------------------------------------------- spreads
 
 
-def shard_rows(spread: Spread, dp: int, frames: Sequence[Frame], lengths: Lengths, seed: int, step: int,
+def rows_by_dp(spread: Spread, dp: int, frames: Sequence[Frame], lengths: Lengths, seed: int, step: int,
                every: Sequence[Frame] = ()) -> tuple[dict[str, Rows], ...]:
-    """For each shard, the rows of each of `frames` that it works on (in a training spread, in any minibatch).
+    """[dp rank] -> frame -> the rows of each of `frames` that it works on (in a training spread, in any minibatch).
 
-    frames: at least those of the spread. Others whose rows or prompts have the same numbers follow: a shard has all
-    their rows that belong to its own. every: more frames, to look up what those were selected from. lengths are read
-    only where tokens weigh and of frames that tell which rows there are. Unit "all" is one shard with every row."""
+    frames: at least those of the spread. The others, which share their rows or prompts, are divided accordingly: a dp
+    rank gets the rows that belong to its own. every: further frames, needed only to find what a selection was taken
+    from. lengths: needed of frames that are balanced by tokens, and of those whose lengths say which rows exist. A
+    spread with granularity "all" has one dp rank with every row."""
     known = {f.id: f for f in (*every, *frames)}
     if spread.granularity == "all":
         return ({f.id: present_rows(f, known, lengths) for f in frames},)
-    first = _weighed(spread, known)[0]
-    minibatches = [m for epoch in _schedule(spread, dp, known, lengths, seed, step) for m in epoch]
-    unions = (sorted({unit for m in minibatches for unit in m[shard]}) for shard in range(dp))
-    return tuple({f.id: _follow(spread.granularity, first, f, units, known, lengths) for f in frames}
+    first = _spread_frames(spread, known)[0]
+    minibatches = [m for epoch in _units_by_dp(spread, dp, known, lengths, seed, step) for m in epoch]
+    unions = (sorted({unit for m in minibatches for unit in m[dp_rank]}) for dp_rank in range(dp))
+    return tuple({f.id: _rows_of_units(spread.granularity, first, f, units, known, lengths) for f in frames}
                  for units in unions)
 
 
-def train_schedule(spread: Spread, dp: int, frames: Sequence[Frame], lengths: Lengths, seed: int,
+def minibatch_rows_by_dp(spread: Spread, dp: int, frames: Sequence[Frame], lengths: Lengths, seed: int,
                    step: int) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
-    """[epoch][minibatch][shard] -> rows, which are those of every frame of the spread. frames: as for `shard_rows`."""
+    """[epoch][minibatch][dp rank] -> rows, the same of every frame of the spread. frames: as for `rows_by_dp`."""
     known = {f.id: f for f in frames}
-    first, *others = _weighed(spread, known)
-    assert all(f.row_space == first.row_space for f in others), f"the frames of spread {spread.id} do not share rows"
-    return tuple(tuple(tuple(_follow(spread.granularity, first, first, units, known, lengths) for units in minibatch)
-                       for minibatch in epoch) for epoch in _schedule(spread, dp, known, lengths, seed, step))
+    first, *others = _spread_frames(spread, known)
+    if any(f.row_space != first.row_space for f in others):
+        raise internal_error(f"the frames of spread {spread.id} do not share rows", place=PLACE)
+    return tuple(tuple(tuple(_rows_of_units(spread.granularity, first, first, units, known, lengths)
+                             for units in minibatch)
+                       for minibatch in epoch) for epoch in _units_by_dp(spread, dp, known, lengths, seed, step))
 
 
 def present_rows(frame: Frame, known: Mapping[str, Frame], lengths: Lengths) -> Rows:
-    """The rows that the frame has: all, or those that the lengths of `frame.partial` tell."""
+    """All rows, or those that the lengths of `frame.present_in` say exist."""
     if not frame.present_in:
         return tuple(range(frame.count))
-    tells = lengths[frame.present_in]
-    each = frame.count // len(tells)  # completions of each row of selected prompts
-    return tuple(r for r in range(frame.count) if tells[r // each] > 0)
+    present = lengths[frame.present_in]
+    each = frame.count // len(present)  # completions of each row of selected prompts
+    return tuple(r for r in range(frame.count) if present[r // each] > 0)
 
 
 def source_frame(frame: Frame, known: Mapping[str, Frame]) -> Frame:
@@ -137,68 +144,75 @@ def prompt_space(frame: Frame, known: Mapping[str, Frame]) -> str:
     return frame.prompt_space
 
 
-def _weighed(spread: Spread, known: Mapping[str, Frame]) -> tuple[Frame, ...]:
-    assert spread.frames and all(f in known for f in spread.frames), f"spread {spread.id}: frames {spread.frames}"
+def _spread_frames(spread: Spread, known: Mapping[str, Frame]) -> tuple[Frame, ...]:
+    if not spread.frames or any(f not in known for f in spread.frames):
+        raise internal_error(f"spread {spread.id} divides the rows of unknown frames {list(spread.frames)}",
+                             place=PLACE)
     return tuple(known[f] for f in spread.frames)
 
 
-def _schedule(spread: Spread, dp: int, known: Mapping[str, Frame], lengths: Lengths, seed: int,
+def _units_by_dp(spread: Spread, dp: int, known: Mapping[str, Frame], lengths: Lengths, seed: int,
               step: int) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
-    """[epoch][minibatch][shard] -> units (rows or prompts)."""
-    frames = _weighed(spread, known)
-    if spread.balance_by == "slot":
+    """[epoch][minibatch][dp rank] -> unit ids (numbers of rows or prompts)."""
+    frames = _spread_frames(spread, known)
+    balance_by = spread.balance_by
+    if balance_by == "slot":
         return ((_slots(frames[0], spread.granularity, dp),),)
     weights = _weights(spread, frames, known, lengths)
-    numbers = tuple(weights)
+    unit_ids = tuple(weights)
+    # three numberings: index in the minibatch -> position among the present units -> unit id
     return tuple(
-        tuple(tuple(tuple(numbers[units[i]] for i in items)
-                    for items in partition([weights[numbers[u]] for u in units], dp, spread.balance_by))
-                     for units in epoch)
-        for epoch in minibatch_rows(len(numbers), spread.minibatches, spread.epochs, spread.shuffle, seed, step,
-                                    spread.call)
+        tuple(tuple(tuple(unit_ids[positions[i]] for i in chosen)
+                    for chosen in partition([weights[unit_ids[p]] for p in positions], dp, balance_by))
+              for positions in epoch)
+        for epoch in minibatch_positions(len(unit_ids), spread.minibatches, spread.epochs, spread.shuffle, seed, step,
+                                         spread.call)
     )
 
 
-def _slots(frame: Frame, unit: str, dp: int) -> tuple[Rows, ...]:
-    """The same units of every turn for a shard, whether they are there or not."""
-    units = frame.count // (frame.per_prompt if unit == "prompt" else 1)
-    turn = units // frame.iterations
-    return tuple(tuple(t * turn + u for t in range(frame.iterations) for u in run)
-                 for run in _runs(tuple(range(turn)), dp))
+def _slots(frame: Frame, granularity: str, dp: int) -> tuple[Rows, ...]:
+    """[dp rank] -> the same units of every iteration, whether they exist or not."""
+    units = frame.count // (frame.per_prompt if granularity == "prompt" else 1)
+    per_iteration = units // frame.iterations
+    return tuple(tuple(i * per_iteration + unit for i in range(frame.iterations) for unit in run)
+                 for run in _runs(tuple(range(per_iteration)), dp))
 
 
 def _weights(spread: Spread, frames: Sequence[Frame], known: Mapping[str, Frame], lengths: Lengths) -> dict[int, int]:
-    """The weight of each unit that is there, ascending: what its sequences of all frames cost, or 1."""
+    """Unit id -> weight, of the units that exist, ascending: what its sequences of all frames cost, or 1."""
     per_unit = [f.per_prompt if spread.granularity == "prompt" else 1 for f in frames]
-    assert all(f.count % per == 0 for f, per in zip(frames, per_unit, strict=True)), f"spread {spread.id} cuts a prompt"
-    assert len({f.count // per for f, per in zip(frames, per_unit, strict=True)}) == 1, (
-        f"the frames of spread {spread.id} have different numbers of units")
+    if any(f.count % per for f, per in zip(frames, per_unit, strict=True)):
+        raise internal_error(f"spread {spread.id} splits a prompt", place=PLACE)
+    if len({f.count // per for f, per in zip(frames, per_unit, strict=True)}) != 1:
+        raise internal_error(f"the frames of spread {spread.id} have different numbers of units", place=PLACE)
     weights: dict[int, int] = {}
     for frame, per in zip(frames, per_unit, strict=True):
         rows = present_rows(frame, known, lengths)
         if spread.balance_by == "count":
             weights |= {row // per: 1 for row in rows}
             continue
-        assert len(lengths[frame.id]) == frame.count, f"frame {frame.id}: {len(lengths[frame.id])} lengths"
+        if len(lengths[frame.id]) != frame.count:
+            raise internal_error(f"frame {frame.id} has {frame.count} rows, but {len(lengths[frame.id])} lengths",
+                                 place=PLACE)
         for row in rows:
             weights[row // per] = weights.get(row // per, 0) + sequence_cost(lengths[frame.id][row])
     return dict(sorted(weights.items()))
 
 
-def _follow(unit: str, divided: Frame, frame: Frame, units: Sequence[int], known: Mapping[str, Frame],
+def _rows_of_units(granularity: str, divided: Frame, frame: Frame, units: Sequence[int], known: Mapping[str, Frame],
             lengths: Lengths) -> Rows:
     """The rows of `frame` for some units (rows or prompts) of `divided`."""
-    if unit == "row" and source_frame(frame, known).row_space == source_frame(divided, known).row_space:
+    if granularity == "row" and source_frame(frame, known).row_space == source_frame(divided, known).row_space:
         rows: Sequence[int] = units
     else:
-        assert prompt_space(frame, known) == prompt_space(divided, known), (
-            f"frame {frame.id} shares no prompts with {divided.id}")
-        prompts = units if unit == "prompt" else sorted({row // divided.per_prompt for row in units})
+        if prompt_space(frame, known) != prompt_space(divided, known):
+            raise internal_error(f"frame {frame.id} shares no prompts with {divided.id}", place=PLACE)
+        prompts = units if granularity == "prompt" else sorted({row // divided.per_prompt for row in units})
         rows = [r for p in prompts for r in range(p * frame.per_prompt, (p + 1) * frame.per_prompt)]
     if not frame.present_in:
         return tuple(rows)
-    here = set(present_rows(frame, known, lengths))
-    return tuple(r for r in rows if r in here)
+    present = set(present_rows(frame, known, lengths))
+    return tuple(r for r in rows if r in present)
 
 
 def micro_batches(rows: Sequence[int], lengths: Sequence[int], mbs: int, min_count: int,
@@ -226,21 +240,21 @@ def num_micro_batches(rows: Sequence[int], lengths: Sequence[int], mbs: int, min
     return count_without_token_limit(len(rows), mbs, min_count)
 
 
-def _bins(sizes: Sequence[int], budget: int) -> int:
-    """How many bins of `budget` the longest first fill, each going to the first with room (Johnson 1973: at most 11/9
-    of the fewest possible, and one)."""
-    room: list[int] = []
+def _bins(sizes: Sequence[int], capacity: int) -> int:
+    """The number of bins that first-fit decreasing needs (Johnson 1973: at most 11/9 of the fewest possible, plus
+    one)."""
+    free: list[int] = []  # per bin
     for size in sorted(sizes, reverse=True):
-        at = next((i for i, left in enumerate(room) if left >= size), None)
+        at = next((i for i, left in enumerate(free) if left >= size), None)
         if at is None:
-            room.append(budget - size)
+            free.append(capacity - size)
         else:
-            room[at] -= size
-    return len(room)
+            free[at] -= size
+    return len(free)
 
 
 def count_without_token_limit(rows: int, mbs: int, min_count: int) -> int:
-    """Into how many micro-batches `micro_batches` divides so many rows where tokens have no bound."""
+    """Into how many micro-batches `micro_batches` divides `rows` rows if `mbt` is 0."""
     return min(rows, max(min_count, -(-rows // mbs) if mbs else 1, 1))
 
 
@@ -250,8 +264,8 @@ def count_without_token_limit(rows: int, mbs: int, min_count: int) -> int:
 def row_moves(src_rows: Mapping[int, Collection[int]], dst_rows: Mapping[int, Collection[int]],
               devices_per_node: int) -> tuple[RowMove, ...]:
     """The rows that each destination rank lacks, from the nearest holders (own node first), then from the one that
-    sends the fewest rows so far. Rows with the same nearest holders come from one of them, so a rank hears from as few
-    as possible. Ordered by destination, then source."""
+    sends the fewest rows so far. Rows with the same nearest holders come from one of them, so a rank receives from as
+    few ranks as possible. Ordered by destination, then source."""
     holders_of_row: dict[int, list[int]] = {}
     for rank in sorted(src_rows):
         for row in src_rows[rank]:
@@ -270,7 +284,8 @@ def row_moves(src_rows: Mapping[int, Collection[int]], dst_rows: Mapping[int, Co
         node = dst // devices_per_node
         rows_by_set: dict[int, list[int]] = defaultdict(list)
         for row in sorted(set(dst_rows[dst]).difference(src_rows.get(dst, ()))):
-            assert row in set_of_row, f"no rank holds row {row}, which rank {dst} needs"
+            if row not in set_of_row:
+                raise internal_error(f"no rank holds row {row}, which rank {dst} needs", place=PLACE)
             key = set_of_row[row], node
             if key not in nearest_set:
                 ranks = by_node[key[0]].get(node)

@@ -1,8 +1,8 @@
-"""Groups of ranks that are in the same places and so do the same, found from ranges: the cost depends on the size of a
-plan, not on the number of ranks.
+"""Groups of ranks that belong to the same sets of ranks and so do the same, found from ranges: the cost depends on the
+size of a plan, not on the number of ranks.
 
-In: for each place (a mesh, a stage of a layout) the ranks that are in it. Out: the ranks by the places that they are
-in, for the memory estimate and the verifier. `plan.projection.rank_classes`, which makes the classes that the verifier
+In: named sets of ranks (a mesh, a pp rank of a layout). Out: the ranks by the sets that they belong to, for the memory
+estimate and the verifier. `plan.projection.rank_classes`, which makes the classes that the verifier
 checks, goes rank by rank on purpose: a proof shares no code with what it proves.
 """
 
@@ -15,19 +15,19 @@ from typing import TypeVar
 
 from rldsl.plan.model import Ranges
 
-Where = TypeVar("Where", bound=Hashable)
+Name = TypeVar("Name", bound=Hashable)
 
 
-def ranks_by_membership(places: Mapping[Where, Ranges], world: int) -> dict[frozenset[Where], Ranges]:
-    """Set of places -> the ranks that are in exactly these, in the order of their first ranks. The ranges of one place
-    are disjoint, in any order. The returned ranges ascend and are split at every boundary of every place, so all ranks
-    of one range are in the same places."""
-    boundaries: dict[int, set[Where]] = defaultdict(set)  # rank -> places that begin or end there
-    for place, ranges in places.items():
+def ranks_by_membership(rank_sets: Mapping[Name, Ranges], world: int) -> dict[frozenset[Name], Ranges]:
+    """Names of sets -> the ranks that are in exactly these sets, in the order of their first ranks. The ranges of one
+    set are disjoint, in any order. The returned ranges ascend and are split at every boundary of every set, so all
+    ranks of one range are in the same sets."""
+    boundaries: dict[int, set[Name]] = defaultdict(set)  # rank -> sets that begin or end there
+    for name, ranges in rank_sets.items():
         for end in chain.from_iterable(ranges):
-            boundaries[end] ^= {place}
-    inside: frozenset[Where] = frozenset()
-    ranks: dict[frozenset[Where], list[tuple[int, int]]] = defaultdict(list)
+            boundaries[end] ^= {name}
+    inside: frozenset[Name] = frozenset()
+    ranks: dict[frozenset[Name], list[tuple[int, int]]] = defaultdict(list)
     for start, stop in pairwise(sorted({0, world, *boundaries})):
         inside ^= boundaries.get(start, set())
         ranks[inside].append((start, stop))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rldsl.plan.events import ModelCall
 from rldsl.plan.model import Layout, Mesh, Plan, Ranges
-from rldsl.plan.projection import events, to_ranges
+from rldsl.plan.projection import event_paths, to_ranges
 from rldsl.sharding.layout import AxisName, axis_ranks
 
 Members = tuple[int, ...]  # classes
@@ -39,7 +39,7 @@ def build_classes(plan: Plan, per_rank: bool = False) -> Classes:
     """The classes of a plan. per_rank: every rank is a class of its own."""
     colour = list(range(plan.header.world)) if per_rank else _refine_colors(plan)
     if not per_rank and len(set(colour)) > MANY:
-        colour = _refine_colors(plan, {e.id for e, _ in events(plan) if e.logged})
+        colour = _refine_colors(plan, {e.id for e, _ in event_paths(plan) if e.logged})
     by: dict[int, list[int]] = {}
     for rank, c in enumerate(colour):
         by.setdefault(c, []).append(rank)
@@ -51,7 +51,7 @@ def build_classes(plan: Plan, per_rank: bool = False) -> Classes:
 def call_layouts(plan: Plan) -> dict[str, Layout]:
     """The layouts under which calls run."""
     layouts = {x.id: x for x in plan.layouts}
-    return {e.layout: layouts[e.layout] for e, _ in events(plan) if isinstance(e, ModelCall)}
+    return {e.layout: layouts[e.layout] for e, _ in event_paths(plan) if isinstance(e, ModelCall)}
 
 
 def _refine_colors(plan: Plan, without: Collection[int] = ()) -> list[int]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rldsl.diag import fail
 from rldsl.plan.metrics_file import METRICS, read
 from rldsl.plan.model import Frame, Plan
-from rldsl.plan.projection import events, times
+from rldsl.plan.projection import event_paths, times
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def token_frames(plan: Plan) -> tuple[tuple[Frame, int], ...]:
     evaluation does, and of a loop that ends early as many turns as it may have."""
     frames = {f.id: f for f in plan.frames}
     found: Counter[str] = Counter()
-    for event, path in events(plan):
+    for event, path in event_paths(plan):
         for name in event.new_rows:
             found[name] += times(path[1:])
     return tuple((frames[name], count) for name, count in found.items()

@@ -38,7 +38,7 @@ from rldsl.plan.events import (
     Transfer,
 )
 from rldsl.plan.operators import in_family
-from rldsl.plan.traits import rule
+from rldsl.plan.traits import rule_for
 from rldsl.sharding.boxes import cell_of, parameters
 from rldsl.simulate.call_ops import generate_ops, infer_ops, train_ops
 from rldsl.simulate.engine import Compute as ComputeOp
@@ -157,7 +157,7 @@ class _OpBuilder:
             for buffer in event.reads:
                 self.wait(buffer)
         if event.traits.timed:
-            rule(RULES, event, "the simulator")(self, event, key)
+            rule_for(RULES, event, "the simulator")(self, event, key)
 
     def generate(self, event: Generate, key: Hashable) -> None:
         self.ops += generate_ops(self.world, event, self.c, key)

@@ -16,7 +16,7 @@ from rldsl.clusters import Cluster
 from rldsl.diag import fail
 from rldsl.plan.events import Every, Loop, ModelCall, Offload, Onload, Save
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import Path, events, walk
+from rldsl.plan.projection import Path, event_paths, walk
 from rldsl.progress import stage
 from rldsl.simulate.critical_path import find_critical_path
 from rldsl.simulate.engine import Pool, Timelines, run_programs
@@ -121,7 +121,7 @@ def _spans(timelines: Timelines, zero: float) -> tuple[Span, ...]:
 def _idle(world: World, timelines: Timelines, begin: float, end: float) -> tuple[tuple[str, float], ...]:
     """(mesh, share of the step in which its ranks do nothing), of the meshes on which calls run."""
     busy = [sum(p.busy for p in intervals if p.begin.step == STEPS - 1) for intervals in timelines.intervals]
-    meshes = dict.fromkeys(e.mesh for e, _ in events(world.plan) if isinstance(e, ModelCall))
+    meshes = dict.fromkeys(e.mesh for e, _ in event_paths(world.plan) if isinstance(e, ModelCall))
     found = []
     for mesh in meshes:
         members = world.meshes[mesh].members()
@@ -135,7 +135,7 @@ def _token_count(world: World) -> int:
 
 
 def _estimated_models(world: World) -> tuple[str, ...]:
-    calls = dict.fromkeys((e.model, world.layouts[e.layout].tp) for e, _ in events(world.plan)
+    calls = dict.fromkeys((e.model, world.layouts[e.layout].tp) for e, _ in event_paths(world.plan)
                           if isinstance(e, ModelCall))
     return tuple(dict.fromkeys(m for m, tp in calls if world.machine.measured(world.models[m], tp) is None))
 
@@ -143,7 +143,7 @@ def _estimated_models(world: World) -> tuple[str, ...]:
 def _free_rates(world: World) -> tuple[str, ...]:
     """Rates that this plan needs and the cluster's file leaves out; they count as free."""
     header, machine = world.plan.header, world.machine
-    used = {type(e) for e, _ in events(world.plan)}
+    used = {type(e) for e, _ in event_paths(world.plan)}
     asked = {"host_gb_s": bool(used & {Offload, Onload}) and not machine.shared, "disk_gb_s": Save in used,
              "link_us": world.per_node > 1, "network_us": header.world > world.per_node, "kernel_us": True,
              "row_us": True}

@@ -16,7 +16,7 @@ from rldsl.plan.events import Lengths as Counted
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import PlaceTexts, describe_event, line_of
 from rldsl.plan.notation import cut, ranges_text, seconds_text
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.plan.visible_plan import visible_plan
 from rldsl.simulate.lengths import Lengths, token_frames
 from rldsl.simulate.model import Timeline
@@ -37,7 +37,7 @@ class LineShare:
 
 def critical_path_by_line(plan: Plan, timeline: Timeline) -> tuple[LineShare, ...]:
     """The critical path by lines of the program, in the order in which it comes to them."""
-    known = {e.id: e for e, _ in events(plan)}
+    known = {e.id: e for e, _ in event_paths(plan)}
     found: dict[tuple[str, str], list[float]] = {}
     for segment in timeline.critical:
         line, what = _line_text(known.get(segment.event))
@@ -57,7 +57,7 @@ def _line_text(event: Event | None) -> tuple[str, str]:
 
 def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, name: str) -> str:
     plan = visible_plan(plan)
-    places, known = PlaceTexts.of(plan), {e.id: e for e, _ in events(plan)}
+    places, known = PlaceTexts.of(plan), {e.id: e for e, _ in event_paths(plan)}
     used = f"{plan.header.world} ranks" if plan.header.world == cluster.world else \
         f"{plan.header.world} of {cluster.world} devices"
     lines = [f"{name} on {cluster.name}: {used}", ""]
@@ -104,7 +104,7 @@ def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: L
 
 def _at_most(plan: Plan) -> Iterator[str]:
     """Loops whose turns depend on the data, which are simulated at their bounds."""
-    for loop in {b.id: b for _, path in events(plan) for b in path if isinstance(b, Loop)}.values():
+    for loop in {b.id: b for _, path in event_paths(plan) for b in path if isinstance(b, Loop)}.values():
         if loop.until:
             yield f"loops     repeat ... until: {loop.trips:,} iterations (the maximum)"
         elif loop.over:
@@ -127,7 +127,7 @@ def _busy(timeline: Timeline, event: int) -> float:
 
 
 def to_json(plan: Plan, timeline: Timeline, cluster: Cluster) -> str:
-    known: Mapping[int, Event] = {e.id: e for e, _ in events(plan)}
+    known: Mapping[int, Event] = {e.id: e for e, _ in event_paths(plan)}
     every = timeline.event_seconds()
     meshes = {m.id: [list(r) for r in m.ranks] for m in plan.meshes}
     found: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rldsl.plan import trace
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import labelled
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.simulate.model import Timeline
 
 MOST = 512  # ranks that each get a line of their own; of more, those of a class share one
@@ -13,7 +13,7 @@ MOST = 512  # ranks that each get a line of their own; of more, those of a class
 
 def chrome(plan: Plan, timeline: Timeline) -> str:
     """The file. Each rank has a line, as in the recorded one; `args` also say how long a span works (busy)."""
-    known = {e.id: e for e, _ in events(labelled(plan))}
+    known = {e.id: e for e, _ in event_paths(labelled(plan))}
     alone = plan.header.world <= MOST
     first = min((s.start for s in timeline.spans), default=0.0)
     spans, alike = [], {}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.backends import described
-from rldsl.plan.events import AnyCall, Compute, Event, Generate, Infer, Train, split
+from rldsl.plan.events import AnyCall, Compute, Event, Generate, Infer, Train, split_buffer
 from rldsl.plan.heads import OUTPUTS, heads_with
 from rldsl.plan.model import Layout, Mesh, Model, Ranges
 from rldsl.verify import selections
@@ -25,7 +25,7 @@ def own(*frames: str) -> set[str]:
 
 def reads(t: Tables, e: Event, must: set[str], may: set[str], spread: str, copy: str = "") -> Iterator[Diagnostic]:
     """Every value of `must` once, others of `may`, each in the event's own spread or for all rows; and `copy`."""
-    values = [split(b)[0] for b in e.reads if b != copy]
+    values = [split_buffer(b)[0] for b in e.reads if b != copy]
     if copy and copy not in e.reads:
         yield problem("RL0614", f"{name(e)} does not read {copy}", e)
     if len({*e.reads}) != len(e.reads) or len({*values}) != len(values):
@@ -35,7 +35,7 @@ def reads(t: Tables, e: Event, must: set[str], may: set[str], spread: str, copy:
     for value in sorted({*values} - must - may):
         yield problem("RL0614", f"{name(e)} reads {value}, which its expression does not use", e)
     for buffer in e.reads:
-        right = split(buffer)[1]
+        right = split_buffer(buffer)[1]
         if buffer != copy and (right not in t.spreads or right != spread and t.spreads[right].granularity != "all"):
             yield problem(
                 "RL0614",
@@ -47,14 +47,14 @@ def reads(t: Tables, e: Event, must: set[str], may: set[str], spread: str, copy:
 
 def writes(t: Tables, e: Event, must: set[str], may: set[str], spread: str, copy: str = "") -> Iterator[Diagnostic]:
     """Every value of `must` once, others of `may`, in the event's own spread."""
-    values = [split(b)[0] for b in e.writes if b != copy]
+    values = [split_buffer(b)[0] for b in e.writes if b != copy]
     if copy and copy not in e.writes or len({*values}) != len(values) or not must <= {*values} <= must | may:
         wanted = sorted(must) + ([copy] if copy else [])
         yield problem(
             "RL0614", f"{name(e)} must write {', '.join(wanted)}, but writes {', '.join(e.writes) or 'nothing'}", e
         )
     for buffer in e.writes:
-        if buffer != copy and split(buffer)[1] != spread:
+        if buffer != copy and split_buffer(buffer)[1] != spread:
             yield problem("RL0614", f"{name(e)} works on spread {spread} and cannot write {buffer}", e)
 
 

@@ -1,8 +1,8 @@
 """Classes: every rank has one, and its list names each event that the rank takes part in exactly once.
 
 In: tables. Out: diagnostics RL0541 (ranks without a class, or with several), RL0542 (a list names an event that its
-ranks take no part in, or twice, or leaves one out), RL0543 (peak bytes below nothing). The ranks of the world are
-looked at once for each set of meshes and classes that they are in.
+ranks take no part in, or twice, or leaves one out), RL0543 (negative peak bytes). Of the ranks that belong to the same
+meshes and classes, one is checked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.model import RankClass
-from rldsl.verify.rank_sets import Ranks, alike, union
+from rldsl.verify.rank_sets import Ranks, group_equal_ranks, union
 from rldsl.verify.tables import Tables, class_ranks, name, problem
 
 
@@ -24,9 +24,10 @@ def check_class_schedules(t: Tables) -> Iterator[Diagnostic]:
     missing: list[Ranks] = []
     twice: list[Ranks] = []
     wrong: dict[tuple[int, frozenset[str]], Ranks] = {}
-    for mine, ranks in alike({**t.ranks, **{i: class_ranks(c, world) for i, c in enumerate(classes)}}, world).items():
-        numbers = [i for i in mine if isinstance(i, int)]
-        meshes = frozenset(m for m in mine if isinstance(m, str))
+    rank_sets: dict[str | int, Ranks] = {**t.ranks, **{i: class_ranks(c, world) for i, c in enumerate(classes)}}
+    for members, ranks in group_equal_ranks(rank_sets, world).items():
+        numbers = [i for i in members if isinstance(i, int)]
+        meshes = frozenset(m for m in members if isinstance(m, str))
         if meshes not in expected:
             expected[meshes] = tuple(event.id for event, _ in t.events if event.mesh in meshes)
         if len(numbers) != 1:
@@ -51,7 +52,7 @@ def _class(c: RankClass, world: int) -> Iterator[Diagnostic]:
 
 def _lists(t: Tables, wrong: dict[tuple[int, frozenset[str]], Ranks],
            expected: dict[frozenset[str], tuple[int, ...]]) -> Iterator[Diagnostic]:
-    """What is wrong with the lists that are not those expected; another order alone is no matter of this file."""
+    """What is wrong with lists that differ from the expected ones. `total_order.py` checks their order."""
     by_id = {e.id: e for e, _ in t.events}
     found: dict[tuple[int, str], list[Ranks]] = defaultdict(list)
     for (i, meshes), ranks in wrong.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Event, Every, Item, Loop, split
+from rldsl.plan.events import Event, Every, Item, Loop, split_buffer
 from rldsl.plan.projection import Path
 from rldsl.plan.references import Role, references
 from rldsl.verify.tables import Tables, name, problem
@@ -41,6 +41,6 @@ def _loop(t: Tables, loop: Loop, inside: bool) -> Iterator[Diagnostic]:
                       *(e for e, _ in fetches))
     states = {s.value for s in t.plan.states}
     for e in own:
-        lasting = e.versions().makes & t.models.keys() or states & {split(b)[0] for b in e.writes}
+        lasting = e.versions().defs & t.models.keys() or states & {split_buffer(b)[0] for b in e.writes}
         if lasting or e.traits.family == "disk":
             yield problem("RL0530", f"{name(e)} inside {where} changes the training", e)

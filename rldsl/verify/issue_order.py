@@ -51,7 +51,7 @@ Protocol = Callable[[Layout, Coordinate, int], Iterator[Use]]
 def check_issue_order(t: Tables) -> Iterator[Diagnostic]:
     known: dict[object, str] = {}
     for e, _ in t.events:
-        if not e.traits.protocol:
+        if not e.traits.backend_communicates:
             continue
         x = t.layouts[next(r.id for r in references(e) if r.role is Role.LAYOUT)]
         key = _case(type(e), x)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Collect, Event, Item, Loop, Train, split
+from rldsl.plan.events import Collect, Event, Item, Loop, Train, split_buffer
 from rldsl.plan.projection import times, walk
 from rldsl.verify.rank_sets import union
 from rldsl.verify.tables import Tables, problem
@@ -27,7 +27,7 @@ def check_loops(t: Tables) -> Iterator[Diagnostic]:
                           f"loop {loop.id} runs {loop.trips} times, but the run has {t.plan.header.steps} steps")
     yield from _inside(t, t.plan.body)
     collected = {e.into for e, _ in t.events if isinstance(e, Collect)}
-    valued = {t.values[v].frame for e, _ in t.events for v, _ in map(split, e.writes) if v in t.values}
+    valued = {t.values[v].frame for e, _ in t.events for v, _ in map(split_buffer, e.writes) if v in t.values}
     for f in t.plan.frames:  # one of which nothing is read has no values, and nothing collects it
         if f.iterations > 1 and not f.selected_from and f.id not in collected and f.id in valued:
             yield problem("RL0536", f"frame {f.id} has {f.iterations} iterations, but no loop collects it")
@@ -58,7 +58,7 @@ def _inside(t: Tables, items: Sequence[Item]) -> Iterator[Diagnostic]:
 
 
 def _until(t: Tables, loop: Loop) -> Iterator[Diagnostic]:
-    value, spread = split(loop.until)
+    value, spread = split_buffer(loop.until)
     v, inside = t.values[value], [e for e, _ in walk(loop.body)]
     if (v.level, v.dtype) != ("batch", "bool"):
         yield problem("RL0536", f"loop {loop.id} ends on {value}, which is not a condition at the batch level",

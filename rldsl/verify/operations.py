@@ -29,11 +29,11 @@ from rldsl.plan.events import (
     Select,
     Train,
     Transfer,
-    split,
+    split_buffer,
 )
 from rldsl.plan.model import Model, Value
 from rldsl.plan.references import Reference, Role, named
-from rldsl.plan.traits import expand, rule
+from rldsl.plan.traits import expand, rule_for
 from rldsl.verify import calls, evaluations, selections
 from rldsl.verify.rank_sets import Ranks, union
 from rldsl.verify.tables import Tables, name, problem
@@ -62,9 +62,9 @@ def check_operations(t: Tables) -> Iterator[Diagnostic]:
 
 def wanted_ranks(t: Tables, e: Event) -> Ranks:
     """The participants that the operation implies."""
-    if e.traits.everyone:
+    if e.traits.all_ranks:
         return Ranks.of([(0, t.plan.header.world)], t.plan.header.world)
-    ends = named(e, *e.traits.first_ranks)
+    ends = named(e, *e.traits.first_rank_of)
     least = union([*(_ranks(t, r) for r in named(e, *e.traits.participants)),
                    *(Ranks.one(t.meshes[_mesh_of(t, r.id)].ranks[0][0]) for r in ends)])
     if not ends:
@@ -85,7 +85,7 @@ def _ranks(t: Tables, r: Reference) -> Ranks:
 
 
 def _mesh_of(t: Tables, buffer: str) -> str:
-    right = split(buffer)[1]
+    right = split_buffer(buffer)[1]
     return t.spreads[right].mesh if right in t.spreads else t.layouts[right].mesh
 
 
@@ -94,7 +94,7 @@ def _fields(t: Tables, e: Event) -> Iterator[Diagnostic]:
     if e.traits.buffers is not None:
         yield from _exactly(e, expand(e, e.traits.buffers.reads), expand(e, e.traits.buffers.writes))
     if e.traits.buffers is None or type(e) in RULES:
-        yield from rule(RULES, e, "the verifier")(t, e)
+        yield from rule_for(RULES, e, "the verifier")(t, e)
 
 
 def _load(t: Tables, e: Load) -> Iterator[Diagnostic]:
@@ -116,7 +116,8 @@ def _side(t: Tables, e: Offload | Onload) -> Iterator[Diagnostic]:
 
 
 def _exchange(t: Tables, e: Lengths) -> Iterator[Diagnostic]:
-    yield from calls.reads(t, e, {f"{e.frame}.tokens"} & {split(b)[0] for b in e.reads}, calls.own(e.frame), e.spread)
+    read = {split_buffer(b)[0] for b in e.reads}
+    yield from calls.reads(t, e, {f"{e.frame}.tokens"} & read, calls.own(e.frame), e.spread)
     if len(e.writes) != 1 or not _is_all(t, e.writes[0], f"{e.frame}.lengths"):
         yield problem("RL0614", f"{name(e)} must write {e.frame}.lengths for every row, not {e.writes}", e)
     if not e.reads or t.spreads[e.spread].granularity == "all":
@@ -127,7 +128,7 @@ def _log(t: Tables, e: Log) -> Iterator[Diagnostic]:
     if {*e.reads} != {b for _, b in e.metrics} or e.writes or not e.metrics:
         yield problem("RL0614", f"{name(e)} must read exactly the buffers of its metrics", e)
     for _, buffer in e.metrics:
-        v = t.values.get(split(buffer)[0])
+        v = t.values.get(split_buffer(buffer)[0])
         if v is None or v.level != "batch":
             yield problem("RL0615", f"{name(e)} logs {buffer}, which is not a batch-level value", e)
 
@@ -135,7 +136,7 @@ def _log(t: Tables, e: Log) -> Iterator[Diagnostic]:
 def _free(t: Tables, e: Free) -> Iterator[Diagnostic]:
     if not e.buffers or e.writes or e.reads not in ((), e.buffers) or len({*e.buffers}) != len(e.buffers):
         yield problem("RL0614", f"{name(e)} must free distinct buffers and use no others", e)
-    if lost := [b for b in e.buffers if split(b)[0] in t.models and not _again(t, *split(b))]:
+    if lost := [b for b in e.buffers if split_buffer(b)[0] in t.models and not _again(t, *split_buffer(b))]:
         yield problem("RL0615", f"{name(e)} frees parameters that no realloc restores ({', '.join(lost)}); use offload",
                       e)
 
@@ -171,8 +172,8 @@ def _checkpoint(t: Tables, e: Checkpoint) -> Iterator[Diagnostic]:
     must = {f"{m.name}@{m.train_layout}" for m in t.plan.models if m.train_layout}
     must |= {f"{s.value}@{s.spread}" for s in t.plan.states}
     follow = {m.name for m in t.plan.models if m.updated_from}
-    copies = [split(b)[0] for b in e.reads if split(b)[0] in follow and split(b)[1] in t.layouts]
-    if {b for b in e.reads if split(b)[0] not in follow} != must or sorted(copies) != sorted(follow) or e.writes:
+    copies = [split_buffer(b)[0] for b in e.reads if split_buffer(b)[0] in follow and split_buffer(b)[1] in t.layouts]
+    if {b for b in e.reads if split_buffer(b)[0] not in follow} != must or sorted(copies) != sorted(follow) or e.writes:
         told = ", ".join(sorted(must | follow)) or "nothing"
         yield problem("RL0529", f"{name(e)} must read exactly {told}, but reads {', '.join(e.reads) or 'nothing'}", e)
 
@@ -210,7 +211,7 @@ def _exactly(e: Event, reads: tuple[str, ...], writes: tuple[str, ...]) -> Itera
 
 
 def _is_all(t: Tables, buffer: str, value: str) -> bool:
-    left, right = split(buffer)
+    left, right = split_buffer(buffer)
     return left == value and right in t.spreads and t.spreads[right].granularity == "all"
 
 
@@ -218,14 +219,14 @@ def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
     # in a loop over its source it goes over it once: the rows beyond the end are then not there
     once = any(evaluations.over(path) == e.data for x, path in t.events if x is e)
     must = {f"{f}.{part}" for f in e.frames for part in ("tokens", "lengths")}
-    values = [split(b)[0] for b in e.writes]
+    values = [split_buffer(b)[0] for b in e.writes]
     more = {f"{f}.{part}" for f in e.frames for part in ("columns", *t.data[e.data].numbers)}
     if e.reads or not must <= {*values} <= must | more or len({*values}) != len(values):
         yield problem("RL0614", f"{name(e)} must read nothing and write tokens and lengths of {', '.join(e.frames)}", e)
     if any(
-        split(b)[1] not in t.spreads
-        or t.spreads[split(b)[1]].granularity != "all"
-        or t.spread_ranks(split(b)[1]) != t.event_ranks(e)
+        split_buffer(b)[1] not in t.spreads
+        or t.spreads[split_buffer(b)[1]].granularity != "all"
+        or t.spread_ranks(split_buffer(b)[1]) != t.event_ranks(e)
         for b in e.writes
     ):
         yield problem("RL0614", f"{name(e)} must write all rows on every rank of its mesh", e)
@@ -254,7 +255,7 @@ def _transfer(t: Tables, e: Transfer) -> Iterator[Diagnostic]:
         or not {*must} <= {*e.reads}
         or len({*e.reads}) != len(e.reads)
         or any(
-            split(b)[1] not in t.spreads or t.spreads[split(b)[1]].granularity != "all"
+            split_buffer(b)[1] not in t.spreads or t.spreads[split_buffer(b)[1]].granularity != "all"
             or not b.startswith(f"{v}.lengths@")
             for b in extra
             for v in {t.values[x].frame for x in e.values}
@@ -276,7 +277,7 @@ def _rows(t: Tables) -> Iterator[Diagnostic]:
     """A value stands only in spreads that divide its own rows."""
     for event, _ in t.events:
         for buffer in event.writes:
-            left, right = split(buffer)
+            left, right = split_buffer(buffer)
             if left in t.values and not _divides(t, t.values[left], right):
                 yield problem("RL0615", f"{name(event)} writes {buffer}, but spread {right} divides other rows", event)
 

@@ -17,7 +17,7 @@ from rldsl.plan.heads import OUTPUTS, SKIPPED, STOP, UPDATES
 from rldsl.plan.model import Value
 from rldsl.plan.operators import OPERATORS, Operator
 from rldsl.plan.references import Role, references
-from rldsl.plan.traits import rule
+from rldsl.plan.traits import rule_for
 from rldsl.verify.tables import Tables, name, problem
 
 
@@ -27,7 +27,7 @@ def check_programs(t: Tables) -> Iterator[Diagnostic]:
     yield from found
     for event, _ in t.events if not found else ():
         if any(r.role is Role.PROGRAM for r in references(event)):
-            yield from rule(RULES, event, "the verifier")(t, event)
+            yield from rule_for(RULES, event, "the verifier")(t, event)
 
 
 def _malformed(t: Tables) -> Iterator[Diagnostic]:

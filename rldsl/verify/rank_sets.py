@@ -1,4 +1,4 @@
-"""Sets of ranks as ranges, so that a check costs what the plan says and not how many ranks it is for.
+"""Sets of ranks as ranges, so that the cost of a check depends on the size of the plan, not on the number of ranks.
 
 In: ranges of ranks. Out: `Ranks`, with the operators of sets. Invariant: the ranges of one are disjoint, ascending,
 not empty, and no two of them touch; so equal sets are equal values.
@@ -12,9 +12,9 @@ from itertools import chain
 from typing import TypeVar
 
 from rldsl.plan.model import Ranges
-from rldsl.sharding.rank_classes import ranks_by_membership as sweep
+from rldsl.sharding.rank_classes import ranks_by_membership
 
-Place = TypeVar("Place", bound=Hashable)
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Ranks:
 
     @staticmethod
     def of(ranges: Iterable[tuple[int, int]], world: int) -> Ranks:
-        """Of ranges in any order, which may overlap or lie outside the world: the ranks that exist."""
+        """The ranks of the world in some ranges, which may come in any order, overlap or lie outside the world."""
         merged: list[tuple[int, int]] = []
         for start, stop in sorted((max(a, 0), min(b, world)) for a, b in ranges):
             if start >= stop:
@@ -71,25 +71,26 @@ class Ranks:
 
 
 def union(sets: Iterable[Ranks]) -> Ranks:
-    every = [r for s in sets for r in s.ranges]
-    return Ranks.of(every, max((b for _, b in every), default=0))
+    ranges = [r for s in sets for r in s.ranges]
+    return Ranks.of(ranges, max((stop for _, stop in ranges), default=0))
 
 
-def alike(places: Mapping[Place, Ranks], world: int) -> dict[frozenset[Place], Ranks]:
-    """The ranks of the world by the places that they are in: those with the same ones can do no different thing."""
-    found = sweep({place: ranks.ranges for place, ranks in places.items()}, world)
-    return {mine: Ranks.of(ranges, world) for mine, ranges in found.items()}
+def group_equal_ranks(rank_sets: Mapping[Name, Ranks], world: int) -> dict[frozenset[Name], Ranks]:
+    """The ranks of the world, grouped by the sets that they belong to. Ranks of one group do the same, so one of them
+    is checked."""
+    groups = ranks_by_membership({name: ranks.ranges for name, ranks in rank_sets.items()}, world)
+    return {members: Ranks.of(ranges, world) for members, ranges in groups.items()}
 
 
 def _combined(a: Ranks, b: Ranks, keep: Callable[[bool, bool], bool]) -> Ranks:
-    """The ranks for which `keep` says so, from whether they are in each of the two."""
-    in_a, in_b = set(chain.from_iterable(a.ranges)), set(chain.from_iterable(b.ranges))
-    one = two = now = False
+    """The ranks for which keep(in a, in b) is true."""
+    ends_a, ends_b = set(chain.from_iterable(a.ranges)), set(chain.from_iterable(b.ranges))
+    in_a = in_b = kept = False
     ends: list[int] = []
-    for point in sorted(in_a | in_b):
-        one ^= point in in_a
-        two ^= point in in_b
-        if keep(one, two) != now:
-            now = not now
+    for point in sorted(ends_a | ends_b):
+        in_a ^= point in ends_a
+        in_b ^= point in ends_b
+        if keep(in_a, in_b) != kept:
+            kept = not kept
             ends.append(point)
     return Ranks(tuple(zip(ends[::2], ends[1::2], strict=True)))

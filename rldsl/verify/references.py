@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, assert_never
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Event, Every, Item, Loop, split
+from rldsl.plan.events import Event, Every, Item, Loop, split_buffer
 from rldsl.plan.model import MOST_RANKS, Frame, Layout, Mesh, Model, Spread
 from rldsl.plan.references import Role, references
 from rldsl.verify import adapters
@@ -193,7 +193,7 @@ def _blocks(t: Tables, items: Sequence[Item], inside: bool) -> Iterator[Diagnost
             if item.trips < 0:
                 yield _bad("RL0612", f"loop {item.id} runs {item.trips} times")
             for buffer in (*item.collects, *filter(None, (item.until,))):
-                left, right = split(buffer)
+                left, right = split_buffer(buffer)
                 if left not in t.values or right not in t.spreads:
                     yield _bad("RL0610", f"loop {item.id} refers to an unknown buffer {buffer!r}")
             if item.over and item.over not in t.data:
@@ -237,7 +237,7 @@ def _exists(t: Tables, role: Role, id: Any) -> bool:
         case Role.PROGRAM:
             return id in t.programs
         case Role.BUFFER:
-            left, right = split(id)
+            left, right = split_buffer(id)
             return left in t.values and right in t.spreads or left in t.models and right in t.layouts
         case Role.RANK:
             return bool(0 <= id < t.plan.header.world)

@@ -1,7 +1,7 @@
 """Rows are divided as the operation that works on them needs, so that each counts once.
 
-In: tables with sound references. Out: diagnostics RL0538. Rules: a spread that divides rows names frames with equally
-many of them; lengths are told by spreads that have each row in one shard; a computation that reduces over the batch,
+In: tables with sound references. Out: diagnostics RL0538. Rules: a spread that divides rows names frames with the same
+number of them; lengths come from spreads that have each row on one dp rank; a computation that reduces over the batch,
 or calls Python, has each row on one rank, and one that works with prompts has all sequences of a prompt there;
 generation divides prompts and does not need the lengths that it makes; training divides rows.
 """
@@ -14,8 +14,7 @@ from typing import Any
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Compute, Event, Generate, Infer, Lengths, Select, Train
 from rldsl.plan.model import Frame, Spread
-from rldsl.plan.references import roles
-from rldsl.plan.traits import rule
+from rldsl.plan.traits import rule_for
 from rldsl.verify.tables import Tables, name, problem
 
 
@@ -46,11 +45,10 @@ def _units(f: Frame, s: Spread) -> int:
 
 
 def _event(t: Tables, e: Event) -> str:
-    """Kinds that work on the rows of a spread."""
-    return rule(RULES, e, "the verifier")(t, e) if "spread" in roles(type(e)) else ""
+    return rule_for(RULES, e, "the verifier")(t, e) if e.traits.divides_rows else ""
 
 
-def _once(t: Tables, e: Lengths | Select) -> str:
+def _each_row_once(t: Tables, e: Lengths | Select) -> str:
     return "" if t.spreads[e.spread].epochs == 1 else "uses rows that are repeated over several epochs"
 
 
@@ -75,8 +73,8 @@ def _train(t: Tables, e: Train) -> str:
 def _compute(t: Tables, e: Compute) -> str:
     s, program = t.spreads[e.spread], t.programs[e.program]
     ranks = len(t.spread_ranks(e.spread))
-    once = any(n.op == "py" or n.attr("to") == "batch" for n in program.nodes)
-    if once and ranks > 1 and (s.granularity == "all" or t.layouts[s.layout].dp != ranks or s.epochs > 1):
+    counts_rows = any(n.op == "py" or n.attr("to") == "batch" for n in program.nodes)
+    if counts_rows and ranks > 1 and (s.granularity == "all" or t.layouts[s.layout].dp != ranks or s.epochs > 1):
         return f"must count each row once, but spread {e.spread} has rows on several ranks"
     if any(n.level == "prompt" for n in program.nodes) and s.granularity == "row" and t.layouts[s.layout].dp > 1:
         return f"needs whole prompts, but spread {e.spread} divides them"
@@ -84,5 +82,6 @@ def _compute(t: Tables, e: Compute) -> str:
 
 
 RULES: Mapping[type[Event], Callable[[Tables, Any], str]] = {
-    Lengths: _once, Select: _once, Infer: _infer, Generate: _generate, Train: _train, Compute: _compute,
+    Lengths: _each_row_once, Select: _each_row_once, Infer: _infer, Generate: _generate, Train: _train,
+    Compute: _compute,
 }

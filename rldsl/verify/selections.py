@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Collect, Every, Item, Loop, Select, split
+from rldsl.plan.events import Collect, Every, Item, Loop, Select, split_buffer
 from rldsl.plan.model import Frame, Spread
 from rldsl.verify.tables import Tables, name, problem
 
@@ -85,7 +85,7 @@ def _select(t: Tables, e: Select) -> Iterator[Diagnostic]:
         if f"{e.frame}.tokens" not in [w for _, w in e.values]:
             yield problem("RL0614", f"{name(e)} must write {e.frame}.tokens", e)
     must = {v for v, _ in e.values} | ({e.condition} if e.condition else set())
-    read = [split(b) for b in e.reads]
+    read = [split_buffer(b) for b in e.reads]
     if {v for v, _ in read} != must or len(read) != len(must) or any(
             r != e.spread and (r not in t.spreads or t.spreads[r].granularity != "all") for _, r in read):
         yield problem("RL0614", f"{name(e)} must read {', '.join(sorted(must))} on spread {e.spread}", e)

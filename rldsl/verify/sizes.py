@@ -13,7 +13,7 @@ from typing import Any, assert_never
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Event, Lengths, Realloc, Transfer
-from rldsl.plan.traits import rule
+from rldsl.plan.traits import rule_for
 from rldsl.verify.tables import Tables, name, problem
 
 LENGTH, NUMBER, RAGGED = 16, 8, -1
@@ -27,22 +27,21 @@ def check_sizes(t: Tables) -> Iterator[Diagnostic]:
 
 
 def _due(t: Tables, e: Event) -> int:
-    match e.traits.moves:
-        case "nothing":
+    match e.traits.bytes_moved:
+        case "none":
             return 0
         case "at run time":
             return RAGGED
-        case "rule":
-            return rule(RULES, e, "the verifier")(t, e)
+        case "planned":
+            return rule_for(RULES, e, "the verifier")(t, e)
         case unknown:
             assert_never(unknown)
 
 
 def _lengths(t: Tables, e: Lengths) -> int:
-    s = t.spreads[e.spread]
-    x = t.layouts.get(s.layout)  # each row is held by the ranks of one shard
-    shard = x.tp * x.pp * x.cp if x else 1
-    return LENGTH * t.frames[e.frame].count * (len(t.event_ranks(e)) - shard)
+    layout = t.layouts.get(t.spreads[e.spread].layout)
+    holders = layout.tp * layout.pp * layout.cp if layout else 1  # of each row: the ranks of one dp rank
+    return LENGTH * t.frames[e.frame].count * (len(t.event_ranks(e)) - holders)
 
 
 def _transfer(t: Tables, e: Transfer) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Checkpoint, Event, Item, Load, Loop, Offload, Onload, Realloc, Train, split
+from rldsl.plan.events import Checkpoint, Event, Item, Load, Loop, Offload, Onload, Realloc, Train, split_buffer
 from rldsl.verify.tables import Tables, name, problem
 
 Copies = frozenset[tuple[str, str]]  # (model, layout)
@@ -90,7 +90,7 @@ def _declared(t: Tables) -> Iterator[Diagnostic]:
                     ranks=t.event_ranks(e),
                 )
             written[e.model].append(e.source)
-        made |= dict.fromkeys(e.versions().makes, e.at)
+        made |= dict.fromkeys(e.versions().defs, e.at)
     for m in t.plan.models:
         if tuple(written[m.name]) != m.updated_from:
             yield problem("RL0528",
@@ -146,7 +146,7 @@ def _after(t: Tables, e: Event, s: State) -> State:
         freed = _freed(e)
         return replace(s, current=s.current - freed, built=s.built - freed, there=s.there - freed)
     made = frozenset(_copies(t, e.writes))
-    renewed = e.versions().makes  # models of which every copy that the event does not write is stale from here on
+    renewed = e.versions().defs  # models of which every copy that the event does not write is stale from here on
     same = {c for c in s.one if c[0] in renewed and isinstance(e, Train)}  # one memory with what is trained
     after = replace(s, current=frozenset(c for c in s.current if c[0] not in renewed) | same | made,
                     there=s.there | made)
@@ -164,12 +164,12 @@ def _moved(e: Offload | Onload, s: State) -> State:
 
 def _copies(t: Tables, buffers: Iterable[str]) -> list[tuple[str, str]]:
     """Those that are parameters: (model, layout)."""
-    return [(left, right) for left, right in map(split, buffers) if left in t.models]
+    return [(left, right) for left, right in map(split_buffer, buffers) if left in t.models]
 
 
 def _freed(e: Event) -> Copies:
     """All that it frees, copies among it."""
-    return frozenset((left, right) for left, right in map(split, e.frees))
+    return frozenset((left, right) for left, right in map(split_buffer, e.frees))
 
 
 def _side_problems(t: Tables, e: Offload | Onload, s: State) -> Iterator[Diagnostic]:

@@ -18,7 +18,7 @@ from rldsl.placement.place import place_graph
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Event, Generate, Infer, Item, Loop, Train
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.sharding.partition import count_without_token_limit, micro_batches, num_micro_batches
 from rldsl.simulate import simulate
 from rldsl.verify import verify
@@ -185,7 +185,7 @@ def planned(many: bool = True, **calls: dict) -> Plan:
 
 
 def event(plan: Plan, kind: type[Event], model: str) -> Event:
-    return next(e for e, _ in events(plan) if isinstance(e, kind) and e.model == model)
+    return next(e for e, _ in event_paths(plan) if isinstance(e, kind) and e.model == model)
 
 
 def wide(plan: Plan) -> int:

@@ -11,7 +11,7 @@ from rldsl.diag import Failure
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Compute, Event, Generate, Log, Train, Transfer
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.simulate import simulate
 from tests.end_to_end.programs import compile_program
 from tests.tiny import make_all
@@ -57,15 +57,15 @@ def ranks(plan: Plan, event: Event) -> set[int]:
 
 def met(plan: Plan) -> list[str]:
     """The events of a step in which a rank that generates waits for one that trains."""
-    return [e.kind for e, path in events(plan) if path and ranks(plan, e) & {0, 1} and ranks(plan, e) & {2, 3}
+    return [e.kind for e, path in event_paths(plan) if path and ranks(plan, e) & {0, 1} and ranks(plan, e) & {2, 3}
             and not isinstance(e, Log | Transfer) and e.kind not in ("fetch", "realloc")]
 
 
 def test_metrics_of_a_reward_are_computed_where_the_reward_is(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = made(base, monkeypatch, LOGGED)
-    computed = [e for e, _ in events(plan) if isinstance(e, Compute)]
-    [generate] = [e for e, _ in events(plan) if isinstance(e, Generate)]
-    [train] = [e for e, _ in events(plan) if isinstance(e, Train)]
+    computed = [e for e, _ in event_paths(plan) if isinstance(e, Compute)]
+    [generate] = [e for e, _ in event_paths(plan) if isinstance(e, Generate)]
+    [train] = [e for e, _ in event_paths(plan) if isinstance(e, Train)]
     assert ranks(plan, generate) == {0, 1} and ranks(plan, train) == {2, 3}
     assert len(computed) >= 4 and all(ranks(plan, e) == {2, 3} for e in computed)
 
@@ -74,10 +74,10 @@ def test_metrics_add_no_event_in_which_generating_ranks_wait_or_receive(base: Pa
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     bare, plan = made(base, monkeypatch, ""), made(base, monkeypatch, LOGGED)
     assert met(plan) == met(bare)
-    into = [sorted(ranks(p, e)) for p in (bare, plan) for e, _ in events(p) if isinstance(e, Transfer)]
+    into = [sorted(ranks(p, e)) for p in (bare, plan) for e, _ in event_paths(p) if isinstance(e, Transfer)]
     spreads = {s.id: s.mesh for s in plan.spreads}
     meshes = {m.id: set(m.members()) for m in plan.meshes}
-    assert into and not any(meshes[spreads[e.dst]] & {0, 1} for e, _ in events(plan) if isinstance(e, Transfer))
+    assert into and not any(meshes[spreads[e.dst]] & {0, 1} for e, _ in event_paths(plan) if isinstance(e, Transfer))
 
 
 def test_a_log_takes_no_time_of_the_ranks_that_generate(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_a_log_takes_no_time_of_the_ranks_that_generate(base: Path, monkeypatch:
                       link_gb_s=0.1, network_gb_s=0.01, link_us=10.0, network_us=20.0, host_gb_s=1.0, disk_gb_s=1.0,
                       kernel_us=1.0, event_us=10.0, row_us=1.0)
     plan = made(base, monkeypatch, LOGGED)
-    [generate] = [e for e, _ in events(plan) if isinstance(e, Generate)]
+    [generate] = [e for e, _ in event_paths(plan) if isinstance(e, Generate)]
     timeline = simulate(plan, cluster)
     spans = [s for s in timeline.spans if s.event == generate.id]
     assert {timeline.classes[s.rank_class] for s in spans} == {((0, 1),), ((1, 2),)}
@@ -96,7 +96,7 @@ def test_a_log_takes_no_time_of_the_ranks_that_generate(base: Path, monkeypatch:
 @pytest.mark.parametrize("name", ["metric reward = mean(reward)", "reward#1"])  # what people see; the plan's id
 def test_a_rule_may_name_what_has_no_name_of_its_own(base: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     plan = made(base, monkeypatch, LOGGED, f'place @"{name}" on mesh(1:2)\n')
-    [moved] = [e for e, _ in events(plan) if isinstance(e, Compute) and any(w.startswith("reward#1@") for w in e.writes)]
+    [moved] = [e for e, _ in event_paths(plan) if isinstance(e, Compute) and any(w.startswith("reward#1@") for w in e.writes)]
     assert ranks(plan, moved) == {1}
 
 

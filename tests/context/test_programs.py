@@ -8,7 +8,7 @@ import pytest
 
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Generate, Infer, Train
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.plan.metrics_file import MEASURED
 from rldsl.sharding.boxes import cell_of
 from tests.end_to_end.programs import Metrics, compile_program, run_program
@@ -84,7 +84,7 @@ def test_a_generation_without_a_place_has_dp_for_cp(tiny, tmp_path):
     place = placement(4, actor_train="on mesh(0:4) dp=2 cp=2")
     plan = decode(compile_program(GRPO, sets(tiny, GRPO), place, tmp_path), "grpo.plan")
     layouts = {x.id: x for x in plan.layouts}
-    seen = {type(e): layouts[e.layout] for e, _ in events(plan) if isinstance(e, Generate | Train | Infer)}
+    seen = {type(e): layouts[e.layout] for e, _ in event_paths(plan) if isinstance(e, Generate | Train | Infer)}
     assert (seen[Train].dp, seen[Train].cp) == (2, 2)
     assert (seen[Generate].dp, seen[Generate].cp) == (4, 1)
     assert {g.axis for g in plan.groups} == {"dp", "cp", "mesh"}

@@ -15,7 +15,7 @@ from rldsl.memory.curve import each_rank, points
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Event, Free, Generate, Load, Offload, Onload, Realloc, Train
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.reshard import alias
 from tests.end_to_end.programs import Metrics, run_program
 from tests.end_to_end.test_invariance import compare
@@ -36,7 +36,7 @@ def plan(train: str, generate: str, dtype: str = "") -> Plan:
 
 
 def of(p: Plan, kind: type[Event]) -> list:
-    return [e for e, _ in events(p) if isinstance(e, kind)]
+    return [e for e, _ in event_paths(p) if isinstance(e, kind)]
 
 
 def one(p: Plan) -> list[Load]:

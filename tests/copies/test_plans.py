@@ -14,7 +14,7 @@ from rldsl.memory import curves
 from rldsl.memory.curve import during, peak
 from rldsl.plan.events import Event, Every, Free, Generate, Infer, Item, Load, Loop, Realloc, Train
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from tests.copies.programs import FLOWS, program
 from tests.verify.faults import codes, edited, faults, moved, with_body
 from tests.verify.plans import folder
@@ -29,12 +29,12 @@ def plan(flow: str, keep: bool = False) -> Plan:
 
 def copy_of(p: Plan) -> str:
     """The buffer that generation reads."""
-    return next(b for e, _ in events(p) if isinstance(e, Generate) for b in e.reads if b.startswith("actor@"))
+    return next(b for e, _ in event_paths(p) if isinstance(e, Generate) for b in e.reads if b.startswith("actor@"))
 
 
 def frees(p: Plan) -> list[Free]:
     """Of copies."""
-    return [e for e, _ in events(p) if isinstance(e, Free) and copy_of(p) in e.buffers]
+    return [e for e, _ in event_paths(p) if isinstance(e, Free) and copy_of(p) in e.buffers]
 
 
 def walked(items: tuple[Item, ...], copy: str, there: bool = False) -> bool:
@@ -73,7 +73,7 @@ def test_a_free_stands_right_behind_a_use(flow: str) -> None:
     def block(items: tuple[Item, ...]) -> None:
         for before, item in zip(items, items[1:]):
             if isinstance(item, Free) and copy in item.buffers:
-                own = [before] if isinstance(before, Event) else [e for e, _ in events(replace(p, body=(before,)))]
+                own = [before] if isinstance(before, Event) else [e for e, _ in event_paths(replace(p, body=(before,)))]
                 assert any(copy in e.reads or isinstance(e, Free) for e in own), show(p, event=item.id)
         for item in items:
             if isinstance(item, Every | Loop):
@@ -84,8 +84,8 @@ def test_a_free_stands_right_behind_a_use(flow: str) -> None:
 
 def test_no_realloc_is_added_where_nothing_is_trained_in_between() -> None:
     for flow in ("step", "twice", "until", "eval"):
-        assert len([e for e, _ in events(plan(flow)) if isinstance(e, Realloc)]) <= 1 + len(
-            [e for e, _ in events(plan(flow, keep=True)) if isinstance(e, Realloc)]), flow
+        assert len([e for e, _ in event_paths(plan(flow)) if isinstance(e, Realloc)]) <= 1 + len(
+            [e for e, _ in event_paths(plan(flow, keep=True)) if isinstance(e, Realloc)]), flow
 
 
 # ------------------------------------------------------------------------------------------------ what sees it
@@ -95,13 +95,13 @@ def test_memory_counts_it_while_it_is_there() -> None:
     p, kept = plan("step"), plan("step", keep=True)
     what = "parameters of actor (dp=4)"
     for curve, other in zip(curves(p, "cpu"), curves(kept, "cpu")):
-        for e, _ in events(p):
+        for e, _ in event_paths(p):
             if e.id in curve.events:
                 held = dict(during(curve, e.id))
                 assert (what in held) == isinstance(e, Realloc | Generate | Free) or not isinstance(
                     e, Realloc | Generate | Train | Infer)
-        size = dict(during(other, next(e.id for e, _ in events(kept) if isinstance(e, Train))))[what]
-        train = [next(e.id for e, _ in events(x) if isinstance(e, Train)) for x in (p, kept)]
+        size = dict(during(other, next(e.id for e, _ in event_paths(kept) if isinstance(e, Train))))[what]
+        train = [next(e.id for e, _ in event_paths(x) if isinstance(e, Train)) for x in (p, kept)]
         a, b = (sum(n for _, n in during(c, t)) for c, t in zip((curve, other), train))
         assert b - a == size > 0
         assert peak(curve).bytes <= peak(other).bytes
@@ -120,7 +120,7 @@ def test_a_diff_and_a_preview_tell() -> None:
 
 
 def first(p: Plan, kind: type[Event]) -> Event:
-    return next(e for e, _ in events(p) if isinstance(e, kind))
+    return next(e for e, _ in event_paths(p) if isinstance(e, kind))
 
 
 def freeing(p: Plan, buffer: str, mesh: str, behind: int) -> Plan:
@@ -159,9 +159,9 @@ def test_freeing_the_only_copy_is_rejected() -> None:
     p = plan("sync")
     train = first(p, Train)
     assert codes(freeing(p, f"actor@{train.layout}", train.mesh, train.id)) >= {"RL0615"}
-    ref = next(e for e, _ in events(p) if isinstance(e, Infer) and e.model == "other")
+    ref = next(e for e, _ in event_paths(p) if isinstance(e, Infer) and e.model == "other")
     assert codes(freeing(p, f"other@{ref.layout}", ref.mesh, ref.id)) >= {"RL0615"}
-    frozen = next(e for e, _ in events(p) if isinstance(e, Load) and e.model == "other")
+    frozen = next(e for e, _ in event_paths(p) if isinstance(e, Load) and e.model == "other")
     assert codes(freeing(p, f"other@{frozen.layout}", frozen.mesh, frozen.id)) >= {"RL0615"}
 
 

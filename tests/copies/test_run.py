@@ -11,7 +11,7 @@ from rldsl.memory import curves
 from rldsl.memory.curve import each_rank, points
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Free, Generate, Train
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from tests.copies.programs import program
 from tests.end_to_end.programs import Metrics, run_program
 from tests.memory.accounting import measured
@@ -52,10 +52,10 @@ def test_the_memory_is_given_back(tiny: Path, tmp_path: Path, monkeypatch: pytes
         path.write_text(two("step", keep))
         plan = api.compile(str(path))
         found = measured(encode(plan), tmp_path / f"out {keep}", 2)
-        train = next(e for e, _ in events(plan) if isinstance(e, Train))
+        train = next(e for e, _ in event_paths(plan) if isinstance(e, Train))
         held[keep] = [m.events[train.id][0] for m in found]
-        copy = next(e for e, _ in events(plan) if isinstance(e, Generate)).reads[0]
-        frees = [e for e, _ in events(plan) if isinstance(e, Free) and copy in e.buffers]
+        copy = next(e for e, _ in event_paths(plan) if isinstance(e, Generate)).reads[0]
+        frees = [e for e, _ in event_paths(plan) if isinstance(e, Free) and copy in e.buffers]
         assert len(frees) == (not keep)
         for e in frees:
             for rank, curve in each_rank(curves(plan, "cpu")):

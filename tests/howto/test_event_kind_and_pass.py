@@ -16,12 +16,12 @@ from dataclasses import replace
 from rldsl.diag import Failure
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Loop
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.verify import verify
 
 plan = decode(open("audited.plan", "rb").read(), "audited.plan")
 assert decode(encode(plan), "again") == plan
-print("audits:", [(e.kind, e.because) for e, _ in events(plan) if e.kind == "audit"])
+print("audits:", [(e.kind, e.because) for e, _ in event_paths(plan) if e.kind == "audit"])
 *setup, steps = plan.body
 for change in ({"layout": "L99"}, {"model": "nobody"}, {"reads": ()}, {"bytes": 8}):
     body = tuple(replace(e, **change) if e.kind == "audit" else e for e in steps.body)

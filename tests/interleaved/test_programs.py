@@ -16,7 +16,7 @@ from rldsl.memory import curves
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Generate, Infer, Realloc, Train
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.verify import verify
 from tests.checkpoint.runs import held, lines, run
 from tests.end_to_end.programs import compile_program, run_program
@@ -78,11 +78,11 @@ def test_checkpoints_go_on_exactly_and_elsewhere(tiny: Path, tmp_path: Path) -> 
 def test_other_calls_get_a_copy_without_it(tiny: Path, tmp_path: Path) -> None:
     found = compiled(tiny, tmp_path, 4, "dp=2 pp=2 vpp=2")
     layouts = {x.id: x for x in found.layouts}
-    (train,), (gen,) = ([e for e, _ in events(found) if isinstance(e, kind)] for kind in (Train, Generate))
+    (train,), (gen,) = ([e for e, _ in event_paths(found) if isinstance(e, kind)] for kind in (Train, Generate))
     assert (layouts[train.layout].pp, layouts[train.layout].vpp) == (2, 2)
     assert (layouts[gen.layout].pp, layouts[gen.layout].vpp) == (2, 1)
-    assert [(e.src, e.dst) for e, _ in events(found) if isinstance(e, Realloc)] == [(train.layout, gen.layout)]
-    assert all(layouts[e.layout].vpp == 1 for e, _ in events(found) if isinstance(e, Infer))
+    assert [(e.src, e.dst) for e, _ in event_paths(found) if isinstance(e, Realloc)] == [(train.layout, gen.layout)]
+    assert all(layouts[e.layout].vpp == 1 for e, _ in event_paths(found) if isinstance(e, Infer))
     verify(found)
     assert decode(encode(found), "again") == found
     assert "pp=2 vpp=2" in show(found) and "without vpp" not in show(found)

@@ -37,7 +37,7 @@ from rldsl.semantics.modules import Modules
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_, program
 from rldsl.semantics.values import FrameRef, LossUse, Meaning, Pairs, Several
-from rldsl.sharding.partition import micro_batches, shard_rows
+from rldsl.sharding.partition import micro_batches, rows_by_dp
 from rldsl.source import SourceFile
 from rldsl.syntax import ast
 from rldsl.syntax.parse import parse
@@ -256,7 +256,7 @@ def _shards(batch: Batch, dp: int, unit: str) -> list[Sequence[int]]:
     """The rows of each rank."""
     frames = tuple(batch.frames.values())
     spread = Spread("s", "m", "l", tuple(f.id for f in frames), unit)  # type: ignore[arg-type]
-    return [s[frames[0].id] for s in shard_rows(spread, dp, frames, batch.lens, SEED, 0)]
+    return [s[frames[0].id] for s in rows_by_dp(spread, dp, frames, batch.lens, SEED, 0)]
 
 
 def _views(batch: Batch, rows: Sequence[int]) -> dict[str, FrameRows]:

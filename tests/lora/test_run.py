@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Load
 from rldsl.plan.model import Lora, Optimizer
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.sharding.boxes import Box, local_slice
 from tests.backend_torch.shards import make_shard, pack, ragged
 from tests.checkpoint.runs import held, lines, run
@@ -215,7 +215,7 @@ def _bytes(rank: int, data: bytes, out: str, cwd: str) -> tuple[int, int, int, i
     made = decode(data, "x")
     world = join(made, rank, torch.device("cpu"))
     models = ModelStore(RunContext(made, world, Path(out)))
-    for event, _ in events(made):
+    for event, _ in event_paths(made):
         if isinstance(event, Load) and rank in world.meshes[event.mesh].members():
             model_events.load(models, None, event)
 

@@ -18,7 +18,7 @@ from rldsl.diag import Diagnostic, Failure
 from rldsl.inspect.show import show
 from rldsl.plan.backends import unfit
 from rldsl.plan.codec import decode
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.verify import verify
 from tests.megatron.programs import grpo
 from tests.tiny import make_all, make_model
@@ -151,7 +151,7 @@ def test_calls_without_a_place_of_their_own_follow(more: dict[str, str], wanted:
     """As in degrees, unless they say otherwise."""
     calls = {"actor_train": f"{MESH} dp=2 tp=2 backend=megatron", **more, "ref_*": f"{MESH} dp=4"}
     plan = decode(grpo(tiny, tmp_path, **calls), "p")
-    assert {x.backend for x in plan.layouts for e, _ in events(plan)
+    assert {x.backend for x in plan.layouts for e, _ in event_paths(plan)
             if getattr(e, "model", "") == "actor" and getattr(e, "layout", "") == x.id} == wanted
 
 

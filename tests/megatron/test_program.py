@@ -12,7 +12,7 @@ import pytest
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Realloc
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.sharding.boxes import itemsize, parameters, pieces_of_rank, slices
 from rldsl.sharding.dtypes import in_wire_dtype
 from tests.checkpoint import runs
@@ -92,7 +92,7 @@ def test_what_moves_between_backends_is_what_is_lacking(train: str, generate: st
     for there, here in ((train, generate), [x.replace(" backend=megatron", "") for x in (train, generate)]):
         calls = {"actor_train": f"{MESH} {there}", "actor_generate": f"{MESH} {here}", "ref_*": f"{MESH} dp=4"}
         plan = decode(grpo(tiny, tmp_path, **calls), "p")
-        moves = [e for e, _ in events(plan) if isinstance(e, Realloc)]
+        moves = [e for e, _ in event_paths(plan) if isinstance(e, Realloc)]
         found.append(sum(e.bytes for e in moves))
         assert found[-1] == sum(lacking(plan, e) for e in moves)
     assert found[0] == found[1] and (found[0] > 0) == (train.split()[:2] != generate.split()[:2])

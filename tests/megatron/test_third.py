@@ -24,7 +24,7 @@ from rldsl.placement.place import place_graph
 from rldsl.plan import backends
 from rldsl.plan.events import Train
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.search import Options, find_placement, memory_check
 from rldsl.simulate import simulate
 from rldsl.simulate.call_ops import StagePasses, TimeCosts
@@ -153,7 +153,7 @@ def test_the_memory_check_asks_the_backend() -> None:
     """A device that holds the torch backend's calls, and not the logits of whole sequences."""
     torch, plain = planned(placed("torch")), planned(placed("plain"))
     assert bytes_of(plain) > bytes_of(torch)
-    train = next(e for e, _ in events(plain) if isinstance(e, Train))
+    train = next(e for e, _ in event_paths(plain) if isinstance(e, Train))
     tokens, vocab = 4 * (256 + 512), next(m for m in plain.models if m.name == "actor").sizes.vocab
     assert dict(during(curves(plain)[0], train.id))["logits of actor.train"] == 16 * tokens * vocab
     between = (bytes_of(torch) + bytes_of(plain)) / 2e9
@@ -170,7 +170,7 @@ def test_the_simulator_asks_the_backend() -> None:
     found = {}
     for backend in ("torch", "plain"):
         plan = planned(placed(backend))
-        seconds, calls = simulate(plan, machines).event_seconds(), {e.id: e for e, _ in events(plan)}
+        seconds, calls = simulate(plan, machines).event_seconds(), {e.id: e for e, _ in event_paths(plan)}
         found[backend] = {getattr(calls[i], "output_name", type(calls[i]).__name__): s for i, s in seconds.items()
                           if hasattr(calls[i], "model") and hasattr(calls[i], "layout")}
     for call in ("Train", "logprobs"):
@@ -192,7 +192,7 @@ def test_the_search_asks_the_backend() -> None:
     torch = next(e for e in answers["torch"].evaluator.table.candidates(job, 4) if e.strategy.dp == 4)
     assert plain[0].seconds > torch.seconds
     best = answers["plain"].best[0]
-    train = next(e for e, _ in events(best.plan) if isinstance(e, Train))
+    train = next(e for e, _ in event_paths(best.plan) if isinstance(e, Train))
     assert next(x for x in best.plan.layouts if x.id == train.layout).backend == "plain"
     assert best.seconds > answers["torch"].best[0].seconds
 

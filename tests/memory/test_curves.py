@@ -15,9 +15,9 @@ from rldsl.memory.parameters import Copy, elements
 from rldsl.passes import pipeline
 from rldsl.passes.emit import emit
 from rldsl.placement.place import place_graph
-from rldsl.plan.events import Free, Generate, Infer, Loop, Offload, Onload, Train, split
+from rldsl.plan.events import Free, Generate, Infer, Loop, Offload, Onload, Train, split_buffer
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events, rank_classes
+from rldsl.plan.projection import event_paths, rank_classes
 from rldsl.sharding.boxes import Cell, parameters, pieces_of_rank, volume
 from rldsl.verify import verify
 from tests.compiler.graphs import family, on, ppo
@@ -57,14 +57,14 @@ def test_every_rank_has_one_curve_with_its_own_events() -> None:
     assert sorted(rank for rank, _ in each_rank(found)) == list(range(8))
     meshes = {m.id: m.members() for m in plan.meshes}
     for rank, curve in each_rank(found):
-        assert list(curve.events) == [e.id for e, _ in events(plan) if rank in meshes[e.mesh]]
+        assert list(curve.events) == [e.id for e, _ in event_paths(plan) if rank in meshes[e.mesh]]
 
 
 def test_nothing_is_left_of_a_step() -> None:
     """The end of a step holds what its beginning holds: parameters, gradients, optimizer state."""
     plan = planned()
     steps = next(i for i in plan.body if isinstance(i, Loop))
-    first = next(e.id for e, path in events(plan) if path and path[0] is steps)
+    first = next(e.id for e, path in event_paths(plan) if path and path[0] is steps)
     for curve in curves(plan):
         whole = points(curve)
         inside = [p for p in whole if p.event >= first]
@@ -74,10 +74,10 @@ def test_nothing_is_left_of_a_step() -> None:
 def test_values_are_held_from_their_maker_to_their_free() -> None:
     plan = planned()
     curve = of(curves(plan), 0)
-    flat = {e.id: e for e, _ in events(plan)}
-    made = next(i for i in curve.events if any(split(b)[0] == "gen.tokens" for b in flat[i].writes))
+    flat = {e.id: e for e, _ in event_paths(plan)}
+    made = next(i for i in curve.events if any(split_buffer(b)[0] == "gen.tokens" for b in flat[i].writes))
     freed = [i for i in curve.events if isinstance(flat[i], Free)
-             and any(split(b)[0] == "gen.tokens" for b in flat[i].buffers)][-1]
+             and any(split_buffer(b)[0] == "gen.tokens" for b in flat[i].buffers)][-1]
     there = [i for i in curve.events if "gen.tokens" in held(curve, i)]
     assert there[0] == made and there[-1] == freed and isinstance(flat[made], Generate)
     assert held(curve, made)["gen.tokens"] == 4 * (24 * 8 + 16)  # 16 rows over dp=4, 8 + 16 tokens each
@@ -91,7 +91,7 @@ def test_parameters_gradients_and_moments_are_exact(rank: int, stage: int) -> No
     mesh = next(m for m in plan.meshes if m.id == layout.mesh)
     listed = sum(volume(p.box) for x in parameters(actor) for p in pieces_of_rank(x, actor.layers, layout, mesh, rank))
     assert elements(actor.params, Copy(actor, layout, Cell(stage, 0))) == listed
-    train = next(e.id for e, _ in events(plan) if isinstance(e, Train) and e.model == "actor")
+    train = next(e.id for e, _ in event_paths(plan) if isinstance(e, Train) and e.model == "actor")
     mine = held(of(curves(plan), rank), train)
     assert mine["gradients of actor"] == mine["parameters of actor (dp=2 pp=2)"] == 4 * listed
     assert mine["optimizer state of actor"] == 8 * listed
@@ -100,7 +100,7 @@ def test_parameters_gradients_and_moments_are_exact(rank: int, stage: int) -> No
 def test_an_offloaded_copy_is_on_the_device_while_it_is_used() -> None:
     plan = planned(offload=True)
     curve = of(curves(plan), 5)
-    flat = {e.id: e for e, _ in events(plan)}
+    flat = {e.id: e for e, _ in event_paths(plan)}
     size = held(curve, next(i for i in curve.events if isinstance(flat[i], Onload)))["parameters of ref (pp=4)"]
     there = {i for i in curve.events if "parameters of ref (pp=4)" in held(curve, i)}
     for i in curve.events:
@@ -123,7 +123,7 @@ def test_on_the_cpu_nothing_goes_away() -> None:
 def test_the_first_stage_of_a_pipeline_keeps_more_micro_batches() -> None:
     def activations(**options: object) -> list[int]:
         plan = planned({"actor.train": on(8, 0, 4, pp=4, **options)})
-        e = next(e for e, _ in events(plan) if isinstance(e, Train) and e.model == "actor")
+        e = next(e for e, _ in event_paths(plan) if isinstance(e, Train) and e.model == "actor")
         return [held(of(curves(plan), rank), e.id)["activations of actor.train"] for rank in range(3)]
 
     deep = activations(mbs=1)

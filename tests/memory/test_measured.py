@@ -11,7 +11,7 @@ from rldsl.memory import curves
 from rldsl.memory.curve import each_rank, peak, points
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Generate, Infer, Realloc, Save, Train
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from tests.memory.accounting import measured
 from tests.memory.plans import CASES, Case, plan_of
 
@@ -31,7 +31,7 @@ def test_estimates_are_within_the_gate(name: str, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     case = small(next(c for c in CASES if c.name == name))
     plan = plan_of(case, tmp_path)
-    calls = {e.id: e for e, _ in events(plan) if isinstance(e, Generate | Infer | Train | Realloc | Save)}
+    calls = {e.id: e for e, _ in event_paths(plan) if isinstance(e, Generate | Infer | Train | Realloc | Save)}
     found = measured(encode(plan), tmp_path / "out", case.world)
     for rank, curve in each_rank(curves(plan, "cpu")):
         assert peak(curve).bytes == pytest.approx(found[rank].peak, rel=GATE), f"rank {rank}"

@@ -20,7 +20,7 @@ from rldsl.commands.runs import listing, metrics
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.events import Realloc
 from rldsl.plan.metrics_file import MEASURED
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.runtime.metrics.names import computed
 from rldsl.runtime.metrics.reporter import ReportOptions
 from rldsl.runtime.metrics.run_record import read_record
@@ -56,7 +56,7 @@ def test_two_ranks_move_bytes_and_compute_the_same(place: Path) -> None:
     for mine, theirs in zip(two, one, strict=True):
         names = computed(theirs)
         assert [mine[n] for n in names] == pytest.approx([theirs[n] for n in names], rel=1e-4, abs=1e-5)
-    known = sum(e.bytes for e, _ in events(decode(data, "p")) if isinstance(e, Realloc))
+    known = sum(e.bytes for e, _ in event_paths(decode(data, "p")) if isinstance(e, Realloc))
     assert known > 0 and all(line["moved/bytes"] >= known for line in two)
     assert "time/infer" not in two[0], "the rank that logs took no part in it"
     assert said[1].count("step 1/3") == 0, "one rank shows progress"
@@ -108,7 +108,7 @@ def test_the_writer_of_samples_has_the_reward(place: Path) -> None:
     """The same on every rank; where tokens and rewards lie under one spread."""
     made = decode(plan(place, TWO), "p")
     [source] = sample_sources(made)
-    written = {b for e, _ in events(made) for b in e.writes}
+    written = {b for e, _ in event_paths(made) for b in e.writes}
     assert source.frame == "gen" and f"reward@{source.spread}" in written and f"gen.tokens@{source.spread}" in written
 
 

@@ -15,7 +15,7 @@ from rldsl.memory import curves
 from rldsl.memory.curve import each_rank, peak
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Generate, Infer, Train
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.simulate import simulate
 from rldsl.simulate.work_counts import build_shard
 from rldsl.verify import verify
@@ -135,10 +135,10 @@ def compiled(tiny: Path, model: str, folder: Path, place: str) -> object:
 def test_calls_without_a_placement_follow_the_train_call(tiny, tmp_path):
     found = compiled(tiny, "qwen", tmp_path, "cluster nodes=1 gpus=8\nplace actor.train on mesh(0:8) dp=8 ep=4 zero=2\n")
     layouts = {x.id: x for x in found.layouts}
-    at = {type(e): layouts[e.layout] for e, _ in events(found) if isinstance(e, Generate | Train)}
+    at = {type(e): layouts[e.layout] for e, _ in event_paths(found) if isinstance(e, Generate | Train)}
     assert (at[Train].ep, at[Train].zero, at[Generate].ep, at[Generate].zero) == (4, 2, 4, 0)
     assert {g.axis for g in found.groups if g.layout == at[Train].id} == {"dp", "ep", "expert_dp", "mesh"}
-    assert any(isinstance(e, Infer) for e, _ in events(found))
+    assert any(isinstance(e, Infer) for e, _ in event_paths(found))
     verify(found)
 
 

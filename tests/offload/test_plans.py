@@ -29,7 +29,7 @@ from rldsl.plan.events import (
     Train,
 )
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
 from tests.checked import check_graph
@@ -53,7 +53,7 @@ def both() -> Plan:
 
 
 def of(p: Plan, *kinds: type[Event]) -> list:
-    return [e for e, _ in events(p) if isinstance(e, kinds)]
+    return [e for e, _ in event_paths(p) if isinstance(e, kinds)]
 
 
 def walked(items: tuple[Item, ...], away: frozenset[tuple[str, str, str]]) -> frozenset[tuple[str, str, str]]:
@@ -88,7 +88,7 @@ def test_everything_is_where_it_is_used(train: str, generate: str, more: str, op
 def test_an_onload_is_issued_behind_the_call_before() -> None:
     """It runs beside what is between calls, and no call of the same ranks needs more memory for it."""
     p = both()
-    flat = [e for e, path in events(p) if path]
+    flat = [e for e, path in event_paths(p) if path]
     for i, e in enumerate(flat):
         if isinstance(e, Onload):
             user = next(x for x in flat[i:] if isinstance(x, Generate | Infer | Train | Realloc)
@@ -152,7 +152,8 @@ def test_two_that_are_trained_are_not_there_together() -> None:
 
 def test_what_would_come_back_before_another_call_stays() -> None:
     """`critic.values` and `critic.train` follow each other, and the critic is on the device for both."""
-    flat = [e for e, path in events(made(TWO)) if path and isinstance(e, Generate | Infer | Train | Offload | Onload)]
+    flat = [e for e, path in event_paths(made(TWO))
+            if path and isinstance(e, Generate | Infer | Train | Offload | Onload)]
     values = next(i for i, e in enumerate(flat) if isinstance(e, Infer))
     between = flat[values + 1 : next(i for i, e in enumerate(flat) if isinstance(e, Train))]
     assert [(type(e), e.part) for e in between] == [(Onload, "optimizer")]
@@ -162,7 +163,7 @@ def test_what_follows_a_model_and_is_saved_is_away_too() -> None:
     """A save brings it back, a checkpoint is written from whichever side."""
     p = made(FOLLOWS)
     assert {e.model for e in of(p, Offload)} == {"slow"} and not faults(p)
-    flat = [e for e, _ in events(p)]
+    flat = [e for e, _ in event_paths(p)]
     at = next(i for i, e in enumerate(flat) if isinstance(e, Save))
     assert isinstance(flat[at - 1], Onload) and isinstance(flat[at + 1], Offload)
 
@@ -171,7 +172,7 @@ def test_what_follows_a_model_and_is_saved_is_away_too() -> None:
 
 
 def sides(p: Plan, kind: type[Event], what: str, model: str = "actor") -> list:
-    return [e for e, path in events(p) if isinstance(e, kind) and path and e.part == what and e.model == model]
+    return [e for e, path in event_paths(p) if isinstance(e, kind) and path and e.part == what and e.model == model]
 
 
 @pytest.mark.parametrize("what", ["optimizer", "parameters"])

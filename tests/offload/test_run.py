@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rldsl import api
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Generate
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from tests.end_to_end.programs import Metrics
 from tests.memory.accounting import measured
 from tests.offload import elsewhere
@@ -57,7 +57,7 @@ def test_gradients_give_their_memory_back(tiny: Path, tmp_path: Path, monkeypatc
         (tmp_path / "p.rlf").write_text(program("tp=2" + off).replace("steps=4", "steps=2"))
         p = api.compile(str(tmp_path / "p.rlf"))
         found = measured(encode(p), tmp_path / f"out{len(off)}", 2)
-        generate = next(e for e, _ in events(p) if isinstance(e, Generate))
+        generate = next(e for e, _ in event_paths(p) if isinstance(e, Generate))
         held.append([m.events[generate.id][0] for m in found])
     assert all(a - b > 0 for a, b in zip(*held)), held
 

@@ -11,10 +11,10 @@ from rldsl import api
 from rldsl.memory.curve import peak
 from rldsl.memory.holder_classes import HolderClass
 from rldsl.memory.lifetimes import lifetimes
-from rldsl.memory.reshard_buffers import reshard_routes
+from rldsl.memory.reshard_buffers import reshard_plans
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import class_of, events, schedule, walk
+from rldsl.plan.projection import class_of, event_paths, schedule, walk
 from rldsl.sharding.boxes import cell_of
 
 SHARED = GRPO.replace("on one", "on all").replace("on other", "on all")  # every call on all ranks
@@ -46,7 +46,7 @@ def test_every_rank_has_its_own_program(folder: Path, text: str, ranks: int) -> 
     members = {m.id: set(m.members()) for m in plan.meshes}
     seen = 0
     for rank in range(ranks):
-        naive = tuple(e.id for e, _ in events(plan) if rank in members[e.mesh])
+        naive = tuple(e.id for e, _ in event_paths(plan) if rank in members[e.mesh])
         assert class_of(plan, rank).events == naive
         assert tuple(e.id for e, _ in walk(schedule(plan.body, plan.meshes, rank))) == naive
         seen += len(naive)
@@ -58,7 +58,7 @@ def test_every_rank_has_its_own_program(folder: Path, text: str, ranks: int) -> 
 def test_every_rank_holds_what_its_class_says(folder: Path, text: str) -> None:
     """The peak of a class is that of its ranks: of none less, and of some the same."""
     plan = compiled(folder, text, 64)
-    meshes, found = {m.id: m for m in plan.meshes}, reshard_routes(plan)
+    meshes, found = {m.id: m for m in plan.meshes}, reshard_plans(plan)
     for c in plan.classes:
         alone = []
         for rank in (r for a, b in c.ranks for r in range(a, b)):

@@ -28,9 +28,9 @@ from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import EVENTS, Event, Loop
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import PlaceTexts, describe_event
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.plan.references import LayoutId, ModelName, Role, SpreadId, references, renamed, roles
-from rldsl.plan.traits import Buffers, Traits, event_kind, rule
+from rldsl.plan.traits import Buffers, Traits, event_kind, rule_for
 from rldsl.postmortem.wait_order import WaitOrder
 from rldsl.runtime.interpreter import interpreter
 from rldsl.runtime.interpreter.emitted_program import Rank
@@ -46,9 +46,9 @@ ROOT = Path(__file__).parents[2]
 def audit() -> Iterator[type[Event]]:
     """A kind that looks at the parameters of a model, on all ranks of a layout together."""
 
-    @event_kind(Traits(family="disk", blocking="together", participants=("layout",), communicators="mesh",
+    @event_kind(Traits(family="disk", blocking="barrier", participants=("layout",), communicators="mesh",
                        buffers=Buffers(("{model}@{layout}",)), order_cost=5, drawing="value",
-                       summarized=("model", "layout")))
+                       not_diffed=("model", "layout")))
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Audit(Event):
         model: ModelName
@@ -79,11 +79,11 @@ def plan(audit: Any) -> Plan:
 
 
 def the(plan: Plan, kind: str) -> Event:
-    return next(e for e, _ in events(plan) if e.kind == kind)
+    return next(e for e, _ in event_paths(plan) if e.kind == kind)
 
 
 def test_passes_place_number_and_rename_it(plan: Plan) -> None:
-    event, every = the(plan, "audit"), [e for e, _ in events(plan)]
+    event, every = the(plan, "audit"), [e for e, _ in event_paths(plan)]
     assert event.layout in {x.id for x in plan.layouts} and event.mesh in {m.id for m in plan.meshes}
     assert event.reads == (f"actor@{event.layout}",) and event.id == every.index(event)
     train = next(e for e in every if e.kind == "train" and e.model == "actor")
@@ -93,7 +93,7 @@ def test_passes_place_number_and_rename_it(plan: Plan) -> None:
 
 def test_it_survives_the_file_and_is_proved(plan: Plan) -> None:
     assert decode(encode(plan), "p.plan") == plan
-    assert verify(plan).events == len(list(events(plan)))
+    assert verify(plan).events == len(list(event_paths(plan)))
 
 
 @pytest.mark.parametrize("change, code", [
@@ -171,26 +171,30 @@ def test_a_kind_that_needs_code_is_refused_without_it(plan: Plan, monkeypatch: A
     event = the(plan, "audit")
     for change, act in (({"timed": True}, lambda: simulate(plan, find("h100x8"))),
                         ({"scratch": True}, lambda: curves(plan)),
-                        ({"buffers": None}, lambda: verify(plan)), ({"moves": "rule"}, lambda: verify(plan))):
+                        ({"buffers": None}, lambda: verify(plan)), ({"bytes_moved": "planned"}, lambda: verify(plan))):
         with monkeypatch.context() as patch:
             patch.setattr(type(event), "traits", replace(event.traits, **change))
             with pytest.raises(InternalError, match="RL0699.*has no rule for events of the kind 'audit'"):
                 act()
 
 
+FITTING = {"family": "disk", "blocking": "none", "participants": ("layout",), "divides_rows": False}  # of `Misfit`
+
+
 @pytest.mark.parametrize("traits, why", [
     ({"participants": ("nothing",)}, "ranks of 'nothing' are not known"), ({"participants": ("text",)}, "'text'"),
-    ({"participants": ()}, "which ranks take part"), ({"weighs": ("layout",)}, "no field of frames"),
-    ({"first_ranks": ("model",)}, "'model'"), ({"summarized": ("gone",)}, "no fields gone"),
-    ({"blocking": "posted"}, "a layout or spread, a layout or spread"),
-    ({"blocking": "replica", "participants": ("layout", "spread")}, "no others: a layout"),
-    ({"blocking": "replica", "participants": ("spread",)}, "no others: a layout"),
-    ({"blocking": "gather"}, "no others: a rank"), ({"forwards": True}, "only what is posted"),
+    ({"participants": ()}, "which ranks take part"), ({"needs_lengths_of": ("layout",)}, "no field of frames"),
+    ({"first_rank_of": ("model",)}, "'model'"), ({"not_diffed": ("gone",)}, "no fields gone"),
+    ({"blocking": "async"}, "a layout or spread, a layout or spread"),
+    ({"blocking": "dp_rank", "participants": ("layout", "spread")}, "no others: a layout"),
+    ({"blocking": "dp_rank", "participants": ("spread",)}, "no others: a layout"),
+    ({"blocking": "gather"}, "no others: a rank"), ({"forwards": True}, "only an event that is 'async'"),
     ({"communicators": "layout", "participants": ("spread", "layout")}, "layout of its communicators"),
-    ({"communicators": "layout", "participants": (), "everyone": True}, "layout of its communicators")])
+    ({"communicators": "layout", "participants": (), "all_ranks": True}, "layout of its communicators"),
+    ({"divides_rows": None}, "must be True or False for a kind with a field of a spread")])
 def test_traits_that_do_not_fit_the_fields_are_refused(traits: dict[str, Any], why: str) -> None:
     with pytest.raises(TypeError, match=why):
-        event_kind(Traits(**({"family": "disk", "blocking": "alone", "participants": ("layout",)} | traits)))(Misfit)
+        event_kind(Traits(**(FITTING | traits)))(Misfit)
     assert "misfit" not in EVENTS
 
 
@@ -213,16 +217,16 @@ def test_every_reader_has_a_rule_for_every_kind_that_needs_one() -> None:
     assert set(interpreter.HANDLERS) == set(EVENTS.values())
     assert set(program.RULES) == having(timed=True)
     assert set(SCRATCH_RULES) == having(scratch=True)
-    assert set(sizes.RULES) == having(moves="rule")
+    assert set(sizes.RULES) == having(bytes_moved="planned")
     assert set(operations.RULES) >= having(buffers=None)
-    assert set(row_division.RULES) == {e for e in EVENTS.values() if "spread" in roles(e)}
+    assert set(row_division.RULES) == having(divides_rows=True)
     assert set(programs.RULES) == {e for e in EVENTS.values() if any(Role.PROGRAM in r for r in roles(e).values())}
 
 
 def test_a_missing_rule_is_an_internal_error() -> None:
     event = EVENTS["free"](id=3, mesh="m0", buffers=())  # type: ignore[call-arg]
     with pytest.raises(InternalError, match="the simulator has no rule for events of the kind 'free'"):
-        rule({}, event, "the simulator")
+        rule_for({}, event, "the simulator")
 
 
 def test_references_are_found_and_renamed_however_deep() -> None:

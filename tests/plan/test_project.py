@@ -8,7 +8,7 @@ from rldsl.diag import Failure
 from rldsl.inspect.show import show
 from rldsl.plan.events import Every
 from rldsl.plan.notation import human
-from rldsl.plan.projection import class_of, events, ranges, rank_classes, schedule, walk
+from rldsl.plan.projection import class_of, event_paths, ranges, rank_classes, schedule, walk
 from tests.plan.sample import grpo
 
 
@@ -19,7 +19,7 @@ def test_projection():
         assert (
             mine
             == list(class_of(plan, rank).events)
-            == [e.id for e, _ in events(plan) if any(a <= rank < b for a, b in ranges(plan, e))]
+            == [e.id for e, _ in event_paths(plan) if any(a <= rank < b for a, b in ranges(plan, e))]
         )
     assert [c.ranks for c in plan.classes] == [((0, 2),), ((2, 4),)]
     assert not any(isinstance(x, Every) for x in schedule(plan.body, plan.meshes, 3)[-1].body)

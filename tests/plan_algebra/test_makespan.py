@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rldsl.diag import InternalError
 from rldsl.sharding.balance import LINEAR, _longest_first, balance_items, sequence_cost
 from tests.effort import lines
 
@@ -66,5 +67,5 @@ def test_what_a_sequence_costs():
 
 
 def test_too_many_items():
-    with pytest.raises(AssertionError, match="5 items, 2 shards of 2"):
+    with pytest.raises(InternalError, match="5 items do not fit into 2 bins of 2"):
         balance_items([1] * 5, 2, 2)

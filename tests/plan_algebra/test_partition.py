@@ -7,17 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rldsl.diag import InternalError
 from rldsl.plan.model import Frame, Spread
 from rldsl.sharding.partition import (
     RowMove,
     micro_batches,
-    minibatch_rows,
+    minibatch_positions,
     mix,
     partition,
     permutation,
     row_moves,
-    shard_rows,
-    train_schedule,
+    rows_by_dp,
+    minibatch_rows_by_dp,
 )
 
 weights = st.lists(st.integers(0, 1000), max_size=40)
@@ -32,14 +33,14 @@ LENGTHS = {"prompt": [5, 9, 2, 7, 7, 1], "gen": [10 + (7 * r) % 13 for r in rang
 
 
 @given(weights, st.integers(1, 9), st.sampled_from(["count", "tokens"]))
-def test_partition_covers_every_item_once(items, shards, weigh):
-    parts = partition(items, shards, weigh)
+def test_partition_covers_every_item_once(items, shards, balance_by):
+    parts = partition(items, shards, balance_by)
     assert len(parts) == shards
     assert sorted(i for p in parts for i in p) == list(range(len(items)))
     assert all(list(p) == sorted(p) for p in parts)
-    assert parts == partition(tuple(items), shards, weigh)
+    assert parts == partition(tuple(items), shards, balance_by)
     if len(items) >= shards:
-        assert all(parts) or weigh == "tokens"
+        assert all(parts) or balance_by == "tokens"
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
@@ -65,7 +66,7 @@ def test_ties_spread_by_number():
 
 
 def test_a_partition_needs_a_shard():
-    with pytest.raises(AssertionError):
+    with pytest.raises(InternalError):
         partition([1, 2], 0, "count")
 
 
@@ -92,7 +93,7 @@ def test_permutation_is_uniform_enough():
 
 @given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 3), st.booleans(), st.integers(0, 9), st.integers(0, 9))
 def test_minibatches_take_every_row_once_an_epoch(count, minibatches, epochs, shuffle, seed, step):
-    schedule = minibatch_rows(count, minibatches, epochs, shuffle, seed, step)
+    schedule = minibatch_positions(count, minibatches, epochs, shuffle, seed, step)
     assert len(schedule) == epochs
     for epoch in schedule:
         sizes = [len(m) for m in epoch]
@@ -104,7 +105,7 @@ def test_minibatches_take_every_row_once_an_epoch(count, minibatches, epochs, sh
 
 def test_shuffled_minibatches_differ_by_seed_step_call_and_epoch():
     def run(seed, step, call=0):
-        return minibatch_rows(40, 4, 2, True, seed, step, call)
+        return minibatch_positions(40, 4, 2, True, seed, step, call)
 
     assert run(1, 1)[0] != run(1, 1)[1]
     assert run(1, 1) != run(2, 1) != run(2, 2)
@@ -127,7 +128,7 @@ def test_a_spread_divides_by_its_call():
 
 def test_prompt_unit_keeps_a_prompts_rows_together_in_every_frame():
     spread = Spread("s", "m", "L", ("prompt",), "prompt", "count")
-    shards = shard_rows(spread, 4, (PROMPT, GEN), {}, 0, 0)
+    shards = rows_by_dp(spread, 4, (PROMPT, GEN), {}, 0, 0)
     assert [s["prompt"] for s in shards] == [(0,), (1, 2), (3,), (4, 5)]
     for s in shards:
         assert s["gen"] == tuple(4 * p + k for p in s["prompt"] for k in range(4))
@@ -136,13 +137,13 @@ def test_prompt_unit_keeps_a_prompts_rows_together_in_every_frame():
 def test_prompt_unit_weighs_all_frames_of_the_spread():
     heavy = {"prompt": [1, 1, 1, 1, 1, 1], "gen": [100] * 4 + [1] * 20}
     spread = Spread("s", "m", "L", ("prompt", "gen"), "prompt", "tokens")
-    alone = shard_rows(spread, 2, (PROMPT, GEN), heavy, 0, 0)
+    alone = rows_by_dp(spread, 2, (PROMPT, GEN), heavy, 0, 0)
     assert [s["prompt"] for s in alone] == [(0,), (1, 2, 3, 4, 5)]
 
 
 def test_row_unit_divides_rows_and_other_frames_follow_their_prompts():
     spread = Spread("s", "m", "L", ("gen",), "row", "tokens")
-    shards = shard_rows(spread, 3, (GEN, PROMPT), LENGTHS, 0, 0)
+    shards = rows_by_dp(spread, 3, (GEN, PROMPT), LENGTHS, 0, 0)
     assert sorted(r for s in shards for r in s["gen"]) == list(range(24))
     for s in shards:
         assert s["prompt"] == tuple(sorted({r // 4 for r in s["gen"]}))
@@ -154,13 +155,13 @@ def test_both_sides_of_a_pair_share_rows():
     pair = [frame(f"pair.{x}", 5, rows="pair", prompts="pair.p") for x in ("chosen", "rejected")]
     lengths = {"pair.chosen": [9, 1, 1, 1, 1], "pair.rejected": [9, 2, 2, 2, 2]}
     spread = Spread("s", "m", "L", ("pair.chosen", "pair.rejected"), "row", "tokens")
-    shards = shard_rows(spread, 2, pair, lengths, 0, 0)
+    shards = rows_by_dp(spread, 2, pair, lengths, 0, 0)
     assert [s["pair.chosen"] for s in shards] == [(0,), (1, 2, 3, 4)] == [s["pair.rejected"] for s in shards]
-    assert train_schedule(spread, 2, pair, lengths, 0, 0) == ((((0,), (1, 2, 3, 4)),),)
+    assert minibatch_rows_by_dp(spread, 2, pair, lengths, 0, 0) == ((((0,), (1, 2, 3, 4)),),)
 
 
 def test_unit_all_is_one_shard_with_everything():
-    assert shard_rows(Spread("s", "m", granularity="all"), 1, (PROMPT, GEN), {}, 0, 0) == (
+    assert rows_by_dp(Spread("s", "m", granularity="all"), 1, (PROMPT, GEN), {}, 0, 0) == (
         {"prompt": tuple(range(6)), "gen": tuple(range(24))},)
 
 
@@ -170,9 +171,9 @@ def test_training_shards_hold_the_union_of_their_schedule(lengths, dp, minibatch
     f = frame("gen", 8, 2)
     spread = Spread("s", "m", "L", ("gen",), "row", "tokens", minibatches, epochs, shuffle)
     args = (dp, (f,), {"gen": lengths}, 7, step)
-    schedule, shards = train_schedule(spread, *args), shard_rows(spread, *args)
+    schedule, shards = minibatch_rows_by_dp(spread, *args), rows_by_dp(spread, *args)
     assert (len(schedule), len(schedule[0]), len(schedule[0][0])) == (epochs, minibatches, dp)
-    for epoch, chosen in zip(schedule, minibatch_rows(8, minibatches, epochs, shuffle, 7, step)):
+    for epoch, chosen in zip(schedule, minibatch_positions(8, minibatches, epochs, shuffle, 7, step)):
         assert [tuple(sorted(r for shard in m for r in shard)) for m in epoch] == list(chosen)  # whatever dp is
     for shard in range(dp):
         assert shards[shard]["gen"] == tuple(sorted({r for e in schedule for m in e for r in m[shard]}))
@@ -187,19 +188,19 @@ def test_training_shards_hold_the_union_of_their_schedule(lengths, dp, minibatch
     (Spread("s", "m", "L", ("odd",), "prompt"), (frame("odd", 5, 2),), {"odd": [1] * 5}),
 ])
 def test_spreads_that_do_not_fit_their_frames_are_caught(spread, frames, lengths):
-    with pytest.raises(AssertionError):
-        shard_rows(spread, 2, frames, lengths, 0, 0)
+    with pytest.raises(InternalError):
+        rows_by_dp(spread, 2, frames, lengths, 0, 0)
 
 
 def test_a_schedule_needs_frames_that_share_rows():
     spread = Spread("s", "m", "L", ("prompt", "gen"), "prompt")
-    with pytest.raises(AssertionError):
-        train_schedule(spread, 2, (PROMPT, GEN), LENGTHS, 0, 0)
+    with pytest.raises(InternalError):
+        minibatch_rows_by_dp(spread, 2, (PROMPT, GEN), LENGTHS, 0, 0)
 
 
 def test_tokens_need_lengths():
     with pytest.raises(KeyError):
-        shard_rows(Spread("s", "m", "L", ("gen",)), 2, (GEN,), {}, 0, 0)
+        rows_by_dp(Spread("s", "m", "L", ("gen",)), 2, (GEN,), {}, 0, 0)
 
 
 # ---------------------------------------------------------------------------------------------------- micro-batches
@@ -254,7 +255,7 @@ def test_equal_holders_share_the_load():
 
 
 def test_a_row_that_nobody_holds_is_caught():
-    with pytest.raises(AssertionError):
+    with pytest.raises(InternalError):
         row_moves({0: (0,)}, {1: (0, 1)}, 8)
 
 
@@ -271,10 +272,10 @@ def test_a_selection_is_divided_like_any_batch(lengths, dp, minibatches, shuffle
     here = [r for r, n in enumerate(lengths) if n]
     known = (WHOLE, KEPT)
     spread = Spread("s", "m", "L", ("kept",), "row", "tokens", minibatches, 2, shuffle)
-    for epoch in train_schedule(spread, dp, known, {"kept": lengths}, 3, 4):
+    for epoch in minibatch_rows_by_dp(spread, dp, known, {"kept": lengths}, 3, 4):
         assert sorted(r for minibatch in epoch for shard in minibatch for r in shard) == here
         assert len(epoch) == minibatches and all(len(m) == dp for m in epoch)
-    by_prompt = shard_rows(Spread("s", "m", "L", ("kept",), "prompt", "tokens"), dp, known, {"kept": lengths}, 0, 0)
+    by_prompt = rows_by_dp(Spread("s", "m", "L", ("kept",), "prompt", "tokens"), dp, known, {"kept": lengths}, 0, 0)
     assert sorted(r for shard in by_prompt for r in shard["kept"]) == here
     assert all(len({i for i, s in enumerate(by_prompt) if r in s["gen"]}) == 1 for r in here)
 
@@ -283,7 +284,8 @@ def test_a_selection_is_divided_like_any_batch(lengths, dp, minibatches, shuffle
 def test_a_selection_lies_where_its_rows_lie(lengths, dp):
     """In a spread over the whole frame, the kept rows of a shard are among its own; what was generated from kept
     prompts follows them."""
-    shards = shard_rows(Spread("s", "m", "L", ("gen",), "prompt", "count"), dp, (WHOLE, KEPT, MORE), {"kept": lengths}, 0, 0)
+    spread = Spread("s", "m", "L", ("gen",), "prompt", "count")
+    shards = rows_by_dp(spread, dp, (WHOLE, KEPT, MORE), {"kept": lengths}, 0, 0)
     for shard in shards:
         assert set(shard["kept"]) == {r for r in shard["gen"] if lengths[r]}
         assert set(shard["more"]) == {r for k in shard["kept"] for r in (2 * k, 2 * k + 1)}
@@ -294,17 +296,17 @@ def test_slots_are_the_same_in_every_turn(dp, turns):
     one = Frame("g", "g", "p", 12, 3, "d", 8, 8)
     all_ = Frame("g.all", "g.all", "p.all", 12 * turns, 3, "d", 8, 8, present_in="g.all", iterations=turns)
     there_ = {"g.all": [1] * (12 * turns)}
-    slots = shard_rows(Spread("s", "m", "L", ("g",), "prompt", "slot"), dp, (one,), {}, 0, 0)
-    whole = shard_rows(Spread("s", "m", "L", ("g.all",), "prompt", "slot"), dp, (all_,), there_, 0, 0)
+    slots = rows_by_dp(Spread("s", "m", "L", ("g",), "prompt", "slot"), dp, (one,), {}, 0, 0)
+    whole = rows_by_dp(Spread("s", "m", "L", ("g.all",), "prompt", "slot"), dp, (all_,), there_, 0, 0)
     for a, b in zip(slots, whole):
         assert b["g.all"] == tuple(sorted(t * 12 + r for t in range(turns) for r in a["g"]))
 
 
 def test_a_selection_of_nothing():
     spread = Spread("s", "m", "L", ("kept",), "row", "tokens", 2)
-    assert train_schedule(spread, 2, (WHOLE, KEPT), {"kept": [0] * 12}, 0, 0) == ((((), ()), ((), ())),)
+    assert minibatch_rows_by_dp(spread, 2, (WHOLE, KEPT), {"kept": [0] * 12}, 0, 0) == ((((), ()), ((), ())),)
 
 
 def test_rows_of_a_selection_need_its_lengths():
     with pytest.raises(KeyError):
-        shard_rows(Spread("s", "m", "L", ("kept",), "row", "count"), 2, (WHOLE, KEPT), {}, 0, 0)
+        rows_by_dp(Spread("s", "m", "L", ("kept",), "row", "count"), 2, (WHOLE, KEPT), {}, 0, 0)

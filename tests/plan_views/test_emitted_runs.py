@@ -18,8 +18,8 @@ from rldsl import api
 from rldsl.commands.emit import emit
 from rldsl.diag import Failure
 from rldsl.plan.codec import encode
-from rldsl.plan.events import Generate, split
-from rldsl.plan.projection import events
+from rldsl.plan.events import Generate, split_buffer
+from rldsl.plan.projection import event_paths
 from rldsl.runtime.metrics.names import computed
 from tests.plan_views.programs import GENERATE, GRPO, PPO
 from tests.tiny import make_all
@@ -128,7 +128,7 @@ def test_as_it_is_started_by_hand(tiny: Path, tmp_path: Path, monkeypatch: pytes
 def _spread(folder: Path) -> str:
     """Where the sampled tokens are when they are made."""
     plan = api.read_plan(str(folder / "some.plan"))
-    return next(split(b)[1] for e, _ in events(plan) if isinstance(e, Generate) for b in e.writes)
+    return next(split_buffer(b)[1] for e, _ in event_paths(plan) if isinstance(e, Generate) for b in e.writes)
 
 
 def probed(rank: int, cwd: str) -> list[str]:

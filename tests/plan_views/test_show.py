@@ -19,7 +19,7 @@ from rldsl.inspect.show import show
 from rldsl.inspect.view import event_json, plan_json, view
 from rldsl.plan.codec import plan_id
 from rldsl.plan.events import EVENTS, Event
-from rldsl.plan.projection import class_of, events
+from rldsl.plan.projection import class_of, event_paths
 from tests.plan_views.plans import change, encode, grpo
 
 Golden = Callable[[str, str], None]
@@ -63,7 +63,7 @@ def test_an_event(event: int, golden: Golden) -> None:
 
 
 def test_every_event_is_shown_with_all_its_fields() -> None:
-    for event, _ in events(SAMPLE):
+    for event, _ in event_paths(SAMPLE):
         text = show(SAMPLE, event=event.id)
         for name, value in view(SAMPLE, event.id).fields:
             label = {"frame": "sequences", "frames": "sequences"}.get(name, name)
@@ -139,9 +139,9 @@ def flat(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_json_has_every_event_in_order() -> None:
     found = json.loads(json.dumps(plan_json(SAMPLE, "ID")))
     shown = flat(found["body"])
-    assert [e["id"] for e in shown] == [e.id for e, _ in events(SAMPLE)] and found["rank"] is None
+    assert [e["id"] for e in shown] == [e.id for e, _ in event_paths(SAMPLE)] and found["rank"] is None
     assert {e["kind"] for e in shown} <= set(EVENTS)
-    moved = next(e.bytes for e, _ in events(SAMPLE) if e.id == 4)
+    moved = next(e.bytes for e, _ in event_paths(SAMPLE) if e.id == 4)
     assert [e["bytes"] for e in shown if e["id"] in (4, 7)] == [moved, None]
 
 
@@ -198,4 +198,4 @@ def test_what_is_no_plan(work: Path, file: str, code: str, more: tuple[str, ...]
 def test_a_plan_without_events() -> None:
     with pytest.raises(Failure, match="RL0608"):
         view(replace(SAMPLE, body=()), 0)
-    assert isinstance(next(iter(events(SAMPLE)))[0], Event)
+    assert isinstance(next(iter(event_paths(SAMPLE)))[0], Event)

@@ -54,7 +54,7 @@ def awaited(walker: Walker) -> tuple[Event, EventRun] | None:
     """What the event that it is in reads and an earlier one posted, if it has to wait for that."""
     event, _ = walker.own[walker.done]
     for earlier, moment in reversed(walker.own[: walker.done]):
-        if earlier.traits.blocking == "posted" and set(earlier.writes) & set(event.reads):
+        if earlier.traits.blocking == "async" and set(earlier.writes) & set(event.reads):
             return earlier, moment
     return None
 
@@ -81,7 +81,7 @@ def waits(w: Walker, begun: list[set[EventRun]]) -> set[int]:
     """The ranks without which it cannot go on; what it reads must have come before it can do anything with others."""
     event, moment = w.own[w.done]
     needs = [found] if (found := awaited(w)) else []
-    needs += [(event, moment)] if event.traits.blocking not in ("alone", "posted", "gather") else []
+    needs += [(event, moment)] if event.traits.blocking not in ("none", "async", "gather") else []
     lacks = ({q for q in partners(ORDER, e, w.rank) if at not in begun[q]} for e, at in needs)
     return next((ranks for ranks in lacks if ranks), set())
 

@@ -16,7 +16,7 @@ from rldsl.memory.parameters import Copy, resting
 from rldsl.placement.place import places_of
 from rldsl.plan.events import Generate, Realloc
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.sharding.boxes import cell_of
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
@@ -34,12 +34,12 @@ def plan(train: str, generate: str, mesh: str, ranks: int = 4, more: str = "") -
 
 
 def realloc(p: Plan) -> Realloc:
-    return next(e for e, _ in events(p) if isinstance(e, Realloc))
+    return next(e for e, _ in event_paths(p) if isinstance(e, Realloc))
 
 
 def order(p: Plan) -> tuple[int, ...]:
     """The ranks of generation."""
-    at = next(e.layout for e, _ in events(p) if isinstance(e, Generate))
+    at = next(e.layout for e, _ in event_paths(p) if isinstance(e, Generate))
     mesh = next(x.mesh for x in p.layouts if x.id == at)
     return next(m.members() for m in p.meshes if m.id == mesh)
 
@@ -93,7 +93,7 @@ def test_an_order_that_is_good_stays() -> None:
     same = plan("dp=2 tp=2", "dp=4", "mesh(4)")
     assert order(same) == (0, 1, 2, 3) and "free" not in realloc(same).because
     alike = plan("tp=4", "tp=4", "mesh(4)")
-    assert not [e for e, _ in events(alike) if isinstance(e, Realloc)], "the layout of the training: nothing to copy"
+    assert not [e for e, _ in event_paths(alike) if isinstance(e, Realloc)], "the training layout: nothing to copy"
 
 
 def test_fewer_ranks_are_those_of_the_training() -> None:

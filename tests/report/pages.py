@@ -12,7 +12,7 @@ from rldsl.memory import curves
 from rldsl.pages import Given, page
 from rldsl.pages.recorded import Recorded
 from rldsl.plan.model import Mesh, Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.plan.trace import document, span
 from rldsl.simulate import simulate
 from rldsl.verify import Proof
@@ -57,7 +57,7 @@ def trace(plan: Plan, steps: int = 3, **about: Any) -> dict[str, Any]:
     for step in range(1, steps + 1):
         for rank in range(plan.header.world):
             at = 100.0 * step
-            for event, path in events(plan):
+            for event, path in event_paths(plan):
                 if path and rank in members[event.mesh]:
                     spans.append(span(event, rank, plan.header.devices_per_node, step, at, step / 1e3, busy=step / 2e3))
                     at += step / 1e3

@@ -9,10 +9,10 @@ from dataclasses import replace
 from rldsl.pages import graph_svg
 from rldsl.pages.colours import COUNT, hues
 from rldsl.pages.dataflow import Dataflow, dataflow
-from rldsl.plan.events import Free, Log, split
+from rldsl.plan.events import Free, Log, split_buffer
 from rldsl.plan.model import Mesh, Plan
 from rldsl.plan.notation import human
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from tests.plan.sample import grpo
 from tests.plan_views.plans import change, drop
 
@@ -23,7 +23,7 @@ def links(flow: Dataflow) -> set[tuple[str, str, tuple[str, ...], bool]]:
     return {(k.source, k.target, k.names, k.parameters) for k in flow.links}
 
 
-SIZE = human(next(e.bytes for e, _ in events(grpo()) if e.id == 4))
+SIZE = human(next(e.bytes for e, _ in event_paths(grpo()) if e.id == 4))
 
 
 def test_the_sample() -> None:
@@ -59,11 +59,11 @@ def test_every_read_that_an_event_of_the_step_writes_is_a_link() -> None:
     flow = dataflow(plan)
     shown = {n.id for n in flow.nodes}
     names = {(k.target, name) for k in flow.links for name in k.names}
-    made = {b for e, _ in events(plan) if f"e{e.id}" in shown for b in e.writes}
-    for event, _ in events(plan):
+    made = {b for e, _ in event_paths(plan) if f"e{e.id}" in shown for b in e.writes}
+    for event, _ in event_paths(plan):
         for buffer in event.reads:
             if f"e{event.id}" in shown and buffer in made and buffer not in event.writes:
-                assert (f"e{event.id}", split(buffer)[0]) in names, (event.id, buffer)
+                assert (f"e{event.id}", split_buffer(buffer)[0]) in names, (event.id, buffer)
 
 
 def test_links_go_forward() -> None:
@@ -75,8 +75,8 @@ def test_links_go_forward() -> None:
 def test_what_keeps_house_is_left_out() -> None:
     plan = grpo()
     shown = {n.event for n in dataflow(plan).nodes}
-    assert not any(e.id in shown for e, _ in events(plan) if isinstance(e, Free | Log))
-    assert not any(e.id in shown for e, path in events(plan) if not path)
+    assert not any(e.id in shown for e, _ in event_paths(plan) if isinstance(e, Free | Log))
+    assert not any(e.id in shown for e, path in event_paths(plan) if not path)
 
 
 def test_a_plan_without_a_movement_has_direct_links() -> None:
@@ -141,7 +141,7 @@ def test_meshes_have_colours_in_the_order_of_their_ranks() -> None:
 def many(count: int) -> Plan:
     """A plan with a transfer of each of `count` meshes made a fetch of it."""
     plan = grpo()
-    fetch = next(e for e, _ in events(plan) if e.id == 3)
+    fetch = next(e for e, _ in event_paths(plan) if e.id == 3)
     loop = next(i for i in plan.body if not hasattr(i, "id") or hasattr(i, "body"))
     body = tuple(replace(fetch, id=100 + i, mesh=f"x{i}") for i in range(count))
     return replace(plan, meshes=(*plan.meshes, *(Mesh(f"x{i}", ((i % 4, i % 4 + 1),)) for i in range(count))),

@@ -18,7 +18,7 @@ from rldsl.pages.memory import MOST
 from rldsl.pages.recorded import read
 from rldsl.plan.events import Free
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.simulate import Lengths
 from tests.plan.sample import grpo
 from tests.plan_views.plans import change
@@ -36,7 +36,7 @@ def test_the_head() -> None:
 
 def test_every_inserted_event_has_its_reason() -> None:
     text = made().text
-    for event, _ in events(grpo()):
+    for event, _ in event_paths(grpo()):
         if event.because and not isinstance(event, Free):
             assert event.because in text, event.id
 
@@ -45,7 +45,7 @@ def test_every_event_can_be_reached() -> None:
     found = made()
     ids = [e["id"] for _, e in found.elements if "id" in e]
     assert len(ids) == len(set(ids))
-    assert {f"e{e.id}" for e, _ in events(grpo())} <= set(ids)
+    assert {f"e{e.id}" for e, _ in event_paths(grpo())} <= set(ids)
     for _, e in found.elements:
         if "href" in e:
             assert e["href"] == "data:," or e["href"][1:] in ids, e

@@ -8,7 +8,7 @@ from benchmarks.verify import ppo_70b
 from rldsl.clusters import preset
 from rldsl.graph import model as g
 from rldsl.plan.events import Log
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.simulate import Lengths
 from rldsl.simulate import classes as module
 from rldsl.simulate.classes import build_classes
@@ -34,7 +34,7 @@ def mixed(ranks: int) -> dict[str, g.Clause]:
 def test_ranks_that_log_do_not_tell_all_others_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes the same time, to a thousandth, as when every rank is looked at."""
     plan, cluster = ppo_70b(64, mixed), preset("h100x64")
-    assert cluster is not None and any(isinstance(e, Log) for e, _ in events(plan))
+    assert cluster is not None and any(isinstance(e, Log) for e, _ in event_paths(plan))
     every = len(build_classes(plan).first)
     monkeypatch.setattr(module, "MANY", every - 1)
     assert 2 * len(build_classes(plan).first) <= every

@@ -12,7 +12,7 @@ from rldsl.clusters import Cluster
 from rldsl.diag import Failure
 from rldsl.plan.events import Offload, Realloc
 from rldsl.plan.model import Layout, Mesh, Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.sharding.layout import axis_ranks
 from rldsl.simulate import Lengths, simulate, transfer_ops
 from rldsl.simulate.classes import Classes, build_groups
@@ -117,7 +117,7 @@ def test_reallocs_of_divided_copies_move_the_bytes_of_the_plan(train: str) -> No
     """Rank by rank, since shards of rows differ."""
     plan = compiled(train)
     world = World(plan, TWO, Lengths(), per_rank=True)
-    for event in (e for e, _ in events(plan) if isinstance(e, Realloc)):
+    for event in (e for e, _ in event_paths(plan) if isinstance(e, Realloc)):
         found = transfer_ops.class_traffic(world, event).values()
         assert 4 * sum(m.received for m in found) == 4 * sum(m.sent for m in found) == event.bytes
     assert simulate(plan, TWO).seconds > 0
@@ -142,7 +142,7 @@ def test_offloads_run_beside_other_work() -> None:
     """A slow host makes the step longer, and not the events that send something there: they only begin it."""
     plan = compiled("dp=8", "offload=true")
     fast, slow = simulate(plan, TWO), simulate(plan, replace(TWO, host_gb_s=1e-4))
-    sent = [e.id for e, path in events(plan) if isinstance(e, Offload) and path]
+    sent = [e.id for e, path in event_paths(plan) if isinstance(e, Offload) and path]
     assert sent and slow.seconds > 2 * fast.seconds
     assert all(slow.event_seconds()[e] == pytest.approx(fast.event_seconds()[e]) for e in sent)
 
@@ -157,4 +157,4 @@ def test_on_a_processor_nothing_goes_anywhere() -> None:
     plan = compiled("dp=8", "offload=true")
     here = replace(TWO, cores=4, threads=1)
     assert simulate(plan, here).seconds == simulate(plan, replace(here, host_gb_s=1e-9)).seconds
-    assert any(isinstance(e, Offload) for e, _ in events(plan))
+    assert any(isinstance(e, Offload) for e, _ in event_paths(plan))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rldsl.plan.events import Every, Item, Loop, Realloc
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events, times
+from rldsl.plan.projection import event_paths, times
 from rldsl.simulate import Lengths, simulate
 from rldsl.simulate.engine import Compute, EventBegin, LoopBegin, RepeatExtrapolated, Timelines, run_programs
 from rldsl.simulate.iterations import iteration_kinds
@@ -100,7 +100,7 @@ def test_a_turn_that_takes_no_time(ops: list) -> None:
 def test_a_loop_takes_what_its_turns_take(trips: int, inside: int) -> None:
     """As many reallocations as the plan says, and as long as if each were written down."""
     plan, first = with_first(lambda e: Loop("r", trips, (Every(inside, (e,)) if inside > 1 else e,)))
-    count = {e.id: times(path) for e, path in events(plan)}[first.id] // plan.header.steps
+    count = {e.id: times(path) for e, path in event_paths(plan)}[first.id] // plan.header.steps
     assert count == trips // inside
     written, found = simulate(with_first(lambda e: Loop("r", 1, (e,) * count))[0], ROUND), simulate(plan, ROUND)
     assert found.seconds == pytest.approx(written.seconds, rel=0.01)

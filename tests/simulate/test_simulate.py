@@ -14,7 +14,7 @@ from rldsl.clusters import Cluster, Measured, preset
 from rldsl.diag import Failure
 from rldsl.plan.events import Generate, Realloc, Save, Train, Transfer
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.simulate import Lengths, Timeline, simulate, transfer_ops
 from rldsl.simulate.classes import build_classes
 from rldsl.simulate.engine import Compute, EventBegin
@@ -46,7 +46,7 @@ def ranks(found: Timeline, c: int) -> int:
 def test_reallocs_move_the_bytes_of_the_plan(name: str) -> None:
     plan = known(name)
     world = World(plan, ROUND, Lengths())
-    for event in (e for e, _ in events(plan) if isinstance(e, Realloc)):
+    for event in (e for e, _ in event_paths(plan) if isinstance(e, Realloc)):
         mesh = world.layouts[event.dst].mesh
         found = transfer_ops.class_traffic(world, event)
         assert sum(4 * found[c].received * world.classes.sizes[c] for c in world.on(mesh)) == event.bytes
@@ -106,7 +106,7 @@ def test_the_critical_path_is_the_step(name: str) -> None:
 def test_spans_follow_each_other_and_the_plan(name: str) -> None:
     """A rank is in one event at a time, in the order of its list, and never busier than the time allows."""
     found, plan = timeline(name), known(name)
-    order = {e.id: i for i, (e, _) in enumerate(events(plan))}
+    order = {e.id: i for i, (e, _) in enumerate(event_paths(plan))}
     for c in range(len(found.classes)):
         mine = [s for s in found.spans if s.rank_class == c]
         assert [order[s.event] for s in mine] == sorted(order[s.event] for s in mine)
@@ -149,7 +149,7 @@ def test_no_step_is_faster_than_its_work(name: str) -> None:
     """The products of the calls alone, at the full rate, take this long on the ranks that make them."""
     plan, found = known(name), timeline(name)
     world = World(plan, ROUND, Lengths())
-    for event in (e for e, _ in events(plan) if isinstance(e, Train)):
+    for event in (e for e, _ in event_paths(plan) if isinstance(e, Train)):
         layer = sum(a * b for s in world.models[event.model].params if s.stage == "layer" for a, b in [s.shape])
         row = world.row("gen")
         work = 6 * layer * world.models[event.model].layers * world.frames["gen"].count * row.tokens
@@ -220,7 +220,7 @@ def test_recomputation_costs_a_forward_pass() -> None:
         return tuple(replace(i, recompute="full") if isinstance(i, Train) else replace(i, body=swapped(i.body))
                      if hasattr(i, "body") else i for i in items)
     again = simulate(replace(plan, body=swapped(plan.body)), ROUND)
-    trains = [e.id for e, _ in events(plan) if isinstance(e, Train)]
+    trains = [e.id for e, _ in event_paths(plan) if isinstance(e, Train)]
     before, after = timeline("real").event_seconds(), again.event_seconds()
     assert all(before[e] < after[e] < 1.5 * before[e] for e in trains)
 
@@ -230,7 +230,7 @@ def test_movement_overlaps_with_work() -> None:
     issues them."""
     plan, slow = known("apart"), replace(ROUND, link_gb_s=ROUND.link_gb_s / 50, link_us=0, network_us=0)
     found = simulate(plan, slow)
-    sends = [e.id for e, _ in events(plan) if isinstance(e, Transfer)]
+    sends = [e.id for e, _ in event_paths(plan) if isinstance(e, Transfer)]
     long = max(s.stop - s.start for s in found.spans if s.event in sends)
     messages = [h for h in found.critical if h.kind == "message"]
     assert messages and long < max(h.stop - h.start for h in messages)
@@ -238,7 +238,7 @@ def test_movement_overlaps_with_work() -> None:
 
 def test_disjoint_meshes_work_at_the_same_time() -> None:
     found, plan = timeline("apart"), known("apart")
-    by = {e.id: e for e, _ in events(plan)}
+    by = {e.id: e for e, _ in event_paths(plan)}
     calls = {by[s.event].model: s for s in found.spans if type(by[s.event]).__name__ == "Infer"}
     a, b = calls["judge"], calls["ref"]
     assert a.start < b.stop and b.start < a.stop
@@ -249,7 +249,7 @@ def test_what_happens_now_and_then_is_told_apart() -> None:
     plan, slow = known("real"), replace(ROUND, disk_gb_s=1e-6)
     found = simulate(plan, slow)
     (once,) = found.periodic
-    (save,) = [e for e, _ in events(plan) if isinstance(e, Save)]
+    (save,) = [e for e, _ in event_paths(plan) if isinstance(e, Save)]
     assert once.period == 2 and once.events == (save.id,) and found.seconds == timeline("real").seconds
     whole = 4 * (10 * 16 + 4 * (16 * 16 * 2) + 16 + 10 * 16)
     assert once.seconds == pytest.approx(whole / 4 / 1e3, rel=0.01)
@@ -265,7 +265,7 @@ def test_measurements_replace_counting() -> None:
     kinds = ("causal_lm", "value_model", "reward_model")
     every = tuple(Measured("c" * 64, kind, "float32", 1, 1, **zero) for kind in kinds)
     found = simulate(plan, replace(ROUND, measured=every))
-    calls = {e.id for e, _ in events(plan) if isinstance(e, Generate)}
+    calls = {e.id for e, _ in event_paths(plan) if isinstance(e, Generate)}
     assert not found.estimated and found.seconds < timeline("together").seconds / 2
     assert all(found.event_seconds()[e] < timeline("together").event_seconds()[e] / 10 for e in calls)
     assert set(timeline("together").estimated) == {"actor", "critic", "ref", "judge"}
@@ -281,9 +281,9 @@ def test_a_measured_step_is_the_sum_of_its_features() -> None:
     rows, tokens, layers = 16, 24, 4
     infer = 1e6 + layers * 1e3 + layers * rows * tokens * 10 + layers * rows * tokens**2 + rows * 16 * 0.1
     by = found.event_seconds()
-    (event,) = [e for e, _ in events(plan) if getattr(e, "value", "") == "ref_lp"]
+    (event,) = [e for e, _ in event_paths(plan) if getattr(e, "value", "") == "ref_lp"]
     assert by[event.id] == pytest.approx(infer * 1e-6)
-    (gen,) = [e for e, _ in events(plan) if isinstance(e, Generate)]
+    (gen,) = [e for e, _ in event_paths(plan) if isinstance(e, Generate)]
     fresh = rows // 2  # the two samples of a prompt share its prefill
     prefill = 1e6 + layers * 1e3 + layers * fresh * 8 * 10 + layers * fresh * 64 + rows * 0.1
     assert by[gen.id] == pytest.approx(prefill * 1e-6)

@@ -24,7 +24,7 @@ from rldsl.plan.events import (
     Select,
     Train,
     Transfer,
-    split,
+    split_buffer,
 )
 from rldsl.plan.model import Value
 from rldsl.sharding import partition
@@ -46,7 +46,7 @@ def _here(w: World, e: Event) -> list[Rank]:
 
 
 def _fetch(w: World, e: Fetch, now: Moment) -> None:
-    spreads = dict(split(b) for b in e.writes)
+    spreads = dict(split_buffer(b) for b in e.writes)
     for rank in _here(w, e):
         if now.stamp not in w.story.moments_over:
             need(rank.fetched[e.data] == now.times, f"rank {rank.number} reads another batch of {e.data}")
@@ -294,7 +294,7 @@ def _checkpoint(w: World, e: Checkpoint, now: Moment) -> None:
     w.communicates(w.members[e.mesh])
     kept_models = set()
     for b in e.reads:
-        name, where = split(b)
+        name, where = split_buffer(b)
         if where in w.story.layouts:
             for r in w.members[w.story.layouts[where].mesh]:
                 w.uses(w.ranks[r], name, where, now, anywhere=True)
@@ -311,9 +311,9 @@ def _log(w: World, e: Log, now: Moment) -> None:
     here = w.members[e.mesh]
     need(e.to in here and e.metrics, "nobody listens")
     for _, b in e.metrics:
-        first = w.members[w.story.spreads[split(b)[1]].mesh][0]
+        first = w.members[w.story.spreads[split_buffer(b)[1]].mesh][0]
         need(first in here, "a rank that would be waited for does not take part")
-        need(w.story.records[split(b)[0]].level == "batch", "a metric of many numbers")
+        need(w.story.records[split_buffer(b)[0]].level == "batch", "a metric of many numbers")
         w.holds(w.ranks[first], b, frozenset({0}), now)
 
 
@@ -321,7 +321,7 @@ def _free(w: World, e: Free, now: Moment) -> None:
     for rank in _here(w, e):
         for b in e.buffers:
             rank.buffers.pop(b, None)
-            if (copy := split(b)) in rank.shards:
+            if (copy := split_buffer(b)) in rank.shards:
                 need(copy not in rank.away, "parameters are dropped that are elsewhere")
                 del rank.shards[copy]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.events import Event, Item
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events, rank_classes
+from rldsl.plan.projection import event_paths, rank_classes
 from rldsl.verify import verify
 
 
@@ -50,7 +50,7 @@ def drop(plan: Plan, id: int, project: bool = True) -> Plan:
 
 
 def moved(plan: Plan, id: int, before: int) -> Plan:
-    event = next(e for e, _ in events(plan) if e.id == id)
+    event = next(e for e, _ in event_paths(plan) if e.id == id)
     return with_body(plan, edited(drop(plan, id).body, lambda e: (event, e) if e.id == before else (e,)))
 
 

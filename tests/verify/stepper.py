@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from rldsl.plan.events import Event, Every, Generate, Infer, Item, Loop, split
+from rldsl.plan.events import Event, Every, Generate, Infer, Item, Loop, split_buffer
 from rldsl.plan.model import Frame, Plan, Spread, Value
 from rldsl.sharding import partition
 from rldsl.sharding.layout import AxisName, axis_ranks, coordinate
@@ -140,7 +140,7 @@ class World:
     def _loop(self, rank: Rank, loop: Loop, inside: list[tuple[Event, tuple[Block, ...]]], key: Key,
               depth: int) -> Iterator[tuple[Key, Event]]:
         for buffer in loop.collects:
-            value, spread = split(buffer)
+            value, spread = split_buffer(buffer)
             if rank.number in self.members[self.story.spreads[spread].mesh]:
                 record = self.story.records[value]
                 if record.extent == "lengths":
@@ -154,7 +154,7 @@ class World:
             yield from self._program(rank, inside, (*key, turn), turn, depth + 1)
             if loop.until:
                 stamp, _ = rank.buffers.pop(loop.until)
-                if enough(self.story.made[split(loop.until)[0], stamp]):
+                if enough(self.story.made[split_buffer(loop.until)[0], stamp]):
                     break
 
     # ------------------------------------------------------------------------------------------------ looking
@@ -205,7 +205,7 @@ class World:
         key = (spread.id, now.step, *((f, now.lens[f].stamp) for f in totals), *(f.id for f in frames))
         if key not in self.divided:
             dp = self.story.layouts[spread.layout].dp if spread.layout else 1
-            self.divided[key] = partition.shard_rows(spread, dp, frames, {f: now.lens[f].totals() for f in totals},
+            self.divided[key] = partition.rows_by_dp(spread, dp, frames, {f: now.lens[f].totals() for f in totals},
                                                      self.plan.header.seed, now.step, tuple(self.story.frames.values()))
         self.divided[spread.id, now.stamp] = self.divided[key]
         return self.divided[key]
@@ -267,14 +267,14 @@ class World:
         return self.wanted[key]
 
     def holds(self, rank: Rank, buffer: str, ids: frozenset[int], now: Moment) -> None:
-        value = split(buffer)[0]
+        value = split_buffer(buffer)[0]
         need(buffer in rank.buffers, f"rank {rank.number} does not hold {buffer}")
         stamp, mine = rank.buffers[buffer]
         need(stamp == now.values[value].stamp, f"rank {rank.number} holds another {value} than is meant")
         need(ids <= mine, f"rank {rank.number} lacks rows of {buffer}")
 
     def reads(self, rank: Rank, e: Event, value: str, ids: frozenset[int], now: Moment) -> None:
-        self.holds(rank, next(b for b in e.reads if split(b)[0] == value), ids, now)
+        self.holds(rank, next(b for b in e.reads if split_buffer(b)[0] == value), ids, now)
 
     def uses(self, rank: Rank, model: str, layout: str, now: Moment, anywhere: bool = False) -> None:
         key = rank.one.get((model, layout), (model, layout))

@@ -29,7 +29,7 @@ from rldsl.plan.events import (
     Select,
     Train,
     Transfer,
-    split,
+    split_buffer,
 )
 from rldsl.plan.model import Frame, Plan, Spread, Value
 from rldsl.sharding import partition
@@ -89,7 +89,7 @@ class Story:
     def _loop(self, loop: Loop, key: Key) -> None:
         outermost = not key
         for buffer in loop.collects:
-            self._empty(split(buffer)[0])
+            self._empty(split_buffer(buffer)[0])
         for turn in turns(loop, outermost):
             if outermost:
                 self.step, self.lens = turn, {}
@@ -97,7 +97,7 @@ class Story:
                 self.drawn.clear()
             last = turn == loop.trips or not loop.over
             self._walk(loop.body, (*key, turn), turn, loop.over if last else f"{loop.over} ")
-            if loop.until and enough(self.values.pop(split(loop.until)[0])):
+            if loop.until and enough(self.values.pop(split_buffer(loop.until)[0])):
                 break
 
     def _event(self, e: Event, key: Key, turn: int, over: str) -> None:
@@ -135,7 +135,7 @@ class Story:
                 old = self.models[e.model][1] if e.decay else 0
                 self.models[e.model] = now.stamp, term("mean", e.decay, old, self.models[e.source][1])
             case Log():
-                self.seen.append(("log", [(n, self.values[split(b)[0]].of[0]) for n, b in e.metrics]))
+                self.seen.append(("log", [(n, self.values[split_buffer(b)[0]].of[0]) for n, b in e.metrics]))
             case Save():
                 self.seen.append(("save", e.path, self.models[e.model]))
             case Checkpoint():
@@ -176,7 +176,7 @@ class Story:
             prompt = tuple(1 + made[r] % 3 if r < here else 0 for r in range(f.count))
             response = tuple(1 + made[r] % 2 if r < here and role else 0 for r in range(f.count))
             self.lens[frame] = Lens(now.stamp, prompt, response)
-            for value, _ in map(split, e.writes):
+            for value, _ in map(split_buffer, e.writes):
                 if value == f"{frame}.tokens":
                     self._make(value, now, made, False, "tokens")
                 elif value == f"{frame}.columns":

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rldsl.verify.rank_sets import Ranks, alike, union
+from rldsl.verify.rank_sets import Ranks, group_equal_ranks, union
 from rldsl.verify.tables import say
 
 WORLD = 20
@@ -29,7 +29,7 @@ def test_operators(x: list[tuple[int, int]], y: list[tuple[int, int]]) -> None:
 
 @given(st.dictionaries(st.sampled_from("abcd"), RANGES))
 def test_alike(places: dict[str, list[tuple[int, int]]]) -> None:
-    found = alike({k: Ranks.of(v, WORLD) for k, v in places.items()}, WORLD)
+    found = group_equal_ranks({k: Ranks.of(v, WORLD) for k, v in places.items()}, WORLD)
     assert sorted(r for ranks in found.values() for r in ranks) == list(range(WORLD))
     for mine, ranks in found.items():
         assert all({k for k, v in places.items() if r in plain(v)} == mine for r in ranks)

@@ -14,7 +14,7 @@ from rldsl.diag import Failure
 from rldsl.memory import curves
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Generate, Infer, Realloc, Train
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.verify import verify
 from tests.checkpoint.runs import held, lines, run
 from tests.end_to_end.programs import Metrics, compile_program, run_program
@@ -125,18 +125,18 @@ def compiled(tiny: Path, folder: Path, place: str) -> object:
 def test_other_calls_get_a_copy_on_the_same_mesh(tiny, tmp_path):
     found = compiled(tiny, tmp_path, rules(4, "dp=2 tp=2 zero=3"))
     layouts = {x.id: x for x in found.layouts}
-    (train,), (gen,) = ([e for e, _ in events(found) if isinstance(e, kind)] for kind in (Train, Generate))
+    (train,), (gen,) = ([e for e, _ in event_paths(found) if isinstance(e, kind)] for kind in (Train, Generate))
     assert layouts[train.layout].zero == 3 and layouts[gen.layout].zero == 0
     assert layouts[train.layout].mesh == layouts[gen.layout].mesh
-    assert [(e.src, e.dst) for e, _ in events(found) if isinstance(e, Realloc)] == [(train.layout, gen.layout)]
-    assert all(not layouts[e.layout].zero for e, _ in events(found) if isinstance(e, Infer))
+    assert [(e.src, e.dst) for e, _ in event_paths(found) if isinstance(e, Realloc)] == [(train.layout, gen.layout)]
+    assert all(not layouts[e.layout].zero for e, _ in event_paths(found) if isinstance(e, Infer))
     verify(found)
 
 
 def test_one_shard_divides_nothing(tiny, tmp_path):
     found = compiled(tiny, tmp_path, rules(2, "tp=2 zero=3"))
     assert all(x.zero == 0 for x in found.layouts)
-    assert not any(isinstance(e, Realloc) for e, _ in events(found))
+    assert not any(isinstance(e, Realloc) for e, _ in event_paths(found))
 
 
 def test_state_at_rest_is_divided_in_the_estimate(tiny, tmp_path):

@@ -15,7 +15,7 @@ import torch
 from rldsl.plan.model import Frame, Plan, Spread, Value
 from rldsl.runtime.comm.world import World
 from rldsl.sharding.layout import dp_index
-from rldsl.sharding.partition import Rows, prompt_space, shard_rows, train_schedule
+from rldsl.sharding.partition import Rows, minibatch_rows_by_dp, prompt_space, rows_by_dp
 
 
 @dataclass
@@ -60,7 +60,7 @@ class StepRows:
             frames = [f for f in every.values() if space is None or prompt_space(f, every) == space]
             # rows of the others do not exist yet
             frames = [f for f in frames if not f.present_in or f.present_in in self.lens]
-            self._rows_by_dp[spread.id] = shard_rows(
+            self._rows_by_dp[spread.id] = rows_by_dp(
                 spread, self.world.dp(spread), frames, self._totals(spread, frames), self.plan.header.seed,
                 self.step_index, tuple(every.values()))
         return self._rows_by_dp[spread.id]
@@ -69,7 +69,8 @@ class StepRows:
         """[epoch][minibatch][dp rank] -> rows of a training spread."""
         frames = tuple(self.frames.values())
         totals = self._totals(spread, [self.frames[f] for f in spread.frames])
-        return train_schedule(spread, self.world.dp(spread), frames, totals, self.plan.header.seed, self.step_index)
+        return minibatch_rows_by_dp(spread, self.world.dp(spread), frames, totals, self.plan.header.seed,
+                                    self.step_index)
 
     def dp_index(self, spread: Spread, rank: int) -> int:
         """The index along dp, in the spread's layout, of a rank of its mesh; 0 if the spread has no layout."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rldsl.diag import fail
 from rldsl.plan.model import Layout, Mesh, Plan, Spread
 from rldsl.plan.notation import ranks_text
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.runtime.backend import Axes, Axis
 from rldsl.runtime.comm.agreement import ranks_that_differ
 from rldsl.sharding.layout import AxisName, axis_ranks
@@ -132,7 +132,7 @@ def join(plan: Plan, rank: int, device: torch.device, timeout: timedelta | None 
 
 def _log_group(plan: Plan, meshes: Mapping[str, Mesh], device: torch.device, timeout: timedelta | None) -> Any:
     """Metrics travel between hosts: a message of NCCL that waits for its peer would hold up every later one."""
-    ranks = sorted({r for e, _ in events(plan) if e.logged for r in meshes[e.mesh].members()})
+    ranks = sorted({r for e, _ in event_paths(plan) if e.logged for r in meshes[e.mesh].members()})
     if device.type == "cpu" or len(ranks) < 2:
         return None
     return dist.new_group(ranks, timeout=timeout, backend="gloo")

@@ -130,7 +130,7 @@ class Interpreter:
         services.ring.begins(event)
         services.reporter.begins(event)
         begin = time.monotonic()
-        rule(HANDLERS, event, "the interpreter")(state, event)
+        rule_for(HANDLERS, event, "the interpreter")(state, event)
         if self.recorder is not None:
             synchronize(state.context.device)
         end = time.monotonic()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from rldsl.plan.events import Log, split
+from rldsl.plan.events import Log, split_buffer
 from rldsl.runtime.comm.exchange import message_tag, post
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.metrics.reporter import Reporter
@@ -24,7 +24,7 @@ def log(step: StepState, ring: EventRing, event: Log) -> None:
     context, rank = step.context, step.context.rank
     by_rank: dict[int, list[tuple[str, str]]] = {}
     for name, buffer in event.metrics:
-        spread = context.spreads[split(buffer)[1]]
+        spread = context.spreads[split_buffer(buffer)[1]]
         by_rank.setdefault(context.world.meshes[spread.mesh].members()[0], []).append((name, buffer))
     mine = [_optional_number(step.buffers.get(b).data) for _, b in by_rank.get(rank, ())]
     group, tag = context.world.log_group, message_tag(event)

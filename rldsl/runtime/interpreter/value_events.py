@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rldsl.plan.events import Collect, Compute, Fetch, Free, Lengths, Select, Transfer, split
+from rldsl.plan.events import Collect, Compute, Fetch, Free, Lengths, Select, Transfer, split_buffer
 from rldsl.plan.expr import Node
 from rldsl.runtime.comm.exchange import DTYPES, message_tag, transfer
 from rldsl.runtime.comm.row_assignment import RowLengths
@@ -28,7 +28,7 @@ def fetch(step: StepState, reader: DataReader, event: Fetch) -> None:
     """The next rows of a data source. Every participant reads and tokenizes the same ones; nothing is sent."""
     context = step.context
     source, batch = next_rows(step, reader, event.data)
-    spreads = dict(split(b) for b in event.writes)
+    spreads = dict(split_buffer(b) for b in event.writes)
     for name, fetched in source.step(batch, context.seed).items():
         frame = next(f for f in event.frames if not name or f.endswith(f".{name}"))
         absent = [0] * (context.frames[frame].count - len(fetched.tokens))  # the last rows of a short batch
@@ -151,7 +151,7 @@ def collect(step: StepState, event: Collect) -> None:
 
 def make_empty(step: StepState, buffer: str) -> None:
     """A buffer to which a loop will append."""
-    value, _ = split(buffer)
+    value, _ = split_buffer(buffer)
     context, record = step.context, step.context.values[value]
     count = context.frames[record.frame].count
     if record.extent == "lengths":
@@ -192,8 +192,8 @@ def reward_rows(step: StepState, reader: DataReader, event: Compute, frame: str,
     context = step.context
     record = context.frames[frame]
     of = prompt_space(record, context.frames)
-    columns = next((step.buffers.get(b) for b in event.reads if split(b)[0].endswith(".columns")
-                    and context.frames[context.values[split(b)[0]].frame].prompt_space == of), None)
+    columns = next((step.buffers.get(b) for b in event.reads if split_buffer(b)[0].endswith(".columns")
+                    and context.frames[context.values[split_buffer(b)[0]].frame].prompt_space == of), None)
     packed = step.packed(frame, step.read(event.reads, f"{frame}.tokens"), rows)
     source = reader.source(record.data)
     tokenizer, ends = source.tokenizer, source.ends
@@ -218,7 +218,7 @@ def reward_rows(step: StepState, reader: DataReader, event: Compute, frame: str,
 
 def free(models: ModelStore, step: StepState, event: Free) -> None:
     for buffer in event.buffers:
-        left, right = split(buffer)
+        left, right = split_buffer(buffer)
         if left not in models.context.models:
             step.buffers.free(buffer)
         elif (left, right) in models.shards:  # only the layout's own ranks hold it

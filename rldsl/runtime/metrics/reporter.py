@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 from rldsl.plan.events import Event
 from rldsl.plan.metrics_file import METRICS
 from rldsl.plan.naming import Labels, describe_event
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.plan.references import Role, references
 from rldsl.runtime.files import check_writable, written
 from rldsl.runtime.metrics.builtin_metrics import Meter
@@ -70,7 +70,8 @@ class Reporter:
                  stream: TextIO | None = None):
         """stream: where progress is shown (default: stderr). Everything that can be refused is refused here."""
         header = context.plan.header
-        logs = {r.id for e, _ in events(context.plan) if e.logged for r in references(e) if r.role is Role.RANK} or {0}
+        logs = {r.id for e, _ in event_paths(context.plan) if e.logged
+                for r in references(e) if r.role is Role.RANK} or {0}
         self._out, self._step = context.out, step
         self._steps, self._stream = header.steps, stream or sys.stderr
         self._labels = Labels.of(context.plan.values, context.plan.frames)

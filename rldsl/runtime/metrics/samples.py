@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from rldsl.plan.events import Event, Generate, Train, split
+from rldsl.plan.events import Event, Generate, Train, split_buffer
 from rldsl.plan.model import Frame, Plan
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.runtime.files import written
 from rldsl.runtime.metrics.json_lines import encoded, truncate
 from rldsl.runtime.state.context import RunContext
@@ -41,16 +41,16 @@ class SampleSource:
 
 def sample_sources(plan: Plan) -> tuple[SampleSource, ...]:
     """One for each frame that the run's loop generates."""
-    made = dict.fromkeys(e.frame for e, _ in events(plan) if isinstance(e, Generate))
-    buffers = dict.fromkeys(b for e, _ in events(plan) for b in e.writes)
+    made = dict.fromkeys(e.frame for e, _ in event_paths(plan) if isinstance(e, Generate))
+    buffers = dict.fromkeys(b for e, _ in event_paths(plan) for b in e.writes)
     meshes, spreads = {m.id: m for m in plan.meshes}, {s.id: s for s in plan.spreads}
     frames, values = {f.id: f for f in plan.frames}, {v.id: v for v in plan.values}
     found = []
     for frame in made:
-        where = [split(b)[1] for b in buffers if split(b)[0] == f"{frame}.tokens"]
-        spreads_of_values = [split(b)[1] for b in buffers if (v := values.get(split(b)[0])) is not None
-                  and v.extent == "row" and frames[v.frame].row_space == frames[frame].row_space]
-        best = max(where, key=spreads_of_values.count)  # the first of those with as many
+        where = [split_buffer(b)[1] for b in buffers if split_buffer(b)[0] == f"{frame}.tokens"]
+        row_spreads = [split_buffer(b)[1] for b in buffers if (v := values.get(split_buffer(b)[0])) is not None
+                       and v.extent == "row" and frames[v.frame].row_space == frames[frame].row_space]
+        best = max(where, key=row_spreads.count)  # the first of those with as many
         found.append(SampleSource(frame, best, meshes[spreads[best].mesh].members()[0]))
     return tuple(found)
 
@@ -58,7 +58,7 @@ def sample_sources(plan: Plan) -> tuple[SampleSource, ...]:
 def value_names(plan: Plan, spaces: set[str]) -> dict[str, str]:
     """Value of a sequence -> what a line calls it: its name, or the input of the loss that it is. spaces: rows whose
     values are wanted."""
-    inputs = {v: f"{e.model}/{name}" for e, _ in reversed(list(events(plan))) if isinstance(e, Train)
+    inputs = {v: f"{e.model}/{name}" for e, _ in reversed(list(event_paths(plan))) if isinstance(e, Train)
               for name, v in e.data_inputs}
     rows = {f.id: f.row_space for f in plan.frames}
     known = (v.id for v in plan.values if v.extent == "row" and v.dtype != "text" and rows.get(v.frame) in spaces)
@@ -85,7 +85,7 @@ class Samples:
             self._keep(step, buffer)
 
     def _keep(self, step: StepState, buffer: str) -> None:
-        value, spread = split(buffer)
+        value, spread = split_buffer(buffer)
         if value in self._names:
             if self._context.holds(buffer):
                 held = step.buffers.get(buffer)

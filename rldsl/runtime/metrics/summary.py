@@ -10,7 +10,7 @@ from typing import Any
 from rldsl.plan.events import Realloc, Save
 from rldsl.plan.model import Plan
 from rldsl.plan.notation import layout_text
-from rldsl.plan.projection import events, last_step, times, walk
+from rldsl.plan.projection import event_paths, last_step, times, walk
 from rldsl.runtime.files import replace_text, written
 
 SUMMARY = "summary.json"
@@ -25,7 +25,7 @@ def summarise(plan: Plan, out: Path, steps: int, made: int, seconds: float) -> d
         return layout_text(layouts[layout], meshes[layouts[layout].mesh])
 
     moved = [{"model": e.model, "src": text(e.src), "dst": text(e.dst), "bytes": e.bytes, "messages": e.messages,
-              "because": e.because, "times": times(path)} for e, path in events(plan) if isinstance(e, Realloc)]
+              "because": e.because, "times": times(path)} for e, path in event_paths(plan) if isinstance(e, Realloc)]
     return {"reallocs": moved, "saved": _saved(plan, out, steps), "steps": steps, "made": made,
             "seconds": round(seconds, 3)}
 

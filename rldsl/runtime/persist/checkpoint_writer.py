@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 
 from rldsl.diag import Diagnostic, Failure
-from rldsl.plan.events import Checkpoint, split
+from rldsl.plan.events import Checkpoint, split_buffer
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.runtime.comm.agreement import any_rank
 from rldsl.runtime.files import digest, sync
 from rldsl.runtime.persist.manifest import FORMAT, MANIFEST, manifest_text
@@ -91,7 +91,7 @@ def _tensors(models: ModelStore, writer: CheckpointWriter, event: Checkpoint) ->
     """Copies of the boxes that this rank writes."""
     context = models.context
     found: dict[str, torch.Tensor] = {}
-    for name, layout in map(split, event.reads):
+    for name, layout in map(split_buffer, event.reads):
         where = context.world.layouts.get(layout)
         if name not in context.models or where is None or (name, layout) not in models.shards:
             continue
@@ -120,7 +120,7 @@ def owned_pieces(model: Model, layout: Layout, mesh: Mesh, rank: int) -> tuple[t
 def _facts(models: ModelStore, step: StepState, data: DataReader, event: Checkpoint) -> dict[str, Any]:
     """What else the next step needs, as far as this rank knows it."""
     records = models.context.models
-    reads = [(b, *split(b)) for b in event.reads]
+    reads = [(b, *split_buffer(b)) for b in event.reads]
     states = {value: float(step.buffers.get(b).data) for b, value, _ in reads
               if value not in records and models.context.holds(b)}
     progress = {name: dict(models.shards[name, layout].schedule_state()) for _, name, layout in reads
@@ -154,7 +154,7 @@ class CheckpointWriter:
     def finish(self, context: RunContext) -> None:
         """Wait for the last checkpoint; every rank learns when it could not be written."""
         self.join()
-        last = next(e for e, _ in events(context.plan) if isinstance(e, Checkpoint))
+        last = next(e for e, _ in event_paths(context.plan) if isinstance(e, Checkpoint))
         if any_rank((self.problem is not None,), context.world.group(last.mesh), context.device)[0]:
             raise self.failure()
 

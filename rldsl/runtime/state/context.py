@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from rldsl.plan.events import Load, Offload, split
+from rldsl.plan.events import Load, Offload, split_buffer
 from rldsl.plan.expr import Program
 from rldsl.plan.function import Function
 from rldsl.plan.model import Data, Frame, Model, Plan, Spread, Value
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.runtime.comm.world import World
 
 ShardKey = tuple[str, str]  # model, layout
@@ -78,15 +78,16 @@ class RunContext:
     @cached_property
     def offloaded(self) -> frozenset[ShardKey]:
         """The shards whose parameters the plan moves between device and host."""
-        return frozenset((e.model, e.layout) for e, _ in events(self.plan)
+        return frozenset((e.model, e.layout) for e, _ in event_paths(self.plan)
                          if isinstance(e, Offload) and e.part == "parameters")
 
     @cached_property
     def aliases(self) -> Mapping[ShardKey, str]:
         """Shard -> the layout of the same model whose parameters it uses, instead of its own."""
-        return {(e.model, e.layout): e.alias_of for e, _ in events(self.plan) if isinstance(e, Load) and e.alias_of}
+        return {(e.model, e.layout): e.alias_of for e, _ in event_paths(self.plan)
+                if isinstance(e, Load) and e.alias_of}
 
     def holds(self, buffer: str) -> bool:
         """Whether this rank is on the mesh of a value's buffer (`value@spread`)."""
-        mesh = self.spreads[split(buffer)[1]].mesh
+        mesh = self.spreads[split_buffer(buffer)[1]].mesh
         return self.rank in self.world.meshes[mesh].members()

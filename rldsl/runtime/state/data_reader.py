@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.plan.references import Role, references
 from rldsl.runtime.comm.content_digests import ContentDigest
 from rldsl.runtime.data import Source, open_source
@@ -53,7 +53,8 @@ class DataReader:
     def reports(self, data: str) -> bool:
         """Whether this rank is the one that reports on a source to the user: the first that reads it."""
         context = self.context
-        fetches = (e for e, _ in events(context.plan) if (Role.DATA, data) in {(r.role, r.id) for r in references(e)})
+        fetches = (e for e, _ in event_paths(context.plan)
+                   if (Role.DATA, data) in {(r.role, r.id) for r in references(e)})
         return context.rank == min((min(context.world.meshes[e.mesh].members()) for e in fetches), default=0)
 
     def next_batch(self, data: str) -> int:

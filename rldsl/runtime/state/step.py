@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rldsl.plan.events import split
+from rldsl.plan.events import split_buffer
 from rldsl.plan.model import Spread
 from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.comm.row_assignment import RowLengths, StepRows
@@ -99,7 +99,7 @@ class StepState:
 
     def read(self, reads: tuple[str, ...], value: str) -> Any:
         """The buffer among an event's reads that holds `value`."""
-        return self.buffers.get(next(b for b in reads if split(b)[0] == value))
+        return self.buffers.get(next(b for b in reads if split_buffer(b)[0] == value))
 
     def write(self, value: str, spread: str, ids: torch.Tensor, data: torch.Tensor) -> None:
         """Store a buffer. ids: ascending row or prompt numbers ([0] at batch level). data: their entries, one id after
