@@ -24,7 +24,8 @@ def check_class_schedules(t: Tables) -> Iterator[Diagnostic]:
     missing: list[Ranks] = []
     twice: list[Ranks] = []
     wrong: dict[tuple[int, frozenset[str]], Ranks] = {}
-    rank_sets: dict[str | int, Ranks] = {**t.ranks, **{i: class_ranks(c, world) for i, c in enumerate(classes)}}
+    rank_sets: dict[str | int, Ranks] = {i: class_ranks(c, world) for i, c in enumerate(classes)}
+    rank_sets.update(t.ranks)
     for members, ranks in group_equal_ranks(rank_sets, world).items():
         numbers = [i for i in members if isinstance(i, int)]
         meshes = frozenset(m for m in members if isinstance(m, str))

@@ -113,12 +113,12 @@ def test_shuffled_minibatches_differ_by_seed_step_call_and_epoch():
 
 
 def test_the_call_matters_only_with_shuffle():
-    assert minibatch_rows(40, 4, 2, False, 1, 1) == minibatch_rows(40, 4, 2, False, 1, 1, 3)
+    assert minibatch_positions(40, 4, 2, False, 1, 1) == minibatch_positions(40, 4, 2, False, 1, 1, 3)
 
 
 def test_a_spread_divides_by_its_call():
     spread = Spread("s", "m", "L", ("gen",), "row", "tokens", 3, 1, True)
-    first, other, again = (train_schedule(replace(spread, call=call), 2, (PROMPT, GEN), LENGTHS, 0, 0)
+    first, other, again = (minibatch_rows_by_dp(replace(spread, call=call), 2, (PROMPT, GEN), LENGTHS, 0, 0)
                            for call in (0, 1, 0))
     assert first == again != other
 
