@@ -82,7 +82,7 @@ def _inserted(plan: Plan, found: list[Event]) -> Iterator[str]:
     for e in found:
         ends = [places[r.role][r.id] for r in named(e, *e.traits.participants) if r.role in places]
         where = " -> ".join(ends) if e.traits.drawing == "move" else meshes[e.mesh]
-        size = "" if e.traits.moves == "nothing" else human(e.bytes) if e.bytes >= 0 else "ragged"
+        size = "" if e.traits.bytes_moved == "none" else human(e.bytes) if e.bytes >= 0 else "ragged"
         text = describe_event(e)
         rows.append((e.kind, text.subject, where, size, e.because, text.line))
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]

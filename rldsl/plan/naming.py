@@ -107,7 +107,7 @@ class Labels:
 
     def buffer(self, buffer: str) -> str:
         """`expr#1@s2` with the label of the value."""
-        value, at = split(buffer)
+        value, at = split_buffer(buffer)
         return f"{self.name(value)}@{at}" if value in self.of_id else buffer
 
     def program(self, id: str) -> str:

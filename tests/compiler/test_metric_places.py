@@ -96,7 +96,8 @@ def test_a_log_takes_no_time_of_the_ranks_that_generate(base: Path, monkeypatch:
 @pytest.mark.parametrize("name", ["metric reward = mean(reward)", "reward#1"])  # what people see; the plan's id
 def test_a_rule_may_name_what_has_no_name_of_its_own(base: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     plan = made(base, monkeypatch, LOGGED, f'place @"{name}" on mesh(1:2)\n')
-    [moved] = [e for e, _ in event_paths(plan) if isinstance(e, Compute) and any(w.startswith("reward#1@") for w in e.writes)]
+    [moved] = [e for e, _ in event_paths(plan)
+               if isinstance(e, Compute) and any(w.startswith("reward#1@") for w in e.writes)]
     assert ranks(plan, moved) == {1}
 
 

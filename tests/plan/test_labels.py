@@ -17,7 +17,7 @@ from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Compute
 from rldsl.plan.model import Frame, Value
 from rldsl.plan.naming import Labels, describe_event, label_text, labelled
-from rldsl.plan.projection import events
+from rldsl.plan.projection import event_paths
 from rldsl.plan.visible_plan import visible_plan
 from rldsl.source import SourceFile, Span
 from rldsl.verify import verify
@@ -128,7 +128,7 @@ def test_a_shifted_line_is_no_difference(compiled: Path) -> None:
 
 def test_the_words_of_an_event_leave_out_its_own_line(compiled: Path) -> None:
     plan = visible_plan(decode((compiled / "n.plan").read_bytes(), "n.plan"))
-    [made] = [describe_event(e) for e, _ in events(plan) if isinstance(e, Compute) and "adv / (" in e.called]
+    [made] = [describe_event(e) for e, _ in event_paths(plan) if isinstance(e, Compute) and "adv / (" in e.called]
     assert made.title == "compute adv / (beta + 1)" and made.line == "n.rlf:18"
 
 

@@ -41,7 +41,7 @@ from rldsl.plan.events import (
     Transfer,
 )
 from rldsl.plan.naming import Labels
-from rldsl.plan.traits import rule
+from rldsl.plan.traits import rule_for
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.health.watchdog import Watchdog
 from rldsl.runtime.interpreter import eval_loops, model_events, value_events
