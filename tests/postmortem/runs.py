@@ -97,7 +97,7 @@ def _rank(rank: int, size: int, port: int, data: bytes, folder: str, timeout: fl
     store = dist.TCPStore("localhost", port, is_master=False)
     limit = timedelta(seconds=library or timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-    watchdog.LAST = last
+    watchdog.SHUTDOWN_SECONDS = last
     file = PlanFile.from_bytes(data, "p.plan")
     watch = watchdog.Watchdog(store, rank, size, file, timeout)
     try:

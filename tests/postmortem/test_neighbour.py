@@ -32,9 +32,10 @@ def _rank(rank: int, port: int, folder: str, waits: bool) -> None:
     said = os.open(f"{folder}/said", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(said, 2)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
-    watch = watchdog.Watchdog(dist.TCPStore("localhost", port, is_master=False), rank, 3, None, 600.0, late=True)
+    store = dist.TCPStore("localhost", port, is_master=False)
+    watch = watchdog.Watchdog(store, rank, 3, None, 600.0, asynchronous=True)
     watch.stops_after_step = waits
-    watch.ring.begins(Free(id=7, mesh="m", buffers=(), at="p.rlf:1:1"))
+    watch.ring.begin_event(Free(id=7, mesh="m", buffers=(), at="p.rlf:1:1"))
     Path(f"{folder}/{rank}").touch()
     threading.Event().wait()
 
@@ -99,7 +100,7 @@ def looks(clock: list[float], signs: Any, still: float = 1e9, seconds: int = 200
         clock[0] = float(second)
         if beats:
             signs.at = replace(signs.at, beat=second)
-        if found.gone(NEAR, FAR, min(still, float(second))):
+        if found.is_gone(NEAR, FAR, min(still, float(second))):
             return second
     return None
 
@@ -160,10 +161,10 @@ def test_who_waits_in_an_event_stands_still(clock: list[float]) -> None:
 
 def test_a_rank_walks_between_its_first_event_and_its_end() -> None:
     ring = EventRing()
-    assert not ring.walks
-    ring.begins(Free(id=0, mesh="m", buffers=()))
-    assert ring.walks
-    ring.ends()
-    assert ring.walks
-    ring.over()
-    assert not ring.walks
+    assert not ring.is_running
+    ring.begin_event(Free(id=0, mesh="m", buffers=()))
+    assert ring.is_running
+    ring.end_event()
+    assert ring.is_running
+    ring.finish()
+    assert not ring.is_running

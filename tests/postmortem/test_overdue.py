@@ -36,17 +36,17 @@ class World:
 
         monkeypatch.setattr(Heartbeats, "all", counted)
         monkeypatch.setattr(watchdog.Watchdog, "_run", lambda watch: None)  # the test says when a rank looks
-        monkeypatch.setattr(watchdog.Watchdog, "_blame", blame)
+        monkeypatch.setattr(watchdog.Watchdog, "_stop_for_others", blame)
         self.watches = [watchdog.Watchdog(store, rank, 8, PlanFile.from_bytes(DATA), TIMEOUT) for rank in range(8)]
 
     def overdue(self, stands: Mapping[int, RankPosition], ranks: Sequence[int], attempt: int = 0) -> list[str]:
         """What these ranks say, each in its turn, where all are as `stands` says."""
         for rank, stand in stands.items():
-            self.watches[rank].signs.beat(stand)
+            self.watches[rank].heartbeats.beat(stand)
         said = []
         for rank in ranks:
             try:
-                self.watches[rank]._overdue(stands[rank], attempt)
+                self.watches[rank]._check_overdue(stands[rank], attempt)
             except Blamed as blamed:
                 said.append(str(blamed))
         return said
@@ -98,22 +98,22 @@ def test_a_rank_that_ends_has_a_deadline(world: World, monkeypatch: pytest.Monke
                                          capsys: pytest.CaptureFixture[str], slow: str, says: str, told: str) -> None:
     """With the words for what was slow; where that is not the store, it tells the others."""
     left: list[bool] = []
-    monkeypatch.setattr(watchdog, "LAST", 0.0)
+    monkeypatch.setattr(watchdog, "SHUTDOWN_SECONDS", 0.0)
     monkeypatch.setattr(watchdog, "_leave", lambda *_: left.append(True))
     watch = world.watches[0]
-    watch._limited, watch._until, watch._slow = True, 0.0, slow
-    watch._ends()
+    watch._is_limited, watch._deadline, watch._slow_work = True, 0.0, slow
+    watch._end_at_deadline()
     text = capsys.readouterr().err
     assert left and says in text and text.count("error[RL0709]") == 1
-    assert watch.signs.failed() == told
+    assert watch.heartbeats.first_failure() == told
 
 
 def test_each_step_towards_the_end_has_the_whole_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog.Watchdog, "_ends", lambda watch: None)
     watch = world.watches[0]
-    watch._limit()
-    first = watch._until
-    watch._limit("thinking")
-    assert watch._until > first and watch._slow == "thinking"
-    watch._limit()
-    assert watch._slow == ""
+    watch._limit_shutdown()
+    first = watch._deadline
+    watch._limit_shutdown("thinking")
+    assert watch._deadline > first and watch._slow_work == "thinking"
+    watch._limit_shutdown()
+    assert watch._slow_work == ""

@@ -31,8 +31,8 @@ def filled(steps: int) -> EventRing:
         ring.enter_iteration(0, step)
         for number in (1, 2):
             ring.enter_iteration(1, number)
-            ring.begins(GENERATE)
-            ring.ends()
+            ring.begin_event(GENERATE)
+            ring.end_event()
         ring.leave_loop(1)
     ring.leave_loop(0)
     return ring
@@ -40,25 +40,27 @@ def filled(steps: int) -> EventRing:
 
 def test_it_begins_empty() -> None:
     ring = EventRing()
-    assert ring.stand().at is None and ring.stand().phase == "start-up" and ring.event is None and ring.here() is None
+    assert ring.position().at is None and ring.position().phase == "start-up"
+    assert ring.event is None and ring.current_run() is None
     assert ring.entries() == ()
 
 
 def test_the_way_of_a_rank() -> None:
     ring = filled(1)
     ring.enter_iteration(0, 2)
-    ring.begins(GENERATE)
-    assert ring.here() == EventRun(1, (2,))
-    ring.waits(EventRun(1, (1, 2)))
-    assert ring.stand("wait").awaits == EventRun(1, (1, 2)) and ring.stand("wait").call == "wait"
+    ring.begin_event(GENERATE)
+    assert ring.current_run() == EventRun(1, (2,))
+    ring.begin_wait(EventRun(1, (1, 2)))
+    assert ring.position("wait").awaits == EventRun(1, (1, 2)) and ring.position("wait").call == "wait"
     ring.resume()
-    ring.calls("judge")
-    assert (ring.stand().phase, ring.stand().function, ring.stand().at) == ("calls", "judge", EventRun(1, (2,)))
+    ring.begin_call("judge")
+    now = ring.position()
+    assert (now.phase, now.function, now.at) == ("calls", "judge", EventRun(1, (2,)))
     assert [(e.at.turns if e.at else (), e.phase) for e in ring.entries()] == [
         ((1, 1), "begins"), ((1, 1), "ends"), ((1, 2), "begins"), ((1, 2), "ends"), ((2,), "begins"), ((2,), "waits"),
         ((2,), "resumes"), ((2,), "calls")]
-    ring.over()
-    assert ring.stand().phase == "over"
+    ring.finish()
+    assert ring.position().phase == "over"
 
 
 @pytest.mark.parametrize("steps", [0, 1, 31, 32, 33, 500])
@@ -76,8 +78,8 @@ def test_it_is_cheap() -> None:
 
     def write() -> None:
         for _ in range(count):
-            ring.begins(GENERATE)
-            ring.ends()
+            ring.begin_event(GENERATE)
+            ring.end_event()
 
     assert calls(write) < 10 * count
 
@@ -87,8 +89,8 @@ def test_it_is_read_while_it_is_written() -> None:
 
     def write() -> None:
         while not done.is_set():
-            ring.begins(GENERATE)
-            ring.ends()
+            ring.begin_event(GENERATE)
+            ring.end_event()
 
     thread = threading.Thread(target=write)
     thread.start()
@@ -155,23 +157,26 @@ def test_signs_of_two_ranks() -> None:
     assert set(zero.all()) == {0, 1} and zero.all()[1].stand.at == EventRun(1, (2,))
     before = zero.all()
     zero.beat(RankPosition())
-    assert zero.compared(before, 2.5)[1].silent == 2.5 and zero.compared(before, 2.5)[1].process == "running"
+    assert zero.mark_silent(before, 2.5)[1].silent == 2.5 and zero.mark_silent(before, 2.5)[1].process == "running"
     one.beat(RankPosition(EventRun(1, (2,)), "begins"))
-    assert not zero.compared(before, 2.5)[1].silent
-    assert not one.compared({0: replace(before[0], beat=99)}, 2.5)[0].silent
+    assert not zero.mark_silent(before, 2.5)[1].silent
+    assert not one.mark_silent({0: replace(before[0], beat=99)}, 2.5)[0].silent
 
 
 def test_each_word_is_claimed_once() -> None:
     store = dist.HashStore()
     zero, one = Heartbeats(store, 0, 2), Heartbeats(store, 1, 2)
-    assert zero.failed() == ""
-    assert zero.looks() and not one.looks()
-    assert one.looks(1) and not zero.looks(1) and zero.looks(2), "if who looked ends too, one other looks"
+    assert zero.first_failure() == ""
+    assert zero.claim_search() and not one.claim_search()
+    assert one.claim_search(1) and not zero.claim_search(1), "if the rank that searched ends too, another one searches"
+    assert zero.claim_search(2)
     here, there = at(GENERATE.id, 3), at(GENERATE.id, 4)
-    assert zero.judges(here, 0) and not one.judges(here, 0) and one.judges(here, 1) and one.judges(there, 0)
-    assert zero.judges(RankPosition(), 0) and not one.judges(RankPosition(), 0), "before the first event"
-    assert one.fails("event 3") and not zero.fails("event 4") and zero.failed() == "1|event 3"
-    assert zero.says() and not one.says()
+    assert zero.claim_overdue_search(here, 0) and not one.claim_overdue_search(here, 0)
+    assert one.claim_overdue_search(here, 1) and one.claim_overdue_search(there, 0)
+    before = RankPosition()  # before the first event
+    assert zero.claim_overdue_search(before, 0) and not one.claim_overdue_search(before, 0)
+    assert one.report_failure("event 3") and not zero.report_failure("event 4") and zero.first_failure() == "1|event 3"
+    assert zero.claim_stop_message() and not one.claim_stop_message()
 
 
 def test_a_store_that_holds_something_else() -> None:

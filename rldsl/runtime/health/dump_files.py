@@ -1,5 +1,7 @@
-"""The files of a post-mortem, under `OUT/postmortem`. In: dumps and signs. Out: one small JSON file a rank, whole or
-not there; what the disk refuses is lost, since it must not keep a rank from ending."""
+"""The files of a post-mortem, under `OUT/postmortem`.
+
+In: dumps and heartbeats. Out: one small JSON file per rank, complete or not there. A dump that the disk refuses is
+lost: it must not keep a rank from ending. """
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from rldsl.postmortem.dumps import FOLDER, LAST_HEARTBEATS, LastHeartbeats, Rank
 
 
 def write_dump(out: Path, left: RankDump | LastHeartbeats) -> None:
-    """Write it beside its name, then rename."""
+    """Write a dump under another name, then rename it."""
     name = LAST_HEARTBEATS if isinstance(left, LastHeartbeats) else f"rank-{left.rank}.json"
     partial = out / FOLDER / f".{name}.partial"
     try:

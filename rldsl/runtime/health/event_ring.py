@@ -1,8 +1,8 @@
 """What a rank did last: a ring of (when, iterations, event, phase), for the post-mortem of a run.
 
-In: each event as the rank begins and ends it, and what it waits for. Out: where the rank is, and how it came there.
-Invariant: one short tuple an entry in a list of fixed length, so it costs the same on the first step and on the last.
-The rank's main thread writes; its watcher reads at any moment.
+In: each event as the rank begins and ends it, and what it waits for. Out: where the rank is, and how it got there.
+Invariant: each entry is one short tuple in a list of fixed length, so it costs the same on the first step and on the
+last. The rank's main thread writes; its watchdog reads at any moment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Slot = tuple[int, float, Event | None, tuple[int, ...], Phase, EventRun | str |
 
 
 class EventRing:
-    """One rank's."""
+    """The ring of one rank."""
 
     def __init__(self, size: int = SIZE):
         self._slots: list[_Slot] = [(0, time.monotonic(), None, (), "start-up", None)] * size
@@ -31,12 +31,12 @@ class EventRing:
 
     @property
     def event(self) -> Event | None:
-        """The one that the rank is at, or was at last."""
+        """The event that the rank is in, or was in last."""
         return self._event
 
     @property
-    def walks(self) -> bool:
-        """Whether the rank is on its way: it has begun with its list and not ended it."""
+    def is_running(self) -> bool:
+        """Whether the rank has begun its list of events and not finished it."""
         return self._event is not None and self._slots[self._count % len(self._slots)][4] != "over"
 
     def enter_iteration(self, depth: int, number: int) -> None:
@@ -47,47 +47,46 @@ class EventRing:
         """The rank leaves the loop that has `depth` loops around it."""
         self._iterations = self._iterations[:depth]
 
-    def prepares(self, what: str) -> None:
-        """What the rank does before its first event, as a message says it: "opening ..."."""
+    def begin_startup(self, what: str) -> None:
+        """Note what the rank does before its first event, in the words of a message: "opening ..."."""
         self._add("start-up", what)
 
-    def begins(self, event: Event) -> None:
+    def begin_event(self, event: Event) -> None:
         self._event = event
         self._add("begins")
 
-    def ends(self) -> None:
+    def end_event(self) -> None:
         self._add("ends")
 
-    def here(self) -> EventRun | None:
-        """This run of this event, to wait for later."""
+    def current_run(self) -> EventRun | None:
+        """The current run of the current event, to wait for later."""
         return None if self._event is None else EventRun(self._event.id, self._iterations)
 
-    def waits(self, awaited: EventRun | None) -> None:
-        """For what an earlier event has set on its way; until `resume`."""
+    def begin_wait(self, awaited: EventRun | None) -> None:
+        """Note that the rank waits for what an earlier event has started; until `resume`."""
         self._add("waits", awaited)
 
     def wait_tracker(self, finish: Callable[[], T]) -> Callable[[], T]:
-        """`finish`, noting while it runs that this rank waits for it, and for which event: the one that is at hand
-        now."""
-        posted = self.here()
+        """`finish`, which notes while it runs that this rank waits for the current event."""
+        posted = self.current_run()
 
         def tracked() -> T:
-            self.waits(posted)
+            self.begin_wait(posted)
             result = finish()
             self.resume()
             return result
 
         return tracked
 
-    def calls(self, function: str) -> None:
-        """A user's Python function; until `resume`."""
+    def begin_call(self, function: str) -> None:
+        """Note that the rank is in a user's Python function; until `resume`."""
         self._add("calls", function)
 
     def resume(self) -> None:
         self._add("resumes")
 
-    def over(self) -> None:
-        """The rank has walked its whole list."""
+    def finish(self) -> None:
+        """The rank has finished its list of events."""
         self._add("over")
 
     def _add(self, phase: Phase, what: EventRun | str | None = None) -> None:
@@ -95,18 +94,18 @@ class EventRing:
         self._slots[count % len(self._slots)] = (count, time.monotonic(), self._event, self._iterations, phase, what)
         self._count = count
 
-    def stand(self, call: str = "") -> RankPosition:
+    def position(self, call: str = "") -> RankPosition:
         """Where the rank is now. call: the operation between ranks that it is in."""
-        return _stand(self._slots[self._count % len(self._slots)], time.monotonic(), call)
+        return _position(self._slots[self._count % len(self._slots)], time.monotonic(), call)
 
     def entries(self) -> tuple[RingEntry, ...]:
-        """All that is held, oldest first."""
+        """All entries, oldest first."""
         now, held = time.monotonic(), sorted(self._slots[:], key=lambda slot: slot[0])
         return tuple(RingEntry(s.seconds, s.at, s.phase, s.awaits, s.function)
-                     for s in (_stand(slot, now) for slot in held if slot[0]))
+                     for s in (_position(slot, now) for slot in held if slot[0]))
 
 
-def _stand(slot: _Slot, now: float, call: str = "") -> RankPosition:
+def _position(slot: _Slot, now: float, call: str = "") -> RankPosition:
     _, when, event, iterations, phase, what = slot
     return RankPosition(None if event is None else EventRun(event.id, iterations), phase, round(now - when, 3),
                         what if isinstance(what, EventRun) else None, what if isinstance(what, str) else "", call)

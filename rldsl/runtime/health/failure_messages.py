@@ -1,6 +1,6 @@
-"""The words with which a run ends. In: an exception, or what a post-mortem found. Out: diagnostics.
+"""The message with which a run ends. In: an exception, or what a post-mortem found. Out: diagnostics.
 
-Codes: RL0707 out of memory, RL0709 another rank is gone, stopped, or does not come, RL0799 a mistake of ours.
+Codes: RL0707 out of memory, RL0709 another rank is gone, stopped, or does not arrive, RL0799 an internal error.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ HELP = {
 
 
 def tell_torchrun(text: str) -> None:
-    """Leave the message of this process where torchrun looks for it: its own report, which follows a failure, then ends
-    with these words instead of a hint to look elsewhere."""
+    """Leave the message of this process where torchrun looks for it: torchrun's own report then ends with this message
+    instead of a hint to look elsewhere."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         with suppress(OSError):
@@ -35,7 +35,7 @@ def tell_torchrun(text: str) -> None:
 
 
 def describe_own_error(error: BaseException, rank: int, where: str) -> tuple[Diagnostic, ...]:
-    """What a rank says of its own exception; () when others have the words."""
+    """What a rank reports of its own exception; () if another rank reports the error."""
     if isinstance(error, Failure):
         return error.diagnostics
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
@@ -54,14 +54,18 @@ def lost_contact(error: BaseException) -> bool:
     return isinstance(error, (RuntimeError, ConnectionError)) and any(sign in text for sign in signs)
 
 
-def describe_other_ranks(findings: Findings | None, otherwise: str, where: str, said: str, asked: bool,
-           more: str) -> Diagnostic:
-    """That the run ends because of other ranks. otherwise: the title when none is to blame. said: by the communication
-    library. asked: the run was told to stop, and that ranks wait is no reason. more: a last piece of advice."""
-    causes = [c.why for c in findings.culprits if not asked or c.why in SURE] if findings else []
-    notes_ = (f"message of the library: {said}",) if said else ()
+def describe_other_ranks(findings: Findings | None, default_title: str, where: str, library_message: str,
+                         requested: bool, more: str) -> Diagnostic:
+    """The message of a run that ends because of other ranks.
+
+    default_title: if no rank is to blame.
+    library_message: of the communication library.
+    requested: the run was asked to stop, so ranks that wait are not its reason.
+    more: a last piece of advice."""
+    causes = [c.why for c in findings.culprits if not requested or c.why in SURE] if findings else []
+    notes_ = (f"message of the library: {library_message}",) if library_message else ()
     if findings and causes:
-        otherwise, where, notes_ = title(findings), place(findings) or where, (*notes(findings), *notes_)
+        default_title, where, notes_ = title(findings), place(findings) or where, (*notes(findings), *notes_)
     advice = (HELP[why] for why in dict.fromkeys(causes) if why in HELP)
     helps = [*advice, "checkpoints that were written are complete", more]
-    return Diagnostic("RL0709", otherwise, place=where, notes=notes_, help="; ".join(x for x in helps if x))
+    return Diagnostic("RL0709", default_title, place=where, notes=notes_, help="; ".join(x for x in helps if x))

@@ -1,11 +1,11 @@
 """When a rank fails, all stop within seconds, and one clear message says which rank and where.
 
-Every rank leaves signs of life (`runtime/health/heartbeats.py`), with the event that it is at, and looks there for the
-name of a rank that has failed. A rank that dies without a word (killed, out of memory) is the one whose signs stay the
-same. torchrun answers such a death with SIGTERM to all others, at once; the watcher catches it, so that they can still
-say why they stop. Each also looks after the rank that follows it, which may be in no connection with it, or on another
-machine. Where the ranks were and who waited for whom (`postmortem/analysis.py`) is part of the message; each rank that
-still can leaves a dump of what it did last. """
+Every rank writes heartbeats (`runtime/health/heartbeats.py`), with the event that it is at, and looks there for the
+name of a rank that has failed. A rank that dies without a message (killed, out of memory) is the one whose heartbeat no
+longer changes. torchrun answers such a death with SIGTERM to all others, at once; the watchdog catches it, so that they
+can still say why they stop. Each rank also monitors the next rank, with which it may have no connection, or which may
+be on another machine. Where the ranks were and who waited for whom (`postmortem/analysis.py`) is part of the message.
+Each rank that can still do so writes a dump of what it did last. """
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.naming import Labels
 from rldsl.plan.visible_plan import visible_plan
 from rldsl.postmortem.analysis import LOST_CONTACT, Findings, analyse, rank_traces
-from rldsl.postmortem.dumps import Heartbeat, RankDump, RankPosition
-from rldsl.postmortem.dumps import LastHeartbeats as LastSigns
+from rldsl.postmortem.dumps import Heartbeat, LastHeartbeats, RankDump, RankPosition
 from rldsl.postmortem.findings_text import event_text
 from rldsl.report import render
 from rldsl.runtime.health import stack_trace
@@ -37,32 +36,35 @@ from rldsl.runtime.health.failure_messages import describe_other_ranks, describe
 from rldsl.runtime.health.heartbeats import Heartbeats, PeerMonitor, StallDetector
 from rldsl.runtime.plan_file import PlanFile
 
-BEAT, SILENCE = 0.5, 2.5  # seconds between signs of life; without one for so long a rank counts as silent
-FAR = 60.0  # seconds for which ranks of several machines stand still before a silent one counts as gone
-FAR_LATE = 300.0  # the same where a rank that works on its device looks like one that stands still
+BEAT = 0.5  # seconds between heartbeats
+SILENCE = 2.5  # seconds without a new heartbeat after which a rank counts as silent
+FAR = 60.0  # seconds without progress after which a silent rank of another machine counts as gone
+FAR_ASYNCHRONOUS = 300.0  # the same where a rank that works on its device looks like one without progress
 INTERRUPTED = 128 + signal.SIGINT  # as a shell reports it
-LAST = 20.0  # seconds in which a rank that ends must come further or be gone, whatever the store does
+SHUTDOWN_SECONDS = 20.0  # a rank that shuts down makes progress within these or is ended, whatever the store does
 
 
 class Watchdog:
-    """One rank's watcher. ring: what the rank does. out: the directory of the run, once it may write there."""
+    """The watchdog of one rank, in a thread of its own."""
 
     def __init__(self, store: Any, rank: int, world: int, plan: PlanFile | None = None, timeout: float = math.inf,
-                 late: bool = False):
-        """On the main thread only: it takes over SIGTERM. timeout: seconds that a rank waits
-        for another. late: posts run behind Python, and the library ends the process when one takes too long."""
-        self.signs, self.rank, self.world = Heartbeats(store, rank, world), rank, world
-        self.ring = EventRing()
-        self.out: Path | None = None
+                 asynchronous: bool = False):
+        """On the main thread only: it takes over SIGTERM. timeout: seconds that a rank waits for another. asynchronous:
+        communication runs behind Python, and the library ends the process when it takes too long."""
+        self.heartbeats, self.rank, self.world = Heartbeats(store, rank, world), rank, world
+        self.ring = EventRing()  # what this rank did last
+        self.out: Path | None = None  # the directory of the run, once it may write there
         self.lock: Any = None  # of the run directory (`metrics/run_lock.py`): released at the end
-        self.stops_after_step = False  # a run with checkpoints ends by itself, after the step
+        self.stops_after_step = False  # a run with checkpoints writes one and ends, after the step
         self.stop_requested = False  # SIGTERM came
         self.interruption: Callable[[], str] | None = None  # ends the run's record; the line that says how to resume
         self._interrupted = False  # SIGINT came
-        self._plan, self._timeout, self._late = plan, timeout, late
-        self._fell: stack_trace.Stack | None = None  # where the main thread was when it failed
+        self._plan, self._timeout, self._asynchronous = plan, timeout, asynchronous
+        self._failed_at: stack_trace.Stack | None = None  # where the main thread was when it failed
         self._done, self._ending = threading.Event(), threading.Lock()
-        self._until, self._slow, self._limited = math.inf, "", False
+        self._deadline = math.inf  # at which this process ends, on the clock of time.monotonic
+        self._slow_work = ""  # what to blame if the deadline is missed; "": the store
+        self._is_limited = False  # whether a thread watches the deadline
         # a main thread that waits for a peer in C++ runs no handler: the wake-up descriptor reaches the watcher anyway
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_write.setblocking(False)
@@ -84,20 +86,20 @@ class Watchdog:
         """Say what went wrong, once, and end this process."""
         if self._interrupted or isinstance(error, KeyboardInterrupt):
             self.interrupt()
-        self._fell = stack_trace.of_error(error.__traceback__)
-        said = describe_own_error(error, self.rank, self._where())
+        self._failed_at = stack_trace.of_error(error.__traceback__)
+        said = describe_own_error(error, self.rank, self._event_text())
         if any(d.code == "RL0799" for d in said):
             traceback.print_exception(error)
         if said:
             self._stop(said)
-        if isinstance(error, Failure):  # another rank has the words
-            self._blame("a rank failed")
-        self._blame("another rank exited without an error message", " ".join(str(error).split())[:300])
+        if isinstance(error, Failure):  # another rank reports the error
+            self._stop_for_others("a rank failed")
+        self._stop_for_others("another rank exited without an error message", " ".join(str(error).split())[:300])
 
     def interrupt(self) -> NoReturn:
         """End this process after Ctrl-C, which every rank gets; rank 0 says where the run was."""
         self._ending.acquire()
-        self._limit()
+        self._limit_shutdown()
         if self.rank == 0:
             line = self.interruption() if self.interruption is not None else ""
             print(line or "interrupted before the first step", file=sys.stderr, flush=True)
@@ -105,45 +107,49 @@ class Watchdog:
             time.sleep(3 * BEAT)  # let the others see their own signal before they miss this rank
         self._leave(INTERRUPTED)
 
-    def _blame(self, otherwise: str, said: str = "", asked: bool = False) -> NoReturn:
-        """Name the ranks that are silent, or those that the others wait for; stop (`blame.others`)."""
+    def _stop_for_others(self, default_title: str, library_message: str = "", requested: bool = False) -> NoReturn:
+        """Name the ranks that are silent, or those that the others wait for, and stop (`describe_other_ranks`)."""
         attempt = 0
-        self._limit()
-        while not self.signs.looks(attempt):
-            self._pass(2 * SILENCE)  # whoever looks will speak, unless it ends too
+        self._limit_shutdown()
+        while not self.heartbeats.claim_search(attempt):
+            self._wait_alive(2 * SILENCE)  # the rank that searches will report, unless it ends too
             attempt += 1
-        before = self.signs.all()
-        signs = self.signs.compared(before, self._pass(SILENCE))
-        self._limit("finding out which rank waited for which took too long")
-        findings = self._findings(signs)
-        self._stop((describe_other_ranks(findings, otherwise, self._where(), said, asked, self._more()),), signs)
+        before = self.heartbeats.all()
+        heartbeats = self.heartbeats.mark_silent(before, self._wait_alive(SILENCE))
+        self._limit_shutdown("finding out which rank waited for which took too long")
+        findings = self._findings(heartbeats)
+        diagnostic = describe_other_ranks(findings, default_title, self._event_text(), library_message, requested,
+                                          self._postmortem_hint())
+        self._stop((diagnostic,), heartbeats)
 
-    def _pass(self, seconds: float) -> float:
-        """Let so much time pass, alive; stop as soon as another rank has said why. The seconds that it was."""
+    def _wait_alive(self, seconds: float) -> float:
+        """Wait, with heartbeats; stop as soon as another rank has failed. Returns the seconds that it took."""
         begun = time.monotonic()
         while (passed := time.monotonic() - begun) < seconds:
-            self.signs.beat(self._stand())
-            if self.signs.failed():
-                self._follow()
-            self._limit()
+            self.heartbeats.beat(self._position())
+            if self.heartbeats.first_failure():
+                self._stop_after_failure()
+            self._limit_shutdown()
             time.sleep(BEAT / 2)
         return passed
 
     def _run(self) -> None:
-        due, attempt, next_rank, stillness = self._timeout, 0, PeerMonitor(self.signs), StallDetector(self._late)
+        due, attempt = self._timeout, 0  # when to look for an overdue rank next; how often this rank has looked
+        next_rank, stall = PeerMonitor(self.heartbeats), StallDetector(self._asynchronous)
+        far = FAR_ASYNCHRONOUS if self._asynchronous else FAR
         while not self._done.is_set():
-            stand = self._stand()
-            self.signs.beat(stand)
-            if self.signs.failed():
-                self._follow()
-            still = stillness.seconds(stand)
-            if self.ring.walks and next_rank.gone(SILENCE, FAR_LATE if self._late else FAR, still):
-                self._blame(f"rank {next_rank.rank} exited without an error message")
-            if stand.seconds < self._timeout:
+            position = self._position()
+            self.heartbeats.beat(position)
+            if self.heartbeats.first_failure():
+                self._stop_after_failure()
+            stalled = stall.seconds(position)
+            if self.ring.is_running and next_rank.is_gone(SILENCE, far, stalled):
+                self._stop_for_others(f"rank {next_rank.rank} exited without an error message")
+            if position.seconds < self._timeout:
                 due, attempt = self._timeout, 0
-            elif stand.seconds >= due:
+            elif position.seconds >= due:
                 due += max(4 * BEAT, self._timeout / 8)
-                self._overdue(stand, attempt)
+                self._check_overdue(position, attempt)
                 attempt += 1
             signals = self._wake_read.recv(64) if select.select([self._wake_read], [], [], BEAT)[0] else b""
             if signal.SIGINT in signals:
@@ -152,24 +158,24 @@ class Watchdog:
                 self.interrupt()
             if signal.SIGTERM in signals:
                 if not self.stops_after_step:
-                    self._blame("the run was asked to stop (SIGTERM)", asked=True)
+                    self._stop_for_others("the run was asked to stop (SIGTERM)", requested=True)
                 self.stop_requested = True
 
-    def _overdue(self, stand: RankPosition, attempt: int) -> None:
-        """This rank has not come further for as long as a rank may wait: stop, if it is others that it waits for. One
-        of all ranks that stand here looks, for all that are overdue."""
-        if stand.phase == "start-up":  # its seconds include its own preparations; the library counts those of waiting
+    def _check_overdue(self, position: RankPosition, attempt: int) -> None:
+        """This rank has made no progress for as long as a rank may wait: stop, if it waits for others. One of all ranks
+        at this position searches, for all that are overdue."""
+        if position.phase == "start-up":  # includes this rank's own preparations; the library limits the waiting
             return
-        if not self.signs.judges(stand, attempt):
+        if not self.heartbeats.claim_overdue_search(position, attempt):
             return
-        findings = self._findings(self.signs.all())
+        findings = self._findings(self.heartbeats.all())
         if findings is None:
             return
         waited = {rank for wait in findings.waits for rank in wait.ranks}
         overdue = [t.rank for t in findings.traces if t.rank in waited and t.stand and t.stand.seconds >= self._timeout]
         if overdue:
             rank = self.rank if self.rank in overdue else overdue[0]
-            self._blame(f"rank {rank} waited more than {self._timeout:g} s for other ranks")
+            self._stop_for_others(f"rank {rank} waited more than {self._timeout:g} s for other ranks")
 
     def disown(self, diagnostic: Diagnostic) -> NoReturn:
         """End the run, from any thread, because its directory belongs to another one: nothing more is written there."""
@@ -181,87 +187,90 @@ class Watchdog:
             self.lock.release()
         _leave(status)
 
-    def _limit(self, slow: str = "") -> None:
-        """From now on the process ends within some seconds, even when the store does not answer; the next call gives it
-        as many again. slow: what is to blame then, where it is not the store."""
-        self._until, self._slow = time.monotonic() + LAST, slow
-        if not self._limited:
-            self._limited = True
-            threading.Thread(target=self._ends, name="rldsl-ends", daemon=True).start()
+    def _limit_shutdown(self, slow: str = "") -> None:
+        """End the process `SHUTDOWN_SECONDS` from now, even if the store does not answer. Each call starts the time
+        anew. slow: what to blame if it runs out, unless it is the store."""
+        self._deadline, self._slow_work = time.monotonic() + SHUTDOWN_SECONDS, slow
+        if not self._is_limited:
+            self._is_limited = True
+            threading.Thread(target=self._end_at_deadline, name="rldsl-shutdown", daemon=True).start()
 
-    def _ends(self) -> None:
-        while (left := self._until - time.monotonic()) > 0:
+    def _end_at_deadline(self) -> None:
+        while (left := self._deadline - time.monotonic()) > 0:
             time.sleep(min(left, BEAT))
-        why = self._slow or f"the rendezvous store{', or its disk,' if self.out else ''} does not respond"
-        advice = self._more() if self._slow else (
+        why = self._slow_work or f"the rendezvous store{', or its disk,' if self.out else ''} does not respond"
+        advice = self._postmortem_hint() if self._slow_work else (
             "the machine of torchrun's rendezvous endpoint, or the file system of `--out`, is down or unreachable")
-        print(render((Diagnostic("RL0709", why, place=self._where(), help=advice),)), file=sys.stderr, flush=True)
+        print(render((Diagnostic("RL0709", why, place=self._event_text(), help=advice),)), file=sys.stderr, flush=True)
         last = threading.Thread(target=self._last_words, args=(why,), daemon=True)
         last.start()
         last.join(4 * BEAT)
         _leave(1)
 
     def _last_words(self, why: str) -> None:
-        """As far as the store and the disk allow."""
-        if self._slow:
-            self.signs.fails("")  # so that no other begins the same work
+        """Report the failure and write a dump, as far as the store and the disk allow."""
+        if self._slow_work:
+            self.heartbeats.report_failure("")  # so that no other rank begins the same work
         self._dump("RL0709", why, False)
 
-    def _follow(self) -> NoReturn:
-        """Stop because another rank failed; one of those that follow says so."""
+    def _stop_after_failure(self) -> NoReturn:
+        """Stop because another rank failed. One of the ranks that do says so."""
         self._ending.acquire()  # never released: the first thread to get here ends the process
-        self._limit()
-        rank, _, where = self.signs.failed().partition("|")
+        self._limit_shutdown()
+        rank, _, where = self.heartbeats.first_failure().partition("|")
         self._dump("", f"rank {rank} ended the run", False)
-        if self.signs.says():
-            at = f": rank {rank} failed at {where}" if where else ""  # without: it has told of others
-            print("; ".join(x for x in (f"all ranks stopped{at}", self._more()) if x),
+        if self.heartbeats.claim_stop_message():
+            at = f": rank {rank} failed at {where}" if where else ""  # without: its message was about other ranks
+            print("; ".join(x for x in (f"all ranks stopped{at}", self._postmortem_hint()) if x),
                   file=sys.stderr, flush=True)
         self._leave()
 
-    def _stop(self, diagnostics: tuple[Diagnostic, ...], signs: dict[int, Heartbeat] | None = None) -> NoReturn:
-        """signs: of all ranks, where they have been looked at."""
+    def _stop(self, diagnostics: tuple[Diagnostic, ...], heartbeats: dict[int, Heartbeat] | None = None) -> NoReturn:
+        """Report, dump and end this process. heartbeats: of all ranks, if they have been read already."""
         self._ending.acquire()
-        self._limit()
+        self._limit_shutdown()
         said = diagnostics[0]
-        first = self.signs.fails("" if said.code == LOST_CONTACT else self._where())
+        first = self.heartbeats.report_failure("" if said.code == LOST_CONTACT else self._event_text())
         if first:
             print(render(diagnostics, sys.stderr.isatty()), file=sys.stderr, flush=True)
             tell_torchrun(render(diagnostics))
         self._dump(said.code, said.title, first)
         if first and self.world > 1:
             time.sleep(3 * BEAT)  # the store may live in this process; let the others read it
-            held = self.signs.all() if signs is None else signs
-            if self.out is not None and held:  # without a store nothing is known: what others wrote stays
-                write_dump(self.out, LastSigns(self._plan_id(), self.signs.start, self.rank, round(time.time(), 3),
-                                          tuple(sorted(held.items()))))
+            known = self.heartbeats.all() if heartbeats is None else heartbeats
+            if self.out is not None and known:  # without a store nothing is known: what others wrote stays
+                write_dump(self.out, LastHeartbeats(self._plan_id(), self.heartbeats.start, self.rank,
+                                                    round(time.time(), 3), tuple(sorted(known.items()))))
         self._leave()
 
     def _dump(self, code: str, reason: str, first: bool) -> None:
         if self.out is None:
             return
-        lines = (self._fell or stack_trace.of_main()).lines
-        write_dump(self.out, RankDump(self._plan_id(), self.signs.start, self.rank, self.world, self.signs.machine,
-                             os.getpid(), round(time.time(), 3), first, code, reason, self._stand(), lines, self._late,
-                             self.ring.entries()))
+        lines = (self._failed_at or stack_trace.of_main()).lines
+        write_dump(self.out, RankDump(
+            self._plan_id(), self.heartbeats.start, self.rank, self.world, self.heartbeats.machine, os.getpid(),
+            round(time.time(), 3), first, code, reason, self._position(), lines, self._asynchronous,
+            self.ring.entries()))
 
-    def _stand(self) -> RankPosition:
-        """Where this rank is; what it failed in, once it has."""
-        return self.ring.stand("" if self._late else (self._fell or stack_trace.of_main(whole=False)).call)
+    def _position(self) -> RankPosition:
+        """Where this rank is, or where it failed."""
+        if self._asynchronous:  # what the main thread is in says nothing about the communication
+            return self.ring.position()
+        return self.ring.position((self._failed_at or stack_trace.of_main(whole=False)).call)
 
     def _plan_id(self) -> str:
         return self._plan.id if self._plan is not None else ""
 
-    def _findings(self, signs: dict[int, Heartbeat]) -> Findings | None:
-        """None: without a plan, or where the store does not even know this rank."""
-        if self._plan is None or self.rank not in signs:
+    def _findings(self, heartbeats: dict[int, Heartbeat]) -> Findings | None:
+        """None without a plan, or if the store does not even know this rank."""
+        if self._plan is None or self.rank not in heartbeats:
             return None
-        return analyse(visible_plan(self._plan.plan), rank_traces(self.world, {}, signs))
+        return analyse(visible_plan(self._plan.plan), rank_traces(self.world, {}, heartbeats))
 
-    def _more(self) -> str:
+    def _postmortem_hint(self) -> str:
         return f"to see where each rank was, run `rlc postmortem {self.out}`" if self.out is not None else ""
 
-    def _where(self) -> str:
+    def _event_text(self) -> str:
         event = self.ring.event
         if event is None:
             return "start-up"
@@ -270,7 +279,7 @@ class Watchdog:
 
 
 def _leave(status: int) -> NoReturn:
-    """Communication threads may hang in a dead peer, so the process ends without them."""
+    """End the process at once: communication threads may wait for a dead peer forever."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -127,14 +127,14 @@ class Interpreter:
     def run_event(self, event: Event) -> None:
         """Execute one event, and report and record how long it took."""
         state, services = self.state, self.state.services
-        services.ring.begins(event)
+        services.ring.begin_event(event)
         services.reporter.begins(event)
         begin = time.monotonic()
         rule_for(HANDLERS, event, "the interpreter")(state, event)
         if self.recorder is not None:
             synchronize(state.context.device)
         end = time.monotonic()
-        services.ring.ends()
+        services.ring.end_event()
         services.reporter.took(event, end - begin)
         if self.recorder is not None:
             self.recorder.add(event, state.step.number, begin, end)
@@ -197,7 +197,7 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
     recorder = TimelineRecorder(context.rank, context.plan.header.devices_per_node,
                                 Labels.of(context.plan.values, context.plan.frames)) if options.trace else None
     functions = called_functions(context, start.items)
-    ring.prepares("loading the Python functions" if functions else "waiting for the start of all ranks")
+    ring.begin_startup("loading the Python functions" if functions else "waiting for the start of all ranks")
     with RewardPool(functions, options.reward_workers, options.reward_seconds, context.rank) as rewards:
         begin_run(context, start.resumed, options, begun)
         if watchdog is not None:  # dumps are written to the directory of a run, which now exists
@@ -207,7 +207,7 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
             if watchdog is not None:
                 watchdog.interruption = interruption
             services = Services(start.data, rewards, reporter, ring, start.writer, start.resumed)
-            ring.prepares("reading the weights")
+            ring.begin_startup("reading the weights")
             state = RankState(context, ModelStore(context), step, services)
             begin = time.monotonic()
             interpreter = Interpreter(state, start.items, recorder)
@@ -232,7 +232,7 @@ def _finish(state: RankState) -> None:
     state.models.wait_all()
     state.services.reporter.write_lines(wait=True)
     state.step.sent_logs.finish()
-    state.services.ring.over()
+    state.services.ring.finish()
     if state.services.writer is not None:
         state.services.writer.finish(state.context)
     dist.barrier()

@@ -88,7 +88,7 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Wat
     for state in plan.states:
         if context.holds(f"{state.value}@{state.spread}"):
             step.write_number(state.value, state.spread, resumed.states[state.value] if resumed else state.initial)
-    note = (lambda what: None) if watchdog is None else watchdog.ring.prepares
+    note = (lambda what: None) if watchdog is None else watchdog.ring.begin_startup
     _open_sources(context, reader, items, note)
     note("comparing the files of all ranks")
     compare_contents(reader.content_digests() if dist.get_world_size() > 1 else [], device)

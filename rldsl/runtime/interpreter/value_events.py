@@ -96,7 +96,7 @@ def compute(step: StepState, reader: DataReader, rewards: RewardPool, ring: Even
         frame = str(node.attr("frame"))
         rows, names = reward_rows(step, reader, event, frame, frame_rows[frame].rows)
         function = context.functions[str(node.attr("function"))]
-        ring.calls(function.name)
+        ring.begin_call(function.name)
         numbers = rewards.call(function, rows, names)
         ring.resume()
         return torch.tensor(numbers, dtype=torch.float32, device=context.device)
