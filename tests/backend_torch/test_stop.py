@@ -12,7 +12,7 @@ import torch
 from rldsl.backends.torch.generate.scheduler import num_to_admit
 from rldsl.backends.torch.generate.stop_conditions import StopStrings
 from rldsl.memory.decode_shapes import MAX_PREFILL_TOKENS
-from rldsl.runtime.data.end_tokens import end_tokens
+from rldsl.runtime.data.tokens import end_tokens
 from tests.tiny import make_model
 
 MERGES = [(">", "Ċ"), ("Ċ", "Ċ"), (".", "ĊĊ"), (".ĊĊ", "1")]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rldsl.runtime.data import open_source
-from rldsl.runtime.data.epoch_order import permutation
+from rldsl.runtime.data.source import permutation
 from rldsl.sharding import partition
 from tests.data.makers import WRITERS, declared, opened, texts
 

@@ -109,7 +109,7 @@ def test_a_rank_that_ends_has_a_deadline(world: World, monkeypatch: pytest.Monke
 
 
 def test_each_step_towards_the_end_has_the_whole_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog.Watchdog, "_ends", lambda watch: None)
+    monkeypatch.setattr(watchdog.Watchdog, "_end_at_deadline", lambda watch: None)
     watch = world.watches[0]
     watch._limit_shutdown()
     first = watch._deadline

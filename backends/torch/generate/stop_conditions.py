@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rldsl.runtime.data.end_tokens import end_tokens
+from rldsl.runtime.data.tokens import end_tokens
 
 
 class StopStrings:

@@ -1,9 +1,8 @@
 """Data sources: rows of files, checked once when a run starts, read by number afterwards.
 
-files: opening them; rows: what a row must hold; jsonl, parquet, hf (and arrow, what these two share): tables;
-views: pairs of a row, rows that are kept; tokens: rows to token ids; lengths: rows with too many; order, source: the
-batches of a run.
-"""
+data_files: opening them; row_schema: what a row must have; jsonl, parquet, hf (and arrow, what these two share): tables
+of rows; row_views: the pairs of a row, rows that are kept; tokens: rows to token ids; over_long_rows: rows with too
+many tokens; source: the batches of a run; read_positions: how a source was read, for checkpoints. """
 
 from rldsl.runtime.data.row_schema import Row
 from rldsl.runtime.data.source import FetchedFrame, Source, open_source

@@ -22,11 +22,13 @@ from torch import Tensor
 from rldsl.diag import fail
 from rldsl.plan.model import ROLES, Data
 from rldsl.runtime.data import hf, jsonl, parquet
-from rldsl.runtime.data.epoch_order import permutation
 from rldsl.runtime.data.over_long_rows import filter_over_long
 from rldsl.runtime.data.row_schema import Row, RowNeeds, ScannedFile, Table
 from rldsl.runtime.data.row_views import rows_of
 from rldsl.runtime.data.tokens import Tokens, load_tokenizer
+from rldsl.sharding.partition import mix
+
+_BLOCK = 1 << 20  # rows that are hashed at once
 
 SCANS: Mapping[str, Callable[[str, RowNeeds], ScannedFile]] = {
     "jsonl": jsonl.scan, "parquet": parquet.scan, "hf": hf.scan,
@@ -127,3 +129,21 @@ def _enough(data: Data, table: Table, note: str) -> None:
     if len(table) < data.batch:
         raise fail("RL0748", f"this data has {len(table)} rows, but a batch needs {data.batch}", place=data.path,
                    notes=(note,) if note else (), help=f"add rows, or declare `batch={max(1, len(table))}` or less")
+
+
+def permutation(n: int, *keys: int) -> np.ndarray:
+    """0..n-1 (int64) in a pseudo-random order that depends on `keys` alone: that of `sharding.partition.permutation`,
+    in 8 bytes per row."""
+    hashes = np.empty(n, np.uint64)
+    start = np.uint64(mix(mix(*keys)))
+    for first in range(0, n, _BLOCK):
+        hashes[first : first + _BLOCK] = _mix(start, np.arange(first, min(n, first + _BLOCK), dtype=np.uint64))
+    return np.argsort(hashes)  # no two are equal: each step of the hash can be undone
+
+
+def _mix(start: np.uint64, last: np.ndarray) -> np.ndarray:
+    """`mix(key, i)` for many i; start: `mix(key)`."""
+    state = (start ^ last) + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ state >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ state >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return state ^ state >> np.uint64(31)

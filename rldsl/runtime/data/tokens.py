@@ -16,7 +16,6 @@ from typing import Any
 
 from rldsl.diag import fail
 from rldsl.plan.model import Data
-from rldsl.runtime.data.end_tokens import end_tokens
 from rldsl.runtime.data.row_schema import Row
 from rldsl.runtime.files import digest
 
@@ -122,3 +121,24 @@ def load_tokenizer(data: Data) -> Any:
         raise fail("RL0751", "the tokenizer has no end-of-sequence token", place=directory,
                    help="it marks the end of answers; set `eos_token` in tokenizer_config.json")
     return tokenizer
+
+
+def end_tokens(directory: str, tokenizer: Any) -> frozenset[int]:
+    """The end-of-sequence tokens of a model's directory: those of its generation config, of its config, and the
+    tokenizer's. A directory need not have the first two."""
+    from transformers import AutoConfig, GenerationConfig
+
+    found = _declared_ids(tokenizer.eos_token_id)
+    configs: tuple[Callable[[], object], ...] = (
+        lambda: GenerationConfig.from_pretrained(directory, local_files_only=True),
+        lambda: AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False))
+    for config in configs:
+        try:
+            found |= _declared_ids(getattr(config(), "eos_token_id", None))
+        except (OSError, ValueError):  # no such file, or of a family that is not known
+            continue
+    return found
+
+
+def _declared_ids(declared: int | list[int] | None) -> frozenset[int]:
+    return frozenset([declared] if isinstance(declared, int) else declared or ())
