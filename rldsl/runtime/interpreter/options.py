@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from rldsl.runtime.metrics.reporter import ReportOptions
-from rldsl.runtime.rewards.pool import LIMIT
+from rldsl.runtime.rewards.pool import SECONDS_PER_ROW
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Options:
     # processes in which each rank calls users' functions; 0: in its own process, without a time limit
     reward_workers: int = 0
     # time limit of users' functions per row
-    reward_seconds: float = LIMIT
+    reward_seconds: float = SECONDS_PER_ROW
     # directories besides the run's and the working directory in which models may be saved
     allow_write: tuple[str, ...] = ()
     # run Python functions even if their files have changed since the plan was compiled

@@ -25,10 +25,11 @@ from rldsl.runtime.rewards.user_functions import Row
 from rldsl.runtime.rewards.worker import encoded
 from rldsl.runtime.rewards.worker_process import LOAD, RowChunk, Worker
 
-LIMIT = 60.0  # seconds a row
-LOADING = 300.0  # seconds that files may take to be loaded: they may load models
-SHARES, MOST = 4, 64  # chunks for each worker, so that none waits long for the others; rows of a chunk
-TRIES = 3  # of starting a worker that dies before it gets a row
+SECONDS_PER_ROW = 60.0  # default time limit of a function
+SECONDS_TO_LOAD = 300.0  # time limit of importing the files: they may load models
+CHUNKS_PER_WORKER = 4  # so that no worker waits long for the others
+MAX_CHUNK_ROWS = 64
+MAX_START_ATTEMPTS = 3  # per worker, if workers die before they get a row
 
 
 @dataclass
@@ -42,38 +43,39 @@ class FunctionCall:
     values: list[float]                                       # the results so far, by row
     errors: dict[int, Failure] = field(default_factory=dict)  # first row of a chunk -> what went wrong in it
 
-    def waits(self) -> bool:
-        """Whether a chunk waits for a worker; after a mistake only rows before it still matter."""
+    def has_work(self) -> bool:
+        """Whether a chunk waits for a worker; after an error only rows before it still matter."""
         return bool(self.todo) and self.todo[0].start < min(self.errors, default=len(self.rows))
 
-    def next(self) -> RowChunk | None:
-        return self.todo.pop(0) if self.waits() else None
+    def take_chunk(self) -> RowChunk | None:
+        """The next chunk for a worker; None if there is none."""
+        return self.todo.pop(0) if self.has_work() else None
 
-    def again(self, chunks: Iterable[RowChunk]) -> None:
-        """These are still to be done."""
+    def put_back(self, chunks: Iterable[RowChunk]) -> None:
+        """Return chunks that are still to be done."""
         self.todo = sorted([*self.todo, *chunks])
 
 
 class RewardPool:
     """Workers that have loaded `functions`. With 0 of them functions are called in this process, without a limit.
 
-    To be made on the rank's main thread: workers end with the thread that started them."""
+    Create it on the rank's main thread: workers end with the thread that started them."""
 
-    def __init__(self, functions: Sequence[Function], workers: int = 0, limit: float = LIMIT, rank: int = 0,
-                 loading: float = LOADING):
-        """limit: seconds a row. loading: seconds for the files. rank: for what is printed. Raises what is wrong with
-        the functions' files."""
+    def __init__(self, functions: Sequence[Function], workers: int = 0, limit: float = SECONDS_PER_ROW, rank: int = 0,
+                 loading: float = SECONDS_TO_LOAD):
+        """limit: seconds per row. loading: seconds for importing the files. rank: printed before each line of output.
+        Raises a Failure if a file cannot be used."""
         self.functions, self.limit, self.loading = tuple(functions), limit, loading
-        self.slow: set[str] = set()  # functions that are called row by row from now on
+        self.row_by_row: set[str] = set()  # functions that are called row by row from now on
         self.workers: list[Worker] = []
-        self.lost = 0  # workers that died between calls, since the last answer
+        self.num_lost = 0  # workers that died between calls, since the last answer
         if not workers:
             for function in self.functions:
                 user_functions.loaded(function)
             return
         try:
             if self.functions:
-                self.workers += (self._started(f"rank {rank} worker {i}") for i in range(workers))
+                self.workers += (self._start_worker(f"rank {rank} worker {i}") for i in range(workers))
             while any(w.work for w in self.workers):
                 self._wait(None)
         except BaseException:
@@ -94,9 +96,9 @@ class RewardPool:
         call = FunctionCall(function, rows, names, self._chunks(function, len(rows)), [0.0] * len(rows))
         while True:
             for worker in list(self.workers):
-                if worker.work is None and (chunk := call.next()) is not None:
-                    self._give(worker, chunk, call)
-            if not call.waits() and all(w.work in (None, LOAD) for w in self.workers):
+                if worker.work is None and (chunk := call.take_chunk()) is not None:
+                    self._assign(worker, chunk, call)
+            if not call.has_work() and all(w.work in (None, LOAD) for w in self.workers):
                 break
             self._wait(call)
         if call.errors:
@@ -109,52 +111,54 @@ class RewardPool:
         self.workers.clear()
 
     def _chunks(self, function: Function, rows: int) -> list[RowChunk]:
-        """Near equal parts of at least two rows: a function that returns one number for any rows must be found out."""
-        if function.id in self.slow:
+        """Chunks of nearly equal size, of at least two rows: with one row per call it would go unnoticed that a
+        function returns a single number however many rows it gets."""
+        if function.id in self.row_by_row:
             return RowChunk(0, rows).singles()
-        parts = max(-(-rows // MOST), min(rows // 2, SHARES * len(self.workers)), min(rows, 1))
+        parts = max(-(-rows // MAX_CHUNK_ROWS), min(rows // 2, CHUNKS_PER_WORKER * len(self.workers)), min(rows, 1))
         cuts = [rows * i // parts for i in range(parts + 1)] if parts else []
         return [RowChunk(*ends) for ends in pairwise(cuts)]
 
-    def _started(self, name: str) -> Worker:
+    def _start_worker(self, name: str) -> Worker:
         return worker_process.start(name, self.functions, self.loading)
 
-    def _give(self, worker: Worker, chunk: RowChunk, call: FunctionCall) -> None:
+    def _assign(self, worker: Worker, chunk: RowChunk, call: FunctionCall) -> None:
         part = slice(chunk.start, chunk.stop)
         request = {"function": call.function.id, "rows": call.rows[part], "names": list(call.names[part])}
         try:
-            worker.ask(chunk, request, self.limit)
+            worker.send_request(chunk, request, self.limit)
         except TimeoutError:
-            self._late(worker, call)
-        except ConnectionError:  # it has died before; no row is to blame, unless this happens again and again
-            self.lost += 1
-            if self.lost > TRIES * len(self.workers):
-                return self._died(worker, call)
-            call.again([chunk])
+            self._handle_timeout(worker, call)
+        except ConnectionError:
+            # it died before it got the rows: they are not to blame, unless this happens again and again
+            self.num_lost += 1
+            if self.num_lost > MAX_START_ATTEMPTS * len(self.workers):
+                return self._handle_death(worker, call)
+            call.put_back([chunk])
             self._replace(worker, call)
 
     def _wait(self, call: FunctionCall | None) -> None:
-        """Until there is something to do for workers; then do it for all of them."""
+        """Wait until a worker needs attention; then handle all that do."""
         worker_process.wait(self.workers)
         for worker in list(self.workers):
-            worker.tell()
+            worker.print_output()
             if worker.work is None:
                 continue
-            if worker.answered():
-                self._hear(worker, call)
+            if worker.has_answer():
+                self._handle_answer(worker, call)
             elif worker.deadline < time.monotonic():
-                self._late(worker, call)
+                self._handle_timeout(worker, call)
 
-    def _hear(self, worker: Worker, call: FunctionCall | None) -> None:
+    def _handle_answer(self, worker: Worker, call: FunctionCall | None) -> None:
         try:
-            answer = worker.hear()
+            answer = worker.receive_answer()
         except TimeoutError:
-            self._late(worker, call)
+            self._handle_timeout(worker, call)
             return
         if answer is None:
-            self._died(worker, call)
+            self._handle_death(worker, call)
             return
-        worker.tell()
+        worker.print_output()
         chunk, worker.work = worker.working_on(), None
         failure = Failure([Diagnostic(**{**answer["error"], "notes": tuple(answer["error"]["notes"])})]) \
             if "error" in answer else None
@@ -162,66 +166,67 @@ class RewardPool:
             raise failure
         if call is None or chunk == LOAD:
             return
-        self.lost = 0
+        self.num_lost = 0
         if failure is not None:
             call.errors[chunk.start] = failure
         else:
             call.values[chunk.start : chunk.stop] = answer["values"]
 
-    # what goes wrong
+    # errors
 
-    def _late(self, worker: Worker, call: FunctionCall | None) -> None:
-        chunk, lines = worker.working_on(), worker.asked_where()
+    def _handle_timeout(self, worker: Worker, call: FunctionCall | None) -> None:
+        chunk, lines = worker.working_on(), worker.request_stack()
         self._replace(worker, call)
         if call is None or chunk == LOAD:
-            raise self._blame("RL0777", f"took more than {self.loading:g} s to import", lines, None, chunk,
+            raise self._failure("RL0777", f"took more than {self.loading:g} s to import", lines, None, chunk,
                               help="do expensive work in the first call of the function, or before the run")
         if chunk.stop - chunk.start > 1:
-            self.slow.add(call.function.id)
+            self.row_by_row.add(call.function.id)
             call.todo = [single for c in call.todo for single in c.singles(c.again)]
-            call.again(chunk.singles(chunk.again))
+            call.put_back(chunk.singles(chunk.again))
             return
-        call.errors[chunk.start] = self._blame(
+        call.errors[chunk.start] = self._failure(
             "RL0777", f"took more than {self.limit:g} s for row {call.names[chunk.start]}", lines, call, chunk,
             help="add a time limit inside the function, or raise `--reward-timeout SECONDS`")
 
-    def _died(self, worker: Worker, call: FunctionCall | None) -> None:
-        chunk, lines = worker.working_on(), worker.last_lines()
+    def _handle_death(self, worker: Worker, call: FunctionCall | None) -> None:
+        chunk, lines = worker.working_on(), worker.crash_stack()
         status = self._replace(worker, call)
         names = {s.value: s.name for s in signal.Signals}
         how = f"killed by {names.get(-status, -status)}" if status < 0 else f"exit status {status}"
         help = "the system kills processes that use too much memory" if status == -signal.SIGKILL else \
             "the function must return instead of exiting" if status >= 0 else "a library that it uses crashed"
         if call is None or chunk == LOAD:
-            raise self._blame("RL0778", f"ended its process during import ({how})", lines, None, chunk, help)
+            raise self._failure("RL0778", f"ended its process during import ({how})", lines, None, chunk, help)
         if not chunk.again:
-            worker.say(f"`{call.function.name}` ended this process ({how}); retrying its rows one by one")
-            call.again(chunk.singles(again=True))
+            worker.print_line(f"`{call.function.name}` ended this process ({how}); retrying its rows one by one")
+            call.put_back(chunk.singles(again=True))
             return
-        call.errors[chunk.start] = self._blame(
+        call.errors[chunk.start] = self._failure(
             "RL0778", f"ended its process on row {call.names[chunk.start]} ({how})", lines, call, chunk, help)
 
     def _replace(self, worker: Worker, call: FunctionCall | None) -> int:
-        """End a worker and start another in its place. The exit status of the first."""
+        """End a worker and start another in its place. Returns the exit status of the first."""
         status = worker.end()
         if call is None:  # the run has not begun, and will not
             self.workers.remove(worker)
         else:
-            self.workers[self.workers.index(worker)] = self._started(worker.name)
+            self.workers[self.workers.index(worker)] = self._start_worker(worker.name)
         return status
 
-    def _blame(self, code: str, what: str, lines: str, call: FunctionCall | None, chunk: RowChunk,
+    def _failure(self, code: str, what: str, lines: str, call: FunctionCall | None, chunk: RowChunk,
                help: str) -> Failure:
         functions = [call.function] if call is not None else list(self.functions)
-        function, line = _place(functions, lines)
+        function, line = _innermost_line(functions, lines)
         subject = f"`{function.name}`" if call is not None else "this Python file"
         notes = user_functions.describe(call.rows[chunk.start], call.names[chunk.start])[1:] if call is not None else ()
         return fail(code, f"{subject} {what}", place=f"{function.path}:{line}" if line else function.path, notes=notes,
                     help=help)
 
 
-def _place(functions: Sequence[Function], lines: str) -> tuple[Function, str]:
-    """The innermost line of a user's file among those that a process was at; the first file without a line else."""
+def _innermost_line(functions: Sequence[Function], lines: str) -> tuple[Function, str]:
+    """(function, line): the innermost line of a user's file in a stack trace; the first function and "" if there is
+    none."""
     for file, line in re.findall(r'File "(.*)", line (\d+) in', lines):
         for function in functions:
             if file == str(user_functions.function_path(function.path)):

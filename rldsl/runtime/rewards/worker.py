@@ -1,8 +1,9 @@
 """A process that calls users' Python functions for a rank.
 
 In: on a socket, first the functions to load, then requests of a function and some rows. Out: on the same socket, the
-numbers or what went wrong, as JSON; what the functions print goes to the process's own output, which the rank reads.
-A request or an answer is its length in eight bytes and JSON in UTF-8. Nothing heavy is imported, and no rank outlived.
+numbers or an error, as JSON; what the functions print goes to the process's own output, which the rank reads. A request
+or an answer is its length in eight bytes, then JSON in UTF-8.
+Invariant: nothing heavy is imported, and the process ends with its rank.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from rldsl.diag import Failure
 from rldsl.plan.function import Function
 from rldsl.runtime.rewards import user_functions
 
-WHERE = signal.SIGUSR1  # asks a worker for the lines that it is at
+STACK_SIGNAL = signal.SIGUSR1  # makes a worker write its stack trace
 
 
 def main(channel: int, trace: int, rank: int) -> None:
-    """channel: descriptor of the socket. trace: where to write the lines that Python is at when asked or when it
-    crashes. rank: process id of the rank."""
+    """channel: descriptor of the socket. trace: descriptor for stack traces, on request and in a crash. rank: process
+    id of the rank."""
     end_with(rank)
     for descriptor in (channel, trace):  # what the functions start must not keep them open
         os.set_inheritable(descriptor, False)
     faulthandler.enable(trace, all_threads=False)
-    faulthandler.register(WHERE, trace, all_threads=False)
+    faulthandler.register(STACK_SIGNAL, trace, all_threads=False)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # which it is from the start of a process
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", write_through=True)
@@ -56,18 +57,19 @@ def _answer(request: dict[str, Any], functions: dict[str, Function]) -> dict[str
             return {}
         return {"values": user_functions.call(functions[request["function"]], request["rows"], request["names"])}
     except Failure as failure:
-        (said,) = failure.diagnostics
-        return {"error": {k: v for k, v in asdict(said).items() if k in ("code", "title", "place", "notes", "help")}}
+        (diagnostic,) = failure.diagnostics
+        kept = ("code", "title", "place", "notes", "help")
+        return {"error": {k: v for k, v in asdict(diagnostic).items() if k in kept}}
 
 
 def _function(fields: dict[str, Any]) -> Function:
-    """A record that has been JSON, which has no tuples."""
+    """A Function from JSON, which has no tuples."""
     return Function(**{**fields, "modules": tuple(map(tuple, fields["modules"]))})
 
 
 def end_with(parent: int) -> None:
-    """Let this process be killed when its parent dies, even in the middle of a function. Where the system has no such
-    thing, it ends at its next read."""
+    """Let this process be killed when its parent dies, even in the middle of a function. Where the system does not
+    support that, it ends at its next read."""
     try:
         import ctypes
 
@@ -79,7 +81,7 @@ def end_with(parent: int) -> None:
 
 
 def encoded(message: Any) -> bytes:
-    """What JSON does not know (dates, decimals, bytes) becomes text; arrays become lists."""
+    """JSON. What it cannot express (dates, decimals, bytes) becomes text; arrays become lists."""
     return json.dumps(message, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x)).encode()
 
 

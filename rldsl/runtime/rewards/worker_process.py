@@ -1,4 +1,4 @@
-"""A worker process as its rank sees it: started, asked, heard, and ended with all that it has started itself.
+"""A worker process as its rank sees it: started, sent requests, and ended with all processes that it has started.
 
 In: the functions to load, then requests. Out: answers, and what the process prints, line by line on this process's
 stderr, each line up to `LONGEST_LINE` bytes. The other side is `runtime/rewards/worker.py`.
@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 
 from rldsl.diag import present
 from rldsl.plan.function import Function
-from rldsl.runtime.rewards.worker import WHERE, encoded, receive, send
+from rldsl.runtime.rewards.worker import STACK_SIGNAL, encoded, receive, send
 
 # `__spec__` names what multiprocessing runs first in processes that users' code spawns
 _BOOT = ("import json, sys; from importlib.machinery import ModuleSpec; sys.path[:] = json.loads(sys.argv[1]); "
@@ -30,8 +30,8 @@ _BOOT = ("import json, sys; from importlib.machinery import ModuleSpec; sys.path
          "from rldsl.runtime.rewards.worker import main; main(*map(int, sys.argv[2:]))")
 
 
-LONGEST_LINE = 1 << 21  # bytes of output that are kept of one line; it may never end
-LARGEST_READ = 1 << 20  # bytes of output that are taken at once: more than the system keeps of a process that ended
+LONGEST_LINE = 1 << 21  # bytes that are kept of one line of output; it may never end
+LARGEST_READ = 1 << 20  # bytes of output that are read at once: more than the system keeps of a process that ended
 
 
 class RowChunk(NamedTuple):
@@ -78,23 +78,24 @@ class Worker:
     def ended(self) -> bool:
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
-    def ask(self, work: RowChunk, request: Any, seconds: float) -> None:
-        """TimeoutError: it does not take the request. ConnectionError: it has died."""
+    def send_request(self, work: RowChunk, request: Any, seconds: float) -> None:
+        """Send a request, to be answered within `seconds`. Errors: TimeoutError if the worker does not take it,
+        ConnectionError if it has died."""
         self.work, self.deadline = work, time.monotonic() + seconds
         self.peer.settimeout(seconds)
         send(self.peer, encoded(request))
 
-    def answered(self) -> bool:
-        """Whether there is something to hear: an answer, or its end."""
+    def has_answer(self) -> bool:
+        """Whether there is something to receive: an answer, or the end of the process."""
         return _readable(self.peer)
 
-    def hear(self) -> Any:
-        """Its answer; None when it has died. TimeoutError: no more of the answer comes."""
+    def receive_answer(self) -> Any:
+        """Its answer; None if it has died. Errors: TimeoutError if the rest of an answer does not arrive."""
         self.peer.settimeout(max(1.0, self.deadline - time.monotonic()))
         return receive(self.peer)
 
-    def tell(self, ended: bool = False) -> None:
-        """Print what it has printed; of a process that ended also a line without an end."""
+    def print_output(self, ended: bool = False) -> None:
+        """Print the lines that it has printed. ended: the process has, so print an unfinished line too."""
         *lines, rest = _available(self.output).split(b"\n")
         for line in lines:
             self._keep(line)
@@ -110,32 +111,34 @@ class Worker:
 
     def _end_line(self) -> None:
         more = f" ... ({self.omitted:,} more bytes omitted)" if self.omitted else ""
-        self.say(self.line.decode("utf-8", "backslashreplace") + more)
+        self.print_line(self.line.decode("utf-8", "backslashreplace") + more)
         self.line.clear()
         self.omitted = 0
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
+        """Print a line under the name of the worker."""
         print(f"{self.name} | {text}", file=sys.stderr, flush=True)
 
-    def asked_where(self) -> str:
-        """The lines of Python that it is at."""
-        os.kill(self.process.pid, WHERE)
-        time.sleep(0.1)  # time for the lines
+    def request_stack(self) -> str:
+        """The stack trace of where it is now, as text."""
+        os.kill(self.process.pid, STACK_SIGNAL)
+        time.sleep(0.1)  # until it has written them
         return _available(self.trace).decode("utf-8", "replace")
 
-    def last_lines(self) -> str:
-        """The lines of Python that it was at when it crashed."""
+    def crash_stack(self) -> str:
+        """The stack trace of where it crashed, as text; "" if it left none."""
         _readable(self.peer, 0.05)
         return _available(self.trace).decode("utf-8", "replace")
 
     def end(self) -> int:
-        """Kill the process and its descendants, and tell its last words. The exit status, negative for a signal."""
+        """Kill the process and its descendants, and print its last lines. Returns the exit status, negative for a
+        signal."""
         if not self.ended:
             os.kill(self.process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)  # its number stays taken until it is reaped
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.tell(ended=True)
+        self.print_output(ended=True)
         status = self.process.wait()
         self.peer.close()
         os.close(self.trace)
@@ -144,7 +147,8 @@ class Worker:
 
 
 def start(name: str, functions: Sequence[Function], loading: float) -> Worker:
-    """A process that loads the functions, within so many seconds. It ends with the thread that started it."""
+    """Start a process that loads the functions. loading: time limit, in seconds. It ends with the thread that started
+    it."""
     ours, theirs = socket.socketpair()
     trace, tracing = os.pipe()
     os.set_blocking(trace, False)
@@ -157,13 +161,13 @@ def start(name: str, functions: Sequence[Function], loading: float) -> Worker:
     os.close(tracing)
     worker = Worker(name, process, ours, trace)
     os.set_blocking(worker.output, False)
-    with suppress(ConnectionError):  # it has died already, as will be heard
-        worker.ask(LOAD, {"load": [asdict(f) for f in functions]}, loading)
+    with suppress(ConnectionError):  # it has died already, which the next receive_answer finds
+        worker.send_request(LOAD, {"load": [asdict(f) for f in functions]}, loading)
     return worker
 
 
 def wait(workers: Iterable[Worker]) -> None:
-    """Until one of those that work has answered or printed, or the first deadline has passed."""
+    """Wait until a busy worker has answered or printed, or the first deadline has passed."""
     busy = [worker for worker in workers if worker.work is not None]
     with selectors.DefaultSelector() as selector:
         for worker in busy:
@@ -173,7 +177,7 @@ def wait(workers: Iterable[Worker]) -> None:
 
 
 def end(workers: Sequence[Worker], seconds: float = 1.0) -> None:
-    """End them: those that wait by a word, all by force where this takes too long."""
+    """End workers: idle ones end when their socket is closed, and all are killed after `seconds`."""
     for worker in workers:
         worker.peer.close()
     until = time.monotonic() + seconds
