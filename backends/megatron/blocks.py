@@ -67,10 +67,10 @@ class Block:
         first = next(iter(self.hf_parameters.values())).grad
         if first is None:
             raise RuntimeError("the gradient buffer is not allocated")
-        whole = first.as_strided(self.memory.shape, self.memory.stride())
+        grad = first.as_strided(self.memory.shape, self.memory.stride())
         for target, parameter in self.separate_parameters():
             parameter.requires_grad_(True)
-            parameter.grad = _slice(whole, target)
+            parameter.grad = _slice(grad, target)
         for parameter in self.module_parameters:
             _set_main_grad(parameter, parameter.grad)
 
@@ -83,8 +83,8 @@ class Block:
 
     def separate_parameters(self) -> Iterator[tuple[ModuleTensor, nn.Parameter]]:
         """The modules' parameters that are not the HuggingFace parameter itself."""
-        own = next(iter(self.hf_parameters.values()))
-        return ((target, p) for target, p in zip(self.targets, self.module_parameters, strict=True) if p is not own)
+        first = next(iter(self.hf_parameters.values()))
+        return ((target, p) for target, p in zip(self.targets, self.module_parameters, strict=True) if p is not first)
 
     def _rows_of(self, memory: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         return zip(self.rows, memory.split([*self.rows.values()]), strict=True)
@@ -106,34 +106,35 @@ def build_blocks(table: Table, held: HeldPieces, path: str, dtype: Callable[[Par
 
     targets(name, layer): the modules' parameters on this rank for a tensor of the table.
     weight_cache: as in `load_weights.allocate_parameters`."""
-    found: list[Block] = []
+    blocks: list[Block] = []
     to_load: set[str] = set()
     for names, (key, layer) in _group_names(table, held).items():
         shapes = [local_shape(held[name][0], held[name][1]) for name in names]
-        whole = (sum(s[0] for s in shapes), *shapes[0][1:])
-        kind = dtype(held[names[0]][0])
-        cache_key: Hashable = (path, "megatron", names, str(kind), tuple(p.box for n in names for p in held[n][1]))
+        shape = (sum(s[0] for s in shapes), *shapes[0][1:])
+        block_dtype = dtype(held[names[0]][0])
+        boxes = tuple(piece.box for name in names for piece in held[name][1])
+        cache_key: Hashable = (path, "megatron", names, str(block_dtype), boxes)
         memory = weight_cache.get(cache_key) if weight_cache is not None else None
         if memory is None:
-            memory = torch.empty(whole, dtype=kind, device=device)
+            memory = torch.empty(shape, dtype=block_dtype, device=device)
             to_load.update(names)
             if weight_cache is not None:
                 weight_cache[cache_key] = memory
         rows = {n: s[0] for n, s in zip(names, shapes, strict=True)}
-        found.append(Block(memory, rows, targets(key, layer) if key else ()))
-    return found, to_load
+        blocks.append(Block(memory, rows, targets(key, layer) if key else ()))
+    return blocks, to_load
 
 
 def _group_names(table: Table, held: HeldPieces) -> dict[tuple[str, ...], tuple[str, int | None]]:
     """Names of the parameters of one block -> the table's tensor, and the layer. What GPTModel does not have, a value
     head, is a block of its own."""
     key_of = {part: key for key, parts in table.items() for part in parts}
-    found: dict[tuple[str, ...], tuple[str, int | None]] = {}
+    groups: dict[tuple[str, ...], tuple[str, int | None]] = {}
     for parameter, _ in held.values():
         key = key_of.get(parameter.spec.name, "")
         parts = [p for p in table.get(key, (parameter.spec.name,)) if _in_layer(p, parameter.layer) in held]
-        found[tuple(_in_layer(p, parameter.layer) for p in parts)] = (key, parameter.layer)
-    return found
+        groups[tuple(_in_layer(p, parameter.layer) for p in parts)] = (key, parameter.layer)
+    return groups
 
 
 def _in_layer(name: str, layer: int | None) -> str:

@@ -43,8 +43,8 @@ class MegatronShard(TorchShard):
     def alias(self, other: Shard) -> None:
         if not isinstance(other, MegatronShard):
             raise TypeError("a copy cannot be shared by two backends")
-        for own, theirs in zip(self.stage.blocks, other.stage.blocks, strict=True):
-            own.set_memory(theirs.memory)
+        for block, other_block in zip(self.stage.blocks, other.stage.blocks, strict=True):
+            block.set_memory(other_block.memory)
 
     def free(self) -> None:
         for block in self.stage.blocks:

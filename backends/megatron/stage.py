@@ -169,7 +169,7 @@ class MegatronStage(ActivationCheckpointing):
 
     def _module_tensors(self, key: str, layer: int | None) -> Sequence[ModuleTensor]:
         """The modules' parameters on this rank for a tensor of the table."""
-        found: list[ModuleTensor] = []
+        tensors: list[ModuleTensor] = []
         for chunk in self.chunks:
             if layer is not None and layer not in chunk.layers:
                 continue
@@ -177,8 +177,8 @@ class MegatronStage(ActivationCheckpointing):
             if self.tied and key == _key_of(EMBEDDING):
                 names.append(_key_of(OUTPUT))
             for name in names:
-                found += _lookup(chunk.model, name)
-        return found
+                tensors += _lookup(chunk.model, name)
+        return tensors
 
     def _install_ends(self, model: Model, tp: Axis) -> None:
         """The embedding's rows of the vocabulary, and the head."""
@@ -222,10 +222,10 @@ def _lookup(model: nn.Module, name: str) -> list[ModuleTensor]:
     """The parameters of GPTModel with a name of the table: one, or one for each expert."""
     if EXPERT not in name:
         return _lookup_one(model, name, None)
-    found: list[ModuleTensor] = []
-    while expert := _lookup_one(model, name.replace(EXPERT, str(len(found))), len(found)):
-        found += expert
-    return found
+    tensors: list[ModuleTensor] = []
+    while expert := _lookup_one(model, name.replace(EXPERT, str(len(tensors))), len(tensors)):
+        tensors += expert
+    return tensors
 
 
 def _lookup_one(model: nn.Module, name: str, index: int | None) -> list[ModuleTensor]:

@@ -50,8 +50,9 @@ def _subclass(kind: type, fused_grads: bool) -> type:
 def _on_meta(config: TransformerConfig, fused_grads: bool) -> TransformerConfig:
     """A config that puts a module on the meta device, like all of GPTModel: these modules name their device, whatever
     the default device is."""
-    own = copy(config)
-    own.use_cpu_initialization, own.init_model_with_meta_device = False, True
-    own.gradient_accumulation_fusion = fused_grads
-    own.disable_parameter_transpose_cache = True  # otherwise a module's first pass would overwrite gradients, not add
-    return own
+    meta_config = copy(config)
+    meta_config.use_cpu_initialization, meta_config.init_model_with_meta_device = False, True
+    meta_config.gradient_accumulation_fusion = fused_grads
+    # otherwise a module's first pass would overwrite gradients instead of adding to them
+    meta_config.disable_parameter_transpose_cache = True
+    return meta_config

@@ -77,8 +77,8 @@ def shares_prompt(prompts: PackedBatch) -> list[bool]:
     same = torch.zeros_like(lens).index_add_(0, sequence, differs) == 0
     same[1:] &= lens[1:] == lens[:-1]
     same[:1] = False
-    found: list[bool] = same.tolist()
-    return found
+    result: list[bool] = same.tolist()
+    return result
 
 
 def _output(prompts: PackedBatch, responses: Responses) -> GenerationOutput:

@@ -28,7 +28,7 @@ class KVCache:
     device: torch.device  # on which it is
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # [slots, width, K, D] each
     masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)                # see `mask_values`
-    slot_offsets: torch.Tensor = field(init=False)  # [slots] the first place of a slot among all slots * width
+    slot_offsets: torch.Tensor = field(init=False)  # [slots] the index of a slot's first token among all slots * width
     columns: torch.Tensor = field(init=False)       # [width] 0, 1, ...
 
     def __post_init__(self) -> None:
@@ -49,21 +49,21 @@ class KVCache:
             self.masks[dtype] = torch.tensor([0.0, -torch.inf], dtype=dtype, device=self.device)
         return self.masks[dtype]
 
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor,
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, token_indices: torch.Tensor,
               source: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write token source[i] of k and v (token i without `source`) to places[i] among all slots * width.
-        k, v: [K, T, D]; places, source: [n] int64. Returns the layer's keys and values."""
+        """Write token source[i] of k and v (token i without `source`) to token_indices[i] among all slots * width.
+        k, v: [K, T, D]; token_indices, source: [n] int64. Returns the layer's keys and values."""
         cached = self.layer(layer, k, v)
-        for held, x in zip(cached, (k, v), strict=True):
+        for cache, x in zip(cached, (k, v), strict=True):
             tokens = x.transpose(0, 1)
-            held.flatten(0, 1).index_copy_(0, places, tokens if source is None else tokens[source])
+            cache.flatten(0, 1).index_copy_(0, token_indices, tokens if source is None else tokens[source])
         return cached
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of some slots to others, all at once."""
         for cached in self.layers.values():
-            for held in cached:
-                held[list(targets), :length] = held[list(sources), :length]
+            for cache in cached:
+                cache[list(targets), :length] = cache[list(sources), :length]
 
 
 class PrefillAttention(VarlenAttention):
@@ -74,14 +74,14 @@ class PrefillAttention(VarlenAttention):
         super().__init__(lengths)
         copied = lengths[prompt]
         column = offsets_within(copied)
-        self.cache, self.places = cache, cache.slot_offsets[slots].repeat_interleave(copied) + column
+        self.cache, self.token_indices = cache, cache.slot_offsets[slots].repeat_interleave(copied) + column
         starts = lengths.cumsum(0) - lengths
         repeats = len(prompt) > len(lengths)
         self.source = starts[prompt].repeat_interleave(copied) + column if repeats else None
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
                window: int | None) -> torch.Tensor:
-        self.cache.write(layer, k, v, self.places, self.source)
+        self.cache.write(layer, k, v, self.token_indices, self.source)
         return super().attend(layer, q, k, v, scale, window)
 
 
@@ -93,14 +93,14 @@ class DecodeAttention:
         largest position plus 1."""
         self.cache, self.slots = cache, slice(first, first + len(positions))
         self.positions, self.kv_len = positions, kv_len
-        self.places = cache.slot_offsets[self.slots] + positions
+        self.token_indices = cache.slot_offsets[self.slots] + positions
         self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}  # one for all layers with the same window
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
                window: int | None) -> torch.Tensor:
         """See `PackedAttention.attend`. The query heads that share a KV head take the place of the query positions of a
         longer sequence, so that keys and values need not be repeated."""
-        cached = self.cache.write(layer, k, v, self.places)
+        cached = self.cache.write(layer, k, v, self.token_indices)
         if (kernel := decode_kernel(q)) is not None:
             return kernel(q.transpose(0, 1), *cached, self.slots.start, self.positions, self.kv_len, scale, window)
         keys, values = (x[self.slots, : self.kv_len].transpose(1, 2) for x in cached)

@@ -58,12 +58,12 @@ def trace(function: Callable[[], Outputs], verify: bool = True) -> tuple[Outputs
     tracer = _Tracer()
     with tracer:
         out = function()
-    found = OpTrace(tracer.ops, out, ReleasableStorage(tracer.made.values()))
+    captured = OpTrace(tracer.ops, out, ReleasableStorage(tracer.made.values()))
     if verify:
         expected = [x.clone() for x in out]
-        if not all(map(torch.equal, found(), expected)):
+        if not all(map(torch.equal, captured(), expected)):
             raise NotTraceable("it gives different numbers in the same state")
-    return out, found
+    return out, captured
 
 
 class _Tracer(TorchDispatchMode):

@@ -57,21 +57,21 @@ def threshold(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
     top_k: the k largest. top_p: of these, the smallest set that holds this part of their mass (nucleus sampling,
     Holtzman et al. 2020, arXiv:1904.09751). min_p: at least this part of the largest probability (Nguyen et al. 2024,
     arXiv:2407.01082)."""
-    found: list[torch.Tensor] = []
+    limits: list[torch.Tensor] = []
     ordered: torch.Tensor | None = None  # the largest scores, descending; all of them only if top_k sets no limit
     if 0 < sampling.top_k < scores.shape[-1]:
         ordered = scores.topk(sampling.top_k, -1).values
-        found.append(ordered[:, -1:])
+        limits.append(ordered[:, -1:])
     if sampling.top_p < 1:
         ordered = scores.sort(-1, descending=True).values if ordered is None else ordered
         mass = ordered.softmax(-1, dtype=torch.float64)
         before = mass.cumsum(-1) - mass
         last = (before < sampling.top_p).sum(-1, keepdim=True).clamp_(min=1) - 1
-        found.append(ordered.gather(-1, last))
+        limits.append(ordered.gather(-1, last))
     if sampling.min_p > 0:
         top = scores.amax(-1, keepdim=True) if ordered is None else ordered[:, :1]
-        found.append(top + log(sampling.min_p))
-    return torch.stack(found).amax(0) if found else None
+        limits.append(top + log(sampling.min_p))
+    return torch.stack(limits).amax(0) if limits else None
 
 
 def inverse_cdf(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:

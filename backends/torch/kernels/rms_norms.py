@@ -85,8 +85,8 @@ def _is_plain_rms_norm(norm: nn.Module, shape: torch.Size, eps: float) -> bool:
     trial._parameters = {"weight": weight}
     x = torch.linspace(-2, 3, 4 * shape[0]).view(4, -1) * torch.tensor([[1e-3], [0.1], [1.0], [30.0]])
     try:
-        found = trial(x)
+        result = trial(x)
     except (TypeError, RuntimeError):  # a module with another signature
         return False
     expected = RMSNormFunction.apply(x, weight, torch.tensor(eps))
-    return isinstance(found, torch.Tensor) and found.shape == x.shape and torch.allclose(found, expected, 1e-5, 1e-6)
+    return isinstance(result, torch.Tensor) and result.shape == x.shape and torch.allclose(result, expected, 1e-5, 1e-6)

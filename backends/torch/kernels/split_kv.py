@@ -81,8 +81,8 @@ def _join(sums: Any, stats: Any, out: Any, parts: Any, HEADS: tl.constexpr, EACH
         part = tl.load(sums + row[:, None] * SIZE + at_size[None, :], mask=rows[:, None] & sizes[None, :], other=0.0)
         total += weight[:, None] * part
     row = (s * HEADS + h) * EACH + at_row
-    found = total / mass[:, None]
-    tl.store(out + row[:, None] * SIZE + at_size[None, :], found.to(out.dtype.element_ty),
+    result = total / mass[:, None]
+    tl.store(out + row[:, None] * SIZE + at_size[None, :], result.to(out.dtype.element_ty),
              mask=rows[:, None] & sizes[None, :])
 
 

@@ -30,8 +30,8 @@ class Partition:
     axis: Axis                    # the ranks
     own_items: torch.Tensor       # [n] the items of this rank, ascending
     width: int                    # the most items of a rank, at least 1; other ranks pad to it with zeros
-    local_index: torch.Tensor     # [N] the place of an item among those of its rank
-    gathered_index: torch.Tensor  # [N] the place of an item after an all-gather of all ranks' padded items
+    local_index: torch.Tensor     # [N] the index of an item among those of its rank
+    gathered_index: torch.Tensor  # [N] the index of an item after an all-gather of all ranks' padded items
 
     @staticmethod
     def of(owner: torch.Tensor, axis: Axis) -> Partition:
@@ -63,7 +63,7 @@ class ContextParallelAttention:
     positions: torch.Tensor         # [width] of this rank's tokens in their sequences
     query_lens: torch.Tensor        # [2 S] tokens of each segment
     key_lens: torch.Tensor          # [2 S] keys that its last query sees
-    key_index: torch.Tensor         # [sum(key_lens)] the places of these keys among the gathered ones
+    key_index: torch.Tensor         # [sum(key_lens)] the indices of these keys among the gathered ones
     max_seqlen: tuple[int, int]     # the most queries and the most keys of a segment
     query_offsets: torch.Tensor     # [2 S] position of a segment's first query in its sequence
 

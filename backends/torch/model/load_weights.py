@@ -156,7 +156,7 @@ def allocate_parameters(path: str, held: HeldPieces, dtype: torch.dtype, device:
 
     weight_cache: where read-only tensors are shared with the shards that hold the same slices of the same directory.
         None: all tensors are this shard's own."""
-    found: dict[str, nn.Parameter] = {}
+    tensors: dict[str, nn.Parameter] = {}
     to_load: dict[str, tuple[Parameter, tuple[Piece, ...]]] = {}
     for name, (parameter, pieces) in held.items():
         key = (path, name, str(dtype), tuple(p.box for p in pieces))
@@ -167,8 +167,8 @@ def allocate_parameters(path: str, held: HeldPieces, dtype: torch.dtype, device:
             to_load[name] = (parameter, pieces)
             if weight_cache is not None:
                 weight_cache[key] = tensor
-        found[name] = nn.Parameter(tensor, requires_grad=False)
-    return found, to_load
+        tensors[name] = nn.Parameter(tensor, requires_grad=False)
+    return tensors, to_load
 
 
 def tensor_slice(reader: safe_open, key: str, file: Path) -> Any:
@@ -197,10 +197,10 @@ def weight_files(path: str) -> dict[str, Path]:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         try:
-            found = json.loads(index.read_text())["weight_map"].items()
-            if far := next((file for _, file in found if Path(file).name != file), None):
-                raise ValueError(f"{far!r} is not in this directory")
-            return {name: directory / file for name, file in found}
+            weight_map = json.loads(index.read_text())["weight_map"].items()
+            if outside := next((file for _, file in weight_map if Path(file).name != file), None):
+                raise ValueError(f"{outside!r} is not in this directory")
+            return {name: directory / file for name, file in weight_map}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise fail("RL0721", f"cannot read the index of the weights: {error}", place=str(index),
                        help="the file is corrupted; copy it again") from None
@@ -208,10 +208,10 @@ def weight_files(path: str) -> dict[str, Path]:
 
 
 def _names_in_files(directory: Path) -> Iterator[tuple[str, Path]]:
-    found = sorted(directory.glob("*.safetensors"))
-    if not found:
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
         raise fail("RL0721", "no weights here", place=str(directory), help="expected *.safetensors files")
-    for file in found:
+    for file in files:
         with open_file(file) as reader:
             names = reader.keys()  # a method of safetensors; the reader itself cannot be iterated
             yield from ((name, file) for name in names)

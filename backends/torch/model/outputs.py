@@ -43,7 +43,7 @@ def _scores(stage: Stage, hidden: torch.Tensor) -> torch.Tensor:
     return (hidden @ _needed(stage.score, "score head")[0].to(hidden.dtype)).float()
 
 
-# Output.what -> how it follows from hidden states: [n, H] -> [n] float32, the same on every tp rank
+# Output.name -> how it follows from hidden states: [n, H] -> [n] float32, the same on every tp rank
 FROM_HIDDEN: Mapping[str, Callable[[Stage, torch.Tensor], torch.Tensor]] = {
     "values": _scores,
     "scores": _scores,

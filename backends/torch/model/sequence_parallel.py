@@ -117,11 +117,12 @@ def gathered_children(specs: Sequence[ParamSpec]) -> tuple[str, ...]:
     for spec in specs:
         if "{}." in spec.name:
             children.setdefault(spec.name.partition("{}.")[2].partition(".")[0], []).append(spec)
-    divided = tuple(name for name, own in children.items() if any(s.split is not None for s in own))
+    divided = tuple(name for name, child_specs in children.items() if any(s.split is not None for s in child_specs))
     for name in divided:
-        own = children[name]
-        row_parallel = {s.name.rpartition(".")[0] for s in own if s.style == "rowwise"}
-        allowed = (s.split is not None or s.partial_grad or s.name.rpartition(".")[0] in row_parallel for s in own)
+        child_specs = children[name]
+        row_parallel = {s.name.rpartition(".")[0] for s in child_specs if s.style == "rowwise"}
+        allowed = (s.split is not None or s.partial_grad or s.name.rpartition(".")[0] in row_parallel
+                   for s in child_specs)
         if not row_parallel or not all(allowed):
             return ()
     return divided

@@ -103,8 +103,8 @@ class Stage(ActivationCheckpointing):
         self.residual_dtype = torch.float32
         self.config = load_config(model)
         _check_logits(self.config, model)
-        whole = _skeleton(self.config)
-        body: nn.Module = getattr(whole, whole.base_model_prefix)
+        skeleton = _skeleton(self.config)
+        body: nn.Module = getattr(skeleton, skeleton.base_model_prefix)
         text = self.config.get_text_config()
         self.hidden_size, self.vocab_size = int(text.hidden_size), int(text.vocab_size)
 
@@ -124,16 +124,16 @@ class Stage(ActivationCheckpointing):
         self.base_held = held_here(expand_specs(model.base, model.layers))
         self.base, self.base_to_load = allocate_parameters(model.path, self.base_held, matmul_dtype, device,
                                                            weight_cache)
-        _check_head(whole, model)
+        _check_head(skeleton, model)
         self.unsharded = self.parameters
         self.zero = None
         if layout.zero:
-            self.unsharded = {name: self._allocate_unsharded(name, whole) for name in self.held}
+            self.unsharded = {name: self._allocate_unsharded(name, skeleton) for name in self.held}
             self.zero = self._zero_sharding(layout.zero, axes)
         gathered = gathered_children((*model.params, *model.base))
         self.sequence_parallel = SequenceParallel(tp, bool(gathered))
         fuse_norms(body, device)
-        self._install_parameters(whole, model, tp, axes.ep)
+        self._install_parameters(skeleton, model, tp, axes.ep)
         for module in body.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.device))
@@ -168,15 +168,15 @@ class Stage(ActivationCheckpointing):
 
     def _wrap_layers(self) -> None:
         """Give each layer of this stage a forward that can be recomputed, and that unshards its parameters."""
-        for i, layer in (own for chunk in self.chunks for own in chunk.own_layers()):
+        for i, layer in (numbered_layer for chunk in self.chunks for numbered_layer in chunk.own_layers()):
             forward = self.checkpointed(layer.forward)
             layer.forward = self.zero.wrap_layer(i, forward) if self.zero else forward
 
-    def _allocate_unsharded(self, name: str, whole: nn.Module) -> nn.Parameter:
+    def _allocate_unsharded(self, name: str, skeleton: nn.Module) -> nn.Parameter:
         """A tensor for modules to compute with, in the dtype that they use: autocast casts matrices of layers."""
         parameter, pieces = self.unsharded_held[name]
         matrix = parameter.layer is not None and len(parameter.spec.shape) > 1 and _only_multiplied(name, parameter,
-                                                                                                    whole)
+                                                                                                    skeleton)
         dtype = self.matmul_dtype if matrix else self.parameters[name].dtype
         return nn.Parameter(torch.empty(local_shape(parameter, pieces), dtype=dtype, device=self.device))
 
@@ -195,12 +195,12 @@ class Stage(ActivationCheckpointing):
         return ZeroSharding(level, {x: group_of(x) for x in sorted(x for x in numbers if x is not None)},
                             [group_of(None)] if None in numbers else [])
 
-    def _install_parameters(self, whole: Any, model: Model, tp: Axis, ep: Axis) -> None:
+    def _install_parameters(self, skeleton: Any, model: Model, tp: Axis, ep: Axis) -> None:
         """Put local parameters into the modules of the whole model, with their collectives."""
         self.head, self.score = None, self.unsharded.get(SCORE_WEIGHT)
         self.vocab_start, self.head_axis = 0, Axis((tp.ranks[tp.index],), 0, None)
-        output = whole.get_output_embeddings()
-        embedding = whole.get_input_embeddings()
+        output = skeleton.get_output_embeddings()
+        embedding = skeleton.get_input_embeddings()
         tied = output is not None and output.weight is embedding.weight
         column_input = ColumnParallelInput(tp, self.sequence_parallel)
         adapters = lora_adapters(model, self.unsharded)
@@ -209,7 +209,7 @@ class Stage(ActivationCheckpointing):
             if name == SCORE_WEIGHT or module_of(name):
                 continue
             path, _, attribute = name.rpartition(".")
-            module = whole.get_submodule(path)
+            module = skeleton.get_submodule(path)
             setattr(module, attribute, local[name])
             if parameter.spec.experts:
                 parallelize_experts(module, parameter.spec.experts, tp, ep)
@@ -224,39 +224,39 @@ class Stage(ActivationCheckpointing):
         if self.matmul_dtype == torch.bfloat16:
             for name, (parameter, _) in {**self.base_held, **self.unsharded_held}.items():
                 path, _, attribute = name.rpartition(".")
-                if not _only_multiplied(name, parameter, whole):
-                    round_parameter(whole.get_submodule(path), attribute)
+                if not _only_multiplied(name, parameter, skeleton):
+                    round_parameter(skeleton.get_submodule(path), attribute)
 
-    def _chunk(self, whole: Any, number: int, count: int, model: Model) -> Chunk:
+    def _chunk(self, whole_body: Any, number: int, count: int, model: Model) -> Chunk:
         """One of `count` runs of all layers: the same modules in a body of its own, with pass-through modules in place
         of what belongs to other runs."""
         entry, layers = PassThroughLayer(), stage_layers(model.layers, count, number)
         local = {**self.base, **self.unsharded}
-        own = {id(local[name]) for name, (p, _) in {**self.base_held, **self.unsharded_held}.items()
-               if number in chunks(p, model.layers, count)}
-        body, embedding = copy(whole), whole.get_input_embeddings()
-        body._modules = dict(whole._modules)
-        for name, child in whole.named_children():
+        parameter_ids = {id(local[name]) for name, (p, _) in {**self.base_held, **self.unsharded_held}.items()
+                         if number in chunks(p, model.layers, count)}
+        body, embedding = copy(whole_body), whole_body.get_input_embeddings()
+        body._modules = dict(whole_body._modules)
+        for name, child in whole_body.named_children():
             if isinstance(child, nn.ModuleList):
                 setattr(body, name, nn.ModuleList(
                     layer if i in layers else entry if i == layers.start - 1 else PassThroughLayer()
                     for i, layer in enumerate(child)))
             elif (child is not embedding and any(True for _ in child.parameters())
-                  and not any(id(p) in own for p in child.parameters())):
+                  and not any(id(p) in parameter_ids for p in child.parameters())):
                 setattr(body, name, nn.Identity())
         return Chunk(body, entry, layers, number == 0, number == count - 1)
 
 
-def _only_multiplied(name: str, parameter: Parameter, whole: nn.Module) -> bool:
+def _only_multiplied(name: str, parameter: Parameter, skeleton: nn.Module) -> bool:
     """Whether a parameter is read only by matrix products, for which autocast casts it: weights of experts, adapters,
     linear layers and the head."""
     return parameter.spec.experts > 0 or module_of(name) != "" or name == SCORE_WEIGHT or isinstance(
-        whole.get_submodule(name.rpartition(".")[0]), nn.Linear | Conv1D)
+        skeleton.get_submodule(name.rpartition(".")[0]), nn.Linear | Conv1D)
 
 
-def _check_head(whole: Any, model: Model) -> None:
+def _check_head(skeleton: Any, model: Model) -> None:
     """RL0725 for an output embedding with a bias: log-probs are computed from its weight alone."""
-    output = whole.get_output_embeddings()
+    output = skeleton.get_output_embeddings()
     if model.head.vocabulary and getattr(output, "bias", None) is not None:
         raise fail("RL0725", "the output embedding of this family has a bias", place=model.path,
                    help="this is not supported yet; families without one (Llama, Qwen, Mistral, Gemma, ...) are")
