@@ -53,12 +53,12 @@ def probe(spec: PackageSpec) -> Package:
     except Exception as error:  # a package built for another CUDA, torch or Python may raise anything
         first_line = (str(error).splitlines() or [""])[0][:120]
         return Package(spec.title, problem=f"importing it fails ({type(error).__name__}: {first_line})")
-    version = str(getattr(modules[0], "__version__", "")) or _installed_version(spec.title)
-    if not spec.min_version or spec.min_version <= release(version) < (spec.max_version or (1 << 30,)):
-        return Package(spec.title, version or "of unknown version")
+    installed = str(getattr(modules[0], "__version__", "")) or _installed_version(spec.title)
+    if not spec.min_version or spec.min_version <= release(installed) < (spec.max_version or (1 << 30,)):
+        return Package(spec.title, installed or "of unknown version")
     bounds = f"{_dotted(spec.min_version)} or later"
     bounds += f", before {_dotted(spec.max_version)}" if spec.max_version else ""
-    return Package(spec.title, version, f"{spec.required_by or 'this backend'} needs {bounds}")
+    return Package(spec.title, installed, f"{spec.required_by or 'this backend'} needs {bounds}")
 
 
 def _dotted(numbers: Version) -> str:
