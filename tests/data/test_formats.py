@@ -96,6 +96,6 @@ def test_the_order_of_an_epoch_is_that_of_the_plan(n: int, seed: int, epoch: int
 
 
 def test_the_order_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rldsl.runtime.data.epoch_order.BLOCK", 7)
+    monkeypatch.setattr("rldsl.runtime.data.source._BLOCK", 7)
     found = permutation(1000, 3, 1)
     assert tuple(found.tolist()) == partition.permutation(1000, 3, 1) and found.dtype == np.int64
