@@ -52,7 +52,7 @@ def analyse(path: str, text: str, files: Library, read: Callable[[str], str]) ->
 
 
 def _alone(file: ast.File, files: Library, read: Callable[[str], str]) -> tuple[Diagnostic, ...]:
-    """Mistakes of a file that holds no flow: that it holds none is not one of them."""
+    """The errors of a file without a flow; that it has none is not an error here."""
     if any(isinstance(i, ast.Place) for i in file.items):
         return ()
     return tuple(d for d in attempt(file, {}, None, read, files.parse)[1] if d.code != "RL0109")

@@ -1,4 +1,4 @@
-"""What can stand at a place in a text that is being written.
+"""Completions at a place in a text that is being written.
 
 In: the text before the place, the index of the file, the facts. Out: `Item`s, the likeliest kind first.
 """

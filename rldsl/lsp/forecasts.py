@@ -1,6 +1,6 @@
 """Forecasts as an editor needs them: at once or not yet, and a word when there is a new one.
 
-In: questions. Out: the forecasts that are known; others are worked out one after the other in a process of their own,
+In: questions. Out: the forecasts that are known; others are computed one after another in a process of their own,
 the newest question of each file alone.
 """
 
@@ -32,7 +32,7 @@ class Forecasts:
         self._worker: asyncio.subprocess.Process | None = None
 
     def of(self, question: Question) -> Forecast | None:
-        """None while it is being worked out."""
+        """The forecast, or None while it is being computed."""
         known = self.known.get(question.path)
         if known is not None and known[0] == question:
             return known[1]
@@ -42,7 +42,7 @@ class Forecasts:
         return None
 
     def clear(self) -> None:
-        """Files may have changed."""
+        """Forget all forecasts: files may have changed."""
         self._cleared += 1
         self.known.clear()
 

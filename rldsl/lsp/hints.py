@@ -1,4 +1,4 @@
-"""What an editor writes between the words: the level of a value behind its name, a degree that was inferred.
+"""Inlay hints: the level of a value after its name, a degree that was inferred.
 
 In: an analysis. Out: (offset, text).
 """

@@ -1,4 +1,4 @@
-"""Who is who in a file: every name that is bound, and every place where it is used.
+"""The names of a file: every name that is bound, and every place where it is used.
 
 In: a syntax tree, perhaps of a broken text, and a way to the index of an imported file. Out: an `Index`. Nothing is
 judged here; a name that is bound nowhere has no occurrence.
@@ -27,7 +27,7 @@ class Symbol:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What makes it itself: the file and the place."""
+        """The identity of the symbol: its file and place."""
         return self.span.file.name, self.span.start
 
 

@@ -67,7 +67,7 @@ def make() -> Server:
         server.waiting[uri] = asyncio.create_task(later(server, uri))
 
     def again() -> None:
-        """What is imported may have changed for other open files."""
+        """Analyse the other open files again: what they import may have changed."""
         server.analyses.clear()
         server.forecasts.clear()
         for uri in list(server.workspace.text_documents):
@@ -79,7 +79,7 @@ def make() -> Server:
 
     @feature(t.WORKSPACE_DID_CHANGE_WATCHED_FILES)
     def watched(params: t.DidChangeWatchedFilesParams) -> None:
-        """Written by someone else than the editor."""
+        """Files were changed by another program than the editor."""
         again()
 
     @feature(t.TEXT_DOCUMENT_DID_CLOSE)

@@ -56,7 +56,7 @@ class Server(LanguageServer):
             self._ask_again()
 
     def _ask_again(self) -> None:
-        """Tell the editor that code lenses are others now, where it listens to that."""
+        """Tell the editor that code lenses have changed, if it supports that."""
         workspace = self.client_capabilities.workspace
         lens = workspace.code_lens if workspace is not None else None
         if lens is not None and lens.refresh_support:

@@ -1,6 +1,7 @@
-"""Names by what they stand for, so that an editor can colour them: a model is not a value.
+"""Semantic tokens: the kind of each name, so that an editor can colour a model and a value differently.
 
-In: an index. Out: the protocol's flat list, five numbers a token: lines and units since the last, length, type, flags.
+In: an index. Out: the protocol's flat list, five numbers per token: lines and units since the last, length, type,
+flags.
 """
 
 from __future__ import annotations

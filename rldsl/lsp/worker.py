@@ -1,7 +1,7 @@
-"""The process that works out forecasts, so that the language server never waits for one.
+"""The process that computes forecasts, so that the language server never waits for one.
 
-In: questions on standard input, one JSON object a line. Out: forecasts on standard output, one a line, in that order.
-It ends when its input does.
+In: questions on standard input, one JSON object per line. Out: forecasts on standard output, one per line, in that
+order. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def question_line(question: Question) -> bytes:
 
 
 def read_forecast(line: bytes) -> Forecast:
-    """Errors: ValueError, TypeError or KeyError for what no worker wrote."""
+    """The forecast in a line. ValueError, TypeError or KeyError if no worker wrote it."""
     found: dict[str, Any] = json.loads(line)
     return Forecast(**{**found, "calls": tuple(CallCost(**c) for c in found["calls"])})
 

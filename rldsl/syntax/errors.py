@@ -1,5 +1,5 @@
-"""Syntax errors in words of the language (RL0001 to RL0007): what is here, what was expected, and the fix of the
-slips that people make, as a fix where it is sure.
+"""Syntax errors in words of the language (RL0001 to RL0007): what is here, what was expected, and how to fix common
+slips, as an applicable fix if it is certain.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def too_deep(span: Span) -> Diagnostic:
 
 
 def expected(accepted: set[str]) -> str:
-    """The terminals that may stand here, an expression and operators as one word each."""
+    """The terminals that are allowed here, an expression and operators as one word each."""
     rest = accepted - {"UNIT"}
     words = []
     if {"FLOW", "MODEL"} <= rest:
@@ -131,7 +131,7 @@ def expected(accepted: set[str]) -> str:
 
 
 def _character(span: Span, text: str) -> Diagnostic:
-    """A character that no word of the language begins with."""
+    """The diagnostic for a character that no token begins with."""
     c = text[span.start : span.start + 1]
     line_end = text.find("\n", span.start)
     rest = text[span.start : line_end if line_end >= 0 else len(text)]

@@ -39,7 +39,7 @@ _MARKS = ("=", "train", "place", "on", "#")  # in the order in which they stand 
 
 
 class NotTheSame(Exception):
-    """A mistake of the formatter: its result is another program."""
+    """An error of the formatter: its result is another program."""
 
 
 def format(source: SourceFile) -> str:

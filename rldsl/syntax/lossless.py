@@ -201,7 +201,7 @@ class _Reader:
         return words[0], [c for c in children if isinstance(c, Tree)], words[-1]
 
     def _children(self, tree: Tree[Token]) -> Iterator[Word | Tree[Token]]:
-        """Without the newlines; the tokens as Words."""
+        """The children without newlines; tokens become Words."""
         for child in tree.children:
             if isinstance(child, Tree):
                 yield child
@@ -212,7 +212,7 @@ class _Reader:
 
 
 def _trimmed(words: list[Word]) -> tuple[Word, ...]:
-    """Without trailing commas, and without spare brackets in brackets: newlines are free there anyway."""
+    """The words without trailing commas, and without spare brackets in brackets: newlines are free there anyway."""
     kept: list[Word] = []
     around: list[bool] = []  # for each bracket that is open here: whether it stays
     for word, after in zip(words, [*words[1:], None], strict=True):

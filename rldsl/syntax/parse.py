@@ -67,7 +67,7 @@ def parse_recovering(source: SourceFile) -> tuple[ast.File, tuple[Diagnostic, ..
 
 
 def _diagnose(error: UnexpectedInput, source: SourceFile, text: str) -> tuple[Diagnostic, str]:
-    """The message, and the text without what is at fault."""
+    """The diagnostic, and the text without the faulty statement."""
     position = _position(error, text)
     bracket = unclosed(text, position)
     if bracket is not None:  # the line of the error itself may be all right

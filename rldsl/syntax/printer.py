@@ -31,7 +31,7 @@ Piece = Word | Group
 
 
 def print_line(line: Line) -> list[str]:
-    """More than one only if the line is too long or has comments in its brackets."""
+    """The lines of text: more than one only if the line is too long or has comments in its brackets."""
     indent = INDENT * line.depth
     words = needed(line.words)
     long = indent + len(flat(words[: margin(words)])) > WIDTH
@@ -54,12 +54,12 @@ def commented(words: Sequence[Word]) -> bool:
 
 
 def group(words: Sequence[Word]) -> tuple[Piece, ...]:
-    """words with their brackets matched."""
+    """The words, with matching brackets and what is between them as `Group`s."""
     return tuple(p for item in _items(iter(words))[0] for p in item)
 
 
 def _items(words: Iterator[Word]) -> tuple[tuple[tuple[Piece, ...], ...], Word | None]:
-    """Up to the bracket that closes, and it."""
+    """The items up to the closing bracket, and that bracket."""
     items: list[list[Piece]] = [[]]
     for word in words:
         if word.text in (")", "]"):
@@ -85,7 +85,7 @@ def _words(pieces: Sequence[Piece]) -> list[Word]:
 
 
 def _inside(group: Group) -> bool:
-    """There is a comment between the brackets."""
+    """Whether there is a comment between the brackets."""
     return commented(_words([group])[:-1])
 
 

@@ -16,7 +16,7 @@ from rldsl.syntax.errors import FOREIGN, PLACEMENT
 
 
 def slips(file: ast.File) -> tuple[Diagnostic, ...]:
-    """In the order of the text."""
+    """The diagnostics, in the order of the text."""
     return tuple(d for node in ast.walk(file.items) for d in _of(node))
 
 

@@ -1,6 +1,6 @@
 """The parser of the grammar, and its tables as text, so that a later start need not compute them again.
 
-The text is JSON: unlike Lark's own cache it holds no code, so that reading a spoilt file can do no harm. A text that
+The text is JSON: unlike Lark's own cache it holds no code, so that reading a damaged file can do no harm. A text that
 does not fit this grammar, this Lark or this Python is not read.
 """
 
@@ -31,7 +31,7 @@ def dump(parser: Lark, grammar: str) -> str:
 
 
 def load(text: str, grammar: str, postlex: PostLex) -> Lark | None:
-    """The parser that `dump` wrote, or None where the text is not that of this grammar."""
+    """The parser that `dump` wrote; None if the text does not belong to this grammar."""
     try:
         found = json.loads(text)
         if found["key"] != key(grammar):

@@ -1,4 +1,4 @@
-"""Small collectives by which ranks agree: on whether anything went wrong, and on what only one of them looked up.
+"""Small collectives by which ranks agree: on whether anything went wrong, and on what only one of them has read.
 
 In: what this rank knows. Out: the same on every rank of the group. `group` is as in `World.group`: None for this rank
 alone, `dist.group.WORLD` for the whole world. Every rank of the group calls these together.

@@ -59,7 +59,7 @@ class ArrowTable:
         return found
 
     def _same(self, part: ArrowFile) -> None:
-        """To read mapped memory of a file that was cut short would end the process."""
+        """RL0752 if a file has changed: reading mapped memory of a truncated file would end the process."""
         if part.stamp is not None:
             with open_file(part.path) as file:
                 if file_stamp(file.fileno()) != part.stamp:
@@ -154,7 +154,7 @@ def _firsts(counts: list[int]) -> np.ndarray:
 
 
 def _check_schema(pa: Any, schema: Any, check: RowCheck, file: str) -> None:
-    """What is wrong with whole columns is said once."""
+    """Report once what is wrong with whole columns."""
     types = {f.name: f.type for f in schema}
     for role, name in [*check.needs.roles.items(), *(("", n) for n in check.needs.numbers)]:
         if name not in types:
@@ -165,7 +165,7 @@ def _check_schema(pa: Any, schema: Any, check: RowCheck, file: str) -> None:
 
 
 def _may_hold(pa: Any, kind: Any) -> bool:
-    """Text, or lists of something, which are judged row by row."""
+    """Whether a column may hold the texts that are needed: it has texts, or lists, which are checked row by row."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     tests = ("is_string", "is_large_string", "is_string_view", "is_list", "is_large_list", "is_null")
     return any(getattr(pa.types, test)(kind) for test in tests if hasattr(pa.types, test))

@@ -1,4 +1,4 @@
-"""Opening the files of data sources, and telling whether they changed.
+"""Opening the files of data sources, and checking whether they have changed.
 
 Codes: RL0741 cannot be opened, RL0752 changed during the run.
 """

@@ -37,7 +37,7 @@ def scan(path: str, needs: RowNeeds) -> ScannedFile:
 
 
 def _ends(file: str) -> None:
-    """RL0754 where a stream has no end: cut off between two batches, it would be read as a shorter one."""
+    """RL0754 if a stream has no end: one that was cut off between two batches would be read as a shorter one."""
     with read_file(file) as opened:
         opened.seek(max(0, opened.seek(0, 2) - len(END)))
         if opened.read() != END:

@@ -1,4 +1,4 @@
-"""JSON-lines files: one object a line, checked once, read by row afterwards.
+"""JSON-lines files: one object per line, checked once, read by row afterwards.
 
 In: a path and what the program needs of a row. Out: a table of byte offsets, 8 bytes a row; rows are read when asked
 for, so the file is never in memory. Blank lines are skipped; a byte-order mark is allowed.
@@ -26,7 +26,7 @@ from rldsl.runtime.data.row_schema import Row, RowCheck, RowNeeds, ScannedFile, 
 BLOCK = 1 << 20  # bytes read at once
 
 class NotJson(ValueError):
-    """What Python's reader takes and JSON does not have, or what would be lost in a dict."""
+    """What Python's reader accepts although JSON does not have it, or what would be lost in a dict."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Row:
@@ -115,7 +115,7 @@ def _blocks(file: Any) -> Iterator[tuple[bytes, np.ndarray]]:
 
 
 def _plain(raw: bytes) -> Row | None:
-    """The usual line, quickly: an object from its first byte to its last."""
+    """The object in a line, by a quick check that most lines pass; None if the line needs the full one."""
     try:
         text = raw.decode()
         row, end = _DECODER.raw_decode(text)
@@ -143,7 +143,7 @@ def parse(raw: bytes, place: str) -> Row | Diagnostic:
 
 
 def _format(raw: bytes) -> str:
-    """Advice where a file looks like another format."""
+    """Advice if a file looks like another format."""
     if raw.startswith(b"PAR1"):
         return "this is a Parquet file: read it with `parquet(...)`"
     if raw.lstrip().startswith(b"["):

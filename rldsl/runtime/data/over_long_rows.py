@@ -55,7 +55,7 @@ def _limits(data: Data) -> str:
 
 
 def _excess(data: Data, table: Table, tokens: Tokens, rows: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """Each row, and what of it is too long."""
+    """For each row, what of it is too long."""
     for first in range(0, len(rows), AT_ONCE):
         numbers = list(rows[first : first + AT_ONCE])
         read = table.read(numbers)

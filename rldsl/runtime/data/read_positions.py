@@ -40,7 +40,7 @@ class SourceReading:
 
     @classmethod
     def of(cls, source: Source, digest: str = "") -> SourceReading:
-        """digest: of its files, where it is known already."""
+        """How `source` is read. digest: of its files, if it is known already."""
         data, files = source.data, [Path(f) for f in FILES[source.data.format](source.data.path)]
         size = sum(f.stat().st_size for f in files)
         return cls(data.format, data.path, data.row_format, data.batch, data.shuffle, len(source.table), size,
@@ -48,7 +48,7 @@ class SourceReading:
 
     @classmethod
     def read(cls, held: Any) -> SourceReading:
-        """From JSON. TypeError, ValueError: it is something else."""
+        """A record from JSON. TypeError or ValueError if it is something else."""
         found = cls(**held)
         wrong = [f.name for f in fields(cls) if type(getattr(found, f.name)).__name__ != f.type]
         if wrong:

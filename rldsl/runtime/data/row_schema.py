@@ -46,7 +46,7 @@ class RowNeeds:
     numbers: tuple[str, ...] = ()  # columns with a finite number (or true or false) in every row
 
     def among(self, there: Collection[str]) -> RowNeeds:
-        """With ReaL's names of the two sides of pairs where a file has these and not ours."""
+        """The same needs, with ReaL's names of the two sides of pairs if a file has these and not ours."""
         if not SIDES.keys() <= self.roles.keys() or not set(SIDES.values()) <= set(there):
             return self
         if any(self.roles[role] != role or role in there for role in SIDES):
@@ -109,7 +109,7 @@ class RowCheck:
 
 
 def _plainly_fits(row: Row, roles: Mapping[str, str]) -> bool:
-    """The usual row, in which all is text: nothing more needs to be looked at."""
+    """Whether all that is needed is text, as in most rows: then nothing else has to be checked."""
     for role, name in roles.items():
         value = row.get(name)
         if type(value) is not str or not value and role == "prompt":
@@ -118,7 +118,7 @@ def _plainly_fits(row: Row, roles: Mapping[str, str]) -> bool:
 
 
 def _whole(text: str) -> bool:
-    """Not so with half a surrogate pair, which JSON can escape and no tokenizer takes."""
+    """Whether a text has no half of a surrogate pair, which JSON can escape and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -135,7 +135,7 @@ def several(value: Any) -> bool:
 
 
 def check_row(row: Row, place: str, needs: RowNeeds) -> list[Diagnostic]:
-    """What is wrong with a row."""
+    """The errors of a row."""
     found = [_column(row, role, name, place) for role, name in needs.roles.items()]
     found += [_number(row, name, place) for name in needs.numbers]
     wrong = [d for d in found if d is not None]
@@ -146,7 +146,7 @@ def check_row(row: Row, place: str, needs: RowNeeds) -> list[Diagnostic]:
 
 
 def missing(role: str, name: str, there: Sequence[str], place: str) -> Diagnostic:
-    """role: "" for a column of numbers."""
+    """RL0746 for a missing column. role: "" for a column of numbers."""
     shown = ", ".join(f"`{k}`" for k in there) or "none"
     near = get_close_matches(name, there, n=1, cutoff=0.5)
     if not role:
@@ -223,7 +223,7 @@ def _text_of(value: Any, what: str, place: str) -> Diagnostic | None:
 
 
 def _sides(row: Row, roles: Mapping[str, str], place: str) -> Diagnostic | None:
-    """Both sides are one answer, or lists of the same length."""
+    """RL0757 unless both sides are one answer, or lists of the same length."""
     if "chosen" not in roles:
         return None
     counts = [len(row[roles[side]]) if several(row[roles[side]]) else 0 for side in SIDES]
@@ -236,7 +236,7 @@ def _sides(row: Row, roles: Mapping[str, str], place: str) -> Diagnostic | None:
 
 
 def _chat_after_text(row: Row, roles: Mapping[str, str], place: str) -> Diagnostic | None:
-    """RL0747 where an answer is chat and its prompt is text."""
+    """RL0747 if an answer is chat and its prompt is text."""
     if not isinstance(row.get(roles["prompt"]), str):
         return None
     for role, name in roles.items():

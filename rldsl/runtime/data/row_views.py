@@ -1,6 +1,6 @@
 """Rows made of the rows of a table: the pairs of a row with many answers, and the rows that are kept.
 
-In: a table and numbers. Out: a table. Both hold 8 bytes a row at most and no row.
+In: a table and numbers. Out: a table. Both hold at most 8 bytes per row, and no row.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Tokens:
         return end_tokens(self.directory, self.tokenizer)
 
     def prompts(self, rows: Sequence[Row], place: RowLocation) -> list[list[int]]:
-        """With the special tokens that the tokenizer puts before a text."""
+        """The ids of the rows' prompts, with the special tokens that the tokenizer puts before a text."""
         values = [row[self.roles["prompt"]] for row in rows]
         found = self._each(values, lambda i: self._ids(self._chat(values[i], place(i)), special=False), special=True)
         for i, (value, ids) in enumerate(zip(values, found, strict=True)):
@@ -47,7 +47,7 @@ class Tokens:
         return found
 
     def answers(self, rows: Sequence[Row], role: str, place: RowLocation) -> list[list[int]]:
-        """With the end of the sequence."""
+        """The ids of the rows' answers, with the end of the sequence."""
         name, prompt = self.roles[role], self.roles["prompt"]
         values = [row[name] for row in rows]
         found = self._each(values, lambda i: self._turns(rows[i][prompt], values[i], place(i)), special=False)
@@ -55,7 +55,7 @@ class Tokens:
                 for value, ids in zip(values, found, strict=True)]
 
     def _each(self, values: Sequence[Any], chat: Callable[[int], list[int]], special: bool) -> list[list[int]]:
-        """Texts in one call of the tokenizer, which works on them side by side; the others one by one."""
+        """The ids of each value. Texts are tokenized in one call, which is parallel; other values one by one."""
         texts = [value for value in values if isinstance(value, str)]
         ids = iter(self._ids(texts, special) if texts else [])
         return [next(ids) if isinstance(value, str) else chat(i) for i, value in enumerate(values)]

@@ -1,7 +1,8 @@
 """The files of a post-mortem, under `OUT/postmortem`.
 
 In: dumps and heartbeats. Out: one small JSON file per rank, complete or not there. A dump that the disk refuses is
-lost: it must not keep a rank from ending. """
+lost: it must not keep a rank from ending.
+"""
 
 from __future__ import annotations
 

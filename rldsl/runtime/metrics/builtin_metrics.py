@@ -74,7 +74,7 @@ class Meter:
         self._iterations[loop][-1] += 1
 
     def finish(self, step: StepState, seconds: float) -> dict[str, float]:
-        """The numbers of the step, which took so many seconds; then begin the next."""
+        """The numbers of the step, then begin the next. seconds: the duration of the step."""
         phases = dict(self.seconds)
         found: dict[str, float] = {f"time/{phase}": round(s, 4) for phase, s in phases.items()}
         found["time/rest"] = round(max(seconds - sum(phases.values()), 0.0), 4)
@@ -128,7 +128,7 @@ def _bytes(items: Sequence[Item], number: int, iterations: Mapping[str, list[int
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that this rank has held so far: of its GPU what tensors took, on CPU that of the process."""
+    """The most bytes that this rank has used so far: by tensors on its GPU, or by the process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource

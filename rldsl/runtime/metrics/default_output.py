@@ -26,7 +26,7 @@ def free_output(file: str) -> Path:
 
 
 def newest_output(file: str) -> Path | None:
-    """The directory of the run that was started or resumed last; None where there is none."""
+    """The directory of the run that was started or resumed last; None if there is none."""
     found = [(_last_start(out), number, out) for number, out in _directories(file) if os.path.lexists(out / RECORD)]
     return max(found)[2] if found else None
 
@@ -56,6 +56,6 @@ def _is_taken(out: Path) -> bool:
 
 
 def _last_start(out: Path) -> str:
-    """UTC, ISO 8601; "" where the record does not say."""
+    """When the run was last started: UTC, ISO 8601; "" if the record does not say."""
     held = read_record(out) or {}
     return max(str(held.get("started", "")), *map(str, held.get("resumed", [])), "")

@@ -38,7 +38,7 @@ def truncate(file: Path, step: int) -> list[int]:
 
 
 def _step(line: str) -> int:
-    """-1: none."""
+    """The step of a line; -1 if it has none."""
     try:
         held = json.loads(line)
     except (ValueError, RecursionError):

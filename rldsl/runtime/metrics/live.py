@@ -1,6 +1,6 @@
 """A run seen on a terminal: progress with ETA, time of each phase, a curve of the reward, the latest numbers.
 
-In: the lines of metrics as they come, and what this rank is doing. Out: a picture that is drawn over itself. Nothing
+In: the lines of metrics as they come, and what this rank is doing. Out: a view that is redrawn in place. Nothing
 else of the runtime imports rich, and only a rank that logs to a terminal does.
 """
 
@@ -29,7 +29,7 @@ CURVE, SHOWN = 48, 8  # points of the curve; numbers shown
 
 @dataclass(frozen=True, slots=True)
 class ViewState:
-    """All that the picture shows."""
+    """Everything that the view shows."""
 
     name: str                                             # of the run
     steps: int                                            # of the whole run
@@ -68,7 +68,7 @@ def clock(seconds: float | None) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One character a value, lowest to highest; what is not a number is a gap."""
+    """One character per value, lowest to highest; what is not a number is a gap."""
     real = [v for v in values if abs(v) < float("inf")]
     if not real:
         return " " * len(values)
@@ -91,7 +91,7 @@ def shares(line: Mapping[str, float], width: int) -> list[tuple[str, int]]:
 
 
 def picture(seen: ViewState, width: int = 80) -> RenderableType:
-    """width: columns there are."""
+    """The live view as rich draws it. width: columns of the terminal."""
     rate = seen.line.get("tokens_per_second") if seen.line else None
     head = Table.grid(padding=(0, 1))
     head.add_row(Text(seen.name, "bold"), ProgressBar(total=seen.steps, completed=seen.step, width=max(10, width - 62)),
@@ -127,7 +127,7 @@ def _numbers(seen: ViewState, width: int) -> list[RenderableType]:
 
 
 def usable(stream: TextIO) -> bool:
-    """Whether a picture can be drawn over itself there."""
+    """Whether a terminal supports a view that is redrawn in place."""
     return not Console(file=stream).is_dumb_terminal
 
 
@@ -161,7 +161,7 @@ class LiveView:
         self._seen = replace(self._seen, seconds=self._now() - self._since).with_line(line)
 
     def close(self) -> None:
-        """Leave the last picture on the terminal."""
+        """Leave the last view on the terminal."""
         self._seen = replace(self._seen, doing="")
         self._live.stop()
         if isinstance(self._stream, Tee):

@@ -10,7 +10,7 @@ FIRST = ("reward", "score", "accuracy", "kl", "loss")  # what a progress line sh
 
 
 def display_order(name: str) -> int:
-    """Its place in the order."""
+    """The position of a metric in the order; lower comes first."""
     return next((i for i, end in enumerate(FIRST) if name.endswith(end)), len(FIRST))
 
 

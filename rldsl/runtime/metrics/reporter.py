@@ -64,7 +64,7 @@ class _Line:
 
 
 class Reporter:
-    """One rank's. `with` ends it: what is open is closed, and the terminal is left in order."""
+    """The reporter of one rank. Leaving its `with` block closes its files and restores the terminal."""
 
     def __init__(self, context: RunContext, step: StepState, data: DataReader, options: ReportOptions,
                  stream: TextIO | None = None):

@@ -83,7 +83,7 @@ class RunLock:
         self.release()
 
     def release(self) -> None:
-        """The directory is free again, if it is still ours."""
+        """Release the directory, if it is still ours."""
         self._done.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=1.0)
@@ -222,7 +222,7 @@ def _heartbeat(file: Path) -> float | None:
 
 
 def _content(file: Path) -> bytes:
-    """A link is not followed. OSError."""
+    """The contents of a file; a link is not followed. OSError."""
     handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         return os.read(handle, LARGEST)
@@ -231,7 +231,7 @@ def _content(file: Path) -> bytes:
 
 
 def _read(file: Path) -> Owner | None:
-    """None: there is no lock, or one that is damaged or not ours."""
+    """The owner that a lock names; None if there is no lock, or one that is damaged or not from this program."""
     try:
         held = json.loads(_content(file))
         owner = Owner(**held)
@@ -242,7 +242,7 @@ def _read(file: Path) -> Owner | None:
 
 
 def _token(file: Path) -> str:
-    """"" for a lock that is damaged. FileNotFoundError, OSError."""
+    """The token of a lock; "" if it is damaged. FileNotFoundError, OSError."""
     try:
         _content(file)
     except FileNotFoundError:
@@ -290,7 +290,7 @@ def is_alive(pid: int, since: str | None) -> bool:
 
 
 def _is_zombie(pid: int) -> bool:
-    """Whether it has ended, and only waits for its parent to notice."""
+    """Whether a process has ended and only its parent has not noticed yet."""
     try:
         return Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (OSError, ValueError, TypeError, IndexError, OverflowError):

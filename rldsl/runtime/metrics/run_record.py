@@ -105,7 +105,7 @@ def _run_description(held: dict[str, Any]) -> str:
 
 
 def last_checkpoint(out: Path) -> int | None:
-    """The step of the newest one."""
+    """The step of the newest checkpoint; None if there is none."""
     names = (file.parent.name[5:] for file in (out / "checkpoints").glob("step-*/checkpoint.json"))
     return max((int(name) for name in names if name.isdecimal()), default=None)
 
@@ -192,7 +192,7 @@ def remove_earlier_run(out: Path, world: int) -> None:
 
 
 class RunRecord:
-    """`run.json` of the run under way, kept by rank 0."""
+    """`run.json` of the current run, written by rank 0."""
 
     def __init__(self, out: Path, file: PlanFile, plan: Plan, devices: Sequence[str], command: Sequence[str],
                  continues: bool):

@@ -80,7 +80,7 @@ class Samples:
             data.source(context.frames[source.frame].data)  # its tokenizer; what is wrong with it is found now
 
     def frees(self, step: StepState, event: Event) -> None:
-        """Before the event: its buffers are about to go."""
+        """Take samples from the buffers that the event is about to free."""
         for buffer in event.frees:
             self._keep(step, buffer)
 

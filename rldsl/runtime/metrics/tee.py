@@ -18,7 +18,7 @@ COLOUR = re.compile("(\x1b\\[[0-9;]{0,8}m)")  # one group: `split` returns the s
 
 
 class Tee:
-    """A text stream. screen: where it was going; a live view puts itself in its place."""
+    """A text stream. screen: where its text was going; a live view replaces this stream."""
 
     def __init__(self, screen: TextIO, log: TextIO):
         self.screen = screen
@@ -36,7 +36,7 @@ class Tee:
         self.screen.flush()
 
     def _log(self, work: Callable[[TextIO], object]) -> None:
-        """A full disk ends the log, not the run: whoever writes the run's files reports it (RL0708), on the screen."""
+        """Write to the log. A full disk ends the log, not the run: what writes the run's files reports it (RL0708)."""
         if self.log is None:
             return
         try:

@@ -3,7 +3,8 @@
 In: a run's directory, or that of one checkpoint. Out: a `LoadedCheckpoint`, equal on all ranks: the newest checkpoint
 whose files are all as they were written. Each rank reads the boxes that it needs, by intersection, whatever ranks wrote
 them. A manifest or a file that somebody else wrote is damage like any other: what is read is checked before it is used.
-Errors: RL0760 there is none, RL0761 it is damaged, RL0762 it belongs to another program, RL0766 ranks see others. """
+Errors: RL0760 there is none, RL0761 it is damaged, RL0762 it belongs to another program, RL0766 ranks see others.
+"""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def manifest_text(facts: Mapping[str, Any]) -> str:
 
 
 def read_manifest(data: bytes) -> Manifest:
-    """ValueError: it is damaged; the message says what is wrong."""
+    """The manifest in a text. ValueError if it is damaged; the message says what is wrong."""
     try:
         held = json.loads(data, object_pairs_hook=_unique)
     except RecursionError:

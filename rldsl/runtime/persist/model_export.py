@@ -135,7 +135,7 @@ def _aside(final: Path) -> Path:
 
 
 def _fresh(partial: Path, final: Path) -> None:
-    """An empty place to write to; and the checkpoint back in its place, when a run ended between the two renames."""
+    """An empty directory to write to. Also restores the checkpoint, if a run ended between the two renames."""
     if _aside(final).exists() and not final.exists():
         os.replace(_aside(final), final)
     if is_foreign(final):  # it was not there before the first step

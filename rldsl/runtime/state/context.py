@@ -24,7 +24,7 @@ ShardKey = tuple[str, str]  # model, layout
 
 @dataclass(frozen=True)
 class RunContext:
-    """The same object is shared by everything that runs on a rank."""
+    """What never changes during a run; one object, shared by everything that runs on a rank."""
 
     # the whole plan, of all ranks
     plan: Plan

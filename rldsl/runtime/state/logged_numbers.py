@@ -34,7 +34,7 @@ class Arrival:
 
     @staticmethod
     def now() -> Arrival:
-        """One that is complete from the start."""
+        """An arrival that is complete from the start."""
         made = Arrival()
         made._there.set()
         return made
@@ -51,7 +51,7 @@ class Arrival:
         return self._there.is_set()
 
     def wait(self) -> None:
-        """Until it has arrived. Raises what the wait for it raised."""
+        """Block until it has arrived. Raises what the wait for it raised."""
         self._there.wait()
         if self._error is not None:
             raise self._error
@@ -65,7 +65,7 @@ class Arrivals:
         self._thread: threading.Thread | None = None
 
     def expect(self, wait: Callable[[], Any]) -> Arrival:
-        """wait: returns when it is there."""
+        """Expect something. wait: returns when it has arrived."""
         if self._thread is None:  # a daemon: where a peer has died, the message never comes
             self._thread = threading.Thread(target=self._run, name="rldsl-metrics", daemon=True)
             self._thread.start()
@@ -91,7 +91,7 @@ class SentLogs:
             self._under_way.popleft().wait()
 
     def finish(self) -> None:
-        """Wait for all."""
+        """Wait until all messages have been taken."""
         while self._under_way:
             self._under_way.popleft().wait()
 
