@@ -51,14 +51,20 @@ def balance(sizes: Mapping[tuple[Taker, ...], int],
     polymatroid (Fujishige 1980)."""
     total = dict(loads)
     shares = {takers: (0,) * len(takers) for takers in sizes}
-    order = sorted(sizes, key=lambda takers: (len(takers), takers))
-    for _ in range(SWEEPS):
-        before = dict(shares)
-        for takers in order:
+    shared = sorted((takers for takers in sizes if len(takers) > 1), key=lambda takers: (len(takers), takers))
+    for takers, amount in sizes.items():
+        if len(takers) == 1:  # there is no choice
+            shares[takers] = (amount,)
+            total[takers[0]] = total.get(takers[0], 0) + amount
+    for _ in range(SWEEPS if shared else 0):
+        changed = False
+        for takers in shared:
             others = [total.get(who, 0) - x for who, x in zip(takers, shares[takers], strict=True)]
-            shares[takers] = water_fill(others, sizes[takers])
-            total.update((who, o + x) for who, o, x in zip(takers, others, shares[takers], strict=True))
-        if shares == before:
+            share = water_fill(others, sizes[takers])
+            if share != shares[takers]:
+                shares[takers], changed = share, True
+                total.update((who, o + x) for who, o, x in zip(takers, others, share, strict=True))
+        if not changed:
             break
     return shares
 

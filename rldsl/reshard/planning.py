@@ -20,11 +20,12 @@ from functools import lru_cache
 
 from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh, Model
 from rldsl.plan.notation import degrees_text
+from rldsl.reshard.arrivals import Wanted, WantedList, forwarded_by_device
 from rldsl.reshard.box_classes import BoxClass, box_classes
 from rldsl.reshard.intra_node import Needs, elements_arriving, node_group
 from rldsl.reshard.load_balance import Share, balance, cut_at
 from rldsl.reshard.node_groups import CellPairs, MeshView, node_groups
-from rldsl.reshard.records import CellSender, ReshardPlan, TreeSupply, arrivals_by_device, forwarded_by_device
+from rldsl.reshard.records import CellSender, FamilyTrees, FewerElements, NodeGroup, ReshardPlan, Supplies
 from rldsl.sharding.boxes import Cell
 
 MIN_GAIN = 1.125  # forwarding along trees costs rounds: it must lighten the busiest rank by this factor
@@ -51,9 +52,8 @@ def _plan_reshard(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_me
                   devices_per_node: int) -> ReshardPlan:
     src_view, dst_view = MeshView.of(src, src_mesh), MeshView.of(dst, dst_mesh)
     classes = box_classes(model, src, dst)
-    sizes, order = [c.size for c in classes], _adjacent_by_holders(classes)
-    held_by, needed_by = _by_holder(classes), _by_needers(classes)
-    groups = (node_group(sizes, nodes, cells, _needs(cells, held_by, needed_by, order))
+    needs = _NodeNeeds(classes)
+    groups = (node_group(needs.sizes, nodes, cells, needs.of(cells))
               for cells, nodes in node_groups(src_view, dst_view, devices_per_node).items())
     plan = _choose_tree_size(ReshardPlan(devices_per_node, src_view, dst_view, classes, tuple(groups), {}, {}))
     return replace(plan, busiest=_busiest(plan))
@@ -68,14 +68,6 @@ def _by_holder(classes: Sequence[BoxClass]) -> Mapping[Cell, Sequence[int]]:
     return held
 
 
-def _by_needers(classes: Sequence[BoxClass]) -> Mapping[tuple[Cell, ...], Sequence[int]]:
-    """Destination cells -> the numbers of the classes that exactly these cells need."""
-    needed: dict[tuple[Cell, ...], list[int]] = defaultdict(list)
-    for i, box_class in enumerate(classes):
-        needed[box_class.needers].append(i)
-    return needed
-
-
 def _adjacent_by_holders(classes: Sequence[BoxClass]) -> Sequence[int]:
     """The position of each class when classes with the same holders are adjacent, so that a device hears from few
     peers. Compared by zero shard first: all zero shards hold what is not divided otherwise."""
@@ -84,27 +76,56 @@ def _adjacent_by_holders(classes: Sequence[BoxClass]) -> Sequence[int]:
     return [position for _, position in sorted(zip(order, range(len(classes)), strict=True))]
 
 
-def _needs(cells: CellPairs, held_by: Mapping[Cell, Sequence[int]], needed_by: Mapping[tuple[Cell, ...], Sequence[int]],
-           order: Sequence[int]) -> Needs:
-    """What the devices of a node lack. cells: of each device, under source and destination."""
-    devices_at = defaultdict[Cell, list[int]](list)  # destination cell -> devices
-    holders = defaultdict[int, list[int]](list)  # class -> devices that hold it
-    for device, (src_cell, dst_cell) in enumerate(cells):
-        if dst_cell is not None:
-            devices_at[dst_cell].append(device)
-        for i in held_by.get(src_cell, ()) if src_cell is not None else ():
-            holders[i].append(device)
-    remote = defaultdict[tuple[int, ...], list[int]](list)  # devices that lack them -> classes from other nodes
-    local: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # class -> (devices that hold, that lack it)
-    for needers, numbers in needed_by.items():
-        devices = tuple(sorted(d for cell in needers for d in devices_at.get(cell, ())))
-        if devices:
-            remote[devices] += [i for i in numbers if i not in holders]
-            for i in (i for i in numbers if i in holders):
-                if lacking := tuple(d for d in devices if d not in holders[i]):
-                    local[i] = tuple(holders[i]), lacking
-    return Needs({devices: sorted(numbers, key=order.__getitem__) for devices, numbers in remote.items() if numbers},
-                 dict(sorted(local.items())))
+class _NodeNeeds:
+    """What the devices of a node lack. What devices want depends on their destination cells alone, so it is found once
+    for all nodes with the same; what they hold already is looked up node by node."""
+
+    def __init__(self, classes: Sequence[BoxClass]):
+        self.sizes = [c.size for c in classes]
+        self.held_by, self.order = _by_holder(classes), _adjacent_by_holders(classes)
+        self.needed_by: dict[tuple[Cell, ...], list[int]] = defaultdict(list)  # cells -> classes that just these need
+        for i, box_class in enumerate(classes):
+            self.needed_by[box_class.needers].append(i)
+        self.with_cell: dict[Cell, list[int]] = defaultdict(list)  # cell -> positions in `needed_by`
+        for position, needers in enumerate(self.needed_by):
+            for cell in needers:
+                self.with_cell[cell].append(position)
+        self.needers = tuple(self.needed_by)
+        self.known: dict[tuple[Cell | None, ...], Wanted] = {}  # destination cells of the devices -> what they want
+
+    def of(self, cells: CellPairs) -> Needs:
+        """cells: of each device, under source and destination."""
+        dst_cells = tuple(dst for _, dst in cells)
+        if dst_cells not in self.known:
+            self.known[dst_cells] = self._wanted(dst_cells)
+        wanted = self.known[dst_cells]
+        holders = defaultdict[int, list[int]](list)  # wanted class -> devices that hold it
+        for device, (src_cell, _) in enumerate(cells):
+            for i in self.held_by.get(src_cell, ()) if src_cell is not None else ():
+                if i in wanted.places:
+                    holders[i].append(device)
+        held: list[list[int]] = [[] for _ in wanted.lists]
+        local: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # class -> (devices that hold, that lack it)
+        for i, devices in sorted(holders.items()):
+            at, position = wanted.places[i]
+            held[at].append(position)
+            if lacking := tuple(d for d in wanted.lists[at].needers if d not in devices):
+                local[i] = tuple(devices), lacking
+        return Needs(wanted, tuple(tuple(sorted(positions)) for positions in held), local)
+
+    def _wanted(self, cells: Sequence[Cell | None]) -> Wanted:
+        devices_at = defaultdict[Cell, list[int]](list)
+        for device, cell in enumerate(cells):
+            if cell is not None:
+                devices_at[cell].append(device)
+        found = defaultdict[tuple[int, ...], list[int]](list)  # devices -> classes that just these want
+        for position in sorted({x for cell in devices_at for x in self.with_cell.get(cell, ())}):
+            needers = self.needers[position]
+            devices = tuple(sorted(d for cell in needers for d in devices_at.get(cell, ())))
+            found[devices] += self.needed_by[needers]
+        return Wanted(tuple(WantedList(devices, tuple(numbers), tuple(self.sizes[i] for i in numbers))
+                            for devices, unordered in found.items()
+                            for numbers in (sorted(unordered, key=self.order.__getitem__),)))
 
 
 # --------------------------------------------------------------------------------------------- over the network
@@ -150,14 +171,17 @@ def _with_trees(plan: ReshardPlan, nodes_per_tree: int, received: int) -> Reshar
     what one rank may send without becoming the bottleneck."""
     # 1. how many trees each group needs
     trees = [-(-len(group.nodes) // nodes_per_tree) if group.arrivals else len(group.nodes) for group in plan.groups]
+    families = _families(plan.groups, trees)
     # 2. how often each class leaves its holders
-    copies: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
+    for wanted, family in families:
+        counts.update(dict.fromkeys(wanted.places, family.ends[-1]))
     for group, count in zip(plan.groups, trees, strict=True):
-        for i in group.arrivals:
-            copies[i] += count
+        counts.subtract(dict.fromkeys(group.arrivals.held_classes(), count))
+    copies = {i: count for i, count in sorted(counts.items()) if count}
     # 3. split these copies evenly over the holder cells
     by_holders: dict[tuple[Cell, ...], list[tuple[int, int]]] = defaultdict(list)
-    for i, count in sorted(copies.items()):
+    for i, count in copies.items():
         by_holders[plan.classes[i].holders].append((i, plan.classes[i].size * count))
     sent_parts: dict[int, list[Share]] = {i: [] for i in copies}
     totals = {holders: sum(size for _, size in items) for holders, items in by_holders.items()}
@@ -166,32 +190,44 @@ def _with_trees(plan: ReshardPlan, nodes_per_tree: int, received: int) -> Reshar
             start, stop = start // copies[i], stop // copies[i]
             if start < stop:
                 sent_parts[i].append(Share(who, start, stop))
-    # 4. elements that each cell sends to each tree of each group
-    per_tree: dict[Cell, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    # 4. elements that each cell sends to each tree of a group: by family, and less for groups that hold some of it
+    per_family: dict[Cell, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    less: dict[Cell, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for number, (wanted, _) in enumerate(families):
+        for i in wanted.places:
+            for who, start, stop in sent_parts.get(i, ()):
+                per_family[plan.classes[i].holders[who]][number] += stop - start
     for group_index, group in enumerate(plan.groups):
-        for i in group.arrivals:
-            for who, start, stop in sent_parts[i]:
-                per_tree[plan.classes[i].holders[who]][group_index] += stop - start
+        for i in group.arrivals.held_classes():
+            for who, start, stop in sent_parts.get(i, ()):
+                less[plan.classes[i].holders[who]][group_index] += stop - start
+    supplies = {cell: Supplies(tuple((families[number][1], size) for number, size in sorted(per_family[cell].items())),
+                               tuple(FewerElements(g, trees[g], size) for g, size in sorted(less[cell].items())))
+                for cell in sorted(per_family)}
     # 5. one record per cell, with as few sending ranks as keep each below the busiest receiver
-    sent_by_cell = (sum(trees[g] * size for g, size in by_group.items()) for by_group in per_tree.values())
-    limit = max(received, *(-(-size // plan.src.replicas) for size in sent_by_cell))
-    senders = {}
-    for cell in sorted(per_tree):
-        offset, supplies = 0, []
-        for group_index, size in sorted(per_tree[cell].items()):
-            supplies.append(TreeSupply(group_index, trees[group_index], size, offset))
-            offset += trees[group_index] * size
-        senders[cell] = CellSender(offset, min(plan.src.replicas, -(-offset // limit)), tuple(supplies))
+    totals_sent = {cell: size for cell, supply in supplies.items() if (size := supply.elements())}
+    limit = max(received, *(-(-size // plan.src.replicas) for size in totals_sent.values()))
+    senders = {cell: CellSender(size, min(plan.src.replicas, -(-size // limit)), supplies[cell])
+               for cell, size in totals_sent.items()}
     groups = tuple(replace(group, num_trees=n) for group, n in zip(plan.groups, trees, strict=True))
     return replace(plan, groups=groups, sent_parts={i: tuple(parts) for i, parts in sent_parts.items()},
                    senders=senders)
+
+
+def _families(groups: Sequence[NodeGroup], trees: Sequence[int]) -> Sequence[tuple[Wanted, FamilyTrees]]:
+    """The groups that want the same, and the trees of each."""
+    members: dict[int, list[int]] = defaultdict(list)
+    for group_index, group in enumerate(groups):
+        members[id(group.arrivals.wanted)].append(group_index)
+    return [(groups[found[0]].arrivals.wanted, FamilyTrees(tuple(found), tuple(trees[g] for g in found)))
+            for found in members.values()]
 
 
 def _busiest(plan: ReshardPlan) -> int:
     """The most elements that one rank sends or receives; an upper bound where it also forwards."""
     most = max((-(-s.size // s.num_senders) for s in plan.senders.values()), default=0)
     for group in plan.groups:
-        arrived = arrivals_by_device(group.arrivals.values())
+        arrived = group.arrivals.by_device()
         sent, received = forwarded_by_device(arrived), Counter[int]()
         for needers, parts in arrived.items():
             received.update(dict.fromkeys(needers, sum(parts.values())))

@@ -1,31 +1,23 @@
 """Who sends which part of every box class to whom: one record per node group and per cell.
 
 Records that `planning.py` makes and `transfer_slices.py` reads. Every machine computes the same ones. Their size
-depends on degrees and groups of parameters, not on the number of ranks or layers.
+depends on degrees and groups of parameters, not on the number of layers; what node groups have in common is one record
+for all of them, so the size grows with cells plus groups, and not with their product.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
+from rldsl.reshard.arrivals import Arrivals, IntraNodeCopy
 from rldsl.reshard.box_classes import BoxClass
 from rldsl.reshard.load_balance import Share
 from rldsl.reshard.node_groups import CellPairs, MeshView
 from rldsl.sharding.boxes import Cell
-
-
-class IntraNodeCopy(NamedTuple):
-    """One device of a node sends a slice of a box class to another device of the same node."""
-
-    step: int  # 0; 1 where the sender itself received the slice in step 0
-    box_class: int  # number of the class in `ReshardPlan.classes`
-    src: int  # device of the node
-    dst: int  # device of the node
-    start: int  # first element of the class
-    stop: int  # past the last
 
 
 class TreeSupply(NamedTuple):
@@ -38,20 +30,12 @@ class TreeSupply(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A box class that enters a node over the network."""
-
-    needers: tuple[int, ...]  # all devices of the node that lack it
-    received_parts: tuple[Share, ...]  # which device receives which part from outside; it then sends it to the others
-
-
-@dataclass(frozen=True, slots=True)
 class NodeGroup:
     """Nodes whose devices hold and want the same cells, so that one record says what each of them does."""
 
     nodes: tuple[int, ...]  # ascending
     cells: CellPairs  # of each device of such a node
-    arrivals: Mapping[int, Arrival]  # by number of the box class: those that no device of the node holds
+    arrivals: Arrivals  # by number of the box class: those that no device of the node holds
     local_copies: tuple[IntraNodeCopy, ...]  # of box classes that some device of the node holds
     num_trees: int  # broadcast trees over the nodes; as many as nodes where no node passes anything on
 
@@ -61,19 +45,76 @@ class NodeGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class FamilyTrees:
+    """The node groups that want the same (a family), and their broadcast trees. One object for all senders."""
+
+    groups: tuple[int, ...]  # numbers in `ReshardPlan.groups`, ascending
+    trees: tuple[int, ...]  # of each group
+    ends: tuple[int, ...] = field(init=False, repr=False)  # 0, and the running totals of the trees
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ends", tuple(accumulate(self.trees, initial=0)))
+
+
+class FewerElements(NamedTuple):
+    """A group that needs less from a cell than the other groups of its family, since its nodes hold some of it."""
+
+    group: int
+    trees: int  # of the group
+    amount: int  # elements less, per tree
+
+
+@dataclass(frozen=True, slots=True)
+class Supplies:
+    """What a cell sends to each tree of each node group, group after group."""
+
+    families: tuple[tuple[FamilyTrees, int], ...]  # and the elements that each of their trees gets
+    fewer: tuple[FewerElements, ...]  # ascending by group
+
+    def __iter__(self) -> Iterator[TreeSupply]:
+        less, start = {e.group: e.amount for e in self.fewer}, 0
+        for group, trees, amount in sorted((group, trees, amount) for family, amount in self.families
+                                           for group, trees in zip(family.groups, family.trees, strict=True)):
+            if amount := amount - less.get(group, 0):
+                yield TreeSupply(group, trees, amount, start)
+                start += trees * amount
+
+    def at(self, group: int) -> TreeSupply | None:
+        """None if the cell sends nothing to the group."""
+        trees = own = start = 0
+        for family, amount in self.families:
+            position = bisect_left(family.groups, group)
+            start += amount * family.ends[position]
+            if position < len(family.groups) and family.groups[position] == group:
+                trees, own = family.trees[position], amount
+        for e in self.fewer:
+            if e.group == group:
+                own -= e.amount
+            if e.group >= group:
+                break
+            start -= e.trees * e.amount
+        return TreeSupply(group, trees, own, start) if own else None
+
+    def elements(self) -> int:
+        """Everything that the cell sends."""
+        return (sum(amount * family.ends[-1] for family, amount in self.families)
+                - sum(e.trees * e.amount for e in self.fewer))
+
+
+@dataclass(frozen=True, slots=True)
 class CellSender:
     """Everything that the ranks at one cell send over the network, as one sequence of elements: group after group, and
     tree after tree inside a group. Each of `num_senders` ranks sends an equal interval of that sequence."""
 
     size: int  # elements
     num_senders: int  # ranks
-    supplies: tuple[TreeSupply, ...]  # by group
+    supplies: Supplies  # by group
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ReshardPlan:
     """How the parameters of a model get from one layout to another, for all ranks. `runtime/comm/reshard.py` derives
-    what one rank does."""
+    what one rank does. Compared by identity, so that what follows from a plan can be cached."""
 
     devices: int  # per node
     src: MeshView
@@ -83,31 +124,3 @@ class ReshardPlan:
     sent_parts: Mapping[int, tuple[Share, ...]]  # class that crosses the network -> what each holder cell sends
     senders: Mapping[Cell, CellSender]
     busiest: int = 0  # the most elements that one rank sends or receives; a bound where it also sends for others
-
-
-def arrivals_by_device(arrivals: Iterable[Arrival]) -> dict[tuple[int, ...], Counter[int]]:
-    """Elements that each device of a node receives over the network, summed over the classes that the same devices
-    lack: devices that lack them -> device -> elements."""
-    received: dict[tuple[int, ...], Counter[int]] = {}
-    for arrival in arrivals:
-        by_device = received.setdefault(arrival.needers, Counter())
-        for device, start, stop in arrival.received_parts:
-            by_device[device] += stop - start
-    return received
-
-
-def forwarded_by_device(arrived: Mapping[tuple[int, ...], Mapping[int, int]]) -> Counter[int]:
-    """Elements that each device then sends to the other devices of its node. arrived: see `arrivals_by_device`."""
-    forwarded = Counter[int]()
-    for needers, parts in arrived.items():
-        for device, size in parts.items():
-            forwarded[device] += size * (len(needers) - (device in needers))
-    return forwarded
-
-
-def fan_out(box_class: int, arrival: Arrival, step: int) -> Iterator[IntraNodeCopy]:
-    """The copies from the devices that received a class to all others of the node that lack it."""
-    for device, start, stop in arrival.received_parts:
-        for needer in arrival.needers:
-            if needer != device:
-                yield IntraNodeCopy(step, box_class, device, needer, start, stop)

@@ -105,7 +105,7 @@ def num_steps(plan: ReshardPlan) -> int:
         if group.arrivals:
             largest = max(stop - start for start, stop in map(group.tree_nodes, range(group.num_trees)))
             deep = height(largest)
-            most = max(most, deep + 1 + any(len(arrival.needers) > 1 for arrival in group.arrivals.values()))
+            most = max(most, deep + 1 + any(len(x) > 1 for x, parts in group.arrivals.by_device().items() if parts))
     return most
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from rldsl.plan.model import Model
-from rldsl.reshard.records import NodeGroup, ReshardPlan, arrivals_by_device
+from rldsl.reshard.records import NodeGroup, ReshardPlan
 from rldsl.reshard.rounds import BUCKET, num_buckets, num_rounds
 from rldsl.sharding.boxes import Cell, itemsize
 
@@ -32,14 +33,14 @@ def summary(plan: ReshardPlan, model: Model, bucket: int = BUCKET) -> Summary:
     size = itemsize(model)
     buckets = num_buckets(plan, size, bucket)
     total = sum(missing_elements(group) * len(group.nodes) for group in plan.groups)
-    crossing = sum(plan.classes[i].size * len(group.nodes) for group in plan.groups for i in group.arrivals)
+    crossing = sum(group.arrivals.elements() * len(group.nodes) for group in plan.groups)
     return Summary(total * size, crossing * size, num_rounds(plan, buckets), plan.busiest * size,
                    digest(plan, buckets))
 
 
 def missing_elements(group: NodeGroup) -> int:
     """Elements that the ranks of one node lack."""
-    entering = sum(len(needers) * sum(x.values()) for needers, x in arrivals_by_device(group.arrivals.values()).items())
+    entering = sum(len(needers) * sum(x.values()) for needers, x in group.arrivals.by_device().items())
     return entering + sum(copy.stop - copy.start for copy in group.local_copies)
 
 
@@ -55,29 +56,30 @@ def _text(plan: ReshardPlan, buckets: int) -> Iterator[str]:
     # The words below are hashed into the plans that have been written, so they stay as they are.
     yield f"{buckets} buckets, {plan.devices} devices"
     for view in (plan.src, plan.dst):
-        divided = f"{view.parts}x{view.zero_shards}" if view.zero_shards > 1 else str(view.parts)
-        yield f"side {divided} {view.replicas} {_ints(x for run in view.ordered for x in run)}"
+        yield f"side {view.parts}x{view.zero_shards} {view.replicas} {view.ordered}"
+    cells = cache(_cells)
     for i, box_class in enumerate(plan.classes):
-        yield f"line {i} {_cells(box_class.holders)} to {_cells(box_class.needers)}"
-        for segment in box_class.segments:
-            layers = _ints(-1 if x is None else x for x in segment.layers)
-            yield f"{segment.spec} {layers} {_ints(x for ends in segment.box for x in ends)}"
-    for group in plan.groups:
-        yield f"kind {group.num_trees} {_ints(group.nodes)}"
-        for i, arrival in group.arrivals.items():
-            yield f"enters {i} {_ints(arrival.needers)} {_ints(x for part in arrival.received_parts for x in part)}"
-        for copy in group.local_copies:
-            yield f"hop {_ints(copy)}"
+        yield f"class {i} {cells(box_class.holders)} to {cells(box_class.needers)}"
+        yield "".join([f"{x.spec} {x.layers} {x.box}\n" for x in box_class.segments])
+    first: dict[int, int] = {}  # id of what a group wants -> the first group that wants it
+    for number, group in enumerate(plan.groups):
+        wanted = group.arrivals.wanted
+        if first.setdefault(id(wanted), number) == number:
+            yield "".join([f"wanted by {x.needers}: {x.classes}\n" for x in wanted.lists])
+        yield (f"group {group.num_trees} {group.nodes} wants what {first[id(wanted)]} wants, "
+               f"without {group.arrivals.held}, cut at {group.arrivals.bounds}")
+        yield "".join([f"copy {_ints(copy)}\n" for copy in group.local_copies])
     for i, parts in sorted(plan.sent_parts.items()):
         yield f"share {i} {_ints(x for part in parts for x in part)}"
     for cell, sender in sorted(plan.senders.items()):
-        supplies = _ints(x for supply in sender.supplies for x in supply)
-        yield f"source {_cells((cell,))} {sender.size} {sender.num_senders} {supplies}"
+        supplies = [(family.groups[0], size) for family, size in sender.supplies.families]
+        fewer = _ints(x for less in sender.supplies.fewer for x in less)
+        yield f"source {_cells((cell,))} {sender.size} {sender.num_senders} {supplies} {fewer}"
 
 
 def _ints(numbers: Iterable[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-def _cells(cells: Iterable[Cell]) -> str:
-    return " ".join(f"{c.pp_rank}.{c.part}" + (f".{c.zero_shard}" if c.zero_shard else "") for c in cells)
+def _cells(cells: tuple[Cell, ...]) -> str:
+    return " ".join([f"{c.pp_rank}.{c.part}.{c.zero_shard}" for c in cells])

@@ -7,14 +7,14 @@ sender.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
+from rldsl.reshard.arrivals import IntraNodeCopy
 from rldsl.reshard.broadcast_trees import TREES, children, depth, parent, root
-from rldsl.reshard.records import IntraNodeCopy, NodeGroup, ReshardPlan, TreeSupply
+from rldsl.reshard.records import NodeGroup, ReshardPlan, TreeSupply
 from rldsl.sharding.boxes import Cell
 
 
@@ -106,7 +106,8 @@ class ReshardCache:
         ranks. several: whether the tree has more than one node."""
         arrivals, cuts = self.plan.groups[group_index].arrivals, []
         for box_class, low, high in self.sent_by.get(cell, ()):
-            for device, first, past in arrivals[box_class].received_parts if box_class in arrivals else ():
+            arrival = arrivals.get(box_class)
+            for device, first, past in arrival.received_parts if arrival is not None else ():
                 for tree in TREES[: 2 if several else 1]:
                     start, stop = tree_half(tree, first, past, several)
                     if max(start, low) < min(stop, high):
@@ -122,10 +123,9 @@ class ReshardCache:
         """What cells send to the first nodes of the trees of group `group_index`, by tree and device."""
         found = defaultdict[tuple[int, int], list[tuple[Cell, TreeSupply, SourceSlice]]](list)
         for cell, source in self.plan.senders.items():
-            at = bisect_left(source.supplies, group_index, key=lambda s: s.group)
-            if at < len(source.supplies) and source.supplies[at].group == group_index:
+            if (supply := source.supplies.at(group_index)) is not None:
                 for part in self.sent_to_tree(group_index, several, cell):
-                    found[part.tree, part.device].append((cell, source.supplies[at], part))
+                    found[part.tree, part.device].append((cell, supply, part))
         return found
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from rldsl.plan.model import Ranges
-from rldsl.reshard.records import NodeGroup, ReshardPlan, arrivals_by_device, forwarded_by_device
+from rldsl.reshard.arrivals import forwarded_by_device
+from rldsl.reshard.records import NodeGroup, ReshardPlan
 from rldsl.sharding.boxes import Cell
 from rldsl.simulate.machine import Machine
 
@@ -87,7 +88,7 @@ class Loads:
 def _device_loads(routes: ReshardPlan, group: NodeGroup) -> Iterator[Traffic]:
     """The loads of the devices of a node. A device that receives over the network forwards to the others of its
     node."""
-    arrived = arrivals_by_device(group.arrivals.values())
+    arrived = group.arrivals.by_device()
     intra_in, intra_out = Counter[int](), forwarded_by_device(arrived)
     network_in, network_out = Counter[int](), Counter[int]()
     for needers, parts in arrived.items():
