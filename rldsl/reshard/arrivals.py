@@ -56,10 +56,12 @@ class Wanted:
 
     lists: tuple[WantedList, ...]  # of different needers
     places: Mapping[int, tuple[int, int]] = field(init=False, repr=False)  # class -> (list, position in it)
+    undivided: bool = field(init=False, repr=False)  # whether each class is wanted by one device alone
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "places", {i: (at, position) for at, one in enumerate(self.lists)
                                             for position, i in enumerate(one.classes)})
+        object.__setattr__(self, "undivided", all(len(one.needers) == 1 for one in self.lists))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,13 +93,18 @@ class Arrivals(Mapping[int, Arrival]):
         return isinstance(box_class, int) and self._offset(box_class) is not None
 
     def __getitem__(self, box_class: int) -> Arrival:
-        found = self._offset(box_class)
-        if found is None:
+        if not (parts := self.parts(box_class)):
             raise KeyError(box_class)
+        return Arrival(self.wanted.lists[self.wanted.places[box_class][0]].needers, parts)
+
+    def parts(self, box_class: int) -> tuple[Share, ...]:
+        """Which device receives which part of a class; nothing if it does not arrive."""
+        if (found := self._offset(box_class)) is None:
+            return ()
         at, position, first = found
         one, bounds = self.wanted.lists[at], self.bounds[at]
         if len(bounds) == 1:
-            return Arrival(one.needers, (Share(one.needers[0], 0, one.sizes[position]),))
+            return Share(one.needers[0], 0, one.sizes[position]),
         past, who, parts = first + one.sizes[position], bisect_right(bounds, first), []
         start = first
         while start < past:
@@ -105,7 +112,7 @@ class Arrivals(Mapping[int, Arrival]):
             if start < stop:
                 parts.append(Share(one.needers[who], start - first, stop - first))
             start, who = stop, who + 1
-        return Arrival(one.needers, tuple(parts))
+        return tuple(parts)
 
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(i for one, positions in zip(self.wanted.lists, self.held, strict=True)

@@ -51,7 +51,7 @@ def balance(sizes: Mapping[tuple[Taker, ...], int],
     polymatroid (Fujishige 1980)."""
     total = dict(loads)
     shares = {takers: (0,) * len(takers) for takers in sizes}
-    shared = sorted((takers for takers in sizes if len(takers) > 1), key=lambda takers: (len(takers), takers))
+    shared = sorted((takers for takers in sizes if len(takers) != 1), key=lambda takers: (len(takers), takers))
     for takers, amount in sizes.items():
         if len(takers) == 1:  # there is no choice
             shares[takers] = (amount,)

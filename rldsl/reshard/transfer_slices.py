@@ -8,7 +8,7 @@ sender.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -41,6 +41,7 @@ class SourceSlice(NamedTuple):
 
 TransferSlices = tuple[TransferSlice, ...]
 ClassSlice = tuple[int, int, int]  # (box class, start, stop)
+SuppliedSlice = tuple[Cell, TreeSupply, SourceSlice]
 CopiesByDevice = Mapping[int, Sequence[IntraNodeCopy]]
 
 
@@ -61,6 +62,27 @@ def rank_slices(plan: ReshardPlan, rank: int,
     return tuple(sorted(sends)), tuple(sorted(receives))
 
 
+def pair_slices(plan: ReshardPlan, sender: int, receiver: int,
+                shared: ReshardCache) -> tuple[TransferSlices, TransferSlices]:
+    """What `sender` lists for `receiver`, and what `receiver` lists from `sender`: the same as in `rank_slices` of
+    either, each side found by its own rule, and nothing else of these ranks."""
+    (node, device), first = divmod(receiver, plan.devices), sender // plan.devices * plan.devices
+    sends, receives = list[TransferSlice](), list[TransferSlice]()
+    if receiver // plan.devices == sender // plan.devices:
+        for group_index, at in shared.groups_of_node.get(node, ()):
+            out, into = shared.local_copies(group_index, *_steps(plan.groups[group_index], at))
+            sends += [TransferSlice(c.step, receiver, c.box_class, c.start, c.stop)
+                      for c in out.get(sender - first, ()) if c.dst == device]
+            receives += [TransferSlice(c.step, sender, c.box_class, c.start, c.stop)
+                         for c in into.get(device, ()) if c.src == sender - first]
+    for group_index, at in shared.groups_of_node.get(sender // plan.devices, ()):
+        sends += _forwarded(plan, group_index, at, sender - first, shared, receiver)
+    for group_index, at in shared.groups_of_node.get(node, ()):
+        sends += [x for x in _sent_as_holder(plan, sender, shared, group_index) if x.peer == receiver]
+        receives += [x for x in _from_network(plan, group_index, at, device, shared, sender) if x.peer == sender]
+    return tuple(sorted(sends)), tuple(sorted(receives))
+
+
 class ReshardCache:
     """What is the same for many ranks of a plan, computed once: every method is cached."""
 
@@ -74,8 +96,10 @@ class ReshardCache:
         for group_index, group in enumerate(plan.groups):
             for at, node in enumerate(group.nodes):
                 self.groups_of_node[node].append((group_index, at))
+        self.held = [frozenset(group.arrivals.held_classes()) for group in plan.groups]
+        self.known_parts: dict[tuple[int, bool, Cell], Sequence[SourceSlice]] = {}  # see `_sent_to_tree`
         self.local_copies, self.received = cache(self._local_copies), cache(self._received)
-        self.sent_to_tree, self.sent_to_roots = cache(self._sent_to_tree), cache(self._sent_to_roots)
+        self.sent_to_tree, self.sent_to_root = cache(self._sent_to_tree), cache(self._sent_to_root)
 
     def _local_copies(self, group_index: int, *steps: int) -> tuple[CopiesByDevice, CopiesByDevice]:
         """The copies inside a node of group `group_index`, by sender and by receiver. steps: per tree, the step in
@@ -94,8 +118,9 @@ class ReshardCache:
     def _received(self, group_index: int, tree: int, several: bool) -> Mapping[int, Sequence[ClassSlice]]:
         """What each device of a node receives down a tree."""
         by_device = defaultdict[int, list[ClassSlice]](list)
-        for box_class, arrival in self.plan.groups[group_index].arrivals.items():
-            for device, start, stop in arrival.received_parts:
+        arrivals = self.plan.groups[group_index].arrivals
+        for box_class in arrivals:
+            for device, start, stop in arrivals.parts(box_class):
                 start, stop = tree_half(tree, start, stop, several)
                 if start < stop:
                     by_device[device].append((box_class, start, stop))
@@ -104,10 +129,19 @@ class ReshardCache:
     def _sent_to_tree(self, group_index: int, several: bool, cell: Cell) -> Sequence[SourceSlice]:
         """What a cell sends to one tree of group `group_index`, device after device, so that each device hears from few
         ranks. several: whether the tree has more than one node."""
+        wanted = self.plan.groups[group_index].arrivals.wanted
+        if not wanted.undivided or not self.held[group_index].isdisjoint(x[0] for x in self.sent_by.get(cell, ())):
+            return self._parts_of_cell(group_index, several, cell)
+        # every class goes to one device whole, so groups that want the same and hold none of it get the same
+        key = id(wanted), several, cell
+        if key not in self.known_parts:
+            self.known_parts[key] = self._parts_of_cell(group_index, several, cell)
+        return self.known_parts[key]
+
+    def _parts_of_cell(self, group_index: int, several: bool, cell: Cell) -> Sequence[SourceSlice]:
         arrivals, cuts = self.plan.groups[group_index].arrivals, []
         for box_class, low, high in self.sent_by.get(cell, ()):
-            arrival = arrivals.get(box_class)
-            for device, first, past in arrival.received_parts if arrival is not None else ():
+            for device, first, past in arrivals.parts(box_class):
                 for tree in TREES[: 2 if several else 1]:
                     start, stop = tree_half(tree, first, past, several)
                     if max(start, low) < min(stop, high):
@@ -118,15 +152,20 @@ class ReshardCache:
             offset += stop - start
         return slices
 
-    def _sent_to_roots(self, group_index: int,
-                       several: bool) -> Mapping[tuple[int, int], Sequence[tuple[Cell, TreeSupply, SourceSlice]]]:
-        """What cells send to the first nodes of the trees of group `group_index`, by tree and device."""
-        found = defaultdict[tuple[int, int], list[tuple[Cell, TreeSupply, SourceSlice]]](list)
-        for cell, source in self.plan.senders.items():
-            if (supply := source.supplies.at(group_index)) is not None:
-                for part in self.sent_to_tree(group_index, several, cell):
-                    found[part.tree, part.device].append((cell, supply, part))
-        return found
+    def _sent_to_root(self, group_index: int, several: bool, tree: int, device: int) -> Sequence[SuppliedSlice]:
+        """What cells send to a device of the first node of a tree of group `group_index`."""
+        cells = {self.plan.classes[i].holders[who] for i, _, _ in self.received(group_index, tree, several)[device]
+                 for who, _, _ in self.plan.sent_parts[i]}
+        return [x for cell in sorted(cells) for x in self.sent_from_cell(group_index, several, tree, device, cell)]
+
+    def sent_from_cell(self, group_index: int, several: bool, tree: int, device: int,
+                       cell: Cell) -> Iterator[SuppliedSlice]:
+        """Of that, what one cell sends."""
+        source = self.plan.senders.get(cell)
+        supply = source.supplies.at(group_index) if source is not None else None
+        if supply is not None:
+            yield from ((cell, supply, part) for part in self.sent_to_tree(group_index, several, cell)
+                        if part.tree == tree and part.device == device)
 
 
 def tree_half(tree: int, start: int, stop: int, trees: bool) -> tuple[int, int]:
@@ -148,38 +187,44 @@ def _steps(group: NodeGroup, at: int) -> tuple[int, ...]:
     return tuple(depth(count, tree, at - first) for tree in TREES[: 2 if count > 1 else 1])
 
 
-def _forwarded(plan: ReshardPlan, group_index: int, at: int, device: int,
-               shared: ReshardCache) -> Iterator[TransferSlice]:
-    """What a device forwards to the same device of its child nodes."""
+def _forwarded(plan: ReshardPlan, group_index: int, at: int, device: int, shared: ReshardCache,
+               only: int | None = None) -> Iterator[TransferSlice]:
+    """What a device forwards to the same device of its child nodes. only: to this rank."""
     group = plan.groups[group_index]
     _, first, count = tree_position(group, at)
     for tree in TREES if count > 1 else ():
         for child in children(count, tree, at - first):
-            step, peer = depth(count, tree, child), group.nodes[first + child] * plan.devices + device
+            peer = group.nodes[first + child] * plan.devices + device
+            if only not in (None, peer):
+                continue
+            step = depth(count, tree, child)
             for box_class, start, stop in shared.received(group_index, tree, True).get(device, ()):
                 yield TransferSlice(step, peer, box_class, start, stop)
 
 
-def _from_network(plan: ReshardPlan, group_index: int, at: int, device: int,
-                  shared: ReshardCache) -> Iterator[TransferSlice]:
-    """What a device receives over the network."""
+def _from_network(plan: ReshardPlan, group_index: int, at: int, device: int, shared: ReshardCache,
+                  only: int | None = None) -> Iterator[TransferSlice]:
+    """What a device receives over the network. only: from this rank, or another holder at its cell."""
     group = plan.groups[group_index]
     i, first, count = tree_position(group, at)
     for tree in TREES[: 2 if count > 1 else 1]:
         above = parent(count, tree, at - first)
         if above is not None:
+            if only not in (None, group.nodes[first + above] * plan.devices + device):
+                continue
             step, peer = depth(count, tree, at - first), group.nodes[first + above] * plan.devices + device
             for box_class, start, stop in shared.received(group_index, tree, True).get(device, ()):
                 yield TransferSlice(step, peer, box_class, start, stop)
         else:
-            yield from _from_sources(plan, group_index, i, tree, device, shared)
+            yield from _from_sources(plan, group_index, i, tree, device, shared, only)
 
 
 # ---------------------------------------------------------------------------------------------------- sources
 
 
-def _sent_as_holder(plan: ReshardPlan, rank: int, shared: ReshardCache) -> Iterator[TransferSlice]:
-    """What a rank sends as a holder of box classes."""
+def _sent_as_holder(plan: ReshardPlan, rank: int, shared: ReshardCache,
+                    only: int | None = None) -> Iterator[TransferSlice]:
+    """What a rank sends as a holder of box classes. only: to one node group."""
     cell = plan.src.cell(rank)
     source = plan.senders.get(cell) if cell is not None else None
     if cell is None or source is None:
@@ -188,7 +233,8 @@ def _sent_as_holder(plan: ReshardPlan, rank: int, shared: ReshardCache) -> Itera
     if sender_index is None:
         return
     low, high = (source.size * x // source.num_senders for x in (sender_index, sender_index + 1))
-    for group_index, trees, amount, at in source.supplies:
+    supplies = source.supplies if only is None else (x for x in (source.supplies.at(only),) if x is not None)
+    for group_index, trees, amount, at in supplies:
         for i in range(max(low - at, 0) // amount, min(trees, -(-max(high - at, 0) // amount))):
             group = plan.groups[group_index]
             first, past = group.tree_nodes(i)
@@ -201,11 +247,17 @@ def _sent_as_holder(plan: ReshardPlan, rank: int, shared: ReshardCache) -> Itera
                                         part.start + start - begin, part.start + stop - begin)
 
 
-def _from_sources(plan: ReshardPlan, group_index: int, i: int, tree: int, device: int,
-                  shared: ReshardCache) -> Iterator[TransferSlice]:
-    """What the first node of tree `i` of a group receives from the holders."""
+def _from_sources(plan: ReshardPlan, group_index: int, i: int, tree: int, device: int, shared: ReshardCache,
+                  only: int | None) -> Iterator[TransferSlice]:
+    """What the first node of tree `i` of a group receives from the holders. only: see `_from_network`."""
     first, past = plan.groups[group_index].tree_nodes(i)
-    for cell, supply, part in shared.sent_to_roots(group_index, past - first > 1).get((tree, device), ()):
+    where = group_index, past - first > 1, tree, device
+    supplied: Iterable[SuppliedSlice]
+    if only is None:
+        supplied = shared.sent_to_root(*where)
+    else:
+        supplied = shared.sent_from_cell(*where, cell) if (cell := plan.src.cell(only)) is not None else ()
+    for cell, supply, part in supplied:
         source = plan.senders[cell]
         start = begin = supply.start + i * supply.amount + part.offset
         end = begin + part.stop - part.start

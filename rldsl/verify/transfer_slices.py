@@ -5,29 +5,33 @@ box class that it needs and lacks it receives each element once, and nothing of 
 in the lists of both ends, in the same step, and its sender holds the class or received the slice in the step before
 (RL0533); and a batch of messages that are posted together has at most `MAX_MESSAGES` (RL0535).
 
-Small worlds are checked rank by rank. In large ones, some nodes of each group are checked, with all ranks they exchange
-with: what a rank does depends on its node group, its device, and its position in a tree or among the holders, by
-formulas all of whose cases occur in the nodes that are checked (`tests/verify/test_sampled_ranks.py` compares with a
-check of all ranks). That every node belongs to the group that lists it is checked for all nodes."""
+Small worlds are checked rank by rank. In large ones `reshard_records.py` proves the records of all node groups and all
+cells, and the formulas that make slices of them are checked on a sample of ranks. What they depend on is the shape of a
+group (how many nodes and trees), a node's position in its trees, a device, and the place of a cell among the senders;
+each that occurs is in the sample. `tests/verify/test_sampled_ranks.py` compares with a check of all ranks.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rldsl.plan.model import Layout, Mesh
 from rldsl.reshard.box_classes import BoxClass
 from rldsl.reshard.broadcast_trees import TREES, children, depth
 from rldsl.reshard.in_place import MAX_PARTS
 from rldsl.reshard.records import NodeGroup, ReshardPlan
-from rldsl.reshard.transfer_slices import ReshardCache, rank_slices, tree_position
+from rldsl.reshard.transfer_slices import ReshardCache, TransferSlice, pair_slices, rank_slices, tree_position
 from rldsl.sharding.boxes import Cell
 from rldsl.sharding.message_batches import MAX_MESSAGES, message_batches
+from rldsl.verify.reshard_records import ClassIndex, Fault, Interval, arrived_before, covers_once, record_faults
 
 CHECK_ALL_UP_TO = 64  # ranks; of more, a sample is checked
+Item = TypeVar("Item")
 
-Fault = tuple[str, str, tuple[int, ...]]  # code, what is wrong, ranks
+PAIRS = 24  # of the peers of a rank of the sample, at most, that are compared with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,6 @@ class MeshCells:
             rank: Cell(i // ranks_per_stage, i % parts,
                        i % ranks_per_stage // ranks_per_zero_shard if layout.zero else 0)
             for i, rank in enumerate(mesh.members())})
-
-
-Interval = tuple[int, int, int, int]  # (step, box class, start, stop): a slice without its peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,46 +78,52 @@ class RankSlices:
 
 def missing_elements(classes: Sequence[BoxClass], src: MeshCells, dst: MeshCells) -> int:
     """The number of elements that ranks of the destination need and do not hold, over all ranks."""
+    index, sizes = ClassIndex(classes), [box_class.size for box_class in classes]
+    needed = {cell: sum(sizes[i] for i in numbers) for cell, numbers in index.needed.items()}
     pairs = Counter((src.cells.get(rank), cell) for rank, cell in dst.cells.items())
-    index = _ClassIndex(classes)
-    return sum(count * sum(classes[i].size for i in index.lacking(held, cell)) for (held, cell), count in pairs.items())
-
-
-class _ClassIndex:
-    """The box classes that a cell holds and needs."""
-
-    def __init__(self, classes: Sequence[BoxClass]):
-        self.held, self.needed = (defaultdict[Cell, set[int]](set) for _ in range(2))
-        for i, box_class in enumerate(classes):
-            for cell in box_class.holders:
-                self.held[cell].add(i)
-            for cell in box_class.needers:
-                self.needed[cell].add(i)
-        self.known: dict[tuple[Cell | None, Cell | None], frozenset[int]] = {}
-
-    def lacking(self, held: Cell | None, cell: Cell | None) -> frozenset[int]:
-        """The box classes that a rank at `cell` of the destination needs and does not have at `held` of the source."""
-        if (held, cell) not in self.known:
-            need: set[int] = self.needed.get(cell, set()) if cell is not None else set()
-            self.known[held, cell] = frozenset(need - self.held.get(held, set()) if held is not None else need)
-        return self.known[held, cell]
-
-    def holds(self, held: Cell | None, box_class: int) -> bool:
-        return held is not None and box_class in self.held.get(held, ())
+    kept = {(held, cell): sum(sizes[i] for i in index.held.get(held, set()) & index.needed.get(cell, set()))
+            for held, cell in pairs if held is not None}
+    return sum(count * (needed.get(cell, 0) - (kept[held, cell] if held is not None else 0))
+               for (held, cell), count in pairs.items())
 
 
 def slice_faults(plan: ReshardPlan, src: MeshCells, dst: MeshCells, world: int) -> Iterator[Fault]:
     """world: the number of all ranks."""
-    if faults := [*_group_faults(plan, src, dst)]:
+    index = ClassIndex(plan.classes)
+    if faults := [*_group_faults(plan, src, dst, index)]:
         yield from faults  # with wrong groups the slices of a rank may not even be defined
         return
+    members = src.cells.keys() | dst.cells.keys()
+    if len(members) > CHECK_ALL_UP_TO:
+        if faults := [*record_faults(plan, src.cells, dst.cells, index)]:
+            yield from faults
+            return
+        yield from rank_faults(plan, src, dst, world, index, sampled_ranks(plan, src, dst), PAIRS)
+    else:
+        yield from rank_faults(plan, src, dst, world, index, sorted(members))
+
+
+def rank_faults(plan: ReshardPlan, src: MeshCells, dst: MeshCells, world: int, index: ClassIndex, ranks: Iterable[int],
+                pairs: int = 0) -> Iterator[Fault]:
+    """What is wrong with the slices of some ranks. pairs: each is compared with so many of its peers at most; 0: with
+    all of them."""
     cache, paired = _SliceCache(plan), set[tuple[int, int]]()
-    for rank in sampled_ranks(plan, src, dst):
-        held, arriving = src.cells.get(rank), cache.of(rank).by_class()
-        yield from _coverage_faults(plan, rank, cache.index.lacking(held, dst.cells.get(rank)), arriving)
-        yield from _pairing_faults(rank, cache, paired)
-        yield from _holding_faults(rank, held, cache, arriving)
-        yield from _batch_faults(rank, cache.of(rank), world)
+    for rank in ranks:
+        mine, held = cache.of(rank), src.cells.get(rank)
+        arriving = mine.by_class()
+        yield from _coverage_faults(plan, rank, index.lacking(held, dst.cells.get(rank)), arriving)
+        peers = sorted({*mine.sends, *mine.receives})
+        for peer in _spread(peers, pairs or len(peers)):
+            yield from (_some_pairing_faults if pairs else _pairing_faults)(rank, peer, cache, paired)
+        yield from _holding_faults(rank, held, mine, index, arriving)
+        yield from _batch_faults(rank, mine, world)
+
+
+def _spread(peers: Sequence[int], count: int) -> Sequence[int]:
+    """At most `count` of them: the first, the last, and others at even distances."""
+    if len(peers) <= count:
+        return peers
+    return [peers[i * (len(peers) - 1) // (count - 1)] for i in range(count)]
 
 
 class _SliceCache:
@@ -125,7 +132,7 @@ class _SliceCache:
     def __init__(self, plan: ReshardPlan):
         self.plan = plan
         self.by_rank: dict[int, RankSlices] = {}
-        self.common, self.index = ReshardCache(plan), _ClassIndex(plan.classes)
+        self.common = ReshardCache(plan)
 
     def of(self, rank: int) -> RankSlices:
         if rank not in self.by_rank:
@@ -138,31 +145,48 @@ def _coverage_faults(plan: ReshardPlan, rank: int, lacks: Set[int],
     """Box classes that a rank lacks and does not receive exactly once, or receives and does not lack."""
     for i in sorted(lacks | arriving.keys()):
         box_class = plan.classes[i]
-        if not _covers_once(arriving.get(i, ()), box_class.size if i in lacks else 0):
+        if not covers_once(arriving.get(i, ()), box_class.size if i in lacks else 0):
             boxes = ", ".join(f"{e.spec} {e.box}" for e in box_class.segments[:2])
             yield "RL0527", f"rank {rank} does not receive box class {i} ({boxes}) exactly once", (rank,)
 
 
-def _pairing_faults(rank: int, cache: _SliceCache, paired: set[tuple[int, int]]) -> Iterator[Fault]:
-    """Pairs of ranks whose ends do not list the same slices in the same order. paired: the (sender, receiver) pairs
-    that have been compared."""
+def _pairing_faults(rank: int, peer: int, cache: _SliceCache, paired: set[tuple[int, int]]) -> Iterator[Fault]:
+    """Whether the ends of a pair of ranks list different slices, or in another order. paired: the (sender, receiver)
+    pairs that have been compared."""
+    mine, other = cache.of(rank), cache.of(peer)
+    for a, b, sends, receives in ((rank, peer, mine, other), (peer, rank, other, mine)):
+        if (a, b) not in paired:
+            paired.add((a, b))
+            if sends.sends.get(b, ()) != receives.receives.get(a, ()):
+                yield _unpaired(a, b)
+
+
+def _some_pairing_faults(rank: int, peer: int, cache: _SliceCache, paired: set[tuple[int, int]]) -> Iterator[Fault]:
+    """The same without all other slices of the peer, of which there may be thousands."""
     mine = cache.of(rank)
-    for peer in sorted({*mine.sends, *mine.receives}):
-        other = cache.of(peer)
-        for a, b, sends, receives in ((rank, peer, mine, other), (peer, rank, other, mine)):
-            if (a, b) not in paired:
-                paired.add((a, b))
-                if sends.sends.get(b, ()) != receives.receives.get(a, ()):
-                    yield "RL0533", f"what rank {a} sends to rank {b} is not what that rank expects", (a, b)
+    for a, b, listed, side in ((rank, peer, mine.sends, 0), (peer, rank, mine.receives, 1)):
+        if (a, b) not in paired:
+            paired.add((a, b))
+            both = tuple(_intervals(slices) for slices in pair_slices(cache.plan, a, b, cache.common))
+            if both[0] != both[1] or both[side] != [*listed.get(peer, ())]:
+                yield _unpaired(a, b)
 
 
-def _holding_faults(rank: int, held: Cell | None, cache: _SliceCache,
+def _intervals(slices: Iterable[TransferSlice]) -> list[Interval]:
+    return [(step, box_class, start, stop) for step, _, box_class, start, stop in slices]
+
+
+def _unpaired(sender: int, receiver: int) -> Fault:
+    return ("RL0533", f"what rank {sender} sends to rank {receiver} is not what that rank expects", (sender, receiver))
+
+
+def _holding_faults(rank: int, held: Cell | None, mine: RankSlices, index: ClassIndex,
                     arriving: Mapping[int, Sequence[Interval]]) -> Iterator[Fault]:
     """Slices that a rank sends although it neither holds them nor received them in the step before."""
-    for peer, intervals in cache.of(rank).sends.items():
+    for peer, intervals in mine.sends.items():
         for interval in intervals:
             step, box_class, _, _ = interval
-            if not cache.index.holds(held, box_class) and not _arrived_before(arriving.get(box_class, ()), interval):
+            if not index.holds(held, box_class) and not arrived_before(arriving.get(box_class, ()), interval):
                 yield ("RL0533", f"rank {rank} would send rank {peer} a part of box class {box_class} that it does "
                        f"not have in step {step}", (rank, peer))
 
@@ -176,35 +200,15 @@ def _batch_faults(rank: int, mine: RankSlices, world: int) -> Iterator[Fault]:
             yield "RL0535", f"rank {rank} posts up to {posted} messages at once, more than {MAX_MESSAGES}", (rank,)
 
 
-def _covers_once(slices: Sequence[Interval], size: int) -> bool:
-    """Whether the slices of a box class make up [0, size), each element once."""
-    at = 0
-    for start, stop in sorted((start, stop) for _, _, start, stop in slices):
-        if start != at or stop <= at:
-            return False
-        at = stop
-    return at == size
-
-
-def _arrived_before(arriving: Sequence[Interval], forwarded: Interval) -> bool:
-    """Whether a rank received what it forwards in the step before; nothing is kept for longer."""
-    send_step, _, at, end = forwarded
-    for start, stop in sorted((start, stop) for step, _, start, stop in arriving if step == send_step - 1):
-        if start <= at < stop:
-            at = stop
-    return at >= end
-
-
 # ------------------------------------------------------------------------------------------------------- groups
 
 
-def _group_faults(plan: ReshardPlan, src: MeshCells, dst: MeshCells) -> Iterator[Fault]:
+def _group_faults(plan: ReshardPlan, src: MeshCells, dst: MeshCells, index: ClassIndex) -> Iterator[Fault]:
     """Nodes in which a rank lacks something and that are not in exactly one group, or whose ranks have other cells than
     the group says."""
     groups_of_node = Counter(node for group in plan.groups for node in group.nodes)
     if twice := [node for node, count in groups_of_node.items() if count > 1]:
         yield "RL0527", f"nodes {twice[:4]} are in several groups", ()
-    index = _ClassIndex(plan.classes)
     for rank, cell in dst.cells.items():
         if rank // plan.devices not in groups_of_node and index.lacking(src.cells.get(rank), cell):
             yield "RL0527", f"rank {rank} lacks parameters, and its node is in no group", (rank,)
@@ -216,24 +220,37 @@ def _group_faults(plan: ReshardPlan, src: MeshCells, dst: MeshCells) -> Iterator
 
 
 def sampled_ranks(plan: ReshardPlan, src: MeshCells, dst: MeshCells) -> Sequence[int]:
-    """The ranks that are checked: all of a small world. Of a large one, those of the last node of each group and of the
-    first node at each position in its trees, and the first, middle and last holder of what crosses the network."""
-    members = src.cells.keys() | dst.cells.keys()
-    if len(members) <= CHECK_ALL_UP_TO:
-        return sorted(members)
-    sample: set[int] = set()
+    """The ranks of a large world that are checked. Of the groups that want the same and have equally many nodes and
+    trees: the first, the middle one and the last. Of such a group: the last node, and the first at each position in its
+    trees; of the first of them all devices, of the others the first and the last. Of the cells that send to the same
+    families of groups from equally many ranks: the first, the middle one and the last, and of each of these the first,
+    the middle and the last holder."""
+    alike: dict[Hashable, list[NodeGroup]] = defaultdict(list)
     for group in plan.groups:
-        seen: set[object] = set()
-        for index, node in enumerate(group.nodes):
-            if (position := _tree_position(group, index)) not in seen or node == group.nodes[-1]:
-                seen.add(position)
-                sample.update(range(node * plan.devices, (node + 1) * plan.devices))
+        alike[id(group.arrivals.wanted), len(group.nodes), group.num_trees].append(group)
+    sample: set[int] = set()
+    for groups in alike.values():
+        for group in _ends(groups):
+            positions: dict[tuple[int, ...], int] = {}
+            for index, node in enumerate(group.nodes):
+                positions.setdefault(_tree_position(group, index), node)
+            for i, node in enumerate({*positions.values(), group.nodes[-1]}):
+                devices = range(plan.devices) if not i else (0, plan.devices - 1)
+                sample.update(node * plan.devices + device for device in devices)
     holders: dict[Cell, list[int]] = defaultdict(list)
     for rank, cell in src.cells.items():
         holders[cell].append(rank)
-    for cell in plan.senders:
-        sample.update(holders[cell][i] for i in (0, len(holders[cell]) // 2, -1))
-    return sorted(sample & members)
+    senders: dict[Hashable, list[Cell]] = defaultdict(list)
+    for cell, sender in plan.senders.items():
+        families = tuple(family.groups[0] for family, _ in sender.supplies.families)
+        senders[families, sender.num_senders].append(cell)
+    sample.update(rank for cells in senders.values() for cell in _ends(cells) for rank in _ends(holders[cell]))
+    return sorted(sample & (src.cells.keys() | dst.cells.keys()))
+
+
+def _ends(items: Sequence[Item]) -> Sequence[Item]:
+    """The first, the middle one and the last."""
+    return [items[i] for i in sorted({0, len(items) // 2, len(items) - 1})]
 
 
 def _tree_position(group: NodeGroup, index: int) -> tuple[int, ...]:
