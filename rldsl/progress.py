@@ -6,6 +6,7 @@ command names. Without a listener a call costs a lookup, so the library needs no
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -49,3 +50,16 @@ def listening(listener: Listener) -> Iterator[None]:
         yield
     finally:
         _LISTENER.reset(token)
+
+
+@contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """For work that makes many objects and no reference cycles: the garbage collector would find nothing, and would
+    visit every object each time (a third of the CPU time of a compilation at 10,240 ranks). Also a decorator."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

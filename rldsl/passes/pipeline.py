@@ -20,7 +20,7 @@ from rldsl.passes.lower import lower
 from rldsl.placement.model import Placed
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import rank_classes
-from rldsl.progress import stage
+from rldsl.progress import garbage_collection_paused, stage
 from rldsl.verify import Proof, verify
 
 
@@ -74,6 +74,7 @@ PASSES: tuple[Pass, ...] = (
 NAMES = tuple(p.name for p in PASSES)
 
 
+@garbage_collection_paused()
 def run(placed: Placed) -> Draft:
     """From calls in places to ordered events."""
     draft = Draft(placed)
@@ -104,6 +105,7 @@ def after(placed: Placed, name: str) -> Draft:
     return draft
 
 
+@garbage_collection_paused()
 def planned(draft: Draft, compiler: str) -> tuple[Plan, tuple[Curve, ...]]:
     """The plan, its classes with their peaks of memory, and what its ranks hold when."""
     stage("estimating memory")

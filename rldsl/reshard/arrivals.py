@@ -95,7 +95,11 @@ class Arrivals(Mapping[int, Arrival]):
     def __getitem__(self, box_class: int) -> Arrival:
         if not (parts := self.parts(box_class)):
             raise KeyError(box_class)
-        return Arrival(self.wanted.lists[self.wanted.places[box_class][0]].needers, parts)
+        return Arrival(self.needers(box_class), parts)
+
+    def needers(self, box_class: int) -> tuple[int, ...]:
+        """All devices of a node that want a class."""
+        return self.wanted.lists[self.wanted.places[box_class][0]].needers
 
     def parts(self, box_class: int) -> tuple[Share, ...]:
         """Which device receives which part of a class; nothing if it does not arrive."""

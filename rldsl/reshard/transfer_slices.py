@@ -109,7 +109,7 @@ class ReshardCache:
         second = (IntraNodeCopy(step + 1, box_class, device, needer, start, stop) for tree, step in enumerate(steps)
                  for device, slices in self.received(group_index, tree, len(steps) > 1).items()
                  for box_class, start, stop in slices
-                 for needer in group.arrivals[box_class].needers if needer != device)
+                 for needer in group.arrivals.needers(box_class) if needer != device)
         for copy in (*group.local_copies, *second):
             out[copy.src].append(copy)
             into[copy.dst].append(copy)

@@ -5,16 +5,14 @@ In: a program, a cluster, options. Out: an `Answer`. Errors: RL0402 where no pla
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from rldsl.clusters import Cluster
 from rldsl.diag import Failure, fail
 from rldsl.plan.notation import human
-from rldsl.progress import stage
+from rldsl.progress import garbage_collection_paused, stage
 from rldsl.search.branch_and_bound import GAP, MAX_NODES, Result, ShouldContinue, branch_and_bound
 from rldsl.search.compiled_placements import CompiledPlacement, compile_assignment
 from rldsl.search.evaluator import Assignment, Evaluation, Evaluator
@@ -90,21 +88,8 @@ def find_placement(p: PreparedProgram, cluster: Cluster, memory: int, options: O
 
 def run_search(problem: Problem, reserve: int, options: Options) -> tuple[Evaluator, Result]:
     """Offloading is tried only if nothing fits without it."""
-    with _garbage_collection_paused():
+    with garbage_collection_paused():
         return _search_with_offload(problem, reserve, options)
-
-
-@contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
-    """A search makes no reference cycles, so the garbage collector would find nothing, and it would visit every object
-    of torch: a fifth of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _search_with_offload(problem: Problem, reserve: int, options: Options) -> tuple[Evaluator, Result]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.model import Plan
-from rldsl.progress import stage
+from rldsl.progress import garbage_collection_paused, stage
 from rldsl.verify import (
     class_schedules,
     dataflow,
@@ -64,6 +64,7 @@ class Proof:
     checks: tuple[str, ...]
 
 
+@garbage_collection_paused()
 def verify(plan: Plan) -> Proof:
     """Every check on `plan`. Raises Failure with all diagnostics of the first stage that finds any."""
     t = tables(plan)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from rldsl.plan.model import Layout, Model, ParamSpec
@@ -18,6 +18,7 @@ from rldsl.reshard.box_classes import BoxClass
 from rldsl.sharding.boxes import Box, Cell, Parameter, contains, intersect, part_shard_pairs, pieces_at, stages, volume
 
 Claim = tuple[Box, tuple[Cell, ...], tuple[Cell, ...]]  # a box, its holders and its needers, as a box class lists them
+Layers = tuple[int | None, ...]  # None: a parameter outside the layers
 PartShard = tuple[int, int]  # (part, zero shard)
 
 
@@ -28,32 +29,43 @@ def class_faults(model: Model, src: Layout, dst: Layout,
 
 
 def _faults(model: Model, src: Layout, dst: Layout, classes: Sequence[BoxClass]) -> Iterator[str]:
-    claims: dict[tuple[str, int | None], list[Claim]] = defaultdict(list)  # (spec, layer) -> its boxes
+    claims: dict[str, dict[Layers, list[Claim]]] = defaultdict(lambda: defaultdict(list))  # of each spec
     for i, box_class in enumerate(classes):
         at = 0
         for e in box_class.segments:
             if e.start != at:
                 yield f"box {e.box} of {e.spec} does not begin where the previous box of box class {i} ends"
             at = e.start + volume(e.box) * len(e.layers)
-            for layer in e.layers:
-                claims[e.spec, layer].append((e.box, box_class.holders, box_class.needers))
+            claims[e.spec][e.layers].append((e.box, box_class.holders, box_class.needers))
         if at != box_class.size:
             yield f"box class {i} has {box_class.size} elements, its boxes have {at}"
-    tested: dict[object, str] = {}
     for spec in model.params:
-        pieces = (_Pieces(spec, src), _Pieces(spec, dst))
-        layers = range(spec.layers or model.layers) if "{}" in spec.name else (None,)
-        for layer in layers:
-            p = Parameter(spec.name, spec, layer)
-            pp_ranks = (stages(p, model.layers, src), stages(p, model.layers, dst))
-            claimed = tuple(claims.pop((spec.name, layer), ()))
-            key = (spec.name, pp_ranks, claimed)
-            if key not in tested:
-                tested[key] = _fault(pieces, pp_ranks, claimed)
-            if tested[key]:
-                yield f"{spec.name}{'' if layer is None else f', layer {layer}'}: {tested[key]}"
-    for name, layer in claims:
-        yield f"{name} {layer}: the model has no such parameter"
+        yield from _parameter_faults(model, spec, src, dst, claims.pop(spec.name, {}))
+    for name in claims:
+        yield f"{name}: the model has no such parameter"
+
+
+def _parameter_faults(model: Model, spec: ParamSpec, src: Layout, dst: Layout,
+                      claims: Mapping[Layers, Sequence[Claim]]) -> Iterator[str]:
+    """Layers with the same boxes on the same pp ranks are checked once. claims: by layers that are listed together."""
+    layers = range(spec.layers or model.layers) if "{}" in spec.name else (None,)
+    listed: dict[int | None, list[Layers]] = {layer: [] for layer in layers}  # where each layer is listed
+    for together in claims:
+        for layer in together:
+            if layer not in listed:
+                yield f"{spec.name} {layer}: the model has no such parameter"
+            else:
+                listed[layer].append(together)
+    pieces = (_Pieces(spec, src), _Pieces(spec, dst))
+    tested: dict[object, str] = {}
+    for layer, lists in listed.items():
+        p = Parameter(spec.name, spec, layer)
+        pp_ranks = (stages(p, model.layers, src), stages(p, model.layers, dst))
+        key = (pp_ranks, tuple(lists))
+        if key not in tested:
+            tested[key] = _fault(pieces, pp_ranks, [claim for together in lists for claim in claims[together]])
+        if tested[key]:
+            yield f"{spec.name}{'' if layer is None else f', layer {layer}'}: {tested[key]}"
 
 
 class _Pieces:

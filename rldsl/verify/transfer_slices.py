@@ -222,7 +222,7 @@ def _group_faults(plan: ReshardPlan, src: MeshCells, dst: MeshCells, index: Clas
 def sampled_ranks(plan: ReshardPlan, src: MeshCells, dst: MeshCells) -> Sequence[int]:
     """The ranks of a large world that are checked. Of the groups that want the same and have equally many nodes and
     trees: the first, the middle one and the last. Of such a group: the last node, and the first at each position in its
-    trees; of the first of them all devices, of the others the first and the last. Of the cells that send to the same
+    trees; all devices of one node, and of the others the first and the last. Of the cells that send to the same
     families of groups from equally many ranks: the first, the middle one and the last, and of each of these the first,
     the middle and the last holder."""
     alike: dict[Hashable, list[NodeGroup]] = defaultdict(list)
@@ -230,12 +230,12 @@ def sampled_ranks(plan: ReshardPlan, src: MeshCells, dst: MeshCells) -> Sequence
         alike[id(group.arrivals.wanted), len(group.nodes), group.num_trees].append(group)
     sample: set[int] = set()
     for groups in alike.values():
-        for group in _ends(groups):
+        for number, group in enumerate(_ends(groups)):
             positions: dict[tuple[int, ...], int] = {}
             for index, node in enumerate(group.nodes):
                 positions.setdefault(_tree_position(group, index), node)
             for i, node in enumerate({*positions.values(), group.nodes[-1]}):
-                devices = range(plan.devices) if not i else (0, plan.devices - 1)
+                devices = range(plan.devices) if number == i == 0 else (0, plan.devices - 1)
                 sample.update(node * plan.devices + device for device in devices)
     holders: dict[Cell, list[int]] = defaultdict(list)
     for rank, cell in src.cells.items():
