@@ -8,7 +8,7 @@ nodes, and no rank sends more than its part. Where zero divides rows over dp, th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heapreplace
 
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec
@@ -57,10 +57,20 @@ def gather_messages(model: Model, layout: Layout, mesh: Mesh, owners: Mapping[st
     """`gather` for each of some ranks."""
     sends: dict[int, dict[int, list[tuple[str, Box]]]] = {rank: defaultdict(list) for rank in ranks}
     receives: dict[int, dict[int, list[tuple[str, Box]]]] = {rank: defaultdict(list) for rank in ranks}
-    sources = _Sources(layout, MeshView.of(layout, mesh))
+    view = MeshView.of(layout, mesh)
+    sources = _Sources(layout, view)
+    senders: dict[tuple[int, int], list[int]] = defaultdict(list)  # (pp rank, replica) -> those of the ranks
+    for rank in ranks:
+        if (cell := view.cell(rank)) is not None:
+            senders[cell.pp_rank, view.replica(rank)].append(rank)
     for parameter in parameters(model):
         owner = owners[parameter.name]
-        for src, box in _lacking(parameter, model, layout, sources, owner):
+        if owner in receives:
+            lacking: Iterable[tuple[int, Box]] = _lacking(parameter, model, layout, sources, owner)
+        else:
+            place = _source_place(parameter, model, layout, view, owner)
+            lacking = _lacking(parameter, model, layout, sources, owner, senders.get(place, ()))
+        for src, box in lacking:
             if src in sends:
                 sends[src][owner].append((parameter.name, box))
             if owner in receives:
@@ -77,8 +87,10 @@ class _Sources:
 
     def __init__(self, layout: Layout, view: MeshView):
         self.layout, self.view = layout, view
-        # name of the spec -> its (part, zero shard, box)es
+        # name of the spec -> what `division` says
         self.boxes: dict[str, tuple[tuple[int, int, Box], ...]] = {}
+        # (name of the spec, part, zero shard) -> of these, the boxes of one pair
+        self.boxes_at: dict[str, dict[tuple[int, int], list[Box]]] = {}
         # results of `of`
         self.cache: dict[tuple[str, int, int], tuple[tuple[int, int, Box], ...]] = {}
 
@@ -86,32 +98,58 @@ class _Sources:
         """(rank, zero shard, box)es. pp_rank, replica: of the ranks."""
         key = (spec.name, pp_rank, replica)
         if key not in self.cache:
-            if spec.name not in self.boxes:
-                self.boxes[spec.name] = tuple(self._divided(spec))
+            self._divide(spec)
             self.cache[key] = tuple((self.view.rank(Cell(pp_rank, part, zero_shard), replica), zero_shard, box)
                                     for part, zero_shard, box in self.boxes[spec.name])
         return self.cache[key]
 
-    def _divided(self, spec: ParamSpec) -> Iterator[tuple[int, int, Box]]:
-        """(part, zero shard, box)es, each box where it occurs first."""
-        seen: dict[int, list[Box]] = defaultdict(list)  # by zero shard: boxes of different ones do not overlap
-        for part, zero_shard in part_shard_pairs(self.layout):
-            for piece in pieces_at(spec, self.layout, part, zero_shard):
-                if not any(contains(box, piece.box) for box in seen[zero_shard]):
-                    seen[zero_shard].append(piece.box)
-                    yield part, zero_shard, piece.box
+    def of_rank(self, spec: ParamSpec, rank: int) -> Iterator[tuple[int, int, Box]]:
+        """Of these, what one rank sends."""
+        self._divide(spec)
+        if (cell := self.view.cell(rank)) is not None:
+            pair = cell.part, cell.zero_shard
+            yield from ((rank, cell.zero_shard, box) for box in self.boxes_at[spec.name].get(pair, ()))
+
+    def _divide(self, spec: ParamSpec) -> None:
+        if spec.name not in self.boxes:
+            self.boxes[spec.name] = division(spec, self.layout)
+            by_pair = self.boxes_at[spec.name] = defaultdict(list)
+            for part, zero_shard, box in self.boxes[spec.name]:
+                by_pair[part, zero_shard].append(box)
 
 
-def _lacking(parameter: Parameter, model: Model, layout: Layout, sources: _Sources,
-             owner: int) -> Iterator[tuple[int, Box]]:
-    """(sender, box) of everything that the owner does not hold."""
+def division(spec: ParamSpec, layout: Layout) -> tuple[tuple[int, int, Box], ...]:
+    """(part, zero shard, box)es that together are the whole parameter, each box where it occurs first."""
+    seen: dict[int, list[Box]] = defaultdict(list)  # by zero shard: boxes of different ones do not overlap
+    found: list[tuple[int, int, Box]] = []
+    for part, zero_shard in part_shard_pairs(layout):
+        for piece in pieces_at(spec, layout, part, zero_shard):
+            if not any(contains(box, piece.box) for box in seen[zero_shard]):
+                seen[zero_shard].append(piece.box)
+                found.append((part, zero_shard, piece.box))
+    return tuple(found)
+
+
+def _source_place(parameter: Parameter, model: Model, layout: Layout, view: MeshView, owner: int) -> tuple[int, int]:
+    """(pp rank, replica) of the ranks that send a parameter to its owner: the owner's own, where these hold it."""
+    pp_ranks, cell = stages(parameter, model.layers, layout), view.cell(owner)
+    if cell is None:
+        return pp_ranks[0], 0
+    return cell.pp_rank if cell.pp_rank in pp_ranks else pp_ranks[0], view.replica(owner)
+
+
+def _lacking(parameter: Parameter, model: Model, layout: Layout, sources: _Sources, owner: int,
+             senders: Sequence[int] | None = None) -> Iterator[tuple[int, Box]]:
+    """(sender, box) of everything that the owner does not hold. senders: from these alone, which are at the place from
+    which the owner gets it; None: from all."""
     cell = sources.view.cell(owner)
     held = [p.box for p in pieces_of_cell(parameter, model.layers, layout, cell)]
-    pp_ranks, replica = stages(parameter, model.layers, layout), 0
-    pp_rank = pp_ranks[0]
-    if cell is not None:
-        pp_rank, replica = cell.pp_rank if cell.pp_rank in pp_ranks else pp_rank, sources.view.replica(owner)
-    for rank, zero_shard, box in sources.of(parameter.spec, pp_rank, replica):
+    if senders is None:
+        found: Iterable[tuple[int, int, Box]] = sources.of(
+            parameter.spec, *_source_place(parameter, model, layout, sources.view, owner))
+    else:
+        found = (x for rank in senders for x in sources.of_rank(parameter.spec, rank))
+    for rank, zero_shard, box in found:
         if cell is None or zero_shard != cell.zero_shard or not any(contains(own, box) for own in held):
             yield rank, box
 

@@ -2,19 +2,23 @@
 
 In: tables with sound references. Out: diagnostics RL0527 (an owner does not get its parameters exactly once), RL0533
 (what one rank sends is not what the other expects, or it does not hold it) and RL0535 (too many messages at once). The
-messages are those of `reshard/gather.py`, which every rank computes. All ranks are checked; what ranks in equal
-positions hold of equal layers is computed once.
+messages are those of `reshard/gather.py`, which every rank computes. The messages of all ranks are checked where they
+have few boxes. Where they have many, which grow with parameters times ranks, two things make up what every owner gets,
+and both are checked in full: the division of a parameter, equal for all layers, into boxes of the ranks that hold them;
+and for each owner, what it holds of these boxes and so does not receive. The messages made of that are then checked on
+some owners and some of the ranks that send to them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Save
-from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.reshard.gather import gather_messages, owners
+from rldsl.plan.model import Layout, Mesh, Model, ParamSpec
+from rldsl.reshard.gather import division, gather_messages, owners
 from rldsl.reshard.rounds import Message
 from rldsl.sharding.boxes import Box, Cell, Parameter, contains, parameters, pieces_at, stages, volume
 from rldsl.sharding.message_batches import MAX_MESSAGES, message_batches
@@ -22,6 +26,10 @@ from rldsl.verify.box_classes import overlapping
 from rldsl.verify.tables import Tables, name, problem
 from rldsl.verify.transfer_slices import Fault, MeshCells
 
+CHECK_ALL_UP_TO = 1 << 15  # boxes in the messages of a save; of more, a sample of the messages is checked
+
+Item = TypeVar("Item")
+Division = Sequence[tuple[int, int, Box]]  # (part, zero shard, box)es
 Messages = tuple[Sequence[Message], Sequence[Message]]  # what a rank sends, what it receives
 
 
@@ -46,11 +54,72 @@ def _faults(model: Model, layout: Layout, mesh: Mesh, world: int) -> Iterator[Fa
     owner = owners(model, layout, mesh)
     if model.lora:  # adapters go into one file
         owner = dict.fromkeys(owner, mesh.members()[0])
-    messages = gather_messages(model, layout, mesh, owner, tuple(held.cells))
-    yield from _incomplete(model, held, owner, messages)
+    divided = {spec.name: division(spec, layout) for spec in model.params}
+    boxes = sum(len(divided[p.spec.name]) for p in parameters(model))
+    if boxes <= CHECK_ALL_UP_TO:
+        yield from _message_faults(model, held, owner, gather_messages(model, layout, mesh, owner, tuple(held.cells)),
+                                   world, complete=True)
+        return
+    if faults := [*_division_faults(model, layout, divided), *_owner_faults(model, held, owner, divided)]:
+        yield from faults
+        return
+    ranks = {*_ends(sorted({*owner.values()})), *_ends([*held.cells])}
+    peers = {message.peer for both in gather_messages(model, layout, mesh, owner, tuple(ranks)).values()
+             for one_way in both for message in _ends(one_way)}
+    sample = tuple(sorted(ranks | peers))
+    yield from _message_faults(model, held, owner, gather_messages(model, layout, mesh, owner, sample), world,
+                               complete=False)
+
+
+def _message_faults(model: Model, held: _HeldBoxes, owner: Mapping[str, int], messages: Mapping[int, Messages],
+                    world: int, complete: bool) -> Iterator[Fault]:
+    """complete: whether `messages` has all ranks."""
+    yield from _incomplete(model, held, owner, messages, complete)
     yield from _not_held(model, held, messages)
-    yield from _unmatched(messages)
+    yield from _unmatched(messages, complete)
     yield from _unbounded(messages, world)
+
+
+def _ends(items: Sequence[Item]) -> Sequence[Item]:
+    """The first, the middle one and the last."""
+    return [items[i] for i in sorted({0, len(items) // 2, len(items) - 1})] if items else ()
+
+
+def _division_faults(model: Model, layout: Layout, divided: Mapping[str, Division]) -> Iterator[Fault]:
+    """Parameters whose boxes are not a division of them, or not where they are said to be."""
+    for spec in model.params:
+        boxes = [box for _, _, box in divided[spec.name]]
+        if sum(map(volume, boxes)) != _size(spec) or overlapping(boxes):
+            yield "RL0527", f"the boxes of {spec.name} are not all of it, once each", ()
+        for part, zero_shard, box in divided[spec.name]:
+            if not any(contains(piece.box, box) for piece in pieces_at(spec, layout, part, zero_shard)):
+                yield "RL0533", f"the ranks at part {part}.{zero_shard} do not hold {spec.name} {box}", ()
+
+
+def _owner_faults(model: Model, held: _HeldBoxes, owner: Mapping[str, int],
+                  divided: Mapping[str, Division]) -> Iterator[Fault]:
+    """Parameters of which an owner holds other than the boxes that are not sent to it: those of its zero shard that
+    lie in its pieces."""
+    by_shard: dict[tuple[str, int], list[Box]] = defaultdict(list)
+    for spec, boxes in divided.items():
+        for _, zero_shard, box in boxes:
+            by_shard[spec, zero_shard].append(box)
+    tested: dict[tuple[str, tuple[Box, ...], int], bool] = {}
+    for p in parameters(model):
+        rank = owner.get(p.name, -1)
+        if rank not in held.cells:
+            yield "RL0527", f"{p.name} has no owner on the mesh", ()
+            continue
+        own, zero_shard = held.of(p, rank), held.cells[rank].zero_shard
+        if (key := (p.spec.name, own, zero_shard)) not in tested:
+            kept = [box for box in by_shard[p.spec.name, zero_shard] if any(contains(piece, box) for piece in own)]
+            tested[key] = sum(map(volume, kept)) == sum(map(volume, own))
+        if not tested[key]:
+            yield "RL0527", f"{p.name} is not complete on rank {rank}", (rank,)
+
+
+def _size(spec: ParamSpec) -> int:
+    return volume(tuple((0, n) for n in spec.shape))
 
 
 class _HeldBoxes:
@@ -72,8 +141,9 @@ class _HeldBoxes:
 
 
 def _incomplete(model: Model, held: _HeldBoxes, owner: Mapping[str, int],
-                messages: Mapping[int, Messages]) -> Iterator[Fault]:
-    """Parameters that are not complete on their owner, and what another rank receives."""
+                messages: Mapping[int, Messages], complete: bool) -> Iterator[Fault]:
+    """Parameters that are not complete on their owner, and what another rank receives. complete: see
+    `_message_faults`."""
     received: dict[tuple[int, str], list[Box]] = defaultdict(list)
     for rank, (_, receives) in messages.items():
         for message in receives:
@@ -85,10 +155,11 @@ def _incomplete(model: Model, held: _HeldBoxes, owner: Mapping[str, int],
         if rank not in held.cells:
             yield "RL0527", f"{p.name} has no owner on the mesh", ()
             continue
+        if rank not in messages and not complete:
+            continue
         boxes = (*held.of(p, rank), *received.pop((rank, p.name), ()))
         if (key := (p.spec.name, boxes)) not in tested:
-            whole = volume(tuple((0, n) for n in p.spec.shape))
-            tested[key] = sum(map(volume, boxes)) == whole and not overlapping(boxes)
+            tested[key] = sum(map(volume, boxes)) == _size(p.spec) and not overlapping(boxes)
         if not tested[key]:
             yield "RL0527", f"{p.name} is not complete on rank {rank}", (rank,)
     for rank, parameter in received:
@@ -106,18 +177,19 @@ def _not_held(model: Model, held: _HeldBoxes, messages: Mapping[int, Messages]) 
                     yield "RL0533", f"rank {rank} would send {parameter} {box}, which it does not hold", (rank,)
 
 
-def _unmatched(messages: Mapping[int, Messages]) -> Iterator[Fault]:
-    """Pairs of ranks with several messages from one to the other, or whose ends do not agree on the boxes."""
+def _unmatched(messages: Mapping[int, Messages], complete: bool) -> Iterator[Fault]:
+    """Pairs of ranks with several messages from one to the other, or whose ends do not agree on the boxes. complete:
+    see `_message_faults`; else pairs of which one rank is missing are left out."""
     sent, expected = ({rank: {message.peer: message.boxes for message in both[direction]}
                        for rank, both in messages.items()} for direction in (0, 1))
     for rank, (sends, receives) in messages.items():
         if len(sent[rank]) < len(sends) or len(expected[rank]) < len(receives):
             yield "RL0533", f"rank {rank} has several messages to or from the same rank", (rank,)
         for peer, boxes in sent[rank].items():
-            if expected.get(peer, {}).get(rank) != boxes:
+            if (complete or peer in expected) and expected.get(peer, {}).get(rank) != boxes:
                 yield "RL0533", f"what rank {rank} sends to rank {peer} is not what that rank expects", (rank, peer)
         for peer in expected[rank]:
-            if rank not in sent.get(peer, {}):
+            if (complete or peer in sent) and rank not in sent.get(peer, {}):
                 yield "RL0533", f"rank {rank} waits for rank {peer}, which does not send to it", (peer, rank)
 
 
