@@ -19,8 +19,9 @@ from rldsl.reshard.summary import Summary, summary
 from rldsl.sharding.boxes import itemsize
 from rldsl.sharding.dtypes import in_wire_dtype
 from rldsl.verify import box_classes, transfer_slices
+from rldsl.verify.reshard_records import Fault
 from rldsl.verify.tables import Tables, name, problem
-from rldsl.verify.transfer_slices import Fault, MeshCells
+from rldsl.verify.transfer_slices import MeshCells
 
 
 def check_reshards(t: Tables) -> Iterator[Diagnostic]:

@@ -23,8 +23,9 @@ from rldsl.reshard.rounds import Message
 from rldsl.sharding.boxes import Box, Cell, Parameter, contains, parameters, pieces_at, stages, volume
 from rldsl.sharding.message_batches import MAX_MESSAGES, message_batches
 from rldsl.verify.box_classes import overlapping
+from rldsl.verify.reshard_records import Fault
 from rldsl.verify.tables import Tables, name, problem
-from rldsl.verify.transfer_slices import Fault, MeshCells
+from rldsl.verify.transfer_slices import MeshCells
 
 CHECK_ALL_UP_TO = 1 << 15  # boxes in the messages of a save; of more, a sample of the messages is checked
 
