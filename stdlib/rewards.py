@@ -1,7 +1,7 @@
 """Rewards that need no model: `use py "std/rewards.py" (exact_match: gen -> seq)`.
 
-In: rows, dicts with the text `completion`, all columns of the data, and for most of them `answer`: a text, a number, or
-a list of those of which any one will do. Out: for each row 1.0 or 0.0. Each row is judged by itself.
+In: rows, dicts with the text `completion`, all columns of the data and, for most functions, `answer`: a text, a number,
+or a list of these, any of which is accepted. Out: 1.0 or 0.0 for each row, independent of the other rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STATED = re.compile(r"(?:answer\s+is|answer\s*[:=])[:\s]*", re.IGNORECASE)
 
 
 def exact_match(rows: list[Row]) -> list[float]:
-    """Whether the completion is the answer, white space at the ends and its amount in between aside."""
+    """Whether the completion equals the answer, up to the amount of white space."""
     return _each(rows, lambda row, answer: _words(row["completion"]) == _words(answer))
 
 
@@ -33,7 +33,7 @@ def last_number(rows: list[Row]) -> list[float]:
 
 
 def boxed(rows: list[Row]) -> list[float]:
-    r"""Whether the content of the completion's last \boxed{...} is the answer, white space aside."""
+    r"""Whether the content of the completion's last \boxed{...} equals the answer, ignoring white space."""
     def right(row: Row, answer: str) -> bool:
         found, wanted = in_box(row["completion"]), in_box(answer)
         return found is not None and _bare(found) == _bare(answer if wanted is None else wanted)
@@ -42,13 +42,14 @@ def boxed(rows: list[Row]) -> list[float]:
 
 
 def math_equal(rows: list[Row]) -> list[float]:
-    """Whether the completion's final answer and the answer mean the same in mathematics: numbers, expressions, tuples,
+    """Whether the completion's final answer is mathematically equal to the answer: numbers, expressions, tuples,
     intervals, sets, equations, in LaTeX or plain text."""
     return _each(rows, lambda row, answer: equal(final_answer(row["completion"]), final_answer(answer)))
 
 
 def format_reward(rows: list[Row]) -> list[float]:
-    """Whether the completion is <think>...</think><answer>...</answer>, each once; the first may end the prompt."""
+    """Whether the completion is <think>...</think><answer>...</answer>, each once; the opening <think> may be at the end
+    of the prompt."""
     return [float(_formatted(row["completion"], row.get("prompt", ""))) for row in rows]
 
 

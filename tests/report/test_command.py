@@ -41,7 +41,7 @@ def test_beside_the_plan(work: Path) -> None:
     assert (found.exit_code, found.output) == (0, "wrote a.html\n")
     text = (work / "a.html").read_text()
     assert plan_id((work / "a.plan").read_bytes()) in text
-    assert "No cluster was given, so this preset is assumed" in Outline.of(text).text
+    assert "You passed no cluster, so the report assumes this preset" in Outline.of(text).text
 
 
 def test_elsewhere_and_again_the_same(work: Path) -> None:
@@ -54,7 +54,7 @@ def test_on_a_cluster(work: Path) -> None:
     (work / "ours.yaml").write_text("preset: h100x8\nname: our <b>node</b>\n")
     assert rlc("a.plan", "--cluster", "ours.yaml").exit_code == 0
     text = Outline.of((work / "a.html").read_text()).text
-    assert "our <b>node</b>" in text and "No cluster was given" not in text
+    assert "our <b>node</b>" in text and "You passed no cluster" not in text
     assert rlc("a.plan", "--cluster", "b200x8").exit_code == 0
     assert "Simulated on b200x8" in (work / "a.html").read_text()
 
@@ -72,7 +72,7 @@ def test_source_lines_are_quoted_while_the_source_is_the_one(work: Path) -> None
     (work / "grpo.rlf").write_text(SOURCE + "# changed\n")
     rlc("a.plan")
     text = (work / "a.html").read_text()
-    assert "gen = actor.generate(prompt)" not in text and "The program is not available" in text
+    assert "gen = actor.generate(prompt)" not in text and "The source of the program is missing" in text
 
 
 def test_a_source_that_is_no_text_is_not_quoted(work: Path) -> None:

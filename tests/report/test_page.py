@@ -138,12 +138,12 @@ def test_a_line_is_quoted_where_the_source_is_at_hand() -> None:
     assert "# <b>the line</b>" in found.text
     assert [e["id"] for e in found.all("span", class_="line")] == [f"source-0-{i}" for i in range(1, 10)]
     assert any(e["href"] == "#source-0-9" for e in found.all("a", class_="at"))
-    assert "The program is not available" not in found.text
+    assert "The source of the program is missing" not in found.text
 
 
 def test_without_the_source_it_says_so() -> None:
     found = made()
-    assert "The program is not available" in found.text and not found.all("code", class_="quote")
+    assert "The source of the program is missing" in found.text and not found.all("code", class_="quote")
     assert not found.all("a", class_="at") and found.all("span", class_="at")
 
 
@@ -153,9 +153,9 @@ def test_a_source_without_the_line_is_quoted_nowhere(text: str) -> None:
 
 
 def test_the_cluster_is_told() -> None:
-    assert "No cluster was given, so this preset is assumed" in made(assumed=True).text
+    assert "You passed no cluster, so the report assumes this preset" in made(assumed=True).text
     named = made(cluster=replace(H100, name="ours", source="our bench"))
-    assert "No cluster was given" not in named.text and "Source of the cluster's numbers: our bench" in named.text
+    assert "You passed no cluster" not in named.text and "Source of the cluster's numbers: our bench" in named.text
     assert "are estimated from operation counts" in named.text
 
 

@@ -48,8 +48,8 @@ def test_rows_are_those_of_the_simulation() -> None:
 def test_the_page_has_both() -> None:
     found = made(recorded=load(trace(grpo())))
     assert len(found.all("svg", class_="bars")) == 2
-    assert "Below it is step 3 of a recorded run" in found.text and "Recorded: step 3 of 3" in found.text
-    assert len(made().all("svg", class_="bars")) == 1 and "Below it is step" not in made().text
+    assert "The second chart shows step 3 of a recorded run" in found.text and "Recorded: step 3 of 3" in found.text
+    assert len(made().all("svg", class_="bars")) == 1 and "The second chart shows step" not in made().text
 
 
 def test_a_simulated_timeline_is_called_so() -> None:

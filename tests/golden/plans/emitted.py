@@ -1,7 +1,7 @@
 """grpo as a program for a debugger: plan PLAN, all ranks.
 
 Each function lists the events of the ranks in its name, one line per event, in plan order.
-Put `breakpoint()` anywhere. `run.value("VALUE@SPREAD")` is what the rank holds of a value, `run.state` all the rest.
+Put `breakpoint()` anywhere. `run.value("VALUE@SPREAD")` is this rank's part of a value, `run.state` is everything else.
 
     torchrun --nproc-per-node 4 a_ranks.py a.plan --plain
 
