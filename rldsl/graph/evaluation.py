@@ -44,7 +44,7 @@ class Evaluations:
                          "move it to the flow, or into an `every`")
             return
         ref = self.flow.exprs.name(ast.Name(name=s.data.name, span=s.data.span), scope)
-        most = whole("max", s.most, self.flow.exprs, scope) if s.most is not None else BATCHES
+        most = whole("max", s.max_iterations, self.flow.exprs, scope) if s.max_iterations is not None else BATCHES
         if not isinstance(ref, DataRef):
             if not isinstance(ref, Bad):
                 self.errors.add("RL0203", f"`eval` needs a data source, not {describe(ref)}", s.data.span,

@@ -139,7 +139,7 @@ class Selections:
                             help="combine the conditions: `until a and b max N`" if inside == "until" else
                             "move it to the flow; for more iterations, increase the steps of the flow")
             return
-        iterations = whole("max", s.most, self.flow.exprs, scope)
+        iterations = whole("max", s.max_iterations, self.flow.exprs, scope)
         before = set(self.spaces.frames)
         inner = Scope(scope.module, scope)
         outer, self.flow.items = self.flow.items, []

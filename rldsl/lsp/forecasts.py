@@ -16,8 +16,8 @@ from rldsl.lsp.forecast import Forecast, Question
 from rldsl.lsp.worker import question_line, read_forecast
 
 QUIET = 0.5  # seconds that a program must stay as it is: compiling is dear
-LIMIT = 120.0  # seconds for one answer
-ROOM = 1 << 24  # bytes of an answer
+MAX_SECONDS = 120.0  # for one answer
+MAX_ANSWER_BYTES = 1 << 24
 
 
 class Forecasts:
@@ -60,10 +60,10 @@ class Forecasts:
                 continue
             cleared = self._cleared
             try:
-                found = await asyncio.wait_for(self._ask(question), LIMIT)
+                found = await asyncio.wait_for(self._ask(question), MAX_SECONDS)
             except TimeoutError:
                 await self._kill()
-                found = Forecast(why=f"no answer in {LIMIT:.0f} s")
+                found = Forecast(why=f"no answer in {MAX_SECONDS:.0f} s")
             except (OSError, ValueError, TypeError, KeyError) as error:
                 await self._kill()
                 found = Forecast(why=f"the forecast failed: {error}")
@@ -78,7 +78,7 @@ class Forecasts:
         if self._worker is None or self._worker.returncode is not None:
             self._worker = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "rldsl.lsp.worker", stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE, limit=ROOM)
+                stdout=asyncio.subprocess.PIPE, limit=MAX_ANSWER_BYTES)
         questions = present(self._worker.stdin, "pipe to the worker", "lsp")
         answers = present(self._worker.stdout, "pipe from the worker", "lsp")
         questions.write(question_line(question))

@@ -218,15 +218,15 @@ class _Walker:
                 case ast.EveryBlock(period=number, body=inner) | ast.RepeatBlock(times=number, body=inner):
                     self.expr(number)
                     self._statements(inner, kind)
-                case ast.EvalBlock(data=data, most=most, body=inner):
+                case ast.EvalBlock(data=data, max_iterations=limit, body=inner):
                     self.see(data.name, data.span)
-                    if most is not None:
-                        self.expr(most)
+                    if limit is not None:
+                        self.expr(limit)
                     self._statements(inner, kind)
-                case ast.RepeatUntil(body=inner, condition=condition, most=most):
+                case ast.RepeatUntil(body=inner, condition=condition, max_iterations=limit):
                     self._statements(inner, kind)
                     self.expr(condition)
-                    self.expr(most)
+                    self.expr(limit)
                 case _:
                     for tree in _children(s):
                         self.expr(tree)

@@ -193,19 +193,19 @@ class RepeatBlock(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatUntil(Tree):
-    """repeat { ... } until condition max most"""
+    """repeat { ... } until condition max max_iterations"""
 
     body: tuple[Statement, ...]
     condition: Expr
-    most: Expr
+    max_iterations: Expr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalBlock(Tree):
-    """eval data [max most] { ... }"""
+    """eval data [max max_iterations] { ... }"""
 
     data: Ident
-    most: Expr | None
+    max_iterations: Expr | None
     body: tuple[Statement, ...]
 
 

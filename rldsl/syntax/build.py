@@ -172,12 +172,12 @@ class _Builder(Transformer[Token, Any]):
         return ast.RepeatBlock(span=self._span(meta), times=children[0], body=children[1])
 
     def repeat_until(self, meta: Any, children: Children) -> ast.RepeatUntil:
-        body, condition, most = children
-        return ast.RepeatUntil(span=self._span(meta), body=body, condition=condition, most=most)
+        body, condition, max_iterations = children
+        return ast.RepeatUntil(span=self._span(meta), body=body, condition=condition, max_iterations=max_iterations)
 
     def eval(self, meta: Any, children: Children) -> ast.EvalBlock:
-        data, most, body = children
-        return ast.EvalBlock(span=self._span(meta), data=self._ident(data), most=most, body=body)
+        data, max_iterations, body = children
+        return ast.EvalBlock(span=self._span(meta), data=self._ident(data), max_iterations=max_iterations, body=body)
 
     def stop(self, meta: Any, children: Children) -> ast.Stop:
         return ast.Stop(span=self._span(meta), condition=children[0])

@@ -67,7 +67,7 @@ def test_no_limit_and_no_long_row_change_nothing(tmp_path: Path, tokenizer: str)
 
 def test_truncated_rows_of_a_long_file_are_estimated(tmp_path: Path, tokenizer: str,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rldsl.runtime.data.over_long_rows.LOOKED", 10)
+    monkeypatch.setattr("rldsl.runtime.data.over_long_rows.MAX_COUNTED_ROWS", 10)
     rows = [{"prompt": "1+1=" if i % 2 else "10+10="} for i in range(95)]
     source = opened(tmp_path, tokenizer, rows, tells=True, batch=5, **LIMITS | {"max_answer_tokens": 0})
     count, rest = source.note.removeprefix("data d: ").split(" ", 1)

@@ -84,7 +84,7 @@ async def test_a_worker_that_fails_leaves_a_reason_and_no_silence(fault: Excepti
 
 
 async def test_a_worker_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forecasts, "LIMIT", 0.05)
+    monkeypatch.setattr(forecasts, "MAX_SECONDS", 0.05)
     queue = Slow(wait=60)
     queue.of(Question("a", "1"))
     await settled(queue)

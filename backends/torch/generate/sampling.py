@@ -45,8 +45,8 @@ def choose(logits: torch.Tensor, sampling: Sampling, draws: torch.Tensor | None,
     else:
         if draws is None:
             raise ValueError("sampling needs random numbers; only greedy decoding does without")
-        least = threshold(logits, sampling)
-        tokens = inverse_cdf(weights if least is None else weights.masked_fill_(logits < least, 0.0), draws)
+        lowest = threshold(logits, sampling)
+        tokens = inverse_cdf(weights if lowest is None else weights.masked_fill_(logits < lowest, 0.0), draws)
     return tokens, logits.gather(-1, tokens[:, None])[:, 0] - normaliser
 
 

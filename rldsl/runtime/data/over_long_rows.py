@@ -19,12 +19,13 @@ from rldsl.runtime.data.row_views import KeptRows
 from rldsl.runtime.data.tokens import Tokens
 
 AT_ONCE = 256  # rows
-LOOKED = 4096  # rows, drawn at random, that tell how many are truncated
+MAX_COUNTED_ROWS = 4096  # in a longer file, so many rows drawn at random are counted
 
 
 def filter_over_long(data: Data, table: Table, tokens: Tokens, speaks: bool) -> tuple[Table, str]:
     """The rows of the run, and what to tell the user ("": nothing). Which rows are dropped is a function of the file,
-    the tokenizer and the limits. speaks: whether to count the truncated rows; in a long file, those among `LOOKED`."""
+    the tokenizer and the limits. speaks: whether to count the truncated rows; in a long file, those among
+    `MAX_COUNTED_ROWS`."""
     if data.over_long == "truncate":
         return table, _truncated(data, table, tokens) if speaks else ""
     errors, kept = RowErrors(), array("q")
@@ -43,9 +44,11 @@ def filter_over_long(data: Data, table: Table, tokens: Tokens, speaks: bool) -> 
 
 
 def _truncated(data: Data, table: Table, tokens: Tokens) -> str:
-    looked = range(len(table)) if len(table) <= LOOKED else sorted(Random(0).sample(range(len(table)), LOOKED))
-    count = sum(bool(excess) for _, excess in _excess(data, table, tokens, looked))
-    of = f"{len(table)} rows" if len(looked) == len(table) else f"the {len(looked)} rows checked"
+    counted: Sequence[int] = range(len(table))
+    if len(table) > MAX_COUNTED_ROWS:
+        counted = sorted(Random(0).sample(counted, MAX_COUNTED_ROWS))
+    count = sum(bool(excess) for _, excess in _excess(data, table, tokens, counted))
+    of = f"{len(table)} rows" if len(counted) == len(table) else f"the {len(counted)} rows checked"
     return f"data {data.name}: {count} of {of} truncated to {_limits(data)}" if count else ""
 
 

@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 SIDES = {"chosen": "pos_answers", "rejected": "neg_answers"}  # role -> the name of its column in ReaL's data
 LARGEST = 3.4e38  # a float32
-SHOWN = 5  # errors in full; the others are counted
+MAX_ERRORS = 5  # reported in full; the others are counted
 ASSISTANT = "an answer must be a string or assistant messages: [{\"role\": \"assistant\", \"content\": \"...\"}]"
 
 
@@ -67,11 +67,11 @@ class ScannedFile:
 class RowErrors:
     """The first errors of many, and the number of the others."""
 
-    found: list[Diagnostic] = field(default_factory=list)  # the first ones, at most `SHOWN`
+    found: list[Diagnostic] = field(default_factory=list)  # the first ones, at most `MAX_ERRORS`
     more: int = 0                                          # how many others there are
 
     def add(self, found: Sequence[Diagnostic]) -> None:
-        room = max(0, SHOWN - len(self.found))
+        room = max(0, MAX_ERRORS - len(self.found))
         self.found += found[:room]
         self.more += len(found[room:])
 

@@ -77,8 +77,8 @@ class Source:
         prompts = [ids[-self.data.max_prompt_tokens :] for ids in self.tokens.prompts(rows, place)]  # [-0:] is all
         frames = {}
         for name, role in FRAMES[self.data.row_format].items():
-            most = self.data.max_answer_tokens or None
-            answers = [ids[:most] for ids in self.tokens.answers(rows, role, place)] if role else [[]] * len(rows)
+            limit = self.data.max_answer_tokens or None
+            answers = [ids[:limit] for ids in self.tokens.answers(rows, role, place)] if role else [[]] * len(rows)
             tokens = [torch.tensor(p + a, dtype=torch.int64) for p, a in zip(prompts, answers, strict=True)]
             frames[name] = FetchedFrame([len(p) for p in prompts], [len(a) for a in answers], tokens)
         return frames

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 
-MOST = 24  # lines
+MAX_LINES = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,4 +43,4 @@ def _stack(steps: Sequence[tuple[FrameType, int | None]]) -> Stack:
     file, name = frame.f_code.co_filename, frame.f_code.co_name
     inside = "/torch/distributed/" in file.replace("\\", "/")
     call = name if inside else "wait" if ".wait(" in linecache.getline(file, line or 0) else ""
-    return Stack(call, tuple(f"{f.f_code.co_filename}:{n or 0} {f.f_code.co_name}" for f, n in steps[-MOST:]))
+    return Stack(call, tuple(f"{f.f_code.co_filename}:{n or 0} {f.f_code.co_name}" for f, n in steps[-MAX_LINES:]))

@@ -24,7 +24,8 @@ from rldsl.runtime.metrics.tee import Tee
 
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {"generate": "cyan", "infer": "blue", "train": "magenta", "rest": "bright_black"}
-CURVE, SHOWN = 48, 8  # points of the curve; numbers shown
+CURVE_POINTS = 48
+MAX_NUMBERS = 8  # that are shown below the curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class ViewState:
     history: Mapping[str, Sequence[float]] | None = None  # name -> values, oldest first
 
     def with_line(self, line: Mapping[str, float]) -> ViewState:
-        history = {name: [*(self.history or {}).get(name, ()), line[name]][-CURVE:] for name in computed(line)}
+        history = {name: [*(self.history or {}).get(name, ()), line[name]][-CURVE_POINTS:] for name in computed(line)}
         first = self.first_end if self.step > self.begun else self.seconds
         return replace(self, step=int(line["step"]), line=dict(line), history=history, first_end=first,
                        last_end=self.seconds)
@@ -116,7 +117,7 @@ def _phases(line: Mapping[str, float], width: int) -> RenderableType:
 
 def _numbers(seen: ViewState, width: int) -> list[RenderableType]:
     line = seen.line or {}
-    names = sorted(computed(line), key=display_order)[:SHOWN]
+    names = sorted(computed(line), key=display_order)[:MAX_NUMBERS]
     table = Table.grid(padding=(0, 2))
     for i, name in enumerate(names):
         values = (seen.history or {}).get(name, ())

@@ -68,9 +68,9 @@ def value_names(plan: Plan, spaces: set[str]) -> dict[str, str]:
 class Samples:
     """The samples that this rank writes."""
 
-    def __init__(self, context: RunContext, data: DataReader, most: int):
-        """most: rows of each frame and step."""
-        self._context, self._data, self._most = context, data, most
+    def __init__(self, context: RunContext, data: DataReader, max_samples: int):
+        """max_samples: rows of each frame and step."""
+        self._context, self._data, self._max_samples = context, data, max_samples
         self._mine = [s for s in sample_sources(context.plan) if s.rank == context.rank]
         self._tokens: dict[str, tuple[RaggedRows, Any]] = {}
         self._values: dict[str, RaggedRows] = {}
@@ -104,7 +104,7 @@ class Samples:
         self._values.clear()
 
     def _write(self, step: int, frame: Frame, tokens: RaggedRows, lens: Any) -> None:
-        rows = tokens.ids[lens.of("tokens")[tokens.ids] > 0][: self._most]
+        rows = tokens.ids[lens.of("tokens")[tokens.ids] > 0][: self._max_samples]
         tokenizer = self._data.source(frame.data).tokenizer
         known = {self._names[value]: _numbers(column, rows) for value, column in sorted(self._values.items())
                  if self._context.frames[self._context.values[value].frame].row_space == frame.row_space}

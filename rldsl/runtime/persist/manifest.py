@@ -20,7 +20,7 @@ FORMAT = 2
 MANIFEST = "checkpoint.json"
 DIGEST = "sha256"
 EARLIER = "written by an earlier version, without a digest of its contents"
-MOST = 1 << 62  # of counts
+MAX_COUNT = 1 << 62
 KEYS = frozenset({"format", "step", "plan", "sources", "functions", "params", "seed", "files", "states", "data",
                   "readings", "models", DIGEST})
 
@@ -113,13 +113,13 @@ def _texts(held: Mapping[str, Any], name: str) -> dict[str, str]:
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < MOST:
+    if type(value) is not int or not 0 <= value < MAX_COUNT:
         raise ValueError(f"{str(value)[:40]!r} is not a count")
     return value
 
 
 def _number(value: Any) -> float:
-    if type(value) is not float and (type(value) is not int or abs(value) >= MOST):  # a state may be infinite
+    if type(value) is not float and (type(value) is not int or abs(value) >= MAX_COUNT):  # a state may be infinite
         raise ValueError(f"{str(value)[:40]!r} is not a number")
     return float(value)
 
