@@ -1,4 +1,4 @@
-"""Diagnostics: what went wrong, where, and how to mend it. One value, several renderers.
+"""Diagnostics: what went wrong, where, and how to fix it. One value, several renderers.
 
 Codes by range: RL00xx syntax, 01xx names, 02xx types, 03xx placement, 04xx memory, 05xx schedule, 06xx plan,
 07xx run time, 09xx lints. A code is never given a second meaning.
@@ -19,33 +19,31 @@ T = TypeVar("T")
 class Label:
     """Another place that contributes to a diagnostic."""
 
-    span: Span
-    text: str
+    span: Span  # the place
+    text: str   # what it contributes
 
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """What mends a mistake and is safe to apply unseen: (what to replace, by what), all or none, none overlapping."""
+    """An edit that fixes an error and is safe to apply without a look at the result."""
 
-    edits: tuple[tuple[Span, str], ...]
+    edits: tuple[tuple[Span, str], ...]  # (what to replace, replacement): all or none of them; they do not overlap
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """One message. `title` is lower case, has no full stop and stands alone; `label` explains the underlined
-    span; advice goes in `help` only. `place` replaces the span where there is no source text
-    (a data file's "prompts.jsonl:17", a plan's "event 12"). `fix`: the advice of `help` as edits, where it is sure."""
+    """One message."""
 
-    code: str
-    title: str
-    span: Span | None = None
-    label: str = ""
-    labels: tuple[Label, ...] = ()
-    notes: tuple[str, ...] = ()
-    help: str = ""
-    place: str = ""
-    severity: Literal["error", "warning"] = "error"
-    fix: Fix | None = None
+    code: str  # "RL0101"
+    title: str  # a sentence of its own, in lower case, without a full stop
+    span: Span | None = None  # what is underlined; None: there is no source text
+    label: str = ""  # explains the underlined span
+    labels: tuple[Label, ...] = ()  # other places that contribute
+    notes: tuple[str, ...] = ()  # facts that explain the message
+    help: str = ""  # advice, and nothing else
+    place: str = ""  # instead of `span`: a data file's "prompts.jsonl:17", a plan's "event 12"
+    severity: Literal["error", "warning"] = "error"  # a warning does not end a command, except `rlc check --strict`
+    fix: Fix | None = None  # the advice of `help` as edits, if it is certain
 
 
 def visible(text: str, keep: str = "") -> str:

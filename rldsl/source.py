@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One text that spans point into. `name` is the path as the user typed it."""
+    """One text that spans point into."""
 
-    name: str
-    text: str = field(repr=False)
+    name: str                      # the path as the user typed it
+    text: str = field(repr=False)  # the whole text
 
     def line(self, number: int) -> str:
         """The text of line `number` (from 1), without its newline."""
@@ -22,9 +22,9 @@ class SourceFile:
 class Span:
     """Half-open range of character offsets in one file."""
 
-    file: SourceFile = field(repr=False)
-    start: int
-    end: int
+    file: SourceFile = field(repr=False)  # the text that the offsets are in
+    start: int                            # of the first character
+    end: int                              # behind the last character
 
     @property
     def line(self) -> int:

@@ -4,7 +4,7 @@ arXiv:1910.02054), in the words of PyTorch's FSDP2.
 In: this rank's rows of each parameter in float32, and the level. Out: the tensors that modules compute with, unsharded
 from all ranks when they are needed, and gradients reduce-scattered over the ranks into those of the rows.
 
-Level 1 unshards everything once a minibatch and reduces gradients at its end; level 2 reduces them in each backward
+Level 1 unshards everything once per minibatch and reduces gradients at its end; level 2 reduces them in each backward
 pass, layer by layer; level 3 also unshards layer by layer, in forward and backward, and prefetches the next layer while
 one computes. Experts that ranks of dp divide among themselves are sharded only over the ranks with the same experts.
 What belongs to no layer (embedding, last norm, head) stays unsharded during a minibatch.

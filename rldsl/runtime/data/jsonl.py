@@ -1,6 +1,6 @@
 """JSON-lines files: one object per line, checked once, read by row afterwards.
 
-In: a path and what the program needs of a row. Out: a table of byte offsets, 8 bytes a row; rows are read when asked
+In: a path and what the program needs of a row. Out: a table of byte offsets, 8 bytes per row; rows are read when asked
 for, so the file is never in memory. Blank lines are skipped; a byte-order mark is allowed.
 Codes: RL0742 no rows, RL0743 not UTF-8, RL0744 not JSON, RL0745 not an object, RL0752 changed during the run, and
 those of `row_schema.py`.

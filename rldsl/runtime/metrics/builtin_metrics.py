@@ -1,6 +1,6 @@
 """What every run measures, without a message of its own: time and tokens of each phase, bytes moved, memory, lengths.
 
-In: the events that one rank executed, with their durations. Out: numbers by name, once a step. Durations are those of
+In: the events that one rank executed, with their durations. Out: numbers by name, once per step. Durations are those of
 this rank; tokens are those of all ranks that share the call; bytes are those of the plan, for all ranks, and of ragged
 transfers those that this rank sent and received.
 """

@@ -1,4 +1,4 @@
-"""A few sequences of each step as text, with what is known of them: OUT/samples/FRAME.jsonl, one line a sequence.
+"""A few sequences of each step as text, with what is known of them: OUT/samples/FRAME.jsonl, one line per sequence.
 
 In: the buffers of one rank, seen just before they are freed. Out: lines {step, row, prompt, completion, VALUE: number}.
 No message is sent for it: of each generated frame one rank writes rows that it holds. That rank, and the spread, are

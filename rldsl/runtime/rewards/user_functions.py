@@ -1,6 +1,6 @@
 """Users' Python functions: loaded once, called with rows, and what they return is checked.
 
-In: a plan's Function record and rows (dicts with "prompt", "completion" and all data columns). Out: one float a row.
+In: a plan's Function record and rows (dicts with "prompt", "completion" and all data columns). Out: one float per row.
 Runs in a rank or in a worker of its pool (`runtime/rewards/pool.py`), so it imports nothing heavy.
 Invariant: a mistake of the user's code is a Failure that names the line in it and the row, never a traceback.
 Codes: RL0770 it imports a local module that the plan does not contain, RL0771 the file cannot be read, RL0772 it
