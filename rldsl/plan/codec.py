@@ -22,7 +22,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from hashlib import sha256
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from rldsl.diag import Failure, fail
 from rldsl.plan.events import EVENTS, Every, Item, Loop
@@ -120,7 +120,7 @@ def _line(kind: str, record: Any, skip: str = "") -> str:
 def _plain(record: Any, skip: str = "") -> dict[str, Any]:
     cls: type = type(record)
     hints, out = _hints(cls), {}
-    for field in fields(record):
+    for field in _fields(cls):
         value = getattr(record, field.name)
         value = float(value) if hints[field.name] is float else value
         if field.name != skip and not _is_default(field, value):
@@ -132,7 +132,7 @@ def _json(value: Any, hint: Any) -> Any:
     if is_dataclass(value):
         return _plain(value)
     if isinstance(value, tuple):
-        args = get_args(hint)
+        args = _shape(hint).args
         each = args[:1] * len(value) if args[1:] == (...,) else args
         return [_json(v, h) for v, h in zip(value, each, strict=True)]
     return float(value) if hint is float else value
@@ -279,7 +279,7 @@ def read_record(cls: type[AnyRecord], obj: Any, place: str) -> AnyRecord:
 
 def _record(cls: type, obj: dict[str, Any], place: str, path: str = "", **given: Any) -> Any:
     """A dataclass from its JSON object. `given`: fields that do not come from it."""
-    known = {f.name: f for f in fields(cls) if f.name not in given}
+    known = {f.name: f for f in _fields(cls) if f.name not in given}
     where = path or cls.__name__.lower()
     for key in obj.keys() - known.keys():
         raise fail("RL0605", f"{where} has an unknown field {key!r}", place=place, help="fields: " + ", ".join(known))
@@ -296,8 +296,10 @@ def _record(cls: type, obj: dict[str, Any], place: str, path: str = "", **given:
 
 
 def _value(hint: Any, value: Any, place: str, path: str) -> Any:
-    origin, args = get_origin(hint), get_args(hint)
-    if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
+    if hint is type(value) and _finite(value):
+        return value
+    origin, args, is_record = _shape(hint)
+    if is_record and isinstance(value, dict):
         return _record(hint, value, place, path)
     if origin is tuple and isinstance(value, list):
         each = args[:1] * len(value) if args[1:] == (...,) else args
@@ -310,10 +312,8 @@ def _value(hint: Any, value: Any, place: str, path: str) -> Any:
         for option in args:
             if option is type(value) and _finite(value):
                 return value
-            if isinstance(option, type) and is_dataclass(option) and isinstance(value, dict):
+            if _shape(option).is_record and isinstance(value, dict):
                 return _record(option, value, place, path)
-    elif hint is type(value) and _finite(value):
-        return value
     raise _wrong(hint, value, place, path)
 
 
@@ -330,6 +330,24 @@ def _wrong(hint: Any, value: Any, place: str, path: str) -> Failure:
         place=place,
         help=EDITED,
     )
+
+
+class _Shape(NamedTuple):
+    """A type as `typing` takes it apart."""
+
+    origin: Any
+    args: tuple[Any, ...]
+    is_record: bool
+
+
+@cache
+def _shape(hint: Hashable) -> _Shape:
+    return _Shape(get_origin(hint), get_args(hint), isinstance(hint, type) and is_dataclass(hint))
+
+
+@cache
+def _fields(cls: Hashable) -> tuple[Field[Any], ...]:
+    return fields(cast(Any, cls))
 
 
 @cache

@@ -52,15 +52,21 @@ def references(record: Any) -> Iterator[Reference]:
     """Every id in `record`, in the order of its fields. A field that may be left out ("" by default) and is, names
     nothing."""
     cls: type = type(record)
-    for name, hint, optional in _typed(cls):
-        value = getattr(record, name)
-        if not (optional and value == ""):
-            yield from (Reference(name, role, id) for role, id in _ids(hint, value))
+    for field in _typed(cls):
+        yield from _of_field(record, *field)
 
 
 def named(record: Any, *names: str) -> tuple[Reference, ...]:
     """The ids in some fields of `record`, field by field in the order given."""
-    return tuple(r for name in names for r in references(record) if r.field == name)
+    cls: type = type(record)
+    return tuple(r for name in names for field in _typed(cls) if field[0] == name for r in _of_field(record, *field))
+
+
+def _of_field(record: Any, name: str, hint: Any, optional: bool) -> list[Reference]:
+    value = getattr(record, name)
+    if optional and value == "":
+        return []
+    return [Reference(name, role, id) for role, id in _ids(hint, value)]
 
 
 def roles(cls: type) -> Mapping[str, frozenset[Role]]:
@@ -83,35 +89,45 @@ def renamed(record: Any, new: Mapping[Role, Callable[[str], str]]) -> dict[str, 
 def _typed(cls: Hashable) -> tuple[tuple[str, Any, bool], ...]:
     """(field, its type, whether it may be empty) of the fields that hold ids."""
     hints, own = get_type_hints(cls, include_extras=True), fields(cast(Any, cls))
-    return tuple((f.name, hints[f.name], f.default is not MISSING) for f in own if any(_roles(hints[f.name])))
+    return tuple((f.name, hints[f.name], f.default is not MISSING) for f in own if _roles(hints[f.name]))
 
 
-def _roles(hint: Any) -> Iterator[Role]:
+@cache
+def _roles(hint: Hashable) -> tuple[Role, ...]:
+    """Of all ids in a type."""
     if get_origin(hint) is Annotated:
-        yield from (x for x in hint.__metadata__ if isinstance(x, Role))
-    else:
-        for arg in get_args(hint):
-            yield from _roles(arg)
+        return tuple(x for x in cast(Any, hint).__metadata__ if isinstance(x, Role))
+    return tuple(role for arg in get_args(hint) for role in _roles(arg))
 
 
-def _ids(hint: Any, value: Any) -> Iterator[tuple[Role, Any]]:
-    if get_origin(hint) is Annotated:
-        yield from ((role, value) for role in _roles(hint))
-    elif isinstance(value, tuple):
-        for each, inner in zip(_each(hint, len(value)), value, strict=True):
-            yield from _ids(each, inner)
+@cache
+def _is_id(hint: Hashable) -> bool:
+    return get_origin(hint) is Annotated
+
+
+def _ids(hint: Any, value: Any) -> list[tuple[Role, Any]]:
+    if _is_id(hint):
+        return [(role, value) for role in _roles(hint)]
+    if not isinstance(value, tuple):
+        return []
+    each, more = _entries(hint)
+    if more:
+        return [found for inner in value for found in _ids(each[0], inner)] if _roles(each[0]) else []
+    return [found for one, inner in zip(each, value, strict=True) if _roles(one) for found in _ids(one, inner)]
 
 
 def _replaced(hint: Any, value: Any, new: Mapping[Role, Callable[[str], str]]) -> Any:
-    if get_origin(hint) is Annotated:
-        role = next(_roles(hint), None)
+    if _is_id(hint):
+        role = next(iter(_roles(hint)), None)
         return new[role](value) if role is not None and role in new else value
     if isinstance(value, tuple):
-        return tuple(_replaced(h, v, new) for h, v in zip(_each(hint, len(value)), value, strict=True))
+        each, more = _entries(hint)
+        return tuple(_replaced(h, v, new) for h, v in zip(each * len(value) if more else each, value, strict=True))
     return value
 
 
-def _each(hint: Any, count: int) -> tuple[Any, ...]:
-    """The types of the `count` entries of a tuple."""
+@cache
+def _entries(hint: Hashable) -> tuple[tuple[Any, ...], bool]:
+    """The types of the entries of a tuple. True: any number of entries, all of the one type."""
     args = get_args(hint)
-    return args[:1] * count if args[1:] == (...,) else args
+    return (args[:1], True) if args[1:] == (...,) else (args, False)
