@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,11 +28,13 @@ HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 
 def command(module: str, *arguments: str, timeout: float = 120.0,
-            env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """env: besides that of this process. Raises AssertionError when it has not ended in time."""
+            env: Mapping[str, str] | None = None,
+            before: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
+    """env: besides that of this process. before: called in the new process, in its environment, before the command.
+    Raises AssertionError when it has not ended in time."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = (str(Path(folder) / name) for name in ("out", "err"))
-        process = start(module, *arguments, files=(os.devnull, out, err), env=env)
+        process = start(module, *arguments, files=(os.devnull, out, err), env=env, before=before)
         process.join(timeout)
         if process.exitcode is None:
             busy = stacks.dump_all(process.pid)
@@ -50,17 +52,18 @@ def run(line: Sequence[str], env: Mapping[str, str] | None = None, **_: Any) -> 
     return command(*line[2:], env=env)
 
 
-def start(module: str, *arguments: str, files: tuple[str, str, str], env: Mapping[str, str] | None = None) -> Any:
-    """The process, as of `multiprocessing`, just begun. files: what it reads from and writes to; a terminal,
-    perhaps."""
+def start(module: str, *arguments: str, files: tuple[str, str, str], env: Mapping[str, str] | None = None,
+          before: Callable[[], None] | None = None) -> Any:
+    """The process, as of `multiprocessing`, just begun. files: what it reads from and writes to; a terminal, perhaps.
+    before: see `command`."""
     environment = {k: v for k, v in os.environ.items() if k not in HIDDEN} | {"OMP_NUM_THREADS": "1"} | dict(env or {})
-    process = context().Process(target=_enter, args=(module, arguments, os.getcwd(), environment, files))
+    process = context().Process(target=_enter, args=(module, arguments, os.getcwd(), environment, files, before))
     process.start()
     return process
 
 
 def _enter(module: str, arguments: tuple[str, ...], cwd: str, environment: dict[str, str],
-           files: tuple[str, str, str]) -> NoReturn:
+           files: tuple[str, str, str], before: Callable[[], None] | None) -> NoReturn:
     os.chdir(cwd)
     for fd, file in enumerate(files):
         os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND if fd else os.O_RDONLY), fd)
@@ -74,6 +77,9 @@ def _enter(module: str, arguments: tuple[str, ...], cwd: str, environment: dict[
         return real(line, *rest, **more)
 
     subprocess.Popen = popen  # type: ignore[assignment,misc]
+    if before is not None:
+        os.environ.update(environment)
+        before()
     _run(module, arguments, environment)
 
 

@@ -60,7 +60,7 @@ def _ticks(pid: int) -> dict[str, tuple[int, str, str]]:
 
 
 def dump_all(pid: int) -> str:
-    """A process and its descendants write their stacks where they have registered. Returns how busy their threads are."""
+    """A process and its descendants write their stacks where they have registered. Returns how busy the threads are."""
     alive = [pid, *descendants(pid)]
     busy = [f"--- process {each}: {threads(each)}" for each in alive]
     for each in alive:

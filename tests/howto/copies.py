@@ -2,27 +2,35 @@
 
 A fence ```diff begins with a line `--- PATH`: its lines that begin with a space or a minus are in the file, exactly
 once, and are replaced by those that begin with a space or a plus. A fence after `<!-- file: PATH -->` is a new file.
-Programs run on a copy in processes of their own, whatever this process has imported.
+Programs run on a copy in processes of their own, whatever this process has imported. Those that need torch are forked
+from the server of `tests/world.py`, where it is loaded, and import rldsl anew, from the copy.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+import runpy
 import shutil
 import socket
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs/howto"
 FOLDERS = ("rldsl", "backends", "grammar", "stdlib", "tests", "examples", "docs")
 FILES = ("README.md", "Makefile", "mkdocs.yml", "pyproject.toml")
 PRODUCT = ("rldsl/", "backends/")
+OWN = ("rldsl", "tests", "examples")  # the top-level packages of a copy
 
 _STEP = re.compile(r"^```diff\n--- (?P<changed>\S+)\n(?P<diff>.*?)^```$"
                    r"|<!-- file: (?P<made>\S+) -->\n```\w+\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -108,7 +116,21 @@ class Copy:
 
     def environment(self, **more: str) -> Mapping[str, str]:
         paths = os.pathsep.join(filter(None, (str(self.root), more.pop("PYTHONPATH", ""))))
-        return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | more
+        kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}  # most processes import the same
+        return kept | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | more
+
+    @contextmanager
+    def changed(self, path: str, old: str, new: str) -> Iterator[None]:
+        """In the block, a file has `new` for `old`."""
+        file = self.root / path
+        text, times = file.read_text(), file.stat()
+        assert old in text
+        try:
+            file.write_text(text.replace(old, new))
+            yield
+        finally:
+            file.write_text(text)
+            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # the bytecode of the change is not taken for its
 
     def python(self, *arguments: str, timeout: float = 200.0, fails: bool | None = False, **env: str) -> str:
         """What `python ARGUMENTS` prints, in the copy. fails: whether it has to fail; None: it may."""
@@ -121,26 +143,42 @@ class Copy:
     def rlc(self, *arguments: str, fails: bool = False, **env: str) -> str:
         return self.python("-m", "rldsl.cli", *arguments, fails=fails, **env)
 
-    def ranks(self, world: int, *arguments: str, timeout: float = 200.0, **env: str) -> None:
-        """`torchrun -m rldsl.run ARGUMENTS`, without the agent."""
-        self.together(world, "-m", "rldsl.run", *arguments, timeout=timeout, **env)
+    def run(self, *arguments: str, fails: bool = False, **env: str) -> str:
+        """`python -m rldsl.run ARGUMENTS`, in a world of one."""
+        return self.forked("rldsl.run", *arguments, fails=fails, **env)
 
-    def together(self, world: int, *arguments: str, timeout: float = 200.0, **env: str) -> None:
-        """`python ARGUMENTS` as each rank of a world."""
+    def forked(self, module: str, *arguments: str, fails: bool = False, **env: str) -> str:
+        """What `python -m MODULE ARGUMENTS`, or `python FILE.py ARGUMENTS`, prints."""
+        done = forked.command(module, *arguments, timeout=200.0, env=self.environment(**env), before=self._enter)
+        said = done.stdout + done.stderr
+        assert (done.returncode != 0) == fails, said
+        return said
+
+    def _enter(self) -> None:
+        """In a forked process, instead of a new interpreter's start."""
+        for name in [x for x in sys.modules if x.partition(".")[0] in OWN]:
+            del sys.modules[name]
+        os.chdir(self.root)
+        sys.path[:] = [str(self.root), *os.environ["PYTHONPATH"].split(os.pathsep),
+                       *(x for x in sys.path if x and Path(x) != ROOT)]
+        sys.dont_write_bytecode = False
+        runpy.run_path(str(self.root / "sitecustomize.py"))
+        importlib.invalidate_caches()
+
+    def ranks(self, world: int, *arguments: str, **env: str) -> None:
+        """`torchrun -m rldsl.run ARGUMENTS`, without the agent."""
+        self.together(world, "rldsl.run", *arguments, **env)
+
+    def together(self, world: int, module: str, *arguments: str, **env: str) -> None:
+        """`python -m MODULE ARGUMENTS`, or `python FILE.py ARGUMENTS`, as each rank of a world."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world),
                 "LOCAL_WORLD_SIZE": str(world)} | env
-        ranks = [subprocess.Popen([sys.executable, *arguments], cwd=self.root, text=True,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                  env=self.environment(**meet, RANK=str(r), LOCAL_RANK=str(r))) for r in range(world)]
-        try:
-            said = [p.communicate(timeout=timeout)[0] for p in ranks]
-        finally:
-            for p in ranks:
-                p.kill()
-        assert [p.returncode for p in ranks] == [0] * world, "\n".join(said)
+        with ThreadPoolExecutor(world) as ranks:
+            list(ranks.map(lambda rank: self.forked(module, *arguments, **meet, RANK=str(rank), LOCAL_RANK=str(rank)),
+                           range(world)))
 
 
 def fences(text: str, language: str) -> Iterator[str]:

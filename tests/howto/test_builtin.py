@@ -36,7 +36,7 @@ def test_a_program_computes_it(copy: Copy) -> None:
     """As what the smallest and the largest element say, on values whose mean is another."""
     copy.rlc("compile", "spread.rlf", "-o", "spread.plan")
     copy.rlc("verify", "spread.plan")
-    copy.python("-m", "rldsl.run", "spread.plan", "--out", "out")
+    copy.run("spread.plan", "--out", "out")
     (line,) = (copy.root / "out/metrics.jsonl").read_text().splitlines()
     found = json.loads(line)
     assert found["all"] == pytest.approx(found["hand"], rel=1e-6)

@@ -51,7 +51,7 @@ def test_flows_call_it_and_losses_read_it(copy: Copy) -> None:
     """The first step trains the model that `ref` is a copy of, on the same batch."""
     copy.rlc("compile", "norms.rlf", "-o", "norms.plan")
     copy.rlc("verify", "norms.plan")
-    copy.python("-m", "rldsl.run", "norms.plan", "--out", "out")
+    copy.run("norms.plan", "--out", "out")
     found = json.loads((copy.root / "out/metrics.jsonl").read_text())
     assert found["actor/norm"] == pytest.approx(found["ref_norm"], rel=1e-5) and found["ref_norm"] < found["highest"]
     assert found["actor/grad_norm"] > 0

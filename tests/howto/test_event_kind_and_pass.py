@@ -82,14 +82,14 @@ def test_ranks_run_it(copy: Copy) -> None:
 def test_an_emitted_program_runs_it(copy: Copy) -> None:
     copy.rlc("emit", "one.plan", "--rank", "all", "-o", "emitted.py")
     assert ".audit(" in (copy.root / "emitted.py").read_text()
-    copy.python("emitted.py", "--out", "emitted")
+    copy.forked("emitted.py", "--out", "emitted")
     assert len((copy.root / "emitted/metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_what_it_looks_for_ends_the_run(copy: Copy) -> None:
     """A learning rate beyond float32 makes parameters that are not finite of a gradient that is."""
     copy.rlc("compile", "one.rlf", "--set", "rate=1e39", "-o", "huge.plan")
-    said = copy.python("-m", "rldsl.run", "huge.plan", "--out", "huge", fails=True)
+    said = copy.run("huge.plan", "--out", "huge", fails=True)
     assert "RL0699" in said and "of actor is not finite" in said
 
 
@@ -105,24 +105,14 @@ def test_events_are_printed_after_it(copy: Copy) -> None:
 
 def test_its_check_is_made(copy: Copy) -> None:
     """A pass that leaves a call out is an internal error that names it."""
-    file = copy.root / "rldsl/passes/audits.py"
-    text = file.read_text()
-    try:
-        file.write_text(text.replace("if isinstance(item, Train) else", "if isinstance(item, Audit) else"))
+    with copy.changed("rldsl/passes/audits.py", "if isinstance(item, Train) else", "if isinstance(item, Audit) else"):
         said = copy.rlc("compile", "audited.rlf", "-o", "x.plan", fails=True)
-        assert "RL0699" in said and "actor.train is not audited" in said
-    finally:
-        file.write_text(text)
+    assert "RL0699" in said and "actor.train is not audited" in said
 
 
 def test_a_kind_without_its_handler_does_not_run(copy: Copy) -> None:
-    file = copy.root / "rldsl/runtime/interpreter/interpreter.py"
-    text = file.read_text()
     (line,) = [x[1:] for s in steps((PAGES / KIND).read_text()) for x in s.text.splitlines()
                if x.startswith("+    Audit:")]
-    try:
-        file.write_text(text.replace(line + "\n", ""))
-        said = copy.python("-m", "rldsl.run", "one.plan", "--out", "unhandled", fails=True)
-        assert "RL0699" in said and "the interpreter has no rule for events of the kind 'audit'" in said
-    finally:
-        file.write_text(text)
+    with copy.changed("rldsl/runtime/interpreter/interpreter.py", line + "\n", ""):
+        said = copy.run("one.plan", "--out", "unhandled", fails=True)
+    assert "RL0699" in said and "the interpreter has no rule for events of the kind 'audit'" in said
