@@ -1,7 +1,7 @@
 """Checkpoint: the end of every step of a program that has one.
 
 In: an ordered draft with frees. Out: the same with one Checkpoint after everything else. Invariant: it reads what the
-next step takes over from this one: trained models at home, models that follow others, and states.
+next step takes over from this one: trained copies, models that follow others, and states.
 """
 
 from __future__ import annotations

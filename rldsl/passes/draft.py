@@ -1,8 +1,9 @@
 """The plan under construction, which every pass takes and returns, and how to walk it.
 
 In: a `Placed`. Out: a `Draft`: events before the loop (`setup`) and in a step (`body`), with ids made of content.
-Invariant: every buffer of an event is `value@spread` or `model@layout` with the right side in the draft's tables.
-Event ids are 0 until `emit`.
+Invariant: every buffer of an event is `value@spread` or `model@layout`, with the right side in the draft's tables from
+the pass `lengths` on. Before it, spreads that are held in full (`replicated_spread_id`) have an id and no record. Event
+ids are 0 until `emit`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from rldsl.plan.references import Reference, Role, named, references
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tables are keyed by id and never changed in place."""
+    """The program between passes: the placed graph, its events so far, and the tables that they refer to. The tables
+    are keyed by id and never changed in place."""
 
     placed: Placed
-    body: tuple[Item, ...] = ()
-    setup: tuple[Event, ...] = ()
+    body: tuple[Item, ...] = ()  # of a step
+    setup: tuple[Event, ...] = ()  # before the loop over steps
     meshes: Mapping[str, Mesh] = field(default_factory=dict)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     spreads: Mapping[str, Spread] = field(default_factory=dict)
@@ -78,7 +80,8 @@ def union(draft: Draft, meshes: Iterable[str]) -> Mesh:
 
 
 def frames_with_needed_lengths(draft: Draft, event: Event, values: Mapping[str, Value]) -> tuple[str, ...]:
-    """The frames whose lengths every participant needs: to compute a division of rows, or to cut ragged rows."""
+    """The frames whose lengths every participant of `event` needs: to divide rows, or to cut ragged values into rows.
+    values: those of the draft, by id."""
     if not event.traits.needs_lengths_of:
         return ()
     frames = [f for r in named(event, *event.traits.needs_lengths_of) if (f := _frame(r, values))]
@@ -102,14 +105,26 @@ def _frame(reference: Reference, values: Mapping[str, Value]) -> str:
     return value.frame if value.extent in ("tokens", "response") else ""
 
 
-def all_spread(draft: Draft, frame: str) -> str:
-    """The spread id under which every rank that needs them holds the lengths (and fetched values) of a frame."""
+def replicated_spread_id(name: str) -> str:
+    """The id of the spread in which every rank that needs it holds all rows of `name`: a row space (what a fetch
+    writes), a frame (its lengths), or "ranks MESH" (for every rank of a mesh, rows or not). `lengths` adds the spread
+    itself, once it is known which ranks these are; that of a mesh exists from the start."""
+    return f"all {name}"
+
+
+def lengths_spread_id(draft: Draft, frame: str) -> str:
+    """The id of the spread in which ranks hold the lengths (and fetched values) of a frame."""
     fetched = {f for e in events(draft.body) if isinstance(e, Fetch) for f in e.frames}
     into = {e.into: e.frame for e in events(draft.body) if isinstance(e, Collect)}
-    return f"all {draft.frames[frame].row_space}" if into.get(frame, frame) in fetched else f"all {frame}"
+    return replicated_spread_id(draft.frames[frame].row_space if into.get(frame, frame) in fetched else frame)
 
 
-def uses(draft: Draft, event: Event, values: Mapping[str, Value], whole: Mapping[str, str]) -> tuple[str, ...]:
-    """All buffers that an event needs: what it reads, and the lengths that divide its rows. whole: frame -> its
-    `all_spread`."""
-    return (*event.reads, *(f"{f}.lengths@{whole[f]}" for f in frames_with_needed_lengths(draft, event, values)))
+def lengths_spread_ids(draft: Draft) -> dict[str, str]:
+    """`lengths_spread_id` of each frame."""
+    return {f: lengths_spread_id(draft, f) for f in draft.frames}
+
+
+def uses(draft: Draft, event: Event, values: Mapping[str, Value], lengths_in: Mapping[str, str]) -> tuple[str, ...]:
+    """All buffers that an event needs: what it reads, and the lengths that divide its rows. lengths_in: of
+    `lengths_spread_ids`."""
+    return (*event.reads, *(f"{f}.lengths@{lengths_in[f]}" for f in frames_with_needed_lengths(draft, event, values)))

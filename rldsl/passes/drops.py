@@ -1,8 +1,8 @@
-"""Drops: a copy of a trained model that is not kept goes when it was last used.
+"""Drops: a copy of a trained model with keep=false is freed after its last use.
 
-In: an ordered draft. Out: the same with a Free of each such copy behind the last event that uses it before its next
-version comes, in the block whose realloc brought it. Invariant: what a realloc brings to such a copy is freed in the
-same block, once, and nothing uses the copy in between (`reallocs.py` brings it anew).
+In: an ordered draft. Out: the same with a Free of each such copy after the last event that uses it before its next
+version, in the block of the realloc that wrote it. Invariant: a copy that a realloc writes is freed in the same block,
+once, and nothing uses it between that and the next realloc.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ Copies = frozenset[tuple[str, str]]  # (model, layout)
 
 
 def dropped(draft: Draft) -> Copies:
-    """The copies that are not kept: every call under that layout says so, and it is not what is trained."""
-    one = {(e.model, e.layout) for e in draft.setup if isinstance(e, Load) and e.alias_of}
-    homes, places = {m.name: m.train_layout for m in draft.placed.models}, dict(draft.placed.places)
+    """The copies with keep=false: every call under the layout says so, and it is not the trained copy."""
+    aliases = {(e.model, e.layout) for e in draft.setup if isinstance(e, Load) and e.alias_of}
+    train_layouts, places = {m.name: m.train_layout for m in draft.placed.models}, dict(draft.placed.places)
     kept: dict[tuple[str, str], bool] = {}
     for n in nodes(draft.placed.graph.items):
         if isinstance(n, Call):
             copy = (n.model, places[n.id].layout.id)
             kept[copy] = kept.get(copy, False) or places[n.id].keep
     return frozenset((m, x) for (m, x), keep in kept.items()
-                     if not keep and homes[m] not in ("", x) and (m, x) not in one)
+                     if not keep and train_layouts[m] not in ("", x) and (m, x) not in aliases)
 
 
 def drops(draft: Draft) -> Draft:
-    gone = {f"{m}@{x}" for m, x in dropped(draft)}
+    not_kept = {f"{m}@{x}" for m, x in dropped(draft)}
 
     def insert(items: tuple[Item, ...]) -> tuple[Item, ...]:
         last: dict[str, int] = {}
         ends: dict[int, list[str]] = defaultdict(list)
         for i, item in enumerate(items):
             own = list(events([item]))
-            brought = {b for e in own if isinstance(e, Realloc) for b in e.writes} & gone
-            for b in last.keys() - brought:
+            written = {b for e in own if isinstance(e, Realloc) for b in e.writes} & not_kept
+            for b in last.keys() - written:
                 if any(b in e.reads for e in own):
                     last[b] = i
             if isinstance(item, Realloc):
-                for b in brought:
+                for b in written:
                     if b in last:
                         ends[last[b]].append(b)
                     last[b] = i
@@ -65,18 +65,19 @@ def _free(draft: Draft, buffer: str, after: Item) -> Free:
 
 
 def check_drops(draft: Draft) -> None:
-    """In each block, what is brought to a copy that is not kept is freed before more is, and nothing is freed twice."""
-    gone = {f"{m}@{x}" for m, x in dropped(draft)}
+    """In each block, a copy with keep=false is freed between two reallocs to it and at the end, once."""
+    not_kept = {f"{m}@{x}" for m, x in dropped(draft)}
 
     def block(items: tuple[Item, ...]) -> tuple[Item, ...]:
-        there: set[str] = set()
+        allocated: set[str] = set()
         for e in (i for i in items if isinstance(i, Realloc | Free)):
-            mine = gone & {*(e.buffers if isinstance(e, Free) else e.writes)}
-            if not (mine <= there if isinstance(e, Free) else not mine & there):
-                raise internal_error(f"{e.called} of {sorted(mine)}, while {sorted(there)} are there", "pass drops")
-            there = there - mine if isinstance(e, Free) else there | mine
-        if there:
-            raise internal_error(f"copies stay: {', '.join(sorted(there))}", "pass drops")
+            mine = not_kept & {*(e.buffers if isinstance(e, Free) else e.writes)}
+            if not (mine <= allocated if isinstance(e, Free) else not mine & allocated):
+                raise internal_error(f"{e.called} of {sorted(mine)}, while {sorted(allocated)} are allocated",
+                                     "pass drops")
+            allocated = allocated - mine if isinstance(e, Free) else allocated | mine
+        if allocated:
+            raise internal_error(f"copies are not freed: {', '.join(sorted(allocated))}", "pass drops")
         return items
 
     each_block(draft.body, block)

@@ -2,8 +2,8 @@
 
 In: a draft whose blocks are in program order. Out: the same events, each block ordered by list scheduling (Graham 1969)
 on a rough clock: of the events whose inputs are ready, the one that can start first comes first; at equal times
-movement, then program order. So a realloc that only needs last step's parameters stands at the top, and a transfer
-never stands between two calls that could run at the same time. Invariant: reads follow writes, a buffer is overwritten
+movement, then program order. So a realloc that only needs the last step's parameters is at the top, and a transfer is
+never between two calls that could run at the same time. Invariant: reads follow writes, a buffer is overwritten
 only after its readers, and a model's new version (by a train or a sync) comes after the calls that use the old one.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rldsl.diag import internal_error
-from rldsl.passes.draft import Draft, all_spread, events, uses
+from rldsl.passes.draft import Draft, events, lengths_spread_ids, uses
 from rldsl.passes.list_scheduling import Task, list_schedule
 from rldsl.plan.events import Event, Every, Item, Loop
 from rldsl.plan.model import Value
@@ -38,23 +38,23 @@ class _Job:
 
 def order(draft: Draft) -> Draft:
     values = draft.values
-    whole = {f: all_spread(draft, f) for f in draft.frames}
-    return replace(draft, body=_block(draft, draft.body, values, whole))
+    return replace(draft, body=_block(draft, draft.body, values, lengths_spread_ids(draft)))
 
 
 def _block(draft: Draft, items: tuple[Item, ...], values: Mapping[str, Value],
-           whole: Mapping[str, str]) -> tuple[Item, ...]:
-    inner = tuple(replace(i, body=_block(draft, i.body, values, whole)) if isinstance(i, Every | Loop) else i
+           lengths_in: Mapping[str, str]) -> tuple[Item, ...]:
+    inner = tuple(replace(i, body=_block(draft, i.body, values, lengths_in)) if isinstance(i, Every | Loop) else i
                   for i in items)
-    jobs = [_job(draft, i, values, whole) for i in inner]
+    jobs = [_job(draft, i, values, lengths_in) for i in inner]
     return tuple(inner[i] for i in schedule(jobs))
 
 
-def _job(draft: Draft, item: Item, values: Mapping[str, Value], whole: Mapping[str, str]) -> _Job:
+def _job(draft: Draft, item: Item, values: Mapping[str, Value], lengths_in: Mapping[str, str]) -> _Job:
     own = list(events([item]))
     priority = PRIORITY[item.traits.family] if isinstance(item, Event) else BLOCK_PRIORITY
     versions = [e.versions() for e in own]
-    return _Job(frozenset(b for e in own for b in uses(draft, e, values, whole)).union(*(v.uses for v in versions)),
+    needed = frozenset(b for e in own for b in uses(draft, e, values, lengths_in))
+    return _Job(needed.union(*(v.uses for v in versions)),
                 frozenset(b for e in own for b in e.writes).union(*(v.defs for v in versions)),
                 frozenset(r for m in {e.mesh for e in own} for r in draft.ranks(m)),
                 sum(e.traits.order_cost for e in own), priority)
@@ -88,28 +88,30 @@ def schedule(jobs: Sequence[_Job]) -> list[int]:
 
 def check_order(before: Draft, after: Draft) -> None:
     """In every block nothing is lost or doubled, and what depends on something still comes after it."""
-    whole = {f: all_spread(before, f) for f in before.frames}
-    _check(before, before.body, after.body, before.values, whole)
+    _check(before, before.body, after.body, before.values, lengths_spread_ids(before))
 
 
 def _check(draft: Draft, was: tuple[Item, ...], now: tuple[Item, ...], values: Mapping[str, Value],
-           whole: Mapping[str, str]) -> None:
-    names = [_name(i) for i in was]
-    places: dict[tuple[str, ...], list[int]] = defaultdict(list)
+           lengths_in: Mapping[str, str]) -> None:
+    fingerprints = [_fingerprint(i) for i in was]
+    positions: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for at, item in enumerate(now):
-        places[_name(item)].append(at)
-    if sorted(names) != sorted(map(_name, now)):
+        positions[_fingerprint(item)].append(at)
+    if sorted(fingerprints) != sorted(map(_fingerprint, now)):
         raise internal_error("ordering lost or duplicated an event", "pass order")
-    places = {name: found[::-1] for name, found in places.items()}
-    moved = [places[name].pop() for name in names]  # equal items stay in their order
-    for at, earlier in zip(moved, dependencies([_job(draft, i, values, whole) for i in was]), strict=True):
-        if any(moved[i] >= at for i in earlier):
-            raise internal_error(f"ordering put {names[moved.index(at)]} before an event that it needs", "pass order")
-    for item, at in zip(was, moved, strict=True):
-        if isinstance(item, Every | Loop):
-            _check(draft, item.body, now[at].body, values, whole)  # type: ignore[union-attr]  # equal names: a block too
+    # match old items with new ones by content; equal items keep their order
+    remaining = {fingerprint: found[::-1] for fingerprint, found in positions.items()}
+    new_index = [remaining[fingerprint].pop() for fingerprint in fingerprints]
+    for at, earlier in zip(new_index, dependencies([_job(draft, i, values, lengths_in) for i in was]), strict=True):
+        if any(new_index[i] >= at for i in earlier):
+            raise internal_error(f"ordering put {fingerprints[new_index.index(at)]} before an event that it needs",
+                                 "pass order")
+    for item, at in zip(was, new_index, strict=True):
+        moved = now[at]
+        if isinstance(item, Every | Loop) and isinstance(moved, Every | Loop):  # both or neither
+            _check(draft, item.body, moved.body, values, lengths_in)
 
 
-def _name(item: Item) -> tuple[str, ...]:
-    """The same for an item before and after its own blocks are ordered."""
+def _fingerprint(item: Item) -> tuple[str, ...]:
+    """All events of an item. It is the same before and after the item's own blocks are ordered."""
     return (type(item).__name__, *sorted(map(repr, events([item]))))

@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from rldsl.diag import internal_error
-from rldsl.passes.draft import Draft, all_spread, events, union, uses
+from rldsl.passes.draft import Draft, events, lengths_spread_ids, union, uses
 from rldsl.plan.events import Event, Every, Free, Item, Loop, split_buffer
 from rldsl.plan.model import Mesh
 from rldsl.plan.naming import Labels
@@ -19,7 +19,7 @@ from rldsl.plan.naming import Labels
 def frees(draft: Draft) -> Draft:
     models = {m.name for m in draft.placed.models}
     values, labels = draft.values, draft.labels
-    whole = {f: all_spread(draft, f) for f in draft.frames}
+    lengths_in = lengths_spread_ids(draft)
     meshes: list[Mesh] = []
 
     def block(items: tuple[Item, ...], kept: frozenset[str]) -> tuple[Item, ...]:
@@ -29,7 +29,7 @@ def frees(draft: Draft) -> Draft:
         last: dict[str, int] = {}
         for i, item in enumerate(items):
             for e in events([item]):
-                for b in (*uses(draft, e, values, whole), *e.writes):
+                for b in (*uses(draft, e, values, lengths_in), *e.writes):
                     if b in own:
                         last[b] = i
             last |= {b: i for b in _made(item) if b in own}

@@ -2,7 +2,8 @@
 
 In: a draft with all transfers. Out: the same with a Lengths event after each generate, over every rank that divides or
 cuts that frame's rows, and with the mesh of each fetch: all ranks that read what it writes or need its lengths.
-Invariant: wherever rows are divided by tokens, the lengths are there.
+Invariant: wherever rows are divided by tokens, the lengths are there, and every spread and layout that a buffer names
+is in the draft's tables.
 """
 
 from __future__ import annotations
@@ -12,60 +13,61 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeGuard
 
-from rldsl.passes.draft import Draft, all_spread, each_block, events, frames_with_needed_lengths
+from rldsl.diag import internal_error
+from rldsl.passes.draft import Draft, each_block, events, frames_with_needed_lengths, lengths_spread_id
 from rldsl.placement.model import mesh_of
 from rldsl.plan.events import Collect, Event, Fetch, Generate, Item, Lengths, Loop, Select, split_buffer
 from rldsl.plan.model import Mesh, Spread
 
 
 def lengths(draft: Draft) -> Draft:
-    touched, given = _touched(draft), draft.spreads
-    whole: dict[str, Spread] = {}
-    for id, ranks in touched.items():
+    ranks_of, divided = _ranks_of_replicated(draft), draft.spreads
+    replicated: dict[str, Spread] = {}
+    for id, ranks in ranks_of.items():
         mesh = mesh_of(ranks)
         draft = draft.with_meshes(mesh)
-        whole[id] = Spread(id, mesh.id, granularity="all")
-    draft = draft.with_spreads(*whole.values())
+        replicated[id] = Spread(id, mesh.id, granularity="all")
+    draft = draft.with_spreads(*replicated.values())
     for e in events(draft.body):
         if _makes_rows(e):
-            spread = whole[all_spread(draft, e.frame)]
+            spread = replicated[lengths_spread_id(draft, e.frame)]
             draft = draft.with_meshes(_mesh(draft, spread, e))
 
     def insert(items: tuple[Item, ...]) -> tuple[Item, ...]:
         out: list[Item] = []
         for item in items:
             if isinstance(item, Fetch):
-                out.append(replace(item, mesh=whole[split_buffer(item.writes[0])[1]].mesh))
+                out.append(replace(item, mesh=replicated[split_buffer(item.writes[0])[1]].mesh))
                 continue
-            if isinstance(item, Event) and _in_full(item, given):  # lengths that nobody needs go
-                out += [replace(item, mesh=whole[item.dst].mesh)] if item.dst in whole else []
+            if isinstance(item, Event) and _collects_in_full(item, divided):  # not if nobody needs it
+                out += [replace(item, mesh=replicated[item.dst].mesh)] if item.dst in replicated else []
                 continue
             out.append(item)
             if isinstance(item, Event) and _makes_rows(item):
-                out.append(_exchange(draft, item, whole[all_spread(draft, item.frame)]))
+                out.append(_exchange(draft, item, replicated[lengths_spread_id(draft, item.frame)]))
         return tuple(out)
 
-    return replace(draft, body=each_block(each_block(draft.body, insert), _collects))
+    return replace(draft, body=each_block(each_block(draft.body, insert), _with_collects))
 
 
-def _collects(items: tuple[Item, ...]) -> tuple[Item, ...]:
-    """Loops that name what their bodies collect, now that it is known."""
+def _with_collects(items: tuple[Item, ...]) -> tuple[Item, ...]:
+    """Each loop names what its body collects, now that it is known."""
     return tuple(replace(i, collects=tuple(b for e in i.body if isinstance(e, Collect) for b in e.writes))
                  if isinstance(i, Loop) else i for i in items)
 
 
-def _in_full(e: Event, given: Mapping[str, Spread]) -> TypeGuard[Collect]:
-    """Whether it collects what every rank that needs it holds in full. given: spreads of the draft before this pass,
-    which defines those of what is held in full."""
-    return isinstance(e, Collect) and e.dst not in given
+def _collects_in_full(e: Event, divided: Mapping[str, Spread]) -> TypeGuard[Collect]:
+    """Whether it collects what every rank that needs it holds in full. divided: the spreads from before this pass,
+    which adds those of what is held in full."""
+    return isinstance(e, Collect) and e.dst not in divided
 
 
 def _makes_rows(e: Event) -> TypeGuard[Generate | Select]:
     return isinstance(e, Generate) or isinstance(e, Select) and bool(e.condition)
 
 
-def _touched(draft: Draft) -> dict[str, set[int]]:
-    """Unit-"all" spread -> the ranks that must hold it."""
+def _ranks_of_replicated(draft: Draft) -> dict[str, set[int]]:
+    """Id of each spread of granularity "all" that has no record yet -> the ranks that must hold what is in it."""
     touched: dict[str, set[int]] = defaultdict(set)
     values = draft.values
     every = tuple(events(draft.body))
@@ -73,16 +75,16 @@ def _touched(draft: Draft) -> dict[str, set[int]]:
         if isinstance(e, Fetch):
             touched[split_buffer(e.writes[0])[1]]  # a batch that nobody reads is still fetched somewhere
         if _makes_rows(e):
-            touched[all_spread(draft, e.frame)] |= draft.ranks(e.mesh)
-        if not _in_full(e, draft.spreads):
+            touched[lengths_spread_id(draft, e.frame)] |= draft.ranks(e.mesh)
+        if not _collects_in_full(e, draft.spreads):
             for frame in frames_with_needed_lengths(draft, e, values):
-                touched[all_spread(draft, frame)] |= draft.ranks(e.mesh)
+                touched[lengths_spread_id(draft, frame)] |= draft.ranks(e.mesh)
             for buffer in e.reads:
                 right = split_buffer(buffer)[1]
                 if right not in draft.spreads and right not in draft.layouts:
                     touched[right] |= draft.ranks(e.mesh)
-    for e in every:  # what is collected in full is known there turn by turn
-        if _in_full(e, draft.spreads) and touched.get(e.dst):
+    for e in every:  # who needs all of a collection needs each iteration's part
+        if _collects_in_full(e, draft.spreads) and touched.get(e.dst):
             touched[e.src] |= touched[e.dst]
     sources: dict[str, list[str]] = defaultdict(list)
     for e in every:
@@ -99,12 +101,22 @@ def _mesh(draft: Draft, spread: Spread, e: Generate | Select) -> Mesh:
     return mesh_of(draft.ranks(spread.mesh) | draft.ranks(e.mesh))
 
 
-def _exchange(draft: Draft, e: Generate | Select, whole: Spread) -> Event:
-    mesh = _mesh(draft, whole, e)
+def _exchange(draft: Draft, e: Generate | Select, replicated: Spread) -> Event:
+    mesh = _mesh(draft, replicated, e)
     spread, frame = draft.spreads[e.spread], draft.frames[e.frame]
     layout = draft.layouts[spread.layout]
-    lacking = frame.count * (len(mesh.members()) - layout.tp * layout.pp)  # each row is held by the ranks of a shard
+    ranks_with_row = layout.tp * layout.pp * layout.cp  # the ranks of one dp rank hold its rows already
+    lacking = frame.count * (len(mesh.members()) - ranks_with_row)
     return Lengths(id=0, mesh=mesh.id, reads=(f"{e.frame}.tokens@{e.spread}",),
-                   writes=(f"{e.frame}.lengths@{whole.id}",), at=e.at,
+                   writes=(f"{e.frame}.lengths@{replicated.id}",), at=e.at,
                    because=f"the rows of {draft.labels.name(e.frame)} are divided by length", bytes=16 * lacking,
                    frame=e.frame, spread=e.spread)
+
+
+def check_lengths(draft: Draft) -> None:
+    """Every buffer is in a spread or layout of the draft's tables."""
+    for e in events(draft.body):
+        for buffer in (*e.reads, *e.writes):
+            right = split_buffer(buffer)[1]
+            if right not in draft.spreads and right not in draft.layouts:
+                raise internal_error(f"{e.called} uses {buffer}, which is in no spread or layout", "pass lengths")

@@ -15,8 +15,8 @@ from rldsl.memory.curve import Curve, Peak, peaks
 from rldsl.passes import checkpoint, drops, event_order, frees, loads, log, offloads, reallocs, transfers
 from rldsl.passes.draft import Draft, events
 from rldsl.passes.emit import emit
-from rldsl.passes.lengths import lengths
-from rldsl.passes.lower import lower
+from rldsl.passes.lengths import check_lengths, lengths
+from rldsl.passes.node_events import node_events
 from rldsl.placement.model import Placed
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import rank_classes
@@ -40,7 +40,7 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One step from calls in places to ordered events."""
+    """One step from placed calls to ordered events."""
 
     name: str  # `rlc compile --print-after NAME`
     about: str  # what the pass adds to the events
@@ -53,11 +53,12 @@ def _of_result(check: Callable[[Draft], None]) -> Callable[[Draft, Draft], None]
 
 
 PASSES: tuple[Pass, ...] = (
-    Pass("lower", "every call in program order, with the division of its rows among ranks",
-         lambda draft: lower(draft.placed)),
+    Pass("node_events", "an event for each call in program order, with the division of its rows among ranks",
+         lambda draft: node_events(draft.placed)),
     Pass("transfers", "values transferred to the ranks that read them", transfers.transfers,
          _of_result(transfers.check_transfers)),
-    Pass("lengths", "row lengths where rows are divided by length, and the mesh of each fetch", lengths),
+    Pass("lengths", "row lengths where rows are divided by length, and the mesh of each fetch", lengths,
+         _of_result(check_lengths)),
     Pass("loads", "weights loaded from disk", loads.loads),
     Pass("reallocs", "parameters resharded from layout to layout", reallocs.reallocs,
          _of_result(reallocs.check_reallocs)),
@@ -76,7 +77,7 @@ NAMES = tuple(p.name for p in PASSES)
 
 @garbage_collection_paused()
 def run(placed: Placed) -> Draft:
-    """From calls in places to ordered events."""
+    """From placed calls to ordered events."""
     draft = Draft(placed)
     for i, step in enumerate(PASSES):
         stage(f"pass {step.name}", i, len(PASSES))

@@ -1,11 +1,11 @@
 """Reallocs: where a call runs under another layout than the one that holds the current version of its model.
 
 In: a draft. Out: the same with a Realloc before each such call. A copy is current from its load or realloc until the
-next train call of the model; what holds at the top of a loop is what holds on entry and after every trip, so a copy
-that a train call of step i made stale is brought up to date in step i+1. Frozen models are loaded under each layout
-instead. A copy that is not kept lives in the block that brings it, and never across a train call. A sync makes a new
-version of its target, everywhere at once (`syncs.py`).
-Invariant: every call finds the current version under its layout, and no realloc brings what is current.
+next train call of the model; what holds at the top of a loop is what holds on entry and after every iteration, so a
+copy that a train call of step i made stale is brought up to date in step i+1. Frozen models are loaded under each
+layout instead. A copy with keep=false lives in the block whose realloc writes it, and never across a train call. A sync
+makes a new version of its target, everywhere at once (`syncs.py`).
+Invariant: before every call the copy under its layout is current, and no realloc writes a copy that already is.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ Copies = frozenset[tuple[str, str]]  # (model, layout) that hold the current ver
 
 def reallocs(draft: Draft) -> Draft:
     worker = _Reallocs(draft)
-    start = frozenset((e.model, e.layout) for e in draft.setup if isinstance(e, Load))
-    top = start
+    top = frozenset((e.model, e.layout) for e in draft.setup if isinstance(e, Load))
     # Fixed point: which copies are current at the top depends on what the last iteration left. Start from
     # what is current on entry, run the body, keep only what is current after it too; the set only shrinks.
     while (end := top & worker.block(draft.body, top)[1]) != top:
@@ -45,18 +44,19 @@ class _Reallocs:
         self.draft, self.models = draft, {m.name: m for m in draft.placed.models}
         self.dropped = dropped(draft)
         # copies that are aliases of the trained one
-        self.one = {(e.model, e.layout) for e in draft.setup if isinstance(e, Load) and e.alias_of}
+        self.aliases = {(e.model, e.layout) for e in draft.setup if isinstance(e, Load) and e.alias_of}
         places = dict(draft.placed.places)
-        self.given = {(n.model, places[n.id].layout.id): places[n.id].given for n in nodes(draft.placed.graph.items)
-                      if isinstance(n, Call)}  # the ranks in order, of a mesh that leaves them free
+        # of a mesh that leaves its ranks free: the first ranks, in order, instead of those that the compiler chose
+        self.first_ranks = {(n.model, places[n.id].layout.id): places[n.id].given
+                            for n in nodes(draft.placed.graph.items) if isinstance(n, Call)}
         self.known: dict[tuple[str, str], Summary] = {}
         self.meshes: list[Mesh] = []
         self.syncs = Syncs(draft)
         self.blocks: dict[tuple[int, Copies], tuple[tuple[Item, ...], Copies]] = {}
 
     def block(self, items: tuple[Item, ...], current: Copies) -> tuple[tuple[Item, ...], Copies]:
-        """The items of a block with what they need, and what is current after them. Each is found once for what is
-        current before it, so that loops in loops are not walked again and again."""
+        """The items of a block with the reallocs that they need, and what is current after them. The result for the
+        same items and current copies is reused, so that nested loops are not walked again and again."""
         if (key := (id(items), current)) not in self.blocks:
             self.blocks[key] = self._block(items, current)
         return self.blocks[key]
@@ -66,15 +66,15 @@ class _Reallocs:
         begin = current
         for item in items:
             if isinstance(item, Every):
-                current = self._carried(current, item)
+                current = self._current_inside(current, item)
                 body, end = self.block(item.body, current)
                 out.append(replace(item, body=body))
                 current &= end
             elif isinstance(item, Loop):
-                current, trained = self._carried(current, item), _trained(item)
-                for e in events(item.body):  # a model that the repeat does not train needs to come once only
+                current, trained = self._current_inside(current, item), _trained(item)
+                for e in events(item.body):  # of a model that the loop does not train one realloc before it is enough
                     if isinstance(e, ModelCall) and e.model not in trained:
-                        out, current = self._bring(e, out, current)
+                        out, current = self._ensure_current(e, out, current)
                 top = current
                 while (end := top & self.block(item.body, top)[1]) != top:
                     top = end
@@ -86,18 +86,20 @@ class _Reallocs:
                 current = frozenset(c for c in current if c[0] != item.model) | {(item.model, m.dst) for m in moves}
             else:
                 if isinstance(item, ModelCall):
-                    out, current = self._bring(item, out, current)
+                    out, current = self._ensure_current(item, out, current)
                 out.append(item)
                 if isinstance(item, Train):
-                    mine = {(item.model, item.layout), *(c for c in self.one if c[0] == item.model)}
-                    current = frozenset(c for c in current if c[0] != item.model) | mine
+                    trained_copies = {(item.model, item.layout), *(c for c in self.aliases if c[0] == item.model)}
+                    current = frozenset(c for c in current if c[0] != item.model) | trained_copies
         return tuple(out), frozenset(c for c in current if c not in self.dropped or c in begin)
 
-    def _carried(self, current: Copies, block: Every | Loop) -> Copies:
-        """What is current inside a block too: of models that it trains, copies that are not kept are brought there."""
+    def _current_inside(self, current: Copies, block: Every | Loop) -> Copies:
+        """What stays current inside a block. Copies with keep=false of a model that the block trains do not: the block
+        makes its own."""
         return current - {c for c in self.dropped if c[0] in _trained(block)}
 
-    def _bring(self, e: ModelCall, out: list[Item], current: Copies) -> tuple[list[Item], Copies]:
+    def _ensure_current(self, e: ModelCall, out: list[Item], current: Copies) -> tuple[list[Item], Copies]:
+        """`out` with a realloc if the copy that `e` uses is not current, and what is current then."""
         if (e.model, e.layout) in current:
             return out, current
         return [*out, self._realloc(self.models[e.model], e)], current | {(e.model, e.layout)}
@@ -106,25 +108,26 @@ class _Reallocs:
         draft = self.draft
         src, dst = draft.layouts[model.train_layout], draft.layouts[e.layout]
         if src == dst:
-            raise internal_error(f"{e.called} needs a realloc of {model.name} to its home", "pass reallocs")
+            raise internal_error(f"{e.called} needs a realloc of {model.name} to its training layout",
+                                 "pass reallocs")
         total = self._total(model, src, dst, draft.meshes[dst.mesh])
         mesh = union(draft, (src.mesh, dst.mesh))
         self.meshes.append(mesh)
         because = (f"{e.called} runs with {degrees_of(dst)} on {dst.mesh}, training with "
                    f"{degrees_of(src)} on {src.mesh}")
-        if (given := self.given.get((model.name, dst.id))) is not None and given != draft.meshes[dst.mesh]:
-            other = self._total(model, src, replace(dst, id=f"{dst.id} in order", mesh=given.id), given)
-            because += (f"; the ranks of mesh({len(given.members())}) are free to choose, and {human(other.bytes)} "
-                        f"would move to {given.id}")
+        first = self.first_ranks.get((model.name, dst.id))
+        if first is not None and first != draft.meshes[dst.mesh]:
+            other = self._total(model, src, replace(dst, id=f"{dst.id} in order", mesh=first.id), first)
+            because += (f"; the ranks of mesh({len(first.members())}) are free to choose, and {human(other.bytes)} "
+                        f"would move to {first.id}")
         return Realloc(id=0, mesh=mesh.id, reads=(f"{model.name}@{src.id}",), writes=(f"{model.name}@{dst.id}",),
                        at=e.at, because=because, bytes=total.bytes, model=model.name, src=src.id, dst=dst.id,
                        messages=total.messages, digest=total.digest)
 
-
     def _total(self, model: Model, src: Layout, dst: Layout, mesh: Mesh) -> Summary:
         if (model.name, dst.id) not in self.known:
-            way = plan_reshard(model, src, self.draft.meshes[src.mesh], dst, mesh, self.draft.placed.devices_per_node)
-            self.known[model.name, dst.id] = summary(way, in_wire_dtype(model, src.id, model, dst.id, 0.0))
+            plan = plan_reshard(model, src, self.draft.meshes[src.mesh], dst, mesh, self.draft.placed.devices_per_node)
+            self.known[model.name, dst.id] = summary(plan, in_wire_dtype(model, src.id, model, dst.id, 0.0))
         return self.known[model.name, dst.id]
 
 
@@ -133,16 +136,15 @@ def _trained(block: Every | Loop) -> set[str]:
 
 
 def check_reallocs(draft: Draft) -> None:
-    """Each trained model is written by its loads, trains and own reallocs only, and these start at its home."""
-    homes = {m.name: m.train_layout for m in draft.placed.models}
+    """Each trained model is written by its loads, trains and own reallocs only, and these start from its training
+    layout."""
+    train_layouts = {m.name: m.train_layout for m in draft.placed.models}
     for e in events(draft.body):
-        if isinstance(e, Realloc) and homes[e.model]:
+        if isinstance(e, Realloc) and train_layouts[e.model]:
             if e.source:
                 raise internal_error(f"{e.model} is trained, and follows {e.source}", "pass reallocs")
-            if not homes[e.model] == e.src != e.dst:
-                raise internal_error(f"a realloc of {e.model} goes from {e.src} to {e.dst}, but its home is "
-                                     f"{homes[e.model]}", "pass reallocs")
-        if isinstance(e, Train) and homes[e.model] != e.layout:
+            if not train_layouts[e.model] == e.src != e.dst:
+                raise internal_error(f"a realloc of {e.model} goes from {e.src} to {e.dst}, but its training layout is "
+                                     f"{train_layouts[e.model]}", "pass reallocs")
+        if isinstance(e, Train) and train_layouts[e.model] != e.layout:
             raise internal_error(f"{e.model} is trained outside its training layout", "pass reallocs")
-
-

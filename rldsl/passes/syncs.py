@@ -32,12 +32,13 @@ class Syncs:
     def moves(self, e: Realloc, current: Iterable[tuple[str, str]]) -> list[Realloc]:
         """e: of a statement. current: (model, layout) that hold a current version."""
         source, target = self.models[e.source], self.models[e.model]
-        here = [e.src, *sorted(x for m, x in current if m == source.name and x != e.src)]
-        ways = [self._filled(replace(e, src=x)) for x in here if self._whole(source, x, e.src, target, e)]
-        first = min(ways, key=lambda w: w.bytes)  # of equal ones the anchor
+        layouts = [e.src, *sorted(x for m, x in current if m == source.name and x != e.src)]
+        choices = [self._filled(replace(e, src=x)) for x in layouts
+                   if self._same_numbers(source, x, e.src, target, e)]
+        first = min(choices, key=lambda c: c.bytes)  # at equal bytes the source's own layout
         return [first, *(self._follow(e, x) for m, x in self.copies if m == e.model and x != e.dst)]
 
-    def _whole(self, source: Model, layout: str, anchor: str, target: Model, e: Realloc) -> bool:
+    def _same_numbers(self, source: Model, layout: str, anchor: str, target: Model, e: Realloc) -> bool:
         """Whether the copy under `layout` gives the same numbers as that under `anchor`."""
         mine, full = storage_dtype(source, layout), storage_dtype(source, anchor)
         return mine == full or not e.decay and storage_dtype(target, e.dst) == mine
@@ -53,9 +54,9 @@ class Syncs:
         src, dst = draft.layouts[e.src], draft.layouts[e.dst]
         key = (source.name, e.src, e.model, e.dst, e.decay > 0)
         if key not in self.known:
-            way = plan_reshard(model, src, draft.meshes[src.mesh], dst, draft.meshes[dst.mesh],
-                              draft.placed.devices_per_node)
-            total = summary(way, in_wire_dtype(source, e.src, model, e.dst, e.decay))
+            plan = plan_reshard(model, src, draft.meshes[src.mesh], dst, draft.meshes[dst.mesh],
+                                draft.placed.devices_per_node)
+            total = summary(plan, in_wire_dtype(source, e.src, model, e.dst, e.decay))
             self.known[key] = replace(e, bytes=total.bytes, messages=total.messages, digest=total.digest)
         known, mesh = self.known[key], union(draft, (src.mesh, dst.mesh))
         self.meshes.append(mesh)

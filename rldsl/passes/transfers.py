@@ -1,8 +1,8 @@
 """Transfers: where a value is read in a spread that it was not made in.
 
-In: a lowered draft. Out: the same with a Transfer before the first reader of each such buffer, one for all values of a
-frame that one event made and that go between the same two spreads. Invariant: every value is written in the spread in
-which it is read, earlier in the same block or in an enclosing one.
+In: the events of the nodes. Out: the same with a Transfer before the first reader of each such buffer, one for all
+values of a frame that one event made and that go between the same two spreads. Invariant: every value is written in the
+spread in which it is read, earlier in the same block or in an enclosing one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rldsl.plan.events import Collect, Event, Every, Item, Loop, Transfer, split
 from rldsl.plan.model import Mesh
 from rldsl.plan.naming import without_line
 
-Made = dict[str, tuple[str, int]]  # value -> (spread it was made in, number of the event that made it)
+Defs = dict[str, tuple[str, int]]  # value -> (spread it was made in, number of the event that made it)
 
 
 def transfers(draft: Draft) -> Draft:
@@ -29,58 +29,60 @@ class _Transfers:
         self.draft, self.values, self.models = draft, draft.values, {m.name for m in draft.placed.models}
         self.labels = draft.labels
         self.meshes: list[Mesh] = []
-        self.events = 0
+        self.num_events = 0  # walked so far; blocks count too
 
-    def block(self, items: tuple[Item, ...], made: Made, there: frozenset[str]) -> tuple[Item, ...]:
-        """there: buffers that exist at the start of the block."""
-        made, here, out = dict(made), set(there), []
-        wanted = _readers(items)
+    def block(self, items: tuple[Item, ...], defs: Defs, live_in: frozenset[str]) -> tuple[Item, ...]:
+        """The items with their transfers. defs, live_in: values and buffers that exist at the start of the block."""
+        defs, available, out = dict(defs), set(live_in), []
+        readers = _readers(items)
         for item in items:
             if isinstance(item, Every | Loop):
                 if isinstance(item, Loop):  # what a repeat only reads comes once, before it
                     for event in _own_events(item.body):
-                        out += self._bring(event, made, here, wanted)
-                own = item.collects if isinstance(item, Loop) else ()
-                out.append(replace(item, body=self.block(item.body, made, frozenset(here).union(own))))
-                here.update(own)
-                self.events += 1
-                made |= {value: (spread, self.events) for value, spread in map(split_buffer, own)}
+                        out += self._bring(event, defs, available, readers)
+                collected = item.collects if isinstance(item, Loop) else ()
+                out.append(replace(item, body=self.block(item.body, defs, frozenset(available).union(collected))))
+                available.update(collected)
+                self.num_events += 1
+                defs |= {value: (spread, self.num_events) for value, spread in map(split_buffer, collected)}
                 continue
-            out += self._bring(item, made, here, wanted)
+            out += self._bring(item, defs, available, readers)
             out.append(item)
-            self.events += 1
+            self.num_events += 1
             for buffer in item.writes:
                 value, spread = split_buffer(buffer)
                 if value not in self.models:
-                    made[value] = (spread, self.events)
-                    here.add(buffer)
+                    defs[value] = (spread, self.num_events)
+                    available.add(buffer)
         return tuple(out)
 
-    def _bring(self, event: Event, made: Made, here: set[str], wanted: list[Event]) -> list[Item]:
-        """Transfers for what `event` lacks; with each value go its siblings that later readers want in that spread."""
+    def _bring(self, event: Event, defs: Defs, available: set[str], readers: list[Event]) -> list[Item]:
+        """Transfers for what `event` lacks, which become `available`. Coalesced: one transfer takes all values of a
+        frame that the same event made and that some reader of this block wants in that spread."""
         out: list[Item] = []
         for buffer in event.reads:
             value, dst = split_buffer(buffer)
-            if value in self.models or buffer in here or value not in made:
+            if value in self.models or buffer in available or value not in defs:
                 continue
-            src, maker = made[value]
             frame = self.values[value].frame
-            group = tuple(dict.fromkeys(
-                v for e in wanted for b in e.reads for v, right in (split_buffer(b),)
-                if right == dst and v in made and made[v] == (src, maker) and self.values[v].frame == frame
-                and b not in here))
-            group = group or (value,)
-            out.append(self._transfer(group, src, dst, event))
-            here.update(f"{v}@{dst}" for v in group)
+            group: list[str] = []
+            for wanted in (b for e in readers for b in e.reads if b not in available):
+                other, spread = split_buffer(wanted)
+                if spread == dst and defs.get(other) == defs[value] and self.values[other].frame == frame \
+                        and other not in group:
+                    group.append(other)
+            values, src = tuple(group) or (value,), defs[value][0]
+            out.append(self._transfer(values, src, dst, event))
+            available.update(f"{v}@{dst}" for v in values)
         return out
 
     def _transfer(self, values: tuple[str, ...], src: str, dst: str, reader: Event) -> Transfer:
         spreads = self.draft.spreads
         mesh = union(self.draft, (spreads[src].mesh, spreads[dst].mesh))
         self.meshes.append(mesh)
-        what = ", ".join(map(self.labels.name, values))
-        what = without_line(f"{self.labels.event(reader).called} reads {what}", reader.at)
-        because = f"{what} on mesh {spreads[dst].mesh}"
+        wanted = ", ".join(map(self.labels.name, values))
+        text = without_line(f"{self.labels.event(reader).called} reads {wanted}", reader.at)
+        because = f"{text} on mesh {spreads[dst].mesh}"
         if spreads[src].mesh == spreads[dst].mesh:
             because += " in other shards than it was computed in"
         lacking = len(self.draft.ranks(spreads[dst].mesh) - self.draft.ranks(spreads[src].mesh))
@@ -109,18 +111,18 @@ def check_transfers(draft: Draft) -> None:
     """Everything that is read has been written, in that spread."""
     models = {m.name for m in draft.placed.models}
 
-    def block(items: tuple[Item, ...], there: set[str]) -> None:
-        there = set(there)
+    def block(items: tuple[Item, ...], live_in: set[str]) -> None:
+        available = set(live_in)
         for item in items:
             if isinstance(item, Every | Loop):
-                there.update(item.collects if isinstance(item, Loop) else ())
-                block(item.body, there)
+                available.update(item.collects if isinstance(item, Loop) else ())
+                block(item.body, available)
                 continue
             for buffer in item.reads:
                 value = split_buffer(buffer)[0]
                 exchanged = isinstance(item, Collect) and value.endswith(".lengths")  # by the next pass
-                if not (value in models or buffer in there or exchanged):
+                if not (value in models or buffer in available or exchanged):
                     raise internal_error(f"{item.called} reads {buffer} before it exists", "pass transfers")
-            there.update(item.writes)
+            available.update(item.writes)
 
     block(draft.body, set(draft.lasting))

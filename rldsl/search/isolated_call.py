@@ -17,7 +17,7 @@ from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.memory.parameters import Copy
 from rldsl.memory.values import Tables
-from rldsl.passes.lower import spread_of
+from rldsl.passes.node_events import spread_of
 from rldsl.placement.model import Place
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
 from rldsl.plan.model import Layout, Model

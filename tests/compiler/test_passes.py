@@ -13,7 +13,7 @@ from rldsl.diag import Failure, InternalError
 from rldsl.graph import model as g
 from rldsl.passes import event_order, frees, pipeline, reallocs, transfers
 from rldsl.passes.draft import Draft, events
-from rldsl.passes.lower import lower
+from rldsl.passes.node_events import node_events
 from rldsl.placement.place import place_graph
 from rldsl.plan import events as p
 from rldsl.plan.codec import decode, encode
@@ -192,7 +192,7 @@ def test_a_wrong_plan_is_a_compiler_bug(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_checks_between_passes_notice() -> None:
-    low = lower(place_graph(ppo(), "", family))
+    low = node_events(place_graph(ppo(), "", family))
     with pytest.raises(InternalError, match="before it exists"):
         transfers.check_transfers(low)
     done = drafted(ppo())

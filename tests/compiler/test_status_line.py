@@ -45,8 +45,8 @@ def test_nobody_has_to_listen() -> None:
 def test_a_terminal_shows_the_newest_stage_and_is_left_empty() -> None:
     stream = io.StringIO()
     with StatusLine(stream, drawn=True) as line:
-        line(Stage("pass lower", 0, 12))
-        assert drawn(line, stream, "pass lower (1 of 12), ")
+        line(Stage("pass node_events", 0, 12))
+        assert drawn(line, stream, "pass node_events (1 of 12), ")
         line(Stage("verifying memory"))
         assert drawn(line, stream, "verifying memory")
         assert "\n" not in stream.getvalue()
@@ -87,7 +87,7 @@ def test_long_lines_are_cut_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> 
 def interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: BaseException) -> str:
     """What `rlc compile` says when `error` ends it."""
     def work(*_: object) -> str:
-        stage("pass lower", 0, 12)
+        stage("pass node_events", 0, 12)
         raise error
 
     monkeypatch.setattr("rldsl.commands.compile.compile", work)
@@ -98,7 +98,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: BaseExce
 
 def test_ctrl_c_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     said = interrupted(monkeypatch, tmp_path, KeyboardInterrupt())
-    assert said == "interrupted in: pass lower (1 of 12); to start again, repeat the command\n"
+    assert said == "interrupted in: pass node_events (1 of 12); to start again, repeat the command\n"
 
 
 def test_ctrl_c_with_words_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from rldsl.memory import curves
 from rldsl.memory.lifetimes import RULES as SCRATCH_RULES
 from rldsl.pages.dataflow import dataflow
 from rldsl.passes import pipeline
-from rldsl.passes.lower import lower
+from rldsl.passes.node_events import node_events
 from rldsl.placement.place import place_graph
 from rldsl.plan import trace
 from rldsl.plan.codec import decode, encode
@@ -68,7 +68,7 @@ def plan(audit: Any) -> Plan:
     """The program of the design page with an audit of what the actor has learned, through all passes."""
     placed = place_graph(ppo(), "", family)
     home = next(m.train_layout for m in placed.models if m.name == "actor")
-    draft = lower(placed)
+    draft = node_events(placed)
     event = audit(id=0, mesh=draft.layouts[home].mesh, reads=(f"actor@{home}",), at="ppo.rlf:9:3", model="actor",
                   layout=home)
     draft = replace(draft, body=(*draft.body, event))

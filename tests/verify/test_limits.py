@@ -138,11 +138,11 @@ def test_loops_in_loops_are_not_walked_again_and_again() -> None:
 def test_reallocs_walk_loops_in_loops_once() -> None:
     from rldsl.passes.lengths import lengths
     from rldsl.passes.loads import loads
-    from rldsl.passes.lower import lower
+    from rldsl.passes.node_events import node_events
     from rldsl.placement.place import place_graph
     from tests.compiler.graphs import family, ppo
 
-    draft = loads(lengths(transfers(lower(place_graph(ppo(), "", family)))))
+    draft = loads(lengths(transfers(node_events(place_graph(ppo(), "", family)))))
     deep, made = replace(draft, body=around(draft.body, 40)), []
     assert calls(lambda: made.append(reallocs(deep))) < 500_000 and made[0].body != draft.body
 

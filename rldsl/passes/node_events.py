@@ -1,4 +1,4 @@
-"""Calls become events: every node of the graph, in program order, in its own spread.
+"""Node events: the event of each node of the graph, in program order, in the node's own spread.
 
 In: a `Placed`. Out: a `Draft` whose events read each value in their own spread (or, for what a fetch writes, in the
 spread that all its readers hold in full), whether or not anything brings it there: that is the next pass's work.
@@ -11,7 +11,7 @@ from typing import Any, assert_never
 
 from rldsl.diag import fail, internal_error
 from rldsl.graph import model as g
-from rldsl.passes.draft import Draft
+from rldsl.passes.draft import Draft, replicated_spread_id
 from rldsl.placement.budget import decode_batch_size
 from rldsl.placement.model import Call, Place, Placed, mesh_of
 from rldsl.placement.sync import sync_places
@@ -45,15 +45,15 @@ from rldsl.plan.payloads import (
 )
 
 
-def lower(placed: Placed) -> Draft:
-    worker = _Lower(placed)
-    body = worker.block(placed.graph.items)
-    return Draft(placed, body, (), worker.meshes, worker.layouts, worker.spreads, worker.states())
+def node_events(placed: Placed) -> Draft:
+    builder = _EventBuilder(placed)
+    body = builder.block(placed.graph.items)
+    return Draft(placed, body, (), builder.meshes, builder.layouts, builder.spreads, builder.states())
 
 
 def spread_of(node: g.Node, place: Place) -> Spread:
-    """How a call divides its rows: whole prompts by count for generation, rows by tokens otherwise, prompts by tokens
-    for computations (so that reductions by prompt stay local)."""
+    """How a node divides its rows: whole prompts by count for generation, rows by tokens for other calls, prompts by
+    tokens for computations (so that reductions by prompt stay local)."""
     mesh, layout = place.mesh.id, place.layout.id
     match node:
         case g.Generate():
@@ -63,43 +63,44 @@ def spread_of(node: g.Node, place: Place) -> Spread:
         case g.Train():
             return _named(Spread("", mesh, layout, node.frames, "row", "tokens", node.minibatches, node.epochs,
                                  node.shuffle, node.call if node.shuffle else 0))
-        case g.Compute() if node.frames:
+        case g.Compute():
+            if not node.frames:
+                return on_every_rank(place.mesh)
             return _named(Spread("", mesh, layout, tuple(sorted(node.frames)), "prompt", "tokens"))
-        case g.Collect():  # the same share of every turn, wherever the rows of a turn were made
+        case g.Collect():  # the same share of every iteration, wherever the rows of an iteration were made
             return _named(Spread("", mesh, layout, (node.frame,), "prompt", "slot"))
-        case _:
-            return on_every_rank(place.mesh)
+    raise internal_error(f"no spread for {type(node).__name__} {node.id}", "pass node_events")
 
 
 def on_every_rank(mesh: Mesh) -> Spread:
     """Of values that every rank of a mesh holds in full."""
-    return Spread(f"all ranks {mesh.id}", mesh.id, granularity="all")
+    return Spread(replicated_spread_id(f"ranks {mesh.id}"), mesh.id, granularity="all")
 
 
 def _named(s: Spread) -> Spread:
+    """`s` with an id made of its content, so that equal spreads have one id."""
     shuffled = f" shuffled {s.call}" if s.shuffle else ""
     batches = f" x{s.minibatches} x{s.epochs}{shuffled}" if s.minibatches * s.epochs > 1 else ""
     id = f"{s.layout} {s.granularity} {s.balance_by} {' '.join(s.frames)}{batches}"
     return replace(s, id=id)
 
 
-class _Lower:
+class _EventBuilder:
     def __init__(self, placed: Placed):
         self.placed, self.places = placed, dict(placed.places)
-        self.homes = {m.name: m.train_layout for m in placed.models}
-        self.anchors = sync_places(placed.graph, self.places, self.homes)
-        self.written: dict[str, str] = {}  # model -> position of what made its version, in program order
-        self.values = {v.id: v for v in placed.graph.values}
+        self.train_layouts = {m.name: m.train_layout for m in placed.models}
+        self.sync_places = sync_places(placed.graph, self.places, self.train_layouts)  # of models in syncs
+        self.written_at: dict[str, str] = {}  # model -> position of what made its version, in program order
         self.layouts: dict[str, Layout] = {}
         self.spreads: dict[str, Spread] = {}
         self.frames = {f.id: f for f in placed.graph.frames}
-        self.fetched: dict[str, str] = {}  # value -> its spread
-        self.made: dict[str, str] = {}  # value -> the spread that it was made in
-        self.repeats = 0
+        self.replicated: dict[str, str] = {}  # value that every reader holds in full -> id of its spread
+        self.made_in: dict[str, str] = {}  # any other value -> id of the spread that it was made in
+        self.num_loops = 0
         self.world = mesh_of(range(placed.world))  # also of fetches, until all their readers are known (`lengths.py`)
         self.meshes: dict[str, Mesh] = {self.world.id: self.world}
         self.everywhere = on_every_rank(self.world)  # of states, and of the conditions that end a repeat
-        for place in (*self.places.values(), *self.anchors.values()):
+        for place in (*self.places.values(), *self.sync_places.values()):
             self.meshes[place.mesh.id] = place.mesh
             self.layouts[place.layout.id] = place.layout
 
@@ -109,43 +110,44 @@ class _Lower:
             if isinstance(item, g.Every):
                 out.append(Every(item.period, self.block(item.body)))
             elif isinstance(item, g.Repeat):
-                out.append(Loop(self.loop(), item.iterations, self.block(item.body)))
+                out.append(Loop(self.new_loop_id(), item.iterations, self.block(item.body)))
             elif isinstance(item, g.Eval):
-                name, body = self.loop(), self.block(item.body)
+                name, body = self.new_loop_id(), self.block(item.body)
                 collects = tuple(b for e in body if isinstance(e, Collect) for b in e.writes)
                 out.append(Loop(name, item.max_iterations, body, collects=collects, over=item.data))
             elif isinstance(item, g.Until):
-                name, body = self.loop(), self.block(item.body)
+                name, body = self.new_loop_id(), self.block(item.body)
                 collects = tuple(b for e in body if isinstance(e, Collect) for b in e.writes)
                 out.append(Loop(name, item.max_iterations, body, f"{item.condition}@{self.everywhere.id}", collects))
             elif isinstance(item, g.Collect):
                 out += self.collect(item) if item.into in self.frames else []
             else:
-                event = self.node(item)
+                event = self.event(item)
                 out.append(event)
-                self.made |= {split_buffer(b)[0]: split_buffer(b)[1] for b in event.writes}
+                self.made_in |= {split_buffer(b)[0]: split_buffer(b)[1] for b in event.writes}
         return tuple(out)
 
-    def loop(self) -> str:
-        self.repeats += 1
-        return f"repeat{self.repeats}"
+    def new_loop_id(self) -> str:
+        self.num_loops += 1
+        return f"repeat{self.num_loops}"
 
     def collect(self, node: g.Collect) -> list[Event]:
-        """What every rank holds in full is collected in full, the rest in slots; and the lengths."""
+        """The events of a collection: of the lengths, of the values that every rank holds in full, and of the rest,
+        whose rows stay on the ranks that made them."""
         place = self.places[node.id]
         slots = spread_of(node, place)
         into = _named(replace(slots, frames=(node.into,)))
         old, new = self.frames[node.frame], self.frames[node.into]
-        fetched = f"{old.id}.tokens" in self.fetched
-        whole = (f"all {old.row_space}", f"all {new.row_space}") if fetched else (f"all {old.id}", f"all {new.id}")
-        in_full = tuple((v, w) for v, w in node.values if v in self.fetched)
-        divided = tuple((v, w) for v, w in node.values if v not in self.fetched)
-        self.fetched |= {w: whole[1] for _, w in in_full}
-        self.made |= {w: into.id for _, w in divided}
-        out: list[Event] = [self._collect(node, ((f"{old.id}.lengths", f"{new.id}.lengths"),), *whole, self.world.id,
+        fetched = f"{old.id}.tokens" in self.replicated
+        src, dst = (replicated_spread_id(f.row_space if fetched else f.id) for f in (old, new))
+        in_full = tuple((v, w) for v, w in node.values if v in self.replicated)
+        divided = tuple((v, w) for v, w in node.values if v not in self.replicated)
+        self.replicated |= {w: dst for _, w in in_full}
+        self.made_in |= {w: into.id for _, w in divided}
+        out: list[Event] = [self._collect(node, ((f"{old.id}.lengths", f"{new.id}.lengths"),), src, dst, self.world.id,
                              f"the rows of {new.label or new.id} are divided by length")]
         if in_full:
-            out.append(self._collect(node, in_full, *whole, self.world.id))
+            out.append(self._collect(node, in_full, src, dst, self.world.id))
         if divided:
             self.spreads |= {slots.id: slots, into.id: into}
             out.append(self._collect(node, divided, slots.id, into.id, place.mesh.id))
@@ -161,23 +163,23 @@ class _Lower:
     def states(self) -> tuple[State, ...]:
         return tuple(State(s.name, self.everywhere.id, s.initial) for s in self.placed.graph.states)
 
-    def node(self, node: g.Node) -> Event:
+    def event(self, node: g.Node) -> Event:
         at = str(node.span)
         if isinstance(node, g.Fetch):
-            whole = f"all {self._rows(node)}"
-            self.fetched |= dict.fromkeys(node.writes, whole)
-            return Fetch(id=0, mesh=self.world.id, writes=tuple(f"{v}@{whole}" for v in node.writes), at=at,
+            spread_id = replicated_spread_id(self.frames[node.frames[0]].row_space)
+            self.replicated |= dict.fromkeys(node.writes, spread_id)
+            return Fetch(id=0, mesh=self.world.id, writes=tuple(f"{v}@{spread_id}" for v in node.writes), at=at,
                          **payload(node, FetchSpec))
         if isinstance(node, g.Save):
-            home = self._save_layout(node)
-            return Save(id=0, mesh=self.layouts[home].mesh, reads=(f"{node.model}@{home}",), at=at, layout=home,
+            saved = self._save_layout(node)
+            return Save(id=0, mesh=self.layouts[saved].mesh, reads=(f"{node.model}@{saved}",), at=at, layout=saved,
                         **payload(node, SaveSpec))
         if isinstance(node, g.Broadcast):
             return self.broadcast(node, at)
         if isinstance(node, g.Sync):
             return self.sync(node, at)
         place = self.places[node.id]
-        spread = self._where(node, place)
+        spread = self._spread(node, place)
         self.spreads[spread.id] = spread
         reads = tuple(f"{v}@{self._at(v, spread.id)}" for v in node.reads)
         writes = tuple(f"{v}@{spread.id}" for v in node.writes)
@@ -188,7 +190,7 @@ class _Lower:
         if isinstance(node, g.Compute):
             return Compute(**common, reads=reads, writes=writes, **payload(node, ComputeSpec))
         if not isinstance(node, Call):
-            raise internal_error(f"no event for {type(node).__name__} {node.id}", "pass lower")
+            raise internal_error(f"no event for {type(node).__name__} {node.id}", "pass node_events")
         copy, layout = f"{node.model}@{place.layout.id}", place.layout.id
         match node:
             case g.Generate():
@@ -198,14 +200,13 @@ class _Lower:
                 return Infer(**common, layout=layout, reads=(copy, *reads), writes=writes, mbs=place.mbs, mbt=place.mbt,
                              **payload(node, InferSpec))
             case g.Train():
-                self.written[node.model] = at
+                self.written_at[node.model] = at
                 return Train(**common, layout=layout, reads=(copy, *reads), writes=(copy, *writes), mbs=place.mbs,
                              mbt=place.mbt, recompute=place.recompute, **payload(node, TrainSpec))
-            case _:
-                assert_never(node)
+        assert_never(node)
 
     def broadcast(self, node: g.Broadcast, at: str) -> Event:
-        """On every rank: all of them act on a state, and on the end of a repeat."""
+        """On every rank: all of them use a state, and the condition that ends a repeat."""
         everywhere = self._everywhere()
         (value,), (name,) = node.reads, node.writes
         return Compute(id=0, mesh=everywhere.mesh, at=at, reads=(f"{value}@{self._at(value, everywhere.id)}",),
@@ -213,10 +214,10 @@ class _Lower:
                        inputs=((value, value),), outputs=((name, name),))
 
     def sync(self, node: g.Sync, at: str) -> Event:
-        """Between models; the pass on reallocs finds its moves."""
-        src, dst = self.anchors[node.source].layout.id, self.anchors[node.model].layout.id
-        version = self.written.get(node.source, "")
-        self.written[node.model] = at
+        """Between models; the pass `reallocs` finds its moves."""
+        src, dst = self.sync_places[node.source].layout.id, self.sync_places[node.model].layout.id
+        version = self.written_at.get(node.source, "")
+        self.written_at[node.model] = at
         mesh = mesh_of(r for x in (src, dst) for r in self.meshes[self.layouts[x].mesh].members())
         self.meshes[mesh.id] = mesh
         return Realloc(id=0, mesh=mesh.id, reads=(f"{node.source}@{src}",), writes=(f"{node.model}@{dst}",), at=at,
@@ -230,29 +231,26 @@ class _Lower:
         """The spread in which an event that works on `spread` reads a value."""
         if any(value == s.name for s in self.placed.graph.states):
             return self._everywhere().id
-        return self.fetched.get(value, spread)
+        return self.replicated.get(value, spread)
 
-    def _where(self, node: g.Node, place: Place) -> Spread:
-        """A selection is made where its sequences (or values) are; of what every rank holds in full, as a
-        computation."""
+    def _spread(self, node: g.Node, place: Place) -> Spread:
+        """The spread of what the node writes. Rows are selected where their sequences (or values) are; rows that every
+        rank holds in full are first divided as for a computation."""
         if isinstance(node, g.Select):
-            made = self.spreads.get(self.made.get(node.values[0][0], ""))
+            made = self.spreads.get(self.made_in.get(node.values[0][0], ""))
             if made is not None and made.granularity != "all":
                 return made
             of = self.frames[node.frame].selected_from
             return _named(Spread("", place.mesh.id, place.layout.id, (of,), "prompt", "tokens"))
         return spread_of(node, place)
 
-    def _rows(self, node: g.Fetch) -> str:
-        return next(f.row_space for f in self.placed.graph.frames if f.id == node.frames[0])
-
     def _save_layout(self, node: g.Save) -> str:
-        """The home of a trained model; for another the layout in which syncs write or read it, or else the first that
-        it is used in."""
-        if self.homes[node.model]:
-            return self.homes[node.model]
-        if node.model in self.anchors:
-            return self.anchors[node.model].layout.id
+        """The training layout; without one, the layout in which syncs write or read the model, or else the first in
+        which it is used."""
+        if self.train_layouts[node.model]:
+            return self.train_layouts[node.model]
+        if node.model in self.sync_places:
+            return self.sync_places[node.model].layout.id
         for call in g.nodes(self.placed.graph.items):
             if isinstance(call, Call) and call.model == node.model:
                 return self.places[call.id].layout.id
