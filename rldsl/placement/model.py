@@ -32,7 +32,7 @@ class Place:
     offload: bool = False  # parameters and optimizer state are in host memory between calls
     span: Span | None = None  # of the clause that decided it
     why: str = ""  # what decided it
-    recompute: Literal["none", "full"] = "none"  # as of `plan.Train`
+    recompute: Literal["none", "full"] = "none"  # as in `plan.events.Train`
     keep: bool = True  # whether a copy of a trained model stays after its last use in a step
     given: Mesh | None = None  # with `mesh(8)`: the first 8 ranks, where `free.py` chose others; else None
     mbt: int = 0  # tokens per micro-batch; 0: no limit
@@ -43,7 +43,7 @@ class Placed:
     """A graph with a place for each call and computation."""
 
     graph: Graph
-    models: tuple[Model, ...]  # as in the plan; `home` is a layout id
+    models: tuple[Model, ...]  # as in the plan; `train_layout` is a layout id of this graph
     families: tuple[tuple[str, Family], ...]  # (model, family)
     places: tuple[tuple[str, Place], ...]  # (node id, place)
     tokenizers: tuple[tuple[str, str], ...]  # (data source, model directory)

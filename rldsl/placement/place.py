@@ -1,8 +1,8 @@
 """The placement step: a graph goes in, a `Placed` comes out.
 
 In: a graph with clauses and rules. Out: a place for every call and computation, the plan's model records with their
-homes, and the size of the world. Invariants: every layout fills its mesh and its model can carry it; every model is
-trained under one layout; a computation's layout is dp=|mesh|.
+training layouts, and the size of the world. Invariants: every layout fills its mesh and its model supports it; every
+model is trained under one layout; a computation's layout is dp=|mesh|.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = descr
     families = _families(graph, describe)
     sync.check_sync_parameters(graph, families)
     tokenizers.check_tokenizers(graph, families)
-    places, homes = _places(graph, choices, families, cluster)
+    places, train_layouts = _places(graph, choices, families, cluster)
     memory = int((graph.cluster.memory_gb if graph.cluster else 0) * 1e9)
-    means = sync.mean_layouts(graph, places, homes)
-    models = tuple(replace(_model(m, families[m.name], homes.get(m.name, ""), sync.sync_sources(graph, m.name),
+    ema_layouts = sync.ema_layouts(graph, places, train_layouts)
+    models = tuple(replace(_model(m, families[m.name], train_layouts.get(m.name, ""), sync.sync_sources(graph, m.name),
                                   graph.seed),
-                           ema_layout=means.get(m.name, "")) for m in graph.models)
+                           ema_layout=ema_layouts.get(m.name, "")) for m in graph.models)
     sync.check_adapters(graph, models)
     return Placed(graph, models, tuple(families.items()), tuple(places.items()), tokenizers.tokenizers(graph),
                   cluster.world, cluster.gpus, memory)
@@ -62,23 +62,23 @@ def places_of(graph: g.Graph, place_file: str = "") -> dict[str, Place]:
 
 def _places(graph: g.Graph, choices: Mapping[str, Choice], families: Mapping[str, Family],
             cluster: Cluster) -> tuple[dict[str, Place], dict[str, str]]:
-    """(places of all calls and computations, homes of the trained models)"""
+    """(places of all calls and computations, training layouts of the trained models)"""
     every = tuple(g.nodes(graph.items))
     calls = [n for n in every if isinstance(n, Call)]
     places = _call_places(calls, choices, families, cluster)
-    homes = _homes(calls, places)
+    train_layouts = _train_layouts(calls, places)
     if families and any(p.given for p in places.values()):
-        models = {m.name: _model(m, families[m.name], homes[m.name], (), graph.seed) for m in graph.models
-                  if m.name in homes}
+        models = {m.name: _model(m, families[m.name], train_layouts[m.name], (), graph.seed) for m in graph.models
+                  if m.name in train_layouts}
         places = free.choose_free_meshes(calls, places, models, cluster)
     places |= _compute_places(every, choices, places, cluster)
-    resident.check_residency(graph, calls, places, homes)
+    resident.check_residency(graph, calls, places, train_layouts)
     budget.check_token_budgets(graph, calls, places)
     backends.check_backends(graph, calls, places, families)
     invariant.check_invariance(graph, calls, places, families)
     positions.check_positions(graph, calls, families)
-    sync.sync_places(graph, places, homes)
-    return places, homes
+    sync.sync_places(graph, places, train_layouts)
+    return places, train_layouts
 
 
 def cluster_of(graph: g.Graph, choices: Mapping[str, Choice]) -> Cluster:
@@ -110,12 +110,12 @@ def _families(graph: g.Graph, describe: Describe) -> dict[str, Family]:
     return found
 
 
-def _model(m: g.Model, family: Family, home: str, sources: tuple[str, ...], seed: int) -> Model:
+def _model(m: g.Model, family: Family, train_layout: str, sources: tuple[str, ...], seed: int) -> Model:
     dtype = m.dtype or ("bfloat16" if family.itemsize == 2 else "float32")
     own = split_adapter_parameters(m, family, seed)
-    return Model(m.name, m.head_name, m.path, dtype, own.params, family.layers, family.config_digest, home,
-                 m.optimizer if home else None, updated_from=sources, base=own.base, lora=own.lora,
-                 sizes=sizes_of(family), invariant=m.invariant)
+    return Model(m.name, m.head_name, m.path, dtype, own.params, family.layers, family.config_digest,
+                 train_layout, m.optimizer if train_layout else None, updated_from=sources, base=own.base,
+                 lora=own.lora, sizes=sizes_of(family), invariant=m.invariant)
 
 
 # ------------------------------------------------------------------------------------------------ calls
@@ -205,7 +205,7 @@ def _followed_call(node: Call, calls: list[Call], places: Mapping[str, Place]) -
     return next((c for c in same if isinstance(c, g.Train)), same[0] if same else None)
 
 
-def _homes(calls: list[Call], places: Mapping[str, Place]) -> dict[str, str]:
+def _train_layouts(calls: list[Call], places: Mapping[str, Place]) -> dict[str, str]:
     """Model -> the layout of its train calls."""
     first: dict[str, g.Train] = {}
     for node in calls:

@@ -1,7 +1,7 @@
 """What a placement may say of parameters between calls: moved to host memory (`offload`), or dropped (`keep=false`).
 
-In: calls with their places, and the homes of trained models. Out: nothing, or RL0317 and RL0322 with what to say
-instead; the warning RL0907 where calls of a frozen model do not agree.
+In: calls with their places, and the training layouts of trained models. Out: nothing, or RL0317 and RL0322 with what to
+say instead; the warning RL0907 where calls of a frozen model do not agree.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from rldsl.placement.rules import option_span
 
 
 def check_residency(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place],
-                    homes: Mapping[str, str]) -> None:
-    """homes: of the trained models."""
+                    train_layouts: Mapping[str, str]) -> None:
+    """train_layouts: trained model -> id of its training layout. Errors: RL0317, RL0322."""
     adapted, calls = {m.name for m in graph.models if m.lora is not None}, tuple(calls)
     stays = {n.model: n for n in calls if isinstance(n, g.Train) and not places[n.id].offload}
     for node in calls:
         place = places[node.id]
-        if place.offload and place.layout.id != homes.get(node.model, place.layout.id):
+        if place.offload and place.layout.id != train_layouts.get(node.model, place.layout.id):
             raise fail("RL0317", f"`{label(node)}` uses a copy of trained parameters, which cannot be offloaded",
                        option_span(place.span, "offload"), f"`{node.model}` is trained under another layout",
                        help="use `keep=false` to free the copy between uses; `offload=true` on the train call offloads "
@@ -33,7 +33,7 @@ def check_residency(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, 
                 option_span(place.span, "offload"), f"`{label(train)}` does not set it",
                 (Label(train.span, "this keeps the parameters on the device"),),
                 help="set `offload=true` on the train call: it offloads trained parameters and optimizer state")])
-        if not place.keep and (why := _only_one(node, homes, adapted)):
+        if not place.keep and (why := _only_one(node, train_layouts, adapted)):
             raise fail("RL0322", f"`{label(node)}` has no copy to drop", option_span(place.span, "keep"),
                        why[0], help=why[1])
 
@@ -53,9 +53,9 @@ def idle_copies(graph: g.Graph, places: Mapping[str, Place]) -> Iterator[Diagnos
                              severity="warning")
 
 
-def _only_one(node: Call, homes: Mapping[str, str], adapted: set[str]) -> tuple[str, str] | None:
+def _only_one(node: Call, train_layouts: Mapping[str, str], adapted: set[str]) -> tuple[str, str] | None:
     """Why the parameters that a call uses could not be made again from others, and what to say instead."""
-    if node.model not in homes:
+    if node.model not in train_layouts:
         return ("the model is never trained: it is loaded only once",
                 "`offload=true` keeps it in host memory between its calls")
     if isinstance(node, g.Train):

@@ -25,9 +25,9 @@ def sync_sources(graph: g.Graph, model: str) -> tuple[str, ...]:
     return tuple(n.source for n in syncs(graph) if n.model == model)
 
 
-def mean_layouts(graph: g.Graph, places: Mapping[str, Place], homes: Mapping[str, str]) -> dict[str, str]:
-    """Model that an `ema` writes -> the layout under which it does."""
-    return {n.model: sync_places(graph, places, homes)[n.model].layout.id for n in syncs(graph) if n.decay}
+def ema_layouts(graph: g.Graph, places: Mapping[str, Place], train_layouts: Mapping[str, str]) -> dict[str, str]:
+    """Model that an `ema` writes -> the id of the layout under which it does."""
+    return {n.model: sync_places(graph, places, train_layouts)[n.model].layout.id for n in syncs(graph) if n.decay}
 
 
 def check_sync_parameters(graph: g.Graph, families: Mapping[str, Family]) -> None:
@@ -87,14 +87,16 @@ def _difference(model: str, mine: Family, source: str, other: Family) -> str:
     return told(f"{key} in config.json", config.get(key, "not set"), of_source.get(key, "not set")) if key else ""
 
 
-def sync_places(graph: g.Graph, places: Mapping[str, Place], homes: Mapping[str, str]) -> dict[str, Place]:
-    """Model -> where a sync reads or writes it. A trained model: its home. A target: under the layout of its source, if
-    it is used under that one, else its first call's, else (it is only saved) where its source is."""
+def sync_places(graph: g.Graph, places: Mapping[str, Place], train_layouts: Mapping[str, str]) -> dict[str, Place]:
+    """Model -> where a sync reads or writes it. A trained model: under its training layout. A target: under the layout
+    of its source, if it is used under that one, else under that of its first call, else (it is only saved) where its
+    source is."""
     used: dict[str, list[Place]] = {}
     for n in g.nodes(graph.items):
         if isinstance(n, Call):
             used.setdefault(n.model, []).append(places[n.id])
-    found = {m: next(p for p in used[m] if p.layout.id == home) for m, home in homes.items() if home and m in used}
+    found = {m: next(p for p in used[m] if p.layout.id == layout) for m, layout in train_layouts.items()
+             if layout and m in used}
     waiting = syncs(graph)
     named = {x for n in waiting for x in (n.model, n.source)}
     while waiting:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rldsl import api
 from rldsl.diag import Failure, InternalError
 from rldsl.graph import model as g
-from rldsl.passes import event_order, frees, pipeline, reallocs, transfers
+from rldsl.passes import event_order, frees, lengths, pipeline, reallocs, transfers
 from rldsl.passes.draft import Draft, events
 from rldsl.passes.node_events import node_events
 from rldsl.placement.place import place_graph
@@ -195,6 +195,10 @@ def test_checks_between_passes_notice() -> None:
     low = node_events(place_graph(ppo(), "", family))
     with pytest.raises(InternalError, match="before it exists"):
         transfers.check_transfers(low)
+    moved = transfers.transfers(low)
+    with pytest.raises(InternalError, match="is in no spread or layout"):
+        lengths.check_lengths(moved)  # spreads that are held in full have no record yet
+    lengths.check_lengths(lengths.lengths(moved))
     done = drafted(ppo())
     with pytest.raises(InternalError, match="leak"):
         frees.check_frees(replace(done, body=tuple(i for i in done.body if not isinstance(i, p.Free))))
