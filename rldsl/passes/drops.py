@@ -61,7 +61,7 @@ def _free(draft: Draft, buffer: str, after: Item) -> Free:
     user = draft.labels.event(after).called if isinstance(after, Event) else "the preceding block"
     return Free(id=0, mesh=draft.layouts[buffer.partition("@")[2]].mesh, buffers=(buffer,),
                 at=after.at if isinstance(after, Event) else "",
-                because=f"keep=false, and {user} was its last use")
+                because=f"keep=false, last used by {user}")
 
 
 def check_drops(draft: Draft) -> None:

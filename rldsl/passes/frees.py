@@ -60,7 +60,7 @@ def _free(draft: Draft, labels: Labels, buffers: list[str], after: Item, meshes:
     mesh = union(draft, {draft.spreads[split_buffer(b)[1]].mesh for b in buffers})
     meshes.append(mesh)
     reader = labels.event(after).called if isinstance(after, Event) else "the preceding block"
-    return Free(id=0, mesh=mesh.id, because=f"{reader} was their last use", buffers=tuple(buffers))
+    return Free(id=0, mesh=mesh.id, because=f"last used by {reader}", buffers=tuple(buffers))
 
 
 def check_frees(draft: Draft) -> None:

@@ -84,7 +84,7 @@ class _Transfers:
         text = without_line(f"{self.labels.event(reader).called} reads {wanted}", reader.at)
         because = f"{text} on mesh {spreads[dst].mesh}"
         if spreads[src].mesh == spreads[dst].mesh:
-            because += " in other shards than it was computed in"
+            because += " with a different sharding"
         lacking = len(self.draft.ranks(spreads[dst].mesh) - self.draft.ranks(spreads[src].mesh))
         fixed = all(self.values[v].level == "batch" for v in values)
         return Transfer(id=0, mesh=mesh.id, reads=tuple(f"{v}@{src}" for v in values),

@@ -39,11 +39,11 @@ def memory_advice_text(placed: Placed) -> tuple[str, tuple[str, ...]]:
     advisor = MemoryAdvisor(placed)
     fix = advisor.best()
     if fix is not None:
-        return f"{_rules_text(fix)} needs {human(fix.bytes)}", ()
+        return f"use {_rules_text(fix)}, which needs {human(fix.bytes)}", ()
     least, more = advisor.least(), advisor.larger()
     if least is None:  # the placement itself cannot be written as clauses, so no change of it can be tried
         return "use larger devices, or fewer rows at a time", ()
-    help = f"nothing that was tried fits; devices with {human(least.bytes)} would be large enough"
+    help = f"none of the settings that were tried fits; devices with {human(least.bytes)} would be large enough"
     notes = [f"{human(least.bytes)}: {_rules_text(least)}"] if least.rules else []
     if more is not None:
         count = more.nodes * placed.devices_per_node

@@ -96,5 +96,5 @@ def test_a_placement_that_does_not_fit_is_told_to_drop() -> None:
     with pytest.raises(Failure) as caught:
         memory_check.check_memory(x, held(x))
     (d,) = caught.value.diagnostics
-    assert d.code == "RL0401" and d.help.startswith('--on "actor.generate keep=false" needs ')
+    assert d.code == "RL0401" and d.help.startswith('use --on "actor.generate keep=false", which needs ')
     assert followed(x, d) <= x.memory

@@ -85,7 +85,7 @@ def test_the_mildest_that_fits_is_named() -> None:
     x = placed(0.9, 512)
     d = refused(x)
     assert "activations of actor.train" in d.notes[0]
-    assert re.fullmatch(r'(--on "(actor|critic)\.train mbs=\d+" )+needs [\d.]+ [KMG]iB', d.help), d.help
+    assert re.fullmatch(r'use( --on "(actor|critic)\.train mbs=\d+")+, which needs [\d.]+ [KMG]iB', d.help), d.help
 
 
 def test_recomputation_where_micro_batches_are_small_already() -> None:
@@ -104,7 +104,7 @@ def test_recomputation_where_micro_batches_are_small_already() -> None:
 def test_where_nothing_fits_the_least_is_said() -> None:
     x = placed(0.05)
     d = refused(x)
-    assert d.help.startswith("nothing that was tried fits; devices with ") and len(d.notes) > 3
+    assert d.help.startswith("none of the settings that were tried fits; devices with ") and len(d.notes) > 3
     least = MemoryAdvisor(x).least()
     assert x.memory < least.bytes < needs(x)
     assert MemoryAdvisor(replace(x, memory=least.bytes)).best() is not None

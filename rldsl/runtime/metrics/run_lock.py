@@ -173,7 +173,7 @@ def _wait_until_stale(file: Path, temporary: Path) -> None:
     while time.monotonic() - seen < STALE:
         if not announced and time.monotonic() - seen > 2.0:
             whose = owner.text() if owner is not None else "an unknown process"
-            print(f"{file.parent} is owned by {whose}; waiting for a sign that it is alive (at most {STALE:g} s)",
+            print(f"{file.parent} is owned by {whose}; waiting for its heartbeat (at most {STALE:g} s)",
                   file=sys.stderr, flush=True)
             announced = True
         time.sleep(LOOK)
