@@ -226,11 +226,12 @@ class CallsOfFlow:
             return self.errors.add("RL0202",
                                    f"`{source_name(refs[0].frame)}` and `{source_name(refs[1].frame)}` are not the two "
                                    "sides of a pair",
-                                   call.span, help="train on `pair.chosen` and `pair.rejected`")
+                                   call.span, help=_help_for_two(refs))
         if len(refs) == 2 and refs[0].frame.id == refs[1].frame.id:
             second = [a for a in call.args if a.name is None][1]
             return self.errors.add("RL0215", f"`{source_name(refs[1].frame)}` is passed twice", second.span,
-                                   "both sides are the same", help="train on `pair.chosen` and `pair.rejected`")
+                                   "both sides are the same",
+                                   help=_help_for_two(refs) if _pair_of(refs[0]) else "pass it once")
         parts = minibatches(call, given, refs[0], self.flow.exprs, scope)
         if isinstance(parts, Bad):
             return BAD
@@ -262,3 +263,18 @@ class CallsOfFlow:
             shuffle=bool(given["shuffle"]) and parts > 1, call=number,
             nonfinite="skip" if skips else "stop"))
         return NO_VALUE
+
+
+def _pair_of(ref: FrameRef) -> str:
+    """The name of the pairs that a batch is one side of; "" for another batch."""
+    name, _, side = source_name(ref.frame).rpartition(".")
+    return name if ref.contents == "pairs" and side in ("chosen", "rejected") else ""
+
+
+def _help_for_two(refs: list[FrameRef]) -> str:
+    """What to train on instead of two batches that are not the two sides of a pair."""
+    pair = next(filter(None, map(_pair_of, refs)), "")
+    if pair:
+        return f"train on `{pair}.chosen` and `{pair}.rejected`"
+    return "train on one batch, or on the two sides of pairs from data: `data NAME = jsonl(..., kind=\"pairs\")`, " \
+           "`pair = NAME.next()`, then `pair.chosen` and `pair.rejected`"

@@ -249,9 +249,9 @@ class Operators:
                 return self._kind("at_end", "sequences as its second argument", rest[0], span)
             frames = tuple(f for f in frames if f.id == rest[0].frame.id)
         if len(frames) != 1:
-            names = ", ".join(f"`{source_name(f)}`" for f in self.spaces.over("seq", x.space))
-            return self.errors.add("RL0202", f"`at_end` is ambiguous: {names}", span,
-                                   help="specify the sequences: `at_end(x, pair.chosen)`")
+            shown = [source_name(f) for f in self.spaces.over("seq", x.space)]
+            return self.errors.add("RL0202", f"`at_end` is ambiguous: {', '.join(f'`{n}`' for n in shown)}", span,
+                                   help=f"specify the sequences: `at_end(x, {shown[0]})`")
         return Term("at_end", (x,), "token", frames[0].id, x.dtype, span, (("frame", frames[0].id),), unit=x.unit)
 
     def _over(self, x: Term, ref: Meaning, span: Span) -> Term | Bad:

@@ -236,3 +236,23 @@ def test_one_flow(source: str) -> None:
 @pytest.mark.parametrize("text", ['cluster "h100\x00.yaml"\n', 'use "a\x00b.rlf" (x)\n'])
 def test_a_name_that_no_file_can_have(text: str) -> None:
     assert api.check(text, "x.rlf")[0].code == "RL0103"
+
+
+PAIRS = 'use std.dpo (dpo)\ndata pairs = jsonl("p.jsonl", batch=4, kind="pairs")\n'
+TWO = "q = pairs.next()\n  a = ref.logprobs(q.chosen)\n  b = ref.logprobs(q.rejected)\n  "
+DPO = "loss=dpo(ref_chosen=a, ref_rejected=b)"
+
+
+@pytest.mark.parametrize(("statement", "code", "help_"), [
+    (f"o = actor.generate(p, n=2)\n  actor.train(gen, o, {DPO})", "RL0202",
+     "train on one batch, or on the two sides of pairs from data: `data NAME = jsonl(..., kind=\"pairs\")`"),
+    (f"actor.train(gen, q.rejected, {DPO})", "RL0202", "train on `q.chosen` and `q.rejected`"),
+    (f"kept = q where len(q.chosen) > 2\n  actor.train(kept.chosen, q.rejected, {DPO})", "RL0202",
+     "train on `kept.chosen` and `kept.rejected`"),
+    (f"actor.train(q.rejected, q.rejected, {DPO})", "RL0215", "train on `q.chosen` and `q.rejected`"),
+    (f"actor.train(gen, gen, {DPO})", "RL0215", "pass it once"),
+    ("x = at_end(len(q.chosen) + len(q.rejected))", "RL0202", "specify the sequences: `at_end(x, q.chosen)`"),
+])
+def test_help_names_what_the_program_has(statement: str, code: str, help_: str) -> None:
+    [d] = errors(TWO + statement, PAIRS)
+    assert d.code == code and d.help.startswith(help_)
