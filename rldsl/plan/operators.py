@@ -78,10 +78,9 @@ _ALL = (
     Operator("amin", "reduction", 1, "smallest", unit="keep", combine="min"),
     Operator("count", "reduction", 1, "number of elements of a", unit="count", gradient=False, combine="sum"),
     Operator("median", "reduction", 1, "the middle element of a, or the mean of the two in the middle", unit="keep",
-             in_loss=False, combine="gather"),
-    Operator("quantile", "reduction", 2, "the number below which the share b of the elements of a lies, between "
-             "neighbours by linear interpolation", unit="keep", in_loss=False, to_batch_only=True,
              combine="gather"),
+    Operator("quantile", "reduction", 2, "the number below which the share b of the elements of a lies, between "
+             "neighbours by linear interpolation", unit="keep", to_batch_only=True, combine="gather"),
     # Sequence operators work inside each sequence.
     _sequence("next", ("token",), "token", "the following token's value, 0 at the last"),
     _sequence("prev", ("token",), "token", "the preceding token's value, 0 at the first"),

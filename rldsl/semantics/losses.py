@@ -216,12 +216,6 @@ def _classify(term: Term, below: list[Dependence], model_outputs: set[str], in_v
     if term.op == "py":
         errors.add("RL0210", "a Python function inside a loss", term.span, help="call it in the flow")
         return None
-    if OPERATORS[term.op].combine == "gather":
-        errors.add("RL0210", f"`{term.op}` inside a loss or one of its metrics", term.span,
-                   "it needs all elements at once, but a minibatch is computed in micro-batches",
-                   help="compute it in the flow, for example from `actor.logprobs(gen)`; a metric of a loss can use "
-                        "`mean`, `sum`, `count`, `min`, `max`, `std` and `var`")
-        return None
     if not OPERATORS[term.op].in_loss:
         errors.add("RL0210", f"`{term.op}` inside a loss", term.span,
                    "it applies to the whole batch, not to a micro-batch",

@@ -35,7 +35,7 @@ def _fault(t: Tables, e: Train, program: Program) -> str:
         return f"uses {strange}, which is not a training input"
     if any(in_family(n.op, "reduction") and n.attr("to") == "prompt" for n in nodes):
         return "reduces by prompt, but a minibatch may contain only part of a prompt's sequences"
-    inner = _under(nodes, [a for n in nodes if _reduces(n) for a in n.args])
+    inner = _under(nodes, [a for n in nodes if _reduces(n) for a in n.args[:1]])
     if any(_reduces(nodes[i]) for i in inner):
         return "uses a reduction over the batch elementwise"
     return _affine(nodes, outputs["loss"], {n for n, _, _ in e.model_outputs})

@@ -68,9 +68,10 @@ def test_a_metric_reduces_data_over_the_minibatch(dp: int, mbs: int) -> None:
 
 
 @pytest.mark.parametrize(("metric", "value", "code", "part"), [
-    ("median(logprobs)", "mean(logprobs)", "RL0210", "all elements at once"),
-    ("quantile(logprobs, 0.9)", "mean(logprobs)", "RL0210", "all elements at once"),
-    ("median(adv)", "mean(logprobs)", "RL0210", "in the flow"),
+    ("mean(logprobs)", "median(logprobs)", "RL0209", "not linear"),
+    ("mean(logprobs)", "mean(logprobs) + quantile(adv, 0.9)", "RL0210", "in the flow"),
+    ("median(sum(logprobs by prompt))", "mean(logprobs)", "RL0210", "by prompt"),
+    ("mean(abs(logprobs - median(logprobs)))", "mean(logprobs)", "RL0209", "elementwise"),
     ("mean((logprobs - mean(logprobs)) / std(logprobs))", "mean(logprobs)", "RL0209", "elementwise"),
     ("mean(abs(adv - mean(adv)))", "mean(logprobs)", "RL0209", "elementwise"),
     ("mean(logprobs)", "std(logprobs)", "RL0209", "not linear"),
@@ -91,3 +92,30 @@ def test_data_by_prompt_is_refused_where_micro_batches_would_count_it_twice() ->
     with pytest.raises(Failure) as failure:
         measured("mean(w)", draw(NUM_TOKENS, 9), w=data)
     assert [d.code for d in failure.value.diagnostics] == ["RL0210"]
+
+
+@pytest.mark.parametrize(("dp", "mbs"), CUTS)
+def test_a_median_is_that_of_the_whole_minibatch(dp: int, mbs: int) -> None:
+    lp, adv, w = draw(NUM_TOKENS, 10), draw(NUM_TOKENS, 11), draw(RAGGED.rows, 12)
+    data = {"adv": Given("token", "gen", adv), "w": Given("seq", "gen", w)}
+    per_seq = torch.stack([x.sum() for x in lp.split(list(RAGGED.lens["gen"]))])
+    for metric, expected in (
+            ("median(logprobs)", lp.quantile(0.5)), ("quantile(logprobs, 0.9)", lp.quantile(0.9)),
+            ("quantile(logprobs * adv, 0.1) - min(adv)", (lp * adv).quantile(0.1) - adv.min()),
+            ("median(w)", w.quantile(0.5)), ("median(sum(logprobs by seq))", per_seq.quantile(0.5)),
+            ("quantile(logprobs, clip(abs(mean(w)), 0, 1))", lp.quantile(w.mean().abs().clamp(0, 1))),
+            ("median(logprobs > 0)", (lp > 0).double().quantile(0.5))):
+        found = measured(metric, lp, dp, mbs, **data)
+        assert found.metrics["m"] == pytest.approx(float(expected), rel=1e-12), metric
+        assert torch.equal(found.grads["logprobs"], measured("mean(logprobs)", lp, dp, mbs).grads["logprobs"])
+
+
+def test_the_fraction_of_a_quantile_may_be_an_argument() -> None:
+    lp = draw(NUM_TOKENS, 13)
+    assert measured("quantile(logprobs, q)", lp, 2, 1, q=0.25).metrics["m"] == pytest.approx(float(lp.quantile(0.25)))
+
+
+def test_medians_do_not_depend_on_the_cuts_bit_for_bit() -> None:
+    lp = draw(NUM_TOKENS, 14, torch.float32)
+    assert len({measured("median(logprobs)", lp, dp, mbs).metrics["m"] for dp, mbs in CUTS}) == 1
+

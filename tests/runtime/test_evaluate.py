@@ -220,11 +220,12 @@ def test_an_operator_that_the_interpreter_does_not_know_is_refused(monkeypatch, 
         compute(program, {"x": draw(sum(LENS), 1)})
 
 
-def test_a_loss_cannot_reduce_with_an_order_statistic():
+def test_a_loss_cannot_reduce_in_a_way_that_is_not_known(monkeypatch):
+    monkeypatch.setitem(OPERATORS, "midrange", Operator("midrange", "reduction", 1, "", combine=""))
     b = Builder()
     x = b.input("x", "token")
-    program = b.program(loss=b.to("mean", x, "batch"), middle=b.to("median", x, "batch"))
-    with pytest.raises(InternalError, match="RL0699.*median"):
+    program = b.program(loss=b.to("mean", x, "batch"), middle=b.put("midrange", (x,), to="batch"))
+    with pytest.raises(InternalError, match="RL0699.*midrange"):
         MinibatchLoss(program, loss_counts(program, GEN, range(12), {"gen": LENS}))
 
 
@@ -329,7 +330,8 @@ def ppo_program() -> Program:
     square = b.to("mean", b("mul", ratio, ratio), "batch")
     return b.program(loss=loss, clip=b.to("mean", out, "batch"), kl=kl, rms=b("sqrt", square),
                      top=b.to("amax", ratio, "batch"), low=b.to("amin", ratio, "batch"), n=b.to("count", lp, "batch"),
-                     total=b.to("sum", b.len(), "batch"))
+                     total=b.to("sum", b.len(), "batch"), middle=b.to("median", ratio, "batch"),
+                     most=b.put("quantile", (b.to("sum", lp, "seq"), b("abs", beta)), to="batch"))
 
 
 def ppo_by_hand(lp: Tensor, old: Tensor, adv: Tensor, beta: float, lens: list[int]) -> dict[str, Tensor]:
@@ -339,7 +341,8 @@ def ppo_by_hand(lp: Tensor, old: Tensor, adv: Tensor, beta: float, lens: list[in
     per_seq = torch.stack([p.mean() if len(p) else p.sum() for p in pg.split(lens)])
     return {"loss": per_seq.mean() - beta * (old - lp).mean() + 7.0, "clip": ((ratio - 1).abs() > 0.2).double().mean(),
             "kl": (old - lp).mean(), "rms": (ratio**2).mean().sqrt(), "top": ratio.max(), "low": ratio.min(),
-            "n": torch.tensor(float(sum(lens))), "total": torch.tensor(float(sum(lens)))}
+            "n": torch.tensor(float(sum(lens))), "total": torch.tensor(float(sum(lens))), "middle": ratio.quantile(0.5),
+            "most": torch.stack([p.sum() for p in lp.split(lens)]).quantile(beta)}
 
 
 def ppo_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -396,6 +399,16 @@ def loss_part(rank: int, shares: list[list[list[int]]]) -> tuple[dict[str, float
     run, _, gradient = run_cuts(shares[rank], sorted(r for cuts in shares for cut in cuts for r in cut))
     dist.all_reduce(gradient)
     return minibatch_metrics([run], True, dist.group.WORLD, torch.device("cpu"))[0], gradient.tolist()
+
+
+def test_minibatches_of_different_sizes_have_their_own_metrics():
+    from rldsl.runtime.interpreter.train_event import minibatch_metrics
+
+    each = [[0, 2, 5], [4, 6, 7, 9, 11], [1]]  # the last has no token
+    runs = [run_cuts([rows[:1], rows[1:]], rows)[0] for rows in each]
+    found = minibatch_metrics(runs, True, None, torch.device("cpu"))
+    assert found == [run.finish(run.partials()) for run in runs]
+    assert len({m["middle"] for m in found}) == 3 and found[2]["middle"] == 0
 
 
 @pytest.mark.parametrize("shares", [[[[0, 5], [7, 2, 8]], [[1, 3, 4, 6], [9], [10, 11]]],

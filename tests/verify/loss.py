@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from rldsl.plan.events import Train
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Frame
-from tests.verify.arithmetic import need
+from tests.verify.arithmetic import REDUCTIONS, need
 
 
 def check_loss(program: Program, kind: str, e: Train, frames: Mapping[str, Frame]) -> set[str]:
@@ -19,15 +19,15 @@ def check_loss(program: Program, kind: str, e: Train, frames: Mapping[str, Frame
     need(frames and len({f.row_space for f in frames.values()}) == 1, "a loss over several sets of rows")
     need("loss" in outputs and all(nodes[i].level == "batch" for i in outputs.values()), "a loss that is no number")
     need(all((n.level, n.space) in spaces for n in nodes), "rows that are not trained on")
-    need(not any(n.op in ("py", "quantile", "uniform") for n in nodes), "what no micro-batch can add up")
+    need(not any(n.op in ("py", "uniform") for n in nodes), "what no micro-batch can add up")
     need(not any(n.level == "prompt" and n.attr("to") for n in nodes), "a prompt of which a minibatch may hold a part")
     given = {n for n, _, _ in e.model_outputs} | {n for n, _ in e.data_inputs}
     need(given == {str(n.attr("name")) for n in nodes if n.op == "input"}, "inputs that the loss does not take")
     heads = {"causal_lm": ("logprobs", "entropy"), "value_model": ("values",), "reward_model": ("scores",)}
     need(all(f in frames and what in heads[kind] for _, f, what in e.model_outputs), "an output that the model does not have")
-    reduces = [n.op in ("sum", "mean", "amax", "amin", "count") and n.level == "batch" for n in nodes]
+    reduces = [(n.op in REDUCTIONS or n.op == "quantile") and n.level == "batch" for n in nodes]
     inner: set[int] = set()
-    waiting = [a for i, n in enumerate(nodes) if reduces[i] for a in n.args]
+    waiting = [a for i, n in enumerate(nodes) if reduces[i] for a in n.args[:1]]
     while waiting:
         inner.add(i := waiting.pop())
         waiting += nodes[i].args
@@ -49,7 +49,7 @@ def _affine(program: Program, root: int, reduces: list[bool]) -> None:
         i = waiting.pop()
         n = program.nodes[i]
         if free[i] or reduces[i]:
-            need(n.op not in ("amax", "amin") or not reduces[i], "a loss that is a largest value")
+            need(n.op not in ("amax", "amin", "median", "quantile") or not reduces[i], "a loss that is one of its elements")
             continue
         if n.op in ("mul", "div"):
             need(free[n.args[1]] or n.op == "mul" and free[n.args[0]], "a loss that multiplies means")

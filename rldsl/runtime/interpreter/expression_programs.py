@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -167,6 +168,8 @@ class Counts:
 
     frames: Mapping[str, Frame]             # by id: those of the loss
     sizes: Mapping[tuple[Level, str], int]  # (level, space) -> number of elements, on all ranks together
+    rows: Sequence[int]                     # all rows of the minibatch, ascending
+    starts: Mapping[str, Sequence[int]]     # frame -> response tokens of the minibatch before each of `rows`
 
 
 def loss_counts(program: Program, frames: Mapping[str, Frame], rows: Sequence[int],
@@ -174,14 +177,17 @@ def loss_counts(program: Program, frames: Mapping[str, Frame], rows: Sequence[in
     """The global counts of a minibatch. rows: all its rows, on whatever rank, the same of every frame.
     response_lens: frame -> response length of each row of the whole frame. program: all its index sets must be those
     of `frames`."""
+    rows = sorted(rows)
     sizes: dict[tuple[Level, str], int] = {}
+    starts: dict[str, Sequence[int]] = {}
     for frame in frames.values():
-        sizes["token", frame.id] = sum(int(response_lens[frame.id][r]) for r in rows)
+        ends = list(accumulate((int(response_lens[frame.id][r]) for r in rows), initial=0))
+        starts[frame.id], sizes["token", frame.id] = ends[:-1], ends[-1]
         sizes["seq", frame.row_space] = len(rows)
         sizes["prompt", frame.prompt_space] = len({r // frame.per_prompt for r in rows})
     if unknown := {n.space for n in program.nodes if n.level != "batch" and (n.level, n.space) not in sizes}:
         raise internal_error(f"{program.id}: unknown frame of {', '.join(sorted(unknown))}", "run")
-    return Counts(frames, sizes)
+    return Counts(frames, sizes, rows, starts)
 
 
 class MinibatchLoss:
@@ -190,7 +196,10 @@ class MinibatchLoss:
     Call it once for each micro-batch; then combine `partials` over the ranks that hold different rows and hand the
     result to `finish`. The vector has two parts: the first `num_summed` entries add (all-reduce with SUM), the others
     take the maximum (all-reduce with MAX; minima are negated, and batch-level inputs are among them so that ranks
-    without rows learn them). Without a micro-batch, the vector is the neutral element of both."""
+    without rows learn them). Without a micro-batch, the vector is the neutral element of both.
+
+    A median or quantile of a metric needs all elements of the minibatch. Each has a table among the entries that add,
+    with one float64 per element in the order of the rows: a rank fills in its own, and the others are 0."""
 
     def __init__(self, program: Program, counts: Counts):
         self._program, self._counts = program, counts
@@ -200,35 +209,42 @@ class MinibatchLoss:
         self._summed = [i for i in reductions if OPERATORS[nodes[i].op].combine == "sum"]
         # nodes that reduce to batch level by a maximum or minimum
         self._maxima = [i for i in reductions if _is_extreme(nodes[i].op)]
-        if other := set(reductions) - {*self._summed, *self._maxima}:
+        # nodes that reduce to batch level all elements at once
+        self._gathered = [i for i in reductions if OPERATORS[nodes[i].op].combine == "gather"]
+        if other := set(reductions) - {*self._summed, *self._maxima, *self._gathered}:
             raise internal_error(f"a loss cannot reduce with {', '.join(sorted({nodes[i].op for i in other}))}")
         # inputs of batch level
         self._scalars = [i for i, n in enumerate(nodes) if n.op == "input" and n.level == "batch"]
         # everything below batch level: what the reductions are computed from
-        self._per_element_nodes = _ancestors(nodes, [a for i in reductions for a in nodes[i].args],
-                                             through=lambda n: True)
+        self._per_element_nodes = _ancestors(nodes, [nodes[i].args[0] for i in reductions], lambda n: n.args)
         if self._per_element_nodes & set(reductions):
             raise internal_error(f"{program.id}: a batch-level reduction is used for each element", "run")
         # Squares that only sums over the minibatch read, as in the variance of a metric, are exact in float64: the
         # variance is the small difference of two such sums.
         self._exact_squares = self._metric_squares()
         # partial results so far: those of `_summed`, of `_maxima`, and the values of `_scalars`
-        self._partials = torch.tensor(
-            [0.0] * self.num_summed + [-torch.inf] * (len(self._maxima) + len(self._scalars)), dtype=torch.float64)
+        self._partials = torch.tensor([0.0] * len(self._summed) + [-torch.inf] * (
+            len(self._maxima) + len(self._scalars)), dtype=torch.float64)
+        # (positions, elements) of each micro-batch so far, for each of `_gathered`
+        self._elements_of: dict[int, list[tuple[Tensor, Tensor]]] = {i: [] for i in self._gathered}
 
     @property
     def num_summed(self) -> int:
         """How many leading entries of `partials` add; the others take the maximum."""
-        return len(self._summed)
+        return len(self._summed) + sum(map(self._size, self._gathered))
 
     def __call__(self, inputs: Mapping[str, Tensor], frame_rows: Mapping[str, FrameRows]) -> Tensor:
         """This micro-batch's share of the loss: a float64 scalar whose gradients add up to the loss's over all
         micro-batches of all ranks. A constant term of the loss is left out, so the values add up to the rest."""
-        done = self._elements(inputs, RaggedIndex(frame_rows, self._counts.frames))
+        ragged = RaggedIndex(frame_rows, self._counts.frames)
+        done = self._elements(inputs, ragged)
         locals_ = {i: _local(self._program.nodes[i].op, done[self._program.nodes[i].args[0]])
                    for i in (*self._summed, *self._maxima)}
         scalars = {i: done[i] for i in self._scalars}
         self._record(locals_, scalars)
+        for i, elements in self._elements_of.items():
+            of = self._program.nodes[i].args[0]
+            elements.append((self._positions(self._program.nodes[of], ragged), done[of].detach().to(torch.float64)))
         root = dict(self._program.outputs)["loss"]
         leaves = {i: locals_[i] / self._divisor(i) for i in self._summed}
         zeros = {i: torch.zeros_like(x.detach()) for i, x in leaves.items()}
@@ -240,16 +256,23 @@ class MinibatchLoss:
     def partials(self, device: torch.device | None = None) -> Tensor:
         """[num_summed + others] float64, a copy: this rank's partial results so far (see the class), on `device` or
         where the rows were."""
-        return self._partials.clone().to(device or self._partials.device)
+        device = device or self._partials.device
+        tables = [torch.zeros(self._size(i), dtype=torch.float64, device=device) for i in self._gathered]
+        for table, i in zip(tables, self._gathered, strict=True):
+            for positions, elements in self._elements_of[i]:
+                table[positions.to(device)] = elements.to(device)
+        sums, others = self._partials.to(device).tensor_split([len(self._summed)])
+        return torch.cat([sums, *tables, others])
 
     def finish(self, vector: Tensor) -> dict[str, float]:
         """"loss" and every metric of the whole minibatch, from the partials of all ranks."""
-        vector = vector.cpu()
-        sums, maxima, scalars = vector.split([self.num_summed, len(self._maxima), len(self._scalars)])
+        sizes = [len(self._summed), *map(self._size, self._gathered), len(self._maxima), len(self._scalars)]
+        sums, *tables, maxima, scalars = vector.cpu().split(sizes)
         leaves = {i: x / self._divisor(i) for i, x in zip(self._summed, sums, strict=True)}
         leaves |= {i: _extremum(self._program.nodes[i].op, x) for i, x in zip(self._maxima, maxima, strict=True)}
         leaves |= dict(zip(self._scalars, scalars, strict=True))
-        done = self._batch_level(leaves, [i for _, i in self._program.outputs])
+        done = self._batch_level(leaves, [i for _, i in self._program.outputs],
+                                 dict(zip(self._gathered, tables, strict=True)))
         return {name: float(done[i]) for name, i in self._program.outputs}
 
     def _elements(self, inputs: Mapping[str, Tensor], ragged: RaggedIndex) -> dict[int, Tensor]:
@@ -269,7 +292,7 @@ class MinibatchLoss:
     def _metric_squares(self) -> set[int]:
         """The nodes x * x that sums to batch level read and nothing else, the loss included."""
         nodes = self._program.nodes
-        in_loss = _ancestors(nodes, [dict(self._program.outputs)["loss"]], through=lambda n: True)
+        in_loss = _ancestors(nodes, [dict(self._program.outputs)["loss"]], lambda n: n.args)
         read_elsewhere = {a for i, n in enumerate(nodes) if i not in self._summed for a in n.args}
         return {i for i in self._per_element_nodes - in_loss - read_elsewhere
                 if nodes[i].op == "mul" and len(set(nodes[i].args)) == 1}
@@ -279,35 +302,54 @@ class MinibatchLoss:
         new = [locals_[i].detach() for i in (*self._summed, *self._maxima)]
         new += [scalars[i].detach().to(torch.float64) for i in self._scalars]
         if new:
-            combined, n = torch.stack(new), self.num_summed
+            combined, n = torch.stack(new), len(self._summed)
             before = self._partials.to(combined.device)
             combined[:n] += before[:n]
             combined[n:] = torch.maximum(combined[n:], before[n:])
             self._partials = combined
 
+    def _size(self, reduction: int) -> int:
+        """The global number of elements that a reduction to batch level reduces."""
+        reduced = self._program.nodes[self._program.nodes[reduction].args[0]]
+        return self._counts.sizes[reduced.level, reduced.space]
+
+    def _positions(self, node: Node, ragged: RaggedIndex) -> Tensor:
+        """Where the elements of `node` at hand, a seq or token value, are among those of the whole minibatch."""
+        frame = ragged.frame(node.level, node.space)
+        rows = ragged.frame_rows[frame]
+        row = torch.searchsorted(torch.tensor(self._counts.rows, device=rows.rows.device), rows.rows)
+        if node.level == "seq":
+            return row
+        # token j of the rows at hand is token j - (the first of its row at hand) of its row
+        shift = torch.tensor(self._counts.starts[frame], device=row.device)[row] - (ragged.ends(frame) - rows.lens)
+        return torch.arange(rows.total, device=row.device) + shift[ragged.index("token", frame, "seq")]
+
     def _divisor(self, reduction: int) -> float:
         """The global number of elements for a mean, else 1."""
-        node = self._program.nodes[reduction]
-        reduced = self._program.nodes[node.args[0]]
-        return float(max(self._counts.sizes[reduced.level, reduced.space], 1)) if node.op == "mean" else 1.0
+        return float(max(self._size(reduction), 1)) if self._program.nodes[reduction].op == "mean" else 1.0
 
-    def _batch_level(self, leaves: Mapping[int, Tensor], roots: Sequence[int]) -> dict[int, Tensor]:
-        """The batch-level arithmetic that `roots` need, from the reductions and inputs in `leaves`."""
+    def _batch_level(self, leaves: Mapping[int, Tensor], roots: Sequence[int],
+                     tables: Mapping[int, Tensor] | None = None) -> dict[int, Tensor]:
+        """The batch-level arithmetic that `roots` need, from the reductions and inputs in `leaves`. tables: all
+        elements of each reduction that needs them at once."""
         nodes, done = self._program.nodes, dict(leaves)
         device = next((x.device for x in leaves.values()), torch.device("cpu"))
-        for i in sorted(_ancestors(nodes, roots, through=lambda n: not _to_batch(n)) - set(leaves)):
+        for i in sorted(_ancestors(nodes, roots, lambda n: n.args[1:] if _to_batch(n) else n.args) - set(leaves)):
+            if tables is not None and i in tables:
+                done[i] = of_all_elements(nodes[i].op, tables[i], [done[a] for a in nodes[i].args[1:]])
+                continue
             inner, args = [nodes[a] for a in nodes[i].args], [done[a] for a in nodes[i].args]
             done[i] = evaluate(nodes[i], inner, args, RaggedIndex({}, {}), torch.float64).to(device)
         return done
 
 
-def _ancestors(nodes: Sequence[Node], roots: Sequence[int], through: Callable[[Node], bool]) -> set[int]:
-    """`roots` and the nodes that they are computed from, without the arguments of nodes that fail `through`."""
+def _ancestors(nodes: Sequence[Node], roots: Sequence[int], args: Callable[[Node], Sequence[int]]) -> set[int]:
+    """`roots` and the nodes that they are computed from. args: the arguments of a node that count."""
     ancestors: set[int] = set()
     to_visit = list(roots)
     while to_visit:
         i = to_visit.pop()
         if i not in ancestors:
             ancestors.add(i)
-            to_visit.extend(nodes[i].args if through(nodes[i]) else ())
+            to_visit.extend(args(nodes[i]))
     return ancestors

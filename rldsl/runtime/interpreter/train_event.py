@@ -163,14 +163,14 @@ def minibatch_metrics(losses: Sequence[MinibatchLoss], counts: bool, group: obje
     """The metrics of every minibatch, from one all-reduce of sums and one of maxima over the mesh.
 
     counts: whether this rank's partial results count; other ranks have the same rows, and only one of them may."""
-    table = torch.stack([loss.partials(device) for loss in losses])
-    num_summed = losses[0].num_summed
+    parts = [loss.partials(device).tensor_split([loss.num_summed]) for loss in losses]
+    sums, maxima = (torch.cat(each) for each in zip(*parts, strict=True))
     if not counts:
-        table[:, :num_summed] = 0
-        table[:, num_summed:] = -torch.inf
-    sums, maxima = table[:, :num_summed].contiguous(), table[:, num_summed:].contiguous()
+        sums.zero_()
+        maxima.fill_(-torch.inf)
     if group is not None:
         dist.all_reduce(sums, group=group)
         if maxima.numel():
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-    return [loss.finish(row) for loss, row in zip(losses, torch.cat([sums, maxima], 1), strict=True)]
+    each = zip(losses, sums.split([len(s) for s, _ in parts]), maxima.split([len(m) for _, m in parts]), strict=True)
+    return [loss.finish(torch.cat(both)) for loss, *both in each]
