@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, product
 
+from rldsl.diag import internal_error
 from rldsl.plan.model import Layout, Model, ParamSpec
 from rldsl.sharding.boxes import (
     Box,
@@ -96,7 +97,8 @@ def _uncut_boxes(spec: ParamSpec, src: Layout,
             box: Box = (row, *rest) if cuts else ()
             have, want = (tuple(pair for pair, outer in by_row[at] if contains(outer, box))
                           for by_row in (src_rows, dst_rows))
-            assert have, f"no rank holds {box} of {spec.name}"
+            if not have:
+                raise internal_error(f"no rank of the source holds {box} of {spec.name}", place="resharding")
             if want:
                 yield box, (have, want)
 

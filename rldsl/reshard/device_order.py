@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from typing import TypeVar
 
+from rldsl.diag import internal_error
 from rldsl.plan.model import Layout, Mesh, Model, Ranges
 from rldsl.plan.projection import to_ranges
 from rldsl.reshard.box_classes import box_classes
@@ -33,11 +34,12 @@ CellCounts = Counter[tuple[Cell | None, Cell | None]]  # (held cell, wanted cell
 
 def reorder_devices(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, ranks: Ranges,
                     devices_per_node: int) -> Mesh:
-    """The mesh of `dst`, of ranks out of `ranks`, of which there are at least as many as it needs. Without any gain,
-    the first of them in their order."""
+    """The mesh of `dst`, made of ranks out of `ranks`, which are at least as many as it needs: the first of them in
+    their order, unless another choice keeps more bytes in place. Errors: InternalError if they are too few."""
     members = Mesh(dst.mesh, ranks).members()
     size = degree_product(dst)
-    assert len(set(members)) == len(members) >= size, f"{len(members)} ranks for the {size} of layout {dst.id}"
+    if not len(set(members)) == len(members) >= size:
+        raise internal_error(f"{len(set(members))} ranks for the {size} of layout {dst.id}", place="device order")
     kept = _kept(model, src, dst)
     src_view, dst_view = MeshView.of(src, src_mesh), MeshView.of(dst, Mesh(dst.mesh, ((0, size),)))
     nodes: dict[int, list[int]] = defaultdict(list)  # node -> positions in `members`
@@ -73,7 +75,7 @@ def _kept(model: Model, src: Layout, dst: Layout) -> dict[tuple[Cell | None, Cel
 
 
 def best_assignment(given: Mapping[tuple[Row, Column], int],
-             worth: Callable[[Row, Column], int | None]) -> Counter[tuple[Row, Column]]:
+                    worth: Callable[[Row, Column], int | None]) -> Counter[tuple[Row, Column]]:
     """How many of each row go to each column so that the sum of `worth` is largest, with as many in each row and column
     as `given` has. None: not allowed, except where `given` has it."""
     flow = Counter({ends: n for ends, n in given.items() if n})
@@ -94,16 +96,17 @@ def _cycle(flow: Mapping[tuple[Row, Column], int],
     edges += [((1, b), (0, a), -values.get((a, b), 0), ((a, b), -1)) for (a, b), n in flow.items() if n]
     best: dict[Vertex, int] = dict.fromkeys((end for e in edges for end in e[:2]), 0)
     came: dict[Vertex, tuple[Vertex, tuple[tuple[Row, Column], int]]] = {}
-    last: Vertex | None = None
+    gaining: Vertex | None = None
     for _ in range(len(best) + 1):
-        last = None
+        gaining = None
         for start, end, gain, step in edges:
             if best[start] + gain > best[end]:
-                best[end], came[end], last = best[start] + gain, (start, step), end
-        if last is None:
-            return []
-    assert last is not None  # an edge still gains after len(best) rounds: there is a cycle
-    start = last
+                best[end], came[end], gaining = best[start] + gain, (start, step), end
+        if gaining is None:
+            break
+    if gaining is None:
+        return []
+    start = gaining  # an edge still gains after len(best) rounds: there is a cycle
     for _ in best:  # far enough back to be on the cycle
         start = came[start][0]
     steps: list[tuple[tuple[Row, Column], int]] = []

@@ -42,10 +42,10 @@ class Needs:
 def node_group(sizes: Sequence[int], nodes: tuple[int, ...], cells: CellPairs, wants: Needs) -> NodeGroup:
     """The record of a group of nodes. Of the arrival plans tried, the one whose busiest device has the least to do.
     sizes: elements of every class."""
-    plans = [_arrivals(wants.wanted, wants.held, {}, 0)]
+    plans = [_arrivals(wants.wanted, wants.held, {}, by_forwarding=False)]
     if plans[0] and wants.local:  # devices that send much inside the node may receive less from outside
         loads = _sent(_direct_copies(sizes, wants.local, {}, NO_ARRIVALS))
-        plans.append(_arrivals(wants.wanted, wants.held, loads, 1))
+        plans.append(_arrivals(wants.wanted, wants.held, loads, by_forwarding=True))
     candidates = [(plan, _local_copies(sizes, wants.local, plan)) for plan in plans]
     # `_busiest_device` is slow, so it runs only if there is a choice
     plan, copies = min(candidates, key=lambda x: _busiest_device(*x)) if len(candidates) > 1 else candidates[0]
@@ -66,12 +66,14 @@ def _busiest_device(arrivals: Arrivals, copies: Sequence[IntraNodeCopy]) -> int:
     return max((*near.values(), *sent.values(), *(NETWORK_COST * x for x in far.values())), default=0)
 
 
-def _arrivals(wanted: Wanted, held: tuple[tuple[int, ...], ...], loads: Mapping[int, int], weighted: int) -> Arrivals:
-    """In which parts classes reach the devices that lack them: balanced by what each device receives (weighted: 0) or
-    by what it then forwards to the others (1). loads: what a device sends or receives besides."""
+def _arrivals(wanted: Wanted, held: tuple[tuple[int, ...], ...], loads: Mapping[int, int], *,
+              by_forwarding: bool) -> Arrivals:
+    """In which parts classes enter a node: balanced by what each device receives, or (by_forwarding) by what it then
+    forwards. loads: what a device sends or receives besides."""
     totals = {one.needers: one.ends[-1] - sum(one.sizes[position] for position in positions)
               for one, positions in zip(wanted.lists, held, strict=True)}
-    weights = {needers: max(1, (len(needers) - 1) ** weighted) for needers in totals}
+    # each part is forwarded to the other len(needers) - 1 devices
+    weights = {needers: max(1, len(needers) - 1) if by_forwarding else 1 for needers in totals}
     amounts = balance({needers: total * weights[needers] for needers, total in totals.items() if total}, loads)
     # an element is not divided: a part ends at the last whole one
     return Arrivals(wanted, held, tuple(
@@ -103,7 +105,7 @@ def _local_copies(sizes: Sequence[int], inside: Mapping[int, tuple[Devices, Devi
         lacked[inside[i][1]].append(i)
     wanted = Wanted(tuple(WantedList(lack, tuple(found), tuple(sizes[i] for i in found))
                           for lack, found in lacked.items()))
-    divided = _arrivals(wanted, ((),) * len(lacked), {}, 0)
+    divided = _arrivals(wanted, ((),) * len(lacked), {}, by_forwarding=False)
     second = [copy for i, arrival in divided.items() for copy in fan_out(i, arrival, 1)]
     relayed = (*_direct_copies(sizes, inside, loads + _sent(second), divided), *second)
     return relayed if _busiest_sender(loads, relayed) < _busiest_sender(loads, direct) else direct

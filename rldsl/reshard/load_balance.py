@@ -10,6 +10,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
+from rldsl.diag import internal_error
+
 SWEEPS = 32  # at most; most layouts converge after two
 
 Taker = TypeVar("Taker", bound=Hashable)
@@ -26,8 +28,9 @@ class Share(NamedTuple):
 
 def water_fill(loads: Sequence[int], amount: int) -> tuple[int, ...]:
     """Water filling: `amount` is added to the lowest `loads` until all that receive some are equal to within one. Out:
-    what is added to each."""
-    assert loads, f"no receiver for {amount}"
+    what is added to each. Errors: InternalError if there is nothing to add to."""
+    if not loads:
+        raise internal_error(f"there is no receiver for {amount} elements", place="resharding")
     order = sorted(range(len(loads)), key=lambda i: (loads[i], i))
     total = amount
     for count, i in enumerate(order, 1):

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from rldsl.diag import internal_error
 from rldsl.plan.model import Layout, Mesh
 from rldsl.sharding.boxes import Cell, num_parts, num_zero_shards
-from rldsl.sharding.layout import degree_product
+from rldsl.sharding.layout import check_mesh
 
 CellPairs = tuple[tuple[Cell | None, Cell | None], ...]  # per device of a node: its cell under source and destination
 
@@ -34,8 +35,7 @@ class MeshView:
         before = accumulate((stop - start for start, stop in mesh.ranks), initial=0)
         ordered = tuple((start, stop, at) for (start, stop), at in zip(mesh.ranks, before, strict=False))
         total = sum(stop - start for start, stop in mesh.ranks)
-        assert layout.mesh == mesh.id, f"layout {layout.id} is on mesh {layout.mesh}, not {mesh.id}"
-        assert degree_product(layout) == total, f"layout {layout.id} does not fill mesh {mesh.id}"
+        check_mesh(layout, mesh)
         runs = tuple(sorted(ordered))
         count = num_zero_shards(layout)
         replicas = total // (layout.pp * num_parts(layout) * count)
@@ -59,7 +59,8 @@ class MeshView:
     def replica(self, rank: int) -> int:
         """Which of the replicas of its cell `rank` is."""
         index = self.index(rank)
-        assert index is not None, f"rank {rank} is not in the mesh"
+        if index is None:
+            raise internal_error(f"rank {rank} is not in the mesh of its layout", place="resharding")
         return index // self.parts % self.replicas
 
     def rank(self, cell: Cell, replica: int) -> int:

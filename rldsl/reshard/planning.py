@@ -27,6 +27,7 @@ from rldsl.reshard.load_balance import Share, balance, cut_at
 from rldsl.reshard.node_groups import CellPairs, MeshView, node_groups
 from rldsl.reshard.records import CellSender, FamilyTrees, FewerElements, NodeGroup, ReshardPlan, Supplies
 from rldsl.sharding.boxes import Cell
+from rldsl.sharding.layout import check_mesh
 
 MIN_GAIN = 1.125  # forwarding along trees costs rounds: it must lighten the busiest rank by this factor
 
@@ -40,9 +41,9 @@ def plan_reshard(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_mes
 
 
 def _nameless(layout: Layout, mesh: Mesh) -> tuple[Layout, Mesh]:
-    """The same without names and backend, on which no reshard depends. Errors: AssertionError if the layout is on
+    """The same without names and backend, on which no reshard depends. Errors: InternalError if the layout is on
     another mesh."""
-    assert layout.mesh == mesh.id, f"layout {layout.id} is on mesh {layout.mesh}, not {mesh.id}"
+    check_mesh(layout, mesh)
     degrees = degrees_text(layout.dp, layout.tp, layout.pp, layout.cp, layout.zero, layout.ep, layout.vpp)
     return replace(layout, id=degrees, mesh="", backend=DEFAULT_BACKEND), replace(mesh, id="")
 

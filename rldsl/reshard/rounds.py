@@ -91,7 +91,7 @@ def _short(plan: ReshardPlan, buckets: int) -> int:
 
 
 def kept_boxes(plan: ReshardPlan, rank: int) -> tuple[tuple[str, Box], ...]:
-    """What `rank` holds under both layouts and so keeps. Each box lies inside one slice_ of either layout."""
+    """What `rank` holds under both layouts and so keeps. Each box lies inside one piece of either layout."""
     have, want = plan.src.cell(rank), plan.dst.cell(rank)
     both = (c for c in plan.classes if have in c.holders and want in c.needers)
     return tuple(x for c in both for x in boxes_between(c, 0, c.size))
@@ -99,13 +99,13 @@ def kept_boxes(plan: ReshardPlan, rank: int) -> tuple[tuple[str, Box], ...]:
 
 def num_steps(plan: ReshardPlan) -> int:
     """How many steps one bucket takes: into nodes, down the trees, and inside nodes."""
-    most = 1 if any(group.local_copies for group in plan.groups) else 0
+    most = 0
     for group in plan.groups:
-        most = max(most, 1, *(copy.step + 1 for copy in group.local_copies)) if group.local_copies else most
+        most = max([most, *(copy.step + 1 for copy in group.local_copies)])
         if group.arrivals:
             largest = max(stop - start for start, stop in map(group.tree_nodes, range(group.num_trees)))
-            deep = height(largest)
-            most = max(most, deep + 1 + any(len(x) > 1 for x, parts in group.arrivals.by_device().items() if parts))
+            tree_steps = height(largest) + 1
+            most = max(most, tree_steps + any(len(x) > 1 for x, parts in group.arrivals.by_device().items() if parts))
     return most
 
 

@@ -38,12 +38,12 @@ class Overheads:
         rows = max((self.problem.frames[f].count / size for f in job.frames), default=1.0)
         kernels = self.num_moved_values[job.number] * machine.kernels(MOVE_KERNELS)
         moved = kernels + 2 * machine.event() + machine.rows(rows)
-        return (moved + (self._compute_seconds(job, size) if not job.is_call else 0.0)) * job.times_per_step
+        computed = self._compute_seconds(job, job.node, size) if isinstance(job.node, g.Compute) else 0.0
+        return (moved + computed) * job.times_per_step
 
-    def _compute_seconds(self, job: Job, size: int) -> float:
-        """As `simulate/program._Walk.compute`."""
-        assert isinstance(job.node, g.Compute)
-        machine, program = self.machine, self.problem.programs[job.node.program]
+    def _compute_seconds(self, job: Job, node: g.Compute, size: int) -> float:
+        """As `simulate/program._OpBuilder.compute`."""
+        machine, program = self.machine, self.problem.programs[node.program]
         frames = [self.problem.frames[f] for f in job.frames]
         rows = max((f.count / size for f in frames), default=1.0)
         entries = max((rows * self.problem.lengths.of(f).response for f in frames), default=1.0)

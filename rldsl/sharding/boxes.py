@@ -19,8 +19,9 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from rldsl.diag import internal_error
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec
-from rldsl.sharding.layout import coordinate, degree_product, layer_stage
+from rldsl.sharding.layout import check_mesh, coordinate, layer_stage
 
 Box = tuple[tuple[int, int], ...]  # [start, stop) for each dimension of the global tensor
 
@@ -93,7 +94,8 @@ def chunks(parameter: Parameter, layers: int, count: int) -> tuple[int, ...]:
         case "ends":
             return (0,) if count == 1 else (0, count - 1)
         case "layer":
-            assert parameter.layer is not None, f"{parameter.name} belongs to no layer"
+            if parameter.layer is None:
+                raise internal_error(f"{parameter.name} belongs to no layer", place="boxes")
             return (layer_stage(layers, count, parameter.layer),)
         case _:
             return tuple(range(count))
@@ -123,7 +125,9 @@ def pieces(spec: ParamSpec, tp: int, index: int) -> tuple[Piece, ...]:
             run = (runs.pop()[0], run[1])
         runs.append(run)
         origin += units * size
-    assert origin == spec.shape[dim], f"{spec.name}: parts fill {origin} of {spec.shape[dim]} along dimension {dim}"
+    if origin != spec.shape[dim]:
+        raise internal_error(f"{spec.name}: parts fill {origin} of {spec.shape[dim]} along dimension {dim}",
+                             place="boxes")
     result, offset = [], 0
     for run in runs:
         result.append(Piece(tuple(run if d == dim else (0, n) for d, n in enumerate(spec.shape)), offset))
@@ -184,7 +188,8 @@ def pieces_at(spec: ParamSpec, layout: Layout, part: int, zero_shard: int) -> tu
     if not spec.experts:
         return cut_rows(spec, local, layout.dp if layout.zero else 1,
                         zero_shard * layout.ep + expert if layout.zero else 0)
-    assert spec.experts % layout.ep == 0, f"{spec.name}: {spec.experts} experts over ep={layout.ep}"
+    if spec.experts % layout.ep:
+        raise internal_error(f"{spec.name}: {spec.experts} experts cannot be divided by ep={layout.ep}", place="boxes")
     # dimension 0 of an expert tensor counts experts: those of this coordinate along ep, cut by zero
     local_experts = spec.experts // layout.ep
     size = -(-local_experts // count)
@@ -219,7 +224,7 @@ def holdings(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh) -> t
     """All holders of a parameter, grouped by what they hold: `pieces_of_rank` for every rank of the mesh, at less
     cost."""
     members = mesh.members()
-    assert degree_product(layout) == len(members), f"layout {layout.id} does not fill mesh {mesh.id}"
+    check_mesh(layout, mesh)
     ranks: dict[tuple[Piece, ...], list[int]] = {}
     stage_size = layout.dp * layout.cp * layout.tp
     block = stage_size // num_zero_shards(layout)
@@ -238,8 +243,9 @@ def replicas(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh, rank
 
 
 def local_shape(parameter: Parameter, pieces: tuple[Piece, ...]) -> tuple[int, ...]:
-    """Shape of the local tensor that `pieces` make up."""
-    assert pieces, f"no pieces of {parameter.name}"
+    """Shape of the local tensor that `pieces`, at least one, make up."""
+    if not pieces:
+        raise internal_error(f"a rank that holds nothing of {parameter.name} has no local tensor of it", place="boxes")
     shape = [stop - start for start, stop in pieces[0].box]
     if parameter.spec.split is not None:
         dim = parameter.spec.split.dim
@@ -249,7 +255,8 @@ def local_shape(parameter: Parameter, pieces: tuple[Piece, ...]) -> tuple[int, .
 
 def local_slice(piece: Piece, box: Box, dim: int) -> tuple[slice, ...]:
     """Where `box`, a part of `piece`, lies in the local tensor. dim: the split dimension (any, if there is none)."""
-    assert contains(piece.box, box), f"{box} is not inside {piece.box}"
+    if not contains(piece.box, box):
+        raise internal_error(f"{box} is not inside {piece.box}", place="boxes")
     shift = [(piece.offset if d == dim else 0) - start for d, (start, _) in enumerate(piece.box)]
     return tuple(slice(start + s, stop + s) for (start, stop), s in zip(box, shift, strict=True))
 

@@ -12,6 +12,7 @@ from functools import cache
 from itertools import product
 from typing import Literal
 
+from rldsl.diag import internal_error
 from rldsl.plan.model import Layout, Mesh
 
 AxisName = Literal["tp", "pp", "dp", "cp", "ep", "expert_dp", "mesh"]
@@ -33,9 +34,10 @@ def degree_product(layout: Layout) -> int:
 
 
 def coordinate(layout: Layout, mesh: Mesh, rank: int) -> Coordinate:
-    """The coordinate of global `rank`, which must belong to `mesh`."""
+    """The coordinate of global `rank`, which must belong to `mesh`. Errors: InternalError if it does not."""
     members = _members(layout, mesh)
-    assert rank in members, f"rank {rank} is not in mesh {mesh.id}"
+    if rank not in members:
+        raise internal_error(f"rank {rank} is not in mesh {mesh.id}", place="layouts")
     index, tp = divmod(members.index(rank), layout.tp)
     index, cp = divmod(index, layout.cp)
     pp, dp = divmod(index, layout.dp)
@@ -69,14 +71,16 @@ def axis_ranks(layout: Layout, mesh: Mesh, axis: AxisName) -> tuple[tuple[int, .
 
 
 def stage_layers(layers: int, pp: int, stage: int) -> range:
-    """The layers of pipeline stage `stage`: [stage*layers//pp, (stage+1)*layers//pp)."""
-    assert 0 <= stage < pp, f"stage {stage} of {pp}"
+    """The layers of stage `stage` of `pp`: [stage*layers//pp, (stage+1)*layers//pp)."""
+    if not 0 <= stage < pp:
+        raise internal_error(f"there is no stage {stage} of {pp}", place="layouts")
     return range(stage * layers // pp, (stage + 1) * layers // pp)
 
 
 def layer_stage(layers: int, pp: int, layer: int) -> int:
-    """The pipeline stage that holds `layer`: the inverse of `stage_layers`."""
-    assert 0 <= layer < layers, f"layer {layer} of {layers}"
+    """The stage that holds `layer`: the inverse of `stage_layers`."""
+    if not 0 <= layer < layers:
+        raise internal_error(f"there is no layer {layer} of {layers}", place="layouts")
     return ((layer + 1) * pp - 1) // layers
 
 
@@ -93,6 +97,13 @@ def _layers_of(layers: int, pp: int, vpp: int, rank: int) -> tuple[int, ...]:
 
 def _members(layout: Layout, mesh: Mesh) -> tuple[int, ...]:
     members = mesh.members()
-    assert layout.mesh == mesh.id, f"layout {layout.id} is on mesh {layout.mesh}, not {mesh.id}"
-    assert degree_product(layout) == len(members), f"layout {layout.id} does not fill mesh {mesh.id}"
+    check_mesh(layout, mesh)
     return members
+
+
+def check_mesh(layout: Layout, mesh: Mesh) -> None:
+    """`mesh` must be the mesh of `layout`, and filled by it. Errors: InternalError if it is not."""
+    if layout.mesh != mesh.id:
+        raise internal_error(f"layout {layout.id} is on mesh {layout.mesh}, not {mesh.id}", place="layouts")
+    if degree_product(layout) != sum(stop - start for start, stop in mesh.ranks):
+        raise internal_error(f"layout {layout.id} does not fill mesh {mesh.id}", place="layouts")

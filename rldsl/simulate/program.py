@@ -13,6 +13,7 @@ from functools import partial
 from math import lcm, prod
 from typing import Any
 
+from rldsl.diag import present
 from rldsl.memory.call_memory import optimizer_bytes
 from rldsl.memory.parameters import Copy, elements, resting
 from rldsl.plan.events import (
@@ -213,9 +214,9 @@ class _OpBuilder:
         """Copies between device and host memory, overlapped with whatever the rank does; free on a processor, which has
         one memory. An onload begins when the offload before it has ended, and is waited for by the first use."""
         world, layout = self.world, self.world.layouts[event.layout]
-        at = cell_of(layout, world.meshes[layout.mesh], world.classes.first[self.c])
-        assert at is not None, f"class {self.c} has no copy under {layout.id}"
-        copy, buffer = Copy(world.models[event.model], layout, at), f"{event.model}@{event.layout}"
+        cell = present(cell_of(layout, world.meshes[layout.mesh], world.classes.first[self.c]),
+                       f"cell of rank class {self.c} in layout {layout.id}")
+        copy, buffer = Copy(world.models[event.model], layout, cell), f"{event.model}@{event.layout}"
         size = optimizer_bytes(copy) if event.part == "optimizer" else (
             copy.stored * resting(copy) + copy.compute * elements(copy.model.base, copy))
         name = (key, "host", self.c)  # a message of this class alone

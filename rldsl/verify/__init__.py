@@ -2,13 +2,13 @@
 
 In: a `Plan`. Out: a `Proof`, or a Failure with one diagnostic for each fault (codes RL05xx and RL06xx, the events,
 their source positions and the ranks). A check may be several files, and relies on the stages before its own, never on
-another check of its stage: names and records are sound when the others look things up, and data flow and versions read
+another check of its stage: names and records are sound when the others look things up, and dataflow and versions read
 schedules that are known to be right.
 
-What is computed here once more, though the planner or a pass computes it too, is so on purpose: a proof that shares the
-code of what it proves repeats its mistakes. So `transfer_slices` derives where ranks
-stand, `box_classes` and `saves` who holds a box, `selections` which frame a value comes from, `class_schedules` which
-ranks are of a class, `programs` what is true or false.
+Some results are computed again here although the compiler has computed them: a proof that shares code with what it
+proves repeats its mistakes. `transfer_slices` derives the cell of each rank; `box_classes` and `saves`, who holds a
+box; `selections`, the frame of a value; `class_schedules`, the ranks of a class; `programs`, which nodes are
+conditions.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ STAGES: tuple[tuple[tuple[str, Check], ...], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """events: in the plan. entries: events in the lists of all ranks together. checks: what was shown, in order."""
+    """That every check has passed, and how much was checked."""
 
-    events: int
-    entries: int
-    checks: tuple[str, ...]
+    events: int  # in the plan
+    entries: int  # events in the lists of all ranks together
+    checks: tuple[str, ...]  # names of the checks, in order
 
 
 @garbage_collection_paused()

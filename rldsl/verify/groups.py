@@ -1,11 +1,10 @@
 """Every communicator that an event needs is declared, once.
 
 In: tables. Out: diagnostics RL0531 (missing), RL0532 (declared twice or malformed). What is needed, by the traits of
-the kind: of the event's layout, the axes tp, pp, dp, cp and ep with a degree above 1, "expert_dp" when several ranks
-hold
-the same experts, and "mesh" when it has several ranks; or the mesh of the event when it has several; or none: what
-goes from point to point uses the group of all ranks. Groups are created at start-up, in their order, so declared means
-declared before use.
+the kind: of the event's layout, the axes tp, pp, dp, cp and ep with a degree above 1, "expert_dp" if several ranks hold
+the same experts, and "mesh" if it has several ranks; or the mesh of the event if it has several; or none:
+point-to-point messages use the group of all ranks. Groups are created at start-up, in their order, so a declared group
+exists before it is used.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from rldsl.plan.model import Group
 from rldsl.plan.references import Role, references
 from rldsl.verify.tables import Tables, name, problem
 
-Key = tuple[str, str, str]  # (axis, layout, mesh); the mesh is "" where a layout is named
+Key = tuple[str, str, str]  # (axis, layout, mesh); the mesh is "" if a layout is named
 
 
 def check_groups(t: Tables) -> Iterator[Diagnostic]:

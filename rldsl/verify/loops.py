@@ -1,9 +1,9 @@
 """All ranks run a block the same number of times, and what depends on that number agrees with it.
 
-In: tables with sound references. Out: diagnostics RL0536. A loop is one record, so its participants have the same
-trips; what could part them is what ends it early: a condition that not all of them hold. Also: the one loop of the
-steps is there and runs as often as the header says; a frame has a turn for each trip of the loop that collects into it;
-and a model's learning rate is planned for as many updates as its train events make. """
+In: tables with sound references. Out: diagnostics RL0536. A loop is one record, so its participants run the same number
+of iterations, unless they do not agree on what ends it early: a condition that some of them do not hold. Also: exactly
+one loop runs the steps, as many as the header says; a frame has as many iterations as the loop that collects into it;
+and a model's learning rate is planned for as many updates as its train events make."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_loops(t: Tables) -> Iterator[Diagnostic]:
     yield from _inside(t, t.plan.body)
     collected = {e.into for e, _ in t.events if isinstance(e, Collect)}
     valued = {t.values[v].frame for e, _ in t.events for v, _ in map(split_buffer, e.writes) if v in t.values}
-    for f in t.plan.frames:  # one of which nothing is read has no values, and nothing collects it
+    for f in t.plan.frames:  # a frame that nothing reads has no values, and no loop collects it
         if f.iterations > 1 and not f.selected_from and f.id not in collected and f.id in valued:
             yield problem("RL0536", f"frame {f.id} has {f.iterations} iterations, but no loop collects it")
     made: Counter[str] = Counter()

@@ -98,13 +98,13 @@ def _fields(t: Tables, e: Event) -> Iterator[Diagnostic]:
 
 
 def _load(t: Tables, e: Load) -> Iterator[Diagnostic]:
-    if e.alias_of and not _one(t, e):
+    if e.alias_of and not _may_alias(t, e):
         yield problem("RL0615", f"{name(e)} reuses {e.model}@{e.alias_of} as {e.model}@{e.layout}, "
                       "but their contents differ",
                       e)
 
 
-def _side(t: Tables, e: Offload | Onload) -> Iterator[Diagnostic]:
+def _move(t: Tables, e: Offload | Onload) -> Iterator[Diagnostic]:
     copy = {f"{e.model}@{e.layout}"}
     if e.part == "optimizer" and t.models[e.model].train_layout != e.layout:
         yield problem("RL0615", f"{name(e)} moves an optimizer state, but {e.model}@{e.layout} has none", e)
@@ -136,22 +136,22 @@ def _log(t: Tables, e: Log) -> Iterator[Diagnostic]:
 def _free(t: Tables, e: Free) -> Iterator[Diagnostic]:
     if not e.buffers or e.writes or e.reads not in ((), e.buffers) or len({*e.buffers}) != len(e.buffers):
         yield problem("RL0614", f"{name(e)} must free distinct buffers and use no others", e)
-    if lost := [b for b in e.buffers if split_buffer(b)[0] in t.models and not _again(t, *split_buffer(b))]:
+    if lost := [b for b in e.buffers if split_buffer(b)[0] in t.models and not _can_be_restored(t, *split_buffer(b))]:
         yield problem("RL0615", f"{name(e)} frees parameters that no realloc restores ({', '.join(lost)}); use offload",
                       e)
 
 
-def _again(t: Tables, model: str, layout: str) -> bool:
-    """Whether a copy has nothing that its model does not hold at home: adapters stand on a base, which has no other."""
+def _can_be_restored(t: Tables, model: str, layout: str) -> bool:
+    """Whether a realloc can restore a freed copy: it is not the trained one, is no alias, and has no base, which is on
+    disk only."""
     m = t.models[model]
-    one = any(isinstance(e, Load) and e.alias_of and (e.model, e.layout) == (model, layout) for e, _ in t.events)
-    return m.train_layout not in ("", layout) and not m.base and not one
+    is_alias = any(isinstance(e, Load) and e.alias_of and (e.model, e.layout) == (model, layout) for e, _ in t.events)
+    return m.train_layout not in ("", layout) and not m.base and not is_alias
 
 
-def _one(t: Tables, e: Load) -> bool:
-    """Whether the two layouts of a load are one copy of what is trained: each rank stands at the same place of equally
-    many (`MeshCells` is derived by the verifier itself, not by the compiler), and computes from the same dtype by the
-    same backend."""
+def _may_alias(t: Tables, e: Load) -> bool:
+    """Whether the two layouts of a load may share the trained copy: each rank has the same cell in both (`MeshCells` is
+    derived by the verifier, not taken from the compiler), and computes in the same dtype with the same backend."""
     m, layouts = t.models[e.model], t.layouts
     if e.alias_of not in layouts or e.alias_of != m.train_layout or e.layout == e.alias_of or m.base:
         return False
@@ -163,7 +163,7 @@ def _one(t: Tables, e: Load) -> bool:
 
 
 def _checkpoint(t: Tables, e: Checkpoint) -> Iterator[Diagnostic]:
-    """It stands at the end of a step, and reads what the next step takes over: no more, no less."""
+    """It is at the end of a step, and reads exactly what the next step needs of this one."""
     steps = t.plan.body[-1] if t.plan.body else None
     if not isinstance(steps, Loop) or not steps.body or steps.body[-1] is not e:
         yield problem("RL0529", f"{name(e)} is not at the end of the step", e)
@@ -294,7 +294,7 @@ def _divides(t: Tables, v: Value, spread: str) -> bool:
 
 # What is particular to a kind: every kind whose traits do not say what it reads and writes is here.
 RULES: Mapping[type[Event], Callable[[Tables, Any], Iterator[Diagnostic]]] = {
-    Load: _load, Offload: _side, Onload: _side, Realloc: _realloc, Lengths: _exchange, Transfer: _transfer,
+    Load: _load, Offload: _move, Onload: _move, Realloc: _realloc, Lengths: _exchange, Transfer: _transfer,
     Generate: calls.check_generate, Infer: calls.check_infer, Train: calls.check_train, Compute: calls.check_compute,
     Select: selections.check_select, Collect: selections.check_collect, Checkpoint: _checkpoint, Log: _log, Free: _free,
     Fetch: _fetch,

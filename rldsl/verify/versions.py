@@ -1,13 +1,18 @@
 """Every call uses the current version of its model, on the device.
 
-In: tables with sound references, classes and operations. Out: diagnostics RL0515 (a copy is freed that is not there),
-RL0520 (not loaded, or freed), RL0521 (stale), RL0528
-(not the version, or not the events, that the plan declares for a model that follows others), RL0522
-(realloc without need), RL0523 (load twice or in a loop), RL0524 (train or realloc of the wrong layout or a frozen
-model), RL0525 (offload and onload do not alternate). A copy is `model@layout`. Load makes it current, Train makes
-its own copy the only current one, and so does a Realloc from another model; a Realloc of the model itself makes its
-destination current. A Free ends a copy, until a Realloc brings it again. What holds at the top of a loop is what holds
-on entry and after an iteration too.
+In: tables with sound references, classes and operations. Out: diagnostics
+- RL0515: a copy is freed that does not exist;
+- RL0520: a copy is used that was not loaded, or was freed;
+- RL0521: a copy is used that is stale;
+- RL0522: a realloc to a copy that is current already;
+- RL0523: a model is loaded twice, or in a loop;
+- RL0524: train or realloc of the wrong layout or of a frozen model;
+- RL0525: offload and onload do not alternate;
+- RL0528: not the version, or not the events, that the plan declares for a model that is updated from others.
+
+A copy is `model@layout`. Load makes it current, Train makes its own copy the only current one, and so does a Realloc
+from another model; a Realloc of the model itself makes its destination current. A Free ends a copy, until a Realloc
+brings it again. What holds at the top of a loop is what holds on entry and after every iteration.
 """
 
 from __future__ import annotations
@@ -24,34 +29,32 @@ Copies = frozenset[tuple[str, str]]  # (model, layout)
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """current: copies of the current version, whatever way led here. away: copies in host memory. built: copies that
-    were loaded from a directory. there: copies that have memory, of whatever version. one: copies that are one with
-    what is trained. parked: those whose optimizer's state is in host memory."""
+class CopyStates:
+    """What is known of every copy at one point of the schedule: the abstract state of a forward dataflow analysis."""
 
-    current: Copies = frozenset()
-    away: Copies = frozenset()
-    built: Copies = frozenset()
-    there: Copies = frozenset()
-    one: Copies = frozenset()
-    parked: Copies = frozenset()
+    current: Copies = frozenset()  # of the current version, on every path to this point
+    params_offloaded: Copies = frozenset()  # parameters are in host memory
+    loaded_from_disk: Copies = frozenset()
+    allocated: Copies = frozenset()  # exist, in whatever version
+    aliases_of_trained: Copies = frozenset()  # share memory with the copy that is trained
+    optimizer_offloaded: Copies = frozenset()  # optimizer state is in host memory
 
     @property
-    def sides(self) -> frozenset[tuple[str, str, str]]:
-        """What is in host memory."""
-        return frozenset({(*c, "parameters") for c in self.away} | {(*c, "optimizer") for c in self.parked})
+    def offloaded_parts(self) -> frozenset[tuple[str, str, str]]:
+        """(model, layout, part) of everything that is in host memory."""
+        return frozenset({(*c, "parameters") for c in self.params_offloaded}
+                         | {(*c, "optimizer") for c in self.optimizer_offloaded})
 
 
 def check_versions(t: Tables) -> Iterator[Diagnostic]:
-    found: list[Diagnostic] = []
-    _run(t, t.plan.body, State(), found, {})
-    yield from found
+    problems: list[Diagnostic] = []
+    _run(t, t.plan.body, CopyStates(), problems, {})
+    yield from problems
     yield from _declared(t)
-    built = {
-        (e.model, e.dst if isinstance(e, Realloc) else e.layout) for e, _ in t.events if isinstance(e, Load | Realloc)
-    }
+    made = {(e.model, e.dst if isinstance(e, Realloc) else e.layout) for e, _ in t.events
+            if isinstance(e, Load | Realloc)}
     for event, _ in t.events:
-        if isinstance(event, Offload | Onload) and (event.model, event.layout) not in built:
+        if isinstance(event, Offload | Onload) and (event.model, event.layout) not in made:
             yield problem(
                 "RL0520",
                 f"{name(event)}: no event loads {event.model}@{event.layout}",
@@ -73,157 +76,167 @@ def check_versions(t: Tables) -> Iterator[Diagnostic]:
 
 
 def _declared(t: Tables) -> Iterator[Diagnostic]:
-    """Each model is written by the others that it follows, in that order, from the versions that the events declare: of
-    the source, what the last event before it in the list made."""
-    made: dict[str, str] = {}
-    written: dict[str, list[str]] = defaultdict(list)
+    """A model is updated from the models in its `updated_from`, in that order, and from the versions that the events
+    declare: of the source, the one that the last event before in the list made."""
+    made: dict[str, str] = {}  # model -> position of the event that made its last version
+    sources: dict[str, list[str]] = defaultdict(list)
     for e, _ in t.events:
         if isinstance(e, Realloc) and e.source:
             if e.source_version != made.get(e.source, ""):
                 yield problem(
                     "RL0528",
                     f"{name(e)} must copy the version of {e.source} from {e.source_version or 'before the step'}, but "
-                    "comes "
-                    "after the version from "
-                    + (f"{made[e.source]}" if made.get(e.source) else "before the step"),
+                    f"comes after the version from {made.get(e.source) or 'before the step'}",
                     e,
                     ranks=t.event_ranks(e),
                 )
-            written[e.model].append(e.source)
+            sources[e.model].append(e.source)
         made |= dict.fromkeys(e.versions().defs, e.at)
     for m in t.plan.models:
-        if tuple(written[m.name]) != m.updated_from:
+        if tuple(sources[m.name]) != m.updated_from:
             yield problem("RL0528",
                           f"model {m.name} should be updated from {list(m.updated_from)}, but is updated from "
-                          f"{written[m.name]}")
+                          f"{sources[m.name]}")
 
 
-def _run(t: Tables, body: tuple[Item, ...], state: State, found: list[Diagnostic],
-         known: dict[tuple[int, State], State]) -> State:
-    """known: (loop, state at its top) -> the state after a turn, so that loops in loops are not walked again and
-    again."""
+def _run(t: Tables, body: tuple[Item, ...], state: CopyStates, problems: list[Diagnostic],
+         cache: dict[tuple[int, CopyStates], CopyStates]) -> CopyStates:
+    """The state after a block. problems: what is wrong in it is appended. cache: (loop, state at its top) -> the state
+    after an iteration, so that nested loops are not analysed again and again."""
     for item in body:
         if isinstance(item, Event):
-            found += _problems(t, item, state)
+            problems += _problems(t, item, state)
             state = _after(t, item, state)
         elif isinstance(item, Loop):
             top = state
             # Fixed point: which copies are current at the top depends on what the last iteration left. Start from
             # what is current on entry, run the body, keep only what is current after it too; the set only shrinks.
-            while (end := _meet(top, _end(t, item, top, known))) != top:
+            while (end := _meet(top, _after_iteration(t, item, top, cache))) != top:
                 top = end
-            if (end := _run(t, item.body, top, found, known)).sides != state.sides:
-                found.append(_unbalanced(f"loop {item.id}", end, state))
+            if (end := _run(t, item.body, top, problems, cache)).offloaded_parts != state.offloaded_parts:
+                problems.append(_unbalanced(f"loop {item.id}", end, state))
             state = end if item.trips else state
         else:
-            end = _run(t, item.body, state, found, known)
-            if end.sides != state.sides:
-                found.append(_unbalanced(f"every {item.period}", end, state))
+            end = _run(t, item.body, state, problems, cache)
+            if end.offloaded_parts != state.offloaded_parts:
+                problems.append(_unbalanced(f"every {item.period}", end, state))
             state = _meet(state, end)
     return state
 
 
-def _end(t: Tables, loop: Loop, top: State, known: dict[tuple[int, State], State]) -> State:
-    """The state after one turn that began with `top`."""
-    if (key := (id(loop), top)) not in known:
-        known[key] = _run(t, loop.body, top, [], known)
-    return known[key]
+def _after_iteration(t: Tables, loop: Loop, top: CopyStates,
+                     cache: dict[tuple[int, CopyStates], CopyStates]) -> CopyStates:
+    """The state after one iteration that began with `top`."""
+    if (key := (id(loop), top)) not in cache:
+        cache[key] = _run(t, loop.body, top, [], cache)
+    return cache[key]
 
 
-def _meet(a: State, b: State) -> State:
-    return State(a.current & b.current, a.away, a.built & b.built, a.there & b.there, a.one & b.one, a.parked)
+def _meet(a: CopyStates, b: CopyStates) -> CopyStates:
+    """What holds on both of two paths. Offloaded parts are taken from `a`: if they differ, `_unbalanced` has reported
+    it."""
+    return CopyStates(
+        current=a.current & b.current, params_offloaded=a.params_offloaded,
+        loaded_from_disk=a.loaded_from_disk & b.loaded_from_disk, allocated=a.allocated & b.allocated,
+        aliases_of_trained=a.aliases_of_trained & b.aliases_of_trained, optimizer_offloaded=a.optimizer_offloaded)
 
 
-def _unbalanced(where: str, end: State, start: State) -> Diagnostic:
-    copies = ", ".join(sorted({f"{m}@{x}" for m, x, _ in end.sides ^ start.sides}))
+def _unbalanced(where: str, end: CopyStates, start: CopyStates) -> Diagnostic:
+    copies = ", ".join(sorted({f"{m}@{x}" for m, x, _ in end.offloaded_parts ^ start.offloaded_parts}))
     return problem("RL0525", f"{where} ends with {copies} in a different offload state than at its start")
 
 
-def _after(t: Tables, e: Event, s: State) -> State:
+def _after(t: Tables, e: Event, s: CopyStates) -> CopyStates:
+    """The state after an event: its transfer function."""
     if isinstance(e, Offload | Onload):
-        return _moved(e, s)
+        return _after_move(e, s)
     if e.frees:
         freed = _freed(e)
-        return replace(s, current=s.current - freed, built=s.built - freed, there=s.there - freed)
-    made = frozenset(_copies(t, e.writes))
+        return replace(s, current=s.current - freed, loaded_from_disk=s.loaded_from_disk - freed,
+                       allocated=s.allocated - freed)
+    written = frozenset(_copies(t, e.writes))
     renewed = e.versions().defs  # models of which every copy that the event does not write is stale from here on
-    same = {c for c in s.one if c[0] in renewed and isinstance(e, Train)}  # one memory with what is trained
-    after = replace(s, current=frozenset(c for c in s.current if c[0] not in renewed) | same | made,
-                    there=s.there | made)
+    trained_too = {c for c in s.aliases_of_trained if c[0] in renewed and isinstance(e, Train)}
+    after = replace(s, current=frozenset(c for c in s.current if c[0] not in renewed) | trained_too | written,
+                    allocated=s.allocated | written)
     if isinstance(e, Load):
-        after = replace(after, built=s.built | made, one=s.one | made if e.alias_of else s.one)
+        after = replace(after, loaded_from_disk=s.loaded_from_disk | written)
+        if e.alias_of:
+            after = replace(after, aliases_of_trained=s.aliases_of_trained | written)
     return after
 
 
-def _moved(e: Offload | Onload, s: State) -> State:
+def _after_move(e: Offload | Onload, s: CopyStates) -> CopyStates:
     copy = frozenset({(e.model, e.layout)})
     if e.part == "optimizer":
-        return replace(s, parked=s.parked | copy if isinstance(e, Offload) else s.parked - copy)
-    return replace(s, away=s.away | copy if isinstance(e, Offload) else s.away - copy)
+        offloaded = s.optimizer_offloaded
+        return replace(s, optimizer_offloaded=offloaded | copy if isinstance(e, Offload) else offloaded - copy)
+    offloaded = s.params_offloaded
+    return replace(s, params_offloaded=offloaded | copy if isinstance(e, Offload) else offloaded - copy)
 
 
 def _copies(t: Tables, buffers: Iterable[str]) -> list[tuple[str, str]]:
-    """Those that are parameters: (model, layout)."""
+    """The buffers that are copies of parameters, as (model, layout)."""
     return [(left, right) for left, right in map(split_buffer, buffers) if left in t.models]
 
 
 def _freed(e: Event) -> Copies:
-    """All that it frees, copies among it."""
+    """Everything that it frees, copies and values."""
     return frozenset((left, right) for left, right in map(split_buffer, e.frees))
 
 
-def _side_problems(t: Tables, e: Offload | Onload, s: State) -> Iterator[Diagnostic]:
+def _move_problems(t: Tables, e: Offload | Onload, s: CopyStates) -> Iterator[Diagnostic]:
     copy, ranks = (e.model, e.layout), t.event_ranks(e)
-    if (copy in (s.away if e.part == "parameters" else s.parked)) != isinstance(e, Onload):
+    if (copy in (s.params_offloaded if e.part == "parameters" else s.optimizer_offloaded)) != isinstance(e, Onload):
         where = "in host memory" if isinstance(e, Offload) else "on the device"
         yield problem("RL0525", f"{name(e)}: {e.model}@{e.layout} is already {where}", e, ranks=ranks)
-    if e.part == "optimizer" and copy in s.away:
+    if e.part == "optimizer" and copy in s.params_offloaded:
         yield problem("RL0525", f"{name(e)}: gradients of {e.model}@{e.layout} exist without its parameters", e,
                       ranks=ranks)
 
 
-def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
+def _problems(t: Tables, e: Event, s: CopyStates) -> Iterator[Diagnostic]:
     ranks = t.event_ranks(e)
     if isinstance(e, Offload | Onload):
-        yield from _side_problems(t, e, s)
+        yield from _move_problems(t, e, s)
         return
     for model, layout in sorted(_copies(t, e.frees)):
-        if (model, layout) in s.away:
+        if (model, layout) in s.params_offloaded:
             yield problem("RL0525", f"{name(e)} frees {model}@{layout}, which is offloaded", e, ranks=ranks)
-        elif (model, layout) not in s.there:
+        elif (model, layout) not in s.allocated:
             yield problem("RL0515", f"{name(e)} frees {model}@{layout}, which does not exist", e, ranks=ranks)
     used = [c for c in _copies(t, e.reads) if "@".join(c) not in e.frees]
     for model, layout in used:
         if (model, layout) not in s.current:
-            there = sorted(x for m, x in s.current if m == model) if t.models[model].updated_from else []
-            there += [x for x in [t.models[model].train_layout] if x and (model, x) in s.current]
+            current = sorted(x for m, x in s.current if m == model) if t.models[model].updated_from else []
+            current += [x for x in [t.models[model].train_layout] if x and (model, x) in s.current]
             yield problem(
-                "RL0521" if there else "RL0520",
+                "RL0521" if current else "RL0520",
                 f"{name(e)} uses {model}@{layout}, which "
-                + ("is not the current version" if there else "does not exist: no event loads it"),
+                + ("is not the current version" if current else "does not exist: no event loads it"),
                 e,
                 ranks=ranks,
-                help=f"a realloc from {model}@{there[0]} must come first" if there else "",
+                help=f"a realloc from {model}@{current[0]} must come first" if current else "",
             )
-        if isinstance(e, Train) and (model, layout) in s.parked:
+        if isinstance(e, Train) and (model, layout) in s.optimizer_offloaded:
             yield problem("RL0525", f"{name(e)} trains {model}@{layout}, whose optimizer state is offloaded", e,
                           ranks=ranks)
-        if (model, layout) in s.away and not isinstance(e, Checkpoint):  # a checkpoint is written from either side
+        if (model, layout) in s.params_offloaded and not isinstance(e, Checkpoint):  # which reads host memory, too
             yield problem("RL0525", f"{name(e)} uses {model}@{layout}, which is offloaded", e, ranks=ranks)
     if isinstance(e, Realloc):
-        if t.models[e.model].base and (e.model, e.dst) not in s.built:
+        if t.models[e.model].base and (e.model, e.dst) not in s.loaded_from_disk:
             yield problem("RL0520", f"{name(e)} copies adapters to {e.model}@{e.dst}, whose base is never loaded", e,
                           ranks=ranks)
-        home, follows = t.models[e.model].train_layout, bool(t.models[e.model].updated_from)
+        train_layout, is_updated = t.models[e.model].train_layout, bool(t.models[e.model].updated_from)
         if not e.source and (e.model, e.dst) in s.current:
             yield problem("RL0522", f"{name(e)} refreshes {e.model}@{e.dst}, which is already current", e, ranks=ranks)
-        if (e.model, e.dst) in s.away:
+        if (e.model, e.dst) in s.params_offloaded:
             yield problem("RL0525", f"{name(e)} writes {e.model}@{e.dst}, which is offloaded", e, ranks=ranks)
-        if home and e.dst == home or not home and not follows:
+        if train_layout and e.dst == train_layout or not train_layout and not is_updated:
             yield problem(
                 "RL0524",
                 f"{name(e)} overwrites the training layout of {e.model}"
-                if home
+                if train_layout
                 else f"{name(e)} moves {e.model}, which is frozen: load it there instead",
                 e,
                 ranks=ranks,

@@ -18,7 +18,7 @@ from rldsl.plan.model import Layout, Plan
 from rldsl.sharding.layout import Coordinate
 from rldsl.source import SourceFile
 from rldsl.verify import verify
-from rldsl.verify.issue_order import IssueOrder, Use, stuck
+from rldsl.verify.issue_order import CommOp, IssueOrder, deadlock_reason
 from tests.end_to_end.programs import compile_program
 from tests.end_to_end.test_invariance import HERE, placement
 from tests.tiny import make_model, write_jsonl
@@ -121,19 +121,19 @@ def test_a_call_with_cp_does_not_wait_for_ever(degrees: tuple[int, int, int, int
     layout = Layout("L", "m", dp=dp, tp=tp, pp=pp, cp=cp)
     torch = IssueOrder()
     for protocol in (torch.generate, torch.infer, torch.train, torch.save):
-        assert not stuck(protocol, layout, 1) and not stuck(protocol, layout, pp + 2)
+        assert not deadlock_reason(protocol, layout, 1) and not deadlock_reason(protocol, layout, pp + 2)
 
 
 @pytest.mark.parametrize("wrong", ["once more", "two orders"])
 def test_what_would_wait_for_ever_is_seen(wrong: str) -> None:
     def protocol(x: Layout, at: Coordinate, count: int):
-        uses = [Use("cp", at.pp, at.dp), Use("mesh", 0, 0)]
+        uses = [CommOp("cp", at.pp, at.dp), CommOp("mesh", 0, 0)]
         if wrong == "two orders":
             yield from uses if at.cp else reversed(uses)
         else:
             yield from uses[at.cp :] + uses[:1]
 
-    assert stuck(protocol, Layout("L", "m", cp=2), 1)
+    assert deadlock_reason(protocol, Layout("L", "m", cp=2), 1)
 
 
 def test_a_long_sequence_needs_less_memory(tmp_path: Path) -> None:

@@ -271,9 +271,9 @@ def test_the_verifier_asks_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         """Ranks use two communicators in different orders."""
 
         def train(self, x: Any, at: Any, count: int) -> Any:
-            from rldsl.verify.issue_order import Use
+            from rldsl.verify.issue_order import CommOp
 
-            both = [Use("dp", at.pp, 0), Use("mesh", 0, 0)]
+            both = [CommOp("dp", at.pp, 0), CommOp("mesh", 0, 0)]
             return iter(both if at.dp else both[::-1])
 
     stated(monkeypatch, issue_order=Crossed())

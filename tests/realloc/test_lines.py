@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rldsl.diag import InternalError
 from rldsl.plan.model import Layout, ParamSpec, Split
 from rldsl.reshard.box_classes import BoxClass, Segment, box_classes, boxes_between
 from rldsl.reshard.node_groups import MeshView, node_groups
@@ -67,7 +68,7 @@ def test_a_split_that_leaves_something_out_is_refused():
     spec = ParamSpec("w", (4, 2), "all", split=Split(0, ((3, 1),)))
     at = Layout("a", "m", tp=2)
     made = model()
-    with pytest.raises(AssertionError, match="parts fill 3 of 4"):
+    with pytest.raises(InternalError, match="parts fill 3 of 4"):
         box_classes(type(made)("m", "causal_lm", "", "float32", (spec,), 1, ""), at, at)
 
 
@@ -81,7 +82,7 @@ def test_sides_say_what_layouts_say(case):
         side = MeshView.of(at, on)
         assert [side.cell(r) for r in range(30)] == [cell_of(at, on, r) for r in range(30)]
         assert all(side.rank(side.cell(r), side.replica(r)) == r for r in on.members())
-        with pytest.raises(AssertionError):
+        with pytest.raises(InternalError):
             side.replica(99)
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 
+from rldsl.diag import InternalError
 from rldsl.plan.model import Layout, Mesh
 from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, WHOLE_BELOW, Message, num_buckets, num_rounds, num_steps, rank_rounds
@@ -135,9 +136,9 @@ def test_the_digest_sees_what_changes() -> None:
 
 def test_a_layout_must_fill_its_mesh() -> None:
     on = mesh((0, 4))
-    with pytest.raises(AssertionError, match="does not fill"):
+    with pytest.raises(InternalError, match="does not fill"):
         plan_reshard(model(), layout(on, tp=2), on, layout(on, tp=4), on, 8)
-    with pytest.raises(AssertionError, match="is on mesh"):
+    with pytest.raises(InternalError, match="is on mesh"):
         plan_reshard(model(), layout(on, tp=4), mesh((0, 5)), layout(on, tp=4), on, 8)
 
 

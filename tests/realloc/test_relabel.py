@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from scipy.optimize import linear_sum_assignment
 
+from rldsl.diag import InternalError
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
 from rldsl.reshard.box_classes import box_classes
 from rldsl.reshard.device_order import reorder_devices
@@ -110,11 +111,11 @@ def test_thousands_of_ranks():
 
 def test_too_few_ranks():
     on = mesh((0, 4))
-    with pytest.raises(AssertionError, match="3 ranks for the 4"):
+    with pytest.raises(InternalError, match="3 ranks for the 4"):
         reorder_devices(model(), layout(on, tp=4), on, layout(on, tp=4), ((0, 3),), 8)
 
 
 def test_no_rank_twice():
     on = mesh((0, 4))
-    with pytest.raises(AssertionError):
+    with pytest.raises(InternalError):
         reorder_devices(model(), layout(on, tp=4), on, layout(on, tp=4), ((0, 3), (2, 4)), 8)

@@ -1,4 +1,4 @@
-"""Inside calls: the order in which communicators are used has no circle, and is the one that the backend really
+"""Inside calls: the order in which communicators are used has no cycle, and is the one that the backend really
 issues."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rldsl.plan.model import Layout
 from rldsl.plan.projection import walk
 from rldsl.sharding.layout import Coordinate, axis_ranks, coordinate
 from rldsl.verify import issue_order
-from rldsl.verify.issue_order import IssueOrder, Use, _case, _copies, stuck
+from rldsl.verify.issue_order import CommOp, IssueOrder, _case, _dp_coordinates_to_check, deadlock_reason
 from tests.plan.sample import grpo
 from tests.verify.faults import codes
 from tests.verify.plans import folder
@@ -34,28 +34,28 @@ X = Layout("x", "m")
 @pytest.mark.parametrize("kind", [Generate, Infer, Train, Save])
 def test_no_call_of_the_backend_can_stop_for_ever(kind: type) -> None:
     for pp, tp, dp, count in product((1, 2, 3, 5), (1, 2), (1, 2), (1, 2, 3, 7)):
-        assert not stuck(TORCH.of(kind), replace(X, pp=pp, tp=tp, dp=dp), count), (pp, tp, dp, count)
+        assert not deadlock_reason(TORCH.sequence_of(kind), replace(X, pp=pp, tp=tp, dp=dp), count), (pp, tp, dp, count)
 
 
 def test_interleaved_training_cannot_stop_for_ever() -> None:
     for pp, vpp, tp, zero, count in product((2, 3, 4), (2, 3), (1, 2), (0, 3), (1, 2, 3, 7, 8)):
         x = replace(X, pp=pp, vpp=vpp, tp=tp, dp=2, zero=zero)
-        assert not stuck(TORCH.train, x, count), (x, count)
+        assert not deadlock_reason(TORCH.train, x, count), (x, count)
 
 
 @pytest.mark.parametrize("kind", [Generate, Infer, Train])
 def test_ranks_that_share_experts_cannot_stop_for_ever(kind: type) -> None:
     for pp, tp, zero, (dp, ep), count in product((1, 3), (1, 2), (0, 1, 2, 3), ((2, 2), (4, 2), (8, 4)), (1, 2, 5)):
         x = replace(X, pp=pp, tp=tp, dp=dp, ep=ep, zero=zero)
-        assert not stuck(TORCH.of(kind), x, count), (x, count)
+        assert not deadlock_reason(TORCH.sequence_of(kind), x, count), (x, count)
 
 
-def link(x: Layout, at: Coordinate, to: int, flow: str) -> Iterator[Use]:
+def link(x: Layout, at: Coordinate, to: int, flow: str) -> Iterator[CommOp]:
     if 0 <= at.pp + to < x.pp:
-        yield Use("link", min(at.pp, at.pp + to), at.dp, flow)
+        yield CommOp("link", min(at.pp, at.pp + to), at.dp, flow)
 
 
-def apart(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
+def apart(x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:
     """1F1B that posts what goes and what comes one after the other: under rendezvous both neighbours send first."""
     ahead = min(x.pp - 1 - at.pp, count)
     for _ in range(ahead):
@@ -69,19 +69,19 @@ def apart(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
         yield from link(x, at, -1, "down") if i + 1 < count else ()
 
 
-def crossed(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
+def crossed(x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:
     """Ranks that use two communicators in different orders."""
-    both = [Use("tp", at.pp, at.dp), Use("mesh", 0, 0)]
+    both = [CommOp("tp", at.pp, at.dp), CommOp("mesh", 0, 0)]
     yield from both if at.tp else both[::-1]
 
 
-def unequal(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
+def unequal(x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:
     """A collective that one rank leaves out."""
     for _ in range(2 - at.tp):
-        yield Use("tp", at.pp, at.dp)
+        yield CommOp("tp", at.pp, at.dp)
 
 
-def early(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
+def early(x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:
     """The last rank takes one message of its neighbour before another that comes first."""
     uses = list(TORCH.train(replace(x, vpp=min(x.pp, 2)), at, count))
     links = [i for i, u in enumerate(uses) if u.axis == "link"]
@@ -90,20 +90,21 @@ def early(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
     yield from uses
 
 
-def backwards(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
+def backwards(x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:
     """The first stage hands on before a collective of all stages, the others take after it."""
     if at.pp == 0:
         yield from link(x, at, 1, "down")
-    yield Use("pp", 0, at.dp)
+    yield CommOp("pp", 0, at.dp)
     yield from link(x, at, -1, "down")
     if at.pp:
         yield from link(x, at, 1, "down")
 
 
 @pytest.mark.parametrize("protocol", [apart, crossed, unequal, backwards, early])
-def test_a_protocol_that_can_stop_is_found(protocol: issue_order.Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stuck(protocol, replace(X, pp=3, tp=2), 3)
-    monkeypatch.setattr(IssueOrder, "of", lambda self, kind: protocol)
+def test_a_sequence_that_can_deadlock_is_found(protocol: issue_order.CommSequence,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    assert deadlock_reason(protocol, replace(X, pp=3, tp=2), 3)
+    monkeypatch.setattr(IssueOrder, "sequence_of", lambda self, kind: protocol)
     assert "RL0537" in codes(grpo()) or protocol in (apart, backwards, early), "the sample has two tensor-parallel ranks"
 
 
@@ -112,9 +113,9 @@ def test_a_backend_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatc
     assert codes(grpo()) == {"RL0537"}
 
 
-@pytest.mark.parametrize("use", ["tp", Use("elsewhere", 0, 0), ("tp", 0, 0)])
+@pytest.mark.parametrize("use", ["tp", CommOp("elsewhere", 0, 0), ("tp", 0, 0)])
 def test_what_is_no_use_of_a_communicator_is_refused(use: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "which is no use of a communicator" in stuck(lambda x, at, count: iter([use]), X, 1)
+    assert "which is no use of a communicator" in deadlock_reason(lambda x, at, count: iter([use]), X, 1)
     monkeypatch.setattr(IssueOrder, "train", lambda self, x, at, count: iter([use]))
     assert codes(grpo()) == {"RL0537"}
 
@@ -197,12 +198,12 @@ def keep_to_it(data: bytes, asked: list[dict[int, list[tuple[str, tuple[int, ...
         found = [(next(a for a, sets in axes.items() if ranks in sets) if kind == "all" else "link", ranks)
                  for kind, ranks in asked[rank].get(e.id, ())]
         names = [key for key, _ in groupby(a if a != "link" else f"link{ranks}" for a, ranks in found)]
-        protocol = costs(x.backend, "issue_order", IssueOrder).of(type(e))
+        protocol = costs(x.backend, "issue_order", IssueOrder).sequence_of(type(e))
         written = (v for count in range(1, 13) for v in versions(protocol, x, mesh, rank, count))
         assert any(names == v for v in written), (type(e).__name__, rank, names)
 
 
-def versions(protocol: issue_order.Protocol, x: Layout, mesh: Any, rank: int, count: int) -> Iterator[list[str]]:
+def versions(protocol: issue_order.CommSequence, x: Layout, mesh: Any, rank: int, count: int) -> Iterator[list[str]]:
     """The uses of a rank, one for all that follow each other on one communicator, with and without those that only some
     models and losses have: a vote on stopping, gradients in parts, tied embeddings."""
     at = coordinate(x, mesh, rank)
@@ -242,7 +243,7 @@ def test_every_case_lists_what_its_layouts_issue() -> None:
     for ep, dp in product((1, 2, 4), (1, 2, 4, 8, 16)):
         if dp % ep == 0:
             x = replace(X, ep=ep, dp=dp)
-            uses = tuple(use for at in product(range(x.pp), _copies(x), range(1), range(1))
+            uses = tuple(use for at in product(range(x.pp), _dp_coordinates_to_check(x), range(1), range(1))
                          for use in TORCH.train(x, Coordinate(*at), 3))
             lists.setdefault(_case(Train, x), set()).add(uses)
     assert all(len(found) == 1 for found in lists.values()) and len(lists) > 4

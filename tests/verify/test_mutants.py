@@ -48,8 +48,8 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, function in (
             (reshards, "examine_reshard", lru_cache(None)(reshards.examine_reshard)),
             (saves, "examine_save", lru_cache(None)(saves.examine_save)),
-            (issue_order, "stuck", lru_cache(None)(issue_order.stuck)), (planning, "plan_reshard", found),
-            (reshard_buffers, "plan_reshard", found),
+            (issue_order, "deadlock_reason", lru_cache(None)(issue_order.deadlock_reason)),
+            (planning, "plan_reshard", found), (reshard_buffers, "plan_reshard", found),
             (import_module("rldsl.memory.lifetimes"), "realloc_bytes", moved(reshard_buffers.realloc_bytes))):
         monkeypatch.setattr(module, name, function)
 

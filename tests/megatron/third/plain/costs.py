@@ -14,7 +14,7 @@ from rldsl.simulate.call_ops import Stage, StagePasses, TimeCosts
 from rldsl.simulate.engine import Compute, Op
 from rldsl.simulate.work_counts import count_micro_batch as counted
 from rldsl.simulate.world import World
-from rldsl.verify.issue_order import IssueOrder, Use
+from rldsl.verify.issue_order import CommOp, IssueOrder
 
 TABLES = 4  # float32 numbers per token and word: logits, the same over the temperature, log-probs, and their product
 
@@ -58,13 +58,13 @@ class PlainTime(TimeCosts):
 
 
 class PlainOrder(IssueOrder):
-    def infer(self, x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
+    def infer(self, x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:
         """Ranks do not communicate."""
         return iter(())
 
-    def train(self, x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
+    def train(self, x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:
         """Whether to stop, and gradients; the norm is the same on every rank. At the end the metrics."""
         if x.dp > 1:
             for _ in range(2):
-                yield from (Use("mesh", 0, 0), Use("dp", at.pp, 0))
-            yield Use("mesh", 0, 0)
+                yield from (CommOp("mesh", 0, 0), CommOp("dp", at.pp, 0))
+            yield CommOp("mesh", 0, 0)
