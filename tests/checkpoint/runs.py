@@ -27,8 +27,8 @@ class Steps(EventRing):
 
     seen = 0
 
-    def begins(self, event: Event) -> None:
-        super().begins(event)
+    def begin_event(self, event: Event) -> None:
+        super().begin_event(event)
         self.seen += isinstance(event, Checkpoint)
 
 
