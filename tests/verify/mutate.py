@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from rldsl.diag import Failure
+from rldsl.diag import Failure, InternalError
 from rldsl.plan.events import Event, Every, Item, Loop, Realloc
 from rldsl.plan.model import ROLES, ParamSpec, Plan, Split
 from rldsl.plan.projection import rank_classes, walk
@@ -234,7 +234,7 @@ def repaired(plan: Plan) -> Plan:
             model, src, dst = models[e.model], layouts[e.src], layouts[e.dst]
             way = planning.plan_reshard(model, src, meshes[src.mesh], dst, meshes[dst.mesh], plan.header.devices_per_node)
             total = summary.summary(way, dtypes.in_wire_dtype(models[e.source or e.model], e.src, model, e.dst, e.decay))
-        except (LookupError, AssertionError, ValueError, ArithmeticError, Failure):
+        except (LookupError, AssertionError, ValueError, ArithmeticError, Failure, InternalError):
             return None
         return (replace(e, bytes=total.bytes, messages=total.messages, digest=total.digest),)
 

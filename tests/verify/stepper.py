@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from rldsl.diag import InternalError
 from rldsl.plan.events import Event, Every, Generate, Infer, Item, Loop, split_buffer
 from rldsl.plan.model import Frame, Plan, Spread, Value
 from rldsl.sharding import partition
@@ -43,7 +44,7 @@ def simulate(plan: Plan, draw: random.Random) -> Verdict:
     except Garbage as wrong:
         return Verdict(False, str(wrong))
     except (LookupError, ValueError, TypeError, AssertionError, ArithmeticError, StopIteration, AttributeError,
-            RecursionError) as wrong:
+            RecursionError, InternalError) as wrong:
         return Verdict(False, f"malformed: {type(wrong).__name__} {wrong}")
     return Verdict(True, meaning=term(repr(story.seen)))
 
