@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rldsl.diag import Diagnostic, Failure, fail, internal_error
+from rldsl.files import read_bytes
 from rldsl.graph.model import Graph
 from rldsl.plan.expr import Scalar
 from rldsl.source import SourceFile
@@ -191,13 +192,3 @@ def read_plan(path: str) -> Plan:
     from rldsl.plan.codec import decode
 
     return decode(read_bytes(path), path)
-
-
-def read_bytes(path: str) -> bytes:
-    """The bytes of a plan file."""
-    try:
-        return Path(path).read_bytes()
-    except FileNotFoundError:
-        raise fail("RL0091", f"no such file: {path}", place=path, help="use `rlc compile` to write a plan") from None
-    except OSError as error:
-        raise fail("RL0092", f"cannot read {path}: {error.strerror}", place=path) from None

@@ -1,4 +1,4 @@
-"""Files of the user: writing them so that none is lost, and the folder for what can be made again."""
+"""Files of the user: reading plans, writing files so that none is lost, and the folder for what can be made again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ import shutil
 from pathlib import Path
 
 from rldsl.diag import fail
+
+
+def read_bytes(path: str) -> bytes:
+    """The bytes of a plan file."""
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        raise fail("RL0091", f"no such file: {path}", place=path, help="use `rlc compile` to write a plan") from None
+    except OSError as error:
+        raise fail("RL0092", f"cannot read {path}: {error.strerror}", place=path) from None
 
 
 def write(path: str, data: bytes, help: str = "choose another path with -o") -> None:

@@ -61,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     "backends.torch": PLACED | {"runtime"} | TORCH_BACKEND,
     "backends.megatron": PLACED | {"runtime"} | TORCH_BACKEND,
     # what users touch
-    "api": PLAN | COMPILER | {"search"},
+    "api": PLAN | COMPILER | {"files", "search"},
     "preview": PLAN | {"passes", "memory"},
     "python": PLAN | COMPILER | {"api", "clusters", "files", "inspect", "memory", "pages", "preview", "report", "search",
                                  "simulate", "verify"},

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import click
 
 from rldsl.cli.options import FILE, on_cluster
 from rldsl.cli.shell import Settings, command, print_result, report_diagnostics, say
 from rldsl.diag import Failure
+from rldsl.files import read_bytes
 
 
 @command
@@ -71,12 +74,12 @@ def emit(settings: Settings, plan: str, rank: int | None, target: str | None) ->
 def verify(settings: Settings, plan: str) -> None:
     """Prove that PLAN can run. Checks that it cannot deadlock, that its data flow is sound, that it fits into memory,
     and that its models match their directories."""
-    from rldsl import api
     from rldsl.plan.codec import decode, plan_id
     from rldsl.verify import verify as prove
     from rldsl.verify.model_tables import check_model_tables
 
-    data = api.read_bytes(plan)
+    gc.disable()  # the process ends with the command
+    data = read_bytes(plan)
     decoded = decode(data, plan)
     proof = prove(decoded)
     models = check_model_tables(decoded)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from rldsl import api
 from rldsl.diag import Failure
+from rldsl.files import read_bytes
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.model import Plan
 from rldsl.plan.visible_plan import visible_plan
@@ -22,7 +22,7 @@ from rldsl.verify import verify
 
 def diff(before: str, after: str, cluster: str | None = None, for_programs: bool = False) -> tuple[str, bool]:
     """cluster: the file or the preset of the machines that a step is simulated on."""
-    one, two = api.read_bytes(before), api.read_bytes(after)
+    one, two = read_bytes(before), read_bytes(after)
     plans = decode(one, before), decode(two, after)
     if not for_programs:
         plans = visible_plan(plans[0]), visible_plan(plans[1])

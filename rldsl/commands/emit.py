@@ -15,7 +15,7 @@ from pathlib import PurePath
 
 from jinja2 import Environment, StrictUndefined
 
-from rldsl import api
+from rldsl.files import read_bytes
 from rldsl.inspect.view import check_rank
 from rldsl.pages.templates import template
 from rldsl.plan.codec import decode, plan_id
@@ -43,7 +43,7 @@ class Schedule:
 def emit(file: str, rank: int | None, target: str | None = None) -> str:
     """file: of the plan. rank: whose list; None: all, a function for the ranks that do the same. target: where the
     program goes, for its own instructions."""
-    data = api.read_bytes(file)
+    data = read_bytes(file)
     plan = decode(data, file)
     verify(plan)
     if rank is not None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rldsl import api
 from rldsl.commands import Usage
+from rldsl.files import read_bytes
 from rldsl.inspect.show import show as text
 from rldsl.inspect.view import event_json, plan_json
 from rldsl.plan import disk_paths
@@ -25,7 +25,7 @@ def show(file: str, rank: int | None, event: int | None, touched: bool, as_json:
         raise Usage("--paths describes the whole plan as text: omit --rank, --event and --json")
     if rank is not None and event is not None:
         raise Usage("--rank and --event cannot be combined")
-    data = api.read_bytes(file)
+    data = read_bytes(file)
     plan = decode(data, file)
     if touched:
         return disk_paths.text(disk_paths.paths(visible_plan(plan)))

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rldsl import api
+from rldsl.files import read_bytes
 from rldsl.plan.expr import Scalar
 from rldsl.python.errors import reports_failures
 from rldsl.python.messages import Diagnostics
@@ -52,7 +53,7 @@ def load(path: Program) -> Plan:
 
     Raises DiagnosticError: RL0091 no such file, RL06xx no sound plan, RL05xx a plan that its verifier rejects."""
     name = os.fspath(path)
-    return opened(api.read_bytes(name), name)
+    return opened(read_bytes(name), name)
 
 
 def check_source(source: SourceFile, params: Mapping[str, Scalar], place: SourceFile | None = None,

@@ -73,11 +73,18 @@ class Arrivals(Mapping[int, Arrival]):
     # Per list, with the classes that arrive laid end to end: where the part of each needer ends.
     bounds: tuple[tuple[int, ...], ...]
     held_ends: tuple[tuple[int, ...], ...] = field(init=False, repr=False)  # per list: 0, running totals of held sizes
+    # Elements that each device receives over the network, summed over the classes that the same devices want: devices
+    # that want them -> device -> elements.
+    by_device: Mapping[tuple[int, ...], Mapping[int, int]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "held_ends", tuple(
             tuple(accumulate((one.sizes[position] for position in positions), initial=0))
             for one, positions in zip(self.wanted.lists, self.held, strict=True)))
+        object.__setattr__(self, "by_device", {
+            one.needers: {device: stop - start for device, (start, stop)
+                          in zip(one.needers, pairwise((0, *bounds)), strict=True) if start < stop}
+            for one, bounds in zip(self.wanted.lists, self.bounds, strict=True)})
 
     def _offset(self, box_class: int) -> tuple[int, int, int] | None:
         """(list, position in it, where the class begins among those that arrive); None if it does not arrive."""
@@ -135,12 +142,6 @@ class Arrivals(Mapping[int, Arrival]):
         """In all classes that arrive."""
         return sum(one.ends[-1] - ends[-1] for one, ends in zip(self.wanted.lists, self.held_ends, strict=True))
 
-    def by_device(self) -> dict[tuple[int, ...], Counter[int]]:
-        """Elements that each device receives over the network, summed over the classes that the same devices want:
-        devices that want them -> device -> elements."""
-        return {one.needers: Counter({device: stop - start for device, (start, stop)
-                                      in zip(one.needers, pairwise((0, *bounds)), strict=True) if start < stop})
-                for one, bounds in zip(self.wanted.lists, self.bounds, strict=True)}
 
 
 def _without(classes: Sequence[int], positions: Sequence[int]) -> Iterable[int]:
@@ -154,7 +155,7 @@ NO_ARRIVALS = Arrivals(Wanted(()), (), ())
 
 
 def forwarded_by_device(arrived: Mapping[tuple[int, ...], Mapping[int, int]]) -> Counter[int]:
-    """Elements that each device then sends to the other devices of its node. arrived: see `Arrivals.by_device`."""
+    """Elements that each device then sends to the other devices of its node. arrived: see `Arrivals`."""
     forwarded = Counter[int]()
     for needers, parts in arrived.items():
         for device, size in parts.items():

@@ -17,17 +17,7 @@ from itertools import pairwise, product
 
 from rldsl.diag import internal_error
 from rldsl.plan.model import Layout, Model, ParamSpec
-from rldsl.sharding.boxes import (
-    Box,
-    Cell,
-    Parameter,
-    contains,
-    expand_specs,
-    part_shard_pairs,
-    pieces_at,
-    stages,
-    volume,
-)
+from rldsl.sharding.boxes import Box, Cell, Parameter, contains, expand_specs, pieces_by_pair, stages, volume
 
 MIN_CUT_ROWS = 256  # cutting a box at whole rows then misses the wanted offset by at most 1/256 of the box
 
@@ -86,7 +76,7 @@ def _uncut_boxes(spec: ParamSpec, src: Layout,
                  dst: Layout) -> Iterator[tuple[Box, tuple[PartShardPairs, PartShardPairs]]]:
     """The boxes of one parameter that no piece of either layout crosses, each with the (part, zero shard) pairs of the
     source that hold it and those of the destination that want it."""
-    sides = [[(pair, p.box) for pair in part_shard_pairs(layout) for p in pieces_at(spec, layout, *pair)]
+    sides = [[(pair, p.box) for pair, pieces in pieces_by_pair(spec, layout).items() for p in pieces]
              for layout in (src, dst)]
     boxes = [box for side in sides for _, box in side]
     cuts = [sorted({end for box in boxes for end in box[d]}) for d in range(len(spec.shape))]

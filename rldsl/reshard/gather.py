@@ -21,8 +21,7 @@ from rldsl.sharding.boxes import (
     cells,
     contains,
     parameters,
-    part_shard_pairs,
-    pieces_at,
+    pieces_by_pair,
     pieces_of_cell,
     stages,
     volume,
@@ -122,8 +121,8 @@ def division(spec: ParamSpec, layout: Layout) -> tuple[tuple[int, int, Box], ...
     """(part, zero shard, box)es that together are the whole parameter, each box where it occurs first."""
     seen: dict[int, list[Box]] = defaultdict(list)  # by zero shard: boxes of different ones do not overlap
     found: list[tuple[int, int, Box]] = []
-    for part, zero_shard in part_shard_pairs(layout):
-        for piece in pieces_at(spec, layout, part, zero_shard):
+    for (part, zero_shard), pieces in pieces_by_pair(spec, layout).items():
+        for piece in pieces:
             if not any(contains(box, piece.box) for box in seen[zero_shard]):
                 seen[zero_shard].append(piece.box)
                 found.append((part, zero_shard, piece.box))

@@ -54,7 +54,7 @@ def node_group(sizes: Sequence[int], nodes: tuple[int, ...], cells: CellPairs, w
 
 def _busiest_device(arrivals: Arrivals, copies: Sequence[IntraNodeCopy]) -> int:
     """The load of the busiest device of a node, where a byte over the network counts `NETWORK_COST` times."""
-    arrived = arrivals.by_device()
+    arrived = arrivals.by_device
     sent, near, far = _sent(copies) + forwarded_by_device(arrived), Counter[int](), Counter[int]()
     for copy in copies:
         near[copy.dst] += copy.stop - copy.start
@@ -87,7 +87,7 @@ def _local_copies(sizes: Sequence[int], inside: Mapping[int, tuple[Devices, Devi
     and it lightens the busiest device, in parts that the receivers then exchange."""
     if not inside:
         return ()
-    arrived = arrivals.by_device()
+    arrived = arrivals.by_device
     loads = forwarded_by_device(arrived)
     few = [i for i, (hold, lack) in inside.items() if len(hold) < len(lack)]
     direct = tuple(_direct_copies(sizes, inside, loads, NO_ARRIVALS))
@@ -139,6 +139,6 @@ def _busiest_sender(loads: Counter[int], copies: Iterable[IntraNodeCopy]) -> int
 def elements_arriving(group: NodeGroup) -> Counter[int]:
     """Elements that each device receives over the network."""
     received = Counter[int]()
-    for parts in group.arrivals.by_device().values():
+    for parts in group.arrivals.by_device.values():
         received.update(parts)
     return received

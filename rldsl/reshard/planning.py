@@ -228,7 +228,7 @@ def _busiest(plan: ReshardPlan) -> int:
     """The most elements that one rank sends or receives; an upper bound where it also forwards."""
     most = max((-(-s.size // s.num_senders) for s in plan.senders.values()), default=0)
     for group in plan.groups:
-        arrived = group.arrivals.by_device()
+        arrived = group.arrivals.by_device
         sent, received = forwarded_by_device(arrived), Counter[int]()
         for needers, parts in arrived.items():
             received.update(dict.fromkeys(needers, sum(parts.values())))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rldsl.reshard.box_classes import boxes_between
 from rldsl.reshard.broadcast_trees import height
@@ -97,6 +98,7 @@ def kept_boxes(plan: ReshardPlan, rank: int) -> tuple[tuple[str, Box], ...]:
     return tuple(x for c in both for x in boxes_between(c, 0, c.size))
 
 
+@lru_cache(maxsize=64)
 def num_steps(plan: ReshardPlan) -> int:
     """How many steps one bucket takes: into nodes, down the trees, and inside nodes."""
     most = 0
@@ -105,7 +107,7 @@ def num_steps(plan: ReshardPlan) -> int:
         if group.arrivals:
             largest = max(stop - start for start, stop in map(group.tree_nodes, range(group.num_trees)))
             tree_steps = height(largest) + 1
-            most = max(most, tree_steps + any(len(x) > 1 for x, parts in group.arrivals.by_device().items() if parts))
+            most = max(most, tree_steps + any(len(x) > 1 for x, parts in group.arrivals.by_device.items() if parts))
     return most
 
 

@@ -40,7 +40,7 @@ def summary(plan: ReshardPlan, model: Model, bucket: int = BUCKET) -> Summary:
 
 def missing_elements(group: NodeGroup) -> int:
     """Elements that the ranks of one node lack."""
-    entering = sum(len(needers) * sum(x.values()) for needers, x in group.arrivals.by_device().items())
+    entering = sum(len(needers) * sum(x.values()) for needers, x in group.arrivals.by_device.items())
     return entering + sum(copy.stop - copy.start for copy in group.local_copies)
 
 

@@ -78,7 +78,8 @@ def pair_slices(plan: ReshardPlan, sender: int, receiver: int,
     for group_index, at in shared.groups_of_node.get(sender // plan.devices, ()):
         sends += _forwarded(plan, group_index, at, sender - first, shared, receiver)
     for group_index, at in shared.groups_of_node.get(node, ()):
-        sends += [x for x in _sent_as_holder(plan, sender, shared, group_index) if x.peer == receiver]
+        tree = tree_position(plan.groups[group_index], at)[0]
+        sends += [x for x in _sent_as_holder(plan, sender, shared, (group_index, tree)) if x.peer == receiver]
         receives += [x for x in _from_network(plan, group_index, at, device, shared, sender) if x.peer == sender]
     return tuple(sorted(sends)), tuple(sorted(receives))
 
@@ -223,8 +224,8 @@ def _from_network(plan: ReshardPlan, group_index: int, at: int, device: int, sha
 
 
 def _sent_as_holder(plan: ReshardPlan, rank: int, shared: ReshardCache,
-                    only: int | None = None) -> Iterator[TransferSlice]:
-    """What a rank sends as a holder of box classes. only: to one node group."""
+                    only: tuple[int, int] | None = None) -> Iterator[TransferSlice]:
+    """What a rank sends as a holder of box classes. only: to one tree of one node group."""
     cell = plan.src.cell(rank)
     source = plan.senders.get(cell) if cell is not None else None
     if cell is None or source is None:
@@ -233,9 +234,10 @@ def _sent_as_holder(plan: ReshardPlan, rank: int, shared: ReshardCache,
     if sender_index is None:
         return
     low, high = (source.size * x // source.num_senders for x in (sender_index, sender_index + 1))
-    supplies = source.supplies if only is None else (x for x in (source.supplies.at(only),) if x is not None)
+    supplies = source.supplies if only is None else (x for x in (source.supplies.at(only[0]),) if x is not None)
     for group_index, trees, amount, at in supplies:
-        for i in range(max(low - at, 0) // amount, min(trees, -(-max(high - at, 0) // amount))):
+        served = range(max(low - at, 0) // amount, min(trees, -(-max(high - at, 0) // amount)))
+        for i in served if only is None else (only[1],) if only[1] in served else ():
             group = plan.groups[group_index]
             first, past = group.tree_nodes(i)
             for part in shared.sent_to_tree(group_index, past - first > 1, cell):

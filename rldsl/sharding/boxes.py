@@ -12,11 +12,12 @@ holds an even run of the rows (dimension 0), of ceil(rows / ranks); the last may
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 from rldsl.diag import internal_error
@@ -196,6 +197,18 @@ def pieces_at(spec: ParamSpec, layout: Layout, part: int, zero_shard: int) -> tu
     first = expert * local_experts + zero_shard * size
     rows = (first, min(first + size, (expert + 1) * local_experts))
     return tuple(Piece((rows, *p.box[1:]), p.offset) for p in local) if rows[0] < rows[1] else ()
+
+
+def pieces_by_pair(spec: ParamSpec, layout: Layout) -> Mapping[tuple[int, int], tuple[Piece, ...]]:
+    """What `pieces_at` says for each (part, zero shard) of a layout. Cached."""
+    # mesh, pipeline, cp and names make no difference
+    return _pieces_by_pair(spec, Layout("", "", dp=layout.dp, tp=layout.tp, pp=1, ep=layout.ep,
+                                        zero=min(layout.zero, 1)))
+
+
+@lru_cache(maxsize=1024)
+def _pieces_by_pair(spec: ParamSpec, layout: Layout) -> Mapping[tuple[int, int], tuple[Piece, ...]]:
+    return MappingProxyType({pair: pieces_at(spec, layout, *pair) for pair in part_shard_pairs(layout)})
 
 
 def cell_of(layout: Layout, mesh: Mesh, rank: int) -> Cell | None:

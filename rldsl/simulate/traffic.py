@@ -88,7 +88,7 @@ class Loads:
 def _device_loads(routes: ReshardPlan, group: NodeGroup) -> Iterator[Traffic]:
     """The loads of the devices of a node. A device that receives over the network forwards to the others of its
     node."""
-    arrived = group.arrivals.by_device()
+    arrived = group.arrivals.by_device
     intra_in, intra_out = Counter[int](), forwarded_by_device(arrived)
     network_in, network_out = Counter[int](), Counter[int]()
     for needers, parts in arrived.items():

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from rldsl.plan.model import Layout, Model, ParamSpec
 from rldsl.reshard.box_classes import BoxClass
-from rldsl.sharding.boxes import Box, Cell, Parameter, contains, intersect, part_shard_pairs, pieces_at, stages, volume
+from rldsl.sharding.boxes import Box, Cell, Parameter, contains, intersect, pieces_by_pair, stages, volume
 
 Claim = tuple[Box, tuple[Cell, ...], tuple[Cell, ...]]  # a box, its holders and its needers, as a box class lists them
 Layers = tuple[int | None, ...]  # None: a parameter outside the layers
@@ -72,7 +72,7 @@ class _Pieces:
     """The boxes of a parameter under a layout, found by (part, zero shard) or by what they contain."""
 
     def __init__(self, spec: ParamSpec, layout: Layout):
-        self.by_pair = {pair: tuple(p.box for p in pieces_at(spec, layout, *pair)) for pair in part_shard_pairs(layout)}
+        self.by_pair = {pair: tuple(p.box for p in pieces) for pair, pieces in pieces_by_pair(spec, layout).items()}
         by_rows: dict[tuple[int, int], list[tuple[Box, PartShard]]] = defaultdict(list)
         for pair, boxes in self.by_pair.items():
             for box in boxes:

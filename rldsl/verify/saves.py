@@ -20,7 +20,7 @@ from rldsl.plan.events import Save
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec
 from rldsl.reshard.gather import division, gather_messages, owners
 from rldsl.reshard.rounds import Message
-from rldsl.sharding.boxes import Box, Cell, Parameter, contains, parameters, pieces_at, stages, volume
+from rldsl.sharding.boxes import Box, Cell, Parameter, contains, parameters, pieces_at, pieces_by_pair, stages, volume
 from rldsl.sharding.message_batches import MAX_MESSAGES, message_batches
 from rldsl.verify.box_classes import overlapping
 from rldsl.verify.reshard_records import Fault
@@ -92,8 +92,9 @@ def _division_faults(model: Model, layout: Layout, divided: Mapping[str, Divisio
         boxes = [box for _, _, box in divided[spec.name]]
         if sum(map(volume, boxes)) != _size(spec) or overlapping(boxes):
             yield "RL0527", f"the boxes of {spec.name} are not all of it, once each", ()
+        pieces = pieces_by_pair(spec, layout)
         for part, zero_shard, box in divided[spec.name]:
-            if not any(contains(piece.box, box) for piece in pieces_at(spec, layout, part, zero_shard)):
+            if not any(contains(piece.box, box) for piece in pieces.get((part, zero_shard), ())):
                 yield "RL0533", f"the ranks at part {part}.{zero_shard} do not hold {spec.name} {box}", ()
 
 
