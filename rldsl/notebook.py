@@ -60,10 +60,10 @@ class RlfMagics(Magics):
         if kept:
             write(kept, cell.encode(), ELSEWHERE)
         if given.name is None:
-            found = check_source(source, sets, place, on)
-            if not found.ok:
-                raise DiagnosticError(found)
-            display(found)
+            diagnostics = check_source(source, sets, place, on)
+            if not diagnostics.ok:
+                raise DiagnosticError(diagnostics)
+            display(diagnostics)
             return
         plan = compile_source(source, sets, place, on)
         present(self.shell, "IPython shell", "notebook").push({given.name: plan})

@@ -24,7 +24,7 @@ def machine_of(cluster: Machines) -> Cluster:
 def assumed(ranks: int, devices: int) -> Cluster:
     """As many nodes of the preset `ASSUMED` as so many ranks need, `devices` of which share a node; with more devices
     in each where a node of the plan has more."""
-    found = present(preset(ASSUMED), f"preset {ASSUMED}")
+    cluster = present(preset(ASSUMED), f"preset {ASSUMED}")
     size = min(devices, ranks)
-    nodes, gpus = -(-ranks // size), max(found.gpus, size)
-    return replace(found, nodes=nodes, gpus=gpus, name=f"{ASSUMED.rpartition('x')[0]}x{nodes * gpus}")
+    nodes, gpus = -(-ranks // size), max(cluster.gpus, size)
+    return replace(cluster, nodes=nodes, gpus=gpus, name=f"{ASSUMED.rpartition('x')[0]}x{nodes * gpus}")

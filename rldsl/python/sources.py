@@ -18,10 +18,10 @@ from rldsl.plan.projection import event_paths
 def source_text(path: str, digest: str, beside: Path) -> str:
     """The text of a source with this sha256, or "". beside: where the plan lies; it is looked for there, too."""
     name = Path(path).name
-    found = [Path(path), beside / name, beside / "sources" / f"{digest[:12]}-{name}"]  # the last is that of a run
+    candidates = [Path(path), beside / name, beside / "sources" / f"{digest[:12]}-{name}"]  # the last is that of a run
     if path.startswith("std/"):
-        found.append(Path(str(resources.files("rldsl.stdlib").joinpath(name))))
-    for file in found:
+        candidates.append(Path(str(resources.files("rldsl.stdlib").joinpath(name))))
+    for file in candidates:
         try:
             data = file.read_bytes()
             if sha256(data).hexdigest() == digest:

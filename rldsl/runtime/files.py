@@ -98,8 +98,8 @@ def sync(path: Path) -> None:
 
 def digest(file: Path) -> str:
     """sha256 of the bytes, in hexadecimal."""
-    whole = sha256()
+    total = sha256()
     with file.open("rb") as opened:
         while part := opened.read(1 << 22):
-            whole.update(part)
-    return whole.hexdigest()
+            total.update(part)
+    return total.hexdigest()

@@ -114,7 +114,7 @@ def test_where_the_main_thread_is() -> None:
     thread.start()
     thread.join()
     assert found[0].lines and found[0].lines[-1].rpartition(":")[0].endswith(".py")
-    thread = threading.Thread(target=lambda: (time.sleep(0.05), found.append(of_main(whole=False))))
+    thread = threading.Thread(target=lambda: (time.sleep(0.05), found.append(of_main(all_lines=False))))
     thread.start()
     event = threading.Event()
     event.wait(0.3)

@@ -138,8 +138,8 @@ class ShardOptimizer:
 
     def schedule_state(self) -> dict[str, int]:
         """done: updates of the schedule, taken or skipped. made: steps that the optimizer took."""
-        made = (int(state["step"]) for state in self.adam.state.values() if state)
-        return {"done": self.schedule_step, "made": next(made, 0)}
+        steps = (int(state["step"]) for state in self.adam.state.values() if state)
+        return {"done": self.schedule_step, "made": next(steps, 0)}
 
     def load_schedule_state(self, counts: Mapping[str, int]) -> None:
         self.schedule_step = counts["done"]
@@ -175,12 +175,12 @@ class ShardOptimizer:
         """Sum the gradient of parameter i over the tp ranks that hold the same units, by way of the whole parameter."""
         parameter, pieces = self.held[i]
         dim = parameter.dim
-        whole = grad.new_zeros(parameter.spec.shape)
+        complete = grad.new_zeros(parameter.spec.shape)
         for piece in pieces:
-            whole[slices(piece.box)] = grad[local_slice(piece, piece.box, dim)]
-        dist.all_reduce(whole, group=self.axes.tp.group)
+            complete[slices(piece.box)] = grad[local_slice(piece, piece.box, dim)]
+        dist.all_reduce(complete, group=self.axes.tp.group)
         for piece in pieces:
-            grad[local_slice(piece, piece.box, dim)] = whole[slices(piece.box)]
+            grad[local_slice(piece, piece.box, dim)] = complete[slices(piece.box)]
 
     def _grad_norm(self) -> float:
         """2-norm over the whole model; each element counts once, however many ranks hold it."""

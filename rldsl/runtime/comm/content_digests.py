@@ -44,21 +44,21 @@ class ContentDigest:
                    sha256(content).digest()[:HALF])
 
 
-def compare_contents(mine: Sequence[ContentDigest], device: torch.device) -> None:
+def compare_contents(digests: Sequence[ContentDigest], device: torch.device) -> None:
     """All ranks call it together. RL0769."""
-    count = torch.tensor([len(mine)], device=device)
+    count = torch.tensor([len(digests)], device=device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     if not int(count):
         return
-    table = b"".join(entry.key + entry.content for entry in mine).ljust(2 * HALF * int(count), b"\0")
-    held = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(device)
-    every = [torch.empty_like(held) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, held)
-    tables = [x.cpu().numpy().tobytes() for x in every]
-    raise_together(list(differences(mine, tables, dist.get_rank())), dist.group.WORLD, device)
+    table = b"".join(entry.key + entry.content for entry in digests).ljust(2 * HALF * int(count), b"\0")
+    encoded = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(device)
+    gathered = [torch.empty_like(encoded) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, encoded)
+    tables = [x.cpu().numpy().tobytes() for x in gathered]
+    raise_together(list(differences(digests, tables, dist.get_rank())), dist.group.WORLD, device)
 
 
-def differences(mine: Sequence[ContentDigest], tables: Sequence[bytes], rank: int) -> Iterator[Diagnostic]:
+def differences(digests: Sequence[ContentDigest], tables: Sequence[bytes], rank: int) -> Iterator[Diagnostic]:
     """For each thing that ranks have read differently, a message on the first rank that reads it. tables: of each rank,
     its keys and contents."""
     readers: dict[bytes, dict[bytes, set[int]]] = {}
@@ -67,7 +67,7 @@ def differences(mine: Sequence[ContentDigest], tables: Sequence[bytes], rank: in
             key, content = table[at : at + HALF], table[at + HALF : at + 2 * HALF]
             if any(key):
                 readers.setdefault(key, {}).setdefault(content, set()).add(number)
-    for entry in {entry.key: entry for entry in mine}.values():
+    for entry in {entry.key: entry for entry in digests}.values():
         groups = sorted(map(sorted, readers[entry.key].values()), key=lambda ranks: (-len(ranks), ranks[0]))
         if len(groups) > 1 and rank == min(ranks[0] for ranks in groups):
             others = sorted(number for ranks in groups[1:] for number in ranks)

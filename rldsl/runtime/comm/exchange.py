@@ -68,8 +68,9 @@ def post_each(sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tupl
 # ---------------------------------------------------------------------------------------------------- values
 
 
-def transfer(rows: StepRows, value: Value, src: Spread, dst: Spread, held: RaggedRows | None, tag: int) -> Pending:
-    """`value` from spread to spread. held: what this rank has under `src`, or None. The result is the rows under
+def transfer(rows: StepRows, value: Value, src: Spread, dst: Spread, source_rows: RaggedRows | None,
+             tag: int) -> Pending:
+    """`value` from spread to spread. source_rows: what this rank has under `src`, or None. The result is the rows under
     `dst`, or None on a rank that does not take part in it."""
     world = rows.world
     have, want = rows.ids(src, value), rows.ids(dst, value)
@@ -79,7 +80,7 @@ def transfer(rows: StepRows, value: Value, src: Spread, dst: Spread, held: Ragge
     for move in moves:
         ids = torch.tensor(move.rows, device=world.device)
         if move.src == world.rank:
-            rows_held = present(held, f"{value.id} in {src.id} on a rank that sends it", "run")
+            rows_held = present(source_rows, f"{value.id} in {src.id} on a rank that sends it", "run")
             sends[move.dst] = rows_held.select(ids).data.to(dtype).contiguous()
         elif move.dst == world.rank:
             sizes = rows.sizes(value, ids)
@@ -92,9 +93,9 @@ def transfer(rows: StepRows, value: Value, src: Spread, dst: Spread, held: Ragge
         if world.rank not in want:
             return None
         parts = [RaggedRows(ids, sizes, receives[peer]) for ids, sizes, peer in arriving]
-        kept = sorted(set(want[world.rank]).intersection(have.get(world.rank, ())))
-        if kept and held is not None:
-            parts.append(held.select(torch.tensor(kept, device=world.device)))
+        kept_ids = sorted(set(want[world.rank]).intersection(have.get(world.rank, ())))
+        if kept_ids and source_rows is not None:
+            parts.append(source_rows.select(torch.tensor(kept_ids, device=world.device)))
         if not parts:
             parts = [RaggedRows.empty(dtype, world.device)]
         joined = RaggedRows.join(parts)

@@ -55,14 +55,14 @@ class StepRows:
     def rows_by_dp(self, spread: Spread) -> tuple[dict[str, Rows], ...]:
         """[dp rank][frame] -> rows, for the frames of the spread and those that share their rows or prompts."""
         if spread.id not in self._rows_by_dp:
-            every = self.frames
-            space = prompt_space(every[spread.frames[0]], every) if spread.frames else None
-            frames = [f for f in every.values() if space is None or prompt_space(f, every) == space]
+            all_frames = self.frames
+            space = prompt_space(all_frames[spread.frames[0]], all_frames) if spread.frames else None
+            frames = [f for f in all_frames.values() if space is None or prompt_space(f, all_frames) == space]
             # rows of the others do not exist yet
             frames = [f for f in frames if not f.present_in or f.present_in in self.lens]
             self._rows_by_dp[spread.id] = rows_by_dp(
                 spread, self.world.dp(spread), frames, self._totals(spread, frames), self.plan.header.seed,
-                self.step_index, tuple(every.values()))
+                self.step_index, tuple(all_frames.values()))
         return self._rows_by_dp[spread.id]
 
     def minibatch_rows_by_dp(self, spread: Spread) -> tuple[tuple[tuple[Rows, ...], ...], ...]:

@@ -102,13 +102,13 @@ def one_schema(files: Sequence[str], schemas: Sequence[Any]) -> Any:
     """The schema that all files have. RL0755 names the first column in which one differs."""
     first = {f.name: f.type for f in schemas[0]}
     for file, schema in zip(files, schemas, strict=True):
-        own = {f.name: f.type for f in schema}
-        if len(own) != len(schema):
+        types_of_file = {f.name: f.type for f in schema}
+        if len(types_of_file) != len(schema):
             twice = next(n for n in schema.names if schema.names.count(n) > 1)
             raise fail("RL0755", f"this file has two columns `{twice}`", place=file, help="rename one of them")
-        for name in (*first, *own):
-            if own.get(name) != first.get(name):
-                both = ((files[0], first), (file, own))
+        for name in (*first, *types_of_file):
+            if types_of_file.get(name) != first.get(name):
+                both = ((files[0], first), (file, types_of_file))
                 shown = tuple(f"{path}: `{name}` is {types.get(name, 'missing')}" for path, types in both)
                 raise fail("RL0755", f"the files of this data have different types for the column `{name}`",
                            place=file, notes=shown,
@@ -128,7 +128,7 @@ def check_files(path: str, files: Sequence[str], schema: Any, needs: RowNeeds, b
     parts: list[ArrowFile] = []
     for file in files:
         with open_file(file) as opened:
-            made = file_stamp(opened.fileno())
+            stamp = file_stamp(opened.fileno())
         rows = 0
         with readable(file, "file"):
             for batch in batches(file):
@@ -137,7 +137,7 @@ def check_files(path: str, files: Sequence[str], schema: Any, needs: RowNeeds, b
                     check.row(row, file, number)
                 keep(pa.RecordBatch.from_arrays([batch.column(n) for n in schema.names], schema=schema))
                 rows += batch.num_rows
-        parts.append(ArrowFile(file, rows, made if stamped else None))
+        parts.append(ArrowFile(file, rows, stamp if stamped else None))
     if not any(part.rows for part in parts):
         raise fail("RL0742", "this data has no rows", place=path, help="the file has no rows")
     check.errors.stop()
@@ -160,8 +160,9 @@ def _check_schema(pa: Any, schema: Any, check: RowCheck, file: str) -> None:
         if name not in types:
             check.errors.add([missing(role, name, schema.names, file)])
         elif role and not _may_hold(pa, types[name]):
-            wanted = "a string or a list of chat messages" if role == "prompt" else "a string or assistant messages"
-            check.errors.add([Diagnostic("RL0747", f"the column `{name}` is {types[name]}, not {wanted}", place=file)])
+            expected = "a string or a list of chat messages" if role == "prompt" else "a string or assistant messages"
+            title = f"the column `{name}` is {types[name]}, not {expected}"
+            check.errors.add([Diagnostic("RL0747", title, place=file)])
 
 
 def _may_hold(pa: Any, kind: Any) -> bool:

@@ -21,8 +21,8 @@ Stamp = tuple[int, int]  # size and time of a file
 
 def no_such(path: str, what: str = "data file") -> Failure:
     folder = Path(path).parent
-    there = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
-    near = get_close_matches(Path(path).name, there, n=1)
+    siblings = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+    near = get_close_matches(Path(path).name, siblings, n=1)
     return fail("RL0741", f"no such {what}", place=path, help=f"did you mean `{folder / near[0]}`?"
                 if near else "paths are relative to the working directory")
 

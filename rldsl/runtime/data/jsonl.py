@@ -78,7 +78,7 @@ def scan(path: str, needs: RowNeeds) -> ScannedFile:
     offsets, blanks = array("q"), array("q")
     check: RowCheck | None = None
     with read_file(path) as file:
-        made = file_stamp(file.fileno())
+        stamp = file_stamp(file.fileno())
         number = 0
         for block, starts in _blocks(file):
             lines = block.split(b"\n")
@@ -100,7 +100,7 @@ def scan(path: str, needs: RowNeeds) -> ScannedFile:
             offsets.frombytes(starts[full].tobytes())
     if check is None:
         raise fail("RL0742", "this data file is empty", place=path, help="write one JSON object per line")
-    return check.finish(JsonLines(path, offsets, blanks, made))
+    return check.finish(JsonLines(path, offsets, blanks, stamp))
 
 
 def _blocks(file: Any) -> Iterator[tuple[bytes, np.ndarray]]:

@@ -36,15 +36,15 @@ def scan(path: str, needs: RowNeeds) -> ScannedFile:
         with open_file(file) as opened, readable(file, "file"):
             schemas.append(pq.read_schema(opened))
     schema = one_schema(files, schemas)
-    with tempfile.TemporaryFile() as kept:
+    with tempfile.TemporaryFile() as temporary:
         try:
-            writer = pa.ipc.new_stream(kept, schema)
+            writer = pa.ipc.new_stream(temporary, schema)
             check, parts = check_files(path, files, schema, needs, batches, _writing(writer, path), stamped=False)
             writer.close()
-            kept.flush()
+            temporary.flush()
         except OSError as error:
             raise _no_room(path, error) from None
-        mapped = mmap.mmap(kept.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped = mmap.mmap(temporary.fileno(), 0, access=mmap.ACCESS_READ)
     return check.finish(table_of(list(pa.ipc.open_stream(pa.py_buffer(mapped))), parts))
 
 
@@ -71,9 +71,9 @@ def files_of(path: str) -> list[str]:
         raise no_such(path)
     if not Path(path).is_dir():
         return [path]
-    found = sorted(str(f) for f in Path(path).rglob("*.parquet") if not f.name.startswith((".", "_")) and f.is_file())
-    if not found:
+    files = sorted(str(f) for f in Path(path).rglob("*.parquet") if not f.name.startswith((".", "_")) and f.is_file())
+    if not files:
         saved = any((Path(path) / name).exists() for name in ("state.json", "dataset_dict.json"))
         raise fail("RL0742", "this directory has no Parquet files", place=path,
                    help=f"read it with `hf(\"{path}\")`" if saved else "their names end in `.parquet`")
-    return found
+    return files

@@ -47,19 +47,19 @@ class SourceReading:
                    digest or content_digest(data))
 
     @classmethod
-    def read(cls, held: Any) -> SourceReading:
+    def read(cls, record: Any) -> SourceReading:
         """A record from JSON. TypeError or ValueError if it is something else."""
-        found = cls(**held)
-        wrong = [f.name for f in fields(cls) if type(getattr(found, f.name)).__name__ != f.type]
+        reading = cls(**record)
+        wrong = [f.name for f in fields(cls) if type(getattr(reading, f.name)).__name__ != f.type]
         if wrong:
-            raise ValueError(f"{wrong[0]} is {getattr(found, wrong[0])!r}")
-        return found
+            raise ValueError(f"{wrong[0]} is {getattr(reading, wrong[0])!r}")
+        return reading
 
 
 def content_digest(data: Data) -> str:
     """The digest of a source's files: of the bytes of a single file, or of the digests of several."""
-    found = [digest(Path(f)) for f in FILES[data.format](data.path)]
-    return found[0] if len(found) == 1 else sha256("".join(found).encode()).hexdigest()
+    digests = [digest(Path(f)) for f in FILES[data.format](data.path)]
+    return digests[0] if len(digests) == 1 else sha256("".join(digests).encode()).hexdigest()
 
 
 def compare_readings(name: str, then: SourceReading, now: SourceReading, begun: bool) -> Diagnostic | None:
@@ -78,7 +78,7 @@ def compare_readings(name: str, then: SourceReading, now: SourceReading, begun: 
                                "a new run from the saved models")
     if then.sha256 == now.sha256:
         return None
-    sizes = "; ".join(f"{what}: {a} -> {b}" for what, a, b in (("bytes", then.bytes, now.bytes),
+    sizes = "; ".join(f"{unit}: {a} -> {b}" for unit, a, b in (("bytes", then.bytes, now.bytes),
                                                                ("rows", then.rows, now.rows)) if a != b)
     return Diagnostic("RL0765", f"the data of `{name}` changed since the checkpoint"
                       + (": some rows of this epoch may be read twice or skipped" if begun else ""),

@@ -45,11 +45,11 @@ class RowNeeds:
     roles: Mapping[str, str]       # "prompt", "answer", "chosen", "rejected" -> name of the column
     numbers: tuple[str, ...] = ()  # columns with a finite number (or true or false) in every row
 
-    def among(self, there: Collection[str]) -> RowNeeds:
+    def among(self, columns: Collection[str]) -> RowNeeds:
         """The same needs, with ReaL's names of the two sides of pairs if a file has these and not ours."""
-        if not SIDES.keys() <= self.roles.keys() or not set(SIDES.values()) <= set(there):
+        if not SIDES.keys() <= self.roles.keys() or not set(SIDES.values()) <= set(columns):
             return self
-        if any(self.roles[role] != role or role in there for role in SIDES):
+        if any(self.roles[role] != role or role in columns for role in SIDES):
             return self
         return replace(self, roles={**self.roles, **SIDES})
 
@@ -136,19 +136,19 @@ def several(value: Any) -> bool:
 
 def check_row(row: Row, place: str, needs: RowNeeds) -> list[Diagnostic]:
     """The errors of a row."""
-    found = [_column(row, role, name, place) for role, name in needs.roles.items()]
-    found += [_number(row, name, place) for name in needs.numbers]
-    wrong = [d for d in found if d is not None]
+    errors = [_column(row, role, name, place) for role, name in needs.roles.items()]
+    errors += [_number(row, name, place) for name in needs.numbers]
+    wrong = [d for d in errors if d is not None]
     if not wrong:
         both = (_chat_after_text(row, needs.roles, place), _sides(row, needs.roles, place))
         wrong = [d for d in both if d is not None]
     return wrong
 
 
-def missing(role: str, name: str, there: Sequence[str], place: str) -> Diagnostic:
+def missing(role: str, name: str, columns: Sequence[str], place: str) -> Diagnostic:
     """RL0746 for a missing column. role: "" for a column of numbers."""
-    shown = ", ".join(f"`{k}`" for k in there) or "none"
-    near = get_close_matches(name, there, n=1, cutoff=0.5)
+    shown = ", ".join(f"`{k}`" for k in columns) or "none"
+    near = get_close_matches(name, columns, n=1, cutoff=0.5)
     if not role:
         help_ = "it is listed in `numbers=` of the data declaration, so every row needs it"
         help_ = f"did you mean `{near[0]}`?" if near else help_

@@ -34,8 +34,8 @@ class PairRows:
         return [self._pair(row, which) for row, (_, which) in zip(whole, at, strict=True)]
 
     def _at(self, row: int) -> tuple[int, int]:
-        whole = int(np.searchsorted(self.firsts, row, "right")) - 1
-        return whole, row - int(self.firsts[whole])
+        table_row = int(np.searchsorted(self.firsts, row, "right")) - 1
+        return table_row, row - int(self.firsts[table_row])
 
     def _pair(self, row: Row, which: int) -> Row:
         names = [self.roles[side] for side in SIDES]

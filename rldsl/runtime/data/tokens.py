@@ -81,9 +81,9 @@ class Tokens:
                        place=place, notes=(f"tokenizer: {self.directory}",),
                        help="use the tokenizer of a chat model, or provide the prompt as a string")
         # Arrow gives every message all the fields that any message has
-        given = [{k: v for k, v in m.items() if v is not None or k == "content"} for m in messages]
+        chat = [{k: v for k, v in m.items() if v is not None or k == "content"} for m in messages]
         try:
-            return str(self.tokenizer.apply_chat_template(given, add_generation_prompt=generation, tokenize=False))
+            return str(self.tokenizer.apply_chat_template(chat, add_generation_prompt=generation, tokenize=False))
         except Exception as error:  # a template is a program: it may raise anything
             raise fail("RL0750", f"the chat template rejects these messages: {error}", place=place) from None
 
@@ -95,8 +95,8 @@ TOKENIZER_FILES = ("token", "vocab", "merges", "special", "added", "spiece", "se
 
 def tokenizer_digest(directory: str) -> str:
     """The digest of the small files that decide how texts are tokenized; weights are not read."""
-    found = sorted(f for f in Path(directory).iterdir() if f.is_file() and f.name.startswith(TOKENIZER_FILES))
-    return sha256("".join(f"{f.name} {digest(f)}\n" for f in found).encode()).hexdigest()
+    files = sorted(f for f in Path(directory).iterdir() if f.is_file() and f.name.startswith(TOKENIZER_FILES))
+    return sha256("".join(f"{f.name} {digest(f)}\n" for f in files).encode()).hexdigest()
 
 
 def load_tokenizer(data: Data) -> Any:
@@ -128,16 +128,16 @@ def end_tokens(directory: str, tokenizer: Any) -> frozenset[int]:
     tokenizer's. A directory need not have the first two."""
     from transformers import AutoConfig, GenerationConfig
 
-    found = _declared_ids(tokenizer.eos_token_id)
+    ids = _declared_ids(tokenizer.eos_token_id)
     configs: tuple[Callable[[], object], ...] = (
         lambda: GenerationConfig.from_pretrained(directory, local_files_only=True),
         lambda: AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False))
     for config in configs:
         try:
-            found |= _declared_ids(getattr(config(), "eos_token_id", None))
+            ids |= _declared_ids(getattr(config(), "eos_token_id", None))
         except (OSError, ValueError):  # no such file, or of a family that is not known
             continue
-    return found
+    return ids
 
 
 def _declared_ids(declared: int | list[int] | None) -> frozenset[int]:

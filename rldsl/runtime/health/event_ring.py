@@ -100,9 +100,9 @@ class EventRing:
 
     def entries(self) -> tuple[RingEntry, ...]:
         """All entries, oldest first."""
-        now, held = time.monotonic(), sorted(self._slots[:], key=lambda slot: slot[0])
+        now, slots = time.monotonic(), sorted(self._slots[:], key=lambda slot: slot[0])
         return tuple(RingEntry(s.seconds, s.at, s.phase, s.awaits, s.function)
-                     for s in (_position(slot, now) for slot in held if slot[0]))
+                     for s in (_position(slot, now) for slot in slots if slot[0]))
 
 
 def _position(slot: _Slot, now: float, call: str = "") -> RankPosition:

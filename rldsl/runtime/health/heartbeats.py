@@ -95,11 +95,11 @@ class Heartbeats:
         """Whether this rank is to report that all have stopped."""
         return self._claim(_SAID, str(self.rank))
 
-    def _claim(self, key: str, mine: str) -> bool:
+    def _claim(self, key: str, value: str) -> bool:
         """Whether this rank is the first to claim `key`. Without a store every rank is: better reported twice than
         never."""
         try:
-            return bool(self.store.compare_set(key, "", mine).decode() == mine)
+            return bool(self.store.compare_set(key, "", value).decode() == value)
         except RuntimeError:
             return True
 

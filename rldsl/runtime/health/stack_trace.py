@@ -22,12 +22,12 @@ class Stack:
     lines: tuple[str, ...] = ()  # "FILE:LINE FUNCTION", innermost last
 
 
-def of_main(whole: bool = True) -> Stack:
-    """Now. whole: with all lines, not the call alone."""
+def of_main(all_lines: bool = True) -> Stack:
+    """The stack of the main thread now. all_lines: False finds the call alone, which is quicker."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return Stack()
-    return _stack([*traceback.walk_stack(frame)][::-1] if whole else [(frame, frame.f_lineno)])
+    return _stack([*traceback.walk_stack(frame)][::-1] if all_lines else [(frame, frame.f_lineno)])
 
 
 def of_error(trace: TracebackType | None) -> Stack:
@@ -36,7 +36,7 @@ def of_error(trace: TracebackType | None) -> Stack:
 
 
 def _stack(steps: Sequence[tuple[FrameType, int | None]]) -> Stack:
-    """A frame between two lines has no number."""
+    """steps: (frame, line) from the outermost to the innermost; a frame between two lines has no line number."""
     if not steps:
         return Stack()
     frame, line = steps[-1]

@@ -88,11 +88,11 @@ class Watchdog:
         if self._interrupted or isinstance(error, KeyboardInterrupt):
             self.interrupt()
         self._failed_at = stack_trace.of_error(error.__traceback__)
-        said = describe_own_error(error, self.rank, self._event_text())
-        if any(d.code == "RL0799" for d in said):
+        diagnostics = describe_own_error(error, self.rank, self._event_text())
+        if any(d.code == "RL0799" for d in diagnostics):
             traceback.print_exception(error)
-        if said:
-            self._stop(said)
+        if diagnostics:
+            self._stop(diagnostics)
         if isinstance(error, Failure):  # another rank reports the error
             self._stop_for_others("a rank failed")
         self._stop_for_others("another rank exited without an error message", " ".join(str(error).split())[:300])
@@ -230,18 +230,18 @@ class Watchdog:
         """Report, dump and end this process. heartbeats: of all ranks, if they have been read already."""
         self._ending.acquire()
         self._limit_shutdown()
-        said = diagnostics[0]
-        first = self.heartbeats.report_failure("" if said.code == LOST_CONTACT else self._event_text())
+        main = diagnostics[0]
+        first = self.heartbeats.report_failure("" if main.code == LOST_CONTACT else self._event_text())
         if first:
             print(render(diagnostics, sys.stderr.isatty()), file=sys.stderr, flush=True)
             tell_torchrun(render(diagnostics))
-        self._dump(said.code, said.title, first)
+        self._dump(main.code, main.title, first)
         if first and self.world > 1:
             time.sleep(3 * BEAT)  # the store may live in this process; let the others read it
-            known = self.heartbeats.all() if heartbeats is None else heartbeats
-            if self.out is not None and known:  # without a store nothing is known: what others wrote stays
+            latest = self.heartbeats.all() if heartbeats is None else heartbeats
+            if self.out is not None and latest:  # without a store nothing is known: what others wrote stays
                 write_dump(self.out, LastHeartbeats(self._plan_id(), self.heartbeats.start, self.rank,
-                                                    round(time.time(), 3), tuple(sorted(known.items()))))
+                                                    round(time.time(), 3), tuple(sorted(latest.items()))))
         self._leave()
 
     def _dump(self, code: str, reason: str, first: bool) -> None:
@@ -257,7 +257,7 @@ class Watchdog:
         """Where this rank is, or where it failed."""
         if self._asynchronous:  # what the main thread is in says nothing about the communication
             return self.ring.position()
-        return self.ring.position((self._failed_at or stack_trace.of_main(whole=False)).call)
+        return self.ring.position((self._failed_at or stack_trace.of_main(all_lines=False)).call)
 
     def _plan_id(self) -> str:
         return self._plan.id if self._plan is not None else ""
@@ -275,8 +275,8 @@ class Watchdog:
         event = self.ring.event
         if event is None:
             return "start-up"
-        known = self._plan.plan if self._plan is not None else None
-        return event_text(Labels.of(known.values, known.frames).event(event) if known is not None else event)
+        plan = self._plan.plan if self._plan is not None else None
+        return event_text(Labels.of(plan.values, plan.frames).event(event) if plan is not None else event)
 
 
 def _leave(status: int) -> NoReturn:

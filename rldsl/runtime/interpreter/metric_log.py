@@ -26,17 +26,17 @@ def log(step: StepState, ring: EventRing, event: Log) -> None:
     for name, buffer in event.metrics:
         spread = context.spreads[split_buffer(buffer)[1]]
         by_rank.setdefault(context.world.meshes[spread.mesh].members()[0], []).append((name, buffer))
-    mine = [_optional_number(step.buffers.get(b).data) for _, b in by_rank.get(rank, ())]
+    own_numbers = [_optional_number(step.buffers.get(b).data) for _, b in by_rank.get(rank, ())]
     group, tag = context.world.log_group, message_tag(event)
     if rank != event.to:
-        if mine:
-            step.sent_logs.add(post({event.to: torch.cat(mine)}, {}, tag, group))
+        if own_numbers:
+            step.sent_logs.add(post({event.to: torch.cat(own_numbers)}, {}, tag, group))
         return
     receives = {peer: torch.empty(2 * len(names), dtype=torch.float64, device="cpu")
                 for peer, names in by_rank.items() if peer != rank}
     posted = post({}, receives, tag, group)
-    if mine:
-        receives[rank] = torch.cat(mine)
+    if own_numbers:
+        receives[rank] = torch.cat(own_numbers)
     arrival = Arrival.now() if not posted.works else step.arrivals.expect(posted.wait)
     order = tuple((peer, name) for peer, names in by_rank.items() for name, _ in names)
     step.logged.append(LoggedNumbers(tuple(name for name, _ in event.metrics), order, receives, arrival,

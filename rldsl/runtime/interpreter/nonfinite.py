@@ -31,10 +31,10 @@ def refuse_minibatch(context: RunContext, step: int, event: Train, rows: Mapping
                      {"step": str(step), "model": event.model, "loss": loss, "grad_norm": f"{norm:g}"})
     # this also makes all ranks wait until every one has written
     failed = any_rank((bool(problem),), group, context.device)[0]
-    kept = f"the minibatch is in {folder}" if not failed else \
+    where = f"the minibatch is in {folder}" if not failed else \
         f"the minibatch could not be written to {folder}" + (f": {problem}" if problem else "")
     raise fail("RL0733", f"the gradient of `{event.model}` is not finite ({norm:g})", place=event.at,
-               notes=(f"loss: {loss}; no parameter was updated", kept),
+               notes=(f"loss: {loss}; no parameter was updated", where),
                help="look for a division by zero, a logarithm of 0 or an overflow of `exp` in the loss and its data; "
                     "use `nonfinite=skip` to skip such minibatches")
 

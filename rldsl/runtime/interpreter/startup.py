@@ -101,8 +101,8 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Wat
 def _check_models(plan: Plan, items: Sequence[Item]) -> None:
     """Check that the models of this rank are what the plan says, before any of their weights is read. A directory
     that is not there is left to the loader, which may not need it."""
-    held = {r.id for event in _events(items) for r in references(event) if r.role is Role.MODEL}
-    if faults := check_model_tables(plan, held).faults:
+    models = {r.id for event in _events(items) for r in references(event) if r.role is Role.MODEL}
+    if faults := check_model_tables(plan, models).faults:
         raise Failure(faults)
 
 
@@ -112,26 +112,27 @@ def _resumed(context: RunContext, options: Options) -> LoadedCheckpoint | None:
         if not (options.overwrite or options.continues):
             refuse_checkpoints(context.out)
         return None
-    held = load_checkpoint(Path(options.resume), program_identity(context.plan), context.device)
-    lacking = [m.name for m in context.plan.models if (m.train_layout or m.updated_from) and not held.has(m.name)]
-    lacking += [s.value for s in context.plan.states if s.value not in held.states]
+    checkpoint = load_checkpoint(Path(options.resume), program_identity(context.plan), context.device)
+    lacking = [m.name for m in context.plan.models if (m.train_layout or m.updated_from) and not checkpoint.has(m.name)]
+    lacking += [s.value for s in context.plan.states if s.value not in checkpoint.states]
     if lacking:
-        raise fail("RL0762", f"the checkpoint does not contain `{'`, `'.join(lacking)}`", place=str(held.path),
-                   notes=(f"it contains {', '.join([*held.names, *held.states])}",),
+        raise fail("RL0762", f"the checkpoint does not contain `{'`, `'.join(lacking)}`", place=str(checkpoint.path),
+                   notes=(f"it contains {', '.join([*checkpoint.names, *checkpoint.states])}",),
                    help="resume with the program that wrote it, or start a new run with another `--out`")
-    return held
+    return checkpoint
 
 
-def _check_positions(context: RunContext, reader: DataReader, held: LoadedCheckpoint | None, writes: bool) -> None:
+def _check_positions(context: RunContext, reader: DataReader, checkpoint: LoadedCheckpoint | None,
+                     writes: bool) -> None:
     """Check that the data positions in the checkpoint still refer to the same rows, and note how each source is read
     for the next checkpoint. writes: whether this run writes checkpoints. All ranks call it together."""
     comparisons: list[Diagnostic | None] = []
     for name, source in reader.sources.items():
-        if reader.reports(name) and (held or writes):
+        if reader.reports(name) and (checkpoint or writes):
             now = reader.readings[name] = SourceReading.of(source, reader.digests.get(name, ""))
-            if held and name in held.readings:
-                comparisons.append(compare_readings(name, held.readings[name], now, name in held.data))
-            elif held and name not in held.data:
+            if checkpoint and name in checkpoint.readings:
+                comparisons.append(compare_readings(name, checkpoint.readings[name], now, name in checkpoint.data))
+            elif checkpoint and name not in checkpoint.data:
                 comparisons.append(unknown_source(name, now))
     problems = [d for d in comparisons if d is not None]
     errors = [d for d in problems if d.severity == "error"]
@@ -140,7 +141,8 @@ def _check_positions(context: RunContext, reader: DataReader, held: LoadedCheckp
     raise_together(errors, dist.group.WORLD, context.device)
 
 
-def begin_run(context: RunContext, held: LoadedCheckpoint | None, options: Options, begun: Callable[[], None]) -> None:
+def begin_run(context: RunContext, checkpoint: LoadedCheckpoint | None, options: Options,
+              begun: Callable[[], None]) -> None:
     """All checks have passed: rank 0 removes from the directory what is not of this run, and calls `begun`. All ranks
     call it together."""
     dist.barrier()  # the checks of all ranks have passed
@@ -149,11 +151,12 @@ def begin_run(context: RunContext, held: LoadedCheckpoint | None, options: Optio
         if options.overwrite:
             remove_earlier_run(context.out, dist.get_world_size())
         drop_unfinished(context.out)
-        if held is not None:
-            drop_later(context.out, held)
-            more = f"after step {held.step}" if held.step < context.plan.header.steps else "which is the last step"
-            notes = (f"note: changed since the checkpoint: {shown(change)}" for change in held.changes)
-            print("\n".join([f"resuming from {held.path}, {more}", *notes]), file=sys.stderr, flush=True)
+        if checkpoint is not None:
+            drop_later(context.out, checkpoint)
+            is_last = checkpoint.step >= context.plan.header.steps
+            more = "which is the last step" if is_last else f"after step {checkpoint.step}"
+            notes = (f"note: changed since the checkpoint: {shown(change)}" for change in checkpoint.changes)
+            print("\n".join([f"resuming from {checkpoint.path}, {more}", *notes]), file=sys.stderr, flush=True)
         begun()
     dist.barrier()  # no rank writes before everything is removed
 

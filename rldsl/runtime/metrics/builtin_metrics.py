@@ -76,22 +76,22 @@ class Meter:
     def finish(self, step: StepState, seconds: float) -> dict[str, float]:
         """The numbers of the step, then begin the next. seconds: the duration of the step."""
         phases = dict(self.seconds)
-        found: dict[str, float] = {f"time/{phase}": round(s, 4) for phase, s in phases.items()}
-        found["time/rest"] = round(max(seconds - sum(phases.values()), 0.0), 4)
+        numbers: dict[str, float] = {f"time/{phase}": round(s, 4) for phase, s in phases.items()}
+        numbers["time/rest"] = round(max(seconds - sum(phases.values()), 0.0), 4)
         for phase, tokens in self._tokens.items():
             if tokens and phases.get(phase):
-                found[f"tokens_per_second/{phase}"] = round(tokens / phases[phase], 1)
+                numbers[f"tokens_per_second/{phase}"] = round(tokens / phases[phase], 1)
         if self._rows:
-            found["length/response"] = self._responses / self._rows
+            numbers["length/response"] = self._responses / self._rows
         if self._world > 1:
             iterations = {loop: list(counts) for loop, counts in self._iterations.items()}
-            found["moved/bytes"] = _bytes(self._priced, step.number, iterations) + step.ragged_bytes
-        found["memory/peak_bytes"] = peak_bytes(step.context.device)
+            numbers["moved/bytes"] = _bytes(self._priced, step.number, iterations) + step.ragged_bytes
+        numbers["memory/peak_bytes"] = peak_bytes(step.context.device)
         self.seconds.clear()
         self._tokens.clear()
         self._iterations.clear()
         self._responses = self._rows = step.ragged_bytes = 0
-        return found
+        return numbers
 
 
 def _tokens(step: StepState, frame: str) -> int:
@@ -100,14 +100,14 @@ def _tokens(step: StepState, frame: str) -> int:
 
 def _priced(items: Sequence[Item]) -> tuple[Item, ...]:
     """Only what moves a known number of bytes, and the blocks around it."""
-    kept: list[Item] = []
+    moving: list[Item] = []
     for item in items:
         if isinstance(item, Event):
             if item.bytes > 0:
-                kept.append(item)
+                moving.append(item)
         elif inner := _priced(item.body):
-            kept.append(replace(item, body=inner))
-    return tuple(kept)
+            moving.append(replace(item, body=inner))
+    return tuple(moving)
 
 
 def _bytes(items: Sequence[Item], number: int, iterations: Mapping[str, list[int]]) -> int:

@@ -27,8 +27,8 @@ def free_output(file: str) -> Path:
 
 def newest_output(file: str) -> Path | None:
     """The directory of the run that was started or resumed last; None if there is none."""
-    found = [(_last_start(out), number, out) for number, out in _directories(file) if os.path.lexists(out / RECORD)]
-    return max(found)[2] if found else None
+    runs = [(_last_start(out), number, out) for number, out in _directories(file) if os.path.lexists(out / RECORD)]
+    return max(runs)[2] if runs else None
 
 
 def output_of(file: str, resume: Path) -> Path | None:
@@ -41,12 +41,12 @@ def _directories(file: str) -> Iterator[tuple[int, Path]]:
     PROGRAM."""
     name = Path(file).stem
     for out in sorted(ROOT.glob("*")):
-        found = re.fullmatch(rf"{re.escape(name)}(?:-([2-9]|[1-9]\d+))?", out.name)
-        if found is None or not out.is_dir():
+        match = re.fullmatch(rf"{re.escape(name)}(?:-([2-9]|[1-9]\d+))?", out.name)
+        if match is None or not out.is_dir():
             continue
         program = Path(str((read_record(out) or {}).get("program", ""))).stem
         if out.name == name or program != out.name:
-            yield int(found[1] or 1), out
+            yield int(match[1] or 1), out
 
 
 def _is_taken(out: Path) -> bool:
@@ -57,5 +57,5 @@ def _is_taken(out: Path) -> bool:
 
 def _last_start(out: Path) -> str:
     """When the run was last started: UTC, ISO 8601; "" if the record does not say."""
-    held = read_record(out) or {}
-    return max(str(held.get("started", "")), *map(str, held.get("resumed", [])), "")
+    record = read_record(out) or {}
+    return max(str(record.get("started", "")), *map(str, record.get("resumed", [])), "")

@@ -15,8 +15,8 @@ from rldsl.runtime.files import replace_text
 
 def encoded(line: Mapping[str, Any]) -> str:
     """One line, without its end."""
-    known = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in line.items()}
-    return json.dumps(known, ensure_ascii=False, allow_nan=False)
+    finite = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in line.items()}
+    return json.dumps(finite, ensure_ascii=False, allow_nan=False)
 
 
 def truncate(file: Path, step: int) -> list[int]:
@@ -40,8 +40,8 @@ def truncate(file: Path, step: int) -> list[int]:
 def _step(line: str) -> int:
     """The step of a line; -1 if it has none."""
     try:
-        held = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
         return -1
-    found = held.get("step") if isinstance(held, dict) else None
-    return found if type(found) is int else -1
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if type(step) is int else -1

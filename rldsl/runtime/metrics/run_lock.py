@@ -108,8 +108,8 @@ class RunLock:
         except OSError:  # a file system that does not answer now may answer at the next beat
             return True
         if self._lost is not None and not self._done.is_set():
-            what = "its lock was removed" if not now else "another run has taken it"
-            self._lost(Diagnostic("RL0780", f"this run no longer owns its output directory: {what}",
+            reason = "its lock was removed" if not now else "another run has taken it"
+            self._lost(Diagnostic("RL0780", f"this run no longer owns its output directory: {reason}",
                                   place=str(self.file.parent),
                                   help="do not delete files of an active run; start it again with `--resume`"))
         return False
@@ -118,12 +118,12 @@ class RunLock:
 def acquire(out: Path, program: str = "", lost: Callable[[Diagnostic], object] | None = None) -> RunLock:
     """Own `out`. Waits at most `STALE` seconds, and only where the heartbeat of another host has to show whether its
     process lives. Errors: RL0780 its owner is alive, RL0708."""
-    file, mine = out / LOCK, Owner.this_process(program)
-    temporary = out / f".{LOCK}.{mine.token}"
+    file, owner = out / LOCK, Owner.this_process(program)
+    temporary = out / f".{LOCK}.{owner.token}"
     try:
         with written(file):
             out.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(asdict(mine)) + "\n")
+            temporary.write_text(json.dumps(asdict(owner)) + "\n")
         with written(file):
             while not _linked(temporary, file):
                 _wait_until_stale(file, temporary)
@@ -131,7 +131,7 @@ def acquire(out: Path, program: str = "", lost: Callable[[Diagnostic], object] |
     finally:
         with suppress(OSError):
             temporary.unlink()
-    return RunLock(file, mine, lost)
+    return RunLock(file, owner, lost)
 
 
 def refuse_owned(out: Path) -> None:
@@ -233,8 +233,8 @@ def _content(file: Path) -> bytes:
 def _read(file: Path) -> Owner | None:
     """The owner that a lock names; None if there is no lock, or one that is damaged or not from this program."""
     try:
-        held = json.loads(_content(file))
-        owner = Owner(**held)
+        content = json.loads(_content(file))
+        owner = Owner(**content)
     except (OSError, ValueError, TypeError, RecursionError):
         return None
     wrong = [f for f in fields(Owner) if type(getattr(owner, f.name)).__name__ != f.type]

@@ -62,29 +62,29 @@ def read_record(out: Path, owned: bool = False) -> dict[str, Any] | None:
     A run whose process is gone has failed. owned: this process holds the directory's lock, so that no process on
     another host runs there."""
     try:
-        held = json.loads((out / RECORD).read_bytes())
+        record = json.loads((out / RECORD).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError):
         return {"state": DAMAGED}
-    if not isinstance(held, dict) or held.get("state") not in STATES:
+    if not isinstance(record, dict) or record.get("state") not in STATES:
         return {"state": DAMAGED}
-    if any(name in held and not isinstance(held[name], kind) for name, kind in TYPES.items()):
+    if any(name in record and not isinstance(record[name], kind) for name, kind in TYPES.items()):
         return {"state": DAMAGED}
-    if held["state"] == RUNNING:
-        here = held.get("host") == socket.gethostname()
-        if not is_alive(held.get("pid", 0), held.get("born")) if here else owned:
-            return held | {"state": FAILED}
-    return held
+    if record["state"] == RUNNING:
+        on_this_host = record.get("host") == socket.gethostname()
+        if not is_alive(record.get("pid", 0), record.get("born")) if on_this_host else owned:
+            return record | {"state": FAILED}
+    return record
 
 
 def refuse_existing_run(out: Path, owned: bool = False) -> None:
     """Where a new run must not begin. owned: as for `read_record`."""
-    held = read_record(out, owned)
-    if held is not None and held["state"] in KEPT:
-        what = KEPT[held["state"]]
+    record = read_record(out, owned)
+    if record is not None and record["state"] in KEPT:
+        state_text = KEPT[record["state"]]
         ways = "use `--resume` to continue from its last checkpoint" if last_checkpoint(out) is not None else ""
-        raise fail("RL0781", f"this directory contains {what}", place=str(out), notes=(_run_description(held),),
+        raise fail("RL0781", f"this directory contains {state_text}", place=str(out), notes=(_run_description(record),),
                    help="; ".join(x for x in ("use `--out` to choose another directory", ways,
                                               "use `--overwrite` to delete it") if x))
     refuse_checkpoints(out)
@@ -100,8 +100,8 @@ def refuse_checkpoints(out: Path) -> None:
                         "`--overwrite` to delete them")
 
 
-def _run_description(held: dict[str, Any]) -> str:
-    return shown(f"{held.get('program', 'unknown')}, started {held.get('started', 'at an unknown time')}")
+def _run_description(record: dict[str, Any]) -> str:
+    return shown(f"{record.get('program', 'unknown')}, started {record.get('started', 'at an unknown time')}")
 
 
 def last_checkpoint(out: Path) -> int | None:
@@ -123,14 +123,14 @@ def interruption_text(out: Path, step: int, steps: int, command: Sequence[str]) 
 
 def resume_command(typed: str, out: Path) -> str:
     """`rlc run ...` as typed, resuming the run in `out`."""
-    kept: list[str] = []
+    words: list[str] = []
     before = ""
     for word in shlex.split(typed):
         value = before == "--out" or before == "--resume" and not word.startswith("-") and not is_program(word)
         if not value and not word.startswith(("--out", "--resume", "--overwrite")):
-            kept.append(word)
+            words.append(word)
         before = word
-    return shlex.join([*kept, "--out", str(out), "--resume"])
+    return shlex.join([*words, "--out", str(out), "--resume"])
 
 
 def is_program(word: str) -> bool:
@@ -162,11 +162,11 @@ def claim_output(out: Path, resume: Path | None, again: bool = False, overwrite:
         return OutputClaim(resume if last_checkpoint(out) is None else out, True)
     if not owned:
         refuse_owned(out)
-    held = read_record(out, owned)
+    record = read_record(out, owned)
     continues = resume is not None and is_own_checkpoint(out, resume)
-    if held is not None and held["state"] == RUNNING and held.get("host") == socket.gethostname() and \
+    if record is not None and record["state"] == RUNNING and record.get("host") == socket.gethostname() and \
             (continues or overwrite):
-        raise fail("RL0781", "this directory contains an active run", place=str(out), notes=(_run_description(held),),
+        raise fail("RL0781", "this directory contains an active run", place=str(out), notes=(_run_description(record),),
                    help="wait until it has finished; `kill -TERM` stops a run with checkpoints after the current step")
     if not continues and not overwrite:
         refuse_existing_run(out, owned)
@@ -225,13 +225,13 @@ class RunRecord:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            result[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "unknown"
-    return found
+            result[name] = "unknown"
+    return result
 
 
 def _now() -> str:
@@ -248,7 +248,7 @@ def _files(plan: Plan) -> dict[str, tuple[str, Path]]:
 def _copied(folder: Path, files: dict[str, tuple[str, Path]]) -> list[dict[str, str]]:
     """Copy the files that are still those of the plan. Of each: its path, its hash, and its name under sources/ (""
     where it has changed or is not here)."""
-    found = []
+    result = []
     for path, (digest, place) in files.items():
         try:
             text = place.read_bytes() if place.is_file() and place.suffix in (".rlf", ".py") else b""
@@ -260,12 +260,12 @@ def _copied(folder: Path, files: dict[str, tuple[str, Path]]) -> list[dict[str, 
             with written(folder / name):
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(text)
-        found.append({"path": path, "sha256": digest, "copy": name})
-    return found
+        result.append({"path": path, "sha256": digest, "copy": name})
+    return result
 
 
 def runs(folder: Path) -> Iterable[tuple[Path, dict[str, Any]]]:
     """Every run below a directory, the one that began last first."""
-    found = [(file.parent, held) for file in sorted(folder.rglob(RECORD))
-             if (held := read_record(file.parent)) is not None]
-    return sorted(found, key=lambda x: str(x[1].get("started", "")), reverse=True)
+    records = [(file.parent, record) for file in sorted(folder.rglob(RECORD))
+               if (record := read_record(file.parent)) is not None]
+    return sorted(records, key=lambda x: str(x[1].get("started", "")), reverse=True)

@@ -41,18 +41,18 @@ class SampleSource:
 
 def sample_sources(plan: Plan) -> tuple[SampleSource, ...]:
     """One for each frame that the run's loop generates."""
-    made = dict.fromkeys(e.frame for e, _ in event_paths(plan) if isinstance(e, Generate))
+    generated = dict.fromkeys(e.frame for e, _ in event_paths(plan) if isinstance(e, Generate))
     buffers = dict.fromkeys(b for e, _ in event_paths(plan) for b in e.writes)
     meshes, spreads = {m.id: m for m in plan.meshes}, {s.id: s for s in plan.spreads}
     frames, values = {f.id: f for f in plan.frames}, {v.id: v for v in plan.values}
-    found = []
-    for frame in made:
+    sources = []
+    for frame in generated:
         where = [split_buffer(b)[1] for b in buffers if split_buffer(b)[0] == f"{frame}.tokens"]
         row_spreads = [split_buffer(b)[1] for b in buffers if (v := values.get(split_buffer(b)[0])) is not None
                        and v.extent == "row" and frames[v.frame].row_space == frames[frame].row_space]
         best = max(where, key=row_spreads.count)  # the first of those with as many
-        found.append(SampleSource(frame, best, meshes[spreads[best].mesh].members()[0]))
-    return tuple(found)
+        sources.append(SampleSource(frame, best, meshes[spreads[best].mesh].members()[0]))
+    return tuple(sources)
 
 
 def value_names(plan: Plan, spaces: set[str]) -> dict[str, str]:
@@ -61,8 +61,8 @@ def value_names(plan: Plan, spaces: set[str]) -> dict[str, str]:
     inputs = {v: f"{e.model}/{name}" for e, _ in reversed(list(event_paths(plan))) if isinstance(e, Train)
               for name, v in e.data_inputs}
     rows = {f.id: f.row_space for f in plan.frames}
-    known = (v.id for v in plan.values if v.extent == "row" and v.dtype != "text" and rows.get(v.frame) in spaces)
-    return {v: inputs[v] if ANONYMOUS.fullmatch(v) else v for v in known if v in inputs or not ANONYMOUS.fullmatch(v)}
+    values = (v.id for v in plan.values if v.extent == "row" and v.dtype != "text" and rows.get(v.frame) in spaces)
+    return {v: inputs[v] if ANONYMOUS.fullmatch(v) else v for v in values if v in inputs or not ANONYMOUS.fullmatch(v)}
 
 
 class Samples:
@@ -88,9 +88,9 @@ class Samples:
         value, spread = split_buffer(buffer)
         if value in self._names:
             if self._context.holds(buffer):
-                held = step.buffers.get(buffer)
+                column = step.buffers.get(buffer)
                 before = self._values.get(value)
-                self._values[value] = held if before is None or held.ids.numel() >= before.ids.numel() else before
+                self._values[value] = column if before is None or column.ids.numel() >= before.ids.numel() else before
             return
         for source in self._mine:
             if value == f"{source.frame}.tokens" and spread == source.spread:
@@ -106,7 +106,7 @@ class Samples:
     def _write(self, step: int, frame: Frame, tokens: RaggedRows, lens: Any) -> None:
         rows = tokens.ids[lens.of("tokens")[tokens.ids] > 0][: self._max_samples]
         tokenizer = self._data.source(frame.data).tokenizer
-        known = {self._names[value]: _numbers(column, rows) for value, column in sorted(self._values.items())
+        numbers = {self._names[value]: _numbers(column, rows) for value, column in sorted(self._values.items())
                  if self._context.frames[self._context.values[value].frame].row_space == frame.row_space}
         lines = []
         for i, row in enumerate(rows.tolist()):
@@ -114,7 +114,7 @@ class Samples:
             prompt = int(lens.prompt[row])
             text = {"step": step, "row": row, "prompt": tokenizer.decode(ids[:prompt], skip_special_tokens=True),
                     "completion": tokenizer.decode(ids[prompt:], skip_special_tokens=True)}
-            lines.append(encoded(text | {v: n[row] for v, n in known.items() if row in n}))
+            lines.append(encoded(text | {v: n[row] for v, n in numbers.items() if row in n}))
         file = samples_file(self._context.out, frame.id)
         with written(file):
             if file not in self._begun:

@@ -26,16 +26,17 @@ MARK = "rldsl.json"  # in every directory that a save has written
 
 def check_writes(plan: Plan, out: Path, allowed: Sequence[str] = (), only: str = "", step: int = 1) -> None:
     """Every place that a save of `plan` names, now, as it will be at `step`. only: one of them."""
-    found = paths(plan)
-    own, here = (p.resolve() for p in (out, Path(".")))
+    targets = paths(plan)
+    run_directory, working_directory = (p.resolve() for p in (out, Path(".")))
     named = [Path(a).resolve() for a in allowed]
-    read = {path: p for _, path in found.reads if (p := _resolved(path)) is not None}
+    read = {path: p for _, path in targets.reads if (p := _resolved(path)) is not None}
     problems = []
-    for path in (only,) if only else found.writes:
+    for path in (only,) if only else targets.writes:
         place = _resolved(path.replace(OUT, str(out)).replace(STEP, str(step)))
         if place is None:
             problems.append(_refused(path, "invalid path in a save", "choose another path"))
-        elif not (own in place.parents or here in place.parents or any(n in (place, *place.parents) for n in named)):
+        elif not (run_directory in place.parents or working_directory in place.parents
+                  or any(n in (place, *place.parents) for n in named)):
             problems.append(_refused(
                 path, f"a save would write outside the run and working directories, to {shown(str(place))}",
                 f"allow it with `--allow-write {shown(str(place.parent))}`, or save inside these directories"))

@@ -85,28 +85,28 @@ class LoadedCheckpoint:
 
     def _cover(self, name: str, box: Box) -> list[tuple[Box, tuple[Box, Path, str]]]:
         """Boxes that make up `box`, each with a stored one that contains it."""
-        found: list[tuple[Box, tuple[Box, Path, str]]] = []
-        lacking = [box]
+        cover: list[tuple[Box, tuple[Box, Path, str]]] = []
+        missing = [box]
         for entry in self.stored.get(name, ()):
             if len(entry[0]) != len(box):
                 continue
-            found += [(part, entry) for b in lacking if (part := intersect(b, entry[0])) is not None]
-            lacking = [rest for b in lacking for rest in subtract(b, entry[0])]
-        if lacking:
+            cover += [(part, entry) for b in missing if (part := intersect(b, entry[0])) is not None]
+            missing = [rest for b in missing for rest in subtract(b, entry[0])]
+        if missing:
             raise fail("RL0762", f"the checkpoint contains only a part of {name.replace('|', ' ')}",
                        place=str(self.path),
                        help="it was saved from a model with a different shape; start a new run")
-        return found
+        return cover
 
 
-def load_checkpoint(asked: Path, header: Mapping[str, Any], device: torch.device) -> LoadedCheckpoint:
-    """asked: a checkpoint, or a run's directory, of which the newest good one counts. header: what the plan says of its
-    program (`facts`). All ranks call it together. Rank 0 alone lists the directory: what machines see of a shared one
-    may differ for a while, and ranks that tried other checkpoints, or more of them, would not resume from the same
+def load_checkpoint(resume: Path, header: Mapping[str, Any], device: torch.device) -> LoadedCheckpoint:
+    """resume: a checkpoint, or a run's directory, of which the newest good one counts. header: what the plan says of
+    its program (`facts`). All ranks call it together. Rank 0 alone lists the directory: what machines see of a shared
+    one may differ for a while, and ranks that tried other checkpoints, or more of them, would not resume from the same
     one."""
-    whole, names = json.loads(broadcast_text(json.dumps(_candidates(asked)), device))
+    is_checkpoint, names = json.loads(broadcast_text(json.dumps(_candidates(resume)), device))
     if not names:
-        raise fail("RL0760", "no checkpoint to resume from", place=str(asked),
+        raise fail("RL0760", "no checkpoint to resume from", place=str(resume),
                    help="`checkpoint every K` in the flow writes checkpoints; without `--resume` the run starts from "
                         "the beginning")
     notes: list[str] = []
@@ -123,8 +123,8 @@ def load_checkpoint(asked: Path, header: Mapping[str, Any], device: torch.device
         if manifest is not None:
             problem, keys = _share(path, manifest)
         if not any_rank((bool(problem),), dist.group.WORLD, device)[0]:
-            every = [entry for text in gather_texts(json.dumps(keys), device) for entry in json.loads(text)]
-            return _loaded(path, present(manifest, f"manifest of {path}", place="run"), header, every)
+            all_keys = [entry for text in gather_texts(json.dumps(keys), device) for entry in json.loads(text)]
+            return _loaded(path, present(manifest, f"manifest of {path}", place="run"), header, all_keys)
         if problem:
             notes.append(f"{path}: {problem}")
             # all ranks read the same manifest, and each its share of the files
@@ -133,14 +133,14 @@ def load_checkpoint(asked: Path, header: Mapping[str, Any], device: torch.device
                       + (f"; trying the previous one, {before}" if before else ""), file=sys.stderr, flush=True)
     if not notes:
         raise Failure([])  # another rank reports the error
-    raise fail("RL0761", "all checkpoints are corrupted", place=str(asked), notes=tuple(notes),
+    raise fail("RL0761", "all checkpoints are corrupted", place=str(resume), notes=tuple(notes),
                help="restore one from a backup, or start from the beginning without `--resume`")
 
 
-def _candidates(asked: Path) -> tuple[bool, list[str]]:
-    """Whether one checkpoint is asked for; those to try, the newest first."""
-    whole = (asked / MANIFEST).is_file()
-    return whole, [str(asked)] if whole else [str(path) for path in reversed(checkpoints(asked))]
+def _candidates(resume: Path) -> tuple[bool, list[str]]:
+    """Whether `resume` is one checkpoint; the checkpoints to try, the newest first."""
+    is_checkpoint = (resume / MANIFEST).is_file()
+    return is_checkpoint, [str(resume)] if is_checkpoint else [str(path) for path in reversed(checkpoints(resume))]
 
 
 def _bytes(file: Path) -> bytes:
@@ -151,11 +151,11 @@ def _bytes(file: Path) -> bytes:
         return b""
 
 
-def drop_later(out: Path, held: LoadedCheckpoint) -> None:
+def drop_later(out: Path, checkpoint: LoadedCheckpoint) -> None:
     """The run takes another way from here: what it left behind later on the way before is no checkpoint of it."""
-    if held.path.resolve().parent == (out / "checkpoints").resolve():
+    if checkpoint.path.resolve().parent == (out / "checkpoints").resolve():
         for path in checkpoints(out):
-            if step_of(path) > held.step:
+            if step_of(path) > checkpoint.step:
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -176,9 +176,9 @@ def _share(path: Path, manifest: Manifest) -> tuple[str, list[tuple[str, str]]]:
     file is opened by one rank and by those that need what is in it, and not by all."""
     keys: list[tuple[str, str]] = []
     try:
-        for name, (size, said) in list(manifest.files.items())[dist.get_rank() :: dist.get_world_size()]:
+        for name, (size, expected_digest) in list(manifest.files.items())[dist.get_rank() :: dist.get_world_size()]:
             file = path / Path(name).name
-            if not file.is_file() or file.stat().st_size != size or digest(file) != said:
+            if not file.is_file() or file.stat().st_size != size or digest(file) != expected_digest:
                 return f"{shown(name)} has changed since it was written", []
             keys += [(file.name, key) for key in _keys(file)]
     except DAMAGE as error:

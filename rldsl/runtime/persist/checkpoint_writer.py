@@ -90,7 +90,7 @@ def open_writer(context: RunContext, plan: str, watchdog: Any = None) -> Checkpo
 def _tensors(models: ModelStore, writer: CheckpointWriter, event: Checkpoint) -> dict[str, torch.Tensor]:
     """Copies of the boxes that this rank writes."""
     context = models.context
-    found: dict[str, torch.Tensor] = {}
+    copies: dict[str, torch.Tensor] = {}
     for name, layout in map(split_buffer, event.reads):
         where = context.world.layouts.get(layout)
         if name not in context.models or where is None or (name, layout) not in models.shards:
@@ -106,8 +106,8 @@ def _tensors(models: ModelStore, writer: CheckpointWriter, event: Checkpoint) ->
             for part, tensors in parts.items():
                 view = tensors[parameter.name][local_slice(piece, piece.box, parameter.dim)]
                 key = f"{name}|{part}|{parameter.name}|{box_text(piece.box)}"
-                found[key] = view.detach().to("cpu", copy=True).contiguous()
-    return found
+                copies[key] = view.detach().to("cpu", copy=True).contiguous()
+    return copies
 
 
 def owned_pieces(model: Model, layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[Parameter, Piece], ...]:
@@ -219,8 +219,8 @@ class CheckpointWriter:
 
 def checkpoints(out: Path) -> Sequence[Path]:
     """The checkpoints of a run, oldest first."""
-    every = (p for p in (out / "checkpoints").glob("step-*") if p.name[5:].isdecimal())
-    return sorted((p for p in every if (p / MANIFEST).is_file()), key=step_of)
+    directories = (p for p in (out / "checkpoints").glob("step-*") if p.name[5:].isdecimal())
+    return sorted((p for p in directories if (p / MANIFEST).is_file()), key=step_of)
 
 
 def drop_unfinished(out: Path) -> None:

@@ -55,34 +55,34 @@ def manifest_text(facts: Mapping[str, Any]) -> str:
 def read_manifest(data: bytes) -> Manifest:
     """The manifest in a text. ValueError if it is damaged; the message says what is wrong."""
     try:
-        held = json.loads(data, object_pairs_hook=_unique)
+        content = json.loads(data, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if not isinstance(held, dict):
+    if not isinstance(content, dict):
         raise ValueError("not an object")
-    if held.get("format") == 1 and DIGEST not in held:
+    if content.get("format") == 1 and DIGEST not in content:
         raise ValueError(EARLIER)
-    if type(held.get("format")) is not int or held["format"] != FORMAT:
-        raise ValueError(f"format {held.get('format')!r}, expected {FORMAT}")
-    if held.keys() != KEYS:
-        names = sorted(KEYS ^ held.keys())
+    if type(content.get("format")) is not int or content["format"] != FORMAT:
+        raise ValueError(f"format {content.get('format')!r}, expected {FORMAT}")
+    if content.keys() != KEYS:
+        names = sorted(KEYS ^ content.keys())
         raise ValueError(f"{'missing' if names[0] in KEYS else 'unexpected'} key {names[0]!r}")
-    digest = held.pop(DIGEST)
-    if digest != _digest(held):
+    digest = content.pop(DIGEST)
+    if digest != _digest(content):
         raise ValueError("it has changed since it was written: its digest does not match")
-    program: dict[str, Any] = {"sources": _texts(held, "sources"), "functions": _texts(held, "functions"),
-               "params": _object(held, "params"), "seed": held["seed"]}
-    if type(held["seed"]) is not int or not isinstance(held["plan"], str):
+    program: dict[str, Any] = {"sources": _texts(content, "sources"), "functions": _texts(content, "functions"),
+               "params": _object(content, "params"), "seed": content["seed"]}
+    if type(content["seed"]) is not int or not isinstance(content["plan"], str):
         raise ValueError("the seed or the plan has a wrong type")
     if not all(isinstance(value, bool | int | float | str | list) for value in program["params"].values()):
         raise ValueError("a parameter has a wrong type")
-    models = _object(held, "models")
+    models = _object(content, "models")
     return Manifest(
-        _count(held["step"]), held["plan"], program,
-        {name: _file(value) for name, value in _object(held, "files").items()},
-        {name: _number(value) for name, value in _object(held, "states").items()},
-        {name: _count(value) for name, value in _object(held, "data").items()},
-        {name: _reading(value) for name, value in _object(held, "readings").items()},
+        _count(content["step"]), content["plan"], program,
+        {name: _file(value) for name, value in _object(content, "files").items()},
+        {name: _number(value) for name, value in _object(content, "states").items()},
+        {name: _count(value) for name, value in _object(content, "data").items()},
+        {name: _reading(value) for name, value in _object(content, "readings").items()},
         {name: {key: _count(count) for key, count in _object(models, name).items()} for name in models})
 
 
@@ -92,24 +92,24 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         raise ValueError("a key occurs twice")
-    return found
+    return result
 
 
-def _object(held: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = held[name]
-    if not isinstance(found, dict):
+def _object(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = content[name]
+    if not isinstance(value, dict):
         raise ValueError(f"{name} is not an object")
-    return found
+    return value
 
 
-def _texts(held: Mapping[str, Any], name: str) -> dict[str, str]:
-    found = _object(held, name)
-    if not all(isinstance(value, str) for value in found.values()):
+def _texts(content: Mapping[str, Any], name: str) -> dict[str, str]:
+    texts = _object(content, name)
+    if not all(isinstance(value, str) for value in texts.values()):
         raise ValueError(f"{name} has a value that is not text")
-    return found
+    return texts
 
 
 def _count(value: Any) -> int:

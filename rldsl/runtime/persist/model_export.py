@@ -46,14 +46,14 @@ def save(models: ModelStore, step: int, event: Save) -> None:
     members = mesh.members()
     # adapters are small, and PEFT reads them from one file
     chosen = dict.fromkeys(owners(model, layout, mesh), members[0]) if model.lora else owners(model, layout, mesh)
-    whole = _gather(context, event, model, shard.state_dict(), chosen)
+    tensors = _gather(context, event, model, shard.state_dict(), chosen)
     writers = sorted(set(chosen.values()))
     names = {rank: WEIGHTS if model.lora else _file(i, len(writers)) for i, rank in enumerate(writers)}
     index = {name: names[rank] for name, rank in chosen.items()}
     if model.lora:
-        whole = {stored_name(name): tensor for name, tensor in whole.items()}
+        tensors = {stored_name(name): tensor for name, tensor in tensors.items()}
     else:
-        whole, index = _as_stored(model, whole, index)
+        tensors, index = _as_stored(model, tensors, index)
     if "{step}" in event.path:  # another place than the one looked at before
         check_writes(context.plan, context.out, context.allow_write, event.path, step)
     final = Path(event.path.replace("{out}", str(context.out)).replace("{step}", str(step)))
@@ -61,7 +61,7 @@ def save(models: ModelStore, step: int, event: Save) -> None:
     first = context.rank == members[0]
 
     _together(group, context, lambda: _fresh(partial, final) if first else None, final)
-    _together(group, context, lambda: _write(partial / names[context.rank], whole) if whole else None, final)
+    _together(group, context, lambda: _write(partial / names[context.rank], tensors) if tensors else None, final)
     header = context.plan.header
     dtype = storage_dtype(model, layout.id)
     mark = {"program": header.program, "flow": header.flow, "model": model.name, "step": step}
@@ -73,61 +73,61 @@ def _file(i: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _gather(context: RunContext, event: Save, model: Model, mine: Tensors,
+def _gather(context: RunContext, event: Save, model: Model, local_tensors: Tensors,
             chosen: Mapping[str, int]) -> dict[str, torch.Tensor]:
     """The parameters that this rank is chosen to write, whole, on the CPU."""
     layout = context.world.layouts[event.layout]
     mesh, rank = context.world.meshes[layout.mesh], context.rank
     sends, receives = gather(model, layout, mesh, chosen, rank)
     held = pieces_by_parameter(model, layout, cell_of(layout, mesh, rank))
-    whole = {p.name: torch.empty(p.spec.shape, dtype=mine[p.name].dtype if p.name in mine
-                                 else _dtype(mine), device=context.device)
+    complete = {p.name: torch.empty(p.spec.shape, dtype=local_tensors[p.name].dtype if p.name in local_tensors
+                                 else _dtype(local_tensors), device=context.device)
              for p in parameters(model) if chosen[p.name] == rank}
-    for name, target in whole.items():
+    for name, target in complete.items():
         parameter, pieces = held[name]
         for piece in pieces:
-            target[slices(piece.box)] = mine[name][local_slice(piece, piece.box, parameter.dim)]
+            target[slices(piece.box)] = local_tensors[name][local_slice(piece, piece.box, parameter.dim)]
     spots = {m.peer: [local_box(held, *box) for box in m.boxes] for m in sends}
-    out = {peer: torch.cat([mine[name][at].reshape(-1) for name, at in some]) for peer, some in spots.items()}
-    into = {m.peer: torch.empty(m.size(), dtype=_dtype(mine), device=context.device) for m in receives}
+    out = {peer: torch.cat([local_tensors[name][at].reshape(-1) for name, at in some]) for peer, some in spots.items()}
+    into = {m.peer: torch.empty(m.size(), dtype=_dtype(local_tensors), device=context.device) for m in receives}
     post(out, into, message_tag(event)).wait()
     for message in receives:
         at = 0
         for name, box in message.boxes:
-            target = whole[name][slices(box)]
+            target = complete[name][slices(box)]
             target.copy_(into[message.peer][at : at + target.numel()].view(target.shape))
             at += target.numel()
-    return {name: t.cpu() for name, t in whole.items()}
+    return {name: t.cpu() for name, t in complete.items()}
 
 
-def _as_stored(model: Model, whole: Mapping[str, torch.Tensor], index: Mapping[str, str]
+def _as_stored(model: Model, tensors: Mapping[str, torch.Tensor], index: Mapping[str, str]
                ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Tensors, and the file of every tensor, as the model's directory has them: of one expert each, where it does."""
-    made, files = dict(whole), dict(index)
+    stored, files = dict(tensors), dict(index)
     for p in parameters(model):
-        file, tensor = (files.pop(p.name), made.pop(p.name, None)) if p.spec.stored else ("", None)
+        file, tensor = (files.pop(p.name), stored.pop(p.name, None)) if p.spec.stored else ("", None)
         for name, box in stored_tensors(p):
             files[name] = file
             if tensor is not None:
-                made[name] = tensor[slices(box)][0] if of_experts(p) else tensor
-    return made, files
+                stored[name] = tensor[slices(box)][0] if of_experts(p) else tensor
+    return stored, files
 
 
-def _dtype(mine: Tensors) -> torch.dtype:
-    return next(iter(mine.values())).dtype
+def _dtype(tensors: Tensors) -> torch.dtype:
+    return next(iter(tensors.values())).dtype
 
 
 def _together(group: Any, context: RunContext, work: Any, final: Path) -> None:
     """Run `work` on this rank; when it fails anywhere, every rank stops, and the one that failed says why."""
-    said: tuple[Diagnostic, ...] = ()
+    diagnostics: tuple[Diagnostic, ...] = ()
     try:
         work()
     except OSError as error:
         why = f"the checkpoint cannot be written: {error.strerror or error}"
-        said = (Diagnostic("RL0706", why, place=str(final),
+        diagnostics = (Diagnostic("RL0706", why, place=str(final),
                            help="check the path, its permissions and the free disk space; earlier checkpoints are "
                                 "intact"),)
-    raise_together(said, group, context.device)
+    raise_together(diagnostics, group, context.device)
 
 
 def _aside(final: Path) -> Path:

@@ -57,10 +57,10 @@ class HashedModules(MetaPathFinder):
 
     def restore(self, record: str) -> None:
         """What `add` has written to the environment of a process that spawned this one."""
-        held = json.loads(record)
-        self.folders = [Path(folder) for folder in held["folders"]]
+        fields = json.loads(record)
+        self.folders = [Path(folder) for folder in fields["folders"]]
         self.files = {Path(place): (file, read_hashed(Path(place), file, digest))
-                      for place, (file, digest) in held["files"].items()}
+                      for place, (file, digest) in fields["files"].items()}
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
                   ) -> ModuleSpec | None:
@@ -84,15 +84,15 @@ class HashedModules(MetaPathFinder):
 
     def source(self, name: str, path: str) -> bytes:
         """The bytes to execute. RL0770: the plan has no digest for them."""
-        found = self.files.get(Path(path).resolve())
-        if found is None or path.endswith(".pyc"):
+        expected = self.files.get(Path(path).resolve())
+        if expected is None or path.endswith(".pyc"):
             self.refused = self.refused or fail(
                 "RL0770", f"the plan does not contain the local module `{name}`", place=os.path.relpath(path),
                 notes=("only local modules that are named in an `import` statement are recorded and executed",),
                 help="compile the program again" if not path.endswith(".pyc") else
                 "a compiled file is not executed: keep its source next to the Python file")
             raise ImportError(f"the plan does not contain the local module {name}", name=name, path=path)
-        return found[1]
+        return expected[1]
 
 
 class HashedSource(SourceFileLoader):
@@ -139,10 +139,10 @@ def installed() -> HashedModules:
     for finder in sys.meta_path:
         if isinstance(finder, HashedModules):
             return finder
-    found = HashedModules()
+    added = HashedModules()
     at = next((i for i, finder in enumerate(sys.meta_path) if finder is PathFinder), len(sys.meta_path))
-    sys.meta_path.insert(at, found)
-    return found
+    sys.meta_path.insert(at, added)
+    return added
 
 
 def read_hashed(place: Path, path: str, digest: str) -> bytes:

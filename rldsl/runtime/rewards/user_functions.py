@@ -46,26 +46,26 @@ def load(function: Function) -> Callable[[list[Row]], Any]:
     if not function.path.startswith(SHIPPED):
         installed().add(function, path)
     module = _import(function, path, data)
-    found: Any = getattr(module, function.name, None)
-    if found is None:
+    function_object: Any = getattr(module, function.name, None)
+    if function_object is None:
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         near = get_close_matches(function.name, names, n=1)
         raise fail("RL0774", f"this file does not define a function `{function.name}`", place=function.path,
                    help=f"did you mean `{near[0]}`?" if near else "define it at the top of the file")
-    if not callable(found):
-        raise fail("RL0774", f"`{function.name}` is {_type_name(found)}, not a function", place=function.path,
+    if not callable(function_object):
+        raise fail("RL0774", f"`{function.name}` is {_type_name(function_object)}, not a function", place=function.path,
                    help=f"`{function.name}` is called with a list of rows")
-    if (takes := _wrong_signature(found)) is not None:
+    if (takes := _wrong_signature(function_object)) is not None:
         raise fail("RL0774", f"`{function.name}{takes}` does not take exactly one list of rows", place=function.path,
                    help=f"write `def {function.name}(rows): return [... for row in rows]`; a row is a dict")
-    checked: Callable[[list[Row]], Any] = found
+    checked: Callable[[list[Row]], Any] = function_object
     return checked
 
 
-def _wrong_signature(found: Callable[..., Any]) -> inspect.Signature | None:
+def _wrong_signature(function: Callable[..., Any]) -> inspect.Signature | None:
     """The signature of a function that does not take one list."""
     try:
-        takes = inspect.signature(found)
+        takes = inspect.signature(function)
     except (TypeError, ValueError):  # some of those written in C do not tell
         return None
     try:
@@ -121,10 +121,10 @@ def call(function: Function, rows: list[Row], names: Sequence[str] = ()) -> list
 loaded = functools.cache(load)
 
 
-def _call_checked(function: Function, found: Callable[[list[Row]], Any], rows: list[Row],
+def _call_checked(function: Function, callable_: Callable[[list[Row]], Any], rows: list[Row],
             names: Sequence[str]) -> list[float]:
     try:
-        result = found([dict(row) for row in rows])  # a function may change what it is given
+        result = callable_([dict(row) for row in rows])  # a function may change what it is given
     except KeyboardInterrupt:
         raise
     except BaseException as error:

@@ -42,13 +42,13 @@ class DataReader:
 
     def content_digests(self) -> list[ContentDigest]:
         """The digests of the files of all open sources, and of their tokenizers."""
-        found = []
+        digests = []
         for name, source in self.sources.items():
             self.digests[name] = content_digest(source.data)
-            found.append(ContentDigest.of(source.data.path, f"data `{name}`", self.digests[name].encode()))
-            found.append(ContentDigest.of(source.data.tokenizer, f"tokenizer of `{name}`",
+            digests.append(ContentDigest.of(source.data.path, f"data `{name}`", self.digests[name].encode()))
+            digests.append(ContentDigest.of(source.data.tokenizer, f"tokenizer of `{name}`",
                                           tokenizer_digest(source.data.tokenizer).encode()))
-        return found
+        return digests
 
     def reports(self, data: str) -> bool:
         """Whether this rank is the one that reports on a source to the user: the first that reads it."""

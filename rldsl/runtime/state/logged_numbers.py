@@ -35,9 +35,9 @@ class Arrival:
     @staticmethod
     def now() -> Arrival:
         """An arrival that is complete from the start."""
-        made = Arrival()
-        made._there.set()
-        return made
+        arrival = Arrival()
+        arrival._there.set()
+        return arrival
 
     def complete(self, wait: Callable[[], Any]) -> None:
         """Wait for it, in a thread of its own."""
@@ -110,5 +110,5 @@ class LoggedNumbers:
         """Metric -> number, of those that have one, once all have arrived."""
         self.arrival.wait()
         pairs = {peer: iter(x.view(-1, 2).tolist()) for peer, x in self.received.items()}
-        found = {name: next(pairs[peer]) for peer, name in self.order}
-        return {name: found[name][1] for name in self.names if found[name][0]}
+        by_name = {name: next(pairs[peer]) for peer, name in self.order}
+        return {name: by_name[name][1] for name in self.names if by_name[name][0]}
