@@ -88,5 +88,5 @@ def describe_kernels(kernels: Kernels, packages: Packages) -> Iterator[str]:
 
 @cache
 def print_once(line: str) -> None:
-    """Once a process."""
+    """Print once per process."""
     print(line, file=sys.stderr, flush=True)

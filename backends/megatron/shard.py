@@ -32,7 +32,7 @@ class MegatronOptimizer(ShardOptimizer):
             block.detach_grads()
 
     def _buffered_blocks(self) -> Sequence[Block]:
-        """None under `zero`, where gradients are divided as they come (`zero.py`)."""
+        """The blocks whose gradients are in one buffer: none under `zero`, where gradients are divided as they come."""
         stage = self.stage
         return stage.blocks if isinstance(stage, MegatronStage) and not stage.zero else ()
 

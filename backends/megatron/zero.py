@@ -37,8 +37,8 @@ class BlockParamGroup(ParamGroup):
 
     @torch.no_grad()
     def _split_grad(self, block: Block, first: int, target: ModuleTensor, parameter: torch.Tensor) -> None:
-        """The gradient of a module's parameter is there. first: the number of the block's first HuggingFace
-        parameter."""
+        """The hook that autograd calls when the gradient of a module's parameter is there: split it. first: the number
+        of the block's first HuggingFace parameter."""
         if parameter.grad is None:
             raise RuntimeError("autograd called the hook of a parameter without a gradient")
         grad, parameter.grad = parameter.grad.float(), None

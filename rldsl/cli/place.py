@@ -1,4 +1,4 @@
-"""Commands that ask how long a step takes, and where calls should stand: profile, sim, search, explain-placement."""
+"""Commands about step time and placement: profile, sim, search, explain-placement."""
 
 from __future__ import annotations
 

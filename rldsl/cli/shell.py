@@ -1,4 +1,4 @@
-"""What every command of `rlc` shares: how it says things, what becomes of what it raises, and its exit status.
+"""What every command of `rlc` shares: how it prints, how exceptions become messages, and the exit status.
 
 0 ok, 1 errors in the program or the run, 2 usage, 3 an internal compiler error, 130 Ctrl-C. Warnings do not count,
 except with `rlc check --strict`.
@@ -29,7 +29,7 @@ BUG = "this is a bug in the compiler, not in your program: please report it, wit
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What every command is given."""
+    """The settings that every command gets."""
 
     output: str = "text"  # how results and errors are printed: "text", "json", or "github" (errors as annotations)
     verbose: bool = False  # CPU seconds, and tracebacks of internal errors

@@ -1,4 +1,4 @@
-"""The line on a terminal that says what a command is doing, for commands that take more than a moment.
+"""The line on a terminal that shows what a command is doing, for commands that take more than a moment.
 
 In: stages of work (`rldsl/progress.py`). Out: one line on standard error, redrawn in place and removed before anything
 else is printed; nothing at all where standard error is not a terminal.
@@ -23,7 +23,7 @@ class StatusLine:
     drawn."""
 
     def __init__(self, stream: TextIO, drawn: bool):
-        """stream: where to draw. drawn: False for what is no terminal."""
+        """stream: where to draw. drawn: False if it is not a terminal."""
         self.stage: Stage | None = None
         self._stream, self._drawn, self._begun = stream, drawn, time.monotonic()
         self._lock, self._ended, self._visible = threading.Lock(), threading.Event(), False

@@ -26,7 +26,7 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether nothing did."""
+        """Whether the plans are equal."""
         return self.found.same
 
     def text(self) -> str:

@@ -27,7 +27,7 @@ TEXT = "<text>"
 @reports_failures
 def check(program: Program, params: Mapping[str, Param] | None = None, /, *, place: Program | None = None,
           **named: Param) -> Diagnostics:
-    """All mistakes of a program that can be found without its models; of a program without mistakes, the warnings.
+    """All errors of a program that can be found without its models; if there are none, the warnings.
 
     params, named: values of its `param`s. place: a file of `place` rules, or their text.
     Raises DiagnosticError where a file cannot be read (RL0091 to RL0093): all else is returned."""
@@ -49,7 +49,7 @@ def compile(program: Program, params: Mapping[str, Param] | None = None, /, *, p
 
 @reports_failures
 def load(path: Program) -> Plan:
-    """The plan of a file that `rlc compile` or `Plan.save` wrote, proved again.
+    """The plan of a file that `rlc compile` or `Plan.save` wrote, verified again.
 
     Raises DiagnosticError: RL0091 no such file, RL06xx no sound plan, RL05xx a plan that its verifier rejects."""
     name = os.fspath(path)

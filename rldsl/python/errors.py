@@ -18,7 +18,7 @@ ELSEWHERE = "choose another path"  # of a file that cannot be written; the comma
 
 
 class DiagnosticError(Failure):
-    """A mistake of the user: in a program, a plan, a cluster, or an argument. `diagnostics` has all of them; as text
+    """An error of the user: in a program, a plan, a cluster, or an argument. `diagnostics` has all of them; as text
     it is what `rlc` prints. IPython shows that text alone, since a traceback through the compiler helps nobody."""
 
     def __str__(self) -> str:

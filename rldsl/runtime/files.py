@@ -1,6 +1,6 @@
-"""The files of a run: an operating system's refusal becomes a message; what a file holds has a digest.
+"""The files of a run: an error of the operating system becomes a message, and contents have a digest.
 
-In: a path. XErrors: RL0708 the file cannot be written.
+In: a path. Out: a written file, or its digest. Errors: RL0708 the file cannot be written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rldsl.plan.disk_paths import shown
 
 @contextmanager
 def written(file: Path) -> Iterator[None]:
-    """Around whatever writes `file`."""
+    """RL0708 if the block, which writes `file`, raises an OSError."""
     try:
         yield
     except OSError as error:
@@ -27,7 +27,7 @@ def written(file: Path) -> Iterator[None]:
 
 
 def check_writable(file: Path) -> None:
-    """Whether `file` could be written now; its contents stay, and it leaves no new file behind."""
+    """RL0708 unless `file` can be written now. Its contents stay, and no new file is left behind."""
     with written(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         new = not file.exists()

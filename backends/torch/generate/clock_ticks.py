@@ -29,7 +29,7 @@ from rldsl.runtime.backend import Axes, Axis
 
 
 def run_to_completion(engine: Engine, axes: Axes) -> None:
-    """Until every sequence of this shard, and of those that share its experts, is complete."""
+    """Run until every sequence of this shard, and of those that share its experts, is complete."""
     pp, ep = axes.pp, axes.ep
     items, tick = _InFlight(engine, pp), -pp.index
     received: torch.Tensor | None = None
@@ -57,7 +57,7 @@ class _InFlight:
         self.has_work = True
 
     def batch(self, item: int) -> ScheduledBatch | None:
-        """What an item runs; decided once, from the outcome of the group's last turn."""
+        """The batch of an item; decided once, from the outcome of the group's last turn."""
         if item not in self.batches:
             before, group = item - self.pp.size, self._group(item)
             if before >= 0:

@@ -24,7 +24,7 @@ class HostMemory:
 
     @torch.no_grad()
     def offload(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """Copies in host memory."""
+        """Copy tensors to host memory. Returns the copies."""
         if self.stream is None:
             return dict(tensors)
         for name, tensor in tensors.items():

@@ -39,7 +39,7 @@ def model_outputs(stage: Stage, hidden: torch.Tensor, inputs: ModelInputs, names
 
 
 def _scores(stage: Stage, hidden: torch.Tensor) -> torch.Tensor:
-    """By the value or score head."""
+    """[n] float32: the value or score head's output."""
     return (hidden @ _needed(stage.score, "score head")[0].to(hidden.dtype)).float()
 
 

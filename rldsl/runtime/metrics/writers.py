@@ -49,7 +49,7 @@ class TensorBoard:
     """Event files under OUT/tensorboard, which `tensorboard --logdir OUT` shows."""
 
     def __init__(self, out: Path, step: int):
-        """step: the first that will be written; what an earlier start wrote from there on is dropped."""
+        """step: the first that will be written; what an earlier start wrote from that step on is dropped."""
         import_optional("tensorboard", "--tensorboard", TENSORBOARD)
         made = import_optional("torch.utils.tensorboard", "--tensorboard", TENSORBOARD)
         self._folder = out / TENSORBOARD

@@ -25,7 +25,7 @@ MARK = "rldsl.json"  # in every directory that a save has written
 
 
 def check_writes(plan: Plan, out: Path, allowed: Sequence[str] = (), only: str = "", step: int = 1) -> None:
-    """Every place that a save of `plan` names, now, as it will be at `step`. only: one of them."""
+    """Check every place that a save of `plan` names, as it will be at `step`. only: one of them."""
     targets = paths(plan)
     run_directory, working_directory = (p.resolve() for p in (out, Path(".")))
     named = [Path(a).resolve() for a in allowed]
@@ -95,7 +95,7 @@ def _as_it_is(function: Function) -> Function:
 
 
 def _changed(old: Function, new: Function) -> Iterator[str]:
-    """The files of a function that are not as they were."""
+    """The files of a function that have changed."""
     if new.sha256 != old.sha256:
         yield new.path
     before = {path: digest for _, path, digest in old.modules}

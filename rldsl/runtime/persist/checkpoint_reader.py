@@ -1,10 +1,10 @@
-"""Going on where a checkpoint was made, under the same layouts or others.
+"""Resuming from a checkpoint, under the same layouts or others.
 
 In: a run's directory, or that of one checkpoint. Out: a `LoadedCheckpoint`, equal on all ranks: the newest checkpoint
 whose files are all as they were written. Each rank reads the boxes that it needs, by intersection, whatever ranks wrote
-them. A manifest or a file that somebody else wrote is damage like any other: what is read is checked before it is used.
-Errors: RL0760 there is none, RL0761 it is damaged, RL0762 it belongs to another program, RL0766 ranks see others.
-"""
+them. A manifest or a file that another program wrote counts as damaged: what is read is checked before it is used.
+Errors: RL0760 there is none, RL0761 it is damaged, RL0762 it belongs to another program, RL0766 ranks see different
+ones. """
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class LoadedCheckpoint:
 
     @torch.no_grad()
     def fill(self, model: Model, layout: Layout, mesh: Mesh, rank: int, shard: Shard) -> None:
-        """The parameters of a shard and, at home, its optimizer."""
+        """Read the parameters of a shard and, under the training layout, its optimizer state."""
         parts = {"param": shard.state_dict(), **(shard.optimizer_state() if model.train_layout == layout.id else {})}
         with ExitStack() as stack:
             open_files: dict[Path, Any] = {}
@@ -144,7 +144,7 @@ def _candidates(resume: Path) -> tuple[bool, list[str]]:
 
 
 def _bytes(file: Path) -> bytes:
-    """Nothing, where it cannot be read."""
+    """The bytes of a file; empty if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError:
@@ -152,7 +152,7 @@ def _bytes(file: Path) -> bytes:
 
 
 def drop_later(out: Path, checkpoint: LoadedCheckpoint) -> None:
-    """The run takes another way from here: what it left behind later on the way before is no checkpoint of it."""
+    """Remove the checkpoints of later steps: the run repeats these steps, perhaps with other results."""
     if checkpoint.path.resolve().parent == (out / "checkpoints").resolve():
         for path in checkpoints(out):
             if step_of(path) > checkpoint.step:
@@ -187,7 +187,7 @@ def _share(path: Path, manifest: Manifest) -> tuple[str, list[tuple[str, str]]]:
 
 
 def _keys(file: Path) -> list[str]:
-    """A tensor is named after its box, and has its shape."""
+    """The names of the tensors in a file. Each is named after its box, and must have its shape."""
     with safe_open(file, framework="pt") as opened:
         keys = list(opened.keys())
         for key in keys:
@@ -201,7 +201,7 @@ def _keys(file: Path) -> list[str]:
 
 def _loaded(path: Path, manifest: Manifest, header: Mapping[str, Any], keys: Sequence[tuple[str, str]]
             ) -> LoadedCheckpoint:
-    """Its files are as they were written, which says nothing of who wrote them. keys: what is in which."""
+    """The checkpoint, and what has changed in the program since. keys: (file, key) of all tensors."""
     try:
         changes = tuple(program_changes(manifest.program, json.loads(json.dumps(header))))
         return LoadedCheckpoint(path, manifest.step, manifest.states, manifest.data, manifest.readings,

@@ -72,8 +72,8 @@ def checkpoint(models: ModelStore, step: StepState, data: DataReader, writer: Ch
 
 
 def open_writer(context: RunContext, plan: str, watchdog: Any = None) -> CheckpointWriter:
-    """Before the first step: every rank gets its writer. plan: its id. watchdog: knows whether this rank was asked to
-    stop."""
+    """Create the writer of this rank, before the first step. plan: its id. watchdog: knows whether this rank was asked
+    to stop."""
     store = dist.distributed_c10d._get_default_store()
     store = store.clone() if hasattr(store, "clone") else store  # a thread of its own uses it
     store = dist.PrefixStore(_KEY, store)
@@ -111,7 +111,7 @@ def _tensors(models: ModelStore, writer: CheckpointWriter, event: Checkpoint) ->
 
 
 def owned_pieces(model: Model, layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[Parameter, Piece], ...]:
-    """The pieces that a rank writes: of those who hold the same, each writes every so many parameters."""
+    """The pieces that a rank writes: the ranks that hold the same pieces take turns by parameter."""
     return tuple((parameter, piece) for i, parameter in enumerate(parameters(model))
                  for share in holdings(parameter, model.layers, layout, mesh)
                  if share.ranks[i % len(share.ranks)] == rank for piece in share.pieces)
@@ -167,7 +167,8 @@ class CheckpointWriter:
                                         "are intact")])
 
     def _write(self, step: int, keep: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
-        """On the thread. Every error is reported to the first rank too, which then leaves the directory unnamed."""
+        """Write a checkpoint, on the writer's thread. Every error is reported to the first rank too, which then leaves
+        the directory unnamed."""
         final = checkpoint_directory(self.out, step)
         partial = final.parent / f".{final.name}.{self.token}.partial"
         try:
@@ -224,7 +225,7 @@ def checkpoints(out: Path) -> Sequence[Path]:
 
 
 def drop_unfinished(out: Path) -> None:
-    """Remove what starts that ended while they wrote have left; no run may be writing there now."""
+    """Remove unfinished checkpoints of starts that ended while they wrote. No run may be writing there now."""
     for partial in (out / "checkpoints").glob(".step-*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
 

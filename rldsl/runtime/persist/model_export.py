@@ -1,12 +1,10 @@
 """A model as a HuggingFace directory, without one rank ever holding all of it; adapters as PEFT's.
 
-Each parameter becomes whole on one owner, and each owner writes its own safetensors file. Everything is written into a
-sibling directory that takes the final name at the end, when all of it is on the disk: a crash, of the machine too,
-never leaves a damaged checkpoint under that name.
-A crash between the two renames that replace a checkpoint leaves the earlier one whole as `.NAME.old`; the next save to
-that name begins by giving it its name back.
-Errors: RL0706 the directory cannot be written.
-"""
+Each parameter becomes complete on one owner, and each owner writes its own safetensors file. Everything is written into
+a sibling directory that takes the final name at the end, when all of it is on the disk: a crash, of the machine too,
+never leaves a damaged checkpoint under that name. A crash between the two renames that replace a checkpoint leaves the
+earlier one whole as `.NAME.old`; the next save to that name begins by giving it its name back. Errors: RL0706 the
+directory cannot be written. """
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ from rldsl.sharding.stored_tensors import of_experts, stored_tensors
 
 
 def save(models: ModelStore, step: int, event: Save) -> None:
-    """step: the number of the step under way."""
+    """Write the models of a save event. step: the number of the current step."""
     context = models.context
     model, layout = context.models[event.model], context.world.layouts[event.layout]
     mesh, group = context.world.meshes[layout.mesh], context.world.group(event.mesh)
@@ -75,7 +73,7 @@ def _file(i: int, count: int) -> str:
 
 def _gather(context: RunContext, event: Save, model: Model, local_tensors: Tensors,
             chosen: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """The parameters that this rank is chosen to write, whole, on the CPU."""
+    """The parameters that this rank is chosen to write, complete, on the CPU."""
     layout = context.world.layouts[event.layout]
     mesh, rank = context.world.meshes[layout.mesh], context.rank
     sends, receives = gather(model, layout, mesh, chosen, rank)
@@ -118,7 +116,7 @@ def _dtype(tensors: Tensors) -> torch.dtype:
 
 
 def _together(group: Any, context: RunContext, work: Any, final: Path) -> None:
-    """Run `work` on this rank; when it fails anywhere, every rank stops, and the one that failed says why."""
+    """Run `work` on this rank. If it fails on any rank, every rank stops, and the one that failed reports why."""
     diagnostics: tuple[Diagnostic, ...] = ()
     try:
         work()

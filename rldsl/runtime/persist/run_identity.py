@@ -1,6 +1,6 @@
 """The program of a run, as its checkpoints name it, and what has changed in it when a run resumes.
 
-In: a plan. Out: facts for the manifest; of two such facts, lines that tell the user.
+In: a plan. Out: facts for the manifest; from two sets of facts, lines for the user.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def program_identity(plan: Plan) -> dict[str, Any]:
 
 
 def program_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """What of a program (`facts`) is not as it was; a file under another name is the same file."""
+    """What has changed in a program; a file under another name is the same file."""
     for name, value in now["params"].items():
         before = then["params"].get(name)
         if before != value:
