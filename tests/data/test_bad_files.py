@@ -59,6 +59,16 @@ COLUMNS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, str]] = {  # 
                     "`n` is a string, not a number"),
     "not_finite": ({"prompt": PROMPTS, "n": pa.array([1, 2, 3, 4, float("nan")])}, {"numbers": ("n",)}, "RL0747", ":5",
                    "not a finite number"),
+    "nan_elsewhere": ({"prompt": PROMPTS, "w": pa.array([1.0, None, float("nan"), 4, float("nan")])}, {}, "RL0747", ":3",
+                      "the column `w` has a number that is not finite"),
+    "infinity_of_32_bits": ({"prompt": PROMPTS, "w": pa.array([1, 2, 3, float("-inf"), 5], pa.float32())}, {}, "RL0747",
+                            ":4", "not finite"),
+    "nan_in_a_list": ({"prompt": PROMPTS, "w": pa.array([[1.0], [], None, [2.0, float("nan")], [1.0]])}, {}, "RL0747",
+                      ":4", "the column `w` has a number that is not finite"),
+    "nan_in_an_object": ({"prompt": PROMPTS, "w": pa.array([{"a": 1.0, "b": [{"c": x}]} for x in (1.0, 2.0, None, 4.0,
+                          float("nan"))])}, {}, "RL0747", ":5", "the column `w` has a number that is not finite"),
+    "nan_in_a_map": ({"prompt": PROMPTS, "w": pa.array([[("a", 1.0)], [("a", float("nan"))], [], None, []],
+                      pa.map_(pa.string(), pa.float64()))}, {}, "RL0747", ":2", "not finite"),
     "date": ({"prompt": PROMPTS, "n": pa.array([0] * 5, pa.date32())}, {"numbers": ("n",)}, "RL0747", ":1", "a date"),
     "utf8": ({"prompt": pa.array([b"1", b"2", b"\xff", b"3"]).view(pa.string())}, {}, "RL0743", ":3", "is not UTF-8"),
     "no_rows": ({"prompt": pa.array([], pa.string())}, {}, "RL0742", None, "no rows"),  # type: ignore[dict-item]
@@ -74,6 +84,21 @@ def test_a_bad_column(tmp_path: Path, tokenizer: str, format: str, case: str) ->
     found = wrong(declared(path, tokenizer, format=format, **options))[0]
     file = path / "x.arrow" if format == "hf" else path
     assert (found.code, found.place) == (code, f"{path if row is None else file}{row or ''}") and words in found.title
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_bad_number_is_said_with_its_file_and_row_in_it(tmp_path: Path, tokenizer: str, format: str) -> None:
+    path = FORMATS[format](tmp_path, [{"prompt": "1", "w": float("nan") if i in (14, 16) else 1.0} for i in range(18)])
+    found = one(declared(path, tokenizer, format=format))
+    names = sorted(f.name for f in path.iterdir() if f.suffix in (".parquet", ".arrow"))
+    assert found.place == f"{path / names[1]}:6" and "write null" in found.help
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_null_and_absent_numbers_are_read(tmp_path: Path, tokenizer: str, format: str) -> None:
+    path = table(tmp_path, format, {"prompt": PROMPTS, "w": pa.array([1.0, None, 3, 4, 5]), "v": pa.nulls(5),
+                                    "u": pa.array([[1.0], None, [], [None], [2.0]])})
+    assert open_source(declared(path, tokenizer, format=format), 10).step(0, 1)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,7 @@ def check_files(path: str, files: Sequence[str], schema: Any, needs: RowNeeds, b
                 _sound(pa, batch, file, rows)
                 for number, row in enumerate(batch.select(names).to_pylist(), rows + 1):
                     check.row(row, file, number)
+                check.errors.add(_not_finite(pa, batch, [n for n in schema.names if n not in needs.numbers], file, rows))
                 keep(pa.RecordBatch.from_arrays([batch.column(n) for n in schema.names], schema=schema))
                 rows += batch.num_rows
         parts.append(ArrowFile(file, rows, stamp if stamped else None))
@@ -170,6 +172,40 @@ def _may_hold(pa: Any, kind: Any) -> bool:
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     tests = ("is_string", "is_large_string", "is_string_view", "is_list", "is_large_list", "is_null")
     return any(getattr(pa.types, test)(kind) for test in tests if hasattr(pa.types, test))
+
+
+def _not_finite(pa: Any, batch: Any, names: Sequence[str], file: str, before: int) -> list[Diagnostic]:
+    """RL0747 for the first row of each column that holds NaN or an infinity, which the rows of `jsonl` cannot hold
+    either. names: the columns to look at. before: rows of the file before this batch."""
+    found = []
+    for name in names:
+        column = batch.column(name)
+        if not _has_floats(pa, column.type):
+            continue
+        if pa.types.is_floating(column.type):
+            bad = np.flatnonzero(~np.isfinite(column.fill_null(0).to_numpy(zero_copy_only=False)))
+            row = int(bad[0]) if len(bad) else None
+        else:
+            row = next((i for i, value in enumerate(column.to_pylist()) if not _finite(value)), None)
+        if row is not None:
+            found.append(Diagnostic("RL0747", f"the column `{name}` has a number that is not finite",
+                                    place=f"{file}:{before + row + 1}",
+                                    help="write null where there is no number, or remove the row"))
+    return found
+
+
+def _has_floats(pa: Any, kind: Any) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _has_floats(pa, kind.value_type)
+    return pa.types.is_floating(kind) or any(_has_floats(pa, kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_finite, value.values()))
+    if isinstance(value, (list, tuple)):  # a map is a list of pairs
+        return all(map(_finite, value))
+    return not isinstance(value, float) or isfinite(value)
 
 
 def _sound(pa: Any, batch: Any, file: str, before: int) -> None:
