@@ -132,7 +132,7 @@ def _json(value: Any, hint: Any) -> Any:
     if is_dataclass(value):
         return _plain(value)
     if isinstance(value, tuple):
-        args = _shape(hint).args
+        args = get_args(hint)
         each = args[:1] * len(value) if args[1:] == (...,) else args
         return [_json(v, h) for v, h in zip(value, each, strict=True)]
     return float(value) if hint is float else value
@@ -274,7 +274,7 @@ def _object(line: str, place: str) -> dict[str, Any]:
 
 def read_record(cls: type[AnyRecord], obj: Any, place: str) -> AnyRecord:
     """The dataclass that `plain_record` wrote. Errors: RL0605, RL0606."""
-    return cast(AnyRecord, _value(cls, obj, place, cls.__name__.lower()))
+    return cast(AnyRecord, _value(_shape(cls), obj, place, cls.__name__.lower()))
 
 
 def _record(cls: type, obj: dict[str, Any], place: str, path: str = "", **given: Any) -> Any:
@@ -283,10 +283,10 @@ def _record(cls: type, obj: dict[str, Any], place: str, path: str = "", **given:
     where = path or cls.__name__.lower()
     for key in obj.keys() - known.keys():
         raise fail("RL0605", f"{where} has an unknown field {key!r}", place=place, help="fields: " + ", ".join(known))
-    hints, values = _hints(cls), dict(given)
+    shapes, values = _shapes(cls), dict(given)
     for key, field in known.items():
         if key in obj:
-            values[field.name] = _value(hints[field.name], obj[key], place, f"{where}.{key}")
+            values[field.name] = _value(shapes[field.name], obj[key], place, f"{where}.{key}")
             if _is_default(field, values[field.name]):
                 raise fail("RL0603", f"{where}.{key} is present although it has its default value",
                            place=place, help=EDITED)
@@ -295,25 +295,25 @@ def _record(cls: type, obj: dict[str, Any], place: str, path: str = "", **given:
     return cls(**values)
 
 
-def _value(hint: Any, value: Any, place: str, path: str) -> Any:
+def _value(shape: _Shape, value: Any, place: str, path: str) -> Any:
+    hint, origin, args, any_number, is_record = shape
     if hint is type(value) and _finite(value):
         return value
-    origin, args, is_record = _shape(hint)
     if is_record and isinstance(value, dict):
         return _record(hint, value, place, path)
     if origin is tuple and isinstance(value, list):
-        each = args[:1] * len(value) if args[1:] == (...,) else args
+        each = args[:1] * len(value) if any_number else args
         if len(each) == len(value):
-            return tuple(_value(h, v, place, f"{path}[{i}]") for i, (h, v) in enumerate(zip(each, value, strict=True)))
+            return tuple(_value(s, v, place, f"{path}[{i}]") for i, (s, v) in enumerate(zip(each, value, strict=True)))
     elif origin is Literal:
-        if any(type(value) is type(a) and value == a for a in args):
+        if any(type(value) is type(a) and value == a for a in get_args(hint)):
             return value
     elif origin in (Union, types.UnionType):
         for option in args:
-            if option is type(value) and _finite(value):
+            if option.hint is type(value) and _finite(value):
                 return value
-            if _shape(option).is_record and isinstance(value, dict):
-                return _record(option, value, place, path)
+            if option.is_record and isinstance(value, dict):
+                return _record(option.hint, value, place, path)
     raise _wrong(hint, value, place, path)
 
 
@@ -333,16 +333,27 @@ def _wrong(hint: Any, value: Any, place: str, path: str) -> Failure:
 
 
 class _Shape(NamedTuple):
-    """A type as `typing` takes it apart."""
+    """A type, taken apart once."""
 
+    hint: Any
     origin: Any
-    args: tuple[Any, ...]
+    # of the entries of a tuple, or the options of a union
+    args: tuple[_Shape, ...]
+    # a tuple of any number of entries, which are all of the one type
+    any_number: bool
     is_record: bool
 
 
+def _shape(hint: Any) -> _Shape:
+    origin, args = get_origin(hint), get_args(hint)
+    parts = () if origin is Literal else tuple(_shape(a) for a in args if a is not ...)
+    return _Shape(hint, origin, parts, args[1:] == (...,), isinstance(hint, type) and is_dataclass(hint))
+
+
 @cache
-def _shape(hint: Hashable) -> _Shape:
-    return _Shape(get_origin(hint), get_args(hint), isinstance(hint, type) and is_dataclass(hint))
+def _shapes(cls: Hashable) -> dict[str, _Shape]:
+    """Of the fields of a record."""
+    return {name: _shape(hint) for name, hint in _hints(cls).items()}
 
 
 @cache

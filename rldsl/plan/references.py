@@ -52,82 +52,94 @@ def references(record: Any) -> Iterator[Reference]:
     """Every id in `record`, in the order of its fields. A field that may be left out ("" by default) and is, names
     nothing."""
     cls: type = type(record)
-    for field in _typed(cls):
-        yield from _of_field(record, *field)
+    for field in _fields_with_ids(cls):
+        yield from _of_field(record, field)
 
 
 def named(record: Any, *names: str) -> tuple[Reference, ...]:
     """The ids in some fields of `record`, field by field in the order given."""
     cls: type = type(record)
-    return tuple(r for name in names for field in _typed(cls) if field[0] == name for r in _of_field(record, *field))
-
-
-def _of_field(record: Any, name: str, hint: Any, optional: bool) -> list[Reference]:
-    value = getattr(record, name)
-    if optional and value == "":
-        return []
-    return [Reference(name, role, id) for role, id in _ids(hint, value)]
+    return tuple(r for name in names for field in _fields_with_ids(cls) if field.name == name
+                 for r in _of_field(record, field))
 
 
 def roles(cls: type) -> Mapping[str, frozenset[Role]]:
     """Field -> the roles of the ids that it holds; fields without any are left out."""
-    return {name: found for name, hint, _ in _typed(cls) if (found := frozenset(_roles(hint)))}
+    return {field.name: frozenset(field.ids.all_roles()) for field in _fields_with_ids(cls)}
 
 
 def renamed(record: Any, new: Mapping[Role, Callable[[str], str]]) -> dict[str, Any]:
     """Field -> its value with the ids of the roles in `new` replaced, for `dataclasses.replace`."""
     changed = {}
     cls: type = type(record)
-    for name, hint, optional in _typed(cls):
-        value = getattr(record, name)
-        if not (optional and value == "") and not new.keys().isdisjoint(_roles(hint)):
-            changed[name] = _replaced(hint, value, new)
+    for field in _fields_with_ids(cls):
+        value = getattr(record, field.name)
+        if not (field.optional and value == "") and not new.keys().isdisjoint(field.ids.all_roles()):
+            changed[field.name] = _replaced(field.ids, value, new)
     return changed
 
 
-@cache
-def _typed(cls: Hashable) -> tuple[tuple[str, Any, bool], ...]:
-    """(field, its type, whether it may be empty) of the fields that hold ids."""
-    hints, own = get_type_hints(cls, include_extras=True), fields(cast(Any, cls))
-    return tuple((f.name, hints[f.name], f.default is not MISSING) for f in own if _roles(hints[f.name]))
+class _Ids(NamedTuple):
+    """The ids in the values of a type, which is taken apart once: of an id its roles, of a tuple what its entries
+    hold."""
+
+    roles: tuple[Role, ...] = ()
+    entries: tuple[_Ids, ...] = ()
+    # any number of entries, which are all of the one type
+    any_number: bool = False
+
+    def all_roles(self) -> tuple[Role, ...]:
+        return (*self.roles, *(role for entry in self.entries for role in entry.all_roles()))
+
+
+class _Field(NamedTuple):
+    """A field of a record that holds ids."""
+
+    name: str
+    ids: _Ids
+    # whether it may be left out
+    optional: bool
 
 
 @cache
-def _roles(hint: Hashable) -> tuple[Role, ...]:
-    """Of all ids in a type."""
+def _fields_with_ids(cls: Hashable) -> tuple[_Field, ...]:
+    hints = get_type_hints(cls, include_extras=True)
+    found = (_Field(f.name, _in_type(hints[f.name]), f.default is not MISSING) for f in fields(cast(Any, cls)))
+    return tuple(field for field in found if field.ids.all_roles())
+
+
+def _in_type(hint: Any) -> _Ids:
     if get_origin(hint) is Annotated:
-        return tuple(x for x in cast(Any, hint).__metadata__ if isinstance(x, Role))
-    return tuple(role for arg in get_args(hint) for role in _roles(arg))
-
-
-@cache
-def _is_id(hint: Hashable) -> bool:
-    return get_origin(hint) is Annotated
-
-
-def _ids(hint: Any, value: Any) -> list[tuple[Role, Any]]:
-    if _is_id(hint):
-        return [(role, value) for role in _roles(hint)]
-    if not isinstance(value, tuple):
-        return []
-    each, more = _entries(hint)
-    if more:
-        return [found for inner in value for found in _ids(each[0], inner)] if _roles(each[0]) else []
-    return [found for one, inner in zip(each, value, strict=True) if _roles(one) for found in _ids(one, inner)]
-
-
-def _replaced(hint: Any, value: Any, new: Mapping[Role, Callable[[str], str]]) -> Any:
-    if _is_id(hint):
-        role = next(iter(_roles(hint)), None)
-        return new[role](value) if role is not None and role in new else value
-    if isinstance(value, tuple):
-        each, more = _entries(hint)
-        return tuple(_replaced(h, v, new) for h, v in zip(each * len(value) if more else each, value, strict=True))
-    return value
-
-
-@cache
-def _entries(hint: Hashable) -> tuple[tuple[Any, ...], bool]:
-    """The types of the entries of a tuple. True: any number of entries, all of the one type."""
+        return _Ids(tuple(x for x in hint.__metadata__ if isinstance(x, Role)))
     args = get_args(hint)
-    return (args[:1], True) if args[1:] == (...,) else (args, False)
+    if args[1:] == (...,):
+        return _Ids(entries=(_in_type(args[0]),), any_number=True)
+    return _Ids(entries=tuple(map(_in_type, args)))
+
+
+def _of_field(record: Any, field: _Field) -> list[Reference]:
+    name, ids, optional = field
+    value = getattr(record, name)
+    if optional and value == "":
+        return []
+    return [Reference(name, role, id) for role, id in _found(ids, value)]
+
+
+def _found(ids: _Ids, value: Any) -> list[tuple[Role, Any]]:
+    own, entries, any_number = ids
+    if own:
+        return [(role, value) for role in own]
+    if not isinstance(value, tuple) or not entries:
+        return []
+    if any_number:
+        return [x for inner in value for x in _found(entries[0], inner)]
+    return [x for entry, inner in zip(entries, value, strict=True) for x in _found(entry, inner)]
+
+
+def _replaced(ids: _Ids, value: Any, new: Mapping[Role, Callable[[str], str]]) -> Any:
+    if ids.roles:
+        return new[ids.roles[0]](value) if ids.roles[0] in new else value
+    if not isinstance(value, tuple) or not ids.entries:
+        return value
+    entries = ids.entries * len(value) if ids.any_number else ids.entries
+    return tuple(_replaced(entry, inner, new) for entry, inner in zip(entries, value, strict=True))

@@ -116,8 +116,7 @@ class Copy:
 
     def environment(self, **more: str) -> Mapping[str, str]:
         paths = os.pathsep.join(filter(None, (str(self.root), more.pop("PYTHONPATH", ""))))
-        kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}  # most processes import the same
-        return kept | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | more
+        return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | more
 
     @contextmanager
     def changed(self, path: str, old: str, new: str) -> Iterator[None]:
