@@ -131,7 +131,8 @@ def test_memory_and_time_are_estimated_with_it(plan: Plan) -> None:
 
 
 def test_the_interpreter_runs_it_with_one_handler(plan: Plan, audit: type[Event], monkeypatch: Any) -> None:
-    quiet = SimpleNamespace(begins=lambda e: None, ends=lambda: None, took=lambda e, s: None)
+    quiet = SimpleNamespace(begin_event=lambda e: None, end_event=lambda: None, begins=lambda e: None,
+                            took=lambda e, s: None)
     state, seen = SimpleNamespace(services=SimpleNamespace(ring=quiet, reporter=quiet)), []
     event, walk = the(plan, "audit"), interpreter.Interpreter(state, ())  # type: ignore[arg-type]
     with pytest.raises(InternalError, match="interpreter has no rule for events of the kind 'audit'"):
