@@ -53,7 +53,8 @@ class MegatronStage(ActivationCheckpointing):
     """Has the attributes of the torch backend's `Stage`, which documents them, without adapters."""
 
     blocks: list[Block]  # all that modules compute with
-    kernels: Kernels
+    kernels: Kernels     # which implementations they use
+    # as in the torch backend's `Stage`
     parameters: dict[str, nn.Parameter]
     unsharded: dict[str, nn.Parameter]
     held: HeldPieces
