@@ -145,7 +145,8 @@ def _tables(before: Plan, after: Plan) -> Iterator[Change]:
 
 
 def _told(model: Model) -> dict[str, Any]:
-    """Of a model what a person can change; parameters as a number and a digest. Its home shows at its calls."""
+    """What a person can change of a model; parameters as a number and a digest. The training layout shows at the
+    calls."""
     optimizer = {f"optimizer.{k}": v for k, v in _flat(model.optimizer).items()} if model.optimizer else {}
     lora = {f"lora.{k}": v for k, v in _flat(model.lora).items()} if model.lora else {}
     return {"kind": model.head_name, "path": model.path, "dtype": model.dtype, "layers": model.layers,

@@ -78,7 +78,8 @@ def elements(specs: Sequence[ParamSpec], copy: Copy) -> int:
 
 @cache
 def resting(copy: Copy) -> int:
-    """How many elements of `model.params` a rank holds between calls. `zero` divides rows; the first shard has most."""
+    """How many elements of `model.params` a rank holds between calls. `zero` divides rows; the first
+    zero shard has most."""
     return sum(len(held(s, copy)) * sum(map(volume, boxes(s, copy.layout, copy.cell.part, rest=True)))
                for s in copy.model.params)
 
@@ -93,7 +94,8 @@ def held(spec: ParamSpec, copy: Copy) -> Sequence[int]:
 
 @cache
 def boxes(spec: ParamSpec, layout: Layout, part: int, rest: bool = False) -> tuple[Box, ...]:
-    """Of a parameter at a part. rest: at rest, where `zero` divides it further; the first shard has most."""
+    """The boxes of a parameter at a part. rest: at rest, where `zero` divides it further; the first zero shard has
+    most."""
     return tuple(p.box for p in pieces_at(spec, layout if rest else replace(layout, zero=0), part, 0))
 
 

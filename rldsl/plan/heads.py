@@ -2,7 +2,7 @@
 
 A head decides which calls a model supports, what each call returns, what a loss can read of the model in training, and
 which tensor ends the model. Compiler, verifier, memory estimate, simulator, backends and editor ask these records; how
-a backend computes an output is in its own table by `Output.what` (`backends/torch/model/outputs.py`).
+a backend computes an output is in its own table by `Output.name` (`backends/torch/model/outputs.py`).
 docs/howto/add-a-call.md adds an output.
 """
 

@@ -6,8 +6,9 @@ rank's schedule is that list filtered to the events whose mesh contains it. Loop
 Vocabulary of data:
 - A *frame* is a set of sequences of one step that values range over: the prompts of a batch, the completions of a
   `generate`, the chosen side of pairs. Its rows are numbered 0..count-1 by the sample, never by a rank.
-- A *spread* says which rows each data-parallel shard of a layout works on. The partition is a pure function of the
-  spread and the row lengths (`sharding/partition.py`), so that every rank computes the same one.
+- A *spread* is a sharding of rows: it says which rows each dp rank of a layout works on (a dp rank is the tp * cp * pp
+  ranks that work on the same rows). The partition is a pure function of the spread and the row lengths
+  (`sharding/partition.py`), so that every rank computes the same one.
 - A *buffer* is a value in one spread, written `value@spread` ("gen.logprobs@s2"), or a model's parameters in one
   layout, written `model@layout` ("actor@L3"). Events read and write buffers.
 """
@@ -91,11 +92,11 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How the rows of frames are divided over the dp shards of a layout. A buffer `value@spread` is held, for the rows
-    of a shard, by every rank of that shard.
+    """How the rows of frames are divided over the dp ranks of a layout. A buffer `value@spread` is held, for the rows
+    of a dp rank, by each of its ranks.
 
     A training spread first divides rows into minibatches by (seed, step, call, epoch, row), then each minibatch over
-    the shards."""
+    the dp ranks."""
 
     id: str
     mesh: str  # id
@@ -106,7 +107,7 @@ class Spread:
     # what stays together: a sequence, all sequences of a prompt, or everything (every rank of the mesh holds every row)
     granularity: Literal["row", "prompt", "all"] = "row"
     # count: equal numbers in contiguous runs; tokens: balanced token counts; slot: equal numbers of 0..count-1, whether
-    # a row is present or not (the same in each turn of a frame with several)
+    # a row is present or not (the same in each iteration of a frame with several)
     balance_by: Literal["count", "tokens", "slot"] = "tokens"
     minibatches: int = 1  # per epoch
     epochs: int = 1  # per call
@@ -296,8 +297,8 @@ class Group:
     """A communicator. The runtime creates them at start-up, in the order of these records."""
 
     id: str
-    # of a layout: one group for each combination of the other coordinates; ep and copies: ranks along dp that share
-    # experts, and those that hold the same ones; mesh: all ranks of `mesh`
+    # of a layout: one group for each combination of the other coordinates. ep: ranks along dp that divide the experts
+    # among themselves; expert_dp: ranks along dp that hold the same experts; mesh: all ranks of `mesh`
     axis: Literal["tp", "pp", "dp", "cp", "ep", "expert_dp", "mesh"]
     layout: str = ""  # id; "" for axis "mesh"
     mesh: str = ""  # id; "" for the axes of a layout

@@ -98,17 +98,17 @@ class SelectSpec:
     __slots__ = ()
     frame: FrameId  # the selected one
     values: tuple[tuple[ValueId, ValueId], ...]  # (value, the value that keeps some of its rows)
-    condition: ValueId = ""  # seq-level: which rows those are; "" where the lengths of `frame` are known already
+    condition: ValueId = ""  # seq-level: which rows those are; "" if the lengths of `frame` are known already
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectSpec:
-    """The rows of one turn of a loop, appended to those of the turns before."""
+    """The rows of one iteration of a loop, appended to those of the iterations before."""
 
     __slots__ = ()
-    frame: FrameId  # of one turn
-    into: FrameId  # of all turns: row r of turn t, counted from 0, becomes row t * count + r
-    values: tuple[tuple[ValueId, ValueId], ...]  # (value of one turn, value of all turns)
+    frame: FrameId  # of one iteration
+    into: FrameId  # of all iterations: row r of iteration t, counted from 0, becomes row t * count + r
+    values: tuple[tuple[ValueId, ValueId], ...]  # (value of one iteration, value of all)
 
 
 DEFAULT_SAVE = "{out}/step-{step}/{model}"  # where `save` writes unless the program says where

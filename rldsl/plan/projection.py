@@ -31,19 +31,20 @@ def walk(body: Iterable[Item], path: Path = ()) -> Iterator[tuple[Event, Path]]:
 
 
 def times(path: Path) -> int:
-    """How often a run executes an event inside these blocks: an `every` counts the turns of the loop around it."""
-    count, trips, period = 1, 1, 1
+    """How often a run executes an event inside these blocks: an `every` counts the iterations of the loop around
+    it."""
+    count, iterations, period = 1, 1, 1
     for block in path:
         if isinstance(block, Loop):
-            count, trips, period = count * (trips // period), block.trips, 1
+            count, iterations, period = count * (iterations // period), block.trips, 1
         else:
             period = lcm(period, block.period)
-    return count * (trips // period)
+    return count * (iterations // period)
 
 
 def last_step(path: Path) -> int:
     """The last iteration of the outermost loop in which an event inside these blocks runs; 0 if it never does. An
-    `every` counts the turns of the loop around it."""
+    `every` counts the iterations of the loop around it."""
     outer, *within = path or (Loop("", 1, ()),)
     if not isinstance(outer, Loop):
         raise internal_error("an `every` around which there is no loop")

@@ -22,31 +22,31 @@ Phase = Literal["start-up", "begins", "waits", "calls", "resumes", "ends", "over
 
 @dataclass(frozen=True, slots=True)
 class EventRun:
-    """One run of an event. turns: of the loops around it, from 1, the outermost (the step) first."""
+    """One run of an event."""
 
-    event: int
-    turns: tuple[int, ...] = ()
+    event: int  # id
+    turns: tuple[int, ...] = ()  # the iterations of the loops around it, from 1, the outermost (the step) first
 
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
-    """Where a rank is. at: None before its first event. phase: what it last did there: it began or ended it; it waits
-    for what the event `awaits` brings; it calls the user's `function`; or it has ended its whole list. seconds: since
-    then. call: the operation between ranks that it is inside of ("" when it computes by itself, or nobody knows)."""
+    """Where a rank is."""
 
-    at: EventRun | None = None
+    at: EventRun | None = None  # None before its first event
+    # what it last did there: it began or ended the event; it waits for what the event `awaits` brings; it calls the
+    # user's `function`; or it has ended its list
     phase: Phase = "start-up"
-    seconds: float = 0.0
+    seconds: float = 0.0  # since then
     awaits: EventRun | None = None
     function: str = ""
-    call: str = ""
+    call: str = ""  # the operation between ranks that it is inside of; "" if there is none, or it is not known
 
 
 @dataclass(frozen=True, slots=True)
 class RingEntry:
-    """Of a ring: what a rank did, `ago` seconds before its dump."""
+    """What a rank did some time before its dump."""
 
-    ago: float
+    ago: float  # seconds before the dump
     at: EventRun | None
     phase: Phase
     awaits: EventRun | None = None
@@ -55,50 +55,46 @@ class RingEntry:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Of life. beat: a number that grows with each. machine: name of the host and of its space of process numbers.
-    time: seconds since the epoch, on that host's clock. silent: seconds for which it stayed the same while others
-    watched. process: what the system says of it, where somebody could ask."""
+    """The sign that a rank is alive, which it renews."""
 
-    beat: int
-    machine: str
+    beat: int  # grows with each heartbeat
+    machine: str  # name of the host and of its namespace of process ids
     pid: int
-    time: float
+    time: float  # seconds since the epoch, on that host's clock
     stand: RankPosition
-    silent: float = 0.0
-    process: Literal["", "running", "stopped", "gone"] = ""
+    silent: float = 0.0  # seconds for which it has not changed while others watched
+    process: Literal["", "running", "stopped", "gone"] = ""  # what the system says of it; "" if nobody could ask
 
 
 @dataclass(frozen=True, slots=True)
 class RankDump:
-    """Of one rank. plan: its id. start: a word that all ranks of one start of a run share. first: the run failed with
-    this rank; the others follow. code, reason: the message with which this rank ended. stack: the lines that its main
-    thread was at, innermost last. late: what ranks post goes on behind Python (on GPUs), so `call` is not known."""
+    """What one rank writes when a run fails."""
 
-    plan: str
-    start: str
+    plan: str  # id
+    start: str  # a word that all ranks of one start of a run share
     rank: int
     world: int
-    machine: str
+    machine: str  # as of a heartbeat
     pid: int
-    time: float
-    first: bool
-    code: str
+    time: float  # as of a heartbeat
+    first: bool  # whether the run failed on this rank; the others followed
+    code: str  # of the message with which this rank ended
     reason: str
     stand: RankPosition
-    stack: tuple[str, ...] = ()
-    late: bool = False
-    ring: tuple[RingEntry, ...] = ()
+    stack: tuple[str, ...] = ()  # the lines that its main thread was at, innermost last
+    late: bool = False  # posted operations run after Python has returned (on GPUs), so `call` is not known
+    ring: tuple[RingEntry, ...] = ()  # what it did last
 
 
 @dataclass(frozen=True, slots=True)
 class LastHeartbeats:
-    """The last signs of all ranks that gave one, as the first rank that failed (`by`) found them."""
+    """The last heartbeats of all ranks, as the first rank that failed found them."""
 
-    plan: str
-    start: str
-    by: int
-    time: float
-    signs: tuple[tuple[int, Heartbeat], ...]
+    plan: str  # id
+    start: str  # as of a `RankDump`
+    by: int  # the rank that wrote this
+    time: float  # as of a heartbeat
+    signs: tuple[tuple[int, Heartbeat], ...]  # (rank, its last heartbeat)
 
 
 def heartbeat_text(sign: Heartbeat) -> str:

@@ -1,7 +1,7 @@
 """The order of a whole run, and who needs whom in it.
 
 In: a plan. Out: the place of each run of each event, which can be compared between ranks; the ranks without which
-another cannot end an event. """
+another cannot end an event."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rldsl.plan.references import Reference, Role, named
 from rldsl.postmortem.dumps import EventRun
 from rldsl.sharding.layout import dp_index
 
-# index, turn, index, ... of the blocks and the event, and at last 0 in the event, 1 after it
+# index, iteration, index, ... of the blocks and the event; then 0 in the event, or 1 after it
 OrderKey = tuple[int, ...]
 START, END = (-1,), (1 << 62,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankGroup:
-    """Ranks that need each other, in ascending order. One object for all of them, so that what is found for a group is
-    found once: it is equal only to itself."""
+    """Ranks that need each other, in ascending order. There is one object per group, equal only to itself, so that what
+    is computed for a group is computed once."""
 
     ranks: tuple[int, ...]
 
@@ -33,19 +33,19 @@ NOBODY = RankGroup(())
 
 
 class WaitOrder:
-    """events: by their numbers."""
+    """Who waits for whom in a plan. events: by id."""
 
     def __init__(self, plan: Plan):
         self._members = {m.id: m.members() for m in plan.meshes}
         self._sets = {id: frozenset(ranks) for id, ranks in self._members.items()}
         self._layouts, self._spreads = {x.id: x for x in plan.layouts}, {s.id: s for s in plan.spreads}
         self._groups: dict[Hashable, RankGroup] = {}
-        self._replicas: dict[str, dict[int, RankGroup]] = {}  # layout -> rank -> group
-        self._ways: dict[int, tuple[tuple[int, bool], ...]] = {}  # to each event: indices, and whether a turn follows
+        self._dp_ranks: dict[str, dict[int, RankGroup]] = {}  # layout -> rank -> group
+        self._ways: dict[int, tuple[tuple[int, bool], ...]] = {}  # to each event: (index, whether an iteration follows)
         self.events: dict[int, Event] = {}
         self._ends: dict[int, tuple[Reference, ...]] = {}  # event -> what says who takes part in it
         self._note(plan.body, ())
-        self._together = [e for id, e in self.events.items()
+        self._barriers = [e for id, e in self.events.items()
                           if e.traits.blocking == "barrier" and len(self._ways[id]) == 2]
 
     def _note(self, items: Sequence[Item], way: tuple[tuple[int, bool], ...]) -> None:
@@ -60,16 +60,16 @@ class WaitOrder:
         """at: None is the end of the run. What the plan does not have is before everything."""
         if at is None:
             return END
-        turns, place = list(at.turns), []
+        iterations, key = list(at.turns), list[int]()
         for index, loop in self._ways.get(at.event, ()):
-            place += [index, turns.pop(0) if turns else 0] if loop else [index]
-        return (*place, int(after)) if place else START
+            key += [index, iterations.pop(0) if iterations else 0] if loop else [index]
+        return (*key, int(after)) if key else START
 
     def ended(self, at: EventRun, place: OrderKey, rank: int) -> dict[EventRun, frozenset[int]]:
-        """What `rank`, which is at `at`, has ended before `place` in this step or the one before, and nobody ends
-        before all have begun it; and who takes part."""
+        """The barriers that `rank`, which is at `at`, has ended before `place` in this step or the one before, with the
+        ranks that take part: all of these have begun them."""
         steps = [at.turns[:1], (at.turns[0] - 1,)] if at.turns and at.turns[0] > 1 else [at.turns[:1]]
-        runs = ((EventRun(e.id, step), self._sets[e.mesh]) for e in self._together for step in steps)
+        runs = ((EventRun(e.id, step), self._sets[e.mesh]) for e in self._barriers for step in steps)
         return {run: ranks for run, ranks in runs if rank in ranks and self.place(run) < place}
 
     def group(self, event: Event, rank: int) -> RankGroup:
@@ -84,7 +84,7 @@ class WaitOrder:
                 return self._across(src, dst, rank, passed_on=event.traits.forwards)
             case "dp_rank":
                 layout, = (end.id for end in self._ends[event.id])
-                return self._replica(self._layouts[layout], rank)
+                return self._dp_rank(self._layouts[layout], rank)
             case "gather":
                 firsts = {self._members[self._mesh(b)][0] for b in named(event, *event.traits.first_rank_of)}
                 to, = (end.id for end in self._ends[event.id])
@@ -106,23 +106,23 @@ class WaitOrder:
             self._groups[key] = RankGroup(tuple(sorted(ranks)))
         return self._groups[key]
 
-    def _replica(self, layout: Layout, rank: int) -> RankGroup:
-        """The ranks that work on the same rows, those of one dp shard, and on the same experts."""
-        if layout.id not in self._replicas:
-            shards: dict[int, list[int]] = defaultdict(list)
+    def _dp_rank(self, layout: Layout, rank: int) -> RankGroup:
+        """The ranks of the same dp rank, and those that share experts with them."""
+        if layout.id not in self._dp_ranks:
+            dp_ranks: dict[int, list[int]] = defaultdict(list)
             for index, member in enumerate(self._members[layout.mesh]):
-                shards[dp_index(layout, index) // layout.ep].append(member)
-            groups = [RankGroup(tuple(sorted(ranks))) for ranks in shards.values()]
-            self._replicas[layout.id] = {q: group for group in groups for q in group.ranks}
-        return self._replicas[layout.id][rank]
+                dp_ranks[dp_index(layout, index) // layout.ep].append(member)
+            groups = [RankGroup(tuple(sorted(ranks))) for ranks in dp_ranks.values()]
+            self._dp_ranks[layout.id] = {member: group for group in groups for member in group.ranks}
+        return self._dp_ranks[layout.id][rank]
 
     def _across(self, src: str, dst: str, rank: int, passed_on: bool = False) -> RankGroup:
-        """Who receives needs who sends, and the other way round: a send waits for its receive. passed_on: who receives
-        may send it to others that do."""
-        gives, takes = rank in self._sets[src], rank in self._sets[dst]
-        key = (src, dst, gives, takes, passed_on)
+        """A receiver needs the senders, and a sender the receivers: a send waits for its receive. passed_on: receivers
+        may forward to other receivers."""
+        sends, receives = rank in self._sets[src], rank in self._sets[dst]
+        key = (src, dst, sends, receives, passed_on)
         if key not in self._groups:
-            ranks = {*(self._members[src] if takes else ()),
-                     *(self._members[dst] if gives or takes and passed_on else ())}
+            ranks = {*(self._members[src] if receives else ()),
+                     *(self._members[dst] if sends or receives and passed_on else ())}
             self._groups[key] = RankGroup(tuple(sorted(ranks)))
         return self._groups[key]

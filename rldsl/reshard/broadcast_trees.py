@@ -12,7 +12,9 @@ TREES = (0, 1)
 
 
 def parent(count: int, tree: int, node: int) -> int | None:
-    """None for the root."""
+    """The parent of a node in a tree; None for the root."""
+    # The in-order tree: a label's lowest set bit is its height. Its parent clears that bit and sets the next:
+    # 5 (101) -> 6 (110) -> 4 (100). If that label does not exist, the parent is the one with the bit just cleared.
     label = _label(count, tree, node)
     low = label & -label
     up = label ^ low | low << 1
@@ -26,12 +28,12 @@ def children(count: int, tree: int, node: int) -> tuple[int, ...]:
     step = (label & -label) >> 1
     if not step:
         return ()
-    found = [label - step]
+    labels = [label - step]
     while step and label + step > count:
         step >>= 1
     if step:
-        found.append(label + step)
-    return tuple(_node(count, tree, x) for x in found)
+        labels.append(label + step)
+    return tuple(_node(count, tree, x) for x in labels)
 
 
 def root(count: int, tree: int) -> int:

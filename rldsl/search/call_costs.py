@@ -38,7 +38,7 @@ class Candidate:
     strategy: Strategy
     size: int  # ranks
     seconds: float  # per step
-    sync_ranks: int  # how many ranks wait for each other: all, or those of one shard
+    sync_ranks: int  # how many ranks wait for each other: all, or those of one dp rank
     static_bytes: int  # trained state, held all the time
     shared_bytes: int  # read-only parameters, held once for all calls that use the same
     copy_bytes: int  # a copy of a trained model, held until its last use in a step

@@ -144,7 +144,7 @@ class CandidateTable:
         return (*variants, *(replace(x, offload=True) for x in variants)) if can_offload and self.offload else variants
 
     def _max_rows(self, job: Job, dp: int) -> int:
-        """Rows of the largest data-parallel shard; for training, of one minibatch."""
+        """Rows of the dp rank that has most; for training, of one minibatch."""
         node, frame = job.node, self.problem.frames[job.frames[0]]
         if job.kind == "generate":
             return -(-frame.count // frame.per_prompt // dp) * frame.per_prompt

@@ -93,8 +93,8 @@ def stage_groups(x: Layout, size: int, gpus: int) -> dict[int, Groups]:
     """The groups of each stage of a layout on ranks 0 to size - 1."""
     block, inner = x.dp * x.cp * x.tp, x.cp * x.tp
     shards, rows = _distinct_starts(size, inner, gpus), _distinct_starts(size, block, gpus)
-    sizes = {"pp": x.pp, "tp": x.tp, "cp": x.cp, "dp": x.dp, "mesh": size, "shard": x.pp * inner}
-    crosses = {"pp": _crosses_nodes(range(block), block, x.pp, gpus), "mesh": size > gpus, "shard": False,
+    sizes = {"pp": x.pp, "tp": x.tp, "cp": x.cp, "dp": x.dp, "mesh": size, "dp_rank": x.pp * inner}
+    crosses = {"pp": _crosses_nodes(range(block), block, x.pp, gpus), "mesh": size > gpus, "dp_rank": False,
                "tp": _crosses_nodes(_distinct_starts(size, x.tp, gpus), 1, x.tp, gpus),
                "cp": _crosses_nodes((s + t for s in shards for t in range(x.tp)), x.tp, x.cp, gpus),
                "dp": _crosses_nodes((s + i for s in rows for i in range(inner)), inner, x.dp, gpus)}
@@ -105,7 +105,7 @@ def stage_groups(x: Layout, size: int, gpus: int) -> dict[int, Groups]:
         crosses |= {"ep": _crosses_nodes(runs, inner, x.ep, gpus),
                     "expert_dp": _crosses_nodes(places, x.ep * inner, x.dp // x.ep, gpus)}
     pipeline = tuple(range(x.pp))
-    return {s: Groups({a: pipeline if a in ("pp", "mesh", "shard") else (s,) for a in sizes}, sizes, crosses, s)
+    return {s: Groups({a: pipeline if a in ("pp", "mesh", "dp_rank") else (s,) for a in sizes}, sizes, crosses, s)
             for s in pipeline}
 
 

@@ -147,9 +147,10 @@ class MemoryAdvisor:
     @cached_property
     def _uses_copy(self) -> list[str]:
         """Calls of trained models that use a copy."""
-        homes = {m.name: m.train_layout for m in self.placed.models if m.train_layout and not m.base}
-        return list(dict.fromkeys(_selector(n) for n in self.calls if n.model in homes and not isinstance(n, g.Train)
-                                  and self.old[n.id].layout.id != homes[n.model]))
+        train_layouts = {m.name: m.train_layout for m in self.placed.models if m.train_layout and not m.base}
+        return list(dict.fromkeys(_selector(n) for n in self.calls
+                                  if n.model in train_layouts and not isinstance(n, g.Train)
+                                  and self.old[n.id].layout.id != train_layouts[n.model]))
 
     def _may_zero(self, level: int) -> list[str]:
         """Trained models with data parallelism, below this level of `zero`."""

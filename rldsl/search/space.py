@@ -177,7 +177,7 @@ def can_tp(f: Family, tp: int) -> bool:
 
 
 def micro_batch_sizes(rows: int, pp: int) -> tuple[int, ...]:
-    """The distinct micro-batch sizes for `rows` rows of a shard: powers of two, then 0 for the largest possible: all
+    """The distinct micro-batch sizes for `rows` rows of a dp rank: powers of two, then 0 for the largest possible: all
     rows, or with a pipeline the rows divided by its stages."""
     return (*(2**k for k in range(max(rows, 1).bit_length()) if -(-rows // 2**k) > pp), 0)
 

@@ -223,13 +223,13 @@ def _check_passes(stage: Stage, method: str, found: object, chunks: int) -> Stag
 
 
 def generate_ops(world: World, event: Generate, c: int, key: Hashable) -> list[Op]:
-    """Every rank of a shard takes part in every token."""
+    """Every rank of a dp rank takes part in every token."""
     stage = build_stage(world, event.model, event.layout, c, key)
     found = decode_time(world, event, stage)
     if not found.seconds:
         return []
-    parties = stage.groups.members["shard"]
-    start = [*collective((key, "shard", parties), parties, 0.0), *stage.collective_ops("ep", "start", 0.0)]
+    parties = stage.groups.members["dp_rank"]
+    start = [*collective((key, "dp_rank", parties), parties, 0.0), *stage.collective_ops("ep", "start", 0.0)]
     return [*start, Compute(found.seconds, found.share)]
 
 
@@ -339,7 +339,7 @@ def _decode_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
 
 
 def _micro_batches(event: Infer | Train, rows: int, tokens: float, at_least: int) -> int:
-    """Micro-batches of a shard. tokens: of a row."""
+    """Micro-batches of a dp rank. tokens: of a row."""
     count = count_without_token_limit(rows, event.mbs, at_least)
     return min(rows, max(count, ceil(rows * tokens / event.mbt))) if event.mbt else count
 

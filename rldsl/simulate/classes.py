@@ -81,8 +81,8 @@ def _refine_colors(plan: Plan, without: Collection[int] = ()) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups of a layout as one class sees them, by axis: "pp", "tp", "cp", "dp", "mesh", and "shard" (the ranks
-    that work on the same rows); with ep also "ep", and "expert_dp" (the ranks that hold the same experts)."""
+    """The groups of a layout as one class sees them, by axis: "pp", "tp", "cp", "dp", "mesh", and "dp_rank" (the
+    ranks that work on the same rows); with ep also "ep", and "expert_dp" (the ranks that hold the same experts)."""
 
     members: dict[str, Members]  # axis -> the classes in its group
     sizes: dict[str, int]  # axis -> ranks in a group
@@ -98,7 +98,7 @@ def build_groups(layout: Layout, mesh: Mesh, found: Classes, per_node: int) -> d
         made.setdefault(found.of[rank], Groups({}, {}, {}, place // size))
     by_axis: dict[str, tuple[tuple[int, ...], ...]] = {axis: axis_ranks(layout, mesh, axis)
                                                        for axis in ("mesh", *_axes(layout))}
-    for axis, every in {**by_axis, "shard": _shards(layout, mesh)}.items():
+    for axis, every in {**by_axis, "dp_rank": _dp_ranks(layout, mesh)}.items():
         crosses = any(len({r // per_node for r in g}) > 1 for g in every)  # in whatever order its ranks are
         for group in every:
             for c in (here := found.among(group)):
@@ -113,8 +113,8 @@ def _axes(layout: Layout) -> tuple[AxisName, ...]:
     return ("pp", "tp", "cp", "dp", "ep", "expert_dp") if layout.ep > 1 else ("pp", "tp", "cp", "dp")
 
 
-def _shards(layout: Layout, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-    """The ranks that work on the same rows."""
+def _dp_ranks(layout: Layout, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """For each dp rank, its ranks: those that work on the same rows."""
     members, inner = mesh.members(), layout.cp * layout.tp
     size = layout.dp * inner
     return tuple(tuple(members[p * size + d * inner + i] for p in range(layout.pp) for i in range(inner))

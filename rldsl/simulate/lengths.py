@@ -70,7 +70,7 @@ def observed_lengths(plan: Plan, folder: str) -> Lengths:
 
 def token_frames(plan: Plan) -> tuple[tuple[Frame, int], ...]:
     """The frames whose tokens a step makes or reads, and how often: not what happens in some steps alone, as an
-    evaluation does, and of a loop that ends early as many turns as it may have."""
+    evaluation does, and of a loop that ends early as many iterations as it may have."""
     frames = {f.id: f for f in plan.frames}
     found: Counter[str] = Counter()
     for event, path in event_paths(plan):

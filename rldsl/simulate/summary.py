@@ -103,7 +103,7 @@ def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: L
 
 
 def _at_most(plan: Plan) -> Iterator[str]:
-    """Loops whose turns depend on the data, which are simulated at their bounds."""
+    """Loops whose number of iterations depends on the data, which are simulated at their bounds."""
     for loop in {b.id: b for _, path in event_paths(plan) for b in path if isinstance(b, Loop)}.values():
         if loop.until:
             yield f"loops     repeat ... until: {loop.trips:,} iterations (the maximum)"

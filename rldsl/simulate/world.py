@@ -71,7 +71,7 @@ class World:
         return 1 if spread.granularity == "all" or not spread.layout else self.layouts[spread.layout].dp
 
     def rows(self, spread: Spread, frame: str) -> int:
-        """Sequences of a frame on the fullest shard of a spread."""
+        """Sequences of a frame on the dp rank of a spread that has most."""
         return rows(self.frames[frame], spread, self.layouts)
 
     def entries(self, value: Value, rows: float) -> float:

@@ -1,8 +1,8 @@
-"""Evaluations: a loop over a data source looks, and changes nothing.
+"""Evaluations: a loop over a data source changes nothing that lasts.
 
-In: tables with sound references. Out: diagnostics RL0530. Rules: such a loop fetches from its source once a turn and
-from no other, so that every row counts once; it holds no block, and no event that makes a new version of a model, a
-state, or a file.
+In: tables with sound references. Out: diagnostics RL0530. Rules: such a loop fetches from its source once per
+iteration and from no other, so that every row counts once; it holds no block, and no event that makes a new
+version of a model, a state, or a file.
 """
 
 from __future__ import annotations

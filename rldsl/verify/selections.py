@@ -1,9 +1,9 @@
-"""Selections and collections: which rows a value has is a matter of its frame, and every rank knows it.
+"""Selections and collections: which rows a value has follows from its frame, and every rank knows it.
 
 In: tables with sound references, a Select or Collect. Out: diagnostics RL0614 (reads and writes), RL0615 (fields that
 contradict each other) and RL0519 (a loop does not collect what it says). Rules: a selection keeps the row numbers of
-the frame that it is taken from, so value and kept value stand in one spread; what is collected is divided alike in
-every turn, so that appending moves nothing.
+the frame that it is taken from, so value and kept value are in one spread; what is collected is divided in the same way
+in every iteration, so that appending moves nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _pairs(t: Tables, e: Select | Collect) -> Iterator[Diagnostic]:
 
 
 def loops(items: Sequence[Item]) -> Iterator[Diagnostic]:
-    """A loop appends once a turn to each buffer that it collects, and to no other."""
+    """A loop appends once per iteration to each buffer that it collects, and to no other."""
     for item in items:
         if isinstance(item, Loop | Every):
             own = [(b, e) for e in item.body if isinstance(e, Collect) for b in e.writes]
