@@ -138,8 +138,7 @@ class IssueOrder:
         sequences: Mapping[type[Event], CommSequence] = {
             Generate: self.generate, Infer: self.infer, Train: self.train, Save: self.save}
         if kind not in sequences:
-            raise internal_error(f"the verifier has no rule for the communication in events of the kind {kind.kind!r}",
-                                 place="issue order")
+            raise internal_error(f"the verifier has no rule for events of the kind {kind.kind!r}", place="issue order")
         return sequences[kind]
 
     def generate(self, x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:

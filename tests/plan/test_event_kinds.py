@@ -172,7 +172,9 @@ def test_a_kind_that_needs_code_is_refused_without_it(plan: Plan, monkeypatch: A
     event = the(plan, "audit")
     for change, act in (({"timed": True}, lambda: simulate(plan, find("h100x8"))),
                         ({"scratch": True}, lambda: curves(plan)),
-                        ({"buffers": None}, lambda: verify(plan)), ({"bytes_moved": "planned"}, lambda: verify(plan))):
+                        ({"buffers": None}, lambda: verify(plan)), ({"bytes_moved": "planned"}, lambda: verify(plan)),
+                        ({"divides_rows": True}, lambda: verify(plan)),
+                        ({"backend_communicates": True}, lambda: verify(plan))):
         with monkeypatch.context() as patch:
             patch.setattr(type(event), "traits", replace(event.traits, **change))
             with pytest.raises(InternalError, match="RL0699.*has no rule for events of the kind 'audit'"):
