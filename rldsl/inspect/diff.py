@@ -2,7 +2,7 @@
 
 In: two plans, and what a simulator predicts for them. Out: a `Diff`. Events are matched by what they mean
 (`inspect/event_matching.py`): their names and places in the program, never their ids. Plans that differ are never the
-same: where no section tells how, `others` names the records. """
+same: where no section tells how, `others` names the records."""
 
 from __future__ import annotations
 

@@ -23,18 +23,16 @@ OWN = frozenset(f.name for f in fields(Event))  # what every event has
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An event of one plan. about: its subject ("gen = actor.generate"). readers: what those are about that read what
-    it writes. block: the blocks around it. facts: its options, where it runs, what it moves, as text; a computation in
-    full."""
+    """An event of one plan, as a comparison sees it."""
 
     kind: str
-    name: str
-    about: str
-    makes: tuple[str, ...]
-    readers: tuple[str, ...]
-    block: str
-    facts: Mapping[str, str]
-    inserted: bool
+    name: str  # what messages call it
+    about: str  # its subject: "gen = actor.generate"
+    result_names: tuple[str, ...]  # that the program gives to what it returns
+    readers: tuple[str, ...]  # the subjects of the events that read what it writes
+    block: str  # the blocks around it
+    facts: Mapping[str, str]  # its options, where it runs, what it moves, as text; a computation in full
+    inserted: bool  # by the compiler
     because: str
     at: str
     bytes: int
@@ -60,7 +58,7 @@ def found(plan: Plan) -> tuple[Found, ...]:
     places, spreads = PlaceTexts.of(plan), {s.id: s for s in plan.spreads}
     computations = {p.id: plain(repr((p.nodes, p.outputs))) for p in plan.programs}
     return tuple(
-        Found(event.kind, event.called, event.subject, event.makes,
+        Found(event.kind, event.called, event.subject, event.result_names,
               tuple(dict.fromkeys(about for b in event.writes for about in read_by[b])), _block(path),
               {name: text for name, text in _facts(event, path, places, spreads, computations) if text},
               bool(event.because) or event.traits.family == "residency", event.because, line_of(event.at), event.bytes)
@@ -75,8 +73,8 @@ def pairs(before: Sequence[Found], after: Sequence[Found]) -> Iterator[Pair]:
     """In the order of `after`, then what is gone. Where what a call returns has another name now, its readers are
     matched as if it had that before."""
     first = _matched(before, after)
-    names = {old: new for i, j in first for old, new in zip(before[i].makes, after[j].makes, strict=False)
-             if old != new and len(before[i].makes) == len(after[j].makes) and not before[i].inserted}
+    names = {old: new for i, j in first for old, new in zip(before[i].result_names, after[j].result_names, strict=False)
+             if old != new and len(before[i].result_names) == len(after[j].result_names) and not before[i].inserted}
     shown = [_renamed(e, names) for e in before] if names else list(before)
     mine = {j: i for i, j in (_matched(shown, after) if names else first)}
     yield from (Pair(shown[mine[j]] if j in mine else None, event) for j, event in enumerate(after))
@@ -107,8 +105,9 @@ def _renamed(e: Found, names: Mapping[str, str]) -> Found:
     def new(text: str) -> str:
         return pattern.sub(lambda found: names[found[1]], text)
 
-    return replace(e, about=new(e.about), makes=tuple(map(new, e.makes)), readers=tuple(map(new, e.readers)), facts={
-        name: text if name == "result" else new(text) for name, text in e.facts.items()})
+    facts = {name: text if name == "result" else new(text) for name, text in e.facts.items()}
+    return replace(e, about=new(e.about), result_names=tuple(map(new, e.result_names)),
+                   readers=tuple(map(new, e.readers)), facts=facts)
 
 
 def _same(e: Found) -> Hashable:
@@ -139,7 +138,7 @@ def _call(e: Found) -> Hashable:
 
 def _made(e: Found) -> Hashable:
     """Another model's call in its place."""
-    return (e.kind, plain(e.makes)) if e.makes and not e.inserted else None
+    return (e.kind, plain(e.result_names)) if e.result_names and not e.inserted else None
 
 
 def plain(value: Any) -> Any:
@@ -162,7 +161,7 @@ def _facts(event: Event, path: Path, places: PlaceTexts, spreads: Mapping[str, S
         yield "bytes", str(event.bytes) if event.bytes else ""
         yield "decay", str(event.decay) if isinstance(event, Realloc) and event.decay else ""
         return
-    yield "result", ", ".join(plain(event.makes))
+    yield "result", ", ".join(plain(event.result_names))
     yield "call", plain(event.called)
     if isinstance(sampling := getattr(event, "sampling", None), Sampling):
         yield from ((f.name, str(getattr(sampling, f.name))) for f in fields(sampling))

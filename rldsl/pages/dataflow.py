@@ -85,7 +85,7 @@ def dataflow(plan: Plan) -> Dataflow:
             known = {frame_of.get(split_buffer(b)[0]) for b in event.reads}
             links |= {(maker[f], id, False): [f] for f in event.frames if f in maker and f not in known}
         writer |= dict.fromkeys(event.writes, id)
-        maker |= {frame: id for frame in event.makes if frame in frames}
+        maker |= {frame: id for frame in event.result_names if frame in frames}
     kept = tuple(Link(a, b, tuple(names), parameters) for (a, b, parameters), names in links.items())
     order = sorted(nodes.values(), key=lambda n: n.what != "before")
     return Dataflow(tuple(order), kept)
@@ -114,7 +114,7 @@ def _node(event: Event, path: Path, places: PlaceTexts, metrics: dict[str, str])
 
 def _title(event: Event, metrics: dict[str, str]) -> tuple[str, str]:
     """What a node does, and what comes of it."""
-    name, made = event.called, event.makes
+    name, made = event.called, event.result_names
     if event.traits.drawing == "move":
         return event.subject.replace(" -> ", " → "), ""
     if isinstance(event, Fetch):

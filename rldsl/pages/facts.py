@@ -68,7 +68,7 @@ def legend(plan: Plan, hues: Mapping[str, Hue], timeline: Timeline) -> tuple[Ent
         work = [e for e, _ in event_paths(plan) if e.mesh == mesh and e.traits.family in WORK]
         named = [e.called for e in work if isinstance(e, ModelCall)]
         if not named:
-            named = [f"{e.data}.next" if isinstance(e, Fetch) else ", ".join(e.makes) for e in work]
+            named = [f"{e.data}.next" if isinstance(e, Fetch) else ", ".join(e.result_names) for e in work]
         found.append(Entry(hue, ranks_text(sizes[mesh].members()), ", ".join(dict.fromkeys(named)),
                            f"{idle[mesh]:.0%} idle" if mesh in idle else ""))
     return tuple(found)

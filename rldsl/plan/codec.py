@@ -5,8 +5,8 @@ One record a line: the header, then the tables in the order of `Plan`'s fields, 
 `{"kind":"end"}`. Keys are sorted, separators have no spaces, and a field at its default is left out. So one
 plan has exactly one encoding, and `decode(encode(p)) == p`. No pickle: reading a plan runs nothing of it.
 
-A reader may walk the blocks and list the ranks of what it is given: blocks nest no deeper than `MOST_BLOCKS`, and ranks
-are of the world, which is no larger than `MOST_RANKS`.
+A reader may walk the blocks and list the ranks of any plan that it gets: blocks nest no deeper than
+`MAX_NESTED_BLOCKS`, and the world has no more than `MAX_RANKS` ranks.
 
 Codes: RL0601 not a plan of this format, RL0602 edited after it was compiled, RL0603 not canonical JSON,
 RL0604 unknown or misplaced record, RL0605 unknown or missing field, RL0606 wrong type, RL0607 broken nesting,
@@ -30,8 +30,8 @@ from rldsl.plan.expr import Program
 from rldsl.plan.function import Function
 from rldsl.plan.model import (
     FORMAT,
-    MOST_BLOCKS,
-    MOST_RANKS,
+    MAX_NESTED_BLOCKS,
+    MAX_RANKS,
     Data,
     Frame,
     Group,
@@ -179,8 +179,8 @@ def decode(data: bytes, name: str) -> Plan:
             _bounded(record, tables["header"], place)
             tables[TABLES[kind][1]].append(record)
         elif kind in BLOCKS:
-            if len(open_blocks) == MOST_BLOCKS:
-                raise fail("RL0607", f"blocks are nested more than {MOST_BLOCKS} deep", place=place, help=EDITED)
+            if len(open_blocks) == MAX_NESTED_BLOCKS:
+                raise fail("RL0607", f"blocks are nested more than {MAX_NESTED_BLOCKS} deep", place=place, help=EDITED)
             open_blocks.append((BLOCKS[kind], obj, place, items))
             items = []
         elif kind == "end":
@@ -203,8 +203,8 @@ def decode(data: bytes, name: str) -> Plan:
 
 def _bounded(record: Any, header: list[Header], place: str) -> None:
     """Ranks that can be: those of a mesh or class are of the world, and each once."""
-    if isinstance(record, Header) and not 1 <= record.world <= MOST_RANKS:
-        raise fail("RL0612", f"{record.world} ranks: a plan must have 1 to {MOST_RANKS:_} ranks", place=place,
+    if isinstance(record, Header) and not 1 <= record.world <= MAX_RANKS:
+        raise fail("RL0612", f"{record.world} ranks: a plan must have 1 to {MAX_RANKS:_} ranks", place=place,
                    help=EDITED)
     if isinstance(record, Mesh | RankClass):
         world = header[0].world

@@ -89,7 +89,7 @@ class Event:
         return self.kind
 
     @property
-    def makes(self) -> tuple[str, ...]:
+    def result_names(self) -> tuple[str, ...]:
         """The names that the program gives to what it returns."""
         return ()
 
@@ -283,7 +283,7 @@ class Generate(GenerateSpec, ModelCall):
         return f"{self.model}.generate"
 
     @property
-    def makes(self) -> tuple[str, ...]:
+    def result_names(self) -> tuple[str, ...]:
         return (self.frame,)
 
     @property
@@ -312,7 +312,7 @@ class Infer(InferSpec, ModelCall):
         return f"{self.model}.{output.call if output is not None else self.output_name}"
 
     @property
-    def makes(self) -> tuple[str, ...]:
+    def result_names(self) -> tuple[str, ...]:
         return (self.value,)
 
     @property
@@ -357,7 +357,7 @@ class Fetch(FetchSpec, Event):
     """The step's rows of a data source, read and tokenized by every participant alike."""
 
     @property
-    def makes(self) -> tuple[str, ...]:
+    def result_names(self) -> tuple[str, ...]:
         return self.frames
 
     @property
@@ -415,12 +415,12 @@ class Compute(ComputeSpec, Event):
         return self.outputs[0][1] if self.outputs else self.program  # a plan that has not been verified may have none
 
     @property
-    def makes(self) -> tuple[str, ...]:
+    def result_names(self) -> tuple[str, ...]:
         return tuple(value for _, value in self.outputs)
 
     @property
     def subject(self) -> str:
-        return ", ".join(self.makes)
+        return ", ".join(self.result_names)
 
 
 @event_kind(Traits(family="compute", blocking="none", participants=("spread",), needs_lengths_of=("frame",),
@@ -437,7 +437,7 @@ class Select(SelectSpec, Event):
         return f"select {self.frame}"
 
     @property
-    def makes(self) -> tuple[str, ...]:
+    def result_names(self) -> tuple[str, ...]:
         return (self.frame,)
 
     @property
@@ -460,7 +460,7 @@ class Collect(CollectSpec, Event):
         return f"collect {self.frame}"
 
     @property
-    def makes(self) -> tuple[str, ...]:
+    def result_names(self) -> tuple[str, ...]:
         return (self.into,)
 
     @property

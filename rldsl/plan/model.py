@@ -25,9 +25,9 @@ from rldsl.plan.function import Function
 from rldsl.plan.heads import HeadName
 
 FORMAT = 2
-MOST_RANKS = 16_384 * 256  # nodes, devices of each: beyond it a number is a slip
-MOST_BLOCKS = 64  # around an event; the parser allows fewer brackets in brackets
-DEFAULT_BACKEND = "torch"  # where a layout names none
+MAX_RANKS = 16_384 * 256  # nodes * devices per node: a larger number is a mistake
+MAX_NESTED_BLOCKS = 64  # around an event; the parser allows fewer brackets in brackets
+DEFAULT_BACKEND = "torch"  # of a layout that names none
 
 Ranges = tuple[tuple[int, int], ...]  # half-open [start, stop), in order
 StageKind = Literal["first", "layer", "last", "ends", "all"]  # which pipeline stages hold a parameter

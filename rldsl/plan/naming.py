@@ -18,7 +18,7 @@ from rldsl.plan.model import Frame, Plan, Value
 from rldsl.plan.notation import degrees_of, mesh_text
 from rldsl.plan.references import Reference, Role, named, renamed
 
-MOST_ITEMS = 3  # of a list in a title
+MAX_LISTED = 3  # of a list in a title
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class EventText:
 
     kind: str  # as the plan file writes it: "generate"
     name: str  # what messages call it: "actor.generate", "adv"
-    makes: tuple[str, ...]  # names that the program gives to what it returns
+    result_names: tuple[str, ...]  # names that the program gives to what it returns
     subject: str  # what it is about: "gen = actor.generate", "gen.tokens, gen.logprobs", "actor"
     title: str  # a label of its own: "actor.generate", "transfer gen.tokens, gen.logprobs"
     line: str  # the line of the program: "ppo.rlf:22"
@@ -44,7 +44,8 @@ def describe_event(event: Event) -> EventText:
     is_call, is_bookkeeping = event.traits.family == "call", event.traits.family == "bookkeeping"
     line, name, subject = line_of(event.at), without_line(event.called, event.at), without_line(event.subject, event.at)
     title = name if is_call else f"{event.kind} {_shortened(subject)}".strip()
-    return EventText(event.kind, name, event.makes, subject, title, line, "" if is_bookkeeping else event.because)
+    reason = "" if is_bookkeeping else event.because
+    return EventText(event.kind, name, event.result_names, subject, title, line, reason)
 
 
 def without_line(text: str, at: str) -> str:
@@ -76,8 +77,8 @@ def _shortened(items: str) -> str:
             parts.append(items[start:i])
             start = i + 2
     parts.append(items[start:])
-    left = len(parts) - MOST_ITEMS
-    return ", ".join(parts[:MOST_ITEMS]) + (f" and {left} more" if left > 0 else "")
+    left = len(parts) - MAX_LISTED
+    return ", ".join(parts[:MAX_LISTED]) + (f" and {left} more" if left > 0 else "")
 
 
 @dataclass(frozen=True, slots=True)

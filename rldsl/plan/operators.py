@@ -123,20 +123,21 @@ class Builtin:
 
     name: str
     form: Form
-    rows: tuple[tuple[str, str, str], ...]  # the documentation: (call, levels, meaning); an editor shows the first
+    signatures: tuple[tuple[str, str, str], ...]  # (call, levels, meaning), as documented; an editor shows the first
     operator: str = ""  # the operator that a call becomes; "": several or none, made where `form` says
-    least: int = 1  # positional arguments
-    most: int = 1
+    min_args: int = 1  # positional
+    max_args: int = 1
     options: tuple[str, ...] = ()  # named arguments
 
     @property
     def signature(self) -> str:
-        return " or ".join(call for call, _, _ in self.rows)
+        """All calls: "max(a, b) or max(x)"."""
+        return " or ".join(call for call, _, _ in self.signatures)
 
     @property
     def summary(self) -> str:
         """The meaning of the first call and its levels: "The sum within each M (F -> M)." """
-        _, levels, meaning = self.rows[0]
+        _, levels, meaning = self.signatures[0]
         return f"{meaning[0].upper()}{meaning[1:]} ({levels})."
 
 
@@ -159,11 +160,12 @@ _FUNCTIONS = (
     _function("logsigmoid", "log(sigmoid(x)), numerically stable"),
     Builtin("min", "either", (("min(a, b)", "L, L -> L", "the smaller"),
                               ("min(x)", "F -> batch", "the minimum"),
-                              ("min(x by M)", "F -> M", "the minimum within each M")), "amin", most=2),
+                              ("min(x by M)", "F -> M", "the minimum within each M")), "amin", max_args=2),
     Builtin("max", "either", (("max(a, b)", "L, L -> L", "the larger"),
                               ("max(x)", "F -> batch", "the maximum"),
-                              ("max(x by M)", "F -> M", "the maximum within each M")), "amax", most=2),
-    Builtin("clip", "special", (("clip(x, low, high)", "L, L, L -> L", "x clipped to [low, high]"),), least=3, most=3),
+                              ("max(x by M)", "F -> M", "the maximum within each M")), "amax", max_args=2),
+    Builtin("clip", "special", (("clip(x, low, high)", "L, L, L -> L", "x clipped to [low, high]"),),
+            min_args=3, max_args=3),
     Builtin("where", "elementwise", (
         ("where(c, a, b)", "L, L, L -> L",
          "a where the condition c holds, else b; a constant c is evaluated at compile time"),), "where", 3, 3),
@@ -200,15 +202,15 @@ _FUNCTIONS = (
     Builtin("at_end", "sequence", (
         ("at_end(s)", "seq -> token", "s at the last token, 0 elsewhere"),
         ("at_end(s, gen)", "seq, sequences -> token", "the same, if s belongs to both sequences of a pair")),
-        "at_end", most=2),
+        "at_end", max_args=2),
     Builtin("over", "sequence", (
         ("over(x, kept)", "F, sequences -> F", "the values of x for the rows of a [selection](#selection)"),),
-        least=2, most=2),
+        min_args=2, max_args=2),
     Builtin("uniform", "special", (
         ("uniform(x)", "F -> F", "a random number in the open interval (0, 1) for each element of x"),), "uniform"),
     Builtin("choice", "special", (
         ('choice(word, "a", "b")', "text, text, text -> text",
-         "`word`, which must be one of the others; evaluated at compile time"),), least=2, most=99),
+         "`word`, which must be one of the others; evaluated at compile time"),), min_args=2, max_args=99),
 )
 BUILTINS: dict[str, Builtin] = {f.name: f for f in _FUNCTIONS}
 if wrong := [f.name for f in _FUNCTIONS if f.operator and f.operator not in OPERATORS]:

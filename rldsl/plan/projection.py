@@ -23,6 +23,7 @@ def event_paths(plan: Plan) -> Iterator[tuple[Event, Path]]:
 
 
 def walk(body: Iterable[Item], path: Path = ()) -> Iterator[tuple[Event, Path]]:
+    """The same for a part of a body. path: the blocks around it."""
     for item in body:
         if isinstance(item, Loop | Every):
             yield from walk(item.body, (*path, item))

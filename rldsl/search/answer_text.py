@@ -1,7 +1,7 @@
 """An answer as text, and as JSON.
 
 In: an answer. Out: a table of the best placement, each call with its cost and the reason for its strategy; then the
-next best placements. """
+next best placements."""
 
 from __future__ import annotations
 

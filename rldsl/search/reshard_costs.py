@@ -2,7 +2,7 @@
 
 In: a model, the block and strategy of its training, those of the call that uses the copy. Out: a `ReshardCost`. The
 routes are those of the plan (`reshard/`), the seconds those of the simulator. Of the blocks only their relative
-position counts: the same, nested, overlapping or disjoint. """
+position counts: the same, nested, overlapping or disjoint."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ In: a block for every call, the seconds of every job, the reshards of parameters
 state. Jobs are ordered as the compiler orders them (`passes/event_order.py`). Three steps are then played on *atoms*,
 the ranges of ranks that no block divides, and the last one counts, as in `simulate/simulate.py`; so work of one step
 may overlap with the step before. Everything that a job waits for comes earlier in the order, so one pass over it is
-enough; and the order depends on the blocks alone, so a call that takes longer never makes a step shorter. """
+enough; and the order depends on the blocks alone, so a call that takes longer never makes a step shorter."""
 
 from __future__ import annotations
 

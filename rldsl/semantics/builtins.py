@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
-from rldsl.plan.model import MOST_RANKS
+from rldsl.plan.model import MAX_RANKS
 from rldsl.plan.operators import BUILTINS, REDUCTIONS
 from rldsl.semantics.errors import BAD, Bad, suggest
 from rldsl.semantics.levels import source_name
@@ -38,9 +38,9 @@ class Builtins:
             if len(numbers) < 2:
                 return BAD
             a, b = numbers
-            if not (type(a) is int and type(b) is int and 0 <= a < b <= MOST_RANKS):
+            if not (type(a) is int and type(b) is int and 0 <= a < b <= MAX_RANKS):
                 return self.errors.add("RL0205", "empty or invalid range", arg.value.span,
-                                       help=f"`a:b` is a, a+1, ..., b-1 and needs 0 <= a < b <= {MOST_RANKS:_}")
+                                       help=f"`a:b` is a, a+1, ..., b-1 and needs 0 <= a < b <= {MAX_RANKS:_}")
             pairs.append((a, b))
         if len(pairs) not in (1, 2):
             return self.errors.add("RL0204", f"`mesh` takes one or two ranges, not {len(pairs)}", expr.span)
@@ -58,9 +58,9 @@ class Builtins:
         size = self.exprs.constant(arg.value, scope)
         if isinstance(size, Bad):
             return BAD
-        if type(size.value) is not int or size.unit.word or not 1 <= size.value <= MOST_RANKS:
+        if type(size.value) is not int or size.unit.word or not 1 <= size.value <= MAX_RANKS:
             return self.errors.add("RL0205", "`mesh` takes ranges, or a number of ranks", arg.span,
-                                   f"must be 1 to {MOST_RANKS:_}",
+                                   f"must be 1 to {MAX_RANKS:_}",
                                    help="write `mesh(0:8)`, or `mesh(8)` for any 8 ranks, chosen by the compiler")
         return MeshValue(None, (0, size.value), expr.span, free=True)
 
@@ -76,7 +76,7 @@ class Builtins:
                 options[arg.name.name] = self.exprs.constant(arg.value, scope)
             else:
                 return self.errors.add("RL0107", f"`{name}` has no argument `{arg.name.name}`", arg.name.span)
-        least, most = builtin.least, builtin.most
+        least, most = builtin.min_args, builtin.max_args
         if not least <= len(args) <= most:
             wanted = (str(least) if least == most else f"{least} or {most}" if most == least + 1 else
                       f"at least {least}" if len(args) < least else f"at most {most}")

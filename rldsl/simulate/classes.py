@@ -18,7 +18,7 @@ from rldsl.sharding.layout import AxisName, axis_ranks
 Members = tuple[int, ...]  # classes
 # With more classes than this, ranks that log count as the others, though others wait for them: one rank that differs
 # can, through groups of many sizes, end up separating every rank from every other.
-MANY = 64
+MAX_CLASSES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Classes:
 def build_classes(plan: Plan, per_rank: bool = False) -> Classes:
     """The classes of a plan. per_rank: every rank is a class of its own."""
     colour = list(range(plan.header.world)) if per_rank else _refine_colors(plan)
-    if not per_rank and len(set(colour)) > MANY:
+    if not per_rank and len(set(colour)) > MAX_CLASSES:
         colour = _refine_colors(plan, {e.id for e, _ in event_paths(plan) if e.logged})
     by: dict[int, list[int]] = {}
     for rank, c in enumerate(colour):

@@ -21,7 +21,7 @@ from rldsl.plan.visible_plan import visible_plan
 from rldsl.simulate.lengths import Lengths, token_frames
 from rldsl.simulate.model import Timeline
 
-LEAST = 0.01  # share of the step below which a line is not named
+MIN_SHARE = 0.01  # share of the step below which a line is not named
 BAR = 24
 
 
@@ -81,7 +81,7 @@ def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: L
     small = [0, 0.0]
     for part in critical_path_by_line(plan, timeline):
         share = part.seconds / timeline.seconds if timeline.seconds else 0.0
-        if share < LEAST:
+        if share < MIN_SHARE:
             small = [small[0] + 1, small[1] + part.seconds]
             continue
         way = part.messages / part.seconds

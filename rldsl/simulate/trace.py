@@ -8,13 +8,13 @@ from rldsl.plan.naming import labelled
 from rldsl.plan.projection import event_paths
 from rldsl.simulate.model import Timeline
 
-MOST = 512  # ranks that each get a line of their own; of more, those of a class share one
+MAX_LINES = 512  # ranks that each get a line of their own; of more, those of a class share one
 
 
 def chrome(plan: Plan, timeline: Timeline) -> str:
     """The file. Each rank has a line, as in the recorded one; `args` also say how long a span works (busy)."""
     known = {e.id: e for e, _ in event_paths(labelled(plan))}
-    alone = plan.header.world <= MOST
+    alone = plan.header.world <= MAX_LINES
     first = min((s.start for s in timeline.spans), default=0.0)
     spans, alike = [], {}
     for s in timeline.spans:

@@ -3,7 +3,7 @@
 In: an event, a class, the world. Out: the ops at the event, the messages that are in flight afterwards, and the seconds
 of unpacking them. A transfer is estimated and not computed row by row: rows may be on any dp rank of the source. A
 reshard takes the plan of the runtime (`reshard/`), so that ZeRO shards, expert groups and forwarding inside nodes
-cost what they cost there; the first rank of a class represents it. """
+cost what they cost there; the first rank of a class represents it."""
 
 from __future__ import annotations
 

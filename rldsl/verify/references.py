@@ -14,7 +14,7 @@ from typing import Any, assert_never
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Event, Every, Item, Loop, split_buffer
-from rldsl.plan.model import MOST_RANKS, Frame, Layout, Mesh, Model, Spread
+from rldsl.plan.model import MAX_RANKS, Frame, Layout, Mesh, Model, Spread
 from rldsl.plan.references import Role, references
 from rldsl.verify import adapters
 from rldsl.verify.tables import Tables, name, problem
@@ -67,7 +67,7 @@ def _unique(t: Tables) -> Iterator[Diagnostic]:
 
 def _header(t: Tables) -> Iterator[Diagnostic]:
     h = t.plan.header
-    if not 1 <= h.world <= MOST_RANKS or not 1 <= h.devices_per_node <= h.world or h.steps < 0:
+    if not 1 <= h.world <= MAX_RANKS or not 1 <= h.devices_per_node <= h.world or h.steps < 0:
         yield _bad("RL0612", f"the header has world {h.world}, devices per node {h.devices_per_node}, steps {h.steps}")
 
 

@@ -143,7 +143,7 @@ def test_placement_options_without_a_default_are_refused(folder: Path) -> None:
 
 def test_the_table_of_built_ins_is_that_of_the_records(request: pytest.FixtureRequest) -> None:
     """`pytest --update-golden` writes it."""
-    rows = [f"| `{call}` | {levels} | {meaning} |" for f in BUILTINS.values() for call, levels, meaning in f.rows]
+    rows = [f"| `{call}` | {levels} | {meaning} |" for f in BUILTINS.values() for call, levels, meaning in f.signatures]
     wanted = "\n".join(("<!-- table: built-ins -->", "| | type | meaning |", "|---|---|---|", *rows)) + "\n\n"
     text = (ROOT / "docs/language.md").read_text()
     found = re.search(r"<!-- table: built-ins -->\n.*?\n\n", text, re.DOTALL)

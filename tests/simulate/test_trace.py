@@ -12,7 +12,7 @@ from rldsl import api
 from rldsl.clusters import preset
 from rldsl.plan.model import Plan
 from rldsl.simulate import simulate
-from rldsl.simulate.trace import MOST, chrome
+from rldsl.simulate.trace import MAX_LINES, chrome
 from tests.end_to_end.programs import run_program
 from tests.simulate import plans
 from tests.tiny import make_model, make_sums, write_jsonl
@@ -109,7 +109,7 @@ def test_busy_is_the_processor_s_time(traces: tuple[Plan, dict, dict]) -> None:
 
 def test_many_ranks_share_lines() -> None:
     plan = plans.scaled(plans.plan("tensors"), 100)
-    assert plan.header.world > MOST
+    assert plan.header.world > MAX_LINES
     found = json.loads(chrome(plan, simulate(plan, preset("h100x800"))))
     check(found, plan.header.devices_per_node)
     names = [e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"]

@@ -18,7 +18,7 @@ from rldsl.passes.transfers import transfers
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Item, Loop
 from rldsl.plan.expr import Node
-from rldsl.plan.model import MOST_BLOCKS, MOST_RANKS, Plan
+from rldsl.plan.model import MAX_NESTED_BLOCKS, MAX_RANKS, Plan
 from rldsl.plan.projection import ranges
 from rldsl.semantics.options import CLUSTER
 from rldsl.syntax.parse import MAX_DEPTH
@@ -53,11 +53,11 @@ def sealed(lines: list[str]) -> bytes:
 
 
 def test_blocks_nest_as_deep_as_a_program_may_and_no_deeper() -> None:
-    assert MAX_DEPTH < MOST_BLOCKS
-    decode(nested(MOST_BLOCKS - 1), "x.plan")  # the loop of steps is around them
-    for depth in (MOST_BLOCKS, 1500):
+    assert MAX_DEPTH < MAX_NESTED_BLOCKS
+    decode(nested(MAX_NESTED_BLOCKS - 1), "x.plan")  # the loop of steps is around them
+    for depth in (MAX_NESTED_BLOCKS, 1500):
         code, title = refused(nested(depth))
-        assert (code, str(MOST_BLOCKS) in title) == ("RL0607", True)
+        assert (code, str(MAX_NESTED_BLOCKS) in title) == ("RL0607", True)
 
 
 @pytest.mark.parametrize("ranks", [((0, 10**12),), ((0, 5),), ((2, 2),), ((3, 1),), ((-1, 2),), ((0, 4),) * 1000, ((0, 3), (1, 4))])
@@ -69,15 +69,15 @@ def test_ranks_are_of_the_world(table: str, ranks: tuple[tuple[int, int], ...]) 
     assert code == "RL0612"
 
 
-@pytest.mark.parametrize("world", [0, -4, MOST_RANKS + 1, 10**15])
+@pytest.mark.parametrize("world", [0, -4, MAX_RANKS + 1, 10**15])
 def test_a_world_is_bounded(world: int) -> None:
     plan = grpo()
     assert refused(encode(replace(plan, header=replace(plan.header, world=world))))[0] == "RL0612"
 
 
 def test_no_cluster_that_can_be_written_is_too_large_for_a_plan() -> None:
-    assert FIELDS["nodes"].high * FIELDS["gpus"].high <= MOST_RANKS
-    assert CLUSTER["nodes"].high * CLUSTER["gpus"].high <= MOST_RANKS
+    assert FIELDS["nodes"].high * FIELDS["gpus"].high <= MAX_RANKS
+    assert CLUSTER["nodes"].high * CLUSTER["gpus"].high <= MAX_RANKS
 
 
 def test_a_run_has_one_loop_of_steps() -> None:
