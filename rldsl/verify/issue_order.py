@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from rldsl.diag import Diagnostic, internal_error
 from rldsl.plan.backends import DIVISIONS, costs, described
-from rldsl.plan.events import Event, Generate, Infer, Save, Train
+from rldsl.plan.events import Event, Generate, Infer, ModelCall, Save, Train
 from rldsl.plan.model import Layout
 from rldsl.plan.references import Role, references
 from rldsl.sharding.layout import Coordinate
@@ -77,12 +77,11 @@ def _unsupported_or_deadlocked(kind: type[Event], layout: Layout) -> str:
     backend = described(layout.backend)
     if backend is None:
         return f"uses backend {layout.backend!r}, whose communication is unknown"
-    order = costs(layout.backend, "issue_order", IssueOrder)
-    if kind is not Save:  # a save only reads parameters: any backend can
+    sequence = costs(layout.backend, "issue_order", IssueOrder).sequence_of(kind)
+    if issubclass(kind, ModelCall):  # any other kind only reads parameters, which every backend supports
         unsupported = [d for d in DIVISIONS if getattr(layout, d) > 1 and d not in backend.divisions]
         if kind.kind not in backend.calls or unsupported or layout.zero > backend.zero:
             return f"uses a feature that backend {layout.backend!r} does not support"
-    sequence = order.sequence_of(kind)
     return next((why for count in {1, layout.pp + 2} if (why := deadlock_reason(sequence, layout, count))), "")
 
 
