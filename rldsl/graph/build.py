@@ -58,9 +58,9 @@ def build(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None = N
 def attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None = None,
             read: Callable[[str], str] = read_text, parse: Callable[[SourceFile], ast.File] = parse,
             ) -> tuple[g.Graph | None, tuple[Diagnostic, ...]]:
-    """The graph and every mistake found. Beside mistakes the graph holds what is right, so that its placement can be
-    looked at too; None where even that would lead to mistakes that are none. parse: of imported files; an editor keeps
-    their trees."""
+    """The graph, and every error found. Despite errors, the graph contains what is correct, so that its placement can
+    be checked too; it is None where checking it would only report spurious errors. parse: of imported files; an editor
+    keeps their trees."""
     try:
         return _attempt(file, sets, place, read, parse)
     except RecursionError:  # expressions in functions in functions

@@ -108,7 +108,7 @@ class Computations:
         frames = [f for f in self.spaces.frames.values() if f.id in named]
         for t in sorted(terms, key=lambda t: -depth(t.level)):
             if t.level in ("seq", "prompt") and not any(self.spaces.of(f, t.level) == t.space for f in frames):
-                frames.append(self.spaces.over(t.level, t.space)[0])
+                frames.append(self.spaces.frames_with_space(t.level, t.space)[0])
         return frames
 
     def broadcast(self, term: Term, name: str, span: Span, label: str = "") -> str:

@@ -5,7 +5,7 @@ values (key: the value) and parameter versions (key: the model, attribute `versi
 comes from the step before: a model's first calls of a step read what the last train or sync of the step before made.
 Without carried edges the graph has no cycle.
 
-networkx takes a while to import; this module is imported where a picture or an order is asked for, and not by
+networkx takes a while to import; this module is imported only for a picture or an order, and not by
 `rlc check`.
 """
 
@@ -58,7 +58,7 @@ def within_step(graph: nx.MultiDiGraph[str]) -> nx.DiGraph[str]:
 
 
 def reduced(graph: nx.MultiDiGraph[str]) -> nx.MultiDiGraph[str]:
-    """Without the edges of a step that follow from others of it; those from step to step stay."""
+    """The transitive reduction within a step; edges from step to step stay."""
     needed = set(nx.transitive_reduction(within_step(graph)).edges)
     kept: nx.MultiDiGraph[str] = nx.MultiDiGraph()
     kept.add_nodes_from(graph.nodes(data=True))

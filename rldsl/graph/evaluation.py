@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rldsl.graph import model as g
 from rldsl.plan.operators import in_family
 from rldsl.semantics.errors import Bad
-from rldsl.semantics.options import whole
+from rldsl.semantics.options import positive_integer
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.values import DataRef, Meaning, describe
 from rldsl.source import Span
@@ -29,13 +29,13 @@ OUTSIDE = (ast.Save, ast.Sync, ast.Ema, ast.Checkpoint, ast.EveryBlock, ast.Repe
 
 
 class Evaluations:
-    """inside: the source of the block being built, or "". frames: those of all such blocks."""
+    """The `eval` blocks of a flow."""
 
     def __init__(self, flow: FlowBuilder):
         self.flow, self.errors = flow, flow.errors
-        self.inside = ""
-        self.frames: set[str] = set()
-        self._fetched: Span | None = None
+        self.inside = ""  # the source of the block being built, or ""
+        self.frames: set[str] = set()  # of all `eval` blocks
+        self._fetched: Span | None = None  # the block's `next()`
 
     def block(self, s: ast.EvalBlock, scope: Scope, where: str) -> None:
         """where: the kind of block around it."""
@@ -44,7 +44,8 @@ class Evaluations:
                          "move it to the flow, or into an `every`")
             return
         ref = self.flow.exprs.name(ast.Name(name=s.data.name, span=s.data.span), scope)
-        most = whole("max", s.max_iterations, self.flow.exprs, scope) if s.max_iterations is not None else BATCHES
+        limit = s.max_iterations
+        most = positive_integer("max", limit, self.flow.exprs, scope) if limit is not None else BATCHES
         if not isinstance(ref, DataRef):
             if not isinstance(ref, Bad):
                 self.errors.add("RL0203", f"`eval` needs a data source, not {describe(ref)}", s.data.span,
@@ -54,7 +55,7 @@ class Evaluations:
             self._built(s, ref, most, scope)
 
     def may_fetch(self, data: str, span: Span) -> bool:
-        """Whether `data.next()` may stand here; says why not."""
+        """Whether `data.next()` is allowed here; reports why not."""
         if not self.inside:
             return True
         if data != self.inside:

@@ -22,7 +22,7 @@ from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.modules import RESERVED
-from rldsl.semantics.options import whole
+from rldsl.semantics.options import positive_integer
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term
 from rldsl.semantics.values import DataRef, Meaning, ModelRef, Several, describe
@@ -112,7 +112,7 @@ class FlowBuilder(Computations):
             name = s.targets[0].name
             unbound = self._can_bind(s.targets[0])
             if not unbound and name not in self.states:
-                self._taken(s.targets[0], scope)
+                self._report_rebinding(s.targets[0], scope)
                 return
             value = self.calls.make(*call, scope, name if unbound else None, self.clause(s.clause, scope), s.span)
             if unbound:
@@ -174,12 +174,12 @@ class FlowBuilder(Computations):
             if name in RESERVED:
                 self.errors.add("RL0111", f"`{name}` is built in", ident.span, help="choose another name")
             elif first is not None:
-                self._taken(ident, scope)
+                self._report_rebinding(ident, scope)
                 continue
             self._bound[name] = ident.span
             scope.names[name] = inner.names.get(name, value)
 
-    def _taken(self, ident: ast.Ident, scope: Scope) -> None:
+    def _report_rebinding(self, ident: ast.Ident, scope: Scope) -> None:
         """Say that a name is bound already."""
         first = self._bound.get(ident.name) or scope.module.bound_at.get(ident.name)
         self.errors.add("RL0102", f"`{ident.name}` is defined twice", ident.span, "the second definition",
@@ -233,7 +233,7 @@ class FlowBuilder(Computations):
                 self.errors.add("RL0203", f"only models can be saved, not {describe(ref)}", ident.span)
 
     def _checkpoint(self, s: ast.Checkpoint, scope: Scope, inside: str) -> None:
-        period = whole("every", s.period, self.exprs, scope)
+        period = positive_integer("every", s.period, self.exprs, scope)
         given = options.read(options.CHECKPOINT, [(o.name, o.value) for o in s.options], "`checkpoint`", s.span,
                              self.exprs, scope)
         if inside != "flow":
@@ -248,7 +248,7 @@ class FlowBuilder(Computations):
 
     def _nested(self, s: ast.EveryBlock | ast.RepeatBlock, number: ast.Expr, scope: Scope) -> None:
         word = "every" if isinstance(s, ast.EveryBlock) else "repeat"
-        times = whole(word, number, self.exprs, scope)
+        times = positive_integer(word, number, self.exprs, scope)
         if word == "every" and times and self._iterations and times > self._iterations:
             self.errors.add("RL0205", f"`every {times}` never runs", number.span,
                             f"it counts the iterations of the enclosing `repeat`, which has only {self._iterations}",

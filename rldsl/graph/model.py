@@ -140,9 +140,9 @@ class Compute(ComputeSpec, Node):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast(Node):
     """A batch-level value reaches every rank under a name that outlives its mesh: a `state`, or the condition that ends
-    a `repeat`. reads: that value; writes: the name."""
+    a `repeat`. It reads that value and writes the name."""
 
-    program: str
+    program: str  # id of the program, which has the value as its only output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Without what nothing reads: values that selections and collections make for every value that could be used.
+"""Dead code elimination: selections and collections make a value for each one that might be used; those that nothing
+reads are removed.
 
 In: the items, values and frames of a flow. Out: those that are used.
 """
@@ -12,7 +13,7 @@ from rldsl.plan.model import Frame, Value
 
 
 def prune(items: tuple[g.Item, ...], used: set[str]) -> tuple[g.Item, ...]:
-    """Without the values that selections and collections make and nothing reads. used: values that are logged."""
+    """`items` without the values of selections and collections that nothing reads. used: values that are logged."""
     nodes = list(g.nodes(items))
     chosen = [n for n in nodes if isinstance(n, g.Select | g.Collect)]
     reads = used | {v for n in nodes if n not in chosen for v in n.reads}

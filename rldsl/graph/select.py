@@ -20,7 +20,7 @@ from rldsl.plan.model import Frame, Value
 from rldsl.plan.naming import collected
 from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.levels import source_name
-from rldsl.semantics.options import whole
+from rldsl.semantics.options import positive_integer
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_
 from rldsl.semantics.values import FrameRef, Meaning, Pairs, describe
@@ -88,7 +88,7 @@ class Selections:
                             tree.span,
                             f"this is {describe(term)}", help=help_)
         else:
-            here = self.flow.exprs.ops.to_space(term, self.spaces.of(frame, term.level))
+            here = self.flow.exprs.ops.on_selection(term, self.spaces.of(frame, term.level))
             if here is None:
                 name = source_name(frame)
                 self.errors.add("RL0202", f"the condition belongs to {self.spaces.shown(term)}, not to `{name}`",
@@ -139,7 +139,7 @@ class Selections:
                             help="combine the conditions: `until a and b max N`" if inside == "until" else
                             "move it to the flow; for more iterations, increase the steps of the flow")
             return
-        iterations = whole("max", s.max_iterations, self.flow.exprs, scope)
+        iterations = positive_integer("max", s.max_iterations, self.flow.exprs, scope)
         before = set(self.spaces.frames)
         inner = Scope(scope.module, scope)
         outer, self.flow.items = self.flow.items, []
@@ -175,14 +175,14 @@ class Selections:
         if any(f.prompt_space not in fetched for f in new):
             self.errors.add("RL0212", f"{block} uses prompts from outside the block", span,
                             help="fetch them inside the block: `prompt = prompts.next()`")
-        whole = {f.id: self.spaces.add(replace(
+        all_rows = {f.id: self.spaces.add(replace(
             f, id=f"{f.id}.all", row_space=f"{f.row_space}.all", prompt_space=f"{f.prompt_space}.all",
             count=f.count * iterations, iterations=iterations,
             selected_from=f"{f.selected_from}.all" if f.selected_from and f.selected_from not in before else "",
             present_in=f"{f.id}.all", label=collected(f.label or f.id))) for f in new}
-        values = [v for v in self.flow.values if v.frame in whole and v.extent != "lengths"]
+        values = [v for v in self.flow.values if v.frame in all_rows and v.extent != "lengths"]
         for frame in new:
-            into = whole[frame.id]
+            into = all_rows[frame.id]
             self.flow.value(f"{into.id}.lengths", "seq", into.id, "i64", "lengths", f"{into.label}.lengths")
             pairs = [(v.id, self.flow.value(self._renamed(v, frame), v.level, into.id, v.dtype, v.extent,
                                             self._label(v, frame, into))) for v in values if v.frame == frame.id]
@@ -191,7 +191,8 @@ class Selections:
             self.flow.items.append(g.Collect(
                 id=self.flow.unique(into.id), reads=tuple(v for v, _ in pairs), writes=tuple(w for _, w in pairs),
                 span=span, frame=frame.id, into=into.id, values=tuple(pairs)))
-        return {name: found for name, value in inner.names.items() for found in [self._after(value, whole)] if found}
+        after = {name: self._after(value, all_rows) for name, value in inner.names.items()}
+        return {name: meaning for name, meaning in after.items() if meaning is not None}
 
     def _renamed(self, v: Value, frame: Frame) -> str:
         """gen.tokens -> gen.all.tokens; r -> r.all."""
@@ -203,26 +204,27 @@ class Selections:
         own = f"{frame.id}."
         return f"{into.label}.{v.id.removeprefix(own)}" if v.id.startswith(own) else collected(v.label or v.id)
 
-    def _after(self, value: Meaning, whole: dict[str, Frame]) -> Meaning | None:
+    def _after(self, value: Meaning, all_rows: dict[str, Frame]) -> Meaning | None:
+        """What `value` stands for after the block. all_rows: frame -> its rows of all iterations."""
         match value:
             case FrameRef():
-                return self._whole(value, whole)
+                return self._collected_ref(value, all_rows)
             case Pairs(chosen=a, rejected=b):
-                return Pairs(self._whole(a, whole), self._whole(b, whole))
+                return Pairs(self._collected_ref(a, all_rows), self._collected_ref(b, all_rows))
             case Term(op="input", level=level) if level != "batch":
                 record = next(v for v in self.flow.values if v.id == value.name)
-                if record.frame not in whole:
+                if record.frame not in all_rows:
                     return value
-                frame = whole[record.frame]
+                frame = all_rows[record.frame]
                 name = self._renamed(record, self.spaces.frames[record.frame])
                 return input_(name, level, self.spaces.of(frame, level), value.span, value.dtype, value.unit)
             case Term() if value.constant:
                 return value
         return None
 
-    def _whole(self, ref: FrameRef, whole: dict[str, Frame]) -> FrameRef:
-        base = whole[ref.base].id if ref.base in whole else ref.base
-        return replace(ref, frame=whole.get(ref.frame.id, ref.frame), base=base)
+    def _collected_ref(self, ref: FrameRef, all_rows: dict[str, Frame]) -> FrameRef:
+        base = all_rows[ref.base].id if ref.base in all_rows else ref.base
+        return replace(ref, frame=all_rows.get(ref.frame.id, ref.frame), base=base)
 
 
 def _head(s: ast.RepeatUntil) -> Span:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rldsl.diag import Label
 from rldsl.graph import model as g
 from rldsl.semantics.errors import Bad
-from rldsl.semantics.options import whole
+from rldsl.semantics.options import positive_integer
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term
 from rldsl.semantics.values import ModelRef, describe
@@ -26,7 +26,7 @@ def sync(flow: FlowBuilder, s: ast.Sync | ast.Ema, scope: Scope) -> None:
     """Append the items of one statement to the flow."""
     target, source = _model(flow, s.target, scope), _model(flow, s.source, scope)
     decay = _decay(flow, s.decay, scope) if isinstance(s, ast.Ema) else 0.0
-    period = whole("every", s.period, flow.exprs, scope) if s.period is not None else 1
+    period = positive_integer("every", s.period, flow.exprs, scope) if s.period is not None else 1
     if target is None or source is None or decay is None or period is None or not _fit(flow, s, target, source):
         return
     word = "ema" if isinstance(s, ast.Ema) else "sync"

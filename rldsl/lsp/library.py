@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 from rldsl.lsp.index import Index, Symbol, index
-from rldsl.semantics.modules import LIBRARY, beside, library, python_path
+from rldsl.semantics.modules import LIBRARY, library, python_path, relative_path
 from rldsl.source import SourceFile
 from rldsl.syntax import ast
 from rldsl.syntax.parse import parse, parse_recovering
@@ -61,7 +61,7 @@ class Library:
         if module.startswith("std."):
             name = module.removeprefix("std.")
             return str(Path(str(resources.files(LIBRARY) / f"{name}.rlf")).resolve()) if name in library() else None
-        return str(Path(beside(importer, module)).resolve())
+        return str(Path(relative_path(importer, module)).resolve())
 
     def reads(self, path: str) -> set[str]:
         """The files that a program reads, in full: its imports and theirs, Python files, the cluster. Not the standard

@@ -14,13 +14,13 @@ from rldsl.plan.events import Checkpoint, Realloc, Train
 
 
 def checkpoint(draft: Draft) -> Draft:
-    asked = draft.placed.graph.checkpoint
-    if asked is None:
+    statement = draft.placed.graph.checkpoint
+    if statement is None:
         return draft
     trained = {f"{e.model}@{e.layout}" for e in events(draft.body) if isinstance(e, Train)}
     follow = {e.model: f"{e.model}@{e.dst}" for e in events(draft.body) if isinstance(e, Realloc) and e.source}
     states = [f"{s.value}@{s.spread}" for s in draft.states if s.spread in draft.spreads]
     mesh = mesh_of(range(draft.placed.world))
     last = Checkpoint(id=0, mesh=mesh.id, reads=(*sorted(trained), *(b for _, b in sorted(follow.items())), *states),
-                      at=str(asked.span), every=asked.every, keep_last=asked.keep_last)
+                      at=str(statement.span), every=statement.every, keep_last=statement.keep_last)
     return replace(draft, body=(*draft.body, last)).with_meshes(mesh)

@@ -73,7 +73,7 @@ def spread_of(node: g.Node, place: Place) -> Spread:
 
 
 def on_every_rank(mesh: Mesh) -> Spread:
-    """Of values that every rank of a mesh holds in full."""
+    """The spread of values that every rank of a mesh holds in full."""
     return Spread(replicated_spread_id(f"ranks {mesh.id}"), mesh.id, granularity="all")
 
 

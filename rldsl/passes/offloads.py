@@ -57,23 +57,23 @@ def offloads(draft: Draft) -> Draft:
 def _trained(draft: Draft) -> set[Copy]:
     """The trained copies of models whose train calls all ask for it."""
     places = dict(draft.placed.places)
-    asked: dict[Copy, bool] = {}
+    all_offload: dict[Copy, bool] = {}
     for n in g.nodes(draft.placed.graph.items):
         if isinstance(n, g.Train):
             copy = (n.model, places[n.id].layout.id)
-            asked[copy] = asked.get(copy, True) and places[n.id].offload
-    return {copy for copy, wished in asked.items() if wished}
+            all_offload[copy] = all_offload.get(copy, True) and places[n.id].offload
+    return {copy for copy, wished in all_offload.items() if wished}
 
 
 def _not_trained(draft: Draft) -> set[Copy]:
     """The copies of models that are not trained whose calls all ask for it."""
     train_layouts, places = {m.name: m.train_layout for m in draft.placed.models}, dict(draft.placed.places)
-    asked: dict[Copy, bool] = {}
+    all_offload: dict[Copy, bool] = {}
     for n in g.nodes(draft.placed.graph.items):
         if isinstance(n, Call) and not train_layouts[n.model]:
             copy = (n.model, places[n.id].layout.id)
-            asked[copy] = asked.get(copy, True) and places[n.id].offload
-    return {copy for copy, wished in asked.items() if wished}
+            all_offload[copy] = all_offload.get(copy, True) and places[n.id].offload
+    return {copy for copy, wished in all_offload.items() if wished}
 
 
 def prefetch(draft: Draft) -> Draft:

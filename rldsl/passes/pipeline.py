@@ -34,7 +34,7 @@ class Compiled:
 
     @property
     def peaks(self) -> dict[int, Peak]:
-        """Of every rank."""
+        """The peak of every rank."""
         return peaks(self.curves)
 
 

@@ -1,4 +1,4 @@
-"""Transfers: where a value is read in a spread that it was not made in.
+"""Transfers: where an event needs a value divided in another way than it was made.
 
 In: the events of the nodes. Out: the same with a Transfer before the first reader of each such buffer, one for all
 values of a frame that one event made and that go between the same two spreads. Invariant: every value is written in the

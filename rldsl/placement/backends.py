@@ -1,4 +1,4 @@
-"""Whether the backend that a layout names can do what is asked of it.
+"""Whether the backend that a layout names supports what the layout needs.
 
 In: a name as written; calls with their places, and the families of their models where these are known. Out: nothing,
 or RL0312 no such backend, RL0326 one whose package is not installed, or in another version, RL0327 a feature that it

@@ -1,4 +1,4 @@
-"""Where a model can keep to `invariant=true`: the same numbers for a token whatever is computed beside it.
+"""Where a model can keep to `invariant=true`: the same numbers for a token whatever is computed with it.
 
 In: calls with their places, and the families of their models where these are known. Out: nothing, or RL0330. dp, pp,
 zero and recomputation leave each product as it is; tp, cp and ep make a sum of parts, in an order of their own.
@@ -21,8 +21,8 @@ FIXED = ("tp", "cp", "ep")
 def check_invariance(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place],
                      families: Mapping[str, Family]) -> None:
     """families: empty where no model directory has been read."""
-    asked = {m.name: m for m in graph.models if m.invariant}
-    for m in asked.values():
+    invariant_models = {m.name: m for m in graph.models if m.invariant}
+    for m in invariant_models.values():
         family = families.get(m.name)
         if m.dtype != "float32" or family is not None and family.experts:
             why = f"its dtype is {m.dtype}" if m.dtype != "float32" else ("its experts process tokens of different "
@@ -31,7 +31,7 @@ def check_invariance(graph: g.Graph, calls: Iterable[Call], places: Mapping[str,
                        help="`invariant=true` supports only dense models in float32")
     for node in calls:
         x, span = places[node.id].layout, places[node.id].span
-        if node.model not in asked:
+        if node.model not in invariant_models:
             continue
         degree = next((d for d in FIXED if getattr(x, d) > 1), "")
         known = described(x.backend)

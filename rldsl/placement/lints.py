@@ -42,7 +42,7 @@ def _idle(rule: Rule, graph: Graph, every: tuple[Node, ...], place_file: str) ->
 
 
 def _deciding(clauses: list[Clause], computation: bool) -> list[Clause]:
-    """Those of `clauses`, strongest first, that settle something: the mesh, or an option not settled before."""
+    """The `clauses`, strongest first, that decide something: the mesh, or an option that no stronger one decides."""
     found: list[Clause] = []
     settled: set[str] = set()
     for clause in clauses:

@@ -195,7 +195,7 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
 
 
 def _for_passes(x: Layout, mesh: Mesh) -> Layout:
-    """Without what is for training alone: `zero` and `vpp`."""
+    """`x` without `zero` and `vpp`, which apply to training only."""
     return layout_of(mesh, x.dp, x.tp, x.pp, x.cp, x.backend, ep=x.ep)
 
 
@@ -224,9 +224,10 @@ def _train_layouts(calls: list[Call], places: Mapping[str, Place]) -> dict[str, 
 
 
 class Flow:
-    """Who writes a value, and which train call needs it. nodes: all of a graph, in program order."""
+    """Who writes a value, and which train call needs it."""
 
     def __init__(self, nodes: tuple[g.Node, ...]):
+        """nodes: all of a graph, in program order."""
         self._order = {n.id: i for i, n in enumerate(nodes)}
         self._writer = {v: n for n in nodes for v in n.writes}
         self._train: dict[str, int] = {}  # value -> the first train call that depends on it, by its place in `nodes`

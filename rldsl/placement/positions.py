@@ -1,7 +1,7 @@
 """Whether a model has positions for the sequences that it is given.
 
 In: calls, and the families of their models. Out: nothing, or RL0331. A model with a table of positions has no row to
-read beyond its last. Rotary positions go on, but some scalings then stretch those of all sequences beside a long one,
+read beyond its last. Rotary positions have no end, but some scalings stretch those of all sequences next to a long one,
 so that a loss would depend on the micro-batch.
 """
 

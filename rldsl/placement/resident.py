@@ -39,7 +39,7 @@ def check_residency(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, 
 
 
 def idle_copies(graph: g.Graph, places: Mapping[str, Place]) -> Iterator[Diagnostic]:
-    """Of each copy of a frozen model that a call wants in host memory and another one on the device, where it stays."""
+    """A warning for each copy of a frozen model that one call offloads and another keeps on the device."""
     calls = [n for n in g.nodes(graph.items) if isinstance(n, Call)]
     trained = {n.model for n in calls if isinstance(n, g.Train)}
     stays = {(n.model, places[n.id].layout.id): n for n in reversed(calls) if not places[n.id].offload}

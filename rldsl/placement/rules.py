@@ -88,7 +88,7 @@ def specificity(selector: str, node: Node) -> int:
 
 
 def tier(rule: Rule, place_file: str) -> int:
-    """3 for a rule of the command line, 2 of the placement file, 0 of the program; what stands at the call is 1."""
+    """3 for a rule of the command line, 2 of the placement file, 0 of the program; a clause at the call is 1."""
     name = rule.span.file.name
     return 3 if name == COMMAND_LINE else 2 if place_file and name == place_file else 0
 
@@ -161,7 +161,7 @@ def _written(selector: str) -> str:
 
 
 def _selector(rule: Rule) -> Span:
-    """Where the selector stands: between `place` and the clause."""
+    """The span of the selector, between `place` and the clause."""
     start, stop = rule.span.start + len("place"), rule.clause.span.start
     text = rule.span.file.text[start:stop]
     if stop <= start or not text.strip():
@@ -170,6 +170,6 @@ def _selector(rule: Rule) -> Span:
 
 
 def option_span(clause: Span | None, name: str) -> Span | None:
-    """Where an option stands in its clause."""
+    """The span of an option in its clause."""
     found = re.search(rf"\b{name}[ \t]*=[ \t]*\w+", clause.text) if clause else None
     return Span(clause.file, clause.start + found.start(), clause.start + found.end()) if clause and found else clause

@@ -70,21 +70,21 @@ def _adapter(model: Model) -> str:
 
 def _difference(model: str, mine: Family, source: str, other: Family) -> str:
     """What differs first, or ""."""
-    def told(what: str, a: object, b: object) -> str:
+    def difference(what: str, a: object, b: object) -> str:
         return f"{what}: {a} in `{model}`, {b} in `{source}`"
 
     for what, a, b in (("family", mine.name, other.name), ("layers", mine.layers, other.layers)):
         if a != b:
-            return told(what, a, b)
+            return difference(what, a, b)
     shapes = [{p.name: " × ".join(map(str, p.shape)) for p in f.params} for f in (mine, other)]
     for name in dict.fromkeys([*shapes[0], *shapes[1]]):
         if shapes[0].get(name) != shapes[1].get(name):
-            return told(name, *(s.get(name, "missing") for s in shapes))
+            return difference(name, *(s.get(name, "missing") for s in shapes))
     if mine.params != other.params:
         return "tensor or pipeline parallelism shards them differently"
     config, of_source = dict(mine.config), dict(other.config)
     key = next((k for k in sorted(config.keys() | of_source.keys()) if config.get(k) != of_source.get(k)), "")
-    return told(f"{key} in config.json", config.get(key, "not set"), of_source.get(key, "not set")) if key else ""
+    return difference(f"{key} in config.json", config.get(key, "not set"), of_source.get(key, "not set")) if key else ""
 
 
 def sync_places(graph: g.Graph, places: Mapping[str, Place], train_layouts: Mapping[str, str]) -> dict[str, Place]:

@@ -1,4 +1,4 @@
-"""The bodies of functions and losses by themselves, before any call.
+"""Checks the bodies of functions and losses on their own, before any call.
 
 In: a module and its file. Out: messages; what is wrong is marked in `module.broken`.
 """
@@ -19,8 +19,8 @@ from rldsl.syntax import ast
 
 
 def check_alone(module: Module, file: ast.File, errors: Errors, prelude: Module) -> None:
-    """Check the bodies of functions and losses by themselves, over rows of no data. A broken one is marked, so that
-    its mistake is told once, and not at each call."""
+    """Check the bodies of functions and losses on their own, over rows of no data. A broken one is marked, so that its
+    error is reported once, and not at each call."""
     frame = Frame("rows", "rows", "prompts", 1, 1, "", 0, 0)
     for item in file.items:
         if not isinstance(item, (ast.FnDecl, ast.LossDecl)):

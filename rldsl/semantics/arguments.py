@@ -58,7 +58,7 @@ def accept(params: tuple[ast.Parameter, ...], values: dict[str, Term], spans: di
     frame = frames[0] if frames else None
     if frame is None and values:
         finest = max(values.values(), key=lambda t: depth(t.level))
-        frame = next(iter(ops.spaces.over(finest.level, finest.space)), None)
+        frame = next(iter(ops.spaces.frames_with_space(finest.level, finest.space)), None)
     out: dict[str, Term] = {}
     bad = False
     for param in params:
@@ -92,7 +92,7 @@ def _fit(param: ast.Parameter, value: Term, span: Span, ops: Operators, broadcas
         return value
     coarser = depth(value.level) < depth(level)
     if coarser and frame is not None and (broadcast or value.level == "batch"):
-        here = ops.to_space(value, ops.spaces.of(frame, value.level))
+        here = ops.on_selection(value, ops.spaces.of(frame, value.level))
         if here is not None:
             return ops.broadcast(here, level, frame)
     if coarser:

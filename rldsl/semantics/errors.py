@@ -23,7 +23,7 @@ NO_VALUE: Final = BAD  # result of a call that returns nothing; not an error, an
 
 
 class Advice(str):
-    """Advice that names the one right word: `word` may be put in the place of the misspelt one unseen."""
+    """Advice that names the one right word: `word` may replace the misspelt one automatically."""
 
     word: str
 
@@ -57,12 +57,12 @@ def likeness(a: str, b: str) -> float:
 
 
 class Errors:
-    """All errors of one program, in the order found, each once. `trail`: the calls being inlined, innermost last."""
+    """All errors of one program, in the order found, each once."""
 
     def __init__(self) -> None:
         self.found: list[Diagnostic] = []
         self._unknown: dict[tuple[str, str], int] = {}  # (module, name) of an unknown name -> which message
-        self.trail: list[Span] = []
+        self.trail: list[Span] = []  # the calls being inlined, innermost last
 
     def add(self, code: str, title: str, span: Span | None = None, label: str = "", *, help: str = "",
             labels: tuple[Label, ...] = (), notes: tuple[str, ...] = (), fix: Fix | None = None) -> Bad:
@@ -83,7 +83,7 @@ class Errors:
         return BAD
 
     def unknown(self, module: str, name: str, span: Span, label: str, help: Callable[[], str]) -> Bad:
-        """An unknown name: one message however often it stands in the module, whose fix mends every place."""
+        """An unknown name: one message however often it occurs in the module, with a fix for every place."""
         index = self._unknown.setdefault((module, name), len(self.found))
         if index == len(self.found):
             return self.add("RL0101", f"unknown name `{name}`", span, label, help=help())

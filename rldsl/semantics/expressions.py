@@ -19,7 +19,7 @@ from rldsl.semantics.builtins import Builtins
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
 from rldsl.semantics.functions import Functions
 from rldsl.semantics.levels import Spaces, source_name
-from rldsl.semantics.modules import homes
+from rldsl.semantics.modules import library_modules_with
 from rldsl.semantics.operators import INFIX, Operators
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, const
@@ -131,9 +131,9 @@ class ExpressionBuilder:
                 return f"it is defined below, on line {bound.line}: define it before its first use"
             if at.start >= bound.end:
                 return f"it is defined on line {bound.line}, inside a block, and visible only there"
-        there = homes(name)
-        if there:
-            return f"import it from the library: `use std.{there[0]} ({name})`"
+        modules = library_modules_with(name)
+        if modules:
+            return f"import it from the library: `use std.{modules[0]} ({name})`"
         own = scope.known() - {name}
         return suggest(name, own | set(self.prelude.names) | BUILTINS.keys() - {name}, own)
 
@@ -172,7 +172,7 @@ class ExpressionBuilder:
         level: Level = "prompt" if ref.contents == "prompts" else "seq"
         base = self.spaces.frames[ref.base]
         made = Term("input", (), level, self.spaces.of(base, level), "f32", span, (("name", f"{base.id}.{column}"),))
-        here = self.ops.to_space(made, self.spaces.of(ref.frame, level))
+        here = self.ops.on_selection(made, self.spaces.of(ref.frame, level))
         return made if here is None else here
 
     # ------------------------------------------------------------------------------------------------ calls

@@ -42,7 +42,8 @@ def bind_loss(use: LossUse, head: Head, frames: tuple[Frame, ...], id_: str,
     model_outputs = _bind_model_outputs(decl, head, frames, use, errors)
     args: dict[str, Term] = {}
     for name, term in use.args.items():
-        here = next((t for f in frames for t in [exprs.ops.to_space(term, exprs.spaces.of(f, term.level))] if t), None)
+        found = (exprs.ops.on_selection(term, exprs.spaces.of(f, term.level)) for f in frames)
+        here = next((t for t in found if t is not None), None)
         if here is None:
             errors.add("RL0202", f"`{name}` ranges over {exprs.spaces.shown(term)}, and the loss over "
                        + " and ".join(f"`{source_name(f)}`" for f in frames), use.spans[name])
@@ -172,7 +173,7 @@ def _check_decomposable(outputs: list[tuple[str, Term]], model_outputs: set[str]
     """Report an output that cannot be added up over micro-batches. It can be if reductions of outputs of the model
     enter finer arithmetic nowhere; the loss must also be affine in them."""
     state: dict[int, Dependence] = {}
-    breaks: dict[int, Term] = {}
+    culprits: dict[int, Term] = {}
     in_value = {id(t) for t in walk([outputs[0][1]])}  # the terms of the loss; all others are of metrics and stops
     for term in walk([t for _, t in outputs]):
         below = [state[id(a)] for a in term.args]
@@ -181,11 +182,11 @@ def _check_decomposable(outputs: list[tuple[str, Term]], model_outputs: set[str]
             return
         state[id(term)] = found
         if found == Dependence.NONLINEAR:
-            inner = [breaks[id(a)] for a in term.args if id(a) in breaks]
-            breaks[id(term)] = inner[0] if inner else term
+            inner = [culprits[id(a)] for a in term.args if id(a) in culprits]
+            culprits[id(term)] = inner[0] if inner else term
     name, loss = outputs[0]
     if state[id(loss)] == Dependence.NONLINEAR:
-        errors.add("RL0209", "a loss must be a sum of batch-level reductions", breaks[id(loss)].span,
+        errors.add("RL0209", "a loss must be a sum of batch-level reductions", culprits[id(loss)].span,
                    "this is not linear in its reductions, so its micro-batches cannot be added up",
                    help="move the arithmetic inside the reduction, or compute it in the flow if it does not depend on "
                         "the model")

@@ -1,6 +1,6 @@
 """Files and imports: from one syntax tree to the names of its module.
 
-`use std.ppo (...)` reads the library inside this package, `use "file.rlf" (...)` a file beside the importing one, and
+`use std.ppo (...)` reads the library inside this package, `use "file.rlf" (...)` a file next to the importing one, and
 `use py "file.py" (...)` records a Python file without importing it. Circular imports are errors.
 """
 
@@ -32,7 +32,7 @@ PYTHON = ("std/rewards.py",)
 RESERVED = BUILTINS.keys() | {"mesh", "true", "false"}
 
 
-def beside(importer: str, path: str) -> str:
+def relative_path(importer: str, path: str) -> str:
     """`path` as seen from the file `importer`, relative to the working directory when it lies below it."""
     joined = os.path.normpath(os.path.join(os.path.dirname(importer), path))
     if os.path.isabs(joined):
@@ -42,10 +42,10 @@ def beside(importer: str, path: str) -> str:
 
 
 def python_path(importer: str, path: str) -> str:
-    """Of a Python file: `std/...` is one of this package, also when there is such a directory."""
+    """The path of a Python file: `std/...` is in this package, even if the importer's directory has a `std`."""
     if path.startswith(SHIPPED):
         return path
-    found = beside(importer, path)
+    found = relative_path(importer, path)
     return f"./{found}" if found.startswith(SHIPPED) else found
 
 
@@ -54,22 +54,22 @@ def library() -> list[str]:
     return sorted(p.name[:-4] for p in resources.files(LIBRARY).iterdir() if p.name.endswith(".rlf"))
 
 
-def homes(name: str) -> list[str]:
+def library_modules_with(name: str) -> list[str]:
     """The modules of the standard library that declare the function or loss `name`."""
     texts = {m: (resources.files(LIBRARY) / f"{m}.rlf").read_text("utf-8") for m in library()}
     return [m for m, text in texts.items() if re.search(rf"^(fn|loss) {re.escape(name)}\b", text, re.MULTILINE)]
 
 
 class Modules:
-    """Loads modules, each once. sources: (name, sha256) of every .rlf read; functions: every Python function."""
+    """Loads modules, each once."""
 
     def __init__(self, parse: Parse, read: Read, errors: Errors):
         self.parse, self.read, self.errors = parse, read, errors
-        self.sources: list[tuple[str, str]] = []
-        self.functions: dict[str, Function] = {}
+        self.sources: list[tuple[str, str]] = []  # (name, sha256) of every .rlf read
+        self.functions: dict[str, Function] = {}  # every Python function, by id
         self.files: list[tuple[Module, ast.File]] = []
-        self._loaded: dict[str, Module | None] = {}
-        self._open: list[str] = []
+        self._loaded: dict[str, Module | None] = {}  # by key; None after an error
+        self._open: list[str] = []  # being loaded, outermost first
 
     def main(self, file: ast.File) -> Module:
         """The module of the program itself: its imports, functions and losses."""
@@ -81,7 +81,7 @@ class Modules:
 
     def _module(self, module: str, importer: str, span: Span) -> Module | None:
         standard = module.startswith("std.")
-        key = f"std/{module[4:]}.rlf" if standard else beside(importer, module)
+        key = f"std/{module[4:]}.rlf" if standard else relative_path(importer, module)
         if key in self._open:
             circle = " -> ".join([*self._open[self._open.index(key):], key])
             self.errors.add("RL0105", "circular import", span, circle,

@@ -76,17 +76,17 @@ class Operators:
         over a selection of the other's rows."""
         meeting = self.spaces.coarser(a.level, a.space, b.level)
         if self.spaces.selected(b.level, meeting, b.space):
-            old, new = b, self.to_space(b, meeting)
+            old, new = b, self.on_selection(b, meeting)
         else:
             chosen = next((f for f in self.spaces.frames.values()
                            if f.selected_from and self.spaces.of(f, b.level) == b.space
                            and self.spaces.selected(a.level, self.spaces.of(f, a.level), a.space)), None)
             if chosen is None:
                 return None
-            old, new = a, self.to_space(a, self.spaces.of(chosen, a.level))
+            old, new = a, self.on_selection(a, self.spaces.of(chosen, a.level))
         return None if new is None else tuple(new if t is old else t for t in args)
 
-    def to_space(self, x: Term, space: str) -> Term | None:
+    def on_selection(self, x: Term, space: str) -> Term | None:
         """x itself, or its values for the rows of the selection `space`; None where it does not range over them."""
         if x.level == "batch" or x.space == space:
             return x
@@ -243,13 +243,13 @@ class Operators:
         if x.level != "seq":
             return self.errors.add("RL0201", "`at_end` needs a seq value", x.at, f"this is {describe(x)}",
                                    labels=x.origin)
-        frames = self.spaces.over("seq", x.space)
+        frames = self.spaces.frames_with_space("seq", x.space)
         if rest:
             if not isinstance(rest[0], FrameRef):
                 return self._kind("at_end", "sequences as its second argument", rest[0], span)
             frames = tuple(f for f in frames if f.id == rest[0].frame.id)
         if len(frames) != 1:
-            shown = [source_name(f) for f in self.spaces.over("seq", x.space)]
+            shown = [source_name(f) for f in self.spaces.frames_with_space("seq", x.space)]
             return self.errors.add("RL0202", f"`at_end` is ambiguous: {', '.join(f'`{n}`' for n in shown)}", span,
                                    help=f"specify the sequences: `at_end(x, {shown[0]})`")
         return Term("at_end", (x,), "token", frames[0].id, x.dtype, span, (("frame", frames[0].id),), unit=x.unit)
@@ -258,7 +258,7 @@ class Operators:
         """The values of x for the rows of a selection."""
         if not isinstance(ref, FrameRef):
             return self._kind("over", "sequences as its second argument", ref, span)
-        here = self.to_space(x, self.spaces.of(ref.frame, x.level))
+        here = self.on_selection(x, self.spaces.of(ref.frame, x.level))
         if here is None or x.level == "batch":
             name = source_name(ref.frame)
             return self.errors.add("RL0202", f"this {x.level} value does not belong to `{name}`", x.at,

@@ -23,17 +23,16 @@ SHOWN = {"int": "an integer", "float": "a number", "bool": "true or false", "tex
 
 @dataclass(frozen=True, slots=True)
 class Opt:
-    """low <= value <= high (low < value when `above`; value < high when `below`). choices: the words allowed, which
-    may be written bare. needed: has no default."""
+    """One option: its type, its default, and the values that it takes."""
 
     kind: Kind
     default: Value = None
-    low: float = -math.inf
-    high: float = math.inf
-    above: bool = False
-    below: bool = False
-    choices: tuple[str, ...] = ()
-    needed: bool = False
+    low: float = -math.inf  # the smallest value
+    high: float = math.inf  # the largest value
+    above: bool = False  # the value must be larger than `low`
+    below: bool = False  # the value must be smaller than `high`
+    choices: tuple[str, ...] = ()  # the words allowed, which may be written without quotes
+    needed: bool = False  # has no default
     unit: str = ""  # what it counts; "rows": prompts, sequences or pairs, for the caller to judge
 
     def range(self) -> str:
@@ -138,8 +137,8 @@ def counts(name: str, unit: str, given: str, span: Span, exprs: ExpressionBuilde
     return exprs.errors.add("RL0218", title, span, f"this is in {given}", help=help_)
 
 
-def whole(word: str, tree: ast.Expr, exprs: ExpressionBuilder, scope: Scope) -> int | None:
-    """The number after `every`, `repeat` or `max`: whole, at least 1, in no unit; None after an error."""
+def positive_integer(word: str, tree: ast.Expr, exprs: ExpressionBuilder, scope: Scope) -> int | None:
+    """The number after `every`, `repeat` or `max`: an integer of at least 1 without a unit; None after an error."""
     value = exprs.constant(tree, scope)
     if isinstance(value, Bad) or counts(word, "", value.unit.word, tree.span, exprs):
         return None
@@ -185,8 +184,8 @@ def check(name: str, option: Opt, value: Scalar | tuple[Scalar, ...], span: Span
 def _typed(kind: Kind, value: Scalar | tuple[Scalar, ...]) -> Value | Bad:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind == "int":
-        whole = isinstance(value, float) and value.is_integer()
-        return int(value) if number and (isinstance(value, int) or whole) else BAD  # type: ignore[arg-type]
+        integral = isinstance(value, float) and value.is_integer()
+        return int(value) if number and (isinstance(value, int) or integral) else BAD  # type: ignore[arg-type]
     if kind == "float":
         return float(value) if number else BAD  # type: ignore[arg-type]
     if kind == "bool":

@@ -1,4 +1,4 @@
-"""Names in sight. In: a module and what blocks bind. Out: what a name stands for."""
+"""Name resolution. In: a module and what blocks bind. Out: what a name stands for."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rldsl.semantics.values import Meaning, Module
 
 @dataclass(slots=True)
 class Scope:
-    """Names in sight: those of this block, of the enclosing ones, then of the module."""
+    """The visible names: those of this block, of the enclosing ones, then of the module."""
 
     module: Module
-    parent: Scope | None = None
-    names: dict[str, Meaning] = field(default_factory=dict)
+    parent: Scope | None = None  # of the enclosing block
+    names: dict[str, Meaning] = field(default_factory=dict)  # bound in this block
 
     def find(self, name: str) -> Meaning | None:
         scope: Scope | None = self

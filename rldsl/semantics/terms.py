@@ -19,17 +19,16 @@ from rldsl.source import Span
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Term:
-    """One value. op, attrs, level, space: as plan.expr.Node. dtype: "f32", "bool", or "text" (constants only). span:
-    where it is computed; used: the name that stands for it, where it does."""
+    """One value. op, level, space and attrs are as in `plan.expr.Node`."""
 
     op: str
     args: tuple[Term, ...]
     level: Level
-    space: str
-    dtype: str
-    span: Span
+    space: str  # the index set of its elements: a frame, a row space, a prompt space, or "" for batch
+    dtype: str  # "f32", "bool", or "text" (constants only)
+    span: Span  # where it is computed
     attrs: tuple[tuple[str, Scalar], ...] = ()
-    used: Span | None = None
+    used: Span | None = None  # the name that refers to it, if one does
     unit: Unit = PLAIN  # what it counts, and how it grows with the rows
 
     @property
@@ -72,7 +71,7 @@ def _sigmoid(x: float) -> float:
 
 
 def _power(a: float, b: float) -> Scalar:
-    """Whole numbers of a million digits are never meant, and take minutes."""
+    """a ** b. Errors: OverflowError, because an integer of a million digits is never meant and takes minutes."""
     if abs(a) > 1 and b * math.log(abs(a)) > LARGEST:
         raise OverflowError("the result is too large")
     result: float = a**b
