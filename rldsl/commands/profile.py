@@ -69,7 +69,7 @@ def profile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides:
             write(str(kept), json.dumps(known).encode(), "")
     write(target, _file(plan, facts, known).encode(), "choose another path with -o")
     refused = [str(d) for d in degrees if d not in {tp for _, tp, _ in asked}]
-    left = f"; no model allows tp={', '.join(refused)}" if refused else ""
+    left = f"; no model supports tp={', '.join(refused)}" if refused else ""
     new = f"measured {len(wanted)} shard{'s' * (len(wanted) != 1)}" if wanted else "nothing new to measure"
     return f"wrote {target}: {facts.device}, {new}{left}; next: rlc sim {file} --cluster {target}\n"
 

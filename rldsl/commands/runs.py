@@ -25,7 +25,7 @@ def listing(folder: str) -> str:
     found = list(runs(Path(folder)))
     if not found:
         return f"no runs below {folder}"
-    rows = [("name", "program", "state", "step", "last", "begun"), *(_row(Path(folder), *run) for run in found)]
+    rows = [("name", "program", "state", "step", "last", "started"), *(_row(Path(folder), *run) for run in found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)

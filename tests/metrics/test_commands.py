@@ -157,7 +157,7 @@ def test_the_list_of_runs(tmp_path: Path) -> None:
     made(tmp_path / "gone", "running", started="2024-01-01T00:00:00+00:00", pid=2 ** 22 + 1)
     (tmp_path / "other").mkdir()
     head, new, old, gone = (line.split() for line in rlc("runs", tmp_path)[1].splitlines())
-    assert head == ["name", "program", "state", "step", "last", "begun"]
+    assert head == ["name", "program", "state", "step", "last", "started"]
     assert new == ["deep/new", "p.rlf", "running", "2/5", "reward", "0.2", "2026-01-02", "03:04"]
     assert old[:5] == ["old", "p.rlf", "finished", "3/5", "reward"]
     assert gone == ["gone", "p.rlf", "failed", "3/5", "2024-01-01", "00:00"]

@@ -160,7 +160,7 @@ def test_what_was_measured_is_kept(asked: list[dict], folder: Path) -> None:
 
 def test_other_degrees_are_measured_where_a_model_allows_them(asked: list[dict], folder: Path) -> None:
     said = profile("score.rlf", "--tp", "1", "--tp", "2", "--tp", "3")
-    assert said.exit_code == 0 and "no model allows tp=3" in said.output
+    assert said.exit_code == 0 and "no model supports tp=3" in said.output
     assert asked[0]["models"] == [["actor", 2, "torch"], ["judge", 1, "torch"], ["actor", 1, "torch"],
                                   ["judge", 2, "torch"]]
     assert profile("score.rlf", "--tp", "0").exit_code == 2
