@@ -278,7 +278,7 @@ def _culprits(found: Sequence[RankTrace], edges: _Edges) -> Sequence[Culprit]:
     waited = sorted({q for edge in waiting for q in edge.on} & last)
     if waited:
         return [Culprit(rank, "silent" if is_lost(found[rank]) else "waited for") for rank in waited]
-    return [Culprit(rank, "each other") for rank in sorted(_circle(waiting))] or silent
+    return [Culprit(rank, "each other") for rank in sorted(_ranks_in_cycles(waiting))] or silent
 
 
 def _waiting(edges: _Edges) -> dict[_Edge, list[int]]:
@@ -290,9 +290,9 @@ def _waiting(edges: _Edges) -> dict[_Edge, list[int]]:
     return ranks
 
 
-def _circle(waiting: Mapping[_Edge, Sequence[int]]) -> set[int]:
-    """The ranks that are left when those that nobody else waits for are taken away, again and again. Nobody waits for a
-    rank that waits for none."""
+def _ranks_in_cycles(waiting: Mapping[_Edge, Sequence[int]]) -> set[int]:
+    """The ranks that are left when those that no other rank waits for are removed, again and again: cycles, and what
+    lies between them. No rank waits for one that waits for none."""
     left = {rank for ranks in waiting.values() for rank in ranks}
     while True:
         waited = {q for edge, ranks in waiting.items() for q in _waited(edge, left.intersection(ranks))} & left

@@ -147,7 +147,7 @@ def _values(t: Tables) -> Iterator[Diagnostic]:
         of = t.frames.get(f.selected_from, f)
         if (f.count, f.per_prompt, f.iterations) != (of.count, of.per_prompt, of.iterations):
             yield _bad("RL0612", f"frame {f.id} numbers its rows differently from {of.id}, from which it is selected")
-        if _circle(t, f.id):
+        if _selects_from_itself(t, f.id):
             yield _bad("RL0612", f"frame {f.id} is derived from itself")
     rows: dict[str, Frame] = {}
     prompts: dict[str, Frame] = {}
@@ -171,7 +171,8 @@ def _values(t: Tables) -> Iterator[Diagnostic]:
             yield _unknown("frame", v.frame, f"value {v.id}")
 
 
-def _circle(t: Tables, frame: str) -> bool:
+def _selects_from_itself(t: Tables, frame: str) -> bool:
+    """Whether the frames that a frame is made from lead back to one of them."""
     seen: set[str] = set()
     while frame in t.frames and frame not in seen:
         seen.add(frame)

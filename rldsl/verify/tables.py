@@ -20,12 +20,12 @@ from rldsl.verify.rank_sets import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """ranks: mesh id -> its ranks that exist. Ids that occur twice keep the last."""
+    """The records of a plan by id or name; of an id that occurs twice, the last."""
 
     plan: Plan
-    events: tuple[tuple[Event, Path], ...]
+    events: tuple[tuple[Event, Path], ...]  # with the blocks around each, in order
     meshes: Mapping[str, Mesh]
-    ranks: Mapping[str, Ranks]
+    ranks: Mapping[str, Ranks]  # mesh -> those of its ranks that are in the world
     layouts: Mapping[str, Layout]
     spreads: Mapping[str, Spread]
     models: Mapping[str, Model]
@@ -63,10 +63,12 @@ def tables(plan: Plan) -> Tables:
 
 
 def class_ranks(c: RankClass, world: int) -> Ranks:
+    """The ranks of a class."""
     return Ranks.of(c.ranks, world)
 
 
 def name(event: Event) -> str:
+    """What messages call an event: "event 4 (train, ppo.rlf:22:3)"."""
     return f"event {event.id} ({event.kind}{', ' + event.at if event.at else ''})"
 
 
@@ -77,9 +79,9 @@ RECOMPILE_HELP = ("compile the program again; if the plan was written by rlc and
 def problem(
     code: str, title: str, *events: Event, ranks: Iterable[int] = (), help: str = "", notes: Iterable[str] = ()
 ) -> Diagnostic:
-    """A diagnostic at the first of `events` that names the others and the ranks involved. help: what more than
-    `RECOMPILE_HELP` to say."""
-    shown = say(ranks)
+    """A diagnostic at the first of `events` that names the others and the ranks involved. help: comes before
+    `RECOMPILE_HELP`."""
+    shown = ranks_label(ranks)
     others = tuple(f"and {name(e)}" for e in events[1:])
     return Diagnostic(
         code,
@@ -90,6 +92,6 @@ def problem(
     )
 
 
-def say(ranks: Iterable[int]) -> str:
+def ranks_label(ranks: Iterable[int]) -> str:
     """0,1,2,5 -> "0-2,5"."""
     return ranges_text(ranks.ranges if isinstance(ranks, Ranks) else to_ranges(sorted(ranks)))

@@ -20,7 +20,7 @@ from itertools import pairwise
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Event
 from rldsl.verify.rank_sets import Ranks, union
-from rldsl.verify.tables import Tables, class_ranks, name, problem, say
+from rldsl.verify.tables import Tables, class_ranks, name, problem, ranks_label
 
 EventIds = tuple[int, ...]  # the list of a rank
 Edges = Mapping[int, Mapping[int, EventIds]]  # event -> the event right after it in some list -> that list
@@ -51,8 +51,8 @@ def _deadlock(cycle: Sequence[tuple[Event, Ranks]]) -> Diagnostic:
     ranks that are still at the one before."""
     notes = []
     for (before, others), (event, ranks) in zip([cycle[-1], *cycle], cycle, strict=False):
-        notes.append(f"ranks {say(ranks)} wait at {name(event)} for ranks {say(others)}, which are at event "
-                     f"{before.id}")
+        notes.append(f"ranks {ranks_label(ranks)} wait at {name(event)} for ranks {ranks_label(others)}, "
+                     f"which are at event {before.id}")
     return problem("RL0511", "deadlock: these events wait for each other in a cycle", *(e for e, _ in cycle),
                    ranks=union(r for _, r in cycle), notes=notes,
                    help="all ranks must execute these events in the same order")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rldsl.verify.rank_sets import Ranks, group_equal_ranks, union
-from rldsl.verify.tables import say
+from rldsl.verify.tables import ranks_label
 
 WORLD = 20
 RANGES = st.lists(st.tuples(st.integers(-3, 24), st.integers(-3, 24)), max_size=5)
@@ -37,7 +37,7 @@ def test_alike(places: dict[str, list[tuple[int, int]]]) -> None:
 
 @pytest.mark.parametrize("ranks, text", [((), ""), ((3,), "3"), ((0, 1, 2, 5), "0-2,5"), ((5, 2, 1, 0), "0-2,5")])
 def test_what_people_read(ranks: tuple[int, ...], text: str) -> None:
-    assert say(ranks) == say(Ranks.of([(r, r + 1) for r in ranks], 9)) == text
+    assert ranks_label(ranks) == ranks_label(Ranks.of([(r, r + 1) for r in ranks], 9)) == text
 
 
 def test_a_range_of_a_billion_ranks_costs_nothing() -> None:
