@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.runs import lines, run, steps
+from tests.cpu import children
 from tests.end_to_end.programs import compile_program
 from tests.tiny import make_all
 from tests.world import run_world
@@ -104,3 +109,50 @@ def test_a_read_only_directory(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "out").chmod(0o500)
     codes = set(run(data, tmp_path / "out"))
     assert codes <= {"RL0705", "RL0706", "RL0708", "another rank"} and codes != {"another rank"}
+
+
+CHECKPOINTS = """
+use std.sft (sft)
+cluster nodes=1 gpus=2
+data sums = jsonl("data/answers.jsonl", batch=4)
+model actor = causal_lm("models/sft") train adamw(lr=1e-4)
+flow tuning(steps=40, seed=1) {
+  batch = sums.next()
+  actor.train(batch, loss=sft())
+  checkpoint every 1 keep=2
+}
+"""
+
+
+def rlc_run(folder: Path, out: Path, *more: str) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "rldsl.cli", "run", "p.rlf", "--out", str(out), *more]
+    return subprocess.Popen(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_the_command_on_a_disk_that_fills_during_the_run(tiny: Path, tmp_path: Path) -> None:
+    """Once a checkpoint is written, the ranks can write only small files: `rlc run` says so, and resumes later."""
+    for name in ("models", "data"):
+        (tmp_path / name).symlink_to(tiny / name)
+    (tmp_path / "p.rlf").write_text(CHECKPOINTS)
+    out = tmp_path / "out"
+    process = rlc_run(tmp_path, out)
+    while process.poll() is None and not list(out.glob("checkpoints/step-*/checkpoint.json")):
+        time.sleep(0.01)
+    for rank in descendants(process.pid):
+        with suppress(ProcessLookupError):
+            resource.prlimit(rank, resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+    text = process.communicate(timeout=120)[0]
+    assert process.returncode == 1 and "error[RL0706]: the checkpoint cannot be written" in text, text
+    assert "Traceback" not in text and "earlier checkpoints are intact" in text
+    made = len(lines(out))
+    assert 1 <= made < 40
+    again = rlc_run(tmp_path, out, "--resume")
+    text = again.communicate(timeout=120)[0]
+    assert again.returncode == 0 and "Traceback" not in text, text
+    assert [line["step"] for line in lines(out)] == list(range(1, 41))
+
+
+def descendants(process: int) -> list[int]:
+    own = children(process)
+    return [*own, *(d for child in own for d in descendants(child))]
