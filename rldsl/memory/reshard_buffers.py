@@ -19,20 +19,9 @@ from rldsl.reshard.in_place import Held, buffer_elements, is_contiguous, packed_
 from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.records import ReshardPlan
 from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, num_buckets, num_rounds, selected_rounds
-from rldsl.reshard.transfer_slices import ReshardCache
+from rldsl.reshard.transfer_slices import reshard_cache
 from rldsl.sharding import boxes
-from rldsl.sharding.boxes import (
-    Box,
-    Cell,
-    Parameter,
-    Piece,
-    cell_of,
-    itemsize,
-    num_parts,
-    num_zero_shards,
-    parameters,
-    volume,
-)
+from rldsl.sharding.boxes import Box, Cell, Parameter, Piece, itemsize, num_parts, num_zero_shards, parameters, volume
 from rldsl.sharding.dtypes import in_wire_dtype, storage_dtype
 
 
@@ -56,30 +45,32 @@ def realloc_bytes(plan: Plan, reshard: ReshardPlan, e: Realloc, ranks: HolderCla
     source, model = models[e.origin], models[e.model]
     in_wire = in_wire_dtype(source, e.src, model, e.dst, e.decay)
     buckets = num_buckets(reshard, itemsize(in_wire))
+    in_place = (storage_dtype(source, e.src) == in_wire.dtype,
+                storage_dtype(model, e.dst) == in_wire.dtype and not e.decay)
+    layouts = tuple(next(x for x in plan.layouts if x.id == id) for id in (e.src, e.dst))
+    return itemsize(in_wire) * max(_buffered_elements(reshard, rank, buckets, model, layouts, in_place)
+                                   for rank, _ in ranks.ranks)
+
+
+@lru_cache(maxsize=1024)
+def _buffered_elements(reshard: ReshardPlan, rank: int, buckets: int, model: Model, layouts: tuple[Layout, ...],
+                       in_place: tuple[bool, bool]) -> int:
+    """Elements in the buffers of one rank. in_place: whether source and destination are in the dtype of the wire; a
+    contiguous part is then sent from, and received into, the parameter itself, without a buffer. Cached, since the
+    verifier estimates what the compiler has estimated."""
     total = num_rounds(reshard, buckets)
     starts = (0, total // 2, total - ROUNDS_IN_FLIGHT)
     numbers = sorted({n for start in starts for n in range(start, start + ROUNDS_IN_FLIGHT) if 0 <= n < total})
-    most, cache = 0, ReshardCache(reshard)
-    for rank, _ in ranks.ranks:
-        # a contiguous part in the wire dtype is sent from, and received into, the parameter itself, without a buffer
-        in_place = (partial(_in_place, storage_dtype(source, e.src) == in_wire.dtype, _held(plan, model, e.src, rank)),
-                    partial(_in_place, storage_dtype(model, e.dst) == in_wire.dtype and not e.decay,
-                            _held(plan, model, e.dst, rank)))
-        rounds = selected_rounds(reshard, rank, buckets, numbers, cache)
-        sizes = {number: packed_elements(ops, in_place) for number, ops in zip(numbers, rounds, strict=True)}
-        each_way = (sum(buffer_elements(sizes.get(n, (0, 0))[way] for n in range(total))) for way in (0, 1))
-        most = max(most, sum(each_way))
-    return itemsize(in_wire) * most
+    cells = reshard.src.cell(rank), reshard.dst.cell(rank)
+    held = [partial(_in_place, same, _PiecesOfCell(model, layout, cell))
+            for same, layout, cell in zip(in_place, layouts, cells, strict=True)]
+    rounds = selected_rounds(reshard, rank, buckets, numbers, reshard_cache(reshard))
+    sizes = {number: packed_elements(ops, (held[0], held[1])) for number, ops in zip(numbers, rounds, strict=True)}
+    return sum(sum(buffer_elements(sizes.get(n, (0, 0))[way] for n in range(total))) for way in (0, 1))
 
 
 def _in_place(same_dtype: bool, pieces: Held, part: Any) -> bool:
     return same_dtype and is_contiguous(part, pieces)
-
-
-def _held(plan: Plan, model: Model, layout_id: str, rank: int) -> Held:
-    layout = next(x for x in plan.layouts if x.id == layout_id)
-    mesh = next(m for m in plan.meshes if m.id == layout.mesh)
-    return _PiecesOfCell(model, layout, cell_of(layout, mesh, rank))
 
 
 class _PiecesOfCell(dict[str, tuple[Parameter, tuple[Piece, ...]]]):

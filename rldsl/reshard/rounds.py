@@ -25,6 +25,9 @@ BUCKETS_PER_STEP = 16  # per tree step beyond the first: filling and draining a 
 WHOLE_BELOW = 32  # a class smaller than 1/32 of a bucket is not divided
 
 
+Known = dict[tuple[int, int, int], tuple[tuple[str, Box], ...]]  # (box class, start, stop) -> its boxes
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One contiguous message to or from `peer`."""
@@ -54,9 +57,9 @@ def selected_rounds(plan: ReshardPlan, rank: int, buckets: int, numbers: Iterabl
                 shared: ReshardCache | None = None) -> Iterator[Round]:
     """The rounds with the given numbers. shared: the cache of this plan, for callers that ask for many ranks."""
     sends, receives = rank_slices(plan, rank, shared)
-    short = _short(plan, buckets)
+    short, known = _short(plan, buckets), Known()
     for number in numbers:
-        yield Round(*(tuple(_messages(plan, side, number, buckets, short)) for side in (sends, receives)))
+        yield Round(*(tuple(_messages(plan, side, number, buckets, short, known)) for side in (sends, receives)))
 
 
 def num_rounds(plan: ReshardPlan, buckets: int) -> int:
@@ -65,12 +68,15 @@ def num_rounds(plan: ReshardPlan, buckets: int) -> int:
 
 
 def _messages(plan: ReshardPlan, slices: Sequence[TransferSlice], number: int, buckets: int,
-              short: int) -> Iterator[Message]:
+              short: int, known: Known) -> Iterator[Message]:
+    """known: the boxes of intervals, which a rank may send to many others."""
     by_peer: dict[int, list[tuple[str, Box]]] = {}
     for slice_ in slices:
-        interval = _bucket_interval(plan, slice_, number, buckets, short)
-        if part := tuple(boxes_between(plan.classes[slice_.box_class], *interval)):
-            by_peer.setdefault(slice_.peer, []).extend(part)
+        start, stop = _bucket_interval(plan, slice_, number, buckets, short)
+        if (key := (slice_.box_class, start, stop)) not in known:
+            known[key] = tuple(boxes_between(plan.classes[slice_.box_class], start, stop))
+        if known[key]:
+            by_peer.setdefault(slice_.peer, []).extend(known[key])
     return (Message(peer, tuple(by_peer[peer])) for peer in sorted(by_peer))
 
 

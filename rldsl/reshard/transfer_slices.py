@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from rldsl.reshard.arrivals import IntraNodeCopy
@@ -167,6 +167,12 @@ class ReshardCache:
         if supply is not None:
             yield from ((cell, supply, part) for part in self.sent_to_tree(group_index, several, cell)
                         if part.tree == tree and part.device == device)
+
+
+@lru_cache(maxsize=8)
+def reshard_cache(plan: ReshardPlan) -> ReshardCache:
+    """One cache for everyone in a process who asks for many ranks of a plan."""
+    return ReshardCache(plan)
 
 
 def tree_half(tree: int, start: int, stop: int, trees: bool) -> tuple[int, int]:

@@ -23,7 +23,14 @@ from rldsl.reshard.box_classes import BoxClass
 from rldsl.reshard.broadcast_trees import TREES, children, depth
 from rldsl.reshard.in_place import MAX_PARTS
 from rldsl.reshard.records import NodeGroup, ReshardPlan
-from rldsl.reshard.transfer_slices import ReshardCache, TransferSlice, pair_slices, rank_slices, tree_position
+from rldsl.reshard.transfer_slices import (
+    ReshardCache,
+    TransferSlice,
+    pair_slices,
+    rank_slices,
+    reshard_cache,
+    tree_position,
+)
 from rldsl.sharding.boxes import Cell
 from rldsl.sharding.message_batches import MAX_MESSAGES, message_batches
 from rldsl.verify.reshard_records import ClassIndex, Fault, Interval, arrived_before, covers_once, record_faults
@@ -132,7 +139,7 @@ class _SliceCache:
     def __init__(self, plan: ReshardPlan):
         self.plan = plan
         self.by_rank: dict[int, RankSlices] = {}
-        self.common = ReshardCache(plan)
+        self.common = reshard_cache(plan)
 
     def of(self, rank: int) -> RankSlices:
         if rank not in self.by_rank:
