@@ -48,8 +48,8 @@ def math_equal(rows: list[Row]) -> list[float]:
 
 
 def format_reward(rows: list[Row]) -> list[float]:
-    """Whether the completion is <think>...</think><answer>...</answer>, each once; the opening <think> may be at the end
-    of the prompt."""
+    """Whether the completion is <think>...</think><answer>...</answer>, each once; the opening <think> may be at the
+    end of the prompt."""
     return [float(_formatted(row["completion"], row.get("prompt", ""))) for row in rows]
 
 
