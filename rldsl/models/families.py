@@ -44,7 +44,7 @@ class Family:
 
     name: str  # the model_type of its config, "qwen3"
     path: str
-    kind: str  # its head
+    head_name: str  # of `plan.heads.HEADS`
     params: tuple[ParamSpec, ...]
     layers: int
     heads: int
@@ -98,7 +98,7 @@ def _described(path: str, kind: str, names: frozenset[str], digest: str, span: S
     params, tp_problem, pp_problem = _specs(skeleton, config, layers, kind, sizes, names)
     mixed = [s for s in params if s.experts]
     itemsize = {"bfloat16": 2, "float16": 2}.get(str(getattr(config, "dtype", "float32")).removeprefix("torch."), 4)
-    return Family(name=str(config.model_type), path=path, kind=kind, params=params, layers=layers,
+    return Family(name=str(config.model_type), path=path, head_name=kind, params=params, layers=layers,
                   intermediate=int(getattr(text, "intermediate_size", None) or 4 * hidden), vocab=int(text.vocab_size),
                   max_positions=int(getattr(text, "max_position_embeddings", 0) or 0), itemsize=itemsize,
                   config_digest=digest, tokenizer="", tp_problem=tp_problem, pp_problem=pp_problem,

@@ -36,7 +36,7 @@ class Facts(Protocol):
         """The model's family, for instance "qwen3"."""
 
     @property
-    def kind(self) -> str:
+    def head_name(self) -> str:
         """The model's head, for instance "causal_lm"."""
 
     @property

@@ -126,7 +126,7 @@ def test_no_backend_is_known_by_name() -> None:
              for file in sorted((ROOT / "rldsl").rglob("*.py"))
              for number, line in enumerate(file.read_text().splitlines(), 1)
              if asking.search(line.partition("  # ")[0])]
-    assert [x.partition(": ")[2] for x in found] == ['DEFAULT_BACKEND = "torch"  # where a layout names none'], found
+    assert [x.partition(": ")[2] for x in found] == ['DEFAULT_BACKEND = "torch"  # of a layout that names none'], found
 
 
 # --------------------------------------------------------------------------------------------------- costs of its own

@@ -8,7 +8,7 @@ from rldsl.plan.model import Layout
 
 
 def problem(facts: Facts, layout: Layout) -> str:
-    return "" if facts.kind == "causal_lm" else f"the head of a {facts.kind}"
+    return "" if facts.head_name == "causal_lm" else f"the head of a {facts.head_name}"
 
 
 DESCRIPTION = Description(calls=("infer", "train"), divisions=("dp",), zero=0, adapters=False,
