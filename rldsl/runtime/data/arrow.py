@@ -136,7 +136,8 @@ def check_files(path: str, files: Sequence[str], schema: Any, needs: RowNeeds, b
                 _sound(pa, batch, file, rows)
                 for number, row in enumerate(batch.select(names).to_pylist(), rows + 1):
                     check.row(row, file, number)
-                check.errors.add(_not_finite(pa, batch, [n for n in schema.names if n not in needs.numbers], file, rows))
+                others = [n for n in schema.names if n not in needs.numbers]
+                check.errors.add(_not_finite(pa, batch, others, file, rows))
                 keep(pa.RecordBatch.from_arrays([batch.column(n) for n in schema.names], schema=schema))
                 rows += batch.num_rows
         parts.append(ArrowFile(file, rows, stamp if stamped else None))
