@@ -57,7 +57,7 @@ def walked(items: tuple[Item, ...], copy: str, there: bool = False) -> bool:
 def test_a_copy_is_there_when_it_is_used_and_gone_when_it_is_not(flow: str) -> None:
     p = plan(flow)
     assert frees(p) and not walked(p.body, copy_of(p))
-    assert all(f.because.startswith("keep=false, and ") and f.at for f in frees(p) if "block" not in f.because)
+    assert all(f.because.startswith("keep=false, last used by ") and f.at for f in frees(p) if "block" not in f.because)
 
 
 @pytest.mark.parametrize("flow", FLOWS)
