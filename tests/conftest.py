@@ -6,6 +6,7 @@ runs them with another instruction set than the processor's best (`tests/isa.py`
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -45,6 +46,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(HERE).parts[0] in NUMERIC:
             item.add_marker("numeric")
+
+
+def pytest_collection_finish() -> None:
+    """What all tests have imported lives as long as the process: no collection of garbage has to go through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture
