@@ -65,7 +65,8 @@ def test_numbers_are_values_of_their_rows(root: Path) -> None:
         assert [s["margin"] for s in steps] == [0.75, 2.75] and [s["sure"] for s in steps] == [1, 3]
         assert all(s["none"] == 1 for s in steps)
     for a, b in zip(one, four, strict=True):
-        assert all(abs(a[k] - b[k]) < 1e-4 for k in ("actor/loss", "actor#2/loss", "actor#2/grad_norm"))
+        for key in ("actor/loss", "actor#2/loss", "actor#2/grad_norm"):
+            assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-4), key  # float32; a gradient norm may be large
 
 
 def problems(top: str, statement: str = "metric m = mean(prompt.level)") -> list[str]:
