@@ -14,7 +14,6 @@ from rldsl.diag import Failure
 from rldsl.files import read_bytes
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.model import Plan
-from rldsl.plan.visible_plan import visible_plan
 from rldsl.python.compare import compared
 from rldsl.python.machines import machine_of
 from rldsl.verify import verify
@@ -24,8 +23,6 @@ def diff(before: str, after: str, cluster: str | None = None, for_programs: bool
     """cluster: the file or the preset of the machines that a step is simulated on."""
     one, two = read_bytes(before), read_bytes(after)
     plans = decode(one, before), decode(two, after)
-    if not for_programs:
-        plans = visible_plan(plans[0]), visible_plan(plans[1])
     if cluster:
         for plan, name in zip(plans, (before, after), strict=True):
             _proved(plan, name)

@@ -16,6 +16,7 @@ from rldsl.pages.markup import element, number
 from rldsl.pages.templates import template
 from rldsl.plan.model import Plan
 from rldsl.plan.notation import cut
+from rldsl.plan.visible_plan import visible_plan
 
 MONO, SANS = 7.55, 6.6  # width of a letter of a title, and of a line below it
 PAD, BAR, LINE = 14.0, 5.0, 15.0
@@ -25,6 +26,7 @@ ARROW = 5.0
 
 def graph_svg(plan: Plan) -> str:
     """The dataflow graph of a plan as one SVG document."""
+    plan = visible_plan(plan)
     return str(graph(plan, dataflow(plan), element("style", Markup(template("graph.css"))), linked=False))
 
 

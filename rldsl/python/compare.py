@@ -12,6 +12,7 @@ from typing import Any
 from rldsl.clusters import Cluster
 from rldsl.inspect.diff import Diff, diff
 from rldsl.plan.model import Plan as Record
+from rldsl.plan.visible_plan import visible_plan
 from rldsl.python.html import terminal
 from rldsl.simulate import simulate
 
@@ -21,6 +22,7 @@ class Difference:
     """What changed from one plan to another."""
 
     found: Diff             # the changes, as values
+    shown: Diff             # the same with labels for people, control characters escaped
     names: tuple[str, str]  # of the two plans, for people
     ids: tuple[str, str]    # of the two plans
 
@@ -34,7 +36,7 @@ class Difference:
         from rldsl.inspect.diff_text import text
 
         (before, after), (one, two) = self.names, self.ids
-        return text(self.found, f"{before} ({one})", f"{after} ({two})")
+        return text(self.shown, f"{before} ({one})", f"{after} ({two})")
 
     def json(self) -> dict[str, Any]:
         """As plain values; docs/plans.md describes them."""
@@ -56,4 +58,5 @@ def compared(before: Record, after: Record, names: tuple[str, str], ids: tuple[s
     """cluster: None predicts no times; with one, both plans have a proof. Raises Failure where a plan does not fit on
     it."""
     seconds = (simulate(before, cluster).seconds, simulate(after, cluster).seconds) if cluster else None
-    return Difference(diff(before, after, seconds), names, ids)
+    shown = diff(visible_plan(before), visible_plan(after), seconds)
+    return Difference(diff(before, after, seconds), shown, names, ids)

@@ -95,9 +95,10 @@ class Plan:
     def text(self, *, rank: int | None = None, event: int | None = None) -> str:
         """The whole plan, what one rank does, or one event in full. Raises RL0608 for one that is not there."""
         from rldsl.inspect.show import show
+        from rldsl.plan.visible_plan import visible_plan
 
         source = event_quote(self.record, event, self.sources) if event is not None else ""
-        return show(self.record, rank, event, source)
+        return show(visible_plan(self.record), rank, event, source)
 
     @property
     def sources(self) -> dict[str, str]:

@@ -294,3 +294,7 @@ def test_what_changed(plan: rldsl.Plan) -> None:
     found = plan.diff(other, "h100x8")
     assert not found.same and "lr" in found.text() and "predicted time" in repr(found) and found.json()["same"] is False
     assert "1e-05" in found._repr_html_()
+
+
+def test_names_of_the_compiler_are_source_text_here_too(plan: rldsl.Plan) -> None:
+    assert "group_norm(reward)" in plan.text() and "expr#1" not in plan.text() + str(plan.memory) + plan.graph.svg
