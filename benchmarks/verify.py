@@ -57,7 +57,8 @@ def places(ranks: int) -> dict[str, g.Clause]:
 
 def ppo_70b(ranks: int, where: Callable[[int], dict[str, g.Clause]] = places) -> Plan:
     graph = ppo(where(ranks), cluster=g.Cluster(ranks // 8, 8, 1e6))
-    grown = replace(graph, frames=tuple(replace(f, count=f.count * ranks) for f in graph.frames), data=tuple(
+    grown = replace(graph, frames=tuple(replace(f, chain=tuple(
+        replace(s, count=s.count * ranks) for s in f.chain)) for f in graph.frames), data=tuple(
         replace(d, options=tuple((k, v * ranks if k == "batch" else v) for k, v in d.options)) for d in graph.data))
     return api.finish(pipeline.run(place_graph(grown, "", big))).plan
 

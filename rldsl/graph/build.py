@@ -121,7 +121,6 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
     if not errors.found:
         body = prune(body, {v for _, v in builder.metrics})
         values, frames = tables(body, builder.values, exprs.spaces.frames)
-        frames = tuple(sorted(frames, key=lambda f: f.id in builder.evaluations.frames))  # their seeds: by position
     graph = g.Graph(
         program=file.source.name, flow=flow.name.name, steps=cast(int, given["steps"]), seed=cast(int, given["seed"]),
         params=tuple(top.params), sources=tuple(modules.sources), cluster=top.cluster,

@@ -13,7 +13,7 @@ from rldsl.graph.minibatch import minibatches
 from rldsl.plan.events import Sampling
 from rldsl.plan.heads import CALLS, GENERATE, SKIPPED, TRAIN, heads_with
 from rldsl.plan.metrics_file import BUILT_IN, METRICS
-from rldsl.plan.model import Frame
+from rldsl.plan.model import Frame, Space
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, NO_VALUE, Bad, suggest
 from rldsl.semantics.levels import source_name
@@ -104,10 +104,10 @@ class CallsOfFlow:
         given = dict(data.options)
         sides = [f"{target}.chosen", f"{target}.rejected"] if data.row_format == "pairs" else [target]
         answer = 0 if data.row_format == "prompts" else int(given["max_answer_tokens"])
-        frames = [self.flow.spaces.add(Frame(side, target, target, int(given["batch"]), 1, owner.name,
-                                             int(given["max_prompt_tokens"]), answer,
-                                             present_in=side if self.flow.evaluations.inside else ""))
-                for side in sides]
+        rows = Space(target, int(given["batch"]))
+        frames = [self.flow.spaces.add(Frame(side, target, owner.name, int(given["max_prompt_tokens"]), answer,
+                                             present_in=side if self.flow.evaluations.inside else ""), rows)
+                  for side in sides]
         writes = [w for s in sides for w in (self.flow.value(f"{s}.tokens", "token", s, "i64", "tokens"),
                                              self.flow.value(f"{s}.lengths", "seq", s, "i64", "lengths"))]
         writes.append(self.flow.value(f"{sides[0]}.columns", "seq", sides[0], "text", "columns"))
@@ -141,10 +141,9 @@ class CallsOfFlow:
         sampling = Sampling(**cast(dict[str, Any], given))
         source = prompts.frame
         frame = self.flow.spaces.add(replace(
-            source, id=target, row_space=target, selected_from="", iterations=1,
-            count=source.count * sampling.n, per_prompt=sampling.n,
-            max_response_tokens=sampling.max_new_tokens,
-            temperature=sampling.logprob_temperature, label=""))
+            source, id=target, row_space=target, selected_from="", max_response_tokens=sampling.max_new_tokens,
+            temperature=sampling.logprob_temperature, label=""),
+            Space(target, source.count * sampling.n, source.row_space, sampling.n))
         value = self.flow.value
         writes = (value(f"{target}.tokens", "token", target, "i64", "tokens"),
                   value(f"{target}.logprobs", "token", target),

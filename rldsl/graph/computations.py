@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from rldsl.graph import model as g
 from rldsl.plan.expr import Program
-from rldsl.plan.model import Frame, Value
+from rldsl.plan.model import Value
 from rldsl.plan.naming import line_suffix
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.levels import Spaces, depth
 from rldsl.semantics.terms import Term, input_, program, walk
 from rldsl.source import Span
@@ -101,7 +102,7 @@ class Computations:
             known[id(term)] = self.materialize(made, "expr", term.span) if to_batch else made
         return known[id(term)]
 
-    def _frames(self, terms: list[Term]) -> list[Frame]:
+    def _frames(self, terms: list[Term]) -> list[IndexedFrame]:
         """Frames whose rows the terms range over: each token space, then one frame for each space left."""
         named = [str(dict(t.attrs)["frame"]) for t in terms if dict(t.attrs).get("frame")]
         named += [t.space for t in terms if t.level == "token"]

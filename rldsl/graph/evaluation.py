@@ -34,7 +34,6 @@ class Evaluations:
     def __init__(self, flow: FlowBuilder):
         self.flow, self.errors = flow, flow.errors
         self.inside = ""  # the source of the block being built, or ""
-        self.frames: set[str] = set()  # of all `eval` blocks
         self._fetched: Span | None = None  # the block's `next()`
 
     def block(self, s: ast.EvalBlock, scope: Scope, where: str) -> None:
@@ -84,7 +83,6 @@ class Evaluations:
                 for metric, names in metrics:
                     known = {n: v for n, v in after.items() if n in names}
                     flow.statement(metric, Scope(scope.module, scope, known), "flow")
-        self.frames |= set(flow.spaces.frames) - before
 
     def _statements(self, s: ast.EvalBlock, inner: Scope) -> list[tuple[ast.Metric, frozenset[str]]]:
         """Build the statements of a batch; the metrics, each with the names that are bound above it."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from rldsl.plan.expr import Program, Scalar
 from rldsl.plan.function import Function
-from rldsl.plan.model import Frame, Lora, Optimizer, Value
+from rldsl.plan.model import Lora, Optimizer, Value
 from rldsl.plan.payloads import (
     CollectSpec,
     ComputeSpec,
@@ -27,6 +27,7 @@ from rldsl.plan.payloads import (
     SelectSpec,
     TrainSpec,
 )
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.source import Span
 
 
@@ -261,7 +262,7 @@ class Graph:
     cluster: Cluster | None  # None: the program declares none; then it is one node, as large as the largest rank named
     models: tuple[Model, ...]
     data: tuple[Data, ...]
-    frames: tuple[Frame, ...]
+    frames: tuple[IndexedFrame, ...]
     values: tuple[Value, ...]
     functions: tuple[Function, ...]
     programs: tuple[Program, ...]

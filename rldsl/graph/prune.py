@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rldsl.graph import model as g
-from rldsl.plan.model import Frame, Value
+from rldsl.plan.model import Value
+from rldsl.plan.spaces import IndexedFrame
 
 
 def prune(items: tuple[g.Item, ...], used: set[str]) -> tuple[g.Item, ...]:
@@ -47,7 +48,7 @@ def _pruned(items: tuple[g.Item, ...], reads: set[str]) -> tuple[g.Item, ...]:
 
 
 def tables(items: tuple[g.Item, ...], values: list[Value],
-           frames: dict[str, Frame]) -> tuple[tuple[Value, ...], tuple[Frame, ...]]:
+           frames: dict[str, IndexedFrame]) -> tuple[tuple[Value, ...], tuple[IndexedFrame, ...]]:
     """The values and frames that the items still name. A Collect alone does not keep a frame."""
     nodes = list(g.nodes(items))
     made = {w for n in nodes for w in (*n.reads, *n.writes)}

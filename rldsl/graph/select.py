@@ -10,14 +10,16 @@ Invariant: a value is used over a smaller frame only by way of a Select that mad
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
-from rldsl.plan.model import Frame, Value
+from rldsl.plan.model import Space, Value
 from rldsl.plan.naming import collected
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.levels import source_name
 from rldsl.semantics.options import positive_integer
@@ -77,7 +79,7 @@ class Selections:
                         help=f"write two statements: `{made} = {call}`, then `{kept} = {made} where {condition}`")
         return True
 
-    def _condition(self, term: Term, frame: Frame, tree: ast.Expr) -> Term | None:
+    def _condition(self, term: Term, frame: IndexedFrame, tree: ast.Expr) -> Term | None:
         """The condition as a seq value of `frame`."""
         if term.dtype != "bool":
             self.errors.add("RL0203", "`where` needs a condition", tree.span, f"this is {describe(term)}",
@@ -102,12 +104,12 @@ class Selections:
         old = ref.frame
         of_pair = old.id != old.row_space and old.id.startswith(f"{old.row_space}.")
         side = f".{old.id.rpartition('.')[2]}" if of_pair else ""
-        frame = self.spaces.add(replace(old, id=target + side, row_space=target, prompt_space=target,
-                                        selected_from=old.id, present_in=target + side, label=""))
+        frame = self.spaces.add(replace(old, id=target + side, row_space=target, selected_from=old.id,
+                                        present_in=target + side, label=""), *_selected_spaces(old, target))
         values = [(f"{old.id}.{x}", self.flow.value(f"{frame.id}.{x}", v.level, frame.id, v.dtype, v.extent))
                   for x in STANDARD for v in self._of(f"{old.id}.{x}")]
         self.flow.value(f"{frame.id}.lengths", "seq", frame.id, "i64", "lengths")
-        self.flow.columns[target] = self.flow.columns[old.prompt_space]
+        self.flow.columns[frame.prompt_space] = self.flow.columns[old.prompt_space]
         self.flow.items.append(g.Select(
             id=self.flow.unique(frame.id), reads=(condition, *(v for v, _ in values)), span=s.span,
             writes=tuple(w for _, w in values), frame=frame.id, condition=condition, values=tuple(values)))
@@ -171,15 +173,15 @@ class Selections:
     def collected(self, inner: Scope, before: set[str], iterations: int, span: Span, block: str) -> dict[str, Meaning]:
         """What the names of a block stand for after it, and the Collect items at its end. span: of its head."""
         new = [f for f in self.spaces.frames.values() if f.id not in before]
-        fetched = {f.prompt_space for f in new if f.id == f.prompt_space or f.id.startswith(f"{f.prompt_space}.")}
-        if any(f.prompt_space not in fetched for f in new):
+        outside = {s.id for f in before for s in self.spaces.frames[f].chain}
+        if any(f.prompt_space in outside for f in new):
             self.errors.add("RL0212", f"{block} uses prompts from outside the block", span,
                             help="fetch them inside the block: `prompt = prompts.next()`")
         all_rows = {f.id: self.spaces.add(replace(
-            f, id=f"{f.id}.all", row_space=f"{f.row_space}.all", prompt_space=f"{f.prompt_space}.all",
-            count=f.count * iterations, iterations=iterations,
+            f, id=f"{f.id}.all", row_space=f"{f.row_space}.all",
             selected_from=f"{f.selected_from}.all" if f.selected_from and f.selected_from not in before else "",
-            present_in=f"{f.id}.all", label=collected(f.label or f.id))) for f in new}
+            present_in=f"{f.id}.all", label=collected(f.label or f.id)),
+            *_collected_spaces(f, iterations, outside)) for f in new}
         values = [v for v in self.flow.values if v.frame in all_rows and v.extent != "lengths"]
         for frame in new:
             into = all_rows[frame.id]
@@ -194,17 +196,17 @@ class Selections:
         after = {name: self._after(value, all_rows) for name, value in inner.names.items()}
         return {name: meaning for name, meaning in after.items() if meaning is not None}
 
-    def _renamed(self, v: Value, frame: Frame) -> str:
+    def _renamed(self, v: Value, frame: IndexedFrame) -> str:
         """gen.tokens -> gen.all.tokens; r -> r.all."""
         own = f"{frame.id}."
         return f"{frame.id}.all.{v.id.removeprefix(own)}" if v.id.startswith(own) else f"{v.id}.all"
 
-    def _label(self, v: Value, frame: Frame, into: Frame) -> str:
+    def _label(self, v: Value, frame: IndexedFrame, into: IndexedFrame) -> str:
         """What people call the collected value: "gen (collected).tokens"; "r (collected)"."""
         own = f"{frame.id}."
         return f"{into.label}.{v.id.removeprefix(own)}" if v.id.startswith(own) else collected(v.label or v.id)
 
-    def _after(self, value: Meaning, all_rows: dict[str, Frame]) -> Meaning | None:
+    def _after(self, value: Meaning, all_rows: dict[str, IndexedFrame]) -> Meaning | None:
         """What `value` stands for after the block. all_rows: frame -> its rows of all iterations."""
         match value:
             case FrameRef():
@@ -222,9 +224,24 @@ class Selections:
                 return value
         return None
 
-    def _collected_ref(self, ref: FrameRef, all_rows: dict[str, Frame]) -> FrameRef:
+    def _collected_ref(self, ref: FrameRef, all_rows: dict[str, IndexedFrame]) -> FrameRef:
         base = all_rows[ref.base].id if ref.base in all_rows else ref.base
         return replace(ref, frame=all_rows.get(ref.frame.id, ref.frame), base=base)
+
+
+def _selected_spaces(frame: IndexedFrame, target: str) -> Iterator[Space]:
+    """The spaces of a selection of `frame`: those of the frame, each with the same numbers."""
+    names = {s.id: f"{target}.{s.id}" if i else target for i, s in enumerate(frame.chain)}
+    for s in reversed(frame.chain):
+        yield replace(s, id=names[s.id], parent=names.get(s.parent, ""), of=s.id)
+
+
+def _collected_spaces(frame: IndexedFrame, iterations: int, outside: set[str]) -> Iterator[Space]:
+    """The spaces of what a block collects of `frame`. outside: those that are not of the block."""
+    for s in reversed(frame.chain):
+        yield replace(s, id=f"{s.id}.all", count=s.count * iterations, parent=f"{s.parent}.all" if s.parent else "",
+                      of=f"{s.of}.all" if s.of and s.of not in outside else "",
+                      iterations=1 if s.parent else iterations)
 
 
 def _head(s: ast.RepeatUntil) -> Span:

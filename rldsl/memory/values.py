@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rldsl.plan.model import Frame, Layout, Plan, Spread, Value
+from rldsl.plan.model import Layout, Plan, Spread, Value
+from rldsl.plan.spaces import IndexedFrame, indexed_frames
 
 SIZES = {"f32": 4, "i64": 8, "bool": 1}
 ROW = 16  # bytes of a row's number and its number of entries
@@ -19,18 +20,18 @@ ROW = 16  # bytes of a row's number and its number of entries
 class Tables:
     """Records of a plan by id."""
 
-    frames: Mapping[str, Frame]
+    frames: Mapping[str, IndexedFrame]
     values: Mapping[str, Value]
     spreads: Mapping[str, Spread]
     layouts: Mapping[str, Layout]
 
     @staticmethod
     def of(plan: Plan) -> Tables:
-        return Tables({f.id: f for f in plan.frames}, {v.id: v for v in plan.values}, {s.id: s for s in plan.spreads},
+        return Tables(indexed_frames(plan), {v.id: v for v in plan.values}, {s.id: s for s in plan.spreads},
                       {x.id: x for x in plan.layouts})
 
 
-def rows(frame: Frame, spread: Spread, layouts: Mapping[str, Layout]) -> int:
+def rows(frame: IndexedFrame, spread: Spread, layouts: Mapping[str, Layout]) -> int:
     """Rows of a frame on the dp rank of a spread that has most."""
     if spread.granularity == "all" or not spread.layout:
         return frame.count
@@ -40,7 +41,7 @@ def rows(frame: Frame, spread: Spread, layouts: Mapping[str, Layout]) -> int:
     return -(-frame.count // dp)
 
 
-def width(frame: Frame) -> int:
+def width(frame: IndexedFrame) -> int:
     """Tokens of the longest row."""
     return frame.max_prompt_tokens + frame.max_response_tokens
 

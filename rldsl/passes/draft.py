@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 
 from rldsl.placement.model import Placed, mesh_of
 from rldsl.plan.events import Collect, Event, Every, Fetch, Item, Loop, Select
-from rldsl.plan.model import Frame, Layout, Mesh, Spread, State, Value
+from rldsl.plan.model import Layout, Mesh, Spread, State, Value
 from rldsl.plan.naming import Labels
 from rldsl.plan.references import Reference, Role, named, references
+from rldsl.plan.spaces import IndexedFrame
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Draft:
         return frozenset(f"{s.value}@{s.spread}" for s in self.states)
 
     @property
-    def frames(self) -> dict[str, Frame]:
+    def frames(self) -> dict[str, IndexedFrame]:
         return {f.id: f for f in self.placed.graph.frames}
 
     @property

@@ -17,6 +17,7 @@ from rldsl.plan.events import Event, Every, Item, Loop, Train, split_buffer
 from rldsl.plan.model import FORMAT, ROLES, Data, Header, Layout, Mesh, Plan, Spread
 from rldsl.plan.projection import rank_classes, times, walk
 from rldsl.plan.references import Role, references, renamed
+from rldsl.plan.spaces import spaces_of
 
 
 def emit(draft: Draft, compiler: str) -> Plan:
@@ -36,7 +37,8 @@ def emit(draft: Draft, compiler: str) -> Plan:
     header = Header(FORMAT, compiler, graph.program, graph.flow, placed.world, placed.devices_per_node, graph.steps,
                     graph.seed, graph.sources, graph.params, placed.memory)
     return Plan(header, meshes, layouts, spreads, tuple(m for m in models if m.name in used), _data(draft),
-                graph.frames, graph.values, graph.functions, graph.programs,
+                spaces_of(graph.frames), tuple(f.record for f in graph.frames), graph.values, graph.functions,
+                graph.programs,
                 groups(events(body), {x.id: x for x in layouts}, {m.id: m for m in meshes}), body,
                 rank_classes(meshes, body, placed.world, {}),
                 tuple(replace(s, spread=names[s.spread]) for s in draft.states if s.spread in names))

@@ -12,10 +12,10 @@ from rldsl.diag import fail
 from rldsl.graph import model as g
 from rldsl.placement.model import Call, Place, label
 from rldsl.placement.rules import option_span
-from rldsl.plan.model import Frame
+from rldsl.plan.spaces import IndexedFrame
 
 
-def max_row_tokens(frame: Frame) -> int:
+def max_row_tokens(frame: IndexedFrame) -> int:
     """Tokens of a row, at most."""
     return frame.max_prompt_tokens + frame.max_response_tokens
 
@@ -33,7 +33,7 @@ def check_token_budgets(graph: g.Graph, calls: Iterable[Call], places: Mapping[s
                             "`max_new_tokens`)")
 
 
-def decode_batch_size(frame: Frame, place: Place) -> int:
+def decode_batch_size(frame: IndexedFrame, place: Place) -> int:
     """`mbs` of a generate: by `mbt` as many sequences as fit when all are as long as they may be."""
     fit = place.mbt // max_row_tokens(frame)
     return min(place.mbs or fit, fit) if place.mbt else place.mbs

@@ -5,7 +5,8 @@ rank's schedule is that list filtered to the events whose mesh contains it. Loop
 
 Vocabulary of data:
 - A *frame* is a set of sequences of one step that values range over: the prompts of a batch, the completions of a
-  `generate`, the chosen side of pairs. Its rows are numbered 0..count-1 by the sample, never by a rank.
+  `generate`, the chosen side of pairs. There is one for each row of a *space*.
+- A *space* numbers rows 0..count-1 by the sample, never by a rank. Spaces are trees: completions lie below prompts.
 - A *spread* is a sharding of rows: it says which rows each dp rank of a layout works on (a dp rank is the tp * cp * pp
   ranks that work on the same rows). The partition is a pure function of the spread and the row lengths
   (`sharding/partition.py`), so that every rank computes the same one.
@@ -24,7 +25,7 @@ from rldsl.plan.expr import Level, Program, Scalar
 from rldsl.plan.function import Function
 from rldsl.plan.heads import HeadName
 
-FORMAT = 2
+FORMAT = 3
 MAX_RANKS = 16_384 * 256  # nodes * devices per node: a larger number is a mistake
 MAX_NESTED_BLOCKS = 64  # around an event; the parser allows fewer brackets in brackets
 DEFAULT_BACKEND = "torch"  # of a layout that names none
@@ -249,22 +250,31 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """Sequences of one step: `count` rows, of which row r belongs to prompt r // per_prompt."""
+class Space:
+    """Numbered rows 0..count-1, a node of a tree: row r belongs to row r // fan of the parent, so ancestors are found
+    by division. What a `repeat ... until` collects nests, too: row r of iteration t is row t * count + r of all."""
 
     id: str
-    row_space: str  # its row space: frames with the same one (the two sides of a pair) combine sequence by sequence
-    prompt_space: str  # its prompt space
     count: int  # rows
-    per_prompt: int  # rows per prompt
+    parent: str = ""  # id of the space that its rows belong to; "": a root
+    fan: int = 1  # rows of each row of the parent; 1 for a root
+    of: str = ""  # id of the space that this one is a selection of, whose row numbers it keeps; "": none
+    iterations: int = 1  # of a root that `repeat ... until` collects: the number of batches it consists of
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Sequences of one step, one for each row of a space. `plan/spaces.py` has what follows from its space."""
+
+    id: str
+    row_space: str  # id; frames with the same one (the two sides of a pair) combine sequence by sequence
     data: str  # the source of its prompts
     max_prompt_tokens: int  # per row; bounds memory
     max_response_tokens: int  # per row; bounds memory
     temperature: float = 1.0  # of its log-probabilities
-    selected_from: str = ""  # the frame that this one is a selection of, whose row numbers it keeps; "": none
+    selected_from: str = ""  # the frame that this one is a selection of; "": none
     # the frame whose lengths say which rows are present (a row without tokens is absent); "": all are
     present_in: str = ""
-    iterations: int = 1  # of a frame that `repeat ... until` collects: the number of batches it consists of
     label: str = ""  # what people call it, where its id is a name of the compiler's (`plan/naming.py`)
 
 
@@ -323,6 +333,7 @@ class Plan:
     spreads: tuple[Spread, ...]
     models: tuple[Model, ...]
     data: tuple[Data, ...]
+    spaces: tuple[Space, ...]
     frames: tuple[Frame, ...]
     values: tuple[Value, ...]
     functions: tuple[Function, ...]

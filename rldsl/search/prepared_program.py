@@ -16,7 +16,7 @@ from rldsl.placement.budget import decode_batch_size
 from rldsl.placement.model import Call, Place, Placed
 from rldsl.placement.place import Describe, place_graph, places_of
 from rldsl.placement.rules import Choice, Option, names_of, resolve_choices, specificity
-from rldsl.plan.model import Frame
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.search.call_costs import Candidate
 from rldsl.search.problem import FixedCall
 from rldsl.search.settings import Setting, clause, with_clauses
@@ -75,7 +75,7 @@ def _fixed_clauses(graph: g.Graph, choices: Mapping[str, Choice], free: Collecti
     return own | {i: c for i, c in made.items() if c is not None}
 
 
-def _fixed_call(node: g.Node, p: Place, frames: Mapping[str, Frame]) -> FixedCall:
+def _fixed_call(node: g.Node, p: Place, frames: Mapping[str, IndexedFrame]) -> FixedCall:
     """A mesh of which the program gives only the number of ranks counts as the first ranks."""
     ranks = (p.given or p.mesh).ranks
     if isinstance(node, g.Generate):

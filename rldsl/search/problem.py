@@ -17,7 +17,8 @@ from rldsl.models.families import Family
 from rldsl.placement.model import Call, Placed, label
 from rldsl.placement.place import Flow
 from rldsl.plan.expr import Program
-from rldsl.plan.model import Frame, Model
+from rldsl.plan.model import Model
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.search.space import Block, BlockTree, Kind, Strategy
 from rldsl.simulate.lengths import AT_MOST, Lengths
 
@@ -117,7 +118,7 @@ class Problem:
         return frozenset(j.number for j in self.jobs if metrics.intersection(j.node.writes))
 
     @cached_property
-    def frames(self) -> Mapping[str, Frame]:
+    def frames(self) -> Mapping[str, IndexedFrame]:
         return {f.id: f for f in self.graph.frames}
 
     @cached_property

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import cast
 
-from rldsl.plan.model import Frame
+from rldsl.plan.model import Frame, Space
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.errors import BAD, Bad, Errors
 from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.levels import ANY, Spaces
@@ -21,12 +22,11 @@ from rldsl.syntax import ast
 def check_alone(module: Module, file: ast.File, errors: Errors, prelude: Module) -> None:
     """Check the bodies of functions and losses on their own, over rows of no data. A broken one is marked, so that its
     error is reported once, and not at each call."""
-    frame = Frame("rows", "rows", "prompts", 1, 1, "", 0, 0)
     for item in file.items:
         if not isinstance(item, (ast.FnDecl, ast.LossDecl)):
             continue
         exprs = ExpressionBuilder(Spaces(), errors, prelude)
-        exprs.spaces.add(frame)
+        frame = exprs.spaces.add(Frame("rows", "rows", "", 0, 0), Space("prompts", 1), Space("rows", 1, "prompts"))
         before = len(errors.found)
         if isinstance(item, ast.FnDecl):
             exprs.functions.active.append(item)
@@ -41,7 +41,7 @@ def check_alone(module: Module, file: ast.File, errors: Errors, prelude: Module)
             module.broken.add(item.name.name)
 
 
-def _inputs(params: tuple[ast.Parameter, ...], frame: Frame, exprs: ExpressionBuilder, scope: Scope) -> Scope:
+def _inputs(params: tuple[ast.Parameter, ...], frame: IndexedFrame, exprs: ExpressionBuilder, scope: Scope) -> Scope:
     """Parameters as inputs over one frame; plain ones with a default are that constant."""
     for p in params:
         value: Term | Bad

@@ -6,7 +6,7 @@ from typing import cast
 
 from rldsl.diag import Label
 from rldsl.plan.expr import LEVELS, Level
-from rldsl.plan.model import Frame
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
 from rldsl.semantics.levels import ANY, depth
 from rldsl.semantics.operators import Operators
@@ -51,7 +51,7 @@ def bind(name: str, params: tuple[ast.Parameter, ...], expr: ast.Call, errors: E
 
 
 def accept(params: tuple[ast.Parameter, ...], values: dict[str, Term], spans: dict[str, Span], ops: Operators, *,
-           broadcast: bool, frames: tuple[Frame, ...] = ()) -> dict[str, Term] | Bad:
+           broadcast: bool, frames: tuple[IndexedFrame, ...] = ()) -> dict[str, Term] | Bad:
     """Check each value against the level of its parameter. A single number is broadcast to any level; with `broadcast`,
     every coarser value is. frames: over which; by default the finest argument decides. The two sides of a pair share
     sequences, and not tokens."""
@@ -73,7 +73,7 @@ def accept(params: tuple[ast.Parameter, ...], values: dict[str, Term], spans: di
 
 
 def _fit(param: ast.Parameter, value: Term, span: Span, ops: Operators, broadcast: bool,
-         frame: Frame | None) -> Term | Bad:
+         frame: IndexedFrame | None) -> Term | Bad:
     name, errors = param.name.name, ops.errors
     declared = Label(param.span, "declared here")
     if param.level is None:

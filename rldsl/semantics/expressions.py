@@ -13,8 +13,8 @@ from dataclasses import replace
 from rldsl.diag import Label
 from rldsl.plan.expr import LEVELS, Level, Scalar
 from rldsl.plan.heads import CALLS, INFERENCE_CALLS, TRAIN
-from rldsl.plan.model import Frame
 from rldsl.plan.operators import BUILTINS, REDUCTIONS
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.builtins import Builtins
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
 from rldsl.semantics.functions import Functions
@@ -254,7 +254,7 @@ class ExpressionBuilder:
         space = self.spaces.of(frames[0], ref.returns)
         return Term("py", (), ref.returns, space, "f32", expr.span, (("function", ref.id), ("frame", frames[0].id)))
 
-    def _no_source(self, ref: PyRef, name: str, other: Frame, first: Frame, span: Span) -> Bad:
+    def _no_source(self, ref: PyRef, name: str, other: IndexedFrame, first: IndexedFrame, span: Span) -> Bad:
         """RL0202 for an argument of a Python function after the first that is not where the first comes from."""
         given = "the same sequences" if other.id == first.id else "other sequences" \
             if other.max_response_tokens else "other prompts"

@@ -1,7 +1,8 @@
 """Levels and index sets: what a value ranges over and when two values may meet.
 
-batch < prompt < seq < token. The space of a value is a frame (token), a row space (seq), a prompt space (prompt) or
-"" (batch). Each frame lies over one row space and one prompt space; broadcasting follows that line.
+batch < prompt < seq < token. These words are read relative to a frame: `token` its tokens, `seq` its rows, `prompt` the
+parent of its rows (of a root: the rows themselves). The space of a value is a frame (token), a space of the plan (seq,
+prompt) or "" (batch); broadcasting follows the chain of parents.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rldsl.plan.expr import LEVELS, Level
-from rldsl.plan.model import Frame
+from rldsl.plan.model import Frame, Space
+from rldsl.plan.spaces import IndexedFrame, ancestors, indexed
 from rldsl.semantics.terms import Term
 
 ANY = "any"  # a parameter or result of a fn that takes every level
@@ -33,20 +35,23 @@ class Mismatch:
 
 
 class Spaces:
-    """The frames of a program, in the order in which they appear."""
+    """The frames of a program, in the order in which they appear, and the tree of spaces that their rows are."""
 
     def __init__(self) -> None:
-        self.frames: dict[str, Frame] = {}
+        self.frames: dict[str, IndexedFrame] = {}
+        self.tree: dict[str, Space] = {}
 
-    def add(self, frame: Frame) -> Frame:
-        self.frames[frame.id] = frame
-        return frame
+    def add(self, frame: Frame, *spaces: Space) -> IndexedFrame:
+        """A frame, and the spaces that come with it."""
+        self.tree |= {s.id: s for s in spaces}
+        self.frames[frame.id] = made = indexed(frame, self.tree)
+        return made
 
-    def of(self, frame: Frame, level: Level) -> str:
+    def of(self, frame: IndexedFrame, level: Level) -> str:
         """The space that values of `level` over this frame have."""
         return {"token": frame.id, "seq": frame.row_space, "prompt": frame.prompt_space, "batch": ""}[level]
 
-    def frames_with_space(self, level: Level, space: str) -> tuple[Frame, ...]:
+    def frames_with_space(self, level: Level, space: str) -> tuple[IndexedFrame, ...]:
         """The frames that have `space` at `level`."""
         return tuple(f for f in self.frames.values() if level != "batch" and self.of(f, level) == space)
 
@@ -54,25 +59,37 @@ class Spaces:
         """The space at `to` below which `space` lies."""
         return "" if to == "batch" else self.of(self.frames_with_space(level, space)[0], to)
 
+    def chain(self, term: Term) -> tuple[str, ...]:
+        """The space that the elements of a value belong to, one each, and its ancestors; () at batch level."""
+        if term.level == "batch":
+            return ()
+        if term.level == "token":
+            return tuple(s.id for s in self.frames[term.space].chain)
+        return tuple(s.id for s in ancestors(term.space, self.tree))
+
     def join(self, terms: tuple[Term, ...]) -> tuple[Level, str] | Mismatch:
-        """The level and space that elementwise arithmetic on `terms` has."""
-        finest = max(terms, key=lambda t: depth(t.level))
+        """The level and space that elementwise arithmetic on `terms` has: the finest space, if all others are among its
+        ancestors."""
+        finest = max(terms, key=lambda t: (t.level == "token", len(self.chain(t)), depth(t.level)))
+        above = self.chain(finest)
         for term in terms:
-            if self.coarser(finest.level, finest.space, term.level) != term.space:
+            tokens = term.level == "token" and term.space != finest.space
+            if tokens or term.level not in ("batch", "token") and term.space not in above:
                 return Mismatch(finest, term)
         return finest.level, finest.space
 
-    def parent_space(self, level: Level, space: str) -> str | None:
-        """The space that `space` was selected from; None if it is not a selection."""
-        chosen = next((f for f in self.frames.values() if f.selected_from and self.of(f, level) == space), None)
-        return self.of(self.frames[chosen.selected_from], level) if chosen is not None else None
+    def selected_space(self, level: Level, space: str) -> str:
+        """The space that `space` was selected from; "" if it is not a selection."""
+        if level == "token":
+            return self.frames[space].selected_from
+        return self.tree[space].of if level != "batch" else ""
 
     def selected(self, level: Level, space: str, of: str) -> bool:
         """Whether `space` is a selection of `of`, directly or through other selections."""
-        parent = self.parent_space(level, space)
-        return parent is not None and (parent == of or self.selected(level, parent, of))
+        above = self.selected_space(level, space)
+        return above != "" and (above == of or self.selected(level, above, of))
 
-    def source(self, frame: Frame, other: Frame) -> bool:
+    def source(self, frame: IndexedFrame, other: IndexedFrame) -> bool:
         """Whether the rows of `frame` come from those of `other`: its prompts, or what either was selected from."""
         parent = self.frames.get(frame.selected_from or frame.prompt_space)
         if parent is None or parent.id == frame.id:

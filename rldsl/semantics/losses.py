@@ -13,8 +13,8 @@ from enum import IntEnum
 from rldsl.diag import Label
 from rldsl.plan.expr import Program
 from rldsl.plan.heads import OUTPUTS, SKIPPED, STOP, UPDATES, Head
-from rldsl.plan.model import Frame
 from rldsl.plan.operators import OPERATORS
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.arguments import accept
 from rldsl.semantics.errors import BAD, Bad, Errors
 from rldsl.semantics.expressions import ExpressionBuilder
@@ -35,7 +35,7 @@ class BoundLoss:
     metrics: tuple[str, ...]  # besides those that every train call has
 
 
-def bind_loss(use: LossUse, head: Head, frames: tuple[Frame, ...], id_: str,
+def bind_loss(use: LossUse, head: Head, frames: tuple[IndexedFrame, ...], id_: str,
               exprs: ExpressionBuilder) -> BoundLoss | Bad:
     """The loss of one train call on `frames`: one frame, or the two sides of a pair. id_: of its program."""
     decl, errors = use.ref.decl, exprs.errors
@@ -127,7 +127,7 @@ def _stop(conditions: list[Term], exprs: ExpressionBuilder) -> Term | None:
     return found
 
 
-def _bind_model_outputs(decl: ast.LossDecl, head: Head, frames: tuple[Frame, ...], use: LossUse,
+def _bind_model_outputs(decl: ast.LossDecl, head: Head, frames: tuple[IndexedFrame, ...], use: LossUse,
                         errors: Errors) -> tuple[tuple[str, str, str], ...] | Bad:
     """(input, frame, name of the output) of each parameter before the `;`."""
     has = {o.name: o.level for o in head.outputs}

@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 from rldsl.diag import Label, internal_error
 from rldsl.plan.expr import Level, Scalar
-from rldsl.plan.model import Frame
 from rldsl.plan.operators import BUILTINS, OPERATORS
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics import units
 from rldsl.semantics.errors import BAD, Bad, Errors
 from rldsl.semantics.levels import Mismatch, Spaces, depth, source_name
@@ -274,7 +274,7 @@ class Operators:
 
     # -------------------------------------------------------------------------------------------- broadcast
 
-    def broadcast(self, x: Term, level: Level, frame: Frame) -> Term:
+    def broadcast(self, x: Term, level: Level, frame: IndexedFrame) -> Term:
         """x, repeated to `level` over `frame`: x + 0 of that level, since the plan has no operator that only
         broadcasts."""
         zero = self._zeros(level, frame, x.span)
@@ -283,7 +283,7 @@ class Operators:
             return Term("or", (x, never), zero.level, zero.space, "bool", x.span)
         return Term("add", (x, zero), zero.level, zero.space, "f32", x.span, unit=x.unit)
 
-    def _zeros(self, level: Level, frame: Frame, span: Span) -> Term:
+    def _zeros(self, level: Level, frame: IndexedFrame, span: Span) -> Term:
         length = Term("len", (), "seq", frame.row_space, "f32", span, (("frame", frame.id),))
         seq = Term("mul", (length, const(0.0, span)), "seq", frame.row_space, "f32", span)
         if level == "token":

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from rldsl.plan.expr import Level
 from rldsl.plan.heads import HEADS, Head
-from rldsl.plan.model import Frame
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.errors import Bad
 from rldsl.semantics.levels import source_name
 from rldsl.semantics.terms import Term
@@ -26,7 +26,7 @@ class Items:
 class FrameRef:
     """A batch of sequences."""
 
-    frame: Frame
+    frame: IndexedFrame
     contents: str  # "prompts" (no responses yet), "answers" (prompt and answer), "generated" or "pairs"
     numbers: tuple[str, ...] = ()  # the columns of data that are values
     base: str = ""  # the fetched frame that these columns belong to

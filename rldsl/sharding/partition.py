@@ -18,7 +18,8 @@ from itertools import groupby
 from typing import Literal
 
 from rldsl.diag import internal_error
-from rldsl.plan.model import Frame, Spread
+from rldsl.plan.model import Spread
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.sharding.balance import balance_items, sequence_cost
 
 MASK = (1 << 64) - 1
@@ -91,37 +92,36 @@ def minibatch_positions(count: int, minibatches: int, epochs: int, shuffle: bool
 # ---------------------------------------------------------------------------------------------------- spreads
 
 
-def rows_by_dp(spread: Spread, dp: int, frames: Sequence[Frame], lengths: Lengths, seed: int, step: int,
-               every: Sequence[Frame] = ()) -> tuple[dict[str, Rows], ...]:
+def rows_by_dp(spread: Spread, dp: int, frames: Sequence[IndexedFrame], lengths: Lengths, seed: int,
+               step: int) -> tuple[dict[str, Rows], ...]:
     """[dp rank] -> frame -> the rows of each of `frames` that it works on (in a training spread, in any minibatch).
 
     frames: at least those of the spread. The others, which share their rows or prompts, are divided accordingly: a dp
-    rank gets the rows that belong to its own. every: further frames, needed only to find what a selection was taken
-    from. lengths: needed of frames that are balanced by tokens, and of those whose lengths say which rows exist. A
-    spread with granularity "all" has one dp rank with every row."""
-    known = {f.id: f for f in (*every, *frames)}
+    rank gets the rows that belong to its own. lengths: needed of frames that are balanced by tokens, and of those whose
+    lengths say which rows exist. A spread with granularity "all" has one dp rank with every row."""
+    known = {f.id: f for f in frames}
     if spread.granularity == "all":
-        return ({f.id: present_rows(f, known, lengths) for f in frames},)
+        return ({f.id: present_rows(f, lengths) for f in frames},)
     first = _spread_frames(spread, known)[0]
     minibatches = [m for epoch in _units_by_dp(spread, dp, known, lengths, seed, step) for m in epoch]
     unions = (sorted({unit for m in minibatches for unit in m[dp_rank]}) for dp_rank in range(dp))
-    return tuple({f.id: _rows_of_units(spread.granularity, first, f, units, known, lengths) for f in frames}
+    return tuple({f.id: _rows_of_units(spread.granularity, first, f, units, lengths) for f in frames}
                  for units in unions)
 
 
-def minibatch_rows_by_dp(spread: Spread, dp: int, frames: Sequence[Frame], lengths: Lengths, seed: int,
+def minibatch_rows_by_dp(spread: Spread, dp: int, frames: Sequence[IndexedFrame], lengths: Lengths, seed: int,
                    step: int) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
     """[epoch][minibatch][dp rank] -> rows, the same of every frame of the spread. frames: as for `rows_by_dp`."""
     known = {f.id: f for f in frames}
     first, *others = _spread_frames(spread, known)
     if any(f.row_space != first.row_space for f in others):
         raise internal_error(f"the frames of spread {spread.id} do not share rows", place=PLACE)
-    return tuple(tuple(tuple(_rows_of_units(spread.granularity, first, first, units, known, lengths)
+    return tuple(tuple(tuple(_rows_of_units(spread.granularity, first, first, units, lengths)
                              for units in minibatch)
                        for minibatch in epoch) for epoch in _units_by_dp(spread, dp, known, lengths, seed, step))
 
 
-def present_rows(frame: Frame, known: Mapping[str, Frame], lengths: Lengths) -> Rows:
+def present_rows(frame: IndexedFrame, lengths: Lengths) -> Rows:
     """All rows, or those that the lengths of `frame.present_in` say exist."""
     if not frame.present_in:
         return tuple(range(frame.count))
@@ -130,35 +130,21 @@ def present_rows(frame: Frame, known: Mapping[str, Frame], lengths: Lengths) -> 
     return tuple(r for r in range(frame.count) if present[r // each] > 0)
 
 
-def source_frame(frame: Frame, known: Mapping[str, Frame]) -> Frame:
-    """The frame that a selection, or a selection of a selection, was taken from: rows have the same numbers in both."""
-    while frame.selected_from:
-        frame = known[frame.selected_from]
-    return frame
-
-
-def prompt_space(frame: Frame, known: Mapping[str, Frame]) -> str:
-    """The prompt space in which the prompts of `frame` have the same numbers, selected or not."""
-    while frame.selected_from or frame.present_in not in ("", frame.id):
-        frame = known[frame.selected_from or frame.present_in]
-    return frame.prompt_space
-
-
-def _spread_frames(spread: Spread, known: Mapping[str, Frame]) -> tuple[Frame, ...]:
+def _spread_frames(spread: Spread, known: Mapping[str, IndexedFrame]) -> tuple[IndexedFrame, ...]:
     if not spread.frames or any(f not in known for f in spread.frames):
         raise internal_error(f"spread {spread.id} divides the rows of unknown frames {list(spread.frames)}",
                              place=PLACE)
     return tuple(known[f] for f in spread.frames)
 
 
-def _units_by_dp(spread: Spread, dp: int, known: Mapping[str, Frame], lengths: Lengths, seed: int,
+def _units_by_dp(spread: Spread, dp: int, known: Mapping[str, IndexedFrame], lengths: Lengths, seed: int,
               step: int) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
     """[epoch][minibatch][dp rank] -> unit ids (numbers of rows or prompts)."""
     frames = _spread_frames(spread, known)
     balance_by = spread.balance_by
     if balance_by == "slot":
         return ((_slots(frames[0], spread.granularity, dp),),)
-    weights = _weights(spread, frames, known, lengths)
+    weights = _weights(spread, frames, lengths)
     unit_ids = tuple(weights)
     # three numberings: index in the minibatch -> position among the present units -> unit id
     return tuple(
@@ -170,7 +156,7 @@ def _units_by_dp(spread: Spread, dp: int, known: Mapping[str, Frame], lengths: L
     )
 
 
-def _slots(frame: Frame, granularity: str, dp: int) -> tuple[Rows, ...]:
+def _slots(frame: IndexedFrame, granularity: str, dp: int) -> tuple[Rows, ...]:
     """[dp rank] -> the same units of every iteration, whether they exist or not."""
     units = frame.count // (frame.per_prompt if granularity == "prompt" else 1)
     per_iteration = units // frame.iterations
@@ -178,7 +164,7 @@ def _slots(frame: Frame, granularity: str, dp: int) -> tuple[Rows, ...]:
                  for run in _runs(tuple(range(per_iteration)), dp))
 
 
-def _weights(spread: Spread, frames: Sequence[Frame], known: Mapping[str, Frame], lengths: Lengths) -> dict[int, int]:
+def _weights(spread: Spread, frames: Sequence[IndexedFrame], lengths: Lengths) -> dict[int, int]:
     """Unit id -> weight, of the units that exist, ascending: what its sequences of all frames cost, or 1."""
     per_unit = [f.per_prompt if spread.granularity == "prompt" else 1 for f in frames]
     if any(f.count % per for f, per in zip(frames, per_unit, strict=True)):
@@ -187,7 +173,7 @@ def _weights(spread: Spread, frames: Sequence[Frame], known: Mapping[str, Frame]
         raise internal_error(f"the frames of spread {spread.id} have different numbers of units", place=PLACE)
     weights: dict[int, int] = {}
     for frame, per in zip(frames, per_unit, strict=True):
-        rows = present_rows(frame, known, lengths)
+        rows = present_rows(frame, lengths)
         if spread.balance_by == "count":
             weights |= {row // per: 1 for row in rows}
             continue
@@ -199,19 +185,19 @@ def _weights(spread: Spread, frames: Sequence[Frame], known: Mapping[str, Frame]
     return dict(sorted(weights.items()))
 
 
-def _rows_of_units(granularity: str, divided: Frame, frame: Frame, units: Sequence[int], known: Mapping[str, Frame],
-            lengths: Lengths) -> Rows:
+def _rows_of_units(granularity: str, divided: IndexedFrame, frame: IndexedFrame, units: Sequence[int],
+                   lengths: Lengths) -> Rows:
     """The rows of `frame` for some units (rows or prompts) of `divided`."""
-    if granularity == "row" and source_frame(frame, known).row_space == source_frame(divided, known).row_space:
-        rows: Sequence[int] = units
-    else:
-        if prompt_space(frame, known) != prompt_space(divided, known):
-            raise internal_error(f"frame {frame.id} shares no prompts with {divided.id}", place=PLACE)
-        prompts = units if granularity == "prompt" else sorted({row // divided.per_prompt for row in units})
-        rows = [r for p in prompts for r in range(p * frame.per_prompt, (p + 1) * frame.per_prompt)]
+    above = divided.prompt_index if granularity == "prompt" else 0
+    shared = next((i for i in range(above, len(divided.chain)) if divided.origins[i] in frame.origins), None)
+    if shared is None:
+        raise internal_error(f"frame {frame.id} shares no rows and no prompts with {divided.id}", place=PLACE)
+    per_shared = divided.chain[above].count // divided.chain[shared].count
+    each = frame.count // divided.chain[shared].count
+    rows = [r for s in sorted({unit // per_shared for unit in units}) for r in range(s * each, (s + 1) * each)]
     if not frame.present_in:
         return tuple(rows)
-    present = set(present_rows(frame, known, lengths))
+    present = set(present_rows(frame, lengths))
     return tuple(r for r in rows if r in present)
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from rldsl.diag import fail
 from rldsl.plan.metrics_file import METRICS, read
-from rldsl.plan.model import Frame, Plan
+from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths, times
+from rldsl.plan.spaces import IndexedFrame, indexed_frames
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Lengths:
     response: float = 0.0  # mean; 0: the maximum
     longest: float = 0.0  # longest response of a batch; 0: the maximum
 
-    def of(self, frame: Frame) -> Row:
+    def of(self, frame: IndexedFrame) -> Row:
         bound = frame.max_response_tokens
         response = min(self.response or bound, bound)
         longest = max(min(self.longest or bound, bound), response)
@@ -68,10 +69,10 @@ def observed_lengths(plan: Plan, folder: str) -> Lengths:
     return Lengths(max(tokens / rows - response, 1.0) if rows and tokens else 0.0, response)
 
 
-def token_frames(plan: Plan) -> tuple[tuple[Frame, int], ...]:
+def token_frames(plan: Plan) -> tuple[tuple[IndexedFrame, int], ...]:
     """The frames whose tokens a step makes or reads, and how often: not what happens in some steps alone, as an
     evaluation does, and of a loop that ends early as many iterations as it may have."""
-    frames = {f.id: f for f in plan.frames}
+    frames = indexed_frames(plan)
     found: Counter[str] = Counter()
     for event, path in event_paths(plan):
         for name in event.new_rows:

@@ -9,7 +9,8 @@ from rldsl.clusters import Cluster
 from rldsl.memory.reshard_buffers import reshard_plans
 from rldsl.memory.values import rows
 from rldsl.plan.expr import Program
-from rldsl.plan.model import Frame, Layout, Mesh, Model, Plan, Spread, Value
+from rldsl.plan.model import Layout, Mesh, Model, Plan, Spread, Value
+from rldsl.plan.spaces import IndexedFrame, indexed_frames
 from rldsl.reshard.records import ReshardPlan
 from rldsl.simulate.classes import Classes, Groups, build_classes, build_groups, call_layouts
 from rldsl.simulate.engine import Compute, Isend, Op, Wait
@@ -32,7 +33,7 @@ class World:
         self.layouts: dict[str, Layout] = {x.id: x for x in plan.layouts}
         self.spreads: dict[str, Spread] = {s.id: s for s in plan.spreads}
         self.models: dict[str, Model] = {m.name: m for m in plan.models}
-        self.frames: dict[str, Frame] = {f.id: f for f in plan.frames}
+        self.frames: dict[str, IndexedFrame] = indexed_frames(plan)
         self.values: dict[str, Value] = {v.id: v for v in plan.values}
         self.programs: dict[str, Program] = {p.id: p for p in plan.programs}
         self._on: dict[str, tuple[int, ...]] = {m.id: self.classes.among(m.members()) for m in plan.meshes}

@@ -14,7 +14,6 @@ from rldsl.plan.backends import described
 from rldsl.plan.events import AnyCall, Compute, Event, Generate, Infer, Train, split_buffer
 from rldsl.plan.heads import OUTPUTS, heads_with
 from rldsl.plan.model import Layout, Mesh, Model, Ranges
-from rldsl.verify import selections
 from rldsl.verify.tables import Tables, name, problem
 
 
@@ -115,9 +114,7 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
         if v is not None and (v.frame, v.extent, v.dtype) != (e.frame, extent, dtype):
             yield problem("RL0615", f"{name(e)} writes {id}, which is not {extent} of {e.frame} in {dtype}", e)
     f, p, s = t.frames[e.frame], t.frames[e.prompts], e.sampling
-    if (f.count, f.per_prompt, f.prompt_space, f.data, f.present_in) != (
-            p.count * s.n, p.per_prompt * s.n, p.prompt_space, p.data,
-                                                                p.present_in):
+    if (f.chain[0].parent, f.chain[0].fan, f.data, f.present_in) != (p.row_space, s.n, p.data, p.present_in):
         yield problem("RL0615", f"{name(e)}: frame {e.frame} is not {s.n} completions for each row of {e.prompts}", e)
     if f.temperature != s.logprob_temperature or f.max_response_tokens < s.max_new_tokens:
         yield problem(
@@ -173,7 +170,7 @@ def check_compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
     sources = {t.frames[f].data for f in e.frames}
     for node in t.programs[e.program].nodes:
         if node.op == "py":
-            of = selections.origin(t, str(node.attr("frame")))
+            of = t.frames[str(node.attr("frame"))].prompt_origin
             must |= {f"{node.attr('frame')}.tokens"}
             must |= {v.id for v in t.plan.values if v.extent == "columns" and t.frames[v.frame].prompt_space == of}
     kin = {f.id for f in t.plan.frames if f.data in sources}

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Collect, Event, Item, Loop, Train, split_buffer
+from rldsl.plan.events import Collect, Event, Generate, Item, Loop, Train, split_buffer
 from rldsl.plan.projection import times, walk
 from rldsl.verify.rank_sets import union
 from rldsl.verify.tables import Tables, problem
@@ -27,9 +27,10 @@ def check_loops(t: Tables) -> Iterator[Diagnostic]:
                           f"loop {loop.id} runs {loop.trips} times, but the run has {t.plan.header.steps} steps")
     yield from _inside(t, t.plan.body)
     collected = {e.into for e, _ in t.events if isinstance(e, Collect)}
+    generated = {e.frame for e, _ in t.events if isinstance(e, Generate)}  # from prompts that a loop collects
     valued = {t.values[v].frame for e, _ in t.events for v, _ in map(split_buffer, e.writes) if v in t.values}
-    for f in t.plan.frames:  # a frame that nothing reads has no values, and no loop collects it
-        if f.iterations > 1 and not f.selected_from and f.id not in collected and f.id in valued:
+    for f in t.frames.values():  # a frame that nothing reads has no values, and no loop collects it
+        if f.iterations > 1 and not f.selected_from and f.id not in collected | generated and f.id in valued:
             yield problem("RL0536", f"frame {f.id} has {f.iterations} iterations, but no loop collects it")
     made: Counter[str] = Counter()
     for e, path in t.events:

@@ -236,8 +236,8 @@ def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
         yield problem("RL0615", f"{name(e)}: {e.data} has no frames {', '.join(e.frames)}", e)
     for f in e.frames:
         frame = t.frames[f]
-        shape = (frame.present_in, frame.selected_from, frame.data, frame.count, frame.per_prompt)
-        if shape != (f if once else "", "", e.data, t.data[e.data].batch, 1):
+        shape = (frame.present_in, frame.selected_from, frame.data, frame.chain[0].parent, frame.count, frame.iterations)
+        if shape != (f if once else "", "", e.data, "", t.data[e.data].batch, 1):
             yield problem("RL0615", f"{name(e)} fetches frame {f}, which is not a batch of {e.data}", e)
         if (frame.max_prompt_tokens, frame.max_response_tokens) != (data.max_prompt_tokens, data.max_answer_tokens):
             yield problem("RL0615", f"{name(e)} fetches frame {f}, whose limits are not those of {e.data}", e)
@@ -286,10 +286,11 @@ def _divides(t: Tables, v: Value, spread: str) -> bool:
     s = t.spreads[spread]
     if s.granularity == "all" or v.level == "batch" or not s.frames:
         return True
-    if selections.root(t, v.frame).row_space == selections.root(t, s.frames[0]).row_space:
+    frame, divided = t.frames[v.frame], t.frames[s.frames[0]]
+    if frame.row_origin == divided.row_origin:
         return True
     by_prompt = s.granularity == "prompt" or v.level == "prompt"
-    return by_prompt and selections.origin(t, v.frame) == selections.origin(t, s.frames[0])
+    return by_prompt and frame.prompt_origin == divided.prompt_origin
 
 
 # What is particular to a kind: every kind whose traits do not say what it reads and writes is here.

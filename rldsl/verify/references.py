@@ -14,9 +14,9 @@ from typing import Any, assert_never
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Event, Every, Item, Loop, split_buffer
-from rldsl.plan.model import MAX_RANKS, Frame, Layout, Mesh, Model, Spread
+from rldsl.plan.model import MAX_RANKS, Layout, Mesh, Model, Spread
 from rldsl.plan.references import Role, references
-from rldsl.verify import adapters
+from rldsl.verify import adapters, spaces
 from rldsl.verify.tables import Tables, name, problem
 
 
@@ -31,6 +31,7 @@ def check_references(t: Tables) -> Iterator[Diagnostic]:
         yield from _spread(t, spread)
     for model in t.plan.models:
         yield from _model(t, model)
+    yield from spaces.check_spaces(t)
     yield from _values(t)
     yield from _blocks(t, t.plan.body, inside=False)
     for event, _ in t.events:
@@ -45,6 +46,7 @@ def _unique(t: Tables) -> Iterator[Diagnostic]:
         ("layout or spread", [*(x.id for x in p.layouts), *(x.id for x in p.spreads)]),
         ("model", [x.name for x in p.models]),
         ("data source", [x.name for x in p.data]),
+        ("space", [x.id for x in p.spaces]),
         ("frame", [x.id for x in p.frames]),
         ("value", [x.id for x in p.values]),
         ("function", [x.id for x in p.functions]),
@@ -135,29 +137,10 @@ def _values(t: Tables) -> Iterator[Diagnostic]:
     for f in t.plan.frames:
         if f.data not in t.data:
             yield _unknown("data source", f.data, f"frame {f.id}")
-        if f.count < 1 or f.per_prompt < 1 or f.count % f.per_prompt or not f.row_space or not f.prompt_space:
-            yield _bad("RL0612", f"frame {f.id} has {f.count} rows, {f.per_prompt} per prompt")
         yield from (_unknown("frame", x, f"frame {f.id}") for x in (f.selected_from, f.present_in)
                     if x and x not in t.frames)
-        if f.iterations < 1 or f.count // max(f.per_prompt, 1) % max(f.iterations, 1):
-            yield _bad("RL0612", f"frame {f.id} has {f.count} rows in {f.iterations} iterations")
-        elif f.present_in in t.frames and f.count % t.frames[f.present_in].count:
-            yield _bad("RL0612", f"frame {f.id} has {f.count} rows, which does not match {f.present_in}, the "
-                       "frame in which its rows are present")
-        of = t.frames.get(f.selected_from, f)
-        if (f.count, f.per_prompt, f.iterations) != (of.count, of.per_prompt, of.iterations):
-            yield _bad("RL0612", f"frame {f.id} numbers its rows differently from {of.id}, from which it is selected")
         if _selects_from_itself(t, f.id):
             yield _bad("RL0612", f"frame {f.id} is derived from itself")
-    rows: dict[str, Frame] = {}
-    prompts: dict[str, Frame] = {}
-    for f in t.plan.frames:
-        other, same = rows.setdefault(f.row_space, f), prompts.setdefault(f.prompt_space, f)
-        if (f.prompt_space, f.count, f.per_prompt, f.iterations) != (
-                other.prompt_space, other.count, other.per_prompt, other.iterations):
-            yield _bad("RL0612", f"frames {other.id} and {f.id} share rows, but not their number or prompts")
-        if f.count * same.per_prompt != same.count * f.per_prompt:
-            yield _bad("RL0612", f"frames {same.id} and {f.id} share prompts, but not their number")
     for s in t.plan.states:
         v = t.values.get(s.value)
         if v is None or v.level != "batch" or v.dtype != "f32":

@@ -13,7 +13,8 @@ from typing import Any
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Compute, Event, Generate, Infer, Lengths, Select, Train
-from rldsl.plan.model import Frame, Spread
+from rldsl.plan.model import Spread
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.plan.traits import rule_for
 from rldsl.verify.tables import Tables, name, problem
 
@@ -40,7 +41,7 @@ def _spread(t: Tables, s: Spread) -> str:
     return ""
 
 
-def _units(f: Frame, s: Spread) -> int:
+def _units(f: IndexedFrame, s: Spread) -> int:
     return f.count // (f.per_prompt if s.granularity == "prompt" else 1)
 
 

@@ -13,24 +13,9 @@ from collections.abc import Iterator, Sequence
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Collect, Every, Item, Loop, Select, split_buffer
-from rldsl.plan.model import Frame, Spread
+from rldsl.plan.model import Spread
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.verify.tables import Tables, name, problem
-
-
-def root(t: Tables, frame: str) -> Frame:
-    """The frame that a selection goes back to."""
-    record = t.frames[frame]
-    while record.selected_from:
-        record = t.frames[record.selected_from]
-    return record
-
-
-def origin(t: Tables, frame: str) -> str:
-    """The prompt space that the prompts of a frame are numbered in."""
-    record = t.frames[frame]
-    while record.selected_from or record.present_in not in ("", record.id):
-        record = t.frames[record.selected_from or record.present_in]
-    return record.prompt_space
 
 
 def check_select(t: Tables, e: Select) -> Iterator[Diagnostic]:
@@ -93,7 +78,7 @@ def _select(t: Tables, e: Select) -> Iterator[Diagnostic]:
         yield problem("RL0614", f"{name(e)} must write its values on spread {e.spread}", e)
 
 
-def _above(t: Tables, frame: Frame) -> Iterator[Frame]:
+def _above(t: Tables, frame: IndexedFrame) -> Iterator[IndexedFrame]:
     """Frames whose rows, or prompts, a selection's are among."""
     while frame.selected_from:
         frame = t.frames[frame.selected_from]
@@ -120,5 +105,5 @@ def _whole(t: Tables, src: Spread, dst: Spread) -> bool:
     return src.granularity == dst.granularity == "all" and t.ranks[dst.mesh] <= t.ranks[src.mesh]
 
 
-def _slots(t: Tables, s: Spread, frame: Frame) -> bool:
+def _slots(t: Tables, s: Spread, frame: IndexedFrame) -> bool:
     return s.balance_by == "slot" and s.granularity == "prompt" and s.frames == (frame.id,)

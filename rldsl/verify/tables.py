@@ -12,9 +12,10 @@ from rldsl.diag import Diagnostic
 from rldsl.plan.events import Event
 from rldsl.plan.expr import Program
 from rldsl.plan.function import Function
-from rldsl.plan.model import Data, Frame, Layout, Mesh, Model, Plan, RankClass, Spread, Value
+from rldsl.plan.model import Data, Layout, Mesh, Model, Plan, RankClass, Spread, Value
 from rldsl.plan.notation import ranges_text
 from rldsl.plan.projection import Path, to_ranges, walk
+from rldsl.plan.spaces import IndexedFrame, indexed_frames
 from rldsl.verify.rank_sets import Ranks
 
 
@@ -30,7 +31,7 @@ class Tables:
     spreads: Mapping[str, Spread]
     models: Mapping[str, Model]
     data: Mapping[str, Data]
-    frames: Mapping[str, Frame]
+    frames: Mapping[str, IndexedFrame]
     values: Mapping[str, Value]
     functions: Mapping[str, Function]
     programs: Mapping[str, Program]
@@ -55,7 +56,7 @@ def tables(plan: Plan) -> Tables:
         {s.id: s for s in plan.spreads},
         {m.name: m for m in plan.models},
         {d.name: d for d in plan.data},
-        {f.id: f for f in plan.frames},
+        indexed_frames(plan),
         {v.id: v for v in plan.values},
         {f.id: f for f in plan.functions},
         {p.id: p for p in plan.programs},

@@ -24,6 +24,7 @@ from rldsl.simulate import simulate
 from rldsl.verify import verify
 from tests.compiler.graphs import family, on, ppo
 from tests.end_to_end.programs import Metrics, run_program
+from tests.frames import resized
 from tests.library.harness import Batch, run_loss
 from tests.simulate.plans import ROUND
 from tests.tiny import make_all
@@ -178,9 +179,7 @@ def planned(many: bool = True, **calls: dict) -> Plan:
               "actor.train": on(8, 0, 4, dp=2, pp=2, **calls.get("train", {}))}
     graph = ppo(places)
     if many:
-        graph = replace(graph, frames=tuple(replace(
-            f, count=128, per_prompt=1, max_prompt_tokens=32, max_response_tokens=32 * (f.id == "gen"))
-            for f in graph.frames))
+        graph = replace(graph, frames=tuple(resized(f, 128, 1, 32, 32 * (f.id == "gen")) for f in graph.frames))
     return pipeline.planned(pipeline.run(place_graph(graph, "", family)), "test")[0]
 
 

@@ -6,8 +6,9 @@ from rldsl.graph import model as g
 from rldsl.models.families import Family
 from rldsl.plan.events import Sampling
 from rldsl.plan.expr import Node, Program
-from rldsl.plan.model import Frame, Optimizer, ParamSpec, Split, Value
+from rldsl.plan.model import Optimizer, ParamSpec, Split, Value
 from rldsl.source import SourceFile, Span
+from tests.frames import frame
 
 FILE = SourceFile("ppo.rlf", "\n".join(f"line {i} of the program, long enough to be underlined" for i in range(60)))
 
@@ -77,8 +78,8 @@ def ppo(places=None, *, cluster: g.Cluster | None = g.Cluster(1, 8, 80.0), rules
         cluster=cluster, models=(model("actor", "causal_lm", "sft", 1e-6), model("critic", "value_model", "sft", 5e-6),
                                  model("ref", "causal_lm", "sft", 0), model("judge", "reward_model", "rm", 0)),
         data=(g.Data("prompts", "jsonl", "p.jsonl", "prompts", (("batch", 8), ("max_prompt_tokens", 8)), at(21)),),
-        frames=(Frame("prompt", "prompt", "prompt", 8, 1, "prompts", 8, 0),
-                Frame("gen", "gen", "prompt", 16, 2, "prompts", 8, 16)),
+        frames=(frame("prompt", "prompt", "prompt", 8, 1, "prompts", 8, 0),
+                frame("gen", "gen", "prompt", 16, 2, "prompts", 8, 16)),
         values=tuple(values), functions=(), programs=tuple(programs), items=items,
         metrics=(("kl", "kl"), ("actor/loss", "actor.train/loss")), rules=tuple(rules))
 

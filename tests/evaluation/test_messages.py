@@ -99,11 +99,3 @@ def test_names_of_the_block_end_with_it() -> None:
 
 def test_what_comes_after_reads_training_data_again() -> None:
     assert found(small(GOOD, outside="again = prompts.next()\ng2 = actor.generate(again)\nmetric a = mean(len(g2))")) == []
-
-
-def test_frames_of_training_stand_before_those_of_evaluations() -> None:
-    """The seeds of samples are those of their frame's place."""
-    graph, _ = attempt(parse(SourceFile("e.rlf", small(GOOD, outside="b = actor.generate(prompt)\nmetric x = mean(len(b))"))), {})
-    assert isinstance(graph, g.Graph)
-    names = [f.id for f in graph.frames]
-    assert names.index("b") < min(names.index("p"), names.index("ans"))

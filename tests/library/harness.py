@@ -27,7 +27,8 @@ from torch.distributed import ReduceOp
 
 from rldsl.plan.expr import Level, Program
 from rldsl.plan.heads import HEADS
-from rldsl.plan.model import Frame, Spread
+from rldsl.plan.model import Spread
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.runtime.interpreter.expression_programs import FrameRows, MinibatchLoss, loss_counts, run_compute
 from rldsl.semantics.errors import BAD, Errors
 from rldsl.semantics.levels import Spaces
@@ -41,6 +42,7 @@ from rldsl.sharding.partition import micro_batches, rows_by_dp
 from rldsl.source import SourceFile
 from rldsl.syntax import ast
 from rldsl.syntax.parse import parse
+from tests.frames import frame
 
 SEED = 7  # of the partitions
 
@@ -79,10 +81,10 @@ class Batch:
         return len(next(iter(self.lens.values())))
 
     @property
-    def frames(self) -> dict[str, Frame]:
+    def frames(self) -> dict[str, IndexedFrame]:
         if len(self.lens) == 1:
-            return {"gen": Frame("gen", "gen", "prompt", self.rows, self.n, "d", 8, 99)}
-        return {side: Frame(side, "pair", "pair", self.rows, 1, "d", 8, 99) for side in self.lens}
+            return {"gen": frame("gen", "gen", "prompt", self.rows, self.n, "d", 8, 99)}
+        return {side: frame(side, "pair", "pair", self.rows, 1, "d", 8, 99) for side in self.lens}
 
     def tokens(self, seed: int, frame: str = "", scale: float = 1.0, shift: float = 0.0) -> Given:
         """Normal numbers, one for each token. frame: by default the first."""
@@ -155,7 +157,7 @@ def _compile(modules: str, call: str, batch: Batch, data: dict[str, Given | floa
     loader = Modules(parse, _no_files, errors)
     module = loader.main(file)
     exprs = ExpressionBuilder(Spaces(), errors, loader.prelude())
-    frames = {f: exprs.spaces.add(record) for f, record in batch.frames.items()}
+    frames = {f: exprs.spaces.add(record, *record.chain) for f, record in batch.frames.items()}
     scope = Scope(module, names={n: _term(n, v, frames, file) for n, v in data.items()})
     if "gen" in frames:
         scope.names["gen"] = FrameRef(frames["gen"], "generated")
@@ -175,7 +177,7 @@ def _no_files(path: str) -> str:
     raise OSError(f"the harness reads no files: {path}")
 
 
-def _term(name: str, value: Given | float, frames: dict[str, Frame], file: ast.File) -> Term:
+def _term(name: str, value: Given | float, frames: dict[str, IndexedFrame], file: ast.File) -> Term:
     span = file.items[0].span
     if not isinstance(value, Given):
         return input_(name, "batch", "", span)

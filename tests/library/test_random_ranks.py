@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from rldsl.plan.expr import Node, Program
-from rldsl.plan.model import Frame
 from rldsl.runtime.interpreter.expression_programs import FrameRows, run_compute
+from tests.frames import frame
 from tests.world import run_world
 
 LENS = [3, 1, 4, 0, 5, 9]
-FRAMES = {"gen": Frame("gen", "gen", "prompt", len(LENS), 2, "d", 8, 99)}
+FRAMES = {"gen": frame("gen", "gen", "prompt", len(LENS), 2, "d", 8, 99)}
 CODE = Program("p", (
     Node("input", (), "token", "gen", (("name", "x"),)), Node("const", attrs=(("value", 0.3),)),
     Node("quantile", (0, 1), "batch", "", (("to", "batch"),)),

@@ -15,7 +15,7 @@ from tests.effort import lines
 
 def plan(world: int, *meshes: tuple[Ranges, Layout]) -> Plan:
     return Plan(Header(1, "c", "p", "f", world, 8, 1, 0), tuple(Mesh(x.mesh, ranks) for ranks, x in meshes),
-                tuple(x for _, x in meshes), (), (), (), (), (), (), (), (), (), ())
+                tuple(x for _, x in meshes), (), (), (), (), (), (), (), (), (), (), ())
 
 
 def shuffled(n: int, block: int, seed: int) -> Ranges:

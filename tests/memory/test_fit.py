@@ -21,6 +21,7 @@ from rldsl.search import memory_check
 from rldsl.search.memory_advice import MemoryAdvisor
 from rldsl.source import SourceFile
 from tests.compiler.graphs import at, family, on, ppo
+from tests.frames import resized
 
 
 def wide(path: str = "sft", kind: str = "causal_lm", span=None, trained: bool = False):
@@ -38,8 +39,7 @@ def needs(placed: Placed) -> int:
 
 def rows(graph: g.Graph, count: int) -> g.Graph:
     """With so many rows of so many more tokens."""
-    frames = tuple(replace(f, count=count, max_prompt_tokens=64, max_response_tokens=64 if f.id == "gen" else 0,
-                           per_prompt=1) for f in graph.frames)
+    frames = tuple(resized(f, count, 1, 64, 64 if f.id == "gen" else 0) for f in graph.frames)
     return replace(graph, frames=frames)
 
 

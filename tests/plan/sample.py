@@ -35,6 +35,7 @@ from rldsl.plan.model import (
     Optimizer,
     ParamSpec,
     Plan,
+    Space,
     Split,
     Spread,
     Value,
@@ -64,10 +65,8 @@ def grpo() -> Plan:
     actor = Model("actor", "causal_lm", "models/a", "float32", params, 2, "c0", "L1", Optimizer(1e-6), 20)
     models = (actor, replace(actor, name="ref", train_layout="", optimizer=None, planned_updates=0))
     moved = summary(plan_reshard(actor, layouts[0], meshes[1], layouts[1], meshes[0], 4), actor)
-    frames = (
-        Frame("prompt", "prompt", "prompt.p", 8, 1, "tasks", 16, 0),
-        Frame("gen", "gen", "prompt.p", 32, 4, "tasks", 16, 8),
-    )
+    spaces = (Space("prompt", 8), Space("gen", 32, "prompt", 4))
+    frames = (Frame("prompt", "prompt", "tasks", 16, 0), Frame("gen", "gen", "tasks", 16, 8))
     values = (
         *(Value(f"{f}.tokens", f, "token", "tokens", "i64") for f in ("prompt", "gen")),
         *(Value(f"{f}.lengths", f, "seq", "lengths", "i64") for f in ("prompt", "gen")),
@@ -84,7 +83,7 @@ def grpo() -> Plan:
             "adv",
             (
                 Node("py", (), "seq", "gen", (("function", "exact"), ("frame", "gen"))),
-                Node("mean", (0,), "prompt", "prompt.p", (("to", "prompt"),)),
+                Node("mean", (0,), "prompt", "prompt", (("to", "prompt"),)),
                 Node("sub", (0, 1), "seq", "gen"),
                 Node("mean", (0,), attrs=(("to", "batch"),)),
             ),
@@ -307,6 +306,7 @@ def grpo() -> Plan:
         spreads,
         models,
         (Data("tasks", "jsonl", "t.jsonl", "prompts", 8, (("prompt", "q"),), "models/a", max_prompt_tokens=16),),
+        spaces,
         frames,
         values,
         (Function("exact", "rewards.py", "exact", "cd"),),

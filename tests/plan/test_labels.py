@@ -154,7 +154,7 @@ def test_equal_texts_are_told_apart() -> None:
 
 def test_a_label_does_not_pass_for_another_value() -> None:
     values = [Value("reward", "", "batch", "batch"), Value("expr#1", "", "batch", "batch", label="reward")]
-    assert Labels.of(values, [Frame("gen", "gen", "gen", 1, 1, "d", 1, 1, label="reward")]).of_id == {
+    assert Labels.of(values, [Frame("gen", "gen", "d", 1, 1, label="reward")]).of_id == {
         "expr#1": "reward [2]", "gen": "reward [3]"}
 
 

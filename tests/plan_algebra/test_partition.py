@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rldsl.diag import InternalError
-from rldsl.plan.model import Frame, Spread
+from rldsl.plan.model import Spread
 from rldsl.sharding.partition import (
     RowMove,
     micro_batches,
@@ -20,12 +20,13 @@ from rldsl.sharding.partition import (
     rows_by_dp,
     minibatch_rows_by_dp,
 )
+from tests.frames import frame as made
 
 weights = st.lists(st.integers(0, 1000), max_size=40)
 
 
 def frame(id, count, per_prompt=1, rows="", prompts="prompt"):
-    return Frame(id, rows or id, prompts, count, per_prompt, "d", 10, 10)
+    return made(id, rows or id, prompts, count, per_prompt)
 
 
 PROMPT, GEN = frame("prompt", 6), frame("gen", 24, 4)
@@ -261,9 +262,9 @@ def test_a_row_that_nobody_holds_is_caught():
 
 # -------------------------------------------------------------------------------- frames with rows that are not there
 
-KEPT = Frame("kept", "kept", "kept", 12, 3, "d", 8, 8, selected_from="gen", present_in="kept")
-WHOLE = Frame("gen", "gen", "prompt", 12, 3, "d", 8, 8)
-MORE = Frame("more", "more", "kept", 24, 6, "d", 8, 8, present_in="kept")
+WHOLE = frame("gen", 12, 3)
+KEPT = made("kept", "kept", "kept.prompt", 12, 3, of=WHOLE, selected_from="gen", present_in="kept")
+MORE = made("more", "more", "kept", 24, 2, below=KEPT, known=(WHOLE,), present_in="kept")
 
 
 @given(st.lists(st.integers(0, 9), min_size=12, max_size=12), st.integers(1, 5), st.integers(1, 4), st.booleans())
@@ -293,8 +294,8 @@ def test_a_selection_lies_where_its_rows_lie(lengths, dp):
 
 @given(st.integers(1, 5), st.integers(1, 4))
 def test_slots_are_the_same_in_every_turn(dp, turns):
-    one = Frame("g", "g", "p", 12, 3, "d", 8, 8)
-    all_ = Frame("g.all", "g.all", "p.all", 12 * turns, 3, "d", 8, 8, present_in="g.all", iterations=turns)
+    one = made("g", "g", "p", 12, 3)
+    all_ = made("g.all", "g.all", "p.all", 12 * turns, 3, present_in="g.all", iterations=turns)
     there_ = {"g.all": [1] * (12 * turns)}
     slots = rows_by_dp(Spread("s", "m", "L", ("g",), "prompt", "slot"), dp, (one,), {}, 0, 0)
     whole = rows_by_dp(Spread("s", "m", "L", ("g.all",), "prompt", "slot"), dp, (all_,), there_, 0, 0)

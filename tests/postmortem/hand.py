@@ -28,8 +28,8 @@ FETCH, GENERATE, LENGTHS, TRANSFER, SCORE, TRAIN, REALLOC, TURN, SAVE = range(9)
 PLAN = Plan(
     header=Header(FORMAT, "test", "p.rlf", "f", 8, 8, 9, 1), meshes=(ALL, LEFT, RIGHT),
     layouts=(Layout("L0", "left", dp=2, pp=2), Layout("L1", "right", tp=4), Layout("L2", "all", tp=8)),
-    spreads=(Spread("s0", "left", "L0"), Spread("s1", "right", "L1")), models=(), data=(), frames=(), values=(),
-    functions=(), programs=(), groups=(), classes=(),
+    spreads=(Spread("s0", "left", "L0"), Spread("s1", "right", "L1")), models=(), data=(), spaces=(), frames=(),
+    values=(), functions=(), programs=(), groups=(), classes=(),
     body=(Loop("steps", 9, (
         Fetch(id=FETCH, mesh="left", at="p.rlf:5:3", data="rows", frames=("rows",)),
         Generate(id=GENERATE, mesh="left", at="p.rlf:6:3", model="actor", layout="L0", spread="s0", prompts="rows",

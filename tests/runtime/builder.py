@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from rldsl.plan.expr import LEVELS, Level, Node, Program
-from rldsl.plan.model import Frame
 from rldsl.runtime.interpreter.expression_programs import FrameRows
+from tests.frames import frame
 
 FRAMES = {
-    "gen": Frame("gen", "R", "P", 12, 3, "d", 8, 9),
-    "won": Frame("won", "Q", "P2", 12, 1, "d", 8, 9),
-    "lost": Frame("lost", "Q", "P2", 12, 1, "d", 8, 9),
+    "gen": frame("gen", "R", "P", 12, 3, "d", 8, 9),
+    "won": frame("won", "Q", "P2", 12, 1, "d", 8, 9),
+    "lost": frame("lost", "Q", "P2", 12, 1, "d", 8, 9),
 }
 
 

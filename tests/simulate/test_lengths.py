@@ -9,14 +9,14 @@ import pytest
 
 from rldsl import api
 from rldsl.diag import Failure
-from rldsl.plan.model import Frame
 from rldsl.simulate import Lengths, observed_lengths, simulate
 from rldsl.simulate.lengths import token_frames
 from rldsl.simulate.summary import format_timeline
+from tests.frames import frame
 from tests.simulate.plans import ROUND, plan
 from tests.verify.plans import folder
 
-FRAME = Frame("gen", "gen", "prompt", 16, 2, "prompts", 8, 16)
+FRAME = frame("gen", "gen", "prompt", 16, 2, "prompts", 8, 16)
 
 
 @pytest.mark.parametrize("given, row", [

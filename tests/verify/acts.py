@@ -29,7 +29,7 @@ from rldsl.plan.events import (
 from rldsl.plan.model import Value
 from rldsl.sharding import partition
 from tests.verify.arithmetic import need
-from tests.verify.moment import Moment, kept, lasting_models
+from tests.verify.moment import Moment, kept, lasting_models, source
 
 if TYPE_CHECKING:
     from tests.verify.stepper import Rank, World
@@ -226,7 +226,7 @@ def _select(w: World, e: Select, now: Moment) -> None:
             w.knows(rank, f.selected_from, None, now)
             w.reads(rank, e, e.condition, rows, now)
             mine = frozenset(w.story.kept_rows[e.frame, now.stamp]) & rows
-            root = partition.source_frame(f, w.story.frames).id  # those that are not kept have no tokens, and it knows that
+            root = source(f, w.story.frames).id  # those that are not kept have no tokens, and it knows that
             rank.lens[e.frame] = (now.stamp, frozenset(w.shares(s, now)[w.shard(s, rank.number)][root]))
         else:
             mine = w.my_rows(rank, s, e.frame, now)

@@ -13,7 +13,8 @@ from functools import cache
 from zlib import crc32
 
 from rldsl.plan.expr import Node, Program
-from rldsl.plan.model import Frame, Function
+from rldsl.plan.model import Function
+from rldsl.plan.spaces import IndexedFrame
 
 FINENESS = {"batch": 0, "prompt": 1, "seq": 2, "token": 3}
 ELEMENTWISE = {
@@ -58,7 +59,7 @@ class Cell:
 class View:
     """The rows of a frame at hand, ascending."""
 
-    frame: Frame
+    frame: IndexedFrame
     rows: tuple[int, ...]
 
     def prompts(self) -> list[int]:
@@ -120,7 +121,7 @@ def _ids(level: str, space: str, views: Mapping[str, View]) -> Sequence[int]:
     return mine[0].rows
 
 
-def _space(f: Frame, level: str) -> str:
+def _space(f: IndexedFrame, level: str) -> str:
     return {"token": f.id, "seq": f.row_space, "prompt": f.prompt_space, "batch": ""}[level]
 
 

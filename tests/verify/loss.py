@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from rldsl.plan.events import Train
 from rldsl.plan.expr import Program
-from rldsl.plan.model import Frame
+from rldsl.plan.spaces import IndexedFrame
 from tests.verify.arithmetic import REDUCTIONS, need
 
 
-def check_loss(program: Program, kind: str, e: Train, frames: Mapping[str, Frame]) -> set[str]:
+def check_loss(program: Program, kind: str, e: Train, frames: Mapping[str, IndexedFrame]) -> set[str]:
     nodes, outputs = program.nodes, dict(program.outputs)
     spaces = {("batch", "")}
     for f in frames.values():

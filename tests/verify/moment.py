@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rldsl.plan.events import Every, Loop
-from rldsl.plan.model import Frame, Plan, Value
+from rldsl.plan.model import Plan, Value
+from rldsl.plan.spaces import IndexedFrame
 from tests.verify.arithmetic import need
 
 # turns of the outermost loop that are looked at: an `every` is due in one of them and not in the other
@@ -64,14 +65,21 @@ def enough(held: Held) -> bool:
     return bool(held.of[0] & 1)
 
 
-def space(frames: Mapping[str, Frame], v: Value) -> str:
+def space(frames: Mapping[str, IndexedFrame], v: Value) -> str:
     if v.level == "batch":
         return ""
     f = frames[v.frame]
     return {"token": f.id, "seq": f.row_space, "prompt": f.prompt_space}[v.level]
 
 
-def kept(v: Value, rows: tuple[int, ...], f: Frame) -> tuple[int, ...]:
+def source(f: IndexedFrame, frames: Mapping[str, IndexedFrame]) -> IndexedFrame:
+    """The frame that a selection goes back to."""
+    while f.selected_from:
+        f = frames[f.selected_from]
+    return f
+
+
+def kept(v: Value, rows: tuple[int, ...], f: IndexedFrame) -> tuple[int, ...]:
     """The ids of a value for some rows."""
     if v.extent == "batch":
         return (0,)

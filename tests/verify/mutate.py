@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rldsl.diag import Failure, InternalError
 from rldsl.plan.events import Event, Every, Item, Loop, Realloc
-from rldsl.plan.model import ROLES, ParamSpec, Plan, Split
+from rldsl.plan.model import ROLES, ParamSpec, Plan, Space, Split
 from rldsl.plan.projection import rank_classes, walk
 from rldsl.reshard import planning, summary
 from rldsl.sharding import dtypes
@@ -310,3 +310,38 @@ def _row(plan: Plan, table: str, number: int, **new: object) -> Plan:
     rows = list(getattr(plan, table))
     rows[number] = replace(rows[number], **new)
     return replace(plan, **{table: tuple(rows)})
+
+
+def space_mutant(plan: Plan, draw: random.Random) -> tuple[str, Plan]:
+    """A plan whose spaces still form trees, but others: rows of a whole tree below a space are more or fewer, a space
+    moves below another one or becomes a root, a selection becomes none or one of another space, frames change
+    spaces, or iterations do."""
+    spaces = {s.id: s for s in plan.spaces}
+    s, other = draw.choice(plan.spaces), draw.choice(plan.spaces)
+    what = draw.choice(("grow", "fan", "move", "root", "of", "frames", "iterations"))
+    changed: dict[str, Space] = {}
+    if what == "grow":
+        factor = draw.choice((2, 3))
+        changed[s.id] = replace(s, count=s.count * factor, fan=s.fan * factor if s.parent else 1)
+    elif what == "fan" and s.parent:
+        fan = draw.choice([x for x in (1, 2, s.fan + 1, 2 * s.fan) if x != s.fan])
+        changed[s.id] = replace(s, fan=fan, count=spaces[s.parent].count * fan)
+    elif what == "move":
+        changed[s.id] = replace(s, parent=other.id, count=other.count * s.fan, iterations=1)
+    elif what == "root":
+        changed[s.id] = replace(s, parent="", fan=1)
+    elif what == "of":
+        changed[s.id] = replace(s, of=draw.choice(("", other.id)))
+    elif what == "iterations":
+        changed[s.id] = replace(s, iterations=draw.choice([x for x in (1, 2, 3, s.count) if x != s.iterations]))
+    for _ in plan.spaces:  # those below follow
+        for below in plan.spaces:
+            above = changed.get(below.parent)
+            if above is not None and below.id not in changed:
+                changed[below.id] = replace(below, count=above.count * below.fan)
+    frames = plan.frames
+    if what == "frames":
+        chosen = draw.choice(plan.frames)
+        frames = tuple(replace(f, row_space=other.id) if f.id == chosen.id else f for f in plan.frames)
+    told = f"{what} {s.id} {other.id}"
+    return told, replace(plan, spaces=tuple(changed.get(x.id, x) for x in plan.spaces), frames=frames)

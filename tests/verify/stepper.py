@@ -16,11 +16,12 @@ from itertools import groupby
 
 from rldsl.diag import InternalError
 from rldsl.plan.events import Event, Every, Generate, Infer, Item, Loop, split_buffer
-from rldsl.plan.model import Frame, Plan, Spread, Value
+from rldsl.plan.model import Plan, Spread, Value
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.sharding import partition
 from rldsl.sharding.layout import AxisName, axis_ranks, coordinate
 from tests.verify.arithmetic import Garbage, need, term
-from tests.verify.moment import Key, Lens, Moment, due, enough, kept, turns
+from tests.verify.moment import Key, Lens, Moment, due, enough, kept, source, turns
 from tests.verify.story import Story
 
 Block = Loop | Every
@@ -207,17 +208,17 @@ class World:
         if key not in self.divided:
             dp = self.story.layouts[spread.layout].dp if spread.layout else 1
             self.divided[key] = partition.rows_by_dp(spread, dp, frames, {f: now.lens[f].totals() for f in totals},
-                                                     self.plan.header.seed, now.step, tuple(self.story.frames.values()))
+                                                     self.plan.header.seed, now.step)
         self.divided[spread.id, now.stamp] = self.divided[key]
         return self.divided[key]
 
-    def _divided_frames(self, spread: Spread, lens: Mapping[str, Lens]) -> list[Frame]:
+    def _divided_frames(self, spread: Spread, lens: Mapping[str, Lens]) -> list[IndexedFrame]:
         origins = self.story.origins
         of = origins[spread.frames[0]] if spread.frames else None
         mine = (f for f in self.story.frames.values() if of is None or origins[f.id] == of)
         return [f for f in mine if not f.present_in or f.present_in in lens]
 
-    def _weighing(self, spread: Spread, frames: list[Frame]) -> list[str]:
+    def _weighing(self, spread: Spread, frames: list[IndexedFrame]) -> list[str]:
         partial = {f.present_in for f in frames if f.present_in}
         return sorted(partial | (set(spread.frames) if spread.balance_by == "tokens" else set()))
 
@@ -230,7 +231,7 @@ class World:
         if tells := known[frame].present_in:
             mine = None
             if own:
-                root = partition.source_frame(known[frame], known)
+                root = source(known[frame], known)
                 each = known[frame].count // known[tells].count
                 rows = self.shares(spread, now)[self.shard(spread, rank.number)][root.id]
                 mine = frozenset(r // each for r in rows)

@@ -31,7 +31,8 @@ from rldsl.plan.events import (
     Transfer,
     split_buffer,
 )
-from rldsl.plan.model import Frame, Plan, Spread, Value
+from rldsl.plan.model import Plan, Spread, Value
+from rldsl.plan.spaces import IndexedFrame, indexed_frames
 from rldsl.sharding import partition
 from tests.verify.arithmetic import Cell, View, evaluate, need, term
 from tests.verify.loss import check_loss
@@ -52,7 +53,7 @@ class Story:
 
     def __post_init__(self) -> None:
         p = self.plan
-        self.frames: dict[str, Frame] = {f.id: f for f in p.frames}
+        self.frames = indexed_frames(p)
         self.records: dict[str, Value] = {v.id: v for v in p.values}
         self.spreads: dict[str, Spread] = {s.id: s for s in p.spreads}
         self.layouts, self.meshes = {x.id: x for x in p.layouts}, {m.id: m for m in p.meshes}
@@ -63,12 +64,13 @@ class Story:
         self.models: dict[str, tuple[int, int]] = {}
         self.fetched, self.drawn = Counter[str](), Counter[int]()
         self.step = self.closed = 0
-        for f in p.frames:
+        self.origins: dict[str, str] = {}
+        for f in self.frames.values():
             above, steps = f, 0
             while above.selected_from or above.present_in not in ("", above.id):
                 above, steps = self.frames[above.selected_from or above.present_in], steps + 1
                 need(steps <= len(p.frames), f"frame {f.id} comes from itself")
-        self.origins = {f.id: partition.prompt_space(f, self.frames) for f in p.frames}
+            self.origins[f.id] = above.prompt_space
     # ------------------------------------------------------------------------------------------------ walking
 
     def tell(self) -> Story:
@@ -149,7 +151,7 @@ class Story:
     def rows(self, frame: str, lens: Mapping[str, Lens] | None = None) -> tuple[int, ...]:
         """The rows that a frame has, by the present lengths or by others."""
         f, lens = self.frames[frame], self.lens if lens is None else lens
-        return partition.present_rows(f, self.frames, {f.present_in: lens[f.present_in].totals()} if f.present_in else {})
+        return partition.present_rows(f, {f.present_in: lens[f.present_in].totals()} if f.present_in else {})
 
     def cell(self, value: str) -> Cell:
         v, held = self.records[value], self.values[value]
@@ -190,8 +192,7 @@ class Story:
         need(s.greedy or s.temperature > 0 and 0 < s.top_p <= 1 and s.top_k >= 0 <= s.min_p <= 1, "no distribution")
         need(f.temperature == (1.0 if s.greedy else s.temperature), "log-probabilities at another temperature")
         prompts, given = self.values[f"{e.prompts}.tokens"], self.lens[e.prompts]
-        place = [x.id for x in self.plan.frames].index(e.frame)
-        key = (self.models[e.model][1], repr(s), place, now.times, self.plan.header.seed, self.step)
+        key = (self.models[e.model][1], repr(s), e.frame, now.times, self.plan.header.seed, self.step)
         made = {r: term("sample", *key, r, prompts.of[r // f.per_prompt]) for r in self.rows(e.frame)}
         lens = [(given.prompt[r // f.per_prompt], made[r] % 3) if r in made else (0, 0) for r in range(f.count)]
         need(f.max_response_tokens >= s.max_new_tokens, "more tokens than the frame has room for")
@@ -256,7 +257,7 @@ class Story:
             need(self._above(f, old), f"{v} is of other rows")
             self._make(w, now, {i: self.values[v].of[i] for i in self.ids(new)}, self.values[v].truth, old.extent)
 
-    def _above(self, f: Frame, v: Value) -> bool:
+    def _above(self, f: IndexedFrame, v: Value) -> bool:
         """Whether the rows of a value are those that a selection was taken from, under the same numbers."""
         of = self.frames[v.frame]
         while f.selected_from:

@@ -83,7 +83,7 @@ def test_a_mutant_that_one_check_alone_rejects(check: int, code: str, mutant: Ca
 def test_a_file_that_was_changed() -> None:
     data = encode(grpo())
     assert decode(data, "x.plan") == grpo()
-    for old, new in ((b'"steps":10', b'"steps":11'), (b'"format":2', b'"format":9'), (b"}\n", b"} \n")):
+    for old, new in ((b'"steps":10', b'"steps":11'), (b'"format":3', b'"format":9'), (b"}\n", b"} \n")):
         with pytest.raises(Failure) as wrong:
             decode(data.replace(old, new, 1), "x.plan")
         assert [d.code for d in wrong.value.diagnostics] == ["RL0601" if b"format" in old else "RL0602"]
@@ -216,7 +216,7 @@ MISTAKES: list[tuple[Callable[[Plan], Plan], str]] = [
     (lambda p: replace(p, values=p.values + p.values[:1]), "RL0611"),
     (lambda p: row(p, "values", 0, dtype="f32"), "RL0612"),
     (lambda p: row(p, "values", 0, extent="row"), "RL0612"),
-    (lambda p: row(p, "frames", 1, count=33), "RL0612"),
+    (lambda p: row(p, "spaces", 1, count=33), "RL0612"),
     (lambda p: row(p, "frames", 1, selected_from="gen"), "RL0612"),
     (lambda p: row(p, "data", 0, batch=0), "RL0612"),
     (lambda p: row(p, "data", 0, row_format="pairs",
@@ -244,7 +244,7 @@ MISTAKES: list[tuple[Callable[[Plan], Plan], str]] = [
     (lambda p: node(p, 0, 3, args=(3,)), "RL0616"),
     (lambda p: node(p, 0, 2, op="lt"), "RL0617"),
     (lambda p: node(p, 1, 8, op="amax"), "RL0618"),
-    (lambda p: node(p, 1, 5, op="mean", attrs=(("to", "prompt"),), level="prompt", space="prompt.p"), "RL0618"),
+    (lambda p: node(p, 1, 5, op="mean", attrs=(("to", "prompt"),), level="prompt", space="prompt"), "RL0618"),
     (lambda p: row(p, "programs", 1, nodes=(*p.programs[1].nodes, Node("mul", (8, 8))), outputs=(("loss", 9),)),
      "RL0618"),
     (lambda p: row(p, "programs", 1, nodes=(*p.programs[1].nodes, Node("add", (8, 1), "token", "gen"),

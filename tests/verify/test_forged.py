@@ -12,6 +12,7 @@ from rldsl.diag import InternalError
 from rldsl.plan.events import Realloc, Train, Transfer
 from rldsl.plan.model import Plan, Split
 from rldsl.plan.projection import event_paths
+from rldsl.plan.spaces import indexed_frames
 from rldsl.sharding import boxes, layout, partition
 from tests.plan.sample import grpo
 from tests.verify.faults import change, codes, row
@@ -47,8 +48,8 @@ def train_spread(plan: Plan) -> int:
 def unequal_frames(plan: Plan) -> Plan:
     """A spread that divides two frames with different numbers of rows."""
     at = train_spread(plan)
-    other = next(f for f in plan.frames if f.count != next(g.count for g in plan.frames
-                                                           if g.id == plan.spreads[at].frames[0]))
+    frames = indexed_frames(plan)
+    other = next(f for f in frames.values() if f.count != frames[plan.spreads[at].frames[0]].count)
     return row(plan, "spreads", at, frames=(*plan.spreads[at].frames, other.id))
 
 
@@ -68,10 +69,10 @@ FORGED: dict[str, Callable[[Plan], Plan]] = {
     "a spread of unknown frames": lambda p: row(p, "spreads", divided(p), frames=("nothing",)),
     "a spread of frames with different numbers of rows": unequal_frames,
     "a spread with slots and minibatches": lambda p: row(p, "spreads", train_spread(p), balance_by="slot"),
-    "a frame that cuts a prompt": lambda p: row(p, "frames", len(p.frames) - 1, per_prompt=7),
+    "a frame that cuts a prompt": lambda p: row(p, "spaces", len(p.spaces) - 1, fan=7),
     "a realloc between layouts of which one does not exist": lambda p: change(p, first(p, Realloc), dst="L99"),
     "a transfer from a spread that does not exist": lambda p: change(p, first(p, Transfer), src="s99"),
-    "no iterations of a frame": lambda p: row(p, "frames", 0, iterations=0),
+    "no iterations of a frame": lambda p: row(p, "spaces", 0, iterations=0),
     "no minibatches": lambda p: row(p, "spreads", train_spread(p), minibatches=0),
 }
 

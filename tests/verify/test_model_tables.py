@@ -115,9 +115,8 @@ def test_the_tables_that_were_accepted_once(plans: dict[str, Plan]) -> None:
     assert refused(edited(plan, KEYS, split=whole)) == {"RL0619"}
     assert refused(row(plan, "models", 0, layers=1)) == {"RL0619"}
     assert refused(edited(plan, KEYS, name="../../x")) == {"RL0619"}
-    frames = [i for i, f in enumerate(plans["grpo"].frames) if not f.selected_from]
-    for i in frames:
-        assert refused(row(plans["grpo"], "frames", i, iterations=2)) & {"RL0536", "RL0612", "RL0615"}
+    for i, _ in enumerate(plans["grpo"].spaces):
+        assert refused(row(plans["grpo"], "spaces", i, iterations=2)) & {"RL0536", "RL0612", "RL0615"}
     record = plans["grpo"].data[0]
     assert record.row_format == "prompts"
     assert refused(row(plans["grpo"], "data", 0, row_format="answers")) == {"RL0612"}

@@ -12,10 +12,11 @@ from functools import cached_property
 
 import torch
 
-from rldsl.plan.model import Frame, Plan, Spread, Value
+from rldsl.plan.model import Plan, Spread, Value
+from rldsl.plan.spaces import IndexedFrame, indexed_frames
 from rldsl.runtime.comm.world import World
 from rldsl.sharding.layout import dp_index
-from rldsl.sharding.partition import Rows, minibatch_rows_by_dp, prompt_space, rows_by_dp
+from rldsl.sharding.partition import Rows, minibatch_rows_by_dp, rows_by_dp
 
 
 @dataclass
@@ -49,20 +50,20 @@ class StepRows:
         self._rows_by_dp.clear()
 
     @cached_property
-    def frames(self) -> Mapping[str, Frame]:
-        return {f.id: f for f in self.plan.frames}
+    def frames(self) -> Mapping[str, IndexedFrame]:
+        return indexed_frames(self.plan)
 
     def rows_by_dp(self, spread: Spread) -> tuple[dict[str, Rows], ...]:
         """[dp rank][frame] -> rows, for the frames of the spread and those that share their rows or prompts."""
         if spread.id not in self._rows_by_dp:
             all_frames = self.frames
-            space = prompt_space(all_frames[spread.frames[0]], all_frames) if spread.frames else None
-            frames = [f for f in all_frames.values() if space is None or prompt_space(f, all_frames) == space]
+            prompts = all_frames[spread.frames[0]].prompt_origin if spread.frames else None
+            frames = [f for f in all_frames.values() if prompts is None or f.prompt_origin == prompts]
             # rows of the others do not exist yet
             frames = [f for f in frames if not f.present_in or f.present_in in self.lens]
             self._rows_by_dp[spread.id] = rows_by_dp(
                 spread, self.world.dp(spread), frames, self._totals(spread, frames), self.plan.header.seed,
-                self.step_index, tuple(all_frames.values()))
+                self.step_index)
         return self._rows_by_dp[spread.id]
 
     def minibatch_rows_by_dp(self, spread: Spread) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
@@ -100,7 +101,7 @@ class StepRows:
             return self.lens[value.frame].of(value.extent)[ids]
         return torch.ones_like(ids)
 
-    def _totals(self, spread: Spread, frames: Sequence[Frame]) -> dict[str, list[int]]:
+    def _totals(self, spread: Spread, frames: Sequence[IndexedFrame]) -> dict[str, list[int]]:
         """Frame -> tokens of each row: of the frames that are balanced by tokens, and of those whose lengths say which
         rows of `frames` exist."""
         wanted = {f.present_in for f in frames if f.present_in}

@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from rldsl.diag import internal_error
 from rldsl.plan.expr import LEVELS, Level, Node
-from rldsl.plan.model import Frame
 from rldsl.plan.operators import in_family
+from rldsl.plan.spaces import IndexedFrame
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class RaggedIndex:
     sequences to which prompt."""
 
     frame_rows: Mapping[str, FrameRows]  # frame -> its rows at hand
-    frames: Mapping[str, Frame]  # frame -> its record in the plan
+    frames: Mapping[str, IndexedFrame]  # frame -> its record in the plan
     _cache: dict[tuple[str, ...], Tensor] = field(default_factory=dict)  # what `_once` has computed
 
     @property

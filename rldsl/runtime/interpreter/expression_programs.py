@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rldsl.diag import internal_error
 from rldsl.plan.expr import Level, Node, Program
-from rldsl.plan.model import Frame
 from rldsl.plan.operators import OPERATORS
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.runtime.draws import uniform
 from rldsl.runtime.interpreter.expression_ops import FrameRows, RaggedIndex, evaluate, of_all_elements
 from rldsl.sharding.partition import key_of, mix
@@ -30,7 +30,7 @@ __all__ = ["Counts", "MinibatchLoss", "FrameRows", "loss_counts", "run_compute"]
 
 
 def run_compute(program: Program, inputs: Mapping[str, Tensor], frame_rows: Mapping[str, FrameRows],
-                frames: Mapping[str, Frame], group: Any, call_py: Callable[[Node], Tensor],
+                frames: Mapping[str, IndexedFrame], group: Any, call_py: Callable[[Node], Tensor],
                 seed: int = 0, step: int = 0, batch: int = 0) -> dict[str, Tensor]:
     """The outputs of `program`, each of the level of its node (see `FrameRows` for the shapes).
 
@@ -166,13 +166,13 @@ def _drawn(node: Node, ragged: RaggedIndex, seed: int, step: int, batch: int) ->
 class Counts:
     """How many elements the sets of a loss have in the whole minibatch."""
 
-    frames: Mapping[str, Frame]             # by id: those of the loss
+    frames: Mapping[str, IndexedFrame]             # by id: those of the loss
     sizes: Mapping[tuple[Level, str], int]  # (level, space) -> number of elements, on all ranks together
     rows: Sequence[int]                     # all rows of the minibatch, ascending
     starts: Mapping[str, Sequence[int]]     # frame -> response tokens of the minibatch before each of `rows`
 
 
-def loss_counts(program: Program, frames: Mapping[str, Frame], rows: Sequence[int],
+def loss_counts(program: Program, frames: Mapping[str, IndexedFrame], rows: Sequence[int],
                 response_lens: Mapping[str, Sequence[int]]) -> Counts:
     """The global counts of a minibatch. rows: all its rows, on whatever rank, the same of every frame.
     response_lens: frame -> response length of each row of the whole frame. program: all its index sets must be those

@@ -21,7 +21,6 @@ from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.state.step import StepState
 from rldsl.runtime.store import Pending, RaggedRows
 from rldsl.sharding.layout import coordinate
-from rldsl.sharding.partition import prompt_space
 
 
 def fetch(step: StepState, reader: DataReader, event: Fetch) -> None:
@@ -191,9 +190,9 @@ def reward_rows(step: StepState, reader: DataReader, event: Compute, frame: str,
     a stop string ended on exactly the last allowed token counts as unfinished: its tokens alone cannot show it."""
     context = step.context
     record = context.frames[frame]
-    of = prompt_space(record, context.frames)
     columns = next((step.buffers.get(b) for b in event.reads if split_buffer(b)[0].endswith(".columns")
-                    and context.frames[context.values[split_buffer(b)[0]].frame].prompt_space == of), None)
+                    and context.frames[context.values[split_buffer(b)[0]].frame].prompt_space == record.prompt_origin),
+                   None)
     packed = step.packed(frame, step.read(event.reads, f"{frame}.tokens"), rows)
     source = reader.source(record.data)
     tokenizer, ends = source.tokenizer, source.ends

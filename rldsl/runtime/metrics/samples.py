@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from rldsl.plan.events import Event, Generate, Train, split_buffer
-from rldsl.plan.model import Frame, Plan
+from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
+from rldsl.plan.spaces import IndexedFrame, indexed_frames
 from rldsl.runtime.files import written
 from rldsl.runtime.metrics.json_lines import encoded, truncate
 from rldsl.runtime.state.context import RunContext
@@ -44,7 +45,7 @@ def sample_sources(plan: Plan) -> tuple[SampleSource, ...]:
     generated = dict.fromkeys(e.frame for e, _ in event_paths(plan) if isinstance(e, Generate))
     buffers = dict.fromkeys(b for e, _ in event_paths(plan) for b in e.writes)
     meshes, spreads = {m.id: m for m in plan.meshes}, {s.id: s for s in plan.spreads}
-    frames, values = {f.id: f for f in plan.frames}, {v.id: v for v in plan.values}
+    frames, values = indexed_frames(plan), {v.id: v for v in plan.values}
     sources = []
     for frame in generated:
         where = [split_buffer(b)[1] for b in buffers if split_buffer(b)[0] == f"{frame}.tokens"]
@@ -103,7 +104,7 @@ class Samples:
         self._tokens.clear()
         self._values.clear()
 
-    def _write(self, step: int, frame: Frame, tokens: RaggedRows, lens: Any) -> None:
+    def _write(self, step: int, frame: IndexedFrame, tokens: RaggedRows, lens: Any) -> None:
         rows = tokens.ids[lens.of("tokens")[tokens.ids] > 0][: self._max_samples]
         tokenizer = self._data.source(frame.data).tokenizer
         numbers = {self._names[value]: _numbers(column, rows) for value, column in sorted(self._values.items())

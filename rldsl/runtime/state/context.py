@@ -15,8 +15,9 @@ import torch
 from rldsl.plan.events import Load, Offload, split_buffer
 from rldsl.plan.expr import Program
 from rldsl.plan.function import Function
-from rldsl.plan.model import Data, Frame, Model, Plan, Spread, Value
+from rldsl.plan.model import Data, Model, Plan, Spread, Value
 from rldsl.plan.projection import event_paths
+from rldsl.plan.spaces import IndexedFrame, indexed_frames
 from rldsl.runtime.comm.world import World
 
 ShardKey = tuple[str, str]  # model, layout
@@ -56,8 +57,8 @@ class RunContext:
         return {d.name: d for d in self.plan.data}
 
     @cached_property
-    def frames(self) -> Mapping[str, Frame]:
-        return {f.id: f for f in self.plan.frames}
+    def frames(self) -> Mapping[str, IndexedFrame]:
+        return indexed_frames(self.plan)
 
     @cached_property
     def values(self) -> Mapping[str, Value]:

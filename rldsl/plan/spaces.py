@@ -1,0 +1,93 @@
+"""Frames together with the spaces of their rows: the numbers of rows, and which rows belong together.
+
+In: records of spaces and frames. Out: `IndexedFrame`s. Nothing here is a fact of its own: all of it follows from the
+records. Invariant: also records that contradict each other (the verifier refuses them) have a chain, which ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+
+from rldsl.plan.model import Frame, Plan, Space
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedFrame(Frame):
+    """A frame whose spaces are looked up."""
+
+    chain: tuple[Space, ...] = ()  # the space of its rows, then parent by parent up to the root
+    # for each of `chain` the space that its numbers come from: itself, or what was selected from, however often
+    origins: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return self.chain[0].count
+
+    @property
+    def prompt_index(self) -> int:
+        """Where the space of its prompts is in `chain`."""
+        return min(1, len(self.chain) - 1)
+
+    @property
+    def prompt_space(self) -> str:
+        """The space of its prompts: the parent of its rows. The rows of a root are their own prompts."""
+        return self.chain[self.prompt_index].id
+
+    @property
+    def prompt_origin(self) -> str:
+        """The space in which its prompts have the same numbers, selected or not."""
+        return self.origins[self.prompt_index]
+
+    @property
+    def row_origin(self) -> str:
+        """The space in which its rows have the same numbers, selected or not."""
+        return self.origins[0]
+
+    @property
+    def per_prompt(self) -> int:
+        """Rows of each prompt."""
+        return self.chain[0].fan
+
+    @property
+    def iterations(self) -> int:
+        """How many batches a `repeat ... until` may collect into it; 1 for a frame that is not collected."""
+        return self.chain[-1].iterations
+
+    @property
+    def record(self) -> Frame:
+        """The frame as the plan holds it."""
+        return Frame(**{f.name: getattr(self, f.name) for f in fields(Frame)})
+
+
+def indexed(frame: Frame, spaces: Mapping[str, Space]) -> IndexedFrame:
+    """A frame with its spaces. An unknown space counts as a root of one row."""
+    chain = ancestors(frame.row_space, spaces) or (Space(frame.row_space, 1),)
+    origins = tuple((_walk(s.id, spaces, "of") or (s,))[-1].id for s in chain)
+    return IndexedFrame(**{f.name: getattr(frame, f.name) for f in fields(Frame)}, chain=chain, origins=origins)
+
+
+def ancestors(space: str, spaces: Mapping[str, Space]) -> tuple[Space, ...]:
+    """A space, its parent, and so on up to the root."""
+    return _walk(space, spaces, "parent")
+
+
+def indexed_frames(plan: Plan) -> dict[str, IndexedFrame]:
+    """The frames of a plan by id."""
+    spaces = {s.id: s for s in plan.spaces}
+    return {f.id: indexed(f, spaces) for f in plan.frames}
+
+
+def spaces_of(frames: Iterable[IndexedFrame]) -> tuple[Space, ...]:
+    """The spaces of some frames, parents first."""
+    return tuple({s.id: s for f in frames for s in reversed(f.chain)}.values())
+
+
+def _walk(id: str, spaces: Mapping[str, Space], link: str) -> tuple[Space, ...]:
+    """A space and those that it leads to by `link`, each once."""
+    found: dict[str, Space] = {}
+    while id in spaces and id not in found:
+        found[id] = spaces[id]
+        id = getattr(spaces[id], link)
+    return tuple(found.values())

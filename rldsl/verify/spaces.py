@@ -1,0 +1,70 @@
+"""Spaces form trees whose counts fit, and frames lie in them.
+
+In: tables, perhaps with unknown names. Out: diagnostics RL0610 (unknown) and RL0612 (malformed). Rules: none is its own
+ancestor or selection; a space has `fan` rows for each row of its parent; a selection has the numbers of what it is
+selected from, and its parent is selected from that one's parent; a frame is a selection where its space is, of a frame
+of the space that this one is selected from; the frame that says which rows are present lies in the rows or above them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.model import Frame, Space
+from rldsl.verify.tables import Tables, problem
+
+
+def check_spaces(t: Tables) -> Iterator[Diagnostic]:
+    spaces = {s.id: s for s in t.plan.spaces}
+    for s in t.plan.spaces:
+        if unknown := [x for x in (s.parent, s.of) if x and x not in spaces]:
+            yield problem("RL0610", f"space {s.id} refers to an unknown space {unknown[0]!r}")
+        elif fault := _space(s, spaces):
+            yield problem("RL0612", f"space {s.id} {fault}")
+    for f in t.plan.frames:
+        if f.row_space not in spaces:
+            yield problem("RL0610", f"frame {f.id} refers to an unknown space {f.row_space!r}")
+        elif fault := _frame(f, spaces[f.row_space], t):
+            yield problem("RL0612", f"frame {f.id} {fault}")
+
+
+def _space(s: Space, spaces: dict[str, Space]) -> str:
+    """What is wrong with a space, or ""."""
+    if min(s.count, s.fan, s.iterations) < 1:
+        return f"has {s.count} rows, {s.fan} for each of its parent, {s.iterations} iterations"
+    for link, what in (("parent", "its own ancestor"), ("of", "a selection of itself")):
+        if _circle(s, link, spaces):
+            return f"is {what}"
+    if not s.parent and (s.fan != 1 or s.count % s.iterations):
+        return f"has {s.count} rows in {s.iterations} iterations and a fan of {s.fan}, but no parent"
+    if s.parent and (s.iterations != 1 or s.count != spaces[s.parent].count * s.fan):
+        return f"has {s.count} rows, which are not {s.fan} for each of the {spaces[s.parent].count} of {s.parent}"
+    if not s.of:
+        return ""
+    of = spaces[s.of]
+    if (s.count, s.fan, s.iterations) != (of.count, of.fan, of.iterations):
+        return f"numbers its rows differently from {of.id}, from which it is selected"
+    above = spaces[s.parent].of if s.parent else ""
+    return "" if above == of.parent else f"lies below {s.parent!r}, but {of.id}, from which it is selected, does not"
+
+
+def _circle(s: Space, link: str, spaces: dict[str, Space]) -> bool:
+    """Whether following a link from a space ends nowhere. Links to unknown spaces end."""
+    seen: set[str] = set()
+    id = s.id
+    while id in spaces and id not in seen:
+        seen.add(id)
+        id = getattr(spaces[id], link)
+    return id in spaces
+
+
+def _frame(f: Frame, space: Space, t: Tables) -> str:
+    """What is wrong with where a frame lies, or ""."""
+    of = t.frames.get(f.selected_from)
+    if bool(f.selected_from) != bool(space.of) or of is not None and of.row_space != space.of:
+        return f"is selected from {f.selected_from!r}, but its space {space.id} from {space.of!r}"
+    present, chain = t.frames.get(f.present_in), t.frames[f.id].chain
+    if present is not None and present.row_space not in [s.id for s in chain]:
+        return f"has rows that are present as in {present.id}, to whose rows they do not belong"
+    return ""
