@@ -42,7 +42,7 @@ class Mutator:
             for f in fields(record):
                 self.seen[type(record), f.name].append(getattr(record, f.name))
         p = self.plan
-        tables = (p.meshes, p.layouts, p.spreads, p.frames, p.values, p.functions, p.programs, p.groups)
+        tables = (p.meshes, p.layouts, p.spreads, p.spaces, p.frames, p.values, p.functions, p.programs, p.groups)
         self.names = [x.id for table in tables for x in table] + [x.name for x in (*p.models, *p.data)]
 
     def mutant(self) -> tuple[str, Plan]:
