@@ -113,14 +113,14 @@ def test_an_ending_that_names_no_form(work: Path) -> None:
 
 
 def test_labels_are_the_calls_of_the_language_and_not_repeated(work: Path) -> None:
-    from rldsl.graph.picture import label_lines
+    from rldsl.graph.picture import label_lines, labels_of
     from tests.compiler.graphs import ppo
     from rldsl.graph.model import nodes
 
-    for node in nodes(ppo().items):
-        lines = label_lines(node)
-        assert len({*lines}) == len(lines)
-    assert "reward.scores" not in str([label_lines(n) for n in nodes(ppo().items)])
+    graph = ppo()
+    labelled = [label_lines(node, labels_of(graph)) for node in nodes(graph.items)]
+    assert all(len({*lines}) == len(lines) for lines in labelled)
+    assert "reward.scores" not in str(labelled)
 
 
 def test_check(work: Path) -> None:

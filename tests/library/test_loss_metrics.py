@@ -119,3 +119,14 @@ def test_medians_do_not_depend_on_the_cuts_bit_for_bit() -> None:
     lp = draw(NUM_TOKENS, 14, torch.float32)
     assert len({measured("median(logprobs)", lp, dp, mbs).metrics["m"] for dp, mbs in CUTS}) == 1
 
+
+
+@pytest.mark.parametrize(("dp", "mbs"), CUTS)
+def test_a_loss_may_return_medians_of_its_sequences(dp: int, mbs: int) -> None:
+    lp = draw(NUM_TOKENS, 15)
+    x = lp.clone().requires_grad_()
+    expected = torch.stack([row.quantile(0.5) for row in x.split(list(RAGGED.lens["gen"])) if len(row)])
+    (expected.sum() / RAGGED.rows).backward()
+    found = measured("mean(logprobs)", lp, dp, mbs, value="mean(median(logprobs by seq))")
+    assert found.loss == pytest.approx(float(expected.detach().sum() / RAGGED.rows), rel=1e-12)
+    assert torch.allclose(found.grads["logprobs"], x.grad, rtol=1e-12, atol=0)
