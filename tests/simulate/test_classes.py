@@ -36,7 +36,7 @@ def test_ranks_that_log_do_not_tell_all_others_apart(monkeypatch: pytest.MonkeyP
     plan, cluster = ppo_70b(64, mixed), preset("h100x64")
     assert cluster is not None and any(isinstance(e, Log) for e, _ in event_paths(plan))
     every = len(build_classes(plan).first)
-    monkeypatch.setattr(module, "MANY", every - 1)
+    monkeypatch.setattr(module, "MAX_CLASSES", every - 1)
     assert 2 * len(build_classes(plan).first) <= every
     one, all_ = (run(World(plan, cluster, Lengths(), per_rank=per_rank)) for per_rank in (False, True))
     assert one.seconds == pytest.approx(all_.seconds, rel=1e-3)
