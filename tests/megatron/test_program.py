@@ -142,4 +142,6 @@ def test_a_run_goes_on_under_the_other_backend(tiny: Path, tmp_path: Path, monke
     assert set(runs.run(compiled(program, sets, there, tmp_path), out, stop_after=3, like=whole)) == {""}
     assert set(runs.run(plan, out, resume=out, like=whole)) == {""}
     for mine, theirs in zip(runs.lines(tmp_path / "run"), runs.lines(tmp_path / "whole"), strict=True):
-        assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}
+        # rewards near -16 over their small deviation: their rounding is 1e-5 in the loss, as under tp=2 of torch
+        within = {k: 5e-5 if k == "actor/loss" else 1e-5 for k in theirs}
+        assert mine == {k: pytest.approx(v, rel=1e-4, abs=within[k]) for k, v in theirs.items()}
