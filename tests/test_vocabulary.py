@@ -39,7 +39,7 @@ PROSE = {
 
 # An identifier, or a part of one between underscores -> the name to use.
 IDENTIFIERS = {
-    "mended": "fixed", "waist": "ir",
+    "mended": "fixed", "waist": "plan",
     # rldsl/reshard
     "Hops": "IntraNodeCopy", "Hop": "IntraNodeCopy", "Way": "RankReshard", "Ends": "TransferSlice", "Side": "MeshView",
     "Kin": "NodeGroup", "lanes": "transfer_slices", "Lane": "TransferSlice, or MicroBatchGroup",
@@ -63,8 +63,7 @@ IDENTIFIERS = {
 }
 
 # Where a retired phrase is right. (path or code, phrase): why.
-ALLOWED = {("docs/design.md", word): "until the torch backend's decode state is renamed"
-           for word in ("slab", "slabs", "desk", "desks")}
+ALLOWED: dict[tuple[str, str], str] = {}
 
 
 def found(text: str) -> Iterator[str]:

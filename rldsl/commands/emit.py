@@ -3,7 +3,7 @@
 In: the path of a plan, and a rank or all. Out: the text of the program: a function for each list of events, real loops,
 one line an event (`run.generate(8)`), with what it is in a comment. The lines call
 `rldsl.runtime.interpreter.emitted_program`, which executes the events of the plan; the program holds their numbers and
-the plan's id, and no logic. Errors: RL0608 no such rank, and those of reading and verifying a plan. """
+the plan's id, and no logic. Errors: RL0608 no such rank, and those of reading and verifying a plan."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 In: the directory of a run, or its `postmortem` folder; a plan, where it lies elsewhere. Out: text, or JSON.
 Errors: RL0794 a file that is no dump, RL0795 no dumps, RL0796 dumps of several plans or starts, RL0797 their plan is
-not there. """
+not there."""
 
 from __future__ import annotations
 

@@ -62,10 +62,10 @@ class FlowBuilder(Computations):
         """Random numbers of a statement follow its name: another statement leaves them as they were."""
         ops = self.exprs.ops
         outer, ops.statement = ops.statement, _name(s)
-        self._built(s, scope, inside)
+        self._build_statement(s, scope, inside)
         ops.statement = outer
 
-    def _built(self, s: ast.Statement, scope: Scope, inside: str) -> None:
+    def _build_statement(self, s: ast.Statement, scope: Scope, inside: str) -> None:
         match s:
             case ast.Assign(where=None):
                 self._assign(s, scope)

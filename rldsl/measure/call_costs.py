@@ -118,8 +118,8 @@ def measure_calls(model: Model, tp: int, backend: str, sampling: Sampling,
     return {**rates, "update": update}
 
 
-def _loss(_: int, fresh: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    return sum((x.sum() for outputs in fresh for x in outputs.values()), torch.zeros(()))
+def _loss(_: int, model_outputs: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    return sum((x.sum() for outputs in model_outputs for x in outputs.values()), torch.zeros(()))
 
 
 def _decode(shard: Shard, layers: int, prompts: PackedBatch, length: int, sampling: Sampling,

@@ -146,23 +146,23 @@ def vocabulary(copy: Copy) -> tuple[int, bool]:
 @cache
 def gathered(copy: Copy) -> dict[str, int]:
     """Holder -> bytes that a train call under `zero` needs so that parameters and gradients are whole where they must
-    be, during the passes of a minibatch. The units are those of `backends/torch/model/zero.py`: each layer, and one for
-    everything outside the layers."""
+    be, during the passes of a minibatch. The groups are the `ParamGroup`s of `backends/torch/model/zero.py`: each
+    layer, and one for everything outside the layers."""
     level = copy.layout.zero
     if not level:
         return {}
     layers = [s for s in copy.model.params if s.stage == "layer" and held(s, copy)]
     rest = [s for s in copy.model.params if s.stage != "layer" and held(s, copy)]
-    layer, outside = _unit_bytes(layers, copy, copy.compute), _unit_bytes(rest, copy, FLOAT)
-    layer_gradient, outside_gradient = _unit_bytes(layers, copy, FLOAT), _unit_bytes(rest, copy, FLOAT)
+    layer, outside = _group_bytes(layers, copy, copy.compute), _group_bytes(rest, copy, FLOAT)
+    layer_gradient, outside_gradient = _group_bytes(layers, copy, FLOAT), _group_bytes(rest, copy, FLOAT)
     there = outside + (copy.layers if level < 3 else min(2, copy.layers)) * layer  # 3: and the next one
-    largest_unit = max(layer_gradient, outside_gradient)
-    whole = outside_gradient + copy.layers * layer_gradient if level == 1 else largest_unit
+    largest_group = max(layer_gradient, outside_gradient)
+    whole = outside_gradient + copy.layers * layer_gradient if level == 1 else largest_group
     # an all-gather has an output besides the rows it copies from; a reduce-scatter has an input, and one is under way
-    return {"gathered parameters": there + max(layer, outside), "gradients being reduced": whole + 2 * largest_unit}
+    return {"gathered parameters": there + max(layer, outside), "gradients being reduced": whole + 2 * largest_group}
 
 
-def _unit_bytes(specs: Iterable[ParamSpec], copy: Copy, matrix: int) -> int:
+def _group_bytes(specs: Iterable[ParamSpec], copy: Copy, matrix: int) -> int:
     """Bytes of one layer, or of everything outside the layers. matrix: bytes per element of a matrix; vectors are
     float32."""
     return sum((matrix if len(s.shape) > 1 else FLOAT) * sum(map(volume, boxes(s, copy.layout, copy.cell.part)))

@@ -27,7 +27,7 @@ from rldsl.plan import codec
 from rldsl.plan.codec import plain_record, read_record
 
 Record = TypeVar("Record")
-MOST_ENTRIES = 512  # when there are more, the oldest go
+MAX_ENTRIES = 512  # when there are more, the oldest go
 
 
 def entry_key(*parts: str) -> str:
@@ -69,13 +69,13 @@ def _write(file: Path, text: bytes) -> None:
 def _prune(folder: Path) -> None:
     """Drop the oldest entries of a folder that has grown; another process may drop the same ones."""
     entries = list(folder.glob("*.json"))
-    if len(entries) <= MOST_ENTRIES:
+    if len(entries) <= MAX_ENTRIES:
         return
     ages: list[tuple[float, Path]] = []
     for entry in entries:
         with suppress(OSError):
             ages.append((entry.stat().st_mtime, entry))
-    for _, entry in sorted(ages)[: len(entries) - MOST_ENTRIES]:
+    for _, entry in sorted(ages)[: len(entries) - MAX_ENTRIES]:
         with suppress(OSError):
             entry.unlink()
 

@@ -19,7 +19,7 @@ from rldsl.plan.heads import HEADS, SCORE_WEIGHT
 from rldsl.source import Span
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
-MOST_HEADER = 100_000_000  # bytes that the library takes, too
+MAX_HEADER = 100_000_000  # bytes that the library takes, too
 
 
 def check(directory: Path, path: str, kind: str, span: Span | None, trained: bool) -> frozenset[str]:
@@ -53,7 +53,7 @@ def tensor_names(directory: Path, path: str, span: Span | None = None) -> frozen
         for file in sorted(f for f in directory.glob("*.safetensors") if f.is_file()):
             with file.open("rb") as stream:
                 (length,) = struct.unpack("<Q", stream.read(8))
-                if length > min(MOST_HEADER, file.stat().st_size - 8):
+                if length > min(MAX_HEADER, file.stat().st_size - 8):
                     raise ValueError(f"{file.name} has a header of {length} bytes")
                 names |= json.loads(stream.read(length)).keys() - {"__metadata__"}
         return frozenset(names)

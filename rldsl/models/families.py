@@ -22,7 +22,7 @@ from rldsl.plan.heads import HEADS, SCORE_WEIGHT
 from rldsl.plan.model import ParamSpec, Sizes, Split, StageKind
 from rldsl.source import Span
 
-MOST_SHOWN = 160  # characters of a message of transformers
+MAX_SHOWN = 160  # characters of a message of transformers
 ASIDE = ("_name_or_path", "architectures", "dtype", "id2label", "initializer_range", "label2id", "num_labels",
          "problem_type", "torch_dtype", "transformers_version", "use_cache")
 KNOWN = ("colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise", "colwise_gather_output")
@@ -164,7 +164,7 @@ def _skeleton(config: Any, path: str, span: Span | None) -> Any:
 def _first_line(error: Exception) -> str:
     """Cut between words where it is long."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return line if len(line) <= MOST_SHOWN else line[:MOST_SHOWN].rsplit(" ", 1)[0] + " ..."
+    return line if len(line) <= MAX_SHOWN else line[:MAX_SHOWN].rsplit(" ", 1)[0] + " ..."
 
 
 # ------------------------------------------------------------------------------------------------ parameters

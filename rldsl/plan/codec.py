@@ -354,7 +354,7 @@ def _shape(hint: Any) -> _Shape:
 
 @cache
 def _shapes(cls: Hashable) -> dict[str, _Shape]:
-    """Of the fields of a record."""
+    """The shapes of a record's fields."""
     return {name: _shape(hint) for name, hint in _hints(cls).items()}
 
 

@@ -39,7 +39,7 @@ class Output:
 class Head:
     """What a model can do."""
 
-    name: str  # its constructor in the language, and `Model.kind` in a plan
+    name: str  # its constructor in the language, and `Model.head_name` in a plan
     meaning: str  # for editors
     outputs: tuple[Output, ...]  # the main one first: a loss on pairs reads it under names of its own
     vocabulary: bool  # ends in the output embedding (a CausalLM), else in SCORE_WEIGHT (a SequenceClassification)

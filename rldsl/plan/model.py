@@ -5,7 +5,7 @@ rank's schedule is that list filtered to the events whose mesh contains it. Loop
 
 Vocabulary of data:
 - A *frame* is a set of sequences of one step that values range over: the prompts of a batch, the completions of a
-  `generate`, the chosen side of pairs. There is one for each row of a *space*.
+  `generate`, the chosen side of pairs. It has one sequence for each row of a *space*.
 - A *space* numbers rows 0..count-1 by the sample, never by a rank. Spaces are trees: completions lie below prompts.
 - A *spread* is a sharding of rows: it says which rows each dp rank of a layout works on (a dp rank is the tp * cp * pp
   ranks that work on the same rows). The partition is a pure function of the spread and the row lengths
@@ -79,8 +79,8 @@ class Layout:
     cp: int = 1  # context parallelism
     # divides dp: ep neighboring ranks along dp share the experts of each layer, and together have all of them
     ep: int = 1
-    # of a layout that a model is trained under: 1 shards the optimizer state over dp, 2 also gradients, 3 also
-    # parameters
+    # of a layout that a model is trained under: what is sharded over dp during a minibatch (see above). 0: nothing is
+    # sharded at any time
     zero: int = 0
     # of a layout that a model is trained under: chunks of layers per stage (`sharding/pipeline_schedule.py`)
     vpp: int = 1
@@ -107,8 +107,9 @@ class Spread:
     frames: tuple[str, ...] = ()
     # what stays together: a sequence, all sequences of a prompt, or everything (every rank of the mesh holds every row)
     granularity: Literal["row", "prompt", "all"] = "row"
-    # count: equal numbers in contiguous runs; tokens: balanced token counts; slot: equal numbers of 0..count-1, whether
-    # a row is present or not (the same in each iteration of a frame with several)
+    # count: equal numbers in contiguous runs; tokens: balanced by the cost of sequences, a function of their token
+    # counts (`sharding/balance.py`); slot: equal numbers of 0..count-1, whether a row is present or not (the same in
+    # each iteration of a frame with several)
     balance_by: Literal["count", "tokens", "slot"] = "tokens"
     minibatches: int = 1  # per epoch
     epochs: int = 1  # per call
@@ -226,7 +227,7 @@ class Model:
         return hash((self.name, self.train_layout))
 
 
-# kind of data -> what its columns are for
+# row format -> what its columns are for
 ROLES = {"prompts": ("prompt",), "answers": ("prompt", "answer"), "pairs": ("prompt", "chosen", "rejected")}
 
 
@@ -259,7 +260,7 @@ class Space:
     parent: str = ""  # id of the space that its rows belong to; "": a root
     fan: int = 1  # rows of each row of the parent; 1 for a root
     of: str = ""  # id of the space that this one is a selection of, whose row numbers it keeps; "": none
-    iterations: int = 1  # of a root that `repeat ... until` collects: the number of batches it consists of
+    iterations: int = 1  # of a root that a `repeat ... until` or an `eval` collects: how many batches
 
 
 @dataclass(frozen=True, slots=True)

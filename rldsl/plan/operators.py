@@ -32,9 +32,11 @@ class Operator:
     gives: Level | None = None  # sequence operators: the level of the result
     condition: bool = False  # the result is true or false
     unit: UnitRule = "none"
-    same_unit: tuple[int, ...] = ()  # arguments whose units must fit together; with "keep", where the result's is from
+    # Elementwise and sequence operators: arguments whose units must fit together; with "keep", the result takes theirs.
+    # A reduction with "keep" takes the unit of its first argument.
+    same_unit: tuple[int, ...] = ()
     gradient: bool = True  # passes a gradient on to its arguments
-    in_loss: bool = True  # False: not a sum over micro-batches, so it belongs to the flow
+    in_loss: bool = True  # False: nowhere in a loss, its metrics included (random numbers, Python functions)
     to_batch_only: bool = False  # a reduction that goes to batch alone; its further arguments are of level batch
     # A reduction to batch: how the results of ranks become one. "gather": from the elements of all ranks.
     combine: Literal["", "sum", "max", "min", "gather"] = ""

@@ -93,7 +93,7 @@ class ComputeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SelectSpec:
-    """Of each value, the rows of the selected frame."""
+    """The rows of the selected frame, of each value."""
 
     __slots__ = ()
     frame: FrameId  # the selected one

@@ -52,7 +52,8 @@ class IndexedFrame(Frame):
 
     @property
     def iterations(self) -> int:
-        """How many batches a `repeat ... until` may collect into it; 1 for a frame that is not collected."""
+        """How many batches a `repeat ... until` or an `eval` may collect into it; 1 for a frame that is not
+        collected."""
         return self.chain[-1].iterations
 
     @property

@@ -94,7 +94,8 @@ class Traits:
     bytes_moved: Literal["none", "planned", "at run time"] = "none"
     scratch: bool = False  # needs memory of its own while it runs: `memory/lifetimes.py` has a rule
     timed: bool = False  # takes longer than to issue it: `simulate/program.py` has a rule
-    # How long it takes on the clock by which events are ordered: a compute 10, inference 100, training 300.
+    # How long it takes on the clock by which events are ordered: a compute 10, a realloc 20, a save 50, inference 100,
+    # generation and training 300, anything else 1.
     order_cost: int = 1
 
     drawing: Drawing = "none"

@@ -150,11 +150,11 @@ class _Sentences:
         return f"in {event}{f', in {stand.call}' if stand.call else ''}{since}"
 
     def _event(self, at: EventRun | None, why: bool = False, near: Sequence[int] | None = None) -> str:
-        """near: the turns of what has just been named."""
+        """near: the iterations (`EventRun.turns`) of what has just been named, which need not be said again."""
         event = self._order.events.get(at.event) if at else None
         if at is None or event is None:
             return "an event that is not in the plan"
-        return event_text(event, why) + (f" of {_turns(at.turns)}" if at.turns and at.turns != near else "")
+        return event_text(event, why) + (f" of {_iterations_text(at.turns)}" if at.turns and at.turns != near else "")
 
 
 def _at(order: WaitOrder, at: EventRun) -> str:
@@ -162,7 +162,7 @@ def _at(order: WaitOrder, at: EventRun) -> str:
     return event_text(event) if event else ""
 
 
-def _turns(turns: Sequence[int]) -> str:
+def _iterations_text(turns: Sequence[int]) -> str:
     step, *inner = turns
     return f"step {step}" + (f", iteration {'.'.join(map(str, inner))}" if inner else "")
 

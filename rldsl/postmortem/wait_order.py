@@ -41,19 +41,20 @@ class WaitOrder:
         self._layouts, self._spreads = {x.id: x for x in plan.layouts}, {s.id: s for s in plan.spreads}
         self._groups: dict[Hashable, RankGroup] = {}
         self._dp_ranks: dict[str, dict[int, RankGroup]] = {}  # layout -> rank -> group
-        self._ways: dict[int, tuple[tuple[int, bool], ...]] = {}  # to each event: (index, whether an iteration follows)
+        # event -> (index in its block, whether an iteration follows) of each block around it, and of the event
+        self._paths: dict[int, tuple[tuple[int, bool], ...]] = {}
         self.events: dict[int, Event] = {}
         self._ends: dict[int, tuple[Reference, ...]] = {}  # event -> what says who takes part in it
-        self._note(plan.body, ())
+        self._collect(plan.body, ())
         self._barriers = [e for id, e in self.events.items()
-                          if e.traits.blocking == "barrier" and len(self._ways[id]) == 2]
+                          if e.traits.blocking == "barrier" and len(self._paths[id]) == 2]
 
-    def _note(self, items: Sequence[Item], way: tuple[tuple[int, bool], ...]) -> None:
+    def _collect(self, items: Sequence[Item], path: tuple[tuple[int, bool], ...]) -> None:
         for i, item in enumerate(items):
             if isinstance(item, Loop | Every):
-                self._note(item.body, (*way, (i, isinstance(item, Loop))))
+                self._collect(item.body, (*path, (i, isinstance(item, Loop))))
             else:
-                self._ways[item.id], self.events[item.id] = (*way, (i, False)), item
+                self._paths[item.id], self.events[item.id] = (*path, (i, False)), item
                 self._ends[item.id] = named(item, *item.traits.participants)
 
     def place(self, at: EventRun | None, after: bool = False) -> OrderKey:
@@ -61,7 +62,7 @@ class WaitOrder:
         if at is None:
             return END
         iterations, key = list(at.turns), list[int]()
-        for index, loop in self._ways.get(at.event, ()):
+        for index, loop in self._paths.get(at.event, ()):
             key += [index, iterations.pop(0) if iterations else 0] if loop else [index]
         return (*key, int(after)) if key else START
 

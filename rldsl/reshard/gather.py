@@ -103,7 +103,7 @@ class _Sources:
         return self.cache[key]
 
     def of_rank(self, spec: ParamSpec, rank: int) -> Iterator[tuple[int, int, Box]]:
-        """Of these, what one rank sends."""
+        """What one rank sends of a parameter."""
         self._divide(spec)
         if (cell := self.view.cell(rank)) is not None:
             pair = cell.part, cell.zero_shard

@@ -161,7 +161,7 @@ class ReshardCache:
 
     def sent_from_cell(self, group_index: int, several: bool, tree: int, device: int,
                        cell: Cell) -> Iterator[SuppliedSlice]:
-        """Of that, what one cell sends."""
+        """What one cell sends to a device of the first node of a tree."""
         source = self.plan.senders.get(cell)
         supply = source.supplies.at(group_index) if source is not None else None
         if supply is not None:

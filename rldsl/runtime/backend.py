@@ -112,7 +112,9 @@ class Shard(Protocol):
         """One output of the model for all micro-batches, joined in order; the same on every rank of the shard.
 
         output: "logprobs", "entropy" or "values": [R] float32, aligned with response tokens (the one at position t is
-        predicted from the tokens before t); "scores": [S] float32, read at the last token."""
+        predicted from the tokens before t); "scores": [S] float32, read at the last token.
+        Under a layout with `ep` all shards that share experts get the same number of batches, some of them without
+        rows."""
 
     def train(self, minibatch: Sequence[MicroBatch], outputs: Sequence[Sequence[str]], temperature: float,
               loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none"
@@ -128,7 +130,8 @@ class Shard(Protocol):
         should_stop: called once, between the backward passes and the reduction, on every rank. When it returns True the
             gradient is dropped, nothing changes (no weight decay, no moments), and the result is None.
         recompute: as in `plan.events.Train`; it changes no number.
-        Returns "grad_norm" (before clipping) and "lr", equal on all ranks."""
+        Returns "grad_norm" (before clipping) and "lr", equal on all ranks. If "grad_norm" is not finite, nothing was
+            updated, and the schedule has not advanced."""
 
     def skip_updates(self, updates: int) -> float:
         """Let the learning-rate schedule pass over planned optimizer steps that are not taken. Returns the learning

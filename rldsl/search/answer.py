@@ -31,7 +31,7 @@ Mode = Literal["heuristic", "search"]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of a search."""
+    """Options of a search."""
 
     mode: Mode = "search"
     gap: float = GAP  # relative gap at which the search ends

@@ -36,7 +36,7 @@ class CompiledPlacement:
 
     @property
     def seconds(self) -> float:
-        """Of a step, simulated."""
+        """Simulated seconds of a step."""
         return self.timeline.seconds
 
 

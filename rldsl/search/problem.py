@@ -71,7 +71,7 @@ class Problem:
 
     graph: g.Graph
     jobs: tuple[Job, ...]  # in program order
-    models: Mapping[str, Model]  # by name, without layouts; `home` is "home" for trained models
+    models: Mapping[str, Model]  # by name, without layouts; `train_layout` is "home" for trained models
     families: Mapping[str, Family]  # by model name
     cluster: Cluster
     memory: int  # bytes per device; 0: unknown

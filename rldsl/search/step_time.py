@@ -30,8 +30,8 @@ class ScheduledItem:
     job: int  # its number; -1: an exchange of lengths, or the metrics
     atoms: tuple[int, ...]  # that take part
     predecessors: tuple[int, ...]  # items that the list scheduler puts before it
-    cost: int  # `EventTraits.order_cost`
-    priority: int  # as `Task.rank`: the smaller goes first
+    cost: int  # `Traits.order_cost`
+    priority: int  # as `Task.priority`: the smaller goes first
     lengths_of: int = -1  # the `generate` whose lengths are exchanged here; -1: none
 
 

@@ -60,7 +60,8 @@ class Spaces:
         return "" if to == "batch" else self.of(self.frames_with_space(level, space)[0], to)
 
     def chain(self, term: Term) -> tuple[str, ...]:
-        """The space that the elements of a value belong to, one each, and its ancestors; () at batch level."""
+        """The spaces from that of a value up to the root, for a token value from that of its rows; () at batch
+        level."""
         if term.level == "batch":
             return ()
         if term.level == "token":

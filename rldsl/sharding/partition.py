@@ -188,13 +188,16 @@ def _weights(spread: Spread, frames: Sequence[IndexedFrame], lengths: Lengths) -
 def _rows_of_units(granularity: str, divided: IndexedFrame, frame: IndexedFrame, units: Sequence[int],
                    lengths: Lengths) -> Rows:
     """The rows of `frame` for some units (rows or prompts) of `divided`."""
-    above = divided.prompt_index if granularity == "prompt" else 0
-    shared = next((i for i in range(above, len(divided.chain)) if divided.origins[i] in frame.origins), None)
-    if shared is None:
+    # Both frames are divided along the finest space that both lie below (selections count as what they were selected
+    # from): a row of it has units_per_row units of `divided` and rows_per_row rows of `frame`.
+    unit_level = divided.prompt_index if granularity == "prompt" else 0
+    common = next((i for i in range(unit_level, len(divided.chain)) if divided.origins[i] in frame.origins), None)
+    if common is None:
         raise internal_error(f"frame {frame.id} shares no rows and no prompts with {divided.id}", place=PLACE)
-    per_shared = divided.chain[above].count // divided.chain[shared].count
-    each = frame.count // divided.chain[shared].count
-    rows = [r for s in sorted({unit // per_shared for unit in units}) for r in range(s * each, (s + 1) * each)]
+    units_per_row = divided.chain[unit_level].count // divided.chain[common].count
+    rows_per_row = frame.count // divided.chain[common].count
+    rows = [r for s in sorted({unit // units_per_row for unit in units})
+            for r in range(s * rows_per_row, (s + 1) * rows_per_row)]
     if not frame.present_in:
         return tuple(rows)
     present = set(present_rows(frame, lengths))

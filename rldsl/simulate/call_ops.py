@@ -179,7 +179,7 @@ def decode_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
     """The duration of a `generate`. Errors: RL0326."""
     found = time_costs(stage.backend).generate(world, event, stage)
     if not isinstance(found, DecodeTime) or not _check_seconds(found.seconds) or not 0 <= found.share <= 1:
-        raise unusable(stage.backend, f"`time.generate` must return a `Decoded` of finite seconds, not {found!r}")
+        raise unusable(stage.backend, f"`time.generate` must return a `DecodeTime` of finite seconds, not {found!r}")
     return found
 
 

@@ -160,7 +160,8 @@ def check_train(t: Tables, e: Train) -> Iterator[Diagnostic]:
     yield from writes(t, e, {v for _, v in e.outputs}, set(), e.spread, copy)
     for _, frame, what in e.model_outputs:
         if frame not in e.frames or OUTPUTS.get(what) not in t.models[e.model].head.outputs:
-            yield problem("RL0615", f"{name(e)}: {e.model} has no fresh {what} of frame {frame}", e)
+            yield problem("RL0615", f"{name(e)}: the head of {e.model} has no output {what}, or {frame} is not a frame "
+                                    "of the call", e)
     if not e.frames or any((t.values[v].level, t.values[v].dtype) != ("batch", "f32") for _, v in e.outputs):
         yield problem("RL0615", f"{name(e)} needs a frame, and outputs at the batch level", e)
 

@@ -57,8 +57,8 @@ def _under(nodes: Sequence[Node], roots: Sequence[int]) -> set[int]:
     return found
 
 
-def _affine(nodes: Sequence[Node], loss: int, fresh: set[str]) -> str:
-    """Walk down from the loss through sums and constant factors to reductions."""
+def _affine(nodes: Sequence[Node], loss: int, model_outputs: set[str]) -> str:
+    """What is wrong with the loss, or "": walk down from it through sums and constant factors to reductions."""
     of_rows = [False] * len(nodes)  # at batch level: whether a reduction is in it
     for i, n in enumerate(nodes):
         of_rows[i] = n.level == "batch" and (_reduces(n) or any(of_rows[a] for a in n.args))
@@ -80,4 +80,4 @@ def _affine(nodes: Sequence[Node], loss: int, fresh: set[str]) -> str:
             return f"is not a sum of reductions: it applies {n.op} to them"
         waiting += n.args
     used = {nodes[i].attr("name") for i in _under(nodes, terms) if nodes[i].op == "input"}
-    return "" if used & fresh else "has a loss that does not depend on the model"
+    return "" if used & model_outputs else "has a loss that does not depend on the model"

@@ -34,7 +34,7 @@ def _space(s: Space, spaces: dict[str, Space]) -> str:
     if min(s.count, s.fan, s.iterations) < 1:
         return f"has {s.count} rows, {s.fan} for each of its parent, {s.iterations} iterations"
     for link, what in (("parent", "its own ancestor"), ("of", "a selection of itself")):
-        if _circle(s, link, spaces):
+        if _has_cycle(s, link, spaces):
             return f"is {what}"
     if not s.parent and (s.fan != 1 or s.count % s.iterations):
         return f"has {s.count} rows in {s.iterations} iterations and a fan of {s.fan}, but no parent"
@@ -49,8 +49,8 @@ def _space(s: Space, spaces: dict[str, Space]) -> str:
     return "" if above == of.parent else f"lies below {s.parent!r}, but {of.id}, from which it is selected, does not"
 
 
-def _circle(s: Space, link: str, spaces: dict[str, Space]) -> bool:
-    """Whether following a link from a space ends nowhere. Links to unknown spaces end."""
+def _has_cycle(s: Space, link: str, spaces: dict[str, Space]) -> bool:
+    """Whether following a link from a space comes back to a space. Links to unknown spaces end."""
     seen: set[str] = set()
     id = s.id
     while id in spaces and id not in seen:

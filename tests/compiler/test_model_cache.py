@@ -139,7 +139,7 @@ def test_it_can_be_switched_off_and_may_be_unwritable(made: list[str], models: P
 
 
 def test_it_does_not_grow_without_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "MOST_ENTRIES", 3)
+    monkeypatch.setattr(cache, "MAX_ENTRIES", 3)
     for i in range(9):
         cached_record(TokenizerDigest, entry_key(str(i)), lambda i=i: TokenizerDigest(str(i)))
     assert len(list(folder.glob("*.json"))) == 3

@@ -43,14 +43,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def audit() -> Iterator[type[Event]]:
+def review() -> Iterator[type[Event]]:
     """A kind that looks at the parameters of a model, on all ranks of a layout together."""
 
     @event_kind(Traits(family="disk", blocking="barrier", participants=("layout",), communicators="mesh",
                        buffers=Buffers(("{model}@{layout}",)), order_cost=5, drawing="value",
                        not_diffed=("model", "layout")))
     @dataclass(frozen=True, slots=True, kw_only=True)
-    class Audit(Event):
+    class Review(Event):
         model: ModelName
         layout: LayoutId
         limit: float = 1.0
@@ -58,18 +58,18 @@ def audit() -> Iterator[type[Event]]:
         def copies(self) -> tuple[tuple[str, str], ...]:
             return ((self.model, self.layout),)
 
-    Audit.__annotations__.update(model=ModelName, layout=LayoutId, limit=float)  # a local class: no names to look up
-    yield Audit
-    del EVENTS["audit"]
+    Review.__annotations__.update(model=ModelName, layout=LayoutId, limit=float)  # a local class: no names to look up
+    yield Review
+    del EVENTS["review"]
 
 
 @pytest.fixture
-def plan(audit: Any) -> Plan:
-    """The program of the design page with an audit of what the actor has learned, through all passes."""
+def plan(review: Any) -> Plan:
+    """The program of the design page with a review of what the actor has learned, through all passes."""
     placed = place_graph(ppo(), "", family)
     home = next(m.train_layout for m in placed.models if m.name == "actor")
     draft = node_events(placed)
-    event = audit(id=0, mesh=draft.layouts[home].mesh, reads=(f"actor@{home}",), at="ppo.rlf:9:3", model="actor",
+    event = review(id=0, mesh=draft.layouts[home].mesh, reads=(f"actor@{home}",), at="ppo.rlf:9:3", model="actor",
                   layout=home)
     draft = replace(draft, body=(*draft.body, event))
     for step in pipeline.PASSES[1:]:
@@ -83,7 +83,7 @@ def the(plan: Plan, kind: str) -> Event:
 
 
 def test_passes_place_number_and_rename_it(plan: Plan) -> None:
-    event, every = the(plan, "audit"), [e for e, _ in event_paths(plan)]
+    event, every = the(plan, "review"), [e for e, _ in event_paths(plan)]
     assert event.layout in {x.id for x in plan.layouts} and event.mesh in {m.id for m in plan.meshes}
     assert event.reads == (f"actor@{event.layout}",) and event.id == every.index(event)
     train = next(e for e in every if e.kind == "train" and e.model == "actor")
@@ -100,7 +100,7 @@ def test_it_survives_the_file_and_is_proved(plan: Plan) -> None:
     ({"layout": "L99"}, "RL0610"), ({"model": "nobody"}, "RL0610"), ({"reads": ()}, "RL0614"),
     ({"bytes": 8}, "RL0534"), ({"mesh": "m0"}, "RL0613")])
 def test_what_is_wrong_with_it_is_found(plan: Plan, change: dict[str, Any], code: str) -> None:
-    event = the(plan, "audit")
+    event = the(plan, "review")
     if "mesh" in change:
         change = {"mesh": next(m.id for m in plan.meshes if m.id != event.mesh)}
     wrong = replace(event, **change)
@@ -113,46 +113,46 @@ def test_what_is_wrong_with_it_is_found(plan: Plan, change: dict[str, Any], code
 
 
 def test_people_see_it(plan: Plan) -> None:
-    event, text = the(plan, "audit"), describe_event(the(plan, "audit"))
-    assert (text.kind, text.title, text.subject, text.line) == ("audit", "audit actor", "actor", "ppo.rlf:9")
+    event, text = the(plan, "review"), describe_event(the(plan, "review"))
+    assert (text.kind, text.title, text.subject, text.line) == ("review", "review actor", "actor", "ppo.rlf:9")
     assert PlaceTexts.of(plan).where(event).startswith("mesh(0:4)")
-    assert "audit" in show(plan) and "limit" in show(plan, event=event.id)
-    assert [f.about for f in found(plan) if f.kind == "audit"] == ["actor"]
+    assert "review" in show(plan) and "limit" in show(plan, event=event.id)
+    assert [f.about for f in found(plan) if f.kind == "review"] == ["actor"]
     assert f"e{event.id}" in {n.id for n in dataflow(plan).nodes}
     span = trace.span(event, 0, 8, 1, 0.0, 1.0)
-    assert (span["name"], span["cat"]) == ("audit actor", "audit")
+    assert (span["name"], span["cat"]) == ("review actor", "review")
     json.dumps(span)
 
 
 def test_memory_and_time_are_estimated_with_it(plan: Plan) -> None:
-    assert all(the(plan, "audit").id in c.events for c in curves(plan) if 0 in {r for a, b in c.ranks for r in (a,)})
+    assert all(the(plan, "review").id in c.events for c in curves(plan) if 0 in {r for a, b in c.ranks for r in (a,)})
     assert simulate(plan, find("h100x8")).seconds > 0
-    assert WaitOrder(plan).group(the(plan, "audit"), 0).ranks == (0, 1, 2, 3)
+    assert WaitOrder(plan).group(the(plan, "review"), 0).ranks == (0, 1, 2, 3)
 
 
-def test_the_interpreter_runs_it_with_one_handler(plan: Plan, audit: type[Event], monkeypatch: Any) -> None:
+def test_the_interpreter_runs_it_with_one_handler(plan: Plan, review: type[Event], monkeypatch: Any) -> None:
     quiet = SimpleNamespace(begin_event=lambda e: None, end_event=lambda: None, begins=lambda e: None,
                             took=lambda e, s: None)
     state, seen = SimpleNamespace(services=SimpleNamespace(ring=quiet, reporter=quiet)), []
-    event, walk = the(plan, "audit"), interpreter.Interpreter(state, ())  # type: ignore[arg-type]
-    with pytest.raises(InternalError, match="interpreter has no rule for events of the kind 'audit'"):
+    event, walk = the(plan, "review"), interpreter.Interpreter(state, ())  # type: ignore[arg-type]
+    with pytest.raises(InternalError, match="interpreter has no rule for events of the kind 'review'"):
         walk.run_event(event)
-    monkeypatch.setitem(interpreter.HANDLERS, audit, lambda _, e: seen.append(e))
+    monkeypatch.setitem(interpreter.HANDLERS, review, lambda _, e: seen.append(e))
     walk.run_event(event)
     assert seen == [event]
 
 
-def test_an_emitted_program_runs_it(plan: Plan, audit: type[Event], monkeypatch: Any) -> None:
+def test_an_emitted_program_runs_it(plan: Plan, review: type[Event], monkeypatch: Any) -> None:
     seen: list[Event] = []
     walk: Any = SimpleNamespace(items=plan.body, run_event=seen.append, state=SimpleNamespace(
         context=SimpleNamespace(rank=0)))
-    event, run = the(plan, "audit"), Rank(walk)
-    run.audit(event.id)
-    assert seen == [event] and "audit" in dir(run)
-    with pytest.raises(Failure, match="rank 0 has no audit 0 here"):
-        run.audit(0)
-    with pytest.raises(AttributeError, match="no operation 'adit'"):
-        run.adit(event.id)
+    event, run = the(plan, "review"), Rank(walk)
+    run.review(event.id)
+    assert seen == [event] and "review" in dir(run)
+    with pytest.raises(Failure, match="rank 0 has no review 0 here"):
+        run.review(0)
+    with pytest.raises(AttributeError, match="no operation 'revue'"):
+        run.revue(event.id)
 
 
 def test_only_a_kind_that_forwards_waits_for_other_receivers(plan: Plan, monkeypatch: Any) -> None:
@@ -169,7 +169,7 @@ def test_only_a_kind_that_forwards_waits_for_other_receivers(plan: Plan, monkeyp
 
 
 def test_a_kind_that_needs_code_is_refused_without_it(plan: Plan, monkeypatch: Any) -> None:
-    event = the(plan, "audit")
+    event = the(plan, "review")
     for change, act in (({"timed": True}, lambda: simulate(plan, find("h100x8"))),
                         ({"scratch": True}, lambda: curves(plan)),
                         ({"buffers": None}, lambda: verify(plan)), ({"bytes_moved": "planned"}, lambda: verify(plan)),
@@ -177,7 +177,7 @@ def test_a_kind_that_needs_code_is_refused_without_it(plan: Plan, monkeypatch: A
                         ({"backend_communicates": True}, lambda: verify(plan))):
         with monkeypatch.context() as patch:
             patch.setattr(type(event), "traits", replace(event.traits, **change))
-            with pytest.raises(InternalError, match="RL0699.*has no rule for events of the kind 'audit'"):
+            with pytest.raises(InternalError, match="RL0699.*has no rule for events of the kind 'review'"):
                 act()
 
 

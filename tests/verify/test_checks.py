@@ -314,3 +314,10 @@ def test_every_code_of_a_check_is_in_the_document() -> None:
     used = {code for p in folder.glob("*.py") for code in re.findall(r'"(RL\d{4})"', p.read_text())}
     said = {code for _, its_codes, _ in table() for code in its_codes}
     assert used <= said, sorted(used - said)
+
+
+def test_every_file_that_reports_a_code_is_in_the_document() -> None:
+    folder = DOC.parents[1] / "rldsl/verify"
+    reports = {f"verify/{p.name}" for p in folder.glob("*.py") if '"RL' in p.read_text()}
+    said = {file for _, _, files in table() for file in files}
+    assert reports and reports <= said, sorted(reports - said)

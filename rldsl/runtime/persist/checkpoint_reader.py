@@ -4,7 +4,7 @@ In: a run's directory, or that of one checkpoint. Out: a `LoadedCheckpoint`, equ
 whose files are all as they were written. Each rank reads the boxes that it needs, by intersection, whatever ranks wrote
 them. A manifest or a file that another program wrote counts as damaged: what is read is checked before it is used.
 Errors: RL0760 there is none, RL0761 it is damaged, RL0762 it belongs to another program, RL0766 ranks see different
-ones. """
+ones."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Each parameter becomes complete on one owner, and each owner writes its own safe
 a sibling directory that takes the final name at the end, when all of it is on the disk: a crash, of the machine too,
 never leaves a damaged checkpoint under that name. A crash between the two renames that replace a checkpoint leaves the
 earlier one whole as `.NAME.old`; the next save to that name begins by giving it its name back. Errors: RL0706 the
-directory cannot be written. """
+directory cannot be written."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-MOST_UNSENT = 1024  # messages that a rank may be ahead of the one that reports; each is some hundred bytes
+MAX_UNSENT = 1024  # messages that a rank may be ahead of the one that reports; each is some hundred bytes
 
 
 class Posted(Protocol):
@@ -87,7 +87,7 @@ class SentLogs:
 
     def add(self, posted: Posted) -> None:
         self._under_way.append(posted)
-        if len(self._under_way) > MOST_UNSENT:
+        if len(self._under_way) > MAX_UNSENT:
             self._under_way.popleft().wait()
 
     def finish(self) -> None:
