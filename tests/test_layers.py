@@ -70,6 +70,7 @@ ALLOWED: dict[str, set[str]] = {
     "commands": PLAN | COMPILER | {"api", "clusters", "files", "fix", "inspect", "lsp", "pages", "postmortem", "python",
                                    "runtime.metrics", "search", "simulate", "starters", "verify"},
     "cli": PLAN | {"api", "clusters", "commands", "explain", "files", "report", "search", "simulate", "syntax", "verify"},
+    "rlc": {"cli"},
 }
 TORCH = {"torch", "transformers", "safetensors", "tokenizers", "accelerate", "flash_attn"}
 MAY_TORCH = {"runtime", "backends", "run", "measure"}

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -23,8 +25,8 @@ from rldsl.diag import Diagnostic, Failure, InternalError
 from rldsl.progress import Interrupted, listening
 
 FORMATS = ("text", "json", "github")
-INTERRUPTED = 130  # as a shell reports SIGINT
 BUG = "this is a bug in the compiler, not in your program: please report it, with the program or plan and this message"
+INTERRUPTED = 130  # as a shell reports SIGINT
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
     start = time.process_time()
     status = StatusLine(sys.stderr, sys.stderr.isatty() and settings.output == "text")
     try:
+        _let_interrupts_raise()
         with status, listening(status):
             code = body() or 0
     except Failure as failure:
@@ -115,6 +118,12 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
     if settings.verbose:
         click.echo(f"{time.process_time() - start:.2f} s of CPU", err=True)
     sys.exit(code)
+
+
+def _let_interrupts_raise() -> None:
+    """From here on Ctrl-C raises KeyboardInterrupt; before, `rldsl.rlc` ends the process."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _choose(context: click.Context, option: click.Parameter, value: Any) -> None:

@@ -95,4 +95,7 @@ def _forward_signal(pid: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # torch is being imported
+        sys.exit(128 + signal.SIGINT)

@@ -238,3 +238,18 @@ def test_the_project_of_weights_and_biases(place: Path, monkeypatch: pytest.Monk
     reporting.Reporter(context, cast(Any, SimpleNamespace(number=0)), cast(Any, None),
                        starting._reporting(starting._arguments(None)))
     assert began == [project]
+
+
+def test_a_line_is_written_once_whatever_showing_it_raises(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(reporting, "print_line", gone)
+    monkeypatch.setattr(sys, "argv", ["rldsl.run", "p.plan"])
+    context: Any = SimpleNamespace(plan=decode(plan(place), "p"), rank=0, out=place)
+    made = reporting.Reporter(context, cast(Any, SimpleNamespace(number=0)), cast(Any, None),
+                              starting._reporting(starting._arguments(None)))
+    made._lines.append(reporting._Line(1, (), {"seconds": 1.0}))
+    with pytest.raises(BrokenPipeError), made:
+        made.write_lines()
+    assert [line["step"] for line in lines(place / "metrics.jsonl")] == [1]

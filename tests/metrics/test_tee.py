@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,14 @@ def test_a_full_disk_ends_the_log_and_not_the_run(buffering: int) -> None:
         with pytest.raises(ValueError):
             full.write("")  # it is closed
     assert screen.getvalue().count("RL0708") == 3 and stream.log is None
+
+
+def test_a_screen_that_nobody_reads_silences_it_and_does_not_end_the_run(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    with os.fdopen(write, "w", buffering=1) as screen:
+        stream = tee(screen, tmp_path, 0, False)
+        print("one", file=stream, flush=True)
+        os.close(read)
+        for _ in range(2):
+            print("two", file=stream, flush=True)
+    assert (tmp_path / "log/rank-0.log").read_text() == "one\ntwo\ntwo\n"

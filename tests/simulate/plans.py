@@ -38,5 +38,5 @@ def scaled(found: Plan, k: int) -> Plan:
         found, header=replace(found.header, world=found.header.world * k),
         meshes=tuple(replace(m, ranks=ranks(m.ranks)) for m in found.meshes),
         layouts=tuple(replace(x, dp=x.dp * k) for x in found.layouts),
-        frames=tuple(replace(f, count=f.count * k) for f in found.frames),
+        spaces=tuple(replace(s, count=s.count * k) for s in found.spaces),
         classes=tuple(replace(c, ranks=ranks(c.ranks)) for c in found.classes))

@@ -162,10 +162,13 @@ class Reporter:
                     numbers.wait()
                 elif not numbers.arrival.arrived():
                     return
-            self._write(line.numbers())
-            self._lines.popleft()
+            values = line.numbers()
+            self._write(values)
+            self._lines.popleft()  # before anything else can fail: a line is written once
+            self._show(values)
 
     def _write(self, line: Mapping[str, float]) -> None:
+        """To the file of metrics."""
         target, step = self._out / METRICS, int(line["step"])
         with written(target):
             if not self._begun:
@@ -175,6 +178,10 @@ class Reporter:
                 self._begun = True
             with target.open("a", encoding="utf-8") as file:
                 file.write(encoded(line) + "\n")
+
+    def _show(self, line: Mapping[str, float]) -> None:
+        """To people and trackers."""
+        step = int(line["step"])
         for writer in self._writers:
             writer.write(step, {name: value for name, value in line.items() if name != "step"})
         if self._view is not None:

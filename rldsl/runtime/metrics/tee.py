@@ -6,6 +6,7 @@ nothing is lost when the process ends without a word.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,12 +29,22 @@ class Tee:
         """Control characters are escaped, but for ends of lines and the colours of our own messages."""
         shown = "".join(part if i % 2 else visible(part, "\n\t") for i, part in enumerate(COLOUR.split(text)))
         self._log(lambda log: log.write(shown))
-        self.screen.write(shown)
+        self._on_screen(lambda screen: screen.write(shown))
         return len(text)
 
     def flush(self) -> None:
         self._log(lambda log: log.flush())
-        self.screen.flush()
+        self._on_screen(lambda screen: screen.flush())
+
+    def _on_screen(self, work: Callable[[TextIO], object]) -> None:
+        """Show something. Where nobody reads the output any more (its pipe is closed), the run continues in silence:
+        its numbers and messages are in its files."""
+        try:
+            work(self.screen)
+        except BrokenPipeError:
+            silence = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silence, self.screen.fileno())  # what is still in the stream's buffer goes there, too
+            os.close(silence)
 
     def _log(self, work: Callable[[TextIO], object]) -> None:
         """Write to the log. A full disk ends the log, not the run: what writes the run's files reports it (RL0708)."""

@@ -1,0 +1,24 @@
+"""Where the command `rlc` begins: Ctrl-C ends it with one line while Python still imports the rest of it.
+
+The command line itself is `rldsl.cli`, which handles Ctrl-C from there on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+
+def main() -> None:
+    """Run the command line. Exit status 130 after Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell has it ignored
+        signal.signal(signal.SIGINT, _end)
+    from rldsl.cli import main
+
+    main(prog_name="rlc")
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    os.write(2, b"interrupted; to start again, repeat the command\n")
+    os._exit(128 + signal.SIGINT)  # as a shell reports it
