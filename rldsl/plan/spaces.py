@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields
 
 from rldsl.plan.model import Frame, Plan, Space
 
+MAX_DEPTH = 1000  # spaces from one to its root, and selections of selections: bounds what a forged plan costs
+
 
 @dataclass(frozen=True, slots=True)
 class IndexedFrame(Frame):
@@ -88,7 +90,7 @@ def spaces_of(frames: Iterable[IndexedFrame]) -> tuple[Space, ...]:
 def _walk(id: str, spaces: Mapping[str, Space], link: str) -> tuple[Space, ...]:
     """A space and those that it leads to by `link`, each once."""
     found: dict[str, Space] = {}
-    while id in spaces and id not in found:
+    while id in spaces and id not in found and len(found) <= MAX_DEPTH:
         found[id] = spaces[id]
         id = getattr(spaces[id], link)
     return tuple(found.values())

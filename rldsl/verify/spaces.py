@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.model import Frame, Space
+from rldsl.plan.spaces import MAX_DEPTH
 from rldsl.verify.tables import Tables, problem
 
 
@@ -34,8 +35,8 @@ def _space(s: Space, spaces: dict[str, Space]) -> str:
     if min(s.count, s.fan, s.iterations) < 1:
         return f"has {s.count} rows, {s.fan} for each of its parent, {s.iterations} iterations"
     for link, what in (("parent", "its own ancestor"), ("of", "a selection of itself")):
-        if _has_cycle(s, link, spaces):
-            return f"is {what}"
+        if _is_endless(s, link, spaces):
+            return f"is {what}, or more than {MAX_DEPTH} spaces lead up from it"
     if not s.parent and (s.fan != 1 or s.count % s.iterations):
         return f"has {s.count} rows in {s.iterations} iterations and a fan of {s.fan}, but no parent"
     if s.parent and (s.iterations != 1 or s.count != spaces[s.parent].count * s.fan):
@@ -49,14 +50,15 @@ def _space(s: Space, spaces: dict[str, Space]) -> str:
     return "" if above == of.parent else f"lies below {s.parent!r}, but {of.id}, from which it is selected, does not"
 
 
-def _has_cycle(s: Space, link: str, spaces: dict[str, Space]) -> bool:
-    """Whether following a link from a space comes back to a space. Links to unknown spaces end."""
-    seen: set[str] = set()
+def _is_endless(s: Space, link: str, spaces: dict[str, Space]) -> bool:
+    """Whether following a link from a space comes back to a space, or does not end within the bound. Links to unknown
+    spaces end."""
     id = s.id
-    while id in spaces and id not in seen:
-        seen.add(id)
+    for _ in range(MAX_DEPTH + 1):
+        if id not in spaces:
+            return False
         id = getattr(spaces[id], link)
-    return id in spaces
+    return True
 
 
 def _frame(f: Frame, space: Space, t: Tables) -> str:

@@ -10,7 +10,8 @@ import pytest
 
 from rldsl.plan.model import Frame, Plan, Space
 from tests.plan.sample import grpo
-from tests.verify.faults import faults
+from tests.effort import calls
+from tests.verify.faults import codes, faults
 from tests.verify.mutate import space_mutant
 from tests.verify.plans import compiled
 from tests.verify.stepper import simulate
@@ -125,3 +126,13 @@ def test_every_harmful_tree_is_refused(name: str) -> None:
         elif not (verdict := simulate(mutant, random.Random(n))).ends:
             raise AssertionError(f"{told}: {verdict.why}")
     assert refused >= 4
+
+
+@pytest.mark.parametrize("link", ["parent", "of"])
+def test_a_chain_without_end_is_refused_in_bounded_work(link: str) -> None:
+    plan = grpo()
+    ids = ["prompt", *(f"s{i}" for i in range(2000))]
+    chain = tuple(Space(id, 8, **{link: following}) for id, following in zip(ids, (*ids[1:], ""), strict=True))
+    forged = replace(plan, spaces=(*chain, *(s for s in plan.spaces if s.id != "prompt")))
+    assert "RL0612" in codes(forged)
+    assert calls(lambda: codes(forged)) < 20_000_000
