@@ -55,7 +55,7 @@ class Computations:
         if term.op == "input" and not (force and term.name in self.states) or term.constant and not force:
             return term
         name = self.anonymous(hint)
-        return self.compute([(name, term)], name, span, force=force, labels={name: label(span, text)})[name]
+        return self.compute([(name, term)], name, span, force=force, labels={name: full_label(span, text)})[name]
 
     def value(self, id_: str, level: str, frame: str, dtype: str = "f32", extent: str = "", label: str = "") -> str:
         self.values.append(Value(id_, frame, level, extent or EXTENT[level], dtype, label))  # type: ignore[arg-type]
@@ -63,8 +63,8 @@ class Computations:
 
     def compute(self, terms: list[tuple[str, Term]], id_: str, span: Span, force: bool = False,
                 labels: Mapping[str, str] | None = None) -> dict[str, Term]:
-        """One Compute for all terms that are not yet values; what each name now stands for. labels: of the names that
-        are the compiler's."""
+        """One Compute for all terms that are not yet values; what each name now stands for. labels: full labels of
+        the names that are the compiler's."""
         work = [(n, t) for n, t in terms
                 if (t.op != "input" or t.name in self.states) and (force or not t.constant)]
         if not work:
@@ -83,13 +83,15 @@ class Computations:
         out = dict(terms)
         for name, t in work:
             over = [f for f in frames if t.level != "batch" and self.spaces.of(f, t.level) == t.space]
-            self.value(name, t.level, over[0].id if over else "", t.dtype, label=(labels or {}).get(name, ""))
+            self.value(name, t.level, over[0].id if over else "", t.dtype,
+                       label=elided((labels or {}).get(name, "")))
             out[name] = input_(name, t.level, t.space, span, t.dtype, t.unit)
         self.programs.append(made)
+        source = (labels or {}).get(work[0][0], "")
         self.items.append(g.Compute(
             id=id_, reads=tuple(dict.fromkeys(reads)), writes=tuple(n for n, _ in work), span=span, program=id_,
             frames=tuple(f.id for f in frames), inputs=tuple((i, i) for i in inputs),
-            outputs=tuple((n, n) for n, _ in work), label=(labels or {}).get(work[0][0], "")))
+            outputs=tuple((n, n) for n, _ in work), label=elided(source), source=source))
         return out
 
     def _hoist_batch_reductions(self, term: Term, known: dict[int, Term]) -> Term:
@@ -122,9 +124,20 @@ class Computations:
         return name
 
 
-def label(span: Span, text: str = "") -> str:
-    """What people call the value of an expression: its source text, or `text`, with its line."""
+def full_label(span: Span, text: str = "") -> str:
+    """The source text of an expression, or `text`, with its line; white space is normalized."""
     words = " ".join(text.split() or re.sub(r"#[^\n]*\n", " ", span.text).split())
+    return words + line_suffix(f"{span.file.name}:{span.line}")
+
+
+def elided(label: str) -> str:
+    """A full label as people read it: the middle of a long text left out, the line kept."""
+    words, bracket, line = label.rpartition(" (")
     if len(words) > LONGEST:
         words = f"{words[:LONGEST // 2]}…{words[len(words) - LONGEST // 2 + 1:]}"
-    return words + line_suffix(f"{span.file.name}:{span.line}")
+    return words + bracket + line
+
+
+def label(span: Span, text: str = "") -> str:
+    """What people call the value of an expression: its source text, or `text`, with its line."""
+    return elided(full_label(span, text))

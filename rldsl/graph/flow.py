@@ -12,7 +12,7 @@ from rldsl.diag import Label
 from rldsl.graph import declare
 from rldsl.graph import model as g
 from rldsl.graph.calls import CallsOfFlow
-from rldsl.graph.computations import Computations, label
+from rldsl.graph.computations import Computations, full_label
 from rldsl.graph.evaluation import Evaluations
 from rldsl.graph.select import Selections
 from rldsl.graph.sync import sync
@@ -127,7 +127,7 @@ class FlowBuilder(Computations):
             names = [f"{t.name}'" if t.name in self.states else t.name for t in s.targets]
             names = [self.anonymous(n) if n.endswith("'") else n for n in names]
             terms = [(n, v) for n, v in zip(names, values, strict=True) if isinstance(v, Term)]
-            labels = {n: label(s.span) for n, t in zip(names, s.targets, strict=True) if n != t.name}
+            labels = {n: full_label(s.span) for n, t in zip(names, s.targets, strict=True) if n != t.name}
             made = self.compute(terms, names[0], s.span, labels=labels)
             parts = tuple(made.get(n, v) for n, v in zip(names, values, strict=True))
             value = parts[0] if len(parts) == 1 else Several(parts)

@@ -136,6 +136,7 @@ class Compute(ComputeSpec, Node):
     """What remains of functions and expressions of the flow."""
 
     label: str = ""  # what people call it, where the program gives it no name (`plan/naming.py`)
+    source: str = ""  # the label with its whole source text, by which rules select it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,8 +59,13 @@ def collect_choices(graph: Graph, place_file: str = "") -> tuple[dict[str, Choic
 
 def name_after_at(node: Node) -> str:
     """By which `@name` selects a node: for a computation that the program gives no name, its source text."""
-    text = label_text(node.label) if isinstance(node, Compute) else ""
-    return text if text and '"' not in text else node.id
+    return label_text(node.source) if isinstance(node, Compute) and node.source else node.id
+
+
+def _texts(node: Node) -> set[str]:
+    """By which texts `@"text"` selects a computation: whole or elided, with its line or without."""
+    return {x for label in (node.source, node.label) for x in (label, label_text(label))} - {""} \
+        if isinstance(node, Compute) else set()
 
 
 def names_of(node: Node) -> tuple[str, tuple[str, ...]]:
@@ -79,7 +84,7 @@ def names_of(node: Node) -> tuple[str, tuple[str, ...]]:
 def specificity(selector: str, node: Node) -> int:
     """3 for `@name`, 2 for `model.method`, 1 for one wildcard, 0 for `*.*`; -1 when it does not match."""
     if selector.startswith("@"):
-        return 3 if selector[1:] in (node.id, name_after_at(node)) else -1
+        return 3 if selector[1:] == node.id or " ".join(selector[1:].split()) in _texts(node) else -1
     model, _, method = ("*.*" if selector == "*" else selector).partition(".")
     name, methods = names_of(node)
     if not name or model not in ("*", name) or not (method == "*" or method in methods):
@@ -140,10 +145,14 @@ def _merge(clauses: list[tuple[Clause, str]]) -> Choice:
 
 
 def _check_matches(rule: Rule, every: tuple[Node, ...]) -> Diagnostic | None:
-    if any(specificity(rule.selector, node) >= 0 for node in every):
-        return None
+    if rule.selector == "@":
+        return Diagnostic("RL0313", "the selector `@` names nothing", _selector(rule), "an empty text",
+                          help='write a name, `@gen`, or the source text of a computation, `@"mean(r)"`')
+    matched = [node for node in every if specificity(rule.selector, node) >= 0]
+    if matched:
+        return _ambiguity(rule, matched)
     calls = [f"{m}.{w}" for n in every for m, ws in (names_of(n),) for w in ws[:1]]
-    named = [f"@{name_after_at(n)}" for n in every if not isinstance(n, Infer) or "#" not in n.id]
+    named = [f"@{name_after_at(n)}" for n in every if isinstance(n, Compute) and n.source or "#" not in n.id]
     known = named if rule.selector.startswith("@") else calls
     near = [_written(s) for s in get_close_matches(rule.selector, sorted(set(known)), n=1)]
     advice = f"did you mean `{near[0]}`?" if near else \
@@ -155,9 +164,23 @@ def _check_matches(rule: Rule, every: tuple[Node, ...]) -> Diagnostic | None:
                       help=advice, fix=fix)
 
 
+def _ambiguity(rule: Rule, matched: list[Node]) -> Diagnostic | None:
+    """RL0313 where the text of a rule is that of several computations. Equal texts in one line count as one."""
+    text = " ".join(rule.selector[1:].split())
+    sources = dict.fromkeys(n.source for n in matched if isinstance(n, Compute) and text in _texts(n))
+    if not rule.selector.startswith("@") or len(sources) < 2:
+        return None
+    each = ", ".join(f"`{_written('@' + x)}`" for x in sources)
+    return Diagnostic("RL0313", f"`{_written(rule.selector)}` matches {len(sources)} computations", _selector(rule),
+                      "which of them?", help=f"write one of {each}")
+
+
 def _written(selector: str) -> str:
-    """A selector as a program writes it: a name that the compiler made needs quotes, as `#` begins a comment."""
-    return f'@"{selector[1:]}"' if selector.startswith("@") and not selector[1:].isidentifier() else selector
+    """A selector as a program writes it: a text that is not a name needs quotes, and escapes inside them."""
+    if not selector.startswith("@") or selector[1:].isidentifier():
+        return selector
+    text = selector[1:].replace("\\", "\\\\").replace('"', '\\"')
+    return f'@"{text}"'
 
 
 def _selector(rule: Rule) -> Span:

@@ -136,7 +136,7 @@ class _Builder(Transformer[Token, Any]):
     def selector(self, meta: Any, children: Children) -> str:
         """As one word; `@"reward#1"` without its quotes, which keep `#` from beginning a comment."""
         before, quote, name = self._span(meta).text.partition('"')
-        return before.replace(" ", "") + (name.removesuffix('"') if quote else "")
+        return before.replace(" ", "") + (_unquoted(quote + name) if quote else "")
 
     def flow(self, meta: Any, children: Children) -> ast.Flow:
         name, *arguments, body = children
@@ -256,4 +256,8 @@ class _Builder(Transformer[Token, Any]):
 
 def _text(token: Token) -> str:
     """The value of a string literal. A backslash before another character than those of _ESCAPES is itself."""
-    return re.sub(r"\\(.)", lambda m: _ESCAPES.get(m[1], m[0]), str(token)[1:-1], flags=re.DOTALL)
+    return _unquoted(str(token))
+
+
+def _unquoted(literal: str) -> str:
+    return re.sub(r"\\(.)", lambda m: _ESCAPES.get(m[1], m[0]), literal[1:-1], flags=re.DOTALL)

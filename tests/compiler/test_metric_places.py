@@ -101,6 +101,38 @@ def test_a_rule_may_name_what_has_no_name_of_its_own(base: Path, monkeypatch: py
     assert ranks(plan, moved) == {1}
 
 
+LONG = "mean(reward + 1 + 1 + 1 + {} + 1 + 1 + 1 + 1 + 1)"
+TWO = f"  metric a = {LONG.format(2)}\n  metric a2 = {LONG.format(3)}"
+WHOLE = f"metric a = {LONG.format(2)}"
+
+
+def moved_lines(plan: Plan) -> list[str]:
+    return [e.at for e, _ in event_paths(plan) if isinstance(e, Compute) and ranks(plan, e) == {1}]
+
+
+@pytest.mark.parametrize("text", [WHOLE, WHOLE.replace(" + ", "  +   "), f"{WHOLE} (p.rlf:12)"])
+def test_the_whole_text_selects_a_computation(base: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    [at] = moved_lines(made(base, monkeypatch, TWO, f'place @"{text}" on mesh(1:2)\n'))
+    assert "p.rlf:12" in at
+
+
+def test_a_shortened_text_of_several_computations_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f"metric averaged_rewards_{x}_of_all_the_rows = mean(reward)" for x in "xy"]
+    short = f"{texts[0][:20]}…{texts[0][-19:]}"
+    with pytest.raises(Failure) as caught:
+        made(base, monkeypatch, "\n".join(texts), f'place @"{short}" on mesh(1:2)\n')
+    [d] = caught.value.diagnostics
+    assert d.code == "RL0313" and "matches 2 computations" in d.title
+    assert f'`@"{texts[0]} (p.rlf:12)"`' in d.help and f'`@"{texts[1]} (p.rlf:13)"`' in d.help
+
+
+def test_an_empty_text_is_refused_as_such(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Failure) as caught:
+        made(base, monkeypatch, LOGGED, 'place @"" on mesh(1:2)\n')
+    [d] = caught.value.diagnostics
+    assert d.code == "RL0313" and "names nothing" in d.title and "did you mean" not in d.help
+
+
 @pytest.mark.parametrize(("rule", "typed", "help_"), [
     ('place @"metric rewards = mean(reward)" on mesh(0:1)', '@"metric rewards = mean(reward)"',
      '`@"metric reward = mean(reward)"`'),
@@ -113,3 +145,10 @@ def test_a_rule_that_matches_nothing_quotes_what_was_typed(base: Path, monkeypat
         made(base, monkeypatch, LOGGED, rule + "\n")
     [d] = caught.value.diagnostics
     assert d.code == "RL0313" and d.title == f"`{typed}` matches no call of this program" and help_ in d.help
+
+
+def test_quotes_inside_a_text_are_escaped(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "metric other = mean(where(choice(\"mean\", \"mean\", \"sum\") == \"mean\", reward, 0))"
+    escaped = program.replace('"', '\\"')
+    [at] = moved_lines(made(base, monkeypatch, program, f'place @"{escaped}" on mesh(1:2)\n'))
+    assert "p.rlf:12" in at

@@ -59,6 +59,8 @@ COLUMNS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, str]] = {  # 
                     "`n` is a string, not a number"),
     "not_finite": ({"prompt": PROMPTS, "n": pa.array([1, 2, 3, 4, float("nan")])}, {"numbers": ("n",)}, "RL0747", ":5",
                    "not a finite number"),
+    "too_large": ({"prompt": PROMPTS, "n": pa.array([1.0, 2, 3, 1e300, 5])}, {"numbers": ("n",)}, "RL0747", ":4",
+                  "too large for float32"),
     "nan_elsewhere": ({"prompt": PROMPTS, "w": pa.array([1.0, None, float("nan"), 4, float("nan")])}, {}, "RL0747", ":3",
                       "the column `w` has a number that is not finite"),
     "infinity_of_32_bits": ({"prompt": PROMPTS, "w": pa.array([1, 2, 3, float("-inf"), 5], pa.float32())}, {}, "RL0747",

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from math import isfinite
 from typing import Any, Protocol
 
 from rldsl.diag import Diagnostic, Failure
@@ -166,7 +167,9 @@ def _number(row: Row, name: str, place: str) -> Diagnostic | None:
         return missing("", name, list(row), place)
     value = row[name]
     if not isinstance(value, (int, float)) or abs(value) > LARGEST or value != value:
-        kind = "not a finite number" if isinstance(value, (int, float)) else f"{kind_of(value)}, not a number"
+        finite = isinstance(value, int) or isinstance(value, float) and isfinite(value)
+        kind = "too large for float32, whose largest number is about 3.4e38" if finite else \
+            "not a finite number" if isinstance(value, float) else f"{kind_of(value)}, not a number"
         return Diagnostic("RL0747", f"the column `{name}` is {kind}", place=place)
     return None
 
