@@ -44,6 +44,11 @@ async def client(lsp_client: LanguageClient, tmp_path_factory: pytest.TempPathFa
     (folder / "rewards.py").write_text("def exact(rows):\n    return [0.0 for _ in rows]\n")
     (folder / "mine.rlf").write_text(MINE)
     lsp_client.folder, lsp_client.versions = folder, {}
+
+    @lsp_client.feature(t.WORKSPACE_CODE_LENS_REFRESH)
+    def refresh(params: None) -> None:
+        """The capabilities of this client promise it; forecasts that are ready ask for it at any time."""
+
     await lsp_client.initialize_session(t.InitializeParams(
         capabilities=client_capabilities("visual-studio-code"),
         workspace_folders=[t.WorkspaceFolder(folder.as_uri(), "workspace")]))
