@@ -21,6 +21,7 @@ from rldsl.runtime.files import refuse_links_out
 from rldsl.runtime.health.failure_messages import tell_torchrun
 from rldsl.runtime.metrics.run_lock import acquire
 from rldsl.runtime.metrics.run_record import CONTRADICTION, WRITTEN, OutputClaim, claim_output, is_own_checkpoint
+from rldsl.runtime.parent import terminate_with
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,9 @@ def main(program: Program | None = None) -> None:
 
 
 def _main(program: Program | None) -> None:
-    arguments = _arguments(program)
+    arguments, agent = _arguments(program), _agent()
+    if agent is not None:
+        terminate_with(agent)
     # transfers run beside the collectives of calls; with it a GPU starts them in the order in which a rank posts them,
     # which is the plan's, so that no two wait for each other's room. Set before torch is imported
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
@@ -54,7 +57,13 @@ def _main(program: Program | None) -> None:
             program.check_plan(file)
     except Failure as failure:  # the ranks of a machine find the same; another machine may have another file, or none
         _exit_with(failure, say=int(os.environ.get("LOCAL_RANK", 0)) == 0)
-    _run(arguments, file, rank, world, program)
+    _run(arguments, file, rank, world, program, agent)
+
+
+def _agent() -> int | None:
+    """The process of torchrun's agent, which started this rank; None where another launcher did, or a shell, which may
+    end before the run."""
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def _exit_with(failure: Failure, say: bool) -> NoReturn:
@@ -213,7 +222,8 @@ def _reporting(arguments: argparse.Namespace) -> ReportOptions:
                          os.environ.get("WANDB_PROJECT", ""))
 
 
-def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, program: Program | None) -> None:
+def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, program: Program | None,
+         agent: int | None) -> None:
     import torch.distributed as dist
     import transformers
 
@@ -236,7 +246,8 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
         run, again = _join_ranks(device, rank, limit)
     except Failure as failure:  # no rank knows what another has found: each speaks for itself
         _exit_with(failure, say=True)
-    watchdog = Watchdog(dist.distributed_c10d._get_default_store(), rank, world, file, arguments.timeout, late)
+    watchdog = Watchdog(dist.distributed_c10d._get_default_store(), rank, world, file, arguments.timeout, late, agent,
+                        speaks=local == 0)
     workers = arguments.reward_workers
     if workers is None:
         workers = min(8, max(1, _num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))

@@ -13,7 +13,7 @@ LEAVES = {"source", "diag", "progress"}
 PLAN = LEAVES | {"plan"}
 PLACED = PLAN | {"sharding", "reshard"}
 COMPILER = {"syntax", "semantics", "graph", "models", "placement", "passes"}
-RUNTIME = {"runtime", "runtime.comm", "runtime.data", "runtime.state", "runtime.rewards", "runtime.persist",
+RUNTIME = {"runtime", "runtime.parent", "runtime.comm", "runtime.data", "runtime.state", "runtime.rewards", "runtime.persist",
            "runtime.health", "runtime.metrics", "runtime.interpreter"}
 TORCH_BACKEND = {"backends", "backends.torch", "backends.torch.kernels", "backends.torch.model",
                  "backends.torch.train", "backends.torch.generate"}
@@ -42,12 +42,12 @@ ALLOWED: dict[str, set[str]] = {
     "search": PLACED | {"graph", "models", "placement", "passes", "memory", "verify", "clusters", "simulate"},
     # the runtime
     "runtime": PLAN | {"sharding"},
-    "runtime.launch": LEAVES | {"report"},
+    "runtime.parent": LEAVES, "runtime.launch": LEAVES | {"report", "runtime.parent"},
     "runtime.comm": PLACED | {"runtime"},
     "runtime.data": PLAN | {"sharding", "runtime"},
     "runtime.rewards": PLAN,
     "runtime.state": PLACED | {"runtime", "runtime.comm", "runtime.data"},
-    "runtime.health": PLAN | {"postmortem", "report", "runtime"},
+    "runtime.health": PLAN | {"postmortem", "report", "runtime", "runtime.parent"},
     "runtime.persist": PLACED | {"runtime", "runtime.comm", "runtime.data", "runtime.rewards", "runtime.state"},
     "runtime.metrics": PLAN | {"runtime", "runtime.rewards", "runtime.state"},
     "runtime.interpreter": PLACED | {"models", "report", "verify"} | RUNTIME,

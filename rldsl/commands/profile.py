@@ -116,8 +116,8 @@ def _measured(plan: Plan, facts: Facts, ranks: int, wanted: Sequence[tuple[str, 
             firsts.setdefault((model.config_digest, model.head_name, model.dtype, w[1]), w)
         asked.write_text(json.dumps({"models": list(firsts.values()), "machine": machine}))
         stage("measuring", detail=f"{len(firsts)} model shard{'s' * (len(firsts) != 1)}")
-        _run([sys.executable, "-m", "rldsl.runtime.launch", "--standalone", "--nproc-per-node", str(ranks), "-m",
-              "rldsl.measure.profile", str(file), str(asked), str(found), "--device",
+        _run([sys.executable, "-m", "rldsl.runtime.launch", "--parent", str(os.getpid()), "--standalone",
+              "--nproc-per-node", str(ranks), "-m", "rldsl.measure.profile", str(file), str(asked), str(found), "--device",
               "cuda" if facts.devices else "cpu"], os.environ | {"OMP_NUM_THREADS": str(facts.threads)})
         result: dict[str, Any] = json.loads(found.read_text())
         return result

@@ -70,10 +70,11 @@ def _default_output(file: str, resume: str | None, overwrite: bool) -> tuple[str
 
 
 def _launch(plan: str, world: int, out: str, trace: str | None, options: Sequence[str]) -> int:
-    """Start the ranks and wait for them; Ctrl-C reaches them too, SIGTERM is passed on, and they get time to stop."""
+    """Start the ranks and wait for them; Ctrl-C reaches them too, SIGTERM is passed on, and they get time to stop. They
+    end, too, when this process is killed."""
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))} | os.environ
-    command = [sys.executable, "-m", "rldsl.runtime.launch", "--standalone", "--nproc-per-node", str(world), "-m",
-               "rldsl.run", plan, "--out", out, *(["--trace", trace] if trace else []),
+    command = [sys.executable, "-m", "rldsl.runtime.launch", "--parent", str(os.getpid()), "--standalone",
+               "--nproc-per-node", str(world), "-m", "rldsl.run", plan, "--out", out, *(["--trace", trace] if trace else []),
                "--command", shlex.join(["rlc", *sys.argv[1:]]), *options]
     stage("")  # the ranks report
     earlier = read_record(Path(out))

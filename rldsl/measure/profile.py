@@ -27,6 +27,7 @@ import torch.distributed as dist
 from rldsl.measure.call_costs import measure_calls, median_seconds, synchronize, training_step
 from rldsl.plan.events import Sampling
 from rldsl.runtime.metrics.run_record import PACKAGES, versions
+from rldsl.runtime.parent import terminate_with
 from rldsl.sharding.partition import partition
 
 
@@ -128,6 +129,8 @@ def main() -> None:
     if given.facts:
         print(json.dumps(machine_facts(given.device)))
         return
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent started this process, and it ends with the agent
+        terminate_with(os.getppid())
     rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local) if given.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":

@@ -1,7 +1,8 @@
 """torchrun, without its tracebacks: a rank that fails reports what went wrong, and so does this launcher.
 
-In: the arguments of torchrun. Out: the exit status of the first rank that failed, else 0; 130 after Ctrl-C. SIGTERM
-goes to the ranks, which end by themselves (a run with checkpoints after writing one), instead of ending torchrun first.
+In: the arguments of torchrun, perhaps after `--parent PID`: the process that started this one, and whose end this one
+takes as SIGTERM. Out: the exit status of the first rank that failed, else 0; 130 after Ctrl-C. SIGTERM goes to the
+ranks, which end after the step where the run writes checkpoints; before there are ranks, it ends the launcher (143).
 Errors: RL0704 where the launchers of the machines cannot meet.
 """
 
@@ -16,9 +17,13 @@ from pathlib import Path
 
 from rldsl.diag import Diagnostic
 from rldsl.report import render
+from rldsl.runtime.parent import terminate_with
 
 
 def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--parent"]:
+        terminate_with(int(arguments[1]))
+        arguments = arguments[2:]
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -26,7 +31,7 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.run import main as torchrun
 
     if _can_forward():
-        signal.signal(signal.SIGTERM, lambda *_: _forward_signal(os.getpid()))
+        signal.signal(signal.SIGTERM, _forward_to_ranks)
         arguments = ["--signals_to_handle", "SIGINT,SIGHUP,SIGQUIT", *arguments]
     logging.disable(logging.CRITICAL)  # of this process alone: the ranks speak for themselves
     try:
@@ -86,10 +91,15 @@ def _children(pid: int) -> list[int] | None:
     return [int(child) for found in lists for child in found]
 
 
-def _forward_signal(pid: int) -> None:
-    for child in _children(pid) or ():
+def _forward_to_ranks(number: int, _: object) -> None:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    ranks = _children(os.getpid())
+    if not ranks:  # the launchers have not met yet, or the ranks are being restarted
+        raise SignalException("asked to stop", signal.Signals(number))
+    for child in ranks:
         try:
-            os.kill(child, signal.SIGTERM)
+            os.kill(child, number)
         except ProcessLookupError:  # it has just ended
             continue
 

@@ -42,6 +42,13 @@ class Heartbeats:
         except RuntimeError:  # the store is gone, with the process that held it: the main thread meets the same end
             return
 
+    def is_store_alive(self) -> bool:
+        """Whether the process that holds the store still answers."""
+        try:
+            return bool(self.store.check([_START]))
+        except RuntimeError:
+            return False
+
     def all(self) -> dict[int, Heartbeat]:
         """The latest heartbeat of each rank that has written one."""
         keys = [f"{_ALIVE}{rank}" for rank in range(self.world)]

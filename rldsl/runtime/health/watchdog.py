@@ -35,6 +35,7 @@ from rldsl.runtime.health.dump_files import write_dump
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.health.failure_messages import describe_other_ranks, describe_own_error, tell_torchrun
 from rldsl.runtime.health.heartbeats import Heartbeats, PeerMonitor, StallDetector
+from rldsl.runtime.parent import has_ended
 from rldsl.runtime.plan_file import PlanFile
 
 BEAT = 0.5  # seconds between heartbeats
@@ -49,9 +50,11 @@ class Watchdog:
     """The watchdog of one rank, in a thread of its own."""
 
     def __init__(self, store: Any, rank: int, world: int, plan: PlanFile | None = None, timeout: float = math.inf,
-                 asynchronous: bool = False):
+                 asynchronous: bool = False, agent: int | None = None, speaks: bool = True):
         """On the main thread only: it takes over SIGTERM. timeout: seconds that a rank waits for another. asynchronous:
-        communication runs behind Python, and the library ends the process when it takes too long."""
+        communication runs behind Python, and the library ends the process when it takes too long. agent: the process
+        of torchrun's agent, whose end sends SIGTERM (`runtime/parent.py`). speaks: this rank, of all on its machine,
+        reports that."""
         self.heartbeats, self.rank, self.world = Heartbeats(store, rank, world), rank, world
         self.ring = EventRing()  # what this rank did last
         self.out: Path | None = None  # the directory of the run, once it may write there
@@ -61,6 +64,7 @@ class Watchdog:
         self.interruption: Callable[[], str] | None = None  # ends the run's record; the line that says how to resume
         self._interrupted = False  # SIGINT came
         self._plan, self._timeout, self._asynchronous = plan, timeout, asynchronous
+        self._agent, self._speaks = agent, speaks
         self._failed_at: stack_trace.Stack | None = None  # where the main thread was when it failed
         self._done, self._ending = threading.Event(), threading.Lock()
         self._deadline = math.inf  # at which this process ends, on the clock of time.monotonic
@@ -87,6 +91,7 @@ class Watchdog:
         """Say what went wrong, once, and end this process."""
         if self._interrupted or isinstance(error, KeyboardInterrupt):
             self.interrupt()
+        self._stop_if_orphaned()
         self._failed_at = stack_trace.of_error(error.__traceback__)
         diagnostics = describe_own_error(error, self.rank, self._event_text())
         if any(d.code == "RL0799" for d in diagnostics):
@@ -158,9 +163,20 @@ class Watchdog:
                 time.sleep(2 * BEAT)  # the main thread ends by its KeyboardInterrupt, unless it waits in C++
                 self.interrupt()
             if signal.SIGTERM in signals:
+                self._stop_if_orphaned()
                 if not self.stops_after_step:
                     self._stop_for_others("the run was asked to stop (SIGTERM)", requested=True)
                 self.stop_requested = True
+
+    def _stop_if_orphaned(self) -> None:
+        """Stop at once where torchrun's agent was killed and the rendezvous store with it: without one, ranks cannot
+        complete a checkpoint or learn of each other. With a store, the run stops as SIGTERM stops it."""
+        if self._agent is None or not has_ended(self._agent) or self.heartbeats.is_store_alive():
+            return
+        self._stop((Diagnostic(
+            "RL0709", "torchrun was killed, so its ranks on this machine stop", place=self._event_text(),
+            help="; ".join(x for x in ("checkpoints that were written are complete: start the run again with `--resume`",
+                                       self._postmortem_hint()) if x)),), {}, speaks=self._speaks)
 
     def _check_overdue(self, position: RankPosition, attempt: int) -> None:
         """This rank has made no progress for as long as a rank may wait: stop, if it waits for others. One of all ranks
@@ -226,13 +242,15 @@ class Watchdog:
                   file=sys.stderr, flush=True)
         self._leave()
 
-    def _stop(self, diagnostics: tuple[Diagnostic, ...], heartbeats: dict[int, Heartbeat] | None = None) -> NoReturn:
-        """Report, dump and end this process. heartbeats: of all ranks, if they have been read already."""
+    def _stop(self, diagnostics: tuple[Diagnostic, ...], heartbeats: dict[int, Heartbeat] | None = None,
+              speaks: bool = True) -> NoReturn:
+        """Report, dump and end this process. heartbeats: of all ranks, if they have been read already. speaks: False
+        where another rank of this machine reports the same."""
         self._ending.acquire()
         self._limit_shutdown()
         main = diagnostics[0]
         first = self.heartbeats.report_failure("" if main.code == LOST_CONTACT else self._event_text())
-        if first:
+        if first and speaks:
             print(render(diagnostics, sys.stderr.isatty()), file=sys.stderr, flush=True)
             tell_torchrun(render(diagnostics))
         self._dump(main.code, main.title, first)
