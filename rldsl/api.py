@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rldsl.diag import Diagnostic, Failure, fail, internal_error
 from rldsl.files import read_bytes
-from rldsl.graph.model import Graph
+from rldsl.graph.model import Clause, Graph, Rule
 from rldsl.plan.expr import Scalar
 from rldsl.source import SourceFile
 from rldsl.syntax import ast
@@ -71,6 +71,17 @@ def build_graph(source: SourceFile, sets: Mapping[str, Scalar] | None = None, pl
     from rldsl.syntax.parse import parse
 
     return build(parse(source), dict(sets or {}), _joined([parse(f) for f in _rules(place, overrides)]))
+
+
+def read_selectors(selectors: Sequence[str]) -> tuple[Rule, ...]:
+    """Selectors of the command line, as typed there ("actor.*", `@"mean(r)"`), each as the rule `place SELECTOR auto`.
+    Errors: those of the syntax."""
+    from rldsl.placement.rules import COMMAND_LINE
+    from rldsl.syntax.parse import parse
+
+    file = parse(SourceFile(COMMAND_LINE, "".join(f"place {selector} auto\n" for selector in selectors)))
+    return tuple(Rule(item.selector, Clause(None, (), item.clause.span, auto=True), item.span)
+                 for item in file.items if isinstance(item, ast.Place))
 
 
 def _rules(place: SourceFile | None, overrides: Sequence[str]) -> tuple[SourceFile, ...]:

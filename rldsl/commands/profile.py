@@ -117,8 +117,8 @@ def _measured(plan: Plan, facts: Facts, ranks: int, wanted: Sequence[tuple[str, 
         asked.write_text(json.dumps({"models": list(firsts.values()), "machine": machine}))
         stage("measuring", detail=f"{len(firsts)} model shard{'s' * (len(firsts) != 1)}")
         _run([sys.executable, "-m", "rldsl.runtime.launch", "--parent", str(os.getpid()), "--standalone",
-              "--nproc-per-node", str(ranks), "-m", "rldsl.measure.profile", str(file), str(asked), str(found), "--device",
-              "cuda" if facts.devices else "cpu"], os.environ | {"OMP_NUM_THREADS": str(facts.threads)})
+              "--nproc-per-node", str(ranks), "-m", "rldsl.measure.profile", str(file), str(asked), str(found),
+              "--device", "cuda" if facts.devices else "cpu"], os.environ | {"OMP_NUM_THREADS": str(facts.threads)})
         result: dict[str, Any] = json.loads(found.read_text())
         return result
 

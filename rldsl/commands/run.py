@@ -74,8 +74,8 @@ def _launch(plan: str, world: int, out: str, trace: str | None, options: Sequenc
     end, too, when this process is killed."""
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))} | os.environ
     command = [sys.executable, "-m", "rldsl.runtime.launch", "--parent", str(os.getpid()), "--standalone",
-               "--nproc-per-node", str(world), "-m", "rldsl.run", plan, "--out", out, *(["--trace", trace] if trace else []),
-               "--command", shlex.join(["rlc", *sys.argv[1:]]), *options]
+               "--nproc-per-node", str(world), "-m", "rldsl.run", plan, "--out", out,
+               *(["--trace", trace] if trace else []), "--command", shlex.join(["rlc", *sys.argv[1:]]), *options]
     stage("")  # the ranks report
     earlier = read_record(Path(out))
     process = subprocess.Popen(command, env=environment)

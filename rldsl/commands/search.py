@@ -75,7 +75,7 @@ def _prepare(request: SearchRequest) -> tuple[Cluster, PreparedProgram]:
         cluster = replace(cluster, memory_gb=request.memory)
     graph = _graph(request)
     memory = int(cluster.memory_gb * 1e9)
-    free = unless_locked(graph, request.locks)
+    free = unless_locked(graph, api.read_selectors(request.locks))
     return cluster, prepare_program(graph, request.place or "", cluster, memory, free, describe)
 
 

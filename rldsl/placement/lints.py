@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rldsl.diag import Diagnostic, Label
 from rldsl.graph.model import Clause, Compute, Graph, Node, Rule, nodes
-from rldsl.placement.rules import clauses_of, specificity, tier
+from rldsl.placement.rules import clauses_of, specificity, tier, written_selector
 
 
 def lint(graph: Graph, place_file: str = "") -> tuple[Diagnostic, ...]:
@@ -30,7 +30,8 @@ def _idle(rule: Rule, graph: Graph, every: tuple[Node, ...], place_file: str) ->
     if stronger is None and any(isinstance(n, Compute) for n in matched):
         return Diagnostic("RL0902", "this rule has no effect", rule.clause.span,
                           "these options do not apply to a computation",
-                          help=f"give it a mesh: `place {rule.selector} on mesh(...)`", severity="warning")
+                          help=f"give it a mesh: `place {written_selector(rule.selector)} on mesh(...)`",
+                          severity="warning")
     labels = (Label(stronger.span, "this takes precedence"),) if stronger else ()
     return Diagnostic("RL0902", "this rule has no effect", rule.span,
                       "rules of higher precedence place everything that it matches",

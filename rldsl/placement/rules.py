@@ -48,18 +48,28 @@ def resolve_choices(graph: Graph, place_file: str = "") -> dict[str, Choice]:
 def collect_choices(graph: Graph, place_file: str = "") -> tuple[dict[str, Choice], tuple[Diagnostic, ...]]:
     """The choices, and what is wrong with the rules."""
     every = tuple(nodes(graph.items))
-    problems = [d for rule in graph.rules if (d := _check_matches(rule, every))]
+    problems = [d for rule in graph.rules if (d := check_selector(rule, every))]
     found: dict[str, Choice] = {}
     for node in every:
-        clauses = _clauses(node, graph.rules, place_file, problems)
+        clauses = _clauses(node, graph.rules, place_file, every, problems)
         if clauses:
             found[node.id] = _merge(clauses)
     return found, tuple(dict.fromkeys(problems))
 
 
-def name_after_at(node: Node) -> str:
-    """By which `@name` selects a node: for a computation that the program gives no name, its source text."""
-    return label_text(node.source) if isinstance(node, Compute) and node.source else node.id
+def selector_of(node: Node, every: Iterable[Node]) -> str:
+    """The selector of one node among `every`, as a program writes it: `@name`, and for a computation that the program
+    gives no name, its source text, with its line where several have that text."""
+    return written_selector(_selector_of(node, every))
+
+
+def _selector_of(node: Node, every: Iterable[Node]) -> str:
+    """The same without quotes and escapes."""
+    if not isinstance(node, Compute) or not node.source:
+        return f"@{node.id}"
+    text = label_text(node.source)
+    sources = {n.source for n in every if isinstance(n, Compute) and text in _texts(n)}
+    return f"@{text if len(sources) < 2 else node.source}"
 
 
 def _texts(node: Node) -> set[str]:
@@ -100,12 +110,12 @@ def tier(rule: Rule, place_file: str) -> int:
 
 def clauses_of(node: Node, rules: Iterable[Rule], place_file: str) -> list[Clause]:
     """The clauses for a node, the strongest first."""
-    return [clause for clause, _ in _clauses(node, rules, place_file, [])]
+    return [clause for clause, _ in _clauses(node, rules, place_file, (), [])]
 
 
-def _clauses(node: Node, rules: Iterable[Rule], place_file: str,
+def _clauses(node: Node, rules: Iterable[Rule], place_file: str, every: Iterable[Node],
              problems: list[Diagnostic]) -> list[tuple[Clause, str]]:
-    """All clauses for a node, the strongest first."""
+    """All clauses for a node of `every`, the strongest first."""
     ranked: dict[tuple[int, int], list[tuple[Clause, str, Span]]] = {}
     if node.clause is not None:
         ranked[1, 3] = [(node.clause, "inline", node.clause.span)]
@@ -119,7 +129,8 @@ def _clauses(node: Node, rules: Iterable[Rule], place_file: str,
         if len(same) > 1 and (len([1 for c, _, _ in same if c.mesh or c.auto]) > 1 or _overlap(c for c, _, _ in same)):
             first, second = same[0][2], same[1][2]
             problems.append(Diagnostic("RL0314", "two placement rules of equal precedence match one call", second,
-                                       f"also places `{name_after_at(node)}`", (Label(first, "the other rule"),),
+                                       f"also places `{selector_of(node, every)}`",
+                                       (Label(first, "the other rule"),),
                                        help="remove one, or make one more specific: `@name` takes precedence over "
                                             "`model.call`, and that over `model.*` and `*.call`"))
     return [(c, why) for key in sorted(ranked, reverse=True) for c, why, _ in ranked[key]]
@@ -144,22 +155,23 @@ def _merge(clauses: list[tuple[Clause, str]]) -> Choice:
     return Choice(None, tuple(options.values()), clause.span, why)
 
 
-def _check_matches(rule: Rule, every: tuple[Node, ...]) -> Diagnostic | None:
+def check_selector(rule: Rule, every: tuple[Node, ...]) -> Diagnostic | None:
+    """RL0313 where the selector of a rule matches no node of `every`, or a text matches several computations."""
     if rule.selector == "@":
-        return Diagnostic("RL0313", "the selector `@` names nothing", _selector(rule), "an empty text",
+        return Diagnostic("RL0313", "the selector `@` names nothing", selector_span(rule), "an empty text",
                           help='write a name, `@gen`, or the source text of a computation, `@"mean(r)"`')
     matched = [node for node in every if specificity(rule.selector, node) >= 0]
     if matched:
         return _ambiguity(rule, matched)
     calls = [f"{m}.{w}" for n in every for m, ws in (names_of(n),) for w in ws[:1]]
-    named = [f"@{name_after_at(n)}" for n in every if isinstance(n, Compute) and n.source or "#" not in n.id]
+    named = [_selector_of(n, every) for n in every if isinstance(n, Compute) and n.source or "#" not in n.id]
     known = named if rule.selector.startswith("@") else calls
-    near = [_written(s) for s in get_close_matches(rule.selector, sorted(set(known)), n=1)]
+    near = [written_selector(s) for s in get_close_matches(rule.selector, sorted(set(known)), n=1)]
     advice = f"did you mean `{near[0]}`?" if near else \
-        f"calls of the program: {', '.join(map(_written, dict.fromkeys(known)))}"
-    span = _selector(rule)
-    typed = _written(rule.selector) if span is rule.span else span.text
-    fix = Fix(((span, near[0]),)) if near and typed.replace(" ", "") == _written(rule.selector) else None
+        f"calls of the program: {', '.join(map(written_selector, dict.fromkeys(known)))}"
+    span = selector_span(rule)
+    typed = written_selector(rule.selector) if span is rule.span else span.text
+    fix = Fix(((span, near[0]),)) if near and typed.replace(" ", "") == written_selector(rule.selector) else None
     return Diagnostic("RL0313", f"`{typed}` matches no call of this program", span, "no match",
                       help=advice, fix=fix)
 
@@ -170,12 +182,12 @@ def _ambiguity(rule: Rule, matched: list[Node]) -> Diagnostic | None:
     sources = dict.fromkeys(n.source for n in matched if isinstance(n, Compute) and text in _texts(n))
     if not rule.selector.startswith("@") or len(sources) < 2:
         return None
-    each = ", ".join(f"`{_written('@' + x)}`" for x in sources)
-    return Diagnostic("RL0313", f"`{_written(rule.selector)}` matches {len(sources)} computations", _selector(rule),
-                      "which of them?", help=f"write one of {each}")
+    each = ", ".join(f"`{written_selector('@' + x)}`" for x in sources)
+    return Diagnostic("RL0313", f"`{written_selector(rule.selector)}` matches {len(sources)} computations",
+                      selector_span(rule), "which of them?", help=f"write one of {each}")
 
 
-def _written(selector: str) -> str:
+def written_selector(selector: str) -> str:
     """A selector as a program writes it: a text that is not a name needs quotes, and escapes inside them."""
     if not selector.startswith("@") or selector[1:].isidentifier():
         return selector
@@ -183,7 +195,7 @@ def _written(selector: str) -> str:
     return f'@"{text}"'
 
 
-def _selector(rule: Rule) -> Span:
+def selector_span(rule: Rule) -> Span:
     """The span of the selector, between `place` and the clause."""
     start, stop = rule.span.start + len("place"), rule.clause.span.start
     text = rule.span.file.text[start:stop]

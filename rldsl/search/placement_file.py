@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from rldsl.graph import model as g
 from rldsl.placement.model import Call
-from rldsl.placement.rules import names_of
+from rldsl.placement.rules import names_of, selector_of
 from rldsl.plan.notation import seconds_text
 from rldsl.search.answer import Answer
 from rldsl.search.prepared_program import PreparedProgram, can_be_named
@@ -40,11 +40,15 @@ def format_placement_file(p: PreparedProgram, answer: Answer, version: str, clus
 
 def place_rules(graph: g.Graph, places: Setting) -> list[str]:
     """One rule for each node that has a place here. Calls are selected by model and method if that is unambiguous, or
-    if they have no name, and otherwise by `@name`, which takes precedence."""
-    calls = [n for n in g.nodes(graph.items) if isinstance(n, Call)]
+    if they have no name, and otherwise by `@name`, which takes precedence; computations by name or text."""
+    every = tuple(g.nodes(graph.items))
+    calls = [n for n in every if isinstance(n, Call)]
     rules = []
-    for n in g.nodes(graph.items):
+    for n in every:
         if n.id not in places:
+            continue
+        if not isinstance(n, Call):
+            rules.append((selector_of(n, every), clause_text(places[n.id])))
             continue
         model, methods = names_of(n)
         same = [o for o in calls if model and names_of(o) == names_of(n)]

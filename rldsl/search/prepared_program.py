@@ -6,16 +6,25 @@ all ranks, and what the program fixes of them; or the program with all calls pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rldsl.clusters import Cluster
-from rldsl.diag import fail
+from rldsl.diag import Diagnostic, Failure
 from rldsl.graph import model as g
 from rldsl.placement.budget import decode_batch_size
 from rldsl.placement.model import Call, Place, Placed
 from rldsl.placement.place import Describe, place_graph, places_of
-from rldsl.placement.rules import Choice, Option, names_of, resolve_choices, specificity
+from rldsl.placement.rules import (
+    Choice,
+    Option,
+    check_selector,
+    names_of,
+    resolve_choices,
+    selector_span,
+    specificity,
+    written_selector,
+)
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.search.call_costs import Candidate
 from rldsl.search.problem import FixedCall
@@ -83,16 +92,20 @@ def _fixed_call(node: g.Node, p: Place, frames: Mapping[str, IndexedFrame]) -> F
     return FixedCall(Block(ranks[0][0], ranks[-1][1]), Strategy.of(p))
 
 
-def unless_locked(graph: g.Graph, selectors: Collection[str]) -> Callable[[g.Node, Choice | None], bool]:
-    """Whether a call is free: all are, except those that a selector of `--lock` names. Errors: RL0313 a selector that
-    matches nothing."""
-    calls = [n for n in g.nodes(graph.items) if isinstance(n, Call)]
-    for selector in selectors:
-        if all(specificity(selector, n) < 0 for n in calls):
-            known = dict.fromkeys(f"{m}.{ways[0]}" for m, ways in map(names_of, calls))
-            raise fail("RL0313", f"`{selector}` matches no call of this program", place="--lock",
-                       help=f"calls of the program: {', '.join(known)}")
-    return lambda node, _: all(specificity(selector, node) < 0 for selector in selectors)
+def unless_locked(graph: g.Graph, locks: Sequence[g.Rule]) -> Callable[[g.Node, Choice | None], bool]:
+    """Whether a call is free: all are, except those that a selector of `--lock` names. locks: the selectors, as rules
+    of the command line. Errors: RL0313 a selector that matches nothing, several computations, or no call."""
+    nodes = tuple(g.nodes(graph.items))
+    for lock in locks:
+        problem = check_selector(lock, nodes)
+        if problem is None and not any(isinstance(n, Call) and specificity(lock.selector, n) >= 0 for n in nodes):
+            calls = dict.fromkeys(f"{m}.{methods[0]}" for m, methods in map(names_of, nodes) if m)
+            problem = Diagnostic("RL0313", f"`{written_selector(lock.selector)}` selects no call", selector_span(lock),
+                                 "--lock keeps calls; the search does not move computations",
+                                 help=f"omit it, or write one of {', '.join(f'`{c}`' for c in calls)}")
+        if problem is not None:
+            raise Failure([problem])
+    return lambda node, _: all(specificity(lock.selector, node) < 0 for lock in locks)
 
 
 # ------------------------------------------------------------------------------------------ back to a program

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from rldsl import api
 from rldsl.clusters import Cluster
-from rldsl.diag import Failure
+from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Compute, Event, Generate, Log, Train, Transfer
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
 from rldsl.simulate import simulate
+from rldsl.source import SourceFile
 from tests.end_to_end.programs import compile_program
 from tests.tiny import make_all
 
@@ -152,3 +154,40 @@ def test_quotes_inside_a_text_are_escaped(base: Path, monkeypatch: pytest.Monkey
     escaped = program.replace('"', '\\"')
     [at] = moved_lines(made(base, monkeypatch, program, f'place @"{escaped}" on mesh(1:2)\n'))
     assert "p.rlf:12" in at
+
+
+TEXT = 'group_norm(where(choice("a", "a", "b") == "a", reward, 0))'
+TWICE = "\n".join([f"  actor.train(gen, loss=grpo_free(old=gen.logprobs, adv={TEXT}))  on mesh(2:4) dp=2"] * 2)
+ESCAPED = TEXT.replace('"', '\\"')
+
+
+def shown(text: str | None) -> list[str]:
+    """The quoted selectors in a message."""
+    return [x.removeprefix("place ").removesuffix(" on mesh(...)") for x in (text or "").split("`") if '@"' in x]
+
+
+def problem(base: Path, monkeypatch: pytest.MonkeyPatch, metrics: str, place: str) -> Diagnostic:
+    with pytest.raises(Failure) as caught:
+        made(base, monkeypatch, metrics, place)
+    [d] = caught.value.diagnostics
+    return d
+
+
+def test_a_suggestion_for_a_text_that_occurs_twice_names_its_line(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    d = problem(base, monkeypatch, TWICE, f'place @"{ESCAPED.replace("0", "1")}" on mesh(3:4)\n')
+    [near] = shown(d.help)
+    assert d.code == "RL0313" and near in (f'@"{ESCAPED} (p.rlf:12)"', f'@"{ESCAPED} (p.rlf:13)"')
+    plan = made(base, monkeypatch, TWICE, f"place {near} on mesh(3:4)\n")
+    [at] = [e.at for e, _ in event_paths(plan) if isinstance(e, Compute) and ranks(plan, e) == {3}]
+    assert Path(at).name.startswith(near.rpartition("(")[2].removesuffix(')"'))
+
+
+def test_selectors_in_messages_can_be_pasted(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = f'place @"{ESCAPED} (p.rlf:12)"'
+    d = problem(base, monkeypatch, TWICE, f"{rule} on mesh(2:3)\n{rule} on mesh(3:4)\n")
+    assert d.code == "RL0314" and [f"place {x}" for x in shown(d.label)] == [rule]
+    monkeypatch.chdir(base)
+    (base / "p.rlf").write_text(PROGRAM.replace("METRICS", TWICE))
+    [d] = [d for d in api.examine((base / "p.rlf").read_text(), "p.rlf", place=SourceFile("q.rlf", f"{rule} mbs=2\n"))
+           if d.code == "RL0902"]
+    assert [f"place {x}" for x in shown(d.help)] == [rule]

@@ -116,7 +116,7 @@ def ready(name: str, size: str, machines: Cluster, locks: tuple[str, ...] = (), 
           **sets) -> PreparedProgram:
     made = graph(name, text, **sets)
     memory = int(machines.memory_gb * 1e9)
-    return prepare_program(made, "", machines, memory, unless_locked(made, locks), describe(size))
+    return prepare_program(made, "", machines, memory, unless_locked(made, api.read_selectors(locks)), describe(size))
 
 
 def instance(name: str, size: str, machines: Cluster, lengths: Lengths = Lengths(), offload: bool = False,

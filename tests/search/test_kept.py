@@ -53,7 +53,7 @@ def ready(text: str, machines, rules: str = "", locks: tuple[str, ...] = (), siz
           **sets: int) -> PreparedProgram:
     graph = read(text, rules, **sets)
     memory = int(machines.memory_gb * 1e9)
-    return prepare_program(graph, "", machines, memory, unless_locked(graph, locks), describe(size))
+    return prepare_program(graph, "", machines, memory, unless_locked(graph, api.read_selectors(locks)), describe(size))
 
 
 def instance(p: PreparedProgram, machines) -> Evaluator:

@@ -170,7 +170,8 @@ def test_a_locked_call_is_where_it_was() -> None:
     machines = cluster(1, 8)
     text = GRPO.replace("cluster nodes=1 gpus=1\n", EIGHT) + "place actor.generate on mesh(0:4) dp=4\n"
     graph = api.build_graph(SourceFile("p.rlf", text))
-    p = prepare_program(graph, "", machines, 80 * 10**9, unless_locked(graph, ("actor.generate",)), describe("1B"))
+    locked = unless_locked(graph, api.read_selectors(["actor.generate"]))
+    p = prepare_program(graph, "", machines, 80 * 10**9, locked, describe("1B"))
     answer = find_placement(p, machines, 80 * 10**9)
     assert "gen" not in answer.best[0].places
     assert answer.best[0].evaluation.assignment.blocks[0] == (0, 4)
@@ -181,9 +182,34 @@ def test_a_locked_call_is_where_it_was() -> None:
 
 def test_a_lock_that_matches_nothing() -> None:
     with pytest.raises(Failure) as failure:
-        unless_locked(api.build_graph(SourceFile("p.rlf", GRPO)), ("critic.*",))
+        unless_locked(api.build_graph(SourceFile("p.rlf", GRPO)), api.read_selectors(["ref.*", "critic.*"]))
     (d,) = failure.value.diagnostics
     assert d.code == "RL0313" and "actor.generate" in d.help
+    assert d.span is not None and d.span.text == "critic.*" and str(d.span).startswith("<command line>:2:7")
+
+
+TEXT = "metric averaged_rewards_x_of_all_the_rows = mean(score)"
+TEXTS = f"  metric a2 = mean(score)\n  {TEXT}\n  {TEXT.replace('_x_', '_y_')}\n"
+
+
+@pytest.mark.parametrize(("lock", "title", "help_"), [
+    ('@"metric a2 = mean(score)"', "selects no call", "`actor.generate`"),  # a computation, which the search does not move
+    (f'@"{TEXT[:20]}…{TEXT[-19:]}"', "matches 2 computations",
+     '`@"metric averaged_rewards_x_of_all_the_rows = mean(score) (p.rlf:'),
+    ("@gne", "`@gne` matches no call of this program", "did you mean `@gen`?"),
+    ("actor.generat", "`actor.generat` matches no call of this program", "did you mean `actor.generate`?"),
+    ("actor.", "", ""),  # no selector at all
+])
+def test_a_lock_that_names_no_call_says_what_was_expected(lock: str, title: str, help_: str) -> None:
+    graph = api.build_graph(SourceFile("p.rlf", GRPO.replace("  actor.train(", f"{TEXTS}  actor.train(")))
+    with pytest.raises(Failure) as failure:
+        unless_locked(graph, api.read_selectors([lock]))
+    (d,) = failure.value.diagnostics
+    assert d.span is not None and str(d.span).startswith("<command line>:1:")
+    if title:
+        assert d.code == "RL0313" and title in d.title and help_ in (d.help or "") and d.span.text == lock
+    else:
+        assert d.code == "RL0001"
 
 
 def test_too_small_a_cluster_names_the_smallest_that_does() -> None:
@@ -210,3 +236,20 @@ def test_lengths_change_what_is_best_and_are_told() -> None:
     short = find_placement(p, machines, p.placed.memory, Options("heuristic", lengths=Lengths(64, 16, 32)))
     long = find_placement(p, machines, p.placed.memory, Options("heuristic"))
     assert short.best[0].seconds < long.best[0].seconds
+
+
+def test_the_file_keeps_the_place_of_a_computation_without_a_name() -> None:
+    """Its selector needs quotes and escapes."""
+    text = 'metric level = mean(where(choice("a", "a", "b") == "a", score, 0))'
+    rule = "place @\"{}\" on mesh(3:4)\n".format(text.replace('"', '\\"'))
+    machines = cluster(1, 8)
+    program = GRPO.replace("cluster nodes=1 gpus=1\n", EIGHT).replace("  actor.train(", f"  {text}\n  actor.train(")
+    graph = api.build_graph(SourceFile("p.rlf", program + rule))
+    p = prepare_program(graph, "", machines, 80 * 10**9, unless_locked(graph, ()), describe("1B"))
+    file = format_placement_file(p, find_placement(p, machines, 80 * 10**9), "0", "c", False)
+    rules = [" ".join(line.split()) for line in file.splitlines() if line.startswith('place @"')]
+    assert len(rules) == 1 and rules[0].startswith(rule.strip())
+    placed = place_graph(api.build_graph(SourceFile("p.rlf", program), {}, SourceFile("p.place.rlf", file)), "p.place.rlf",
+                         describe("1B"))
+    [level] = [n for n in g.nodes(placed.graph.items) if getattr(n, "source", "").startswith("metric level")]
+    assert dict(placed.places)[level.id].mesh.ranks == ((3, 4),)

@@ -173,10 +173,10 @@ class Watchdog:
         complete a checkpoint or learn of each other. With a store, the run stops as SIGTERM stops it."""
         if self._agent is None or not has_ended(self._agent) or self.heartbeats.is_store_alive():
             return
-        self._stop((Diagnostic(
-            "RL0709", "torchrun was killed, so its ranks on this machine stop", place=self._event_text(),
-            help="; ".join(x for x in ("checkpoints that were written are complete: start the run again with `--resume`",
-                                       self._postmortem_hint()) if x)),), {}, speaks=self._speaks)
+        advice = ("checkpoints that were written are complete: start the run again with `--resume`",
+                  self._postmortem_hint())
+        self._stop((Diagnostic("RL0709", "torchrun was killed, so its ranks on this machine stop",
+                               place=self._event_text(), help="; ".join(filter(None, advice))),), {}, self._speaks)
 
     def _check_overdue(self, position: RankPosition, attempt: int) -> None:
         """This rank has made no progress for as long as a rank may wait: stop, if it waits for others. One of all ranks
