@@ -3,7 +3,8 @@
 In: a node of `plan/expr.py`, its arguments' values and the index of the ragged rows at hand. Out: its value.
 Invariant: a value of level token is flat [sum of lens], seq is [S], prompt has one entry for each distinct prompt id
 in ascending order, batch has no dimension. What one sequence gets never depends on the others. An empty set of
-elements has sum, mean, amax and amin 0. Everything is differentiable where the mathematics is.
+elements has sum, mean, amax, amin, median and quantile 0; NaN among the elements makes a reduction NaN, as in torch.
+Everything is differentiable where the mathematics is.
 """
 
 from __future__ import annotations
@@ -185,8 +186,10 @@ def _medians(x: Tensor, index: Tensor, counts: Tensor) -> Tensor:
     order = x.argsort()
     ordered = torch.cat((x[order[index[order].argsort(stable=True)]], x.new_zeros(1)))  # by segment, then by value
     starts = counts.cumsum(0) - counts
-    low, high = (torch.where(counts > 0, starts + middle, x.numel()) for middle in ((counts - 1) // 2, counts // 2))
-    return (ordered[low] + ordered[high]) / 2
+    low, high, last = (torch.where(counts > 0, starts + place, x.numel())
+                       for place in ((counts - 1) // 2, counts // 2, counts - 1))
+    worst = ordered[last]  # NaN is sorted behind all numbers
+    return torch.where(worst.isnan(), worst, (ordered[low] + ordered[high]) / 2)
 
 
 def of_all_elements(op: str, x: Tensor, args: Sequence[Tensor]) -> Tensor:
@@ -207,13 +210,14 @@ def _median(x: Tensor, args: Sequence[Tensor]) -> Tensor:
 
 
 def _quantile(x: Tensor, args: Sequence[Tensor]) -> Tensor:
-    """args: the share, clipped to [0, 1]."""
-    ordered = x.sort().values
+    """args: the share, clipped to [0, 1]. NaN if an element is, or the share."""
+    ordered = x.sort().values  # NaN behind all numbers
     share = args[0].to(torch.float64).clamp(0, 1)
     at = share * (ordered.numel() - 1)
-    below = at.floor().long()
-    above = (below + 1).clamp(max=ordered.numel() - 1)
-    return ordered[below] + (at - below) * (ordered[above] - ordered[below])
+    below = at.nan_to_num().floor().long()
+    low, high, part = ordered[below], ordered[(below + 1).clamp(max=ordered.numel() - 1)], at - below
+    between = torch.where((part == 0) | (low == high), low, low + part * (high - low))  # inf - inf would be NaN
+    return torch.where(part.isnan() | ordered[-1].isnan(), torch.nan, between)
 
 
 # Reductions with `Operator.combine` "gather". By segment: x [elements] float64, the segment of each element, and the

@@ -111,19 +111,35 @@ def _is_extreme(op: str) -> bool:
 
 
 def _extremum(op: str, maximum: Tensor) -> Tensor:
-    """The result of amax or amin from the maximum of all partial results; 0 if there was no element."""
-    maximum = torch.where(maximum == -torch.inf, 0.0, maximum)
+    """The result of amax or amin from the maximum of all partial results."""
     return maximum if op == "amax" else -maximum
+
+
+def _without_nan(x: Tensor) -> Tensor:
+    """[..., 2]: x with -inf for NaN, and a mark of what was NaN. A maximum over ranks keeps both; of NaN and a number,
+    it may be either (gloo compares)."""
+    is_nan = x.isnan()
+    return torch.stack((x.masked_fill(is_nan, -torch.inf), torch.where(is_nan, 1.0, -torch.inf)), -1)
+
+
+def _with_nan(marked: Tensor) -> Tensor:
+    """What `_without_nan` took apart."""
+    x, mark = marked.unbind(-1)
+    return x.masked_fill(mark > 0, torch.nan)
 
 
 def _all_reduced(op: str, x: Tensor, group: Any) -> Tensor:
     """The reduction over the elements of all ranks of `group`."""
     partials = torch.stack((_local(op, x), _local("count", x)))
-    if group is not None:
-        dist.all_reduce(partials, op=dist.ReduceOp.MAX if _is_extreme(op) else dist.ReduceOp.SUM, group=group)
-    value, count = partials.unbind()
     if _is_extreme(op):
-        return _extremum(op, value)
+        marked = _without_nan(partials)
+        if group is not None:
+            dist.all_reduce(marked, op=dist.ReduceOp.MAX, group=group)
+        value, count = _with_nan(marked).unbind()
+        return torch.where(count > 0, _extremum(op, value), 0.0)
+    if group is not None:
+        dist.all_reduce(partials, op=dist.ReduceOp.SUM, group=group)
+    value, count = partials.unbind()
     return value / count.clamp(min=1) if op == "mean" else value
 
 
@@ -196,7 +212,7 @@ class MinibatchLoss:
     Call it once for each micro-batch; then combine `partials` over the ranks that hold different rows and hand the
     result to `finish`. The vector has two parts: the first `num_summed` entries add (all-reduce with SUM), the others
     take the maximum (all-reduce with MAX; minima are negated, and batch-level inputs are among them so that ranks
-    without rows learn them). Without a micro-batch, the vector is the neutral element of both.
+    without rows learn them; each with a mark of NaN). Without a micro-batch, the vector is the neutral element of both.
 
     A median or quantile of a metric needs all elements of the minibatch. Each has a table among the entries that add,
     with one float64 per element in the order of the rows: a rank fills in its own, and the others are 0."""
@@ -262,14 +278,16 @@ class MinibatchLoss:
             for positions, elements in self._elements_of[i]:
                 table[positions.to(device)] = elements.to(device)
         sums, others = self._partials.to(device).tensor_split([len(self._summed)])
-        return torch.cat([sums, *tables, others])
+        return torch.cat([sums, *tables, _without_nan(others).flatten()])
 
     def finish(self, vector: Tensor) -> dict[str, float]:
         """"loss" and every metric of the whole minibatch, from the partials of all ranks."""
-        sizes = [len(self._summed), *map(self._size, self._gathered), len(self._maxima), len(self._scalars)]
-        sums, *tables, maxima, scalars = vector.cpu().split(sizes)
+        sizes = [len(self._summed), *map(self._size, self._gathered), 2 * (len(self._maxima) + len(self._scalars))]
+        sums, *tables, marked = vector.cpu().split(sizes)
+        maxima, scalars = _with_nan(marked.view(-1, 2)).tensor_split([len(self._maxima)])
         leaves = {i: x / self._divisor(i) for i, x in zip(self._summed, sums, strict=True)}
-        leaves |= {i: _extremum(self._program.nodes[i].op, x) for i, x in zip(self._maxima, maxima, strict=True)}
+        leaves |= {i: _extremum(self._program.nodes[i].op, x) if self._size(i) else x.new_zeros(())
+                   for i, x in zip(self._maxima, maxima, strict=True)}
         leaves |= dict(zip(self._scalars, scalars, strict=True))
         done = self._batch_level(leaves, [i for _, i in self._program.outputs],
                                  dict(zip(self._gathered, tables, strict=True)))
