@@ -9,6 +9,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -34,6 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # containers often say that no bytecode is kept; here hundreds of processes would compile the same files again
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose programs would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" not in os.environ:  # a cache of this run: models are described once, and nothing is left
         os.environ["XDG_CACHE_HOME"] = folder = tempfile.mkdtemp(prefix="rldsl-tests-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

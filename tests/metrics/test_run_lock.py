@@ -121,6 +121,27 @@ def test_a_process_that_only_waits_for_its_parent_is_gone(tmp_path: Path) -> Non
     process.wait()
 
 
+@pytest.mark.parametrize("found", [lambda: owner(pid=gone()), lambda: owner(host="another"), lambda: "damaged"])
+def test_a_lock_that_replaces_a_stale_one_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
+    """Another start is quicker, between finding that the lock is stale and removing it."""
+    file = locked(tmp_path, found(), age=2 * STALE)
+    winner: list[run_lock.RunLock] = []
+    remove = run_lock._remove_stale
+
+    def late(file: Path, stale: str) -> None:
+        if not winner:
+            remove(file, stale)
+            winner.append(acquire(tmp_path, "winner.rlf"))
+        remove(file, stale)
+
+    monkeypatch.setattr(run_lock, "_remove_stale", late)
+    with pytest.raises(Failure, match="winner"):
+        acquire(tmp_path, "late.rlf")
+    assert winner[0].beat() and json.loads(file.read_text())["program"] == "winner.rlf"
+    winner[0].release()
+    assert clean(tmp_path)
+
+
 ELSEWHERE = [{"host": "another"}, {"boot": "another"}, {"namespace": "pid:[1]"}]
 
 

@@ -126,8 +126,9 @@ def acquire(out: Path, program: str = "", lost: Callable[[Diagnostic], object] |
             temporary.write_text(json.dumps(asdict(owner)) + "\n")
         with written(file):
             while not _linked(temporary, file):
-                _wait_until_stale(file, temporary)
-                _remove_stale(file)
+                stale = _wait_until_stale(file, temporary)
+                if stale is not None:
+                    _remove_stale(file, stale)
     finally:
         with suppress(OSError):
             temporary.unlink()
@@ -159,17 +160,21 @@ def _linked(temporary: Path, file: Path) -> bool:
     return True
 
 
-def _wait_until_stale(file: Path, temporary: Path) -> None:
-    """Return when the lock is stale or gone. RL0780: its owner is alive."""
-    owner = _read(file)
+def _wait_until_stale(file: Path, temporary: Path) -> str | None:
+    """The token of the lock that was found stale ("" if the lock is damaged), None as soon as it is gone. It is what to
+    remove: another start may have put its own lock in the place of the stale one by then. RL0780: its owner is alive."""
+    beat, seen, announced = _heartbeat(file), time.monotonic(), False
+    owner = _read(file)  # between two looks at the heartbeat: if they agree, it is the owner of that lock
+    if beat is None:
+        return None
+    token = owner.token if owner is not None else ""
     if owner is not None and owner.is_here():
         if _alive(owner):
             raise _refused(file, owner)
-        return
-    beat, seen, announced = _heartbeat(file), time.monotonic(), False
+        return token
     os.utime(temporary)
-    if beat is None or temporary.lstat().st_mtime - beat > STALE:  # by one clock, that of the file system
-        return
+    if temporary.lstat().st_mtime - beat > STALE and _heartbeat(file) == beat:  # by one clock, that of the file system
+        return token
     while time.monotonic() - seen < STALE:
         if not announced and time.monotonic() - seen > 2.0:
             whose = owner.text() if owner is not None else "an unknown process"
@@ -179,16 +184,14 @@ def _wait_until_stale(file: Path, temporary: Path) -> None:
         time.sleep(LOOK)
         now = _heartbeat(file)
         if now is None:
-            return
+            return None
         if now != beat:
             raise _refused(file, _read(file) or owner)
+    return token
 
 
-def _remove_stale(file: Path) -> None:
-    """Remove the lock that was found stale, unless another start has done so or does it now."""
-    stale = _token_or_none(file)
-    if stale is None:
-        return
+def _remove_stale(file: Path, stale: str) -> None:
+    """Remove the lock whose token is `stale`, unless another start has done so or does it now."""
     guard = file.with_name(f".{LOCK}.stale-{stale or 'damaged'}")
     try:
         os.close(os.open(guard, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
