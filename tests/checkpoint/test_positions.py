@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from rldsl.plan.function import Function
 from rldsl.runtime.data.read_positions import SourceReading, compare_readings
 from rldsl.runtime.persist.manifest import DIGEST, manifest_text
-from rldsl.runtime.persist.run_identity import program_changes
+from rldsl.runtime.persist.run_identity import program_changes, program_identity
 from tests.checkpoint.runs import lines, run
 from tests.end_to_end.programs import compile_program
+from tests.plan import sample
 from tests.tiny import make_model, make_sums, write_jsonl
 from tests.world import run_world
 
@@ -250,3 +252,13 @@ def test_changes() -> None:
         "p.rlf: 11111111 -> 55555555", "q.rlf: 22222222 -> missing", "r.py: 33333333 -> 44444444"]
     old = {k: v for k, v in then.items() if k != "functions"}
     assert list(program_changes(old, then)) == []
+
+
+def test_a_module_that_a_function_imports_has_changed() -> None:
+    """Editing it changes what the function computes as much as editing the function's own file."""
+    def identity(digest: str) -> dict[str, Any]:
+        function = Function("r.py:f", "r.py", "f", "3" * 64, modules=(("helper", "helper.py", digest * 64),))
+        return program_identity(replace(sample.grpo(), functions=(function,)))
+
+    assert list(program_changes(identity("1"), identity("1"))) == []
+    assert list(program_changes(identity("1"), identity("2"))) == ["helper.py: 11111111 -> 22222222"]

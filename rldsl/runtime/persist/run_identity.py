@@ -14,8 +14,10 @@ from rldsl.plan.model import Plan
 def program_identity(plan: Plan) -> dict[str, Any]:
     """What a checkpoint says of its program, so that a run that resumes from it can report what has changed."""
     header = plan.header
-    return {"sources": dict(header.sources), "functions": {f.path: f.sha256 for f in plan.functions},
-            "params": dict(header.params), "seed": header.seed}
+    functions = {f.path: f.sha256 for f in plan.functions}
+    functions |= {path: sha256 for f in plan.functions for _, path, sha256 in f.modules}  # which these files import
+    return {"sources": dict(header.sources), "functions": functions, "params": dict(header.params),
+            "seed": header.seed}
 
 
 def program_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
