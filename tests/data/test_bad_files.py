@@ -132,7 +132,37 @@ def test_no_such_place_suggests_one(tmp_path: Path, tokenizer: str, format: str)
     assert found.code == "RL0741" and f"did you mean `{tmp_path / 'd'}`?" in found.help
 
 
+def test_a_pattern_is_not_expanded(tmp_path: Path, tokenizer: str) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "1+1="}\n' * 4)
+    for path in (tmp_path / "*.jsonl", tmp_path / "[ab].jsonl"):
+        found = one(declared(path, tokenizer))
+        assert found.code == "RL0741" and "patterns are not expanded" in found.help
+    (tmp_path / "[ab].jsonl").write_text('{"prompt": "1+1="}\n' * 4)
+    assert len(open_source(declared(tmp_path / "[ab].jsonl", tokenizer), 10).table) == 4  # a name with such characters
+
+
+@pytest.mark.parametrize("format", ["jsonl", *FORMATS])
+def test_a_broken_link_is_called_that(tmp_path: Path, tokenizer: str, format: str) -> None:
+    (tmp_path / "d").symlink_to("gone")
+    found = one(declared(tmp_path / "d", tokenizer, format=format))
+    assert found.code == "RL0741" and found.title.endswith("this symbolic link is broken")
+    assert found.notes == ("it points to gone",) and "did you mean" not in found.help
+
+
 # ------------------------------------------------------------------------------------------------------ parquet
+
+
+def test_hidden_files_and_directories_are_no_rows(tmp_path: Path, tokenizer: str) -> None:
+    """Spark writes to `_temporary` first: its parts would be rows that occur twice."""
+    for i, name in enumerate(("a", "sub/b", "_temporary/0/c", ".cache/d", "sub/_old/e", ".f", "_g")):
+        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"prompt": [f"{i}+1="] * 2}), tmp_path / "d" / f"{name}.parquet")
+    source = open_source(declared(tmp_path / "d", tokenizer, format="parquet", batch=4, shuffle=False), 1)
+    assert [row["prompt"] for row in source.columns(0, 1)] == ["0+1=", "0+1=", "1+1=", "1+1="]
+    hidden = tmp_path / ".data"  # what the program names is never hidden
+    (tmp_path / "d").rename(hidden)
+    assert len(open_source(declared(hidden, tokenizer, format="parquet"), 1).table) == 4
 
 
 def test_a_directory_without_parquet_files(tmp_path: Path, tokenizer: str) -> None:
@@ -201,6 +231,16 @@ def test_no_room_for_the_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "scan.py").write_text(NO_ROOM)
     run = command(str(tmp_path / "scan.py"), str(tmp_path / "d.parquet"))
     assert "RL0758" in run.stdout and "TMPDIR" in run.stdout, run.stderr
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_time_that_python_cannot_represent(tmp_path: Path, tokenizer: str, format: str) -> None:
+    """Only the rows of a step are decoded as a whole, so this is found then: with the row, not as an internal error."""
+    times = pa.array([0, 1, 2**50, 3], pa.timestamp("ms"))
+    path = table(tmp_path, format, {"prompt": PROMPTS.slice(0, 4), "time": times})
+    found = one(declared(path, tokenizer, format=format, shuffle=False))
+    assert found.code == "RL0754" and found.title == "this row cannot be read" and found.place.endswith(":3")
+    assert found.notes == ("date value out of range",) and "remove the row" in found.help
 
 
 # ----------------------------------------------------------------------------------------------- datasets directories

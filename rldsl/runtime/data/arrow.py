@@ -55,9 +55,19 @@ class ArrowTable:
         at = np.searchsorted(self.firsts, wanted, "right") - 1
         breaks = np.flatnonzero((np.diff(wanted) != 1) | (np.diff(at) != 0)) + 1
         for run, batch in zip(np.split(wanted, breaks), at[[0, *breaks]], strict=True):  # neighbours in one go
-            with readable(self.place(int(run[0])), "row"):
-                found += self.batches[batch].slice(int(run[0] - self.firsts[batch]), len(run)).to_pylist()
+            try:
+                found += self._read(int(batch), int(run[0]), len(run))
+            except Failure:
+                for row in run.tolist():  # name the row that cannot be read
+                    self._read(int(batch), row, 1)
+                raise
         return found
+
+    def _read(self, batch: int, first: int, count: int) -> list[Row]:
+        """Neighbouring rows of one batch."""
+        with readable(self.place(first), "row"):
+            rows: list[Row] = self.batches[batch].slice(first - int(self.firsts[batch]), count).to_pylist()
+        return rows
 
     def _same(self, part: ArrowFile) -> None:
         """RL0752 if a file has changed: reading mapped memory of a truncated file would end the process."""
@@ -86,11 +96,13 @@ def readable(place: str, what: str) -> Iterator[None]:
         yield
     except Failure:
         raise
-    except (pa.ArrowException, OSError, ValueError, NotImplementedError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError, NotImplementedError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         json = what != "row" and _starts_like_json(place)
         raise fail("RL0754", f"this {what} cannot be read", place=place, notes=(line,),
-                   help="use `jsonl(...)` for JSON lines" if json else "write the file again") from None
+                   help="use `jsonl(...)` for JSON lines" if json else
+                   "remove the row, or the column that holds this value" if isinstance(error, OverflowError) else
+                   "write the file again") from None
 
 
 def _starts_like_json(path: str) -> bool:

@@ -20,6 +20,13 @@ Stamp = tuple[int, int]  # size and time of a file
 
 
 def no_such(path: str, what: str = "data file") -> Failure:
+    if Path(path).is_symlink():
+        return fail("RL0741", f"no such {what}: this symbolic link is broken", place=path,
+                    notes=(f"it points to {os.readlink(path)}",), help="link to an existing one, or give its own path")
+    if any(c in Path(path).name for c in "*?["):
+        return fail("RL0741", f"no such {what}", place=path,
+                    help="patterns are not expanded: concatenate JSON lines into one file, or give the directory of "
+                         "Parquet files to `parquet(...)`")
     folder = Path(path).parent
     siblings = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
     near = get_close_matches(Path(path).name, siblings, n=1)

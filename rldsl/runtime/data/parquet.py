@@ -1,4 +1,6 @@
-"""Parquet: one file, or all `*.parquet` files under a directory in the order of their names.
+"""Parquet: one file, or all `*.parquet` files under a directory in the order of their names. As in Arrow and Spark, a
+name that starts with `.` or `_` hides a file, and a directory with all that is in it: `_temporary` holds the unfinished
+output of a job.
 
 Parquet cannot be read by row, so it is decoded once, in pieces, into a nameless temporary file in Arrow's own format,
 which is mapped and is gone when the process ends.
@@ -71,7 +73,8 @@ def files_of(path: str) -> list[str]:
         raise no_such(path)
     if not Path(path).is_dir():
         return [path]
-    files = sorted(str(f) for f in Path(path).rglob("*.parquet") if not f.name.startswith((".", "_")) and f.is_file())
+    files = sorted(str(f) for f in Path(path).rglob("*.parquet") if f.is_file()
+                   and not any(part.startswith((".", "_")) for part in f.relative_to(path).parts))
     if not files:
         saved = any((Path(path) / name).exists() for name in ("state.json", "dataset_dict.json"))
         raise fail("RL0742", "this directory has no Parquet files", place=path,
