@@ -3,7 +3,7 @@
 In: a `Plan`, and the kind of device. Out: a `Curve` per class of ranks that hold the same; `curve.peak` gives its peak
 and what holds it. Sequences have the maximum length of their frames, and all sizes are closed forms, so that ten
 thousand ranks cost what ten do. Not counted: what CUDA, NCCL and the allocator need for themselves, text columns in
-host memory, and the elements that a median or quantile in a loss's metrics gathers.
+host memory, and what a computation of the flow makes of its own rows while it runs.
 
 On "cuda" half precision has variable-length attention, and float32 torch's own; on "cpu" there is one memory, so that
 what is offloaded or on its way to the disk stays in it. Plans are for "cuda"; runs are measured on "cpu" (`benchmarks/

@@ -15,10 +15,11 @@ from rldsl.memory.curve import Curve, Holding
 from rldsl.memory.holder_classes import HolderClass
 from rldsl.memory.parameters import FLOAT, Copy, elements, largest, new_bytes, resting
 from rldsl.memory.reshard_buffers import realloc_bytes, saved_bytes
-from rldsl.memory.values import Tables, buffer_bytes
+from rldsl.memory.values import Tables, buffer_bytes, flow_gather_bytes, loss_gather_bytes
 from rldsl.plan.events import (
     AnyCall,
     Checkpoint,
+    Compute,
     CopyPart,
     Event,
     Generate,
@@ -64,6 +65,7 @@ class _Lifetimes:
         self.t = Tables.of(self.plan)
         self.labels = Labels.of(self.plan.values, self.plan.frames)
         self.models = {m.name: m for m in self.plan.models}
+        self.programs = {p.id: p for p in self.plan.programs}
         self.layouts: dict[str, Layout] = {x.id: x for x in self.plan.layouts}
         self.spans = list(self._flat(self.plan.body))
         steps = [2 * first for loop, first, _ in self.spans if any(loop is x for x in self.plan.body)]
@@ -243,6 +245,13 @@ class _Lifetimes:
         by_cell = [call_bytes(self.t, e, c, self.device) for c in self._copies(f"{e.model}@{e.layout}")]
         for what, size in max(by_cell, key=lambda needs: sum(needs.values())).items():
             self._hold(what, size, now, now)
+        if isinstance(e, Train):
+            size = loss_gather_bytes(self.t, self.programs[e.loss], self.t.spreads[e.spread])
+            self._hold(f"medians and quantiles of {e.model}.train", size, now, now)
+
+    def _compute(self, i: int, e: Compute) -> None:
+        size = flow_gather_bytes(self.t, self.programs[e.program], self.t.spreads[e.spread])
+        self._hold(f"medians and quantiles of {self.labels.name(e.called)}", size, 2 * i + 1, 2 * i + 1)
 
     def _load(self, i: int, e: Load) -> None:
         if not e.alias_of:
@@ -319,6 +328,7 @@ RULES: Mapping[type[Event], Callable[[_Lifetimes, int, Any], None]] = {
     Generate: _Lifetimes._call,
     Infer: _Lifetimes._call,
     Train: _Lifetimes._call,
+    Compute: _Lifetimes._compute,
     Transfer: _Lifetimes._transfer,
     Realloc: _Lifetimes._realloc,
     Load: _Lifetimes._load,

@@ -6,12 +6,15 @@ In: the tables of a plan. Out: bytes of a buffer `value@spread` on a rank that h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rldsl.plan.expr import Program
 from rldsl.plan.model import Layout, Plan, Spread, Value
+from rldsl.plan.operators import OPERATORS
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
 
+WIDE = 8  # bytes of a float64, and of an int64
 SIZES = {"f32": 4, "i64": 8, "bool": 1}
 ROW = 16  # bytes of a row's number and its number of entries
 
@@ -61,3 +64,37 @@ def buffer_bytes(t: Tables, value: str, spread: str) -> int:
         return -(-num_rows // frame.per_prompt) * (SIZES[v.dtype] + ROW)
     entries = {"tokens": width(frame), "response": frame.max_response_tokens, "row": 1}[v.extent]
     return num_rows * (entries * SIZES[v.dtype] + ROW)
+
+
+def loss_gather_bytes(t: Tables, program: Program, spread: Spread) -> int:
+    """Bytes on a rank of a train call for medians and quantiles over the batch in the metrics of its loss: of each
+    epoch the elements of its own rows with their positions, and all elements of all minibatches, both by minibatch and
+    joined for one all-reduce; of the minibatch whose metrics are computed, the elements in order with their order."""
+    own, whole = (_gathered_elements(t, program, of) for of in (lambda f: rows(f, spread, t.layouts), _all_rows))
+    return WIDE * (2 * spread.epochs * (own + whole) + 3 * -(-whole // spread.minibatches))
+
+
+def flow_gather_bytes(t: Tables, program: Program, spread: Spread) -> int:
+    """Bytes on a rank of a computation for medians and quantiles over the batch: the elements of its own rows, and all
+    elements, with their order."""
+    own, whole = (_gathered_elements(t, program, of) for of in (lambda f: rows(f, spread, t.layouts), _all_rows))
+    return WIDE * (own + 3 * whole)
+
+
+def _all_rows(frame: IndexedFrame) -> int:
+    return frame.count
+
+
+def _gathered_elements(t: Tables, program: Program, num_rows: Callable[[IndexedFrame], int]) -> int:
+    """How many elements the reductions to batch of a program that gather them reduce, at most. num_rows: of a frame."""
+    total = 0
+    for node in program.nodes:
+        if node.op not in OPERATORS or OPERATORS[node.op].combine != "gather" or node.attr("to") != "batch":
+            continue
+        of = program.nodes[node.args[0]]
+        frame = next((f for f in t.frames.values()
+                      if of.space == {"token": f.id, "seq": f.row_space, "prompt": f.prompt_space}.get(of.level)), None)
+        if frame is not None:
+            each = {"token": frame.max_response_tokens, "seq": 1}.get(of.level)
+            total += num_rows(frame) * each if each is not None else -(-num_rows(frame) // frame.per_prompt)
+    return total

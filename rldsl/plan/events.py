@@ -402,8 +402,8 @@ class Transfer(Event):
 
 
 @event_kind(Traits(family="compute", blocking="collective", participants=("spread",), communicators="mesh",
-                   needs_lengths_of=("frames",), divides_rows=True, order_cost=10, timed=True, drawing="value",
-                   not_diffed=("spread", "program", "frames", "outputs")))
+                   needs_lengths_of=("frames",), divides_rows=True, order_cost=10, scratch=True, timed=True,
+                   drawing="value", not_diffed=("spread", "program", "frames", "outputs")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute(ComputeSpec, Event):
     """A pure program over values of the participants' rows."""
