@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
-from rldsl.diag import Diagnostic, Failure, Fix
+from rldsl.diag import Diagnostic, Failure, Fix, present
 from rldsl.graph import model as g
 from rldsl.models.families import Family
 from rldsl.placement.model import Call, Place, label
@@ -39,8 +39,7 @@ def check_backends(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, P
     for node in calls:
         place = places[node.id]
         x, family = place.layout, families.get(node.model)
-        known = described(x.backend)
-        assert known is not None, f"{x.id} has no backend"
+        known = present(described(x.backend), f"description of the backend `{x.backend}`", str(place.span or x.id))
         why = unable(known, kinds[type(node)], x, node.model in adapted)
         if not why and family is not None:
             why = known.problem(family, x)

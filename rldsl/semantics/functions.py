@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rldsl.diag import Label
+from rldsl.diag import Label, internal_error
 from rldsl.semantics.arguments import accept, bind
 from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.levels import ANY, depth
@@ -53,12 +53,13 @@ class Functions:
 
     def default(self, decl: ast.FnDecl | ast.LossDecl, param: ast.Parameter, module: Module) -> Term | Bad:
         """The default of a parameter, which may call other functions."""
-        assert param.default is not None
+        if (default := param.default) is None:
+            raise internal_error(f"`{param.name.name}` has no default", str(param.span))
         if any(decl is d for d in self.active):
-            return self.errors.add("RL0217", f"`{decl.name.name}` calls itself", param.default.span,
+            return self.errors.add("RL0217", f"`{decl.name.name}` calls itself", default.span,
                                    help="functions are inlined, so they cannot be recursive")
         self.active.append(decl)
-        value = self.exprs.constant(param.default, Scope(module))
+        value = self.exprs.constant(default, Scope(module))
         self.active.pop()
         return value
 
