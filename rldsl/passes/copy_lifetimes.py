@@ -1,4 +1,4 @@
-"""Drops: a copy of a trained model with keep=false is freed after its last use.
+"""Lifetimes of copies of parameters: one of a trained model with keep=false is freed after its last use.
 
 In: an ordered draft. Out: the same with a Free of each such copy after the last event that uses it before its next
 version, in the block of the realloc that wrote it. Invariant: a copy that a realloc writes is freed in the same block,
@@ -19,7 +19,7 @@ from rldsl.plan.events import Event, Free, Item, Load, Realloc
 Copies = frozenset[tuple[str, str]]  # (model, layout)
 
 
-def dropped(draft: Draft) -> Copies:
+def copies_not_kept(draft: Draft) -> Copies:
     """The copies with keep=false: every call under the layout says so, and it is not the trained copy."""
     aliases = {(e.model, e.layout) for e in draft.setup if isinstance(e, Load) and e.alias_of}
     train_layouts, places = {m.name: m.train_layout for m in draft.placed.models}, dict(draft.placed.places)
@@ -32,8 +32,8 @@ def dropped(draft: Draft) -> Copies:
                      if not keep and train_layouts[m] not in ("", x) and (m, x) not in aliases)
 
 
-def drops(draft: Draft) -> Draft:
-    not_kept = {f"{m}@{x}" for m, x in dropped(draft)}
+def copy_lifetimes(draft: Draft) -> Draft:
+    not_kept = {f"{m}@{x}" for m, x in copies_not_kept(draft)}
 
     def insert(items: tuple[Item, ...]) -> tuple[Item, ...]:
         last: dict[str, int] = {}
@@ -64,9 +64,9 @@ def _free(draft: Draft, buffer: str, after: Item) -> Free:
                 because=f"keep=false, last used by {user}")
 
 
-def check_drops(draft: Draft) -> None:
+def check_copy_lifetimes(draft: Draft) -> None:
     """In each block, a copy with keep=false is freed between two reallocs to it and at the end, once."""
-    not_kept = {f"{m}@{x}" for m, x in dropped(draft)}
+    not_kept = {f"{m}@{x}" for m, x in copies_not_kept(draft)}
 
     def block(items: tuple[Item, ...]) -> tuple[Item, ...]:
         allocated: set[str] = set()
@@ -74,10 +74,10 @@ def check_drops(draft: Draft) -> None:
             mine = not_kept & {*(e.buffers if isinstance(e, Free) else e.writes)}
             if not (mine <= allocated if isinstance(e, Free) else not mine & allocated):
                 raise internal_error(f"{e.called} of {sorted(mine)}, while {sorted(allocated)} are allocated",
-                                     "pass drops")
+                                     "pass copy_lifetimes")
             allocated = allocated - mine if isinstance(e, Free) else allocated | mine
         if allocated:
-            raise internal_error(f"copies are not freed: {', '.join(sorted(allocated))}", "pass drops")
+            raise internal_error(f"copies are not freed: {', '.join(sorted(allocated))}", "pass copy_lifetimes")
         return items
 
     each_block(draft.body, block)

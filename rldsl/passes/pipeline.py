@@ -12,7 +12,17 @@ from dataclasses import dataclass, replace
 from rldsl.diag import internal_error
 from rldsl.memory import curves
 from rldsl.memory.curve import Curve, Peak, peaks
-from rldsl.passes import checkpoint, drops, event_order, frees, loads, log, offloads, reallocs, transfers
+from rldsl.passes import (
+    checkpoint,
+    copy_lifetimes,
+    event_order,
+    loads,
+    log,
+    offloads,
+    reallocs,
+    transfers,
+    value_lifetimes,
+)
 from rldsl.passes.draft import Draft, events
 from rldsl.passes.emit import emit
 from rldsl.passes.lengths import check_lengths, lengths
@@ -39,7 +49,7 @@ class Compiled:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class CompilerPass:
     """One step from placed calls to ordered events."""
 
     name: str  # `rlc compile --print-after NAME`
@@ -52,25 +62,27 @@ def _of_result(check: Callable[[Draft], None]) -> Callable[[Draft, Draft], None]
     return lambda _, after: check(after)
 
 
-PASSES: tuple[Pass, ...] = (
-    Pass("node_events", "an event for each call in program order, with the division of its rows among ranks",
-         lambda draft: node_events(draft.placed)),
-    Pass("transfers", "values transferred to the ranks that read them", transfers.transfers,
-         _of_result(transfers.check_transfers)),
-    Pass("lengths", "row lengths where rows are divided by length, and the mesh of each fetch", lengths,
-         _of_result(check_lengths)),
-    Pass("loads", "weights loaded from disk", loads.loads),
-    Pass("reallocs", "parameters resharded from layout to layout", reallocs.reallocs,
-         _of_result(reallocs.check_reallocs)),
-    Pass("offloads", "copies moved to host memory after use, and back", offloads.offloads),
-    Pass("log", "metrics written to the log", log.log),
-    Pass("order", "each block ordered so that disjoint meshes work at the same time", event_order.order,
-         event_order.check_order),
-    Pass("prefetch", "offloaded copies moved back early, during the work between calls", offloads.prefetch,
-         _of_result(lambda draft: offloads.check_offloads(draft.body))),
-    Pass("frees", "every value freed after its last use", frees.frees, _of_result(frees.check_frees)),
-    Pass("drops", "copies with keep=false freed after their last use", drops.drops, _of_result(drops.check_drops)),
-    Pass("checkpoint", "the checkpoint at the end of the step", checkpoint.checkpoint),
+PASSES: tuple[CompilerPass, ...] = (
+    CompilerPass("node_events", "an event for each call in program order, with the division of its rows among ranks",
+                 lambda draft: node_events(draft.placed)),
+    CompilerPass("transfers", "values transferred to the ranks that read them", transfers.transfers,
+                 _of_result(transfers.check_transfers)),
+    CompilerPass("lengths", "row lengths where rows are divided by length, and the mesh of each fetch", lengths,
+                 _of_result(check_lengths)),
+    CompilerPass("loads", "weights loaded from disk", loads.loads),
+    CompilerPass("reallocs", "parameters resharded from layout to layout", reallocs.reallocs,
+                 _of_result(reallocs.check_reallocs)),
+    CompilerPass("offloads", "copies moved to host memory after use, and back", offloads.offloads),
+    CompilerPass("log", "metrics written to the log", log.log),
+    CompilerPass("order", "each block ordered so that disjoint meshes work at the same time", event_order.order,
+                 event_order.check_order),
+    CompilerPass("prefetch", "offloaded copies moved back early, during the work between calls", offloads.prefetch,
+                 _of_result(lambda draft: offloads.check_offloads(draft.body))),
+    CompilerPass("value_lifetimes", "every value freed after its last use", value_lifetimes.value_lifetimes,
+                 _of_result(value_lifetimes.check_value_lifetimes)),
+    CompilerPass("copy_lifetimes", "copies with keep=false freed after their last use", copy_lifetimes.copy_lifetimes,
+                 _of_result(copy_lifetimes.check_copy_lifetimes)),
+    CompilerPass("checkpoint", "the checkpoint at the end of the step", checkpoint.checkpoint),
 )
 NAMES = tuple(p.name for p in PASSES)
 
@@ -86,11 +98,11 @@ def run(placed: Placed) -> Draft:
     return draft
 
 
-def check_pass(step: Pass, before: Draft, after: Draft) -> None:
+def check_pass(step: CompilerPass, before: Draft, after: Draft) -> None:
     """What every pass promises, and what this one does. Errors: RL0699."""
     for event in events((*after.setup, *after.body)):
         if event.mesh not in after.meshes or not after.meshes[event.mesh].ranks:
-            raise internal_error(f"{event.called} has no ranks", f"pass {step.name}")
+                    raise internal_error(f"{event.called} has no ranks", f"pass {step.name}")
     if step.check is not None:
         step.check(before, after)
 
@@ -101,7 +113,7 @@ def after(placed: Placed, name: str) -> Draft:
     for step in PASSES:
         before, draft = draft, step.run(draft)
         if step.name == name:
-            break
+                    break
         check_pass(step, before, draft)
     return draft
 

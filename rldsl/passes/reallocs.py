@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from rldsl.diag import internal_error
 from rldsl.graph.model import nodes
+from rldsl.passes.copy_lifetimes import copies_not_kept
 from rldsl.passes.draft import Draft, events, union
-from rldsl.passes.drops import dropped
 from rldsl.passes.syncs import Syncs
 from rldsl.placement.model import Call
 from rldsl.plan.events import Every, Item, Load, Loop, ModelCall, Realloc, Train
@@ -42,7 +42,7 @@ def reallocs(draft: Draft) -> Draft:
 class _Reallocs:
     def __init__(self, draft: Draft):
         self.draft, self.models = draft, {m.name: m for m in draft.placed.models}
-        self.dropped = dropped(draft)
+        self.not_kept = copies_not_kept(draft)
         # copies that are aliases of the trained one
         self.aliases = {(e.model, e.layout) for e in draft.setup if isinstance(e, Load) and e.alias_of}
         places = dict(draft.placed.places)
@@ -91,12 +91,12 @@ class _Reallocs:
                 if isinstance(item, Train):
                     trained_copies = {(item.model, item.layout), *(c for c in self.aliases if c[0] == item.model)}
                     current = frozenset(c for c in current if c[0] != item.model) | trained_copies
-        return tuple(out), frozenset(c for c in current if c not in self.dropped or c in begin)
+        return tuple(out), frozenset(c for c in current if c not in self.not_kept or c in begin)
 
     def _current_inside(self, current: Copies, block: Every | Loop) -> Copies:
         """What stays current inside a block. Copies with keep=false of a model that the block trains do not: the block
         makes its own."""
-        return current - {c for c in self.dropped if c[0] in _trained(block)}
+        return current - {c for c in self.not_kept if c[0] in _trained(block)}
 
     def _ensure_current(self, e: ModelCall, out: list[Item], current: Copies) -> tuple[list[Item], Copies]:
         """`out` with a realloc if the copy that `e` uses is not current, and what is current then."""

@@ -1,4 +1,4 @@
-"""Lifetimes: every value is freed where nothing reads it any more.
+"""Lifetimes of values: each is freed where nothing reads it any more.
 
 In: an ordered draft. Out: the same with a Free after the last use of each buffer that a block writes, in that block.
 Parameters stay: they are rewritten in place. Invariant: a block ends with the buffers that it began with.
@@ -16,7 +16,7 @@ from rldsl.plan.model import Mesh
 from rldsl.plan.naming import Labels
 
 
-def frees(draft: Draft) -> Draft:
+def value_lifetimes(draft: Draft) -> Draft:
     models = {m.name for m in draft.placed.models}
     values, labels = draft.values, draft.labels
     lengths_in = lengths_spread_ids(draft)
@@ -63,7 +63,7 @@ def _free(draft: Draft, labels: Labels, buffers: list[str], after: Item, meshes:
     return Free(id=0, mesh=mesh.id, because=f"last used by {reader}", buffers=tuple(buffers))
 
 
-def check_frees(draft: Draft) -> None:
+def check_value_lifetimes(draft: Draft) -> None:
     """Written in a block = freed in it, once."""
     models = {m.name for m in draft.placed.models}
 
@@ -72,7 +72,7 @@ def check_frees(draft: Draft) -> None:
         wrote = sorted(b for i in items for b in _made(i) if split_buffer(b)[0] not in models and b not in kept)
         freed = sorted(b for e in own for b in e.frees)
         if wrote != freed:
-            raise internal_error(f"buffers leak: {', '.join(sorted(set(wrote) ^ set(freed)))}", "pass frees")
+            raise internal_error(f"buffers leak: {', '.join(sorted(set(wrote) ^ set(freed)))}", "pass value_lifetimes")
         for item in items:
             if isinstance(item, Every | Loop):
                 block(item.body, kept | _held(item))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rldsl import api
 from rldsl.diag import Failure, InternalError
 from rldsl.graph import model as g
-from rldsl.passes import event_order, frees, lengths, pipeline, reallocs, transfers
+from rldsl.passes import event_order, lengths, pipeline, reallocs, transfers, value_lifetimes
 from rldsl.passes.draft import Draft, events
 from rldsl.passes.node_events import node_events
 from rldsl.placement.place import place_graph
@@ -201,7 +201,7 @@ def test_checks_between_passes_notice() -> None:
     lengths.check_lengths(lengths.lengths(moved))
     done = drafted(ppo())
     with pytest.raises(InternalError, match="leak"):
-        frees.check_frees(replace(done, body=tuple(i for i in done.body if not isinstance(i, p.Free))))
+        value_lifetimes.check_value_lifetimes(replace(done, body=tuple(i for i in done.body if not isinstance(i, p.Free))))
     with pytest.raises(InternalError, match="lost"):
         event_order.check_order(done, replace(done, body=done.body[1:]))
     with pytest.raises(InternalError, match="before an event that it needs"):

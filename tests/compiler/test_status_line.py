@@ -25,8 +25,8 @@ def drawn(line: StatusLine, stream: io.StringIO, word: str) -> bool:
 
 
 def test_a_stage_as_text() -> None:
-    assert str(Stage("pass frees", 3, 12)) == "pass frees (4 of 12)"
-    assert str(Stage("pass frees", 12, 12)) == "pass frees (12 of 12)"
+    assert str(Stage("pass value_lifetimes", 3, 12)) == "pass value_lifetimes (4 of 12)"
+    assert str(Stage("pass value_lifetimes", 12, 12)) == "pass value_lifetimes (12 of 12)"
     assert str(Stage("searching", detail="gap 2 %")) == "searching, gap 2 %"
 
 
