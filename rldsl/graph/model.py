@@ -20,11 +20,11 @@ from rldsl.plan.model import Lora, Optimizer, Value
 from rldsl.plan.payloads import (
     CollectSpec,
     ComputeSpec,
+    DeriveSpec,
     FetchSpec,
     GenerateSpec,
     InferSpec,
     SaveSpec,
-    SelectSpec,
     TrainSpec,
 )
 from rldsl.plan.spaces import IndexedFrame
@@ -148,8 +148,8 @@ class Broadcast(Node):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Select(SelectSpec, Node):
-    """`gen where condition`"""
+class Derive(DeriveSpec, Node):
+    """A frame from another one: `gen where condition`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 
 from rldsl.graph import model as g
+from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.naming import Labels, collected
 
@@ -43,8 +44,8 @@ def title(node: g.Node, labels: Labels = NO_LABELS) -> tuple[str, str]:
             return "compute", ", ".join(name(made) for _, made in node.outputs)
         case g.Broadcast(writes=(kept,)):
             return "broadcast", name(kept)
-        case g.Select(frame=frame):
-            return "select", name(frame)
+        case g.Derive(op=op, frame=frame):
+            return DERIVE_OPS[op].verb, name(frame)
         case g.Collect(frame=frame, into=into):
             return "collect", f"{name(frame)} as {into}" if labels is NO_LABELS else name(frame)
         case g.Save(model=model):

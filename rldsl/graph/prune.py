@@ -1,5 +1,5 @@
-"""Dead code elimination: selections and collections make a value for each one that might be used; those that nothing
-reads are removed.
+"""Dead code elimination: derived frames and collections make a value for each one that might be used; those that
+nothing reads are removed.
 
 In: the items, values and frames of a flow. Out: those that are used.
 """
@@ -9,16 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rldsl.graph import model as g
+from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.model import Value
 from rldsl.plan.spaces import IndexedFrame
 
 
 def prune(items: tuple[g.Item, ...], used: set[str]) -> tuple[g.Item, ...]:
-    """`items` without the values of selections and collections that nothing reads. used: values that are logged."""
+    """`items` without the values of derived frames and collections that nothing reads. used: values that are logged."""
     nodes = list(g.nodes(items))
-    chosen = [n for n in nodes if isinstance(n, g.Select | g.Collect)]
+    chosen = [n for n in nodes if isinstance(n, g.Derive | g.Collect)]
     reads = used | {v for n in nodes if n not in chosen for v in n.reads}
-    reads |= {n.condition for n in chosen if isinstance(n, g.Select)}
+    reads |= {n.key for n in chosen if isinstance(n, g.Derive)}
     while True:
         more = reads | {v for n in chosen for v, w in n.values if _needed(n, w, reads)}
         if more == reads:
@@ -26,9 +27,9 @@ def prune(items: tuple[g.Item, ...], used: set[str]) -> tuple[g.Item, ...]:
         reads = more
 
 
-def _needed(node: g.Select | g.Collect, made: str, reads: set[str]) -> bool:
-    """Tokens of a new selection stay: the exchange of its lengths begins at them."""
-    return made in reads or isinstance(node, g.Select) and bool(node.condition) and made.endswith(".tokens")
+def _needed(node: g.Derive | g.Collect, made: str, reads: set[str]) -> bool:
+    """Tokens of new rows stay: the exchange of their lengths begins at them."""
+    return made in reads or isinstance(node, g.Derive) and DERIVE_OPS[node.op].makes_rows and made.endswith(".tokens")
 
 
 def _pruned(items: tuple[g.Item, ...], reads: set[str]) -> tuple[g.Item, ...]:
@@ -36,12 +37,12 @@ def _pruned(items: tuple[g.Item, ...], reads: set[str]) -> tuple[g.Item, ...]:
     for item in items:
         if isinstance(item, g.Every | g.Repeat | g.Until | g.Eval):
             item = replace(item, body=_pruned(item.body, reads))
-        elif isinstance(item, g.Select | g.Collect):
+        elif isinstance(item, g.Derive | g.Collect):
             pairs = tuple((v, w) for v, w in item.values if _needed(item, w, reads))
-            condition = (item.condition,) if isinstance(item, g.Select) and item.condition else ()
-            item = replace(item, values=pairs, reads=(*condition, *(v for v, _ in pairs)),
+            key = (item.key,) if isinstance(item, g.Derive) and item.key else ()
+            item = replace(item, values=pairs, reads=(*key, *(v for v, _ in pairs)),
                            writes=tuple(w for _, w in pairs))
-            if isinstance(item, g.Select) and not pairs:
+            if isinstance(item, g.Derive) and not pairs:
                 continue
         out.append(item)
     return tuple(out)

@@ -1,10 +1,10 @@
 """Selections and collections: batches whose number of rows is known only at run time.
 
-In: `kept = gen where ...` and `repeat { ... } until ... max N`. Out: frames that say where they come from, Select,
+In: `kept = gen where ...` and `repeat { ... } until ... max N`. Out: frames that say where they come from, Derive,
 Collect and Until items. A selected frame keeps the row numbers of the frame that it was taken from, so a value of that
 frame has the same number for the same row in both. A collected frame is the frames of all iterations, one after the
 other.
-Invariant: a value is used over a smaller frame only by way of a Select that made a value of that frame.
+Invariant: a value is used over a smaller frame only by way of a Derive that made a value of that frame.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class Selections:
                   for x in STANDARD for v in self._of(f"{old.id}.{x}")]
         self.flow.value(f"{frame.id}.lengths", "seq", frame.id, "i64", "lengths")
         self.flow.columns[frame.prompt_space] = self.flow.columns[old.prompt_space]
-        self.flow.items.append(g.Select(
-            id=self.flow.unique(frame.id), reads=(condition, *(v for v, _ in values)), span=s.span,
-            writes=tuple(w for _, w in values), frame=frame.id, condition=condition, values=tuple(values)))
+        self.flow.items.append(g.Derive(
+            id=self.flow.unique(frame.id), reads=(condition, *(v for v, _ in values)), span=s.span, op="where",
+            writes=tuple(w for _, w in values), source=old.id, frame=frame.id, values=tuple(values), key=condition))
         return replace(ref, frame=frame)
 
     def _of(self, id: str) -> list[Value]:
@@ -126,8 +126,8 @@ class Selections:
         name = self.flow.unique(f"{value.name}|{frame.id}")
         known = next((v.label for v in self._of(value.name)), "") or value.name
         self.flow.value(name, term.level, frame.id, term.dtype, label=f"{known} of {frame.label or frame.id}")
-        self.flow.items.append(g.Select(id=name, reads=(value.name,), writes=(name,), span=term.span, frame=frame.id,
-                                        condition="", values=((value.name, name),)))
+        self.flow.items.append(g.Derive(id=name, reads=(value.name,), writes=(name,), span=term.span, op="restrict",
+                                        source=frame.selected_from, frame=frame.id, values=((value.name, name),)))
         return input_(name, term.level, space, term.span, term.dtype, term.unit)
 
     # ------------------------------------------------------------------------------------------ collections

@@ -14,7 +14,7 @@ from rldsl.plan.notation import human, seconds_text
 
 FORMAT = 1
 SAME = "no differences"
-BARE = ("save", "checkpoint", "select", "collect")  # what these are about does not say what they do
+BARE = ("save", "checkpoint", "derive", "collect")  # what these are about does not say what they do
 
 
 def text(diff: Diff, before: str, after: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from rldsl.placement.model import Placed, mesh_of
-from rldsl.plan.events import Collect, Event, Every, Fetch, Item, Loop, Select
+from rldsl.plan.events import Collect, Derive, Event, Every, Fetch, Item, Loop
 from rldsl.plan.model import Layout, Mesh, Spread, State, Value
 from rldsl.plan.naming import Labels
 from rldsl.plan.references import Reference, Role, named, references
@@ -86,8 +86,8 @@ def frames_with_needed_lengths(draft: Draft, event: Event, values: Mapping[str, 
     if not event.traits.needs_lengths_of:
         return ()
     frames = [f for r in named(event, *event.traits.needs_lengths_of) if (f := _frame(r, values))]
-    if isinstance(event, Select):
-        frames = [draft.frames[event.frame].selected_from, *(() if event.condition else frames)]
+    if isinstance(event, Derive) and event.makes_rows:
+        frames.remove(event.frame)
     spreads = [r.id for r in references(event) if r.role is Role.SPREAD]
     known = draft.frames
     for id in spreads:

@@ -1,7 +1,8 @@
 """Lengths: who must know how long each row is, and the exchange that tells them.
 
-In: a draft with all transfers. Out: the same with a Lengths event after each generate, over every rank that divides or
-cuts that frame's rows, and with the mesh of each fetch: all ranks that read what it writes or need its lengths.
+In: a draft with all transfers. Out: the same with a Lengths event after each generate, and each derive that makes rows,
+over every rank that divides or cuts that frame's rows, and with the mesh of each fetch: all ranks that read what it
+writes or need its lengths.
 Invariant: wherever rows are divided by tokens, the lengths are there, and every spread and layout that a buffer names
 is in the draft's tables.
 """
@@ -16,7 +17,7 @@ from typing import TypeGuard
 from rldsl.diag import internal_error
 from rldsl.passes.draft import Draft, each_block, events, frames_with_needed_lengths, lengths_spread_id
 from rldsl.placement.model import mesh_of
-from rldsl.plan.events import Collect, Event, Fetch, Generate, Item, Lengths, Loop, Select, split_buffer
+from rldsl.plan.events import Collect, Derive, Event, Fetch, Generate, Item, Lengths, Loop, split_buffer
 from rldsl.plan.model import Mesh, Spread
 
 
@@ -62,8 +63,8 @@ def _collects_in_full(e: Event, divided: Mapping[str, Spread]) -> TypeGuard[Coll
     return isinstance(e, Collect) and e.dst not in divided
 
 
-def _makes_rows(e: Event) -> TypeGuard[Generate | Select]:
-    return isinstance(e, Generate) or isinstance(e, Select) and bool(e.condition)
+def _makes_rows(e: Event) -> TypeGuard[Generate | Derive]:
+    return isinstance(e, Generate) or isinstance(e, Derive) and e.makes_rows
 
 
 def _ranks_of_replicated(draft: Draft) -> dict[str, set[int]]:
@@ -97,11 +98,11 @@ def _ranks_of_replicated(draft: Draft) -> dict[str, set[int]]:
     return {id: ranks or {0} for id, ranks in touched.items()}
 
 
-def _mesh(draft: Draft, spread: Spread, e: Generate | Select) -> Mesh:
+def _mesh(draft: Draft, spread: Spread, e: Generate | Derive) -> Mesh:
     return mesh_of(draft.ranks(spread.mesh) | draft.ranks(e.mesh))
 
 
-def _exchange(draft: Draft, e: Generate | Select, replicated: Spread) -> Event:
+def _exchange(draft: Draft, e: Generate | Derive, replicated: Spread) -> Event:
     mesh = _mesh(draft, replicated, e)
     spread, frame = draft.spreads[e.spread], draft.frames[e.frame]
     layout = draft.layouts[spread.layout]

@@ -18,6 +18,7 @@ from rldsl.placement.sync import sync_places
 from rldsl.plan.events import (
     Collect,
     Compute,
+    Derive,
     Event,
     Every,
     Fetch,
@@ -27,7 +28,6 @@ from rldsl.plan.events import (
     Loop,
     Realloc,
     Save,
-    Select,
     Train,
     split_buffer,
 )
@@ -35,11 +35,11 @@ from rldsl.plan.model import Layout, Mesh, Spread, State
 from rldsl.plan.payloads import (
     CollectSpec,
     ComputeSpec,
+    DeriveSpec,
     FetchSpec,
     GenerateSpec,
     InferSpec,
     SaveSpec,
-    SelectSpec,
     TrainSpec,
     payload,
 )
@@ -183,9 +183,9 @@ class _EventBuilder:
         self.spreads[spread.id] = spread
         reads = tuple(f"{v}@{self._at(v, spread.id)}" for v in node.reads)
         writes = tuple(f"{v}@{spread.id}" for v in node.writes)
-        if isinstance(node, g.Select):
-            return Select(id=0, mesh=spread.mesh, at=at, spread=spread.id, reads=reads, writes=writes,
-                          **payload(node, SelectSpec))
+        if isinstance(node, g.Derive):
+            return Derive(id=0, mesh=spread.mesh, at=at, spread=spread.id, reads=reads, writes=writes,
+                          **payload(node, DeriveSpec))
         common: dict[str, Any] = {"id": 0, "mesh": place.mesh.id, "at": at, "spread": spread.id}
         if isinstance(node, g.Compute):
             return Compute(**common, reads=reads, writes=writes, **payload(node, ComputeSpec))
@@ -234,14 +234,13 @@ class _EventBuilder:
         return self.replicated.get(value, spread)
 
     def _spread(self, node: g.Node, place: Place) -> Spread:
-        """The spread of what the node writes. Rows are selected where their sequences (or values) are; rows that every
+        """The spread of what the node writes. Rows are derived where their sequences (or values) are; rows that every
         rank holds in full are first divided as for a computation."""
-        if isinstance(node, g.Select):
+        if isinstance(node, g.Derive):
             made = self.spreads.get(self.made_in.get(node.values[0][0], ""))
             if made is not None and made.granularity != "all":
                 return made
-            of = self.frames[node.frame].selected_from
-            return _named(Spread("", place.mesh.id, place.layout.id, (of,), "prompt", "tokens"))
+            return _named(Spread("", place.mesh.id, place.layout.id, (node.source,), "prompt", "tokens"))
         return spread_of(node, place)
 
     def _save_layout(self, node: g.Save) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from rldsl.graph.model import Collect, Compute, Generate, Graph, Infer, Node, Select, Train
+from rldsl.graph.model import Collect, Compute, Derive, Generate, Graph, Infer, Node, Train
 from rldsl.models.families import Family
 from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh, Model
@@ -19,7 +19,7 @@ from rldsl.plan.projection import to_ranges
 from rldsl.source import Span
 
 Call = Generate | Infer | Train
-Local = Compute | Select | Collect  # what runs on values alone
+Local = Compute | Derive | Collect  # what runs on values alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.payloads import (
     CollectSpec,
     ComputeSpec,
+    DeriveSpec,
     FetchSpec,
     GenerateSpec,
     InferSpec,
     Sampling,
     SaveSpec,
-    SelectSpec,
     TrainSpec,
 )
 from rldsl.plan.references import (
@@ -39,9 +40,9 @@ from rldsl.plan.references import (
 from rldsl.plan.traits import EVENTS, Buffers, Traits, event_kind
 
 __all__ = [
-    "EVENTS", "AnyCall", "Checkpoint", "Collect", "Compute", "CopyPart", "Event", "Every", "Fetch", "Free",
+    "EVENTS", "AnyCall", "Checkpoint", "Collect", "Compute", "CopyPart", "Derive", "Event", "Every", "Fetch", "Free",
     "Generate", "Infer", "Item", "Lengths", "Load", "Log", "Loop", "ModelCall", "Offload", "Onload", "Realloc",
-    "Sampling", "Save", "Select", "Train", "Transfer", "Versions", "optimizer_of", "split_buffer",
+    "Sampling", "Save", "Train", "Transfer", "Versions", "optimizer_of", "split_buffer",
 ]
 
 CopyPart = Literal["parameters", "optimizer"]  # of a model under a layout; optimizer: moments and gradients
@@ -86,6 +87,11 @@ class Event:
     @property
     def called(self) -> str:
         """What messages call it: "actor.generate"."""
+        return self.kind
+
+    @property
+    def verb(self) -> str:
+        """What titles say that it does: "transfer" in "transfer gen.tokens"."""
         return self.kind
 
     @property
@@ -423,18 +429,27 @@ class Compute(ComputeSpec, Event):
         return ", ".join(self.result_names)
 
 
-@event_kind(Traits(family="compute", blocking="none", participants=("spread",), needs_lengths_of=("frame",),
-                   divides_rows=True, timed=True, drawing="value", not_diffed=("spread", "frame", "values")))
+@event_kind(Traits(family="compute", blocking="none", participants=("spread",), needs_lengths_of=("source", "frame"),
+                   divides_rows=True, timed=True, drawing="value", not_diffed=("spread", "source", "frame", "values")))
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Select(SelectSpec, Event):
-    """Of each (value, kept value), the rows of the frame `frame` go from the first to the second; each participant
-    works on its own rows."""
+class Derive(DeriveSpec, Event):
+    """Rows of the frame `frame` are made from those of the frame `source`, with the values that come along; each
+    participant works on its own rows."""
 
     spread: SpreadId
 
     @property
+    def makes_rows(self) -> bool:
+        """Whether the frame's rows begin with it, so that an exchange of their lengths follows."""
+        return DERIVE_OPS[self.op].makes_rows
+
+    @property
+    def verb(self) -> str:
+        return DERIVE_OPS[self.op].verb
+
+    @property
     def called(self) -> str:
-        return f"select {self.frame}"
+        return f"{self.verb} {self.frame}"
 
     @property
     def result_names(self) -> tuple[str, ...]:

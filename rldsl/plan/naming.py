@@ -43,7 +43,7 @@ def describe_event(event: Event) -> EventText:
     """An event in words, for every reader: messages, views, traces, timelines, pages."""
     is_call, is_bookkeeping = event.traits.family == "call", event.traits.family == "bookkeeping"
     line, name, subject = line_of(event.at), without_line(event.called, event.at), without_line(event.subject, event.at)
-    title = name if is_call else f"{event.kind} {_shortened(subject)}".strip()
+    title = name if is_call else f"{event.verb} {_shortened(subject)}".strip()
     reason = "" if is_bookkeeping else event.because
     return EventText(event.kind, name, event.result_names, subject, title, line, reason)
 

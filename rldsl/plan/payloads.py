@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from rldsl.plan.derive_ops import DeriveOpName
 from rldsl.plan.heads import What
 from rldsl.plan.references import DataName, FrameId, ModelName, ProgramId, ValueId
 
@@ -92,13 +93,15 @@ class ComputeSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectSpec:
-    """The rows of the selected frame, of each value."""
+class DeriveSpec:
+    """A frame made from another one, and the values that come along."""
 
     __slots__ = ()
-    frame: FrameId  # the selected one
-    values: tuple[tuple[ValueId, ValueId], ...]  # (value, the value that keeps some of its rows)
-    condition: ValueId = ""  # seq-level: which rows those are; "" if the lengths of `frame` are known already
+    op: DeriveOpName  # of `plan/derive_ops.py`
+    source: FrameId  # whose rows it reads
+    frame: FrameId  # that is made
+    values: tuple[tuple[ValueId, ValueId], ...]  # (value of the source, the value that it becomes)
+    key: ValueId = ""  # a seq value of the source that says which rows there are, where the operation has one
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from rldsl.plan.events import (
     Checkpoint,
     Collect,
     Compute,
+    Derive,
     Event,
     Every,
     Fetch,
@@ -34,7 +35,6 @@ from rldsl.plan.events import (
     Onload,
     Realloc,
     Save,
-    Select,
     Train,
     Transfer,
 )
@@ -178,7 +178,7 @@ class _OpBuilder:
         rows, machine = sum(self.world.frames[f].count for f in event.frames[:1]), self.world.machine
         self.run(machine.rows(FETCH_ROWS * rows) + machine.kernels(FETCH_KERNELS))
 
-    def pick(self, event: Select | Collect, key: Hashable) -> None:
+    def pick(self, event: Derive | Collect, key: Hashable) -> None:
         world = self.world
         self.run(world.machine.rows(world.frames[event.frame].count / max(1, world.size(event.mesh))))
 
@@ -259,7 +259,7 @@ RULES: Mapping[type[Event], Callable[[_OpBuilder, Any, Hashable], None]] = {
     Train: _OpBuilder.train,
     Compute: _OpBuilder.compute,
     Fetch: _OpBuilder.fetch,
-    Select: _OpBuilder.pick,
+    Derive: _OpBuilder.pick,
     Collect: _OpBuilder.pick,
     Lengths: _OpBuilder.lengths,
     Transfer: _OpBuilder.transfer,

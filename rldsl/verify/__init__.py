@@ -7,7 +7,7 @@ schedules that are known to be right.
 
 Some results are computed again here although the compiler has computed them: a proof that shares code with what it
 proves repeats its mistakes. `transfer_slices` derives the cell of each rank; `box_classes` and `saves`, who holds a
-box; `selections`, the frame of a value; `class_schedules`, the ranks of a class; `programs`, which nodes are
+box; `derive` and `collect`, the frame of a value; `class_schedules`, the ranks of a class; `programs`, which nodes are
 conditions.
 """
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Collect, Compute, Event, Every, Item, Loop, Select, split_buffer
+from rldsl.plan.events import Collect, Compute, Derive, Event, Every, Item, Loop, split_buffer
 from rldsl.plan.references import Role, references
 from rldsl.verify.rank_sets import Ranks, group_equal_ranks, union
 from rldsl.verify.tables import Tables, name, problem
@@ -177,8 +177,8 @@ def _frames_with_needed_lengths(t: Tables, e: Event) -> set[str]:
             frames.add(id)
         elif field in e.traits.needs_lengths_of and t.values[id].extent in ("tokens", "response"):
             frames.add(t.values[id].frame)
-    if isinstance(e, Select):
-        frames = {t.frames[e.frame].selected_from} | (set() if e.condition else frames)
+    if isinstance(e, Derive) and e.makes_rows:
+        frames.discard(e.frame)
     spreads = [id for _, role, id in references(e) if role is Role.SPREAD]
     frames |= {f for s in spreads if t.spreads[s].balance_by == "tokens" for f in t.spreads[s].frames}
     return frames | {p for s in spreads for f in t.spreads[s].frames if (p := t.frames[f].present_in)}

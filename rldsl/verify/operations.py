@@ -14,6 +14,7 @@ from rldsl.plan.events import (
     Checkpoint,
     Collect,
     Compute,
+    Derive,
     Event,
     Fetch,
     Free,
@@ -26,7 +27,6 @@ from rldsl.plan.events import (
     Offload,
     Onload,
     Realloc,
-    Select,
     Train,
     Transfer,
     split_buffer,
@@ -34,7 +34,7 @@ from rldsl.plan.events import (
 from rldsl.plan.model import Model, Value
 from rldsl.plan.references import Reference, Role, named
 from rldsl.plan.traits import expand, rule_for
-from rldsl.verify import calls, evaluations, selections
+from rldsl.verify import calls, collect, derive, evaluations
 from rldsl.verify.rank_sets import Ranks, union
 from rldsl.verify.tables import Tables, name, problem
 from rldsl.verify.transfer_slices import MeshCells
@@ -54,7 +54,7 @@ def check_operations(t: Tables) -> Iterator[Diagnostic]:
             )
         yield from _fields(t, event)
     yield from _rows(t)
-    yield from selections.loops(t.plan.body)
+    yield from collect.loops(t.plan.body)
     yield from evaluations.check_evaluations(t, t.plan.body)
     if stray := [e for e in t.plan.body if isinstance(e, Collect)]:
         yield problem("RL0519", "a collect outside of any loop", *stray)
@@ -298,6 +298,6 @@ def _divides(t: Tables, v: Value, spread: str) -> bool:
 RULES: Mapping[type[Event], Callable[[Tables, Any], Iterator[Diagnostic]]] = {
     Load: _load, Offload: _move, Onload: _move, Realloc: _realloc, Lengths: _exchange, Transfer: _transfer,
     Generate: calls.check_generate, Infer: calls.check_infer, Train: calls.check_train, Compute: calls.check_compute,
-    Select: selections.check_select, Collect: selections.check_collect, Checkpoint: _checkpoint, Log: _log, Free: _free,
+    Derive: derive.check_derive, Collect: collect.check_collect, Checkpoint: _checkpoint, Log: _log, Free: _free,
     Fetch: _fetch,
 }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Compute, Event, Generate, Infer, Lengths, Select, Train
+from rldsl.plan.events import Compute, Derive, Event, Generate, Infer, Lengths, Train
 from rldsl.plan.model import Spread
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.plan.traits import rule_for
@@ -49,7 +49,7 @@ def _event(t: Tables, e: Event) -> str:
     return rule_for(RULES, e, "the verifier")(t, e) if e.traits.divides_rows else ""
 
 
-def _each_row_once(t: Tables, e: Lengths | Select) -> str:
+def _each_row_once(t: Tables, e: Lengths | Derive) -> str:
     return "" if t.spreads[e.spread].epochs == 1 else "uses rows that are repeated over several epochs"
 
 
@@ -83,6 +83,6 @@ def _compute(t: Tables, e: Compute) -> str:
 
 
 RULES: Mapping[type[Event], Callable[[Tables, Any], str]] = {
-    Lengths: _each_row_once, Select: _each_row_once, Infer: _infer, Generate: _generate, Train: _train,
+    Lengths: _each_row_once, Derive: _each_row_once, Infer: _infer, Generate: _generate, Train: _train,
     Compute: _compute,
 }

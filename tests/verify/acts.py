@@ -9,6 +9,7 @@ from rldsl.plan.events import (
     Checkpoint,
     Collect,
     Compute,
+    Derive,
     Event,
     Fetch,
     Free,
@@ -21,7 +22,6 @@ from rldsl.plan.events import (
     Onload,
     Realloc,
     Save,
-    Select,
     Train,
     Transfer,
     split_buffer,
@@ -217,14 +217,14 @@ def _ids(w: World, v: Value, views: dict[str, frozenset[int]]) -> frozenset[int]
     return frozenset(kept(v, tuple(views[f]), known[f]))
 
 
-def _select(w: World, e: Select, now: Moment) -> None:
+def _derive(w: World, e: Derive, now: Moment) -> None:
     s, f = w.story.spreads[e.spread], w.story.frames[e.frame]
     need(set(w.members[e.mesh]) == set(w.members[s.mesh]), "a selection of other ranks")
     for rank in _here(w, e):
-        if e.condition:
-            rows = w.my_rows(rank, s, f.selected_from, now)
-            w.knows(rank, f.selected_from, None, now)
-            w.reads(rank, e, e.condition, rows, now)
+        if e.op == "where":
+            rows = w.my_rows(rank, s, e.source, now)
+            w.knows(rank, e.source, None, now)
+            w.reads(rank, e, e.key, rows, now)
             mine = frozenset(w.story.kept_rows[e.frame, now.stamp]) & rows
             root = source(f, w.story.frames).id  # those that are not kept have no tokens, and it knows that
             rank.lens[e.frame] = (now.stamp, frozenset(w.shares(s, now)[w.shard(s, rank.number)][root]))
@@ -337,6 +337,6 @@ def _side(w: World, e: Offload | Onload, now: Moment) -> None:
 
 ACTS: dict[type[Event], Callable[[Any, Any, Moment], None]] = {
     Fetch: _fetch, Lengths: _lengths, Transfer: _transfer, Generate: _generate, Infer: _infer, Train: _train,
-    Compute: _compute, Select: _select, Collect: _collect, Load: _load, Realloc: _realloc, Save: _save,
+    Compute: _compute, Derive: _derive, Collect: _collect, Load: _load, Realloc: _realloc, Save: _save,
     Checkpoint: _checkpoint, Log: _log, Free: _free, Offload: _side, Onload: _side,
 }

@@ -15,6 +15,7 @@ from rldsl.plan.events import (
     Checkpoint,
     Collect,
     Compute,
+    Derive,
     Event,
     Every,
     Fetch,
@@ -26,7 +27,6 @@ from rldsl.plan.events import (
     Loop,
     Realloc,
     Save,
-    Select,
     Train,
     Transfer,
     split_buffer,
@@ -125,8 +125,8 @@ class Story:
                 self._train(e, now)
             case Compute():
                 self._compute(e, now)
-            case Select():
-                self._select(e, now)
+            case Derive():
+                self._derive(e, now)
             case Collect():
                 self._collect(e, now)
             case Transfer():
@@ -241,10 +241,11 @@ class Story:
             need((record.level, space(self.frames, record)) == (cell.level, cell.space), f"{v} is something else")
             self._make(v, now, cell.of, cell.truth, "response", "row", "prompt", "batch")
 
-    def _select(self, e: Select, now: Moment) -> None:
+    def _derive(self, e: Derive, now: Moment) -> None:
         f = self.frames[e.frame]
-        if e.condition:
-            condition, of = self.values[e.condition], self.lens[f.selected_from]
+        need(f.selected_from == e.source, "a selection of another frame")
+        if e.op == "where":
+            condition, of = self.values[e.key], self.lens[f.selected_from]
             need(condition.truth, "a condition that is a number")
             keeps = self.kept_rows[e.frame, now.stamp] = {r for r in self.rows(f.selected_from) if condition.of[r] & 1}
             need(f.count == self.frames[f.selected_from].count and f.present_in == f.id, "a selection that cannot tell its rows")

@@ -83,7 +83,7 @@ def test_a_mutant_that_one_check_alone_rejects(check: int, code: str, mutant: Ca
 def test_a_file_that_was_changed() -> None:
     data = encode(grpo())
     assert decode(data, "x.plan") == grpo()
-    for old, new in ((b'"steps":10', b'"steps":11'), (b'"format":3', b'"format":9'), (b"}\n", b"} \n")):
+    for old, new in ((b'"steps":10', b'"steps":11'), (b'"format":4', b'"format":9'), (b"}\n", b"} \n")):
         with pytest.raises(Failure) as wrong:
             decode(data.replace(old, new, 1), "x.plan")
         assert [d.code for d in wrong.value.diagnostics] == ["RL0601" if b"format" in old else "RL0602"]

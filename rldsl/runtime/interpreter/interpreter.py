@@ -21,6 +21,7 @@ from rldsl.plan.events import (
     Checkpoint,
     Collect,
     Compute,
+    Derive,
     Event,
     Every,
     Fetch,
@@ -36,7 +37,6 @@ from rldsl.plan.events import (
     Onload,
     Realloc,
     Save,
-    Select,
     Train,
     Transfer,
 )
@@ -45,6 +45,7 @@ from rldsl.plan.traits import rule_for
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.health.watchdog import Watchdog
 from rldsl.runtime.interpreter import eval_loops, model_events, value_events
+from rldsl.runtime.interpreter.derive import derive
 from rldsl.runtime.interpreter.metric_log import end_step, log
 from rldsl.runtime.interpreter.options import Options
 from rldsl.runtime.interpreter.rank_state import RankState, Services
@@ -82,7 +83,7 @@ HANDLERS: Mapping[type[Event], Callable[[RankState, Any], None]] = {
     Infer: lambda s, e: model_events.infer(s.models, s.step, e),
     Train: lambda s, e: train(s.models, s.step, e),
     Compute: lambda s, e: value_events.compute(s.step, s.services.data, s.services.rewards, s.services.ring, e),
-    Select: lambda s, e: value_events.select(s.step, e),
+    Derive: lambda s, e: derive(s.step, e),
     Collect: lambda s, e: value_events.collect(s.step, e),
     Save: lambda s, e: save(s.models, s.step.number, e),
     Checkpoint: _checkpoint,

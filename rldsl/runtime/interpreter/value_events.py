@@ -1,4 +1,4 @@
-"""Events on values: fetch, lengths, transfer, compute, select, collect, free."""
+"""Events on values: fetch, lengths, transfer, compute, collect, free."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rldsl.plan.events import Collect, Compute, Fetch, Free, Lengths, Select, Transfer, split_buffer
+from rldsl.plan.events import Collect, Compute, Fetch, Free, Lengths, Transfer, split_buffer
 from rldsl.plan.expr import Node
 from rldsl.runtime.comm.exchange import DTYPES, message_tag, transfer
 from rldsl.runtime.comm.row_assignment import RowLengths
@@ -109,24 +109,6 @@ def compute(step: StepState, reader: DataReader, rewards: RewardPool, ring: Even
         data = data.reshape(-1)
         exact = record.dtype == "bool" or record.level == "batch"  # one number per step may take eight bytes
         step.write(value, spread.id, ids, data if exact else data.float())
-
-
-def select(step: StepState, event: Select) -> None:
-    """The kept rows of what this rank holds under the event's spread."""
-    context = step.context
-    frame, spread = context.frames[event.frame], context.spreads[event.spread]
-    if event.condition:
-        rows = step.my_rows(spread, frame.selected_from)
-        kept = rows[step.read(event.reads, event.condition).select(rows).data.to(torch.bool)]
-        source = step.rows.lens[frame.selected_from]
-        lens = RowLengths(torch.zeros_like(source.prompt), torch.zeros_like(source.response))
-        lens.prompt[kept], lens.response[kept] = source.prompt[kept], source.response[kept]
-        step.rows.set_lengths(frame.id, lens)  # of this rank's rows only, until the lengths are exchanged
-    rows = step.my_rows(spread, frame.id)
-    for value, kept_value in event.values:
-        selected = FrameRows(rows, rows // frame.per_prompt, rows)  # lens are not read
-        ids = _ids(context, context.values[value].extent, frame.id, {frame.id: selected})
-        step.buffers.put(f"{kept_value}@{spread.id}", step.read(event.reads, value).select(ids))
 
 
 def collect(step: StepState, event: Collect) -> None:

@@ -1,0 +1,31 @@
+"""How a frame may be made from another one: the operations of the event `derive`.
+
+In: nothing. Out: `DERIVE_OPS`, the facts by which every reader of a plan treats an operation. What an operation
+computes is in one table for each side: which rows and values it makes in `runtime/interpreter/derive.py`, what has to
+hold for it in `verify/derive.py`. docs/howto/add-a-derive-op.md adds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+DeriveOpName = Literal["where", "restrict"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeriveOp:
+    """What an operation does, beyond which rows it makes."""
+
+    verb: str  # what people read of it: "select" in "select kept"
+    # the frame's rows begin with it: it writes their tokens, and an exchange of their lengths follows. False: the rows
+    # and their lengths exist already, and it makes values alone
+    makes_rows: bool = True
+    key: Literal["", "bool", "f32"] = ""  # dtype of the source's seq value that says which rows there are; "": none
+
+
+DERIVE_OPS: Mapping[DeriveOpName, DeriveOp] = {
+    "where": DeriveOp(verb="select", key="bool"),  # the rows whose condition holds, under the same numbers
+    "restrict": DeriveOp(verb="select", makes_rows=False),  # values of a frame, for the rows of a selection of it
+}

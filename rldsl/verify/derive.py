@@ -1,0 +1,103 @@
+"""Derived frames: which rows and which values a `derive` event may make of those of another frame.
+
+In: tables with sound references, a Derive. Out: diagnostics RL0614 (reads and writes) and RL0615 (fields that
+contradict each other). Rules: it works on one spread that divides rows; it reads its values and its key there, and
+writes what it makes there; new rows have tokens, from which their lengths are exchanged. `OPS` has what else holds for
+each operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.derive_ops import DERIVE_OPS, DeriveOpName
+from rldsl.plan.events import Collect, Derive, split_buffer
+from rldsl.plan.spaces import IndexedFrame
+from rldsl.verify.tables import Tables, name, problem
+
+# What is wrong with the frame and the values that an operation makes, or "".
+FrameRule = Callable[[Tables, Derive], str]
+
+
+def check_derive(t: Tables, e: Derive) -> Iterator[Diagnostic]:
+    yield from check_values(t, e)
+    if any(t.values[v].extent in ("columns", "lengths") for v, _ in e.values):
+        yield problem("RL0615", f"{name(e)} selects rows of a value that has no rows", e)
+    if fault := OPS[e.op](t, e):
+        yield problem("RL0615", f"{name(e)}: {fault}", e)
+        return
+    yield from _key(t, e)
+    if e.makes_rows and f"{e.frame}.tokens" not in [w for _, w in e.values]:
+        yield problem("RL0614", f"{name(e)} must write {e.frame}.tokens", e)
+    yield from _buffers(t, e)
+
+
+def check_values(t: Tables, e: Derive | Collect) -> Iterator[Diagnostic]:
+    """Each value becomes one of its own kind."""
+    pairs = [(t.values[v], t.values[w]) for v, w in e.values]
+    if not pairs or len({w for _, w in e.values}) != len(pairs):
+        yield problem("RL0614", f"{name(e)} must write at least one value, each only once", e)
+    for v, w in pairs:
+        if (v.level, v.extent, v.dtype) != (w.level, w.extent, w.dtype) or v.level == "batch":
+            yield problem("RL0615", f"{name(e)} derives {w.id} from {v.id}, which is of another kind", e)
+
+
+def _key(t: Tables, e: Derive) -> Iterator[Diagnostic]:
+    """What says which rows there are is a value of the rows of the source."""
+    wanted = DERIVE_OPS[e.op].key
+    if bool(e.key) != bool(wanted):
+        yield problem("RL0615", f"{name(e)}: {e.op} " + ("needs a key" if wanted else "has no key"), e)
+    elif e.key:
+        key, source = t.values[e.key], t.frames[e.source]
+        if (key.level, key.dtype) != ("seq", wanted) or t.frames[key.frame].row_space != source.row_space:
+            what = "a condition" if wanted == "bool" else "a number"
+            yield problem("RL0615", f"{name(e)}: {e.key} is not {what} per row of {e.source}", e)
+
+
+def _buffers(t: Tables, e: Derive) -> Iterator[Diagnostic]:
+    if t.spreads[e.spread].granularity == "all":
+        yield problem("RL0615", f"{name(e)} uses spread {e.spread}, which does not divide rows", e)
+    must = {v for v, _ in e.values} | ({e.key} if e.key else set())
+    read = [split_buffer(b) for b in e.reads]
+    if {v for v, _ in read} != must or len(read) != len(must) or any(
+            r != e.spread and (r not in t.spreads or t.spreads[r].granularity != "all") for _, r in read):
+        yield problem("RL0614", f"{name(e)} must read {', '.join(sorted(must))} on spread {e.spread}", e)
+    if {*e.writes} != {f"{w}@{e.spread}" for _, w in e.values} or len(e.writes) != len(e.values):
+        yield problem("RL0614", f"{name(e)} must write its values on spread {e.spread}", e)
+
+
+# ------------------------------------------------------------------------------------------------- operations
+
+
+def _where(t: Tables, e: Derive) -> str:
+    frame = t.frames[e.frame]
+    if frame.selected_from != e.source or frame.present_in != frame.id:
+        return f"frame {e.frame} is not a selection of {e.source}, or does not record its rows"
+    return _along(t, e, {f.id for f in _above(t, frame)})
+
+
+def _restrict(t: Tables, e: Derive) -> str:
+    frame = t.frames[e.frame]
+    if not frame.selected_from or frame.selected_from != e.source:
+        return f"frame {e.frame} is not a selection of {e.source}"
+    return _along(t, e, {f.id for f in _above(t, frame)})
+
+
+OPS: Mapping[DeriveOpName, FrameRule] = {"where": _where, "restrict": _restrict}
+
+
+def _along(t: Tables, e: Derive, frames: set[str]) -> str:
+    """Whether all values go from one of `frames` to the frame that is made: what is wrong, or ""."""
+    for v, w in e.values:
+        if t.values[w].frame != e.frame or t.values[v].frame not in frames:
+            return f"it derives {w} from {v}, but {e.frame} is not derived from its frame"
+    return ""
+
+
+def _above(t: Tables, frame: IndexedFrame) -> Iterator[IndexedFrame]:
+    """Frames whose rows, or prompts, a selection's are among."""
+    while frame.selected_from:
+        frame = t.frames[frame.selected_from]
+        yield from (f for f in t.frames.values()
+                   if f.row_space == frame.row_space or f.prompt_space == frame.prompt_space)
