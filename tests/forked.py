@@ -73,7 +73,7 @@ def _enter(module: str, arguments: tuple[str, ...], cwd: str, environment: dict[
 
     def popen(line: Any, *rest: Any, **more: Any) -> Any:
         if isinstance(line, list) and line[1:3] == ["-m", LAUNCH]:
-            return Launch(line[3:], more.get("env") or dict(os.environ))
+            return Launch(line[3:], more.get("env") or dict(os.environ), more.get("stdout"))
         return real(line, *rest, **more)
 
     subprocess.Popen = popen  # type: ignore[assignment,misc]
@@ -116,7 +116,7 @@ def _run(module: str, arguments: tuple[str, ...], environment: Mapping[str, str]
 class Launch:
     """The ranks of a launch, as far as `rlc run` asks for them: a Popen of torchrun."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, arguments: list[str], environment: dict[str, str], stdout: int | None = None) -> None:
         world = int(arguments[arguments.index("--nproc-per-node") + 1])
         module, *rest = arguments[arguments.index("-m") + 1 :]
         with socket.socket() as free:
@@ -129,6 +129,8 @@ class Launch:
                         MASTER_PORT=port)
             if (pid := os.fork()) == 0:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                if stdout is not None:
+                    os.dup2(stdout, 1)
                 _run(module, tuple(rest), environment | {k: str(v) for k, v in told.items()})
             self.ranks.add(pid)
 

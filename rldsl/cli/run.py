@@ -52,10 +52,15 @@ def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str |
     numbers = {"--reward-workers": reward_workers, "--reward-timeout": reward_timeout, "--wandb": wandb,
                "--log-samples": log_samples or None}
     flags = {"--tensorboard": tensorboard, "--plain": plain}
-    return run(file, sets, place, overrides, out, trace, nproc, resume, overwrite,
-               [*(f"{option}={value}" for option, value in numbers.items() if value is not None),
-                *(option for option, given in flags.items() if given),
-                *(f"--allow-write={directory}" for directory in allow_write)], lambda text: click.echo(text, err=True))
+    as_json = settings.output == "json"
+    options = [*(f"{option}={value}" for option, value in numbers.items() if value is not None),
+               *(option for option, given in flags.items() if given),
+               *(f"--allow-write={directory}" for directory in allow_write)]
+    ended = run(file, sets, place, overrides, out, trace, nproc, resume, overwrite, options,
+                lambda text: click.echo(text, err=True), quiet=as_json)
+    if as_json:
+        print_result(settings, "", directory=ended.out, state=ended.state, step=ended.step)
+    return ended.status
 
 
 @command

@@ -6,7 +6,6 @@ except with `rlc check --strict`.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -21,7 +20,8 @@ import click
 
 from rldsl.cli.status_line import StatusLine
 from rldsl.commands import Usage
-from rldsl.diag import Diagnostic, Failure, InternalError
+from rldsl.diag import Diagnostic, Failure, InternalError, internal_error
+from rldsl.plan.json_output import json_output
 from rldsl.progress import Interrupted, listening
 
 FORMATS = ("text", "json", "github")
@@ -48,7 +48,7 @@ def say(text: str, styled: bool = False) -> None:
 def print_result(settings: Settings, text: str, /, styled: bool = False, **data: Any) -> None:
     """The result of a command: `text` for people, or `data` as one JSON object. styled: as in `say`."""
     if settings.output == "json":
-        click.echo(json.dumps({"format": 1, **data}, indent=1))
+        say(json_output({"format": 1, **data}))
     else:
         say(text, styled)
 
@@ -112,8 +112,12 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
             import traceback
 
             traceback.print_exc()
-        more = "" if settings.verbose else "\n(`rlc -v ...` shows the traceback)"
-        click.echo(f"internal error: {type(error).__name__}: {error}\n{BUG}{more}", err=True)
+        what = f"{type(error).__name__}: {error}"
+        if settings.output == "text":
+            more = "" if settings.verbose else "\n(`rlc -v ...` shows the traceback)"
+            click.echo(f"internal error: {what}\n{BUG}{more}", err=True)
+        else:
+            report_diagnostics((internal_error(what).diagnostic,), settings)
         code = 3
     if settings.verbose:
         click.echo(f"{time.process_time() - start:.2f} s of CPU", err=True)

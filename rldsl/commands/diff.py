@@ -7,12 +7,12 @@ RL05xx and RL06xx for one that no rank can follow.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 from rldsl.diag import Failure
 from rldsl.files import read_bytes
 from rldsl.plan.codec import decode, plan_id
+from rldsl.plan.json_output import json_output
 from rldsl.plan.model import Plan
 from rldsl.python.compare import compared
 from rldsl.python.machines import machine_of
@@ -27,7 +27,7 @@ def diff(before: str, after: str, cluster: str | None = None, for_programs: bool
         for plan, name in zip(plans, (before, after), strict=True):
             _proved(plan, name)
     found = compared(*plans, (before, after), (plan_id(one), plan_id(two)), machine_of(cluster) if cluster else None)
-    return json.dumps(found.json(), indent=1, ensure_ascii=False) if for_programs else found.text(), found.same
+    return json_output(found.json()) if for_programs else found.text(), found.same
 
 
 def _proved(plan: Plan, name: str) -> None:

@@ -6,7 +6,6 @@ not there."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from rldsl.diag import fail
 from rldsl.plan.codec import decode, plan_id
+from rldsl.plan.json_output import json_output
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import describe_event, labelled
 from rldsl.plan.visible_plan import visible_plan
@@ -145,5 +145,5 @@ def _json(plan: Plan, findings: Findings) -> str:
               "first": t.first, "code": t.code, "reason": t.reason} for t in findings.traces]
     waits = [{"ranks": list(w.ranks), "on": list(w.on), "at": moment(w.at), "kind": w.kind} for w in findings.waits]
     culprits = [asdict(c) for c in findings.culprits]
-    return json.dumps({"format": 1, "program": plan.header.program, "title": title(findings), "culprits": culprits,
-                       "waits": waits, "ranks": ranks}, indent=1) + "\n"
+    return json_output({"format": 1, "program": plan.header.program, "title": title(findings), "culprits": culprits,
+                       "waits": waits, "ranks": ranks}) + "\n"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rldsl.commands import Usage
@@ -18,20 +19,38 @@ from rldsl.plan.disk_paths import shown
 from rldsl.plan.expr import Scalar
 from rldsl.progress import Interrupted, stage
 from rldsl.runtime.metrics.default_output import free_output, newest_output, output_of
-from rldsl.runtime.metrics.run_record import CONTRADICTION, STOPPED, claim_output, is_own_checkpoint, read_record
+from rldsl.runtime.metrics.run_record import (
+    CONTRADICTION,
+    FAILED,
+    FINISHED,
+    STOPPED,
+    claim_output,
+    is_own_checkpoint,
+    read_record,
+)
 
 PATIENCE = 8.0  # seconds that the ranks have to end after Ctrl-C
 
 
+@dataclass(frozen=True, slots=True)
+class EndedRun:
+    """What is left of a run."""
+
+    status: int  # of the ranks: 0, or not 0 where one failed
+    out: str     # its directory
+    state: str   # as in its record: "finished", "stopped" or "failed"
+    step: int    # the last one
+
+
 def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str], out: str | None,
         trace: str | None, nproc: int | None, resume: str | None = None, overwrite: bool = False,
-        options: Sequence[str] = (), say: Callable[[str], None] = print) -> int:
+        options: Sequence[str] = (), say: Callable[[str], None] = print, quiet: bool = False) -> EndedRun:
     """out: the directory of the run; None: one of its own (`runtime/metrics/default_output.py`), which is printed.
     resume: go on from the newest checkpoint of this run, or from this checkpoint; "": of the run in `out`.
     overwrite: remove the run that is there. options: further ones of `rldsl.run`. say: tells the user something.
-    Returns the exit status of the ranks; they say RL0703 themselves where a machine lacks GPUs. Errors: those of a plan
-    that cannot run, before any rank starts; RL0096 another number of processes than the plan needs; RL0763, RL0781
-    there is a run already."""
+    quiet: what the ranks print goes to standard error, all of it. They say RL0703 themselves where a machine lacks
+    GPUs. Errors: those of a plan that cannot run, before any rank starts; RL0096 another number of processes than the
+    plan needs; RL0763, RL0781 there is a run already."""
     chosen = ""
     if not out:
         out, chosen = _default_output(file, resume, overwrite)
@@ -53,7 +72,12 @@ def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Seq
         if chosen:
             say(chosen)
         more = [*([f"--resume={origin}"] if origin else []), *(["--overwrite"] if overwrite else []), *options]
-        return _launch(path, world, out, trace, more)
+        before = read_record(Path(out))
+        status = _launch(path, world, out, trace, more, quiet)
+        record = read_record(Path(out))
+        if record is None or record == before:  # the ranks ended before the first step
+            return EndedRun(status, out, FAILED if status else FINISHED, 0)
+        return EndedRun(status, out, str(record["state"]), int(record.get("step", 0)))
 
 
 def _default_output(file: str, resume: str | None, overwrite: bool) -> tuple[str, str]:
@@ -69,7 +93,7 @@ def _default_output(file: str, resume: str | None, overwrite: bool) -> tuple[str
     return str(out), f"{what}: {shown(str(out))}"
 
 
-def _launch(plan: str, world: int, out: str, trace: str | None, options: Sequence[str]) -> int:
+def _launch(plan: str, world: int, out: str, trace: str | None, options: Sequence[str], quiet: bool) -> int:
     """Start the ranks and wait for them; Ctrl-C reaches them too, SIGTERM is passed on, and they get time to stop. They
     end, too, when this process is killed."""
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))} | os.environ
@@ -78,7 +102,7 @@ def _launch(plan: str, world: int, out: str, trace: str | None, options: Sequenc
                *(["--trace", trace] if trace else []), "--command", shlex.join(["rlc", *sys.argv[1:]]), *options]
     stage("")  # the ranks report
     earlier = read_record(Path(out))
-    process = subprocess.Popen(command, env=environment)
+    process = subprocess.Popen(command, env=environment, stdout=2 if quiet else None)
     signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
     try:
         return process.wait()

@@ -6,7 +6,6 @@ those of reading a plan.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rldsl.commands import Usage
@@ -15,6 +14,7 @@ from rldsl.inspect.show import show as text
 from rldsl.inspect.view import event_json, plan_json
 from rldsl.plan import disk_paths
 from rldsl.plan.codec import decode, plan_id
+from rldsl.plan.json_output import json_output
 from rldsl.plan.visible_plan import visible_plan
 from rldsl.python.sources import event_quote, sources_of
 
@@ -33,4 +33,4 @@ def show(file: str, rank: int | None, event: int | None, touched: bool, as_json:
     if not as_json:
         return text(visible_plan(plan), rank, event, source)
     found = plan_json(plan, plan_id(data), rank) if event is None else event_json(plan, plan_id(data), event, source)
-    return json.dumps(found, indent=1, ensure_ascii=False)
+    return json_output(found)

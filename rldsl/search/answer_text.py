@@ -5,11 +5,11 @@ next best placements."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from rldsl.plan.json_output import json_output
 from rldsl.plan.notation import human, seconds_text
 from rldsl.search.answer import Answer
 from rldsl.search.compiled_placements import CompiledPlacement
@@ -119,5 +119,5 @@ def to_json(answer: Answer, cluster: str) -> str:
         best.append({"seconds": one.seconds, "bytes": one.bytes, "calls": [
             {"call": x.call, "ranks": [x.block.start, x.block.stop], "how": x.strategy, "seconds": x.seconds,
              "bytes": x.bytes, "why": x.reason} for x in rows]})
-    return json.dumps({"format": 1, "cluster": cluster, "bound": answer.bound, "gap": answer.gap,
-                       "parts": answer.result.num_nodes, "complete": answer.result.complete, "best": best}, indent=1)
+    return json_output({"format": 1, "cluster": cluster, "bound": answer.bound, "gap": answer.gap,
+                       "parts": answer.result.num_nodes, "complete": answer.result.complete, "best": best})

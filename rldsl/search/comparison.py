@@ -6,10 +6,10 @@ for each call the time that the step would gain if that call alone were placed a
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from rldsl.clusters import Cluster
+from rldsl.plan.json_output import json_output
 from rldsl.plan.notation import human, seconds_text
 from rldsl.search.answer import Answer
 from rldsl.search.compiled_placements import compile_program
@@ -124,5 +124,5 @@ def to_json(c: Comparison) -> str:
 
     calls = [{"call": x.call, "proposed": side(x.proposed), "best": side(x.best), "gain": x.gain_seconds,
               "fits": x.fits} for x in c.changes]
-    return json.dumps({"format": 1, "seconds": c.seconds, "bytes": c.bytes, "best": c.best, "best_bytes": c.best_bytes,
-                       "bound": c.bound, "calls": calls}, indent=1)
+    return json_output({"format": 1, "seconds": c.seconds, "bytes": c.bytes, "best": c.best, "best_bytes": c.best_bytes,
+                       "bound": c.bound, "calls": calls})

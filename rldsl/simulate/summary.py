@@ -5,7 +5,6 @@ In: a plan and its timeline. Out: text. The critical path is given by lines of t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from rldsl.clusters import Cluster
 from rldsl.plan.events import Event, Free, Loop, ModelCall
 from rldsl.plan.events import Lengths as Counted
+from rldsl.plan.json_output import json_output
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import PlaceTexts, describe_event, line_of
 from rldsl.plan.notation import cut, ranges_text, seconds_text
@@ -145,4 +145,4 @@ def to_json(plan: Plan, timeline: Timeline, cluster: Cluster) -> str:
         "every": [{"steps": o.period, "events": list(o.events), "seconds": o.seconds} for o in timeline.periodic],
         "estimated": list(timeline.estimated), "free": list(timeline.free),
     }
-    return json.dumps(found, indent=1)
+    return json_output(found)

@@ -4,9 +4,11 @@ starts anything."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from click.testing import CliRunner, Result
@@ -17,6 +19,7 @@ from rldsl.commands import run as running
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Loop
 from tests.plan.sample import grpo
+from tests.tiny import make_model
 
 PROGRAM = """param steps = 2
 cluster nodes=1 gpus=4
@@ -87,9 +90,49 @@ def test_each_command_prints_its_result_as_json(name: str) -> None:
         assert held["format"] >= 1 and keys <= held.keys(), held.keys()
 
 
+@pytest.mark.parametrize("name", ["search", "explain-placement"])
+def test_a_search_prints_its_result_as_json(name: str, work: Path) -> None:
+    make_model(work / "models/sft")
+    found = rlc(name, "p.rlf", "--cluster", "h100x8", "--json", *(["-o", "p.place.rlf"] if name == "search" else []))
+    assert found.exit_code == 0, found.output
+    assert {"seconds", "bound"} & json.loads(found.stdout).keys()
+
+
+def test_numbers_that_json_does_not_have_are_null(work: Path) -> None:
+    (work / "runs/a").mkdir(parents=True)
+    record = {"state": "finished", "program": "p.rlf", "step": 2, "steps": 2, "params": {"x": math.inf, "y": [math.nan]}}
+    (work / "runs/a/run.json").write_text(json.dumps(record))
+
+    def refused(number: str) -> NoReturn:
+        raise AssertionError(f"{number} is not JSON")
+
+    [run] = json.loads(rlc("runs", "--json").stdout, parse_constant=refused)["runs"]
+    assert run["params"] == {"x": None, "y": [None]} and run["state"] == "finished"
+
+
+def test_an_internal_error_is_json_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> NoReturn:
+        raise KeyError("gone")
+
+    monkeypatch.setattr("rldsl.commands.show.show", broken)
+    found = rlc("show", "a.plan", "--json")
+    [error] = json.loads(found.stdout)["diagnostics"]
+    assert found.exit_code == 3 and error["code"] == "RL0699" and "KeyError" in error["title"]
+    assert "Traceback" not in found.output
+    assert "Traceback" in rlc("-v", "show", "a.plan", "--json").stderr
+
+
+@pytest.mark.parametrize("arguments", [["show"], ["show", "a.plan", "--event"], ["explain", "RL9999"], ["nonsense"],
+                                       ["compile", "p.rlf", "--emit", "graph", "-o", "x"]])
+def test_a_wrong_command_line_prints_nothing_on_standard_output(arguments: list[str]) -> None:
+    found = rlc("--json", *arguments)
+    assert found.exit_code == 2 and not found.stdout and found.stderr and "Traceback" not in found.stderr
+
+
 def test_the_commands_whose_result_is_not_asked_here() -> None:
-    """run has its own; search, explain-placement, profile, plot and postmortem are asked in their directories."""
-    assert {*main.commands} - {*RESULTS} == {"run", "search", "explain-placement", "profile", "plot", "postmortem", "lsp"}
+    """run, plot, postmortem and profile are asked in their directories."""
+    elsewhere = {"run", "search", "explain-placement", "profile", "plot", "postmortem", "lsp"}
+    assert {*main.commands} - {*RESULTS} == elsewhere
 
 
 def test_verbose_before_and_after_the_name() -> None:

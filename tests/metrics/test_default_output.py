@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,11 @@ def launched(place: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
     """Directory and options of each start, instead of starting ranks."""
     (place / "p.plan").write_bytes(plan(place))
     found: Launched = []
-    launch: Callable[..., int] = lambda path, world, out, trace, options: found.append((out, [*options])) or 0  # noqa: E731
+
+    def launch(path: str, world: int, out: str, trace: str | None, options: Sequence[str], quiet: bool) -> int:
+        found.append((out, [*options]))
+        return 0
+
     monkeypatch.setattr(running, "_launch", launch)
     return found
 
@@ -66,7 +70,7 @@ def test_the_newest_is_resumed(place: Path, launched: Launched) -> None:
     assert launched.pop() == ("runs/p-10", ["--overwrite"]) and "newest run of p.plan: runs/p-10\n" in text
 
 
-def test_a_run_that_is_named_goes_on_in_its_own_directory(place: Path, launched: Launched) -> None:
+def test_a_run_that_is_named_resumes_in_its_own_directory(place: Path, launched: Launched) -> None:
     for name in ("p", "p-2", "other"):
         checkpoint(made(Path("runs") / name), 2)
     for resume in ("runs/p", "runs/p/checkpoints/step-000002"):

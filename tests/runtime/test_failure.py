@@ -117,6 +117,20 @@ def test_bad_data_is_found_before_the_first_step(place: Path) -> None:
     assert not Path("out/metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_for_programs_prints_one_object(place: Path, fails: bool) -> None:
+    """What ranks say is on standard error, errors included."""
+    if fails:
+        with Path("sums.jsonl").open("a") as file:
+            file.write('{"prompt": "1+1="\n')
+    compiled()
+    done = command("rldsl.cli", "run", "p.plan", "--out", "out", "--json")
+    assert done.returncode == int(fails) and "Traceback" not in done.stderr, done.stderr
+    state, step = ("failed", 0) if fails else ("finished", 2)
+    assert json.loads(done.stdout) == {"format": 1, "directory": "out", "state": state, "step": step}
+    assert ("error[RL" if fails else "step 2/2") in done.stderr
+
+
 def test_a_checkpoint_that_cannot_be_written(place: Path) -> None:
     Path("blocked").write_text("a file, not a directory")
     text = message(compiled(path="blocked/model"))
