@@ -120,7 +120,7 @@ def on_one(rank: int, *given: Any) -> str:
     return runs._rank(rank, *given)
 
 
-def test_a_run_goes_on_under_the_other_backend(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_under_the_other_backend(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, moments, averages and the schedule: three steps on Megatron and three on torch are six on torch."""
     needed()
     sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/prompts.jsonl")}
@@ -128,7 +128,9 @@ def test_a_run_goes_on_under_the_other_backend(tiny: Path, tmp_path: Path, monke
     text = (END_TO_END.parent / "checkpoint" / "small.rlf").read_text()
     for old, new in (("(rows, batch=4)", "(rows, batch=4, max_prompt_tokens=16)"),
                      ("adamw(lr=1e-3", "adamw(lr=1e-3, eps=1e-4"),
-                     ("reward = len(kept)", "reward = sum(kept.logprobs by seq)")):  # a gradient that is no noise
+                     # no noise in the gradient: rewards that differ, and are the same under every placement
+                     ("reward = len(kept)", "reward = sum(uniform(kept.logprobs) by seq)")):
+        assert old in text
         text = text.replace(old, new)
     program.write_text(text)
     alone = placement(1, **{f"{m}_*": "on mesh(0:1)" for m in models})
@@ -142,6 +144,4 @@ def test_a_run_goes_on_under_the_other_backend(tiny: Path, tmp_path: Path, monke
     assert set(runs.run(compiled(program, sets, there, tmp_path), out, stop_after=3, like=whole)) == {""}
     assert set(runs.run(plan, out, resume=out, like=whole)) == {""}
     for mine, theirs in zip(runs.lines(tmp_path / "run"), runs.lines(tmp_path / "whole"), strict=True):
-        # rewards near -16 over their small deviation: their rounding is 1e-5 in the loss, as under tp=2 of torch
-        within = {k: 5e-5 if k == "actor/loss" else 1e-5 for k in theirs}
-        assert mine == {k: pytest.approx(v, rel=1e-4, abs=within[k]) for k, v in theirs.items()}
+        assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}
