@@ -23,7 +23,8 @@ from rldsl.plan.model import Plan
 Device = Literal["cuda", "cpu"]
 
 
-def curves(plan: Plan, device: Device = "cuda") -> tuple[Curve, ...]:
-    """One curve per class of ranks that hold the same, in the order of their first ranks; each rank is in one class."""
-    plans = reshard_plans(plan)
+def curves(plan: Plan, device: Device = "cuda", realloc_buffers: bool = True) -> tuple[Curve, ...]:
+    """One curve per class of ranks that hold the same, in the order of their first ranks; each rank is in one class.
+    realloc_buffers: whether those of reallocs count; without them the estimate is quick, and a lower bound."""
+    plans = reshard_plans(plan) if realloc_buffers else {}
     return tuple(lifetimes(plan, ranks, device, plans) for ranks in classes(plan))

@@ -46,7 +46,8 @@ ReshardPlans = Mapping[tuple[str, str, str], ReshardPlan]  # by (model, source l
 
 
 def lifetimes(plan: Plan, ranks: HolderClass, device: str, reshards: ReshardPlans) -> Curve:
-    """The curve of a class of ranks. reshards: from `reshard_buffers.reshard_plans`."""
+    """The curve of a class of ranks. reshards: from `reshard_buffers.reshard_plans`; reallocs that are not among them
+    need no buffers."""
     return _Lifetimes(plan, ranks, device, reshards).curve()
 
 
@@ -278,7 +279,8 @@ class _Lifetimes:
         """The buffers of the last rounds live until the new copy is first used; a rank that only sends waits
         at once."""
         model = self.models[e.model]
-        buffers = realloc_bytes(self.plan, self.reshards[e.model, e.src, e.dst], e, self.ranks)
+        reshard = self.reshards.get((e.model, e.src, e.dst))
+        buffers = realloc_bytes(self.plan, reshard, e, self.ranks) if reshard is not None else 0
         what, now = f"realloc of {e.called if e.source else e.model}", 2 * i + 1
         # an `ema`, parameter by parameter: the old one, the new one and their mean
         mean = 3 * FLOAT * max((largest(c) for c in self._copies(f"{model.name}@{e.dst}")), default=0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rldsl.passes.draft import Draft, events
-from rldsl.placement.model import mesh_of
+from rldsl.placement.model import mesh_of_range
 from rldsl.plan.events import Checkpoint, Realloc, Train
 
 
@@ -20,7 +20,7 @@ def checkpoint(draft: Draft) -> Draft:
     trained = {f"{e.model}@{e.layout}" for e in events(draft.body) if isinstance(e, Train)}
     follow = {e.model: f"{e.model}@{e.dst}" for e in events(draft.body) if isinstance(e, Realloc) and e.source}
     states = [f"{s.value}@{s.spread}" for s in draft.states if s.spread in draft.spreads]
-    mesh = mesh_of(range(draft.placed.world))
+    mesh = mesh_of_range(draft.placed.world)
     last = Checkpoint(id=0, mesh=mesh.id, reads=(*sorted(trained), *(b for _, b in sorted(follow.items())), *states),
                       at=str(statement.span), every=statement.every, keep_last=statement.keep_last)
     return replace(draft, body=(*draft.body, last)).with_meshes(mesh)

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from rldsl.placement.model import Placed, mesh_of
+from rldsl.placement.model import Placed, mesh_of_set
 from rldsl.plan.events import Collect, Derive, Event, Every, Fetch, Item, Loop
 from rldsl.plan.model import Layout, Mesh, Spread, State, Value
 from rldsl.plan.naming import Labels
 from rldsl.plan.references import Reference, Role, named, references
 from rldsl.plan.spaces import IndexedFrame
+from rldsl.sharding.rank_sets import Ranks
+from rldsl.sharding.rank_sets import union as union_of_sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Draft:
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     spreads: Mapping[str, Spread] = field(default_factory=dict)
     states: tuple[State, ...] = ()
+    # whether reallocs state bytes, messages and digest; without, there is an estimate of memory but no plan
+    sized: bool = True
 
     @property
     def lasting(self) -> frozenset[str]:
@@ -50,8 +54,8 @@ class Draft:
         """What reasons call values and frames."""
         return Labels.of(self.placed.graph.values, self.placed.graph.frames)
 
-    def ranks(self, mesh: str) -> frozenset[int]:
-        return frozenset(self.meshes[mesh].members())
+    def ranks(self, mesh: str) -> Ranks:
+        return Ranks.of_mesh(self.meshes[mesh])
 
     def with_meshes(self, *meshes: Mesh) -> Draft:
         return replace(self, meshes={**self.meshes, **{m.id: m for m in meshes}})
@@ -77,7 +81,7 @@ def each_block(items: tuple[Item, ...], change: Callable[[tuple[Item, ...]], tup
 
 def union(draft: Draft, meshes: Iterable[str]) -> Mesh:
     """The mesh of all ranks of some meshes."""
-    return mesh_of(r for m in set(meshes) for r in draft.meshes[m].members())
+    return mesh_of_set(union_of_sets(draft.ranks(m) for m in set(meshes)))
 
 
 def frames_with_needed_lengths(draft: Draft, event: Event, values: Mapping[str, Value]) -> tuple[str, ...]:

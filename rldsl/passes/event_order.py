@@ -19,6 +19,7 @@ from rldsl.passes.list_scheduling import Task, list_schedule
 from rldsl.plan.events import Event, Every, Item, Loop
 from rldsl.plan.model import Value
 from rldsl.plan.traits import Family
+from rldsl.sharding.rank_sets import group_equal_ranks
 
 PRIORITY: Mapping[Family, int] = {  # at equal times: movement, work, whole blocks, logs
     "data": 0, "movement": 0, "call": 1, "compute": 1, "residency": 1, "disk": 1, "bookkeeping": 3}
@@ -31,7 +32,7 @@ class _Job:
 
     needs: frozenset[str]
     makes: frozenset[str]
-    ranks: frozenset[int]
+    ranks: frozenset[int]  # by the first of ranks that are in the same meshes
     cost: int
     priority: int  # at equal times; of `PRIORITY`
 
@@ -45,18 +46,31 @@ def _block(draft: Draft, items: tuple[Item, ...], values: Mapping[str, Value],
            lengths_in: Mapping[str, str]) -> tuple[Item, ...]:
     inner = tuple(replace(i, body=_block(draft, i.body, values, lengths_in)) if isinstance(i, Every | Loop) else i
                   for i in items)
-    jobs = [_job(draft, i, values, lengths_in) for i in inner]
+    jobs = _jobs(draft, inner, values, lengths_in)
     return tuple(inner[i] for i in schedule(jobs))
 
 
-def _job(draft: Draft, item: Item, values: Mapping[str, Value], lengths_in: Mapping[str, str]) -> _Job:
+def _jobs(draft: Draft, items: Sequence[Item], values: Mapping[str, Value],
+          lengths_in: Mapping[str, str]) -> list[_Job]:
+    """What each item of a block needs, makes and keeps busy. One of the ranks that are in the same meshes is enough:
+    the same keeps all of them busy."""
+    meshes = {e.mesh: draft.ranks(e.mesh) for e in events(items)}
+    firsts = defaultdict[str, set[int]](set)  # mesh -> the first of each such ranks
+    for inside, ranks in group_equal_ranks(meshes, draft.placed.world).items():
+        for mesh in inside:
+            firsts[mesh].add(ranks.first)
+    return [_job(draft, item, values, lengths_in, firsts) for item in items]
+
+
+def _job(draft: Draft, item: Item, values: Mapping[str, Value], lengths_in: Mapping[str, str],
+         firsts: Mapping[str, set[int]]) -> _Job:
     own = list(events([item]))
     priority = PRIORITY[item.traits.family] if isinstance(item, Event) else BLOCK_PRIORITY
     versions = [e.versions() for e in own]
     needed = frozenset(b for e in own for b in uses(draft, e, values, lengths_in))
     return _Job(needed.union(*(v.uses for v in versions)),
                 frozenset(b for e in own for b in e.writes).union(*(v.defs for v in versions)),
-                frozenset(r for m in {e.mesh for e in own} for r in draft.ranks(m)),
+                frozenset(r for m in {e.mesh for e in own} for r in firsts[m]),
                 sum(e.traits.order_cost for e in own), priority)
 
 
@@ -102,7 +116,7 @@ def _check(draft: Draft, was: tuple[Item, ...], now: tuple[Item, ...], values: M
     # match old items with new ones by content; equal items keep their order
     remaining = {fingerprint: found[::-1] for fingerprint, found in positions.items()}
     new_index = [remaining[fingerprint].pop() for fingerprint in fingerprints]
-    for at, earlier in zip(new_index, dependencies([_job(draft, i, values, lengths_in) for i in was]), strict=True):
+    for at, earlier in zip(new_index, dependencies(_jobs(draft, was, values, lengths_in)), strict=True):
         if any(new_index[i] >= at for i in earlier):
             raise internal_error(f"ordering put {fingerprints[new_index.index(at)]} before an event that it needs",
                                  "pass order")

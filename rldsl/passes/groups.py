@@ -25,8 +25,8 @@ def groups(events: Iterable[Event], layouts: Mapping[str, Layout], meshes: Mappi
             keys |= {(axis, layout.id, ""): None for axis in AXES if getattr(layout, axis) > 1}
             if 1 < layout.ep < layout.dp:
                 keys["expert_dp", layout.id, ""] = None
-            if len(meshes[layout.mesh].members()) > 1:
+            if meshes[layout.mesh].size > 1:
                 keys["mesh", layout.id, ""] = None
-        elif e.traits.communicators == "mesh" and len(meshes[e.mesh].members()) > 1:
+        elif e.traits.communicators == "mesh" and meshes[e.mesh].size > 1:
             keys["mesh", "", e.mesh] = None
     return tuple(Group(f"g{i}", *key) for i, key in enumerate(keys))  # type: ignore[arg-type]

@@ -16,16 +16,17 @@ from typing import TypeGuard
 
 from rldsl.diag import internal_error
 from rldsl.passes.draft import Draft, each_block, events, frames_with_needed_lengths, lengths_spread_id
-from rldsl.placement.model import mesh_of
+from rldsl.placement.model import mesh_of_set
 from rldsl.plan.events import Collect, Derive, Event, Fetch, Generate, Item, Lengths, Loop, split_buffer
 from rldsl.plan.model import Mesh, Spread
+from rldsl.sharding.rank_sets import Ranks, union
 
 
 def lengths(draft: Draft) -> Draft:
     ranks_of, divided = _ranks_of_replicated(draft), draft.spreads
     replicated: dict[str, Spread] = {}
     for id, ranks in ranks_of.items():
-        mesh = mesh_of(ranks)
+        mesh = mesh_of_set(ranks)
         draft = draft.with_meshes(mesh)
         replicated[id] = Spread(id, mesh.id, granularity="all")
     draft = draft.with_spreads(*replicated.values())
@@ -67,9 +68,9 @@ def _makes_rows(e: Event) -> TypeGuard[Generate | Derive]:
     return isinstance(e, Generate) or isinstance(e, Derive) and e.makes_rows
 
 
-def _ranks_of_replicated(draft: Draft) -> dict[str, set[int]]:
+def _ranks_of_replicated(draft: Draft) -> dict[str, Ranks]:
     """Id of each spread of granularity "all" that has no record yet -> the ranks that must hold what is in it."""
-    touched: dict[str, set[int]] = defaultdict(set)
+    touched: dict[str, Ranks] = defaultdict(Ranks)
     values = draft.values
     every = tuple(events(draft.body))
     for e in every:
@@ -92,14 +93,14 @@ def _ranks_of_replicated(draft: Draft) -> dict[str, set[int]]:
         if isinstance(e, Fetch):
             sources[e.data].append(split_buffer(e.writes[0])[1])
     for ids in sources.values():  # who reads a source takes part in each of its fetches, to know which batch is next
-        together = set().union(*(touched[id] for id in ids))
+        together = union(touched[id] for id in ids)
         for id in ids:
-            touched[id] = together or {0}
-    return {id: ranks or {0} for id, ranks in touched.items()}
+            touched[id] = together or Ranks.one(0)
+    return {id: ranks or Ranks.one(0) for id, ranks in touched.items()}
 
 
 def _mesh(draft: Draft, spread: Spread, e: Generate | Derive) -> Mesh:
-    return mesh_of(draft.ranks(spread.mesh) | draft.ranks(e.mesh))
+    return mesh_of_set(draft.ranks(spread.mesh) | draft.ranks(e.mesh))
 
 
 def _exchange(draft: Draft, e: Generate | Derive, replicated: Spread) -> Event:
@@ -107,7 +108,7 @@ def _exchange(draft: Draft, e: Generate | Derive, replicated: Spread) -> Event:
     spread, frame = draft.spreads[e.spread], draft.frames[e.frame]
     layout = draft.layouts[spread.layout]
     ranks_with_row = layout.tp * layout.pp * layout.cp  # the ranks of one dp rank hold its rows already
-    lacking = frame.count * (len(mesh.members()) - ranks_with_row)
+    lacking = frame.count * (mesh.size - ranks_with_row)
     return Lengths(id=0, mesh=mesh.id, reads=(f"{e.frame}.tokens@{e.spread}",),
                    writes=(f"{e.frame}.lengths@{replicated.id}",), at=e.at,
                    because=f"the rows of {draft.labels.name(e.frame)} are divided by length", bytes=16 * lacking,

@@ -13,7 +13,7 @@ from rldsl.diag import fail, internal_error
 from rldsl.graph import model as g
 from rldsl.passes.draft import Draft, replicated_spread_id
 from rldsl.placement.budget import decode_batch_size
-from rldsl.placement.model import Call, Place, Placed, mesh_of
+from rldsl.placement.model import Call, Place, Placed, mesh_of_range, mesh_of_set
 from rldsl.placement.sync import sync_places
 from rldsl.plan.events import (
     Collect,
@@ -43,6 +43,7 @@ from rldsl.plan.payloads import (
     TrainSpec,
     payload,
 )
+from rldsl.sharding.rank_sets import Ranks, union
 
 
 def node_events(placed: Placed) -> Draft:
@@ -97,7 +98,7 @@ class _EventBuilder:
         self.replicated: dict[str, str] = {}  # value that every reader holds in full -> id of its spread
         self.made_in: dict[str, str] = {}  # any other value -> id of the spread that it was made in
         self.num_loops = 0
-        self.world = mesh_of(range(placed.world))  # also of fetches, until all their readers are known (`lengths.py`)
+        self.world = mesh_of_range(placed.world)  # also of fetches, until all their readers are known (`lengths.py`)
         self.meshes: dict[str, Mesh] = {self.world.id: self.world}
         self.everywhere = on_every_rank(self.world)  # of states, and of the conditions that end a repeat
         for place in (*self.places.values(), *self.sync_places.values()):
@@ -218,7 +219,7 @@ class _EventBuilder:
         src, dst = self.sync_places[node.source].layout.id, self.sync_places[node.model].layout.id
         version = self.written_at.get(node.source, "")
         self.written_at[node.model] = at
-        mesh = mesh_of(r for x in (src, dst) for r in self.meshes[self.layouts[x].mesh].members())
+        mesh = mesh_of_set(union(Ranks.of_mesh(self.meshes[self.layouts[x].mesh]) for x in (src, dst)))
         self.meshes[mesh.id] = mesh
         return Realloc(id=0, mesh=mesh.id, reads=(f"{node.source}@{src}",), writes=(f"{node.model}@{dst}",), at=at,
                        model=node.model, src=src, dst=dst, source=node.source, decay=node.decay, source_version=version)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from rldsl.diag import internal_error
 from rldsl.memory import curves
-from rldsl.memory.curve import Curve, Peak, peaks
+from rldsl.memory.curve import Curve, Peak, peak, peaks
 from rldsl.passes import (
     checkpoint,
     copy_lifetimes,
@@ -64,7 +64,7 @@ def _of_result(check: Callable[[Draft], None]) -> Callable[[Draft, Draft], None]
 
 PASSES: tuple[CompilerPass, ...] = (
     CompilerPass("node_events", "an event for each call in program order, with the division of its rows among ranks",
-                 lambda draft: node_events(draft.placed)),
+                 lambda draft: replace(node_events(draft.placed), sized=draft.sized)),
     CompilerPass("transfers", "values transferred to the ranks that read them", transfers.transfers,
                  _of_result(transfers.check_transfers)),
     CompilerPass("lengths", "row lengths where rows are divided by length, and the mesh of each fetch", lengths,
@@ -88,9 +88,9 @@ NAMES = tuple(p.name for p in PASSES)
 
 
 @garbage_collection_paused()
-def run(placed: Placed) -> Draft:
-    """From placed calls to ordered events."""
-    draft = Draft(placed)
+def run(placed: Placed, sized: bool = True) -> Draft:
+    """From placed calls to ordered events. sized: see `Draft`."""
+    draft = Draft(placed, sized=sized)
     for i, step in enumerate(PASSES):
         stage(f"pass {step.name}", i, len(PASSES))
         before, draft = draft, step.run(draft)
@@ -126,6 +126,13 @@ def planned(draft: Draft, compiler: str) -> tuple[Plan, tuple[Curve, ...]]:
     found = curves(plan)
     bytes = {rank: p.bytes for rank, p in peaks(found).items()}
     return replace(plan, classes=rank_classes(plan.meshes, plan.body, plan.header.world, bytes)), found
+
+
+@garbage_collection_paused()
+def memory_bound(placed: Placed) -> int:
+    """Bytes that the fullest rank needs at least: all but the buffers of reallocs, which take most of the time."""
+    plan = emit(run(placed, sized=False), "")
+    return max(peak(c).bytes for c in curves(plan, realloc_buffers=False))
 
 
 def finish(plan: Plan, found: tuple[Curve, ...]) -> Compiled:

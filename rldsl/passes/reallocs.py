@@ -110,19 +110,21 @@ class _Reallocs:
         if src == dst:
             raise internal_error(f"{e.called} needs a realloc of {model.name} to its training layout",
                                  "pass reallocs")
-        total = self._total(model, src, dst, draft.meshes[dst.mesh])
         mesh = union(draft, (src.mesh, dst.mesh))
         self.meshes.append(mesh)
         because = (f"{e.called} runs with {degrees_of(dst)} on {dst.mesh}, training with "
                    f"{degrees_of(src)} on {src.mesh}")
+        unsized = Realloc(id=0, mesh=mesh.id, reads=(f"{model.name}@{src.id}",), writes=(f"{model.name}@{dst.id}",),
+                          at=e.at, because=because, model=model.name, src=src.id, dst=dst.id)
+        if not draft.sized:
+            return unsized
+        total = self._total(model, src, dst, draft.meshes[dst.mesh])
         first = self.first_ranks.get((model.name, dst.id))
         if first is not None and first != draft.meshes[dst.mesh]:
             other = self._total(model, src, replace(dst, id=f"{dst.id} in order", mesh=first.id), first)
-            because += (f"; the ranks of mesh({len(first.members())}) are free to choose, and {human(other.bytes)} "
+            because += (f"; the ranks of mesh({first.size}) are free to choose, and {human(other.bytes)} "
                         f"would move to {first.id}")
-        return Realloc(id=0, mesh=mesh.id, reads=(f"{model.name}@{src.id}",), writes=(f"{model.name}@{dst.id}",),
-                       at=e.at, because=because, bytes=total.bytes, model=model.name, src=src.id, dst=dst.id,
-                       messages=total.messages, digest=total.digest)
+        return replace(unsized, because=because, bytes=total.bytes, messages=total.messages, digest=total.digest)
 
     def _total(self, model: Model, src: Layout, dst: Layout, mesh: Mesh) -> Summary:
         if (model.name, dst.id) not in self.known:

@@ -15,10 +15,11 @@ from rldsl.diag import Diagnostic, Failure, Fix, Label, fail
 from rldsl.graph.model import MeshRef
 from rldsl.models.families import Family
 from rldsl.placement.backends import check_backend_name
-from rldsl.placement.model import Place, layout_of, mesh_of
+from rldsl.placement.model import Place, layout_of, mesh_of_set
 from rldsl.placement.rules import Choice, Option
 from rldsl.plan.expr import Scalar
 from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh
+from rldsl.sharding.rank_sets import union_of_ranges
 from rldsl.source import Span
 
 DEGREES = ("dp", "tp", "pp", "cp")
@@ -56,7 +57,7 @@ def mesh_ranks(ref: MeshRef, cluster: Cluster) -> Mesh:
                        f"{stop} ranks" if ref.free else
                        f"needs rank {stop - 1}; the cluster has ranks 0 to {cluster.world - 1}",
                        help=f"cluster nodes={cluster.nodes} gpus={cluster.gpus} is {cluster.world} ranks")
-        ranks = list(range(start, stop))
+        ranges = [(start, stop)]
     else:
         if not cluster.declared:
             raise fail("RL0306", "a mesh over nodes needs a cluster", ref.span,
@@ -66,8 +67,8 @@ def mesh_ranks(ref: MeshRef, cluster: Cluster) -> Mesh:
             raise fail("RL0305", "the mesh extends beyond the cluster", ref.span,
                        f"the cluster has nodes 0:{cluster.nodes} and devices 0:{cluster.gpus}",
                        help="mesh(n0:n1, d0:d1) is nodes n0 to n1-1 and devices d0 to d1-1 of each")
-        ranks = [n * cluster.gpus + d for n in range(*ref.nodes) for d in range(start, stop)]
-    mesh = mesh_of(ranks)
+        ranges = [(n * cluster.gpus + start, n * cluster.gpus + stop) for n in range(*ref.nodes)]
+    mesh = mesh_of_set(union_of_ranges(ranges))
     if cluster.declared and not _check_mesh_shape(mesh, cluster.gpus):
         raise fail("RL0306", "a mesh must be whole nodes or an even fraction of one node", ref.span,
                    f"{stop} ranks on nodes of {cluster.gpus}" if ref.free else
@@ -122,7 +123,7 @@ def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, c
     """The place of one call, or of a computation, where dp=|mesh| always. family: None when no model directory has
     been read (`rlc check`). call: its name, for messages."""
     given = read_options(choice.options)
-    size = len(mesh.members())
+    size = mesh.size
     if compute:
         for name in ("tp", "pp", "vpp", "cp", "ep", "zero", "offload", "keep", "mbs", "mbt", "recompute", "backend"):
             if name in given and given[name][0] not in NOTHING.get(name, (0, 1, "none")):

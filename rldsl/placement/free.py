@@ -31,7 +31,7 @@ def _nearest(place: Place, training: Place, model: Model, cluster: Cluster) -> P
     """`place` on the ranks that are nearest to `training`, the place of the model's train call."""
     if place.given is None or place.layout == training.layout:
         return place
-    enough = len(training.mesh.members()) >= len(place.mesh.members())
+    enough = training.mesh.size >= place.mesh.size
     among = training.mesh.ranks if enough else ((0, cluster.world),)
     found = reorder_devices(model, training.layout, training.mesh, place.layout, among, cluster.gpus)
     mesh = Mesh("+".join(f"{a}:{b}" for a, b in found.ranks), found.ranks)

@@ -16,6 +16,7 @@ from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh, Model
 from rldsl.plan.notation import degrees_text
 from rldsl.plan.projection import to_ranges
+from rldsl.sharding.rank_sets import Ranks
 from rldsl.source import Span
 
 Call = Generate | Infer | Train
@@ -54,7 +55,17 @@ class Placed:
 
 def mesh_of(ranks: Iterable[int]) -> Mesh:
     """The mesh of some ranks, in ascending order."""
-    ranges = to_ranges(sorted(set(ranks)))
+    return mesh_of_set(Ranks(to_ranges(sorted(set(ranks)))))
+
+
+def mesh_of_range(world: int) -> Mesh:
+    """The mesh of the ranks 0 to world - 1."""
+    return mesh_of_set(Ranks(((0, world),)))
+
+
+def mesh_of_set(ranks: Ranks) -> Mesh:
+    """The same of ranks that are ranges already."""
+    ranges = ranks.ranges
     return Mesh("+".join(f"{a}:{b}" for a, b in ranges), ranges)
 
 

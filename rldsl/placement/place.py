@@ -17,7 +17,7 @@ from rldsl.models.families import Family, describe, sizes_of
 from rldsl.placement import backends, budget, free, invariant, positions, resident, sync, tokenizers
 from rldsl.placement.degrees import DEGREES, Cluster, mesh_ranks, place
 from rldsl.placement.lora import split_adapter_parameters
-from rldsl.placement.model import Call, Local, Place, Placed, label, layout_of, mesh_of
+from rldsl.placement.model import Call, Local, Place, Placed, label, layout_of, mesh_of_range
 from rldsl.placement.rules import Choice, collect_choices, option_span, resolve_choices
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.progress import stage
@@ -173,7 +173,7 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
                 why += f", without {' and '.join(k for k in ('zero', 'vpp') if getattr(base.layout, k) > (k == 'vpp'))}"
                 base = replace(base, layout=_for_passes(base.layout, base.mesh))
         else:
-            mesh = mesh_of(range(cluster.world))
+            mesh = mesh_of_range(cluster.world)
             base, why = Place(mesh, layout_of(mesh, dp=cluster.world)), "default: all ranks, data parallel"
         if choice is None:
             places[node.id] = replace(base, mbs=0, mbt=0, offload=False, span=node.span, why=why, recompute="none",
@@ -265,7 +265,7 @@ def _compute_places(every: tuple[g.Node, ...], choices: Mapping[str, Choice], ca
     """A computation runs where it says, else where the first train call that needs it runs, else where its inputs are
     made, else on the mesh of the first call."""
     flow = Flow(every)
-    first = next((calls[n.id].mesh for n in every if n.id in calls), mesh_of(range(cluster.world)))
+    first = next((calls[n.id].mesh for n in every if n.id in calls), mesh_of_range(cluster.world))
     places: dict[str, Place] = {}
     for node in every:
         if not isinstance(node, Local):
@@ -279,11 +279,11 @@ def _compute_places(every: tuple[g.Node, ...], choices: Mapping[str, Choice], ca
         same = places.get(near.id) if isinstance(near, Local) else None
         if near is not None and same is not None:
             why = same.why if same.why.startswith("default: ") else f"default: same as {label(near)}"
-            places[node.id] = Place(same.mesh, layout_of(same.mesh, dp=len(same.mesh.members())), 0, False, node.span,
+            places[node.id] = Place(same.mesh, layout_of(same.mesh, dp=same.mesh.size), 0, False, node.span,
                                     why)
             continue
         call = flow.anchor(node)
         mesh = calls[call.id].mesh if call is not None else first
-        places[node.id] = Place(mesh, layout_of(mesh, dp=len(mesh.members())), 0, False, node.span,
+        places[node.id] = Place(mesh, layout_of(mesh, dp=mesh.size), 0, False, node.span,
                                 f"default: same as {label(call)}" if call else "default: same as the first call")
     return places

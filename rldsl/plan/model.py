@@ -17,6 +17,7 @@ Vocabulary of data:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from rldsl.plan import heads
@@ -59,7 +60,12 @@ class Mesh:
     ranks: Ranges
 
     def members(self) -> tuple[int, ...]:
-        return tuple(r for start, stop in self.ranks for r in range(start, stop))
+        return tuple(chain.from_iterable(range(start, stop) for start, stop in self.ranks))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return sum(stop - start for start, stop in self.ranks)
 
 
 @dataclass(frozen=True, slots=True)

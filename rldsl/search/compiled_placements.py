@@ -7,13 +7,14 @@ estimate; so a user who follows advice gets what it says.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rldsl.clusters import Cluster
 from rldsl.diag import Failure
 from rldsl.graph import model as g
 from rldsl.memory.curve import peak
-from rldsl.passes.pipeline import planned, run
+from rldsl.passes.pipeline import memory_bound, planned, run
 from rldsl.placement.model import Call, Place, Placed
 from rldsl.placement.place import Describe, place_graph
 from rldsl.plan.model import Plan
@@ -43,7 +44,12 @@ class CompiledPlacement:
 def compile_program(graph: g.Graph, describe: Describe) -> tuple[Plan, int]:
     """(plan, peak bytes of its fullest rank) of a program with a clause at every call. Raises Failure where the
     compiler refuses the placement."""
-    plan, curves = planned(run(place_graph(graph, describe=describe)), "")
+    return compile_placed(place_graph(graph, describe=describe))
+
+
+def compile_placed(placed: Placed) -> tuple[Plan, int]:
+    """The same of a program that has been placed."""
+    plan, curves = planned(run(placed), "")
     return plan, max(peak(c).bytes for c in curves)
 
 
@@ -68,25 +74,39 @@ class SettingCompiler:
         self.calls = [n for n in g.nodes(placed.graph.items) if isinstance(n, Call)]
         self.first: Setting = {n.id: self._places[n.id] for n in self.calls}
         self._bytes: dict[tuple[object, ...], int | None] = {}
+        self._bounds: dict[tuple[object, ...], int | None] = {}
 
     def bytes(self, setting: Setting, nodes: int = 0) -> int | None:
         """Peak bytes of the fullest rank; None where the placement is impossible. nodes: of the cluster; 0: as it
         is."""
-        key = (nodes, *((i, replace(p, span=None, why="")) for i, p in setting.items()))
-        if key not in self._bytes:
-            stage("trying placements that need less memory", detail=f"{len(self._bytes)} tried")
-            with listening(lambda _: None):  # the passes of a trial are no stages of the command
-                self._bytes[key] = self._compile(setting, nodes)
+        if (key := _key(setting, nodes)) not in self._bytes:
+            self._bytes[key] = self._tried(setting, nodes, lambda placed: compile_placed(placed)[1])
         return self._bytes[key]
 
-    def _compile(self, setting: Setting, nodes: int) -> int | None:
-        graph = self._graph(setting, nodes)
-        if graph is None:
-            return None
-        try:
-            return compile_program(graph, known_families(self._placed))[1]
-        except Failure:
-            return None
+    def bound(self, setting: Setting, nodes: int = 0) -> int | None:
+        """A lower bound of `bytes`, found faster; None where that is None."""
+        if (key := _key(setting, nodes)) not in self._bounds:
+            self._bounds[key] = self._tried(setting, nodes, memory_bound)
+        return self._bounds[key]
+
+    def fits(self, setting: Setting, limit: int, nodes: int = 0) -> bool:
+        """Whether no rank needs more than `limit` bytes."""
+        for needed in (self.bound, self.bytes):
+            size = needed(setting, nodes)
+            if size is None or size > limit:
+                return False
+        return True
+
+    def _tried(self, setting: Setting, nodes: int, needed: Callable[[Placed], int]) -> int | None:
+        stage("trying placements that need less memory", detail=f"{len(self._bounds)} tried")
+        with listening(lambda _: None):  # the passes of a trial are no stages of the command
+            graph = self._graph(setting, nodes)
+            if graph is None:
+                return None
+            try:
+                return needed(place_graph(graph, describe=known_families(self._placed)))
+            except Failure:
+                return None
 
     def _graph(self, setting: Setting, nodes: int) -> g.Graph | None:
         """The program with a clause at every node that does not follow another; None where no clause can name its
@@ -103,3 +123,8 @@ class SettingCompiler:
                 return None
         cluster = replace(graph.cluster, nodes=nodes) if nodes and graph.cluster else graph.cluster
         return replace(with_clauses(graph, clauses), cluster=cluster)
+
+
+def _key(setting: Setting, nodes: int) -> tuple[object, ...]:
+    """Equal for settings that need the same."""
+    return nodes, *((i, replace(p, span=None, why="")) for i, p in setting.items())

@@ -62,16 +62,26 @@ class MemoryAdvisor:
         """The setting that needs the least memory on this cluster; None if nothing can be tried."""
         settings = [self.old, *self._combined_changes(), *self._degrees(self._all_changes)[-4:],
                  *self._degrees(on_all_ranks(self._all_changes, self.placed.world))[-4:]]
-        sizes = [(size, i) for i, s in enumerate(settings) if (size := self.bytes(s)) is not None]
-        return self._advice(settings[min(sizes)[1]]) if sizes else None
+        bounds = sorted((bound, i) for i, s in enumerate(settings) if (bound := self._compiler.bound(s)) is not None)
+        best: tuple[int, int] | None = None  # bytes, and the number of the setting
+        for bound, i in bounds:
+            if best is not None and bound > best[0]:
+                break  # so do all others
+            if (size := self.bytes(settings[i])) is not None:
+                best = min((size, i), best or (size, i))
+        return self._advice(settings[best[1]]) if best is not None else None
 
     def larger(self) -> MemoryAdvice | None:
         """The setting that fits on the smallest number of nodes (a power of two times those there are); None if none
-        does."""
-        for nodes in (self._nodes * 2**k for k in range(1, LIMIT.bit_length())):
-            for setting in self._degrees(on_all_ranks(self._all_changes, nodes * self.placed.devices_per_node))[-4:]:
-                if self._fits(setting, nodes):
-                    return self._advice(setting, nodes)
+        does. Memory falls as nodes are added, so bisection finds it."""
+        def fitting(nodes: int) -> Setting | None:
+            settings = self._degrees(on_all_ranks(self._all_changes, nodes * self.placed.devices_per_node))[-4:]
+            return next((setting for setting in settings if self._fits(setting, nodes)), None)
+
+        counts = [self._nodes * 2**k for k in range(1, LIMIT.bit_length())]
+        at = bisect_left(counts, True, key=lambda nodes: fitting(nodes) is not None)
+        if at < len(counts) and (setting := fitting(counts[at])) is not None:
+            return self._advice(setting, counts[at])
         return None
 
     # ------------------------------------------------------------------------------------------- changes
@@ -109,8 +119,8 @@ class MemoryAdvisor:
                     yield (setting := more)
 
     def _needs_no_more(self, new: Setting, old: Setting) -> bool:
-        size, before = self.bytes(new), self.bytes(old)
-        return size is not None and (before is None or size <= before)
+        before = self.bytes(old)
+        return self.bytes(new) is not None if before is None else self._compiler.fits(new, before)
 
     @cached_property
     def _all_changes(self) -> Setting:
@@ -169,8 +179,7 @@ class MemoryAdvisor:
     # ------------------------------------------------------------------------------------------ judging
 
     def _fits(self, setting: Setting, nodes: int = 0) -> bool:
-        size = self.bytes(setting, nodes)
-        return size is not None and size <= self.placed.memory
+        return self._compiler.fits(setting, self.placed.memory, nodes)
 
     def _pruned(self, setting: Setting) -> Setting:
         """Without the changes that are not needed; the most drastic are reverted first."""

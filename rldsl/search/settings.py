@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from rldsl.graph import model as g
 from rldsl.models.families import Family
 from rldsl.placement.degrees import DEGREES, OPTIONS
-from rldsl.placement.model import Place, Placed, layout_of, mesh_of
+from rldsl.placement.model import Place, Placed, layout_of, mesh_of_range
 from rldsl.placement.place import Describe
 from rldsl.plan.expr import Scalar
 from rldsl.plan.model import Layout, Mesh
@@ -53,7 +53,7 @@ def with_min_degrees(setting: Setting, tp: int, pp: int) -> Setting:
 
 
 def _place_with_min_degrees(p: Place, tp: int, pp: int) -> Place:
-    size, t, s = len(p.mesh.members()) // p.layout.cp, max(tp, p.layout.tp), max(pp, p.layout.pp)
+    size, t, s = p.mesh.size // p.layout.cp, max(tp, p.layout.tp), max(pp, p.layout.pp)
     while size % (t * s) and s > p.layout.pp:
         s //= 2
     while size % (t * s) and t > p.layout.tp:
@@ -65,7 +65,7 @@ def _place_with_min_degrees(p: Place, tp: int, pp: int) -> Place:
 
 def on_all_ranks(setting: Setting, world: int) -> Setting:
     """Every call on every rank of a cluster."""
-    mesh = mesh_of(range(world))
+    mesh = mesh_of_range(world)
     return {i: replace(p, mesh=mesh, given=None, layout=with_degrees(
         p.layout, mesh, dp=world // (p.layout.tp * p.layout.pp * p.layout.cp))) for i, p in setting.items()}
 
@@ -109,7 +109,7 @@ def known_families(placed: Placed) -> Describe:
 def clause_text(p: Place) -> str:
     """`on mesh(0:8) dp=4 tp=2 mbs=1`: dp, and the options that are not the default."""
     usual, own = options(Place(p.mesh, layout_of(p.mesh))), options(p)
-    ranks = len(p.given.members()) if p.given else p.mesh.id
+    ranks = p.given.size if p.given else p.mesh.id
     return " ".join([f"on mesh({ranks})", *_option_texts(own, {n for n in OPTIONS if n == "dp" or own[n] != usual[n]})])
 
 

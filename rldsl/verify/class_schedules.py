@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.model import RankClass
-from rldsl.verify.rank_sets import Ranks, group_equal_ranks, union
+from rldsl.sharding.rank_sets import Ranks, group_equal_ranks, union
 from rldsl.verify.tables import Tables, class_ranks, name, problem
 
 

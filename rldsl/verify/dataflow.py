@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Collect, Compute, Derive, Event, Every, Item, Loop, split_buffer
 from rldsl.plan.references import Role, references
-from rldsl.verify.rank_sets import Ranks, group_equal_ranks, union
+from rldsl.sharding.rank_sets import Ranks, group_equal_ranks, union
 from rldsl.verify.tables import Tables, name, problem
 
 # The name of a set of ranks is the id of a mesh, "first of MESH" for its first rank, or this, for those of the event.

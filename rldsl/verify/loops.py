@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Collect, Event, Generate, Item, Loop, Train, split_buffer
 from rldsl.plan.projection import times, walk
-from rldsl.verify.rank_sets import union
+from rldsl.sharding.rank_sets import union
 from rldsl.verify.tables import Tables, problem
 
 

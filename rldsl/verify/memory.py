@@ -13,7 +13,7 @@ from rldsl.diag import Diagnostic, Failure
 from rldsl.memory import curves
 from rldsl.memory.curve import peak
 from rldsl.plan.notation import human
-from rldsl.verify.rank_sets import Ranks
+from rldsl.sharding.rank_sets import Ranks
 from rldsl.verify.tables import Tables, class_ranks, problem
 
 

@@ -34,8 +34,8 @@ from rldsl.plan.events import (
 from rldsl.plan.model import Model, Value
 from rldsl.plan.references import Reference, Role, named
 from rldsl.plan.traits import expand, rule_for
+from rldsl.sharding.rank_sets import Ranks, union
 from rldsl.verify import calls, collect, derive, evaluations
-from rldsl.verify.rank_sets import Ranks, union
 from rldsl.verify.tables import Tables, name, problem
 from rldsl.verify.transfer_slices import MeshCells
 

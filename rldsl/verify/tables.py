@@ -16,7 +16,7 @@ from rldsl.plan.model import Data, Layout, Mesh, Model, Plan, RankClass, Spread,
 from rldsl.plan.notation import ranges_text
 from rldsl.plan.projection import Path, to_ranges, walk
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
-from rldsl.verify.rank_sets import Ranks
+from rldsl.sharding.rank_sets import Ranks
 
 
 @dataclass(frozen=True, slots=True)

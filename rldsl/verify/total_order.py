@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Event
-from rldsl.verify.rank_sets import Ranks, union
+from rldsl.sharding.rank_sets import Ranks, union
 from rldsl.verify.tables import Tables, class_ranks, name, problem, ranks_label
 
 EventIds = tuple[int, ...]  # the list of a rank

@@ -6,12 +6,12 @@ not empty, and no two of them touch; so equal sets are equal values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
-from rldsl.plan.model import Ranges
+from rldsl.plan.model import Mesh, Ranges
 from rldsl.sharding.rank_classes import ranks_by_membership
 
 Name = TypeVar("Name", bound=Hashable)
@@ -33,6 +33,10 @@ class Ranks:
             else:
                 merged.append((start, stop))
         return Ranks(tuple(merged))
+
+    @staticmethod
+    def of_mesh(mesh: Mesh) -> Ranks:
+        return union_of_ranges(mesh.ranks)
 
     @staticmethod
     def one(rank: int) -> Ranks:
@@ -71,7 +75,11 @@ class Ranks:
 
 
 def union(sets: Iterable[Ranks]) -> Ranks:
-    ranges = [r for s in sets for r in s.ranges]
+    return union_of_ranges([r for s in sets for r in s.ranges])
+
+
+def union_of_ranges(ranges: Sequence[tuple[int, int]]) -> Ranks:
+    """The ranks in some ranges, which may come in any order and overlap."""
     return Ranks.of(ranges, max((stop for _, stop in ranges), default=0))
 
 

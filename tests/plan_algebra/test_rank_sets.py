@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rldsl.verify.rank_sets import Ranks, group_equal_ranks, union
+from rldsl.sharding.rank_sets import Ranks, group_equal_ranks, union
 from rldsl.verify.tables import ranks_label
 
 WORLD = 20
