@@ -161,8 +161,8 @@ def _linked(temporary: Path, file: Path) -> bool:
 
 
 def _wait_until_stale(file: Path, temporary: Path) -> str | None:
-    """The token of the lock that was found stale ("" if the lock is damaged), None as soon as it is gone. It is what to
-    remove: another start may have put its own lock in the place of the stale one by then. RL0780: its owner is alive."""
+    """The token of the lock that was found stale ("" if the lock is damaged), None as soon as it is gone. That lock is
+    to be removed; another start may have put its own in its place by then. RL0780: the owner is alive."""
     beat, seen, announced = _heartbeat(file), time.monotonic(), False
     owner = _read(file)  # between two looks at the heartbeat: if they agree, it is the owner of that lock
     if beat is None:
