@@ -12,6 +12,7 @@ import pytest
 from rldsl.runtime.launch import main as launch
 from rldsl.runtime.metrics.run_record import interruption_text, read_record, resume_command
 from tests.end_to_end.programs import compile_program
+from tests.forked import command
 from tests.tiny import make_model, make_sums, write_jsonl
 from tests.torchrun import Agent, begun, until
 
@@ -97,6 +98,72 @@ def test_a_rank_that_waits_in_a_collective(place: Path, tmp_path: Path, monkeypa
         os.kill(second, signal.SIGCONT)
         assert agent.wait(60) == 130, agent.said()
         assert len(lines(agent)) == 1, agent.said()
+
+
+# --------------------------------------------------------------------------------- a rank that is on its way out
+
+RANK = """
+import signal, time
+import torch.distributed as dist
+from rldsl.runtime.health.watchdog import Watchdog
+
+class Late:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+def interruption():
+    signal.raise_signal(signal.SIGINT)
+    return "interrupted in step 3"
+
+watchdog = Watchdog(dist.HashStore(), 0, 1)
+watchdog.interruption = interruption
+try:
+    BODY
+except KeyboardInterrupt as error:
+    signal.raise_signal(signal.SIGINT)
+    watchdog.fail(error)
+except Exception as error:
+    watchdog.fail(error)
+watchdog.close()
+print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+
+
+def rank(folder: Path, body: str, before: str = "") -> tuple[int, str, str]:
+    """Exit status, output and messages of a rank that does this."""
+    (folder / "rank.py").write_text(before + RANK.replace("BODY", body))
+    done = command(str(folder / "rank.py"))
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_second_signal_does_not_cut_short_what_the_first_began(tmp_path: Path) -> None:
+    """A terminal sends one to every process, and torchrun another to each rank."""
+    assert rank(tmp_path, "signal.raise_signal(signal.SIGINT)") == (130, "", "interrupted in step 3\n")
+
+
+def test_a_signal_whose_exception_is_swallowed_ends_the_rank(tmp_path: Path) -> None:
+    """As in a `__del__`, or in a callback of the garbage collector."""
+    code, said, message = rank(tmp_path, "Late(); time.sleep(60)")
+    assert (code, said) == (130, "") and message.endswith("\ninterrupted in step 3\n"), message
+    assert message.count("interrupted") == 1
+
+
+def test_without_a_signal_the_next_one_does_what_it_did_before(tmp_path: Path) -> None:
+    assert rank(tmp_path, "pass") == (0, "True\n", "")
+
+
+def test_a_rank_started_with_ctrl_c_ignored_ignores_it(tmp_path: Path) -> None:
+    ignored = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    assert rank(tmp_path, "signal.raise_signal(signal.SIGINT)", ignored) == (0, "False\n", "")
+
+
+def test_a_signal_while_an_error_is_reported_changes_no_message(tmp_path: Path) -> None:
+    failed = """from rldsl.diag import fail
+    report = watchdog.heartbeats.report_failure
+    watchdog.heartbeats.report_failure = lambda event: (signal.raise_signal(signal.SIGINT), report(event))[1]
+    raise fail("RL0701", "the plan needs 4 ranks")"""
+    code, _, message = rank(tmp_path, failed)
+    assert code == 1 and message.startswith("error[RL0701]: the plan needs 4 ranks"), message
 
 
 @pytest.mark.parametrize(("typed", "again"), [

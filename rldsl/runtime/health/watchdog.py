@@ -51,10 +51,10 @@ class Watchdog:
 
     def __init__(self, store: Any, rank: int, world: int, plan: PlanFile | None = None, timeout: float = math.inf,
                  asynchronous: bool = False, agent: int | None = None, speaks: bool = True):
-        """On the main thread only: it takes over SIGTERM. timeout: seconds that a rank waits for another. asynchronous:
-        communication runs behind Python, and the library ends the process when it takes too long. agent: the process
-        of torchrun's agent, whose end sends SIGTERM (`runtime/parent.py`). speaks: this rank, of all on its machine,
-        reports that."""
+        """On the main thread only: it takes over SIGTERM and Ctrl-C. timeout: seconds that a rank waits for another.
+        asynchronous: communication runs behind Python, and the library ends the process when it takes too long. agent:
+        the process of torchrun's agent, whose end sends SIGTERM (`runtime/parent.py`). speaks: this rank, of all on its
+        machine, reports that."""
         self.heartbeats, self.rank, self.world = Heartbeats(store, rank, world), rank, world
         self.ring = EventRing()  # what this rank did last
         self.out: Path | None = None  # the directory of the run, once it may write there
@@ -63,6 +63,7 @@ class Watchdog:
         self.stop_requested = False  # SIGTERM came
         self.interruption: Callable[[], str] | None = None  # ends the run's record; the line that says how to resume
         self._interrupted = False  # SIGINT came
+        self._is_leaving = False  # the main thread is on its way out: no KeyboardInterrupt may cut that short
         self._plan, self._timeout, self._asynchronous = plan, timeout, asynchronous
         self._agent, self._speaks = agent, speaks
         self._failed_at: stack_trace.Stack | None = None  # where the main thread was when it failed
@@ -74,21 +75,25 @@ class Watchdog:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_write.setblocking(False)
         self._before = (signal.signal(signal.SIGTERM, lambda *_: None),
-                        signal.set_wakeup_fd(self._wake_write.fileno()))
+                        signal.set_wakeup_fd(self._wake_write.fileno()), signal.getsignal(signal.SIGINT))
+        if self._before[2] is signal.default_int_handler:  # else a shell has it ignored
+            signal.signal(signal.SIGINT, self._interrupt_main)
         self._thread = threading.Thread(target=self._run, name="rldsl-watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch, and give SIGTERM back."""
+        """End the watch, and restore what SIGTERM and Ctrl-C did before."""
         self._done.set()
         self._thread.join(timeout=4 * BEAT)
         signal.set_wakeup_fd(self._before[1])
         signal.signal(signal.SIGTERM, self._before[0])
+        signal.signal(signal.SIGINT, self._before[2])
         self._wake_read.close()
         self._wake_write.close()
 
     def fail(self, error: BaseException) -> NoReturn:
         """Say what went wrong, once, and end this process."""
+        self._is_leaving = True
         if self._interrupted or isinstance(error, KeyboardInterrupt):
             self.interrupt()
         self._stop_if_orphaned()
@@ -101,6 +106,14 @@ class Watchdog:
         if isinstance(error, Failure):  # another rank reports the error
             self._stop_for_others("a rank failed")
         self._stop_for_others("another rank exited without an error message", " ".join(str(error).split())[:300])
+
+    def _interrupt_main(self, *_: object) -> None:
+        """A terminal sends Ctrl-C to every process, and torchrun passes its own on to each rank: the second signal comes
+        while the first still ends the run. If whatever runs now swallows the exception (a `__del__`, a callback of the
+        garbage collector), the thread of the watchdog ends the process."""
+        if not self._is_leaving:
+            self._is_leaving = True
+            raise KeyboardInterrupt
 
     def interrupt(self) -> NoReturn:
         """End this process after Ctrl-C, which every rank gets; rank 0 says where the run was."""
