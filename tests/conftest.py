@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu import Cpu
+from tests.cpu import GARBAGE, Cpu
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
@@ -40,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:  # a cache of this run: models are described once, and nothing is left
         os.environ["XDG_CACHE_HOME"] = folder = tempfile.mkdtemp(prefix="rldsl-tests-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    gc.disable()  # until all is imported and collected: it would find nothing
     config.addinivalue_line("markers", "numeric: compares numbers that kernels compute")
     if config.getoption("--cpu"):
         config.pluginmanager.register(Cpu(config.getoption("--cpu")))
@@ -52,13 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What all tests have imported lives as long as the process: no collection of garbage has to go through it."""
-    gc.collect()
+    """What all tests have imported lives as long as the process: no collection of garbage has to go through it. Not even
+    pytest's own at the end, which takes seconds then; xdist gives a worker five to end, and interrupts it after that."""
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
+    gc.set_threshold(*GARBAGE)
+    gc.enable()
+    atexit.register(gc.unfreeze)  # extension modules count what is left of theirs
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 TICK = os.sysconf("SC_CLK_TCK")
+GARBAGE = (20_000, 10, 10)  # for `gc.set_threshold`: with Python's 700 a tenth of the CPU time goes into collections
 
 
 def seconds(pid: int | str = "self") -> float:

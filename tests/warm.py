@@ -20,6 +20,7 @@ from rldsl.plan.events import Sampling
 from rldsl.runtime.backend import PackedBatch
 from rldsl.verify import verify
 from tests.backend_torch.shards import make_shard, plan_model
+from tests.cpu import GARBAGE
 from tests.plan.sample import grpo
 from tests.tiny import make_model
 
@@ -39,3 +40,4 @@ def _infer() -> None:
 _infer()
 gc.collect()
 gc.freeze()
+gc.set_threshold(*GARBAGE)
