@@ -45,10 +45,14 @@ def test_a_program_computes_it(copy: Copy) -> None:
 
 
 def test_the_tests_that_the_page_names_try_it(copy: Copy) -> None:
-    said = copy.python("-m", "pytest", "-p", "no:cacheprovider", "tests/runtime/test_evaluate.py", "-k",
-                       "midrange or every_operator", "-o", "addopts=", "-v")
+    said = copy.python("-m", "pytest", "-p", "no:cacheprovider", "tests/runtime/test_evaluate.py",
+                       "tests/runtime/test_nonfinite_elements.py", "-k",
+                       "midrange or every_operator or every_reduction", "-o", "addopts=", "-v")
     assert all(f"test_reductions_of_tokens[{to}-midrange] PASSED" in said for to in ("seq", "prompt", "batch"))
+    assert all(f"test_nan_makes_its_own_group_nan_and_no_other[midrange-{to}] PASSED" in said
+               for to in ("seq", "prompt"))
     assert "test_every_operator_of_the_plan_is_tested PASSED" in said
+    assert "test_every_reduction_is_compared PASSED" in said
 
 
 def test_documentation_and_highlighters_are_written_from_the_record(copy: Copy) -> None:

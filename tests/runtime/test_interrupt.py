@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from rldsl.runtime.launch import main as launch
 from rldsl.runtime.metrics.run_record import interruption_text, read_record, resume_command
+from tests import forked
 from tests.end_to_end.programs import compile_program
 from tests.forked import command
 from tests.tiny import make_model, make_sums, write_jsonl
@@ -207,6 +209,31 @@ def test_a_missing_machine(capfd: pytest.CaptureFixture[str]) -> None:
     text = capfd.readouterr().err
     assert status == 1 and text.count("error[RL0704]") == 1 and "2 machines did not meet" in text, text
     assert "join_timeout" in text and "Traceback" not in text
+
+
+def test_sigterm_while_a_machine_is_missing(tmp_path: Path) -> None:
+    """There is no rank yet to hand it to, and the launcher must not wait on for the other machine."""
+    said = str(tmp_path / "said")
+    process = forked.start("tests.torchrun", "30", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d",
+                           "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", "x", "-m", "rldsl.run", "p.plan",
+                           files=(os.devnull, said, said))
+    try:
+        end = time.monotonic() + 60
+        while not _catches(process.pid, signal.SIGTERM):
+            assert process.is_alive() and time.monotonic() < end, Path(said).read_text()
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(60)
+        assert process.exitcode == 128 + signal.SIGTERM and "Traceback" not in Path(said).read_text()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return bool(int(next(x for x in lines if x.startswith("SigCgt")).split()[1], 16) >> number - 1 & 1)
 
 
 def test_torchrun_ends_with_our_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

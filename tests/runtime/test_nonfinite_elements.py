@@ -19,9 +19,11 @@ LENS = [3, 0, 5, 1, 4, 2, 9, 1, 0, 7, 2, 6]
 GEN = {"gen": FRAMES["gen"]}
 SHARES = [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
 NAN, INF = math.nan, math.inf
-BY_TORCH = {"sum": torch.sum, "mean": torch.mean, "amax": torch.amax, "amin": torch.amin,
-            "median": lambda x: torch.quantile(x, 0.5), "quantile": lambda x: torch.quantile(x, 0.25),
-            "count": lambda x: torch.tensor(float(x.numel()))}
+BY_TORCH = {  # the reductions, of some elements
+    "sum": torch.sum, "mean": torch.mean, "amax": torch.amax, "amin": torch.amin,
+    "count": lambda x: torch.tensor(float(x.numel())), "quantile": lambda x: torch.quantile(x, 0.25),
+    "median": lambda x: torch.quantile(x, 0.5),
+}
 REDUCTIONS = sorted(o.name for o in OPERATORS.values() if o.family == "reduction")
 
 
