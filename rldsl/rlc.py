@@ -9,9 +9,12 @@ import os
 import signal
 from types import FrameType
 
+from rldsl import collector
+
 
 def main() -> None:
     """Run the command line. Exit status 130 after Ctrl-C."""
+    collector.collect_seldom()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell has it ignored
         signal.signal(signal.SIGINT, _end)
     from rldsl.cli import main

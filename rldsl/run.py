@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rldsl import collector
 from rldsl.diag import Failure, fail
 from rldsl.report import render
 from rldsl.runtime.files import refuse_links_out
@@ -224,14 +225,15 @@ def _reporting(arguments: argparse.Namespace) -> ReportOptions:
 
 def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, program: Program | None,
          agent: int | None) -> None:
-    import torch.distributed as dist
-    import transformers
+    with collector.importing():
+        import torch.distributed as dist
+        import transformers
 
-    from rldsl.runtime.comm.rendezvous import mark_begun
-    from rldsl.runtime.health.watchdog import Watchdog
-    from rldsl.runtime.interpreter.interpreter import Interpreter, execute
-    from rldsl.runtime.interpreter.options import Options
-    from rldsl.runtime.metrics.tee import tee
+        from rldsl.runtime.comm.rendezvous import mark_begun
+        from rldsl.runtime.health.watchdog import Watchdog
+        from rldsl.runtime.interpreter.interpreter import Interpreter, execute
+        from rldsl.runtime.interpreter.options import Options
+        from rldsl.runtime.metrics.tee import tee
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -5,19 +5,28 @@ torch is imported when a shard is built, so that importing `describe` stays chea
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
+from rldsl import collector
 from rldsl.plan.model import Layout, Mesh, Model
 
 if TYPE_CHECKING:
     import torch
 
+    from rldsl.backends.torch.shard import TorchShard
     from rldsl.runtime.backend import Axes, Shard, WeightCache
 
 
 def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, *, load: bool,
           trainable: bool, weight_cache: WeightCache | None = None) -> Shard:
     """See `rldsl.runtime.backend.Build`."""
-    from rldsl.backends.torch.shard import TorchShard
+    return _shard_class()(model, layout, mesh, axes, device, load, trainable, weight_cache)
 
-    return TorchShard(model, layout, mesh, axes, device, load, trainable, weight_cache)
+
+@cache
+def _shard_class() -> type[TorchShard]:
+    with collector.importing():
+        from rldsl.backends.torch.shard import TorchShard
+
+    return TorchShard

@@ -9,7 +9,7 @@ width], without biases. Other forms run whole on every rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from rldsl.plan.model import Split
@@ -43,7 +43,7 @@ def division(name: str, shape: tuple[int, ...], style: str) -> tuple[Split | Non
     return None, f"its plan has the style {style!r} for {name}, which is not supported yet"
 
 
-def stored(name: str, transforms: list[Any], there: Set[str]) -> tuple[str, ...]:
+def stored(name: str, transforms: Sequence[Any], there: Set[str]) -> tuple[str, ...]:
     """Templates of the tensors that make up a parameter in a directory with tensors `there`, as `ParamSpec.stored`; ()
     where it is there by its own name, or transformers knows no other. transforms: of `transforms`."""
     if _among([name], there):
@@ -56,7 +56,7 @@ def _among(templates: Iterable[str], there: Set[str]) -> bool:
     return all(name in there for name in real) or all(name.partition(".")[2] in there for name in real)
 
 
-def _candidates(name: str, transforms: list[Any]) -> Iterable[tuple[str, ...]]:
+def _candidates(name: str, transforms: Sequence[Any]) -> Iterable[tuple[str, ...]]:
     """What a parameter may be called in a directory: made of the tensors of its experts, renamed, or both."""
     made: list[tuple[str, ...]] = [(name,)]
     for t in transforms:
@@ -70,7 +70,7 @@ def _candidates(name: str, transforms: list[Any]) -> Iterable[tuple[str, ...]]:
         yield tuple(_renamed(x, transforms) for x in found)
 
 
-def _renamed(name: str, transforms: list[Any]) -> str:
+def _renamed(name: str, transforms: Sequence[Any]) -> str:
     for t in transforms:
         if not getattr(t, "operations", ()) and len(t.target_patterns) == len(t.source_patterns) == 1:
             name = name.replace(_plain(t.target_patterns[0]), _plain(t.source_patterns[0]))

@@ -1,7 +1,8 @@
 """What a model directory says about its model, without reading a weight.
 
 In: a HuggingFace directory and the kind of head. Out: a `Family`: parameter shapes, and how tensor and pipeline
-parallelism divide them, from transformers on the meta device and the config's own plans. No remote code runs.
+parallelism divide them, from the config as transformers reads it, the model's modules (`skeleton.py`, or `known.py`
+without building them) and the config's own plans. No remote code runs.
 Errors: RL0301 no directory, RL0302 a file or tensor is missing, RL0303 the config cannot be used.
 """
 
@@ -15,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from rldsl.diag import fail
-from rldsl.models import arithmetic, experts
+from rldsl.models import arithmetic, experts, known
 from rldsl.models import directory as files
 from rldsl.models.cache import cached_record, entry_key
+from rldsl.models.skeleton import Skeleton, build, first_line
 from rldsl.plan.heads import HEADS, SCORE_WEIGHT
 from rldsl.plan.model import ParamSpec, Sizes, Split, StageKind
 from rldsl.source import Span
 
-MAX_SHOWN = 160  # characters of a message of transformers
 ASIDE = ("_name_or_path", "architectures", "dtype", "id2label", "initializer_range", "label2id", "num_labels",
          "problem_type", "torch_dtype", "transformers_version", "use_cache")
 KNOWN = ("colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise", "colwise_gather_output")
@@ -87,7 +88,7 @@ def _described(path: str, kind: str, names: frozenset[str], digest: str, span: S
     directory = Path(path)
     config = _config(directory, path, span)
     _check_head(config, path, kind, span)
-    skeleton = _skeleton(config, path, span)
+    skeleton = known.skeleton(config) or build(config, path, span)
     arithmetic.check(skeleton, config, path, span)
     text = config.get_text_config()
     heads = int(getattr(text, "num_attention_heads", 1) or 1)
@@ -131,7 +132,7 @@ def _config(directory: Path, path: str, span: Span | None) -> Any:
     try:
         return AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises anything at all on a malformed config
-        raise fail("RL0303", f'the config of "{path}" cannot be used', span, _first_line(error),
+        raise fail("RL0303", f'the config of "{path}" cannot be used', span, first_line(error),
                    help="config.json must have a model_type that the installed transformers supports") from None
 
 
@@ -145,50 +146,28 @@ def _check_head(config: Any, path: str, kind: str, span: Span | None) -> None:
                    help="use another family for critics and reward models")
 
 
-def _skeleton(config: Any, path: str, span: Span | None) -> Any:
-    """The model's modules on the meta device: shapes without storage."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    try:
-        with torch.device("meta"), no_init_weights():
-            made = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        made.tie_weights()  # else a part of the initialisation
-        return made
-    except Exception as error:
-        raise fail("RL0303", f'the model in "{path}" is not a causal language model', span, _first_line(error),
-                   help="every model must be based on a causal language model") from None
-
-
-def _first_line(error: Exception) -> str:
-    """Cut between words where it is long."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return line if len(line) <= MAX_SHOWN else line[:MAX_SHOWN].rsplit(" ", 1)[0] + " ..."
-
-
 # ------------------------------------------------------------------------------------------------ parameters
 
 
-def _specs(skeleton: Any, config: Any, layers: int, kind: str, sizes: dict[str, int],
+def _specs(skeleton: Skeleton, config: Any, layers: int, kind: str, sizes: dict[str, int],
            there: frozenset[str]) -> tuple[tuple[ParamSpec, ...], str, str]:
     """Parameter specs in module order, and why tp or pp are impossible."""
-    prefix = skeleton.base_model_prefix
-    styles = dict(getattr(skeleton, "_tp_plan", None) or {})
+    prefix = skeleton.prefix
+    styles = dict(skeleton.tp_plan)
     styles |= {f"{prefix}.{k}": v for k, v in (getattr(config, "base_model_tp_plan", None) or {}).items()}
-    base = [(n, tuple(p.shape)) for n, p in skeleton.named_parameters() if n.startswith(prefix + ".")]
-    head = [(n, tuple(p.shape)) for n, p in skeleton.named_parameters() if not n.startswith(prefix + ".")]
+    base = [(n, shape) for n, shape in skeleton.params if n.startswith(prefix + ".")]
+    head = [(n, shape) for n, shape in skeleton.params if not n.startswith(prefix + ".")]
     tied = bool(getattr(config, "tie_word_embeddings", False)) and not head
     if not HEADS[kind].vocabulary:
         head, styles = [(SCORE_WEIGHT, (1, sizes["hidden"]))], {k: v for k, v in styles.items() if k != "lm_head"}
     elif tied and styles.get("lm_head") == "colwise_gather_output":  # the embedding is the head: divide it as such
-        styles[_embedding(skeleton).rpartition(".")[0]] = "embedding_rowwise"
+        styles[skeleton.embedding.rpartition(".")[0]] = "embedding_rowwise"
     names, uniform = _fold(base, layers)
     pipeline = list(getattr(config, "base_model_pp_plan", None) or {})
     pp_problem = ("" if pipeline and uniform else
                   "its config has no pipeline-parallel plan" if uniform else "its layers are not all the same")
     problems = [] if getattr(config, "base_model_tp_plan", None) else ["its config has no tensor-parallel plan"]
-    specs, behind, counted, renamed = [], False, experts.counts(skeleton), experts.transforms(skeleton)
+    specs, behind, counted, renamed = [], False, skeleton.experts, skeleton.transforms
     stage: StageKind
     for name, shape in names:
         behind = behind or "{}" in name
@@ -197,7 +176,7 @@ def _specs(skeleton: Any, config: Any, layers: int, kind: str, sizes: dict[str, 
             stage = "layer"
         elif not uniform and re.search(r"\.\d+\.", name):
             stage = "all"
-        elif tied and HEADS[kind].vocabulary and name == _embedding(skeleton):
+        elif tied and HEADS[kind].vocabulary and name == skeleton.embedding:
             stage = "ends"
         else:
             late = pipeline.index(module) > pipeline.index("layers") if {module, "layers"} <= {*pipeline} else behind
@@ -220,27 +199,16 @@ def _specs(skeleton: Any, config: Any, layers: int, kind: str, sizes: dict[str, 
     return tuple(specs), problems[0] if problems else "", pp_problem
 
 
-def _linears(skeleton: Any, params: tuple[ParamSpec, ...]) -> tuple[Linear, ...]:
+def _linears(skeleton: Skeleton, params: tuple[ParamSpec, ...]) -> tuple[Linear, ...]:
     """The linear layers of the blocks, in module order; those of all layers once where their specs are."""
-    import torch
-    from transformers.pytorch_utils import Conv1D
-
-    known = {s.name for s in params}
+    there = {s.name for s in params}
     found: dict[str, Linear] = {}
-    for name, module in skeleton.named_modules():
-        folded = re.sub(r"\.\d+\.", ".{}.", name, count=1)
-        name = folded if f"{folded}.weight" in known else name
-        if folded.count("{}") and f"{name}.weight" in known and isinstance(module, torch.nn.Linear | Conv1D):
-            rows, columns = module.weight.shape
-            swapped = isinstance(module, Conv1D)
-            found[name] = Linear(name, *((rows, columns) if swapped else (columns, rows)), swapped)
+    for module in skeleton.linears:
+        folded = re.sub(r"\.\d+\.", ".{}.", module.name, count=1)
+        name = folded if f"{folded}.weight" in there else module.name
+        if folded.count("{}") and f"{name}.weight" in there:
+            found[name] = Linear(name, module.inputs, module.outputs, module.transposed)
     return tuple(found.values())
-
-
-def _embedding(skeleton: Any) -> str:
-    weight = skeleton.get_input_embeddings().weight
-    name: str = next(n for n, p in skeleton.named_parameters() if p is weight)
-    return name
 
 
 def _fold(params: list[tuple[str, tuple[int, ...]]], layers: int) -> tuple[list[tuple[str, tuple[int, ...]]], bool]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rldsl.diag import Diagnostic, Failure
-from rldsl.models.families import _first_line, describe
+from rldsl.models.families import describe
+from rldsl.models.skeleton import first_line
 from rldsl.plan.model import ParamSpec, Split
 from tests.tiny import make_model
 
@@ -145,4 +146,4 @@ def test_unusable_config(tmp_path: Path, text: str) -> None:
     ("short\nsecond line", "short"), ("", "ValueError"), ("word " * 40, "word " * 32 + "..."),
     ("x" * 500, "x" * 160 + " ...")])
 def test_a_long_reason_of_transformers_is_cut_between_words(text: str, shown: str) -> None:
-    assert _first_line(ValueError(text)) == shown
+    assert first_line(ValueError(text)) == shown
