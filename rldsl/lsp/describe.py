@@ -28,9 +28,9 @@ def signature(symbol: Symbol) -> tuple[str, tuple[str, ...]]:
         case ast.LossDecl(data=data):
             words = tuple(p.span.text for p in data)
             return f"{symbol.name}({', '.join(words)})", words
-        case ast.PyFunction(params=params, returns=level):
+        case ast.PyFunction(params=params):
             words = tuple(p.name for p in params)
-            return f"{symbol.name}({', '.join(words)}) -> {level.name}", words
+            return f"{symbol.name}({', '.join(words)}) -> {tree.result}", words
     return symbol.name, ()
 
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from rldsl.plan.expr import Level
-
+Returns = Literal["seq", "prompt", "prompts", "prompts?"]
 
 @dataclass(frozen=True, slots=True)
 class Function:
     """The compiler records the hashes and never imports the file."""
 
     id: str
-    # of the file, relative to the working directory
-    path: str
-    # of the function in it
-    name: str
-    # of the file's bytes
-    sha256: str
-    returns: Level = "seq"
+    path: str  # of the file, relative to the working directory
+    name: str  # of the function in it
+    sha256: str  # of the file's bytes
+    # for each row: one number (seq, or prompt for rows of prompts), or the text of a prompt (prompts), which may be
+    # missing (prompts?)
+    returns: Returns = "seq"
     # (name, path, sha256) of the local modules that the file imports (`plan/local_modules.py`)
     modules: tuple[tuple[str, str, str], ...] = ()
+
+    @property
+    def returns_text(self) -> bool:
+        """Whether it returns prompts, and not numbers."""
+        return self.returns.startswith("prompts")

@@ -15,8 +15,7 @@ from importlib import resources
 from typing import cast
 
 from rldsl.diag import Failure, Label
-from rldsl.plan.expr import Level
-from rldsl.plan.function import Function
+from rldsl.plan.function import Function, Returns
 from rldsl.plan.local_modules import local_modules
 from rldsl.plan.operators import BUILTINS
 from rldsl.semantics.errors import BAD, Errors, suggest
@@ -191,10 +190,8 @@ class Modules:
                             f"line {line}: {getattr(error, 'msg', error)}" if line else str(error))
         defined = {n.name for n in tree.body if isinstance(n, python.FunctionDef)} if tree else set()
         for fn in use.functions:
-            level = fn.returns.name
-            if level not in ("seq", "prompt"):
-                self.errors.add("RL0201", f"a Python function cannot return `{level}`", fn.returns.span,
-                                help="it returns one number per row: declare `seq`, or `prompt` if it takes prompts")
+            returns = fn.returns.name + "?" * fn.optional
+            if not self._may_return(fn):
                 self.bind(module, fn.name, BAD)
             elif tree is None or fn.name.name not in defined:
                 if tree is not None:
@@ -206,8 +203,23 @@ class Modules:
                 if key in self.functions and self.functions[key].path != path:
                     key = f"{path}:{key}"
                 modules = () if path.startswith(SHIPPED) else local_modules(path, tree)
-                self.functions[key] = Function(key, path, fn.name.name, digest, cast(Level, level), modules)
-                self.bind(module, fn.name, PyRef(key, tuple(p.name for p in fn.params), cast(Level, level), fn.span))
+                self.functions[key] = Function(key, path, fn.name.name, digest, cast(Returns, returns), modules)
+                self.bind(module, fn.name, PyRef(key, tuple(p.name for p in fn.params), cast(Returns, returns), fn.span,
+                                                 fn.options, module))
+
+    def _may_return(self, fn: ast.PyFunction) -> bool:
+        """Whether a Python function can return what it is declared to; says why not."""
+        what = fn.returns.name
+        if what not in ("seq", "prompt", "prompts"):
+            self.errors.add("RL0201", f"a Python function cannot return `{what}`", fn.returns.span,
+                            help="it returns one number per row: declare `seq`, or `prompt` if it takes prompts; or "
+                                 "one text per row: declare `prompts(max_tokens=...)`")
+        elif what != "prompts" and (fn.optional or fn.options):
+            self.errors.add("RL0201", f"`{fn.result}`: only `prompts` has `?` or options", fn.returns.span,
+                            "a number per row, for every row", help=f"declare `-> {what}`")
+        else:
+            return True
+        return False
 
 
 def _path(use: Span) -> Span:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rldsl.plan.expr import Level
+from rldsl.plan.function import Returns
 from rldsl.plan.heads import HEADS, Head
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.errors import Bad
@@ -106,8 +106,10 @@ class PyRef:
 
     id: str  # the key in Plan.functions
     params: tuple[str, ...]  # the names that its declaration gives its arguments
-    returns: Level
+    returns: Returns
     span: Span  # the declaration, `f: gen, prompt -> seq`
+    options: tuple[ast.Option, ...] = ()  # of a text, as the declaration writes them: `max_tokens=2k`
+    module: Module | None = None  # whose names the options may use
 
 
 @dataclass(slots=True)

@@ -268,11 +268,19 @@ class Use(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PyFunction(Tree):
-    """exact_match: gen, prompt -> seq"""
+    """exact_match: gen, prompt -> seq; ask: gen -> prompts?(max_tokens=2k)"""
 
     name: Ident
     params: tuple[Ident, ...]
     returns: Ident
+    optional: bool  # with `?`: it may return None for a row
+    options: tuple[Option, ...]  # in brackets after the result
+
+    @property
+    def result(self) -> str:
+        """What it returns, as one writes it: "prompts?(max_tokens=2k)"."""
+        options = ", ".join(o.span.text for o in self.options)
+        return f"{self.returns.name}{'?' * self.optional}{f'({options})' if options else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

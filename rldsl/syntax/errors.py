@@ -19,7 +19,7 @@ WORDS = {
     "NAME": "a name", "NUMBER": "a number", "STRING": "a string", "_NL": "the end of the line", "LPAR": "`(`",
     "RPAR": "`)`", "LSQB": "`[`", "RSQB": "`]`", "LBRACE": "`{`", "RBRACE": "`}`", "EQUAL": "`=`", "COLON": "`:`",
     "COMMA": "`,`", "DOT": "`.`", "SEMICOLON": "`;`", "STAR": "`*`", "AT": "`@`", "$END": "the end of the file",
-    "__ANON_0": "`->`", "MINUS": "`-`",
+    "__ANON_0": "`->`", "MINUS": "`-`", "MAYBE": "`?`",
 }
 OPERATORS = {"OR", "AND", "COMPARE", "PLUS", "SLASH", "POWER"}
 VALUE = {"NAME", "NUMBER", "STRING", "LPAR", "LSQB"}  # together: any expression

@@ -92,11 +92,11 @@ def gap(left: Word, right: Word) -> int:
         return 3
     if left.rule == "number" and right.text == ".":
         return 1  # `1 ._5` is not `1._5`
-    near = (left.text in ("(", "[", ".") or right.text in (")", "]", ",", ";", ".", ":")
+    near = (left.text in ("(", "[", ".") or right.text in (")", "]", ",", ";", ".", ":", "?")
             or left.text == ":" and left.rule == "range"
             or any(w.text == "=" and w.rule in ("argument", "option") for w in (left, right))
             or left.text == "-" and left.rule == "negative" or left.rule == right.rule == "selector"
-            or right.text == "(" and right.rule in ("call", "fn_decl", "loss_decl", "flow")
+            or right.text == "(" and right.rule in ("call", "fn_decl", "loss_decl", "flow", "py_function")
             or left.text == "{" and right.text == "}")
     return 0 if near else 1
 

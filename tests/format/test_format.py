@@ -150,7 +150,10 @@ def test_statements(old: str, new: str) -> None:
 
 @pytest.mark.parametrize("old, new", [
     ("use   std . ppo( a,b, )", "use std.ppo (a, b)"), ('use "x.rlf"(a)', 'use "x.rlf" (a)'),
-    ('use py "r.py"( f:a,b->seq )', 'use py "r.py" (f: a, b -> seq)'), ("param x:number=(1)", "param x: number = 1"),
+    ('use py "r.py"( f:a,b->seq )', 'use py "r.py" (f: a, b -> seq)'),
+    ('use py "r.py"(f:a->prompts ? ( max_tokens = 2k,over_long = drop ),g:b->prompts( max_tokens=(n+1) ))',
+     'use py "r.py" (f: a -> prompts?(max_tokens=2k, over_long=drop), g: b -> prompts(max_tokens=(n + 1)))'),
+    ("param x:number=(1)", "param x: number = 1"),
     ("param x : text", "param x: text"), ("state beta=.1".replace(".1", "0.1"), "state beta = 0.1"),
     ("cluster  nodes = 1   gpus = 8", "cluster nodes=1 gpus=8"), ('cluster  "c.yaml"', 'cluster "c.yaml"'),
     ("model m=f( x )train g( lr = 1 )", "model m = f(x) train g(lr=1)"),

@@ -240,8 +240,13 @@ class _Text:
         return text
 
     def use_py(self) -> str:
+        def option() -> str:
+            return f"{self.one('max_tokens', 'over_long')}{self.pad()}={self.pad()}{self.one('2k', '64', 'drop', '(n + 1)')}"
+
         def function() -> str:
-            return f"{self.name()}{self.pad()}:{self.pad()}{self.listed(self.name, 1, 2)} -> {self.one(*LEVELS)}"
+            text = f"{self.name()}{self.pad()}:{self.pad()}{self.listed(self.name, 1, 2)} -> {self.one(*LEVELS, 'prompts')}"
+            more = f"{self.pad()}({self.listed(option, 1, 2, trailing=True)})" if self.chance(0.3) else ""
+            return text + (f"{self.pad()}?" if self.chance(0.2) else "") + more
         return f"use py {self.string()} " + self.inside("(", lambda: self.listed(function, 1, 2, trailing=True), ")")
 
     def param(self) -> str:

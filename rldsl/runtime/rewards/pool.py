@@ -1,6 +1,6 @@
 """How a rank calls users' Python functions: rows are divided over worker processes, and a row that fails is found.
 
-In: rows and their names. Out: one number per row, in order, the same for any number of workers. Rows are divided into
+In: rows and their names. Out: one result per row, in order, the same for any number of workers. Rows are divided into
 chunks that workers take one after another. A chunk that takes longer than one row may, or whose worker dies, is called
 again row by row in a fresh worker, to find the row that fails; if none does, the run continues.
 Invariant: of several errors, that of the first row is reported, whatever the number of workers and their chunks: rows
@@ -21,7 +21,7 @@ from itertools import pairwise
 from rldsl.diag import Diagnostic, Failure, fail
 from rldsl.plan.function import Function
 from rldsl.runtime.rewards import user_functions, worker_process
-from rldsl.runtime.rewards.user_functions import Row
+from rldsl.runtime.rewards.user_functions import Result, Row
 from rldsl.runtime.rewards.worker import encoded
 from rldsl.runtime.rewards.worker_process import LOAD, RowChunk, Worker
 
@@ -40,7 +40,7 @@ class FunctionCall:
     rows: list[Row]                                           # of this rank, in order
     names: Sequence[str]                                      # what messages call the rows
     todo: list[RowChunk]                                      # chunks that no worker has taken, in the order of rows
-    values: list[float]                                       # the results so far, by row
+    values: list[Result]                                      # the results so far, by row
     errors: dict[int, Failure] = field(default_factory=dict)  # first row of a chunk -> what went wrong in it
 
     def has_work(self) -> bool:
@@ -88,8 +88,8 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def call(self, function: Function, rows: list[Row], names: Sequence[str] = ()) -> list[float]:
-        """The function's value for each row. names: what messages call the rows (default: their numbers)."""
+    def call(self, function: Function, rows: list[Row], names: Sequence[str] = ()) -> list[Result]:
+        """The function's result for each row. names: what messages call the rows (default: their numbers)."""
         names = names or [str(i) for i in range(len(rows))]
         if not self.workers:
             return user_functions.call(function, json.loads(encoded(rows)), names)

@@ -1,6 +1,7 @@
 """Users' Python functions: loaded once, called with rows, and what they return is checked.
 
-In: a plan's Function record and rows (dicts with "prompt", "completion" and all data columns). Out: one float per row.
+In: a plan's Function record and rows (dicts with "prompt", "completion" and all data columns). Out: for each row one
+float, or the prompt that the function writes: a string or a list of chat messages, None where it has none.
 Runs in a rank or in a worker of its pool (`runtime/rewards/pool.py`), so it imports nothing heavy.
 Invariant: a mistake of the user's code is a Failure that names the line in it and the row, never a traceback.
 Codes: RL0770 it imports a local module that the plan does not contain, RL0771 the file cannot be read, RL0772 it
@@ -16,7 +17,7 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
@@ -27,6 +28,8 @@ from rldsl.plan.function import Function
 from rldsl.runtime.rewards.hashed_modules import MainSource, installed, raise_refused, read_hashed
 
 Row = dict[str, Any]
+Text = str | list[dict[str, Any]]  # a prompt: a string, or chat messages
+Result = float | Text | None  # of a row; None: no prompt
 LARGEST = 3.4028234663852886e38  # a float32
 SHIPPED, LIBRARY = "std/", "rldsl.stdlib"
 
@@ -101,8 +104,8 @@ def _import(function: Function, path: Path, data: bytes) -> Any:
     return module
 
 
-def call(function: Function, rows: list[Row], names: Sequence[str] = ()) -> list[float]:
-    """The function's value for each row. It is not called at all without rows.
+def call(function: Function, rows: list[Row], names: Sequence[str] = ()) -> list[Result]:
+    """The function's result for each row. It is not called at all without rows.
 
     names: what messages call each row (default: their numbers). What fails is called again row by row, and the first
     row that fails alone is reported, so that it does not matter which rows were called together; all rows if none
@@ -122,7 +125,7 @@ loaded = functools.cache(load)
 
 
 def _call_checked(function: Function, callable_: Callable[[list[Row]], Any], rows: list[Row],
-            names: Sequence[str]) -> list[float]:
+                  names: Sequence[str]) -> list[Result]:
     try:
         result = callable_([dict(row) for row in rows])  # a function may change what it is given
     except KeyboardInterrupt:
@@ -130,17 +133,22 @@ def _call_checked(function: Function, callable_: Callable[[list[Row]], Any], row
     except BaseException as error:
         raise_refused()
         about = describe(rows[0], names[0]) if len(rows) == 1 else ()
-        raise _raised("RL0775", f"`{function.name}` raised", function, error, about, _advice(error, rows[0])) from None
+        raise _raised("RL0775", f"`{function.name}` raised", function, error, about, _advice(function, error, rows[0])) from None
     raise_refused()
     return _checked(function, rows, names, result)
 
 
-def _advice(error: BaseException, row: Row) -> str:
+def _advice(function: Function, error: BaseException, row: Row) -> str:
     """How to fix what raised; for a missing column, the names of those that exist."""
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and error.args[0] not in row:
         near = get_close_matches(error.args[0], list(row), n=1)
         return f"did you mean `{near[0]}`?" if near else "a row has " + ", ".join(f"`{k}`" for k in row)
-    return "every row needs a number: handle rows that can fail inside the function"
+    return f"every row needs a {_wanted(function)}: handle rows that can fail inside the function"
+
+
+def _wanted(function: Function) -> str:
+    """What a function returns for a row."""
+    return {"prompts": "prompt", "prompts?": "prompt or None"}.get(function.returns, "number")
 
 
 def describe(row: Row, name: str) -> tuple[str, ...]:
@@ -151,21 +159,57 @@ def describe(row: Row, name: str) -> tuple[str, ...]:
     return f"row {name}", f"prompt: {text}{'' if text == prompt else ' ...'}"
 
 
-def _checked(function: Function, rows: list[Row], names: Sequence[str], result: Any) -> list[float]:
+def _checked(function: Function, rows: list[Row], names: Sequence[str], result: Any) -> list[Result]:
     if hasattr(result, "tolist"):  # an array or a tensor
         result = result.tolist()
     if not isinstance(result, Sequence) or isinstance(result, (str, bytes)):
-        raise _wrong(function, f"returned {_type_name(result)}, not one number per row",
+        raise _wrong(function, f"returned {_type_name(result)}, not one {_wanted(function)} per row",
                      help="it receives a list of rows and must return a list of the same length")
     if len(result) != len(rows):
         many, (first, prompt) = len(rows) > 1, describe(rows[0], names[0])
         raise _wrong(function, f"returned {len(result)} values for {f'{len(rows)} rows' if many else first}",
                      notes=(f"{first} is the first", prompt) if many else (prompt,),
-                     help="return one number per row, in order")
-    return [_number(function, row, name, value) for row, name, value in zip(rows, names, result, strict=True)]
+                     help=f"return one {_wanted(function)} per row, in order")
+    one = _text if function.returns_text else _number
+    return [one(function, row, name, value) for row, name, value in zip(rows, names, result, strict=True)]
+
+
+def _text(function: Function, row: Row, name: str, value: Any) -> Text | None:
+    """A prompt, checked."""
+    if value is None and function.returns == "prompts?":
+        return None
+    if isinstance(value, str):
+        fault = "" if value else "an empty string"
+        text = [value]
+    elif isinstance(value, Sequence) and not isinstance(value, bytes):
+        fault = "" if value else "an empty list"
+        fault = next(filter(None, (_message_fault(i, m) for i, m in enumerate(value))), fault)
+        text = [] if fault else [part for m in value for part in (m["role"], m["content"])]
+    else:
+        fault, text = _type_name(value), []
+    if not fault and any("\ud800" <= letter <= "\udfff" for part in text for letter in part):
+        fault = "a string with half of a character (a lone surrogate)"
+    if fault:
+        more = "" if function.returns == "prompts?" or value is not None else \
+            "; to return None for rows without a prompt, declare `-> prompts?(...)`"
+        raise _wrong(function, f"returned {fault} for row {name}, not a prompt", notes=describe(row, name)[1:],
+                     help=f"return a string, or a list of messages {{'role': ..., 'content': ...}}, for every row{more}")
+    return value if isinstance(value, str) else [dict(m) for m in value]
+
+
+def _message_fault(number: int, message: Any) -> str:
+    """What is wrong with a message of a list; "" for nothing."""
+    if not isinstance(message, Mapping):
+        return f"a list whose item {number} is {_type_name(message)}"
+    for key in ("role", "content"):
+        if not isinstance(message.get(key), str):
+            found = _type_name(message[key]) if key in message else "missing"
+            return f"a list whose item {number} has a wrong '{key}' ({found})"
+    return ""
 
 
 def _number(function: Function, row: Row, name: str, value: Any) -> float:
+    """A number, checked."""
     about = describe(row, name)
     try:
         number = None if isinstance(value, (str, bytes)) else float(value)

@@ -1,7 +1,7 @@
 """A process that calls users' Python functions for a rank.
 
 In: on a socket, first the functions to load, then requests of a function and some rows. Out: on the same socket, the
-numbers or an error, as JSON; what the functions print goes to the process's own output, which the rank reads. A request
+results or an error, as JSON; what the functions print goes to the process's own output, which the rank reads. A request
 or an answer is its length in eight bytes, then JSON in UTF-8.
 Invariant: nothing heavy is imported, and the process ends with its rank.
 """
