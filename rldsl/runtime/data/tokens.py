@@ -100,13 +100,27 @@ def tokenizer_digest(directory: str) -> str:
 
 
 def load_tokenizer(data: Data) -> Any:
-    """The tokenizer in a model's directory; nothing is downloaded and no code of the directory is run."""
+    """The tokenizer of a data source."""
+    tokenizer = open_tokenizer(data.tokenizer, f"the data `{data.name}` uses")
+    if data.row_format != "prompts" and tokenizer.eos_token_id is None:
+        raise fail("RL0751", "the tokenizer has no end-of-sequence token", place=data.tokenizer,
+                   help="it marks the end of answers; set `eos_token` in tokenizer_config.json")
+    return tokenizer
+
+
+def text_tokens(directory: str) -> Tokens:
+    """What makes token ids of prompts that are no rows of data: texts, or chat messages."""
+    return Tokens(open_tokenizer(directory, "texts of Python functions use"), directory, {"prompt": "prompt"})
+
+
+def open_tokenizer(directory: str, use: str) -> Any:
+    """The tokenizer in a model's directory; nothing is downloaded and no code of the directory is run. use: who needs
+    it, as in "the data `prompts` uses"."""
     from transformers import AutoTokenizer
 
-    directory = data.tokenizer
     if not Path(directory).is_dir():
         raise fail("RL0751", "no such tokenizer directory", place=directory,
-                   help=f"the data `{data.name}` uses the tokenizer of this model")
+                   help=f"{use} the tokenizer of this model")
     if not any(f.name.startswith(("tokenizer", "vocab", "spiece", "sentencepiece")) for f in Path(directory).iterdir()):
         # transformers would make an empty tokenizer of the model's class from config.json alone
         raise fail("RL0751", "the tokenizer cannot be loaded: this directory has no tokenizer", place=directory,
@@ -117,9 +131,6 @@ def load_tokenizer(data: Data) -> Any:
         raise fail("RL0751", "the tokenizer cannot be loaded", place=directory,
                    notes=(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}",),
                    help="the directory needs the files written by `tokenizer.save_pretrained`") from None
-    if data.row_format != "prompts" and tokenizer.eos_token_id is None:
-        raise fail("RL0751", "the tokenizer has no end-of-sequence token", place=directory,
-                   help="it marks the end of answers; set `eos_token` in tokenizer_config.json")
     return tokenizer
 
 
