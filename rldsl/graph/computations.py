@@ -1,7 +1,7 @@
 """Values of a flow and the computations that make them.
 
-In: Terms. Out: Value, Program and Compute records. Invariant: a Compute reads values of one prompt space, so that its
-rows can be divided in one way; what ranges over several is made of reductions that are values of their own.
+In: Terms. Out: Value, Program and Compute records. Invariant: a Compute reads values of one prompt space and of spaces
+below it, so that its rows can be divided in one way; what ranges over several is made of reductions that are values of their own.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import replace
 
 from rldsl.graph import model as g
 from rldsl.plan.expr import Program
+from rldsl.plan.function import frames_of_call
 from rldsl.plan.model import Value
 from rldsl.plan.naming import line_suffix
-from rldsl.plan.spaces import IndexedFrame
+from rldsl.plan.spaces import IndexedFrame, coarsest
 from rldsl.semantics.levels import Spaces, depth
 from rldsl.semantics.terms import Term, input_, program, walk
 from rldsl.source import Span
@@ -32,7 +33,7 @@ class Computations:
         self.states = frozenset(states)
         self.values: list[Value] = []
         self.programs: list[Program] = []
-        self.columns: dict[str, str] = {}  # prompt space -> the value that holds its data columns
+        self.columns: dict[str, str] = {}  # space of rows of data -> the value that holds their columns
         self.items: list[g.Item] = []  # of the block being built
         self._counts: Counter[str] = Counter()  # how often each base of an id was used
         for state in states:
@@ -69,7 +70,7 @@ class Computations:
                 if (t.op != "input" or t.name in self.states) and (force or not t.constant)]
         if not work:
             return dict(terms)
-        if len({f.prompt_space for f in self._frames(walk([t for _, t in work]))}) > 1:
+        if len({f.prompt_space for f in coarsest(self._frames(walk([t for _, t in work])))}) > 1:
             work = [(n, self._hoist_batch_reductions(t, {})) for n, t in work]
         made = program(id_, work, str(span))
         below = walk([t for _, t in work])
@@ -78,8 +79,8 @@ class Computations:
         reads = list(inputs)
         for t in below:
             if t.op == "py":
-                frame = self.spaces.frames[str(dict(t.attrs)["frame"])]
-                reads += [f"{frame.id}.tokens", self.columns[frame.prompt_space]]
+                reads += [f"{frame}.tokens" for _, frame in frames_of_call(t.attrs)]
+                reads.append(self.columns[self.spaces.frames[str(dict(t.attrs)["frame"])].chain[-1].id])
         out = dict(terms)
         for name, t in work:
             over = [f for f in frames if t.level != "batch" and self.spaces.of(f, t.level) == t.space]
@@ -107,6 +108,7 @@ class Computations:
     def _frames(self, terms: list[Term]) -> list[IndexedFrame]:
         """Frames whose rows the terms range over: each token space, then one frame for each space left."""
         named = [str(dict(t.attrs)["frame"]) for t in terms if dict(t.attrs).get("frame")]
+        named += [frame for t in terms if t.op == "py" for _, frame in frames_of_call(t.attrs)]
         named += [t.space for t in terms if t.level == "token"]
         frames = [f for f in self.spaces.frames.values() if f.id in named]
         for t in sorted(terms, key=lambda t: -depth(t.level)):

@@ -109,7 +109,7 @@ class Selections:
         values = [(f"{old.id}.{x}", self.flow.value(f"{frame.id}.{x}", v.level, frame.id, v.dtype, v.extent))
                   for x in STANDARD for v in self._of(f"{old.id}.{x}")]
         self.flow.value(f"{frame.id}.lengths", "seq", frame.id, "i64", "lengths")
-        self.flow.columns[frame.prompt_space] = self.flow.columns[old.prompt_space]
+        self.flow.columns[frame.chain[-1].id] = self.flow.columns[old.chain[-1].id]
         self.flow.items.append(g.Derive(
             id=self.flow.unique(frame.id), reads=(condition, *(v for v, _ in values)), span=s.span, op="where",
             writes=tuple(w for _, w in values), source=old.id, frame=frame.id, values=tuple(values), key=condition))
@@ -174,7 +174,7 @@ class Selections:
         """What the names of a block stand for after it, and the Collect items at its end. span: of its head."""
         new = [f for f in self.spaces.frames.values() if f.id not in before]
         outside = {s.id for f in before for s in self.spaces.frames[f].chain}
-        if any(f.prompt_space in outside for f in new):
+        if any(f.chain[-1].id in outside for f in new):
             self.errors.add("RL0212", f"{block} uses prompts from outside the block", span,
                             help="fetch them inside the block: `prompt = prompts.next()`")
         all_rows = {f.id: self.spaces.add(replace(
@@ -188,8 +188,8 @@ class Selections:
             self.flow.value(f"{into.id}.lengths", "seq", into.id, "i64", "lengths", f"{into.label}.lengths")
             pairs = [(v.id, self.flow.value(self._renamed(v, frame), v.level, into.id, v.dtype, v.extent,
                                             self._label(v, frame, into))) for v in values if v.frame == frame.id]
-            columns = self.flow.columns[frame.prompt_space]
-            self.flow.columns[into.prompt_space] = f"{columns.removesuffix('.columns')}.all.columns"
+            columns = self.flow.columns[frame.chain[-1].id]
+            self.flow.columns[into.chain[-1].id] = f"{columns.removesuffix('.columns')}.all.columns"
             self.flow.items.append(g.Collect(
                 id=self.flow.unique(into.id), reads=tuple(v for v, _ in pairs), writes=tuple(w for _, w in pairs),
                 span=span, frame=frame.id, into=into.id, values=tuple(pairs)))

@@ -143,7 +143,7 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
     """The maximum over a prefill, the first tokens after it, and a decoding step that is not replayed. The captured
     steps so far (CUDA graphs, on the CPU operator traces) are held during all three."""
     frame, prompts = t.frames[e.frame], t.frames[e.prompts]
-    count = rows(frame, t.spreads[e.spread], t.layouts)
+    count = rows(frame, t.spreads[e.spread], t.layouts, t.frames)
     slots = min(e.mbs or count, count)
     new, sizes, tp = e.sampling.max_new_tokens, copy.model.sizes, copy.layout.tp
     heads, groups = -(-sizes.heads // tp), -(-sizes.kv_heads // tp)
@@ -172,7 +172,7 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
 
 
 def _infer(t: Tables, e: Infer, copy: Copy, b: LayerActivations, device: str) -> Needs:
-    count = rows(t.frames[e.frame], t.spreads[e.spread], t.layouts)
+    count = rows(t.frames[e.frame], t.spreads[e.spread], t.layouts, t.frames)
     m = largest_micro_batch(t, (e.frame,), count, e.mbs, e.mbt, copy.layout)
     head = 0
     if copy.last:

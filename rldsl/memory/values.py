@@ -34,14 +34,15 @@ class Tables:
                       {x.id: x for x in plan.layouts})
 
 
-def rows(frame: IndexedFrame, spread: Spread, layouts: Mapping[str, Layout]) -> int:
+def rows(frame: IndexedFrame, spread: Spread, layouts: Mapping[str, Layout],
+         frames: Mapping[str, IndexedFrame]) -> int:
     """Rows of a frame on the dp rank of a spread that has most."""
     if spread.granularity == "all" or not spread.layout:
         return frame.count
-    dp = layouts[spread.layout].dp
-    if spread.granularity == "prompt":
-        return -(-frame.count // frame.per_prompt // dp) * frame.per_prompt
-    return -(-frame.count // dp)
+    divided = frames[spread.frames[0]]
+    units = divided.chain[divided.prompt_index if spread.granularity == "prompt" else 0].count
+    per_unit = max(1, frame.count // units)
+    return min(frame.count, -(-units // layouts[spread.layout].dp) * per_unit)
 
 
 def width(frame: IndexedFrame) -> int:
@@ -59,7 +60,7 @@ def buffer_bytes(t: Tables, value: str, spread: str) -> int:
         return 2 * 8 * frame.count
     if v.dtype == "text" or v.extent == "columns":
         return 0
-    num_rows = rows(frame, t.spreads[spread], t.layouts)
+    num_rows = rows(frame, t.spreads[spread], t.layouts, t.frames)
     if v.extent == "prompt":
         return -(-num_rows // frame.per_prompt) * (SIZES[v.dtype] + ROW)
     entries = {"tokens": width(frame), "response": frame.max_response_tokens, "row": 1}[v.extent]

@@ -6,6 +6,7 @@ spread that all its readers hold in full), whether or not anything brings it the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, assert_never
 
@@ -43,6 +44,7 @@ from rldsl.plan.payloads import (
     TrainSpec,
     payload,
 )
+from rldsl.plan.spaces import IndexedFrame, coarsest
 from rldsl.sharding.rank_sets import Ranks, union
 
 
@@ -52,9 +54,10 @@ def node_events(placed: Placed) -> Draft:
     return Draft(placed, body, (), builder.meshes, builder.layouts, builder.spreads, builder.states())
 
 
-def spread_of(node: g.Node, place: Place) -> Spread:
+def spread_of(node: g.Node, place: Place, frames: Mapping[str, IndexedFrame]) -> Spread:
     """How a node divides its rows: whole prompts by count for generation, rows by tokens for other calls, prompts by
-    tokens for computations (so that reductions by prompt stay local)."""
+    tokens for computations (so that reductions by prompt stay local; the coarsest prompts, where responses are the
+    prompts of others)."""
     mesh, layout = place.mesh.id, place.layout.id
     match node:
         case g.Generate():
@@ -67,7 +70,8 @@ def spread_of(node: g.Node, place: Place) -> Spread:
         case g.Compute():
             if not node.frames:
                 return on_every_rank(place.mesh)
-            return _named(Spread("", mesh, layout, tuple(sorted(node.frames)), "prompt", "tokens"))
+            divided = sorted(f.id for f in coarsest(frames[f] for f in node.frames))
+            return _named(Spread("", mesh, layout, tuple(divided), "prompt", "tokens"))
         case g.Collect():  # the same share of every iteration, wherever the rows of an iteration were made
             return _named(Spread("", mesh, layout, (node.frame,), "prompt", "slot"))
     raise internal_error(f"no spread for {type(node).__name__} {node.id}", "pass node_events")
@@ -136,7 +140,7 @@ class _EventBuilder:
         """The events of a collection: of the lengths, of the values that every rank holds in full, and of the rest,
         whose rows stay on the ranks that made them."""
         place = self.places[node.id]
-        slots = spread_of(node, place)
+        slots = spread_of(node, place, self.frames)
         into = _named(replace(slots, frames=(node.into,)))
         old, new = self.frames[node.frame], self.frames[node.into]
         fetched = f"{old.id}.tokens" in self.replicated
@@ -242,7 +246,7 @@ class _EventBuilder:
             if made is not None and made.granularity != "all":
                 return made
             return _named(Spread("", place.mesh.id, place.layout.id, (node.source,), "prompt", "tokens"))
-        return spread_of(node, place)
+        return spread_of(node, place, self.frames)
 
     def _save_layout(self, node: g.Save) -> str:
         """The training layout; without one, the layout in which syncs write or read the model, or else the first in

@@ -39,6 +39,7 @@ def paths(plan: Plan) -> Paths:
     reads += [(f"adapters of {m.name}", m.lora.path) for m in plan.models if m.lora and m.lora.path]
     for d in plan.data:
         reads += [(f"data {d.name}", d.path), *([(f"tokenizer of {d.name}", d.tokenizer)] if d.tokenizer else [])]
+    reads += [(f"tokenizer of {f.label or f.id}", f.tokenizer) for f in plan.frames if f.tokenizer]
     files = dict.fromkeys((f.path, f.sha256) for f in plan.functions)
     python = tuple((path, tuple(f.name for f in plan.functions if (f.path, f.sha256) == (path, digest)), digest)
                    for path, digest in files)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+ROW_KEYS = ("prompt", "completion", "prompt_ids", "completion_ids", "finished")  # of what it gets of a row
+ARGUMENT = "argument "  # how an attribute of a `py` node begins that names the frame of a further argument
+Attributes = tuple[tuple[str, object], ...]
 Returns = Literal["seq", "prompt", "prompts", "prompts?"]
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +28,18 @@ class Function:
     def returns_text(self) -> bool:
         """Whether it returns prompts, and not numbers."""
         return self.returns.startswith("prompts")
+
+
+def call_attributes(rows: str, given: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """The frames of a call, as attributes of a `py` node. rows: the frame for whose rows it gives results. given: (name
+    of the argument, frame whose rows it gets); the function gets the first as the row itself, others by name."""
+    first = given[0][1]
+    return ("frame", rows), *((("first", first),) if first != rows else ()), *(
+        (f"{ARGUMENT}{name}", frame) for name, frame in given[1:])
+
+
+def frames_of_call(attributes: Attributes) -> tuple[tuple[str, str], ...]:
+    """(name of the argument, frame) of what the call with these attributes gets; "" names the row itself."""
+    by_name = dict(attributes)
+    more = ((name.removeprefix(ARGUMENT), str(frame)) for name, frame in attributes if name.startswith(ARGUMENT))
+    return ("", str(by_name.get("first", by_name.get("frame", "")))), *more

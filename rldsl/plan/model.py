@@ -279,6 +279,8 @@ class Frame:
     max_prompt_tokens: int  # per row; bounds memory
     max_response_tokens: int  # per row; bounds memory
     temperature: float = 1.0  # of its log-probabilities
+    # the model directory whose tokenizer made its tokens; "": that of its data source
+    tokenizer: str = ""
     selected_from: str = ""  # the frame that this one is a selection of; "": none
     # the frame whose lengths say which rows are present (a row without tokens is absent); "": all are
     present_in: str = ""

@@ -48,6 +48,11 @@ class IndexedFrame(Frame):
         return self.origins[0]
 
     @property
+    def root_origin(self) -> str:
+        """The space in which the rows of data that its rows come from have the same numbers: that of their columns."""
+        return self.origins[-1]
+
+    @property
     def per_prompt(self) -> int:
         """Rows of each prompt."""
         return self.chain[0].fan
@@ -69,6 +74,13 @@ def indexed(frame: Frame, spaces: Mapping[str, Space]) -> IndexedFrame:
     chain = ancestors(frame.row_space, spaces) or (Space(frame.row_space, 1),)
     origins = tuple((_walk(s.id, spaces, "of") or (s,))[-1].id for s in chain)
     return IndexedFrame(**{f.name: getattr(frame, f.name) for f in fields(Frame)}, chain=chain, origins=origins)
+
+
+def coarsest(frames: Iterable[IndexedFrame]) -> tuple[IndexedFrame, ...]:
+    """Those whose prompts lie below no other's: all frames can be divided by their prompts."""
+    found = tuple(frames)
+    prompts = {f.prompt_space for f in found}
+    return tuple(f for f in found if not prompts & {s.id for s in f.chain[f.prompt_index + 1:]})
 
 
 def ancestors(space: str, spaces: Mapping[str, Space]) -> tuple[Space, ...]:

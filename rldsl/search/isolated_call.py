@@ -38,7 +38,7 @@ class IsolatedCall(World):
         """own: whether the call trains its model, or uses the trained parameters (float32) without a copy."""
         mesh = Block(0, size).mesh()
         layout = s.layout(mesh)
-        spread = spread_of(job.node, Place(mesh, layout))
+        spread = spread_of(job.node, Place(mesh, layout), problem.frames)
         self.cluster, self.lengths, self.per_node = problem.cluster, problem.lengths, problem.cluster.gpus
         self.machine = machine_of(problem)
         self.meshes, self.layouts, self.spreads = {mesh.id: mesh}, {layout.id: layout}, {spread.id: spread}

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rldsl.diag import Label
 from rldsl.plan.expr import LEVELS, Level, Scalar
+from rldsl.plan.function import ROW_KEYS, call_attributes
 from rldsl.plan.heads import CALLS, INFERENCE_CALLS, TRAIN
 from rldsl.plan.operators import BUILTINS, REDUCTIONS
 from rldsl.plan.spaces import IndexedFrame
@@ -46,6 +47,24 @@ from rldsl.syntax import ast
 CallOfModel = Callable[[ModelRef | DataRef, ast.Call, Scope], Meaning]
 
 
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What a Python function is called with."""
+
+    ref: PyRef  # the function
+    refs: tuple[FrameRef, ...]  # its arguments, as the program gives them
+    rows: IndexedFrame  # the finest of them: the function gives one result for each of its rows
+    given: tuple[tuple[str, IndexedFrame], ...]  # (name, batch) of those whose rows it gets; the first is its first
+
+    @property
+    def returns_text(self) -> bool:
+        """Whether it returns prompts, and not numbers."""
+        return self.ref.returns in ("prompts", "prompts?")
+
+
+TextsOfFunction = Callable[[Arguments, ast.Call], Meaning]
+
+
 class ExpressionBuilder:
     """Builds typed expressions: resolves names, checks levels and units, folds constants and inlines functions."""
 
@@ -57,6 +76,7 @@ class ExpressionBuilder:
         self.builtins = Builtins(self)
         self.functions = Functions(self)
         self.calls: CallOfModel | None = None  # what the flow does with a call of a model or data source
+        self.texts: TextsOfFunction | None = None  # what the flow does with a function that returns prompts
         self.elsewhere: dict[str, Span] = {}  # name -> the statement of the flow that binds it first
 
     # ------------------------------------------------------------------------------------------ expressions
@@ -225,7 +245,8 @@ class ExpressionBuilder:
         return None
 
     def python(self, ref: PyRef, expr: ast.Call, scope: Scope) -> Meaning:
-        """A user's function over the rows of its first argument; the others must be where those come from."""
+        """A user's function over the rows of its finest argument; the others must be where those come from, or share
+        them."""
         args = [self.build(a.value, scope) for a in expr.args]
         if any(isinstance(a, Bad) for a in args):
             return BAD
@@ -237,34 +258,60 @@ class ExpressionBuilder:
             if not isinstance(arg, FrameRef):
                 return self.errors.add("RL0203", f"a Python function takes sequences, not {describe(arg)}",
                                        tree.span, help="pass the generated batch and its prompts")
-        frames = [a.frame for a in args if isinstance(a, FrameRef)]
-        for name, other, tree in zip(ref.params[1:], frames[1:], expr.args[1:], strict=True):
-            if not self.spaces.source(frames[0], other):
-                return self._no_source(ref, name, other, frames[0], tree.span)
-        first = args[0]
-        if isinstance(first, FrameRef) and ref.returns == "prompt" and first.contents != "prompts":
+        bound = self._arguments(ref, [a for a in args if isinstance(a, FrameRef)], expr)
+        if isinstance(bound, Bad):
+            return BAD
+        if bound.returns_text:
+            if self.texts is None:
+                return self.errors.add("RL0212", f"`{ref.id}` makes prompts, outside the flow", expr.span,
+                                       help="call it in a statement of the flow: `asked = ...`")
+            return self.texts(bound, expr)
+        level: Level = "prompt" if ref.returns == "prompt" else "seq"
+        contents = {b.contents for b in bound.refs}
+        if level == "prompt" and contents != {"prompts"}:
             return self.errors.add("RL0201",
-                                   f"`{ref.id}` returns one number per prompt, but `{source_name(frames[0])}` has "
+                                   f"`{ref.id}` returns one number per prompt, but `{source_name(bound.rows)}` has "
                                    "several sequences per prompt", expr.args[0].span,
                                    help=f"declare `-> seq` and reduce: `mean({ref.id}(...) by prompt)`")
-        if isinstance(first, FrameRef) and ref.returns == "seq" and first.contents == "prompts":
+        if level == "seq" and contents == {"prompts"}:
             return self.errors.add("RL0213", f"`{ref.id}` returns one number per sequence", expr.args[0].span,
-                                   f"`{source_name(frames[0])}` contains only prompts",
+                                   f"`{source_name(bound.rows)}` contains only prompts",
                                    help="generate responses first, or declare `-> prompt` for one number per prompt")
-        space = self.spaces.of(frames[0], ref.returns)
-        return Term("py", (), ref.returns, space, "f32", expr.span, (("function", ref.id), ("frame", frames[0].id)))
+        return Term("py", (), level, self.spaces.of(bound.rows, level), "f32", expr.span,
+                    (("function", ref.id), *call_attributes(bound.rows.id, tuple((n, f.id) for n, f in bound.given))))
 
-    def _no_source(self, ref: PyRef, name: str, other: IndexedFrame, first: IndexedFrame, span: Span) -> Bad:
-        """RL0202 for an argument of a Python function after the first that is not where the first comes from."""
-        given = "the same sequences" if other.id == first.id else "other sequences" \
+    def _arguments(self, ref: PyRef, refs: list[FrameRef], expr: ast.Call) -> Arguments | Bad:
+        """The batches whose rows a function gets: those with responses, each row with the row of the others that it
+        belongs to, and the first one. Prompts are part of the rows that come from them."""
+        finest = max(refs, key=lambda r: len(r.frame.chain))  # the first of those
+        above = {s.id for s in finest.frame.chain}
+        given: list[tuple[str, IndexedFrame]] = []
+        for i, (name, other, tree) in enumerate(zip(ref.params, refs, expr.args, strict=True)):
+            twice = any(other.frame.id == frame.id for _, frame in given)
+            related = other.frame.row_space in above if other.contents != "prompts" or other is finest else \
+                other.frame.row_space in above or self.spaces.source(finest.frame, other.frame)
+            if not related or twice:
+                return self._no_source(ref, name, other.frame, finest.frame, tree.span)
+            if i == 0 or other.contents != "prompts":
+                given.append((name, other.frame))
+        for name, frame in given[1:]:
+            if name in ROW_KEYS:
+                return self.errors.add("RL0205", f"`{ref.id}` gets each row of `{source_name(frame)}` under the name "
+                                       f"`{name}`, which rows have anyway", ref.span,
+                                       help=f"rename the argument: {', '.join(f'`{k}`' for k in ROW_KEYS)} are taken")
+        return Arguments(ref, tuple(refs), finest.frame, tuple(given))
+
+    def _no_source(self, ref: PyRef, name: str, other: IndexedFrame, rows: IndexedFrame, span: Span) -> Bad:
+        """RL0202 for an argument of a Python function whose rows are not among those that the finest comes from."""
+        given = "the same sequences" if other.id == rows.id else "other sequences" \
             if other.max_response_tokens else "other prompts"
         return self.errors.add(
-            "RL0202", f"`{source_name(other)}` is not the source of `{source_name(first)}`", span,
-            f"declared as `{name}`, from which `{ref.params[0]}` comes; this is {given}",
+            "RL0202", f"`{source_name(other)}` is not the source of `{source_name(rows)}`", span,
+            f"declared as `{name}`, whose rows those of `{source_name(rows)}` must belong to; this is {given}",
             labels=(Label(ref.span, "declared here"),),
-            help=f"`{ref.id}` gets the rows of `{source_name(first)}` only; the other arguments are the batches that "
-                 "these rows come from, such as their prompts. To compare two batches, reduce values of each, for "
-                 "example `mean(x by prompt)`")
+            help=f"`{ref.id}` gets each row of `{source_name(rows)}` with the rows of the other batches that it belongs "
+                 "to: its prompts, what it was generated from, or a batch with the same rows. To compare other "
+                 "batches, reduce values of each, for example `mean(x by prompt)`")
 
     def scalar(self, expr: ast.Expr, scope: Scope) -> Scalar | tuple[Scalar, ...] | Bad:
         """The value of a constant expression, or of a list of them."""

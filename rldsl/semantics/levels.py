@@ -55,9 +55,19 @@ class Spaces:
         """The frames that have `space` at `level`."""
         return tuple(f for f in self.frames.values() if level != "batch" and self.of(f, level) == space)
 
+    def with_responses(self, level: Level, space: str) -> tuple[IndexedFrame, ...]:
+        """Those of `frames_with_space` that have responses, if any has: texts about sequences share their rows."""
+        found = self.frames_with_space(level, space)
+        return tuple(f for f in found if f.max_response_tokens) or found
+
     def coarser(self, level: Level, space: str, to: Level) -> str:
         """The space at `to` below which `space` lies."""
         return "" if to == "batch" else self.of(self.frames_with_space(level, space)[0], to)
+
+    def level_of(self, to: Level, space: str) -> Level:
+        """The level of what a reduction to `to` gives, whose space is `space`: the prompts of a frame that are
+        themselves responses are the sequences of another frame."""
+        return "seq" if to == "prompt" and self.tree[space].parent else to
 
     def chain(self, term: Term) -> tuple[str, ...]:
         """The spaces from that of a value up to the root, for a token value from that of its rows; () at batch
@@ -102,7 +112,7 @@ class Spaces:
         them and prompts where they have no response. "" for the rows of a function that is checked on its own."""
         if term.level != "seq":
             return {"token": "tokens", "prompt": "prompts", "batch": ""}[term.level]
-        frames = self.frames_with_space("seq", term.space)
+        frames = self.with_responses("seq", term.space)
         if not frames or not frames[0].data:
             return ""
         return "pairs" if len(frames) > 1 else "sequences" if frames[0].max_response_tokens else "prompts"

@@ -224,7 +224,7 @@ def _classify(term: Term, below: list[Dependence], model_outputs: set[str], in_v
         return None
     if dict(term.attrs).get("to") is not None:
         to = dict(term.attrs)["to"]
-        if to == "prompt":
+        if to == "prompt" or to == term.args[0].level:
             errors.add("RL0210", "a reduction by prompt inside a loss", term.span,
                        "a minibatch may contain only some of the sequences of a prompt",
                        help="compute it in the flow and pass the result")

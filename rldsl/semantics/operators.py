@@ -138,7 +138,8 @@ class Operators:
         unit = units.reduced(op, x.unit, self.spaces.counted(x), to == "batch", self.in_loss)
         if unit.minibatch != 0 and unit.whole != 0:
             return units.report_sum(x, span, self.errors)
-        return Term(op, (x,), to, space, "f32", span, (("to", to),), unit=unit)
+        made = self.spaces.level_of(to, space)
+        return Term(op, (x,), made, space, "f32", span, (("to", made),), unit=unit)
 
     def std(self, x: Term, to: Level, span: Span, options: Options) -> Term | Bad:
         """The square root of `var`. Options: unbiased."""
@@ -243,13 +244,13 @@ class Operators:
         if x.level != "seq":
             return self.errors.add("RL0201", "`at_end` needs a seq value", x.at, f"this is {describe(x)}",
                                    labels=x.origin)
-        frames = self.spaces.frames_with_space("seq", x.space)
+        frames = self.spaces.with_responses("seq", x.space)
         if rest:
             if not isinstance(rest[0], FrameRef):
                 return self._kind("at_end", "sequences as its second argument", rest[0], span)
             frames = tuple(f for f in frames if f.id == rest[0].frame.id)
         if len(frames) != 1:
-            shown = [source_name(f) for f in self.spaces.frames_with_space("seq", x.space)]
+            shown = [source_name(f) for f in self.spaces.with_responses("seq", x.space)]
             return self.errors.add("RL0202", f"`at_end` is ambiguous: {', '.join(f'`{n}`' for n in shown)}", span,
                                    help=f"specify the sequences: `at_end(x, {shown[0]})`")
         return Term("at_end", (x,), "token", frames[0].id, x.dtype, span, (("frame", frames[0].id),), unit=x.unit)
@@ -289,7 +290,8 @@ class Operators:
         if level == "token":
             return Term("at_end", (seq,), "token", frame.id, "f32", span, (("frame", frame.id),))
         if level == "prompt":
-            return Term("sum", (seq,), "prompt", frame.prompt_space, "f32", span, (("to", "prompt"),))
+            made = self.spaces.level_of("prompt", frame.prompt_space)
+            return Term("sum", (seq,), made, frame.prompt_space, "f32", span, (("to", made),))
         return seq
 
 

@@ -73,7 +73,7 @@ class World:
 
     def rows(self, spread: Spread, frame: str) -> int:
         """Sequences of a frame on the dp rank of a spread that has most."""
-        return rows(self.frames[frame], spread, self.layouts)
+        return rows(self.frames[frame], spread, self.layouts, self.frames)
 
     def entries(self, value: Value, rows: float) -> float:
         """Numbers of a value on so many rows of its frame."""

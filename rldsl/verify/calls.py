@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from rldsl.diag import Diagnostic
 from rldsl.plan.backends import described
 from rldsl.plan.events import AnyCall, Compute, Event, Generate, Infer, Train, split_buffer
+from rldsl.plan.function import frames_of_call
 from rldsl.plan.heads import OUTPUTS, heads_with
 from rldsl.plan.model import Layout, Mesh, Model, Ranges
 from rldsl.verify.tables import Tables, name, problem
@@ -171,8 +172,8 @@ def check_compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
     sources = {t.frames[f].data for f in e.frames}
     for node in t.programs[e.program].nodes:
         if node.op == "py":
-            of = t.frames[str(node.attr("frame"))].prompt_origin
-            must |= {f"{node.attr('frame')}.tokens"}
+            of = t.frames[str(node.attr("frame"))].root_origin
+            must |= {f"{frame}.tokens" for _, frame in frames_of_call(node.attrs)}
             must |= {v.id for v in t.plan.values if v.extent == "columns" and t.frames[v.frame].prompt_space == of}
     kin = {f.id for f in t.plan.frames if f.data in sources}
     yield from reads(t, e, must, own(*kin), e.spread)

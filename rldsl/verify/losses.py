@@ -33,7 +33,7 @@ def _fault(t: Tables, e: Train, program: Program) -> str:
               **{f.prompt_space: 0 for f in frames}}
     if strange := next((n.space for n in nodes if n.space not in spaces), None):
         return f"uses {strange}, which is not a training input"
-    if any(in_family(n.op, "reduction") and n.attr("to") == "prompt" for n in nodes):
+    if any(in_family(n.op, "reduction") and n.attr("to") in ("prompt", nodes[n.args[0]].level) for n in nodes):
         return "reduces by prompt, but a minibatch may contain only part of a prompt's sequences"
     inner = _under(nodes, [a for n in nodes if _reduces(n) for a in n.args[:1]])
     if any(_reduces(nodes[i]) for i in inner):

@@ -288,10 +288,9 @@ def _divides(t: Tables, v: Value, spread: str) -> bool:
     if s.granularity == "all" or v.level == "batch" or not s.frames:
         return True
     frame, divided = t.frames[v.frame], t.frames[s.frames[0]]
-    if frame.row_origin == divided.row_origin:
-        return True
-    by_prompt = s.granularity == "prompt" or v.level == "prompt"
-    return by_prompt and frame.prompt_origin == divided.prompt_origin
+    unit = divided.prompt_origin if s.granularity == "prompt" else divided.row_origin
+    rows = frame.origins[frame.prompt_index if v.level == "prompt" else 0:]
+    return unit in rows or v.level == "prompt" and rows[0] == divided.prompt_origin
 
 
 # What is particular to a kind: every kind whose traits do not say what it reads and writes is here.

@@ -13,6 +13,7 @@ from typing import Any, assert_never
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Compute, Event, Train
 from rldsl.plan.expr import LEVELS, Node, Program
+from rldsl.plan.function import frames_of_call
 from rldsl.plan.heads import OUTPUTS, SKIPPED, STOP, UPDATES
 from rldsl.plan.model import Value
 from rldsl.plan.operators import OPERATORS, Operator
@@ -62,7 +63,9 @@ def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
                 return f"a {node.level} value of batch-level arguments only"
             return next((f for a in args if (f := _broadcast(t, a, node))), "")
         case "reduction":
-            if node.attr("to") != node.level or LEVELS.index(node.level) >= LEVELS.index(args[0].level):
+            coarser = LEVELS.index(node.level) < LEVELS.index(args[0].level) or \
+                node.level == args[0].level == "seq" and node.space != args[0].space
+            if node.attr("to") != node.level or not coarser:
                 return f"reduces {args[0].level} to {node.attr('to')}, but its result is at level {node.level}"
             if operator.to_batch_only and {node.level, *(a.level for a in args[1:])} != {"batch"}:
                 return f"a {node.op} is one number, of the batch, and so are its further arguments"
@@ -98,6 +101,11 @@ def _leaf_fault(t: Tables, node: Node) -> str:
         function = t.functions.get(str(node.attr("function")))
         if function is None or node.attr("frame") not in t.frames:
             return f"unknown function {node.attr('function')!r} or frame {node.attr('frame')!r}"
+        rows = t.frames[str(node.attr("frame"))]
+        above = [s.id for s in rows.chain]
+        for argument, frame in frames_of_call(node.attrs):
+            if frame not in t.frames or t.frames[frame].row_space not in above:
+                return f"argument {argument or 'rows'} of {function.id}: the rows of {rows.id} do not lie in {frame!r}"
         if function.returns != node.level:
             return f"{function.id} returns {function.returns}, not {node.level}"
     return ""
@@ -120,10 +128,12 @@ def _broadcast(t: Tables, coarse: Node, fine: Node) -> str:
         return f"a {coarse.level} value cannot become a {fine.level} value without a reduction"
     if coarse.level == "batch":
         return ""
-    if coarse.level == fine.level:
-        return "" if coarse.space == fine.space else f"spaces {coarse.space} and {fine.space} differ"
+    if coarse.level == fine.level and coarse.space == fine.space:
+        return ""
+    if coarse.level == fine.level != "seq":
+        return f"spaces {coarse.space} and {fine.space} differ"
     of = [f for f in t.frames.values() if fine.space == (f.id if fine.level == "token" else f.row_space)]
-    fits = any(coarse.space == (f.row_space if coarse.level == "seq" else f.prompt_space) for f in of)
+    fits = any(coarse.space in [s.id for s in f.chain] for f in of)
     return "" if fits else f"space {coarse.space} does not cover {fine.space}"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Compute, Derive, Event, Generate, Infer, Lengths, Train
+from rldsl.plan.expr import Program
 from rldsl.plan.model import Spread
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.plan.traits import rule_for
@@ -77,9 +78,32 @@ def _compute(t: Tables, e: Compute) -> str:
     counts_rows = any(n.op == "py" or n.attr("to") == "batch" for n in program.nodes)
     if counts_rows and ranks > 1 and (s.granularity == "all" or t.layouts[s.layout].dp != ranks or s.epochs > 1):
         return f"must count each row once, but spread {e.spread} has rows on several ranks"
-    if any(n.level == "prompt" for n in program.nodes) and s.granularity == "row" and t.layouts[s.layout].dp > 1:
+    divided = s.frames and s.granularity != "all" and t.layouts[s.layout].dp > 1
+    if divided and any(not _whole(t, s, space) for space in _reduced_to(t, program)):
         return f"needs whole prompts, but spread {e.spread} divides them"
     return ""
+
+
+def _reduced_to(t: Tables, program: Program) -> set[str]:
+    """The spaces of which a program needs everything that belongs to one row: prompts, and what rows are reduced to."""
+    found = {n.space for n in program.nodes if n.level == "prompt"}
+    for n in program.nodes:
+        if n.attr("to") == "seq":
+            of = program.nodes[n.args[0]]
+            rows = t.frames[of.space].row_space if of.level == "token" else of.space
+            found |= {n.space} - {rows}
+    return found
+
+
+def _whole(t: Tables, s: Spread, space: str) -> bool:
+    """Whether all that belongs to a row of `space` is on one dp rank."""
+    divided = t.frames[s.frames[0]]
+    unit = divided.prompt_origin if s.granularity == "prompt" else divided.row_origin
+    for f in t.frames.values():
+        ids = [x.id for x in f.chain]
+        if space in ids and unit in f.origins[ids.index(space):]:
+            return True
+    return False
 
 
 RULES: Mapping[type[Event], Callable[[Tables, Any], str]] = {

@@ -54,11 +54,11 @@ class StepRows:
         return indexed_frames(self.plan)
 
     def rows_by_dp(self, spread: Spread) -> tuple[dict[str, Rows], ...]:
-        """[dp rank][frame] -> rows, for the frames of the spread and those that share their rows or prompts."""
+        """[dp rank][frame] -> rows, for the frames of the spread and those that come from the same rows of data."""
         if spread.id not in self._rows_by_dp:
             all_frames = self.frames
-            prompts = all_frames[spread.frames[0]].prompt_origin if spread.frames else None
-            frames = [f for f in all_frames.values() if prompts is None or f.prompt_origin == prompts]
+            root = all_frames[spread.frames[0]].root_origin if spread.frames else None
+            frames = [f for f in all_frames.values() if root is None or f.root_origin == root]
             # rows of the others do not exist yet
             frames = [f for f in frames if not f.present_in or f.present_in in self.lens]
             self._rows_by_dp[spread.id] = rows_by_dp(

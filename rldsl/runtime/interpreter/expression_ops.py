@@ -39,7 +39,7 @@ class FrameRows:
 @dataclass(frozen=True, slots=True)
 class RaggedIndex:
     """Row offsets and index maps of the ragged rows at hand: which tokens belong to which sequence, and which
-    sequences to which prompt."""
+    sequences to which prompt, which may be a sequence of another frame."""
 
     frame_rows: Mapping[str, FrameRows]  # frame -> its rows at hand
     frames: Mapping[str, IndexedFrame]  # frame -> its record in the plan
@@ -60,29 +60,56 @@ class RaggedIndex:
 
     def size(self, level: Level, space: str) -> int:
         """The number of elements at hand."""
-        if level == "prompt":
-            return self.prompts(space).numel()
-        rows = self.frame_rows[self.frame(level, space)]
-        return rows.total if level == "token" else rows.lens.numel()
+        if level == "token":
+            return self.frame_rows[self.frame(level, space)].total
+        return self.rows(level, space).numel()
 
     def prompts(self, space: str) -> Tensor:
         """The distinct prompt ids of a prompt space, ascending."""
-        by_frame = [v.prompts for f, v in self.frame_rows.items() if self.frames[f].prompt_space == space]
-        return self._once(("", "prompts", space), lambda: torch.cat(by_frame).unique())
+        return self.rows("prompt", space)
 
-    def index(self, level: Level, space: str, to: Level) -> Tensor:
-        """For each element of `level`, the number of the element of `to` that it lies in."""
-        frame = self.frame(level, space)
-        rows = self.frame_rows[frame]
-        if (level, to) == ("token", "seq"):
-            seqs = torch.arange(rows.lens.numel(), device=rows.lens.device)
-            return self._once((frame, "seq"), lambda: seqs.repeat_interleave(rows.lens, output_size=rows.total))
-        if (level, to) == ("seq", "prompt"):
-            prompts = self.prompts(self.frames[frame].prompt_space)
-            return self._once((frame, "prompt"), lambda: torch.searchsorted(prompts, rows.prompts))
-        if (level, to) != ("token", "prompt"):
+    def rows(self, level: Level, space: str) -> Tensor:
+        """The numbers of the elements of a seq or prompt space at hand, ascending: the rows of a frame, or those that
+        rows of frames below belong to."""
+        own = next((v.rows for f, v in self.frame_rows.items() if self.frames[f].row_space == space), None)
+        if level == "seq" and own is not None:
+            return own
+        below = [(f, v) for f, v in self.frame_rows.items() if any(s.id == space for s in self.frames[f].chain)]
+        return self._once(("", "rows", space), lambda: torch.cat(
+            [v.rows // (self.frames[f].count // self._count(f, space)) for f, v in below]).unique())
+
+    def index(self, level: Level, space: str, to: Level, target: str = "") -> Tensor:
+        """For each element of `level`, the number of the element of `to` that it lies in. target: the space of the
+        latter; "": that of the frame of the former."""
+        frame = self.frame_below(level, space)
+        target = target or self.space(frame, to)
+        if level == "token":
+            lens = self.frame_rows[frame].lens
+            seqs = torch.arange(lens.numel(), device=lens.device)
+            seq_of_token = self._once((frame, "seq"), lambda: seqs.repeat_interleave(
+                lens, output_size=self.frame_rows[frame].total))
+            row_space = self.frames[frame].row_space
+            if (to, target) == ("seq", row_space):
+                return seq_of_token
+            return self.index("seq", row_space, to, target)[seq_of_token]
+        if to not in ("seq", "prompt"):
             raise internal_error(f"no index from {level} to {to}", "run")
-        return self.index("seq", self.frames[frame].row_space, "prompt")[self.index("token", space, "seq")]
+        per_row = self._count(frame, space) // self._count(frame, target)
+        return self._once((frame, level, space, to, target), lambda: torch.searchsorted(
+            self.rows(to, target), self.rows(level, space) // per_row))
+
+    def frame_below(self, level: Level, space: str) -> str:
+        """A frame that ranges over `space` at `level`, or else one whose rows lie below."""
+        own = (f for f in self.frame_rows if self.space(f, level) == space)
+        below = (f for f in self.frame_rows if any(s.id == space for s in self.frames[f].chain))
+        found = next(own, None) or next(below, None)
+        if found is None:
+            raise internal_error(f"no frame ranges over the {level} space {space!r}", "run")
+        return found
+
+    def _count(self, frame: str, space: str) -> int:
+        """Rows of a space that the rows of `frame` lie in."""
+        return next(s.count for s in self.frames[frame].chain if s.id == space)
 
     def ends(self, frame: str) -> Tensor:
         """[S]: the number of the token after each sequence."""
@@ -115,11 +142,11 @@ def evaluate(node: Node, inner: Sequence[Node], args: Sequence[Tensor], ragged: 
 
 def broadcast(x: Tensor, of: Node, to: Node, ragged: RaggedIndex) -> Tensor:
     """x of a coarser level, repeated for every element of a finer one."""
-    if of.level == to.level or of.level == "batch":
+    if (of.level, of.space) == (to.level, to.space) or of.level == "batch":
         return x
     if LEVELS.index(of.level) > LEVELS.index(to.level):
         raise internal_error(f"{of.level} does not broadcast to {to.level}", "run")
-    return x[ragged.index(to.level, to.space, of.level)]
+    return x[ragged.index(to.level, to.space, of.level, of.space)]
 
 
 _NUMBERS: dict[str, Callable[..., Tensor]] = {
@@ -162,7 +189,8 @@ def _alike(args: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def reduce(node: Node, of: Node, x: Tensor, ragged: RaggedIndex, dtype: torch.dtype) -> Tensor:
     """A reduction to seq or prompt. Sums run in float64, so that the order of the elements hardly matters."""
-    index, size = ragged.index(of.level, of.space, node.level), ragged.size(node.level, node.space)
+    index = ragged.index(of.level, of.space, node.level, node.space)
+    size = ragged.size(node.level, node.space)
     wide = x.to(torch.float64)
     count = torch.zeros(size, dtype=torch.float64, device=x.device).index_add(0, index, torch.ones_like(wide))
     match node.op:

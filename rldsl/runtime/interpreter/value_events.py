@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from rldsl.plan.events import Collect, Compute, Fetch, Free, Lengths, Transfer, split_buffer
 from rldsl.plan.expr import Node
+from rldsl.plan.function import frames_of_call
 from rldsl.runtime.comm.exchange import DTYPES, message_tag, transfer
 from rldsl.runtime.comm.row_assignment import RowLengths
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.interpreter.eval_loops import next_rows
 from rldsl.runtime.interpreter.expression_programs import FrameRows, run_compute
+from rldsl.runtime.interpreter.python_rows import python_rows
 from rldsl.runtime.rewards.pool import RewardPool
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
@@ -93,12 +95,12 @@ def compute(step: StepState, reader: DataReader, rewards: RewardPool, ring: Even
 
     def call_python(node: Node) -> torch.Tensor:
         frame = str(node.attr("frame"))
-        rows, names = reward_rows(step, reader, event, frame, frame_rows[frame].rows)
+        rows, names = python_rows(step, reader, event.reads, frame, frame_rows[frame].rows, frames_of_call(node.attrs))
         function = context.functions[str(node.attr("function"))]
         ring.begin_call(function.name)
         numbers = rewards.call(function, rows, names)
         ring.resume()
-        return torch.tensor(numbers, dtype=torch.float32, device=context.device)
+        return torch.tensor(cast("list[float]", numbers), dtype=torch.float32, device=context.device)
 
     results = run_compute(program, inputs, frame_rows, {f: context.frames[f] for f in event.frames},
                           context.world.group(spread.mesh), call_python, step.compute_seed(event.id), step.index,
@@ -161,40 +163,6 @@ def _same_index_set(context: RunContext, extent: str, frame: str, frame_rows: di
     wanted, frames = context.frames[frame], context.frames
     return next(f for f in frame_rows if (frames[f].prompt_space == wanted.prompt_space if extent == "prompt"
                                           else frames[f].row_space == wanted.row_space))
-
-
-def reward_rows(step: StepState, reader: DataReader, event: Compute, frame: str,
-                rows: torch.Tensor) -> tuple[list[dict[str, Any]], list[str]]:
-    """For each row, what a user's function sees (the data columns, and the sequence as text and as token ids), and its
-    name in messages: the row's number in the step, and its place in the data.
-
-    finished: the response is shorter than the most tokens allowed, or its last token ends a sequence. A response that
-    a stop string ended on exactly the last allowed token counts as unfinished: its tokens alone cannot show it."""
-    context = step.context
-    record = context.frames[frame]
-    columns = next((step.buffers.get(b) for b in event.reads if split_buffer(b)[0].endswith(".columns")
-                    and context.frames[context.values[split_buffer(b)[0]].frame].prompt_space == record.prompt_origin),
-                   None)
-    packed = step.packed(frame, step.read(event.reads, f"{frame}.tokens"), rows)
-    source = reader.source(record.data)
-    tokenizer, ends = source.tokenizer, source.ends
-    arguments: list[dict[str, Any]] = []
-    names: list[str] = []
-    at = 0
-    tokens = packed.tokens.tolist()
-    for row, p, r in zip(rows.tolist(), packed.prompt_lens.tolist(), packed.response_lens.tolist(), strict=True):
-        prompt, completion = tokens[at : at + p], tokens[at + p : at + p + r]
-        at += p + r
-        place, columns_of_row = columns[row // record.per_prompt] if columns is not None else ("", {})
-        names.append(f"{row} ({place})" if place else str(row))
-        arguments.append({
-            **columns_of_row,
-            "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
-            "completion": tokenizer.decode(completion, skip_special_tokens=True),
-            "prompt_ids": prompt, "completion_ids": completion,
-            "finished": r < record.max_response_tokens or (r > 0 and completion[-1] in ends),
-        })
-    return arguments, names
 
 
 def free(models: ModelStore, step: StepState, event: Free) -> None:

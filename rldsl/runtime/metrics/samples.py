@@ -78,7 +78,7 @@ class Samples:
         self._begun: set[Path] = set()
         self._names = value_names(context.plan, {context.frames[s.frame].row_space for s in self._mine})
         for source in self._mine:
-            data.source(context.frames[source.frame].data)  # its tokenizer; what is wrong with it is found now
+            data.tokens(context.frames[source.frame])  # its tokenizer; what is wrong with it is found now
 
     def frees(self, step: StepState, event: Event) -> None:
         """Take samples from the buffers that the event is about to free."""
@@ -106,7 +106,7 @@ class Samples:
 
     def _write(self, step: int, frame: IndexedFrame, tokens: RaggedRows, lens: Any) -> None:
         rows = tokens.ids[lens.of("tokens")[tokens.ids] > 0][: self._max_samples]
-        tokenizer = self._data.source(frame.data).tokenizer
+        tokenizer = self._data.tokens(frame).tokenizer
         numbers = {self._names[value]: _numbers(column, rows) for value, column in sorted(self._values.items())
                  if self._context.frames[self._context.values[value].frame].row_space == frame.row_space}
         lines = []

@@ -8,12 +8,13 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
+from rldsl.plan.model import Frame
 from rldsl.plan.projection import event_paths
 from rldsl.plan.references import Role, references
 from rldsl.runtime.comm.content_digests import ContentDigest
 from rldsl.runtime.data import Source, open_source
 from rldsl.runtime.data.read_positions import SourceReading, content_digest
-from rldsl.runtime.data.tokens import tokenizer_digest
+from rldsl.runtime.data.tokens import Tokens, text_tokens, tokenizer_digest
 from rldsl.runtime.state.context import RunContext
 
 
@@ -24,6 +25,8 @@ class DataReader:
     context: RunContext  # the plan and the communicators
     # those that are open, by the name of their data declaration
     sources: dict[str, Source] = field(default_factory=dict)
+    # model directory -> its tokenizer, of frames whose tokens are not those of their data source
+    tokenizers: dict[str, Tokens] = field(default_factory=dict)
     # source -> the batch read last, counted from 0
     position: dict[str, int] = field(default_factory=dict)
     # source -> digest of its files, as this rank read them
@@ -40,9 +43,18 @@ class DataReader:
                 print(f"note: {opened.note}", file=sys.stderr, flush=True)
         return self.sources[data]
 
+    def tokens(self, frame: Frame) -> Tokens:
+        """What makes token ids of text, and text of the token ids of a frame."""
+        if not frame.tokenizer:
+            return self.source(frame.data).tokens
+        if frame.tokenizer not in self.tokenizers:
+            self.tokenizers[frame.tokenizer] = text_tokens(frame.tokenizer)
+        return self.tokenizers[frame.tokenizer]
+
     def content_digests(self) -> list[ContentDigest]:
-        """The digests of the files of all open sources, and of their tokenizers."""
-        digests = []
+        """The digests of the files of all open sources, of their tokenizers, and of those of texts."""
+        digests = [ContentDigest.of(path, "tokenizer of texts", tokenizer_digest(path).encode())
+                   for path in self.tokenizers]
         for name, source in self.sources.items():
             self.digests[name] = content_digest(source.data)
             digests.append(ContentDigest.of(source.data.path, f"data `{name}`", self.digests[name].encode()))
