@@ -1,7 +1,8 @@
 """Values of a flow and the computations that make them.
 
 In: Terms. Out: Value, Program and Compute records. Invariant: a Compute reads values of one prompt space and of spaces
-below it, so that its rows can be divided in one way; what ranges over several is made of reductions that are values of their own.
+below it, so that its rows can be divided in one way; what ranges over several is made of reductions that are values of
+their own.
 """
 
 from __future__ import annotations

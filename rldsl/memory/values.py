@@ -71,14 +71,16 @@ def loss_gather_bytes(t: Tables, program: Program, spread: Spread) -> int:
     """Bytes on a rank of a train call for medians and quantiles over the batch in the metrics of its loss: of each
     epoch the elements of its own rows with their positions, and all elements of all minibatches, both by minibatch and
     joined for one all-reduce; of the minibatch whose metrics are computed, the elements in order with their order."""
-    own, whole = (_gathered_elements(t, program, of) for of in (lambda f: rows(f, spread, t.layouts), _all_rows))
+    own, whole = (_gathered_elements(t, program, of)
+                  for of in (lambda f: rows(f, spread, t.layouts, t.frames), _all_rows))
     return WIDE * (2 * spread.epochs * (own + whole) + 3 * -(-whole // spread.minibatches))
 
 
 def flow_gather_bytes(t: Tables, program: Program, spread: Spread) -> int:
     """Bytes on a rank of a computation for medians and quantiles over the batch: the elements of its own rows, and all
     elements, with their order."""
-    own, whole = (_gathered_elements(t, program, of) for of in (lambda f: rows(f, spread, t.layouts), _all_rows))
+    own, whole = (_gathered_elements(t, program, of)
+                  for of in (lambda f: rows(f, spread, t.layouts, t.frames), _all_rows))
     return WIDE * (own + 3 * whole)
 
 

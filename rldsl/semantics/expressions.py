@@ -309,8 +309,8 @@ class ExpressionBuilder:
             "RL0202", f"`{source_name(other)}` is not the source of `{source_name(rows)}`", span,
             f"declared as `{name}`, whose rows those of `{source_name(rows)}` must belong to; this is {given}",
             labels=(Label(ref.span, "declared here"),),
-            help=f"`{ref.id}` gets each row of `{source_name(rows)}` with the rows of the other batches that it belongs "
-                 "to: its prompts, what it was generated from, or a batch with the same rows. To compare other "
+            help=f"`{ref.id}` gets each row of `{source_name(rows)}` with the rows that it belongs to: "
+                 "its prompts, what it was generated from, or a batch with the same rows. To compare other "
                  "batches, reduce values of each, for example `mean(x by prompt)`")
 
     def scalar(self, expr: ast.Expr, scope: Scope) -> Scalar | tuple[Scalar, ...] | Bad:

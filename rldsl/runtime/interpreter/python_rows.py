@@ -7,7 +7,6 @@ row, and its name in messages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 

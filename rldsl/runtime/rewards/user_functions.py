@@ -133,7 +133,8 @@ def _call_checked(function: Function, callable_: Callable[[list[Row]], Any], row
     except BaseException as error:
         raise_refused()
         about = describe(rows[0], names[0]) if len(rows) == 1 else ()
-        raise _raised("RL0775", f"`{function.name}` raised", function, error, about, _advice(function, error, rows[0])) from None
+        advice = _advice(function, error, rows[0])
+        raise _raised("RL0775", f"`{function.name}` raised", function, error, about, advice) from None
     raise_refused()
     return _checked(function, rows, names, result)
 
@@ -193,7 +194,7 @@ def _text(function: Function, row: Row, name: str, value: Any) -> Text | None:
         more = "" if function.returns == "prompts?" or value is not None else \
             "; to return None for rows without a prompt, declare `-> prompts?(...)`"
         raise _wrong(function, f"returned {fault} for row {name}, not a prompt", notes=describe(row, name)[1:],
-                     help=f"return a string, or a list of messages {{'role': ..., 'content': ...}}, for every row{more}")
+                     help="return a string, or a list of messages {'role': ..., 'content': ...}, for every row" + more)
     return value if isinstance(value, str) else [dict(m) for m in value]
 
 

@@ -27,7 +27,7 @@ class PlainMemory(MemoryCosts):
 
     def train(self, tables: Tables, event: Train, copy: Copy, device: str) -> Needs:
         """All sequences of a micro-batch, whose graphs the loss joins."""
-        count = -(-rows(tables.frames[event.frames[0]], tables.spreads[event.spread], tables.layouts)
+        count = -(-rows(tables.frames[event.frames[0]], tables.spreads[event.spread], tables.layouts, tables.frames)
                   // tables.spreads[event.spread].minibatches)
         tokens = largest_micro_batch(tables, event.frames, count, event.mbs, event.mbt, copy.layout).tokens
         logits = TABLES * FLOAT * tokens * copy.model.sizes.vocab
