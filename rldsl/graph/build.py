@@ -117,6 +117,7 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
     if isinstance(given, Bad) or any(isinstance(i, ast.Cluster) for i in items) and top.cluster is None:
         return None, tuple(errors.found)
     used = {str(n.attr("function")) for p in builder.programs for n in p.nodes if n.op == "py"}
+    used |= {n.function for n in g.nodes(body) if isinstance(n, g.Derive)}
     values, frames = tuple(builder.values), tuple(exprs.spaces.frames.values())
     if not errors.found:
         body = prune(body, {v for _, v in builder.metrics})

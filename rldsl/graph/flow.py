@@ -16,6 +16,7 @@ from rldsl.graph.computations import Computations, full_label
 from rldsl.graph.evaluation import Evaluations
 from rldsl.graph.select import Selections
 from rldsl.graph.sync import sync
+from rldsl.graph.texts import Texts
 from rldsl.plan.metrics_file import BUILT_IN, METRICS
 from rldsl.plan.payloads import DEFAULT_SAVE
 from rldsl.semantics import options
@@ -46,6 +47,7 @@ class FlowBuilder(Computations):
         self.calls = CallsOfFlow(self)
         self.selections = Selections(self)
         self.evaluations = Evaluations(self)
+        self.texts = Texts(self)
         exprs.calls = self.calls.nested
 
     # ------------------------------------------------------------------------------------------- statements
@@ -118,6 +120,8 @@ class FlowBuilder(Computations):
             if unbound:
                 self._bind(s, value, scope)
             return
+        if len(s.targets) == 1 and self._can_bind(s.targets[0]) and s.targets[0].name not in self.states:
+            self.texts.named = s.value, s.targets[0].name
         value = self.exprs.build(s.value, scope)
         if s.clause is not None and not isinstance(value, Bad):
             self.errors.add("RL0212", "only model calls can be placed", s.clause.span, "this statement calls no model",

@@ -19,7 +19,7 @@ def prune(items: tuple[g.Item, ...], used: set[str]) -> tuple[g.Item, ...]:
     nodes = list(g.nodes(items))
     chosen = [n for n in nodes if isinstance(n, g.Derive | g.Collect)]
     reads = used | {v for n in nodes if n not in chosen for v in n.reads}
-    reads |= {n.key for n in chosen if isinstance(n, g.Derive)}
+    reads |= {v for n in chosen if isinstance(n, g.Derive) for v in (n.key, *n.also_reads)}
     while True:
         more = reads | {v for n in chosen for v, w in n.values if _needed(n, w, reads)}
         if more == reads:
@@ -39,8 +39,8 @@ def _pruned(items: tuple[g.Item, ...], reads: set[str]) -> tuple[g.Item, ...]:
             item = replace(item, body=_pruned(item.body, reads))
         elif isinstance(item, g.Derive | g.Collect):
             pairs = tuple((v, w) for v, w in item.values if _needed(item, w, reads))
-            key = (item.key,) if isinstance(item, g.Derive) and item.key else ()
-            item = replace(item, values=pairs, reads=(*key, *(v for v, _ in pairs)),
+            more = (*([item.key] if item.key else []), *item.also_reads) if isinstance(item, g.Derive) else ()
+            item = replace(item, values=pairs, reads=tuple(dict.fromkeys((*more, *(v for v, _ in pairs)))),
                            writes=tuple(w for _, w in pairs))
             if isinstance(item, g.Derive) and not pairs:
                 continue

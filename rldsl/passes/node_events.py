@@ -16,6 +16,7 @@ from rldsl.passes.draft import Draft, replicated_spread_id
 from rldsl.placement.budget import decode_batch_size
 from rldsl.placement.model import Call, Place, Placed, mesh_of_range, mesh_of_set
 from rldsl.placement.sync import sync_places
+from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.events import (
     Collect,
     Compute,
@@ -241,6 +242,8 @@ class _EventBuilder:
     def _spread(self, node: g.Node, place: Place) -> Spread:
         """The spread of what the node writes. Rows are derived where their sequences (or values) are; rows that every
         rank holds in full are first divided as for a computation."""
+        if isinstance(node, g.Derive) and DERIVE_OPS[node.op].calls_python:  # each row on one rank alone
+            return _named(Spread("", place.mesh.id, place.layout.id, (node.source,), "row", "tokens"))
         if isinstance(node, g.Derive):
             made = self.spreads.get(self.made_in.get(node.values[0][0], ""))
             if made is not None and made.granularity != "all":

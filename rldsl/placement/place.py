@@ -40,7 +40,7 @@ def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = descr
                                   graph.seed),
                            ema_layout=ema_layouts.get(m.name, "")) for m in graph.models)
     sync.check_adapters(graph, models)
-    return Placed(graph, models, tuple(families.items()), tuple(places.items()), tokenizers.tokenizers(graph),
+    return Placed(tokenizers.with_tokenizers(graph), models, tuple(families.items()), tuple(places.items()), tokenizers.tokenizers(graph),
                   cluster.world, cluster.gpus, memory)
 
 

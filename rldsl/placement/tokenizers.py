@@ -1,11 +1,13 @@
 """Which models read the tokens of a data source, and whether these mean the same to all of them.
 
-In: a graph and families. Out: nothing, or RL0316; for each data source the model whose tokenizer makes its tokens.
+In: a graph and families. Out: nothing, or RL0316; for each data source, and for text that Python functions write, the
+model whose tokenizer makes its tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rldsl.diag import Diagnostic, Failure, Label
 from rldsl.graph import model as g
@@ -13,9 +15,28 @@ from rldsl.models.families import Family
 from rldsl.placement.model import Call
 
 
+def _origins(graph: g.Graph) -> dict[str, str]:
+    """Frame -> where its tokens come from: the name of a data source, or the frame whose prompts are text that a Python
+    function wrote."""
+    found: dict[str, str] = {}
+    for node in g.nodes(graph.items):
+        match node:
+            case g.Fetch():
+                found |= dict.fromkeys(node.frames, node.data)
+            case g.Generate():
+                found[node.frame] = found[node.prompts]
+            case g.Derive(op="text"):
+                found[node.frame] = node.frame
+            case g.Derive():
+                found[node.frame] = found[node.source]
+            case g.Collect():
+                found[node.into] = found[node.frame]
+    return found
+
+
 def _readers(graph: g.Graph) -> dict[str, list[str]]:
-    """Fetched frame (or one generated from it) -> the models that read its tokens, in program order."""
-    root = {f.id: f.data or f.id for f in graph.frames}
+    """Where tokens come from (`_origins`) -> the models that read them, in program order."""
+    origins = _origins(graph)
     readers: dict[str, list[str]] = {}
     for node in g.nodes(graph.items):
         if not isinstance(node, Call):
@@ -23,7 +44,7 @@ def _readers(graph: g.Graph) -> dict[str, list[str]]:
         frames = ((node.prompts, node.frame) if isinstance(node, g.Generate) else
                   (node.frame,) if isinstance(node, g.Infer) else node.frames)
         for frame in frames:
-            names = readers.setdefault(root.get(frame, frame), [])
+            names = readers.setdefault(origins.get(frame, frame), [])
             if node.model not in names:
                 names.append(node.model)
     return readers
@@ -39,7 +60,8 @@ def check_tokenizers(graph: g.Graph, families: Mapping[str, Family]) -> None:
                     "RL0316", f"`{names[0]}` and `{other}` read the same tokens with different tokenizers",
                     models[other].span, f'the tokenizer of "{families[other].path}"',
                     (Label(models[names[0]].span, f'differs from that of "{families[names[0]].path}"'),),
-                    help="tokens pass between models as ids: use models with the same tokenizer.json")])
+                    help="tokens pass between models as ids: use models with the same tokenizer.json, or pass text: "
+                         "`asked = ask(gen)` with a Python function that is declared `-> prompts(max_tokens=...)`")])
 
 
 def tokenizers(graph: g.Graph) -> tuple[tuple[str, str], ...]:
@@ -47,3 +69,14 @@ def tokenizers(graph: g.Graph) -> tuple[tuple[str, str], ...]:
     readers, paths = _readers(graph), {m.name: m.path for m in graph.models}
     fallback = next(iter(paths.values()), "")
     return tuple((d.name, paths[readers[d.name][0]] if readers.get(d.name) else fallback) for d in graph.data)
+
+
+def with_tokenizers(graph: g.Graph) -> g.Graph:
+    """The graph, whose frames name the tokenizer of their tokens where it is not that of their data source: the one of
+    the first model that reads them."""
+    origins, readers = _origins(graph), _readers(graph)
+    texts = {n.frame for n in g.nodes(graph.items) if isinstance(n, g.Derive) and n.op == "text"}
+    paths, of_data = {m.name: m.path for m in graph.models}, dict(tokenizers(graph))
+    return replace(graph, frames=tuple(
+        replace(f, tokenizer=paths[readers[origins[f.id]][0]] if readers.get(origins[f.id]) else of_data[f.data])
+        if origins.get(f.id) in texts else f for f in graph.frames))

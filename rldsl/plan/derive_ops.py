@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-DeriveOpName = Literal["where", "restrict"]
+DeriveOpName = Literal["where", "restrict", "text"]
+OverLong = Literal["error", "truncate", "drop"]  # what is done with a text above the limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +23,13 @@ class DeriveOp:
     # the frame's rows begin with it: it writes their tokens, and an exchange of their lengths follows. False: the rows
     # and their lengths exist already, and it makes values alone
     makes_rows: bool = True
+    calls_python: bool = False  # it calls a user's function, so that each row must be on one rank alone
     key: Literal["", "bool", "f32"] = ""  # dtype of the source's seq value that says which rows there are; "": none
 
 
 DERIVE_OPS: Mapping[DeriveOpName, DeriveOp] = {
     "where": DeriveOp(verb="select", key="bool"),  # the rows whose condition holds, under the same numbers
     "restrict": DeriveOp(verb="select", makes_rows=False),  # values of a frame, for the rows of a selection of it
+    # prompts that a Python function writes about the rows, tokenized where the rows are
+    "text": DeriveOp(verb="write", calls_python=True),
 }

@@ -429,8 +429,9 @@ class Compute(ComputeSpec, Event):
         return ", ".join(self.result_names)
 
 
-@event_kind(Traits(family="compute", blocking="none", participants=("spread",), needs_lengths_of=("source", "frame"),
-                   divides_rows=True, timed=True, drawing="value", not_diffed=("spread", "source", "frame", "values")))
+@event_kind(Traits(family="compute", blocking="none", participants=("spread",),
+                   needs_lengths_of=("source", "frame", "given"), divides_rows=True, timed=True, drawing="value",
+                   not_diffed=("spread", "source", "frame", "values", "also_reads", "given")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derive(DeriveSpec, Event):
     """Rows of the frame `frame` are made from those of the frame `source`, with the values that come along; each

@@ -119,7 +119,7 @@ class Labels:
     def computation(self, program: Program) -> Program:
         """With the names of what it reads and makes as the events that run it have them."""
         def node(n: Node) -> Node:
-            renames = {"frame", "name"} if n.op == "input" else {"frame"}
+            renames = {"input": {"name", "frame"}, "py": {k for k, _ in n.attrs} - {"function"}}.get(n.op, {"frame"})
             attrs = tuple((k, self.name(v) if k in renames and isinstance(v, str) else v) for k, v in n.attrs)
             return replace(n, attrs=attrs, space=self.name(n.space) if n.level == "token" else n.space)
 

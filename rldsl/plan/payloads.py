@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from rldsl.plan.derive_ops import DeriveOpName
+from rldsl.plan.derive_ops import DeriveOpName, OverLong
 from rldsl.plan.heads import What
 from rldsl.plan.references import DataName, FrameId, ModelName, ProgramId, ValueId
 
@@ -102,6 +102,11 @@ class DeriveSpec:
     frame: FrameId  # that is made
     values: tuple[tuple[ValueId, ValueId], ...]  # (value of the source, the value that it becomes)
     key: ValueId = ""  # a seq value of the source that says which rows there are, where the operation has one
+    also_reads: tuple[ValueId, ...] = ()  # what else it reads of the rows
+    function: str = ""  # of "text": the id of the Python function
+    # of "text": (argument, frame whose rows the function gets), in which those of the source lie; "": the row itself
+    given: tuple[tuple[str, FrameId], ...] = ()
+    over_long: OverLong = "error"  # of "text": what is done with more tokens than the frame's prompts may have
 
 
 @dataclass(frozen=True, kw_only=True)

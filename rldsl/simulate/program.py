@@ -16,6 +16,7 @@ from typing import Any
 from rldsl.diag import present
 from rldsl.memory.call_memory import optimizer_bytes
 from rldsl.memory.parameters import Copy, elements, resting
+from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.events import (
     Checkpoint,
     Collect,
@@ -178,6 +179,12 @@ class _OpBuilder:
         rows, machine = sum(self.world.frames[f].count for f in event.frames[:1]), self.world.machine
         self.run(machine.rows(FETCH_ROWS * rows) + machine.kernels(FETCH_KERNELS))
 
+    def derive(self, event: Derive, key: Hashable) -> None:
+        self.pick(event, key)
+        if DERIVE_OPS[event.op].calls_python:
+            rows = self.world.frames[event.frame].count / max(1, self.world.size(event.mesh))
+            self.run(self.world.machine.rows(CALL_ROWS * rows))
+
     def pick(self, event: Derive | Collect, key: Hashable) -> None:
         world = self.world
         self.run(world.machine.rows(world.frames[event.frame].count / max(1, world.size(event.mesh))))
@@ -259,7 +266,7 @@ RULES: Mapping[type[Event], Callable[[_OpBuilder, Any, Hashable], None]] = {
     Train: _OpBuilder.train,
     Compute: _OpBuilder.compute,
     Fetch: _OpBuilder.fetch,
-    Derive: _OpBuilder.pick,
+    Derive: _OpBuilder.derive,
     Collect: _OpBuilder.pick,
     Lengths: _OpBuilder.lengths,
     Transfer: _OpBuilder.transfer,

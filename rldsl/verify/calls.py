@@ -123,7 +123,9 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
         )
     if not t.models[e.model].head.generates or t.spreads[e.spread].granularity != "prompt":
         yield problem("RL0615", f"{name(e)} needs a model that generates, and a spread by prompts", e)
-    if t.data[p.data].row_format != "prompts" or p.max_response_tokens:
+    if t.frames[e.frame].tokenizer != p.tokenizer:
+        yield problem("RL0615", f"{name(e)}: the tokens of {e.frame} and {e.prompts} have different tokenizers", e)
+    if t.data[p.data].row_format != "prompts" and not p.tokenizer or p.max_response_tokens:
         yield problem("RL0615", f"{name(e)} continues {e.prompts}, whose rows have responses already", e)
 
 

@@ -38,7 +38,8 @@ def loops(items: Sequence[Item]) -> Iterator[Diagnostic]:
 
 def _collect(t: Tables, e: Collect) -> Iterator[Diagnostic]:
     f, g, src, dst = t.frames[e.frame], t.frames[e.into], t.spreads[e.src], t.spreads[e.dst]
-    if g.count != f.count * g.iterations or g.per_prompt != f.per_prompt or g.present_in != g.id:
+    shape = (f.tokenizer, f.count * g.iterations, f.per_prompt, g.id)
+    if (g.tokenizer, g.count, g.per_prompt, g.present_in) != shape:
         yield problem("RL0615", f"{name(e)}: frame {e.into} is not {g.iterations} iterations of {e.frame}", e)
     if not (_whole(t, src, dst) or _slots(t, src, f) and _slots(t, dst, g) and src.layout == dst.layout):
         yield problem("RL0615", f"{name(e)}: spreads {e.src} and {e.dst} assign different rows to a rank", e)

@@ -9,9 +9,10 @@ each operation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import get_args
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.derive_ops import DERIVE_OPS, DeriveOpName
+from rldsl.plan.derive_ops import DERIVE_OPS, DeriveOpName, OverLong
 from rldsl.plan.events import Collect, Derive, split_buffer
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.verify.tables import Tables, name, problem
@@ -27,6 +28,10 @@ def check_derive(t: Tables, e: Derive) -> Iterator[Diagnostic]:
     if fault := OPS[e.op](t, e):
         yield problem("RL0615", f"{name(e)}: {fault}", e)
         return
+    if not DERIVE_OPS[e.op].calls_python and (e.function or e.given or e.over_long != "error"):
+        yield problem("RL0615", f"{name(e)}: {e.op} calls no function", e)
+    if e.op != "text" and t.frames[e.frame].tokenizer != t.frames[e.source].tokenizer:
+        yield problem("RL0615", f"{name(e)}: the tokens of {e.frame} and {e.source} have different tokenizers", e)
     yield from _key(t, e)
     if e.makes_rows and f"{e.frame}.tokens" not in [w for _, w in e.values]:
         yield problem("RL0614", f"{name(e)} must write {e.frame}.tokens", e)
@@ -58,7 +63,7 @@ def _key(t: Tables, e: Derive) -> Iterator[Diagnostic]:
 def _buffers(t: Tables, e: Derive) -> Iterator[Diagnostic]:
     if t.spreads[e.spread].granularity == "all":
         yield problem("RL0615", f"{name(e)} uses spread {e.spread}, which does not divide rows", e)
-    must = {v for v, _ in e.values} | ({e.key} if e.key else set())
+    must = {v for v, _ in e.values} | ({e.key} if e.key else set()) | set(e.also_reads)
     read = [split_buffer(b) for b in e.reads]
     if {v for v, _ in read} != must or len(read) != len(must) or any(
             r != e.spread and (r not in t.spreads or t.spreads[r].granularity != "all") for _, r in read):
@@ -84,7 +89,32 @@ def _restrict(t: Tables, e: Derive) -> str:
     return _along(t, e, {f.id for f in _above(t, frame)})
 
 
-OPS: Mapping[DeriveOpName, FrameRule] = {"where": _where, "restrict": _restrict}
+def _text(t: Tables, e: Derive) -> str:
+    frame, source, function = t.frames[e.frame], t.frames[e.source], t.functions.get(e.function)
+    if function is None or not function.returns_text:
+        return f"{e.function!r} is no function that returns prompts"
+    if e.over_long not in get_args(OverLong):
+        return f"over_long={e.over_long!r}"
+    if frame.row_space != source.row_space or frame.data != source.data or frame.max_response_tokens \
+            or frame.max_prompt_tokens < 1 or not frame.tokenizer or frame.selected_from or frame.temperature != 1:
+        return f"frame {e.frame} is not one of prompts about the rows of {e.source}"
+    partial = function.returns == "prompts?" or e.over_long == "drop"
+    if frame.present_in != (frame.id if partial else source.present_in):
+        return f"frame {e.frame} does not record which of its rows are present"
+    if e.values != ((f"{e.source}.tokens", f"{e.frame}.tokens"),):
+        return f"it derives more than {e.frame}.tokens"
+    above = [s.id for s in source.chain]
+    if not e.given or e.given[0][0] or any(not name for name, _ in e.given[1:]) \
+            or any(t.frames[f].row_space not in above for _, f in e.given):
+        return f"the rows of {e.source} do not lie in all that {e.function} gets"
+    columns = [v.id for v in t.plan.values
+               if v.extent == "columns" and t.frames[v.frame].row_space == source.root_origin]
+    if sorted(e.also_reads) != sorted({*(f"{f}.tokens" for _, f in e.given if f != e.source), *columns}):
+        return f"it must read the tokens of {', '.join(f for _, f in e.given)}, and the columns of their data"
+    return ""
+
+
+OPS: Mapping[DeriveOpName, FrameRule] = {"where": _where, "restrict": _restrict, "text": _text}
 
 
 def _along(t: Tables, e: Derive, frames: set[str]) -> str:

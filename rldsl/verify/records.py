@@ -6,12 +6,14 @@ In: tables. Out: diagnostics RL0612. No record is looked up here but the one at 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.backends import described
 from rldsl.plan.disk_paths import in_kernel_files
 from rldsl.plan.events import Generate, Sampling
 from rldsl.plan.expr import LEVELS
+from rldsl.plan.function import Returns
 from rldsl.plan.model import ROLES, Data, Layout, Model, Optimizer, ParamSpec, Value
 from rldsl.verify.tables import Tables, name, problem
 
@@ -33,9 +35,11 @@ def check_records(t: Tables) -> Iterator[Diagnostic]:
         yield from _bad(f"data {d.name}", _data(d))
     for v in t.plan.values:
         yield from _bad(f"value {v.id}", _value(v))
+    for frame in t.plan.frames:
+        yield from _bad(f"frame {frame.id}", _reads(frame.tokenizer or "-"))
     for f in t.plan.functions:
-        if f.returns not in ("seq", "prompt"):
-            yield from _bad(f"function {f.id}", f"returns level {f.returns}")
+        if f.returns not in get_args(Returns):
+            yield from _bad(f"function {f.id}", f"returns {f.returns}")
         yield from _bad(f"function {f.id}", _reads(f.path))
     for e, _ in t.events:
         if isinstance(e, Generate) and (fault := _sampling(e.sampling)):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rldsl.diag import Diagnostic
+from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.events import Compute, Derive, Event, Generate, Infer, Lengths, Train
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Spread
@@ -52,6 +53,13 @@ def _event(t: Tables, e: Event) -> str:
 
 def _each_row_once(t: Tables, e: Lengths | Derive) -> str:
     return "" if t.spreads[e.spread].epochs == 1 else "uses rows that are repeated over several epochs"
+
+
+def _derive(t: Tables, e: Derive) -> str:
+    s = t.spreads[e.spread]
+    if DERIVE_OPS[e.op].calls_python and s.layout and t.layouts[s.layout].dp != len(t.spread_ranks(e.spread)):
+        return f"must call Python once per row, but spread {e.spread} has rows on several ranks"
+    return _each_row_once(t, e)
 
 
 def _infer(t: Tables, e: Infer) -> str:
@@ -107,6 +115,6 @@ def _whole(t: Tables, s: Spread, space: str) -> bool:
 
 
 RULES: Mapping[type[Event], Callable[[Tables, Any], str]] = {
-    Lengths: _each_row_once, Derive: _each_row_once, Infer: _infer, Generate: _generate, Train: _train,
+    Lengths: _each_row_once, Derive: _derive, Infer: _infer, Generate: _generate, Train: _train,
     Compute: _compute,
 }

@@ -8,14 +8,12 @@ Codes: RL0789 a prompt is too long, and those of `tokens.py` with the row in pla
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from rldsl.diag import fail
+from rldsl.plan.derive_ops import OverLong
 from rldsl.plan.function import Function
 from rldsl.runtime.data.tokens import Tokens
 from rldsl.runtime.rewards.user_functions import Text
-
-OverLong = Literal["error", "truncate", "drop"]  # what is done with a prompt above the limit
 
 
 def prompt_ids(tokens: Tokens, function: Function, texts: Sequence[Text | None], names: Sequence[str], most: int,

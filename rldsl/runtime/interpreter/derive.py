@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from rldsl.plan.derive_ops import DeriveOpName
 from rldsl.plan.events import Derive
 from rldsl.runtime.comm.row_assignment import RowLengths
+from rldsl.runtime.data.written_prompts import prompt_ids
+from rldsl.runtime.interpreter.python_rows import python_rows
+from rldsl.runtime.interpreter.rank_state import Services
+from rldsl.runtime.rewards.user_functions import Text
 from rldsl.runtime.state.step import StepState
 from rldsl.runtime.store import RaggedRows
 
@@ -25,15 +30,19 @@ class DerivedRows:
 
     rows: torch.Tensor  # [S] int64, ascending: of the derived frame, present ones alone
     source_rows: torch.Tensor  # [S] int64, ascending: the row of the source that each comes from
+    tokens: RaggedRows | None = None  # of its prompts, where they are not those of the source
 
 
-def derive(step: StepState, event: Derive) -> None:
+def derive(step: StepState, services: Services, event: Derive) -> None:
     context = step.context
     source = context.frames[event.source]
-    made = OPS[event.op](step, event)
+    made = OPS[event.op](step, services, event)
     if event.makes_rows:
         step.rows.set_lengths(event.frame, _lengths(step, event, made))  # of this rank's rows, until the exchange
     for value, new in event.values:
+        if made.tokens is not None and new == f"{event.frame}.tokens":
+            step.buffers.put(f"{new}@{event.spread}", made.tokens)
+            continue
         held: RaggedRows = step.read(event.reads, value)
         if context.values[value].extent == "prompt":
             kept = held.select((made.source_rows // source.per_prompt).unique())
@@ -47,21 +56,42 @@ def _lengths(step: StepState, event: Derive, made: DerivedRows) -> RowLengths:
     """The lengths of the frame's rows: those of the rows that they come from, and 0 where a row is absent."""
     source, count = step.rows.lens[event.source], step.context.frames[event.frame].count
     prompt, response = (torch.zeros(count, dtype=x.dtype, device=x.device) for x in (source.prompt, source.response))
+    if made.tokens is not None:
+        prompt[made.rows] = made.tokens.sizes
+        return RowLengths(prompt, response)
     prompt[made.rows], response[made.rows] = source.prompt[made.source_rows], source.response[made.source_rows]
     return RowLengths(prompt, response)
 
 
-def _where(step: StepState, event: Derive) -> DerivedRows:
+def _where(step: StepState, services: Services, event: Derive) -> DerivedRows:
     """The rows whose condition holds, under the same numbers."""
     rows = step.my_rows(step.context.spreads[event.spread], event.source)
     kept = rows[step.read(event.reads, event.key).select(rows).data.to(torch.bool)]
     return DerivedRows(kept, kept)
 
 
-def _restrict(step: StepState, event: Derive) -> DerivedRows:
+def _restrict(step: StepState, services: Services, event: Derive) -> DerivedRows:
     """The rows that the frame has already."""
     rows = step.my_rows(step.context.spreads[event.spread], event.frame)
     return DerivedRows(rows, rows)
 
 
-OPS: Mapping[DeriveOpName, Callable[[StepState, Derive], DerivedRows]] = {"where": _where, "restrict": _restrict}
+def _text(step: StepState, services: Services, event: Derive) -> DerivedRows:
+    """Prompts that a Python function writes about the rows."""
+    context = step.context
+    function, frame = context.functions[event.function], context.frames[event.frame]
+    rows = step.my_rows(context.spreads[event.spread], event.source)
+    arguments, names = python_rows(step, services.data, event.reads, event.source, rows, event.given)
+    services.ring.begin_call(function.name)
+    texts = cast("list[Text | None]", services.rewards.call(function, arguments, names))
+    ids = prompt_ids(services.data.tokens(frame), function, texts, names, frame.max_prompt_tokens, event.over_long)
+    services.ring.resume()
+    kept = rows[torch.tensor([bool(x) for x in ids], dtype=torch.bool, device=context.device)]
+    sizes = torch.tensor([len(x) for x in ids if x], dtype=torch.int64, device=context.device)
+    data = torch.tensor([token for x in ids for token in x], dtype=torch.int64, device=context.device)
+    return DerivedRows(kept, kept, RaggedRows(kept, sizes, data))
+
+
+OPS: Mapping[DeriveOpName, Callable[[StepState, Services, Derive], DerivedRows]] = {
+    "where": _where, "restrict": _restrict, "text": _text,
+}

@@ -83,7 +83,7 @@ HANDLERS: Mapping[type[Event], Callable[[RankState, Any], None]] = {
     Infer: lambda s, e: model_events.infer(s.models, s.step, e),
     Train: lambda s, e: train(s.models, s.step, e),
     Compute: lambda s, e: value_events.compute(s.step, s.services.data, s.services.rewards, s.services.ring, e),
-    Derive: lambda s, e: derive(s.step, e),
+    Derive: lambda s, e: derive(s.step, s.services, e),
     Collect: lambda s, e: value_events.collect(s.step, e),
     Save: lambda s, e: save(s.models, s.step.number, e),
     Checkpoint: _checkpoint,

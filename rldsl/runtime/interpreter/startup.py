@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from rldsl.diag import Diagnostic, Failure, fail
 from rldsl.plan.disk_paths import paths, shown, text
-from rldsl.plan.events import Checkpoint, Compute, Event, Fetch, Item
-from rldsl.plan.function import Function
+from rldsl.plan.events import Checkpoint, Compute, Derive, Event, Fetch, Item
+from rldsl.plan.function import Function, frames_of_call
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import schedule
 from rldsl.plan.references import Role, references
@@ -189,22 +189,37 @@ def _open_sources(context: RunContext, reader: DataReader, items: Sequence[Item]
     for name in dict.fromkeys(_sources(context, items)):
         note(f"opening the data source `{name}`")
         reader.source(name)
+    for frame in dict.fromkeys(_texts(context, items)):
+        note(f"opening the tokenizer of `{frame}`")
+        reader.tokens(context.frames[frame])
 
 
 def _sources(context: RunContext, items: Sequence[Item]) -> Iterator[str]:
     for event in _events(items):
         if isinstance(event, Fetch):
             yield event.data
+    for frame in _texts(context, items):
+        if not context.frames[frame].tokenizer:
+            yield context.frames[frame].data  # its tokenizer makes the texts
+
+
+def _texts(context: RunContext, items: Sequence[Item]) -> Iterator[str]:
+    """The frames whose tokens become text on this rank, or are made of it."""
+    for event in _events(items):
+        if isinstance(event, Derive) and event.function:
+            yield event.frame
+            yield from (frame for _, frame in event.given)
         elif isinstance(event, Compute):
             for node in context.programs[event.program].nodes:
                 if node.op == "py":
-                    yield context.frames[str(node.attr("frame"))].data  # its tokenizer makes the texts
+                    yield from (frame for _, frame in frames_of_call(node.attrs))
 
 
 def called_functions(context: RunContext, items: Sequence[Item]) -> list[Function]:
     """The users' functions that this rank calls."""
     called = [str(node.attr("function")) for event in _events(items) if isinstance(event, Compute)
               for node in context.programs[event.program].nodes if node.op == "py"]
+    called += [event.function for event in _events(items) if isinstance(event, Derive) and event.function]
     return [context.functions[name] for name in dict.fromkeys(called)]
 
 
