@@ -40,8 +40,8 @@ def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = descr
                                   graph.seed),
                            ema_layout=ema_layouts.get(m.name, "")) for m in graph.models)
     sync.check_adapters(graph, models)
-    return Placed(tokenizers.with_tokenizers(graph), models, tuple(families.items()), tuple(places.items()), tokenizers.tokenizers(graph),
-                  cluster.world, cluster.gpus, memory)
+    return Placed(tokenizers.with_tokenizers(graph), models, tuple(families.items()), tuple(places.items()),
+                  tokenizers.tokenizers(graph), cluster.world, cluster.gpus, memory)
 
 
 def problems_of(graph: g.Graph, place_file: str = "") -> tuple[Diagnostic, ...]:

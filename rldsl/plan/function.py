@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 ROW_KEYS = ("prompt", "completion", "prompt_ids", "completion_ids", "finished")  # of what it gets of a row
 ARGUMENT = "argument "  # how an attribute of a `py` node begins that names the frame of a further argument
 Attributes = tuple[tuple[str, object], ...]
+Text = str | list[dict[str, Any]]  # a prompt: a string, or chat messages
+Result = float | Text | None  # of a row; None: no prompt
 Returns = Literal["seq", "prompt", "prompts", "prompts?"]
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 from rldsl.diag import fail
 from rldsl.plan.derive_ops import OverLong
-from rldsl.plan.function import Function
+from rldsl.plan.function import Function, Text
 from rldsl.runtime.data.tokens import Tokens
-from rldsl.runtime.rewards.user_functions import Text
 
 
 def prompt_ids(tokens: Tokens, function: Function, texts: Sequence[Text | None], names: Sequence[str], most: int,

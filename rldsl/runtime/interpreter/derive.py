@@ -15,11 +15,11 @@ import torch
 
 from rldsl.plan.derive_ops import DeriveOpName
 from rldsl.plan.events import Derive
+from rldsl.plan.function import Text
 from rldsl.runtime.comm.row_assignment import RowLengths
 from rldsl.runtime.data.written_prompts import prompt_ids
 from rldsl.runtime.interpreter.python_rows import python_rows
 from rldsl.runtime.interpreter.rank_state import Services
-from rldsl.runtime.rewards.user_functions import Text
 from rldsl.runtime.state.step import StepState
 from rldsl.runtime.store import RaggedRows
 

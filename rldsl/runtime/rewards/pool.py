@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from rldsl.diag import Diagnostic, Failure, fail
-from rldsl.plan.function import Function
+from rldsl.plan.function import Function, Result
 from rldsl.runtime.rewards import user_functions, worker_process
-from rldsl.runtime.rewards.user_functions import Result, Row
+from rldsl.runtime.rewards.user_functions import Row
 from rldsl.runtime.rewards.worker import encoded
 from rldsl.runtime.rewards.worker_process import LOAD, RowChunk, Worker
 

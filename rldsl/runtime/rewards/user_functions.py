@@ -24,12 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from rldsl.diag import Failure, fail, present
-from rldsl.plan.function import Function
+from rldsl.plan.function import Function, Result, Text
 from rldsl.runtime.rewards.hashed_modules import MainSource, installed, raise_refused, read_hashed
 
 Row = dict[str, Any]
-Text = str | list[dict[str, Any]]  # a prompt: a string, or chat messages
-Result = float | Text | None  # of a row; None: no prompt
 LARGEST = 3.4028234663852886e38  # a float32
 SHIPPED, LIBRARY = "std/", "rldsl.stdlib"
 
