@@ -75,12 +75,14 @@ def test_against_a_program_that_has_none_of_this(base: Path) -> None:
 
 PAIRWISE = """
   prompt = prompts.next()
+  judged = judge.generate(rewrite(prompt), max_new_tokens=4)
   a = actor.generate(prompt, max_new_tokens=6)
-  b = judge.generate(rewrite(prompt), max_new_tokens=4)
+  b = judge.generate(ask(a), max_new_tokens=4)
   won = prefers(a, b)
   metric won = mean(won)
-  metric both = mean(won + 0.01 * short(b))
-  actor.train(a, loss=pg(adv=won))
+  metric both = mean(won + 0.01 * short(b) + 0.1 * short(a))
+  metric other = mean(short(judged))
+  actor.train(a, loss=pg(adv=mean(won by prompt)))
 """
 SOME = """
   prompt = prompts.next()
