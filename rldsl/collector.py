@@ -15,18 +15,19 @@ SELDOM = (100_000, 50, 100)
 
 
 def collect_seldom() -> None:
-    """For good, and not at its end: in a process that ends with what it makes."""
+    """For good: in a process that ends with what it makes."""
     gc.set_threshold(*SELDOM)
-    atexit.register(gc.freeze)
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Collect seldom while the block imports, and never again go through what there is by its end."""
+    """Collect seldom while the block imports, and go through what there is by its end only when the process ends: a
+    library that triton uses prints a list of what is not freed then."""
     usual = gc.get_threshold()
     gc.set_threshold(*SELDOM)
     try:
         yield
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)
         gc.set_threshold(*usual)

@@ -219,3 +219,22 @@ def test_quick_commands_import_no_torch(work: Path, arguments: list[str], most: 
     done = subprocess.run([sys.executable, "-c", CHECK, *arguments], capture_output=True, text=True, check=True)
     code, heavy, calls = done.stdout.split(" ", 1)[0], "[]" in done.stdout, int(done.stdout.split()[-1])
     assert code == "0" and heavy and calls < most, done.stdout
+
+
+def test_imports_are_passed_over_until_the_process_ends() -> None:
+    """What is imported is frozen; at the end it is freed as ever, or triton's library prints what was not."""
+    code = """
+import atexit, gc
+atexit.register(lambda: print(gc.get_freeze_count()))
+from rldsl import collector
+usual = gc.get_threshold()
+try:
+    with collector.importing():
+        import csv
+        print(gc.get_threshold() == collector.SELDOM)
+        raise ImportError
+except ImportError:
+    print(gc.get_freeze_count() > 1000, gc.get_threshold() == usual)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True", "True", "0"] and not done.stderr
