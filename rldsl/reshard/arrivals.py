@@ -116,7 +116,10 @@ class Arrivals(Mapping[int, Arrival]):
         one, bounds = self.wanted.lists[at], self.bounds[at]
         if len(bounds) == 1:
             return Share(one.needers[0], 0, one.sizes[position]),
-        past, who, parts = first + one.sizes[position], bisect_right(bounds, first), []
+        who, past = bisect_right(bounds, first), first + one.sizes[position]
+        if past <= bounds[who]:  # most classes go to one device
+            return Share(one.needers[who], 0, one.sizes[position]),
+        parts = []
         start = first
         while start < past:
             stop = min(past, bounds[who])

@@ -11,8 +11,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from itertools import pairwise, product
 
 from rldsl.diag import internal_error
@@ -51,12 +51,15 @@ class BoxClass:
 
 def box_classes(model: Model, src: Layout, dst: Layout) -> tuple[BoxClass, ...]:
     """All classes, in the order of their first boxes in the model."""
-    entries: dict[tuple[tuple[Cell, ...], tuple[Cell, ...]], list[Segment]] = defaultdict(list)
-    sizes: dict[tuple[tuple[Cell, ...], tuple[Cell, ...]], int] = defaultdict(int)
+    # by the identities of holders and needers: `cells` returns one object for equal cells, and hashing tuples of
+    # tuples for every box takes longer than all else here
+    entries: dict[tuple[int, int], _Entry] = {}
+    known: dict[tuple[Cell, ...], tuple[Cell, ...]] = {}
 
     @cache
     def cells(pp_ranks: tuple[int, ...], pairs: PartShardPairs) -> tuple[Cell, ...]:
-        return tuple(Cell(pp_rank, *pair) for pp_rank in sorted(pp_ranks) for pair in pairs)
+        found = tuple(Cell(pp_rank, *pair) for pp_rank in sorted(pp_ranks) for pair in pairs)
+        return known.setdefault(found, found)
 
     for spec in model.params:
         uncut = tuple(_uncut_boxes(spec, src, dst))
@@ -65,11 +68,24 @@ def box_classes(model: Model, src: Layout, dst: Layout) -> tuple[BoxClass, ...]:
             between[stages(p, model.layers, src), stages(p, model.layers, dst)].append(p)
         for pp_ranks, same_stages in between.items():
             layers = tuple(p.layer for p in same_stages)
-            for box, pairs in uncut:
-                have, want = (cells(*side) for side in zip(pp_ranks, pairs, strict=True))
-                entries[have, want].append(Segment(spec.name, layers, box, sizes[have, want]))
-                sizes[have, want] += volume(box) * len(layers)
-    return tuple(BoxClass(*key, tuple(segments), sizes[key]) for key, segments in entries.items())
+            for box, (having, wanting) in uncut:
+                have, want = cells(pp_ranks[0], having), cells(pp_ranks[1], wanting)
+                entry = entries.get((id(have), id(want)))
+                if entry is None:
+                    entry = entries[id(have), id(want)] = _Entry(have, want)
+                entry.segments.append(Segment(spec.name, layers, box, entry.size))
+                entry.size += volume(box) * len(layers)
+    return tuple(BoxClass(e.holders, e.needers, tuple(e.segments), e.size) for e in entries.values())
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A box class while its segments are collected."""
+
+    holders: tuple[Cell, ...]
+    needers: tuple[Cell, ...]
+    segments: list[Segment] = field(default_factory=list)
+    size: int = 0  # elements
 
 
 def _uncut_boxes(spec: ParamSpec, src: Layout,
@@ -85,8 +101,8 @@ def _uncut_boxes(spec: ParamSpec, src: Layout,
     for at, row in enumerate(rows):
         for rest in product(*(tuple(pairwise(c)) for c in cuts[1:])):
             box: Box = (row, *rest) if cuts else ()
-            have, want = (tuple(pair for pair, outer in by_row[at] if contains(outer, box))
-                          for by_row in (src_rows, dst_rows))
+            have = tuple([pair for pair, outer in src_rows[at] if contains(outer, box)])
+            want = tuple([pair for pair, outer in dst_rows[at] if contains(outer, box)])
             if not have:
                 raise internal_error(f"no rank of the source holds {box} of {spec.name}", place="resharding")
             if want:
@@ -110,10 +126,7 @@ def boxes_between(box_class: BoxClass, start: int, stop: int) -> Iterator[tuple[
     intervals neither overlap nor leave a gap."""
     at = bisect_right(box_class.segments, start, key=lambda segment: segment.start) - 1
     while at < len(box_class.segments) and (segment := box_class.segments[at]).start < stop:
-        size = volume(segment.box)
-        dim = _cut_dimension(segment.box)
-        low, high = segment.box[dim] if segment.box else (0, 1)
-        row = size // (high - low)  # elements
+        size, dim, low, row = _rows(segment.box)
         begin, end = max(start - segment.start, 0), min(stop - segment.start, size * len(segment.layers))
         for i in range(begin // size, -(-end // size)):
             # rows of the box of layer i, rounded to the nearest
@@ -123,6 +136,14 @@ def boxes_between(box_class: BoxClass, start: int, stop: int) -> Iterator[tuple[
                 part = segment.box[:dim] + ((low + first, low + last),) + segment.box[dim + 1 :]
                 yield segment.name(i), part if segment.box else ()
         at += 1
+
+
+@lru_cache(maxsize=1 << 16)
+def _rows(box: Box) -> tuple[int, int, int, int]:
+    """(elements, the dimension to cut along, its first index, elements of a row) of a box."""
+    size, dim = volume(box), _cut_dimension(box)
+    low, high = box[dim] if box else (0, 1)
+    return size, dim, low, size // (high - low)
 
 
 def _cut_dimension(box: Box) -> int:

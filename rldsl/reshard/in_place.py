@@ -26,6 +26,8 @@ def pieces_by_parameter(model: Model, layout: Layout, at: Cell | None) -> Held:
 def split_message(message: Message) -> tuple[Message, ...]:
     """At most `MAX_PARTS` messages: the largest boxes travel separately, so that they need not be copied. Sender and
     receiver split a message in the same way."""
+    if len(message.boxes) == 1:
+        return (message,)
     sizes = [volume(box) for _, box in message.boxes]
     largest = sorted(range(len(sizes)), key=lambda i: -sizes[i])[: MAX_PARTS - 1]
     alone = sorted(i for i in largest if sizes[i] >= MIN_SEPARATE or 2 * sizes[i] >= sum(sizes))

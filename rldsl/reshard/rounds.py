@@ -71,25 +71,26 @@ def _messages(plan: ReshardPlan, slices: Sequence[TransferSlice], number: int, b
               short: int, known: Known) -> Iterator[Message]:
     """known: the boxes of intervals, which a rank may send to many others."""
     by_peer: dict[int, list[tuple[str, Box]]] = {}
-    for slice_ in slices:
-        start, stop = _bucket_interval(plan, slice_, number, buckets, short)
-        if (key := (slice_.box_class, start, stop)) not in known:
-            known[key] = tuple(boxes_between(plan.classes[slice_.box_class], start, stop))
-        if known[key]:
-            by_peer.setdefault(slice_.peer, []).extend(known[key])
+    classes = plan.classes
+    for step, peer, box_class, start, stop in slices:
+        # step j of bucket b is in round b + ROUNDS_IN_FLIGHT * j
+        bucket, size = number - ROUNDS_IN_FLIGHT * step, classes[box_class].size
+        if not 0 <= bucket < buckets:
+            continue
+        if size > short:
+            first, past = size * bucket // buckets, size * (bucket + 1) // buckets
+            start, stop = first + start * (past - first) // size, first + stop * (past - first) // size
+        elif bucket != box_class % buckets:
+            continue
+        if start == stop:
+            continue
+        key = box_class, start, stop
+        boxes = known.get(key)
+        if boxes is None:
+            boxes = known[key] = tuple(boxes_between(classes[box_class], start, stop))
+        if boxes:
+            by_peer.setdefault(peer, []).extend(boxes)
     return (Message(peer, tuple(by_peer[peer])) for peer in sorted(by_peer))
-
-
-def _bucket_interval(plan: ReshardPlan, slice_: TransferSlice, number: int, buckets: int,
-                     short: int) -> tuple[int, int]:
-    """The part of a slice that travels in a round: step j of bucket b is in round b + ROUNDS_IN_FLIGHT * j."""
-    bucket, size = number - ROUNDS_IN_FLIGHT * slice_.step, plan.classes[slice_.box_class].size
-    if not 0 <= bucket < buckets:
-        return 0, 0
-    if size <= short:
-        return (slice_.start, slice_.stop) if bucket == slice_.box_class % buckets else (0, 0)
-    first, past = size * bucket // buckets, size * (bucket + 1) // buckets
-    return first + slice_.start * (past - first) // size, first + slice_.stop * (past - first) // size
 
 
 def _short(plan: ReshardPlan, buckets: int) -> int:

@@ -57,10 +57,10 @@ def _text(plan: ReshardPlan, buckets: int) -> Iterator[str]:
     yield f"{buckets} buckets, {plan.devices} devices"
     for view in (plan.src, plan.dst):
         yield f"side {view.parts}x{view.zero_shards} {view.replicas} {view.ordered}"
-    cells = cache(_cells)
+    cells, text = cache(_cells), cache(str)
     for i, box_class in enumerate(plan.classes):
         yield f"class {i} {cells(box_class.holders)} to {cells(box_class.needers)}"
-        yield "".join([f"{x.spec} {x.layers} {x.box}\n" for x in box_class.segments])
+        yield "".join([f"{x.spec} {text(x.layers)} {x.box}\n" for x in box_class.segments])
     first: dict[int, int] = {}  # id of what a group wants -> the first group that wants it
     for number, group in enumerate(plan.groups):
         wanted = group.arrivals.wanted

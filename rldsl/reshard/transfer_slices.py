@@ -48,8 +48,15 @@ CopiesByDevice = Mapping[int, Sequence[IntraNodeCopy]]
 def rank_slices(plan: ReshardPlan, rank: int,
                 shared: ReshardCache | None = None) -> tuple[TransferSlices, TransferSlices]:
     """(sends, receives) of a rank, sorted. shared: the cache of this plan, for callers that ask for many ranks."""
+    if shared is None:
+        return _rank_slices(plan, rank, ReshardCache(plan))
+    if rank not in shared.by_rank:
+        shared.by_rank[rank] = _rank_slices(plan, rank, shared)
+    return shared.by_rank[rank]
+
+
+def _rank_slices(plan: ReshardPlan, rank: int, shared: ReshardCache) -> tuple[TransferSlices, TransferSlices]:
     node, device = divmod(rank, plan.devices)
-    shared = shared or ReshardCache(plan)
     sends, receives = list(_sent_as_holder(plan, rank, shared)), []
     for group_index, at in shared.groups_of_node.get(node, ()):
         group = plan.groups[group_index]
@@ -99,6 +106,7 @@ class ReshardCache:
                 self.groups_of_node[node].append((group_index, at))
         self.held = [frozenset(group.arrivals.held_classes()) for group in plan.groups]
         self.known_parts: dict[tuple[int, bool, Cell], Sequence[SourceSlice]] = {}  # see `_sent_to_tree`
+        self.by_rank: dict[int, tuple[TransferSlices, TransferSlices]] = {}  # see `rank_slices`
         self.local_copies, self.received = cache(self._local_copies), cache(self._received)
         self.sent_to_tree, self.sent_to_root = cache(self._sent_to_tree), cache(self._sent_to_root)
 
@@ -143,12 +151,17 @@ class ReshardCache:
         arrivals, cuts = self.plan.groups[group_index].arrivals, []
         for box_class, low, high in self.sent_by.get(cell, ()):
             for device, first, past in arrivals.parts(box_class):
-                for tree in TREES[: 2 if several else 1]:
-                    start, stop = tree_half(tree, first, past, several)
-                    if max(start, low) < min(stop, high):
-                        cuts.append((tree, device, box_class, max(start, low), min(stop, high)))
+                for tree in TREES if several else TREES[:1]:
+                    start, stop = tree_half(tree, first, past, True) if several else (first, past)
+                    if start < low:
+                        start = low
+                    if stop > high:
+                        stop = high
+                    if start < stop:
+                        cuts.append((tree, device, box_class, start, stop))
+        cuts.sort()
         slices, offset = [], 0
-        for tree, device, box_class, start, stop in sorted(cuts):
+        for tree, device, box_class, start, stop in cuts:
             slices.append(SourceSlice(offset, tree, device, box_class, start, stop))
             offset += stop - start
         return slices
@@ -165,8 +178,9 @@ class ReshardCache:
         source = self.plan.senders.get(cell)
         supply = source.supplies.at(group_index) if source is not None else None
         if supply is not None:
-            yield from ((cell, supply, part) for part in self.sent_to_tree(group_index, several, cell)
-                        if part.tree == tree and part.device == device)
+            wanted = tree, device
+            yield from [(cell, supply, part) for part in self.sent_to_tree(group_index, several, cell)
+                        if part[1:3] == wanted]
 
 
 @lru_cache(maxsize=8)

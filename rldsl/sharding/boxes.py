@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
-from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -286,17 +285,28 @@ def slices_within(inner: Box, outer: Box) -> tuple[slice, ...]:
 
 def volume(box: Box) -> int:
     """Number of elements."""
-    return prod(stop - start for start, stop in box)
+    size = 1
+    for start, stop in box:
+        size *= stop - start
+    return size
 
 
 def contains(outer: Box, inner: Box) -> bool:
-    return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))
+    for (low, high), (start, stop) in zip(outer, inner, strict=True):  # noqa: SIM110  # `all` takes three times as long
+        if start < low or stop > high:
+            return False
+    return True
 
 
 def intersect(a: Box, b: Box) -> Box | None:
     """The common part, or None where there is none."""
-    both = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
-    return both if all(start < stop for start, stop in both) else None
+    both: list[tuple[int, int]] = []
+    for (p, q), (r, s) in zip(a, b, strict=True):
+        start, stop = max(p, r), min(q, s)
+        if start >= stop:
+            return None
+        both.append((start, stop))
+    return tuple(both)
 
 
 def subtract(a: Box, b: Box) -> tuple[Box, ...]:

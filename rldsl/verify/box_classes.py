@@ -87,7 +87,9 @@ class _Pieces:
         pairs: set[PartShard] = set()
         at = bisect_right(self.starts, start) - 1
         while at >= 0 and self.reach[at] >= stop:
-            pairs |= {pair for outer, pair in self.rows[at][1] if contains(outer, box)}
+            for outer, pair in self.rows[at][1]:
+                if contains(outer, box):
+                    pairs.add(pair)
             at -= 1
         return pairs
 
@@ -97,9 +99,13 @@ def _fault(pieces: tuple[_Pieces, _Pieces], pp_ranks: tuple[tuple[int, ...], tup
     """What is wrong with the boxes of one parameter; "" if nothing. pieces, pp_ranks: of the source and the
     destination; the pp ranks are those that hold the parameter."""
     boxes_of_cell: dict[Cell, list[Box]] = defaultdict(list)
+    # Many claims list the same holders: id of the list -> the pairs that it has on each of the pp ranks.
+    pairs_of: dict[int, set[PartShard] | None] = {}
     for box, listed, needers in claims:
-        holders = {Cell(pp_rank, *pair) for pair in pieces[0].holders(box) for pp_rank in pp_ranks[0]}
-        if {*listed} != holders or len({*listed}) != len(listed):
+        if id(listed) not in pairs_of:
+            pairs_of[id(listed)] = _pairs_on_all(listed, pp_ranks[0])
+        if (right := pieces[0].holders(box)) != pairs_of[id(listed)]:
+            holders = {Cell(pp_rank, *pair) for pair in right for pp_rank in pp_ranks[0]}
             return f"box {box} should be held by {_cell_text(holders)}, not by {_cell_text(listed)}"
         for cell in needers:
             boxes_of_cell[cell].append(box)
@@ -109,6 +115,14 @@ def _fault(pieces: tuple[_Pieces, _Pieces], pp_ranks: tuple[tuple[int, ...], tup
             if not _divides(boxes_of_cell.pop(cell, []), needed):
                 return f"cell {_cell_text([cell])} of the destination does not get its pieces once each"
     return f"cells {_cell_text(boxes_of_cell)} get what they do not need" if boxes_of_cell else ""
+
+
+def _pairs_on_all(listed: Sequence[Cell], pp_ranks: Sequence[int]) -> set[PartShard] | None:
+    """The (part, zero shard) pairs of some cells, if these are just the same pairs on each pp rank, each cell once;
+    otherwise None."""
+    pairs = {(cell.part, cell.zero_shard) for cell in listed}
+    complete = {*listed} == {Cell(pp_rank, *pair) for pair in pairs for pp_rank in pp_ranks}
+    return pairs if complete and len({*listed}) == len(listed) else None
 
 
 def _divides(boxes: Sequence[Box], whole: Sequence[Box]) -> bool:
@@ -122,7 +136,8 @@ def overlapping(boxes: Sequence[Box]) -> bool:
     """Whether any two have something in common. Only those whose rows meet are compared."""
     ordered = sorted(boxes)
     for i, a in enumerate(ordered):
-        for b in ordered[i + 1 :]:
+        for at in range(i + 1, len(ordered)):  # no slice: it would copy all that follow
+            b = ordered[at]
             if a and b[0][0] >= a[0][1]:
                 break
             if intersect(a, b) is not None:

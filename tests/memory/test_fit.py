@@ -18,7 +18,9 @@ from rldsl.placement.model import Placed
 from rldsl.placement.place import place_graph
 from rldsl.placement.rules import COMMAND_LINE
 from rldsl.search import memory_check
+from rldsl.search.compiled_placements import SettingCompiler
 from rldsl.search.memory_advice import MemoryAdvisor
+from rldsl.search.settings import on_all_ranks
 from rldsl.source import SourceFile
 from tests.compiler.graphs import at, family, on, ppo
 from tests.frames import resized
@@ -117,6 +119,33 @@ def test_more_devices_that_would_do() -> None:
     more = MemoryAdvisor(x).larger()
     assert more is not None and more.nodes > 1 and more.bytes <= x.memory
     assert f"or {more.nodes * 8} devices of this size" in refused(x).help
+
+
+def test_the_quick_bound_of_a_trial_is_what_it_needs_without_the_buffers_of_reallocs() -> None:
+    """Never more than its bytes, and just them where no realloc buffer is held at the peak; so what is judged by the
+    bound first fits exactly if its bytes do."""
+    x, equal = placed(0.3), 0
+    compiler, advisor = SettingCompiler(x), MemoryAdvisor(x)
+    settings = [compiler.first, *advisor._combined_changes(), *advisor._degrees(advisor._all_changes)]
+    for setting in settings:
+        bound, size = compiler.bound(setting), compiler.bytes(setting)
+        assert (bound is None) == (size is None)
+        if bound is not None and size is not None:
+            assert 0 < bound <= size
+            equal += bound == size
+            for limit in (bound - 1, bound, size - 1, size):
+                assert compiler.fits(setting, limit) == (size <= limit)
+    assert 0 < equal
+
+
+def test_bisection_finds_the_smallest_number_of_nodes() -> None:
+    for share in (0.05, 0.08, 0.12):
+        advisor = MemoryAdvisor(x := placed(share))
+        tried = ((nodes, setting) for nodes in (2, 4, 8, 16, 32, 64) for setting in advisor._degrees(
+            on_all_ranks(advisor._all_changes, nodes * x.devices_per_node))[-4:])
+        one_by_one = next((nodes for nodes, setting in tried if advisor._fits(setting, nodes)), None)
+        found = advisor.larger()
+        assert (found.nodes if found else None) == one_by_one
 
 
 @pytest.mark.parametrize("share", [1.0, 1.1, 100.0])

@@ -1,0 +1,211 @@
+"""What is written for speed gives what its definition gives, straight down, on random layouts."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from rldsl.passes.list_scheduling import Task, list_schedule
+from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.reshard.arrivals import Share
+from rldsl.reshard.box_classes import BoxClass, box_classes
+from rldsl.reshard.in_place import split_message
+from rldsl.reshard.planning import plan_reshard
+from rldsl.reshard.records import ReshardPlan
+from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, Message, num_rounds, rank_rounds
+from rldsl.reshard.transfer_slices import ReshardCache, rank_slices
+from rldsl.sharding.boxes import Box, Cell, contains, intersect, parameters, pieces_of_cell, stages, volume
+from rldsl.sharding.rank_sets import Ranks, group_equal_ranks
+from rldsl.verify.box_classes import _pairs_on_all, class_faults, overlapping
+from tests.moe.test_boxes import MODEL as EXPERTS
+from tests.plan_algebra.models import model
+from tests.verify.test_reshard_records import LAYERS, layouts
+
+
+def cases(count: int, seed: int) -> Iterator[tuple[Model, Layout, Mesh, Layout, Mesh, int]]:
+    draw = random.Random(seed)
+    for n in range(count):
+        made = draw.choice((model("gqa", layers=LAYERS), model("fused", layers=LAYERS), EXPERTS))
+        first, ranks, start, wanting = draw.choice(((0, 16, 0, 32), (0, 24, 8, 16), (0, 8, 8, 24), (0, 32, 0, 32)))
+        a, b = Mesh("a", ((first, first + ranks),)), Mesh("b", ((start, start + wanting),))
+        src, dst = layouts("a", ranks, made, draw, n % 4), layouts("b", wanting, made, draw, draw.choice((0, 1, 3)))
+        yield made, src, a, dst, b, draw.choice((2, 4, 8))
+
+
+def cells_of(layout: Layout) -> list[Cell]:
+    shards = layout.dp // layout.ep if layout.zero else 1
+    return [Cell(pp, part, shard) for pp in range(layout.pp) for part in range(layout.tp * layout.ep)
+            for shard in range(shards)]
+
+
+def owners(made: Model, name: str, box: Box, layout: Layout) -> tuple[Cell, ...]:
+    """Every cell with a piece around a box, asked one by one."""
+    p = next(p for p in parameters(made) if p.name == name)
+    return tuple(sorted(cell for cell in cells_of(layout)
+                        if any(contains(x.box, box) for x in pieces_of_cell(p, made.layers, layout, cell))))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_box_is_in_the_class_of_its_own_holders_and_needers(seed: int) -> None:
+    for made, src, _, dst, _, _ in cases(4, seed):
+        found = box_classes(made, src, dst)
+        assert len({(c.holders, c.needers) for c in found}) == len(found), "no two classes have the same cells"
+        total: dict[str, int] = defaultdict(int)
+        for c in found:
+            at = 0
+            for segment in c.segments:
+                assert segment.start == at
+                at += volume(segment.box) * len(segment.layers)
+                for i in (0, len(segment.layers) - 1):
+                    assert owners(made, segment.name(i), segment.box, src) == c.holders
+                    assert owners(made, segment.name(i), segment.box, dst) == c.needers
+                for i in range(len(segment.layers)):
+                    total[segment.name(i)] += volume(segment.box)
+            assert at == c.size
+        wanted = {p.name: volume(tuple((0, n) for n in p.spec.shape)) for p in parameters(made)
+                  if stages(p, made.layers, dst)}
+        assert total == wanted and not [*class_faults(made, src, dst, found)]
+
+
+def boxes_of(c: BoxClass, start: int, stop: int) -> tuple[tuple[str, Box], ...]:
+    """[start, stop) of a class, segment by segment and layer by layer, from the first on."""
+    out: list[tuple[str, Box]] = []
+    for segment in c.segments:
+        for i in range(len(segment.layers)):
+            size = volume(segment.box)
+            first, past = (min(max(x - segment.start - i * size, 0), size) for x in (start, stop))
+            lengths = [b - a for a, b in segment.box]
+            dim = next((d for d, n in enumerate(lengths) if n >= 256 or n == max(lengths)), 0)
+            low, high = segment.box[dim] if segment.box else (0, 1)
+            row = size // (high - low)
+            a, b = ((2 * x + row) // (2 * row) for x in (first, past))
+            if a < b:
+                part = (*segment.box[:dim], (low + a, low + b), *segment.box[dim + 1 :])
+                out.append((segment.name(i), part if segment.box else ()))
+    return tuple(out)
+
+
+def messages(plan: ReshardPlan, slices: Sequence[tuple[int, int, int, int, int]], number: int,
+             buckets: int) -> tuple[Message, ...]:
+    short, by_peer = plan.busiest // (32 * buckets), defaultdict[int, list[tuple[str, Box]]](list)
+    for step, peer, i, start, stop in slices:
+        size = plan.classes[i].size
+        for bucket in range(buckets):
+            if bucket + ROUNDS_IN_FLIGHT * step == number:
+                first, past = size * bucket // buckets, size * (bucket + 1) // buckets
+                interval = tuple(first + x * (past - first) // size for x in (start, stop))
+                if size <= short:
+                    interval = (start, stop) if i % buckets == bucket else (0, 0)
+                by_peer[peer] += boxes_of(plan.classes[i], *interval)
+    return tuple(Message(peer, tuple(boxes)) for peer, boxes in sorted(by_peer.items()) if boxes)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rounds_are_the_parts_of_all_slices_that_travel_in_them(seed: int) -> None:
+    for made, src, a, dst, b, devices in cases(3, 10 + seed):
+        plan = plan_reshard(made, src, a, dst, b, devices)
+        ranks = sorted({*a.members(), *b.members()})
+        for rank in (ranks[0], ranks[len(ranks) // 2], ranks[-1]):
+            shared = ReshardCache(plan)
+            assert rank_slices(plan, rank, shared) == rank_slices(plan, rank) == rank_slices(plan, rank, shared)
+            for buckets in (1, 3):
+                sends, receives = rank_slices(plan, rank)
+                assert [(r.sends, r.receives) for r in rank_rounds(plan, rank, buckets)] == [
+                    (messages(plan, sends, n, buckets), messages(plan, receives, n, buckets))
+                    for n in range(num_rounds(plan, buckets))]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_device_receives_of_a_class_is_the_overlap_of_two_intervals(seed: int) -> None:
+    for made, src, a, dst, b, devices in cases(4, 20 + seed):
+        for group in plan_reshard(made, src, a, dst, b, devices).groups:
+            arrivals = group.arrivals
+            for one, held, bounds in zip(arrivals.wanted.lists, arrivals.held, arrivals.bounds, strict=True):
+                at = 0
+                for position, (i, size) in enumerate(zip(one.classes, one.sizes, strict=True)):
+                    if position in held:
+                        assert arrivals.parts(i) == ()
+                        continue
+                    parts = tuple(Share(device, max(low, at) - at, min(high, at + size) - at)
+                                  for device, low, high in zip(one.needers, (0, *bounds), bounds, strict=False)
+                                  if max(low, at) < min(high, at + size))
+                    assert arrivals.parts(i) == parts
+                    at += size
+
+
+def some_box(draw: random.Random, dims: int) -> Box:
+    return tuple((low, low + draw.randint(1, 4)) for low in (draw.randint(0, 5) for _ in range(dims)))
+
+
+def test_boxes_are_sets_of_indices() -> None:
+    def indices(box: Box) -> set[tuple[int, ...]]:
+        points: set[tuple[int, ...]] = {()}
+        for start, stop in box:
+            points = {(*p, x) for p in points for x in range(start, stop)}
+        return points
+
+    draw = random.Random(3)
+    for _ in range(300):
+        dims = draw.randint(0, 3)
+        a, b = some_box(draw, dims), some_box(draw, dims)
+        both = indices(a) & indices(b)
+        assert contains(a, b) == (indices(b) <= indices(a)) and volume(a) == len(indices(a))
+        assert (intersect(a, b) is None) == (not both) and (not both or indices(intersect(a, b) or ()) == both)
+        some = [some_box(draw, 2) for _ in range(draw.randint(0, 4))]
+        assert overlapping(some) == any(indices(x) & indices(y) for i, x in enumerate(some) for y in some[:i])
+    with pytest.raises(ValueError):
+        contains(((0, 1),), ())
+
+
+def test_a_message_of_one_box_is_not_split() -> None:
+    for size in (1, 1 << 17, 1 << 20):
+        assert split_message(m := Message(3, (("w", ((0, size),)),))) == (m,)
+
+
+def test_holders_are_the_same_pairs_on_every_stage_or_wrong() -> None:
+    draw, right = random.Random(4), 0
+    for _ in range(400):
+        pp_ranks = draw.sample(range(3), draw.randint(1, 2))
+        pairs = {(draw.randint(0, 2), draw.randint(0, 1)) for _ in range(2)}
+        listed = [Cell(pp, *pair) for pp in pp_ranks for pair in pairs]
+        match draw.randint(0, 3):
+            case 0:
+                listed.append(draw.choice(listed))
+            case 1:
+                listed.remove(draw.choice(listed))
+            case 2:
+                listed.append(Cell(draw.randint(0, 3), draw.randint(0, 3), 0))
+            case _:
+                draw.shuffle(listed)
+        stated = _pairs_on_all(listed, pp_ranks)
+        for other in (pairs, {(0, 0)}, {(1, 1), (2, 0)}):
+            wanted = {Cell(pp, *pair) for pp in pp_ranks for pair in other}
+            assert (stated == other) == ({*listed} == wanted and len({*listed}) == len(listed))
+            right += stated == other
+    assert right > 50
+
+
+def test_the_order_of_events_is_that_of_their_ranks_one_by_one() -> None:
+    """One rank of those in the same meshes stands for all of them."""
+    draw = random.Random(5)
+    for _ in range(300):
+        world = draw.randint(1, 24)
+        meshes = dict[str, Ranks]()
+        for i in range(draw.randint(1, 5)):
+            starts = draw.sample(range(world), min(world, 2))
+            meshes[f"m{i}"] = Ranks.of([(x, x + draw.randint(1, 8)) for x in starts], world)
+        firsts = defaultdict[str, set[int]](set)
+        for inside, ranks in group_equal_ranks(meshes, world).items():
+            for mesh in inside:
+                firsts[mesh].add(ranks.first)
+        every, few = list[Task](), list[Task]()
+        for i in range(draw.randint(1, 12)):
+            used = draw.sample(sorted(meshes), draw.randint(1, len(meshes)))
+            after = set(draw.sample(range(i), draw.randint(0, min(i, 2))))
+            cost, priority = draw.randint(0, 3), draw.randint(0, 3)
+            every.append(Task(frozenset(r for m in used for r in meshes[m]), after, cost, priority))
+            few.append(Task(frozenset(r for m in used for r in firsts[m]), after, cost, priority))
+        assert list_schedule(every) == list_schedule(few)
