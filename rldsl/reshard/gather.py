@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from heapq import heapify, heapreplace
 
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec
@@ -117,13 +118,18 @@ class _Sources:
                 by_pair[part, zero_shard].append(box)
 
 
+@lru_cache(maxsize=256)
 def division(spec: ParamSpec, layout: Layout) -> tuple[tuple[int, int, Box], ...]:
-    """(part, zero shard, box)es that together are the whole parameter, each box where it occurs first."""
+    """(part, zero shard, box)es that together are the whole parameter, each box where it occurs first. Cached: the
+    owners of all layers, and the verifier, ask for the same."""
     seen: dict[int, list[Box]] = defaultdict(list)  # by zero shard: boxes of different ones do not overlap
     found: list[tuple[int, int, Box]] = []
     for (part, zero_shard), pieces in pieces_by_pair(spec, layout).items():
         for piece in pieces:
-            if not any(contains(box, piece.box) for box in seen[zero_shard]):
+            for box in seen[zero_shard]:
+                if contains(box, piece.box):
+                    break
+            else:
                 seen[zero_shard].append(piece.box)
                 found.append((part, zero_shard, piece.box))
     return tuple(found)

@@ -142,7 +142,10 @@ def _choose_tree_size(plan: ReshardPlan) -> ReshardPlan:
     if not received:
         return plan
     largest = max(len(group.nodes) for group in plan.groups)
-    no_forwarding, one_tree = _with_trees(plan, 1, received), _with_trees(plan, largest, received)
+    no_forwarding = _with_trees(plan, 1, received)
+    if _busiest_sender(no_forwarding) <= received * MIN_GAIN:  # whatever one tree would give
+        return no_forwarding
+    one_tree = _with_trees(plan, largest, received)
     enough = max(received, _busiest_sender(one_tree)) * MIN_GAIN
     if _busiest_sender(no_forwarding) <= enough:
         return no_forwarding

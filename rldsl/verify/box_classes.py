@@ -127,9 +127,13 @@ def _pairs_on_all(listed: Sequence[Cell], pp_ranks: Sequence[int]) -> set[PartSh
 
 def _divides(boxes: Sequence[Box], whole: Sequence[Box]) -> bool:
     """Whether `boxes` are a division of `whole`, whose boxes are disjoint."""
-    return (all(any(contains(w, b) for w in whole) for b in boxes)
-            and sum(map(volume, boxes)) == sum(map(volume, whole))
-            and not overlapping(boxes))
+    for box in boxes:
+        for outer in whole:
+            if contains(outer, box):
+                break
+        else:
+            return False
+    return sum(map(volume, boxes)) == sum(map(volume, whole)) and not overlapping(boxes)
 
 
 def overlapping(boxes: Sequence[Box]) -> bool:
