@@ -7,6 +7,7 @@ diagnostics; an `InternalError` is ours. Nothing here imports torch except `comp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,11 +76,19 @@ def build_graph(source: SourceFile, sets: Mapping[str, Scalar] | None = None, pl
 
 def read_selectors(selectors: Sequence[str]) -> tuple[Rule, ...]:
     """Selectors of the command line, as typed there ("actor.*", `@"mean(r)"`), each as the rule `place SELECTOR auto`.
-    Errors: those of the syntax."""
+    Errors: those of the syntax, RL0313 an empty one."""
     from rldsl.placement.rules import COMMAND_LINE
     from rldsl.syntax.parse import parse
 
-    file = parse(SourceFile(COMMAND_LINE, "".join(f"place {selector} auto\n" for selector in selectors)))
+    form = "a selector is `model.call`, where either may be `*`, or `@name`"
+    if not all(selector.strip() for selector in selectors):
+        raise fail("RL0313", "an empty selector matches no call", place=COMMAND_LINE, help=form)
+    try:
+        file = parse(SourceFile(COMMAND_LINE, "".join(f"place {selector} auto\n" for selector in selectors)))
+    except Failure as failure:
+        about = ("a selector of the command line is read as the rule `place SELECTOR auto`",)
+        raise Failure([replace(d, notes=(*d.notes, *about),
+                               help=d.help or form) for d in failure.diagnostics]) from None
     return tuple(Rule(item.selector, Clause(None, (), item.clause.span, auto=True), item.span)
                  for item in file.items if isinstance(item, ast.Place))
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as xml
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
@@ -306,7 +306,12 @@ def test_resume_may_have_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Before FILE too: a program is none."""
     monkeypatch.chdir(tmp_path)
     seen: list[tuple[str, str | None]] = []
-    monkeypatch.setattr(running, "run", lambda file, *more: seen.append((file, more[6])) or 0)
+
+    def run(file: str, *more: object, quiet: bool) -> running.EndedRun:
+        seen.append((file, cast("str | None", more[6])))
+        return running.EndedRun(0, "runs/p", "finished", 1)
+
+    monkeypatch.setattr(running, "run", run)
     for given in (["p.rlf"], ["p.rlf", "--resume"], ["--resume", "p.rlf"], ["p.rlf", "--resume", "x"],
                   ["--resume", "x", "p.rlf"], ["p.rlf", "--resume", "--plain"]):
         assert rlc("run", *given)[0] == 0

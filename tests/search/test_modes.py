@@ -198,7 +198,7 @@ TEXTS = f"  metric a2 = mean(score)\n  {TEXT}\n  {TEXT.replace('_x_', '_y_')}\n"
      '`@"metric averaged_rewards_x_of_all_the_rows = mean(score) (p.rlf:'),
     ("@gne", "`@gne` matches no call of this program", "did you mean `@gen`?"),
     ("actor.generat", "`actor.generat` matches no call of this program", "did you mean `actor.generate`?"),
-    ("actor.", "", ""),  # no selector at all
+    ("actor.", "", ""),  # no selector
 ])
 def test_a_lock_that_names_no_call_says_what_was_expected(lock: str, title: str, help_: str) -> None:
     graph = api.build_graph(SourceFile("p.rlf", GRPO.replace("  actor.train(", f"{TEXTS}  actor.train(")))
@@ -209,7 +209,7 @@ def test_a_lock_that_names_no_call_says_what_was_expected(lock: str, title: str,
     if title:
         assert d.code == "RL0313" and title in d.title and help_ in (d.help or "") and d.span.text == lock
     else:
-        assert d.code == "RL0001"
+        assert d.code == "RL0001" and "`model.call`" in d.help and "place SELECTOR auto" in d.notes[0]
 
 
 def test_too_small_a_cluster_names_the_smallest_that_does() -> None:

@@ -108,9 +108,9 @@ class Watchdog:
         self._stop_for_others("another rank exited without an error message", " ".join(str(error).split())[:300])
 
     def _interrupt_main(self, *_: object) -> None:
-        """A terminal sends Ctrl-C to every process, and torchrun passes its own on to each rank: the second signal comes
-        while the first still ends the run. If whatever runs now swallows the exception (a `__del__`, a callback of the
-        garbage collector), the thread of the watchdog ends the process."""
+        """A terminal sends Ctrl-C to every process, and torchrun passes its own on to each rank: the second signal
+        comes while the first still ends the run. If whatever runs now swallows the exception (a `__del__`, a callback
+        of the garbage collector), the thread of the watchdog ends the process."""
         if not self._is_leaving:
             self._is_leaving = True
             raise KeyboardInterrupt
