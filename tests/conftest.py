@@ -42,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     gc.disable()  # until all is imported and collected: it would find nothing
     config.addinivalue_line("markers", "numeric: compares numbers that kernels compute")
+    config.addinivalue_line("markers", "many: one test of many runs, mutants or kills; their files begin first, so "
+                                       "that no worker waits for one of them at the end")
     if config.getoption("--cpu"):
         config.pluginmanager.register(Cpu(config.getoption("--cpu")))
 
@@ -50,11 +52,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(HERE).parts[0] in NUMERIC:
             item.add_marker("numeric")
+    first = {item.path for item in items if item.get_closest_marker("many")}  # and all of its file shares fixtures
+    items.sort(key=lambda item: item.path not in first)
 
 
 def pytest_collection_finish() -> None:
-    """What all tests have imported lives as long as the process: no collection of garbage has to go through it. Not even
-    pytest's own at the end, which takes seconds then; xdist gives a worker five to end, and interrupts it after that."""
+    """What all tests have imported lives as long as the process: no collection of garbage has to go through it, not
+    even pytest's own at the end. That took seconds; xdist gives a worker five to end, and interrupts it after that."""
     gc.freeze()
     gc.set_threshold(*GARBAGE)
     gc.enable()

@@ -117,8 +117,8 @@ def _send(pid: int, number: int) -> None:
 
 
 def _caller(depth: int = 2) -> str:
-    """The name of a method, of which torchrun makes a record: it has `inspect` look at each module that was ever imported,
-    which are thousands where the server has loaded transformers (0.8 s of CPU)."""
+    """The name of a method, for torchrun's records. Its own function has `inspect` look at every module that was ever
+    imported, thousands where the server has loaded transformers: 0.8 s of CPU for each agent."""
     return sys._getframe(depth).f_code.co_name
 
 

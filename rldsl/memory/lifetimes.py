@@ -6,6 +6,7 @@ which copies of parameters and the optimizer state exist from the beginning.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -70,6 +71,10 @@ class _Lifetimes:
         self.layouts: dict[str, Layout] = {x.id: x for x in self.plan.layouts}
         self.spans = list(self._flat(self.plan.body))
         steps = [2 * first for loop, first, _ in self.spans if any(loop is x for x in self.plan.body)]
+        self.uses: dict[str, list[int]] = {}  # buffer -> indices of the events that read or free it, ascending
+        for i, e in enumerate(self.events):
+            for b in {*e.reads, *e.frees}:
+                self.uses.setdefault(b, []).append(i)
         self.end = 2 * len(self.events)
         self.top = steps[0] if steps else self.end  # the moment at which a step begins
 
@@ -302,11 +307,9 @@ class _Lifetimes:
 
     def _reader(self, first: int, buffers: list[str]) -> int | None:
         """The moment of the first event, from index `first` on, that reads or frees one of the buffers."""
-        wanted = set(buffers)
-        for j, e in enumerate(self.events[first:], first):
-            if wanted.intersection((*e.reads, *e.frees)):
-                return 2 * j + 1
-        return None
+        at = [self.uses.get(b, ()) for b in buffers]
+        later = [js[k] for js in at if (k := bisect_left(js, first)) < len(js)]
+        return 2 * min(later) + 1 if later else None
 
     def _checkpoint(self, i: int, e: Checkpoint) -> None:
         """A share of each model: ranks that hold the same divide it. It is written while the next steps run."""

@@ -132,6 +132,9 @@ def _found(ids: _Ids, value: Any) -> list[tuple[Role, Any]]:
     if not isinstance(value, tuple) or not entries:
         return []
     if any_number:
+        if len(entries[0].roles) == 1:  # most fields: ids side by side
+            (role,) = entries[0].roles
+            return [(role, id) for id in value]
         return [x for inner in value for x in _found(entries[0], inner)]
     return [x for entry, inner in zip(entries, value, strict=True) for x in _found(entry, inner)]
 

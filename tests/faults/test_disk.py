@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoint.runs import lines, run, steps
 from tests.cpu import children
 from tests.end_to_end.programs import compile_program
+from tests.forked import start
 from tests.tiny import make_all
 from tests.world import run_world
 
@@ -124,32 +124,36 @@ flow tuning(steps=40, seed=1) {
 """
 
 
-def rlc_run(folder: Path, out: Path, *more: str) -> subprocess.Popen[str]:
-    line = [sys.executable, "-m", "rldsl.cli", "run", "p.rlf", "--out", str(out), *more]
-    return subprocess.Popen(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+def rlc_run(folder: Path, said: str, *more: str) -> Any:
+    """`rlc run`, just begun: a process that is forked, as its ranks are. said: file of what they all say."""
+    file = str(folder / said)
+    return start("rldsl.cli", "run", "p.rlf", "--out", "out", *more, files=(os.devnull, file, file))
 
 
-def test_the_command_on_a_disk_that_fills_during_the_run(tiny: Path, tmp_path: Path) -> None:
+def test_the_command_on_a_disk_that_fills_during_the_run(tiny: Path, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a checkpoint is written, the ranks can write only small files: `rlc run` says so, and resumes later."""
+    monkeypatch.chdir(tmp_path)
     for name in ("models", "data"):
         (tmp_path / name).symlink_to(tiny / name)
     (tmp_path / "p.rlf").write_text(CHECKPOINTS)
     out = tmp_path / "out"
-    process = rlc_run(tmp_path, out)
-    while process.poll() is None and not list(out.glob("checkpoints/step-*/checkpoint.json")):
+    process = rlc_run(tmp_path, "first")
+    while process.is_alive() and not list(out.glob("checkpoints/step-*/checkpoint.json")):
         time.sleep(0.01)
     for rank in descendants(process.pid):
         with suppress(ProcessLookupError):
             resource.prlimit(rank, resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-    text = process.communicate(timeout=120)[0]
-    assert process.returncode == 1 and "error[RL0706]: the checkpoint cannot be written" in text, text
+    process.join(120)
+    text = (tmp_path / "first").read_text()
+    assert process.exitcode == 1 and "error[RL0706]: the checkpoint cannot be written" in text, text
     assert "Traceback" not in text and "earlier checkpoints are intact" in text
     made = len(lines(out))
     assert 1 <= made < 40
-    again = rlc_run(tmp_path, out, "--resume")
-    text = again.communicate(timeout=120)[0]
-    assert again.returncode == 0 and "Traceback" not in text, text
+    again = rlc_run(tmp_path, "second", "--resume")
+    again.join(120)
+    text = (tmp_path / "second").read_text()
+    assert again.exitcode == 0 and "Traceback" not in text, text
     assert [line["step"] for line in lines(out)] == list(range(1, 41))
 
 

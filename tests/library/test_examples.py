@@ -69,6 +69,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     return done
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", [p.stem for p in EXAMPLES])
 def test_it_runs_two_steps(results: dict[str, list[dict[str, float]] | str], name: str) -> None:
     found = results[name]

@@ -88,6 +88,7 @@ def matrix(rank: int, path: str, kind: str, what: str) -> list[tuple[str, bool, 
     return found
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("kind, what", [("causal_lm", "logprobs"), ("value_model", "values")], ids=["actor", "critic"])
 def test_all_pairs(tmp_path, kind: str, what: str) -> None:
     path = str(make_model(tmp_path / "m", family="llama", num_hidden_layers=4, num_attention_heads=8, hidden_size=32,

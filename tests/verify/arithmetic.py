@@ -106,7 +106,8 @@ def _node(n: Node, args: Sequence[Cell], inputs: Mapping[str, Cell], views: Mapp
         need(n.level == "batch" or any(a.level != "batch" for a in args), "numbers that no row has")
         lifted = [_lifted(a, n, ids, views) for a in args]
         truth = n.op in TRUTHS or n.op in ("where", "stop_gradient") and all(a.truth for a in args[-2:])
-        return Cell(n.level, n.space, truth, {i: term(n.op, *(x[i] for x in lifted)) for i in ids})
+        op = _code(str, n.op)  # as in `term`, of which these are the most
+        return Cell(n.level, n.space, truth, {i: hash((op, *[x[i] for x in lifted])) for i in ids})
     return _sequence(n, args, views)
 
 

@@ -85,6 +85,7 @@ def test_the_plans_have_every_kind_of_event_and_record(plans: dict[str, Plan]) -
                      if is_dataclass(cls) and cls is not Plan}, nested
 
 
+@pytest.mark.many
 def test_every_harmful_mutant_is_rejected(plans: dict[str, Plan], capsys: pytest.CaptureFixture[str]) -> None:
     table: Counter[tuple[str, str]] = Counter()
     by_check: dict[str, Counter[str]] = defaultdict(Counter)
@@ -126,6 +127,7 @@ def checks(plan: Plan) -> list[str]:
     return []
 
 
+@pytest.mark.many
 def test_every_field_of_every_record_is_mutated_and_no_mutant_makes_a_traceback(plans: dict[str, Plan]) -> None:
     """Each field twice, in files: what the reader refuses has a code as well."""
     draw, done = random.Random(3), Counter[str]()
