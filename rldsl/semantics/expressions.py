@@ -282,17 +282,19 @@ class ExpressionBuilder:
 
     def _arguments(self, ref: PyRef, refs: list[FrameRef], expr: ast.Call) -> Arguments | Bad:
         """The batches whose rows a function gets: those with responses, each row with the row of the others that it
-        belongs to, and the first one. Prompts are part of the rows that come from them."""
+        belongs to, and the first one. Prompts of data are part of the rows that come from them, and the rows from which
+        others were selected are these rows."""
         finest = max(refs, key=lambda r: len(r.frame.chain))  # the first of those
         above = {s.id for s in finest.frame.chain}
         given: list[tuple[str, IndexedFrame]] = []
         for i, (name, other, tree) in enumerate(zip(ref.params, refs, expr.args, strict=True)):
             twice = any(other.frame.id == frame.id for _, frame in given)
-            related = other.frame.row_space in above if other.contents != "prompts" or other is finest else \
-                other.frame.row_space in above or self.spaces.source(finest.frame, other.frame)
-            if not related or twice:
+            lies = other.frame.row_space in above
+            same = other.contents == "prompts" or self.spaces.selected("seq", finest.frame.row_space,
+                                                                       other.frame.row_space)
+            if twice or not lies and not (same and i and self.spaces.source(finest.frame, other.frame)):
                 return self._no_source(ref, name, other.frame, finest.frame, tree.span)
-            if i == 0 or other.contents != "prompts":
+            if i == 0 or lies and other.contents != "prompts":
                 given.append((name, other.frame))
         for name, frame in given[1:]:
             if name in ROW_KEYS:

@@ -36,6 +36,7 @@ FILES = {  # what programs of the documentation read
     **files((ROOT / "docs/tutorial.md").read_text()),
     "rewards.py": "def exact_match(rows):\n    return [0.0 for _ in rows]\n\n\n"
                   "def checked(rows):\n    return [0.0 for _ in rows]\n",
+    "judge.py": "def ask(rows):\n    return ['?' for _ in rows]\n\n\ndef grade(rows):\n    return [0.0 for _ in rows]\n",
     "objectives.rlf": "loss careful(logprobs: token) {\n  return -mean(logprobs)\n}\n",
 }
 DECLARED = """
