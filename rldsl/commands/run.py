@@ -105,7 +105,11 @@ def _launch(plan: str, world: int, out: str, trace: str | None, options: Sequenc
     process = subprocess.Popen(command, env=environment, stdout=2 if quiet else None)
     signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
     try:
-        return process.wait()
+        code = process.wait()
+        status = code if code >= 0 else 128 - code  # a signal ended it: as a shell reports that
+        if status == 128 + signal.SIGTERM and read_record(Path(out)) == earlier:
+            print("terminated before the first step; to start again, repeat the command", file=sys.stderr, flush=True)
+        return status
     except KeyboardInterrupt:
         _end_interrupted(process)
         held = read_record(Path(out))

@@ -2,7 +2,8 @@
 
 In: the arguments of torchrun, perhaps after `--parent PID`: the process that started this one, and whose end this one
 takes as SIGTERM. Out: the exit status of the first rank that failed, else 0; 130 after Ctrl-C. SIGTERM goes to the
-ranks, which end after the step where the run writes checkpoints; before there are ranks, it ends the launcher (143).
+ranks, which end after the step where the run writes checkpoints; before there are ranks, it ends the launcher (143), and
+so it does where it ends ranks that are still importing what they need.
 Errors: RL0704 where the launchers of the machines cannot meet.
 """
 
@@ -30,15 +31,21 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import main as torchrun
 
+    forwarded: set[int] = set()
+
+    def forward(number: int, _: object) -> None:
+        forwarded.add(number)
+        _forward_to_ranks(number)
+
     if _can_forward():
-        signal.signal(signal.SIGTERM, _forward_to_ranks)
+        signal.signal(signal.SIGTERM, forward)
         arguments = ["--signals_to_handle", "SIGINT,SIGHUP,SIGQUIT", *arguments]
     logging.disable(logging.CRITICAL)  # of this process alone: the ranks speak for themselves
     try:
         torchrun(arguments)
     except ChildFailedError as error:
         code = min(error.failures.values(), key=lambda f: f.timestamp).exitcode
-        return code if code > 0 else 1
+        return code if code > 0 else 128 - code if -code in forwarded else 1
     except SignalException as stop:
         return 128 + stop.sigval
     except KeyboardInterrupt:
@@ -91,7 +98,7 @@ def _children(pid: int) -> list[int] | None:
     return [int(child) for found in lists for child in found]
 
 
-def _forward_to_ranks(number: int, _: object) -> None:
+def _forward_to_ranks(number: int) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     ranks = _children(os.getpid())

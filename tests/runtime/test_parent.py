@@ -133,3 +133,30 @@ def test_the_agent_is_killed(place: Path) -> None:
     last = newest()
     assert f"after step {last}" in resumed(compiled(last + 2, every=1))
     assert steps() == last + 2
+
+
+def test_sigterm_before_there_are_ranks(place: Path) -> None:
+    with started("rldsl.cli", "run", compiled(100000), "--out", "out") as rlc:
+        until(lambda: bool(children(rlc.pid)))
+        os.kill(children(rlc.pid)[0], signal.SIGTERM)  # as `rlc run` does with its own
+        assert rlc.wait(60) == 143
+    assert Path("said").read_text() == "terminated before the first step; to start again, repeat the command\n"
+    assert not Path("out/run.lock").exists()
+
+
+def test_sigterm_while_ranks_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in them has taken over SIGTERM yet, so it ends them, which is no failure."""
+    monkeypatch.chdir(tmp_path)
+    Path("rank.py").write_text("import pathlib, time\npathlib.Path('up').touch()\ntime.sleep(600)\n")
+    with started("rldsl.runtime.launch", "--standalone", "--nproc-per-node", "1", "rank.py") as agent:
+        until(Path("up").exists)
+        agent.terminate()
+        assert agent.wait(60) == 143
+    assert Path("said").read_text() == ""
+
+
+def test_a_rank_that_is_killed_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rank.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    with started("rldsl.runtime.launch", "--standalone", "--nproc-per-node", "1", "rank.py") as agent:
+        assert agent.wait(60) == 1
