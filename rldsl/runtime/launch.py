@@ -2,9 +2,10 @@
 
 In: the arguments of torchrun, perhaps after `--parent PID`: the process that started this one, and whose end this one
 takes as SIGTERM. Out: the exit status of the first rank that failed, else 0; 130 after Ctrl-C. SIGTERM goes to the
-ranks, which end after the step where the run writes checkpoints; before there are ranks, it ends the launcher (143), and
-so it does where it ends ranks that are still importing what they need.
-Errors: RL0704 where the launchers of the machines cannot meet.
+ranks, which end after the step where the run writes checkpoints. Where there are none yet, or where it ends them
+because they are still importing, the status is 143.
+Errors: RL0704 where the launchers of the machines cannot meet, RL0709 where ranks were killed and none is left to
+report it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
 from rldsl.diag import Diagnostic
+from rldsl.plan.notation import ranks_text
 from rldsl.report import render
 from rldsl.runtime.parent import terminate_with
 
@@ -44,16 +47,42 @@ def main(arguments: list[str]) -> int:
     try:
         torchrun(arguments)
     except ChildFailedError as error:
+        codes = {rank: f.exitcode for rank, f in error.failures.items()}
         code = min(error.failures.values(), key=lambda f: f.timestamp).exitcode
-        return code if code > 0 else 128 - code if -code in forwarded else 1
+        if -code in forwarded:
+            return 128 - code
+        if max(codes.values()) < 0 and str(len(codes)) == _value(arguments, "--nproc-per-node"):
+            _report(_all_killed(codes))
+        return code if code > 0 else 1
     except SignalException as stop:
         return 128 + stop.sigval
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (RendezvousError, DistError, TimeoutError, ConnectionError) as error:
-        print(render((_cannot_meet(arguments, error),), sys.stderr.isatty()), file=sys.stderr, flush=True)
+        _report(_cannot_meet(arguments, error))
         return 1
     return 0
+
+
+def _report(diagnostic: Diagnostic) -> None:
+    print(render((diagnostic,), sys.stderr.isatty()), file=sys.stderr, flush=True)
+
+
+def _all_killed(codes: Mapping[int, int]) -> Diagnostic:
+    """What ended the ranks of this machine, none of which could report it. codes: rank -> its exit code. torchrun sends
+    SIGTERM to the ranks that are left, so it names the others if there are any."""
+    killed = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
+    who = f"rank{'s' * (len(killed) > 1)} {ranks_text(sorted(killed))} {'were' if len(killed) > 1 else 'was'}"
+    return Diagnostic("RL0709", f"{who} killed ({', '.join(sorted({_signal_name(-c) for c in killed.values()}))})",
+                      help="possibly because memory ran out; see the system log; checkpoints that were written are "
+                           "complete: start the run again with `--resume`")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _cannot_meet(arguments: list[str], error: Exception) -> Diagnostic:

@@ -155,8 +155,36 @@ def test_sigterm_while_ranks_import(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert Path("said").read_text() == ""
 
 
-def test_a_rank_that_is_killed_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number, ranks, who", [("SIGTERM", 1, "rank 0 was"), ("SIGKILL", 2, "ranks 0-1 were")])
+def test_ranks_that_are_all_killed(number: str, ranks: int, who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                   ) -> None:
+    """None is left to report it."""
     monkeypatch.chdir(tmp_path)
-    Path("rank.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
-    with started("rldsl.runtime.launch", "--standalone", "--nproc-per-node", "1", "rank.py") as agent:
+    Path("rank.py").write_text("import os, pathlib, time\npathlib.Path('up' + os.environ['RANK']).touch()\n"
+                               "time.sleep(600)\n")
+    with started("rldsl.runtime.launch", "--standalone", "--nproc-per-node", str(ranks), "rank.py") as agent:
+        until(lambda: all(Path(f"up{rank}").exists() for rank in range(ranks)))
+        held = children(agent.pid)
+        os.kill(agent.pid, signal.SIGSTOP)  # so that it sees all of them at once
+        for rank in held:
+            os.kill(rank, getattr(signal, number))
+        os.kill(agent.pid, signal.SIGCONT)
         assert agent.wait(60) == 1
+    text = Path("said").read_text()
+    assert text.startswith(f"error[RL0709]: {who} killed ({number})\n") and "--resume" in text, text
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_one_rank_of_several_that_is_killed(reports: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun ends the others with SIGTERM. They report it, unless they are still importing."""
+    monkeypatch.chdir(tmp_path)
+    Path("rank.py").write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "def told(*_):\n    print('rank 1 is gone', flush=True)\n    sys.exit(1)\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    while not pathlib.Path('up').exists(): time.sleep(0.1)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"if {reports}: signal.signal(signal.SIGTERM, told)\npathlib.Path('up').touch()\ntime.sleep(600)\n")
+    with started("rldsl.runtime.launch", "--standalone", "--nproc-per-node", "2", "rank.py") as agent:
+        assert agent.wait(60) == 1
+    said = Path("said").read_text()
+    assert said == "rank 1 is gone\n" if reports else said.startswith("error[RL0709]: rank 1 was killed (SIGKILL)\n")

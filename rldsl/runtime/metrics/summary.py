@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rldsl.plan.events import Realloc, Save
+from rldsl.plan.events import Loop, Realloc, Save
 from rldsl.plan.model import Plan
 from rldsl.plan.notation import layout_text
+from rldsl.plan.projection import Path as Blocks
 from rldsl.plan.projection import event_paths, last_step, times, walk
 from rldsl.runtime.files import replace_text, written
 
@@ -17,17 +19,27 @@ SUMMARY = "summary.json"
 
 
 def summarise(plan: Plan, out: Path, steps: int, made: int, seconds: float) -> dict[str, Any]:
-    """steps: done in all; made: of these in this start, in so many seconds. Worked out from the plan, since the rank
-    that writes it need not have taken part."""
+    """steps: done in all; made: of these in this start, in so many seconds, with these reallocs: an earlier start may
+    have had another placement. Worked out from the plan, since the rank that writes it need not have taken part."""
     meshes, layouts = {m.id: m for m in plan.meshes}, {x.id: x for x in plan.layouts}
 
     def text(layout: str) -> str:
         return layout_text(layouts[layout], meshes[layouts[layout].mesh])
 
     moved = [{"model": e.model, "src": text(e.src), "dst": text(e.dst), "bytes": e.bytes, "messages": e.messages,
-              "because": e.because, "times": times(path)} for e, path in event_paths(plan) if isinstance(e, Realloc)]
+              "because": e.because, "times": _times(path, steps, made)}
+             for e, path in event_paths(plan) if isinstance(e, Realloc)]
     return {"reallocs": moved, "saved": _saved(plan, out, steps), "steps": steps, "made": made,
             "seconds": round(seconds, 3)}
+
+
+def _times(path: Blocks, steps: int, made: int) -> int:
+    """How often an event inside these blocks was executed in the last `made` of so many steps. The outermost block is
+    the loop of steps; an event outside of it is executed once."""
+    if not path or not isinstance(path[0], Loop):
+        return times(path)
+    outer, within = path[0], path[1:]
+    return times((replace(outer, trips=steps), *within)) - times((replace(outer, trips=steps - made), *within))
 
 
 def _saved(plan: Plan, out: Path, steps: int) -> list[str]:
