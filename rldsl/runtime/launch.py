@@ -19,7 +19,6 @@ from dataclasses import fields
 from pathlib import Path
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.notation import ranks_text
 from rldsl.report import render
 from rldsl.runtime.parent import terminate_with
 
@@ -72,7 +71,7 @@ def _all_killed(codes: Mapping[int, int]) -> Diagnostic:
     """What ended the ranks of this machine, none of which could report it. codes: rank -> its exit code. torchrun sends
     SIGTERM to the ranks that are left, so it names the others if there are any."""
     killed = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
-    who = f"rank{'s' * (len(killed) > 1)} {ranks_text(sorted(killed))} {'were' if len(killed) > 1 else 'was'}"
+    who = f"rank{'s' * (len(killed) > 1)} {', '.join(map(str, sorted(killed)))} {'were' if len(killed) > 1 else 'was'}"
     return Diagnostic("RL0709", f"{who} killed ({', '.join(sorted({_signal_name(-c) for c in killed.values()}))})",
                       help="possibly because memory ran out; see the system log; checkpoints that were written are "
                            "complete: start the run again with `--resume`")

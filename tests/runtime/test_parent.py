@@ -155,7 +155,7 @@ def test_sigterm_while_ranks_import(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert Path("said").read_text() == ""
 
 
-@pytest.mark.parametrize("number, ranks, who", [("SIGTERM", 1, "rank 0 was"), ("SIGKILL", 2, "ranks 0-1 were")])
+@pytest.mark.parametrize("number, ranks, who", [("SIGTERM", 1, "rank 0 was"), ("SIGKILL", 2, "ranks 0, 1 were")])
 def test_ranks_that_are_all_killed(number: str, ranks: int, who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                    ) -> None:
     """None is left to report it."""
