@@ -102,6 +102,8 @@ def _leaf_fault(t: Tables, node: Node) -> str:
         if function is None or node.attr("frame") not in t.frames:
             return f"unknown function {node.attr('function')!r} or frame {node.attr('frame')!r}"
         rows = t.frames[str(node.attr("frame"))]
+        if node.space != (rows.prompt_space if node.level == "prompt" else rows.row_space):
+            return f"{function.id} gives a result for each row of {rows.id}, not of {node.space!r}"
         above = [s.id for s in rows.chain]
         for argument, frame in frames_of_call(node.attrs):
             if frame not in t.frames or t.frames[frame].row_space not in above:
