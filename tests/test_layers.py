@@ -42,7 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "search": PLACED | {"graph", "models", "placement", "passes", "memory", "verify", "clusters", "simulate"},
     # the runtime
     "runtime": PLAN | {"sharding"},
-    "runtime.parent": LEAVES, "runtime.launch": LEAVES | {"report", "runtime.parent"},
+    "runtime.parent": LEAVES, "runtime.local_ranks": LEAVES,
+    "runtime.launch": LEAVES | {"report", "runtime.parent", "runtime.local_ranks"},
     "runtime.comm": PLACED | {"runtime"},
     "runtime.data": PLAN | {"sharding", "runtime"},
     "runtime.rewards": PLAN,

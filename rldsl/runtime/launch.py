@@ -1,9 +1,10 @@
 """torchrun, without its tracebacks: a rank that fails reports what went wrong, and so does this launcher.
 
-In: the arguments of torchrun, perhaps after `--parent PID`: the process that started this one, and whose end this one
-takes as SIGTERM. Out: the exit status of the first rank that failed, else 0; 130 after Ctrl-C. SIGTERM goes to the
-ranks, which end after the step where the run writes checkpoints. Where there are none yet, or where it ends them
-because they are still importing, the status is 143.
+In: the arguments of torchrun. After `--parent PID` they are those of `rlc run`, the process of that id, whose end this
+one takes as SIGTERM; its ranks are all on this machine, and `local_ranks` starts them without torchrun. Out: the exit
+status of the first rank that failed, else 0; 130 after Ctrl-C. SIGTERM goes to the ranks, which end after the step
+where the run writes checkpoints. Where there are none yet, or where it ends them because they are still importing, the
+status is 143.
 Errors: RL0704 where the launchers of the machines cannot meet, RL0709 where ranks were killed and none is left to
 report it.
 """
@@ -14,19 +15,22 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import fields
 from pathlib import Path
 
 from rldsl.diag import Diagnostic
 from rldsl.report import render
+from rldsl.runtime import local_ranks
 from rldsl.runtime.parent import terminate_with
 
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--parent"]:
         terminate_with(int(arguments[1]))
-        arguments = arguments[2:]
+        world, module = int(_value(arguments, "--nproc-per-node")), arguments.index("-m") + 1
+        ended = local_ranks.run(world, arguments[module], arguments[module + 1:])
+        return _status(ended.first, ended.codes, ended.forwarded, whole=True)
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -48,11 +52,7 @@ def main(arguments: list[str]) -> int:
     except ChildFailedError as error:
         codes = {rank: f.exitcode for rank, f in error.failures.items()}
         code = min(error.failures.values(), key=lambda f: f.timestamp).exitcode
-        if -code in forwarded:
-            return 128 - code
-        if max(codes.values()) < 0 and str(len(codes)) == _value(arguments, "--nproc-per-node"):
-            _report(_all_killed(codes))
-        return code if code > 0 else 1
+        return _status(code, codes, forwarded, whole=str(len(codes)) == _value(arguments, "--nproc-per-node"))
     except SignalException as stop:
         return 128 + stop.sigval
     except KeyboardInterrupt:
@@ -61,6 +61,16 @@ def main(arguments: list[str]) -> int:
         _report(_cannot_meet(arguments, error))
         return 1
     return 0
+
+
+def _status(first: int, codes: Mapping[int, int], forwarded: Set[int], whole: bool) -> int:
+    """The status of the launcher. first: exit code of the first rank that failed; codes: of all that failed. whole:
+    these are all ranks of this machine."""
+    if -first in forwarded:
+        return 128 - first
+    if whole and codes and max(codes.values()) < 0:
+        _report(_all_killed(codes))
+    return first if first >= 0 else 1
 
 
 def _report(diagnostic: Diagnostic) -> None:

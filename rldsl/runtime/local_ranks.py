@@ -1,0 +1,108 @@
+"""The ranks of a run on this machine alone, without torchrun: its agent imports torch, which takes as long as a rank
+takes to do so, and each rank would wait for it.
+
+In: a module, its arguments and the number of ranks. Out: how they ended. Ranks get what torchrun would tell them, in sessions of their own; rank 0 holds the store where they meet.
+Invariant: no rank outlives `run`: once one has failed, or after Ctrl-C, the others get a signal and `PATIENCE` seconds.
+SIGTERM goes to the ranks, which end after the step where the run writes checkpoints; before there are ranks, it ends
+this process (143).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+PATIENCE = 30.0  # seconds that ranks have to end after a signal, as with torchrun
+PERIOD = 0.02    # seconds between looks
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How ranks ended."""
+
+    first: int                # exit code of the first that failed, negative for a signal; 0; 130 after Ctrl-C
+    codes: Mapping[int, int]  # rank -> exit code, of those that failed; none after Ctrl-C
+    forwarded: Set[int]       # signals that were passed on to them
+
+
+def run(world: int, module: str, arguments: Sequence[str]) -> Ending:
+    """Start `world` ranks of `python -m module` and wait for them."""
+    ranks: list[subprocess.Popen[bytes]] = []
+    forwarded: set[int] = set()
+
+    def forward(number: int, _: object) -> None:
+        if not ranks:
+            sys.exit(128 + number)
+        forwarded.add(number)
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
+
+    signal.signal(signal.SIGTERM, forward)
+    port = _free_port()
+    try:
+        for rank in range(world):
+            ranks.append(subprocess.Popen([sys.executable, "-u", "-m", module, *arguments], start_new_session=True,
+                                          env=os.environ | _environment(rank, world, port)))
+        first = _first_failure(ranks)
+    except KeyboardInterrupt:
+        _end(ranks, signal.SIGINT)
+        return Ending(128 + signal.SIGINT, {}, forwarded)
+    _end(ranks, signal.SIGTERM)
+    return Ending(first, {i: rank.returncode for i, rank in enumerate(ranks) if rank.returncode}, forwarded)
+
+
+def _environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank. Its run id says that the rank ends with the process that started it."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "local",
+            "TORCHELASTIC_RESTART_COUNT": 0}
+    return {name: str(value) for name, value in told.items()}
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def _first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """The exit code of the first rank that has failed; 0 once all have ended without."""
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        if failed := next((code for code in codes if code), 0):
+            return failed
+        if None not in codes:
+            return 0
+        time.sleep(PERIOD)
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    """Wait for the ranks, after a signal and `PATIENCE` at most; another Ctrl-C ends the waiting."""
+    until = time.monotonic() + PATIENCE
+    try:
+        _send(ranks, number)
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
+            time.sleep(PERIOD)
+    except KeyboardInterrupt:
+        pass
+    _send(ranks, signal.SIGKILL)
+    for rank in ranks:
+        rank.wait()
+
+
+def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    """To each that still runs, and to what it started."""
+    for rank in ranks:
+        if rank.poll() is None:
+            try:
+                os.killpg(rank.pid, number)
+            except ProcessLookupError:  # it has just ended
+                continue

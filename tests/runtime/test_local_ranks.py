@@ -1,0 +1,90 @@
+"""The launcher of `rlc run`: what ranks are told, whose exit status counts, and that none outlives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+RANK = """
+import json, os, signal, sys, time
+from pathlib import Path
+rank = int(os.environ["RANK"])
+def say(*words):  # in one piece
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+WHAT
+"""
+READY = "Path(f'ready{rank}').write_text(str(os.getpid()))\n"
+
+
+def start(folder: Path, world: int, what: str) -> subprocess.Popen[str]:
+    (folder / "one_rank.py").write_text(RANK.replace("WHAT", what))
+    return subprocess.Popen(
+        [sys.executable, "-m", "rldsl.runtime.launch", "--parent", str(os.getpid()), "--standalone", "--nproc-per-node",
+         str(world), "-m", "one_rank", "a", "-m", "b"], cwd=folder, start_new_session=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True)
+
+
+def until_ready(folder: Path, world: int) -> list[int]:
+    """The processes of the ranks, once all have begun."""
+    end = time.monotonic() + 60
+    while True:
+        found = [folder / f"ready{rank}" for rank in range(world)]
+        if all(f.is_file() and f.read_text() for f in found):
+            return [int(f.read_text()) for f in found]
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_what_ranks_are_told(tmp_path: Path) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    process = start(tmp_path, 2, f"say(json.dumps([[os.environ[n] for n in {names}], sys.argv[1:]]))")
+    said = process.communicate(timeout=60)[0].splitlines()
+    told = sorted(json.loads(line) for line in said)
+    assert process.returncode == 0 and [x[1] for x in told] == [["a", "-m", "b"]] * 2
+    assert [x[0][:5] for x in told] == [[str(r), str(r), "2", "2", "127.0.0.1"] for r in range(2)]
+    assert told[0][0][5] == told[1][0][5] != "0"
+
+
+@pytest.mark.parametrize("what, code", [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 1)])
+def test_the_first_failure_ends_the_others(tmp_path: Path, what: str, code: int) -> None:
+    process = start(tmp_path, 2, f"{READY}if rank: {what}\ntime.sleep(600)")
+    ranks = until_ready(tmp_path, 2)
+    assert process.wait(60) == code and all(map(gone, ranks))
+
+
+def test_sigterm_goes_to_the_ranks(tmp_path: Path) -> None:
+    """They end after the step; the launcher waits for them."""
+    what = f"signal.signal(signal.SIGTERM, lambda *_: (say('stopped', rank), sys.exit(0)))\n{READY}time.sleep(600)"
+    process = start(tmp_path, 2, what)
+    until_ready(tmp_path, 2)
+    process.terminate()
+    assert sorted(process.communicate(timeout=60)[0].splitlines()) == ["stopped 0", "stopped 1"]
+    assert process.returncode == 0
+
+
+def test_ctrl_c_ends_all(tmp_path: Path) -> None:
+    process = start(tmp_path, 2, f"{READY}time.sleep(600)")
+    ranks = until_ready(tmp_path, 2)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130 and all(map(gone, ranks))
+
+
+def test_no_torch_in_the_launcher() -> None:
+    code = "import sys, rldsl.runtime.launch; print({'torch', 'numpy', 'transformers'} & set(sys.modules) or 'none')"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "none"
