@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
         terminate_with(int(arguments[1]))
         world, module = int(_value(arguments, "--nproc-per-node")), arguments.index("-m") + 1
         ended = local_ranks.run(world, arguments[module], arguments[module + 1:])
-        return _status(ended.first, ended.codes, ended.forwarded, whole=True)
+        return _status(ended.first, ended.codes, ended.forwarded, whole=len(ended.codes) == world)
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,7 +1,8 @@
 """The ranks of a run on this machine alone, without torchrun: its agent imports torch, which takes as long as a rank
 takes to do so, and each rank would wait for it.
 
-In: a module, its arguments and the number of ranks. Out: how they ended. Ranks get what torchrun would tell them, in sessions of their own; rank 0 holds the store where they meet.
+In: a module, its arguments and the number of ranks. Out: how they ended. Ranks get what torchrun would tell them, in
+sessions of their own; rank 0 holds the store where they meet.
 Invariant: no rank outlives `run`: once one has failed, or after Ctrl-C, the others get a signal and `PATIENCE` seconds.
 SIGTERM goes to the ranks, which end after the step where the run writes checkpoints; before there are ranks, it ends
 this process (143).

@@ -64,7 +64,9 @@ def test_what_ranks_are_told(tmp_path: Path) -> None:
 def test_the_first_failure_ends_the_others(tmp_path: Path, what: str, code: int) -> None:
     process = start(tmp_path, 2, f"{READY}if rank: {what}\ntime.sleep(600)")
     ranks = until_ready(tmp_path, 2)
-    assert process.wait(60) == code and all(map(gone, ranks))
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == code and all(map(gone, ranks))
+    assert ("rank 1 was killed (SIGKILL)" in said) == (code == 1)
 
 
 def test_sigterm_goes_to_the_ranks(tmp_path: Path) -> None:
