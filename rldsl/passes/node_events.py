@@ -6,7 +6,7 @@ spread that all its readers hold in full), whether or not anything brings it the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, assert_never
 
@@ -71,11 +71,16 @@ def spread_of(node: g.Node, place: Place, frames: Mapping[str, IndexedFrame]) ->
         case g.Compute():
             if not node.frames:
                 return on_every_rank(place.mesh)
-            divided = sorted(f.id for f in coarsest(frames[f] for f in node.frames))
-            return _named(Spread("", mesh, layout, tuple(divided), "prompt", "tokens"))
+            return _by_prompts(place, node.frames, frames)
         case g.Collect():  # the same share of every iteration, wherever the rows of an iteration were made
             return _named(Spread("", mesh, layout, (node.frame,), "prompt", "slot"))
     raise internal_error(f"no spread for {type(node).__name__} {node.id}", "pass node_events")
+
+
+def _by_prompts(place: Place, of: Iterable[str], frames: Mapping[str, IndexedFrame]) -> Spread:
+    """Whole prompts by tokens, the coarsest of those that some frames have."""
+    divided = sorted({f.id for f in coarsest(frames[f] for f in of)})
+    return _named(Spread("", place.mesh.id, place.layout.id, tuple(divided), "prompt", "tokens"))
 
 
 def on_every_rank(mesh: Mesh) -> Spread:
@@ -242,8 +247,8 @@ class _EventBuilder:
     def _spread(self, node: g.Node, place: Place) -> Spread:
         """The spread of what the node writes. Rows are derived where their sequences (or values) are; rows that every
         rank holds in full are first divided as for a computation."""
-        if isinstance(node, g.Derive) and DERIVE_OPS[node.op].calls_python:  # each row on one rank alone
-            return _named(Spread("", place.mesh.id, place.layout.id, (node.source,), "row", "tokens"))
+        if isinstance(node, g.Derive) and DERIVE_OPS[node.op].calls_python:  # each row on one rank, as in a computation
+            return _by_prompts(place, (node.source, *(frame for _, frame in node.given)), self.frames)
         if isinstance(node, g.Derive):
             made = self.spreads.get(self.made_in.get(node.values[0][0], ""))
             if made is not None and made.granularity != "all":

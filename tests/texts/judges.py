@@ -33,5 +33,9 @@ def prefers(rows):
     return [len(set(r["completion"])) - len(set(r["b"]["completion"])) + r["number"] / 32 for r in rows]
 
 
+def revise(rows):
+    return [f"{r['gen']['completion']} or {r['completion'][:3]}?" for r in rows]
+
+
 def short(rows):
     return [float(len(r["completion"])) for r in rows]

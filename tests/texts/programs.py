@@ -15,12 +15,12 @@ OTHER = "".join(reversed(CHARACTERS)) + "AB:"  # the same letters under other id
 HEAD = """
 use py "{judges}" (ask: gen -> prompts(max_tokens=most, over_long={over_long}), ask_some: gen -> prompts?(max_tokens=12),
                    rewrite: prompt -> prompts(max_tokens=32), grade: verdict, gen -> seq, prefers: a, b -> seq,
-                   short: gen -> seq)
+                   short: gen -> seq, revise: critique, gen -> prompts(max_tokens=32))
 use std.grpo (group_norm)
 param most = {most}
 data prompts = jsonl("prompts.jsonl", batch=4, max_prompt_tokens=16, shuffle=false)
 model actor = causal_lm("model") train adamw(lr=0.01)
-model judge = causal_lm("judge")
+model judge = causal_lm("judge"){train}
 loss pg(logprobs: token; adv: seq) {{ return -mean(mean(adv * logprobs by seq)) }}
 """
 SELF_REWARDING = """
@@ -48,7 +48,8 @@ def folder(base: Path) -> Path:
 
 
 def text(body: str, *, steps: int = 3, most: int = 64, over_long: str = "error") -> str:
-    head = HEAD.format(judges=HERE / "judges.py", most=most, over_long=over_long)
+    train = " train adamw(lr=0.01)" if "judge.train" in body else ""
+    head = HEAD.format(judges=HERE / "judges.py", train=train, most=most, over_long=over_long)
     return f"{head}\nflow f(steps={steps}) {{\n{body}\n}}\n"
 
 

@@ -96,9 +96,22 @@ SOME = """
   metric kept = count(len(kept))
   actor.train(gen, loss=pg(adv=r))
 """
+CRITIQUE = """
+  prompt = prompts.next()
+  gen = actor.generate(prompt, n=2, max_new_tokens=6)
+  critique = judge.generate(ask(gen), n=2, max_new_tokens=4)
+  revised = actor.generate(revise(critique, gen), n=2, max_new_tokens=4)
+  second = mean(short(revised) by prompt)
+  better = second - short(gen)
+  metric better = mean(better)
+  metric spread = mean(std(second by prompt))
+  metric top = mean(max(mean(second by prompt) by prompt))
+  actor.train(revised, loss=pg(adv=short(revised) - second))
+  judge.train(critique, loss=pg(adv=better))
+"""
 
 
-@pytest.mark.parametrize("body", [PAIRWISE, SOME], ids=["pairwise", "some"])
+@pytest.mark.parametrize("body", [PAIRWISE, SOME, CRITIQUE], ids=["pairwise", "some", "critique"])
 def test_two_batches_and_missing_rows(base: Path, body: str) -> None:
     first = run(base, body, "one", steps=2)
     for place in ("dp", "apart", "wide"):
