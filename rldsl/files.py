@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from rldsl.diag import fail
@@ -28,8 +29,11 @@ def write(path: str, data: bytes, help: str = "choose another path with -o") -> 
         if file.is_file():
             shutil.copymode(file, part)
         part.replace(file)
-    except OSError as error:
-        part.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):  # a read-only file system refuses this, too
+            part.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise fail("RL0094", f"cannot write {path}: {error.strerror}", place=path, help=help) from None
 
 

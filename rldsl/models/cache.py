@@ -42,7 +42,7 @@ def cached_record(cls: type[Record], key: str, make: Callable[[], Record]) -> Re
         return make()
     file = folder / "models" / f"{key}.json"
     with suppress(OSError, ValueError, Failure, RecursionError):
-        data = file.read_bytes()
+        data = file.read_bytes() if file.is_file() else b""  # a pipe or a device might never end
         digest, _, text = data.partition(b"\n")
         if digest.decode() == sha256(text).hexdigest():
             return read_record(cls, json.loads(text), str(file))

@@ -124,7 +124,8 @@ def warm(folder: Path) -> None:
     text = grammar()
     file = folder / f"grammar-{table.key(text)[:16]}.json"
     try:
-        found = table.load(file.read_text("utf-8"), text, _FreeNewlines())
+        # a pipe or a device might never end
+        found = table.load(file.read_text("utf-8"), text, _FreeNewlines()) if file.is_file() else None
     except (OSError, UnicodeDecodeError):
         found = None
     if found is not None:

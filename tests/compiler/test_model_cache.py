@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -143,3 +144,15 @@ def test_it_does_not_grow_without_end(folder: Path, monkeypatch: pytest.MonkeyPa
     for i in range(9):
         cached_record(TokenizerDigest, entry_key(str(i)), lambda i=i: TokenizerDigest(str(i)))
     assert len(list(folder.glob("*.json"))) == 3
+
+
+def test_an_entry_that_is_no_file_is_not_read(folder: Path) -> None:
+    """Opening a pipe that nobody writes to would wait forever."""
+    key = entry_key("a")
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / f"{key}.json")
+    arguments = (TokenizerDigest, key, lambda: TokenizerDigest("1"))
+    reader = threading.Thread(target=cached_record, args=arguments, daemon=True)
+    reader.start()
+    reader.join(20)
+    assert not reader.is_alive() and (folder / f"{key}.json").is_file()  # replaced by an entry
