@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from importlib import import_module
@@ -18,6 +18,7 @@ import pytest
 from rldsl.diag import Failure
 from rldsl.memory import reshard_buffers
 from rldsl.memory.holder_classes import HolderClass
+from rldsl.plan import references
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import EVENTS, Compute, Every, Free, Lengths, Loop, Realloc
 from rldsl.plan.model import Plan
@@ -52,6 +53,21 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
             (planning, "plan_reshard", found), (reshard_buffers, "plan_reshard", found),
             (import_module("rldsl.memory.lifetimes"), "realloc_bytes", moved(reshard_buffers.realloc_bytes))):
         monkeypatch.setattr(module, name, function)
+    of_record = of_each(references.references)  # most records of a mutant are the plan's own
+    for checks in ("references", "dataflow", "programs", "evaluations"):
+        monkeypatch.setattr(import_module(f"rldsl.verify.{checks}"), "references", of_record)
+
+
+def of_each(find: Callable[[object], Iterable[object]]) -> Callable[[object], tuple[object, ...]]:
+    """What is found in each record, once; records do not change."""
+    seen: dict[int, tuple[object, tuple[object, ...]]] = {}
+
+    def found(record: object) -> tuple[object, ...]:
+        if (known := seen.get(id(record))) is None:
+            known = seen[id(record)] = record, tuple(find(record))  # with the record itself: its id is not used again
+        return known[1]
+
+    return found
 
 
 def moved(find: Callable[..., int]) -> Callable[..., int]:
