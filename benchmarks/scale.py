@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SIZES = (64, 256, 1024, 4096, 10240)
-# (program, ranks) -> most CPU seconds of compile, of verify
-GATES = {("ppo zero2", 1024): (4.0, 1.0), ("ppo zero2", 10240): (8.0, 3.0), ("ppo", 1024): (4.0, 1.0),
-         ("ppo", 10240): (8.0, 3.0)}
+GATES = {1024: (4.0, 1.0), 10240: (8.0, 3.0)}  # ranks -> most CPU seconds of compile, of verify, for PPO of any layout
+GOALS = {1024: 2.0, 10240: 4.0}  # of compile
 REFUSAL = 10.0  # most CPU seconds of a refusal, fixes tried
 LLAMA = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
          "intermediate_size": 28672, "vocab_size": 128256, "max_position_embeddings": 8192,
@@ -150,9 +149,15 @@ def measured(name: str, ranks: int, folder: Path) -> Row:
 
 
 def line(row: Row) -> str:
-    gate = GATES.get((row.program, row.ranks), (REFUSAL if row.program == "refusal" else 0.0, 0.0))
-    verdict = [f"{what} {seconds:.1f} of {most:.0f} s{'' if seconds <= most else ': MISSED'}"
-               for what, seconds, most in (("compile", row.compile, gate[0]), ("verify", row.verify, gate[1])) if most]
+    gate, goal = (0.0, 0.0), 0.0
+    if row.program == "refusal":
+        gate = (REFUSAL, 0.0)
+    elif row.program.startswith("ppo"):
+        gate, goal = GATES.get(row.ranks, gate), GOALS.get(row.ranks, goal)
+    verdict = [f"{what} {seconds:.1f} of {most:.0f} s{f' (goal {aim:.0f})' if aim else ''}"
+               f"{'' if seconds <= most else ': MISSED'}"
+               for what, seconds, most, aim in (("compile", row.compile, gate[0], goal),
+                                                ("verify", row.verify, gate[1], 0.0)) if most]
     return (f"{row.program:<11} {row.ranks:6,} {row.compile:10.2f} {row.verify:9.2f} {row.bytes / 1024:6.0f} KB "
             f"{row.classes:8}  {row.said[:60] or ', '.join(verdict)}"
             + (f"  ({', '.join(verdict)})" if row.said and verdict else ""))

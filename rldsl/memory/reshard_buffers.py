@@ -7,15 +7,14 @@ executed in rounds (`reshard/rounds.py`), of which two are in flight.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache
 
 from rldsl.memory.holder_classes import HolderClass
 from rldsl.memory.parameters import Copy, held
 from rldsl.plan.events import Realloc
 from rldsl.plan.model import Layout, Model, ParamSpec, Plan
 from rldsl.plan.projection import event_paths
-from rldsl.reshard.in_place import Held, buffer_elements, is_contiguous, packed_elements
+from rldsl.reshard.in_place import buffer_elements, packed_elements
 from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.records import ReshardPlan
 from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, num_buckets, num_rounds, selected_rounds
@@ -62,15 +61,11 @@ def _buffered_elements(reshard: ReshardPlan, rank: int, buckets: int, model: Mod
     starts = (0, total // 2, total - ROUNDS_IN_FLIGHT)
     numbers = sorted({n for start in starts for n in range(start, start + ROUNDS_IN_FLIGHT) if 0 <= n < total})
     cells = reshard.src.cell(rank), reshard.dst.cell(rank)
-    held = [partial(_in_place, same, _PiecesOfCell(model, layout, cell))
+    held = [_PiecesOfCell(model, layout, cell) if same else None
             for same, layout, cell in zip(in_place, layouts, cells, strict=True)]
     rounds = selected_rounds(reshard, rank, buckets, numbers, reshard_cache(reshard))
     sizes = {number: packed_elements(ops, (held[0], held[1])) for number, ops in zip(numbers, rounds, strict=True)}
     return sum(sum(buffer_elements(sizes.get(n, (0, 0))[way] for n in range(total))) for way in (0, 1))
-
-
-def _in_place(same_dtype: bool, pieces: Held, part: Any) -> bool:
-    return same_dtype and is_contiguous(part, pieces)
 
 
 class _PiecesOfCell(dict[str, tuple[Parameter, tuple[Piece, ...]]]):

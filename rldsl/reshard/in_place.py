@@ -6,7 +6,7 @@ from its tensors and the memory estimate from their shapes; both use the rules o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from rldsl.plan.model import Layout, Model
 from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, Message, Round
@@ -28,11 +28,16 @@ def split_message(message: Message) -> tuple[Message, ...]:
     receiver split a message in the same way."""
     if len(message.boxes) == 1:
         return (message,)
-    sizes = [volume(box) for _, box in message.boxes]
-    largest = sorted(range(len(sizes)), key=lambda i: -sizes[i])[: MAX_PARTS - 1]
-    alone = sorted(i for i in largest if sizes[i] >= MIN_SEPARATE or 2 * sizes[i] >= sum(sizes))
+    alone = _alone([volume(box) for _, box in message.boxes])
     rest = tuple(b for i, b in enumerate(message.boxes) if i not in alone)
     return tuple(Message(message.peer, some) for some in (*((message.boxes[i],) for i in alone), rest) if some)
+
+
+def _alone(sizes: Sequence[int]) -> list[int]:
+    """Which of several boxes of these sizes travel separately, ascending."""
+    largest = sorted(range(len(sizes)), key=lambda i: -sizes[i])[: MAX_PARTS - 1]
+    enough = min(MIN_SEPARATE, (sum(sizes) + 1) // 2)
+    return sorted(i for i in largest if sizes[i] >= enough)
 
 
 def is_contiguous(message: Message, held: Held) -> bool:
@@ -40,19 +45,23 @@ def is_contiguous(message: Message, held: Held) -> bool:
     if len(message.boxes) > 1:
         return False
     (name, box), = message.boxes
+    return is_contiguous_box(name, box, held)
+
+
+def is_contiguous_box(name: str, box: Box, held: Held) -> bool:
+    """Whether a box of a parameter is contiguous in a row-major local tensor: every dimension before the innermost
+    partial one has a single index."""
     parameter, pieces = held[name]
-    if not any(contains(p.box, box) for p in pieces):
+    for piece in pieces:
+        if contains(piece.box, box):
+            break
+    else:
         return False
-    return _is_contiguous_box(local_shape(parameter, pieces), box)
-
-
-def _is_contiguous_box(shape: tuple[int, ...], box: Box) -> bool:
-    """A box is contiguous if every dimension before the innermost partial one has a single index."""
-    counts = [stop - start for start, stop in box]
+    shape = local_shape(parameter, pieces)
     inner = len(shape)
-    while inner and counts[inner - 1] == shape[inner - 1]:
+    while inner and box[inner - 1][1] - box[inner - 1][0] == shape[inner - 1]:
         inner -= 1
-    return all(n == 1 for n in counts[: max(0, inner - 1)])
+    return not any(stop - start != 1 for start, stop in box[: max(0, inner - 1)])
 
 
 def buffer_elements(rounds: Iterable[int]) -> list[int]:
@@ -64,10 +73,21 @@ def buffer_elements(rounds: Iterable[int]) -> list[int]:
     return largest
 
 
-def packed_elements(ops: Round,
-                    in_place: tuple[Callable[[Message], bool], Callable[[Message], bool]]) -> tuple[int, int]:
-    """Elements of a round that need a buffer, of sends and of receives. in_place: whether a part that is sent, and one
-    that is received, is contiguous in a parameter."""
-    sends, receives = ([part for message in side for part in split_message(message)]
-                       for side in (ops.sends, ops.receives))
-    return (sum(m.size() for m in sends if not in_place[0](m)), sum(m.size() for m in receives if not in_place[1](m)))
+def packed_elements(ops: Round, held: tuple[Held | None, Held | None]) -> tuple[int, int]:
+    """Elements of a round that need a buffer, of sends and of receives. held: what the rank holds under the source and
+    the destination; None if nothing is sent from, or received into, the parameters themselves."""
+    return _packed(ops.sends, held[0]), _packed(ops.receives, held[1])
+
+
+def _packed(messages: Iterable[Message], held: Held | None) -> int:
+    """Elements of the parts that `split_message` makes of the messages and that are not contiguous in a parameter."""
+    total = 0
+    for message in messages:
+        sizes = [volume(box) for _, box in message.boxes]
+        total += sum(sizes)
+        if held is not None:
+            alone = _alone(sizes) if len(sizes) > 1 else [0]
+            if len(alone) + 1 == len(sizes):  # so is the rest
+                alone = [*range(len(sizes))]
+            total -= sum(sizes[i] for i in alone if is_contiguous_box(*message.boxes[i], held))
+    return total

@@ -142,20 +142,46 @@ def _choose_tree_size(plan: ReshardPlan) -> ReshardPlan:
     if not received:
         return plan
     largest = max(len(group.nodes) for group in plan.groups)
-    no_forwarding = _with_trees(plan, 1, received)
-    if _busiest_sender(no_forwarding) <= received * MIN_GAIN:  # whatever one tree would give
-        return no_forwarding
+    if _busiest_at_least(plan, 1) <= received * MIN_GAIN:
+        no_forwarding = _with_trees(plan, 1, received)
+        if _busiest_sender(no_forwarding) <= received * MIN_GAIN:  # whatever one tree would give
+            return no_forwarding
     one_tree = _with_trees(plan, largest, received)
     enough = max(received, _busiest_sender(one_tree)) * MIN_GAIN
-    if _busiest_sender(no_forwarding) <= enough:
-        return no_forwarding
-    nodes_per_tree = 2
+    nodes_per_tree = 1
     while nodes_per_tree < largest:
-        candidate = _with_trees(plan, nodes_per_tree, received)
-        if _busiest_sender(candidate) <= enough:
-            return candidate
+        if _busiest_at_least(plan, nodes_per_tree) <= enough:
+            candidate = _with_trees(plan, nodes_per_tree, received)
+            if _busiest_sender(candidate) <= enough:
+                return candidate
         nodes_per_tree *= 2
     return one_tree
+
+
+def _busiest_at_least(plan: ReshardPlan, nodes_per_tree: int) -> float:
+    """A lower bound of `_busiest_sender` with broadcast trees of so many nodes: classes with the same holders, divided
+    over all of their ranks."""
+    trees = _num_trees(plan, nodes_per_tree)
+    totals = Counter[tuple[Cell, ...]]()
+    for i, count in _num_copies(plan, _families(plan.groups, trees), trees).items():
+        totals[plan.classes[i].holders] += plan.classes[i].size * count
+    return max(total / (len(holders) * plan.src.replicas) for holders, total in totals.items())
+
+
+def _num_trees(plan: ReshardPlan, nodes_per_tree: int) -> Sequence[int]:
+    """How many trees each group has."""
+    return [-(-len(group.nodes) // nodes_per_tree) if group.arrivals else len(group.nodes) for group in plan.groups]
+
+
+def _num_copies(plan: ReshardPlan, families: Sequence[tuple[Wanted, FamilyTrees]],
+                trees: Sequence[int]) -> Mapping[int, int]:
+    """How often each class leaves its holders, by its number, ascending; of those that do. trees: of each group."""
+    counts: Counter[int] = Counter()
+    for wanted, family in families:
+        counts.update(dict.fromkeys(wanted.places, family.ends[-1]))
+    for group, count in zip(plan.groups, trees, strict=True):
+        counts.subtract(dict.fromkeys(group.arrivals.held_classes(), count))
+    return {i: count for i, count in sorted(counts.items()) if count}
 
 
 def _busiest_sender(plan: ReshardPlan) -> int:
@@ -174,15 +200,10 @@ def _with_trees(plan: ReshardPlan, nodes_per_tree: int, received: int) -> Reshar
     """The plan with broadcast trees of so many nodes each. received: elements that the busiest rank receives, and so
     what one rank may send without becoming the bottleneck."""
     # 1. how many trees each group needs
-    trees = [-(-len(group.nodes) // nodes_per_tree) if group.arrivals else len(group.nodes) for group in plan.groups]
+    trees = _num_trees(plan, nodes_per_tree)
     families = _families(plan.groups, trees)
     # 2. how often each class leaves its holders
-    counts: Counter[int] = Counter()
-    for wanted, family in families:
-        counts.update(dict.fromkeys(wanted.places, family.ends[-1]))
-    for group, count in zip(plan.groups, trees, strict=True):
-        counts.subtract(dict.fromkeys(group.arrivals.held_classes(), count))
-    copies = {i: count for i, count in sorted(counts.items()) if count}
+    copies = _num_copies(plan, families, trees)
     # 3. split these copies evenly over the holder cells
     by_holders: dict[tuple[Cell, ...], list[tuple[int, int]]] = defaultdict(list)
     for i, count in copies.items():

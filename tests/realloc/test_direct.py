@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from rldsl.plan.model import ParamSpec
 from rldsl.reshard.in_place import (
     MIN_SEPARATE,
     buffer_elements,
@@ -18,7 +19,7 @@ from rldsl.reshard.in_place import (
 )
 from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, Message, Round, rank_rounds
 from rldsl.runtime.comm.reshard import _in_place_view, _message_parts
-from rldsl.sharding.boxes import cell_of, local_shape
+from rldsl.sharding.boxes import Parameter, Piece, cell_of, local_shape
 from tests.realloc.cases import Case, cases
 
 
@@ -50,10 +51,28 @@ def test_a_large_box_goes_by_itself(sizes: list[int], parts: list[int]) -> None:
 
 
 def test_what_does_not_lie_together_has_room() -> None:
-    message = Message(1, (("p", ((0, 8),)),))
+    message = Message(1, (("p", ((0, 8), (0, 2))),))
     ops = Round((message,), (message,))
-    for sent, came in product((True, False), (True, False)):
-        assert packed_elements(ops, (lambda m: sent, lambda m: came)) == (8 * (not sent), 8 * (not came))
+    whole = {cols: {"p": (Parameter("p", ParamSpec("p", (8, cols)), None), (Piece(((0, 8), (0, cols)), 0),))}
+             for cols in (2, 4)}
+    none = {"p": (whole[2]["p"][0], ())}
+    for (sent, x), (came, y) in product(((0, whole[2]), (16, whole[4]), (16, none), (16, None)), repeat=2):
+        assert packed_elements(ops, (x, y)) == (sent, came)
+
+
+@given(cases())
+@settings(max_examples=40, deadline=None)
+def test_what_needs_a_buffer_are_the_parts_that_are_not_contiguous(case: Case) -> None:
+    for rank in case.ranks():
+        held = [pieces_by_parameter(case.model, at, cell_of(at, on, rank))
+                for at, on in ((case.src, case.src_mesh), (case.dst, case.dst_mesh))]
+        for ops in rank_rounds(case.paths(), rank, 2):
+            sides = [sum(part.size() for message in side for part in split_message(message)
+                         if not is_contiguous(part, there))
+                     for side, there in zip((ops.sends, ops.receives), held, strict=True)]
+            every = tuple(sum(m.size() for m in side) for side in (ops.sends, ops.receives))
+            assert packed_elements(ops, (held[0], held[1])) == tuple(sides)
+            assert packed_elements(ops, (None, None)) == every
 
 
 @pytest.mark.parametrize("sizes, buffers", [([], [0, 0]), ([8], [8, 0]), ([1, 2, 3], [3, 2]), ([5, 0, 4, 6, 1], [5, 6])])

@@ -10,9 +10,11 @@ import pytest
 
 from rldsl.passes.list_scheduling import Task, list_schedule
 from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.reshard import planning
 from rldsl.reshard.arrivals import Share
 from rldsl.reshard.box_classes import BoxClass, box_classes
 from rldsl.reshard.in_place import split_message
+from rldsl.reshard.intra_node import elements_arriving
 from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.records import ReshardPlan
 from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, Message, num_rounds, rank_rounds
@@ -134,6 +136,29 @@ def test_what_a_device_receives_of_a_class_is_the_overlap_of_two_intervals(seed:
                                   if max(low, at) < min(high, at + size))
                     assert arrivals.parts(i) == parts
                     at += size
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_trees_that_are_not_planned_would_be_refused(seed: int) -> None:
+    """The bound that spares a plan of trees is never above its busiest sender, so the first that is light enough is
+    chosen, as if all were planned."""
+    spared = 0
+    for made, src, a, dst, b, devices in cases(6, 30 + seed):
+        plan = plan_reshard(made, src, a, dst, b, devices)
+        received = max((x for group in plan.groups for x in elements_arriving(group).values()), default=0)
+        if not received:
+            continue
+        largest = max(len(group.nodes) for group in plan.groups)
+        sizes = [n for n in (1, 2, 4, 8, 16) if n < largest] + [largest]
+        tried = {n: planning._with_trees(plan, n, received) for n in sizes}
+        busiest = {n: planning._busiest_sender(x) for n, x in tried.items()}
+        assert all(planning._busiest_at_least(plan, n) <= busiest[n] for n in sizes)
+        enough = max(received, busiest[largest]) * planning.MIN_GAIN
+        spared += sum(planning._busiest_at_least(plan, n) > enough for n in sizes)
+        first = next((n for n in sizes if busiest[n] <= enough), largest)
+        assert (plan.groups, plan.sent_parts, plan.senders) == (
+            tried[first].groups, tried[first].sent_parts, tried[first].senders)
+    assert spared or seed
 
 
 def some_box(draw: random.Random, dims: int) -> Box:
