@@ -27,7 +27,7 @@ from rldsl.syntax.slips import slips
 Parse = Callable[[SourceFile], ast.File]
 Read = Callable[[str], str]
 LIBRARY, SHIPPED = "rldsl.stdlib", "std/"
-PYTHON = ("std/rewards.py",)
+PYTHON = ("std/rewards.py", "std/text.py")
 RESERVED = BUILTINS.keys() | {"mesh", "true", "false"}
 
 

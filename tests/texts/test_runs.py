@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import statistics
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.end_to_end.programs import run_program
 from tests.texts import judges
 from tests.texts.programs import SELF_REWARDING, folder, run
 
@@ -119,6 +121,26 @@ def test_two_batches_and_missing_rows(base: Path, body: str) -> None:
             pytest.approx(step, rel=2e-4, abs=2e-5) for step in first], place
     if body is SOME:  # of rows 0 to 3 of the data, 0 and 3 are missing; of 4 to 7 row 6
         assert [step["rows"] for step in first] == [2 * 2 * 2, 3 * 2 * 2]
+
+
+def test_text_without_a_function_of_ones_own(base: Path) -> None:
+    (base / "shipped.rlf").write_text("""
+use py "std/text.py" (whole: gen -> prompts(max_tokens=32), question: gen -> prompts(max_tokens=16))
+data prompts = jsonl("prompts.jsonl", batch=4, max_prompt_tokens=16, shuffle=false)
+model actor = causal_lm("model")
+model judge = causal_lm("judge")
+flow f(steps=1) {
+  prompt = prompts.next()
+  gen = actor.generate(prompt, n=2, max_new_tokens=6)
+  more = judge.generate(whole(gen), max_new_tokens=4)
+  again = judge.generate(question(gen), max_new_tokens=4)
+  metric more = mean(len(more))
+  metric again = mean(len(again))
+}
+""")
+    with chdir(base):
+        (found,) = run_program(base / "shipped.rlf", {}, base / "shipped")
+    assert 0 < found["more"] <= 4 and 0 < found["again"] <= 4
 
 
 def test_an_evaluation_with_a_judge(base: Path) -> None:
