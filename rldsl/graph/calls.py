@@ -127,8 +127,8 @@ class CallsOfFlow:
     def _generate(self, owner: ModelRef, call: ast.Call, prompts: FrameRef, scope: Scope, target: str | None,
                   clause: g.Clause | None, span: Span) -> Meaning:
         given = self._options(options.GENERATE, call, "generate", scope)
-        if prompts.contents != "prompts":
-            return self._responded(owner, prompts, call.args[0].span)
+        if prompts.contents not in ("prompts", "generated"):
+            return self._answered(call.args[0].span)
         if isinstance(given, Bad):
             return BAD
         if cast(int, given["min_new_tokens"]) > cast(int, given["max_new_tokens"]):
@@ -141,8 +141,9 @@ class CallsOfFlow:
         sampling = Sampling(**cast(dict[str, Any], given))
         source = prompts.frame
         frame = self.flow.spaces.add(replace(
-            source, id=target, row_space=target, selected_from="", max_response_tokens=sampling.max_new_tokens,
-            temperature=sampling.logprob_temperature, label=""),
+            source, id=target, row_space=target, selected_from="",
+            max_prompt_tokens=source.max_prompt_tokens + source.max_response_tokens,  # the whole text so far
+            max_response_tokens=sampling.max_new_tokens, temperature=sampling.logprob_temperature, label=""),
             Space(target, source.count * sampling.n, source.row_space, sampling.n))
         value = self.flow.value
         writes = (value(f"{target}.tokens", "token", target, "i64", "tokens"),
@@ -154,22 +155,11 @@ class CallsOfFlow:
             model=owner.name, prompts=source.id, frame=target, sampling=sampling))
         return FrameRef(frame, "generated")
 
-    def _responded(self, owner: ModelRef, ref: FrameRef, span: Span) -> Bad:
-        """`generate` on sequences that have responses: say where prompts are to be had."""
-        if ref.contents != "generated":
-            return self.errors.add("RL0213", "`generate` needs prompts", span,
-                                   f"`{span.text}` contains prompts with answers",
-                                   help="load the data with `kind=\"prompts\"`")
-        origin = ref.frame
-        while origin.selected_from:
-            origin = self.flow.spaces.frames[origin.selected_from]
-        prompts = origin.prompt_space.removesuffix(".all")  # a collection keeps the names of its block
-        again = f"`{owner.name}.generate({prompts})`" if origin is ref.frame else \
-            f"`p2 = {prompts} where ...`, then `{owner.name}.generate(p2)`"
-        return self.errors.add("RL0213", f"`{span.text}` already has responses; continuing them is not supported yet",
-                               span,
-                               "`generate` takes prompts, not sequences",
-                               help=f"to generate from its prompts again, write {again}")
+    def _answered(self, span: Span) -> Bad:
+        """`generate` on sequences whose responses are data."""
+        return self.errors.add("RL0213", "`generate` needs prompts, or sequences that a model generated", span,
+                               f"`{span.text}` contains prompts with answers",
+                               help="load the data with `kind=\"prompts\"`")
 
     def _responses(self, ref: FrameRef, call_name: str, span: Span) -> bool:
         if ref.contents == "prompts":

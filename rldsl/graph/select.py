@@ -90,13 +90,14 @@ class Selections:
                             tree.span,
                             f"this is {describe(term)}", help=help_)
         else:
-            here = self.flow.exprs.ops.on_selection(term, self.spaces.of(frame, term.level))
+            here = self.flow.exprs.ops.on_frame(term, frame)
             if here is None:
                 name = source_name(frame)
                 self.errors.add("RL0202", f"the condition belongs to {self.spaces.shown(term)}, not to `{name}`",
                                 tree.span, help=f"compute it from `{name}`, for example `len({name}) > 8`")
                 return None
-            wide = here if here.level == "seq" else self.flow.exprs.ops.broadcast(here, "seq", frame)
+            own = here.level == "seq" and here.space == frame.row_space
+            wide = here if own else self.flow.exprs.ops.broadcast(here, "seq", frame)
             return self.flow.materialize(wide, "where", tree.span)
         return None
 

@@ -147,9 +147,10 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
     slots = min(e.mbs or count, count)
     new, sizes, tp = e.sampling.max_new_tokens, copy.model.sizes, copy.layout.tp
     heads, groups = -(-sizes.heads // tp), -(-sizes.kv_heads // tp)
-    wide = prompts.max_prompt_tokens + new
+    longest = width(prompts)
+    wide = longest + new
     each = 2 * sizes.head_dim * wide * copy.compute  # keys and values of a sequence in one head of one layer
-    prefill = min(slots * prompts.max_prompt_tokens, max(MAX_PREFILL_TOKENS, prompts.max_prompt_tokens))
+    prefill = min(slots * longest, max(MAX_PREFILL_TOKENS, longest))
     sampling, cast = 0, _head(copy).cast if copy.last else 0  # the head is cast once
     if copy.last:
         sampling = slots * b.hidden + logits.sampling(_head(copy), slots, e.sampling, tp if vocabulary(copy)[1] else 1)
@@ -159,7 +160,7 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
     step = slots * (read + b.forward + masked)
     captured = 0
     if tp == 1 and not sizes.experts_per_token:  # steps with experts or collectives are not captured
-        captured = num_captures_with_memory(prompts.max_prompt_tokens, new) * (
+        captured = num_captures_with_memory(longest, new) * (
             max(step, sampling - cast) if device == "cuda" else
             slots * (copy.layers * b.made + masked
                      + (sampling_bytes_per_logit(_head(copy), e.sampling) * _head(copy).rows if copy.last else 0)))
@@ -168,7 +169,7 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
             "activations": cast + max(prefill * b.forward, prefill * b.hidden + sampling - cast,
                                       max(step, sampling - cast) + captured),
             "half-precision weights": _half_precision_bytes(copy),
-            "progress": drawn + count * (12 * new + INDEX + 8 * width(frame) + 8 * prompts.max_prompt_tokens)}
+            "progress": drawn + count * (12 * new + INDEX + 8 * width(frame) + 8 * longest)}
 
 
 def _infer(t: Tables, e: Infer, copy: Copy, b: LayerActivations, device: str) -> Needs:

@@ -100,13 +100,15 @@ class Shard(Protocol):
         Writing into a tensor changes the model."""
 
     def generate(self, prompts: PackedBatch, sampling: Sampling, *, seed: int, step: int, max_num_seqs: int,
-                 max_prompt_len: int = 0) -> GenerationOutput:
+                 max_prompt_len: int = 0, continues: bool = False) -> GenerationOutput:
         """Completions of `prompts`, the same on every rank of the shard (all tp, all pp). Random numbers depend only on
         (seed, step, row, position).
 
         prompts: response_lens are 0; already repeated n times, with rows numbered in the new frame.
         max_num_seqs: the most sequences that decode at the same time (0: all).
-        max_prompt_len: tokens of the longest prompt of any call, which sizes the KV cache (0: unknown)."""
+        max_prompt_len: tokens of the longest prompt of any call, which sizes the KV cache (0: unknown).
+        continues: the prompts are sequences with responses. One that ends with an end-of-sequence token is complete:
+            its completion is empty, and finished."""
 
     def infer(self, batches: Sequence[PackedBatch], output: str, temperature: float) -> torch.Tensor:
         """One output of the model for all micro-batches, joined in order; the same on every rank of the shard.

@@ -92,7 +92,7 @@ def _fit(param: ast.Parameter, value: Term, span: Span, ops: Operators, broadcas
         return value
     coarser = depth(value.level) < depth(level)
     if coarser and frame is not None and (broadcast or value.level == "batch"):
-        here = ops.on_selection(value, ops.spaces.of(frame, value.level))
+        here = ops.on_frame(value, frame)
         if here is not None:
             return ops.broadcast(here, level, frame)
     if coarser:

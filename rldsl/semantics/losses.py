@@ -42,12 +42,14 @@ def bind_loss(use: LossUse, head: Head, frames: tuple[IndexedFrame, ...], id_: s
     model_outputs = _bind_model_outputs(decl, head, frames, use, errors)
     args: dict[str, Term] = {}
     for name, term in use.args.items():
-        found = (exprs.ops.on_selection(term, exprs.spaces.of(f, term.level)) for f in frames)
+        found = (exprs.ops.on_frame(term, f) for f in frames)
         here = next((t for t in found if t is not None), None)
         if here is None:
             errors.add("RL0202", f"`{name}` ranges over {exprs.spaces.shown(term)}, and the loss over "
                        + " and ".join(f"`{source_name(f)}`" for f in frames), use.spans[name])
             return BAD
+        if here.level == "seq" and here.space not in [f.row_space for f in frames]:
+            here = exprs.ops.broadcast(here, "seq", frames[0])  # of the sequences that these continue
         args[name] = here
     inputs = {name: t if t.constant else input_(name, t.level, t.space, t.span, t.dtype, t.unit)
               for name, t in args.items()}

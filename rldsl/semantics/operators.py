@@ -74,8 +74,9 @@ class Operators:
     def _restricted(self, args: tuple[Term, ...], a: Term, b: Term) -> tuple[Term, ...] | None:
         """`args` with one of a and b restricted to the selection that the other ranges over; None if neither ranges
         over a selection of the other's rows."""
-        meeting = self.spaces.coarser(a.level, a.space, b.level)
-        if self.spaces.selected(b.level, meeting, b.space):
+        above = (a.space,) if b.level == "token" else self.spaces.chain(a)
+        meeting = next((s for s in above if self.spaces.selected(b.level, s, b.space)), None)
+        if meeting is not None:
             old, new = b, self.on_selection(b, meeting)
         else:
             chosen = next((f for f in self.spaces.frames.values()
@@ -92,7 +93,19 @@ class Operators:
             return x
         if self.restrict is None or not self.spaces.selected(x.level, space, x.space):
             return None
+        if not any(f.selected_from and self.spaces.of(f, x.level) == space for f in self.spaces.frames.values()):
+            return None  # what the rows of a selection continue has no frame of its own
         return self.restrict(x, space)
+
+    def on_frame(self, x: Term, frame: IndexedFrame) -> Term | None:
+        """x itself if each row of `frame` belongs to one of its elements; else its values for the rows of the
+        selection that they belong to; None where there is no such."""
+        if x.level in ("batch", "token"):
+            return self.on_selection(x, frame.id)
+        if any(s.id == x.space for s in frame.chain):
+            return x
+        found = (self.on_selection(x, s.id) for s in frame.chain)
+        return next((t for t in found if t is not None), None)
 
     def _types(self, op: str, args: tuple[Term, ...], span: Span) -> bool:
         for arg in args:
@@ -259,7 +272,7 @@ class Operators:
         """The values of x for the rows of a selection."""
         if not isinstance(ref, FrameRef):
             return self._kind("over", "sequences as its second argument", ref, span)
-        here = self.on_selection(x, self.spaces.of(ref.frame, x.level))
+        here = self.on_frame(x, ref.frame)
         if here is None or x.level == "batch":
             name = source_name(ref.frame)
             return self.errors.add("RL0202", f"this {x.level} value does not belong to `{name}`", x.at,

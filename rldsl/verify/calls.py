@@ -125,8 +125,11 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
         yield problem("RL0615", f"{name(e)} needs a model that generates, and a spread by prompts", e)
     if t.frames[e.frame].tokenizer != p.tokenizer:
         yield problem("RL0615", f"{name(e)}: the tokens of {e.frame} and {e.prompts} have different tokenizers", e)
-    if t.data[p.data].row_format != "prompts" and not p.tokenizer or p.max_response_tokens:
-        yield problem("RL0615", f"{name(e)} continues {e.prompts}, whose rows have responses already", e)
+    if t.data[p.data].row_format != "prompts" and not p.tokenizer or len(p.chain) == 1 and p.max_response_tokens:
+        yield problem("RL0615", f"{name(e)} continues {e.prompts}, whose rows have responses from data", e)
+    if f.max_prompt_tokens != p.max_prompt_tokens + p.max_response_tokens:
+        yield problem("RL0615", f"{name(e)}: the rows of {e.frame} begin with those of {e.prompts}, which have at most "
+                                f"{p.max_prompt_tokens} + {p.max_response_tokens} tokens, not {f.max_prompt_tokens}", e)
 
 
 def check_infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:

@@ -86,7 +86,6 @@ FLOWS = [
     ("g2 = actor.generate(p, n=1.5)", "RL0205", "1.5", "integer"),
     ("g2 = actor.generate(p, max_tokens=4)", "RL0107", "max_tokens", "`max_new_tokens`"),
     ("g2 = actor.generate(p, n=lp)", "RL0211", "lp", "constant"),
-    ("g2 = actor.generate(gen)", "RL0213", "gen", "to generate from its prompts again, write `actor.generate(p)`"),
     ("actor.train(gen)", "RL0215", "train", "loss"),
     ("actor.train(gen, loss=lp)", "RL0203", "lp", "loss"),
     ("actor.train(gen, loss=value_clip(old=lp, ret=lp))", "RL0206", "value_clip", "no output `values`"),

@@ -112,8 +112,6 @@ CASES = {
 }
 CASES |= {
     # batches: what they are, and what is made of them
-    "generate_from_sequences": flow(*GEN, "h = m.generate(g)"),
-    "generate_from_a_selection": flow(*GEN, "kept = g where len(g) > 3", "h = m.generate(kept)"),
     "generate_from_answers": 'data a = jsonl("a.jsonl", batch=4, kind="answers")\n' + flow(
         "b = a.next()", "h = m.generate(b)"),
     "value_of_prompts": flow("p = d.next()", "metric x = mean(p.logprobs)"),

@@ -30,8 +30,8 @@ POLL_EVERY = {"cuda": 8}  # decode steps between polls for finished sequences, w
 
 @torch.no_grad()
 def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling, *, tokenizer_dir: str, seed: int,
-             step: int, max_num_seqs: int, max_prompt_len: int = 0, poll_every: int = 0, capture: bool = True,
-             states: DecodeStates | None = None) -> GenerationOutput:
+             step: int, max_num_seqs: int, max_prompt_len: int = 0, continues: bool = False, poll_every: int = 0,
+             capture: bool = True, states: DecodeStates | None = None) -> GenerationOutput:
     """See `Shard.generate`. The last three arguments change no number.
 
     poll_every: decode steps between polls for finished sequences (0: the device's default).
@@ -44,6 +44,13 @@ def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling,
     if not count and axes.ep.size == 1:
         return _output(prompts, Responses.empty(0, sampling.max_new_tokens, device))
     tokenizer, eos_ids = tokenizer_of(tokenizer_dir)
+    if continues:
+        last = prompts.tokens[prompts.prompt_lens.cumsum(0) - 1]
+        incomplete = ~torch.isin(last, torch.tensor(eos_ids, device=device))
+        generated = generate(stage, axes, _some(prompts, incomplete), sampling, tokenizer_dir=tokenizer_dir, seed=seed,
+                             step=step, max_num_seqs=max_num_seqs, max_prompt_len=max_prompt_len,
+                             poll_every=poll_every, capture=capture, states=states)
+        return _with_complete(prompts, incomplete, generated)
     stop_strings = StopStrings(sampling.stop, tokenizer) if sampling.stop else None
     waits_anyway = axes.ep.size > 1 or stop_strings is not None  # the host reads from the device in every step
     scheduler = Scheduler(
@@ -66,6 +73,30 @@ def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling,
     if states is not None:
         keep_released(states, key, state)
     return output
+
+
+def _some(batch: PackedBatch, chosen: torch.Tensor) -> PackedBatch:
+    """Some of the prompts of a batch. chosen: [S] bool."""
+    tokens = batch.tokens[chosen.repeat_interleave(batch.prompt_lens)]
+    return PackedBatch(batch.rows[chosen], batch.prompt_lens[chosen], batch.response_lens[chosen], tokens)
+
+
+def _with_complete(prompts: PackedBatch, incomplete: torch.Tensor, generated: GenerationOutput) -> GenerationOutput:
+    """`generated` for those of `prompts` that are `incomplete` ([S] bool); the others get empty, finished responses."""
+    responses = torch.zeros_like(prompts.prompt_lens)
+    responses[incomplete] = generated.batch.response_lens
+    finished = torch.ones_like(incomplete)
+    finished[incomplete] = generated.finished
+    lens = prompts.prompt_lens + responses
+    tokens = prompts.tokens.new_empty(int(lens.sum()))
+    of_prompt = offsets_within(lens) < prompts.prompt_lens.repeat_interleave(lens)
+    tokens[of_prompt] = prompts.tokens
+    made = generated.batch
+    of_response = offsets_within(made.prompt_lens + made.response_lens) >= made.prompt_lens.repeat_interleave(
+        made.prompt_lens + made.response_lens)
+    tokens[~of_prompt] = made.tokens[of_response]
+    return GenerationOutput(PackedBatch(prompts.rows, prompts.prompt_lens, responses, tokens), generated.logprobs,
+                            finished)
 
 
 def shares_prompt(prompts: PackedBatch) -> list[bool]:

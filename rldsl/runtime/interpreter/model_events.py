@@ -85,14 +85,15 @@ def generate(models: ModelStore, step: StepState, event: Generate) -> None:
     spread, record = context.spreads[event.spread], context.frames[event.frame]
     rows = step.my_rows(spread, event.frame)
     prompt_rows = rows // record.per_prompt
-    lens = step.rows.lens[event.prompts].prompt[prompt_rows]
+    lens = step.rows.lens[event.prompts].of("tokens")[prompt_rows]  # of a continuation, the whole text so far
     tokens = step.read(event.reads, f"{event.prompts}.tokens")
     prompts = PackedBatch(rows + step.first_row(record.count), lens, torch.zeros_like(lens),
                           _repeated(tokens, prompt_rows))
     shard = models.shard_to_read(event.model, event.layout)
     seed = step.sampling_seed(event.id, event.frame)
     generated = shard.generate(prompts, event.sampling, seed=seed, step=step.index,
-                               max_num_seqs=event.mbs, max_prompt_len=context.frames[event.prompts].max_prompt_tokens)
+                               max_num_seqs=event.mbs, max_prompt_len=record.max_prompt_tokens,
+                               continues=context.frames[event.prompts].max_response_tokens > 0)
     all_lens = RowLengths(*(torch.zeros(record.count, dtype=torch.int64, device=context.device) for _ in range(2)))
     all_lens.prompt[rows], all_lens.response[rows] = lens, generated.batch.response_lens
     step.rows.lens[event.frame] = all_lens  # 0 for other ranks' rows, until the lengths are exchanged
