@@ -25,8 +25,9 @@ def check_losses(t: Tables) -> Iterator[Diagnostic]:
 
 def _fault(t: Tables, e: Train, program: Program) -> str:
     nodes, outputs = program.nodes, dict(program.outputs)
-    backwards = any(not 0 <= a < i for i, n in enumerate(nodes) for a in n.args)
-    if backwards or not 0 <= outputs.get("loss", -1) < len(nodes):
+    malformed = any(n.op not in OPERATORS or len(n.args) != OPERATORS[n.op].arity or not all(0 <= a < i for a in n.args)
+                    for i, n in enumerate(nodes))
+    if malformed or not 0 <= outputs.get("loss", -1) < len(nodes):
         return ""  # another check's
     frames = [t.frames[f] for f in e.frames]
     spaces = {"": 0, **{f.id: 0 for f in frames}, **{f.row_space: 0 for f in frames},

@@ -35,6 +35,21 @@ def size_of(plan: Plan, mesh: str) -> int:
     return next(len(m.members()) for m in plan.meshes if m.id == mesh)
 
 
+@pytest.mark.parametrize("more", [False, True])
+def test_a_node_of_a_program_with_too_few_or_too_many_arguments_is_refused(more: bool) -> None:
+    """Whichever node it is: the check of losses looks at the arguments of reductions and divisions."""
+    plan, tried = grpo(), 0
+    for number, program in enumerate(plan.programs):
+        for i, node in enumerate(program.nodes):
+            if not (i if more else node.args):
+                continue
+            args = (*node.args, 0) if more else node.args[:-1]
+            forged = (*program.nodes[:i], replace(node, args=args), *program.nodes[i + 1 :])
+            tried += 1
+            assert "RL0616" in codes(row(plan, "programs", number, nodes=forged)), (program.id, node)
+    assert tried >= 8
+
+
 def divided(plan: Plan) -> int:
     """The number of the first spread that divides rows."""
     return next(i for i, s in enumerate(plan.spreads) if s.granularity != "all")
