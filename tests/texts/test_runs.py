@@ -23,7 +23,8 @@ PLACES = {
     "apart": "place actor.* on mesh(0:1)\nplace judge.* on mesh(1:2)",
     "wide": "place actor.generate on mesh(0:4) dp=4\nplace judge.* on mesh(2:4) tp=2\nplace actor.train on mesh(0:2) pp=2",
     "mixed": "place actor.* on mesh(0:4) dp=2 tp=2\nplace judge.* on mesh(0:4) dp=2 pp=2",
-    "zero": "place actor.* on mesh(0:4) dp=4 zero=2\nplace judge.* on mesh(0:1)",
+    "zero": "place actor.generate on mesh(0:4) dp=2 tp=2\nplace actor.train on mesh(0:4) dp=4 zero=2\n"
+            "place judge.* on mesh(0:1)",
 }
 
 
