@@ -13,6 +13,7 @@ from rldsl.graph import declare
 from rldsl.graph import model as g
 from rldsl.graph.calls import CallsOfFlow
 from rldsl.graph.computations import Computations, full_label
+from rldsl.graph.derive import Derivations
 from rldsl.graph.evaluation import Evaluations
 from rldsl.graph.select import Selections
 from rldsl.graph.sync import sync
@@ -45,10 +46,12 @@ class FlowBuilder(Computations):
         self.checkpoint: g.Checkpoint | None = None
         self._iterations: int | None = None  # of the enclosing `repeat`
         self.calls = CallsOfFlow(self)
+        self.derivations = Derivations(self)
         self.selections = Selections(self)
         self.evaluations = Evaluations(self)
         self.texts = Texts(self)
         exprs.calls = self.calls.nested
+        exprs.frames = self.derivations.call
 
     # ------------------------------------------------------------------------------------------- statements
 
@@ -110,6 +113,9 @@ class FlowBuilder(Computations):
 
     def _assign(self, s: ast.Assign, scope: Scope) -> None:
         call = self.call_of(s.value, scope)
+        if call and s.named:
+            self._with_a_call(s, scope)
+            return
         if call:
             name = s.targets[0].name
             unbound = self._can_bind(s.targets[0])
@@ -120,9 +126,7 @@ class FlowBuilder(Computations):
             if unbound:
                 self._bind(s, value, scope)
             return
-        if len(s.targets) == 1 and self._can_bind(s.targets[0]) and s.targets[0].name not in self.states:
-            self.texts.named = s.value, s.targets[0].name
-        value = self.exprs.build(s.value, scope)
+        value = self._value_of(s, scope)
         if s.clause is not None and not isinstance(value, Bad):
             self.errors.add("RL0212", "only model calls can be placed", s.clause.span, "this statement calls no model",
                             help="arithmetic runs where its inputs are: remove `on ...`")
@@ -136,6 +140,22 @@ class FlowBuilder(Computations):
             parts = tuple(made.get(n, v) for n, v in zip(names, values, strict=True))
             value = parts[0] if len(parts) == 1 else Several(parts)
         self._bind(s, value, scope)
+
+    def _value_of(self, s: ast.Assign, scope: Scope) -> Meaning:
+        """The value of an assignment. Sequences that it makes have the name that they are bound to."""
+        if len(s.targets) == 1 and self._can_bind(s.targets[0]) and s.targets[0].name not in self.states:
+            self.derivations.target = self.texts.named = s.value, s.targets[0].name
+        value = self.exprs.build(s.value, scope)
+        self.derivations.target = None
+        return self.derivations.named(value, s.named, scope, s.value) if s.named else value
+
+    def _with_a_call(self, s: ast.Assign, scope: Scope) -> None:
+        """Say that `gen = actor.generate(prompt) with ...` is two statements."""
+        names = " ".join(s.span.text[s.named[0][0].span.start - s.span.start:].split())
+        self.errors.add("RL0212", "a call and `with` in the same statement", s.named[0][0].span,
+                        help=f"write two statements: `{s.targets[0].name} = {s.value.span.text}`, then "
+                             f"`NAME = {s.targets[0].name} with {names}`")
+        self._bind(s, BAD, scope)
 
     def _select(self, s: ast.Assign, scope: Scope) -> None:
         if self.selections.of_a_call(s, scope):

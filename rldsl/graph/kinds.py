@@ -19,7 +19,7 @@ def kinds(flow: ast.Flow, data: Mapping[str, g.Data]) -> dict[str, str]:
     batches = {t.targets[0].name: name for t in trees if isinstance(t, ast.Assign)
                for name in [_source(t.value)] if name in data}
     for t in trees:  # a selection of a batch is used as the batch is
-        if (isinstance(t, ast.Assign) and t.where is not None and isinstance(t.value, ast.Name)
+        if (isinstance(t, ast.Assign) and (t.where is not None or t.named) and isinstance(t.value, ast.Name)
                 and t.value.name in batches):
             batches[t.targets[0].name] = batches[t.value.name]
     seen: dict[str, set[str]] = {name: set() for name in data}

@@ -1,7 +1,8 @@
 """How many minibatches a `train` call makes: given as `minibatches=`, or by the size of one, `minibatch=`.
 
 In: the options of the call and the batch. Out: a count that divides the rows of the batch evenly. A size is in rows:
-sequences, or pairs for pairs; in prompts it stands for all sequences of so many prompts.
+sequences, or pairs for pairs; in prompts it stands for all sequences of so many prompts. Of generated pairs it is the
+most that a minibatch has: some may be absent, and those that are there are divided evenly.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, exp
     if "minibatches" in args:
         return add("RL0215", "`minibatch` and `minibatches` cannot be combined", tree.span,
                    help="give one of them: `minibatch` is the size, `minibatches` the number")
-    legal = UNITS[batch.contents]
+    legal = UNITS["pairs" if batch.paired else batch.contents]
     unit = unit_of(tree.value, exprs, scope) or legal[0]
     if all(differ(unit, u) for u in legal):
         return add("RL0218", f"`minibatch` of `{source_name(frame)}` counts {' or '.join(legal)}, not {unit}",
                    tree.value.span, f"this is in {unit}", help=f"give it in {legal[0]}")
-    if frame.present_in:
+    if frame.present_in and not batch.paired:
         return add("RL0213", "`minibatch` needs a batch of known size", tree.value.span,
                    f"the number of sequences in `{source_name(frame)}` is known only at run time",
                    help="give the number of minibatches instead: `minibatches=4`")

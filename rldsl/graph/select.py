@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
+from rldsl.graph.derive import STANDARD
 from rldsl.plan.model import Space, Value
 from rldsl.plan.naming import collected
 from rldsl.plan.spaces import IndexedFrame
@@ -32,8 +33,6 @@ from rldsl.syntax import ast
 if TYPE_CHECKING:
     from rldsl.graph.flow import FlowBuilder
 
-STANDARD = ("tokens", "logprobs", "finished")
-
 
 class Selections:
     def __init__(self, flow: FlowBuilder):
@@ -47,6 +46,8 @@ class Selections:
         if s.where is None:
             raise internal_error("a selection without a condition")
         value, condition = self.flow.exprs.build(s.value, scope), self.flow.exprs.term(s.where, scope)
+        if s.named:
+            value = self.flow.derivations.named(value, s.named, scope, s.value)
         if isinstance(value, Bad) or isinstance(condition, Bad):
             return BAD
         if not isinstance(value, (FrameRef, Pairs)):
@@ -56,7 +57,7 @@ class Selections:
         chosen = self._condition(condition, refs[0].frame, s.where)
         if chosen is None or target is None:
             return BAD
-        made = [self._selected(ref, target, chosen.name, s) for ref in refs]
+        made = [self.selected(ref, target + _side(ref.frame), target, chosen.name, s.span) for ref in refs]
         return made[0] if len(made) == 1 else Pairs(made[0], made[1])
 
     def of_a_call(self, s: ast.Assign, scope: Scope) -> bool:
@@ -101,18 +102,17 @@ class Selections:
             return self.flow.materialize(wide, "where", tree.span)
         return None
 
-    def _selected(self, ref: FrameRef, target: str, condition: str, s: ast.Assign) -> FrameRef:
+    def selected(self, ref: FrameRef, id_: str, space: str, condition: str, span: Span) -> FrameRef:
+        """The rows of `ref` for which `condition`, a seq value, holds: the frame `id_`, whose rows are `space`."""
         old = ref.frame
-        of_pair = old.id != old.row_space and old.id.startswith(f"{old.row_space}.")
-        side = f".{old.id.rpartition('.')[2]}" if of_pair else ""
-        frame = self.spaces.add(replace(old, id=target + side, row_space=target, selected_from=old.id,
-                                        present_in=target + side, label=""), *_selected_spaces(old, target))
+        frame = self.spaces.add(replace(old, id=id_, row_space=space, selected_from=old.id, picked_from="",
+                                        present_in=id_, label=""), *_selected_spaces(old, space))
         values = [(f"{old.id}.{x}", self.flow.value(f"{frame.id}.{x}", v.level, frame.id, v.dtype, v.extent))
                   for x in STANDARD for v in self._of(f"{old.id}.{x}")]
         self.flow.value(f"{frame.id}.lengths", "seq", frame.id, "i64", "lengths")
         self.flow.columns[frame.chain[-1].id] = self.flow.columns[old.chain[-1].id]
         self.flow.items.append(g.Derive(
-            id=self.flow.unique(frame.id), reads=(condition, *(v for v, _ in values)), span=s.span, op="where",
+            id=self.flow.unique(frame.id), reads=(condition, *(v for v, _ in values)), span=span, op="where",
             writes=tuple(w for _, w in values), source=old.id, frame=frame.id, values=tuple(values), key=condition))
         return replace(ref, frame=frame)
 
@@ -181,6 +181,7 @@ class Selections:
         all_rows = {f.id: self.spaces.add(replace(
             f, id=f"{f.id}.all", row_space=f"{f.row_space}.all",
             selected_from=f"{f.selected_from}.all" if f.selected_from and f.selected_from not in before else "",
+            picked_from=f"{f.picked_from}.all" if f.picked_from and f.picked_from not in before else "",
             present_in=f"{f.id}.all", label=collected(f.label or f.id)),
             *_collected_spaces(f, iterations, outside)) for f in new}
         values = [v for v in self.flow.values if v.frame in all_rows and v.extent != "lengths"]
@@ -227,7 +228,14 @@ class Selections:
 
     def _collected_ref(self, ref: FrameRef, all_rows: dict[str, IndexedFrame]) -> FrameRef:
         base = all_rows[ref.base].id if ref.base in all_rows else ref.base
-        return replace(ref, frame=all_rows.get(ref.frame.id, ref.frame), base=base)
+        fields = tuple((n, t) for n, old in ref.fields for t in [self._after(old, all_rows)] if isinstance(t, Term))
+        return replace(ref, frame=all_rows.get(ref.frame.id, ref.frame), base=base, fields=fields)
+
+
+def _side(frame: IndexedFrame) -> str:
+    """".chosen" for that side of a pair; "" for sequences of no pair."""
+    of_pair = frame.id != frame.row_space and frame.id.startswith(f"{frame.row_space}.")
+    return f".{frame.id.rpartition('.')[2]}" if of_pair else ""
 
 
 def _selected_spaces(frame: IndexedFrame, target: str) -> Iterator[Space]:

@@ -186,8 +186,10 @@ class _Walker:
     def _statements(self, body: tuple[ast.Statement, ...], kind: str) -> None:
         for s in body:
             match s:
-                case ast.Assign(targets=targets, value=value, where=where, clause=clause):
+                case ast.Assign(targets=targets, value=value, named=named, where=where, clause=clause):
                     self.expr(value)
+                    for _, expr in named:
+                        self.expr(expr)
                     if where is not None:
                         self.expr(where)
                     for ident in targets:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-DeriveOpName = Literal["where", "restrict", "text"]
+DeriveOpName = Literal["where", "restrict", "pick", "text"]
 OverLong = Literal["error", "truncate", "drop"]  # what is done with a text above the limit
 
 
@@ -30,6 +30,7 @@ class DeriveOp:
 DERIVE_OPS: Mapping[DeriveOpName, DeriveOp] = {
     "where": DeriveOp(verb="select", key="bool"),  # the rows whose condition holds, under the same numbers
     "restrict": DeriveOp(verb="select", makes_rows=False),  # values of a frame, for the rows of a selection of it
+    "pick": DeriveOp(verb="pick", key="f32"),  # of each prompt the row with the largest number, the first of equals
     # prompts that a Python function writes about the rows, tokenized where the rows are
     "text": DeriveOp(verb="write", calls_python=True),
 }

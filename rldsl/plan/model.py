@@ -282,6 +282,7 @@ class Frame:
     # the model directory whose tokenizer made its tokens; "": that of its data source
     tokenizer: str = ""
     selected_from: str = ""  # the frame that this one is a selection of; "": none
+    picked_from: str = ""  # the frame of which this one has one row for each prompt; "": none
     # the frame whose lengths say which rows are present (a row without tokens is absent); "": all are
     present_in: str = ""
     label: str = ""  # what people call it, where its id is a name of the compiler's (`plan/naming.py`)

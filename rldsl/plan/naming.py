@@ -164,7 +164,8 @@ def labelled(plan: Plan) -> Plan:
         plan, body=labels.items(plan.body),
         programs=tuple(map(labels.computation, plan.programs)),
         values=tuple(replace(v, id=name(v.id), frame=name(v.frame)) for v in plan.values),
-        frames=tuple(replace(f, id=name(f.id), selected_from=name(f.selected_from), present_in=name(f.present_in))
+        frames=tuple(replace(f, id=name(f.id), selected_from=name(f.selected_from), picked_from=name(f.picked_from),
+                             present_in=name(f.present_in))
                      for f in plan.frames),
         spreads=tuple(replace(s, frames=tuple(map(name, s.frames))) for s in plan.spreads),
         states=tuple(replace(s, value=name(s.value)) for s in plan.states))

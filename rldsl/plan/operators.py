@@ -91,6 +91,8 @@ _ALL = (
     _sequence("cumsum", ("token",), "token", "inclusive running sum"),
     _sequence("discount", ("token", "batch"), "token", "y_t = x_t + g * y_{t+1}"),
     _sequence("len", (), "seq", "number of response tokens; attribute `frame`", gradient=False),
+    Operator("index", "sequence", 0, "the position of a row among those of its prompt, from 0; attribute `frame`", (),
+             "seq", gradient=False, in_loss=False),
     # A number in (0, 1) per element, drawn from the seed, the step, the attribute `call` (the name of the call's
     # statement; "name#2" for its second call), and the row and position of the element. Attribute `frame` at token
     # level.
@@ -115,6 +117,7 @@ Form = Literal[  # how calls are lowered
     "reduction",  # to `operator`; where there is none, by the function in `semantics/operators.py:COMPOSITES`
     "either",  # a reduction with one argument, else elementwise
     "sequence",  # by `semantics/operators.py:Operators.sequence`
+    "frames",  # to nodes of the dataflow graph, by `graph/derive.py`
     "special",  # by the function in `semantics/builtins.py:SPECIAL`
 ]
 
@@ -207,6 +210,15 @@ _FUNCTIONS = (
         "at_end", max_args=2),
     Builtin("over", "sequence", (
         ("over(x, kept)", "F, sequences -> F", "the values of x for the rows of a [selection](#selection)"),),
+        min_args=2, max_args=2),
+    Builtin("pick", "frames", (
+        ("pick(gen, x)", "sequences, F seq -> sequences",
+         "of each prompt the sequence with the largest x, the first of equals, see "
+         "[sequences from sequences](#sequences-from-sequences)"),),
+        min_args=2, max_args=2),
+    Builtin("pair", "frames", (
+        ("pair(a, b)", "sequences, sequences -> pairs",
+         "pairs of a, the chosen, and b, the rejected side, see [sequences from sequences](#sequences-from-sequences)"),),
         min_args=2, max_args=2),
     Builtin("uniform", "special", (
         ("uniform(x)", "F -> F", "a random number in the open interval (0, 1) for each element of x"),), "uniform"),

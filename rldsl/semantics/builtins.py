@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
 from rldsl.plan.model import MAX_RANKS
-from rldsl.plan.operators import BUILTINS, REDUCTIONS
+from rldsl.plan.operators import BUILTINS, REDUCTIONS, Builtin
 from rldsl.semantics.errors import BAD, Bad, suggest
 from rldsl.semantics.levels import source_name
 from rldsl.semantics.terms import Term
@@ -67,6 +67,8 @@ class Builtins:
     def call(self, name: str, expr: ast.Call, scope: Scope) -> Meaning:
         """A call of a built-in function, by position and with its options, which are constants."""
         builtin = BUILTINS[name]
+        if builtin.form == "frames":
+            return self._frames(builtin, expr, scope)
         args: list[Meaning] = []
         options: dict[str, Term | Bad] = {}
         for arg in expr.args:
@@ -76,12 +78,8 @@ class Builtins:
                 options[arg.name.name] = self.exprs.constant(arg.value, scope)
             else:
                 return self.errors.add("RL0107", f"`{name}` has no argument `{arg.name.name}`", arg.name.span)
-        least, most = builtin.min_args, builtin.max_args
-        if not least <= len(args) <= most:
-            wanted = (str(least) if least == most else f"{least} or {most}" if most == least + 1 else
-                      f"at least {least}" if len(args) < least else f"at most {most}")
-            return self.errors.add("RL0204", f"`{name}` takes {wanted} argument{'s' if wanted != '1' else ''}, "
-                                   f"not {len(args)}", expr.func.span)
+        if not self._counted(builtin, len(args), expr):
+            return BAD
         if any(isinstance(a, Bad) for a in (*args, *options.values())):
             return BAD
         reducing = builtin.form == "reduction" or builtin.form == "either" and len(args) == 1
@@ -111,6 +109,33 @@ class Builtins:
             constants = {n: o.value for n, o in options.items() if isinstance(o, Term)}
             return BAD if to is None else self.exprs.ops.reduce(name, terms[0], to, expr.span, constants)
         return self.exprs.ops.apply(name, terms, expr.span)
+
+    def _counted(self, builtin: Builtin, given: int, expr: ast.Call) -> bool:
+        """Whether a call has as many positional arguments as it may; else a message says how many."""
+        least, most = builtin.min_args, builtin.max_args
+        if least <= given <= most:
+            return True
+        wanted = (str(least) if least == most else f"{least} or {most}" if most == least + 1 else
+                  f"at least {least}" if given < least else f"at most {most}")
+        self.errors.add("RL0204", f"`{builtin.name}` takes {wanted} argument{'s' if wanted != '1' else ''}, "
+                        f"not {given}", expr.func.span)
+        return False
+
+    def _frames(self, builtin: Builtin, expr: ast.Call, scope: Scope) -> Meaning:
+        """A function that makes sequences, which only the flow can do."""
+        named = next((a.name for a in expr.args if a.name is not None), None)
+        if named is not None:
+            return self.errors.add("RL0107", f"`{builtin.name}` has no argument `{named.name}`", named.span)
+        if expr.by is not None:
+            return self.errors.add("RL0107", f"`{builtin.name}` does not take `by` here", expr.by.span,
+                                   help=f"only reductions take `by`: {', '.join(REDUCTIONS)}")
+        if not self._counted(builtin, len(expr.args), expr):
+            return BAD
+        if self.exprs.frames is None or self.exprs.functions.active:
+            return self.errors.add("RL0212", f"`{builtin.name}` outside the flow", expr.span,
+                                   "functions and losses work on values",
+                                   help="make the sequences in the flow, and pass their values as arguments")
+        return self.exprs.frames(builtin.name, expr, scope)
 
     def clip(self, terms: tuple[Term, ...], expr: ast.Call) -> Term | Bad:
         """clip(x, low, high): min(max(x, low), high)."""

@@ -45,6 +45,7 @@ from rldsl.source import Span
 from rldsl.syntax import ast
 
 CallOfModel = Callable[[ModelRef | DataRef, ast.Call, Scope], Meaning]
+CallForFrames = Callable[[str, ast.Call, Scope], Meaning]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class ExpressionBuilder:
         self.functions = Functions(self)
         self.calls: CallOfModel | None = None  # what the flow does with a call of a model or data source
         self.texts: TextsOfFunction | None = None  # what the flow does with a function that returns prompts
+        self.frames: CallForFrames | None = None  # what it does with a built-in function that makes sequences
         self.elsewhere: dict[str, Span] = {}  # name -> the statement of the flow that binds it first
 
     # ------------------------------------------------------------------------------------------ expressions
@@ -160,6 +162,8 @@ class ExpressionBuilder:
     def attribute(self, expr: ast.Attribute, scope: Scope) -> Meaning:
         owner, what = self.build(expr.value, scope), expr.name.name
         fields: dict[str, Meaning] = {}
+        if isinstance(owner, FrameRef) and what in dict(owner.fields):
+            return self.field(owner, dict(owner.fields)[what], expr.span)
         match owner:
             case Bad():
                 return BAD
@@ -177,7 +181,8 @@ class ExpressionBuilder:
         if what in fields:
             return fields[what]
         first = owner.chosen if isinstance(owner, Pairs) else owner
-        help_ = suggest(what, [*fields, *(first.numbers if isinstance(first, FrameRef) else ())])
+        names = (*first.numbers, *dict(first.fields)) if isinstance(first, FrameRef) else ()
+        help_ = suggest(what, [*fields, *names])
         if isinstance(owner, FrameRef):
             help_ = _made_by_a_call(owner, what, expr.value.span.text) or help_
         if isinstance(first, FrameRef) and first.contents != "generated" and not help_:
@@ -186,6 +191,11 @@ class ExpressionBuilder:
             help_ = f"call it: `{owner.name}.{what}(...)`"
         has = "have" if isinstance(owner, (FrameRef, Several)) else "has"
         return self.errors.add("RL0112", f"{describe(owner)} {has} no field `{what}`", expr.name.span, help=help_)
+
+    def field(self, ref: FrameRef, term: Term, span: Span) -> Term:
+        """A named value of sequences: of those that remain, where they are a selection."""
+        here = self.ops.on_selection(term, self.spaces.of(ref.frame, term.level))
+        return replace(term if here is None else here, span=span)
 
     def number(self, ref: FrameRef, column: str, span: Span) -> Term:
         """A column of data: one number for each prompt, or for each sequence of a batch with answers."""

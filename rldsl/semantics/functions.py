@@ -148,6 +148,10 @@ class Functions:
                                     "sequences can be selected only in the flow",
                                     help="to choose per element, write `where(condition, a, b)`")
                     self.assign(s, BAD, scope)
+                case ast.Assign(named=named) if named:
+                    self.errors.add("RL0212", f"`with` is not allowed in a {kind}", named[0][0].span,
+                                    "values of sequences can be named only in the flow")
+                    self.assign(s, BAD, scope)
                 case ast.Assign(clause=None):
                     self.assign(s, self.exprs.build(s.value, scope), scope)
                 case ast.Metric(name=name, value=value) if kind == "loss":

@@ -112,7 +112,9 @@ class Spaces:
         them and prompts where they have no response. "" for the rows of a function that is checked on its own."""
         if term.level != "seq":
             return {"token": "tokens", "prompt": "prompts", "batch": ""}[term.level]
-        frames = self.with_responses("seq", term.space)
+        frames = self.frames_with_space("seq", term.space)
+        frames = tuple(f for f in frames if not f.picked_from) or frames  # picks share the space of their prompts
+        frames = tuple(f for f in frames if f.max_response_tokens) or frames
         if not frames or not frames[0].data:
             return ""
         return "pairs" if len(frames) > 1 else "sequences" if frames[0].max_response_tokens else "prompts"

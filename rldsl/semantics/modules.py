@@ -28,7 +28,8 @@ Parse = Callable[[SourceFile], ast.File]
 Read = Callable[[str], str]
 LIBRARY, SHIPPED = "rldsl.stdlib", "std/"
 PYTHON = ("std/rewards.py", "std/text.py")
-RESERVED = BUILTINS.keys() | {"mesh", "true", "false"}
+# Names that a program cannot bind. Those of functions that make sequences are words that programs use: `pair`.
+RESERVED = {n for n, b in BUILTINS.items() if b.form != "frames"} | {"mesh", "true", "false"}
 
 
 def relative_path(importer: str, path: str) -> str:

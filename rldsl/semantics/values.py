@@ -30,6 +30,8 @@ class FrameRef:
     contents: str  # "prompts" (no responses yet), "answers" (prompt and answer), "generated" or "pairs"
     numbers: tuple[str, ...] = ()  # the columns of data that are values
     base: str = ""  # the fetched frame that these columns belong to
+    fields: tuple[tuple[str, Term], ...] = ()  # (name, value) of `with`
+    paired: bool = False  # one side of a `pair`
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,10 +136,11 @@ class Clause(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assign(Tree):
-    """targets = value [where condition] [on ...]"""
+    """targets = value [with name=..., ...] [where condition] [on ...]"""
 
     targets: tuple[Ident, ...]
     value: Expr
+    named: tuple[tuple[Ident, Expr], ...] = ()
     where: Expr | None = None
     clause: Clause | None = None
 

@@ -151,8 +151,16 @@ class _Builder(Transformer[Token, Any]):
         return tuple(children)
 
     def assign(self, meta: Any, children: Children) -> ast.Assign:
-        targets, value, where, clause = children
-        return ast.Assign(span=self._span(meta), targets=targets, value=value, where=where, clause=clause)
+        targets, value, named, where, clause = children
+        return ast.Assign(span=self._span(meta), targets=targets, value=value, named=named or (), where=where,
+                          clause=clause)
+
+    def named(self, meta: Any, children: Children) -> tuple[tuple[ast.Ident, ast.Expr], ...]:
+        return tuple(children)
+
+    def named_value(self, meta: Any, children: Children) -> tuple[ast.Ident, ast.Expr]:
+        name, value = children
+        return self._ident(name), value
 
     def do(self, meta: Any, children: Children) -> ast.Do:
         return ast.Do(span=self._span(meta), value=children[0], clause=children[1])

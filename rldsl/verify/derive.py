@@ -89,6 +89,25 @@ def _restrict(t: Tables, e: Derive) -> str:
     return _along(t, e, {f.id for f in _above(t, frame)})
 
 
+def _pick(t: Tables, e: Derive) -> str:
+    frame, source = t.frames[e.frame], t.frames[e.source]
+    if frame.picked_from != e.source or len(source.chain) < 2 or frame.row_space != source.prompt_space:
+        return f"frame {e.frame} does not have a row for each prompt of {e.source}"
+    if frame.present_in != (e.frame if _tells_own_rows(t, source) else source.present_in):
+        return f"frame {e.frame} does not record for which prompts of {e.source} it has a row"
+    kind = (source.data, source.temperature, source.max_prompt_tokens, source.max_response_tokens)
+    if (frame.data, frame.temperature, frame.max_prompt_tokens, frame.max_response_tokens) != kind:
+        return f"frame {e.frame} has other limits, or another temperature or source of data, than {e.source}"
+    if wrong := [v for v, _ in e.values if t.values[v].level == "prompt" or t.values[v].frame != e.source]:
+        return f"{wrong[0]} is not a value of each row of {e.source}"
+    return _along(t, e, {e.source})
+
+
+def _tells_own_rows(t: Tables, frame: IndexedFrame) -> bool:
+    """Whether some rows of a prompt may be absent and others not, so that a prompt may have none."""
+    return bool(frame.present_in) and t.frames[frame.present_in].row_space == frame.row_space
+
+
 def _text(t: Tables, e: Derive) -> str:
     frame, source, function = t.frames[e.frame], t.frames[e.source], t.functions.get(e.function)
     if function is None or not function.returns_text:
@@ -114,7 +133,7 @@ def _text(t: Tables, e: Derive) -> str:
     return ""
 
 
-OPS: Mapping[DeriveOpName, FrameRule] = {"where": _where, "restrict": _restrict, "text": _text}
+OPS: Mapping[DeriveOpName, FrameRule] = {"where": _where, "restrict": _restrict, "pick": _pick, "text": _text}
 
 
 def _along(t: Tables, e: Derive, frames: set[str]) -> str:

@@ -30,7 +30,8 @@ def check_loops(t: Tables) -> Iterator[Diagnostic]:
     generated = {e.frame for e, _ in t.events if isinstance(e, Generate)}  # from prompts that a loop collects
     valued = {t.values[v].frame for e, _ in t.events for v, _ in map(split_buffer, e.writes) if v in t.values}
     for f in t.frames.values():  # a frame that nothing reads has no values, and no loop collects it
-        if f.iterations > 1 and not f.selected_from and f.id not in collected | generated and f.id in valued:
+        derived = f.selected_from or f.picked_from
+        if f.iterations > 1 and not derived and f.id not in collected | generated and f.id in valued:
             yield problem("RL0536", f"frame {f.id} has {f.iterations} iterations, but no loop collects it")
     made: Counter[str] = Counter()
     for e, path in t.events:

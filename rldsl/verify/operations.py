@@ -236,8 +236,8 @@ def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
         yield problem("RL0615", f"{name(e)}: {e.data} has no frames {', '.join(e.frames)}", e)
     for f in e.frames:
         frame = t.frames[f]
-        shape = (frame.tokenizer, frame.present_in, frame.selected_from, frame.data, frame.chain[0].parent, frame.count,
-                 frame.iterations)
+        shape = (frame.tokenizer, frame.present_in, frame.selected_from or frame.picked_from, frame.data,
+                 frame.chain[0].parent, frame.count, frame.iterations)
         if shape != ("", f if once else "", "", e.data, "", t.data[e.data].batch, 1):
             yield problem("RL0615", f"{name(e)} fetches frame {f}, which is not a batch of {e.data}", e)
         if (frame.max_prompt_tokens, frame.max_response_tokens) != (data.max_prompt_tokens, data.max_answer_tokens):

@@ -137,7 +137,7 @@ def _values(t: Tables) -> Iterator[Diagnostic]:
     for f in t.plan.frames:
         if f.data not in t.data:
             yield _unknown("data source", f.data, f"frame {f.id}")
-        yield from (_unknown("frame", x, f"frame {f.id}") for x in (f.selected_from, f.present_in)
+        yield from (_unknown("frame", x, f"frame {f.id}") for x in (f.selected_from, f.picked_from, f.present_in)
                     if x and x not in t.frames)
         if _selects_from_itself(t, f.id):
             yield _bad("RL0612", f"frame {f.id} is derived from itself")
@@ -160,7 +160,7 @@ def _selects_from_itself(t: Tables, frame: str) -> bool:
     while frame in t.frames and frame not in seen:
         seen.add(frame)
         f = t.frames[frame]
-        frame = f.selected_from or (f.present_in if f.present_in != frame else "")
+        frame = f.selected_from or f.picked_from or (f.present_in if f.present_in != frame else "")
     return bool(frame) and frame in t.frames
 
 

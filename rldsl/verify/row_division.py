@@ -51,6 +51,21 @@ def _event(t: Tables, e: Event) -> str:
     return rule_for(RULES, e, "the verifier")(t, e) if e.traits.divides_rows else ""
 
 
+def _derive(t: Tables, e: Derive) -> str:
+    if e.op == "pick" and not _has_whole_prompts(t, t.spreads[e.spread], t.frames[e.source]):
+        return f"needs all rows of a prompt, but spread {e.spread} divides them"
+    return _each_row_once(t, e)
+
+
+def _has_whole_prompts(t: Tables, s: Spread, frame: IndexedFrame) -> bool:
+    """Whether the units of a spread are the prompts of `frame`, or coarser."""
+    if t.layouts[s.layout].dp == 1:
+        return True
+    divided = t.frames[s.frames[0]]
+    unit = divided.prompt_index if s.granularity == "prompt" else 0
+    return divided.origins[unit] in frame.origins[frame.prompt_index:]
+
+
 def _each_row_once(t: Tables, e: Lengths | Derive) -> str:
     return "" if t.spreads[e.spread].epochs == 1 else "uses rows that are repeated over several epochs"
 
@@ -77,7 +92,23 @@ def _train(t: Tables, e: Train) -> str:
     s = t.spreads[e.spread]
     if s.granularity != "row" or s.balance_by == "slot":
         return f"makes minibatches of {s.granularity}s by {s.balance_by}"
+    if len({t.frames[f].row_space for f in e.frames}) > 1:
+        return f"pairs rows of different spaces: {', '.join(e.frames)}"
+    if len({_presence(t, f) for f in e.frames}) > 1:
+        return f"pairs frames of which different rows are present: {', '.join(e.frames)}"
     return "" if set(s.frames) == set(e.frames) else f"makes minibatches of frames {', '.join(s.frames)}"
+
+
+def _presence(t: Tables, frame: str) -> tuple[str, ...]:
+    """What decides which rows of a frame are present: the values that select them, and the frame where that begins."""
+    made = {e.frame: e for e, _ in t.events if isinstance(e, Derive) and e.makes_rows}
+    keys: list[str] = []
+    id = t.frames[frame].present_in
+    while id in made and len(keys) <= len(made):
+        event = made[id]
+        keys.append(event.key if event.op == "where" else f"{event.op} {t.frames[event.frame].row_space}")
+        id = t.frames[event.source].present_in
+    return (*keys, t.frames[id].row_space if id else "")
 
 
 def _compute(t: Tables, e: Compute) -> str:

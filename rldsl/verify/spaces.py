@@ -64,8 +64,22 @@ def _is_endless(s: Space, link: str, spaces: dict[str, Space]) -> bool:
 def _frame(f: Frame, space: Space, t: Tables) -> str:
     """What is wrong with where a frame lies, or ""."""
     of = t.frames.get(f.selected_from)
+    if f.picked_from:
+        return _picked(f, t)
     if bool(f.selected_from) != bool(space.of) or of is not None and of.row_space != space.of:
         return f"is selected from {f.selected_from!r}, but its space {space.id} from {space.of!r}"
+    return _present(f, t)
+
+
+def _picked(f: Frame, t: Tables) -> str:
+    """A frame that has one row for each prompt of another: its space is that one's prompt space."""
+    source = t.frames.get(f.picked_from)
+    if f.selected_from or source is not None and source.prompt_space != f.row_space:
+        return f"is picked from {f.picked_from!r}, but its rows are not the prompts of that frame alone"
+    return _present(f, t)
+
+
+def _present(f: Frame, t: Tables) -> str:
     present, chain = t.frames.get(f.present_in), t.frames[f.id].chain
     if present is not None and present.row_space not in [s.id for s in chain]:
         return f"has rows that are present as in {present.id}, to whose rows they do not belong"

@@ -162,7 +162,7 @@ def _sequence(n: Node, args: Sequence[Cell], views: Mapping[str, View]) -> Cell:
     """op -> levels of the arguments, level of the result; the frame is named, or that of the argument."""
     takes, gives = {"next": ("token", "token"), "prev": ("token", "token"), "cumsum": ("token", "token"),
                     "last": ("token", "seq"), "at_end": ("seq", "token"), "discount": ("token batch", "token"),
-                    "len": ("", "seq")}[n.op]
+                    "len": ("", "seq"), "index": ("", "seq")}[n.op]
     frame = str(n.attr("frame") or args[0].space)
     need(" ".join(a.level for a in args) == takes and n.level == gives and frame in views, f"{n.op} of something else")
     of = views[frame].frame

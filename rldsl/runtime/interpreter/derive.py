@@ -76,6 +76,20 @@ def _restrict(step: StepState, services: Services, event: Derive) -> DerivedRows
     return DerivedRows(rows, rows)
 
 
+def _pick(step: StepState, services: Services, event: Derive) -> DerivedRows:
+    """Of each prompt the row with the largest number, the first of equals. NaN is smaller than any number."""
+    context = step.context
+    rows = step.my_rows(context.spreads[event.spread], event.source)
+    prompts, prompt_of_row = (rows // context.frames[event.source].per_prompt).unique(return_inverse=True)
+    numbers = step.read(event.reads, event.key).select(rows).data
+    numbers = numbers.masked_fill(numbers.isnan(), -torch.inf)
+    largest = numbers.new_empty(prompts.numel()).scatter_reduce(0, prompt_of_row, numbers, "amax", include_self=False)
+    behind = torch.full_like(rows, context.frames[event.source].count)
+    candidates = torch.where(numbers == largest[prompt_of_row], rows, behind)
+    first = torch.zeros_like(prompts).scatter_reduce(0, prompt_of_row, candidates, "amin", include_self=False)
+    return DerivedRows(prompts, first)
+
+
 def _text(step: StepState, services: Services, event: Derive) -> DerivedRows:
     """Prompts that a Python function writes about the rows."""
     context = step.context
@@ -93,5 +107,5 @@ def _text(step: StepState, services: Services, event: Derive) -> DerivedRows:
 
 
 OPS: Mapping[DeriveOpName, Callable[[StepState, Services, Derive], DerivedRows]] = {
-    "where": _where, "restrict": _restrict, "text": _text,
+    "where": _where, "restrict": _restrict, "pick": _pick, "text": _text,
 }

@@ -266,6 +266,8 @@ def sequence(node: Node, frame: str, args: Sequence[Tensor], ragged: RaggedIndex
     match node.op:
         case "len":
             return lens.to(dtype)
+        case "index":
+            return (ragged.frame_rows[frame].rows % ragged.frames[frame].per_prompt).to(dtype)
         case "at_end":
             return _at_end(args[0], frame, ragged)
         case "last":
