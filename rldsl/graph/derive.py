@@ -80,8 +80,8 @@ class Derivations:
         fields = tuple((n, self._field(n, t, old, frame, along)) for n, t in ref.fields)
         self.flow.value(f"{id_}.lengths", "seq", id_, "i64", "lengths")
         self.flow.items.append(g.Derive(
-            id=self.flow.unique(id_), reads=(number.name, *(v for v, _ in along)), writes=tuple(w for _, w in along),
-            span=span, op="pick", source=old.id, frame=id_, values=tuple(along), key=number.name))
+            id=self.flow.unique(id_), reads=tuple(dict.fromkeys((number.name, *(v for v, _ in along)))),
+            writes=tuple(w for _, w in along), span=span, op="pick", source=old.id, frame=id_, values=tuple(along), key=number.name))
         self._index[id_] = input_(f"{id_}.index", "seq", frame.row_space, span)
         return replace(ref, frame=frame, fields=fields)
 

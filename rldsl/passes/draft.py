@@ -94,6 +94,8 @@ def frames_with_needed_lengths(draft: Draft, event: Event, values: Mapping[str, 
         frames.remove(event.frame)
     spreads = [r.id for r in references(event) if r.role is Role.SPREAD]
     known = draft.frames
+    moved = [values[r.id].frame for r in named(event, *event.traits.needs_lengths_of) if r.role is Role.VALUE]
+    frames += [known[f].present_in for f in moved if f and known[f].present_in]
     for id in spreads:
         spread = draft.spreads.get(id)
         if spread is not None and spread.granularity != "all":

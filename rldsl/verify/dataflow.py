@@ -175,8 +175,10 @@ def _frames_with_needed_lengths(t: Tables, e: Event) -> set[str]:
     for field, role, id in references(e):
         if field in e.traits.needs_lengths_of and role is Role.FRAME:
             frames.add(id)
-        elif field in e.traits.needs_lengths_of and t.values[id].extent in ("tokens", "response"):
-            frames.add(t.values[id].frame)
+        elif field in e.traits.needs_lengths_of and t.values[id].frame:
+            value = t.values[id]
+            frames |= {t.frames[value.frame].present_in} - {""}  # which of its rows there are
+            frames |= {value.frame} if value.extent in ("tokens", "response") else set()
     if isinstance(e, Derive) and e.makes_rows:
         frames.discard(e.frame)
     spreads = [id for _, role, id in references(e) if role is Role.SPREAD]

@@ -1,0 +1,83 @@
+"""Picks, pairs and their named values give the same numbers wherever the calls run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.selection.programs import folder, under
+from tests.selection.test_selection import close
+
+PLACES = {
+    "one rank": "place *.* on mesh(0:1)",
+    "dp": "place *.* on mesh(0:4) dp=4",
+    "tp": "place *.* on mesh(0:2) tp=2",
+    "pp": "place actor.* on mesh(0:2) pp=2 mbs=1",
+    "tp and pp": "place actor.generate on mesh(0:4) dp=2 tp=2\nplace actor.train on mesh(0:4) dp=2 pp=2",
+    "apart": "place actor.generate on mesh(0:2) dp=2\nplace actor.train on mesh(2:4) dp=2 zero=2",
+    "cp": "place actor.generate on mesh(0:2) dp=2\nplace actor.train on mesh(0:4) dp=2 cp=2",
+}
+BODY = """
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n=3, max_new_tokens=6)
+  r      = parity(gen)
+  scored = gen with reward=r, x=spread(gen), old=gen.logprobs, hard=mean(r by prompt)
+  some   = scored where r < 1 or scored.x > 0.2
+  best   = pick(some, some.reward)
+  worst  = pick(some, -some.reward)
+  duel   = pair(best, worst)
+  wide   = duel where duel.chosen.x - duel.rejected.x < 0.4
+  metric some    = count(some)
+  metric best    = mean(best.reward) + mean(best.hard) + mean(best.old - best.logprobs)
+  metric again   = mean(abs(parity(best) + spread(best) - best.reward - best.x))
+  metric duels   = count(duel)
+  metric wide    = count(wide)
+  metric reward  = mean(wide.chosen.x - wide.rejected.x) + mean(wide.rejected.hard)
+  metric old     = mean(duel.chosen.old) + mean(len(duel.rejected))
+  actor.train(wide.chosen, wide.rejected, loss=lead(a=wide.chosen.old, b=wide.rejected.old), minibatch=2 pairs)
+  actor.train(best, loss=pg(adv=best.reward, weight=1.0), minibatches=2)
+"""
+LEAD = """
+loss lead(chosen: token, rejected: token; a: token, b: token) {
+  return -mean(logsigmoid(sum(chosen - a by seq) - sum(rejected - b by seq)))
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder(tmp_path_factory.mktemp("derive"))
+
+
+def test_placements_agree(base: Path) -> None:
+    first, *others = under(base, BODY, list(PLACES.values()), top=LEAD, steps=3, batch=6)
+    assert all(0 < step["wide"] <= step["duels"] and step["again"] < 1e-6 for step in first)
+    assert any(step["wide"] < step["duels"] for step in first) and any(step["duels"] < 6 for step in first)
+    for other in others:
+        close(other, first)
+
+
+COLLECTED = """
+  repeat {
+    more   = prompts.next()
+    tries  = actor.generate(more, n=4, max_new_tokens=6)
+    r      = parity(tries)
+    scored = tries with reward=r + 0.1 * spread(tries)
+    duel   = pair(pick(scored, scored.reward), pick(scored, -scored.reward))
+    clear  = duel where duel.chosen.reward > 0.5
+  } until count(clear) >= 5 max 3
+  metric clear  = count(clear)
+  metric reward = mean(clear.chosen.reward) - mean(clear.rejected.reward)
+  final = pick(tries, r)
+  metric final = mean(len(final)) + mean(over(r, tries))
+  actor.train(clear.chosen, clear.rejected, loss=margin(), minibatches=2)
+"""
+
+
+def test_pairs_are_collected(base: Path) -> None:
+    body = COLLECTED.replace(" + mean(over(r, tries))", "")
+    first, *others = under(base, body, [PLACES["one rank"], PLACES["tp and pp"], PLACES["apart"]], steps=2, batch=3)
+    assert all(step["clear"] >= 2 for step in first)
+    for other in others:
+        close(other, first)
