@@ -81,12 +81,13 @@ class Derivations:
         self.flow.value(f"{id_}.lengths", "seq", id_, "i64", "lengths")
         self.flow.items.append(g.Derive(
             id=self.flow.unique(id_), reads=tuple(dict.fromkeys((number.name, *(v for v, _ in along)))),
-            writes=tuple(w for _, w in along), span=span, op="pick", source=old.id, frame=id_, values=tuple(along), key=number.name))
+            writes=tuple(w for _, w in along), span=span, op="pick", source=old.id, frame=id_, values=tuple(along),
+            key=number.name))
         self._index[id_] = input_(f"{id_}.index", "seq", frame.row_space, span)
         return replace(ref, frame=frame, fields=fields)
 
     def _index_of(self, frame: IndexedFrame, span: Span) -> Term:
-        """Where each row is among those of its prompt, made once in a block; `prune` drops it where no pair reads it."""
+        """Where each row is among those of its prompt, made once in a block; `prune` drops it if no pair reads it."""
         known = self._indices.get(frame.id)
         if known is None or not any(known.name in n.writes for n in self.flow.items if isinstance(n, g.Compute)):
             term = Term("index", (), "seq", frame.row_space, "f32", span, (("frame", frame.id),))

@@ -218,7 +218,8 @@ _FUNCTIONS = (
         min_args=2, max_args=2),
     Builtin("pair", "frames", (
         ("pair(a, b)", "sequences, sequences -> pairs",
-         "pairs of a, the chosen, and b, the rejected side, see [sequences from sequences](#sequences-from-sequences)"),),
+         "pairs of a, the chosen, and b, the rejected side; see "
+         "[sequences from sequences](#sequences-from-sequences)"),),
         min_args=2, max_args=2),
     Builtin("uniform", "special", (
         ("uniform(x)", "F -> F", "a random number in the open interval (0, 1) for each element of x"),), "uniform"),

@@ -51,12 +51,6 @@ def _event(t: Tables, e: Event) -> str:
     return rule_for(RULES, e, "the verifier")(t, e) if e.traits.divides_rows else ""
 
 
-def _derive(t: Tables, e: Derive) -> str:
-    if e.op == "pick" and not _has_whole_prompts(t, t.spreads[e.spread], t.frames[e.source]):
-        return f"needs all rows of a prompt, but spread {e.spread} divides them"
-    return _each_row_once(t, e)
-
-
 def _has_whole_prompts(t: Tables, s: Spread, frame: IndexedFrame) -> bool:
     """Whether the units of a spread are the prompts of `frame`, or coarser."""
     if t.layouts[s.layout].dp == 1:
@@ -72,6 +66,8 @@ def _each_row_once(t: Tables, e: Lengths | Derive) -> str:
 
 def _derive(t: Tables, e: Derive) -> str:
     s = t.spreads[e.spread]
+    if e.op == "pick" and not _has_whole_prompts(t, s, t.frames[e.source]):
+        return f"needs all rows of a prompt, but spread {e.spread} divides them"
     if DERIVE_OPS[e.op].calls_python and s.layout and t.layouts[s.layout].dp != len(t.spread_ranks(e.spread)):
         return f"must call Python once per row, but spread {e.spread} has rows on several ranks"
     return _each_row_once(t, e)
@@ -94,7 +90,7 @@ def _train(t: Tables, e: Train) -> str:
         return f"makes minibatches of {s.granularity}s by {s.balance_by}"
     if len({t.frames[f].row_space for f in e.frames}) > 1:
         return f"pairs rows of different spaces: {', '.join(e.frames)}"
-    if len({_presence(t, f) for f in e.frames}) > 1:
+    if len(e.frames) > 1 and len({_presence(t, f) for f in e.frames}) > 1:
         return f"pairs frames of which different rows are present: {', '.join(e.frames)}"
     return "" if set(s.frames) == set(e.frames) else f"makes minibatches of frames {', '.join(s.frames)}"
 

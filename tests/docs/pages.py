@@ -51,6 +51,7 @@ flow any_flow(steps=1) {
 FLOW = """
 use std.ppo (gae, kl_rewards, ppo_clip, value_clip)
 use std.grpo (group_norm, grpo_free)
+use std.simpo (simpo)
 use py "rewards.py" (exact_match: gen -> seq)
 cluster nodes=1 gpus=8
 data prompts = jsonl("p.jsonl", batch=8)

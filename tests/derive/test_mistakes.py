@@ -1,0 +1,87 @@
+"""What `pick`, `pair` and `with` refuse: the code, and the words that it points at."""
+
+from __future__ import annotations
+
+import pytest
+
+from rldsl.diag import Diagnostic, Failure
+from rldsl.graph.build import build
+from rldsl.source import SourceFile
+from rldsl.syntax.parse import parse
+
+HEAD = """
+use std.simpo (simpo)
+use py "r.py" (size: gen -> seq)
+data prompts = jsonl("p.jsonl", batch=8)
+data answers = jsonl("a.jsonl", batch=8, kind="answers")
+model actor = causal_lm("m") train adamw(lr=1e-6)
+fn inside(x: seq) {
+  y = pick(x, x)
+  return y
+}
+flow f(steps=1) {
+  prompt = prompts.next()
+  row    = answers.next()
+  gen    = actor.generate(prompt, n=4)
+  more   = actor.generate(prompt, n=4)
+  r      = size(gen)
+"""
+# (statements, code, the text that it underlines)
+MISTAKES = [
+    ("x = pick(gen)", "RL0204", "pick"),
+    ("x = pick(gen, r, r)", "RL0204", "pick"),
+    ("x = pick(gen, by=r)", "RL0107", "by"),
+    ("x = pick(gen, r by prompt)", "RL0107", "prompt"),
+    ("x = pick(prompt, r)", "RL0213", "prompt"),
+    ("x = pick(r, gen)", "RL0203", "r"),
+    ("x = pick(row, len(row))", "RL0202", "row"),
+    ("x = pick(gen, gen)", "RL0203", "gen"),
+    ("x = pick(gen, r > 0)", "RL0203", "r > 0"),
+    ("x = pick(gen, gen.logprobs)", "RL0201", "gen.logprobs"),
+    ("x = pick(gen, mean(r by prompt))", "RL0201", "mean(r by prompt)"),
+    ("x = pick(gen, 1)", "RL0201", "1"),
+    ("x = pick(gen, size(more))", "RL0202", "size(more)"),
+    ("x = pick(pick(gen, r), r)", "RL0202", "pick(gen, r)"),
+    ("x = pair(gen)", "RL0204", "pair"),
+    ("x = pair(gen, r)", "RL0203", "r"),
+    ("x = pair(gen, more)", "RL0202", "pair(gen, more)"),
+    ("x = pair(pick(gen, r), gen)", "RL0202", "pair(pick(gen, r), gen)"),
+    ("x = pair(pick(gen, r), row)", "RL0202", "pair(pick(gen, r), row)"),
+    ("x = pair(gen, gen)", "RL0215", "gen"),
+    ("x = pair(prompt, gen)", "RL0213", "prompt"),
+    ("b = pick(gen, r)\nx = pair(b where r > 0, b)", "RL0001", "where"),
+    ("x = r with a=r", "RL0203", "r"),
+    ("x = gen with a=r, a=r", "RL0102", "a"),
+    ("x = gen with logprobs=r", "RL0111", "logprobs"),
+    ('x = gen with a="text"', "RL0203", '"text"'),
+    ("x = gen with a=size(more)", "RL0202", "size(more)"),
+    ("x = gen with a=more.logprobs", "RL0202", "more.logprobs"),
+    ("g = actor.generate(prompt) with a=r", "RL0212", "a"),
+    ("d = pair(pick(gen, r), pick(gen, -r))\nx = d with a=r", "RL0203", "d"),
+    ("x = gen with a=r\nmetric m = mean(x.b)", "RL0112", "b"),
+    ("b = pick(gen, r)\nmetric m = mean(b.reward)", "RL0112", "reward"),
+    ("b = pick(gen, r)\nactor.train(b, loss=simpo())", "RL0206", None),
+    ("d = pair(pick(gen, r), pick(gen, -r))\nactor.train(d.chosen, d.rejected, loss=simpo(), minibatch=3 pairs)",
+     "RL0205", "3 pairs"),
+    ("d = pair(pick(gen, r), pick(gen, -r))\nactor.train(d.chosen, d.rejected, loss=simpo(), minibatch=4 prompts)",
+     "RL0218", "4 prompts"),
+]
+
+
+def failed(text: str) -> tuple[Diagnostic, ...]:
+    with pytest.raises(Failure) as caught:
+        build(parse(SourceFile("f.rlf", text)), {}, read=lambda path: "def size(prompt, completion):\n    return 1.0\n")
+    return tuple(caught.value.diagnostics)
+
+
+@pytest.mark.parametrize("text, code, words", MISTAKES, ids=[m[0].split("\n")[-1] for m in MISTAKES])
+def test_a_mistake_is_named(text: str, code: str, words: str | None) -> None:
+    found = failed(HEAD.replace("fn inside(x: seq) {\n  y = pick(x, x)\n  return y\n}\n", "") + text + "\n}\n")
+    assert code in {d.code for d in found}, found
+    (first,) = [d for d in found if d.code == code][:1]
+    assert words is None or first.span is not None and first.span.text == words, first
+
+
+def test_functions_make_no_sequences() -> None:
+    found = failed(HEAD + "x = inside(r)\n}\n")
+    assert [d.code for d in found] == ["RL0212"] and "outside the flow" in found[0].title
