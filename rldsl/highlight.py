@@ -52,7 +52,7 @@ class RlfLexer(RegexLexer):
             (rf"(by)([ \t]+)({LEVEL})", bygroups(Operator.Word, Whitespace, Keyword.Type)),
             (rf"(:|->)([ \t]*\(?[ \t]*)({LEVEL})", bygroups(Punctuation, Whitespace, Keyword.Type)),
             (r"(\})([ \t]*)(until)\b", bygroups(Punctuation, Whitespace, Keyword)),
-            (r"(?:on|train|where|until|when|from|to|max|every)\b(?=[ \t]+[A-Za-z0-9_\"])", Keyword),
+            (r"(?:on|train|where|with|until|when|from|to|max|every)\b(?=[ \t]+[A-Za-z0-9_\"])", Keyword),
             (r"auto\b(?=[ \t]*(?:#|\n|$))", Keyword),
             (rf"(\.)([ \t]*)({NAME})(?=[ \t]*\()", bygroups(Punctuation, Whitespace, Name.Function)),
             (rf"(\.)([ \t]*)({NAME})", bygroups(Punctuation, Whitespace, Name.Attribute)),

@@ -212,13 +212,13 @@ _FUNCTIONS = (
         ("over(x, kept)", "F, sequences -> F", "the values of x for the rows of a [selection](#selection)"),),
         min_args=2, max_args=2),
     Builtin("pick", "frames", (
-        ("pick(gen, x)", "sequences, F seq -> sequences",
-         "of each prompt the sequence with the largest x, the first of equals, see "
+        ("pick(gen, x)", "sequences, seq -> sequences",
+         "of each prompt the sequence with the largest x, the first of equals; see "
          "[sequences from sequences](#sequences-from-sequences)"),),
         min_args=2, max_args=2),
     Builtin("pair", "frames", (
-        ("pair(a, b)", "sequences, sequences -> pairs",
-         "pairs of a, the chosen, and b, the rejected side; see "
+        ("pair(best, worst)", "sequences, sequences -> pairs",
+         "pairs of a chosen and a rejected side; see "
          "[sequences from sequences](#sequences-from-sequences)"),),
         min_args=2, max_args=2),
     Builtin("uniform", "special", (

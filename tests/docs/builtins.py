@@ -16,7 +16,8 @@ from tests.docs.pages import completed
 
 SAMPLE = {"batch": "b", "prompt": "p", "seq": "s", "token": "t"}
 CHECKS = "".join(f"fn is_{level}(x: {level}) -> {level} {{\n  return x\n}}\n" for level in LEVELS)
-VALUES = "b = mean(reward)\np = mean(reward by prompt)\ns = reward + 0\nt = gen.logprobs + 0\nkept = gen where s > 0\n"
+VALUES = "b = mean(reward)\np = mean(reward by prompt)\ns = reward + 0\nt = gen.logprobs + 0\nkept = gen where s > 0\n" \
+    "best = pick(gen, s)\nworst = pick(gen, -s)\n"
 
 Case = tuple[str, str | None]
 
@@ -30,6 +31,8 @@ def cases(call: str, type_: str) -> Iterator[Case]:
         finer = level.get("F", "token") != "batch"
         coarser = "M" not in level or LEVELS.index(level["M"]) < LEVELS.index(level["F"])
         made = expression(call, [level.get(x, x) for x in left.split(", ")], level.get("M", ""))
+        if result in ("sequences", "pairs"):
+            made, result = f"count({made})", "batch"
         if result == "text":
             made, result = f'where({made} == "a", b, b)', "batch"
         yield made, level.get(result, result) if finer and coarser else None

@@ -174,7 +174,14 @@ def test_every_operator_of_the_plan_is_tested():
                 ("elementwise", "reduction", "sequence")}
     assert families == {"elementwise": set(PYTHON) | {"and", "or", "not", "where"},
                         "reduction": {*BY_HAND, "quantile"},
-                        "sequence": {"next", "prev", "last", "at_end", "cumsum", "discount", "len"}}
+                        "sequence": {"next", "prev", "last", "at_end", "cumsum", "discount", "len", "index"}}
+
+
+def test_the_index_of_a_row_counts_from_the_first_of_its_prompt():
+    b = Builder()
+    index = b.put("index", (), "seq", "R", frame="gen")
+    assert one(b, index).tolist() == [0.0, 1.0, 2.0] * 4
+    assert compute(b.program(i=index), {}, [1, 3, 5, 8])["i"].tolist() == [1.0, 0.0, 2.0, 2.0]
 
 
 def test_medians_of_even_odd_and_empty_groups():

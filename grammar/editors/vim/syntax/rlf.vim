@@ -14,7 +14,7 @@ syntax keyword rlfUnit contained prompts sequences pairs tokens
 syntax match rlfBoolean /\<\(true\|false\)\>/
 
 syntax match rlfFunction /\<\h\w*\ze\s*(/
-syntax match rlfBuiltin /\<\(exp\|log\|expm1\|log1p\|sqrt\|abs\|sigmoid\|logsigmoid\|min\|max\|clip\|where\|stop_gradient\|sum\|mean\|count\|std\|var\|median\|quantile\|len\|next\|prev\|cumsum\|discount\|last\|at_end\|over\|uniform\|choice\)\ze\s*(/
+syntax match rlfBuiltin /\<\(exp\|log\|expm1\|log1p\|sqrt\|abs\|sigmoid\|logsigmoid\|min\|max\|clip\|where\|stop_gradient\|sum\|mean\|count\|std\|var\|median\|quantile\|len\|next\|prev\|cumsum\|discount\|last\|at_end\|over\|pick\|pair\|uniform\|choice\)\ze\s*(/
 syntax match rlfSource /\<\(causal_lm\|value_model\|reward_model\|jsonl\|parquet\|hf\|adamw\|lora\|mesh\)\ze\s*(/
 syntax match rlfMember /\.\s*\h\w*/
 syntax match rlfCall /\.\s*\(generate\|logprobs\|entropy\|values\|score\|train\|next\)\ze\s*(/
@@ -28,7 +28,7 @@ syntax match rlfLevel /\(:\s*\|->\s*(\?\)\@<=\<\(batch\|prompt\|seq\|token\|any\
 syntax match rlfKeyword /\([A-Za-z0-9_)"*\]]\s\+\)\@<=on\>\ze\s\+\h/
 syntax match rlfKeyword /\()\s\+\)\@<=train\>\ze\s\+\h/
 syntax match rlfKeyword /\<\(when\|until\|from\)\>\ze\s*[^=(.,) \t]/
-syntax match rlfKeyword /\([A-Za-z0-9_)"\]]\s\+\)\@<=\(where\|max\|to\|every\)\>\ze\s\+[^(.=,) \t]/
+syntax match rlfKeyword /\([A-Za-z0-9_)"\]]\s\+\)\@<=\(where\|with\|max\|to\|every\)\>\ze\s\+[^(.=,) \t]/
 syntax match rlfKeyword /\(^\s*place\s\+\S\+\s\+\)\@<=auto\>/
 syntax match rlfKeyword /\(^\|{\)\s*\zs\(metric\|return\|save\|every\|repeat\|eval\|stop\|sync\|ema\|checkpoint\)\>\ze\(\s\+[^=,]\|\s*$\|\s*[{(]\)/
 syntax match rlfKeyword /^\s*\zsplace\>/
