@@ -121,5 +121,10 @@ class Spaces:
 
     def shown(self, term: Term) -> str:
         """The frame or frames that a value ranges over, for messages."""
+        if term.level == "batch":
+            return "the whole batch"
         frames = self.frames_with_space(term.level, term.space)
-        return " or ".join(f"`{source_name(f)}`" for f in frames) if frames else "the whole batch"
+        if not frames:  # above a selection
+            below = next(f for f in self.frames.values() if any(s.id == term.space for s in f.chain))
+            return f"what `{source_name(below)}` continues"
+        return " or ".join(f"`{source_name(f)}`" for f in frames)

@@ -78,6 +78,8 @@ class Operators:
         meeting = next((s for s in above if self.spaces.selected(b.level, s, b.space)), None)
         if meeting is not None:
             old, new = b, self.on_selection(b, meeting)
+            if new is None and a.level == "seq":
+                new = next((self.on_frame(b, f) for f in self.spaces.frames_with_space("seq", a.space)), None)
         else:
             chosen = next((f for f in self.spaces.frames.values()
                            if f.selected_from and self.spaces.of(f, b.level) == b.space
@@ -105,7 +107,12 @@ class Operators:
         if any(s.id == x.space for s in frame.chain):
             return x
         found = (self.on_selection(x, s.id) for s in frame.chain)
-        return next((t for t in found if t is not None), None)
+        here = next((t for t in found if t is not None), None)
+        if here is not None or not frame.selected_from:
+            return here
+        source = self.spaces.frames[frame.selected_from]  # of which each row has a value, though x has coarser ones
+        wide = self.on_frame(x, source)
+        return None if wide is None else self.on_selection(self.broadcast(wide, "seq", source), frame.row_space)
 
     def _types(self, op: str, args: tuple[Term, ...], span: Span) -> bool:
         for arg in args:
@@ -261,7 +268,13 @@ class Operators:
         if rest:
             if not isinstance(rest[0], FrameRef):
                 return self._kind("at_end", "sequences as its second argument", rest[0], span)
-            frames = tuple(f for f in frames if f.id == rest[0].frame.id)
+            frame = rest[0].frame
+            here = self.on_frame(x, frame) if frame.max_response_tokens else None
+            if here is None:
+                return self.errors.add("RL0202", f"this seq value does not belong to tokens of `{source_name(frame)}`",
+                                       x.at, f"it belongs to {self.spaces.shown(x)}")
+            own = here.space == frame.row_space  # else of what these sequences continue
+            x, frames = here if own else self.broadcast(here, "seq", frame), (frame,)
         if len(frames) != 1:
             shown = [source_name(f) for f in self.spaces.with_responses("seq", x.space)]
             return self.errors.add("RL0202", f"`at_end` is ambiguous: {', '.join(f'`{n}`' for n in shown)}", span,

@@ -19,6 +19,9 @@ MORE = GEN + "h = a.generate(g, n=2)\nm = len(h)\n"
     MORE + "a.train(h, loss=l(w=n))",
     "repeat {\n" + MORE + "} until mean(m) > 3 max 2\nmetric x = mean(mean(m by prompt) + n)",
     "eval e { q = e.next()\ni = a.generate(q)\nj = a.generate(i)\nmetric x = mean(len(j)) }",
+    MORE + "k = h where m > 2\nmetric x = mean(len(k) - n + over(n, k))\na.train(k, loss=l(w=n))",
+    MORE + "k = h where m > 2\nj = k where n > 1\nmetric x = mean(len(j) - n)",
+    MORE + "metric x = mean(at_end(n, h) + h.logprobs)",
     "every 5 {\n" + MORE + "metric x = mean(m)\n}",
 ])
 def test_fine(body: str) -> None:
@@ -30,6 +33,9 @@ def test_fine(body: str) -> None:
     (MORE + "metric x = mean(h.logprobs - g.logprobs)", [("RL0202", 6, "h.logprobs - g.logprobs")]),
     (MORE + "k = g where m > 1", [("RL0202", 6, "m > 1")]),  # finer than its rows
     (MORE + "v = mean(mean(m by prompt) by prompt)\nmetric x = mean(mean(v by prompt))", [("RL0208", 7, "v")]),
+    (MORE + "k = h where m > 2\nmetric x = mean(mean(len(k) by prompt) - n)",
+     [("RL0202", 7, "mean(len(k) by prompt) - n")]),
+    (MORE + "metric x = mean(at_end(m, g))", [("RL0202", 6, "m")]),
     (MORE + "a.train(h, g, loss=l(w=n))", [("RL0202", 6, "a.train(h, g, loss=l(w=n))")]),
     (MORE + "a.train(g, loss=l(w=m))", [("RL0202", 6, "m")]),
     ("p = d.next()\nh = a.generate(a)", [("RL0203", 2, "a")]),

@@ -25,6 +25,10 @@ BODY = """
   v    = mean(r by prompt)
   own  = parity(gen) + v - mean(v by prompt)
   kept = more where r > mean(r by prompt)
+  chosen = where(r > mean(r by prompt), 1, 0)
+  metric zero   = mean(over(spread(gen), kept)) - sum(chosen * spread(gen)) / sum(chosen)
+  metric over   = mean(over(spread(gen), kept) - 2 * parity(gen) + over(r, kept))
+  metric end    = mean(at_end(spread(gen), more) * more.logprobs)
   actor.train(more, loss=pg(adv=r, weight=own), minibatches=2)
   metric own    = mean(own)
   metric best   = mean(max(v by prompt))
@@ -52,3 +56,7 @@ def test_no_placement_changes_a_number(base: Path, alone, place: str) -> None:
     assert len(found) == 3
     for mine, theirs in zip(found, numbers(alone), strict=True):
         assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}
+
+
+def test_a_value_of_what_a_selection_continues(alone) -> None:
+    assert len(alone) == 3 and all(abs(step["zero"]) < 1e-6 for step in alone)
