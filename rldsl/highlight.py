@@ -60,7 +60,7 @@ class RlfLexer(RegexLexer):
             (rf"{NAME}(?=[ \t]*=[^=])", Name.Variable),
             (NAME, Name),
             (r"\{", Punctuation, ("#pop", "line")),
-            (r"\*\*|->|<=|>=|==|!=|[-+*/<>=]", Operator),
+            (r"\*\*|->|<=|>=|==|!=|[-+*/<>=]|(?<=prompts)\?", Operator),
             (r"[\[\](){},;:@.]", Punctuation),
         ],
     }

@@ -38,6 +38,7 @@ def test_pygments_knows_words_by_their_place() -> None:
     assert kinds("flow f() {\n x = where(a, b, c)\n}")["where"] is Name.Function
     assert kinds("flow f() {\n x = gen where a > b\n}")["where"] is Keyword
     assert kinds("flow f() {\n x = mean(r by prompt)\n}")["by"] is Operator.Word
+    assert kinds('use py "a.py" (ask: gen -> prompts?(max_tokens=8))')["?"] is Operator
 
 
 @pytest.mark.parametrize(("text", "words"), [

@@ -165,6 +165,9 @@ def test_an_evaluation_with_a_judge(base: Path) -> None:
 @pytest.mark.parametrize("over_long, code", [("error", "RL0789"), ("truncate", ""), ("drop", "")])
 def test_prompts_that_are_too_long(base: Path, over_long: str, code: str) -> None:
     body = SELF_REWARDING.replace("metric long = mean(len(verdict))", "metric long = count(len(verdict))")
+    # all completions are as long, and not those of a model that training has changed
+    body = body.replace("max_new_tokens=6", "max_new_tokens=6, min_new_tokens=6")
+    body = "\n".join(line for line in body.splitlines() if "actor.train" not in line)
     if code:  # a prompt of the fourth batch has one token more
         with pytest.raises(AssertionError, match=code):
             run(base, body, "long", steps=4, most=27, over_long=over_long)
