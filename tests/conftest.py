@@ -20,10 +20,10 @@ from tests.cpu import GARBAGE, Cpu
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
-NUMERIC = frozenset({
+NUMERIC = frozenset({  # the directories of tests whose numbers come from kernels
     "backend_torch", "checkpoint", "consistency", "context", "continued", "copies", "data", "derive",
     "end_to_end", "evaluation", "generation", "interleaved", "library", "lora", "megatron", "moe", "numbers",
-    "offload", "oracles", "relabelled", "runtime", "selection", "stop", "sync", "texts", "units", "zero"})  # the directories of tests whose numbers come from kernels
+    "offload", "oracles", "relabelled", "runtime", "selection", "stop", "sync", "texts", "units", "zero"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
