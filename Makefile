@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup lint test test-isa oracles demo docs vsix clean
+.PHONY: setup lint test test-isa oracles demo docs dist vsix clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -44,6 +44,16 @@ demo: setup
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# the wheel and the source distribution, and the wheel in an empty environment far from this checkout
+dist: setup
+	rm -rf build/dist build/lib dist/rldsl-*
+	$(BIN)/python -m build --outdir dist .
+	$(PYTHON) -m venv build/dist
+	build/dist/bin/pip install --quiet -c constraints.txt dist/rldsl-*.whl
+	cd build/dist && for name in grpo ppo dpo sft; do bin/rlc new $$name && bin/rlc check $$name.rlf && \
+	  bin/rlc fmt --check $$name.rlf || exit 1; done
+	build/dist/bin/rlc doctor
 
 vsix: setup
 	cd grammar/editors/vscode && npm ci --omit=dev --ignore-scripts --no-audit --no-fund

@@ -20,7 +20,7 @@ TORCH_BACKEND = {"backends", "backends.torch", "backends.torch.kernels", "backen
 # package or module -> what of ours it may import besides itself
 ALLOWED: dict[str, set[str]] = {
     "source": set(), "progress": set(), "collector": set(), "highlight": set(), "explain": set(), "starters": set(),
-    "diag": {"source"}, "report": LEAVES, "fix": LEAVES, "files": LEAVES,
+    "diag": {"source"}, "report": LEAVES, "fix": LEAVES, "files": LEAVES, "extras": LEAVES,
     # the plan and what is derived from it alone
     "plan": LEAVES,
     "sharding": PLAN,
@@ -68,9 +68,10 @@ ALLOWED: dict[str, set[str]] = {
                                  "simulate", "verify"},
     "notebook": LEAVES | {"api", "files", "python"},
     "lsp": PLAN | COMPILER | {"api", "clusters", "memory", "simulate"},
-    "commands": PLAN | COMPILER | {"api", "clusters", "files", "fix", "inspect", "lsp", "pages", "postmortem", "python",
-                                   "runtime.metrics", "search", "simulate", "starters", "verify"},
-    "cli": PLAN | {"api", "clusters", "commands", "explain", "files", "report", "search", "simulate", "syntax", "verify"},
+    "commands": PLAN | COMPILER | {"api", "clusters", "extras", "files", "fix", "inspect", "lsp", "pages", "postmortem",
+                                   "python", "runtime.metrics", "search", "simulate", "starters", "verify"},
+    "cli": PLAN | {"api", "clusters", "commands", "explain", "extras", "files", "report", "search", "simulate", "syntax",
+                   "verify"},
     "rlc": {"cli", "collector"},
 }
 TORCH = {"torch", "transformers", "safetensors", "tokenizers", "accelerate", "flash_attn"}

@@ -1,4 +1,4 @@
-"""Commands that run a plan, and look at runs: run, runs, postmortem, plot."""
+"""Commands that run a plan, and look at runs and at the machine: run, runs, postmortem, plot, doctor."""
 
 from __future__ import annotations
 
@@ -98,3 +98,13 @@ def plot(settings: Settings, folders: tuple[str, ...], target: str | None, patte
     target = target or str(Path(folders[0]) / "metrics.svg")
     names = plot(folders, target, patterns)
     print_result(settings, f"wrote {target}: {', '.join(names)}", wrote=target, metrics=list(names))
+
+
+@command
+def doctor(settings: Settings) -> int:
+    """Show what is installed and which devices there are. Exit status 1 if something does not work."""
+    from rldsl.commands.doctor import examine
+
+    found = examine()
+    print_result(settings, found.text(), **found.json())
+    return int(bool(found.problems))

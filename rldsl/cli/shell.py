@@ -21,6 +21,7 @@ import click
 from rldsl.cli.status_line import StatusLine
 from rldsl.commands import Usage
 from rldsl.diag import Diagnostic, Failure, InternalError, internal_error
+from rldsl.extras import missing_package
 from rldsl.plan.json_output import json_output
 from rldsl.progress import Interrupted, listening
 
@@ -107,21 +108,33 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
         raise click.UsageError(str(error)) from None
     except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
         raise
-    except Exception as error:
-        if settings.verbose:
-            import traceback
-
-            traceback.print_exc()
-        what = f"{type(error).__name__}: {error}"
-        if settings.output == "text":
-            more = "" if settings.verbose else "\n(`rlc -v ...` shows the traceback)"
-            click.echo(f"internal error: {what}\n{BUG}{more}", err=True)
+    except ModuleNotFoundError as error:
+        found = missing_package(error)
+        code = 3 if found is None else 1
+        if found is None:
+            _report_bug(error, settings)
         else:
-            report_diagnostics((internal_error(what).diagnostic,), settings)
+            report_diagnostics((found,), settings)
+    except Exception as error:
+        _report_bug(error, settings)
         code = 3
     if settings.verbose:
         click.echo(f"{time.process_time() - start:.2f} s of CPU", err=True)
     sys.exit(code)
+
+
+def _report_bug(error: Exception, settings: Settings) -> None:
+    """An exception that no command expects."""
+    if settings.verbose:
+        import traceback
+
+        traceback.print_exc()
+    what = f"{type(error).__name__}: {error}"
+    if settings.output == "text":
+        more = "" if settings.verbose else "\n(`rlc -v ...` shows the traceback)"
+        click.echo(f"internal error: {what}\n{BUG}{more}", err=True)
+    else:
+        report_diagnostics((internal_error(what).diagnostic,), settings)
 
 
 def _let_interrupts_raise() -> None:

@@ -130,8 +130,8 @@ def test_a_wrong_command_line_prints_nothing_on_standard_output(arguments: list[
 
 
 def test_the_commands_whose_result_is_not_asked_here() -> None:
-    """run, plot, postmortem and profile are asked in their directories."""
-    elsewhere = {"run", "search", "explain-placement", "profile", "plot", "postmortem", "lsp"}
+    """run, plot, postmortem, profile and doctor are asked in their directories."""
+    elsewhere = {"run", "search", "explain-placement", "profile", "plot", "postmortem", "lsp", "doctor"}
     assert {*main.commands} - {*RESULTS} == elsewhere
 
 
@@ -155,7 +155,7 @@ def test_colours_in_a_pipe(variables: dict[str, str], coloured: bool, monkeypatc
 
 
 def test_all_commands_are_asked() -> None:
-    assert {*main.commands} - {*ASKED} == {"new", "explain", "lsp"}
+    assert {*main.commands} - {*ASKED} == {"new", "explain", "lsp", "doctor"}
 
 
 def test_rules_of_the_command_line_are_checked_and_drawn() -> None:

@@ -266,6 +266,7 @@ def _copied(folder: Path, files: dict[str, tuple[str, Path]]) -> list[dict[str, 
 
 def runs(folder: Path) -> Iterable[tuple[Path, dict[str, Any]]]:
     """Every run below a directory, the one that began last first."""
-    records = [(file.parent, record) for file in sorted(folder.rglob(RECORD))
-               if (record := read_record(file.parent)) is not None]
+    # os.walk passes over directories that cannot be read or that vanish while it looks; rglob raises
+    places = sorted(Path(place) for place, _, files in os.walk(folder) if RECORD in files)
+    records = [(place, record) for place in places if (record := read_record(place)) is not None]
     return sorted(records, key=lambda x: str(x[1].get("started", "")), reverse=True)

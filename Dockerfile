@@ -1,0 +1,10 @@
+# rldsl with everything that its programs may use. BASE: any image with Python 3.11 or later; for GPUs, one that
+# contains torch for the driver at hand.
+ARG BASE=python:3.11-slim
+FROM ${BASE}
+
+COPY . /src
+RUN pip install --no-cache-dir -c /src/constraints.txt "/src[all]" && rm -r /src
+
+WORKDIR /work
+CMD ["rlc", "--help"]
