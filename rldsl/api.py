@@ -25,9 +25,15 @@ if TYPE_CHECKING:
     from rldsl.plan.model import Plan
 
 
+Rewrite = Callable[[ast.File], ast.File]
 MANUAL = "manual"  # calls are placed as rules say
 # Mistakes of placement that concern one clause alone.
 LOCAL = frozenset({"RL0304", "RL0305", "RL0306", "RL0310", "RL0311", "RL0312", "RL0314"})
+
+
+def unchanged(file: ast.File) -> ast.File:
+    """The rewriting of a program that leaves it as it is."""
+    return file
 
 
 def read_source(path: str) -> SourceFile:
@@ -65,13 +71,13 @@ def _near(path: str) -> str:
 
 
 def build_graph(source: SourceFile, sets: Mapping[str, Scalar] | None = None, place: SourceFile | None = None,
-                overrides: Sequence[str] = ()) -> Graph:
+                overrides: Sequence[str] = (), rewrite: Rewrite = unchanged) -> Graph:
     """The dataflow graph. place: a placement file. overrides: rules of the command line
-    ("actor.train on mesh(0:4)")."""
+    ("actor.train on mesh(0:4)"). rewrite: what changes the parsed program."""
     from rldsl.graph.build import build
     from rldsl.syntax.parse import parse
 
-    return build(parse(source), dict(sets or {}), _joined([parse(f) for f in _rules(place, overrides)]))
+    return build(rewrite(parse(source)), dict(sets or {}), _joined([parse(f) for f in _rules(place, overrides)]))
 
 
 def read_selectors(selectors: Sequence[str]) -> tuple[Rule, ...]:
@@ -153,21 +159,21 @@ def draft(path: str, sets: Mapping[str, Scalar] | None = None, place: str | None
 
 
 def draft_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, place: SourceFile | None = None,
-                 overrides: Sequence[str] = (), mode: str = MANUAL) -> Draft:
+                 overrides: Sequence[str] = (), mode: str = MANUAL, rewrite: Rewrite = unchanged) -> Draft:
     """The same of a program that need not be in a file. mode: who places its calls (`search/modes.py`); those that are
-    `auto` the search places anyway."""
+    `auto` the search places anyway. rewrite: as for `build_graph`."""
     from rldsl.passes.pipeline import run
 
-    return run(placed_source(source, sets, place, overrides, mode))
+    return run(placed_source(source, sets, place, overrides, mode, rewrite))
 
 
 def placed_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, place: SourceFile | None = None,
-                  overrides: Sequence[str] = (), mode: str = MANUAL) -> Placed:
+                  overrides: Sequence[str] = (), mode: str = MANUAL, rewrite: Rewrite = unchanged) -> Placed:
     """The calls of a program in their places, before any pass."""
     from rldsl.models.families import describe
     from rldsl.placement.place import place_graph
 
-    graph, name = build_graph(source, sets, place, overrides), place.name if place else ""
+    graph, name = build_graph(source, sets, place, overrides, rewrite), place.name if place else ""
     if mode != MANUAL or any(r.clause.auto for r in graph.rules):
         from rldsl.search.modes import place_by_mode
 

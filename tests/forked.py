@@ -73,7 +73,7 @@ def _enter(module: str, arguments: tuple[str, ...], cwd: str, environment: dict[
 
     def popen(line: Any, *rest: Any, **more: Any) -> Any:
         if isinstance(line, list) and line[1:3] == ["-m", LAUNCH]:
-            return Launch(line[3:], more.get("env") or dict(os.environ), more.get("stdout"))
+            return Launch(line[3:], more.get("env") or dict(os.environ), more.get("stdout"), more.get("stderr"))
         return real(line, *rest, **more)
 
     subprocess.Popen = popen  # type: ignore[assignment,misc]
@@ -116,7 +116,8 @@ def _run(module: str, arguments: tuple[str, ...], environment: Mapping[str, str]
 class Launch:
     """The ranks of a launch, as far as `rlc run` asks for them: a Popen of torchrun."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str], stdout: int | None = None) -> None:
+    def __init__(self, arguments: list[str], environment: dict[str, str], stdout: int | None = None,
+                 stderr: int | None = None) -> None:
         world = int(arguments[arguments.index("--nproc-per-node") + 1])
         module, *rest = arguments[arguments.index("-m") + 1 :]
         with socket.socket() as free:
@@ -124,15 +125,27 @@ class Launch:
             port = free.getsockname()[1]
         self.ranks: set[int] = set()
         self.code = 0
+        pipes = {1: stdout, 2: stderr}
+        ends = {fd: os.pipe() for fd, to in pipes.items() if to == subprocess.PIPE}
+        targets = {fd: ends[fd][1] if fd in ends else to for fd, to in pipes.items() if to is not None}
+        if stderr == subprocess.STDOUT:
+            targets[2] = targets[1]
         for rank in range(world):
             told = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1",
                         MASTER_PORT=port)
             if (pid := os.fork()) == 0:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                if stdout is not None:
-                    os.dup2(stdout, 1)
+                for fd, target in targets.items():
+                    os.dup2(target, fd)
                 _run(module, tuple(rest), environment | {k: str(v) for k, v in told.items()})
             self.ranks.add(pid)
+        for _, write in ends.values():
+            os.close(write)
+        self.stdout, self.stderr = (open(ends[fd][0]) if fd in ends else None for fd in pipes)
+
+    @property
+    def returncode(self) -> int:
+        return self.code
 
     def wait(self, timeout: float | None = None) -> int:
         end = None if timeout is None else time.monotonic() + timeout

@@ -64,8 +64,8 @@ ALLOWED: dict[str, set[str]] = {
     # what users touch
     "api": PLAN | COMPILER | {"files", "search"},
     "preview": PLAN | {"passes", "memory"},
-    "python": PLAN | COMPILER | {"api", "clusters", "files", "inspect", "memory", "pages", "preview", "report", "search",
-                                 "simulate", "verify"},
+    "python": PLAN | COMPILER | {"api", "clusters", "extras", "files", "inspect", "memory", "pages", "preview", "report",
+                                 "runtime.metrics", "search", "simulate", "verify"},
     "notebook": LEAVES | {"api", "files", "python"},
     "lsp": PLAN | COMPILER | {"api", "clusters", "memory", "simulate"},
     "commands": PLAN | COMPILER | {"api", "clusters", "extras", "files", "fix", "inspect", "lsp", "pages", "postmortem",
@@ -76,7 +76,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 TORCH = {"torch", "transformers", "safetensors", "tokenizers", "accelerate", "flash_attn"}
 MAY_TORCH = {"runtime", "backends", "run", "measure"}
-LAZY_TORCH = {"models"}
+LAZY_TORCH = {"models", "python"}
 NOT_CODE = {"grammar", "stdlib"}  # packages of files that anything may read
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -17,19 +15,16 @@ from rldsl.commands.inputs import ENDING, plan_or_program
 from rldsl.diag import fail
 from rldsl.plan.disk_paths import shown
 from rldsl.plan.expr import Scalar
-from rldsl.progress import Interrupted, stage
+from rldsl.python.start import launch
 from rldsl.runtime.metrics.default_output import free_output, newest_output, output_of
 from rldsl.runtime.metrics.run_record import (
     CONTRADICTION,
     FAILED,
     FINISHED,
-    STOPPED,
     claim_output,
     is_own_checkpoint,
     read_record,
 )
-
-PATIENCE = 8.0  # seconds that the ranks have to end after Ctrl-C
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +66,10 @@ def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Seq
                 "to run a plan on several machines)")
         if chosen:
             say(chosen)
-        more = [*([f"--resume={origin}"] if origin else []), *(["--overwrite"] if overwrite else []), *options]
+        more = [*(["--trace", trace] if trace else []), "--command", shlex.join(["rlc", *sys.argv[1:]]),
+                *([f"--resume={origin}"] if origin else []), *(["--overwrite"] if overwrite else []), *options]
         before = read_record(Path(out))
-        status = _launch(path, world, out, trace, more, quiet)
+        status = launch(path, world, out, more, quiet)
         record = read_record(Path(out))
         if record is None or record == before:  # the ranks ended before the first step
             return EndedRun(status, out, FAILED if status else FINISHED, 0)
@@ -91,40 +87,3 @@ def _default_output(file: str, resume: str | None, overwrite: bool) -> tuple[str
     if out is None:
         out, what = free_output(file), "output directory"
     return str(out), f"{what}: {shown(str(out))}"
-
-
-def _launch(plan: str, world: int, out: str, trace: str | None, options: Sequence[str], quiet: bool) -> int:
-    """Start the ranks and wait for them; Ctrl-C reaches them too, SIGTERM is passed on, and they get time to stop. They
-    end, too, when this process is killed."""
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))} | os.environ
-    command = [sys.executable, "-m", "rldsl.runtime.launch", "--parent", str(os.getpid()), "--standalone",
-               "--nproc-per-node", str(world), "-m", "rldsl.run", plan, "--out", out,
-               *(["--trace", trace] if trace else []), "--command", shlex.join(["rlc", *sys.argv[1:]]), *options]
-    stage("")  # the ranks report
-    earlier = read_record(Path(out))
-    process = subprocess.Popen(command, env=environment, stdout=2 if quiet else None)
-    signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
-    try:
-        code = process.wait()
-        status = code if code >= 0 else 128 - code  # a signal ended it: as a shell reports that
-        if status == 128 + signal.SIGTERM and read_record(Path(out)) == earlier:
-            print("terminated before the first step; to start again, repeat the command", file=sys.stderr, flush=True)
-        return status
-    except KeyboardInterrupt:
-        _end_interrupted(process)
-        held = read_record(Path(out))
-        if held is not None and held != earlier and held["state"] == STOPPED:  # rank 0 has said where
-            raise Interrupted from None
-        raise Interrupted("interrupted before the first step; to start again, repeat the command") from None
-
-
-def _end_interrupted(process: subprocess.Popen[bytes]) -> None:
-    """A terminal sends Ctrl-C to every process; a signal to this one alone is passed on."""
-    for number in (None, signal.SIGINT, signal.SIGKILL):
-        if number is not None:
-            process.send_signal(number)
-        try:
-            process.wait(timeout=PATIENCE)
-            return
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            continue

@@ -17,6 +17,7 @@ from rldsl.plan.expr import Scalar
 from rldsl.python.errors import reports_failures
 from rldsl.python.messages import Diagnostics
 from rldsl.python.plan import Plan, opened
+from rldsl.python.redirect import Rewards, redirect
 from rldsl.source import SourceFile
 
 Program = str | os.PathLike[str]
@@ -36,15 +37,17 @@ def check(program: Program, params: Mapping[str, Param] | None = None, /, *, pla
 
 @reports_failures
 def compile(program: Program, params: Mapping[str, Param] | None = None, /, *, place: Program | None = None,
-            on: str | Sequence[str] = (), **named: Param) -> Plan:
+            on: str | Sequence[str] = (), rewards: Rewards | None = None, **named: Param) -> Plan:
     """The verified plan of a program, as `rlc compile` makes it. Models must be there: their shapes are read.
 
     params, named: values of its `param`s. place: a file of `place` rules, their text, or who places the calls:
     "heuristic", "search", a pattern such as "d2p2t2". on: rules that are stronger than all others, "actor.train on
-    mesh(0:4) dp=2 tp=2". Paths in the program are relative to the working directory.
+    mesh(0:4) dp=2 tp=2". rewards: Python functions, by name, which replace those that the program's `use py` declares.
+    Paths in the program are relative to the working directory.
     Raises DiagnosticError with all mistakes."""
     mode, file = placing(place)
-    return compile_source(source_of(program), values(params, named), file, (on,) if isinstance(on, str) else on, mode)
+    rules = (on,) if isinstance(on, str) else on
+    return compile_source(source_of(program), values(params, named), file, rules, mode, redirect(rewards or {}))
 
 
 @reports_failures
@@ -63,9 +66,10 @@ def check_source(source: SourceFile, params: Mapping[str, Scalar], place: Source
 
 
 def compile_source(source: SourceFile, params: Mapping[str, Scalar], place: SourceFile | None = None,
-                   on: Sequence[str] = (), mode: str = api.MANUAL) -> Plan:
-    """`compile` of a text with a name. mode: who places its calls. Raises Failure."""
-    compiled = api.finish(api.draft_source(source, params, place, on, mode))
+                   on: Sequence[str] = (), mode: str = api.MANUAL, rewrite: api.Rewrite = api.unchanged) -> Plan:
+    """`compile` of a text with a name. mode: who places its calls. rewrite: what changes the parsed program. Raises
+    Failure."""
+    compiled = api.finish(api.draft_source(source, params, place, on, mode, rewrite))
     texts = tuple((file.name, file.text) for file in (source, *([place] if place else [])))
     return Plan(compiled, source.name, Path(source.name).parent, texts)
 

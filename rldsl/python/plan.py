@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from rldsl.verify import verify
 
 if TYPE_CHECKING:
     from rldsl.plan.model import Plan as Record
+    from rldsl.python.runs import Run
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -137,6 +138,24 @@ class Plan:
         given = Given(self.record, self.id, self.compiled.proof, self.compiled.curves, machine, cluster is None,
                       simulate(self.record, machine), recorded=recorded, sources=self.sources)
         return Report(page(given), self.record.header.program)
+
+    @reports_failures
+    def run(self, *, out: str | os.PathLike[str] | None = None, resume: bool | str | os.PathLike[str] = False,
+            overwrite: bool = False, nproc: int | None = None,
+            callbacks: Sequence[Callable[[dict[str, float]], object]] = (), log_samples: int = 0,
+            options: Sequence[str] = (), quiet: bool = False) -> Run:
+        """Run it on this machine, one process per rank, and return when it has ended.
+
+        out: the directory of the run; None: a new one below `runs`. resume: True continues from the newest checkpoint
+        in `out`; a directory is that of a run, or of one of its checkpoints. overwrite: delete an earlier run in
+        `out`. nproc: the number of ranks, checked against the plan. callbacks: each is called with the metrics of every
+        step, a dict; if it returns True, the run stops after its running step. log_samples: how many sequences of each
+        step are kept as text. options: more options of `rldsl.run`, such as "--tensorboard". quiet: print nothing.
+        Raises RL0763, RL0781 where `out` holds a run, RunError for a run that fails, and what a callback raised."""
+        from rldsl.python.train import start
+
+        return start(self, out=out, resume=resume, overwrite=overwrite, nproc=nproc, callbacks=callbacks,
+                     log_samples=log_samples, options=options, quiet=quiet)
 
     @reports_failures
     def diff(self, after: Plan, cluster: Machines | None = None) -> Difference:

@@ -1,0 +1,174 @@
+"""Python functions of a script or a notebook as the text of a module, which a plan can hash and workers can run.
+
+In: functions. Out: source text that defines them and everything of their own module that they use: imports, constants,
+other functions and classes. Nothing is pickled, so what workers run is what one can read, and the same functions give
+the same text.
+Errors: RL0790 a function whose source is unknown, or that uses a value which cannot be written as source.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from symtable import SymbolTable, symtable
+from types import FunctionType, ModuleType
+from typing import Any
+
+from rldsl.diag import Failure, fail
+
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
+
+
+def captured(functions: Mapping[str, Callable[..., Any]]) -> str:
+    """The text of a module that defines every function. functions: the name in the program -> the function, which must
+    have this name itself. Errors: RL0790."""
+    capture = _Capture()
+    for name, function in functions.items():
+        if not isinstance(function, FunctionType):
+            raise _refused(name, f"it is {_described(function)}, not a function defined with `def`")
+        if function.__name__ != name:
+            what = "a lambda" if function.__name__ == "<lambda>" else f"called `{function.__name__}`"
+            raise _refused(name, f"the function is {what}; workers find it by its name",
+                           help=f"define it as `def {name}(...)`")
+        capture.define(name, function, function)
+    return capture.text()
+
+
+class _Capture:
+    """What a module needs, in the order in which it can be executed."""
+
+    def __init__(self) -> None:
+        self._imports: dict[str, str] = {}      # name -> the import statement that binds it
+        self._definitions: dict[str, str] = {}  # name -> the statements that bind it, what they need first
+        self._values: dict[str, Any] = {}       # name -> what it is bound to: functions of two modules may disagree
+
+    def text(self) -> str:
+        imports = sorted(set(self._imports.values()))
+        future = ["from __future__ import annotations"]
+        return "\n".join([*future, "", *imports, "", "", "\n\n\n".join(self._definitions.values()), ""])
+
+    def define(self, name: str, value: Any, root: Callable[..., Any]) -> None:
+        """Bind `name` to `value`, a function or class, with everything that it uses. root: the user's function."""
+        if self._is_bound(name, value, root):
+            return
+        source = _source(value, root)
+        for used, found in _uses(source, value).items():
+            self._bind(used, found, root)
+        self._definitions[name] = source
+
+    def _is_bound(self, name: str, value: Any, root: Callable[..., Any]) -> bool:
+        if name in self._values:
+            known = self._values[name]
+            if known is not value and not (isinstance(value, _CONSTANTS) and known == value):
+                raise _refused(root.__name__, f"`{name}` has two meanings in the functions passed",
+                               help=f"rename one `{name}`")
+            return True
+        self._values[name] = value
+        return False
+
+    def _bind(self, name: str, value: Any, root: Callable[..., Any]) -> None:
+        """Bind a global name that captured code uses."""
+        if isinstance(value, ModuleType):
+            self._is_bound(name, value, root)
+            self._imports[name] = _import(name, value.__name__)
+        elif isinstance(value, FunctionType | type) and value.__module__ == root.__module__:
+            if value.__name__ != name:
+                raise _refused(root.__name__, f"`{name}` is another name of `{value.__name__}`",
+                               help=f"use `{value.__name__}` in the function")
+            self.define(name, value, root)
+        elif (origin := _importable(value)) is not None:
+            self._is_bound(name, value, root)
+            module, attribute = origin
+            alias = "" if attribute == name else f" as {name}"
+            self._imports[name] = f"from {module} import {attribute}{alias}"
+        elif not self._is_bound(name, value, root):
+            self._definitions[name] = f"{name} = {self._literal(name, value, root)}"
+
+    def _literal(self, name: str, value: Any, root: Callable[..., Any]) -> str:
+        if isinstance(value, re.Pattern):
+            self._imports["re"] = "import re"
+            return f"re.compile({value.pattern!r}, {int(value.flags)})"
+        text = repr(value)
+        try:
+            if _is_plain(value) and ast.literal_eval(text) == value:
+                return text
+        except (ValueError, SyntaxError):
+            pass
+        raise _refused(root.__name__, f"it uses `{name}`, which is {_described(value)}",
+                       help="numbers, strings, lists, dicts, modules, functions and classes can be used; compute "
+                            "anything else inside the function, or put the function into a file of its own")
+
+
+def _source(value: Any, root: Callable[..., Any]) -> str:
+    if isinstance(value, FunctionType) and value.__closure__:
+        names = ", ".join(f"`{name}`" for name in value.__code__.co_freevars)
+        raise _refused(root.__name__, f"`{value.__name__}` uses {names} of the function around it",
+                       help="define it at the top level of the module or cell")
+    try:
+        text = textwrap.dedent(inspect.getsource(value))
+        tree = ast.parse(text)
+    except (OSError, TypeError, SyntaxError):
+        raise _refused(root.__name__, f"the source text of `{value.__name__}` is not known",
+                       help="define it in a file or in a notebook cell") from None
+    if len(tree.body) != 1 or getattr(tree.body[0], "name", None) != value.__name__:
+        raise _refused(root.__name__, f"the source text of `{value.__name__}` is not known",
+                       help="define it in a file or in a notebook cell")
+    return text.rstrip("\n")
+
+
+def _uses(source: str, value: Any) -> dict[str, Any]:
+    """The global names that a definition reads, with their values, sorted. Annotations are not evaluated, so their
+    names do not count. A name that is nowhere is left for the run to report."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
+        elif isinstance(node, ast.arg):
+            node.annotation = None
+    names = _global_names(symtable(ast.unparse(tree), "<captured>", "exec"))
+    scope = value.__globals__ if isinstance(value, FunctionType) else vars(sys.modules[value.__module__])
+    return {name: scope[name] for name in sorted(names - {value.__name__})
+            if name in scope and not (hasattr(builtins, name) and scope[name] is getattr(builtins, name))}
+
+
+def _global_names(table: SymbolTable) -> set[str]:
+    """Names that code reads from the module around it, in a scope or in any scope inside."""
+    at_top = table.get_type() == "module"
+    here = {s.get_name() for s in table.get_symbols() if s.is_referenced() and (at_top or s.is_global())}
+    return here.union(*map(_global_names, table.get_children()))
+
+
+def _import(name: str, module: str) -> str:
+    """The statement that binds `name` to a module."""
+    return f"import {module}" if name == module else f"import {module} as {name}"
+
+
+def _importable(value: Any) -> tuple[str, str] | None:
+    """(module, name) from which a function, class or other object can be imported."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or module == "__main__" or not name.isidentifier():
+        return None
+    return (module, name) if getattr(sys.modules.get(module), name, None) is value else None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value consists of Python's own types, whose text is exact."""
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
+    return type(value) in _CONSTANTS and value == value  # noqa: PLR0124  not NaN, whose text is no literal
+
+
+def _described(value: object) -> str:
+    kind = type(value).__name__
+    return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} `{kind}`"
+
+
+def _refused(name: str, why: str, help: str = "") -> Failure:
+    return fail("RL0790", f"the Python function `{name}` cannot be passed", place="rewards", notes=(why,), help=help)

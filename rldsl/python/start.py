@@ -1,0 +1,112 @@
+"""The ranks of a plan on this machine: started, watched, ended.
+
+In: a plan file and the options of `rldsl.run`. Out: the exit status of the ranks. The ranks end, too, when this process
+is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Protocol
+
+from rldsl.progress import Interrupted, stage
+from rldsl.runtime.metrics.run_record import STOPPED, read_record
+
+PATIENCE = 8.0  # seconds that the ranks have to end after Ctrl-C
+TICK = 0.1      # seconds between two looks at a run that is followed
+
+
+class Follower(Protocol):
+    """Who follows a run while it goes on."""
+
+    def line(self, text: str) -> None:
+        """The ranks printed a line. Called in another thread."""
+
+    def tick(self) -> bool:
+        """Called every `TICK` seconds. Returns whether to stop the run after its running step."""
+
+
+def launch(plan: str, world: int, out: str, options: Sequence[str], quiet: bool = False,
+           follower: Follower | None = None) -> int:
+    """Start the ranks and wait for them; Ctrl-C reaches them too, SIGTERM is passed on, and they get time to stop.
+
+    plan: its file. world: number of ranks. out: the directory of the run. options: of `rldsl.run`. quiet: what the
+    ranks print goes to standard error. follower: gets what the ranks print, instead of the terminal. Returns the exit
+    status of the ranks. Raises Interrupted, or KeyboardInterrupt where a follower is given."""
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))} | os.environ
+    command = [sys.executable, "-m", "rldsl.runtime.launch", "--parent", str(os.getpid()), "--standalone",
+               "--nproc-per-node", str(world), "-m", "rldsl.run", plan, "--out", out, *options]
+    stage("")  # the ranks report
+    earlier = read_record(Path(out))
+    output, errors = (2 if quiet else None, None) if follower is None else (subprocess.PIPE, subprocess.STDOUT)
+    process = subprocess.Popen(command, env=environment, stdout=output, stderr=errors, text=True, errors="replace")
+    with _passing_on_sigterm(process):
+        try:
+            code = process.wait() if follower is None else _followed(process, follower)
+        except KeyboardInterrupt:
+            _end_interrupted(process)
+            if follower is not None:
+                raise
+            held = read_record(Path(out))
+            if held is not None and held != earlier and held["state"] == STOPPED:  # rank 0 has said where
+                raise Interrupted from None
+            raise Interrupted("interrupted before the first step; to start again, repeat the command") from None
+    status = code if code >= 0 else 128 - code  # a signal ended it: as a shell reports that
+    if status == 128 + signal.SIGTERM and follower is None and read_record(Path(out)) == earlier:
+        print("terminated before the first step; to start again, repeat the command", file=sys.stderr, flush=True)
+    return status
+
+
+@contextmanager
+def _passing_on_sigterm(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Python allows signal handlers in the main thread only; elsewhere the ranks still notice that this process is
+    gone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _followed(process: subprocess.Popen[str], follower: Follower) -> int:
+    reader = threading.Thread(target=_read, args=(process.stdout, follower), daemon=True)
+    reader.start()
+    stopping = False
+    while True:
+        try:
+            code = process.wait(TICK)
+            break
+        except subprocess.TimeoutExpired:
+            if follower.tick() and not stopping:
+                stopping = True
+                process.send_signal(signal.SIGTERM)
+    reader.join()
+    follower.tick()
+    return code
+
+
+def _read(stream: IO[str], follower: Follower) -> None:
+    for text in stream:
+        follower.line(text.rstrip("\n"))
+
+
+def _end_interrupted(process: subprocess.Popen[str]) -> None:
+    """A terminal sends Ctrl-C to every process; a signal to this one alone is passed on."""
+    for number in (None, signal.SIGINT, signal.SIGKILL):
+        if number is not None:
+            process.send_signal(number)
+        try:
+            process.wait(timeout=PATIENCE)
+            return
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            continue

@@ -1,0 +1,190 @@
+"""`rldsl.train`: a program is trained from Python, with functions and callbacks of the caller."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import rldsl
+from rldsl.python.train import _Follower
+from tests.forked import command
+from tests.tiny import make_model, make_sums, write_jsonl
+
+PROGRAM = '''use std.dapo (dapo)
+use std.grpo (group_norm)
+use py "rewards.py" (length: gen -> seq)
+param steps = 4
+data prompts = jsonl("prompts.jsonl", batch=4, max_prompt_tokens=8)
+model actor = causal_lm("model")  train adamw(lr=1e-3)
+flow small(steps=steps, seed=3) {
+  prompt = prompts.next()
+  gen = actor.generate(prompt, n=2, max_new_tokens=4)
+  reward = length(gen)
+  actor.train(gen, loss=dapo(old=gen.logprobs, adv=group_norm(reward)))
+  metric reward = mean(reward)
+  every 2 { save actor }
+  checkpoint every 1
+}
+'''
+# what a user writes: trains, stops after the second step, looks at the run, resumes; then lets a function fail
+SCRIPT = '''
+import json, math, sys
+sys.path.insert(0, ".")
+import rldsl
+
+SCALE = 0.5
+
+def scaled(x):
+    return SCALE * math.fabs(x)
+
+def length(rows):
+    return [scaled(len(r["completion"])) for r in rows]
+
+seen = []
+
+def stop(line):
+    seen.append(line["step"])
+    line["reward"] = 1e9  # a copy: nothing changes
+    return line["step"] == 2
+
+def report(run):
+    return {"state": run.state, "step": run.step, "steps": [m["step"] for m in run.lines],
+            "rewards": run.metrics["reward"].tolist()}
+
+found = {"version": rldsl.__version__}
+whole = rldsl.train("small.rlf", rewards={"length": length}, out="whole", log_samples=2, quiet=True)
+found["whole"] = report(whole)
+found["samples"] = whole.samples.to_dict("records")
+found["saved"] = str(whole.saved("actor"))
+found["parameters"] = whole.model("actor").num_parameters()
+first = rldsl.train("small.rlf", rewards={"length": length}, out="run", callbacks=[stop])
+found["first"] = report(first) | {"seen": list(seen)}
+seen.clear()
+rest = first.plan.run(out="run", resume=True, callbacks=[lambda line: seen.append(line["step"])], quiet=True)
+found["rest"] = report(rest) | {"seen": seen}
+found["runs"] = [str(run.folder) for run in rldsl.runs(".")]
+
+def length(rows):
+    raise ValueError("no length today")
+
+try:
+    rldsl.train("small.rlf", rewards={"length": length}, out="failed", quiet=True)
+except rldsl.RunError as error:
+    found["failed"] = [str(error), error.run.state]
+
+def angry(line):
+    raise KeyError("callback")
+
+del length
+from rewards import length
+try:
+    rldsl.train("small.rlf", {"steps": 50}, rewards={"length": length}, out="angry", callbacks=[angry], quiet=True)
+except KeyError as error:
+    found["angry"] = [str(error), rldsl.Run(rldsl.runs("angry")[0].folder).step]
+open("found.json", "w").write(json.dumps(found))
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    make_model(folder / "model", num_hidden_layers=1)
+    write_jsonl(folder / "prompts.jsonl", make_sums(16))
+    (folder / "small.rlf").write_text(PROGRAM)
+    (folder / "rewards.py").write_text('def length(rows):\n    return [1.0 * len(r["completion"]) for r in rows]\n')
+    (folder / "script.py").write_text(SCRIPT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, object]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("RLDSL_CACHE", str(folder / "cache"))
+        done = command("script.py", env={"PYTHONPATH": str(folder)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "found.json").read_text()) | {"stdout": done.stdout, "stderr": done.stderr}
+
+
+def test_a_run_from_python(found: dict[str, dict], folder: Path) -> None:
+    whole = found["whole"]
+    assert whole["state"] == "finished" and whole["steps"] == [1, 2, 3, 4]
+    assert all(0 < r <= 2 for r in whole["rewards"])  # half of at most 4 characters: the passed function ran
+    assert {s["batch"] for s in found["samples"]} == {"gen"} and len(found["samples"]) == 8
+    assert all(s["reward"] == len(s["completion"]) / 2 for s in found["samples"])
+    assert found["saved"].endswith("step-4/actor") and found["parameters"] > 1000
+    assert found["version"] == rldsl.__version__
+
+
+def test_a_callback_stops_a_run_which_then_resumes(found: dict[str, dict]) -> None:
+    first, rest, whole = found["first"], found["rest"], found["whole"]
+    assert first["state"] == "stopped" and 2 <= first["step"] < 4
+    assert first["seen"] == first["steps"] and rest["seen"] == list(range(first["step"] + 1, 5))
+    assert rest["state"] == "finished" and rest["rewards"] == whole["rewards"]  # bit for bit
+    assert re.findall(r"(?m)^step (\d)/4 ", found["stdout"])[:2] == ["1", "2"]  # of the run that was not quiet
+    assert sorted(found["runs"]) == ["run", "whole"]
+
+
+def test_a_failing_run_says_why(found: dict[str, list]) -> None:
+    text, state = found["failed"]
+    assert "no length today" in text and "error[RL" in text and "Traceback" not in text and state == "failed"
+
+
+def test_an_error_of_a_callback_ends_the_run_and_reaches_the_caller(found: dict[str, list]) -> None:
+    text, step = found["angry"]
+    assert text == "'callback'" and 1 <= step < 50
+
+
+# ------------------------------------------------------------------------------------------------ mistakes
+
+
+def reward(rows: list[dict[str, str]]) -> list[float]:
+    return [1.0 for _ in rows]
+
+
+def test_a_function_that_the_program_does_not_declare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("RLDSL_CACHE", str(folder / "cache"))
+    with pytest.raises(rldsl.DiagnosticError, match="declares no Python function `reward`") as caught:
+        rldsl.train("small.rlf", rewards={"reward": reward})
+    assert [d.code for d in caught.value.diagnostics] == ["RL0793"]
+    assert "`length`" in str(caught.value)
+
+
+def test_another_number_of_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(rldsl.DiagnosticError, match="the plan is for 1 rank, not 4"):
+        rldsl.train("small.rlf", nproc=4)
+    with pytest.raises(rldsl.DiagnosticError, match="resume=True needs"):
+        rldsl.train("small.rlf", resume=True)
+
+
+def test_a_directory_without_a_run(tmp_path: Path) -> None:
+    run = rldsl.Run(tmp_path)
+    for look in (lambda: run.state, lambda: run.plan, lambda: run.saved("actor")):
+        with pytest.raises(rldsl.DiagnosticError):
+            look()
+    assert run.lines == [] and run.metrics.empty and run.samples.empty and rldsl.runs(tmp_path) == []
+    with pytest.raises(rldsl.DiagnosticError, match="no such directory"):
+        rldsl.runs(tmp_path / "none")
+
+
+def test_a_model_that_was_not_saved(found: dict[str, dict], folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.plan").write_bytes((folder / "whole/run.plan").read_bytes())
+    with pytest.raises(rldsl.DiagnosticError, match="has not saved `actor`"):
+        rldsl.Run(tmp_path).saved("actor")
+    with pytest.raises(rldsl.DiagnosticError, match="has not saved `critic`"):
+        rldsl.Run(folder / "whole").saved("critic")
+
+
+def test_a_follower_reads_each_line_once(tmp_path: Path) -> None:
+    steps: list[float] = []
+    follower = _Follower(tmp_path, [lambda line: steps.append(line["step"])], True, 1)
+    file = tmp_path / "metrics.jsonl"
+    for text in ("", '{"step": 1}\n', '{"step": 1}\n{"step": 2}\n{"st', '{"step": 1}\n{"step": 2}\n{"step": 3}\n', "x\n"):
+        file.write_text(text)
+        assert not follower.tick() and not follower.tick()
+    assert steps == [2, 3]
