@@ -193,7 +193,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of ranks that were started, instead of starting them."""
     found: list[int] = []
     launch: Callable[..., int] = lambda plan, world, *_: found.append(world) or 0  # noqa: E731
-    monkeypatch.setattr(running, "_launch", launch)
+    monkeypatch.setattr(running, "launch", launch)
     return found
 
 

@@ -22,11 +22,12 @@ def launched(place: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
     (place / "p.plan").write_bytes(plan(place))
     found: Launched = []
 
-    def launch(path: str, world: int, out: str, trace: str | None, options: Sequence[str], quiet: bool) -> int:
-        found.append((out, [*options]))
+    def launch(path: str, world: int, out: str, options: Sequence[str], quiet: bool) -> int:
+        assert options[0] == "--command" and options[1].startswith("rlc ")
+        found.append((out, [*options[2:]]))
         return 0
 
-    monkeypatch.setattr(running, "_launch", launch)
+    monkeypatch.setattr(running, "launch", launch)
     return found
 
 
