@@ -141,7 +141,7 @@ class CallsOfFlow:
         sampling = Sampling(**cast(dict[str, Any], given))
         source = prompts.frame
         frame = self.flow.spaces.add(replace(
-            source, id=target, row_space=target, selected_from="",
+            source, id=target, row_space=target, selected_from="", picked_from="",
             max_prompt_tokens=source.max_prompt_tokens + source.max_response_tokens,  # the whole text so far
             max_response_tokens=sampling.max_new_tokens, temperature=sampling.logprob_temperature, label=""),
             Space(target, source.count * sampling.n, source.row_space, sampling.n))

@@ -1,8 +1,10 @@
-"""Frames that are made from other frames: `pick(gen, x)`, `pair(a, b)`, and the named values of `gen with x=...`.
+"""Frames that are made from other frames: `pick(gen, x)`, `others(gen)`, `pair(a, b)`, and the named values of
+`gen with x=...`.
 
 In: calls and clauses of the flow. Out: frames that say where they come from, Derive items, and what the calls stand
-for. A picked frame has one row for each prompt of its source: its row space is the source's prompt space. Pairs of two
-picks from the same rows leave out the prompts of which both picked the same row.
+for. A picked frame has one row for each prompt of its source: its row space is the source's prompt space. The others of
+a frame with n rows per prompt are n - 1 rows below each row of it. Pairs of two picks from the same rows leave out the
+prompts of which both picked the same row.
 Errors: RL0201, RL0202, RL0203, RL0204, RL0205, RL0212, RL0213, RL0215, each with its position.
 """
 
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
-from rldsl.plan.model import Value
+from rldsl.plan.model import Space, Value
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.levels import source_name
@@ -41,50 +43,91 @@ class Derivations:
         self._indices: dict[str, Term] = {}  # frame that was picked from -> where each of its rows is
 
     def call(self, name: str, expr: ast.Call, scope: Scope) -> Meaning:
-        """A call of `pick` or `pair`."""
+        """A call of `pick`, `others` or `pair`."""
         target = self.target[1] if self.target is not None and self.target[0] is expr else None
         values = [self.flow.exprs.build(a.value, scope) for a in expr.args]
         if any(isinstance(v, Bad) for v in values):
             return BAD
         trees = [a.value for a in expr.args]
-        return self._pick(values, trees, expr.span, target) if name == "pick" else \
-            self._pair(values, trees, expr.span, target)
+        build = {"pick": self._pick, "others": self._others, "pair": self._pair}[name]
+        return build(values, trees, expr.span, target)
 
     # ----------------------------------------------------------------------------------------------- pick
 
     def _pick(self, values: list[Meaning], trees: list[ast.Expr], span: Span, target: str | None) -> Meaning:
-        ref, key = values
-        if not isinstance(ref, FrameRef):
-            help_ = "pick from one side: `.chosen` or `.rejected`" if isinstance(ref, Pairs) else ""
-            return self.errors.add("RL0203", f"`pick` takes sequences, not {describe(ref)}", trees[0].span, help=help_)
-        old = ref.frame
-        if ref.contents == "prompts":
-            return self.errors.add("RL0213", "`pick` needs sequences with a response", trees[0].span,
-                                   f"`{source_name(old)}` contains only prompts", help="generate responses first")
-        if len(old.chain) == 1:
-            return self.errors.add("RL0202", f"`{source_name(old)}` has one sequence for each prompt", trees[0].span,
-                                   "there is nothing to pick from",
-                                   help=f"select some of them: `best = {source_name(old)} where ...`")
+        ref, key = values[0], values[1]
+        source = self._groups(ref, trees[0], "pick", f"select some of them: `best = {trees[0].span.text} where ...`")
+        if isinstance(source, Bad):
+            return BAD
+        old = source.frame
         number = self._key(key, old, trees[1])
         if number is None:
             return BAD
         id_ = target or self.flow.anonymous("pick")
-        alone = old.present_in and self.spaces.frames[old.present_in].row_space == old.row_space
         frame = self.spaces.add(replace(
             old, id=id_, row_space=old.prompt_space, selected_from="", picked_from=old.id,
-            present_in=id_ if alone else old.present_in, label="" if target else label(span)))
+            present_in=id_ if self._tells_own_rows(old) else old.present_in, label="" if target else label(span)))
         index = self._index_of(old, span)
-        along = [(f"{old.id}.{x}", self._made(f"{old.id}.{x}", frame, x)) for x in STANDARD
-                 if self._known(f"{old.id}.{x}")]
+        along = self._standard(old, frame)
         along.append((index.name, self._made(index.name, frame, "index")))
-        fields = tuple((n, self._field(n, t, old, frame, along)) for n, t in ref.fields)
+        fields = tuple((n, self._field(n, t, old, frame, along)) for n, t in source.fields)
         self.flow.value(f"{id_}.lengths", "seq", id_, "i64", "lengths")
         self.flow.items.append(g.Derive(
             id=self.flow.unique(id_), reads=tuple(dict.fromkeys((number.name, *(v for v, _ in along)))),
             writes=tuple(w for _, w in along), span=span, op="pick", source=old.id, frame=id_, values=tuple(along),
             key=number.name))
         self._index[id_] = input_(f"{id_}.index", "seq", frame.row_space, span)
-        return replace(ref, frame=frame, fields=fields)
+        return replace(source, frame=frame, fields=fields)
+
+    def _groups(self, ref: Meaning, tree: ast.Expr, name: str, help_: str) -> FrameRef | Bad:
+        """The argument of a function `name` that works on the sequences of each prompt. help_: what to do if there is
+        only one."""
+        if not isinstance(ref, FrameRef):
+            side = "give it one side: `.chosen` or `.rejected`" if isinstance(ref, Pairs) else ""
+            return self.errors.add("RL0203", f"`{name}` takes sequences, not {describe(ref)}", tree.span, help=side)
+        if ref.contents == "prompts":
+            return self.errors.add("RL0213", f"`{name}` needs sequences with a response", tree.span,
+                                   f"`{source_name(ref.frame)}` contains only prompts", help="generate responses first")
+        if len(ref.frame.chain) == 1:
+            return self.errors.add("RL0202", f"`{source_name(ref.frame)}` has one sequence for each prompt", tree.span,
+                                   "there is nothing to pick from" if name == "pick" else "there are no others",
+                                   help=help_)
+        return ref
+
+    def _tells_own_rows(self, frame: IndexedFrame) -> bool:
+        """Whether some rows of a prompt may be absent and others not."""
+        return bool(frame.present_in) and self.spaces.frames[frame.present_in].row_space == frame.row_space
+
+    def _standard(self, old: IndexedFrame, frame: IndexedFrame) -> list[tuple[str, str]]:
+        """The values that come along with the sequences of `old`, and what they become in `frame`."""
+        return [(f"{old.id}.{x}", self._made(f"{old.id}.{x}", frame, x)) for x in STANDARD
+                if self._known(f"{old.id}.{x}")]
+
+    # --------------------------------------------------------------------------------------------- others
+
+    def _others(self, values: list[Meaning], trees: list[ast.Expr], span: Span, target: str | None) -> Meaning:
+        """The other sequences of each sequence's prompt, one row for each pair of two."""
+        ref = self._groups(values[0], trees[0], "others", "generate several for each prompt: `n=4`")
+        if isinstance(ref, Bad):
+            return BAD
+        old = ref.frame
+        if old.per_prompt < 2:
+            return self.errors.add("RL0202", f"`{source_name(old)}` has one sequence for each prompt", trees[0].span,
+                                   "there are no others", help="generate several for each prompt: `n=4`")
+        id_ = target or self.flow.anonymous("others")
+        fan = old.per_prompt - 1
+        frame = self.spaces.add(
+            replace(old, id=id_, row_space=id_, selected_from="", picked_from="",
+                    present_in=id_ if self._tells_own_rows(old) else old.present_in,
+                    label="" if target else label(span)),
+            Space(id_, old.count * fan, old.row_space, fan))
+        along = self._standard(old, frame)
+        fields = tuple((n, self._field(n, t, old, frame, along)) for n, t in ref.fields)
+        self.flow.value(f"{id_}.lengths", "seq", id_, "i64", "lengths")
+        self.flow.items.append(g.Derive(
+            id=self.flow.unique(id_), reads=tuple(v for v, _ in along), writes=tuple(w for _, w in along), span=span,
+            op="others", source=old.id, frame=id_, values=tuple(along)))
+        return replace(ref, frame=frame, fields=fields, paired=False)
 
     def _index_of(self, frame: IndexedFrame, span: Span) -> Term:
         """Where each row is among those of its prompt, made once in a block; `prune` drops it if no pair reads it."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-DeriveOpName = Literal["where", "restrict", "pick", "text"]
+DeriveOpName = Literal["where", "restrict", "pick", "others", "text"]
 OverLong = Literal["error", "truncate", "drop"]  # what is done with a text above the limit
 
 
@@ -24,13 +24,16 @@ class DeriveOp:
     # and their lengths exist already, and it makes values alone
     makes_rows: bool = True
     calls_python: bool = False  # it calls a user's function, so that each row must be on one rank alone
+    whole_prompts: bool = False  # it needs all rows of a prompt at once
     key: Literal["", "bool", "f32"] = ""  # dtype of the source's seq value that says which rows there are; "": none
 
 
 DERIVE_OPS: Mapping[DeriveOpName, DeriveOp] = {
     "where": DeriveOp(verb="select", key="bool"),  # the rows whose condition holds, under the same numbers
     "restrict": DeriveOp(verb="select", makes_rows=False),  # values of a frame, for the rows of a selection of it
-    "pick": DeriveOp(verb="pick", key="f32"),  # of each prompt the row with the largest number, the first of equals
+    # of each prompt the row with the largest number, the first of equals
+    "pick": DeriveOp(verb="pick", key="f32", whole_prompts=True),
+    "others": DeriveOp(verb="pair up", whole_prompts=True),  # for each row the other rows of its prompt
     # prompts that a Python function writes about the rows, tokenized where the rows are
     "text": DeriveOp(verb="write", calls_python=True),
 }

@@ -216,6 +216,11 @@ _FUNCTIONS = (
          "of each prompt the sequence with the largest x, the first of equals; see "
          "[sequences from sequences](#sequences-from-sequences)"),),
         min_args=2, max_args=2),
+    Builtin("others", "frames", (
+        ("others(gen)", "sequences -> sequences",
+         "for each sequence the other sequences of its prompt; see "
+         "[all pairs of a prompt](#all-pairs-of-a-prompt)"),),
+        min_args=1, max_args=1),
     Builtin("pair", "frames", (
         ("pair(best, worst)", "sequences, sequences -> pairs",
          "pairs of a chosen and a rejected side; see "

@@ -35,8 +35,14 @@ class RaggedRows:
             if not ids.is_cuda and not torch.equal(ids, self.ids):
                 raise internal_error("the requested rows differ from the stored rows", "run")
             return self
+        return self.gather(ids)
+
+    def gather(self, ids: torch.Tensor) -> RaggedRows:
+        """The entries of `ids`, which are all held, in the order of `ids`; an id may occur more than once. Checked as
+        by `select`."""
         at = torch.searchsorted(self.ids, ids)
-        if not ids.is_cuda and not torch.equal(self.ids[at.clamp(max=self.ids.numel() - 1)], ids):
+        if not ids.is_cuda and ids.numel() and not (
+                self.ids.numel() and torch.equal(self.ids[at.clamp(max=self.ids.numel() - 1)], ids)):
             raise internal_error("requested rows are not stored here", "run")
         sizes = self.sizes[at]
         return RaggedRows(ids, sizes, self.data[ragged_indices(self.sizes.cumsum(0) - self.sizes, at, sizes)])

@@ -95,12 +95,34 @@ def _pick(t: Tables, e: Derive) -> str:
         return f"frame {e.frame} does not have a row for each prompt of {e.source}"
     if frame.present_in != (e.frame if _tells_own_rows(t, source) else source.present_in):
         return f"frame {e.frame} does not record for which prompts of {e.source} it has a row"
-    kind = (source.data, source.temperature, source.max_prompt_tokens, source.max_response_tokens)
-    if (frame.data, frame.temperature, frame.max_prompt_tokens, frame.max_response_tokens) != kind:
-        return f"frame {e.frame} has other limits, or another temperature or source of data, than {e.source}"
+    if fault := _same_kind(frame, source):
+        return fault
     if wrong := [v for v, _ in e.values if t.values[v].level == "prompt" or t.values[v].frame != e.source]:
         return f"{wrong[0]} is not a value of each row of {e.source}"
     return _along(t, e, {e.source})
+
+
+def _others(t: Tables, e: Derive) -> str:
+    frame, source = t.frames[e.frame], t.frames[e.source]
+    space = frame.chain[0]
+    if frame.selected_from or frame.picked_from or len(source.chain) < 2 \
+            or (space.parent, space.fan) != (source.row_space, source.per_prompt - 1):
+        return f"frame {e.frame} does not have a row for each other row of the prompts of {e.source}"
+    if frame.present_in != (e.frame if _tells_own_rows(t, source) else source.present_in):
+        return f"frame {e.frame} does not record which of its rows are present"
+    if fault := _same_kind(frame, source):
+        return fault
+    if wrong := [v for v, _ in e.values if t.values[v].level == "prompt" or t.values[v].frame != e.source]:
+        return f"{wrong[0]} is not a value of each row of {e.source}"
+    return _along(t, e, {e.source})
+
+
+def _same_kind(frame: IndexedFrame, source: IndexedFrame) -> str:
+    """Whether the sequences of `frame` can be those of `source`: what is wrong, or ""."""
+    kind = (source.data, source.temperature, source.max_prompt_tokens, source.max_response_tokens)
+    if (frame.data, frame.temperature, frame.max_prompt_tokens, frame.max_response_tokens) == kind:
+        return ""
+    return f"frame {frame.id} has other limits, or another temperature or source of data, than {source.id}"
 
 
 def _tells_own_rows(t: Tables, frame: IndexedFrame) -> bool:
@@ -133,7 +155,9 @@ def _text(t: Tables, e: Derive) -> str:
     return ""
 
 
-OPS: Mapping[DeriveOpName, FrameRule] = {"where": _where, "restrict": _restrict, "pick": _pick, "text": _text}
+OPS: Mapping[DeriveOpName, FrameRule] = {
+    "where": _where, "restrict": _restrict, "pick": _pick, "others": _others, "text": _text,
+}
 
 
 def _along(t: Tables, e: Derive, frames: set[str]) -> str:

@@ -29,7 +29,7 @@ class DerivedRows:
     """The rows of a derived frame that this rank has."""
 
     rows: torch.Tensor  # [S] int64, ascending: of the derived frame, present ones alone
-    source_rows: torch.Tensor  # [S] int64, ascending: the row of the source that each comes from
+    source_rows: torch.Tensor  # [S] int64: the row of the source that each comes from
     tokens: RaggedRows | None = None  # of its prompts, where they are not those of the source
 
 
@@ -47,7 +47,7 @@ def derive(step: StepState, services: Services, event: Derive) -> None:
         if context.values[value].extent == "prompt":
             kept = held.select((made.source_rows // source.per_prompt).unique())
         else:
-            kept = held.select(made.source_rows)
+            kept = held.gather(made.source_rows)
             kept = RaggedRows(made.rows, kept.sizes, kept.data)
         step.buffers.put(f"{new}@{event.spread}", kept)
 
@@ -90,6 +90,16 @@ def _pick(step: StepState, services: Services, event: Derive) -> DerivedRows:
     return DerivedRows(prompts, first)
 
 
+def _others(step: StepState, services: Services, event: Derive) -> DerivedRows:
+    """For each row the other rows of its prompt, in their order."""
+    rows = step.my_rows(step.context.spreads[event.spread], event.source)
+    n = step.context.frames[event.source].per_prompt
+    one, other = (x.flatten() for x in (rows[:, None].expand(-1, n), rows[:, None] // n * n + torch.arange(n).to(rows)))
+    chosen = (one != other) & torch.isin(other, rows)
+    one, other = one[chosen], other[chosen]
+    return DerivedRows(one * (n - 1) + other % n - (other > one).to(one.dtype), other)
+
+
 def _text(step: StepState, services: Services, event: Derive) -> DerivedRows:
     """Prompts that a Python function writes about the rows."""
     context = step.context
@@ -107,5 +117,5 @@ def _text(step: StepState, services: Services, event: Derive) -> DerivedRows:
 
 
 OPS: Mapping[DeriveOpName, Callable[[StepState, Services, Derive], DerivedRows]] = {
-    "where": _where, "restrict": _restrict, "pick": _pick, "text": _text,
+    "where": _where, "restrict": _restrict, "pick": _pick, "others": _others, "text": _text,
 }

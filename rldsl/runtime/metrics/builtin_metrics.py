@@ -54,7 +54,7 @@ class Meter:
     def _lengths(self, step: StepState, frame: str) -> None:
         record = step.context.frames[frame]
         # a selection's rows are those of its frame; or prompts alone
-        if record.selected_from or record.picked_from or not record.max_response_tokens:
+        if record.selected_from or frame in step.context.derived or not record.max_response_tokens:
             return
         lens = step.rows.lens[frame]
         total = int(lens.response.sum())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from rldsl.plan.events import Load, Offload, split_buffer
+from rldsl.plan.events import Derive, Load, Offload, split_buffer
 from rldsl.plan.expr import Program
 from rldsl.plan.function import Function
 from rldsl.plan.model import Data, Model, Plan, Spread, Value
@@ -81,6 +81,11 @@ class RunContext:
         """The shards whose parameters the plan moves between device and host."""
         return frozenset((e.model, e.layout) for e, _ in event_paths(self.plan)
                          if isinstance(e, Offload) and e.part == "parameters")
+
+    @cached_property
+    def derived(self) -> frozenset[str]:
+        """The frames whose sequences are copies of another frame's, so that their tokens count once."""
+        return frozenset(e.frame for e, _ in event_paths(self.plan) if isinstance(e, Derive))
 
     @cached_property
     def aliases(self) -> Mapping[ShardKey, str]:

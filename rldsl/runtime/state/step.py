@@ -117,7 +117,7 @@ class StepState:
         """The lengths of all rows of a frame, which every rank that needs them now knows; their tokens are counted."""
         self.rows.set_lengths(frame, lens)
         record = self.context.frames[frame]
-        made_before = record.selected_from or record.picked_from  # these tokens are counted already
+        made_before = record.selected_from or frame in self.context.derived  # these tokens are counted already
         if not made_before and record.max_response_tokens:
             self.tokens += int(lens.of("tokens").sum())
 

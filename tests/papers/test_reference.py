@@ -1,0 +1,219 @@
+"""The first step of the examples against plain torch, written from the papers: which rows are chosen, values, losses
+and gradients. Nothing of rldsl is used but the rows that the Python functions saw."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from tests.end_to_end import reference
+from tests.end_to_end.programs import Metrics
+from tests.end_to_end.reference import Sample, response_logprobs
+from tests.end_to_end.test_reference import OPTIMIZER, assert_same, moved
+from tests.papers.programs import Program, program, root, run_all, sample
+
+
+
+def saved(call: str, before: str, after: str) -> tuple[str, str]:
+    """The edit that saves a model in front of a `train` call and behind it."""
+    model = call.partition(".")[0]
+    return (rf"(  {re.escape(call)}.*\n(?: {{4,}}.*\n)*)",
+            rf'  save {model} to "FOLDER/{before}"\n\1  save {model} to "FOLDER/{after}"\n')
+
+
+OPTIMIZE = (r"adamw\(lr=[^)]*\)", OPTIMIZER)
+WHOLE = (r", minibatches=\d", "")
+REF = (r"(model ref *= causal_lm\()base", r'\1"models/base"')
+SAVES = saved("actor.train(", "before", "after")
+EDITS = {
+    "self_rewarding": (OPTIMIZE, WHOLE, REF, SAVES),
+    "online_ipo": (OPTIMIZE, WHOLE, REF, SAVES),
+    "sppo": (OPTIMIZE, WHOLE, SAVES),
+    "pf_ppo": (OPTIMIZE, WHOLE, REF, SAVES, saved("critic.train(", "critic-before", "critic-after"),
+               ("use std.filtration", 'use py "rewards.py" (seen: gen -> seq, taken: gen -> seq)\nuse std.filtration'),
+               (r"(  kept   = .*\n)", r"\1  metric seen = mean(seen(gen)) + mean(taken(kept))\n")),
+    "critique": (OPTIMIZE, saved("actor.train(gen", "before", "middle"),
+                 (r"(  actor\.train\(critique.*\n)", r'\1  save actor to "FOLDER/after"\n')),
+}
+Result = tuple[dict[str, float], Program]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """The step of each example, on one rank."""
+    base = root(tmp_path_factory.mktemp("papers"))
+    made: dict[str, Program] = {}
+    for name, edits in EDITS.items():
+        own = tuple((old, new.replace("FOLDER", str(base / name))) for old, new in edits)
+        made[name] = program(base, name, *own, note=True, steps=1, batch=4, tokens=6)
+    runs: dict[str, Metrics] = run_all(1, {n: p.compiled("place *.* on mesh(0:1)") for n, p in made.items()}, base)
+    return {n: (runs[n][0], p) for n, p in made.items()}
+
+
+def groups(rows: Sequence[float], n: int) -> list[Sequence[float]]:
+    assert len(rows) % n == 0
+    return [rows[i : i + n] for i in range(0, len(rows), n)]
+
+
+def duels(numbers: Sequence[float | None], n: int) -> list[tuple[int, int]]:
+    """The first best and the first worst of each n rows, where these are two rows of different numbers. None: absent."""
+    found = []
+    for start in range(0, len(numbers), n):
+        here = {i: x for i, x in enumerate(numbers[start : start + n], start) if x is not None}
+        if here and max(here.values()) > min(here.values()):
+            found.append((max(here, key=lambda i: (here[i], -i)), min(here, key=lambda i: (here[i], i))))
+    return found
+
+
+def lead(actor: torch.nn.Module, ref: torch.nn.Module, best: Sample, worst: Sample, temperature: float) -> Tensor:
+    """log pi(y+) / pi_ref(y+) - log pi(y-) / pi_ref(y-)."""
+    new = [response_logprobs(actor, x, temperature).sum() for x in (best, worst)]
+    with torch.no_grad():
+        old = [response_logprobs(ref, x, temperature).sum() for x in (best, worst)]
+    return (new[0] - old[0]) - (new[1] - old[1])
+
+
+def check(step: dict[str, float], made: Program, loss: Tensor, actor: torch.nn.Module) -> None:
+    assert step["actor/loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+    assert_same(moved(made.folder / "before", made.folder / "after"), reference.gradients(actor, loss))
+
+
+def test_self_rewarding(found: dict[str, Result]) -> None:
+    """Scores are averaged over the verdicts that have one; pairs are the best and the worst answer; DPO."""
+    step, made = found["self_rewarding"]
+    answers = [sample(row) for row, _ in made.rows("review")]
+    asked = [text for _, text in made.rows("review") for _ in range(3)]
+    judged = made.rows("points")
+    known = [set(text).difference("ABCDEFGHIJKLMNOPQRSTUVWXYZ:\n") for text in asked]  # of the tokenizer's characters
+    assert len(answers) == 4 * 4 and [row["prompt"] for row, _ in judged] == [
+        "".join(c for c in text if c in some) for text, some in zip(asked, known, strict=True)]
+    marks: list[float | None] = []
+    for three in groups([x for _, x in judged], 3):
+        marks.append(fmean(valid) if (valid := [x for x in three if x >= 0]) else None)
+    assert None in marks and any(x < 0 for _, x in judged), "an answer without a score"
+    assert step["judged"] == pytest.approx(fmean(x >= 0 for _, x in judged))
+    assert step["reward"] == pytest.approx(fmean(x for x in marks if x is not None))
+    chosen = duels(marks, 4)
+    assert step["pairs"] == len(chosen) > 1
+    actor, ref = (reference.causal_lm(x) for x in (made.folder / "before", made.folder.parent / "models/base"))
+    loss = torch.stack([-logsigmoid(0.1 * lead(actor, ref, answers[i], answers[j], 0.7)) for i, j in chosen]).mean()
+    check(step, made, loss, actor)
+
+
+def compared(made: Program, n: int, verdicts: int) -> tuple[list[Sample], list[list[float]]]:
+    """The n answers to each prompt, and how often each wins against each of the others, in their order."""
+    pairs = [row for row, _ in made.rows("versus")]
+    won = [fmean(x) for x in groups([x for _, x in made.rows("wins")], verdicts)]
+    assert len(pairs) == len(won)
+    answers = [sample(pairs[i]["gen"]) for i in range(0, len(pairs), n - 1)]
+    for i, answer in enumerate(answers):  # all others of its prompt, each once
+        others = [answers[j] for j in range(i // n * n, (i // n + 1) * n) if j != i]
+        against = pairs[i * (n - 1) : (i + 1) * (n - 1)]
+        assert [sample(row) for row in against] == others
+        assert all(sample(row["gen"]) == answer for row in against)
+    return answers, [won[i : i + n - 1] for i in range(0, len(won), n - 1)]
+
+
+def test_online_ipo(found: dict[str, Result]) -> None:
+    """(h - 1 / 2 tau)^2 on the pairs of which one answer wins more often."""
+    step, made = found["online_ipo"]
+    answers, won = compared(made, 2, 4)
+    first = [x for (x,) in won]
+    chosen = duels(first, 2)
+    assert step["pairs"] == len(chosen) and 0 < len(chosen)
+    assert step["bias"] == pytest.approx(fmean(first) - 0.5, abs=1e-6)
+    actor, ref = (reference.causal_lm(x) for x in (made.folder / "before", made.folder.parent / "models/base"))
+    loss = torch.stack([(lead(actor, ref, answers[i], answers[j], 0.9) - 1 / (2 * 0.1)) ** 2 for i, j in chosen]).mean()
+    check(step, made, loss, actor)
+
+
+def test_sppo(found: dict[str, Result]) -> None:
+    """(log pi / pi_t - eta (P - 1/2))^2, where P is the mean over the answers to the prompt, itself among them."""
+    step, made = found["sppo"]
+    answers, won = compared(made, 5, 2)
+    rates = [(sum(x) + 0.5) / 5 for x in won]
+    assert len(answers) == 4 * 5 and step["best"] == pytest.approx(fmean(max(x) for x in groups(rates, 5)))
+    actor = reference.causal_lm(made.folder / "before")
+    terms = []
+    for answer, rate in zip(answers, rates, strict=True):
+        new = response_logprobs(actor, answer).sum()
+        terms.append((new - new.detach() - 1000 * (rate - 0.5)) ** 2)
+    check(step, made, torch.stack(terms).mean(), actor)
+
+
+def test_pf_ppo(found: dict[str, Result]) -> None:
+    """PPO on the best answer by the reward model, and one other."""
+    step, made = found["pf_ppo"]
+    models = made.folder.parent / "models"
+    judge = reference.sequence_classifier(models / "rm")
+    answers = [sample(row) for row, _ in made.rows("seen")]
+    with torch.no_grad():
+        rewards = [reference.final_score(judge, x).item() for x in answers]
+    assert step["reward"] == pytest.approx(fmean(rewards), rel=1e-5)
+    kept = [sample(row) for row, _ in made.rows("taken")]
+    assert len(answers) == 4 * 5 and len(kept) == 4 * 2
+    places = []
+    for i in range(4):
+        own = answers[5 * i : 5 * i + 5]
+        at = [own.index(x) for x in kept[2 * i : 2 * i + 2]]
+        best = max(range(5), key=lambda j: rewards[5 * i + j])
+        assert best in at and len({*at}) == 2
+        places += [x for x in at if x != best]
+    assert len({*places}) > 1, "the other one is drawn anew for each prompt"
+    actor, ref = reference.causal_lm(made.folder / "before"), reference.causal_lm(models / "base")
+    both = reference.ppo(actor, reference.value_model(models / "sft"), ref, judge, kept, coef=0.05)
+    for model, name in (("actor", ""), ("critic", "critic-")):
+        loss, gradients = both[model]
+        assert step[f"{model}/loss"] == pytest.approx(loss, rel=1e-4, abs=1e-5)
+        assert_same(moved(made.folder / f"{name}before", made.folder / f"{name}after"), gradients)
+
+
+def test_critique(found: dict[str, Result]) -> None:
+    """Answers and critiques are trained one after the other, each with advantages among its siblings."""
+    step, made = found["critique"]
+    answers = [sample(row) for row, _ in made.rows("criticize")]
+    critiques = [row for row, _ in made.rows("revise")]
+    rewards = [x for _, x in made.rows("exact_match")]
+    first, revised = rewards[:16], rewards[16:]
+    assert (len(answers), len(critiques), len(revised)) == (16, 32, 64)
+    assert [sample(row["gen"]) for row in critiques] == [x for x in answers for _ in range(2)]
+    second = [fmean(x) for x in groups(revised, 2)]
+    better = [x - first[i // 2] for i, x in enumerate(second)]
+    assert step["first"] == pytest.approx(fmean(first)) and step["second"] == pytest.approx(fmean(second))
+    assert len({*better}) > 2
+
+    before, middle = (reference.causal_lm(made.folder / x) for x in ("before", "middle"))
+    for number, (model, texts, advantages) in enumerate((
+            (before, answers, normed(first, 4)), (middle, [sample(x) for x in critiques], normed(better, 2)))):
+        terms = []
+        for text, advantage in zip(texts, advantages, strict=True):
+            with torch.no_grad():
+                old = response_logprobs(before, text)
+            ratio = (response_logprobs(model, text) - old).exp()
+            terms.append(torch.max(-advantage * ratio, -advantage * ratio.clip(0.8, 1.2)).mean())
+        loss = torch.stack(terms).mean()
+        name = "actor#2" if number else "actor"
+        assert step[f"{name}/loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-5)
+        files = ("middle", "after") if number else ("before", "middle")
+        assert_same(moved(*(made.folder / x for x in files)), reference.gradients(model, loss))
+
+
+def normed(numbers: Sequence[float], n: int) -> list[float]:
+    """(r - mean) / (std + 1e-4) in each group of n."""
+    rows = torch.tensor(numbers, dtype=torch.float64).view(-1, n)
+    return ((rows - rows.mean(1, keepdim=True)) / (rows.std(1, keepdim=True) + 1e-4)).flatten().tolist()
+
+
+def test_a_wrong_number_of_wins_is_noticed(found: dict[str, Result]) -> None:
+    """The comparison can fail: with one win more the loss of the first step is another."""
+    step, made = found["sppo"]
+    _, won = compared(made, 5, 2)
+    wrong = [(sum(x) + 0.5 + (i == 0)) / 5 for i, x in enumerate(won)]
+    assert step["actor/loss"] != pytest.approx(fmean((1000 * (x - 0.5)) ** 2 for x in wrong), rel=1e-3)
