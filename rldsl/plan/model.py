@@ -26,7 +26,7 @@ from rldsl.plan.expr import Level, Program, Scalar
 from rldsl.plan.function import Function
 from rldsl.plan.heads import HeadName
 
-FORMAT = 4
+FORMAT = 5
 MAX_RANKS = 16_384 * 256  # nodes * devices per node: a larger number is a mistake
 MAX_NESTED_BLOCKS = 64  # around an event; the parser allows fewer brackets in brackets
 DEFAULT_BACKEND = "torch"  # of a layout that names none

@@ -1,4 +1,4 @@
-"""Forged plans with picks and pairs that the verifier refuses."""
+"""Forged plans with picks, pairs and the others of a prompt that the verifier refuses."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ use std.simpo (simpo)
 use py "rewards.py" (size: gen -> seq)
 cluster nodes=1 gpus=4
 data prompts = jsonl("data/prompts.jsonl", batch=8, max_prompt_tokens=16)
-data others  = jsonl("data/prompts.jsonl", batch=8, max_prompt_tokens=16)
+data further = jsonl("data/prompts.jsonl", batch=8, max_prompt_tokens=16)
 model actor = causal_lm("models/sft") train adamw(lr=1e-3)
 flow f(steps=2) {
   prompt = prompts.next()
-  second = others.next()
+  second = further.next()
   gen    = actor.generate(prompt, n=4, max_new_tokens=6)   on mesh(0:4) dp=4
   more   = actor.generate(second, n=4, max_new_tokens=6)   on mesh(0:4) dp=4
   some   = gen where size(gen) > 1
@@ -34,7 +34,8 @@ flow f(steps=2) {
   duel   = pair(pick(gen, size(gen)), pick(gen, -size(gen)))
   clear  = duel where size(duel.chosen) > 2
   other  = pair(pick(more, size(more)), pick(more, -size(more)))
-  metric best = mean(len(best))
+  rival  = others(some)
+  metric best = mean(len(best)) + mean(len(rival))
   actor.train(clear.chosen, clear.rejected, loss=simpo())   on mesh(0:4) dp=4
   actor.train(other.chosen, other.rejected, loss=simpo())   on mesh(0:4) dp=4
 }
@@ -69,11 +70,17 @@ def framed(frame: str, **changes: Any) -> Callable[[Plan], Plan]:
     return lambda plan: replace(plan, frames=tuple(replace(f, **changes) if f.id == frame else f for f in plan.frames))
 
 
-def divides_rows(plan: Plan) -> Plan:
-    """A pick across ranks: each has some rows of every prompt."""
-    (pick,) = (e for e in events(plan) if isinstance(e, Derive) and e.frame == "best")
-    return replace(plan, spreads=tuple(replace(s, granularity="row") if s.id == pick.spread else s
-                                       for s in plan.spreads))
+def divides_rows(frame: str) -> Callable[[Plan], Plan]:
+    """Derived across ranks: each has some rows of every prompt."""
+    def forge(plan: Plan) -> Plan:
+        (made,) = (e for e in events(plan) if isinstance(e, Derive) and e.frame == frame)
+        return replace(plan, spreads=tuple(replace(s, granularity="row") if s.id == made.spread else s
+                                           for s in plan.spreads))
+    return forge
+
+
+def spaced(space: str, **changes: Any) -> Callable[[Plan], Plan]:
+    return lambda plan: replace(plan, spaces=tuple(replace(s, **changes) if s.id == space else s for s in plan.spaces))
 
 
 def events(plan: Plan) -> list[Event]:
@@ -99,13 +106,13 @@ def trained_on(*frames: str) -> Callable[[Plan], Plan]:
     return forge
 
 
-def without_lengths(plan: Plan) -> Plan:
-    """Values of picked rows are read before anybody knows which rows there are."""
-    return changed(plan, lambda e: None if isinstance(e, Lengths) and e.frame == "best" else e)
+def without_lengths(frame: str) -> Callable[[Plan], Plan]:
+    """Values of derived rows are read before anybody knows which rows there are."""
+    return lambda plan: changed(plan, lambda e: None if isinstance(e, Lengths) and e.frame == frame else e)
 
 
 FORGED: dict[str, tuple[Callable[[Plan], Plan], str]] = {
-    "a pick whose prompts are divided": (divides_rows, "RL0538"),
+    "a pick whose prompts are divided": (divides_rows("best"), "RL0538"),
     "a pick from another frame": (derived("best", source="more"), "RL0615"),
     "a pick by a number of other rows": (derived("best", key="more.finished"), "RL0615"),
     "a pick without a number": (derived("best", key=""), "RL0615"),
@@ -119,7 +126,19 @@ FORGED: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "pairs of rows of different prompts": (trained_on("clear.chosen", "other.rejected"), "RL0612"),
     "pairs of which one side was selected": (trained_on("clear.chosen", "duel.rejected"), "RL0612"),
     "pairs of which other rows are present": (derived("clear.rejected", key="more.finished"), "RL0538"),
-    "rows that are read before they exist": (without_lengths, "RL0518"),
+    "rows that are read before they exist": (without_lengths("best"), "RL0518"),
+    "others whose prompts are divided": (divides_rows("rival"), "RL0538"),
+    "others of another frame": (derived("rival", source="more"), "RL0615"),
+    "others that are called a pick": (derived("rival", op="pick"), "RL0615"),
+    "others that are called a selection": (derived("rival", op="where"), "RL0615"),
+    "a pick that is called others": (derived("best", op="others"), "RL0615"),
+    "others by a number": (derived("rival", key="more.finished"), "RL0615"),
+    "others with a row too many": (spaced("rival", fan=4, count=128), "RL0615"),
+    "others in the rows that they belong to": (framed("rival", row_space="some"), "RL0612"),
+    "others that forget which rows are present": (framed("rival", present_in="some"), "RL0615"),
+    "others that are all present": (framed("rival", present_in=""), "RL0615"),
+    "others at another temperature": (framed("rival", temperature=0.5), "RL0615"),
+    "others that are read before they exist": (without_lengths("rival"), "RL0518"),
 }
 
 

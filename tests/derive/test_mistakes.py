@@ -1,4 +1,4 @@
-"""What `pick`, `pair` and `with` refuse: the code, and the words that it points at."""
+"""What `pick`, `others`, `pair` and `with` refuse: the code, and the words that it points at."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ flow f(steps=1) {
   row    = answers.next()
   gen    = actor.generate(prompt, n=4)
   more   = actor.generate(prompt, n=4)
+  single = actor.generate(prompt)
   r      = size(gen)
 """
 # (statements, code, the text that it underlines)
@@ -42,6 +43,17 @@ MISTAKES = [
     ("x = pick(gen, 1)", "RL0201", "1"),
     ("x = pick(gen, size(more))", "RL0202", "size(more)"),
     ("x = pick(pick(gen, r), r)", "RL0202", "pick(gen, r)"),
+    ("x = others()", "RL0204", "others"),
+    ("x = others(gen, r)", "RL0204", "others"),
+    ("x = others(n=gen)", "RL0107", "n"),
+    ("x = others(r)", "RL0203", "r"),
+    ("x = others(prompt)", "RL0213", "prompt"),
+    ("x = others(row)", "RL0202", "row"),
+    ("x = others(pick(gen, r))", "RL0202", "pick(gen, r)"),
+    ("x = others(single)", "RL0202", "single"),
+    ("x = others(pair(pick(gen, r), pick(gen, -r)))", "RL0203", "pair(pick(gen, r), pick(gen, -r))"),
+    ("x = others(gen)\nmetric m = mean(size(x) + size(more))", "RL0202", None),
+    ("x = others(gen)\ny = gen where size(x) > 1", "RL0202", "size(x) > 1"),
     ("x = pair(gen)", "RL0204", "pair"),
     ("x = pair(gen, r)", "RL0203", "r"),
     ("x = pair(gen, more)", "RL0202", "pair(gen, more)"),

@@ -35,7 +35,8 @@ def files(text: str) -> dict[str, str]:
 FILES = {  # what programs of the documentation read
     **files((ROOT / "docs/tutorial.md").read_text()),
     "rewards.py": "def exact_match(rows):\n    return [0.0 for _ in rows]\n\n\n"
-                  "def checked(rows):\n    return [0.0 for _ in rows]\n",
+                  "def checked(rows):\n    return [0.0 for _ in rows]\n\n\n"
+                  "def prefers(rows):\n    return [0.0 for _ in rows]\n",
     "judge.py": "def ask(rows):\n    return ['?' for _ in rows]\n\n\ndef grade(rows):\n    return [0.0 for _ in rows]\n",
     "objectives.rlf": "loss careful(logprobs: token) {\n  return -mean(logprobs)\n}\n",
 }
@@ -52,7 +53,7 @@ FLOW = """
 use std.ppo (gae, kl_rewards, ppo_clip, value_clip)
 use std.grpo (group_norm, grpo_free)
 use std.simpo (simpo)
-use py "rewards.py" (exact_match: gen -> seq)
+use py "rewards.py" (exact_match: gen -> seq, prefers: a, b -> seq)
 cluster nodes=1 gpus=8
 data prompts = jsonl("p.jsonl", batch=8)
 model actor  = causal_lm("m")    train adamw(lr=1e-6)

@@ -100,6 +100,11 @@ def distill(y: Seqs, old: Seqs, teacher: Seqs, gamma=0.0) -> Tensor:
     return averaged(terms)
 
 
+def sppo(y: Seqs, old: Seqs, win: Tensor, eta=1000.0) -> Tensor:
+    """Wu et al. 2024, algorithm 1."""
+    return averaged([((y[i] - old[i]).sum() - eta * (win[i] - 0.5)) ** 2 for i in range(len(y))])
+
+
 def sft(y: Seqs) -> Tensor:
     """Ouyang et al. 2022, section 3.5."""
     return -torch.cat(y).sum() / sum(len(x) for x in y)
@@ -149,6 +154,8 @@ CASES = {
     "orpo": Case("std.orpo", "orpo(lam=0.3)", lambda c, r, d: orpo(c, r, 0.3)),
     "kto": Case("std.kto", "kto(ref=ref, label=label, z0=z0, desirable=1.3, undesirable=0.8)",
                 lambda y, d: kto(y, d["ref"], d["label"], 0.7, 0.1, 1.3, 0.8), labelled, "gen"),
+    "sppo": Case("std.sppo", "sppo(old=old, win=win, eta=20)", lambda y, d: sppo(y, d["old"], d["win"], 20.0),
+                 lambda b: {"old": b.logprobs(18), "win": Given("seq", "gen", torch.sigmoid(b.seqs(19).data))}, "gen"),
     "reward_model": Case("std.reward_model", "reward_model()", lambda c, r, d: reward_model(c, r), kind="scores"),
     "reward_margin": Case("std.reward_model", "reward_model(margin=m, weight=wt, center=0.01)",
                           lambda c, r, d: reward_model(c, r, d["m"], d["wt"], 0.01), margins, "scores"),
@@ -344,6 +351,38 @@ def test_the_best_of_each_prompt(dp: int) -> None:
     least = run_fn("std.best_of_n", "best_above(r, 0.5)", b, dp=dp, r=r)
     assert least.tolist() == [False, True, True, False, False, False, True, False, False, False, False, False]
     assert run_fn("std.best_of_n", "above(r, 0.5)", b, dp=dp, r=r).tolist() == [x >= 0.5 for x in r.data.tolist()]
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_a_win_rate_counts_the_response_itself_as_half_a_win(dp: int) -> None:
+    b = Batch.random(1, 4, 3)  # the 3 others of 4 responses to one prompt
+    won = b.given("seq", [0, 0, 0, 1, 1, 1, 0.5, 0, 1, 0.25, 0.5, 1])
+    got = run_fn("std.sppo", "win_rate(won, 4)", b, dp=dp, won=won)
+    assert got.tolist() == pytest.approx([0.125, 0.875, 0.5, 0.5625])
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_filters_keep_as_many_of_each_prompt_whatever_equals(dp: int) -> None:
+    """The best of each prompt; the best and another; the best and the worst. Equals are drawn."""
+    b = Batch.random(1, 4, 3)
+    r = b.given("seq", [0.1, 0.9, 0.9, -1, -2, -3, 0, 0, 0, 5, 4, 4])
+    kept = {name: run_fn("std.filtration", f"{name}(r)", b, dp=dp, r=r).view(4, 3).tolist()
+            for name in ("best_only", "best_random", "best_worst")}
+    for i, row in enumerate(r.data.view(4, 3).tolist()):
+        only, other, worst = (kept[name][i] for name in kept)
+        assert sum(only) == 1 and row[only.index(True)] == max(row)
+        for both in (other, worst):
+            assert sum(both) == 2 and max(x for x, k in zip(row, both) if k) == max(row)
+        assert min(x for x, k in zip(row, worst) if k) == min(row)
+
+
+def test_the_other_response_is_drawn_evenly() -> None:
+    """Of 600 prompts with three responses each, about half keep either of the two that are not the best."""
+    b = Batch({"gen": [1] * 1800}, 3)
+    r = b.given("seq", [3.0, 2.0, 1.0] * 600)
+    kept = run_fn("std.filtration", "best_random(r)", b, r=r).view(600, 3)
+    assert kept[:, 0].all() and (kept[:, 1] != kept[:, 2]).all()
+    assert 250 < int(kept[:, 1].sum()) < 350  # four standard deviations
 
 
 # ------------------------------------------------------------------------ other systems, over padded tables with masks

@@ -82,10 +82,9 @@ def root(folder: Path) -> Path:
     return make_all(folder, num_hidden_layers=2)
 
 
-def program(base: Path, name: str, *edits: tuple[str, str], kind: str = "", note: bool = False, **sets: Any) -> Program:
-    """The example `name` in the directory NAME or NAME-KIND, with texts replaced. note: Python functions write what they
-    see to `seen.jsonl`."""
-    folder = base / (f"{name}-{kind}" if kind else name)
+def program(base: Path, name: str, *edits: tuple[str, str], note: bool = False, **sets: Any) -> Program:
+    """The example `name`, with texts replaced. note: Python functions write what they see to `seen.jsonl`."""
+    folder = base / name
     folder.mkdir()
     text = (EXAMPLES / f"{name}.rlf").read_text()
     for old, new in edits:
@@ -97,9 +96,10 @@ def program(base: Path, name: str, *edits: tuple[str, str], kind: str = "", note
     return Program(name, folder, text, sets)
 
 
-def run_all(size: int, plans: Mapping[str, bytes], base: Path, like: Mapping[str, Path] | None = None) -> dict[str, Metrics]:
-    """The metrics of several plans, one after the other in one world of `size` ranks. like: where the responses lie that
-    each of them follows; without it they are written down."""
+def run_all(size: int, plans: Mapping[str, bytes], base: Path,
+            like: Mapping[str, Path] | None = None) -> dict[str, Metrics]:
+    """The metrics of several plans, one after the other in one world of `size` ranks. like: the recorded responses that
+    each of them follows; without it they are recorded."""
     given = {name: like[name] if like else base / "responses" / name for name in plans}
     run_world(size, _rank, dict(plans), str(base), given, like is not None, timeout=300.0)
     made = {}
@@ -117,4 +117,5 @@ def _rank(rank: int, plans: dict[str, bytes], base: str, responses: dict[str, Pa
     os.chdir(base)
     for name, data in plans.items():
         with followed(responses[name]) if follow else recorded(responses[name]):
-            execute(PlanFile.from_bytes(data, f"{name}.plan"), f"{base}/out/{name}", options=Options(allow_write=(base,)))
+            plan = PlanFile.from_bytes(data, f"{name}.plan")
+            execute(plan, f"{base}/out/{name}", options=Options(allow_write=(base,)))

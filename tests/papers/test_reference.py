@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -63,7 +62,7 @@ def groups(rows: Sequence[float], n: int) -> list[Sequence[float]]:
 
 
 def duels(numbers: Sequence[float | None], n: int) -> list[tuple[int, int]]:
-    """The first best and the first worst of each n rows, where these are two rows of different numbers. None: absent."""
+    """The first best and the first worst of each n rows, where their numbers differ. None: an absent row."""
     found = []
     for start in range(0, len(numbers), n):
         here = {i: x for i, x in enumerate(numbers[start : start + n], start) if x is not None}
