@@ -1,4 +1,5 @@
-"""Commands that run a plan, and look at runs and at the machine: run, runs, postmortem, plot, doctor."""
+"""Commands that run a plan, and look at runs and at the machine: run, runs, postmortem, plot, diff-runs,
+doctor."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from typing import Any
 import click
 
 from rldsl.cli.options import FILE, FOLDER, chosen
-from rldsl.cli.shell import Settings, command, print_result, say
+from rldsl.cli.shell import Settings, command, print_result, report_diagnostics, say
 from rldsl.commands import Usage
+from rldsl.diag import Failure
 
 
 @command
@@ -98,6 +100,26 @@ def plot(settings: Settings, folders: tuple[str, ...], target: str | None, patte
     target = target or str(Path(folders[0]) / "metrics.svg")
     names = plot(folders, target, patterns)
     print_result(settings, f"wrote {target}: {', '.join(names)}", wrote=target, metrics=list(names))
+
+
+@command
+@click.argument("one", type=FOLDER, metavar="RUN_A")
+@click.argument("two", type=FOLDER, metavar="RUN_B")
+@click.option("--rtol", "tolerance", type=click.FloatRange(0, 1), default=0.0, metavar="X",
+              help="Ignore relative differences of numbers up to X (default: 0, equal bits).")
+def diff_runs(settings: Settings, one: str, two: str, tolerance: float) -> int:
+    """Show where two runs first differ. Compares metrics, and sequences recorded with --log-samples.
+
+    Exit status, as for diff(1): 0 if nothing differs, 1 if something does, 2 if the runs cannot be compared."""
+    from rldsl.commands.diff_runs import diff_runs
+
+    try:
+        found = diff_runs(one, two, tolerance)
+    except Failure as failure:
+        report_diagnostics(failure.diagnostics, settings)
+        return 2
+    print_result(settings, found.text((one, two)), **found.json())
+    return int(not found.same)
 
 
 @command

@@ -20,7 +20,7 @@ from rldsl.extras import missing_package
 from rldsl.files import read_bytes
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Save
-from rldsl.plan.metrics_file import METRICS, Lines, read
+from rldsl.plan.metrics_file import METRICS, SAMPLES, Lines, read
 from rldsl.plan.projection import event_paths
 from rldsl.python.errors import reports_failures
 from rldsl.python.html import table
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import pandas
 
 T = TypeVar("T")
-SAMPLES = "samples"  # directory of the sampled sequences, one file per generated batch
 MODEL, ADAPTERS = "config.json", "adapter_config.json"  # a saved model has one of them
 RECENT = 10          # steps that a notebook shows
 

@@ -52,7 +52,8 @@ def usage(*arguments: str) -> str:
 
 
 ASKED = {"check": ["no.rlf"], "compile": ["no.rlf"], "graph": ["no.rlf"], "run": ["no.rlf"], "show": ["no.plan"],
-         "verify": ["no.plan"], "diff": ["no.plan", "no.plan"], "emit": ["no.plan", "--rank", "0"], "report": ["no.plan"],
+         "verify": ["no.plan"], "diff": ["no.plan", "no.plan"], "diff-runs": ["no", "no"],
+         "emit": ["no.plan", "--rank", "0"], "report": ["no.plan"],
          "runs": ["nothing"], "plot": ["nothing"], "postmortem": ["nothing"], "fmt": ["no.rlf"],
          "sim": ["no.plan", "--cluster", "h100x8"], "profile": ["no.rlf"],
          "search": ["no.rlf", "--cluster", "h100x8"], "explain-placement": ["no.rlf", "--cluster", "h100x8"]}
@@ -130,8 +131,8 @@ def test_a_wrong_command_line_prints_nothing_on_standard_output(arguments: list[
 
 
 def test_the_commands_whose_result_is_not_asked_here() -> None:
-    """run, plot, postmortem, profile and doctor are asked in their directories."""
-    elsewhere = {"run", "search", "explain-placement", "profile", "plot", "postmortem", "lsp", "doctor"}
+    """run, plot, postmortem, profile, doctor and diff-runs are asked in their directories."""
+    elsewhere = {"run", "search", "explain-placement", "profile", "plot", "postmortem", "lsp", "doctor", "diff-runs"}
     assert {*main.commands} - {*RESULTS} == elsewhere
 
 

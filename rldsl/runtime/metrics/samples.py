@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rldsl.plan.events import Event, Generate, Train, split_buffer
+from rldsl.plan.metrics_file import SAMPLES
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
@@ -27,7 +28,6 @@ from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.step import StepState
 from rldsl.runtime.store import RaggedRows
 
-FOLDER = "samples"
 ANONYMOUS = re.compile(r"(expr|where)#\d+")  # values that the program gives no name
 
 
@@ -127,7 +127,7 @@ class Samples:
 
 
 def samples_file(out: Path, frame: str) -> Path:
-    return out / FOLDER / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', frame)}.jsonl"
+    return out / SAMPLES / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', frame)}.jsonl"
 
 
 def _numbers(column: RaggedRows, rows: torch.Tensor) -> Mapping[int, float]:

@@ -1,0 +1,117 @@
+"""`rlc diff-runs`: the first step, row and value at which two runs part, recomputed by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from rldsl.cli import main
+from rldsl.commands.diff_runs import diff_runs
+from rldsl.diag import Failure
+
+LINES = [{"step": s, "reward": 0.5 * s, "actor/loss": 1.0 / s, "seconds": 3.0 * s} for s in range(1, 6)]
+ROWS = [{"step": s, "row": r, "prompt": f"{r}+{s}=", "completion": f"the sum of {r} and {s} is {r + s}", "reward": 1.0}
+        for s in range(1, 6) for r in range(4)]
+
+
+def make(folder: Path, lines: list[dict[str, Any]] = LINES, rows: list[dict[str, Any]] = ROWS, plan: bytes = b"plan"
+         ) -> str:
+    (folder / "samples").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "samples/gen.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.plan").write_bytes(plan)
+    return str(folder)
+
+
+def changed(items: list[dict[str, Any]], number: int, **values: Any) -> list[dict[str, Any]]:
+    return [item | values if i == number else item for i, item in enumerate(items)]
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> str:
+    return make(tmp_path / "one")
+
+
+def rlc(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(main, ["diff-runs", *arguments])
+    return done.exit_code, done.output
+
+
+def test_equal_runs(one: str, tmp_path: Path) -> None:
+    two = make(tmp_path / "two", [line | {"seconds": 1.0} for line in LINES])  # times are measured, not computed
+    assert diff_runs(one, two).same
+    status, text = rlc(one, two)
+    assert status == 0 and "no differences" in text and "5 steps and 20 sampled sequences" in text
+    assert json.loads(rlc(one, two, "--json")[1])["same"]
+
+
+def test_the_first_metric(one: str, tmp_path: Path) -> None:
+    lines = changed(changed(LINES, 2, **{"actor/loss": 0.25}), 4, **{"actor/loss": 0.1, "reward": 9.0})
+    found = diff_runs(one, make(tmp_path / "two", lines))
+    loss, reward = found.numbers
+    assert (loss.name, loss.step, loss.row, loss.one, loss.two, loss.places) == ("actor/loss", 3, None, 1 / 3, 0.25, 2)
+    assert loss.largest == pytest.approx(0.1) and (reward.name, reward.step, reward.largest) == ("reward", 5, 6.5)
+    assert not found.texts
+
+
+def test_the_first_text_and_value(one: str, tmp_path: Path) -> None:
+    rows = changed(ROWS, 9, completion="the sum of 1 and 3 was 4", reward=0.0)  # step 3, row 1
+    rows = changed(rows, 14, completion="no")  # step 4, row 2
+    two = make(tmp_path / "two", rows=rows)
+    (text,), (number,) = diff_runs(one, two).texts, diff_runs(one, two).numbers
+    assert (text.batch, text.step, text.row, text.part, text.position, text.rows) == ("gen", 3, 1, "completion", 19, 2)
+    assert text.one.endswith("is 4") and text.two.endswith("was 4")
+    assert (number.name, number.step, number.row, number.one, number.two) == ("gen.reward", 3, 1, 1.0, 0.0)
+    status, printed = rlc(one, two)
+    assert status == 1 and "first difference in step 3" in printed and "step 3, row 1" in printed
+
+
+def test_a_prompt_that_differs(one: str, tmp_path: Path) -> None:
+    (text,) = diff_runs(one, make(tmp_path / "two", rows=changed(ROWS, 0, prompt="0-1=", completion="?"))).texts
+    assert (text.part, text.position, text.one, text.two) == ("prompt", 1, "0+1=", "0-1=")
+
+
+def test_what_one_run_lacks_is_a_difference(one: str, tmp_path: Path) -> None:
+    lines = [{k: v for k, v in line.items() if k != "reward" or line["step"] < 4} for line in LINES]
+    (reward,) = diff_runs(one, make(tmp_path / "two", lines, [])).numbers
+    assert (reward.step, reward.two, reward.largest, reward.places) == (4, None, float("inf"), 2)
+
+
+def test_a_tolerance(one: str, tmp_path: Path) -> None:
+    two = make(tmp_path / "two", changed(changed(LINES, 1, reward=1.0 + 1e-7), 3, reward=2.1))
+    (number,) = diff_runs(one, two, 1e-6).numbers
+    assert (number.step, diff_runs(one, two, 1e-6).ignored) == (4, 1)
+    assert diff_runs(one, two).numbers[0].step == 2 and diff_runs(one, two, 0.5).same
+
+
+def test_numbers_that_are_not_finite(one: str, tmp_path: Path) -> None:
+    nan = make(tmp_path / "nan", changed(LINES, 1, reward=None))
+    assert diff_runs(nan, make(tmp_path / "same", changed(LINES, 1, reward=None))).same
+    (number,) = diff_runs(one, nan).numbers
+    assert number.step == 2 and number.largest == float("inf")
+    assert json.loads(rlc(one, nan, "--json")[1])["numbers"][0]["two"] is None
+
+
+def test_different_plans_are_named(one: str, tmp_path: Path) -> None:
+    assert "different plans" in rlc(one, make(tmp_path / "two", plan=b"other"))[1]
+
+
+@pytest.mark.parametrize(("rows", "lines", "code"), [
+    ([{"step": 1}], LINES, "RL0784"),
+    (ROWS, [line | {"step": line["step"] + 100} for line in LINES], "RL0784"),
+    (ROWS, [], "RL0784"),
+])
+def test_what_cannot_be_compared(one: str, tmp_path: Path, rows: list[dict[str, Any]], lines: list[dict[str, Any]],
+                                 code: str) -> None:
+    two = make(tmp_path / "two", lines, rows)
+    with pytest.raises(Failure) as caught:
+        diff_runs(one, two)
+    assert caught.value.diagnostics[0].code == code and rlc(one, two)[0] == 2
+
+
+def test_a_directory_without_a_run(one: str, tmp_path: Path) -> None:
+    assert rlc(one, str(tmp_path / "none"))[0] == 2 and "RL0783" in rlc(one, str(tmp_path))[1]
