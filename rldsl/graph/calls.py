@@ -265,5 +265,12 @@ def _help_for_two(refs: list[FrameRef]) -> str:
     pair = next(filter(None, map(_pair_of, refs)), "")
     if pair:
         return f"train on `{pair}.chosen` and `{pair}.rejected`"
+    a, b = (r.frame for r in refs[:2])
+    if a.row_space == b.row_space:
+        return f"make pairs: `duel = pair({source_name(a)}, {source_name(b)})`, then `duel.chosen` and `duel.rejected`"
+    if a.prompt_space == b.prompt_space and all(r.contents == "generated" for r in refs):
+        one, other = (f"pick({source_name(f)}, {x})" for f, x in ((a, "x"), (b, "y")))
+        return f"make pairs of one sequence of each prompt: `duel = pair({one}, {other})`, then `duel.chosen` and " \
+               "`duel.rejected`"
     return "train on one batch, or on the two sides of pairs from data: `data NAME = jsonl(..., kind=\"pairs\")`, " \
            "`pair = NAME.next()`, then `pair.chosen` and `pair.rejected`"

@@ -27,7 +27,7 @@ class Overheads:
                                  for j in problem.jobs}
 
     def job_seconds(self, job: Job, size: int) -> float:
-        """A job on `size` ranks, besides the work of a call: moving its rows, and running a computation."""
+        """A job on `size` ranks, besides the work of a call: moving its rows, and running a computation or a Python function."""
         key = (job.number, size)
         if key not in self._cache:
             self._cache[key] = self._job(job, size)
@@ -38,7 +38,11 @@ class Overheads:
         rows = max((self.problem.frames[f].count / size for f in job.frames), default=1.0)
         kernels = self.num_moved_values[job.number] * machine.kernels(MOVE_KERNELS)
         moved = kernels + 2 * machine.event() + machine.rows(rows)
-        computed = self._compute_seconds(job, job.node, size) if isinstance(job.node, g.Compute) else 0.0
+        computed = 0.0
+        if isinstance(job.node, g.Compute):
+            computed = self._compute_seconds(job, job.node, size)
+        elif isinstance(job.node, g.Derive):  # as `simulate/program._OpBuilder.derive`
+            computed = machine.rows(rows) + machine.rows(CALL_ROWS * rows)
         return (moved + computed) * job.times_per_step
 
     def _compute_seconds(self, job: Job, node: g.Compute, size: int) -> float:

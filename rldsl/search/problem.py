@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from rldsl.clusters import Cluster
 from rldsl.graph import model as g
 from rldsl.models.families import Family
 from rldsl.placement.model import Call, Placed, label
 from rldsl.placement.place import Flow
+from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Model
 from rldsl.plan.spaces import IndexedFrame
@@ -40,8 +41,8 @@ class Job:
 
     number: int  # position in program order
     node: g.Node
-    kind: Kind | Literal[""]  # "": a computation
-    model: str  # name; "" of a computation
+    kind: Kind | Literal[""]  # "": a computation, or rows that a Python function writes
+    model: str  # name; "" where there is none
     times_per_step: float  # runs per step, on average
     depends_on: tuple[int, ...]  # the jobs of the same step that write what this one reads
     placed_with: int  # the call whose ranks it uses: itself, unless it is a computation
@@ -62,6 +63,8 @@ class Job:
                 return (self.node.frame,)
             case g.Train() | g.Compute():
                 return self.node.frames
+            case g.Derive():
+                return (self.node.frame,)
         return ()
 
 
@@ -168,7 +171,7 @@ def build_problem(placed: Placed, cluster: Cluster, lengths: Lengths = AT_MOST, 
 
 
 def _build_jobs(graph: g.Graph) -> Iterator[Job]:
-    jobs = [(n, t) for n, t in _nodes_with_times(graph.items, 1.0) if isinstance(n, Call | g.Compute)]
+    jobs = [(n, t) for n, t in _nodes_with_times(graph.items, 1.0) if isinstance(n, Call | g.Compute) or _calls_python(n)]
     flow = Flow(tuple(g.nodes(graph.items)))
     numbers = {n.id: i for i, (n, _) in enumerate(jobs)}
     first = next((i for i, (n, _) in enumerate(jobs) if isinstance(n, Call)), 0)
@@ -180,10 +183,15 @@ def _build_jobs(graph: g.Graph) -> Iterator[Job]:
             writers[v] = {i} if i is not None else sources
         if i is None:
             continue
-        anchor = flow.anchor(node) if isinstance(node, g.Compute) else node
+        anchor = flow.anchor(node) if isinstance(node, g.Compute | g.Derive) else node
         placed_with = numbers[anchor.id] if anchor is not None else first
         yield Job(i, node, KINDS.get(type(node), ""), getattr(node, "model", ""), jobs[i][1], tuple(sorted(sources)),
                   placed_with)
+
+
+def _calls_python(node: g.Node) -> TypeGuard[g.Derive]:
+    """Whether it derives rows by a user's function, which takes time; other derived rows are copies."""
+    return isinstance(node, g.Derive) and DERIVE_OPS[node.op].calls_python
 
 
 def _nodes_with_times(items: tuple[g.Item, ...], times: float) -> Iterator[tuple[g.Node, float]]:

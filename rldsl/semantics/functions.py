@@ -6,6 +6,7 @@ of functions left; BAD where a message was given.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rldsl.diag import Label, internal_error
@@ -85,7 +86,7 @@ class Functions:
         self.active.pop()
         if result is None:
             return BAD
-        if not self.declared(decl, result):
+        if not self.declared(decl, result, values.values()):
             return BAD
         return result[0] if len(result) == 1 else Several(result)
 
@@ -100,8 +101,10 @@ class Functions:
         self.errors.trail = trail
         return BAD
 
-    def declared(self, decl: ast.FnDecl, result: tuple[Term, ...]) -> bool:
-        """Whether the results are what `-> (...)` says."""
+    def declared(self, decl: ast.FnDecl, result: tuple[Term, ...], given: Iterable[Term] = ()) -> bool:
+        """Whether the results are what `-> (...)` says. given: the arguments: what is `prompt` of one of them may be
+        called that, also where it is `seq` of the sequences that the argument continues."""
+        prompts = {s for term in given if term.level in ("seq", "token") for s in self.exprs.spaces.chain(term)[1:2]}
         name = decl.name.name
         if decl.returns and len(decl.returns) != len(result):
             self.errors.add("RL0204", f"`{name}` returns {len(result)} values but declares {len(decl.returns)}",
@@ -111,7 +114,8 @@ class Functions:
             if ident.name == ANY:
                 continue
             level = self.exprs.level(ident)
-            if level is not None and depth(value.level) > depth(level):
+            called = "prompt" if level == "prompt" and value.level == "seq" and value.space in prompts else value.level
+            if level is not None and depth(called) > depth(level):
                 self.errors.add("RL0201", f"`{name}` declares {level} but returns {describe(value)}", ident.span,
                                 labels=(Label(value.span, f"a {value.level} value"),))
                 return False

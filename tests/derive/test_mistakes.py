@@ -94,6 +94,41 @@ def test_a_mistake_is_named(text: str, code: str, words: str | None) -> None:
     assert words is None or first.span is not None and first.span.text == words, first
 
 
+@pytest.mark.parametrize("batches, help_", [
+    ("gen, more", "duel = pair(pick(gen, x), pick(more, y))"),  # what the two sides could be
+    ("gen, single", "duel = pair(pick(gen, x), pick(single, y))"),
+    ("pick(gen, r), pick(elsewhere, r)", 'kind="pairs"'),
+    ("gen, elsewhere", 'kind="pairs"'),
+    ("tail, gen", 'kind="pairs"'),
+    ("gen, row", 'kind="pairs"'),
+])
+def test_two_batches_that_are_no_pairs(batches: str, help_: str) -> None:
+    first = "  other = prompts.next()\n  elsewhere = actor.generate(other, n=4)\n  tail = actor.generate(gen)\n"
+    found = failed(HEAD + first + f"  actor.train({batches.replace('elsewhere, r', 'elsewhere, size(elsewhere)')}, "
+                   "loss=simpo())\n}\n")
+    (help_of,) = [d.help for d in found if d.code == "RL0202"]
+    assert help_ in help_of, help_of
+
+
+RETURNS = """
+fn share(x: seq) -> prompt {
+  return mean(x by prompt)
+}
+fn shifted(x: seq) -> prompt {
+  return x + 1
+}
+"""
+
+
+def test_a_prompt_of_continuations_is_called_a_prompt() -> None:
+    """`mean(x by prompt)` of others is a seq value of what they are others of, and a function may declare either."""
+    head = HEAD.replace("fn inside(x: seq) {\n  y = pick(x, x)\n  return y\n}\n", RETURNS.replace("x + 1", "mean(x)"))
+    text = head + "  rival = others(gen)\n  a = share(len(rival))\n  metric a = mean(a + r)\n}\n"
+    assert build(parse(SourceFile("f.rlf", text)), {}, read=lambda path: "def size(rows):\n    return 1.0\n")
+    found = failed(HEAD.replace("fn inside", RETURNS + "fn inside") + "  a = shifted(len(others(gen)))\n}\n")
+    assert "RL0201" in {d.code for d in found} and any("declares prompt" in d.title for d in found)
+
+
 def test_functions_make_no_sequences() -> None:
     found = failed(HEAD + "x = inside(r)\n}\n")
     assert [d.code for d in found] == ["RL0212"] and "outside the flow" in found[0].title

@@ -244,7 +244,7 @@ DPO = "loss=dpo(ref_chosen=a, ref_rejected=b)"
 
 @pytest.mark.parametrize(("statement", "code", "help_"), [
     (f"o = actor.generate(p, n=2)\n  actor.train(gen, o, {DPO})", "RL0202",
-     "train on one batch, or on the two sides of pairs from data: `data NAME = jsonl(..., kind=\"pairs\")`"),
+     "make pairs of one sequence of each prompt: `duel = pair(pick(gen, x), pick(o, y))`"),
     (f"actor.train(gen, q.rejected, {DPO})", "RL0202", "train on `q.chosen` and `q.rejected`"),
     (f"kept = q where len(q.chosen) > 2\n  actor.train(kept.chosen, q.rejected, {DPO})", "RL0202",
      "train on `kept.chosen` and `kept.rejected`"),
