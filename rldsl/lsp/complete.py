@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rldsl.lsp.builtins import CALLS, CONSTRUCTORS, FUNCTIONS
 from rldsl.lsp.describe import signature
 from rldsl.lsp.facts import Facts
-from rldsl.lsp.index import Index, Symbol
+from rldsl.lsp.index import FRAMES, Index, Symbol
 from rldsl.lsp.library import Library
 from rldsl.placement.degrees import OPTIONS
 from rldsl.plan.expr import LEVELS
@@ -42,6 +42,9 @@ FIELDS = {"generated": {"logprobs": "token: log-probabilities of the sampled tok
                         "finished": "seq: the response ended with an "
                                                                                 "end-of-sequence token or stop string"},
           "pairs": {"chosen": "the preferred response", "rejected": "the rejected response"}}
+
+
+COLUMN = r"(?!(tokens|lengths|columns)$)\w+"  # a value of a batch of data that is a column
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +83,8 @@ def complete(text: str, offset: int, index: Index, facts: Facts, files: Library)
     if used := re.search(r"\buse\s+(std\.\w+|\"[^\"]*\")\s*\(([^)]*)$", written):
         found = files.names(used[1].strip('"'), index.file.source.name)
         return [_function(s) for s in found if s.name not in re.findall(r"\w+", used[2])]
-    if owner := re.search(r"([A-Za-z_]\w*)\s*\.\s*$", line):
-        return list(_members(owner[1], index, facts, start))
+    if owner := re.search(r"([A-Za-z_]\w*)\s*\.\s*((?:chosen|rejected)\s*\.\s*)?$", line):
+        return list(_members(owner[1], owner[2].rstrip(" .") if owner[2] else "", index, facts, start))
     if re.search(r"\bby\s+$", line):
         return [Item(x, "level") for x in LEVELS[:3]]
     scope = index.scope(start)
@@ -95,8 +98,10 @@ def complete(text: str, offset: int, index: Index, facts: Facts, files: Library)
     return [*known, *_elsewhere(index.file, {i.text for i in known}, files)] if _inside(index, start) else known
 
 
-def _members(name: str, index: Index, facts: Facts, offset: int) -> Iterator[Item]:
-    symbol = index.scope(offset).get(name)
+def _members(name: str, side: str, index: Index, facts: Facts, offset: int) -> Iterator[Item]:
+    """What may follow `name.`, or `name.side.` of pairs."""
+    scope = index.scope(offset)
+    symbol = scope.get(name)
     if symbol is None:
         return
     if isinstance(symbol.tree, ast.ModelDecl) and isinstance(symbol.tree.value.func, ast.Name):
@@ -107,12 +112,29 @@ def _members(name: str, index: Index, facts: Facts, offset: int) -> Iterator[Ite
     elif symbol.kind == "data":
         yield Item("next", "method", *CALLS["next"])
     elif isinstance(symbol.tree, ast.Assign):
-        source = symbol.tree.value.span.text
-        kind = "generated" if ".generate(" in source or f"{name}.logprobs" in facts.levels else \
-            "pairs" if f"{name}.chosen" in facts.batches else ""
+        source = _source(symbol.tree.value, scope)
+        paired = f"{name}.chosen" in facts.batches or any(n.startswith("chosen.") for n in index.fields.get(name, {}))
+        kind = "pairs" if paired and not side else \
+            "generated" if ".generate(" in source or f"{name}.logprobs" in facts.levels else ""
         columns = {v.rpartition(".")[2]: f"{level}: a column of the data" for v, (level, _) in facts.levels.items()
-                   if re.match(rf"{name}\.(chosen\.|rejected\.)?(?!(tokens|lengths|columns)$)\w+$", v)}
-        yield from (Item(n, "field", d) for n, d in (columns | FIELDS.get(kind, {})).items())
+                   if ".next(" in source and re.match(rf"{name}\.(chosen\.|rejected\.)?{COLUMN}$", v)}
+        fields = {n.removeprefix(f"{side}."): f for n, f in index.fields.get(name, {}).items() if n.startswith(side)}
+        named = {n: f"named in `{f.tree.span.text.splitlines()[0]}`" for n, f in fields.items() if "." not in n}
+        yield from (Item(n, "field", d) for n, d in (columns | FIELDS.get(kind, {}) | named).items())
+
+
+def _source(tree: ast.Tree, scope: dict[str, Symbol]) -> str:
+    """The text of the call that gives the sequences of an expression, however they were selected and picked since."""
+    for _ in scope:  # each name leads to an earlier one
+        while isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.name in FRAMES and tree.args:
+            tree = tree.args[0].value
+        while isinstance(tree, ast.Attribute):
+            tree = tree.value
+        known = scope.get(tree.name) if isinstance(tree, ast.Name) else None
+        if known is None or not isinstance(known.tree, ast.Assign):
+            break
+        tree = known.tree.value
+    return tree.span.text
 
 
 def _options(text: str, offset: int, scope: dict[str, Symbol]) -> Iterator[Item]:

@@ -53,8 +53,12 @@ def hover(symbol: Symbol, facts: Facts, costs: Costs = lambda _: []) -> str:
             return _page(f"py {signature(symbol)[0]}", "A Python function, called with the rows of a batch.")
         case ast.Parameter():
             return _page(tree.span.text, f"parameter of `{symbol.inside}`")
+        case ast.Assign(value=value, named=named) if symbol.kind == "field":
+            expr = next((e.span.text for ident, e in named if ident.name == symbol.name), "")
+            shown = facts.shown(expr) or facts.shown(f"{value.span.text}.{symbol.name}")
+            return _page(f"{symbol.name} = {expr}", shown, f"named in `{tree.span.text.splitlines()[0]}`")
         case ast.Assign() if symbol.kind == "value":
-            shown = facts.shown(symbol.name)
+            shown = facts.shown(symbol.name) or (facts.shown(tree.value.span.text) if tree.named else "")
             call = next((c for c in facts.calls if c.span == tree.span), None)
             return _page(tree.span.text, shown, placed(call, costs) if call else "")
         case ast.Metric():

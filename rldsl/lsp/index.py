@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from rldsl.plan.operators import BUILTINS
 from rldsl.source import Span
 from rldsl.syntax import ast
+
+FRAMES = frozenset(b.name for b in BUILTINS.values() if b.form == "frames")  # functions that make sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +21,8 @@ class Symbol:
     """A name that a program binds."""
 
     name: str  # as written
-    # "param", "state", "mesh", "data", "model", "fn", "loss", "flow", "python", "parameter", "local", "value" or
-    # "metric"
+    # "param", "state", "mesh", "data", "model", "fn", "loss", "flow", "python", "parameter", "local", "value", "metric"
+    # or "field" (of `with`)
     kind: str
     span: Span  # of the name where it is bound
     tree: ast.Tree  # what binds it
@@ -40,6 +43,9 @@ class Occurrence:
     binds: bool = False  # whether this is where the symbol is bound
 
 
+Fields = dict[str, Symbol]  # field -> where it is named; of pairs "chosen.NAME" and "rejected.NAME"
+
+
 @dataclass(frozen=True, slots=True)
 class Index:
     """The names of one file, and where they occur."""
@@ -49,6 +55,7 @@ class Index:
     occurrences: tuple[Occurrence, ...]  # in the order of the text
     names: dict[str, Symbol]             # what another file may import from it
     always: dict[str, Symbol]            # names of the library that need no import
+    fields: dict[str, Fields]            # value of the flow -> what `with` named on its sequences
 
     def at(self, offset: int) -> Occurrence | None:
         """The name at an offset, or just before it."""
@@ -76,7 +83,8 @@ def index(file: ast.File, importer: Importer) -> Index:
         walker.declare(item)
     for item in file.items:
         walker.body(item)
-    return Index(file, tuple(walker.symbols), tuple(walker.occurrences), walker.module, walker.always)
+    return Index(file, tuple(walker.symbols), tuple(walker.occurrences), walker.module, walker.always,
+                 walker.fields)
 
 
 class _Walker:
@@ -88,6 +96,7 @@ class _Walker:
         prelude = importer("std.prelude", file.source.name)
         self.always = dict(prelude.names) if prelude is not None else {}
         self.local: dict[str, Symbol] = {}
+        self.fields: dict[str, Fields] = {}
         self.inside = ""
 
     # --------------------------------------------------------------------------------------------- binding
@@ -188,10 +197,15 @@ class _Walker:
             match s:
                 case ast.Assign(targets=targets, value=value, named=named, where=where, clause=clause):
                     self.expr(value)
-                    for _, expr in named:
+                    fields = self._fields_of(value)
+                    for ident, expr in named:
                         self.expr(expr)
+                        fields[ident.name] = field = Symbol(ident.name, "field", ident.span, s, self.inside)
+                        self.occurrences.append(Occurrence(ident.span, field, True))
                     if where is not None:
                         self.expr(where)
+                    if len(targets) == 1 and fields:
+                        self.fields[targets[0].name] = fields
                     for ident in targets:
                         known = self.module.get(ident.name)
                         if known is not None and known.kind == "state":
@@ -255,6 +269,23 @@ class _Walker:
             return
         for child in _children(tree):
             self.expr(child)
+        if isinstance(tree, ast.Attribute) and (field := self._fields_of(tree.value).get(tree.name.name)) is not None:
+            self.occurrences.append(Occurrence(tree.name.span, field))
+
+    def _fields_of(self, tree: ast.Tree) -> Fields:
+        """The fields of the sequences or pairs that an expression gives. They come along from one to the other."""
+        match tree:
+            case ast.Name(name=name):
+                return dict(self.fields.get(name, {}))
+            case ast.Attribute(value=value, name=side):
+                start = f"{side.name}."
+                return {n.removeprefix(start): f for n, f in self._fields_of(value).items() if n.startswith(start)}
+            case ast.Call(func=ast.Name(name="pair"), args=(a, b)):
+                sides = (("chosen", a), ("rejected", b))
+                return {f"{side}.{n}": f for side, x in sides for n, f in self._fields_of(x.value).items()}
+            case ast.Call(func=ast.Name(name=name), args=(first, *_)) if name in FRAMES:
+                return self._fields_of(first.value)
+        return {}
 
 
 def _parameter(called: Symbol, name: str) -> Symbol | None:

@@ -17,6 +17,7 @@ from rldsl.semantics.modules import LIBRARY
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse_recovering
 
+STANDARD = {"tokens", "logprobs", "finished", "lengths", "columns", "index"}  # fields that no program names
 TAKEN = {*FUNCTIONS, *CONSTRUCTORS, "true", "false"} - {*CALLS}
 
 
@@ -30,12 +31,20 @@ def refusal(symbol: Symbol, name: str, indices: Iterable[Index]) -> str:
         return f"`{symbol.name}` belongs to the standard library"
     if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:
         return f"`{name}` is not a valid name: use letters, digits and `_`, not starting with a digit"
+    if symbol.kind == "field" and name in STANDARD:
+        return f"`{name}` is a field of all sequences"
     if name in TAKEN or parse_recovering(SourceFile("", f"param {name} = {name}\n"))[1]:
         return f"`{name}` is a keyword or built-in name"
     for index in indices:
-        if index.uses(symbol) and any(_meet(symbol, other) for other in _named(name, index)):
+        others = _fields(name, index) if symbol.kind == "field" else _named(name, index)
+        if index.uses(symbol) and any(_meet(symbol, other) for other in others):
             return f"`{name}` is already defined in {Path(index.file.source.name).name}"
     return ""
+
+
+def _fields(name: str, index: Index) -> list[Symbol]:
+    """The fields of this name, of whatever sequences."""
+    return [o.symbol for o in index.occurrences if o.binds and o.symbol.kind == "field" and o.symbol.name == name]
 
 
 def _named(name: str, index: Index) -> list[Symbol]:

@@ -27,7 +27,8 @@ class Overheads:
                                  for j in problem.jobs}
 
     def job_seconds(self, job: Job, size: int) -> float:
-        """A job on `size` ranks, besides the work of a call: moving its rows, and running a computation or a Python function."""
+        """A job on `size` ranks, besides the work of a call: moving its rows, and running a computation or a Python
+        function."""
         key = (job.number, size)
         if key not in self._cache:
             self._cache[key] = self._job(job, size)
