@@ -15,6 +15,7 @@ from rldsl.plan.events import AnyCall, Compute, Event, Generate, Infer, Train, s
 from rldsl.plan.function import frames_of_call
 from rldsl.plan.heads import OUTPUTS, heads_with
 from rldsl.plan.model import Layout, Mesh, Model, Ranges
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.verify.tables import Tables, name, problem
 
 
@@ -125,11 +126,18 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
         yield problem("RL0615", f"{name(e)} needs a model that generates, and a spread by prompts", e)
     if t.frames[e.frame].tokenizer != p.tokenizer:
         yield problem("RL0615", f"{name(e)}: the tokens of {e.frame} and {e.prompts} have different tokenizers", e)
-    if t.data[p.data].row_format != "prompts" and not p.tokenizer or len(p.chain) == 1 and p.max_response_tokens:
+    if t.data[p.data].row_format != "prompts" and not p.tokenizer or _has_responses_of_data(t, p):
         yield problem("RL0615", f"{name(e)} continues {e.prompts}, whose rows have responses from data", e)
     if f.max_prompt_tokens != p.max_prompt_tokens + p.max_response_tokens:
         yield problem("RL0615", f"{name(e)}: the rows of {e.frame} begin with those of {e.prompts}, which have at most "
                                 f"{p.max_prompt_tokens} + {p.max_response_tokens} tokens, not {f.max_prompt_tokens}", e)
+
+
+def _has_responses_of_data(t: Tables, frame: IndexedFrame) -> bool:
+    """Whether the rows are roots that have responses and were not picked from rows below them, selected or not."""
+    while frame.selected_from:
+        frame = t.frames[frame.selected_from]
+    return len(frame.chain) == 1 and frame.max_response_tokens > 0 and not frame.picked_from
 
 
 def check_infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:

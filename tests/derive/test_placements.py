@@ -25,10 +25,13 @@ BODY = """
   scored = gen with reward=r, x=spread(gen), old=gen.logprobs, hard=mean(r by prompt)
   some   = scored where r < 1 or scored.x > 0.2
   best   = pick(some, some.reward)
+  kept   = best where best.reward > 0
+  tail   = actor.generate(kept, n=2, max_new_tokens=2)
   worst  = pick(some, -some.reward)
   duel   = pair(best, worst)
   wide   = duel where duel.chosen.x - duel.rejected.x < 0.4
   metric some    = count(some)
+  metric tail    = mean(mean(spread(tail) by prompt) + kept.reward)
   metric best    = mean(best.reward) + mean(best.hard) + mean(best.old - best.logprobs)
   metric again   = mean(abs(parity(best) + spread(best) - best.reward - best.x))
   metric duels   = count(duel)
