@@ -33,6 +33,7 @@ class CallsOfFlow:
 
     def __init__(self, flow: FlowBuilder):
         self.flow, self.errors = flow, flow.errors
+        self.prompts_of: dict[str, str] = {}  # generated frame -> the frame that it was generated from
         self._trains: Counter[str] = Counter()  # model -> `train` calls so far
 
     def nested(self, owner: ModelRef | DataRef, call: ast.Call, scope: Scope) -> Meaning:
@@ -153,6 +154,7 @@ class CallsOfFlow:
         self.flow.items.append(g.Generate(
             id=self.flow.unique(target), reads=(f"{source.id}.tokens",), writes=writes, span=span, clause=clause,
             model=owner.name, prompts=source.id, frame=target, sampling=sampling))
+        self.prompts_of[target] = source.id
         return FrameRef(frame, "generated")
 
     def _answered(self, span: Span) -> Bad:

@@ -1,5 +1,5 @@
-"""Frames that are made from other frames: `pick(gen, x)`, `others(gen)`, `pair(a, b)`, and the named values of
-`gen with x=...`.
+"""Frames that are made from other frames: `pick(gen, x)`, `others(gen)`, `whole(more)`, `pair(a, b)`, and the named
+values of `gen with x=...`.
 
 In: calls and clauses of the flow. Out: frames that say where they come from, Derive items, and what the calls stand
 for. A picked frame has one row for each prompt of its source: its row space is the source's prompt space. The others of
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
 from rldsl.plan.model import Space, Value
-from rldsl.plan.spaces import IndexedFrame
+from rldsl.plan.spaces import IndexedFrame, response_chain
 from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.levels import source_name
 from rldsl.semantics.scope import Scope
@@ -43,13 +43,13 @@ class Derivations:
         self._indices: dict[str, Term] = {}  # frame that was picked from -> where each of its rows is
 
     def call(self, name: str, expr: ast.Call, scope: Scope) -> Meaning:
-        """A call of `pick`, `others` or `pair`."""
+        """A call of `pick`, `others`, `whole` or `pair`."""
         target = self.target[1] if self.target is not None and self.target[0] is expr else None
         values = [self.flow.exprs.build(a.value, scope) for a in expr.args]
         if any(isinstance(v, Bad) for v in values):
             return BAD
         trees = [a.value for a in expr.args]
-        build = {"pick": self._pick, "others": self._others, "pair": self._pair}[name]
+        build = {"pick": self._pick, "others": self._others, "whole": self._whole, "pair": self._pair}[name]
         return build(values, trees, expr.span, target)
 
     # ----------------------------------------------------------------------------------------------- pick
@@ -128,6 +128,51 @@ class Derivations:
             id=self.flow.unique(id_), reads=tuple(v for v, _ in along), writes=tuple(w for _, w in along), span=span,
             op="others", source=old.id, frame=id_, values=tuple(along)))
         return replace(ref, frame=frame, fields=fields, paired=False)
+
+    # ---------------------------------------------------------------------------------------------- whole
+
+    def _whole(self, values: list[Meaning], trees: list[ast.Expr], span: Span, target: str | None) -> Meaning:
+        """The same rows, each with the responses of its whole chain of continuations as one response."""
+        ref, tree = values[0], trees[0]
+        if not isinstance(ref, FrameRef):
+            side = "give it one side: `.chosen` or `.rejected`" if isinstance(ref, Pairs) else ""
+            return self.errors.add("RL0203", f"`whole` takes sequences, not {describe(ref)}", tree.span, help=side)
+        old, frames = ref.frame, self.spaces.frames
+        parts = [frames[p] for p in response_chain(old.id, frames, self.flow.calls.prompts_of)]
+        if ref.contents != "generated" or len(parts) < 2:
+            return self._continues_nothing(ref, parts[0], tree)
+        if any(p.temperature != old.temperature for p in parts):
+            numbers = ", ".join(f"`{source_name(p)}` at {p.temperature:g}" for p in parts)
+            return self.errors.add("RL0205", "the parts of a whole sequence have different temperatures", tree.span,
+                                   numbers, help="its log-probabilities are taken at one temperature: generate all "
+                                   "parts at the same one, or train on each of them")
+        id_ = target or self.flow.anonymous("whole")
+        frame = self.spaces.add(replace(
+            old, id=id_, selected_from="", picked_from="", max_prompt_tokens=parts[0].max_prompt_tokens,
+            max_response_tokens=sum(p.max_response_tokens for p in parts), label="" if target else label(span)))
+        along = self._standard(old, frame)
+        before = tuple(f"{p.id}.logprobs" for p in parts[:-1])
+        self.flow.value(f"{id_}.lengths", "seq", id_, "i64", "lengths")
+        self.flow.items.append(g.Derive(
+            id=self.flow.unique(id_), reads=tuple(dict.fromkeys((*(v for v, _ in along), *before))),
+            writes=tuple(w for _, w in along), span=span, op="whole", source=old.id, frame=id_, values=tuple(along),
+            also_reads=before, parts=tuple(p.id for p in parts)))
+        return replace(ref, frame=frame, fields=tuple((n, t) for n, t in ref.fields if t.level != "token"))
+
+    def _continues_nothing(self, ref: FrameRef, first: IndexedFrame, tree: ast.Expr) -> Bad:
+        """`whole` of sequences that continue no response."""
+        name = source_name(ref.frame)
+        prompts = self.spaces.frames.get(self.flow.calls.prompts_of.get(first.id, ""))
+        if prompts is not None and prompts.row_space != prompts.id and not prompts.selected_from:
+            return self.errors.add(
+                "RL0213", f"`{name}` does not continue the responses of a model", tree.span,
+                f"its prompts are text of `{source_name(prompts)}`",
+                help="text ends a chain of continuations, since it is no model's response: train on "
+                f"`{name}`, and on what the text was made from, in calls of their own")
+        return self.errors.add(
+            "RL0213", f"`{name}` does not continue the responses of a model", tree.span,
+            help="continue a response first: `more = actor.generate(gen)`, then `whole(more)`; sequences of a `repeat` "
+            "are joined inside its block")
 
     def _index_of(self, frame: IndexedFrame, span: Span) -> Term:
         """Where each row is among those of its prompt, made once in a block; `prune` drops it if no pair reads it."""

@@ -249,6 +249,8 @@ class _EventBuilder:
         rank holds in full are first divided as for a computation."""
         if isinstance(node, g.Derive) and DERIVE_OPS[node.op].calls_python:  # each row on one rank, as in a computation
             return _by_prompts(place, (node.source, *(frame for _, frame in node.given)), self.frames)
+        if isinstance(node, g.Derive) and node.parts:  # all parts of a sequence on one rank
+            return _by_prompts(place, node.parts, self.frames)
         if isinstance(node, g.Derive):
             made = self.spreads.get(self.made_in.get(node.values[0][0], ""))
             if made is not None and made.granularity != "all":

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-DeriveOpName = Literal["where", "restrict", "pick", "others", "text"]
+DeriveOpName = Literal["where", "restrict", "pick", "others", "whole", "text"]
 OverLong = Literal["error", "truncate", "drop"]  # what is done with a text above the limit
 
 
@@ -34,6 +34,8 @@ DERIVE_OPS: Mapping[DeriveOpName, DeriveOp] = {
     # of each prompt the row with the largest number, the first of equals
     "pick": DeriveOp(verb="pick", key="f32", whole_prompts=True),
     "others": DeriveOp(verb="pair up", whole_prompts=True),  # for each row the other rows of its prompt
+    # all that models generated of a sequence, from the prompt with which its chain of continuations begins
+    "whole": DeriveOp(verb="join"),
     # prompts that a Python function writes about the rows, tokenized where the rows are
     "text": DeriveOp(verb="write", calls_python=True),
 }

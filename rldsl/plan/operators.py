@@ -216,6 +216,11 @@ _FUNCTIONS = (
          "of each prompt the sequence with the largest x, the first of equals; see "
          "[sequences from sequences](#sequences-from-sequences)"),),
         min_args=2, max_args=2),
+    Builtin("whole", "frames", (
+        ("whole(more)", "sequences -> sequences",
+         "with all that models generated of each sequence as the response; see "
+         "[training on the whole way](#training-on-the-whole-way)"),),
+        min_args=1, max_args=1),
     Builtin("others", "frames", (
         ("others(gen)", "sequences -> sequences",
          "for each sequence the other sequences of its prompt; see "

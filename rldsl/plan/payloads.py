@@ -103,6 +103,8 @@ class DeriveSpec:
     values: tuple[tuple[ValueId, ValueId], ...]  # (value of the source, the value that it becomes)
     key: ValueId = ""  # a seq value of the source that says which rows there are, where the operation has one
     also_reads: tuple[ValueId, ...] = ()  # what else it reads of the rows
+    # of "whole": the frames whose responses are joined, one after the other; the last one is the source
+    parts: tuple[FrameId, ...] = ()
     function: str = ""  # of "text": the id of the Python function
     # of "text": (argument, frame whose rows the function gets), in which those of the source lie; "": the row itself
     given: tuple[tuple[str, FrameId], ...] = ()

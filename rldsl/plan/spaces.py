@@ -99,6 +99,25 @@ def spaces_of(frames: Iterable[IndexedFrame]) -> tuple[Space, ...]:
     return tuple({s.id: s for f in frames for s in reversed(f.chain)}.values())
 
 
+def response_chain(frame: str, frames: Mapping[str, IndexedFrame], prompts_of: Mapping[str, str]) -> tuple[str, ...]:
+    """The frames whose responses follow one another in the sequences of a frame, the first one first. Each continues
+    the one before; the prompts of the first are data, text, or a part of a sequence.
+
+    prompts_of: generated frame -> the frame that it was generated from."""
+    chain = [frame]
+    while len(chain) <= MAX_DEPTH:
+        of = frames[chain[0]]
+        for _ in range(MAX_DEPTH):
+            if of.id in prompts_of or not (of.selected_from or of.picked_from):
+                break
+            of = frames[of.selected_from or of.picked_from]
+        before = prompts_of.get(of.id, "")
+        if not before or not frames[before].max_response_tokens:
+            break
+        chain.insert(0, before)
+    return tuple(chain)
+
+
 def _walk(id: str, spaces: Mapping[str, Space], link: str) -> tuple[Space, ...]:
     """A space and those that it leads to by `link`, each once."""
     found: dict[str, Space] = {}

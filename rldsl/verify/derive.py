@@ -13,8 +13,8 @@ from typing import get_args
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.derive_ops import DERIVE_OPS, DeriveOpName, OverLong
-from rldsl.plan.events import Collect, Derive, split_buffer
-from rldsl.plan.spaces import IndexedFrame
+from rldsl.plan.events import Collect, Derive, Generate, split_buffer
+from rldsl.plan.spaces import IndexedFrame, response_chain
 from rldsl.verify.tables import Tables, name, problem
 
 # What is wrong with the frame and the values that an operation makes, or "".
@@ -30,6 +30,8 @@ def check_derive(t: Tables, e: Derive) -> Iterator[Diagnostic]:
         return
     if not DERIVE_OPS[e.op].calls_python and (e.function or e.given or e.over_long != "error"):
         yield problem("RL0615", f"{name(e)}: {e.op} calls no function", e)
+    if e.op != "whole" and e.parts:
+        yield problem("RL0615", f"{name(e)}: {e.op} joins no frames", e)
     if e.op != "text" and t.frames[e.frame].tokenizer != t.frames[e.source].tokenizer:
         yield problem("RL0615", f"{name(e)}: the tokens of {e.frame} and {e.source} have different tokenizers", e)
     yield from _key(t, e)
@@ -117,6 +119,27 @@ def _others(t: Tables, e: Derive) -> str:
     return _along(t, e, {e.source})
 
 
+def _whole(t: Tables, e: Derive) -> str:
+    frame, source = t.frames[e.frame], t.frames[e.source]
+    prompts_of = {g.frame: g.prompts for g, _ in t.events if isinstance(g, Generate)}
+    if len(e.parts) < 2 or e.parts != response_chain(e.source, t.frames, prompts_of):
+        return f"the parts of {e.frame} are not the continuations that lead to {e.source}"
+    parts = [t.frames[p] for p in e.parts]
+    if any(p.row_origin not in source.origins or p.temperature != frame.temperature for p in parts):
+        return f"rows of {e.source} do not lie in all parts of {e.frame}, or these have different temperatures"
+    if frame.row_space != source.row_space or frame.selected_from or frame.picked_from or frame.data != source.data \
+            or frame.present_in != source.present_in:
+        return f"frame {e.frame} does not have the rows of {e.source}"
+    if frame.max_prompt_tokens != parts[0].max_prompt_tokens \
+            or frame.max_response_tokens != sum(p.max_response_tokens for p in parts):
+        return f"frame {e.frame} does not have the limits of its parts together"
+    if e.also_reads != tuple(f"{p}.logprobs" for p in e.parts[:-1]):
+        return "it must read the log-probs of all parts before the source"
+    if wrong := [v for v, _ in e.values if v not in {f"{e.source}.{x}" for x in ("tokens", "logprobs", "finished")}]:
+        return f"{wrong[0]} is not a value of whole sequences"
+    return _along(t, e, {e.source})
+
+
 def _same_kind(frame: IndexedFrame, source: IndexedFrame) -> str:
     """Whether the sequences of `frame` can be those of `source`: what is wrong, or ""."""
     kind = (source.data, source.temperature, source.max_prompt_tokens, source.max_response_tokens)
@@ -156,7 +179,7 @@ def _text(t: Tables, e: Derive) -> str:
 
 
 OPS: Mapping[DeriveOpName, FrameRule] = {
-    "where": _where, "restrict": _restrict, "pick": _pick, "others": _others, "text": _text,
+    "where": _where, "restrict": _restrict, "pick": _pick, "others": _others, "whole": _whole, "text": _text,
 }
 
 

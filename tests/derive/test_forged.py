@@ -35,7 +35,9 @@ flow f(steps=2) {
   clear  = duel where size(duel.chosen) > 2
   other  = pair(pick(more, size(more)), pick(more, -size(more)))
   rival  = others(some)
-  metric best = mean(len(best)) + mean(len(rival))
+  again  = actor.generate(more, max_new_tokens=4)   on mesh(0:4) dp=4
+  full   = whole(again)
+  metric best = mean(len(best)) + mean(len(rival)) + mean(len(full))
   actor.train(clear.chosen, clear.rejected, loss=simpo())   on mesh(0:4) dp=4
   actor.train(other.chosen, other.rejected, loss=simpo())   on mesh(0:4) dp=4
 }
@@ -138,6 +140,18 @@ FORGED: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "others that forget which rows are present": (framed("rival", present_in="some"), "RL0615"),
     "others that are all present": (framed("rival", present_in=""), "RL0615"),
     "others at another temperature": (framed("rival", temperature=0.5), "RL0615"),
+    "a whole without its first part": (derived("full", parts=("again",), also_reads=()), "RL0615"),
+    "a whole of other parts": (derived("full", parts=("gen", "again"), also_reads=("gen.logprobs",)), "RL0615"),
+    "a whole whose parts are in another order": (derived("full", parts=("again", "more")), "RL0615"),
+    "a whole of another frame": (derived("full", source="more"), "RL0615"),
+    "a whole that reads less": (derived("full", also_reads=()), "RL0615"),
+    "a whole with shorter responses": (framed("full", max_response_tokens=4), "RL0615"),
+    "a whole with longer prompts": (framed("full", max_prompt_tokens=22), "RL0615"),
+    "a whole at another temperature": (framed("full", temperature=0.5), "RL0615"),
+    "a whole in other rows": (framed("full", row_space="gen"), "RL0615"),
+    "a whole that some rows lack": (framed("full", present_in="some"), "RL0615"),
+    "a whole that is read before it exists": (without_lengths("full"), "RL0518"),
+    "a pick with parts": (derived("best", parts=("gen", "some")), "RL0615"),
     "others that are read before they exist": (without_lengths("rival"), "RL0518"),
 }
 

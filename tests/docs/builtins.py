@@ -17,7 +17,8 @@ from tests.docs.pages import completed
 SAMPLE = {"batch": "b", "prompt": "p", "seq": "s", "token": "t"}
 CHECKS = "".join(f"fn is_{level}(x: {level}) -> {level} {{\n  return x\n}}\n" for level in LEVELS)
 VALUES = "b = mean(reward)\np = mean(reward by prompt)\ns = reward + 0\nt = gen.logprobs + 0\nkept = gen where s > 0\n" \
-    "best = pick(gen, s)\nworst = pick(gen, -s)\n"
+    "best = pick(gen, s)\nworst = pick(gen, -s)\n" \
+    "more = actor.generate(gen)\n"
 
 Case = tuple[str, str | None]
 

@@ -31,6 +31,7 @@ class DerivedRows:
     rows: torch.Tensor  # [S] int64, ascending: of the derived frame, present ones alone
     source_rows: torch.Tensor  # [S] int64: the row of the source that each comes from
     tokens: RaggedRows | None = None  # of its prompts, where they are not those of the source
+    logprobs: RaggedRows | None = None  # of its responses, where they are not those of the source
 
 
 def derive(step: StepState, services: Services, event: Derive) -> None:
@@ -42,6 +43,9 @@ def derive(step: StepState, services: Services, event: Derive) -> None:
     for value, new in event.values:
         if made.tokens is not None and new == f"{event.frame}.tokens":
             step.buffers.put(f"{new}@{event.spread}", made.tokens)
+            continue
+        if made.logprobs is not None and new == f"{event.frame}.logprobs":
+            step.buffers.put(f"{new}@{event.spread}", made.logprobs)
             continue
         held: RaggedRows = step.read(event.reads, value)
         if context.values[value].extent == "prompt":
@@ -60,6 +64,9 @@ def _lengths(step: StepState, event: Derive, made: DerivedRows) -> RowLengths:
         prompt[made.rows] = made.tokens.sizes
         return RowLengths(prompt, response)
     prompt[made.rows], response[made.rows] = source.prompt[made.source_rows], source.response[made.source_rows]
+    if made.logprobs is not None:  # what the responses have more, the prompts have less
+        prompt[made.rows] -= made.logprobs.sizes - response[made.rows]
+        response[made.rows] = made.logprobs.sizes
     return RowLengths(prompt, response)
 
 
@@ -100,6 +107,21 @@ def _others(step: StepState, services: Services, event: Derive) -> DerivedRows:
     return DerivedRows(one * (n - 1) + other % n - (other > one).to(one.dtype), other)
 
 
+def _whole(step: StepState, services: Services, event: Derive) -> DerivedRows:
+    """The same rows, whose responses are those of all parts, one after the other."""
+    context = step.context
+    rows = step.my_rows(context.spreads[event.spread], event.source)
+    count = context.frames[event.source].count
+    parts: list[RaggedRows] = []
+    for part in event.parts:
+        held: RaggedRows = step.read(event.reads, f"{part}.logprobs")
+        parts.append(held.gather(rows // (count // context.frames[part].count)))
+    index = torch.arange(len(rows), device=rows.device)
+    of_entry = torch.cat([index.repeat_interleave(p.sizes) for p in parts])
+    joined = torch.cat([p.data for p in parts])[of_entry.argsort(stable=True)]
+    return DerivedRows(rows, rows, logprobs=RaggedRows(rows, torch.stack([p.sizes for p in parts]).sum(0), joined))
+
+
 def _text(step: StepState, services: Services, event: Derive) -> DerivedRows:
     """Prompts that a Python function writes about the rows."""
     context = step.context
@@ -117,5 +139,5 @@ def _text(step: StepState, services: Services, event: Derive) -> DerivedRows:
 
 
 OPS: Mapping[DeriveOpName, Callable[[StepState, Services, Derive], DerivedRows]] = {
-    "where": _where, "restrict": _restrict, "pick": _pick, "others": _others, "text": _text,
+    "where": _where, "restrict": _restrict, "pick": _pick, "others": _others, "whole": _whole, "text": _text,
 }
