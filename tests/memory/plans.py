@@ -91,6 +91,23 @@ flow run(steps=2) {{
 {more}
 }}
 """
+CONTINUED = """
+use std.grpo (group_norm, grpo)
+data prompts = jsonl("prompts.jsonl", batch={batch}, max_prompt_tokens={prompt})
+model actor = causal_lm("m", dtype={dtype}) train adamw(lr=1e-4)
+model ref   = causal_lm("m", dtype={dtype})
+flow run(steps=2) {{
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n={n}, max_new_tokens={response}, min_new_tokens={response}, {sampling})
+  more   = actor.generate(gen, n=2, max_new_tokens={response}, min_new_tokens={response}, {sampling})
+  rival  = others(gen)
+  far    = ref.logprobs(rival)
+  ref_lp = ref.logprobs(more)
+  adv    = group_norm(len(more)) + mean(mean(far by seq) by prompt)
+  actor.train(more, loss=grpo(old=more.logprobs, adv=adv, ref=ref_lp, beta=0.1), minibatches={minibatches})
+{more}
+}}
+"""
 
 
 @dataclass(frozen=True)
@@ -154,6 +171,8 @@ CASES = (
     Case("dpo", program=DPO),
     Case("ppo", program=PPO, minibatches=2),
     Case("until", program=UNTIL, wanted=16),
+    Case("continued", program=CONTINUED, n=2, minibatches=2),
+    Case("continued, dp=2", 2, on(2, "dp=2"), program=CONTINUED, n=3),
     Case("ema", more="  ema slow from actor 0.9\n  save slow", top='model slow = causal_lm("m")'),
     Case("save, checkpoint", more="  every 1 { save actor }\n  checkpoint every 1"),
     Case("dp=2", 2, on(2, "dp=2"), batch=16),
