@@ -133,7 +133,7 @@ def test_list() -> None:
     result = rlc("new")
     assert result.exit_code == 0
     assert [row.split()[0] for row in result.output.splitlines()] == list(NAMES)
-    assert {"ppo", "grpo", "dpo", "sft", "rloo", "reward_model"} <= set(NAMES) and len(NAMES) <= 12
+    assert {"ppo", "grpo", "dpo", "sft", "rloo", "reward_model"} <= set(NAMES) and len(NAMES) <= 12 and "self_rewarding" in NAMES
 
 
 def test_writes_the_python_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +155,11 @@ def test_the_python_is_right(tiny: Path) -> None:
     exec((tiny / "rewards.py").read_text(), scope)
     rows = [{"completion": " 46 ", "answer": 46}, {"completion": "45", "answer": "46"}]
     assert scope["exact_match"](rows) == [1.0, 0.0]
+    exec((tiny / "judge.py").read_text(), scope)
+    said = ["Clear.\nScore: 4", "score: 2, no: Score: 3", "Score: 10", "great", "Score: 7"]
+    assert scope["points"]([{"completion": x} for x in said]) == [4.0, 3.0, -1.0, -1.0, -1.0]
+    (asked,) = scope["review"]([{"prompt": "2+2=", "completion": "{4}"}])
+    assert "Question: 2+2=\nResponse: {4}\n" in asked and asked.endswith("Review: ")
 
 
 def test_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
