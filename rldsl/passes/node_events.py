@@ -253,10 +253,16 @@ class _EventBuilder:
             return _by_prompts(place, node.parts, self.frames)
         if isinstance(node, g.Derive):
             made = self.spreads.get(self.made_in.get(node.values[0][0], ""))
-            if made is not None and made.granularity != "all":
+            if made is not None and made.granularity != "all" and self._fits(node, made):
                 return made
             return _named(Spread("", place.mesh.id, place.layout.id, (node.source,), "prompt", "tokens"))
         return spread_of(node, place, self.frames)
+
+    def _fits(self, node: g.Derive, spread: Spread) -> bool:
+        """Whether each rank has the rows that `node` needs at once: whole prompts, where its rows are made of those."""
+        divided, source = self.frames[spread.frames[0]], self.frames[node.source]
+        unit = divided.prompt_index if spread.granularity == "prompt" else 0
+        return not DERIVE_OPS[node.op].whole_prompts or divided.origins[unit] in source.origins[source.prompt_index:]
 
     def _save_layout(self, node: g.Save) -> str:
         """The training layout; without one, the layout in which syncs write or read the model, or else the first in

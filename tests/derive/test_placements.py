@@ -61,16 +61,55 @@ def test_placements_agree(base: Path) -> None:
         close(other, first)
 
 
+SIBLINGS = """
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n=3, max_new_tokens=3)
+  more   = actor.generate(gen, n=2, max_new_tokens=3)
+  scored = more with x=spread(more)
+  best   = pick(scored, scored.x)
+  top    = pick(best, best.x)
+  rival  = others(best)
+  duel   = pair(pick(rival, rival.x), pick(rival, -rival.x))
+  some   = gen where spread(gen) > 0.45
+  left   = others(some)
+  kept   = sum(0 * parity(some) + 1 by prompt)
+  metric best  = mean(best.x) + mean(parity(rival))
+  metric same  = mean(abs(top.x - max(best.x by prompt)))
+  metric rank  = mean(sum(rival.x > best.x by prompt))
+  metric duels = count(duel)
+  metric left  = count(left)
+  metric pairs = sum(kept * (kept - 1))
+  metric text  = mean(abs(spread(left) - mean(spread(left) by prompt)))
+  actor.train(duel.chosen, duel.rejected, loss=lead(a=duel.chosen.logprobs, b=duel.rejected.logprobs))
+"""
+
+
+def test_picks_of_picks_and_all_pairs(base: Path) -> None:
+    """Rows that are made of whole prompts, wherever their sources were divided by something finer."""
+    first, *others = under(base, SIBLINGS, [PLACES[x] for x in ("one rank", "dp", "tp and pp", "apart")], top=LEAD,
+                           steps=1, batch=3)
+    for step in first:
+        assert step["same"] == 0 and step["duels"] == 9 and step["left"] == step["pairs"]
+        assert step["rank"] == 1, "of three different numbers the ranks are 0, 1 and 2"
+    assert 0 < first[0]["left"] < 18
+    for other in others:
+        close(other, first)
+
+
 COLLECTED = """
   repeat {
     more   = prompts.next()
     tries  = actor.generate(more, n=4, max_new_tokens=6)
     r      = parity(tries)
     scored = tries with reward=r + 0.1 * spread(tries)
+    rival  = others(scored)
+    rank   = sum(rival.reward > scored.reward by prompt)
     duel   = pair(pick(scored, scored.reward), pick(scored, -scored.reward))
     clear  = duel where duel.chosen.reward > 0.5
   } until count(clear) >= 5 max 3
   metric clear  = count(clear)
+  metric rank   = mean(rank)
+  metric rivals = count(rival) / count(tries)
   metric reward = mean(clear.chosen.reward) - mean(clear.rejected.reward)
   final = pick(tries, r)
   metric final = mean(len(final)) + mean(over(r, tries))
@@ -81,6 +120,6 @@ COLLECTED = """
 def test_pairs_are_collected(base: Path) -> None:
     body = COLLECTED.replace(" + mean(over(r, tries))", "")
     first, *others = under(base, body, [PLACES["one rank"], PLACES["tp and pp"], PLACES["apart"]], steps=2, batch=3)
-    assert all(step["clear"] >= 2 for step in first)
+    assert all(step["clear"] >= 2 and step["rivals"] == 3 and step["rank"] <= 1.5 for step in first)
     for other in others:
         close(other, first)
