@@ -37,8 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose programs would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # gloo's thread polls while another thread of its rank holds a connection's lock. A thread that sends wakes its peer,
-    # which takes its processor where ranks are many; a batch process takes none: a fifth to a third less CPU time
+    # gloo's thread polls while another thread of its rank holds a connection's lock: for long where the peer that a
+    # message wakes takes the processor of its sender, which a batch process does not; a fifth to a third less CPU time
     if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if "PYTEST_XDIST_WORKER" not in os.environ:  # a cache of this run: models are described once, and nothing is left
