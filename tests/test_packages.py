@@ -9,16 +9,32 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
+TOOL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+PLACES = TOOL["package-dir"]
+
+
+def folder(package: str) -> Path:
+    """Where a package is, below the root."""
+    top = max((p for p in PLACES if package == p or package.startswith(p + ".")), key=len)
+    return Path(PLACES[top], *package[len(top):].strip(".").split(".")) if package != top else Path(PLACES[top])
+
+
+def files() -> list[Path]:
+    """Of all packages, below the root; the extensions of editors are not among them."""
+    found = [f.relative_to(ROOT) for top in set(PLACES.values()) for f in (ROOT / top).rglob("*") if f.is_file()]
+    return [f for f in found if not any(p in ("editors", "__pycache__") or p.startswith(".") for p in f.parts)]
+
+
 def test_every_package_is_in_a_wheel() -> None:
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    places = tool["package-dir"]
-
-    def folder(package: str) -> Path:
-        top = max((p for p in places if package == p or package.startswith(p + ".")), key=len)
-        return Path(places[top], *package[len(top):].strip(".").split(".")) if package != top else Path(places[top])
-
-    named = {folder(p) for p in tool["packages"]}
-    there = {f.parent.relative_to(ROOT) for top in set(places.values()) for f in (ROOT / top).rglob("*.py")
-             if "editors" not in f.parts}
+    named = {folder(p) for p in TOOL["packages"]}
+    there = {f.parent for f in files() if f.suffix == ".py"}
     assert there <= named, f"not in pyproject.toml: {sorted(map(str, there - named))}"
     assert all((ROOT / f).is_dir() for f in named)
+
+
+def test_every_file_that_packages_read_is_in_a_wheel() -> None:
+    patterns = [folder(package) / pattern for package, some in TOOL["package-data"].items() for pattern in some]
+    data = {pattern: {f.relative_to(ROOT) for f in ROOT.glob(str(pattern))} for pattern in patterns}
+    assert all(data.values()), f"no such file: {[str(p) for p, found in data.items() if not found]}"
+    lacking = {f for f in files() if f.suffix != ".py"}.difference(*data.values())
+    assert not lacking, f"package-data in pyproject.toml lacks {sorted(map(str, lacking))}"
