@@ -14,11 +14,11 @@ from rldsl.memory.parameters import Copy, held
 from rldsl.plan.events import Realloc
 from rldsl.plan.model import Layout, Model, ParamSpec, Plan
 from rldsl.plan.projection import event_paths
-from rldsl.reshard.in_place import buffer_elements, packed_elements
+from rldsl.reshard.in_place import buffer_elements, elements_to_pack
 from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.records import ReshardPlan
-from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, num_buckets, num_rounds, selected_rounds
-from rldsl.reshard.transfer_slices import reshard_cache
+from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, like_messages, num_buckets, num_rounds
+from rldsl.reshard.transfer_slices import rank_slices, reshard_cache
 from rldsl.sharding import boxes
 from rldsl.sharding.boxes import Box, Cell, Parameter, Piece, itemsize, num_parts, num_zero_shards, parameters, volume
 from rldsl.sharding.dtypes import in_wire_dtype, storage_dtype
@@ -60,11 +60,20 @@ def _buffered_elements(reshard: ReshardPlan, rank: int, buckets: int, model: Mod
     total = num_rounds(reshard, buckets)
     starts = (0, total // 2, total - ROUNDS_IN_FLIGHT)
     numbers = sorted({n for start in starts for n in range(start, start + ROUNDS_IN_FLIGHT) if 0 <= n < total})
+    shared, sizes = reshard_cache(reshard), dict[int, tuple[int, int]]()
     cells = reshard.src.cell(rank), reshard.dst.cell(rank)
     held = [_PiecesOfCell(model, layout, cell) if same else None
             for same, layout, cell in zip(in_place, layouts, cells, strict=True)]
-    rounds = selected_rounds(reshard, rank, buckets, numbers, reshard_cache(reshard))
-    sizes = {number: packed_elements(ops, (held[0], held[1])) for number, ops in zip(numbers, rounds, strict=True)}
+    # A box lies in a parameter of this rank if the rank's cell is one of its class, and nowhere else, so classes with
+    # the same boxes, all of this cell or none, need the same.
+    alike = [[2 * kind + (cell in (c.holders, c.needers)[way]) for kind, c in
+              zip(shared.alike, reshard.classes, strict=True)] for way, cell in enumerate(cells)]
+    slices = rank_slices(reshard, rank, shared)
+    for number in numbers:
+        sends, receives = (sum(x.count * elements_to_pack((x.message,), held[way])
+                               for x in like_messages(reshard, slices[way], number, buckets, alike[way]))
+                           for way in (0, 1))
+        sizes[number] = sends, receives
     return sum(sum(buffer_elements(sizes.get(n, (0, 0))[way] for n in range(total))) for way in (0, 1))
 
 

@@ -56,12 +56,13 @@ class Wanted:
 
     lists: tuple[WantedList, ...]  # of different needers
     places: Mapping[int, tuple[int, int]] = field(init=False, repr=False)  # class -> (list, position in it)
-    undivided: bool = field(init=False, repr=False)  # whether each class is wanted by one device alone
+    divided: frozenset[int] = field(init=False, repr=False)  # the classes that several devices want
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "places", {i: (at, position) for at, one in enumerate(self.lists)
                                             for position, i in enumerate(one.classes)})
-        object.__setattr__(self, "undivided", all(len(one.needers) == 1 for one in self.lists))
+        object.__setattr__(self, "divided", frozenset(i for one in self.lists if len(one.needers) != 1
+                                                      for i in one.classes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,12 +129,34 @@ class Arrivals(Mapping[int, Arrival]):
             start, who = stop, who + 1
         return tuple(parts)
 
+    def all_parts(self) -> dict[int, tuple[Share, ...]]:
+        """What `parts` says of each class that arrives, in one pass over the lists."""
+        found: dict[int, tuple[Share, ...]] = {}
+        for one, positions, bounds in zip(self.wanted.lists, self.held, self.bounds, strict=True):
+            held, needers, at, who = {*positions}, one.needers, 0, 0
+            for position, (box_class, size) in enumerate(zip(one.classes, one.sizes, strict=True)):
+                if position in held:
+                    continue
+                past = at + size
+                while bounds[who] <= at and who + 1 < len(bounds):
+                    who += 1
+                if past <= bounds[who]:
+                    found[box_class] = Share(needers[who], 0, size),
+                else:
+                    found[box_class] = self.parts(box_class)
+                at = past
+        return found
+
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(i for one, positions in zip(self.wanted.lists, self.held, strict=True)
                            for i in _without(one.classes, positions)))
 
     def __len__(self) -> int:
         return sum(len(one.classes) - len(positions)
+                   for one, positions in zip(self.wanted.lists, self.held, strict=True))
+
+    def __bool__(self) -> bool:
+        return any(len(one.classes) != len(positions)
                    for one, positions in zip(self.wanted.lists, self.held, strict=True))
 
     def held_classes(self) -> Iterator[int]:

@@ -8,24 +8,24 @@ kinds of parameters, never on ranks or layers.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import pairwise, product
+from typing import NamedTuple
 
 from rldsl.diag import internal_error
 from rldsl.plan.model import Layout, Model, ParamSpec
-from rldsl.sharding.boxes import Box, Cell, Parameter, contains, expand_specs, pieces_by_pair, stages, volume
+from rldsl.sharding.boxes import Box, Cell, Parameter, Piece, expand_specs, geometry, pieces_by_pair, stages, volume
 
 MIN_CUT_ROWS = 256  # cutting a box at whole rows then misses the wanted offset by at most 1/256 of the box
 
 PartShardPairs = tuple[tuple[int, int], ...]  # (part, zero shard) of a layout, ascending
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):  # a tuple: there are tens of thousands, and a frozen dataclass takes four times as long
     """The same box of one parameter in each of several layers."""
 
     spec: str  # name of the parameter; "{}" stands for the layer
@@ -51,30 +51,37 @@ class BoxClass:
 
 def box_classes(model: Model, src: Layout, dst: Layout) -> tuple[BoxClass, ...]:
     """All classes, in the order of their first boxes in the model."""
-    # by the identities of holders and needers: `cells` returns one object for equal cells, and hashing tuples of
-    # tuples for every box takes longer than all else here
+    # by the identities of holders and needers: there is one object for equal cells, and one for equal pairs. Hashing
+    # tuples of tuples for every box takes longer than all else here
     entries: dict[tuple[int, int], _Entry] = {}
     known: dict[tuple[Cell, ...], tuple[Cell, ...]] = {}
+    divided: dict[object, tuple[_Uncut, ...]] = {}
 
     @cache
     def cells(pp_ranks: tuple[int, ...], pairs: PartShardPairs) -> tuple[Cell, ...]:
-        found = tuple(Cell(pp_rank, *pair) for pp_rank in sorted(pp_ranks) for pair in pairs)
+        found = tuple([Cell(pp_rank, *pair) for pp_rank in sorted(pp_ranks) for pair in pairs])
         return known.setdefault(found, found)
 
     for spec in model.params:
-        uncut = tuple(_uncut_boxes(spec, src, dst))
+        key = geometry(spec)
+        if key not in divided:
+            divided[key] = tuple(_uncut_boxes(spec, src, dst))
         between: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Parameter]] = defaultdict(list)
         for p in expand_specs((spec,), model.layers):
             between[stages(p, model.layers, src), stages(p, model.layers, dst)].append(p)
         for pp_ranks, same_stages in between.items():
-            layers = tuple(p.layer for p in same_stages)
-            for box, (having, wanting) in uncut:
-                have, want = cells(pp_ranks[0], having), cells(pp_ranks[1], wanting)
+            layers, name = tuple(p.layer for p in same_stages), spec.name
+            have_cells, want_cells = dict[int, tuple[Cell, ...]](), dict[int, tuple[Cell, ...]]()
+            for box, elements, having, wanting in divided[key]:
+                if (have := have_cells.get(id(having))) is None:
+                    have = have_cells[id(having)] = cells(pp_ranks[0], having)
+                if (want := want_cells.get(id(wanting))) is None:
+                    want = want_cells[id(wanting)] = cells(pp_ranks[1], wanting)
                 entry = entries.get((id(have), id(want)))
                 if entry is None:
                     entry = entries[id(have), id(want)] = _Entry(have, want)
-                entry.segments.append(Segment(spec.name, layers, box, entry.size))
-                entry.size += volume(box) * len(layers)
+                entry.segments.append(Segment(name, layers, box, entry.size))
+                entry.size += elements * len(layers)
     return tuple(BoxClass(e.holders, e.needers, tuple(e.segments), e.size) for e in entries.values())
 
 
@@ -88,37 +95,56 @@ class _Entry:
     size: int = 0  # elements
 
 
-def _uncut_boxes(spec: ParamSpec, src: Layout,
-                 dst: Layout) -> Iterator[tuple[Box, tuple[PartShardPairs, PartShardPairs]]]:
-    """The boxes of one parameter that no piece of either layout crosses, each with the (part, zero shard) pairs of the
-    source that hold it and those of the destination that want it."""
-    sides = [[(pair, p.box) for pair, pieces in pieces_by_pair(spec, layout).items() for p in pieces]
-             for layout in (src, dst)]
-    boxes = [box for side in sides for _, box in side]
+class _Uncut(NamedTuple):
+    """A box that no piece of either layout crosses."""
+
+    box: Box
+    elements: int
+    have: PartShardPairs  # those of the source that hold it; one object for equal pairs
+    want: PartShardPairs  # those of the destination that want it
+
+
+def _uncut_boxes(spec: ParamSpec, src: Layout, dst: Layout) -> Iterator[_Uncut]:
+    """The division of one parameter that the pieces of both layouts make, without what the destination does not
+    want."""
+    sides = [pieces_by_pair(spec, layout) for layout in (src, dst)]
+    boxes = [piece.box for side in sides for pieces in side.values() for piece in pieces]
     cuts = [sorted({end for box in boxes for end in box[d]}) for d in range(len(spec.shape))]
-    src_rows, dst_rows = (_by_row(side, cuts[0] if cuts else ()) for side in sides)
-    rows: Iterable[tuple[int, int]] = pairwise(cuts[0]) if cuts else ((0, 1),)
-    for at, row in enumerate(rows):
-        for rest in product(*(tuple(pairwise(c)) for c in cuts[1:])):
-            box: Box = (row, *rest) if cuts else ()
-            have = tuple([pair for pair, outer in src_rows[at] if contains(outer, box)])
-            want = tuple([pair for pair, outer in dst_rows[at] if contains(outer, box)])
+    covering = [_covering(side, cuts) for side in sides]
+    intervals = [tuple(pairwise(c)) for c in cuts]
+    rest = [(at, tuple(box[1] for box in chosen)) for at, chosen in enumerate(product(*map(enumerate, intervals[1:])))]
+    known: dict[PartShardPairs, PartShardPairs] = {}
+    for row, first in enumerate(intervals[0] if intervals else ((0, 1),)):
+        for at, others in rest:
+            box: Box = (first, *others) if cuts else ()
+            have, want = (tuple(side.get((row, at), ())) for side in covering)
             if not have:
                 raise internal_error(f"no rank of the source holds {box} of {spec.name}", place="resharding")
             if want:
-                yield box, (have, want)
+                yield _Uncut(box, volume(box), known.setdefault(have, have), known.setdefault(want, want))
 
 
-def _by_row(side: list[tuple[tuple[int, int], Box]],
-            cuts: Sequence[int]) -> list[list[tuple[tuple[int, int], Box]]]:
-    """For each interval between two cuts of dimension 0, the pieces that cover it: an index, so that layouts which
-    divide the rows many times are not compared piece by piece."""
-    by_interval: list[list[tuple[tuple[int, int], Box]]] = [[] for _ in range(max(len(cuts) - 1, 1))]
-    for piece in side:
-        first, past = (bisect_left(cuts, end) for end in piece[1][0]) if cuts else (0, 1)
-        for at in range(first, past):
-            by_interval[at].append(piece)
-    return by_interval
+def _covering(side: Mapping[tuple[int, int], Sequence[Piece]],
+              cuts: Sequence[Sequence[int]]) -> Mapping[tuple[int, int], list[tuple[int, int]]]:
+    """The pairs that have a box, in order. Boxes by their place: (number of the interval between two cuts of dimension
+    0, number among all combinations of intervals of the others). Each piece is laid on the boxes that it covers, so
+    layouts that divide the rows many times are not compared piece by piece."""
+    index = [{end: at for at, end in enumerate(c)} for c in cuts]
+    counts = [len(c) - 1 for c in cuts[1:]]
+    inner: dict[Box, list[int]] = {}  # what a piece is in all other dimensions -> the combinations that it covers
+    found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for pair, pieces in side.items():
+        for piece in pieces:
+            box = piece.box
+            if box[1:] not in inner:
+                places = [0]
+                for (start, stop), at, count in zip(box[1:], index[1:], counts, strict=True):
+                    places = [place * count + i for place in places for i in range(at[start], at[stop])]
+                inner[box[1:]] = places
+            for row in range(index[0][box[0][0]], index[0][box[0][1]]) if box else (0,):
+                for place in inner[box[1:]]:
+                    found[row, place].append(pair)
+    return found
 
 
 def boxes_between(box_class: BoxClass, start: int, stop: int) -> Iterator[tuple[str, Box]]:

@@ -19,8 +19,10 @@ from rldsl.sharding.boxes import (
     Box,
     Cell,
     Parameter,
+    bare_layout,
     cells,
     contains,
+    geometry,
     parameters,
     pieces_by_pair,
     pieces_of_cell,
@@ -118,10 +120,14 @@ class _Sources:
                 by_pair[part, zero_shard].append(box)
 
 
-@lru_cache(maxsize=256)
 def division(spec: ParamSpec, layout: Layout) -> tuple[tuple[int, int, Box], ...]:
     """(part, zero shard, box)es that together are the whole parameter, each box where it occurs first. Cached: the
     owners of all layers, and the verifier, ask for the same."""
+    return _division(geometry(spec), bare_layout(layout))
+
+
+@lru_cache(maxsize=256)
+def _division(spec: ParamSpec, layout: Layout) -> tuple[tuple[int, int, Box], ...]:
     seen: dict[int, list[Box]] = defaultdict(list)  # by zero shard: boxes of different ones do not overlap
     found: list[tuple[int, int, Box]] = []
     for (part, zero_shard), pieces in pieces_by_pair(spec, layout).items():

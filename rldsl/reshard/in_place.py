@@ -76,10 +76,10 @@ def buffer_elements(rounds: Iterable[int]) -> list[int]:
 def packed_elements(ops: Round, held: tuple[Held | None, Held | None]) -> tuple[int, int]:
     """Elements of a round that need a buffer, of sends and of receives. held: what the rank holds under the source and
     the destination; None if nothing is sent from, or received into, the parameters themselves."""
-    return _packed(ops.sends, held[0]), _packed(ops.receives, held[1])
+    return elements_to_pack(ops.sends, held[0]), elements_to_pack(ops.receives, held[1])
 
 
-def _packed(messages: Iterable[Message], held: Held | None) -> int:
+def elements_to_pack(messages: Iterable[Message], held: Held | None) -> int:
     """Elements of the parts that `split_message` makes of the messages and that are not contiguous in a parameter."""
     total = 0
     for message in messages:

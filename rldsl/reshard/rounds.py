@@ -15,7 +15,7 @@ from functools import lru_cache
 from rldsl.reshard.box_classes import boxes_between
 from rldsl.reshard.broadcast_trees import height
 from rldsl.reshard.records import ReshardPlan
-from rldsl.reshard.transfer_slices import ReshardCache, TransferSlice, rank_slices
+from rldsl.reshard.transfer_slices import ClassSlice, ReshardCache, TransferSlice, rank_slices
 from rldsl.sharding.boxes import Box, volume
 
 BUCKET = 256 << 20  # bytes in flight to or from a rank; more gains little, and two must fit next to the parameters
@@ -25,7 +25,7 @@ BUCKETS_PER_STEP = 16  # per tree step beyond the first: filling and draining a 
 WHOLE_BELOW = 32  # a class smaller than 1/32 of a bucket is not divided
 
 
-Known = dict[tuple[int, int, int], tuple[tuple[str, Box], ...]]  # (box class, start, stop) -> its boxes
+Known = dict[ClassSlice, tuple[tuple[str, Box], ...]]  # its boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,18 @@ def _messages(plan: ReshardPlan, slices: Sequence[TransferSlice], number: int, b
               short: int, known: Known) -> Iterator[Message]:
     """known: the boxes of intervals, which a rank may send to many others."""
     by_peer: dict[int, list[tuple[str, Box]]] = {}
+    for peer, key in _in_round(plan, slices, number, buckets, short):
+        boxes = known.get(key)
+        if boxes is None:
+            boxes = known[key] = tuple(boxes_between(plan.classes[key[0]], *key[1:]))
+        if boxes:
+            by_peer.setdefault(peer, []).extend(boxes)
+    return (Message(peer, tuple(by_peer[peer])) for peer in sorted(by_peer))
+
+
+def _in_round(plan: ReshardPlan, slices: Sequence[TransferSlice], number: int, buckets: int,
+              short: int) -> Iterator[tuple[int, ClassSlice]]:
+    """(peer, (box class, start, stop)) of what travels in a round."""
     classes = plan.classes
     for step, peer, box_class, start, stop in slices:
         # step j of bucket b is in round b + ROUNDS_IN_FLIGHT * j
@@ -82,15 +94,36 @@ def _messages(plan: ReshardPlan, slices: Sequence[TransferSlice], number: int, b
             start, stop = first + start * (past - first) // size, first + stop * (past - first) // size
         elif bucket != box_class % buckets:
             continue
-        if start == stop:
-            continue
-        key = box_class, start, stop
-        boxes = known.get(key)
-        if boxes is None:
-            boxes = known[key] = tuple(boxes_between(classes[box_class], start, stop))
+        if start != stop:
+            yield peer, (box_class, start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class LikeMessages:
+    """Messages of a round that are equal but for their peers and for where their boxes lie."""
+
+    count: int
+    message: Message  # one of them
+
+
+def like_messages(plan: ReshardPlan, slices: Sequence[TransferSlice], number: int, buckets: int,
+                  alike: Sequence[int]) -> Iterator[LikeMessages]:
+    """The messages of a round, made once for all that are alike: a rank hears from hundreds of zero shards, which send
+    the same rows of different places. alike: of each box class, a number that is equal only for classes whose boxes
+    have the same parameters and shapes, in the same order."""
+    by_peer: dict[int, list[ClassSlice]] = {}
+    for peer, key in _in_round(plan, slices, number, buckets, _short(plan, buckets)):
+        by_peer.setdefault(peer, []).append(key)
+    counts: dict[tuple[ClassSlice, ...], int] = {}
+    first: dict[tuple[ClassSlice, ...], tuple[int, Sequence[ClassSlice]]] = {}
+    for peer, intervals in by_peer.items():
+        kind = tuple([(alike[box_class], start, stop) for box_class, start, stop in intervals])
+        counts[kind] = counts.get(kind, 0) + 1
+        first.setdefault(kind, (peer, intervals))
+    for kind, (peer, alone) in first.items():
+        boxes = tuple(x for i, start, stop in alone for x in boxes_between(plan.classes[i], start, stop))
         if boxes:
-            by_peer.setdefault(peer, []).extend(boxes)
-    return (Message(peer, tuple(by_peer[peer])) for peer in sorted(by_peer))
+            yield LikeMessages(counts[kind], Message(peer, boxes))
 
 
 def _short(plan: ReshardPlan, buckets: int) -> int:

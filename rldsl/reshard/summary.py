@@ -14,7 +14,7 @@ from functools import cache
 from rldsl.plan.model import Model
 from rldsl.reshard.records import NodeGroup, ReshardPlan
 from rldsl.reshard.rounds import BUCKET, num_buckets, num_rounds
-from rldsl.sharding.boxes import Cell, itemsize
+from rldsl.sharding.boxes import Box, Cell, itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,16 @@ def _text(plan: ReshardPlan, buckets: int) -> Iterator[str]:
     yield f"{buckets} buckets, {plan.devices} devices"
     for view in (plan.src, plan.dst):
         yield f"side {view.parts}x{view.zero_shards} {view.replicas} {view.ordered}"
-    cells, text = cache(_cells), cache(str)
+    cells, text, texts = cache(_cells), cache(str), dict[int, str]()
+
+    def of_box(box: Box) -> str:  # many segments have one object, and hashing it takes as long as writing it
+        if (found := texts.get(id(box))) is None:
+            found = texts[id(box)] = str(box)
+        return found
+
     for i, box_class in enumerate(plan.classes):
         yield f"class {i} {cells(box_class.holders)} to {cells(box_class.needers)}"
-        yield "".join([f"{x.spec} {text(x.layers)} {x.box}\n" for x in box_class.segments])
+        yield "".join([f"{x.spec} {text(x.layers)} {of_box(x.box)}\n" for x in box_class.segments])
     first: dict[int, int] = {}  # id of what a group wants -> the first group that wants it
     for number, group in enumerate(plan.groups):
         wanted = group.arrivals.wanted

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 from rldsl.reshard.arrivals import IntraNodeCopy
 from rldsl.reshard.broadcast_trees import TREES, children, depth, parent, root
+from rldsl.reshard.load_balance import Share
 from rldsl.reshard.records import NodeGroup, ReshardPlan, TreeSupply
 from rldsl.sharding.boxes import Cell
 
@@ -42,7 +43,8 @@ class SourceSlice(NamedTuple):
 TransferSlices = tuple[TransferSlice, ...]
 ClassSlice = tuple[int, int, int]  # (box class, start, stop)
 SuppliedSlice = tuple[Cell, TreeSupply, SourceSlice]
-CopiesByDevice = Mapping[int, Sequence[IntraNodeCopy]]
+# Of each device; with the tree down which it came: the copy is then made in the step after. None: the node holds it.
+CopiesByDevice = Mapping[int, Sequence[tuple[int | None, IntraNodeCopy]]]
 
 
 def rank_slices(plan: ReshardPlan, rank: int,
@@ -60,10 +62,12 @@ def _rank_slices(plan: ReshardPlan, rank: int, shared: ReshardCache) -> tuple[Tr
     sends, receives = list(_sent_as_holder(plan, rank, shared)), []
     for group_index, at in shared.groups_of_node.get(node, ()):
         group = plan.groups[group_index]
-        first, (out, into) = node * plan.devices, shared.local_copies(group_index, *_steps(group, at))
-        sends += [TransferSlice(c.step, first + c.dst, c.box_class, c.start, c.stop) for c in out.get(device, ())]
-        receives += [TransferSlice(c.step, first + c.src, c.box_class, c.start, c.stop)
-                     for c in into.get(device, ())]
+        first, steps = node * plan.devices, _steps(group, at)
+        out, into = shared.local_copies(group_index, len(steps) > 1)
+        sends += [TransferSlice(_copy_step(c, tree, steps), first + c.dst, c.box_class, c.start, c.stop)
+                  for tree, c in out.get(device, ())]
+        receives += [TransferSlice(_copy_step(c, tree, steps), first + c.src, c.box_class, c.start, c.stop)
+                     for tree, c in into.get(device, ())]
         sends += _forwarded(plan, group_index, at, device, shared)
         receives += _from_network(plan, group_index, at, device, shared)
     return tuple(sorted(sends)), tuple(sorted(receives))
@@ -77,11 +81,12 @@ def pair_slices(plan: ReshardPlan, sender: int, receiver: int,
     sends, receives = list[TransferSlice](), list[TransferSlice]()
     if receiver // plan.devices == sender // plan.devices:
         for group_index, at in shared.groups_of_node.get(node, ()):
-            out, into = shared.local_copies(group_index, *_steps(plan.groups[group_index], at))
-            sends += [TransferSlice(c.step, receiver, c.box_class, c.start, c.stop)
-                      for c in out.get(sender - first, ()) if c.dst == device]
-            receives += [TransferSlice(c.step, sender, c.box_class, c.start, c.stop)
-                         for c in into.get(device, ()) if c.src == sender - first]
+            steps = _steps(plan.groups[group_index], at)
+            out, into = shared.local_copies(group_index, len(steps) > 1)
+            sends += [TransferSlice(_copy_step(c, tree, steps), receiver, c.box_class, c.start, c.stop)
+                      for tree, c in out.get(sender - first, ()) if c.dst == device]
+            receives += [TransferSlice(_copy_step(c, tree, steps), sender, c.box_class, c.start, c.stop)
+                         for tree, c in into.get(device, ()) if c.src == sender - first]
     for group_index, at in shared.groups_of_node.get(sender // plan.devices, ()):
         sends += _forwarded(plan, group_index, at, sender - first, shared, receiver)
     for group_index, at in shared.groups_of_node.get(node, ()):
@@ -107,50 +112,67 @@ class ReshardCache:
         self.held = [frozenset(group.arrivals.held_classes()) for group in plan.groups]
         self.known_parts: dict[tuple[int, bool, Cell], Sequence[SourceSlice]] = {}  # see `_sent_to_tree`
         self.by_rank: dict[int, tuple[TransferSlices, TransferSlices]] = {}  # see `rank_slices`
+        self.known_arrivals: dict[int, Mapping[int, Sequence[Share]]] = {}  # results of `all_parts`
+        self.ranks: dict[tuple[Cell, int], int] = {}  # (cell, replica) -> rank
+        self.supply_at, self.all_parts = cache(self._supply_at), cache(self._all_parts)
         self.local_copies, self.received = cache(self._local_copies), cache(self._received)
         self.sent_to_tree, self.sent_to_root = cache(self._sent_to_tree), cache(self._sent_to_root)
 
-    def _local_copies(self, group_index: int, *steps: int) -> tuple[CopiesByDevice, CopiesByDevice]:
-        """The copies inside a node of group `group_index`, by sender and by receiver. steps: per tree, the step in
-        which the node receives; its devices exchange what arrived in the next step."""
-        out, into = defaultdict[int, list[IntraNodeCopy]](list), defaultdict[int, list[IntraNodeCopy]](list)
+    def _local_copies(self, group_index: int, several: bool) -> tuple[CopiesByDevice, CopiesByDevice]:
+        """The copies inside a node of group `group_index`, by sender and by receiver. several: whether its trees have
+        more than one node."""
+        out = defaultdict[int, list[tuple[int | None, IntraNodeCopy]]](list)
+        into = defaultdict[int, list[tuple[int | None, IntraNodeCopy]]](list)
         group = self.plan.groups[group_index]
-        second = (IntraNodeCopy(step + 1, box_class, device, needer, start, stop) for tree, step in enumerate(steps)
-                 for device, slices in self.received(group_index, tree, len(steps) > 1).items()
-                 for box_class, start, stop in slices
-                 for needer in group.arrivals.needers(box_class) if needer != device)
-        for copy in (*group.local_copies, *second):
-            out[copy.src].append(copy)
-            into[copy.dst].append(copy)
+        for copy in group.local_copies:
+            out[copy.src].append((None, copy))
+            into[copy.dst].append((None, copy))
+        lists, places = group.arrivals.wanted.lists, group.arrivals.wanted.places
+        for tree in TREES if several else TREES[:1]:
+            for device, slices in self.received(group_index, tree, several).items():
+                for box_class, start, stop in slices:
+                    needers = lists[places[box_class][0]].needers
+                    for needer in needers if len(needers) > 1 else ():
+                        if needer != device:
+                            copy = IntraNodeCopy(1, box_class, device, needer, start, stop)
+                            out[device].append((tree, copy))
+                            into[needer].append((tree, copy))
         return out, into
 
     def _received(self, group_index: int, tree: int, several: bool) -> Mapping[int, Sequence[ClassSlice]]:
         """What each device of a node receives down a tree."""
         by_device = defaultdict[int, list[ClassSlice]](list)
-        arrivals = self.plan.groups[group_index].arrivals
-        for box_class in arrivals:
-            for device, start, stop in arrivals.parts(box_class):
+        for box_class, parts in sorted(self.all_parts(group_index).items()):
+            for device, start, stop in parts:
                 start, stop = tree_half(tree, start, stop, several)
                 if start < stop:
                     by_device[device].append((box_class, start, stop))
         return by_device
 
+    def _all_parts(self, group_index: int) -> Mapping[int, Sequence[Share]]:
+        """Which device of a node of group `group_index` receives which part of each class that arrives."""
+        found = self.known_arrivals[group_index] = self.plan.groups[group_index].arrivals.all_parts()
+        return found
+
     def _sent_to_tree(self, group_index: int, several: bool, cell: Cell) -> Sequence[SourceSlice]:
         """What a cell sends to one tree of group `group_index`, device after device, so that each device hears from few
         ranks. several: whether the tree has more than one node."""
         wanted = self.plan.groups[group_index].arrivals.wanted
-        if not wanted.undivided or not self.held[group_index].isdisjoint(x[0] for x in self.sent_by.get(cell, ())):
-            return self._parts_of_cell(group_index, several, cell)
-        # every class goes to one device whole, so groups that want the same and hold none of it get the same
         key = id(wanted), several, cell
+        classes = [i for i, _, _ in self.sent_by.get(cell, ())]
+        if not (wanted.divided.isdisjoint(classes) and self.held[group_index].isdisjoint(classes)):
+            return self._parts_of_cell(group_index, several, cell)
+        # every class of this cell goes to one device whole, so groups that want the same and hold none of it get the
+        # same
         if key not in self.known_parts:
             self.known_parts[key] = self._parts_of_cell(group_index, several, cell)
         return self.known_parts[key]
 
     def _parts_of_cell(self, group_index: int, several: bool, cell: Cell) -> Sequence[SourceSlice]:
         arrivals, cuts = self.plan.groups[group_index].arrivals, []
+        known = self.known_arrivals.get(group_index)
         for box_class, low, high in self.sent_by.get(cell, ()):
-            for device, first, past in arrivals.parts(box_class):
+            for device, first, past in arrivals.parts(box_class) if known is None else known.get(box_class, ()):
                 for tree in TREES if several else TREES[:1]:
                     start, stop = tree_half(tree, first, past, True) if several else (first, past)
                     if start < low:
@@ -175,12 +197,39 @@ class ReshardCache:
     def sent_from_cell(self, group_index: int, several: bool, tree: int, device: int,
                        cell: Cell) -> Iterator[SuppliedSlice]:
         """What one cell sends to a device of the first node of a tree."""
-        source = self.plan.senders.get(cell)
-        supply = source.supplies.at(group_index) if source is not None else None
+        supply = self.supply_at(cell, group_index)
         if supply is not None:
-            wanted = tree, device
             yield from [(cell, supply, part) for part in self.sent_to_tree(group_index, several, cell)
-                        if part[1:3] == wanted]
+                        if part[2] == device and part[1] == tree]
+
+    def _supply_at(self, cell: Cell, group_index: int) -> TreeSupply | None:
+        """What a cell sends to the trees of a group; None: nothing."""
+        source = self.plan.senders.get(cell)
+        return source.supplies.at(group_index) if source is not None else None
+
+    @cached_property
+    def alike(self) -> Sequence[int]:
+        """Of each box class a number: equal for classes that have boxes of the same parameters and shapes, in the same
+        order, as those of different zero shards have."""
+        numbers: dict[tuple[tuple[str, int, int], ...], int] = {}
+        shapes: dict[tuple[int, ...], int] = {}  # lengths of a box -> a number for them
+        of_box: dict[int, int] = {}  # the same by the identity of the box: many segments have one object
+        found = []
+        for box_class in self.plan.classes:
+            key = []
+            for spec, layers, box, _ in box_class.segments:
+                if (shape := of_box.get(id(box))) is None:
+                    lengths = tuple([stop - start for start, stop in box])
+                    shape = of_box[id(box)] = shapes.setdefault(lengths, len(shapes))
+                key.append((spec, len(layers), shape))
+            found.append(numbers.setdefault(tuple(key), len(numbers)))
+        return found
+
+    def rank(self, cell: Cell, replica: int) -> int:
+        """The rank that is replica `replica` of a cell of the source."""
+        if (key := (cell, replica)) not in self.ranks:
+            self.ranks[key] = self.plan.src.rank(cell, replica)
+        return self.ranks[key]
 
 
 @lru_cache(maxsize=8)
@@ -202,6 +251,11 @@ def tree_position(group: NodeGroup, at: int) -> tuple[int, int, int]:
     return i, start, stop - start
 
 
+def _copy_step(copy: IntraNodeCopy, tree: int | None, steps: Sequence[int]) -> int:
+    """In which step of a bucket a device of a node copies to another: what arrived down a tree, in the step after."""
+    return copy.step if tree is None else steps[tree] + 1
+
+
 def _steps(group: NodeGroup, at: int) -> tuple[int, ...]:
     """In which step of a bucket the node at position `at` of a group receives, per tree."""
     _, first, count = tree_position(group, at)
@@ -219,8 +273,8 @@ def _forwarded(plan: ReshardPlan, group_index: int, at: int, device: int, shared
             if only not in (None, peer):
                 continue
             step = depth(count, tree, child)
-            for box_class, start, stop in shared.received(group_index, tree, True).get(device, ()):
-                yield TransferSlice(step, peer, box_class, start, stop)
+            yield from [TransferSlice(step, peer, box_class, start, stop)
+                        for box_class, start, stop in shared.received(group_index, tree, True).get(device, ())]
 
 
 def _from_network(plan: ReshardPlan, group_index: int, at: int, device: int, shared: ReshardCache,
@@ -234,8 +288,8 @@ def _from_network(plan: ReshardPlan, group_index: int, at: int, device: int, sha
             if only not in (None, group.nodes[first + above] * plan.devices + device):
                 continue
             step, peer = depth(count, tree, at - first), group.nodes[first + above] * plan.devices + device
-            for box_class, start, stop in shared.received(group_index, tree, True).get(device, ()):
-                yield TransferSlice(step, peer, box_class, start, stop)
+            yield from [TransferSlice(step, peer, box_class, start, stop)
+                        for box_class, start, stop in shared.received(group_index, tree, True).get(device, ())]
         else:
             yield from _from_sources(plan, group_index, i, tree, device, shared, only)
 
@@ -281,12 +335,15 @@ def _from_sources(plan: ReshardPlan, group_index: int, i: int, tree: int, device
         supplied = shared.sent_from_cell(*where, cell) if (cell := plan.src.cell(only)) is not None else ()
     for cell, supply, part in supplied:
         source = plan.senders[cell]
+        if source.num_senders == 1:
+            yield TransferSlice(0, shared.rank(cell, 0), part.box_class, part.start, part.stop)
+            continue
         start = begin = supply.start + i * supply.amount + part.offset
         end = begin + part.stop - part.start
         while start < end:
             sender_index = ((start + 1) * source.num_senders - 1) // source.size
             stop = min(end, source.size * (sender_index + 1) // source.num_senders)
-            peer = plan.src.rank(cell, sender_index * plan.src.replicas // source.num_senders)
+            peer = shared.rank(cell, sender_index * plan.src.replicas // source.num_senders)
             yield TransferSlice(0, peer, part.box_class, part.start + start - begin, part.start + stop - begin)
             start = stop
 

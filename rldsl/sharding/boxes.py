@@ -198,11 +198,21 @@ def pieces_at(spec: ParamSpec, layout: Layout, part: int, zero_shard: int) -> tu
     return tuple(Piece((rows, *p.box[1:]), p.offset) for p in local) if rows[0] < rows[1] else ()
 
 
+def geometry(spec: ParamSpec) -> ParamSpec:
+    """What decides the boxes of a parameter under a layout, without its name and stage: equal for two parameters only
+    if they have the same pieces everywhere."""
+    pieces(spec, 1, 0)  # if its parts do not make it up, the error has its name
+    return ParamSpec("", spec.shape, split=spec.split, experts=spec.experts)
+
+
+def bare_layout(layout: Layout) -> Layout:
+    """What decides the boxes of a coordinate along pp: mesh, pipeline, cp and names make no difference."""
+    return Layout("", "", dp=layout.dp, tp=layout.tp, pp=1, ep=layout.ep, zero=min(layout.zero, 1))
+
+
 def pieces_by_pair(spec: ParamSpec, layout: Layout) -> Mapping[tuple[int, int], tuple[Piece, ...]]:
     """What `pieces_at` says for each (part, zero shard) of a layout. Cached."""
-    # mesh, pipeline, cp and names make no difference
-    return _pieces_by_pair(spec, Layout("", "", dp=layout.dp, tp=layout.tp, pp=1, ep=layout.ep,
-                                        zero=min(layout.zero, 1)))
+    return _pieces_by_pair(geometry(spec), bare_layout(layout))
 
 
 @lru_cache(maxsize=1024)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import accumulate
 
 from rldsl.plan.model import Layout, Model, ParamSpec
 from rldsl.reshard.box_classes import BoxClass
-from rldsl.sharding.boxes import Box, Cell, Parameter, contains, intersect, pieces_by_pair, stages, volume
+from rldsl.sharding.boxes import Box, Cell, Parameter, contains, geometry, intersect, pieces_by_pair, stages, volume
 
 Claim = tuple[Box, tuple[Cell, ...], tuple[Cell, ...]]  # a box, its holders and its needers, as a box class lists them
 Layers = tuple[int | None, ...]  # None: a parameter outside the layers
@@ -29,43 +29,88 @@ def class_faults(model: Model, src: Layout, dst: Layout,
 
 
 def _faults(model: Model, src: Layout, dst: Layout, classes: Sequence[BoxClass]) -> Iterator[str]:
-    claims: dict[str, dict[Layers, list[Claim]]] = defaultdict(lambda: defaultdict(list))  # of each spec
+    # of each spec, by the identity of the layers (many segments have one object): (layers, what is claimed of them)
+    claims: dict[str, dict[int, tuple[Layers, list[Claim]]]] = defaultdict(dict)
     for i, box_class in enumerate(classes):
-        at = 0
-        for e in box_class.segments:
-            if e.start != at:
-                yield f"box {e.box} of {e.spec} does not begin where the previous box of box class {i} ends"
-            at = e.start + volume(e.box) * len(e.layers)
-            claims[e.spec][e.layers].append((e.box, box_class.holders, box_class.needers))
+        at, holders, needers = 0, box_class.holders, box_class.needers
+        for spec_name, layers, box, start in box_class.segments:
+            if start != at:
+                yield f"box {box} of {spec_name} does not begin where the previous box of box class {i} ends"
+            at = start + volume(box) * len(layers)
+            of_spec = claims[spec_name]
+            if (claimed := of_spec.get(id(layers))) is None:
+                claimed = of_spec[id(layers)] = layers, []
+            claimed[1].append((box, holders, needers))
         if at != box_class.size:
             yield f"box class {i} has {box_class.size} elements, its boxes have {at}"
+    right = _RightClaims(src, dst)
     for spec in model.params:
-        yield from _parameter_faults(model, spec, src, dst, claims.pop(spec.name, {}))
+        yield from _parameter_faults(model, spec, src, dst, claims.pop(spec.name, {}), right)
     for name in claims:
         yield f"{name}: the model has no such parameter"
 
 
 def _parameter_faults(model: Model, spec: ParamSpec, src: Layout, dst: Layout,
-                      claims: Mapping[Layers, Sequence[Claim]]) -> Iterator[str]:
+                      claims: Mapping[int, tuple[Layers, Sequence[Claim]]], right: _RightClaims) -> Iterator[str]:
     """Layers with the same boxes on the same pp ranks are checked once. claims: by layers that are listed together."""
     layers = range(spec.layers or model.layers) if "{}" in spec.name else (None,)
-    listed: dict[int | None, list[Layers]] = {layer: [] for layer in layers}  # where each layer is listed
-    for together in claims:
-        for layer in together:
+    listed: dict[int | None, list[int]] = {layer: [] for layer in layers}  # where each layer is listed
+    for together, (listed_layers, _) in claims.items():
+        for layer in listed_layers:
             if layer not in listed:
                 yield f"{spec.name} {layer}: the model has no such parameter"
             else:
                 listed[layer].append(together)
-    pieces = (_Pieces(spec, src), _Pieces(spec, dst))
     tested: dict[object, str] = {}
     for layer, lists in listed.items():
         p = Parameter(spec.name, spec, layer)
         pp_ranks = (stages(p, model.layers, src), stages(p, model.layers, dst))
         key = (pp_ranks, tuple(lists))
         if key not in tested:
-            tested[key] = _fault(pieces, pp_ranks, [claim for together in lists for claim in claims[together]])
+            tested[key] = right.fault(spec, pp_ranks, [claim for together in lists for claim in claims[together][1]])
         if tested[key]:
             yield f"{spec.name}{'' if layer is None else f', layer {layer}'}: {tested[key]}"
+
+
+class _RightClaims:
+    """Finds what is wrong with claims, and remembers those that are right.
+
+    Which boxes a (part, zero shard) pair holds depends on the geometry of a parameter, and not on its name or its pp
+    ranks. So claims that differ only in these are checked once: in 70B PPO one parameter and stage of six."""
+
+    def __init__(self, src: Layout, dst: Layout):
+        self.layouts = src, dst
+        self.pieces: dict[object, tuple[_Pieces, _Pieces]] = {}  # by geometry
+        # (id of a list of cells, pp ranks) -> the pairs that it has on each of the pp ranks; many claims list the same
+        self.pairs: dict[tuple[int, tuple[int, ...]], frozenset[PartShard] | None] = {}
+        self.interned: dict[frozenset[PartShard], frozenset[PartShard]] = {}
+        # geometry and, for each claim, the identities of its box and of its pairs of both sides
+        self.known: set[tuple[object, tuple[tuple[int, int, int], ...]]] = set()
+
+    def fault(self, spec: ParamSpec, pp_ranks: tuple[tuple[int, ...], tuple[int, ...]],
+              claims: Sequence[Claim]) -> str:
+        """What is wrong with the boxes of one parameter; "" if nothing. pp_ranks: of the source and the destination,
+        those that hold it."""
+        shape = geometry(spec)
+        if shape not in self.pieces:
+            self.pieces[shape] = _Pieces(spec, self.layouts[0]), _Pieces(spec, self.layouts[1])
+        holding = [self.pairs_of(listed, pp_ranks[0]) for _, listed, _ in claims]
+        needing = [self.pairs_of(needers, pp_ranks[1]) for _, _, needers in claims]
+        # The ids stay those of these objects: claims belong to the box classes, and `interned` keeps the pairs.
+        key = shape, tuple([(id(claim[0]), id(have), id(need))
+                            for claim, have, need in zip(claims, holding, needing, strict=True)])
+        if key in self.known:
+            return ""
+        if not (found := _fault(self.pieces[shape], pp_ranks, claims, holding)) and None not in needing:
+            self.known.add(key)
+        return found
+
+    def pairs_of(self, cells: Sequence[Cell], pp_ranks: tuple[int, ...]) -> frozenset[PartShard] | None:
+        """`_pairs_on_all`, one object for equal pairs."""
+        if (key := (id(cells), pp_ranks)) not in self.pairs:
+            found = _pairs_on_all(cells, pp_ranks)
+            self.pairs[key] = None if found is None else self.interned.setdefault(found, found)
+        return self.pairs[key]
 
 
 class _Pieces:
@@ -95,16 +140,13 @@ class _Pieces:
 
 
 def _fault(pieces: tuple[_Pieces, _Pieces], pp_ranks: tuple[tuple[int, ...], tuple[int, ...]],
-           claims: Sequence[Claim]) -> str:
+           claims: Sequence[Claim], holding: Sequence[Set[PartShard] | None]) -> str:
     """What is wrong with the boxes of one parameter; "" if nothing. pieces, pp_ranks: of the source and the
-    destination; the pp ranks are those that hold the parameter."""
+    destination; the pp ranks are those that hold the parameter. holding: `_pairs_on_all` of the holders of each
+    claim."""
     boxes_of_cell: dict[Cell, list[Box]] = defaultdict(list)
-    # Many claims list the same holders: id of the list -> the pairs that it has on each of the pp ranks.
-    pairs_of: dict[int, set[PartShard] | None] = {}
-    for box, listed, needers in claims:
-        if id(listed) not in pairs_of:
-            pairs_of[id(listed)] = _pairs_on_all(listed, pp_ranks[0])
-        if (right := pieces[0].holders(box)) != pairs_of[id(listed)]:
+    for (box, listed, needers), pairs in zip(claims, holding, strict=True):
+        if (right := pieces[0].holders(box)) != pairs:
             holders = {Cell(pp_rank, *pair) for pair in right for pp_rank in pp_ranks[0]}
             return f"box {box} should be held by {_cell_text(holders)}, not by {_cell_text(listed)}"
         for cell in needers:
@@ -117,12 +159,15 @@ def _fault(pieces: tuple[_Pieces, _Pieces], pp_ranks: tuple[tuple[int, ...], tup
     return f"cells {_cell_text(boxes_of_cell)} get what they do not need" if boxes_of_cell else ""
 
 
-def _pairs_on_all(listed: Sequence[Cell], pp_ranks: Sequence[int]) -> set[PartShard] | None:
+def _pairs_on_all(listed: Sequence[Cell], pp_ranks: Sequence[int]) -> frozenset[PartShard] | None:
     """The (part, zero shard) pairs of some cells, if these are just the same pairs on each pp rank, each cell once;
     otherwise None."""
-    pairs = {(cell.part, cell.zero_shard) for cell in listed}
-    complete = {*listed} == {Cell(pp_rank, *pair) for pair in pairs for pp_rank in pp_ranks}
-    return pairs if complete and len({*listed}) == len(listed) else None
+    cells = frozenset(listed)
+    pairs = frozenset([(part, zero_shard) for _, part, zero_shard in cells])
+    if not len(listed) == len(cells) == len(pairs) * len({*pp_ranks}):
+        return None
+    # as many cells as pairs times pp ranks, all on these: so each pair is on each
+    return pairs if {cell.pp_rank for cell in cells} <= {*pp_ranks} else None
 
 
 def _divides(boxes: Sequence[Box], whole: Sequence[Box]) -> bool:

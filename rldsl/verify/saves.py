@@ -20,7 +20,18 @@ from rldsl.plan.events import Save
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec
 from rldsl.reshard.gather import division, gather_messages, owners
 from rldsl.reshard.rounds import Message
-from rldsl.sharding.boxes import Box, Cell, Parameter, contains, parameters, pieces_at, pieces_by_pair, stages, volume
+from rldsl.sharding.boxes import (
+    Box,
+    Cell,
+    Parameter,
+    contains,
+    geometry,
+    parameters,
+    pieces_at,
+    pieces_by_pair,
+    stages,
+    volume,
+)
 from rldsl.sharding.message_batches import MAX_MESSAGES, message_batches
 from rldsl.verify.box_classes import overlapping
 from rldsl.verify.reshard_records import Fault
@@ -65,11 +76,10 @@ def _faults(model: Model, layout: Layout, mesh: Mesh, world: int) -> Iterator[Fa
         yield from faults
         return
     ranks = {*_ends(sorted({*owner.values()})), *_ends([*held.cells])}
-    peers = {message.peer for both in gather_messages(model, layout, mesh, owner, tuple(ranks)).values()
-             for one_way in both for message in _ends(one_way)}
-    sample = tuple(sorted(ranks | peers))
-    yield from _message_faults(model, held, owner, gather_messages(model, layout, mesh, owner, sample), world,
-                               complete=False)
+    messages = gather_messages(model, layout, mesh, owner, tuple(ranks))
+    peers = {message.peer for both in messages.values() for one_way in both for message in _ends(one_way)} - ranks
+    messages |= gather_messages(model, layout, mesh, owner, tuple(sorted(peers)))
+    yield from _message_faults(model, held, owner, messages, world, complete=False)
 
 
 def _message_faults(model: Model, held: _HeldBoxes, owner: Mapping[str, int], messages: Mapping[int, Messages],
@@ -88,13 +98,19 @@ def _ends(items: Sequence[Item]) -> Sequence[Item]:
 
 def _division_faults(model: Model, layout: Layout, divided: Mapping[str, Division]) -> Iterator[Fault]:
     """Parameters whose boxes are not a division of them, or not where they are said to be."""
+    right: set[tuple[object, int]] = set()  # geometry and id of the division, of parameters that are right
     for spec in model.params:
+        if (key := (geometry(spec), id(divided[spec.name]))) in right:
+            continue
+        right.add(key)
         boxes = [box for _, _, box in divided[spec.name]]
         if sum(map(volume, boxes)) != _size(spec) or overlapping(boxes):
+            right.discard(key)
             yield "RL0527", f"the boxes of {spec.name} are not all of it, once each", ()
         pieces = pieces_by_pair(spec, layout)
         for part, zero_shard, box in divided[spec.name]:
             if not any(contains(piece.box, box) for piece in pieces.get((part, zero_shard), ())):
+                right.discard(key)
                 yield "RL0533", f"the ranks at part {part}.{zero_shard} do not hold {spec.name} {box}", ()
 
 

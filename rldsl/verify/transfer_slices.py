@@ -190,10 +190,11 @@ def _unpaired(sender: int, receiver: int) -> Fault:
 def _holding_faults(rank: int, held: Cell | None, mine: RankSlices, index: ClassIndex,
                     arriving: Mapping[int, Sequence[Interval]]) -> Iterator[Fault]:
     """Slices that a rank sends although it neither holds them nor received them in the step before."""
+    held_classes = index.held.get(held, set()) if held is not None else set()
     for peer, intervals in mine.sends.items():
         for interval in intervals:
             step, box_class, _, _ = interval
-            if not index.holds(held, box_class) and not arrived_before(arriving.get(box_class, ()), interval):
+            if box_class not in held_classes and not arrived_before(arriving.get(box_class, ()), interval):
                 yield ("RL0533", f"rank {rank} would send rank {peer} a part of box class {box_class} that it does "
                        f"not have in step {step}", (rank, peer))
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
+from rldsl.memory.reshard_buffers import _buffered_elements
 from rldsl.passes.list_scheduling import Task, list_schedule
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.reshard import planning
 from rldsl.reshard.arrivals import Share
 from rldsl.reshard.box_classes import BoxClass, box_classes
-from rldsl.reshard.in_place import split_message
+from rldsl.reshard.in_place import buffer_elements, packed_elements, pieces_by_parameter, split_message
 from rldsl.reshard.intra_node import elements_arriving
 from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.records import ReshardPlan
-from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, Message, num_rounds, rank_rounds
-from rldsl.reshard.transfer_slices import ReshardCache, rank_slices
+from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, Message, like_messages, num_rounds, rank_rounds
+from rldsl.reshard.transfer_slices import ReshardCache, rank_slices, reshard_cache
 from rldsl.sharding.boxes import Box, Cell, contains, intersect, parameters, pieces_of_cell, stages, volume
 from rldsl.sharding.rank_sets import Ranks, group_equal_ranks
 from rldsl.verify.box_classes import _pairs_on_all, class_faults, overlapping
@@ -136,6 +138,97 @@ def test_what_a_device_receives_of_a_class_is_the_overlap_of_two_intervals(seed:
                                   if max(low, at) < min(high, at + size))
                     assert arrivals.parts(i) == parts
                     at += size
+            assert arrivals.all_parts() == {i: arrivals.parts(i) for i in arrivals}
+            assert bool(arrivals) == (len(arrivals) > 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_buffers_are_those_of_all_messages_one_by_one(seed: int) -> None:
+    """Messages that are alike are made once, and counted."""
+    fewer = 0
+    for n, (made, src, a, dst, b, devices) in enumerate(cases(6, 40 + seed)):
+        plan, in_place = plan_reshard(made, src, a, dst, b, devices), (n % 3 != 1, n % 3 != 2)
+        for rank in sorted({*a.members(), *b.members()})[::3]:
+            held = tuple(pieces_by_parameter(made, layout, view.cell(rank)) if here else None
+                         for layout, view, here in zip((src, dst), (plan.src, plan.dst), in_place, strict=True))
+            for buckets in (1, 3):
+                rounds = rank_rounds(plan, rank, buckets)
+                first, last = (0, 1), (len(rounds) - 2, len(rounds) - 1)
+                looked_at = {*first, len(rounds) // 2, len(rounds) // 2 + 1, *last}
+                sizes = [packed_elements(x, (held[0], held[1])) if i in looked_at else (0, 0)
+                         for i, x in enumerate(rounds)]
+                assert _buffered_elements(plan, rank, buckets, made, (src, dst), in_place) == sum(
+                    sum(buffer_elements(size[way] for size in sizes)) for way in (0, 1))
+                kinds = reshard_cache(plan).alike
+                alike = [*like_messages(plan, rank_slices(plan, rank)[1], 0, buckets, kinds)]
+                assert sum(x.count for x in alike) == (len(rounds[0].receives) if rounds else 0)
+                fewer += len(alike) < sum(x.count for x in alike)
+    assert fewer
+
+
+def wrong_somewhere(made: Model, src: Layout, dst: Layout, classes: Sequence[BoxClass]) -> bool:
+    """Whether box classes state wrongly who holds or wants a box of some parameter, asked cell by cell."""
+    named = {p.name: p for p in parameters(made)}
+    got = defaultdict[tuple[Cell, str], list[Box]](list)
+    for c in classes:
+        at = 0
+        for segment in c.segments:
+            if segment.start != at:
+                return True
+            at += volume(segment.box) * len(segment.layers)
+            for name in map(segment.name, range(len(segment.layers))):
+                if name not in named or owners(made, name, segment.box, src) != tuple(sorted(c.holders)):
+                    return True
+                for cell in c.needers:
+                    got[cell, name].append(segment.box)
+        if at != c.size:
+            return True
+    for cell in cells_of(dst):
+        for name, p in named.items():
+            boxes, pieces = got.pop((cell, name), []), pieces_of_cell(p, made.layers, dst, cell)
+            if (not all(any(contains(x.box, box) for x in pieces) for box in boxes) or overlapping(boxes)
+                    or sum(map(volume, boxes)) != sum(volume(x.box) for x in pieces)):
+                return True
+    return bool(got)
+
+
+def forged(classes: Sequence[BoxClass], draw: random.Random) -> tuple[BoxClass, ...]:
+    """The same with one thing changed, which may leave all of it right."""
+    i = draw.randrange(len(classes))
+    c, other = classes[i], draw.choice(classes)
+    at = draw.randrange(len(c.segments))
+    segment = c.segments[at]
+    low, high = segment.box[0] if segment.box else (0, 1)
+    replaced = [
+        replace(c, holders=c.holders[1:]), replace(c, needers=c.needers[:-1]), replace(c, holders=other.holders),
+        replace(c, needers=other.needers), replace(c, needers=(*c.needers, c.needers[0])),
+        replace(c, holders=tuple(x._replace(pp_rank=x.pp_rank + 1) for x in c.holders)),
+        replace(c, segments=c.segments[:at] + c.segments[at + 1 :]), replace(c, size=c.size + 1),
+        replace(c, holders=c.holders[::-1]), replace(c, segments=c.segments)]
+    changed = [segment._replace(box=((low + 1, high + 1), *segment.box[1:]) if segment.box else ((0, 1),)),
+               segment._replace(start=segment.start + 1), segment._replace(layers=segment.layers[1:] or (None,)),
+               segment._replace(spec=other.segments[0].spec)]
+    replaced += [replace(c, segments=(*c.segments[:at], x, *c.segments[at + 1 :])) for x in changed]
+    return (*classes[:i], draw.choice(replaced), *classes[i + 1 :])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_forged_box_classes_are_refused_as_by_asking_every_cell(seed: int) -> None:
+    """Parameters with the same pieces, and pp ranks, are checked once; whatever is wrong with one of them is found."""
+    draw, verdicts = random.Random(seed), Counter[bool]()
+    for made, src, _, dst, _, _ in cases(3, 50 + seed):
+        right = box_classes(made, src, dst)
+        for _ in range(12):
+            classes = forged(right, draw)
+            try:
+                refused = bool([*class_faults(made, src, dst, classes)])
+            except ValueError:  # a box with too many dimensions
+                refused = True
+            other_shape = any(len(s.box) != len(x.shape) for c in classes for s in c.segments
+                              for x in made.params if x.name == s.spec)
+            assert refused == (other_shape or wrong_somewhere(made, src, dst, classes))
+            verdicts[refused] += 1
+    assert verdicts[True] >= 20 and verdicts[False]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -14,7 +14,7 @@ from rldsl.diag import Failure
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Event, Loop, Offload, Onload
 from rldsl.plan.expr import Node
-from rldsl.plan.model import Plan
+from rldsl.plan.model import FORMAT, Plan
 from rldsl.plan.projection import class_of
 from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.transfer_slices import rank_slices
@@ -83,7 +83,7 @@ def test_a_mutant_that_one_check_alone_rejects(check: int, code: str, mutant: Ca
 def test_a_file_that_was_changed() -> None:
     data = encode(grpo())
     assert decode(data, "x.plan") == grpo()
-    for old, new in ((b'"steps":10', b'"steps":11'), (b'"format":4', b'"format":9'), (b"}\n", b"} \n")):
+    for old, new in ((b'"steps":10', b'"steps":11'), (f'"format":{FORMAT}'.encode(), b'"format":9'), (b"}\n", b"} \n")):
         with pytest.raises(Failure) as wrong:
             decode(data.replace(old, new, 1), "x.plan")
         assert [d.code for d in wrong.value.diagnostics] == ["RL0601" if b"format" in old else "RL0602"]
@@ -125,7 +125,7 @@ def classes(edit: Callable[[tuple], tuple]) -> Callable[..., object]:
 
 def segment(box_class: object, **new: object) -> object:
     first, *rest = box_class.segments  # type: ignore[attr-defined]
-    return replace(box_class, segments=(replace(first, **new), *rest))  # type: ignore[type-var]
+    return replace(box_class, segments=(first._replace(**new), *rest))
 
 
 @pytest.mark.parametrize("planner", [
