@@ -110,7 +110,8 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
     for node in ast.walk(flow):
         for target in node.targets if isinstance(node, ast.Assign) else ():
             exprs.elsewhere.setdefault(target.name, node.span)
-    known: dict[str, Meaning] = {s.name: input_(s.name, "batch", "", s.span) for s in top.states.values()}
+    known: dict[str, Meaning] = {s.name: input_(s.name, "batch", "", s.span) for s in top.states.values()
+                                 if not s.data}
     body = builder.block(flow.body, Scope(module, scope, known), "flow")
     lora.check(top.models.values(), {n.model for n in g.nodes(body) if isinstance(n, g.Sync)}, errors)
     rules = top.placements()
@@ -157,6 +158,10 @@ class _Declarations:
                 value = param(item, self.sets, self.placed, self.exprs, self.scope, self.module.name)
                 self.params.append((item.name.name, value.value if isinstance(value, Term) else ""))
                 self.modules.bind(self.module, item.name, value)
+            case ast.State(data=ast.Ident()):
+                made = declare.row_state(item, self.data, self.states, self.exprs, self.scope)
+                if not isinstance(made, Bad):
+                    self.states[made.name] = made
             case ast.State(name=name):
                 initial = declare.state(item, self.exprs, self.scope)
                 self.states[name.name] = g.State(name.name, initial, item.span)

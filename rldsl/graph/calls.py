@@ -10,6 +10,7 @@ from rldsl.diag import Label
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
 from rldsl.graph.minibatch import minibatches
+from rldsl.graph.row_states import ROW_NUMBERS
 from rldsl.plan.events import Sampling
 from rldsl.plan.heads import CALLS, GENERATE, SKIPPED, TRAIN, heads_with
 from rldsl.plan.metrics_file import BUILT_IN, METRICS
@@ -52,7 +53,7 @@ class CallsOfFlow:
         func = cast(ast.Attribute, call.func)
         ident = func.name
         if isinstance(owner, DataRef):
-            return self._next(owner, ident, call, target, span)
+            return self._next(owner, ident, call, scope, target, span)
         call_name, legal = ident.name, owner.head.calls
         if call_name not in legal:
             code = "RL0206" if call_name in CALLS else "RL0112"
@@ -93,13 +94,21 @@ class CallsOfFlow:
                                 help=side if isinstance(value, Pairs) else "")
         return BAD if bad else refs
 
-    def _next(self, owner: DataRef, ident: ast.Ident, call: ast.Call, target: str | None, span: Span) -> Meaning:
+    def _next(self, owner: DataRef, ident: ast.Ident, call: ast.Call, scope: Scope, target: str | None,
+              span: Span) -> Meaning:
         if ident.name != "next":
             return self.errors.add("RL0112", f"the data `{owner.name}` has no call `{ident.name}`", ident.span,
                                    help=f"write `{owner.name}.next()`")
-        if call.args:
-            return self.errors.add("RL0204", "`next` takes no arguments", call.args[0].span)
+        if wrong := [a for a in call.args if a.name is None or a.name.name != "weight"] or call.args[1:]:
+            return self.errors.add("RL0204", "`next` takes only `weight=`", wrong[0].span,
+                                   help=f"the number of rows is the option `batch` of `{owner.name}`")
         if not self.flow.evaluations.may_fetch(owner.name, span) or target is None:
+            return BAD
+        if call.args and self.flow.evaluations.inside:
+            return self.errors.add("RL0212", "a weight inside `eval`", call.args[0].span,
+                                   help="an evaluation reads every row once: remove the weight")
+        weight = self.flow.row_states.weight(owner, call.args[0].value, target, scope) if call.args else None
+        if isinstance(weight, Bad):
             return BAD
         data = self.flow.data[owner.name]
         given = dict(data.options)
@@ -115,9 +124,21 @@ class CallsOfFlow:
         self.flow.columns[target] = writes[-1]
         level = "prompt" if data.row_format == "prompts" else "seq"
         writes += [self.flow.value(f"{sides[0]}.{n}", level, sides[0]) for n in data.numbers]
-        self.flow.items.append(g.Fetch(id=self.flow.unique(target), reads=(), writes=tuple(writes), span=span,
+        states = self.flow.row_states.of(owner.name)
+        reads: tuple[str, ...] = ()
+        if states or weight is not None:
+            numbers = self.flow.value(f"{sides[0]}.{ROW_NUMBERS}", "seq", sides[0], "i64", ROW_NUMBERS)
+            if weight is None:
+                writes.append(numbers)
+            else:
+                reads = (numbers,)
+                drawn = self.flow.unique(f"{target} rows")
+                self.flow.items.append(g.Draw(
+                    id=drawn, reads=tuple(v for _, v in weight.inputs), writes=reads, span=span, data=owner.name,
+                    frame=sides[0], program=weight.program, inputs=weight.inputs, columns=weight.columns))
+        self.flow.items.append(g.Fetch(id=self.flow.unique(target), reads=reads, writes=tuple(writes), span=span,
                                        data=owner.name, frames=tuple(sides)))
-        refs = [FrameRef(f, data.row_format, data.numbers, sides[0]) for f in frames]
+        refs = [FrameRef(f, data.row_format, data.numbers, states, sides[0]) for f in frames]
         return Pairs(refs[0], refs[1]) if len(refs) == 2 else refs[0]
 
     def _options(self, table: dict[str, options.Opt], call: ast.Call, call_name: str, scope: Scope,

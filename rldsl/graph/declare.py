@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any, cast
 
 from rldsl import clusters
-from rldsl.diag import Failure, internal_error
+from rldsl.diag import Failure, Label, internal_error
 from rldsl.graph import lora as adapters
 from rldsl.graph import model as g
 from rldsl.plan.expr import Scalar
@@ -21,12 +21,13 @@ from rldsl.semantics.errors import BAD, Bad, Errors, suggest
 from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term
-from rldsl.semantics.values import MeshValue, describe
+from rldsl.semantics.values import DataRef, MeshValue, describe
 from rldsl.source import SourceFile, Span
 from rldsl.syntax import ast
 
 FORMATS = ("jsonl", "parquet", "hf")
-FIELDS = ("tokens", "lengths", "columns", "logprobs", "finished", "chosen", "rejected")  # what a batch has anyway
+# what a batch has anyway
+FIELDS = ("tokens", "lengths", "columns", "logprobs", "finished", "chosen", "rejected", "row_numbers")
 
 
 def state(decl: ast.State, exprs: ExpressionBuilder, scope: Scope) -> float:
@@ -39,6 +40,27 @@ def state(decl: ast.State, exprs: ExpressionBuilder, scope: Scope) -> float:
                          f"this is {describe(value)}", help=f"for example `state {decl.name.name} = 0.1`")
         return 0.0
     return float(value.value)
+
+
+def row_state(decl: ast.State, data: Mapping[str, g.Data], states: Mapping[str, g.State], exprs: ExpressionBuilder,
+              scope: Scope) -> g.State | Bad:
+    """`state NAME of DATA = initial`. data, states: what is declared so far."""
+    if decl.data is None:
+        raise internal_error("a state of rows without a data source")
+    ref, name = exprs.name(ast.Name(name=decl.data.name, span=decl.data.span), scope), decl.name.name
+    initial = state(decl, exprs, scope)
+    if not isinstance(ref, DataRef):
+        return BAD if isinstance(ref, Bad) else exprs.errors.add(
+            "RL0203", f"a state belongs to the rows of data, not to {describe(ref)}", decl.data.span,
+            help="write `state NAME of DATA = 0`, with the name of a `data` declaration")
+    id_ = f"{ref.name}.{name}"
+    if id_ in states:
+        return exprs.errors.add("RL0102", f"the state `{name}` of `{ref.name}` is defined twice", decl.name.span,
+                                labels=(Label(states[id_].span, "the first definition"),), help="choose another name")
+    if name in FIELDS or name in data[ref.name].numbers or name == "next":
+        return exprs.errors.add("RL0111", f"the rows of `{ref.name}` have a field `{name}` already", decl.name.span,
+                                help="choose another name")
+    return g.State(id_, initial, decl.span, ref.name)
 
 
 def unknown_sets(sets: Mapping[str, Scalar], declared: set[str], errors: Errors) -> None:

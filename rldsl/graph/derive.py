@@ -292,7 +292,7 @@ class Derivations:
         if ident.name in earlier:
             self.errors.add("RL0102", f"`{ident.name}` is named twice", ident.span, help="choose another name")
             return None
-        if ident.name in (*STANDARD, *ref.numbers, "lengths", "columns", "index"):
+        if ident.name in (*STANDARD, *ref.numbers, *ref.states, "lengths", "columns", "index"):
             self.errors.add("RL0111", f"`{name}` has a field `{ident.name}` already", ident.span,
                             help="choose another name")
             return None

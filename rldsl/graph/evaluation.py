@@ -103,7 +103,7 @@ class Evaluations:
         head = Span(s.span.file, s.span.start, s.data.span.end)
         programs = {p.id: p for p in self.flow.programs}
         for node in g.nodes(self.flow.items):
-            if isinstance(node, g.Train | g.Broadcast):
+            if isinstance(node, g.Train | g.Broadcast | g.Update):
                 what = "training" if isinstance(node, g.Train) else f"the state `{node.writes[0]}` is changed"
                 self._refuse(f"{what} inside `eval`", node.span,
                              "an evaluation must not change the run: move this out of the block")

@@ -15,6 +15,7 @@ from rldsl.graph.calls import CallsOfFlow
 from rldsl.graph.computations import Computations, full_label
 from rldsl.graph.derive import Derivations
 from rldsl.graph.evaluation import Evaluations
+from rldsl.graph.row_states import RowStates
 from rldsl.graph.select import Selections
 from rldsl.graph.sync import sync
 from rldsl.graph.texts import Texts
@@ -38,7 +39,7 @@ class FlowBuilder(Computations):
     def __init__(self, exprs: ExpressionBuilder, models: dict[str, g.Model], data: dict[str, g.Data],
                  states: dict[str, g.State]):
         self.exprs, self.errors = exprs, exprs.errors
-        super().__init__(exprs.spaces, states)
+        super().__init__(exprs.spaces, [name for name, s in states.items() if not s.data])
         self.models, self.data = models, data
         self.metrics: list[tuple[str, str]] = []  # (shown name, value)
         self._bound: dict[str, Span] = {}  # name -> where the flow binds it
@@ -50,8 +51,10 @@ class FlowBuilder(Computations):
         self.selections = Selections(self)
         self.evaluations = Evaluations(self)
         self.texts = Texts(self)
+        self.row_states = RowStates(self, [s for s in states.values() if s.data], data.values())
         exprs.calls = self.calls.nested
         exprs.frames = self.derivations.call
+        exprs.row_states = self.row_states
 
     # ------------------------------------------------------------------------------------------- statements
 
@@ -76,6 +79,8 @@ class FlowBuilder(Computations):
                 self._assign(s, scope)
             case ast.Assign():
                 self._select(s, scope)
+            case ast.Update():
+                self.row_states.update(s, scope)
             case ast.RepeatUntil():
                 self.selections.until(s, scope, inside)
             case ast.EvalBlock():
@@ -292,6 +297,8 @@ def _name(s: ast.Statement) -> str:
             return targets[0].name
         case ast.Metric(name=name):
             return f"metric {name.name}"
+        case ast.Update(target=target):
+            return target.span.text
         case ast.Do(value=ast.Call(func=func)):
             return func.span.text
     return type(s).__name__

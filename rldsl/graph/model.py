@@ -21,11 +21,14 @@ from rldsl.plan.payloads import (
     CollectSpec,
     ComputeSpec,
     DeriveSpec,
+    DrawSpec,
     FetchSpec,
     GenerateSpec,
     InferSpec,
+    LookupSpec,
     SaveSpec,
     TrainSpec,
+    UpdateSpec,
 )
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.source import Span
@@ -108,6 +111,21 @@ class Node:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch(FetchSpec, Node):
     """`prompts.next()`"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw(DrawSpec, Node):
+    """`prompts.next(weight=...)`: which rows; a Fetch follows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup(LookupSpec, Node):
+    """`prompt.rate`, of a `state rate of prompts`"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update(UpdateSpec, Node):
+    """`prompt.rate = x`"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,11 +241,12 @@ def nodes(items: Iterable[Item]) -> Iterator[Node]:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """`state name = initial`"""
+    """`state name = initial`, `state name of data = initial`"""
 
-    name: str
+    name: str  # the id of its value: "beta", "prompts.rate"
     initial: float
     span: Span
+    data: str = ""  # the source whose rows have a number each; "": one number
 
 
 @dataclass(frozen=True, slots=True)

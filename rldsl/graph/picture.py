@@ -34,6 +34,12 @@ def title(node: g.Node, labels: Labels = NO_LABELS) -> tuple[str, str]:
     match node:
         case g.Fetch(data=data):
             return f"{data}.next", ", ".join(node.frames)
+        case g.Draw(data=data, inputs=inputs, columns=columns):
+            return f"draw {data}", ", ".join(name(v) for _, v in (*inputs, *columns))
+        case g.Lookup(frame=frame):
+            return "look up", name(frame)
+        case g.Update(state=state, frame=frame):
+            return f"update {state}", name(frame)
         case g.Generate(model=model, sampling=s):
             return f"{model}.generate", f"{name(node.prompts)} × {s.n}"
         case g.Infer(model=model, output_name=what):

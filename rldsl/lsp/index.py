@@ -97,6 +97,7 @@ class _Walker:
         self.always = dict(prelude.names) if prelude is not None else {}
         self.local: dict[str, Symbol] = {}
         self.fields: dict[str, Fields] = {}
+        self.row_states: dict[str, Symbol] = {}  # fields of batches that are states of their rows
         self.inside = ""
 
     # --------------------------------------------------------------------------------------------- binding
@@ -131,6 +132,12 @@ class _Walker:
                     self.bind(function.name, "python", function)
             case ast.Param():
                 self.bind(item.name, "param", item)
+            case ast.State(data=ast.Ident() as data):
+                self.see(data.name, data.span)
+                symbol = Symbol(item.name.name, "state", item.name.span, item, self.inside)
+                self.symbols.append(symbol)
+                self.occurrences.append(Occurrence(item.name.span, symbol, True))
+                self.row_states.setdefault(item.name.name, symbol)
             case ast.State():
                 self.bind(item.name, "state", item)
             case ast.MeshDecl():
@@ -271,6 +278,8 @@ class _Walker:
             self.expr(child)
         if isinstance(tree, ast.Attribute) and (field := self._fields_of(tree.value).get(tree.name.name)) is not None:
             self.occurrences.append(Occurrence(tree.name.span, field))
+        elif isinstance(tree, ast.Attribute) and tree.name.name in self.row_states:
+            self.occurrences.append(Occurrence(tree.name.span, self.row_states[tree.name.name]))
 
     def _fields_of(self, tree: ast.Tree) -> Fields:
         """The fields of the sequences or pairs that an expression gives. They come along from one to the other."""

@@ -51,8 +51,11 @@ def width(frame: IndexedFrame) -> int:
 
 
 def buffer_bytes(t: Tables, value: str, spread: str) -> int:
-    """Bytes of a value under a spread, on a rank of its mesh. Text columns are in host memory and have no bound."""
+    """Bytes of a value under a spread, on a rank of its mesh. Text columns are in host memory and have no bound; states
+    of rows are there too, 4 bytes for each row of a file that the compiler does not read."""
     v = t.values[value]
+    if v.extent == "table":
+        return 0
     if v.extent == "batch":
         return 8 + ROW
     frame = t.frames[v.frame]
@@ -63,7 +66,7 @@ def buffer_bytes(t: Tables, value: str, spread: str) -> int:
     num_rows = rows(frame, t.spreads[spread], t.layouts, t.frames)
     if v.extent == "prompt":
         return -(-num_rows // frame.per_prompt) * (SIZES[v.dtype] + ROW)
-    entries = {"tokens": width(frame), "response": frame.max_response_tokens, "row": 1}[v.extent]
+    entries = {"tokens": width(frame), "response": frame.max_response_tokens, "row": 1, "row_numbers": 1}[v.extent]
     return num_rows * (entries * SIZES[v.dtype] + ROW)
 
 

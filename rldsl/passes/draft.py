@@ -119,6 +119,11 @@ def replicated_spread_id(name: str) -> str:
     return f"all {name}"
 
 
+def row_states_spread_id(data: str) -> str:
+    """The id of the spread in which every rank that fetches from a source holds the states of its rows."""
+    return replicated_spread_id(f"rows of {data}")
+
+
 def lengths_spread_id(draft: Draft, frame: str) -> str:
     """The id of the spread in which ranks hold the lengths (and fetched values) of a frame."""
     fetched = {f for e in events(draft.body) if isinstance(e, Fetch) for f in e.frames}

@@ -10,14 +10,28 @@ is in the draft's tables.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeGuard
 
 from rldsl.diag import internal_error
 from rldsl.passes.draft import Draft, each_block, events, frames_with_needed_lengths, lengths_spread_id
+from rldsl.passes.draft import union as union_of
 from rldsl.placement.model import mesh_of_set
-from rldsl.plan.events import Collect, Derive, Event, Fetch, Generate, Item, Lengths, Loop, split_buffer
+from rldsl.plan.events import (
+    Collect,
+    Derive,
+    Draw,
+    Event,
+    Fetch,
+    Generate,
+    Item,
+    Lengths,
+    Loop,
+    RowStates,
+    Transfer,
+    split_buffer,
+)
 from rldsl.plan.model import Mesh, Spread
 from rldsl.sharding.rank_sets import Ranks, union
 
@@ -34,12 +48,19 @@ def lengths(draft: Draft) -> Draft:
         if _makes_rows(e):
             spread = replicated[lengths_spread_id(draft, e.frame)]
             draft = draft.with_meshes(_mesh(draft, spread, e))
+        elif isinstance(e, Transfer) and e.dst in replicated:
+            draft = draft.with_meshes(_ends(draft, e))
 
     def insert(items: tuple[Item, ...]) -> tuple[Item, ...]:
         out: list[Item] = []
         for item in items:
-            if isinstance(item, Fetch):
-                out.append(replace(item, mesh=replicated[split_buffer(item.writes[0])[1]].mesh))
+            if isinstance(item, Fetch | RowStates):
+                mesh = draft.meshes[replicated[split_buffer(item.writes[0])[1]].mesh]
+                sent = 8 * draft.frames[item.frame].count * (mesh.size - 1) if isinstance(item, Draw) else 0
+                out.append(replace(item, mesh=mesh.id, bytes=sent))
+                continue
+            if isinstance(item, Transfer) and item.dst in replicated:  # of an update
+                out.append(replace(item, mesh=_ends(draft, item).id))
                 continue
             if isinstance(item, Event) and _collects_in_full(item, divided):  # not if nobody needs it
                 out += [replace(item, mesh=replicated[item.dst].mesh)] if item.dst in replicated else []
@@ -78,25 +99,42 @@ def _ranks_of_replicated(draft: Draft) -> dict[str, Ranks]:
             touched[split_buffer(e.writes[0])[1]]  # a batch that nobody reads is still fetched somewhere
         if _makes_rows(e):
             touched[lengths_spread_id(draft, e.frame)] |= draft.ranks(e.mesh)
-        if not _collects_in_full(e, draft.spreads):
+        if not _collects_in_full(e, draft.spreads) and not isinstance(e, Fetch | RowStates):
             for frame in frames_with_needed_lengths(draft, e, values):
                 touched[lengths_spread_id(draft, frame)] |= draft.ranks(e.mesh)
             for buffer in e.reads:
                 right = split_buffer(buffer)[1]
                 if right not in draft.spreads and right not in draft.layouts:
                     touched[right] |= draft.ranks(e.mesh)
-    for e in every:  # who needs all of a collection needs each iteration's part
-        if _collects_in_full(e, draft.spreads) and touched.get(e.dst):
-            touched[e.src] |= touched[e.dst]
     sources: dict[str, list[str]] = defaultdict(list)
     for e in every:
-        if isinstance(e, Fetch):
-            sources[e.data].append(split_buffer(e.writes[0])[1])
+        if isinstance(e, Fetch | RowStates):
+            spreads = (split_buffer(b)[1] for b in (*e.reads, *e.writes))
+            sources[e.data] += [id for id in spreads if id not in draft.spreads]
+    before: dict[str, Ranks] = {}
+    while before != touched:
+        before = dict(touched)
+        _spread_further(draft, every, sources, touched)
+    return {id: ranks or Ranks.one(0) for id, ranks in touched.items()}
+
+
+def _spread_further(draft: Draft, every: Sequence[Event], sources: Mapping[str, Sequence[str]],
+                    touched: dict[str, Ranks]) -> None:
+    """Adds to `touched` what follows from it. sources: data source -> the spreads of what its ranks hold in full."""
+    for e in every:
+        if _collects_in_full(e, draft.spreads) and touched.get(e.dst):
+            touched[e.src] |= touched[e.dst]  # who needs all of a collection needs each iteration's part
+        if isinstance(e, Transfer) and e.dst not in draft.spreads:  # who gets rows knows how they are divided
+            for frame in frames_with_needed_lengths(draft, e, draft.values):
+                touched[lengths_spread_id(draft, frame)] |= touched[e.dst]
     for ids in sources.values():  # who reads a source takes part in each of its fetches, to know which batch is next
         together = union(touched[id] for id in ids)
         for id in ids:
             touched[id] = together or Ranks.one(0)
-    return {id: ranks or Ranks.one(0) for id, ranks in touched.items()}
+
+
+def _ends(draft: Draft, e: Transfer) -> Mesh:
+    return union_of(draft, (draft.spreads[e.src].mesh, draft.spreads[e.dst].mesh))
 
 
 def _mesh(draft: Draft, spread: Spread, e: Generate | Derive) -> Mesh:

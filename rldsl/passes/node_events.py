@@ -12,7 +12,7 @@ from typing import Any, assert_never
 
 from rldsl.diag import fail, internal_error
 from rldsl.graph import model as g
-from rldsl.passes.draft import Draft, replicated_spread_id
+from rldsl.passes.draft import Draft, replicated_spread_id, row_states_spread_id
 from rldsl.placement.budget import decode_batch_size
 from rldsl.placement.model import Call, Place, Placed, mesh_of_range, mesh_of_set
 from rldsl.placement.sync import sync_places
@@ -21,16 +21,20 @@ from rldsl.plan.events import (
     Collect,
     Compute,
     Derive,
+    Draw,
     Event,
     Every,
     Fetch,
     Generate,
     Infer,
     Item,
+    Lookup,
     Loop,
     Realloc,
     Save,
     Train,
+    Transfer,
+    Update,
     split_buffer,
 )
 from rldsl.plan.model import Layout, Mesh, Spread, State
@@ -38,11 +42,14 @@ from rldsl.plan.payloads import (
     CollectSpec,
     ComputeSpec,
     DeriveSpec,
+    DrawSpec,
     FetchSpec,
     GenerateSpec,
     InferSpec,
+    LookupSpec,
     SaveSpec,
     TrainSpec,
+    UpdateSpec,
     payload,
 )
 from rldsl.plan.spaces import IndexedFrame, coarsest
@@ -102,9 +109,11 @@ class _EventBuilder:
         self.train_layouts = {m.name: m.train_layout for m in placed.models}
         self.sync_places = sync_places(placed.graph, self.places, self.train_layouts)  # of models in syncs
         self.written_at: dict[str, str] = {}  # model -> position of what made its version, in program order
+        self.updated_at: dict[str, str] = {}  # state of rows -> position of its last update, in program order
         self.layouts: dict[str, Layout] = {}
         self.spreads: dict[str, Spread] = {}
         self.frames = {f.id: f for f in placed.graph.frames}
+        self.row_states = {s.name: s.data for s in placed.graph.states if s.data}  # state of rows -> its source
         self.replicated: dict[str, str] = {}  # value that every reader holds in full -> id of its spread
         self.made_in: dict[str, str] = {}  # any other value -> id of the spread that it was made in
         self.num_loops = 0
@@ -132,6 +141,8 @@ class _EventBuilder:
                 out.append(Loop(name, item.max_iterations, body, f"{item.condition}@{self.everywhere.id}", collects))
             elif isinstance(item, g.Collect):
                 out += self.collect(item) if item.into in self.frames else []
+            elif isinstance(item, g.Update):
+                out += self.update(item)
             else:
                 event = self.event(item)
                 out.append(event)
@@ -172,15 +183,46 @@ class _EventBuilder:
                        **(payload(node, CollectSpec) | {"values": values}))
 
     def states(self) -> tuple[State, ...]:
-        return tuple(State(s.name, self.everywhere.id, s.initial) for s in self.placed.graph.states)
+        return tuple(State(s.name, row_states_spread_id(s.data) if s.data else self.everywhere.id, s.initial, s.data)
+                     for s in self.placed.graph.states)
+
+    def update(self, node: g.Update) -> list[Event]:
+        """The new numbers go to every rank that fetches, each row from its one owner; then each rank writes them. The
+        mesh of these ranks is not known yet (`lengths.py`)."""
+        new, numbers = node.reads
+        src, dst = self.made_in[new], self.replicated[numbers]
+        buffer, state = f"{new}@{dst}", self._buffer(node.state, "")
+        name = self.frames[node.frame].label or node.frame
+        return [Transfer(id=0, mesh=self.spreads[src].mesh, reads=(f"{new}@{src}",), writes=(buffer,),
+                         at=str(node.span), because=f"every rank that fetches {name} keeps {node.state}", bytes=-1,
+                         values=(new,), src=src, dst=dst),
+                self._of_row_states(Update, node, (buffer, f"{numbers}@{dst}", state), (state,), UpdateSpec)]
+
+    def _of_row_states(self, kind: type[Event], node: g.Draw | g.Lookup | g.Update, reads: tuple[str, ...],
+                       writes: tuple[str, ...], spec: type) -> Event:
+        """An event on states of rows, which says between which updates it stands."""
+        states = [v for v, _ in map(split_buffer, dict.fromkeys((*reads, *writes))) if v in self.row_states]
+        follows = tuple((s, self.updated_at.get(s, "")) for s in dict.fromkeys(states))
+        at = str(node.span)
+        if isinstance(node, g.Update):
+            self.updated_at[node.state] = at
+        return kind(id=0, mesh=self.world.id, at=at, reads=reads, writes=writes, follows=follows,  # type: ignore[call-arg]
+                    **payload(node, spec))
 
     def event(self, node: g.Node) -> Event:
         at = str(node.span)
         if isinstance(node, g.Fetch):
             spread_id = replicated_spread_id(self.frames[node.frames[0]].row_space)
             self.replicated |= dict.fromkeys(node.writes, spread_id)
-            return Fetch(id=0, mesh=self.world.id, writes=tuple(f"{v}@{spread_id}" for v in node.writes), at=at,
-                         **payload(node, FetchSpec))
+            return Fetch(id=0, mesh=self.world.id, reads=tuple(f"{v}@{spread_id}" for v in node.reads),
+                         writes=tuple(f"{v}@{spread_id}" for v in node.writes), at=at, **payload(node, FetchSpec))
+        if isinstance(node, g.Draw | g.Lookup):
+            base = self.frames[node.frame]
+            spread_id = replicated_spread_id(base.row_space)
+            self.replicated |= dict.fromkeys(node.writes, spread_id)
+            return self._of_row_states(
+                Draw if isinstance(node, g.Draw) else Lookup, node, tuple(self._buffer(v, spread_id) for v in node.reads),
+                tuple(f"{v}@{spread_id}" for v in node.writes), DrawSpec if isinstance(node, g.Draw) else LookupSpec)
         if isinstance(node, g.Save):
             saved = self._save_layout(node)
             return Save(id=0, mesh=self.layouts[saved].mesh, reads=(f"{node.model}@{saved}",), at=at, layout=saved,
@@ -240,9 +282,14 @@ class _EventBuilder:
 
     def _at(self, value: str, spread: str) -> str:
         """The spread in which an event that works on `spread` reads a value."""
+        if value in self.row_states:
+            return row_states_spread_id(self.row_states[value])
         if any(value == s.name for s in self.placed.graph.states):
             return self._everywhere().id
         return self.replicated.get(value, spread)
+
+    def _buffer(self, value: str, spread: str) -> str:
+        return f"{value}@{self._at(value, spread)}"
 
     def _spread(self, node: g.Node, place: Place) -> Spread:
         """The spread of what the node writes. Rows are derived where their sequences (or values) are; rows that every

@@ -17,12 +17,15 @@ from rldsl.plan.payloads import (
     CollectSpec,
     ComputeSpec,
     DeriveSpec,
+    DrawSpec,
     FetchSpec,
     GenerateSpec,
     InferSpec,
+    LookupSpec,
     Sampling,
     SaveSpec,
     TrainSpec,
+    UpdateSpec,
 )
 from rldsl.plan.references import (
     Buffer,
@@ -40,9 +43,10 @@ from rldsl.plan.references import (
 from rldsl.plan.traits import EVENTS, Buffers, Traits, event_kind
 
 __all__ = [
-    "EVENTS", "AnyCall", "Checkpoint", "Collect", "Compute", "CopyPart", "Derive", "Event", "Every", "Fetch", "Free",
-    "Generate", "Infer", "Item", "Lengths", "Load", "Log", "Loop", "ModelCall", "Offload", "Onload", "Realloc",
-    "Sampling", "Save", "Train", "Transfer", "Versions", "optimizer_of", "split_buffer",
+    "EVENTS", "AnyCall", "Checkpoint", "Collect", "Compute", "CopyPart", "Derive", "Draw", "Event", "Every", "Fetch",
+    "Free", "Generate", "Infer", "Item", "Lengths", "Load", "Log", "Lookup", "Loop", "ModelCall", "Offload", "Onload",
+    "Realloc", "RowStates", "Sampling", "Save", "Train", "Transfer", "Update", "Versions", "optimizer_of",
+    "split_buffer",
 ]
 
 CopyPart = Literal["parameters", "optimizer"]  # of a model under a layout; optimizer: moments and gradients
@@ -373,6 +377,58 @@ class Fetch(FetchSpec, Event):
     @property
     def subject(self) -> str:
         return f"{', '.join(self.frames)} = {self.data}.next"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowStates(Event):
+    """An event that works on states of the rows of a data source, on every rank that fetches from it."""
+
+    # (state, position of the update before it in program order; "": there is none) for each such state that it reads or
+    # writes. In a loop, a state read above its update has the numbers of the iteration before
+    follows: tuple[tuple[ValueId, str], ...] = ()
+
+
+@event_kind(Traits(family="data", blocking="collective", participants=("writes",), communicators="mesh",
+                   bytes_moved="planned", timed=True, drawing="value", not_diffed=("frame", "program")))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw(DrawSpec, RowStates):
+    """The numbers of the rows that the next batch consists of. The first participant draws them and sends them to the
+    others: 8 bytes a row."""
+
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        return tuple(split_buffer(b)[0] for b in self.writes)
+
+    @property
+    def subject(self) -> str:
+        return f"rows of {self.data}"
+
+
+@event_kind(Traits(family="compute", blocking="none", participants=("writes",), drawing="value",
+                   not_diffed=("frame", "state", "value")))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup(LookupSpec, RowStates):
+    """Each participant looks up the numbers of the batch's rows in its copy of the state."""
+
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        return (self.value,)
+
+    @property
+    def subject(self) -> str:
+        return self.value
+
+
+@event_kind(Traits(family="compute", blocking="none", participants=("writes",), drawing="value",
+                   not_diffed=("frame", "state", "value")))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update(UpdateSpec, RowStates):
+    """Each participant writes the new numbers into its copy of the state; where the batch has a row twice, the last one
+    stays."""
+
+    @property
+    def subject(self) -> str:
+        return self.state
 
 
 @event_kind(Traits(family="movement", blocking="barrier", participants=("writes", "spread"), source_spread="spread",

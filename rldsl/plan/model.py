@@ -296,8 +296,9 @@ class Value:
     frame: str  # id
     level: Level
     # the entries of a row. tokens: one per prompt and response token; response: one per response token; row, prompt,
-    # batch: one each; columns: the data columns as text; lengths: prompt length, response length
-    extent: Literal["tokens", "response", "row", "prompt", "batch", "columns", "lengths"]
+    # batch: one each; columns: the data columns as text; lengths: prompt length, response length; row_numbers: the
+    # number of the row in its data source; table: no rows of a frame, but one entry per row of a data source
+    extent: Literal["tokens", "response", "row", "prompt", "batch", "columns", "lengths", "row_numbers", "table"]
     dtype: Literal["f32", "i64", "bool", "text"] = "f32"
     # what people call it, where its id is a name of the compiler's: "mean(r by prompt) (ppo.rlf:12)"
     label: str = ""
@@ -305,11 +306,12 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A batch-level value that persists over steps."""
+    """A value that persists over steps: one number, or one for each row of a data source."""
 
     value: str  # id
     spread: str  # of granularity "all": every rank of its mesh holds the value
     initial: float  # before the first step
+    data: str = ""  # the source whose rows have a number each (a value of extent "table"); "": one number
 
 
 @dataclass(frozen=True, slots=True)

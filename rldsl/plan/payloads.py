@@ -44,6 +44,40 @@ class FetchSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DrawSpec:
+    """Rows of a data source drawn by weight, without replacement, for the next batch."""
+
+    __slots__ = ()
+    data: DataName
+    frame: FrameId  # the first frame that the batch becomes, which names the row numbers and the random numbers
+    program: ProgramId  # the weight of one row, its output "weight", at batch level; evaluated for every row
+    inputs: tuple[tuple[str, ValueId], ...]  # (program input, state): of rows, or one number
+    columns: tuple[tuple[str, str], ...]  # (program input, column of numbers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupSpec:
+    """The numbers that a state of rows has for the rows of a batch."""
+
+    __slots__ = ()
+    data: DataName
+    frame: FrameId  # of fetched rows
+    state: ValueId
+    value: ValueId  # that it makes
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSpec:
+    """New numbers of a state of rows, for those rows of a batch that have a value."""
+
+    __slots__ = ()
+    data: DataName
+    frame: FrameId  # of fetched rows
+    state: ValueId
+    value: ValueId  # the new numbers, of the rows of `frame` or of a selection of them
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateSpec:
     """Completions of prompts."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from rldsl.diag import Label
 from rldsl.plan.expr import LEVELS, Level, Scalar
@@ -48,6 +49,14 @@ CallOfModel = Callable[[ModelRef | DataRef, ast.Call, Scope], Meaning]
 CallForFrames = Callable[[str, ast.Call, Scope], Meaning]
 
 
+class RowStatesOfFlow(Protocol):
+    """What the flow does with the fields of data that are states of its rows."""
+
+    def lookup(self, ref: FrameRef, name: str, span: Span) -> Term: ...
+
+    def of_all_rows(self, owner: DataRef, expr: ast.Attribute) -> Meaning: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Arguments:
     """What a Python function is called with."""
@@ -79,6 +88,7 @@ class ExpressionBuilder:
         self.calls: CallOfModel | None = None  # what the flow does with a call of a model or data source
         self.texts: TextsOfFunction | None = None  # what the flow does with a function that returns prompts
         self.frames: CallForFrames | None = None  # what it does with a built-in function that makes sequences
+        self.row_states: RowStatesOfFlow | None = None  # set by the flow
         self.elsewhere: dict[str, Span] = {}  # name -> the statement of the flow that binds it first
 
     # ------------------------------------------------------------------------------------------ expressions
@@ -167,6 +177,12 @@ class ExpressionBuilder:
         match owner:
             case Bad():
                 return BAD
+            case DataRef() if self.row_states is not None:
+                return self.row_states.of_all_rows(owner, expr)
+            case Pairs(chosen=FrameRef(states=states) as ref) if what in states and self.row_states is not None:
+                return self.row_states.lookup(ref, what, expr.span)
+            case FrameRef(states=states) if what in states and self.row_states is not None:
+                return self.row_states.lookup(owner, what, expr.span)
             case Pairs(chosen=chosen, rejected=rejected):
                 fields = {"chosen": chosen, "rejected": rejected}
                 if what in chosen.numbers:
@@ -181,7 +197,7 @@ class ExpressionBuilder:
         if what in fields:
             return fields[what]
         first = owner.chosen if isinstance(owner, Pairs) else owner
-        names = (*first.numbers, *dict(first.fields)) if isinstance(first, FrameRef) else ()
+        names = (*first.numbers, *first.states, *dict(first.fields)) if isinstance(first, FrameRef) else ()
         help_ = suggest(what, [*fields, *names])
         if isinstance(owner, FrameRef):
             help_ = _made_by_a_call(owner, what, expr.value.span.text) or help_

@@ -28,6 +28,7 @@ def _declared(file: ast.File, files: Sequence[ast.File]) -> list[Diagnostic]:
     """Names of the file itself that are used in no file."""
     per_item = {id(item): set(_uses(item)) for f in files for item in f.items}
     used = Counter(name for names in per_item.values() for name in names)
+    fields = {n.name.name for f in files for item in f.items for n in ast.walk(item) if isinstance(n, ast.Attribute)}
     found: list[Diagnostic] = []
     for item in file.items:
         match item:
@@ -37,6 +38,9 @@ def _declared(file: ast.File, files: Sequence[ast.File]) -> list[Diagnostic]:
                 found += [_unused(fn.name, "imported here") for fn in functions if fn.name.name not in used]
             case ast.FnDecl(name=name) | ast.LossDecl(name=name):
                 if used[name.name] == (name.name in per_item[id(item)]):  # by no other
+                    found.append(_unused(name, "declared here"))
+            case ast.State(name=name, data=ast.Ident()):
+                if name.name not in fields:
                     found.append(_unused(name, "declared here"))
             case (ast.Param(name=name) | ast.State(name=name) | ast.MeshDecl(name=name) | ast.DataDecl(name=name)
                   | ast.ModelDecl(name=name)) if name.name not in used:

@@ -29,7 +29,8 @@ class FrameRef:
     frame: IndexedFrame
     contents: str  # "prompts" (no responses yet), "answers" (prompt and answer), "generated" or "pairs"
     numbers: tuple[str, ...] = ()  # the columns of data that are values
-    base: str = ""  # the fetched frame that these columns belong to
+    states: tuple[str, ...] = ()  # the states of these rows
+    base: str = ""  # the fetched frame that these columns and states belong to
     fields: tuple[tuple[str, Term], ...] = ()  # (name, value) of `with`
     paired: bool = False  # one side of a `pair`
 

@@ -22,6 +22,7 @@ from rldsl.plan.events import (
     Collect,
     Compute,
     Derive,
+    Draw,
     Event,
     Every,
     Fetch,
@@ -179,6 +180,12 @@ class _OpBuilder:
         rows, machine = sum(self.world.frames[f].count for f in event.frames[:1]), self.world.machine
         self.run(machine.rows(FETCH_ROWS * rows) + machine.kernels(FETCH_KERNELS))
 
+    def draw(self, event: Draw, key: Hashable) -> None:
+        """Sent by one rank. The rows that it draws from are in a file that the compiler does not read."""
+        count = self.world.frames[event.frame].count
+        self.together(event, key, 8.0 * count)
+        self.run(self.world.machine.rows(count))
+
     def derive(self, event: Derive, key: Hashable) -> None:
         self.pick(event, key)
         if DERIVE_OPS[event.op].calls_python:
@@ -266,6 +273,7 @@ RULES: Mapping[type[Event], Callable[[_OpBuilder, Any, Hashable], None]] = {
     Train: _OpBuilder.train,
     Compute: _OpBuilder.compute,
     Fetch: _OpBuilder.fetch,
+    Draw: _OpBuilder.draw,
     Derive: _OpBuilder.derive,
     Collect: _OpBuilder.pick,
     Lengths: _OpBuilder.lengths,

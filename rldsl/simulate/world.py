@@ -81,7 +81,8 @@ class World:
             return 1.0
         row, frame = self.row(value.frame), self.frames[value.frame]
         return {"tokens": rows * row.tokens, "response": rows * row.response, "row": rows, "batch": 1.0,
-                "prompt": rows / frame.per_prompt, "columns": rows, "lengths": 2.0 * rows}[value.extent]
+                "prompt": rows / frame.per_prompt, "columns": rows, "row_numbers": rows,
+                "lengths": 2.0 * rows}[value.extent]
 
 
 def collective(key: Hashable, parties: tuple[int, ...], seconds: float) -> list[Op]:

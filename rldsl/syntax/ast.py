@@ -146,6 +146,14 @@ class Assign(Tree):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Update(Tree):
+    """batch.state = value"""
+
+    target: Attribute
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Do(Tree):
     """An expression for its effect: `critic.train(...) on ...`."""
 
@@ -244,8 +252,8 @@ class Checkpoint(Tree):
     options: tuple[Option, ...]
 
 
-Statement = (Assign | Do | Metric | Return | Save | EveryBlock | RepeatBlock | RepeatUntil | EvalBlock | Stop | Sync
-             | Ema | Checkpoint)
+Statement = (Assign | Update | Do | Metric | Return | Save | EveryBlock | RepeatBlock | RepeatUntil | EvalBlock | Stop
+             | Sync | Ema | Checkpoint)
 
 # ---------------------------------------------------------------------------------------- declarations
 
@@ -303,10 +311,11 @@ class Param(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State(Tree):
-    """state name = initial"""
+    """state name [of data] = initial"""
 
     name: Ident
     initial: Expr
+    data: Ident | None = None  # the data source whose rows have a number each; None: one number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

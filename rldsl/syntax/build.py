@@ -93,7 +93,9 @@ class _Builder(Transformer[Token, Any]):
                          default=default)
 
     def state(self, meta: Any, children: Children) -> ast.State:
-        return ast.State(span=self._span(meta), name=self._ident(children[0]), initial=children[1])
+        name, data, initial = children
+        return ast.State(span=self._span(meta), name=self._ident(name), data=self._ident(data) if data else None,
+                         initial=initial)
 
     def cluster(self, meta: Any, children: Children) -> ast.Cluster:
         path = _text(children[0]) if isinstance(children[0], Token) else None
@@ -154,6 +156,9 @@ class _Builder(Transformer[Token, Any]):
         targets, value, named, where, clause = children
         return ast.Assign(span=self._span(meta), targets=targets, value=value, named=named or (), where=where,
                           clause=clause)
+
+    def update(self, meta: Any, children: Children) -> ast.Update:
+        return ast.Update(span=self._span(meta), target=children[0], value=children[1])
 
     def named(self, meta: Any, children: Children) -> tuple[tuple[ast.Ident, ast.Expr], ...]:
         return tuple(children)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Collect, Compute, Derive, Event, Every, Item, Loop, split_buffer
+from rldsl.plan.events import Collect, Compute, Derive, Event, Every, Item, Loop, Update, split_buffer
 from rldsl.plan.references import Role, references
 from rldsl.sharding.rank_sets import Ranks, group_equal_ranks, union
 from rldsl.verify.tables import Tables, name, problem
@@ -141,8 +141,8 @@ class _BufferTrace:
 
 
 def _may_overwrite(e: Event) -> bool:
-    """Collect appends to what a loop collects; a computation on every rank sets a state anew."""
-    return isinstance(e, Collect | Compute)
+    """Collect appends to what a loop collects; a computation on every rank sets a state anew, an update a part of it."""
+    return isinstance(e, Collect | Compute | Update)
 
 
 def _effects(t: Tables, e: Event) -> Effects:

@@ -15,6 +15,7 @@ from rldsl.plan.events import (
     Collect,
     Compute,
     Derive,
+    Draw,
     Event,
     Fetch,
     Free,
@@ -23,23 +24,25 @@ from rldsl.plan.events import (
     Lengths,
     Load,
     Log,
+    Lookup,
     Loop,
     Offload,
     Onload,
     Realloc,
     Train,
     Transfer,
+    Update,
     split_buffer,
 )
 from rldsl.plan.model import Model, Value
 from rldsl.plan.references import Reference, Role, named
 from rldsl.plan.traits import expand, rule_for
 from rldsl.sharding.rank_sets import Ranks, union
-from rldsl.verify import calls, collect, derive, evaluations
+from rldsl.verify import calls, collect, derive, evaluations, row_states
 from rldsl.verify.tables import Tables, name, problem
 from rldsl.verify.transfer_slices import MeshCells
 
-LOCAL = ("columns", "lengths")
+LOCAL = ("columns", "lengths", "row_numbers", "table")
 
 
 def check_operations(t: Tables) -> Iterator[Diagnostic]:
@@ -221,8 +224,12 @@ def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
     must = {f"{f}.{part}" for f in e.frames for part in ("tokens", "lengths")}
     values = [split_buffer(b)[0] for b in e.writes]
     more = {f"{f}.{part}" for f in e.frames for part in ("columns", *t.data[e.data].numbers)}
-    if e.reads or not must <= {*values} <= must | more or len({*values}) != len(values):
-        yield problem("RL0614", f"{name(e)} must read nothing and write tokens and lengths of {', '.join(e.frames)}", e)
+    drawn = {d.writes for d, _ in t.events if isinstance(d, Draw) and d.data == e.data}
+    more |= set() if e.reads else {f"{e.frames[0]}.row_numbers"} if e.frames else set()
+    if e.reads and (once or e.reads not in drawn) or not must <= {*values} <= must | more \
+            or len({*values}) != len(values):
+        yield problem("RL0614", f"{name(e)} must read nothing but drawn row numbers, and write tokens and lengths of "
+                      f"{', '.join(e.frames)}", e)
     if any(
         split_buffer(b)[1] not in t.spreads
         or t.spreads[split_buffer(b)[1]].granularity != "all"
@@ -298,5 +305,5 @@ RULES: Mapping[type[Event], Callable[[Tables, Any], Iterator[Diagnostic]]] = {
     Load: _load, Offload: _move, Onload: _move, Realloc: _realloc, Lengths: _exchange, Transfer: _transfer,
     Generate: calls.check_generate, Infer: calls.check_infer, Train: calls.check_train, Compute: calls.check_compute,
     Derive: derive.check_derive, Collect: collect.check_collect, Checkpoint: _checkpoint, Log: _log, Free: _free,
-    Fetch: _fetch,
+    Fetch: _fetch, Draw: row_states.check_draw, Lookup: row_states.check_lookup, Update: row_states.check_update,
 }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, assert_never
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Compute, Event, Train
+from rldsl.plan.events import Compute, Draw, Event, Train
 from rldsl.plan.expr import LEVELS, Node, Program
 from rldsl.plan.function import frames_of_call
 from rldsl.plan.heads import OUTPUTS, SKIPPED, STOP, UPDATES
@@ -19,6 +19,7 @@ from rldsl.plan.model import Value
 from rldsl.plan.operators import OPERATORS, Operator
 from rldsl.plan.references import Role, references
 from rldsl.plan.traits import rule_for
+from rldsl.verify.row_states import check_weight
 from rldsl.verify.tables import Tables, name, problem
 
 
@@ -254,4 +255,6 @@ def _space(t: Tables, v: Value) -> str:
 
 
 # How each kind of event that names a program binds it.
-RULES: Mapping[type[Event], Callable[[Tables, Any], Iterator[Diagnostic]]] = {Compute: _compute, Train: _train}
+RULES: Mapping[type[Event], Callable[[Tables, Any], Iterator[Diagnostic]]] = {
+    Compute: _compute, Train: _train, Draw: check_weight,
+}

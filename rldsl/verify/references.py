@@ -143,14 +143,16 @@ def _values(t: Tables) -> Iterator[Diagnostic]:
             yield _bad("RL0612", f"frame {f.id} is derived from itself")
     for s in t.plan.states:
         v = t.values.get(s.value)
-        if v is None or v.level != "batch" or v.dtype != "f32":
-            yield _bad("RL0612", f"state {s.value} is not a number at the batch level")
+        if v is None or v.level != "batch" or v.dtype != "f32" or (v.extent == "table") != bool(s.data):
+            yield _bad("RL0612", f"state {s.value} is not a number at the batch level, or per row of {s.data}")
+        if s.data and s.data not in t.data:
+            yield _unknown("data source", s.data, f"state {s.value}")
         if s.spread not in t.spreads:
             yield _unknown("spread", s.spread, f"state {s.value}")
         elif t.spreads[s.spread].granularity != "all":
             yield _bad("RL0612", f"state {s.value} is in spread {s.spread}, which divides rows")
     for v in t.plan.values:
-        if v.frame not in t.frames and (v.frame or v.extent != "batch"):
+        if v.frame not in t.frames and (v.frame or v.extent not in ("batch", "table")):
             yield _unknown("frame", v.frame, f"value {v.id}")
 
 

@@ -2,8 +2,8 @@
 
 In: tables with sound references. Out: diagnostics RL0534. The rule by kind of event: lengths travel as 16 bytes a row
 to each rank that does not hold the row; numbers of the batch as 8 bytes to each rank of the destination that is not in
-the source; transfers of rows and metrics have a size that a run decides (-1); a realloc's bytes are another check's;
-nothing else moves anything between events.
+the source; drawn row numbers as 8 bytes to each rank but the first; transfers of rows and metrics have a size that a
+run decides (-1); a realloc's bytes are another check's; nothing else moves anything between events.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, assert_never
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Event, Lengths, Realloc, Transfer
+from rldsl.plan.events import Draw, Event, Lengths, Realloc, Transfer
 from rldsl.plan.traits import rule_for
 from rldsl.verify.tables import Tables, name, problem
 
@@ -50,12 +50,16 @@ def _transfer(t: Tables, e: Transfer) -> int:
     return NUMBER * len(t.spread_ranks(e.dst) - t.spread_ranks(e.src)) * len(e.values)
 
 
+def _draw(t: Tables, e: Draw) -> int:
+    return NUMBER * t.frames[e.frame].count * (len(t.event_ranks(e)) - 1)
+
+
 def _realloc(t: Tables, e: Realloc) -> int:
     return e.bytes  # `reshards.py` finds them again
 
 
 RULES: Mapping[type[Event], Callable[[Tables, Any], int]] = {
-    Lengths: _lengths, Transfer: _transfer, Realloc: _realloc,
+    Lengths: _lengths, Transfer: _transfer, Realloc: _realloc, Draw: _draw,
 }
 
 

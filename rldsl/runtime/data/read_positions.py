@@ -62,9 +62,14 @@ def content_digest(data: Data) -> str:
     return digests[0] if len(digests) == 1 else sha256("".join(digests).encode()).hexdigest()
 
 
-def compare_readings(name: str, then: SourceReading, now: SourceReading, begun: bool) -> Diagnostic | None:
-    """What the user must know of a source. begun: the run has read it, so that it has a position. An error where that
-    means other rows, a warning where the file is another one."""
+def compare_readings(name: str, then: SourceReading, now: SourceReading, begun: bool,
+                     has_states: bool = False) -> Diagnostic | None:
+    """What the user must know of a source. begun: the run has read it, so that it has a position. has_states: its rows
+    have states. An error where position or states mean other rows, a warning where the file is another one."""
+    if has_states and then.rows != now.rows:
+        return Diagnostic("RL0764", f"the states of the rows of `{name}` belong to other rows", place=shown(now.path),
+                          notes=(f"rows: {then.rows} -> {now.rows}",),
+                          help="resume with the original data, or start a new run from the saved models")
     same_rows = (then.sha256, then.rows) == (now.sha256, now.rows)
     declared = [f for f in ("format", "path", "kind") if getattr(then, f) != getattr(now, f)]
     changed = [f for f in ("batch", "shuffle") if getattr(then, f) != getattr(now, f)]

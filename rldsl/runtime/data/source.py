@@ -68,7 +68,10 @@ class Source:
 
     def step(self, step: int, seed: int) -> dict[str, FetchedFrame]:
         """The frames of one step: "" for prompts and answers, "chosen" and "rejected" for pairs."""
-        numbers = self.batch(step, seed)
+        return self.read(self.batch(step, seed))
+
+    def read(self, numbers: list[int]) -> dict[str, FetchedFrame]:
+        """The frames of the rows with these numbers."""
         rows = self.table.read(numbers)
 
         def place(i: int) -> str:

@@ -22,6 +22,7 @@ from rldsl.plan.events import (
     Collect,
     Compute,
     Derive,
+    Draw,
     Event,
     Every,
     Fetch,
@@ -32,6 +33,7 @@ from rldsl.plan.events import (
     Lengths,
     Load,
     Log,
+    Lookup,
     Loop,
     Offload,
     Onload,
@@ -39,12 +41,13 @@ from rldsl.plan.events import (
     Save,
     Train,
     Transfer,
+    Update,
 )
 from rldsl.plan.naming import Labels
 from rldsl.plan.traits import rule_for
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.health.watchdog import Watchdog
-from rldsl.runtime.interpreter import eval_loops, model_events, value_events
+from rldsl.runtime.interpreter import eval_loops, model_events, row_states, value_events
 from rldsl.runtime.interpreter.derive import derive
 from rldsl.runtime.interpreter.metric_log import end_step, log
 from rldsl.runtime.interpreter.options import Options
@@ -74,6 +77,9 @@ def _checkpoint(state: RankState, event: Checkpoint) -> None:
 HANDLERS: Mapping[type[Event], Callable[[RankState, Any], None]] = {
     Load: lambda s, e: model_events.load(s.models, s.services.resumed, e),
     Fetch: lambda s, e: value_events.fetch(s.step, s.services.data, e),
+    Draw: lambda s, e: row_states.draw(s.step, s.services.data, e),
+    Lookup: lambda s, e: row_states.lookup(s.step, e),
+    Update: lambda s, e: row_states.update(s.step, e),
     Lengths: lambda s, e: value_events.lengths(s.step, e),
     Transfer: lambda s, e: value_events.transfer_values(s.step, s.services.ring, e),
     Realloc: lambda s, e: model_events.realloc(s.models, s.services.ring, e),

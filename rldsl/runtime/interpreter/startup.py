@@ -86,13 +86,14 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Wat
         step.number = resumed.step
         reader.position.update(resumed.data)
     for state in plan.states:
-        if context.holds(f"{state.value}@{state.spread}"):
+        if context.holds(f"{state.value}@{state.spread}") and not state.data:
             step.write_number(state.value, state.spread, resumed.states[state.value] if resumed else state.initial)
     note = (lambda what: None) if watchdog is None else watchdog.ring.begin_startup
     _open_sources(context, reader, items, note)
     note("comparing the files of all ranks")
     compare_contents(reader.content_digests() if dist.get_world_size() > 1 else [], device)
     _check_positions(context, reader, resumed, writer is not None)
+    _begin_row_states(context, step, reader, resumed)
     check_evaluations(context, reader, items)
     _check_files(context, options)
     return Start(context, items, step, reader, writer, resumed)
@@ -114,7 +115,7 @@ def _resumed(context: RunContext, options: Options) -> LoadedCheckpoint | None:
         return None
     checkpoint = load_checkpoint(Path(options.resume), program_identity(context.plan), context.device)
     lacking = [m.name for m in context.plan.models if (m.train_layout or m.updated_from) and not checkpoint.has(m.name)]
-    lacking += [s.value for s in context.plan.states if s.value not in checkpoint.states]
+    lacking += [s.value for s in context.plan.states if s.value not in (checkpoint.names if s.data else checkpoint.states)]
     if lacking:
         raise fail("RL0762", f"the checkpoint does not contain `{'`, `'.join(lacking)}`", place=str(checkpoint.path),
                    notes=(f"it contains {', '.join([*checkpoint.names, *checkpoint.states])}",),
@@ -131,7 +132,8 @@ def _check_positions(context: RunContext, reader: DataReader, checkpoint: Loaded
         if reader.reports(name) and (checkpoint or writes):
             now = reader.readings[name] = SourceReading.of(source, reader.digests.get(name, ""))
             if checkpoint and name in checkpoint.readings:
-                comparisons.append(compare_readings(name, checkpoint.readings[name], now, name in checkpoint.data))
+                comparisons.append(compare_readings(name, checkpoint.readings[name], now, name in checkpoint.data,
+                                                    any(s.data == name for s in context.plan.states)))
             elif checkpoint and name not in checkpoint.data:
                 comparisons.append(unknown_source(name, now))
     problems = [d for d in comparisons if d is not None]
@@ -139,6 +141,17 @@ def _check_positions(context: RunContext, reader: DataReader, checkpoint: Loaded
     if warnings := [d for d in problems if d not in errors]:
         print(render(warnings, sys.stderr.isatty()), file=sys.stderr, flush=True)
     raise_together(errors, dist.group.WORLD, context.device)
+
+
+def _begin_row_states(context: RunContext, step: StepState, reader: DataReader,
+                      checkpoint: LoadedCheckpoint | None) -> None:
+    """The states of rows that this rank holds: those of the checkpoint, or their initial numbers."""
+    for state in context.plan.states:
+        if state.data and context.holds(f"{state.value}@{state.spread}"):
+            numbers = torch.full((len(reader.source(state.data).table),), state.initial, dtype=torch.float32)
+            if checkpoint is not None:
+                checkpoint.fill_row_state(state.value, numbers)
+            step.buffers.put(f"{state.value}@{state.spread}", numbers)
 
 
 def begin_run(context: RunContext, checkpoint: LoadedCheckpoint | None, options: Options,

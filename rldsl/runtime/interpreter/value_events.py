@@ -26,11 +26,13 @@ from rldsl.sharding.layout import coordinate
 
 
 def fetch(step: StepState, reader: DataReader, event: Fetch) -> None:
-    """The next rows of a data source. Every participant reads and tokenizes the same ones; nothing is sent."""
+    """The next rows of a data source, or those that were drawn. Every participant reads and tokenizes the same ones;
+    nothing is sent."""
     context = step.context
-    source, batch = next_rows(step, reader, event.data)
+    numbers = _row_numbers(step, reader, event)
+    source = reader.source(event.data)
     spreads = dict(split_buffer(b) for b in event.writes)
-    for name, fetched in source.step(batch, context.seed).items():
+    for name, fetched in source.read(numbers).items():
         frame = next(f for f in event.frames if not name or f.endswith(f".{name}"))
         absent = [0] * (context.frames[frame].count - len(fetched.tokens))  # the last rows of a short batch
         lens = RowLengths(*(torch.tensor([*lengths, *absent], dtype=torch.int64, device=context.device)
@@ -42,14 +44,26 @@ def fetch(step: StepState, reader: DataReader, event: Fetch) -> None:
                        torch.cat(fetched.tokens).to(context.device))
         for number in context.data[event.data].numbers:
             if f"{frame}.{number}" in spreads:
-                data = torch.tensor([float(row[number]) for row in source.columns(batch, context.seed)],
-                                    device=context.device)
+                data = torch.tensor([float(row[number]) for row in source.table.read(numbers)], device=context.device)
                 ids = torch.arange(len(data), device=context.device)
                 step.write(f"{frame}.{number}", spreads[f"{frame}.{number}"], ids, data)
         if f"{frame}.columns" in spreads:
-            places = [source.table.place(n) for n in source.batch(batch, context.seed)]
+            places = [source.table.place(n) for n in numbers]
             step.buffers.put(f"{frame}.columns@{spreads[f'{frame}.columns']}",
-                             list(zip(places, source.columns(batch, context.seed), strict=True)))
+                             list(zip(places, source.table.read(numbers), strict=True)))
+        if f"{frame}.row_numbers" in spreads:
+            ids = torch.arange(len(numbers), device=context.device)
+            step.write(f"{frame}.row_numbers", spreads[f"{frame}.row_numbers"], ids,
+                       torch.tensor(numbers, dtype=torch.int64, device=context.device))
+
+
+def _row_numbers(step: StepState, reader: DataReader, event: Fetch) -> list[int]:
+    """The rows of the batch: those that were drawn, or the next ones of the source."""
+    if event.reads:
+        drawn: list[int] = step.buffers.get(event.reads[0]).data.tolist()
+        return drawn
+    source, batch = next_rows(step, reader, event.data)
+    return source.batch(batch, step.context.seed)
 
 
 def lengths(step: StepState, event: Lengths) -> None:

@@ -30,7 +30,7 @@ from rldsl.runtime.backend import Shard
 from rldsl.runtime.comm.agreement import any_rank, broadcast_text, gather_texts, ranks_that_differ
 from rldsl.runtime.data.read_positions import SourceReading
 from rldsl.runtime.files import digest
-from rldsl.runtime.persist.checkpoint_writer import checkpoints, step_of
+from rldsl.runtime.persist.checkpoint_writer import checkpoints, row_state_key, step_of
 from rldsl.runtime.persist.manifest import MANIFEST, Manifest, read_manifest
 from rldsl.runtime.persist.run_identity import program_changes
 from rldsl.sharding.boxes import Box, intersect, local_slice, parameters, pieces_of_rank, slices_within, subtract
@@ -55,11 +55,18 @@ class LoadedCheckpoint:
 
     @property
     def names(self) -> list[str]:
-        """The models that it holds."""
+        """The models and the states of rows that it holds."""
         return list(dict.fromkeys(key.partition("|")[0] for key in self.stored))
 
     def has(self, model: str) -> bool:
         return model in self.names
+
+    def fill_row_state(self, state: str, numbers: torch.Tensor) -> None:
+        """Read the numbers of a state of rows. numbers: [rows] float32, overwritten."""
+        rows = ((0, len(numbers)),)
+        for common, (box, file, key) in self._cover(row_state_key(state), rows):
+            with safe_open(file, framework="pt") as opened:
+                numbers[slices_within(common, rows)] = opened.get_slice(key)[slices_within(common, box)]
 
     @torch.no_grad()
     def fill(self, model: Model, layout: Layout, mesh: Mesh, rank: int, shard: Shard) -> None:

@@ -1,7 +1,8 @@
 """The full state of a run on disk, written during the run: complete under its name, or not there at all.
 
 `OUT/checkpoints/step-000100/` holds one safetensors file for each rank that had something to write, whose tensors are
-boxes of global tensors, named `model|part|parameter|start:stop,...` (part: "param", "exp_avg", "exp_avg_sq"); and
+boxes of global tensors, named `model|part|parameter|start:stop,...` (part: "param", "exp_avg", "exp_avg_sq"), and
+states of rows, named `state|state|rows|0:count`; and
 `checkpoint.json`, written last: step, plan, states, data positions and what they mean
 (`runtime/data/read_positions.py`), schedules, the size and sha256 of every file, and a digest of all this
 (`manifest.py`). So it can be read under any layout (`checkpoint_reader.py`). Each box is written by one of the ranks
@@ -52,6 +53,11 @@ def box_text(box: Box) -> str:
     return ",".join(f"{a}:{b}" for a, b in box)
 
 
+def row_state_key(state: str) -> str:
+    """What the numbers of a state of rows are called, without their box. The name of no model has a dot."""
+    return f"{state}|state|rows"
+
+
 def checkpoint(models: ModelStore, step: StepState, data: DataReader, writer: CheckpointWriter,
                event: Checkpoint) -> bool:
     """Agree with the other ranks whether the run was asked to stop, which is returned; begin to write a checkpoint
@@ -67,7 +73,8 @@ def checkpoint(models: ModelStore, step: StepState, data: DataReader, writer: Ch
     if stop and not due:
         writer.join()
     if due or stop:
-        writer.begin(step.number, event.keep_last, _tensors(models, writer, event), _facts(models, step, data, event))
+        tensors = _tensors(models, writer, event) | _row_states(step, event)
+        writer.begin(step.number, event.keep_last, tensors, _facts(models, step, data, event))
     return stop
 
 
@@ -110,6 +117,19 @@ def _tensors(models: ModelStore, writer: CheckpointWriter, event: Checkpoint) ->
     return copies
 
 
+def _row_states(step: StepState, event: Checkpoint) -> dict[str, torch.Tensor]:
+    """Copies of the states of rows that this rank writes: the first of those that hold one."""
+    context = step.context
+    copies: dict[str, torch.Tensor] = {}
+    for state in context.plan.states:
+        buffer = f"{state.value}@{state.spread}"
+        members = context.world.meshes[context.spreads[state.spread].mesh].members()
+        if state.data and buffer in event.reads and context.rank == members[0]:
+            numbers = step.buffers.get(buffer)
+            copies[f"{row_state_key(state.value)}|{box_text(((0, len(numbers)),))}"] = numbers.clone()
+    return copies
+
+
 def owned_pieces(model: Model, layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[Parameter, Piece], ...]:
     """The pieces that a rank writes: the ranks that hold the same pieces take turns by parameter."""
     return tuple((parameter, piece) for i, parameter in enumerate(parameters(model))
@@ -121,8 +141,9 @@ def _facts(models: ModelStore, step: StepState, data: DataReader, event: Checkpo
     """What else the next step needs, as far as this rank knows it."""
     records = models.context.models
     reads = [(b, *split_buffer(b)) for b in event.reads]
+    rows = {s.value for s in models.context.plan.states if s.data}  # they are tensors
     states = {value: float(step.buffers.get(b).data) for b, value, _ in reads
-              if value not in records and models.context.holds(b)}
+              if value not in records and value not in rows and models.context.holds(b)}
     progress = {name: dict(models.shards[name, layout].schedule_state()) for _, name, layout in reads
                 if name in records and records[name].train_layout == layout and (name, layout) in models.shards}
     readings = {name: asdict(reading) for name, reading in data.readings.items()}

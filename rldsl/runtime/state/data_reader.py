@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
+import torch
+
 from rldsl.plan.model import Frame
 from rldsl.plan.projection import event_paths
 from rldsl.plan.references import Role, references
@@ -16,6 +18,9 @@ from rldsl.runtime.data import Source, open_source
 from rldsl.runtime.data.read_positions import SourceReading, content_digest
 from rldsl.runtime.data.tokens import Tokens, text_tokens, tokenizer_digest
 from rldsl.runtime.state.context import RunContext
+
+
+ROWS_AT_ONCE = 1024  # of a file, when a column of all its rows is read
 
 
 @dataclass
@@ -33,6 +38,8 @@ class DataReader:
     digests: dict[str, str] = field(default_factory=dict)
     # how the sources that this rank reports on are read, for checkpoints
     readings: dict[str, SourceReading] = field(default_factory=dict)
+    # (source, column) -> its number in every row, where weights of rows are made of it
+    columns: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
     def source(self, data: str) -> Source:
         """The source, opened and checked at its first use."""
@@ -61,6 +68,17 @@ class DataReader:
             digests.append(ContentDigest.of(source.data.tokenizer, f"tokenizer of `{name}`",
                                           tokenizer_digest(source.data.tokenizer).encode()))
         return digests
+
+    def number_column(self, data: str, column: str) -> torch.Tensor:
+        """[rows] float32: a column of numbers, of all rows of a source. Read once, a part at a time."""
+        if (data, column) not in self.columns:
+            table = self.source(data).table
+            numbers = torch.empty(len(table))
+            for first in range(0, len(table), ROWS_AT_ONCE):
+                rows = table.read(range(first, min(first + ROWS_AT_ONCE, len(table))))
+                numbers[first:first + len(rows)] = torch.tensor([float(row[column]) for row in rows])
+            self.columns[data, column] = numbers
+        return self.columns[data, column]
 
     def reports(self, data: str) -> bool:
         """Whether this rank is the one that reports on a source to the user: the first that reads it."""
