@@ -32,6 +32,8 @@ class RlfLexer(RegexLexer):
             (r"(use)([ \t]+)(py)\b(?=[ \t]*\")", bygroups(Keyword.Namespace, Whitespace, Keyword.Namespace), "inside"),
             (r"use\b(?=[ \t]+[A-Za-z_\"])", Keyword.Namespace, "inside"),
             (rf"(fn|loss|flow)(\s+)({NAME})", bygroups(Keyword.Declaration, Whitespace, Name.Function), "inside"),
+            (rf"(state)([ \t]+)({NAME})([ \t]+)(of)\b",
+             bygroups(Keyword.Declaration, Whitespace, Name.Variable, Whitespace, Keyword.Declaration), "inside"),
             (rf"(param|state|mesh|data|model)(\s+)({NAME})",
              bygroups(Keyword.Declaration, Whitespace, Name.Variable), "inside"),
             (r"(cluster|place)(\s+)", bygroups(Keyword.Declaration, Whitespace), "inside"),

@@ -39,7 +39,7 @@ def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
     below = [f"  - free      {sum(len(e.frees) for e in frees)} buffers after their last use",
              f"  ok          {proof.events} events, {proof.entries} entries: {', '.join(proof.checks)}",
              f"  plan        {plan_id(data)}  {human(len(data))}"]
-    return "\n".join((*_wrapped(above), *_inserted(plan, inserted), *_wrapped(below))) + "\n"
+    return "\n".join((*_wrapped(above), *_row_states(plan), *_inserted(plan, inserted), *_wrapped(below))) + "\n"
 
 
 def _wrapped(lines: Iterable[str]) -> Iterator[str]:
@@ -72,6 +72,16 @@ def _meshes(compiled: Compiled, plan: Plan, every: list[Event]) -> Iterator[str]
                 head, joined = " " * len(head), call
             text = joined
         yield head + text + tail
+
+
+def _row_states(plan: Plan) -> Iterator[str]:
+    """The states of rows: their size follows from a file that the compiler does not read."""
+    spreads, meshes = {s.id: s for s in plan.spreads}, {m.id: m for m in plan.meshes}
+    paths = {d.name: d.path for d in plan.data}
+    for s in plan.states:
+        if s.data:
+            ranks = ranks_text(meshes[spreads[s.spread].mesh].members())
+            yield from _wrapped([f"  {ranks:<10}  state {s.value}: 4 B per row of {paths[s.data]}, in host memory"])
 
 
 def _inserted(plan: Plan, found: list[Event]) -> Iterator[str]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Draw, Event, Every, Fetch, Item, Loop, split_buffer
+from rldsl.plan.events import Event, Every, Item, Loop, split_buffer
 from rldsl.plan.projection import Path
+from rldsl.plan.references import Role, references
 from rldsl.verify.tables import Tables, name, problem
 
 
@@ -32,7 +33,7 @@ def over(path: Path) -> str:
 def _loop(t: Tables, loop: Loop, inside: bool) -> Iterator[Diagnostic]:
     where = f"the evaluation of {loop.over} ({loop.id})"
     own = [e for e in loop.body if isinstance(e, Event)]
-    fetches = [(e, e.data) for e in own if isinstance(e, Fetch | Draw)]
+    fetches = [(e, r.id) for e in own if e.new_rows for r in references(e) if r.role is Role.DATA]
     if not inside or loop.until or len(own) != len(loop.body):
         yield problem("RL0530", f"{where} must be a simple loop inside the step", *own[:1])
     if [data for _, data in fetches] != [loop.over]:
