@@ -10,6 +10,7 @@ from rldsl.plan.events import (
     Collect,
     Compute,
     Derive,
+    Draw,
     Event,
     Fetch,
     Free,
@@ -18,12 +19,14 @@ from rldsl.plan.events import (
     Lengths,
     Load,
     Log,
+    Lookup,
     Offload,
     Onload,
     Realloc,
     Save,
     Train,
     Transfer,
+    Update,
     split_buffer,
 )
 from rldsl.plan.model import Value
@@ -48,7 +51,9 @@ def _here(w: World, e: Event) -> list[Rank]:
 def _fetch(w: World, e: Fetch, now: Moment) -> None:
     spreads = dict(split_buffer(b) for b in e.writes)
     for rank in _here(w, e):
-        if now.stamp not in w.story.moments_over:
+        if e.reads:
+            w.holds(rank, e.reads[0], frozenset(range(w.story.data[e.data].batch)), now)
+        elif now.stamp not in w.story.moments_over:
             need(rank.fetched[e.data] == now.times, f"rank {rank.number} reads another batch of {e.data}")
             rank.fetched[e.data] += 1
         for f in e.frames:
@@ -56,6 +61,36 @@ def _fetch(w: World, e: Fetch, now: Moment) -> None:
         for value, spread in spreads.items():
             if (value, now.stamp) in w.story.made:
                 rank.buffers[f"{value}@{spread}"] = (now.stamp, frozenset(w.story.made[value, now.stamp].of))
+
+
+def _draw(w: World, e: Draw, now: Moment) -> None:
+    w.communicates(w.members[e.mesh])
+    for rank in _here(w, e):
+        for _, v in e.inputs:
+            w.reads(rank, e, v, frozenset({0}), now)
+        (drawn,) = e.writes
+        rank.buffers[drawn] = (now.stamp, frozenset(range(w.story.frames[e.frame].count)))
+
+
+def _lookup(w: World, e: Lookup, now: Moment) -> None:
+    ids = frozenset(w.story.made[e.value, now.stamp].of)
+    for rank in _here(w, e):
+        w.reads(rank, e, f"{e.frame}.row_numbers", ids, now)
+        w.reads(rank, e, e.state, frozenset({0}), now)
+        (made,) = e.writes
+        need(split_buffer(made)[0] == e.value, "a number under the name of another")
+        rank.buffers[made] = (now.stamp, ids)
+
+
+def _update(w: World, e: Update, now: Moment) -> None:
+    ids = frozenset(now.values[e.value].of)
+    for rank in _here(w, e):
+        w.reads(rank, e, e.value, ids, now)
+        w.reads(rank, e, f"{e.frame}.row_numbers", ids, now)
+        w.reads(rank, e, e.state, frozenset({0}), now)
+        (own,) = e.writes
+        need(split_buffer(own)[0] == e.state, "another state")
+        rank.buffers[own] = (now.stamp, frozenset({0}))
 
 
 def _lengths(w: World, e: Lengths, now: Moment) -> None:
@@ -336,7 +371,7 @@ def _side(w: World, e: Offload | Onload, now: Moment) -> None:
 
 
 ACTS: dict[type[Event], Callable[[Any, Any, Moment], None]] = {
-    Fetch: _fetch, Lengths: _lengths, Transfer: _transfer, Generate: _generate, Infer: _infer, Train: _train,
+    Fetch: _fetch, Draw: _draw, Lookup: _lookup, Update: _update, Lengths: _lengths, Transfer: _transfer, Generate: _generate, Infer: _infer, Train: _train,
     Compute: _compute, Derive: _derive, Collect: _collect, Load: _load, Realloc: _realloc, Save: _save,
     Checkpoint: _checkpoint, Log: _log, Free: _free, Offload: _side, Onload: _side,
 }

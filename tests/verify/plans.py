@@ -56,6 +56,31 @@ flow f(steps=3) {
   save slow to "x"
 }
 """
+ROW_STATES = """
+use std.sft (sft)
+cluster nodes=1 gpus=4
+data prompts = jsonl("data/prompts.jsonl", batch=4, max_prompt_tokens=16, numbers=["number"])
+data rows = jsonl("data/train.jsonl", batch=4)
+state rate of prompts = 0.5
+state seen of prompts = 0
+state seen of rows = 0
+state heat = 2
+model actor = causal_lm("models/sft") train adamw(lr=0.02)
+flow f(steps=3) {
+  row    = rows.next()
+  prompt = prompts.next(weight=exp(-prompts.rate * heat) + prompts.number)
+  gen    = actor.generate(prompt, n=2, max_new_tokens=4)   on mesh(0:4) dp=4
+  prompt.rate = 0.5 * prompt.rate + mean(len(gen) by prompt)
+  kept = prompt where prompt.rate > 1
+  kept.seen = kept.seen + 1
+  row.seen = row.seen + len(row)
+  every 2 { prompt.rate = 0 }
+  heat = 0.9 * heat
+  metric m = mean(prompt.rate) + mean(prompt.seen) + mean(row.seen)
+  actor.train(row, loss=sft())   on mesh(0:2) dp=2
+  checkpoint every 2
+}
+"""
 TWO = "cluster nodes=1 gpus=2\nplace actor.* on mesh(0:2) tp=2\nplace slow.* on mesh(0:2) dp=2\n"
 
 
@@ -72,7 +97,7 @@ def folder() -> Iterator[Path]:
 @cache
 def compiled() -> dict[str, Plan]:
     with folder() as here:
-        for name, text in (("grpo", GRPO), ("sync", SYNC), ("eval", whole(True, ranks=2, gen="dp=2", infer="dp=2"))):
+        for name, text in (("grpo", GRPO), ("sync", SYNC), ("rows", ROW_STATES), ("eval", whole(True, ranks=2, gen="dp=2", infer="dp=2"))):
             (here / f"{name}.rlf").write_text(text)
         (here / "two.rlf").write_text(TWO)
         sets = {"base": "models/sft", "rows": "data/prompts.jsonl"}
@@ -81,6 +106,7 @@ def compiled() -> dict[str, Plan]:
             "dpo": api.compile(str(ROOT / "examples/dpo.rlf"), {"batch": 8, "steps": 4}),
             "grpo": api.compile("grpo.rlf"),
             "sync": api.compile("sync.rlf"),
+            "rows": api.compile("rows.rlf"),
             "eval": api.compile("eval.rlf"),
             "dynamic": api.compile(str(ROOT / "tests/end_to_end/dynamic.rlf"), sets),
             "small": api.compile(str(ROOT / "tests/checkpoint/small.rlf"), sets, "two.rlf"),

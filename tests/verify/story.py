@@ -16,6 +16,7 @@ from rldsl.plan.events import (
     Collect,
     Compute,
     Derive,
+    Draw,
     Event,
     Every,
     Fetch,
@@ -24,11 +25,13 @@ from rldsl.plan.events import (
     Item,
     Load,
     Log,
+    Lookup,
     Loop,
     Realloc,
     Save,
     Train,
     Transfer,
+    Update,
     split_buffer,
 )
 from rldsl.plan.model import Plan, Spread, Value
@@ -107,7 +110,7 @@ class Story:
         need(self.closed != self.step or not self.step, "an event of a step after its checkpoint")
         times, turn = self.drawn[e.id], turn - 1
         self.drawn[e.id] += 1
-        if isinstance(e, Fetch):
+        if isinstance(e, Fetch) and not e.reads:
             times = turn if over.strip() == e.data else self.fetched[e.data]
             self.fetched[e.data] += over.strip() != e.data
             if over.strip() == e.data:
@@ -117,6 +120,16 @@ class Story:
         match e:
             case Fetch():
                 self._fetch(e, now, short=over == e.data)
+            case Draw():
+                self._draw(e, now)
+            case Lookup():
+                numbers, table = self._row_state(e)
+                self._make(e.value, now, {r: term("lookup", table, x) for r, x in numbers.items()}, False, "row", "prompt")
+            case Update():
+                numbers, table = self._row_state(e)
+                new = tuple((numbers[r], x) for r, x in sorted(self.values[e.value].of.items()))
+                need(not self.values[e.value].truth, "a condition in the place of a number")
+                self.values[e.state] = Held(now.stamp, {0: term("update", table, new)})
             case Generate():
                 self._generate(e, now)
             case Infer():
@@ -163,18 +176,23 @@ class Story:
     def _make(self, value: str, now: Moment, of: Mapping[int, int], truth: bool = False, *extents: str) -> None:
         v = self.records[value]
         need(v.extent in extents and LEVEL.get(v.extent, v.level) == v.level, f"{value} cannot hold what is made")
-        wanted = "i64" if v.extent == "tokens" else "text" if v.extent == "columns" else "bool" if truth else "f32"
+        wanted = "i64" if v.extent in ("tokens", "row_numbers") else "text" if v.extent == "columns" else "bool" if truth else "f32"
         need(v.dtype == wanted, f"{value} has another dtype than what is made")
         self.values[value] = self.made[value, now.stamp] = Held(now.stamp, of, truth)
 
     def _fetch(self, e: Fetch, now: Moment, short: bool) -> None:
         d = self.data[e.data]
         here = d.batch - 1 if short and d.batch > 1 else d.batch
+        numbers = {r: term("number", repr(d), now.times, r) for r in range(here)}
+        if e.reads:
+            (drawn,) = e.reads
+            numbers = dict(self.values[split_buffer(drawn)[0]].of)
+            need(self.records[split_buffer(drawn)[0]].extent == "row_numbers" and len(numbers) == here, "no row numbers")
         for suffix, role in SPLITS[d.row_format].items():
             frame = next(f for f in e.frames if not suffix or f.endswith(f".{suffix}"))
             f = self.frames[frame]
             need(f.count == d.batch and (here == d.batch or f.present_in == frame), "rows that the frame has no room for")
-            made = {r: term("row", repr(d), suffix, now.times, r) for r in range(here)}
+            made = {r: term("row", repr(d), suffix, numbers[r]) for r in range(here)}
             prompt = tuple(1 + made[r] % 3 if r < here else 0 for r in range(f.count))
             response = tuple(1 + made[r] % 2 if r < here and role else 0 for r in range(f.count))
             self.lens[frame] = Lens(now.stamp, prompt, response)
@@ -183,8 +201,29 @@ class Story:
                     self._make(value, now, made, False, "tokens")
                 elif value == f"{frame}.columns":
                     self._make(value, now, {r: term("column", x) for r, x in made.items()}, False, "columns")
+                elif value == f"{frame}.row_numbers":
+                    self._make(value, now, numbers, False, "row_numbers")
                 elif value.rpartition(".")[0] == frame and value.rpartition(".")[2] in d.numbers:
-                    self._make(value, now, {r: term(value, x) for r, x in made.items()}, False, "row")
+                    self._make(value, now, {r: term(value, x) for r, x in made.items()}, False, "row", "prompt")
+
+    def _draw(self, e: Draw, now: Moment) -> None:
+        d, own = self.data[e.data], {s.value: s.data for s in self.plan.states}
+        need(all(own[v] in ("", e.data) for _, v in e.inputs), "a state of other rows")
+        need(all(c in d.numbers for _, c in e.columns), "a column that is no number")
+        given = [(n, self.values[v].of[0]) for n, v in e.inputs] + [(n, term("column", c)) for n, c in e.columns]
+        cells = {n: Cell("batch", "", False, {0: x}) for n, x in given}
+        need(len(cells) == len(given), "one input given twice")
+        found = evaluate(self.programs[e.program], cells, {}, {}, 0)
+        key = (found["weight"].of[0], repr(d), e.frame, now.times, self.plan.header.seed, self.step)
+        made = {r: term("drawn", *key, r) for r in range(self.frames[e.frame].count)}
+        need(self.frames[e.frame].count == d.batch, "rows that the frame has no room for")
+        self._make(f"{e.frame}.row_numbers", now, made, False, "row_numbers")
+
+    def _row_state(self, e: Lookup | Update) -> tuple[Mapping[int, int], int]:
+        """The row numbers of a batch, and a state of the rows of its source."""
+        need(e.data == self.frames[e.frame].data == {s.value: s.data for s in self.plan.states}[e.state], "other rows")
+        need(self.records[f"{e.frame}.row_numbers"].extent == "row_numbers", "no row numbers")
+        return self.values[f"{e.frame}.row_numbers"].of, self.values[e.state].of[0]
 
     def _generate(self, e: Generate, now: Moment) -> None:
         f, s = self.frames[e.frame], e.sampling

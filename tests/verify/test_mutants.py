@@ -32,8 +32,8 @@ from tests.verify.mutate import Mutator, at, put, records
 from tests.verify.plans import compiled
 from tests.verify.stepper import simulate
 
-NAMES = ("sample", "ppo", "dpo", "grpo", "sync", "eval", "dynamic", "small")
-EACH, SEED = 640, 21  # 8 plans: 5,120 mutants
+NAMES = ("sample", "ppo", "dpo", "grpo", "sync", "rows", "eval", "dynamic", "small")
+EACH, SEED = 570, 21  # 9 plans: 5,130 mutants
 LENIENT = (Lengths, Free, Compute)  # lengths and tokens may be read besides, and what a free touches is said twice
 
 
