@@ -25,7 +25,7 @@ def sample_by_weight(weights: np.ndarray, count: int, seed: int, step: int,
     items = torch.from_numpy(positions if numbers is None else np.ascontiguousarray(numbers[positions]))
     u = uniform(seed, step, items, torch.zeros_like(items)).numpy()
     keys = np.log(u) / weights[positions].astype(np.float64)
-    if count < len(keys):  # only the largest are sorted
+    if 0 < count < len(keys):  # only the largest are sorted
         smallest = np.partition(keys, len(keys) - count)[len(keys) - count]
         kept = np.flatnonzero(keys >= smallest)
     else:

@@ -40,7 +40,7 @@ MISTAKES = [
     ("gen.logprobs = gen.logprobs", "RL0112", "logprobs"),
     ("actor.rate = 1", "RL0203", "actor.rate"),
     ("r.rate = 1", "RL0203", "r.rate"),
-    ("prompts.rate = 1", "RL0212", "prompts.rate"),
+    ("prompts.rate = 1", "RL0203", "prompts.rate"),
     ("prompt.rate = r", "RL0201", "r"),
     ("prompt.rate = gen.logprobs", "RL0201", "gen.logprobs"),
     ("prompt.rate = mean(r by prompt) > 0", "RL0203", "mean(r by prompt) > 0"),
@@ -57,7 +57,7 @@ MISTAKES = [
     ("x = prompts.next(weight=mean(prompts.rate))", "RL0212", "mean(prompts.rate)"),
     ("x = prompts.next(weight=prompt.rate)", "RL0212", "prompt.rate"),
     ("x = prompts.next(weight=uniform(prompts.rate))", "RL0212", "uniform(prompts.rate)"),
-    ("x = prompts.next(weight=mean(r))", "RL0212", "mean(r)"),
+    ("x = prompts.next(weight=mean(r))", "RL0212", "r"),
     ("x = others.next(weight=prompts.rate)", "RL0212", "prompts.rate"),
     ("x = prompts.next(weight=\"much\")", "RL0203", '"much"'),
     ("x = prompts.next(weight=prompts.wait)", "RL0112", "wait"),
@@ -77,9 +77,13 @@ DECLARATIONS = [
 ]
 
 
+def read(path: str) -> str:
+    return "def size(rows):\n    return [1.0] * len(rows)\n"
+
+
 def found(text: str) -> list[Diagnostic]:
     try:
-        build(parse(SourceFile("f.rlf", text)), {})
+        build(parse(SourceFile("f.rlf", text)), {}, read=read)
     except Failure as failure:
         return list(failure.diagnostics)
     return []
@@ -112,10 +116,10 @@ ALLOWED = """
   prompt.rate = prompt.label
   prompt.rate = over(mean(r by prompt), often)
   row.seen = len(row)
-  next = prompts.next(weight=where(prompts.rate < 1, exp(-prompts.rate / heat), 0) * (1 + prompts.label))
+  drawn = prompts.next(weight=where(prompts.rate < 1, exp(-prompts.rate / heat), 0) * (1 + prompts.label))
   more = answers.next(weight=answers.seen < 3)
-  any  = others.next(weight=1)
-  metric rate = mean(next.rate - prompt.rate) + mean(more.seen) + count(any)
+  third = others.next(weight=1)
+  metric rate = mean(drawn.rate) - mean(prompt.rate) + mean(more.seen) + count(third)
 """
 
 
@@ -134,7 +138,7 @@ def test_each_read_is_a_lookup_at_its_place() -> None:
   repeat 2 { prompt.rate = prompt.rate + 1 }
   metric y = mean(prompt.rate)
 """
-    graph = build(parse(SourceFile("f.rlf", f"{HEAD}{FLOW}{body}}}\n")), {})
+    graph = build(parse(SourceFile("f.rlf", f"{HEAD}{FLOW}{body}}}\n")), {}, read=read)
     kinds = [type(n).__name__ for n in g.nodes(graph.items) if isinstance(n, g.Lookup | g.Update)]
     assert kinds == ["Lookup", "Lookup", "Update", "Lookup", "Lookup", "Update", "Lookup"]
 
