@@ -159,9 +159,9 @@ class _Declarations:
                 self.params.append((item.name.name, value.value if isinstance(value, Term) else ""))
                 self.modules.bind(self.module, item.name, value)
             case ast.State(data=ast.Ident()):
-                made = declare.row_state(item, self.data, self.states, self.exprs, self.scope)
-                if not isinstance(made, Bad):
-                    self.states[made.name] = made
+                state = declare.row_state(item, self.data, self.states, self.exprs, self.scope)
+                if not isinstance(state, Bad):
+                    self.states[state.name] = state
             case ast.State(name=name):
                 initial = declare.state(item, self.exprs, self.scope)
                 self.states[name.name] = g.State(name.name, initial, item.span)

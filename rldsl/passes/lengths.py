@@ -27,9 +27,11 @@ from rldsl.plan.events import (
     Generate,
     Item,
     Lengths,
+    Lookup,
     Loop,
     RowStates,
     Transfer,
+    Update,
     split_buffer,
 )
 from rldsl.plan.model import Mesh, Spread
@@ -108,7 +110,7 @@ def _ranks_of_replicated(draft: Draft) -> dict[str, Ranks]:
                     touched[right] |= draft.ranks(e.mesh)
     sources: dict[str, list[str]] = defaultdict(list)
     for e in every:
-        if isinstance(e, Fetch | RowStates):
+        if isinstance(e, Fetch | Draw | Lookup | Update):
             spreads = (split_buffer(b)[1] for b in (*e.reads, *e.writes))
             sources[e.data] += [id for id in spreads if id not in draft.spreads]
     before: dict[str, Ranks] = {}

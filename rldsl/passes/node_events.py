@@ -220,9 +220,9 @@ class _EventBuilder:
             base = self.frames[node.frame]
             spread_id = replicated_spread_id(base.row_space)
             self.replicated |= dict.fromkeys(node.writes, spread_id)
-            return self._of_row_states(
-                Draw if isinstance(node, g.Draw) else Lookup, node, tuple(self._buffer(v, spread_id) for v in node.reads),
-                tuple(f"{v}@{spread_id}" for v in node.writes), DrawSpec if isinstance(node, g.Draw) else LookupSpec)
+            reads = tuple(self._buffer(v, spread_id) for v in node.reads)
+            kind, spec = (Draw, DrawSpec) if isinstance(node, g.Draw) else (Lookup, LookupSpec)
+            return self._of_row_states(kind, node, reads, tuple(f"{v}@{spread_id}" for v in node.writes), spec)
         if isinstance(node, g.Save):
             saved = self._save_layout(node)
             return Save(id=0, mesh=self.layouts[saved].mesh, reads=(f"{node.model}@{saved}",), at=at, layout=saved,

@@ -50,7 +50,8 @@ STAGES: tuple[tuple[tuple[str, Check], ...], ...] = (
      ("schedule", class_schedules.check_class_schedules), ("order", total_order.check_total_order),
      ("issue order", issue_order.check_issue_order), ("groups", groups.check_groups), ("loops", loops.check_loops),
      ("operations", operations.check_operations), ("division", row_division.check_row_division),
-     ("row states", row_states.check_row_states), ("sizes", sizes.check_sizes), ("reallocs", reshards.check_reshards), ("saves", saves.check_saves)),
+     ("row states", row_states.check_row_states), ("sizes", sizes.check_sizes),
+     ("reallocs", reshards.check_reshards), ("saves", saves.check_saves)),
     (("data flow", dataflow.check_dataflow), ("versions", versions.check_versions)),
     (("memory", memory.check_memory),),
 )

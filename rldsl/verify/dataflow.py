@@ -141,7 +141,7 @@ class _BufferTrace:
 
 
 def _may_overwrite(e: Event) -> bool:
-    """Collect appends to what a loop collects; a computation on every rank sets a state anew, an update a part of it."""
+    """Collect appends to what a loop collects; a computation on every rank sets a state anew, an update parts."""
     return isinstance(e, Collect | Compute | Update)
 
 

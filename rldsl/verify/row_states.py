@@ -34,8 +34,8 @@ def _holders(t: Tables) -> Iterator[Diagnostic]:
     for s in _states(t).values():
         for e, _ in t.events:
             if isinstance(e, Fetch) and e.data == s.data and t.event_ranks(e) != t.spread_ranks(s.spread):
-                yield problem("RL0545", f"{name(e)} fetches from {s.data} on other ranks than those that hold {s.value}",
-                              e, ranks=t.event_ranks(e) ^ t.spread_ranks(s.spread))
+                yield problem("RL0545", f"{name(e)} fetches from {s.data} on other ranks than those that hold "
+                              f"{s.value}", e, ranks=t.event_ranks(e) ^ t.spread_ranks(s.spread))
 
 
 def _only_their_events(t: Tables) -> Iterator[Diagnostic]:

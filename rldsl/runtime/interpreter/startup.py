@@ -115,7 +115,8 @@ def _resumed(context: RunContext, options: Options) -> LoadedCheckpoint | None:
         return None
     checkpoint = load_checkpoint(Path(options.resume), program_identity(context.plan), context.device)
     lacking = [m.name for m in context.plan.models if (m.train_layout or m.updated_from) and not checkpoint.has(m.name)]
-    lacking += [s.value for s in context.plan.states if s.value not in (checkpoint.names if s.data else checkpoint.states)]
+    lacking += [s.value for s in context.plan.states
+                if s.value not in (checkpoint.names if s.data else checkpoint.states)]
     if lacking:
         raise fail("RL0762", f"the checkpoint does not contain `{'`, `'.join(lacking)}`", place=str(checkpoint.path),
                    notes=(f"it contains {', '.join([*checkpoint.names, *checkpoint.states])}",),

@@ -19,7 +19,6 @@ from rldsl.runtime.data.read_positions import SourceReading, content_digest
 from rldsl.runtime.data.tokens import Tokens, text_tokens, tokenizer_digest
 from rldsl.runtime.state.context import RunContext
 
-
 ROWS_AT_ONCE = 1024  # of a file, when a column of all its rows is read
 
 
