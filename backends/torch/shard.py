@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rldsl.backends.torch.generate.decode_state import DecodeState
 from rldsl.backends.torch.generate.generate import generate
 from rldsl.backends.torch.model.invariant import Invariant
+from rldsl.backends.torch.model.invariant_probe import check_kernels
 from rldsl.backends.torch.model.load_weights import WeightReads, load
 from rldsl.backends.torch.model.lora import init_lora
 from rldsl.backends.torch.model.model_inputs import pack_inputs
@@ -52,6 +53,8 @@ class TorchShard:
         self.uses_bfloat16 = model.dtype == "bfloat16"
         matmul_dtype, param_dtype = (torch.bfloat16 if name == "bfloat16" else torch.float32
                                      for name in (model.dtype, storage_dtype(model, layout.id)))
+        if model.invariant:
+            check_kernels(model, device)
         self.stage = self.stage_class(model, layout, mesh, axes, device, param_dtype, matmul_dtype, weight_cache)
         reads = WeightReads()
         load(model, self.stage.base_to_load, self.stage.base, reads)

@@ -9,6 +9,7 @@ kept or dropped together in whatever order a kernel sorts them. Nothing here mak
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log
 from typing import TYPE_CHECKING
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from rldsl.backends.torch.model.tree_sums import block_sums
 from rldsl.plan.events import Sampling
 from rldsl.runtime.draws import uniform
+from rldsl.sharding.sum_blocks import local_cuts
 
 if TYPE_CHECKING:
     from rldsl.backends.torch.model.stage import Stage
@@ -26,16 +29,16 @@ BLOCK = 256  # tokens of the vocabulary whose weights are summed at once
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, draws: torch.Tensor | None, must_continue: torch.Tensor | None,
-           eos_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+           eos_ids: torch.Tensor, cuts: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Next tokens [S] int64 and their log-probs [S] float32, at the sampling temperature and before any filter.
 
     logits: [S, V] float32, overwritten. draws: [S] float64 in (0, 1), None if greedy. must_continue: [S] bool, rows
-    that may not end yet. eos_ids: [E] int64."""
+    that may not end yet. eos_ids: [E] int64. cuts: of the vocabulary, for the normaliser (`model/tree_sums.py`)."""
     if not sampling.greedy and sampling.temperature != 1:
         logits.div_(sampling.temperature)
     peak = logits.amax(-1, keepdim=True)
     weights = (logits - peak).exp_()
-    normaliser = peak[:, 0] + weights.sum(-1).log()
+    normaliser = peak[:, 0] + block_sums(weights, cuts).log()
     if must_continue is not None and len(eos_ids):
         barred = must_continue[:, None].expand(-1, len(eos_ids))
         logits[:, eos_ids] = logits[:, eos_ids].masked_fill(barred, -torch.inf)
@@ -110,11 +113,13 @@ class Sampler:
     step: int                                      # of the run, for its random numbers
     eos_ids: torch.Tensor                          # [E] int64, tokens that end a sequence
     max_local_vocab: int = field(init=False)       # the most vocabulary rows of a rank of tp
+    vocab_cuts: tuple[int, ...] | None = field(init=False)  # of the whole vocabulary; None: sums of any order
     head: torch.Tensor | None = field(init=False)  # [V_local, H], in the dtype in which it is multiplied
 
     def __post_init__(self) -> None:
         tp, vocab = self.stage.head_axis.size, self.stage.vocab_size
         self.max_local_vocab = max((i + 1) * vocab // tp - i * vocab // tp for i in range(tp))
+        self.vocab_cuts = local_cuts(vocab, 1, 1, 0) if self.stage.vocab_cuts is not None else None
         self.head = None if self.stage.head is None else self.stage.head.to(self.stage.matmul_dtype)  # cast once
 
     def draws(self, rows: torch.Tensor, count: int) -> torch.Tensor:
@@ -126,7 +131,7 @@ class Sampler:
         """hidden: [S, H]; num_generated: [S] tokens sampled before; draws: [S], None if greedy. Returns tokens [S] and
         log-probs [S]."""
         must_continue = num_generated < self.sampling.min_new_tokens if self.sampling.min_new_tokens else None
-        return choose(self._logits(hidden), self.sampling, draws, must_continue, self.eos_ids)
+        return choose(self._logits(hidden), self.sampling, draws, must_continue, self.eos_ids, self.vocab_cuts)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, V] float32, gathered over the vocabulary's shards."""

@@ -8,6 +8,9 @@ Tensor-parallel region (weights divided over the axis; Shoeybi et al. 2019, arXi
 Sequence-parallel region (tokens, dimension 0, divided over the axis; Korthikanti et al. 2022, arXiv:2205.05198, section
 4.2.2; the ranks of cp divide tokens too): `gather_from_...` all-gather / reduce-scatter or slice, `scatter_to_...`
 slice / all-gather, `reduce_scatter_to_...` reduce-scatter / all-gather. Every rank must have the same number of rows.
+
+With `tree` a sum over ranks is a binary tree over their order, the same on all of them (`tree_sums.py`): parts are
+exchanged, added locally and, for an all-reduce, gathered, which moves the bytes of a ring.
 """
 
 from __future__ import annotations
@@ -17,9 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.runtime.backend import Axis
+
+
+SMALL = 1 << 14  # elements up to which an all-gather is faster than an exchange of parts and an all-gather of sums
 
 
 def copy_to_tensor_parallel_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -28,9 +35,9 @@ def copy_to_tensor_parallel_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
-def reduce_from_tensor_parallel_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def reduce_from_tensor_parallel_region(x: torch.Tensor, axis: Axis, tree: bool = False) -> torch.Tensor:
     """The output of row-parallel layers: the sum over the axis. May overwrite x."""
-    out: torch.Tensor = _ReduceFromRegion.apply(x, axis)
+    out: torch.Tensor = _ReduceFromRegion.apply(x, axis, tree)
     return out
 
 
@@ -51,9 +58,9 @@ def scatter_to_sequence_parallel_region(x: torch.Tensor, axis: Axis) -> torch.Te
     return out
 
 
-def reduce_scatter_to_sequence_parallel_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def reduce_scatter_to_sequence_parallel_region(x: torch.Tensor, axis: Axis, tree: bool = False) -> torch.Tensor:
     """[size * n, ...] -> this rank's [n, ...] of the sum over the axis."""
-    out: torch.Tensor = _ReduceScatter.apply(x, axis)
+    out: torch.Tensor = _ReduceScatter.apply(x, axis, tree)
     return out
 
 
@@ -76,6 +83,30 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     out = torch.empty_like(parts[0])
     dist.reduce_scatter(out, parts, group=axis.group)
     return out
+
+
+def tree_reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """[size * n, ...] -> [n, ...] of the tree sum over the axis. No gradient."""
+    parts = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(parts, x.contiguous(), group=axis.group)
+    return _tree_of_ranks(parts.unflatten(0, (axis.size, -1)))
+
+
+def tree_all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The tree sum over the axis. No gradient. A small tensor is gathered as it is, in one message instead of two."""
+    if axis.size == 1:
+        return x
+    if axis.size == 2 or x.numel() <= SMALL:
+        return _tree_of_ranks(all_gather(x[None], axis))
+    flat = F.pad(x.flatten(), (0, -x.numel() % axis.size))
+    return all_gather(tree_reduce_scatter(flat, axis), axis)[: x.numel()].view(x.shape)
+
+
+def _tree_of_ranks(parts: torch.Tensor) -> torch.Tensor:
+    """[ranks, ...] -> [...]. The number of ranks is a power of two."""
+    while len(parts) > 1:
+        parts = parts[::2] + parts[1::2]
+    return parts[0]
 
 
 def _own_rows(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -104,14 +135,16 @@ class _CopyToRegion(Function):
 
 class _ReduceFromRegion(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, tree: bool) -> torch.Tensor:
+        if tree:
+            return tree_all_reduce(x, axis)
         x = x.contiguous()
         dist.all_reduce(x, group=axis.group)
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None
 
 
 class _GatherReduceScatter(Function):
@@ -149,13 +182,13 @@ class _Slice(Function):
 
 class _ReduceScatter(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, tree: bool) -> torch.Tensor:
         ctx.axis = axis
-        return reduce_scatter(x, axis)
+        return (tree_reduce_scatter if tree else reduce_scatter)(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather(grad, ctx.axis), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return all_gather(grad, ctx.axis), None, None
 
 
 class _AllToAll(Function):

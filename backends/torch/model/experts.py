@@ -5,13 +5,17 @@ layer among themselves (`ep`) or divide each of them (`tp`). Out: the same modul
 
 Under ep, tokens are sent to the ranks of their experts and the results are sent back (GShard, Lepikhin et al. 2020,
 arXiv:2006.16668); router weights are applied on the token's own rank, so that routers need no communication. Under tp
-each rank computes a part of every expert, and the parts are summed.
+each rank computes a part of every expert, and the parts are summed. In an invariant model the parts of every row are
+summed in one tree before rows return to their tokens, and the experts of a token are added in the order of its choices:
+that is the same under every ep and tp, but under tp a row is sent for each expert of a token.
 Invariant: no token is dropped, so results do not depend on the placement.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -24,29 +28,39 @@ from rldsl.backends.torch.model.collectives import (
     copy_to_tensor_parallel_region,
     reduce_from_tensor_parallel_region,
 )
+from rldsl.backends.torch.model.tree_sums import row_parallel_product
 from rldsl.runtime.backend import Axis
 
 
-def parallelize_experts(module: nn.Module, num_experts: int, tp: Axis, ep: Axis) -> None:
+def parallelize_experts(module: nn.Module, num_experts: int, tp: Axis, ep: Axis, cuts: Sequence[int] | None = None
+                        ) -> None:
     """Give `module` its forward: (tokens [T, H], chosen experts [T, K], their weights [T, K]) -> [T, H]. num_experts:
-    of the whole layer."""
+    of the whole layer. cuts: of the inputs of down projections in an invariant model (`tree_sums.py`)."""
     def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if tp.size > 1:
-            hidden, weights = copy_to_tensor_parallel_region(hidden, tp), copy_to_tensor_parallel_region(weights, tp)
+            hidden = copy_to_tensor_parallel_region(hidden, tp)
+        if tp.size > 1 and cuts is None:  # else the weights are applied to complete sums
+            weights = copy_to_tensor_parallel_region(weights, tp)
         top_k = chosen.shape[1]
         order = chosen.reshape(-1).argsort(stable=True)  # pairs of token and expert, sorted by expert
         counts = chosen.reshape(-1).bincount(minlength=num_experts)
         rows = hidden[order // top_k]
         if torch.is_autocast_enabled(rows.device.type):  # as linear layers do; here before rows are sent
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+        def compute(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            return _compute(module, rows, counts) if cuts is None else _compute_tree(module, rows, counts, tp, cuts)
+
         if ep.size > 1:
             dispatcher = TokenDispatcher.of(counts, ep)
-            out = dispatcher.combine(_compute(module, dispatcher.dispatch(rows), dispatcher.counts))
+            out = dispatcher.combine(compute(dispatcher.dispatch(rows), dispatcher.counts))
         else:
-            out = _compute(module, rows, counts)
+            out = compute(rows, counts)
         out = out * weights.reshape(-1)[order, None]
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        out = out[inverse].unflatten(0, (-1, top_k)).sum(1).to(hidden.dtype)
+        by_choice = out[inverse].unflatten(0, (-1, top_k))
+        if cuts is not None:
+            return reduce(torch.add, by_choice.unbind(1)).to(hidden.dtype)
+        out = by_choice.sum(1).to(hidden.dtype)
         return reduce_from_tensor_parallel_region(out, tp) if tp.size > 1 else out
 
     module.forward = forward
@@ -95,3 +109,15 @@ def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Ten
     outputs = [F.linear(module._apply_gate(F.linear(x, a)), b)
                for x, a, b, size in zip(rows.split(sizes), up.unbind(), down.unbind(), sizes, strict=True) if size]
     return torch.cat(outputs) if outputs else rows
+
+
+def _compute_tree(module: Any, rows: torch.Tensor, counts: torch.Tensor, tp: Axis, cuts: Sequence[int]
+                  ) -> torch.Tensor:
+    """`_compute`, summed over tp, for an invariant model."""
+    up, down, sizes = module.gate_up_proj, module.down_proj, counts.tolist()
+    outputs = [row_parallel_product(module._apply_gate(F.linear(x, a)), b, cuts)
+               for x, a, b, size in zip(rows.split(sizes), up.unbind(), down.unbind(), sizes, strict=True) if size]
+    if not outputs:
+        return rows
+    out = torch.cat(outputs)
+    return (reduce_from_tensor_parallel_region(out, tp, tree=True) if tp.size > 1 else out).to(rows.dtype)

@@ -1,14 +1,18 @@
-"""Batch-invariant computation: the numbers of a token do not depend on the other tokens of its batch.
+"""Batch-invariant computation: the numbers of a token do not depend on the other tokens of its batch, nor on the
+columns of a weight that tensor parallelism leaves on this rank.
 
 In: torch's functions, as modules and heads call them while a mode is on. Out: the same functions, with matrix products
-of a fixed number of rows at a time, and attention over blocks of a fixed number of keys, summed in float32 and in one
-order.
+whose rows and columns are padded to fixed multiples, and attention over blocks of a fixed number of keys, summed in
+float32 and in one order.
 
-A kernel chooses its algorithm by shapes, so with fixed shapes a token gets the same numbers whether it is decoded in a
-batch or is part of a packed row: log-probs of generation are those of training, bit for bit. Norms, sums over the
-vocabulary and embeddings work row by row and are left as they are; activations are built from exponentials, since
-torch's own compute the last elements of a tensor differently from the rest. Backward passes use plain products, which
-are as fast as without: a gradient need not be the same in two places.
+A kernel chooses its algorithm by shapes: products of few rows or columns, or with a few left over on a thread, are
+summed in another order. Whole multiples of ROWS and COLUMNS are not, on the processors that we know; that this is true
+here is tried before a model is used (`invariant_probe.py`). So a token gets the same numbers whether it is decoded in a
+batch or is part of a packed row: log-probs of generation are those of training, bit for bit. Sums that tp divides are
+cut into blocks (`sharding/sum_blocks.py`) and added in one tree (`tree_sums.py`). Norms and embeddings work row by row
+and are left as they are; activations are built from exponentials, since torch's own compute the last elements of a
+tensor differently from the rest. Backward passes use plain products, which are as fast as without: a gradient need not
+be the same in two places.
 """
 
 from __future__ import annotations
@@ -22,24 +26,34 @@ from torch.overrides import TorchFunctionMode
 
 from rldsl.backends.torch.kernels.autograd import Function
 
-ROWS = 16  # of a matrix product at a time
+ROWS, COLUMNS = 4, 16  # a matrix product has whole multiples of both
 KEYS = 64  # of a block of attention
 
 
 class Invariant(TorchFunctionMode):
-    """While this mode is on, products and attention are computed in blocks of one size."""
+    """While this mode is on, products have fixed multiples of rows and columns and attention has blocks of one size."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return REPLACED.get(func, func)(*args, **(kwargs or {}))
 
 
-class _BlockedProduct(Function):
-    """x [n, k] @ right [k, m], one block of rows after another."""
+def multiply(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """[n, k] @ [k, m] -> [n, m]."""
+    count, width = len(x), right.shape[1]
+    x, whole = pad_to_multiple(x, ROWS), width // COLUMNS * COLUMNS
+    if whole == width:
+        return (x @ right)[:count]
+    rest = x @ pad_to_multiple(right.T[whole:], COLUMNS).T  # in the memory order of the other columns
+    return torch.cat([x @ right[:, :whole], rest[:, : width - whole]], 1)[:count] if whole else rest[:count, :width]
+
+
+class _Product(Function):
+    """x [n, k] @ right [k, m]"""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, right)
-        return torch.cat([part @ right for part in pad_to_multiple(x, ROWS).split(ROWS)])[: len(x)]
+        return multiply(x, right)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -53,7 +67,7 @@ def product(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, right = x.to(dtype), right.to(dtype)
-    out: torch.Tensor = _BlockedProduct.apply(x.reshape(-1, x.shape[-1]), right)
+    out: torch.Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), right)
     return out.view(*x.shape[:-1], right.shape[1])
 
 
@@ -69,24 +83,41 @@ def addmm(bias: torch.Tensor, x: torch.Tensor, right: torch.Tensor) -> torch.Ten
 
 
 def matmul(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Blocked where the right side is a matrix or a vector; a batch of products has no tokens as its rows."""
+    """Padded where the right side is a matrix or a vector; a batch of products has no tokens as its rows."""
     if right.dim() == 1:
         return product(x, right[:, None])[..., 0]
     return product(x, right) if right.dim() == 2 else torch.matmul(x, right)
 
 
+class _SiLU(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x / torch.neg(x).exp_().add_(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        found: torch.Tensor = torch.ops.aten.silu_backward(grad, x)
+        return found
+
+
 def silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
-    return x / (1 + (-x).exp())
+    out: torch.Tensor = _SiLU.apply(x.float())
+    return out.to(x.dtype)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    return 1 / (1 + (-x).exp())
+    return (1 / (1 + (-x.float()).exp())).to(x.dtype)
 
 
 def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    wide = x.float()
     if approximate == "none":
-        return F.gelu(x)
-    return 0.5 * x * (1 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))  # sqrt(2 / pi)
+        out = 0.5 * wide * (1 + torch.erf(wide * 0.7071067811865476))  # sqrt(1 / 2)
+    else:
+        out = 0.5 * wide * (1 + torch.tanh(0.7978845608028654 * (wide + 0.044715 * wide * wide * wide)))  # sqrt(2 / pi)
+    return out.to(x.dtype)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None,
@@ -94,51 +125,89 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.T
     """Replaces `scaled_dot_product_attention`. q: [S, H, T, D]; k, v: [S, K, L, D] with H a multiple of K. Returns
     [S, H, T, D]. The mask is True, or 0, where a key is visible.
 
-    Every score, every sum over a block of keys and every sum over blocks is computed in the same way whatever S, T and
-    L are; a block without visible keys adds 0."""
+    Every score, every sum over a block of keys and every sum over blocks is computed in the same way whatever S, H, K,
+    T and L are; a block without visible keys adds 0. The gradient is torch's own, which computes everything again."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out: torch.Tensor = _Attention.apply(q, k, v, attn_mask, is_causal, scale)
+    return out
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool,
+                scale: float) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v, mask)
+        ctx.options = causal, scale
+        with torch.autocast(q.device.type, enabled=False):
+            return _blocked_attention(q, k, v, mask, causal, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *inputs, mask = ctx.saved_tensors
+        causal, scale = ctx.options
+        with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
+            q, k, v = (x.detach().requires_grad_() for x in inputs)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale,
+                                                 enable_gqa=True)
+        return *torch.autograd.grad(out, (q, k, v), grad), None, None, None
+
+
+def _blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool,
+                       scale: float) -> torch.Tensor:
+    """See `attend`. The queries of the heads that share a key are the rows of a product, position by position: under a
+    causal mask a block of keys needs no row before its own first position."""
     (count, heads, queries, size), (kv_heads, num_keys) = q.shape, k.shape[1:3]
-    repeat, dtype = heads // kv_heads, q.dtype
-    blocks = -(-num_keys // KEYS)
-    rows = (q.float() * (size**-0.5 if scale is None else scale)).reshape(count * kv_heads, repeat * queries, size)
-    rows = pad_to_multiple(rows, ROWS, 1).unflatten(1, (-1, ROWS))  # [S K, blocks of rows, ROWS, D]
-    keys, values = (pad_to_multiple(x.float(), KEYS, 2).reshape(count * kv_heads, blocks, KEYS, size) for x in (k, v))
-    visible = _visible(attn_mask, is_causal, queries, num_keys, q.device)  # [S or 1, T or 1, blocks * KEYS]
-    visible = visible[:, None, None].expand(count, kv_heads, repeat, queries, -1)
-    visible = visible.reshape(count * kv_heads, repeat * queries, -1)
-    visible = pad_to_multiple(visible, ROWS, 1).unflatten(1, (-1, ROWS))
-    scores = [torch.matmul(rows, keys[:, None, j].transpose(-1, -2)).masked_fill(
-        ~visible[..., j * KEYS : (j + 1) * KEYS], -torch.inf) for j in range(blocks)]
-    with torch.no_grad():
-        peak = torch.stack([s.amax(-1, keepdim=True) for s in scores]).amax(0)
-        peak = torch.where(peak == -torch.inf, 0.0, peak)  # padding rows see nothing
+    groups, repeat = count * kv_heads, heads // kv_heads
+    rows = (q.float() * scale).unflatten(1, (kv_heads, repeat)).transpose(2, 3).reshape(groups, queries * repeat, size)
+    visible = _visible(mask, causal, queries, num_keys, q.device)  # [S or 1, T, blocks * KEYS]
+    scores: list[tuple[int, torch.Tensor]] = []  # (first row that sees any key of a block, [groups, rows, KEYS])
+    peak = rows.new_full((groups, queries * repeat, 1), -torch.inf)
+    for first in range(0, num_keys, KEYS):
+        start = first if causal else 0
+        block = _batched(rows[:, start * repeat :], _block(k, first).transpose(1, 2))
+        hidden = ~visible[:, None, start:, None, first : first + KEYS]
+        block.view(count, kv_heads, -1, repeat, KEYS).masked_fill_(hidden, -torch.inf)
+        peak[:, start * repeat :] = torch.maximum(peak[:, start * repeat :], block.amax(-1, keepdim=True))
+        scores.append((start * repeat, block))
+    peak = torch.where(peak == -torch.inf, 0.0, peak)  # rows that see nothing
+    total, out = torch.zeros_like(peak), torch.zeros_like(rows)
+    for i, (start, block) in enumerate(scores):  # always in this order
+        weights = block.sub_(peak[:, start:]).exp_()
+        total[:, start:] += weights.sum(-1, keepdim=True)
+        out[:, start:] += _batched(weights, _block(v, i * KEYS))
+    out = out / total.clamp(min=torch.finfo(torch.float32).tiny)
+    return out.view(count, kv_heads, queries, repeat, size).transpose(2, 3).reshape(q.shape).to(q.dtype)
 
-    def weighted(j: int) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = (scores[j] - peak).exp()
-        return weights.sum(-1, keepdim=True), torch.matmul(weights, values[:, None, j])
 
-    total, out = weighted(0)
-    for j in range(1, blocks):  # always in this order
-        mass, part = weighted(j)
-        total, out = total + mass, out + part
-    out = (out / total.clamp(min=torch.finfo(torch.float32).tiny)).flatten(1, 2)[:, : repeat * queries]
-    return out.reshape(count, heads, queries, size).to(dtype)
+def _block(x: torch.Tensor, first: int) -> torch.Tensor:
+    """[S, K, L, D] -> [S * K, KEYS, D] float32, of the keys or values from `first` on; padded with zeros."""
+    return pad_to_multiple(x[:, :, first : first + KEYS].float(), KEYS, 2).flatten(0, 1)
+
+
+def _batched(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """[G, n, k] @ [G, k, m] -> [G, n, m], contiguous."""
+    n, m = x.shape[1], right.shape[2]
+    if m % COLUMNS:
+        right = pad_to_multiple(right, COLUMNS, 2)
+    return torch.bmm(pad_to_multiple(x, ROWS, 1), right)[:, :n, :m].contiguous()
 
 
 def _visible(mask: torch.Tensor | None, causal: bool, queries: int, num_keys: int, device: torch.device
              ) -> torch.Tensor:
-    """[S or 1, T or 1, num_keys padded to complete blocks] bool."""
+    """[S or 1, T, num_keys padded to complete blocks] bool."""
     if mask is None:
         mask = torch.ones(1, queries, num_keys, dtype=torch.bool, device=device)
         mask = mask.tril() if causal else mask
     else:
         mask = mask if mask.dtype == torch.bool else mask == 0
-        mask = mask.reshape(-1, *mask.shape[-2:])  # one for all heads
+        mask = mask.reshape(-1, *mask.shape[-2:]).expand(-1, queries, -1)  # one for all heads
     return pad_to_multiple(mask, KEYS, 2)
 
 
 def pad_to_multiple(x: torch.Tensor, unit: int, dim: int = 0) -> torch.Tensor:
-    """A copy whose size along `dim` is a multiple of `unit`, padded with zeros."""
-    return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, -x.shape[dim] % unit))
+    """x, its size along `dim` padded with zeros to a multiple of `unit`."""
+    missing = -x.shape[dim] % unit
+    return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {

@@ -7,33 +7,38 @@ the entropy is wanted).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rldsl.backends.torch.kernels.autograd import Function
+from rldsl.backends.torch.model.collectives import tree_all_reduce
+from rldsl.backends.torch.model.tree_sums import block_sums
 from rldsl.runtime.backend import Axis
 
 
 def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, tp: Axis,
-                   vocab_start: int, want_entropy: bool = False,
-                   chunk: int = 1024) -> tuple[torch.Tensor, torch.Tensor | None]:
+                   vocab_start: int, want_entropy: bool = False, chunk: int = 1024,
+                   cuts: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log_softmax(hidden @ W.T / temperature) at `targets`, and the entropy of each distribution (nats).
 
     hidden: [N, H], equal on all tp ranks. weight: [V_local, H], rows vocab_start.. of the head. targets: [N] int64.
-    chunk: tokens whose logits exist at the same time, equal on all tp ranks. Returns float32 [N], and float32 [N] or
+    chunk: tokens whose logits exist at the same time, equal on all tp ranks. cuts: of the rows of weight, for sums over
+    the vocabulary in one order under every tp (`tree_sums.py`). Returns float32 [N], and float32 [N] or
     None. Differentiable in hidden (its gradient is summed over tp here) and in weight."""
     logprobs: torch.Tensor
     entropy: torch.Tensor
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, temperature, tp, vocab_start, want_entropy, chunk)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, temperature, tp, vocab_start, want_entropy, chunk, cuts)
     return logprobs, entropy if want_entropy else None
 
 
 class _TokenLogprobs(Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float,
-                tp: Axis, vocab_start: int, want_entropy: bool, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+                tp: Axis, vocab_start: int, want_entropy: bool, chunk: int, cuts: Sequence[int] | None
+                ) -> tuple[torch.Tensor, torch.Tensor]:
         count = hidden.shape[0]
         normaliser = hidden.new_empty(count, dtype=_statistics(hidden))
         logprobs, entropy = torch.empty_like(normaliser), torch.zeros_like(normaliser)
@@ -41,7 +46,7 @@ class _TokenLogprobs(Function):
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
             logits = _logits(hidden[part], head, temperature)
-            peak, sums = _softmax_sums(logits, targets[part], tp, vocab_start, want_entropy)
+            peak, sums = _softmax_sums(logits, targets[part], tp, vocab_start, want_entropy, cuts)
             del logits  # before the next table is made
             normaliser[part] = peak + sums[0].log()
             logprobs[part] = sums[1] - normaliser[part]
@@ -75,22 +80,22 @@ class _TokenLogprobs(Function):
             else:
                 grad_weight += grad.T @ hidden[part]
             del grad
-        return _all_reduce(grad_hidden, dist.ReduceOp.SUM, tp), grad_weight, *[None] * 6
+        return _all_reduce(grad_hidden, dist.ReduceOp.SUM, tp), grad_weight, *[None] * 7
 
 
-def _softmax_sums(logits: torch.Tensor, targets: torch.Tensor, tp: Axis, vocab_start: int,
-                  want_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _softmax_sums(logits: torch.Tensor, targets: torch.Tensor, tp: Axis, vocab_start: int, want_entropy: bool,
+                  cuts: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest logit [C], and sums over the vocabulary of all ranks [2 or 3, C]: of w = exp(logit - largest), of the
     target's logit (one term) and, if wanted, of w * logit. Overwrites the logits."""
     at, is_local = _local_columns(targets, vocab_start, logits.shape[1])
     peak = _all_reduce(logits.amax(-1), dist.ReduceOp.MAX, tp)
     chosen = torch.where(is_local, logits.gather(1, at[:, None])[:, 0], 0.0)
-    if not want_entropy:
-        sums = torch.stack((logits.sub_(peak[:, None]).exp_().sum(-1), chosen))
-        return peak, _all_reduce(sums, dist.ReduceOp.SUM, tp)
-    weights = (logits - peak[:, None]).exp_()
-    sums = torch.stack((weights.sum(-1), chosen, logits.mul_(weights).sum(-1)))
-    return peak, _all_reduce(sums, dist.ReduceOp.SUM, tp)
+    if want_entropy:
+        weights = (logits - peak[:, None]).exp_()
+        sums = torch.stack((block_sums(weights, cuts), chosen, block_sums(logits.mul_(weights), cuts)))
+    else:
+        sums = torch.stack((block_sums(logits.sub_(peak[:, None]).exp_(), cuts), chosen))
+    return peak, _all_reduce(sums, dist.ReduceOp.SUM, tp) if cuts is None else tree_all_reduce(sums, tp)
 
 
 def _grad_logits(logprobs: torch.Tensor, targets: torch.Tensor, vocab_start: int, grad_logprobs: torch.Tensor,

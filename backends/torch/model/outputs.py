@@ -25,7 +25,7 @@ def model_outputs(stage: Stage, hidden: torch.Tensor, inputs: ModelInputs, names
         rows = rows_at_once(-(-stage.vocab_size // stage.head_axis.size), hidden.device.type)
         logprobs, entropy = token_logprobs(
             hidden.index_select(0, inputs.predict_at), _needed(stage.head, "head"), inputs.targets, temperature,
-            stage.head_axis, stage.vocab_start, want_entropy, rows)
+            stage.head_axis, stage.vocab_start, want_entropy, rows, stage.vocab_cuts)
         if "logprobs" in names:
             outputs["logprobs"] = inputs.gather_predictions(logprobs)
         if entropy is not None:

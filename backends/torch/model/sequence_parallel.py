@@ -50,9 +50,9 @@ class SequenceParallel:
         """The length to which a row of `count` tokens is padded."""
         return -(-count // self.tp.size) * self.tp.size if self.available else count
 
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, x: torch.Tensor, tree: bool = False) -> torch.Tensor:
         """Partial sums [1, T, H] -> the sum, for this rank's tokens: [1, T / tp, H]."""
-        return reduce_scatter_to_sequence_parallel_region(x[0], self.tp)[None]
+        return reduce_scatter_to_sequence_parallel_region(x[0], self.tp, tree)[None]
 
     def install(self, layers: Sequence[nn.Module], names: Iterable[str]) -> None:
         """Put the collectives around the sublayers of consecutive layers. names: see `gathered_children`."""

@@ -40,6 +40,7 @@ from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Axis, WeightCache
 from rldsl.sharding.boxes import Parameter, chunks, expand_specs, local_shape, parameters, pieces_of_rank
 from rldsl.sharding.layout import stage_layers
+from rldsl.sharding.sum_blocks import local_cuts, summed_input
 
 
 class PassThroughLayer(nn.Module):
@@ -80,6 +81,7 @@ class Stage(ActivationCheckpointing):
     head: torch.Tensor | None    # [V_local, H] rows of the output embedding on the last stage, if the model has one
     vocab_start: int             # the first of these rows
     head_axis: Axis              # over which ranks the head's rows are divided
+    vocab_cuts: tuple[int, ...] | None  # of the head's rows, for sums of an invariant model (`tree_sums.py`)
     score: torch.Tensor | None   # [1, H] the score row on the last stage, if the model has one
     residual_dtype: torch.dtype  # of hidden states between layers and stages: float32, whatever the weights are
     matmul_dtype: torch.dtype    # in which matrices are multiplied: the model's dtype
@@ -199,6 +201,7 @@ class Stage(ActivationCheckpointing):
         """Put local parameters into the modules of the whole model, with their collectives."""
         self.head, self.score = None, self.unsharded.get(SCORE_WEIGHT)
         self.vocab_start, self.head_axis = 0, Axis((tp.ranks[tp.index],), 0, None)
+        self.vocab_cuts = local_cuts(self.vocab_size, 1, 1, 0) if model.invariant else None
         output = skeleton.get_output_embeddings()
         embedding = skeleton.get_input_embeddings()
         tied = output is not None and output.weight is embedding.weight
@@ -211,16 +214,21 @@ class Stage(ActivationCheckpointing):
             path, _, attribute = name.rpartition(".")
             module = skeleton.get_submodule(path)
             setattr(module, attribute, local[name])
+            summed = summed_input(parameter.spec) if model.invariant else None
+            cuts = local_cuts(*summed, tp.size, tp.index) if summed else None
             if parameter.spec.experts:
-                parallelize_experts(module, parameter.spec.experts, tp, ep)
+                if attribute == "down_proj" or cuts is None:
+                    parallelize_experts(module, parameter.spec.experts, tp, ep, cuts)
                 continue
             start = held[0].box[0][0]
             if attribute == "weight":
-                parallelize(module, parameter.spec.style, tp, start, column_input, adapters.get(path))
+                parallelize(module, parameter.spec.style, tp, start, column_input, adapters.get(path), cuts)
             if attribute == "weight" and self.last and (module is output or (tied and module is embedding)):
                 self.head, self.vocab_start = local[name], start
                 if parameter.spec.split is not None:
                     self.head_axis = tp
+                    if model.invariant:
+                        self.vocab_cuts = local_cuts(self.vocab_size, 1, tp.size, tp.index)
         if self.matmul_dtype == torch.bfloat16:
             for name, (parameter, _) in {**self.base_held, **self.unsharded_held}.items():
                 path, _, attribute = name.rpartition(".")

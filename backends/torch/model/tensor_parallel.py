@@ -9,6 +9,7 @@ forward and all-reduce backward into a tensor-parallel region, the reverse out o
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from rldsl.backends.torch.model.collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from rldsl.backends.torch.model.lora import LoraAdapter
 from rldsl.backends.torch.model.sequence_parallel import SequenceParallel
+from rldsl.backends.torch.model.tree_sums import row_parallel_product
 from rldsl.runtime.backend import Axis
 
 
@@ -44,10 +46,14 @@ class ColumnParallelInput:
 
 
 def parallelize(module: nn.Module, style: str, tp: Axis, vocab_start: int, column_input: ColumnParallelInput,
-                adapter: LoraAdapter | None = None) -> None:
+                adapter: LoraAdapter | None = None, cuts: Sequence[int] | None = None) -> None:
     """Give `module` the collectives of its style; "replicated" and "head" need none, and neither does tp=1.
 
-    column_input: one for all modules of the model. adapter: added to the module's output, before its collectives."""
+    column_input: one for all modules of the model. adapter: added to the module's output, before its collectives.
+    cuts: of the inputs of a row-parallel module whose sum has one order under every tp (`tree_sums.py`)."""
+    if style == "rowwise" and cuts is not None:
+        module.forward = lambda x: _row_parallel_tree(module, x, tp, adapter, column_input.sequence_parallel, cuts)
+        return
     if adapter is not None and (style != "rowwise" or tp.size == 1):
         plain = module.forward
         module.forward = lambda x: plain(x) + adapter(x)
@@ -70,6 +76,19 @@ def _row_parallel(module: Any, x: torch.Tensor, tp: Axis, adapter: LoraAdapter |
         out = sequence_parallel.reduce_scatter(partial)
     else:
         out = reduce_from_tensor_parallel_region(partial, tp)
+    return out if module.bias is None else out + module.bias.to(out.dtype)
+
+
+def _row_parallel_tree(module: Any, x: torch.Tensor, tp: Axis, adapter: LoraAdapter | None,
+                       sequence_parallel: SequenceParallel, cuts: Sequence[int]) -> torch.Tensor:
+    """`_row_parallel`, but the sum has one order, and it is rounded to bfloat16 once, at the end."""
+    partial = row_parallel_product(x, module.weight, cuts, adapter)
+    if sequence_parallel.active:
+        out = sequence_parallel.reduce_scatter(partial, tree=True)
+    else:
+        out = partial if tp.size == 1 else reduce_from_tensor_parallel_region(partial, tp, tree=True)
+    if torch.is_autocast_enabled(x.device.type):
+        out = out.to(torch.get_autocast_dtype(x.device.type))
     return out if module.bias is None else out + module.bias.to(out.dtype)
 
 

@@ -1,0 +1,114 @@
+"""Whether this processor's kernels keep what `invariant=true` needs: tried, not believed, before a model is used.
+
+In: a model and the device. Out: nothing, or RL0734. For the shape of every matrix of the model and its dtype, a
+product of `invariant.py` must give a row the same bits whatever rows are with it, in every column slice that a degree
+of tp makes, on a run of the inputs inside a larger matrix, and on one thread; attention and sums likewise.
+
+Invariant: what is tried follows from the model and not from the placement, so that all ranks find the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+
+from rldsl.backends.torch.model import invariant
+from rldsl.diag import fail
+from rldsl.plan.model import Model
+from rldsl.sharding.sum_blocks import BLOCKS, local_cuts, num_blocks, summed_input
+
+COUNTS = (1, 2, 3, 5, 7, 8, 13, 16, 33, 64, 130)  # rows of a product
+MOST = 1 << 22  # elements of a matrix that is tried; a wider one is tried with fewer columns
+
+
+def check_kernels(model: Model, device: torch.device) -> None:
+    """Errors: RL0734 for a kernel whose sums depend on the shape of a batch or on a placement."""
+    dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+    threads = torch.get_num_threads()
+    for inputs, outputs, size in sorted({*_shapes(model)}):
+        if why := _product_varies(inputs, min(outputs, max(MOST // inputs, 64)), size, dtype, str(device), threads):
+            raise _refused(model, f"a product with a {inputs} x {outputs} matrix in {model.dtype} depends on {why}")
+    if model.sizes.head_dim and (why := _attention_varies(model.sizes.head_dim, str(device), threads)):
+        raise _refused(model, f"attention with heads of {model.sizes.head_dim} depends on {why}")
+    if _sum_varies(str(device), threads):
+        raise _refused(model, "a sum over columns depends on the number of rows")
+
+
+def _refused(model: Model, why: str) -> Exception:
+    return fail("RL0734", f"`{model.name}` cannot be invariant on this machine", place=str(model.path),
+                label="kernels round differently from one batch to the next", notes=(why,),
+                help="run without `invariant=true`, or on a processor or with a version of torch whose kernels pass")
+
+
+def _shapes(model: Model) -> Iterator[tuple[int, int, int]]:
+    """(inputs, outputs, size of an indivisible run of inputs or 0) of every matrix, as torch's linear layers have
+    them."""
+    for spec in (*model.params, *model.base):
+        if len(spec.shape) < 2:
+            continue
+        outputs, inputs = spec.shape[-2:]
+        summed = summed_input(spec)
+        if not summed:
+            yield inputs, outputs, 0
+            continue
+        cuts = local_cuts(*summed, 1, 0)
+        for width in {stop - start for start, stop in zip(cuts, cuts[1:])}:
+            yield width, outputs, num_blocks(*summed)
+
+
+@cache
+def _product_varies(inputs: int, outputs: int, blocks: int, dtype: torch.dtype, device: str, threads: int) -> str:
+    """On what a product of [., inputs] with [outputs, inputs] depends, or "". blocks: where the matrix is such a block
+    of a larger one, of how many."""
+    draw = torch.Generator().manual_seed(inputs)
+    wide = inputs * (blocks or 1)
+    x, w = (torch.randn(n, wide, generator=draw).to(device, dtype) for n in (max(COUNTS) + 3, outputs))
+    columns = slice(inputs, 2 * inputs) if blocks > 1 else slice(0, inputs)
+    x_part, w_part = x[:, columns], w[:, columns]
+    try:
+        torch.set_num_threads(1)
+        right = invariant.multiply(x_part.contiguous(), w_part.contiguous().T)
+    finally:
+        torch.set_num_threads(threads)
+    for count in COUNTS:
+        rows = slice(3, 3 + count)
+        if not torch.equal(invariant.multiply(x_part[rows], w_part.T), right[rows]):
+            return "the number of its rows or threads"
+    rows = slice(1, 6)
+    for degree in (2, 4, BLOCKS):
+        for i in range(degree):
+            piece = slice(i * outputs // degree, (i + 1) * outputs // degree)
+            if piece.stop > piece.start and not torch.equal(
+                    invariant.multiply(x_part[rows], w_part[piece].contiguous().T), right[rows, piece]):
+                return f"the number of its columns (tp={degree})"
+    return ""
+
+
+@cache
+def _attention_varies(size: int, device: str, threads: int) -> str:
+    """On what attention with heads of this size depends, or ""."""
+    draw = torch.Generator().manual_seed(size)
+    q, k, v = (torch.randn(3, n, 70, size, generator=draw).to(device) for n in (6, 2, 2))
+    try:
+        torch.set_num_threads(1)
+        right = invariant.attend(q, k, v, is_causal=True)
+    finally:
+        torch.set_num_threads(threads)
+    if not torch.equal(invariant.attend(q, k, v, is_causal=True), right):
+        return "the number of threads"
+    if not torch.equal(invariant.attend(q[1:2, 3:5], k[1:2, 1:], v[1:2, 1:], is_causal=True), right[1:2, 3:5]):
+        return "the number of its heads"
+    for last in (0, 4, 63, 69):
+        alone = invariant.attend(q[:, :, last : last + 1], k[:, :, : last + 1], v[:, :, : last + 1])
+        if not torch.equal(alone, right[:, :, last : last + 1]):
+            return "the number of its queries"
+    return ""
+
+
+@cache
+def _sum_varies(device: str, threads: int) -> bool:
+    x = torch.randn(9, 5000, generator=torch.Generator().manual_seed(0)).to(device).exp()
+    right = x[:, 700:4000].contiguous().sum(-1)
+    return not all(torch.equal(x[:n, 700:4000].sum(-1), right[:n]) for n in (1, 2, 5, 9))
