@@ -16,6 +16,7 @@ from rldsl.plan.function import frames_of_call
 from rldsl.plan.heads import OUTPUTS, heads_with
 from rldsl.plan.model import Layout, Mesh, Model, Ranges
 from rldsl.plan.spaces import IndexedFrame
+from rldsl.sharding.sum_blocks import undividable
 from rldsl.verify.tables import Tables, name, problem
 
 
@@ -80,12 +81,9 @@ def _call(t: Tables, e: AnyCall) -> Iterator[Diagnostic]:
 
 
 def _varies(m: Model, x: Layout) -> str:
-    """Why the numbers of a token depend on what is computed beside it, or ""."""
-    if m.dtype != "float32" or m.sizes.experts_per_token:
-        return "computes in bfloat16" if m.dtype != "float32" else ("its experts process tokens of different sequences "
-                                                                    "together")
-    if (x.tp, x.cp, x.ep) != (1, 1, 1):
-        return f"layout {x.id} adds partial sums"
+    """Why the numbers of a token depend on what is computed with it or where, or ""."""
+    if found := undividable((*m.params, *m.base), x.tp):
+        return f"tp={x.tp} of layout {x.id} does not divide the {found[1]} blocks in which {found[0]} is summed"
     backend = described(x.backend)
     return "" if backend is not None and backend.invariant else f"backend {x.backend!r} does not support it"
 

@@ -1,23 +1,31 @@
-"""`invariant=true`: log-probs of generation are those of training with a difference of 0, and so are losses under any
-micro-batches; the products and the attention of the mode against torch's own."""
+"""`invariant=true`: tokens and log-probs have the same bits under every placement, log-probs of generation are those of
+training with a difference of 0, and so are losses under any micro-batches; the products and the attention of the mode
+against torch's own; kernels that break it are refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rldsl.backends.torch.model import invariant, invariant_probe
 from rldsl.backends.torch.model.invariant import KEYS, ROWS, Invariant
+from rldsl.backends.torch.model.tree_sums import row_parallel_product, tree_sum
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.match import Gap, gap, prompts
 from rldsl import api
+from rldsl.diag import Failure
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
-from tests.backend_torch.shards import make_shard, pack, plan_model, ragged
+from rldsl.sharding.sum_blocks import local_cuts, num_blocks
+from tests.backend_torch.shards import layout_of, make_shard, pack, plan_model, ragged
+from tests.backend_torch.shards import shard_of as placed_shard
 from tests.consistency.test_match import FAMILIES
 from tests.tiny import make_model
 from tests.world import run_world
@@ -50,6 +58,100 @@ def test_nothing_is_between_them_under_pp(tmp_path: Path) -> None:
     path = str(make_model(tmp_path / "m", **TWO))
     for found in run_world(2, _gaps, [path], {"pp": 2}):
         assert all(got.most == 0 for got in found), found
+
+
+# placements of a world of 4 ranks; a generate has nothing for cp to divide
+PLACEMENTS: list[dict[str, int]] = [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"tp": 4}, {"cp": 2, "tp": 2}]
+EXPERT_PLACEMENTS: list[dict[str, int]] = [{}, {"tp": 2}, {"dp": 2, "ep": 2}, {"dp": 2, "ep": 2, "tp": 2}, {"cp": 2}]
+GRID: dict[str, tuple[dict[str, Any], list[dict[str, int]]]] = {
+    # 7 heads that share one key: 1 or 2 on a rank of tp=4; a vocabulary and a width that no degree divides
+    "qwen2": (dict(num_attention_heads=7, num_key_value_heads=1, hidden_size=56, intermediate_size=90), PLACEMENTS),
+    "qwen3_moe": ({}, EXPERT_PLACEMENTS)}
+
+
+def _digests(rank: int, cases: list[tuple[str, str, list[dict[str, int]]]]) -> list[dict[str, str]]:
+    """For each case the digests of what this rank computes, by what it is and where."""
+    found = []
+    for path, dtype, placements in cases:
+        here: dict[str, str] = {}
+        for degrees in placements:
+            made = placed_shard(replace(plan_model(path, dtype=dtype), invariant=True), layout_of(**degrees), rank)
+            if made is None:
+                continue
+            shard, where = made[0], str(degrees)
+            batch = pack(ragged(9, 46, longest=70))
+            if "cp" not in degrees:
+                sampled = shard.generate(prompts(46, 8, 9, CPU), Sampling(max_new_tokens=16, min_new_tokens=12),
+                                         seed=1, step=0, max_num_seqs=3)
+                again = shard.infer([sampled.batch], "logprobs", 1.0)
+                here[f"gen {where}"] = _digest(sampled.batch.tokens, sampled.logprobs)
+                here[f"gap {where}"] = str(Gap.of(sampled.logprobs, again).most)
+            here[f"infer {where}"] = _digest(*(shard.infer([batch], x, 0.7) for x in ("logprobs", "entropy")))
+        found.append(here)
+    return found
+
+
+def _digest(*tensors: torch.Tensor) -> str:
+    return sha256(b"".join(x.contiguous().numpy().tobytes() for x in tensors)).hexdigest()
+
+
+def test_every_placement_has_the_same_bits(tmp_path: Path) -> None:
+    cases = [(str(make_model(tmp_path / name, family=name, **{**TWO, **more})), dtype, placements)
+             for name, (more, placements) in GRID.items() for dtype in ("float32", "bfloat16")]
+    ranks = run_world(4, _digests, cases)
+    for i, (path, dtype, placements) in enumerate(cases):
+        found = {f"{key} rank {r}": value for r, here in enumerate(ranks) for key, value in here[i].items()}
+        for what in ("gen", "infer", "gap"):
+            values = {key: value for key, value in found.items() if key.startswith(what)}
+            assert len(values) > len(placements) and len({*values.values()}) == 1, (path, dtype, values)
+        assert "0.0" in found.values(), (path, dtype)
+
+
+def _lora_digests(rank: int, path: str) -> list[str]:
+    from tests.lora.adapted import adapted_model
+
+    found = []
+    for degrees in ({"tp": 2}, {"dp": 2}):
+        model = replace(adapted_model(path), invariant=True)
+        made = placed_shard(model, layout_of(**degrees), rank, trainable=True)
+        assert made is not None
+        for name, tensor in made[0].state_dict().items():
+            if name.endswith("B"):
+                tensor.fill_(0.01)  # begins as 0, which would hide the adapter
+        found.append(_digest(made[0].infer([pack(ragged(9, 46, longest=40))], "logprobs", 1.0)))
+    return found
+
+
+@pytest.mark.parametrize("units, size", [(14, 64), (7, 8), (4864, 1), (46, 1), (3, 5), (1, 9)])
+def test_cuts_of_a_placement_are_those_of_one_rank(units: int, size: int) -> None:
+    whole, blocks = local_cuts(units, size, 1, 0), num_blocks(units, size)
+    assert len(whole) == blocks + 1 and whole[-1] == units * size
+    for tp in (d for d in (1, 2, 4, 8) if blocks % d == 0):
+        found, start = [0], 0
+        for index in range(tp):
+            cuts = local_cuts(units, size, tp, index)
+            found += [start + at for at in cuts[1:]]
+            start += cuts[-1]
+        assert tuple(found) == whole
+
+
+def test_a_tree_adds_neighbours_first() -> None:
+    asked: list[int] = []
+
+    def part(i: int) -> torch.Tensor:
+        asked.append(i)
+        return torch.tensor([[1e8, 1.0, -1e8, 1.0][i]])
+
+    assert tree_sum(4, part).item() == 0.0 and asked == [0, 1, 2, 3]  # one after the other they give 1
+
+
+def test_a_row_parallel_product_is_torchs() -> None:
+    x, w = torch.randn(2, 9, 24, requires_grad=True), torch.randn(10, 24, requires_grad=True)
+    found, right = row_parallel_product(x, w, (0, 5, 12, 18, 24)), F.linear(x, w)
+    assert torch.allclose(found, right, atol=1e-5)
+    slope = torch.randn_like(right)
+    for a, b in zip(*(torch.autograd.grad(y, (x, w), slope) for y in (found, right)), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
 
 
 class OneRow(TorchFunctionMode):
@@ -138,8 +240,7 @@ flow run(steps=1) {{
 
 
 @pytest.mark.parametrize("options, on, word", [
-    (", invariant=true", "on mesh(0:2) tp=2", "tp=2"),
-    (", invariant=true, dtype=bfloat16", "", "bfloat16"),
+    (", invariant=true", "on mesh(0:3) dp=1 tp=3", "tp=3"),
     (", invariant=true", "on mesh(0:1) dp=1 backend=megatron", "megatron")])
 def test_where_it_cannot_hold_it_is_refused(options: str, on: str, word: str, tmp_path: Path,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,3 +260,25 @@ def test_it_travels_in_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (tmp_path / "p.rlf").write_text(PROGRAM.format(options=said, on=""))
         plan = decode(encode(api.compile("p.rlf")), "p.plan")
         assert plan.models[0].invariant is kept
+
+
+@pytest.mark.parametrize("broken", ["rows", "columns", "bfloat16"])
+def test_kernels_that_break_it_are_refused(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a processor sums products of few rows, of few columns or of few numbers in another order."""
+    plain = invariant.multiply
+
+    def multiply(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        out = plain(x, right)
+        few = {"rows": len(x) < 8, "columns": right.shape[1] < 24, "bfloat16": x.dtype == torch.bfloat16 and
+               len(x) * x.shape[1] < 900}[broken]
+        return plain(x.flip(1), right.flip(0)) if few else out
+
+    model = replace(plan_model(str(make_model(tmp_path / "m", hidden_size=64)),
+                               dtype="bfloat16" if broken == "bfloat16" else "float32"), invariant=True)
+    check: Callable[..., str] = invariant_probe._product_varies.__wrapped__
+    monkeypatch.setattr(invariant_probe, "_product_varies", check)  # what was found before does not count
+    invariant_probe.check_kernels(model, CPU)
+    monkeypatch.setattr(invariant, "multiply", multiply)
+    with pytest.raises(Failure) as raised:
+        invariant_probe.check_kernels(model, CPU)
+    assert raised.value.diagnostics[0].code == "RL0734"

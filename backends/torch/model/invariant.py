@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from rldsl.backends.torch.kernels.autograd import Function
 
 ROWS, COLUMNS = 4, 16  # a matrix product has whole multiples of both
+HALF_PRODUCT = 1 << 12  # multiplications up to which torch uses another kernel in bfloat16
 KEYS = 64  # of a block of attention
 
 
@@ -39,8 +40,10 @@ class Invariant(TorchFunctionMode):
 
 def multiply(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """[n, k] @ [k, m] -> [n, m]."""
-    count, width = len(x), right.shape[1]
+    (count, size), width = x.shape, right.shape[1]
     x, whole = pad_to_multiple(x, ROWS), width // COLUMNS * COLUMNS
+    if x.dtype != torch.float32 and len(x) * size * COLUMNS <= HALF_PRODUCT:
+        x = pad_to_multiple(x, HALF_PRODUCT // (size * COLUMNS) // ROWS * ROWS + ROWS)
     if whole == width:
         return (x @ right)[:count]
     rest = x @ pad_to_multiple(right.T[whole:], COLUMNS).T  # in the memory order of the other columns

@@ -62,11 +62,10 @@ def _shapes(model: Model) -> Iterator[tuple[int, int, int]]:
 def _product_varies(inputs: int, outputs: int, blocks: int, dtype: torch.dtype, device: str, threads: int) -> str:
     """On what a product of [., inputs] with [outputs, inputs] depends, or "". blocks: where the matrix is such a block
     of a larger one, of how many."""
-    draw = torch.Generator().manual_seed(inputs)
-    wide = inputs * (blocks or 1)
-    x, w = (torch.randn(n, wide, generator=draw).to(device, dtype) for n in (max(COUNTS) + 3, outputs))
-    columns = slice(inputs, 2 * inputs) if blocks > 1 else slice(0, inputs)
-    x_part, w_part = x[:, columns], w[:, columns]
+    x_part, w_part = _cancelling(inputs, max(COUNTS) + 3, outputs, blocks)
+    x_part, w_part = x_part.to(device, dtype), w_part.to(device, dtype)
+    if blocks > 1:  # a run of the columns of a larger matrix
+        x_part, w_part = (torch.cat([a, a, a], 1)[:, inputs : 2 * inputs] for a in (x_part, w_part))
     try:
         torch.set_num_threads(1)
         right = invariant.multiply(x_part.contiguous(), w_part.contiguous().T)
@@ -84,6 +83,17 @@ def _product_varies(inputs: int, outputs: int, blocks: int, dtype: torch.dtype, 
                     invariant.multiply(x_part[rows], w_part[piece].contiguous().T), right[rows, piece]):
                 return f"the number of its columns (tp={degree})"
     return ""
+
+
+def _cancelling(inputs: int, rows: int, outputs: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, inputs] and [outputs, inputs] whose products are 0 but for rounding: what is left shows the order of the
+    sums, which rounding to bfloat16 would mostly hide."""
+    draw = torch.Generator().manual_seed(inputs + seed)
+    order = torch.randperm(inputs, generator=draw)
+    x, w = (torch.randn(n, inputs // 2, generator=draw).bfloat16().float() for n in (rows, outputs))
+    odd = inputs % 2
+    x, w = torch.cat([x, -x, x.new_zeros(rows, odd)], 1), torch.cat([w, w, w.new_zeros(outputs, odd)], 1)
+    return x[:, order], w[:, order]
 
 
 @cache
