@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.runtime.backend import Axis
 
-
 SMALL = 1 << 14  # elements up to which an all-gather is faster than an exchange of parts and an all-gather of sums
 
 

@@ -59,7 +59,8 @@ def parallelize_experts(module: nn.Module, num_experts: int, tp: Axis, ep: Axis,
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         by_choice = out[inverse].unflatten(0, (-1, top_k))
         if cuts is not None:
-            return reduce(torch.add, by_choice.unbind(1)).to(hidden.dtype)
+            complete: torch.Tensor = reduce(torch.add, by_choice.unbind(1))
+            return complete.to(hidden.dtype)
         out = by_choice.sum(1).to(hidden.dtype)
         return reduce_from_tensor_parallel_region(out, tp) if tp.size > 1 else out
 

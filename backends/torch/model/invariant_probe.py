@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 
 import torch
 
@@ -54,7 +55,7 @@ def _shapes(model: Model) -> Iterator[tuple[int, int, int]]:
             yield inputs, outputs, 0
             continue
         cuts = local_cuts(*summed, 1, 0)
-        for width in {stop - start for start, stop in zip(cuts, cuts[1:])}:
+        for width in {stop - start for start, stop in pairwise(cuts)}:
             yield width, outputs, num_blocks(*summed)
 
 

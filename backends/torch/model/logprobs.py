@@ -30,7 +30,8 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Te
     None. Differentiable in hidden (its gradient is summed over tp here) and in weight."""
     logprobs: torch.Tensor
     entropy: torch.Tensor
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, temperature, tp, vocab_start, want_entropy, chunk, cuts)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, temperature, tp, vocab_start, want_entropy, chunk,
+                                             cuts)
     return logprobs, entropy if want_entropy else None
 
 

@@ -10,6 +10,7 @@ added in float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,7 @@ def tree_sum(count: int, part: Callable[[int], torch.Tensor]) -> torch.Tensor:
 def row_parallel_product(x: torch.Tensor, weight: torch.Tensor, cuts: Sequence[int],
                          adapter: LoraAdapter | None = None) -> torch.Tensor:
     """x [..., k] @ weight [m, k].T + adapter(x) -> [..., m] float32, block by block of k."""
-    sizes = [stop - start for start, stop in zip(cuts, cuts[1:])]
+    sizes = [stop - start for start, stop in pairwise(cuts)]
     inputs, columns = x.split(sizes, -1), weight.split(sizes, 1)
     factors = () if adapter is None else adapter.a.split(sizes, 1)
 
