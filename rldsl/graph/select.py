@@ -124,6 +124,10 @@ class Selections:
         value = self.flow.materialize(term, "expr", term.span)
         frame = next(f for f in self.spaces.frames.values()
                      if f.selected_from and self.spaces.of(f, term.level) == space)
+        for node in self.flow.items:  # in this block: the same values once
+            if isinstance(node, g.Derive) and node.op == "restrict" and node.frame == frame.id \
+                    and node.reads == (value.name,):
+                return input_(node.writes[0], term.level, space, term.span, term.dtype, term.unit)
         name = self.flow.unique(f"{value.name}|{frame.id}")
         known = next((v.label for v in self._of(value.name)), "") or value.name
         self.flow.value(name, term.level, frame.id, term.dtype, label=f"{known} of {frame.label or frame.id}")
