@@ -19,6 +19,7 @@ from tests.cpu import children
 from tests.end_to_end.programs import compile_program
 from tests.forked import command
 from tests.tiny import make_model, make_sums, write_jsonl
+from tests.torchrun import begun
 
 PROGRAM = """
 use std.sft (sft)
@@ -115,12 +116,12 @@ def test_rlc_run_is_killed(place: Path) -> None:
 
 def test_the_agent_is_killed(place: Path) -> None:
     """The store is gone with it, so no checkpoint can be completed, and the ranks stop at once."""
-    with started("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rldsl.run",
-                 compiled(100000, every=1), "--out", "out", "--device", "cpu") as agent:
+    with begun(place, "--nproc-per-node", "2", "-m", "rldsl.run", compiled(100000, every=1), "--out", "out",
+               "--device", "cpu") as agent:
         until(lambda: newest() > 1)
-        ranks = children(agent.pid)
+        ranks = agent.ranks()
         assert len(ranks) == 2
-        agent.kill()
+        agent.process.kill()
         until(lambda: gone(*ranks), 30)
     text = Path("said").read_text()
     assert text.count("error[RL0709]: torchrun was killed") == 1 and text.count("error[") == 1, text
