@@ -68,6 +68,15 @@ class GenerationOutput:
     batch: PackedBatch      # the prompts with their responses; an end-of-sequence token belongs to the response
     logprobs: torch.Tensor  # [R] float32, at the sampling temperature and before top-k, top-p and min-p
     finished: torch.Tensor  # [S] bool, whether an end-of-sequence token or a stop string ended the response
+    cache: Any = None  # with `keep_cache`: keys and values of the sequences, in the backend's own form
+    num_prefilled: int = 0  # tokens of prompts that this rank ran through its part of the model
+
+
+class Prefix(NamedTuple):
+    """Where keys and values of prompts lie: in what an earlier call of this shard kept."""
+
+    cache: Any               # `GenerationOutput.cache` of that call
+    sequences: torch.Tensor  # [S] int64: for each prompt the sequence of that call of which it is a prefix, or all
 
 
 # One PackedBatch for each frame of the call, in the call's order (one frame, or two for preference pairs).
@@ -100,7 +109,8 @@ class Shard(Protocol):
         Writing into a tensor changes the model."""
 
     def generate(self, prompts: PackedBatch, sampling: Sampling, *, seed: int, step: int, max_num_seqs: int,
-                 max_prompt_len: int = 0, continues: bool = False) -> GenerationOutput:
+                 max_prompt_len: int = 0, continues: bool = False, keep_cache: bool = False,
+                 prefix: Prefix | None = None) -> GenerationOutput:
         """Completions of `prompts`, the same on every rank of the shard (all tp, all pp). Random numbers depend only on
         (seed, step, row, position).
 
@@ -108,7 +118,10 @@ class Shard(Protocol):
         max_num_seqs: the most sequences that decode at the same time (0: all).
         max_prompt_len: tokens of the longest prompt of any call, which sizes the KV cache (0: unknown).
         continues: the prompts are sequences with responses. One that ends with an end-of-sequence token is complete:
-            its completion is empty, and finished."""
+            its completion is empty, and finished.
+        keep_cache: the output has the keys and values of all sequences, for `prefix` of a later call.
+        prefix: the prompts are (prefixes of) sequences of an earlier call, after which the parameters have not
+            changed: only the last token of each prompt is run."""
 
     def infer(self, batches: Sequence[PackedBatch], output: str, temperature: float) -> torch.Tensor:
         """One output of the model for all micro-batches, joined in order; the same on every rank of the shard.

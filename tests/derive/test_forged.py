@@ -149,7 +149,7 @@ FORGED: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "a whole with longer prompts": (framed("full", max_prompt_tokens=22), "RL0615"),
     "a whole at another temperature": (framed("full", temperature=0.5), "RL0615"),
     "a whole in other rows": (framed("full", row_space="gen"), "RL0615"),
-    "a whole that some rows lack": (framed("full", present_in="some"), "RL0615"),
+    "a whole that some rows lack": (framed("full", present_in="some"), "RL0612"),
     "a whole that is read before it exists": (without_lengths("full"), "RL0518"),
     "a pick with parts": (derived("best", parts=("gen", "some")), "RL0615"),
     "others that are read before they exist": (without_lengths("rival"), "RL0518"),

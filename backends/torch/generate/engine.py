@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import torch
 
 from rldsl.backends.torch.generate.decode_state import DecodeState
+from rldsl.backends.torch.generate.kept_cache import CacheKeeper, KeptCache
 from rldsl.backends.torch.generate.kv_cache import DecodeAttention, PrefillAttention
 from rldsl.backends.torch.generate.sampling import Sampler
 from rldsl.backends.torch.generate.scheduler import DecodeBatch, MicroBatchGroup, PrefillBatch, Scheduler
 from rldsl.backends.torch.generate.stop_conditions import StopStrings
 from rldsl.backends.torch.model.attention import VarlenAttention
 from rldsl.backends.torch.model.stage import Stage
-from rldsl.runtime.backend import PackedBatch
+from rldsl.runtime.backend import PackedBatch, Prefix
 from rldsl.runtime.store import offsets_within
 
 ScheduledBatch = PrefillBatch | DecodeBatch
@@ -40,9 +41,12 @@ class Engine:
     max_new_tokens: int               # tokens after which a response ends
     scheduler: Scheduler              # decides what each group runs next, on the host
     state: DecodeState                # everything on the device that the call writes
+    keeper: CacheKeeper | None = None  # collects keys and values of what has finished, for a later call
+    prefix: Prefix | None = None      # where the keys and values of the prompts lie; None: they are computed
 
     def __post_init__(self) -> None:
         self.prompt_starts = self.prompts.prompt_lens.cumsum(0) - self.prompts.prompt_lens  # [N]
+        self.num_prefilled = 0  # tokens of prompts that went through the model
         self.last_prompt_hidden: torch.Tensor | None = None  # [1, H] at the last token of the prompt that ran last
 
     def num_tokens(self, batch: ScheduledBatch) -> int:
@@ -118,6 +122,9 @@ class Engine:
             at = torch.tensor(freed, device=self.prompts.tokens.device)
             responses.lengths[slots.seq_id[at]] = slots.num_generated[at]
             responses.finished[slots.seq_id[at]] = slots.finished[at]
+            if self.keeper is not None:  # the last sampled token has no keys and values
+                self.keeper.keep(self.state.cache, freed, slots.seq_id[at],
+                                 slots.last_prompt_pos[at] + slots.num_generated[at])
 
     def _prefill(self, batch: PrefillBatch, received: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         device, prompts, shared = self.prompts.tokens.device, self.prompts, batch.num_shared
@@ -136,6 +143,7 @@ class Engine:
         if batch.new_prompts:
             new = torch.tensor(batch.new_prompts, device=device)
             lengths = prompts.prompt_lens[new]
+            self.num_prefilled += self.num_tokens(batch)
             tokens = prompts.tokens[self.prompt_starts[new].repeat_interleave(lengths) + offsets_within(lengths)]
             attention = PrefillAttention(self.state.cache, lengths, slots[shared:], prompt_count[shared:] - 1)
             hidden = self.stage.forward(tokens, attention.positions, attention, received)
@@ -156,9 +164,23 @@ class Engine:
         if len(slots.draws):
             slots.draws[at] = self._last_stage_sampler().draws(self.prompts.rows[seq_ids], self.max_new_tokens + 1)
 
+    def _attach(self, attached: tuple[tuple[int, int], ...]) -> None:
+        """Admit sequences whose prompts are in a kept cache, up to their last tokens: the next step runs these."""
+        if self.prefix is None:
+            raise RuntimeError("there is no kept cache")
+        slots, seq_ids = torch.tensor(attached, device=self.prompts.tokens.device).unbind(1)
+        self._assign_slots(slots, seq_ids)
+        before = self.prompts.prompt_lens[seq_ids] - 1
+        self.state.slots.token[slots] = self.prompts.tokens[self.prompt_starts[seq_ids] + before]
+        kept: KeptCache = self.prefix.cache
+        kept.fill(self.state.cache, self.prefix.sequences[seq_ids], slots, before)
+        self.num_prefilled += len(attached)
+
     def _decode(self, group: MicroBatchGroup, batch: DecodeBatch, received: torch.Tensor | None
                 ) -> tuple[torch.Tensor, ...]:
         cache, slots = self.state.cache, self.state.slots
+        if batch.attached:
+            self._attach(batch.attached)
         if batch.slot_moves:
             sources, targets = zip(*batch.slot_moves, strict=True)
             cache.copy_slots(sources, targets, batch.kv_len)

@@ -14,12 +14,13 @@ import torch
 from rldsl.backends.torch.generate.clock_ticks import run_to_completion
 from rldsl.backends.torch.generate.decode_state import DecodeState, DecodeStates, Responses, keep_released
 from rldsl.backends.torch.generate.engine import Engine
+from rldsl.backends.torch.generate.kept_cache import CacheKeeper, KeptCache
 from rldsl.backends.torch.generate.sampling import Sampler
 from rldsl.backends.torch.generate.scheduler import Scheduler
 from rldsl.backends.torch.generate.stop_conditions import StopStrings, tokenizer_of
 from rldsl.diag import fail
 from rldsl.plan.events import Sampling
-from rldsl.runtime.backend import Axes, GenerationOutput, PackedBatch
+from rldsl.runtime.backend import Axes, GenerationOutput, PackedBatch, Prefix
 from rldsl.runtime.store import offsets_within
 
 if TYPE_CHECKING:
@@ -31,8 +32,9 @@ POLL_EVERY = {"cuda": 8}  # decode steps between polls for finished sequences, w
 @torch.no_grad()
 def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling, *, tokenizer_dir: str, seed: int,
              step: int, max_num_seqs: int, max_prompt_len: int = 0, continues: bool = False, poll_every: int = 0,
-             capture: bool = True, states: DecodeStates | None = None) -> GenerationOutput:
-    """See `Shard.generate`. The last three arguments change no number.
+             capture: bool = True, states: DecodeStates | None = None, keep_cache: bool = False,
+             prefix: Prefix | None = None) -> GenerationOutput:
+    """See `Shard.generate`. These three arguments change no number:
 
     poll_every: decode steps between polls for finished sequences (0: the device's default).
     capture: whether decode steps are captured and replayed.
@@ -42,20 +44,23 @@ def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling,
     if count and int(prompts.prompt_lens.min()) == 0:
         raise fail("RL0732", "a sequence has an empty prompt", help="every prompt needs at least one token")
     if not count and axes.ep.size == 1:
-        return _output(prompts, Responses.empty(0, sampling.max_new_tokens, device))
+        nothing = CacheKeeper(0).kept(device) if keep_cache else None
+        return _output(prompts, Responses.empty(0, sampling.max_new_tokens, device), nothing)
     tokenizer, eos_ids = tokenizer_of(tokenizer_dir)
     if continues:
         last = prompts.tokens[prompts.prompt_lens.cumsum(0) - 1]
         incomplete = ~torch.isin(last, torch.tensor(eos_ids, device=device))
         generated = generate(stage, axes, _some(prompts, incomplete), sampling, tokenizer_dir=tokenizer_dir, seed=seed,
                              step=step, max_num_seqs=max_num_seqs, max_prompt_len=max_prompt_len,
-                             poll_every=poll_every, capture=capture, states=states)
+                             poll_every=poll_every, capture=capture, states=states, keep_cache=keep_cache,
+                             prefix=None if prefix is None else prefix._replace(sequences=prefix.sequences[incomplete]))
         return _with_complete(prompts, incomplete, generated)
     stop_strings = StopStrings(sampling.stop, tokenizer) if sampling.stop else None
     waits_anyway = axes.ep.size > 1 or stop_strings is not None  # the host reads from the device in every step
     scheduler = Scheduler(
         prompts.prompt_lens.tolist(), shares_prompt(prompts), min(max_num_seqs or count, count), axes.pp.size,
-        sampling.max_new_tokens, 1 if waits_anyway else poll_every or POLL_EVERY.get(device.type, 1), max_prompt_len)
+        sampling.max_new_tokens, 1 if waits_anyway else poll_every or POLL_EVERY.get(device.type, 1), max_prompt_len,
+        prefix is not None)
     key = (count, scheduler.num_slots, sampling, tuple(eos_ids))
     state = None if states is None else states.pop(key, None)
     if state is None or state.cache.width < scheduler.kv_width:
@@ -67,9 +72,10 @@ def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling,
     state.allocate_memory()
     sampler = Sampler(stage, sampling, seed, step, state.eos_ids) if stage.last else None
     engine = Engine(stage, prompts, sampler, stop_strings, sampling.min_new_tokens, sampling.max_new_tokens, scheduler,
-                    state)
+                    state, CacheKeeper(count) if keep_cache else None, prefix)
     run_to_completion(engine, axes)
-    output = _output(prompts, state.responses)
+    output = _output(prompts, state.responses, None if engine.keeper is None else engine.keeper.kept(device),
+                     engine.num_prefilled)
     if states is not None:
         keep_released(states, key, state)
     return output
@@ -95,8 +101,9 @@ def _with_complete(prompts: PackedBatch, incomplete: torch.Tensor, generated: Ge
     of_response = offsets_within(made.prompt_lens + made.response_lens) >= made.prompt_lens.repeat_interleave(
         made.prompt_lens + made.response_lens)
     tokens[~of_prompt] = made.tokens[of_response]
+    kept: KeptCache | None = generated.cache
     return GenerationOutput(PackedBatch(prompts.rows, prompts.prompt_lens, responses, tokens), generated.logprobs,
-                            finished)
+                            finished, None if kept is None else kept.spread_out(incomplete), generated.num_prefilled)
 
 
 def shares_prompt(prompts: PackedBatch) -> list[bool]:
@@ -112,7 +119,8 @@ def shares_prompt(prompts: PackedBatch) -> list[bool]:
     return result
 
 
-def _output(prompts: PackedBatch, responses: Responses) -> GenerationOutput:
+def _output(prompts: PackedBatch, responses: Responses, kept: KeptCache | None = None, num_prefilled: int = 0
+            ) -> GenerationOutput:
     """Each prompt followed by its response, and the log-probs of the responses. Everything is copied, since the memory
     of the decode state is given back."""
     lens = prompts.prompt_lens + responses.lengths
@@ -123,4 +131,4 @@ def _output(prompts: PackedBatch, responses: Responses) -> GenerationOutput:
     response_starts = (starts + prompts.prompt_lens).repeat_interleave(responses.lengths)
     tokens[response_starts + offsets_within(responses.lengths)] = responses.tokens[sampled]
     batch = PackedBatch(prompts.rows, prompts.prompt_lens, responses.lengths.clone(), tokens)
-    return GenerationOutput(batch, responses.logprobs[sampled], responses.finished.clone())
+    return GenerationOutput(batch, responses.logprobs[sampled], responses.finished.clone(), kept, num_prefilled)

@@ -39,6 +39,8 @@ class DecodeBatch:
     kv_len: int                              # how many tokens of each slot are read
     slot_moves: tuple[tuple[int, int], ...]  # (from, to), before the step
     poll: bool                               # whether the host asks afterwards which sequences have finished
+    # (slot, sequence), admitted before the moves: all but the last token of their prompts comes from a kept cache
+    attached: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -59,12 +61,13 @@ class Scheduler:
     """The state of one generate call."""
 
     def __init__(self, prompt_lens: Sequence[int], shared_prefix: Sequence[bool], num_slots: int, num_groups: int,
-                 max_new_tokens: int, poll_every: int, max_prompt_len: int = 0):
+                 max_new_tokens: int, poll_every: int, max_prompt_len: int = 0, cached: bool = False):
         """prompt_lens: [N] tokens. shared_prefix: [N] whether a sequence has the prompt of the one before.
         poll_every: the most decode steps between two polls. max_prompt_len: tokens of the longest prompt of any call
-        (0: unknown); calls with prompts of nearly the same length then get a KV cache of the same width."""
+        (0: unknown); calls with prompts of nearly the same length then get a KV cache of the same width. cached: the
+        prompts are in a kept cache, so that a sequence begins with a decode step."""
         self.prompt_lens, self.shared_prefix = prompt_lens, shared_prefix
-        self.max_new_tokens, self.poll_every = max_new_tokens, poll_every
+        self.max_new_tokens, self.poll_every, self.cached = max_new_tokens, poll_every, cached
         self.prefill_tokens = [0 if shared else n for n, shared in zip(prompt_lens, shared_prefix, strict=True)]
         self.next_seq = 0   # sequences from here on wait
         self.last_slot = 0  # the slot of the sequence that was admitted last
@@ -81,6 +84,12 @@ class Scheduler:
     def schedule(self, group: MicroBatchGroup) -> PrefillBatch | DecodeBatch | None:
         """What the group runs next; None if it has no sequences."""
         free = group.free_slots() if self.next_seq < len(self.prompt_lens) else []
+        if self.cached:
+            attached = tuple(zip(free, range(self.next_seq, len(self.prompt_lens))))  # as many as fit
+            self.next_seq += len(attached)
+            group.seq_ids.update(attached)
+            group.num_generated.update((slot, 0) for slot, _ in attached)
+            return self._decode(group, attached) if group.seq_ids else None
         count = num_to_admit(self.prefill_tokens, self.next_seq, len(free), group.size)
         if count:
             return self._prefill(group, free[:count])
@@ -107,7 +116,7 @@ class Scheduler:
         self.next_seq, self.last_slot = admitted.stop, slots[-1]
         return batch
 
-    def _decode(self, group: MicroBatchGroup) -> DecodeBatch:
+    def _decode(self, group: MicroBatchGroup, attached: tuple[tuple[int, int], ...] = ()) -> DecodeBatch:
         drained = self.next_seq == len(self.prompt_lens)  # only then are freed slots not filled again
         batch_size = min(round_to_bucket(len(group.seq_ids)), group.size) if drained else group.size
         moves = self._compact(group, group.start + batch_size)
@@ -116,7 +125,7 @@ class Scheduler:
             group.num_generated[s] += 1
         group.steps_until_poll -= 1
         return DecodeBatch(batch_size, min(round_to_bucket(kv_len, MIN_CACHE_WIDTH, 4), self.kv_width), moves,
-                           group.steps_until_poll <= 0)
+                           group.steps_until_poll <= 0, attached)
 
     def _compact(self, group: MicroBatchGroup, end: int) -> tuple[tuple[int, int], ...]:
         """Move the sequences in slots from `end` on to free slots before it."""
