@@ -5,4 +5,4 @@ from __future__ import annotations
 
 from rldsl.plan.backends import Description
 
-DESCRIPTION = Description(invariant=True)
+DESCRIPTION = Description(invariant=True, reuses_cache=True)

@@ -33,8 +33,9 @@ PLACED = {"dp": "data-parallel degree", "tp": "tensor-parallel degree", "pp": "p
                                                                     "limit)",
           "offload": "keep parameters in host memory between calls",
           "recompute": "full: recompute activations in the backward pass instead of keeping them",
-          "keep": "false: free a copy after its last use in a step", "backend": "the library that executes the "
-                                                                                      "call"}
+          "keep": "false: free a copy after its last use in a step",
+          "reuse": "generate only: continue from the KV cache of the sequences",
+          "backend": "the library that executes the call"}
 TABLES = {"generate": options.GENERATE, "train": options.TRAIN, "adamw": options.ADAMW, "lora": options.LORA,
           "jsonl": options.DATA, "parquet": options.DATA, "hf": options.DATA,
           **dict.fromkeys(HEADS, options.MODEL)}

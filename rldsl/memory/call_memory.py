@@ -172,6 +172,14 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
             "progress": drawn + count * (12 * new + INDEX + 8 * width(frame) + 8 * longest)}
 
 
+def kept_cache_bytes(t: Tables, e: Generate, copy: Copy) -> int:
+    """Keys and values that a rank keeps of the sequences that `e` generates. The last token of a sequence has none."""
+    sizes, frame = copy.model.sizes, t.frames[e.frame]
+    heads = -(-sizes.kv_heads // copy.layout.tp)
+    tokens = rows(frame, t.spreads[e.spread], t.layouts, t.frames) * max(width(frame) - 1, 0)
+    return tokens * 2 * heads * sizes.head_dim * copy.compute * copy.layers
+
+
 def _infer(t: Tables, e: Infer, copy: Copy, b: LayerActivations, device: str) -> Needs:
     count = rows(t.frames[e.frame], t.spreads[e.spread], t.layouts, t.frames)
     m = largest_micro_batch(t, (e.frame,), count, e.mbs, e.mbt, copy.layout)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rldsl.memory.call_memory import call_bytes, gradient_bytes, optimizer_bytes
+from rldsl.memory.call_memory import call_bytes, gradient_bytes, kept_cache_bytes, optimizer_bytes
 from rldsl.memory.curve import Curve, Holding
 from rldsl.memory.holder_classes import HolderClass
 from rldsl.memory.parameters import FLOAT, Copy, elements, largest, new_bytes, resting
@@ -238,7 +238,14 @@ class _Lifetimes:
 
     def _value(self, buffer: str, start: int, stop: int) -> None:
         value, spread = split_buffer(buffer)
-        self._hold(self.labels.name(value), buffer_bytes(self.t, value, spread), start, stop)
+        size = self._cache(value) if self.t.values[value].extent == "cache" else buffer_bytes(self.t, value, spread)
+        self._hold(self.labels.name(value), size, start, stop)
+
+    def _cache(self, value: str) -> int:
+        """The KV cache that a generate keeps."""
+        writers = [e for e in self.events if isinstance(e, Generate) and value == f"{e.frame}.cache"]
+        return max((kept_cache_bytes(self.t, e, c) for e in writers for c in self._copies(f"{e.model}@{e.layout}")),
+                   default=0)
 
     # ----------------------------------------------------------------------------------------------- events
 
@@ -251,6 +258,12 @@ class _Lifetimes:
         by_cell = [call_bytes(self.t, e, c, self.device) for c in self._copies(f"{e.model}@{e.layout}")]
         for what, size in max(by_cell, key=lambda needs: sum(needs.values())).items():
             self._hold(what, size, now, now)
+        if isinstance(e, Generate):  # a layer of it at a time is joined from parts, or copied to the slots
+            kept = [self._cache(v) for v, _ in map(split_buffer, (*e.reads, *e.writes))
+                    if v in self.t.values and self.t.values[v].extent == "cache"]
+            layers = max(1, min((c.layers for c in self._copies(f"{e.model}@{e.layout}")), default=1))
+            self._hold(f"a layer of the KV cache of {self.labels.name(e.frame)}", max(kept, default=0) // layers, now,
+                       now)
         if isinstance(e, Train):
             size = loss_gather_bytes(self.t, self.programs[e.loss], self.t.spreads[e.spread])
             self._hold(f"medians and quantiles of {e.model}.train", size, now, now)

@@ -61,7 +61,7 @@ def buffer_bytes(t: Tables, value: str, spread: str) -> int:
     frame = t.frames[v.frame]
     if v.extent == "lengths":
         return 2 * 8 * frame.count
-    if v.dtype == "text" or v.extent == "columns":
+    if v.dtype == "text" or v.extent in ("columns", "cache"):  # that of a cache depends on its model (`lifetimes.py`)
         return 0
     num_rows = rows(frame, t.spreads[spread], t.layouts, t.frames)
     if v.extent == "prompt":

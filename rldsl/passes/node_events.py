@@ -15,6 +15,7 @@ from rldsl.graph import model as g
 from rldsl.passes.draft import Draft, replicated_spread_id, row_states_spread_id
 from rldsl.placement.budget import decode_batch_size
 from rldsl.placement.model import Call, Place, Placed, mesh_of_range, mesh_of_set
+from rldsl.placement.reuse import reused_caches
 from rldsl.placement.sync import sync_places
 from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.events import (
@@ -37,7 +38,7 @@ from rldsl.plan.events import (
     Update,
     split_buffer,
 )
-from rldsl.plan.model import Layout, Mesh, Spread, State
+from rldsl.plan.model import Layout, Mesh, Spread, State, Value
 from rldsl.plan.payloads import (
     CollectSpec,
     ComputeSpec,
@@ -57,7 +58,10 @@ from rldsl.sharding.rank_sets import Ranks, union
 
 
 def node_events(placed: Placed) -> Draft:
-    builder = _EventBuilder(placed)
+    reused = reused_caches(placed.graph, dict(placed.places))
+    kept = tuple(Value(f"{f}.cache", f, "seq", "cache") for f in dict.fromkeys(reused.values()))
+    placed = replace(placed, graph=replace(placed.graph, values=(*placed.graph.values, *kept)))
+    builder = _EventBuilder(placed, reused)
     body = builder.block(placed.graph.items)
     return Draft(placed, body, (), builder.meshes, builder.layouts, builder.spreads, builder.states())
 
@@ -104,7 +108,9 @@ def _named(s: Spread) -> Spread:
 
 
 class _EventBuilder:
-    def __init__(self, placed: Placed):
+    def __init__(self, placed: Placed, reused: Mapping[str, str]):
+        """reused: generate that reads a KV cache -> frame that this is of."""
+        self.reused = reused
         self.placed, self.places = placed, dict(placed.places)
         self.train_layouts = {m.name: m.train_layout for m in placed.models}
         self.sync_places = sync_places(placed.graph, self.places, self.train_layouts)  # of models in syncs
@@ -247,8 +253,12 @@ class _EventBuilder:
         copy, layout = f"{node.model}@{place.layout.id}", place.layout.id
         match node:
             case g.Generate():
-                return Generate(**common, layout=layout, reads=(copy, *reads), writes=writes,
-                                mbs=decode_batch_size(self.frames[node.frame], place), **payload(node, GenerateSpec))
+                cache_of = self.reused.get(node.id, "")
+                cache = (f"{cache_of}.cache@{spread.id}",) if cache_of else ()
+                kept = (f"{node.frame}.cache@{spread.id}",) if node.frame in self.reused.values() else ()
+                return Generate(**common, layout=layout, reads=(copy, *reads, *cache), writes=(*writes, *kept),
+                                cache_of=cache_of, mbs=decode_batch_size(self.frames[node.frame], place),
+                                **payload(node, GenerateSpec))
             case g.Infer():
                 return Infer(**common, layout=layout, reads=(copy, *reads), writes=writes, mbs=place.mbs, mbt=place.mbt,
                              **payload(node, InferSpec))
@@ -294,6 +304,8 @@ class _EventBuilder:
     def _spread(self, node: g.Node, place: Place) -> Spread:
         """The spread of what the node writes. Rows are derived where their sequences (or values) are; rows that every
         rank holds in full are first divided as for a computation."""
+        if node.id in self.reused:  # where the cache is
+            return self.spreads[self.made_in[f"{self.reused[node.id]}.cache"]]
         if isinstance(node, g.Derive) and DERIVE_OPS[node.op].calls_python:  # each row on one rank, as in a computation
             return _by_prompts(place, (node.source, *(frame for _, frame in node.given)), self.frames)
         if isinstance(node, g.Derive) and node.parts:  # all parts of a sequence on one rank

@@ -25,8 +25,9 @@ from rldsl.source import Span
 DEGREES = ("dp", "tp", "pp", "cp")
 NOTHING = {"zero": (0,), "keep": (True,), "backend": (DEFAULT_BACKEND,)}  # of a computation, if not 0, 1 or none
 INFERRED = ("dp", "tp", "pp")  # cp is 1 where it is not given
-OPTIONS = ("dp", "tp", "pp", "vpp", "cp", "ep", "zero", "mbs", "mbt", "recompute", "offload", "keep", "backend")
-SWITCHES = ("offload", "keep")
+OPTIONS = ("dp", "tp", "pp", "vpp", "cp", "ep", "zero", "mbs", "mbt", "recompute", "offload", "keep", "reuse",
+           "backend")
+SWITCHES = ("offload", "keep", "reuse")
 RECOMPUTE = ("none", "full")
 ZERO = "0 shards nothing over dp; 1 shards the optimizer state, 2 also gradients, 3 also parameters"
 
@@ -106,7 +107,7 @@ def read_options(options: Sequence[Option]) -> dict[str, tuple[Scalar, Span]]:
         if not right:
             wanted = {**dict.fromkeys(SWITCHES, "true or false"), "backend": 'a name such as "torch"',
                       "recompute": " or ".join(RECOMPUTE)}.get(name, f"an integer of at least {least}")
-            example = {"offload": "true", "keep": "false", "backend": "torch",
+            example = {"offload": "true", "keep": "false", "reuse": "true", "backend": "torch",
                        "recompute": "full"}.get(name, max(least, 1))
             raise fail("RL0311", f"`{name}` must be {wanted}", span, f"this is {value!r}",
                        help=f"write `{name}={example}`")
@@ -125,7 +126,8 @@ def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, c
     given = read_options(choice.options)
     size = mesh.size
     if compute:
-        for name in ("tp", "pp", "vpp", "cp", "ep", "zero", "offload", "keep", "mbs", "mbt", "recompute", "backend"):
+        for name in ("tp", "pp", "vpp", "cp", "ep", "zero", "offload", "keep", "reuse", "mbs", "mbt", "recompute",
+                     "backend"):
             if name in given and given[name][0] not in NOTHING.get(name, (0, 1, "none")):
                 raise fail("RL0311", f"`{name}` does not apply to a computation", given[name][1],
                            f"`{call}` does not run a model",
@@ -143,7 +145,8 @@ def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, c
         check_family(family, tp, pp, cp, spans, choice.span, cluster, call)
     return Place(mesh, layout, int(given.get("mbs", (0,))[0]), bool(given.get("offload", (False,))[0]), choice.span,
                  choice.why, "full" if given.get("recompute", ("none",))[0] == "full" else "none",
-                 bool(given.get("keep", (True,))[0]), mbt=int(given.get("mbt", (0,))[0]))
+                 bool(given.get("keep", (True,))[0]),
+                 reuse=bool(given.get("reuse", (False,))[0]), mbt=int(given.get("mbt", (0,))[0]))
 
 
 def infer_degrees(given: dict[str, int], size: int, mesh: Mesh, choice: Choice, written: dict[str, tuple[Scalar, Span]],

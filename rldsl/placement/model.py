@@ -36,6 +36,7 @@ class Place:
     recompute: Literal["none", "full"] = "none"  # as in `plan.events.Train`
     keep: bool = True  # whether a copy of a trained model stays after its last use in a step
     given: Mesh | None = None  # with `mesh(8)`: the first 8 ranks, where `free.py` chose others; else None
+    reuse: bool = False  # a continuation starts from the KV cache of what it continues
     mbt: int = 0  # tokens per micro-batch; 0: no limit
 
 

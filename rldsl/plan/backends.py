@@ -67,6 +67,7 @@ class Description:
     needs: tuple[str, str] | None = None  # (a module that must be importable, the command that installs it)
     versions: tuple[str, str, str] | None = None  # (distribution, first supported version, first unsupported one)
     invariant: bool = False  # whether it can run models with `invariant=true`
+    reuses_cache: bool = False  # whether `generate` can keep its KV cache for a call that continues
     problem: Callable[[Facts, Layout], str] = runs_every_model  # the feature it cannot express; "" if there is none
     memory: object = None  # what a call holds: a `rldsl.memory.call_memory.MemoryCosts`
     time: object = None  # what passes a call makes, and their seconds: a `rldsl.simulate.call_ops.TimeCosts`

@@ -23,19 +23,36 @@ class DeriveOp:
     # the frame's rows begin with it: it writes their tokens, and an exchange of their lengths follows. False: the rows
     # and their lengths exist already, and it makes values alone
     makes_rows: bool = True
+    # the tokens of each row are those of the source's row that it lies in, or a prefix of them
+    keeps_prefixes: bool = False
     calls_python: bool = False  # it calls a user's function, so that each row must be on one rank alone
     whole_prompts: bool = False  # it needs all rows of a prompt at once
     key: Literal["", "bool", "f32"] = ""  # dtype of the source's seq value that says which rows there are; "": none
 
 
 DERIVE_OPS: Mapping[DeriveOpName, DeriveOp] = {
-    "where": DeriveOp(verb="select", key="bool"),  # the rows whose condition holds, under the same numbers
+    # the rows whose condition holds, under the same numbers
+    "where": DeriveOp(verb="select", key="bool", keeps_prefixes=True),
     "restrict": DeriveOp(verb="select", makes_rows=False),  # values of a frame, for the rows of a selection of it
     # of each prompt the row with the largest number, the first of equals
     "pick": DeriveOp(verb="pick", key="f32", whole_prompts=True),
     "others": DeriveOp(verb="pair up", whole_prompts=True),  # for each row the other rows of its prompt
     # all that models generated of a sequence, from the prompt with which its chain of continuations begins
-    "whole": DeriveOp(verb="join"),
+    "whole": DeriveOp(verb="join", keeps_prefixes=True),
     # prompts that a Python function writes about the rows, tokenized where the rows are
     "text": DeriveOp(verb="write", calls_python=True),
 }
+
+
+def continued_frame(prompts: str, sources: Mapping[str, tuple[DeriveOpName, str]]) -> str:
+    """The frame whose sequences begin as those of `prompts` do: itself, or what it was derived from.
+
+    sources: derived frame -> (operation, frame that it is made from)."""
+    seen: set[str] = set()
+    while prompts in sources and prompts not in seen:
+        seen.add(prompts)
+        op, source = sources[prompts]
+        if op not in DERIVE_OPS or not DERIVE_OPS[op].keeps_prefixes:
+            break
+        prompts = source
+    return prompts

@@ -287,6 +287,8 @@ class Generate(GenerateSpec, ModelCall):
     """Completions of the frame `prompts` become the frame `frame`."""
 
     mbs: int = 0  # most sequences decoded together on a dp rank; 0: all
+    # the frame whose KV cache, which its Generate wrote under this spread, has the prompts; "": they are prefilled
+    cache_of: FrameId = ""
 
     @property
     def called(self) -> str:

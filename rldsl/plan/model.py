@@ -297,8 +297,10 @@ class Value:
     level: Level
     # the entries of a row. tokens: one per prompt and response token; response: one per response token; row, prompt,
     # batch: one each; columns: the data columns as text; lengths: prompt length, response length; row_numbers: the
-    # number of the row in its data source; table: no rows of a frame, but one entry per row of a data source
-    extent: Literal["tokens", "response", "row", "prompt", "batch", "columns", "lengths", "row_numbers", "table"]
+    # number of the row in its data source; table: no rows of a frame, but one entry per row of a data source; cache:
+    # keys and values of the sequence, in the form of the backend, on the ranks that computed them
+    extent: Literal["tokens", "response", "row", "prompt", "batch", "columns", "lengths", "row_numbers", "table",
+                    "cache"]
     dtype: Literal["f32", "i64", "bool", "text"] = "f32"
     # what people call it, where its id is a name of the compiler's: "mean(r by prompt) (ppo.rlf:12)"
     label: str = ""

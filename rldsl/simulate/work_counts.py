@@ -129,17 +129,19 @@ class DecodePlan:
 def plan_decoding(event: Generate, rows: float, row: Row, groups: int = 1) -> DecodePlan:
     """rows: sequences of the shard. groups: of sequences, one per pipeline stage. A finished sequence makes room for a
     waiting one; until the last one ends, the KV cache is read as far as the longest. The samples of a prompt share its
-    prefill."""
+    prefill; with the KV cache of what it continues there is none."""
     slots = min(rows, event.mbs or rows)
     if not slots:
         return DecodePlan(0, 0, 0, 0, 0, 0, 0)
     waves = ceil(rows / slots)
     longest = row.longest
     steps = longest if waves == 1 else max(rows * row.response / slots + (longest - row.response), longest)
-    sampled = rows * max(row.response - 1, 0.0)  # the first token comes from the prefill
+    if event.cache_of:
+        waves = 0  # nothing is prefilled: the last token of a prompt runs in the first decoding step
+    sampled = rows * max(row.response - bool(waves), 0.0)  # the first token comes from the prefill
     steps = max(steps - waves, 0.0)
     each = slots / groups
-    return DecodePlan(waves * groups, each, each / max(event.sampling.n, 1), steps * groups,
+    return DecodePlan(waves * groups, each, each / max(event.sampling.n, 1) if waves else 0.0, steps * groups,
                     sampled / (steps * groups) if steps else 0.0, row.prompt + longest / 2,
                     groups * num_cache_widths(row.prompt, row.prompt + longest) if steps else 0.0)
 

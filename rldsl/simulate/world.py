@@ -82,7 +82,7 @@ class World:
         row, frame = self.row(value.frame), self.frames[value.frame]
         return {"tokens": rows * row.tokens, "response": rows * row.response, "row": rows, "batch": 1.0,
                 "prompt": rows / frame.per_prompt, "columns": rows, "row_numbers": rows,
-                "lengths": 2.0 * rows}[value.extent]
+                "lengths": 2.0 * rows, "cache": rows}[value.extent]
 
 
 def collective(key: Hashable, parties: tuple[int, ...], seconds: float) -> list[Op]:

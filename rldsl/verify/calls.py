@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.backends import described
-from rldsl.plan.events import AnyCall, Compute, Event, Generate, Infer, Train, split_buffer
+from rldsl.plan.derive_ops import DERIVE_OPS, continued_frame
+from rldsl.plan.events import AnyCall, Compute, Derive, Event, Generate, Infer, Train, split_buffer
 from rldsl.plan.function import frames_of_call
 from rldsl.plan.heads import OUTPUTS, heads_with
 from rldsl.plan.model import Layout, Mesh, Model, Ranges
@@ -105,10 +106,12 @@ def _degrees(x: Layout) -> tuple[int, ...]:
 
 def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
     yield from _call(t, e)
-    yield from reads(t, e, {f"{e.prompts}.tokens"}, own(e.prompts), e.spread, f"{e.model}@{e.layout}")
+    cache = {f"{e.cache_of}.cache"} if e.cache_of else set()
+    yield from reads(t, e, {f"{e.prompts}.tokens"} | cache, own(e.prompts), e.spread, f"{e.model}@{e.layout}")
     made = {f"{e.frame}.tokens": ("tokens", "i64"), f"{e.frame}.logprobs": ("response", "f32"),
             f"{e.frame}.finished": ("row", "bool")}
-    yield from writes(t, e, {*made}, set(), e.spread)
+    yield from writes(t, e, {*made}, {f"{e.frame}.cache"}, e.spread)
+    yield from _cache(t, e)
     for id, (extent, dtype) in made.items():
         v = t.values.get(id)
         if v is not None and (v.frame, v.extent, v.dtype) != (e.frame, extent, dtype):
@@ -136,6 +139,29 @@ def _has_responses_of_data(t: Tables, frame: IndexedFrame) -> bool:
     while frame.selected_from:
         frame = t.frames[frame.selected_from]
     return len(frame.chain) == 1 and frame.max_response_tokens > 0 and not frame.picked_from
+
+
+def _cache(t: Tables, e: Generate) -> Iterator[Diagnostic]:
+    """The KV cache that it reads is that of its prompts, from the same model in the same places. `versions.py` checks
+    that the model has not changed since."""
+    kept = t.values.get(f"{e.frame}.cache")
+    if f"{e.frame}.cache" in [split_buffer(b)[0] for b in e.writes] and (kept is None or kept.extent != "cache"):
+        yield problem("RL0615", f"{name(e)} writes {e.frame}.cache, which is no KV cache", e)
+    if not e.cache_of:
+        return
+    sources = {d.frame: (d.op, d.source) for d, _ in t.events if isinstance(d, Derive)
+               and DERIVE_OPS[d.op].makes_rows}
+    writer = next((w for w, _ in t.events if isinstance(w, Generate) and w.frame == e.cache_of), None)
+    if writer is None or continued_frame(e.prompts, sources) != e.cache_of \
+            or t.frames[e.cache_of].row_origin not in t.frames[e.frame].origins:
+        yield problem("RL0615", f"{name(e)} reads the KV cache of {e.cache_of}, with whose rows its prompts do not "
+                                "begin", e)
+    elif (writer.model, writer.layout, writer.spread) != (e.model, e.layout, e.spread):
+        yield problem("RL0615", f"{name(e)} reads the KV cache of {e.cache_of}, which another model wrote, or the same "
+                                "one in other places", e)
+    backend = described(t.layouts[e.layout].backend)
+    if backend is None or not backend.reuses_cache:
+        yield problem("RL0615", f"{name(e)}: the backend of layout {e.layout} keeps no KV cache", e)
 
 
 def check_infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:

@@ -23,7 +23,7 @@ FrameRule = Callable[[Tables, Derive], str]
 
 def check_derive(t: Tables, e: Derive) -> Iterator[Diagnostic]:
     yield from check_values(t, e)
-    if any(t.values[v].extent in ("columns", "lengths") for v, _ in e.values):
+    if any(t.values[v].extent in ("columns", "lengths", "cache") for v, _ in e.values):
         yield problem("RL0615", f"{name(e)} selects rows of a value that has no rows", e)
     if fault := OPS[e.op](t, e):
         yield problem("RL0615", f"{name(e)}: {fault}", e)

@@ -42,7 +42,7 @@ from rldsl.verify import calls, collect, derive, evaluations, row_states
 from rldsl.verify.tables import Tables, name, problem
 from rldsl.verify.transfer_slices import MeshCells
 
-LOCAL = ("columns", "lengths", "row_numbers", "table")
+LOCAL = ("columns", "lengths", "row_numbers", "table", "cache")
 
 
 def check_operations(t: Tables) -> Iterator[Diagnostic]:

@@ -18,7 +18,7 @@ from rldsl.plan.model import ROLES, Data, Layout, Model, Optimizer, ParamSpec, V
 from rldsl.verify.tables import Tables, name, problem
 
 LEVEL_OF = {"tokens": "token", "response": "token", "row": "seq", "prompt": "prompt", "batch": "batch",
-            "row_numbers": "seq", "table": "batch"}
+            "row_numbers": "seq", "table": "batch", "cache": "seq"}
 DTYPES_OF = {"tokens": ("i64",), "lengths": ("i64",), "columns": ("text",), "row_numbers": ("i64",),
              "table": ("f32",)}
 # style of a parameter -> the dimension along which it is divided

@@ -3,7 +3,7 @@
 In: tables with sound references, classes and operations. Out: diagnostics
 - RL0515: a copy is freed that does not exist;
 - RL0520: a copy is used that was not loaded, or was freed;
-- RL0521: a copy is used that is stale;
+- RL0521: a copy is used that is stale, or a KV cache of an earlier version;
 - RL0522: a realloc to a copy that is current already;
 - RL0523: a model is loaded twice, or in a loop;
 - RL0524: train or realloc of the wrong layout or of a frozen model;
@@ -22,7 +22,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Checkpoint, Event, Item, Load, Loop, Offload, Onload, Realloc, Train, split_buffer
+from rldsl.plan.events import (
+    Checkpoint,
+    Event,
+    Generate,
+    Item,
+    Load,
+    Loop,
+    Offload,
+    Onload,
+    Realloc,
+    Train,
+    split_buffer,
+)
 from rldsl.verify.tables import Tables, name, problem
 
 Copies = frozenset[tuple[str, str]]  # (model, layout)
@@ -38,6 +50,8 @@ class CopyStates:
     allocated: Copies = frozenset()  # exist, in whatever version
     aliases_of_trained: Copies = frozenset()  # share memory with the copy that is trained
     optimizer_offloaded: Copies = frozenset()  # optimizer state is in host memory
+    # (frame, model, layout) of every KV cache that the current version of its model wrote
+    caches: frozenset[tuple[str, str, str]] = frozenset()
 
     @property
     def offloaded_parts(self) -> frozenset[tuple[str, str, str]]:
@@ -138,7 +152,8 @@ def _meet(a: CopyStates, b: CopyStates) -> CopyStates:
     return CopyStates(
         current=a.current & b.current, params_offloaded=a.params_offloaded,
         loaded_from_disk=a.loaded_from_disk & b.loaded_from_disk, allocated=a.allocated & b.allocated,
-        aliases_of_trained=a.aliases_of_trained & b.aliases_of_trained, optimizer_offloaded=a.optimizer_offloaded)
+        aliases_of_trained=a.aliases_of_trained & b.aliases_of_trained, optimizer_offloaded=a.optimizer_offloaded,
+        caches=a.caches & b.caches)
 
 
 def _unbalanced(where: str, end: CopyStates, start: CopyStates) -> Diagnostic:
@@ -153,12 +168,17 @@ def _after(t: Tables, e: Event, s: CopyStates) -> CopyStates:
     if e.frees:
         freed = _freed(e)
         return replace(s, current=s.current - freed, loaded_from_disk=s.loaded_from_disk - freed,
+                       caches=frozenset(c for c in s.caches if c[1:] not in freed),
                        allocated=s.allocated - freed)
     written = frozenset(_copies(t, e.writes))
     renewed = e.versions().defs  # models of which every copy that the event does not write is stale from here on
     trained_too = {c for c in s.aliases_of_trained if c[0] in renewed and isinstance(e, Train)}
     after = replace(s, current=frozenset(c for c in s.current if c[0] not in renewed) | trained_too | written,
                     allocated=s.allocated | written)
+    after = replace(after, caches=frozenset(c for c in s.caches if c[1] not in renewed and c[1:] not in written))
+    if isinstance(e, Generate):
+        kept = {b for b, _ in map(split_buffer, e.writes)} & {f"{e.frame}.cache"}
+        after = replace(after, caches=after.caches | {(e.frame, e.model, e.layout) for _ in kept})
     if isinstance(e, Load):
         after = replace(after, loaded_from_disk=s.loaded_from_disk | written)
         if e.alias_of:
@@ -223,6 +243,9 @@ def _problems(t: Tables, e: Event, s: CopyStates) -> Iterator[Diagnostic]:
                           ranks=ranks)
         if (model, layout) in s.params_offloaded and not isinstance(e, Checkpoint):  # which reads host memory, too
             yield problem("RL0525", f"{name(e)} uses {model}@{layout}, which is offloaded", e, ranks=ranks)
+    if isinstance(e, Generate) and e.cache_of and (e.cache_of, e.model, e.layout) not in s.caches:
+        yield problem("RL0521", f"{name(e)} reads the KV cache of {e.cache_of}, which no generate of the current "
+                                f"version of {e.model} wrote", e, ranks=ranks)
     if isinstance(e, Realloc):
         if t.models[e.model].base and (e.model, e.dst) not in s.loaded_from_disk:
             yield problem("RL0520", f"{name(e)} copies adapters to {e.model}@{e.dst}, whose base is never loaded", e,

@@ -85,7 +85,7 @@ class Scheduler:
         """What the group runs next; None if it has no sequences."""
         free = group.free_slots() if self.next_seq < len(self.prompt_lens) else []
         if self.cached:
-            attached = tuple(zip(free, range(self.next_seq, len(self.prompt_lens))))  # as many as fit
+            attached = tuple(zip(free, range(self.next_seq, len(self.prompt_lens)), strict=False))  # as many as fit
             self.next_seq += len(attached)
             group.seq_ids.update(attached)
             group.num_generated.update((slot, 0) for slot, _ in attached)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from rldsl.plan.events import Generate, Infer, Load, Offload, Onload, Realloc
-from rldsl.runtime.backend import PackedBatch
+from rldsl.runtime.backend import PackedBatch, Prefix
 from rldsl.runtime.comm.exchange import message_tag
 from rldsl.runtime.comm.reshard import RankReshard, Tensors, reshard
 from rldsl.runtime.comm.row_assignment import RowLengths
@@ -91,9 +91,18 @@ def generate(models: ModelStore, step: StepState, event: Generate) -> None:
                           _repeated(tokens, prompt_rows))
     shard = models.shard_to_read(event.model, event.layout)
     seed = step.sampling_seed(event.id, event.frame)
+    prefix = None
+    if event.cache_of:  # the sequence of each row, as the call that made it counted its rows
+        made = step.my_rows(spread, event.cache_of)
+        begins = rows // (record.count // context.frames[event.cache_of].count)
+        prefix = Prefix(step.read(event.reads, f"{event.cache_of}.cache"), torch.searchsorted(made, begins))
+    cache = f"{event.frame}.cache@{spread.id}"
     generated = shard.generate(prompts, event.sampling, seed=seed, step=step.index,
                                max_num_seqs=event.mbs, max_prompt_len=record.max_prompt_tokens,
-                               continues=context.frames[event.prompts].max_response_tokens > 0)
+                               continues=context.frames[event.prompts].max_response_tokens > 0,
+                               keep_cache=cache in event.writes, prefix=prefix)
+    if cache in event.writes:
+        step.buffers.put(cache, generated.cache)
     all_lens = RowLengths(*(torch.zeros(record.count, dtype=torch.int64, device=context.device) for _ in range(2)))
     all_lens.prompt[rows], all_lens.response[rows] = lens, generated.batch.response_lens
     step.rows.lens[event.frame] = all_lens  # 0 for other ranks' rows, until the lengths are exchanged
