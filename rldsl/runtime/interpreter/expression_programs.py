@@ -3,8 +3,9 @@
 
 In: a Program, inputs and the rows at hand (a `FrameRows` per frame). Out: its outputs, or a share of the loss with its
 gradient.
-Invariant: results do not depend on how rows are divided over ranks and micro-batches, but for rounding of float64. On
-CUDA `index_add` adds in no fixed order, so there two runs under one placement may differ by that rounding too.
+Invariant: results do not depend on how rows are divided over ranks and micro-batches: flow arithmetic reduces to batch
+level exactly (`exact_sums.py`), losses and their metrics but for rounding of float64. On CUDA `index_add` adds in no
+fixed order, so there losses under one placement may differ by that rounding too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rldsl.plan.expr import Level, Node, Program
 from rldsl.plan.operators import OPERATORS
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.runtime.draws import uniform
+from rldsl.runtime.interpreter.exact_sums import exact_sum, exact_words
 from rldsl.runtime.interpreter.expression_ops import FrameRows, RaggedIndex, evaluate, of_all_elements
 from rldsl.sharding.partition import key_of, mix
 
@@ -129,18 +131,22 @@ def _with_nan(marked: Tensor) -> Tensor:
 
 
 def _all_reduced(op: str, x: Tensor, group: Any) -> Tensor:
-    """The reduction over the elements of all ranks of `group`."""
-    partials = torch.stack((_local(op, x), _local("count", x)))
+    """The reduction over the elements of all ranks of `group`: exact, so that it does not depend on their division."""
     if _is_extreme(op):
-        marked = _without_nan(partials)
+        marked = _without_nan(torch.stack((_local(op, x), _local("count", x))))
         if group is not None:
             dist.all_reduce(marked, op=dist.ReduceOp.MAX, group=group)
         value, count = _with_nan(marked).unbind()
         return torch.where(count > 0, _extremum(op, value), 0.0)
+    if op not in ("count", "sum", "mean"):
+        raise internal_error(f"the interpreter cannot reduce with {op} to batch")
+    counted = torch.tensor([x.numel()], device=x.device)
+    words = counted if op == "count" else torch.cat([exact_words(x), counted])
     if group is not None:
-        dist.all_reduce(partials, op=dist.ReduceOp.SUM, group=group)
-    value, count = partials.unbind()
-    return value / count.clamp(min=1) if op == "mean" else value
+        dist.all_reduce(words, op=dist.ReduceOp.SUM, group=group)
+    *_, count = words.tolist()
+    total = float(count) if op == "count" else exact_sum(words[:-1])
+    return torch.tensor(total / max(count, 1) if op == "mean" else total, dtype=torch.float64, device=x.device)
 
 
 def _gathered(x: Tensor, group: Any) -> Tensor:
