@@ -78,7 +78,7 @@ class RowStates:
         return replace(term if here is None else here, span=span)
 
     def _looked_up(self, base: IndexedFrame, level: Level, state: str, span: Span) -> Term:
-        made = self.flow.anonymous(f"{base.id}.{state.partition('.')[2]}")
+        made = self.flow.anonymous(state)  # what a loop collects of a batch has names made of the batch's
         self.flow.value(made, level, base.id, label=label(span))
         self.flow.items.append(g.Lookup(
             id=made, reads=(f"{base.id}.{ROW_NUMBERS}", state), writes=(made,), span=span, data=base.data,
@@ -104,7 +104,7 @@ class RowStates:
         state = f"{base.data}.{name}"
         if new.op == "input":  # what is sent has one owner per row, which a value of a model call may not have
             new = Term("stop_gradient", (new,), new.level, new.space, new.dtype, new.span)
-        made = self.flow.materialize(new, f"{base.id}.{name}'", s.span, text=f"new {s.target.span.text}")
+        made = self.flow.materialize(new, f"{state}'", s.span, text=f"new {s.target.span.text}")
         self.flow.items.append(g.Update(
             id=self.flow.unique(f"{state} ="), reads=(made.name, f"{base.id}.{ROW_NUMBERS}"), writes=(state,),
             span=s.span, data=base.data, frame=base.id, state=state, value=made.name))

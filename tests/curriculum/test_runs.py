@@ -15,7 +15,7 @@ import torch
 from rldsl.runtime.draws import uniform
 from rldsl.sharding.partition import key_of, mix
 from tests.checkpoint.runs import held, lines, run
-from tests.curriculum.programs import ROWS, compiled, folder
+from tests.curriculum.programs import HEAD, ROWS, compiled, folder
 
 PLACES = {
     "one rank": "place *.* on mesh(0:1)",
@@ -53,7 +53,9 @@ def states(out: Path, step: int) -> dict[str, torch.Tensor]:
 def whole(base: Path) -> Path:
     """An undisturbed run on one rank."""
     (base / "drawn.jsonl").unlink(missing_ok=True)
-    return ran(base, "whole", PLACES["one rank"])
+    out = ran(base, "whole", PLACES["one rank"])
+    (base / "drawn.jsonl").rename(base / "whole.jsonl")
+    return out
 
 
 def drawn_by_hand(weights: Sequence[float], step: int, count: int = 4) -> list[int]:
@@ -80,7 +82,7 @@ def test_a_straight_line_model_of_states_and_draws(base: Path, whole: Path) -> N
         assert line["seen"] == float(seen[rows].sum()) and line["numbers"] == sum(rows)
         assert torch.equal(found[f"prompts.rate|state|rows|0:{ROWS}"], rate)
         assert torch.equal(found[f"prompts.seen|state|rows|0:{ROWS}"], seen)
-    said = [json.loads(line)[::2] for line in (base / "drawn.jsonl").read_text().splitlines()]
+    said = [json.loads(line)[::2] for line in (base / "whole.jsonl").read_text().splitlines()]
     assert said == expected and all(len(set(rows)) == 4 for rows in said)
     assert 0 < int((seen > 0).sum()) < len({row for rows in expected for row in rows})
 
@@ -95,6 +97,55 @@ def test_placements_draw_the_same_rows_and_keep_the_same_states(base: Path, whol
         mine_now, theirs_now = states(out, step), states(whole, step)
         assert mine_now.keys() == theirs_now.keys() and len(mine_now) == 2
         assert all(torch.equal(mine_now[k], theirs_now[k]) for k in theirs_now)
+
+
+COLLECTED = """
+  repeat {
+    more   = prompts.next(weight=1.5 - prompts.rate)
+    tries  = actor.generate(more, n=2, max_new_tokens=4)
+    r      = share(tries)
+    more.rate = 0.5 * more.rate + mean(r by prompt)
+    more.seen = more.seen + 1
+    kept   = tries where r > 0.2
+  } until count(kept) >= 10 max 3
+  more.seen = more.seen + 10
+  metric kept = count(kept)
+  metric seen = sum(more.seen)
+  metric rate = mean(more.rate)
+  actor.train(kept, loss=pg(adv=over(r, kept)), minibatches=2)
+  every 2 {
+    eval heldout {
+      row = heldout.next()
+      gen = actor.generate(row, greedy=true, max_new_tokens=2)
+      metric known = mean(len(gen)) * 0 + mean(row.known)
+    }
+  }
+  checkpoint every 1 keep=9
+"""
+HELDOUT = """
+data heldout = jsonl("prompts.jsonl", batch=6, max_prompt_tokens=16)
+state known of heldout = 0.25
+"""
+
+
+def test_collected_batches_write_each_row_and_evaluations_read(base: Path) -> None:
+    """After the block, a row that several iterations drew is written once, with the number of the last."""
+    outs = []
+    for name, place in (("c1", PLACES["one rank"]), ("c4", PLACES["tp and pp"])):
+        plan = compiled(base, COLLECTED, place, steps=2, head=HEAD + HELDOUT)
+        with chdir(base):
+            assert set(run(plan, base / name, like=outs[0] if outs else None)) == {""}
+        outs.append(base / name)
+    first, second = (lines(out) for out in outs)
+    for mine, theirs in zip(second, first, strict=True):
+        assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}
+    assert first[1]["known"] == 0.25
+    for step in (1, 2):
+        mine_now, theirs_now = states(outs[1], step), states(outs[0], step)
+        assert len(theirs_now) == 2 and all(torch.equal(mine_now[k], theirs_now[k]) for k in theirs_now)
+    seen = states(outs[0], 1)[f"prompts.seen|state|rows|0:{ROWS}"].tolist()
+    assert all(x == 0 or 11 <= x <= 13 for x in seen) and sum(x > 0 for x in seen) >= 4
+    assert sum(x % 10 for x in seen) % 4 == 0, "each iteration counts its four rows"
 
 
 @pytest.mark.parametrize(("step", "place"), [(1, "one rank"), (2, "apart"), (3, "tp"), (4, "dp")])
