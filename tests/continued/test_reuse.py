@@ -11,6 +11,7 @@ import pytest
 
 from rldsl import api
 from rldsl.diag import Failure
+from rldsl.memory import curves
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Event, Free, Generate, Item, Loop, Train
 from rldsl.plan.model import Plan
@@ -177,8 +178,9 @@ def test_memory_counts_the_cache(plan: Plan) -> None:
     ours, theirs = (max(c.peak_bytes for c in p.classes) for p in (plan, without))
     model = next(m for m in plan.models if m.name == "actor")
     kept = 8 * (22 - 1) * 2 * model.sizes.kv_heads * model.sizes.head_dim * 4 * model.layers
-    assert any(v.id == "gen.cache" for v in plan.values) and not any(v.id == "gen.cache" for v in without.values)
-    assert ours >= theirs and kept > 0
+    held = [h for h in curves(plan, "cpu")[0].holdings if h.what == "gen.cache"]
+    assert [h.bytes for h in held] == [kept], "as many bytes as a cache of so many tokens has (test_kept_cache.py)"
+    assert ours >= theirs and not any(v.id == "gen.cache" for v in without.values)
 
 
 REFUSED = {
