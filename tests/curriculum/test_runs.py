@@ -159,3 +159,22 @@ def test_a_run_resumes_after_every_step_with_the_same_draws_and_states(base: Pat
     mine_now, theirs_now = held(out / f"checkpoints/step-{STEPS:06d}"), held(whole / f"checkpoints/step-{STEPS:06d}")
     same = theirs_now if place == "one rank" else states(whole, STEPS)
     assert all(torch.equal(mine_now[k], theirs_now[k]) for k in same)
+
+
+@pytest.mark.parametrize("weight", ["prompts.number < 3", "prompts.number - 1", "log(prompts.number - 5)"])
+def test_weights_that_give_no_batch_stop_the_run(base: Path, weight: str) -> None:
+    body = f"  prompt = prompts.next(weight={weight})\n  metric x = mean(prompt.rate)\n"
+    plan = compiled(base, body, None, steps=1)
+    with chdir(base):
+        assert run(plan, base / "refused", again=True) == ["RL0759"]
+
+
+def test_states_belong_to_as_many_rows(base: Path, whole: Path, tmp_path: Path) -> None:
+    rows = (base / "prompts.jsonl").read_text()
+    plan = compiled(base, place=PLACES["one rank"], steps=STEPS)
+    (base / "prompts.jsonl").write_text(rows + rows.splitlines()[0] + "\n")
+    try:
+        with chdir(base):
+            assert run(plan, tmp_path / "out", resume=whole / "checkpoints/step-000003") == ["RL0764"]
+    finally:
+        (base / "prompts.jsonl").write_text(rows)
