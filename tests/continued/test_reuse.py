@@ -205,3 +205,26 @@ def test_no_cache_to_reuse(old: str, new: str, why: str) -> None:
         compiled(text.replace("REUSE", "reuse=true" if "end  " not in old else ""))
     (found,) = refused.value.diagnostics
     assert found.code == "RL0332" and why in found.label and found.help
+
+
+EVALUATED = """
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n=2, max_new_tokens=3)
+  actor.train(gen, loss=pg(adv=spread(gen), weight=parity(gen)))
+  every 1 {
+    eval tests {
+      try   = tests.next()
+      begun = actor.generate(try, max_new_tokens=5)
+      rest  = actor.generate(begun, n=2, max_new_tokens=4)
+      metric sum = mean(len(rest)) + mean(rest.logprobs)
+    }
+  }
+"""
+
+
+def test_in_an_evaluation(base: Path) -> None:
+    top = 'data tests = jsonl("answers.jsonl", batch=5, max_prompt_tokens=16, shuffle=false, kind="prompts")'
+    one = run(base, EVALUATED, top=top, place=PLACES["apart"])
+    two = run(base, EVALUATED, top=top, place=reusing(PLACES["apart"]), like=one)
+    for mine, theirs in zip(numbers(two), numbers(one), strict=True):
+        assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}
