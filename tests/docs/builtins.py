@@ -18,7 +18,7 @@ SAMPLE = {"batch": "b", "prompt": "p", "seq": "s", "token": "t"}
 CHECKS = "".join(f"fn is_{level}(x: {level}) -> {level} {{\n  return x\n}}\n" for level in LEVELS)
 VALUES = "b = mean(reward)\np = mean(reward by prompt)\ns = reward + 0\nt = gen.logprobs + 0\nkept = gen where s > 0\n" \
     "best = pick(gen, s)\nworst = pick(gen, -s)\n" \
-    "more = actor.generate(gen)\ncuts = prefixes(gen, every=4)\n"
+    "more = actor.generate(gen)\n"
 
 Case = tuple[str, str | None]
 
@@ -32,7 +32,7 @@ def cases(call: str, type_: str) -> Iterator[Case]:
         finer = level.get("F", "token") != "batch"
         coarser = "M" not in level or LEVELS.index(level["M"]) < LEVELS.index(level["F"])
         made = expression(call, [level.get(x, x) for x in left.split(", ")], level.get("M", ""))
-        if result in ("sequences", "prompts", "pairs"):
+        if result in ("sequences", "pairs"):
             made, result = f"count({made})", "batch"
         if result == "text":
             made, result = f'where({made} == "a", b, b)', "batch"
@@ -47,11 +47,9 @@ def expression(call: str, kinds: list[str], to: str) -> str:
         if "=" in part:
             made.append(part)
             continue
-        word, by, level = part.partition(" by ")
+        word, by, _ = part.partition(" by ")
         value = {"sequences": word, "text": '"a"'}.get(kind := left.pop(0)) or SAMPLE[kind]
-        if name == "along" and kind == "seq":
-            value = "cuts.at"  # a value of prefixes
-        made.append((f"({value} > 0)" if word == "c" else value) + (f" by {to or level}" if by else ""))
+        made.append((f"({value} > 0)" if word == "c" else value) + (f" by {to}" if by else ""))
     return f"{name}({', '.join(made)})"
 
 
