@@ -1,10 +1,9 @@
-"""Frames that are made from other frames: `pick(gen, x)`, `others(gen)`, `whole(more)`, `prefixes(gen, ...)`,
-`pair(a, b)`, and the named values of `gen with x=...`.
+"""Frames that are made from other frames: `pick(gen, x)`, `others(gen)`, `whole(more)`, `pair(a, b)`, and the named
+values of `gen with x=...`.
 
 In: calls and clauses of the flow. Out: frames that say where they come from, Derive items, and what the calls stand
 for. A picked frame has one row for each prompt of its source: its row space is the source's prompt space. The others of
-a frame with n rows per prompt are n - 1 rows below each row of it. Prefixes are prompts, up to `most` below each row,
-of which those that a response does not have are absent. Pairs of two picks from the same rows leave out the
+a frame with n rows per prompt are n - 1 rows below each row of it. Pairs of two picks from the same rows leave out the
 prompts of which both picked the same row.
 Errors: RL0201, RL0202, RL0203, RL0204, RL0205, RL0212, RL0213, RL0215, each with its position.
 """
@@ -12,18 +11,16 @@ Errors: RL0201, RL0202, RL0203, RL0204, RL0205, RL0212, RL0213, RL0215, each wit
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
 from rldsl.plan.model import Space, Value
 from rldsl.plan.spaces import IndexedFrame, response_chain
-from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.levels import source_name
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_
-from rldsl.semantics.units import Unit
 from rldsl.semantics.values import FrameRef, Meaning, Pairs, describe
 from rldsl.source import Span
 from rldsl.syntax import ast
@@ -48,12 +45,10 @@ class Derivations:
     def call(self, name: str, expr: ast.Call, scope: Scope) -> Meaning:
         """A call of `pick`, `others`, `whole` or `pair`."""
         target = self.target[1] if self.target is not None and self.target[0] is expr else None
-        trees = [a.value for a in expr.args if a.name is None]
-        values = [self.flow.exprs.build(tree, scope) for tree in trees]
+        values = [self.flow.exprs.build(a.value, scope) for a in expr.args]
         if any(isinstance(v, Bad) for v in values):
             return BAD
-        if name == "prefixes":
-            return self._prefixes(values[0], expr, scope, target)
+        trees = [a.value for a in expr.args]
         build = {"pick": self._pick, "others": self._others, "whole": self._whole, "pair": self._pair}[name]
         return build(values, trees, expr.span, target)
 
@@ -178,48 +173,6 @@ class Derivations:
             "RL0213", f"`{name}` does not continue the responses of a model", tree.span,
             help="continue a response first: `more = actor.generate(gen)`, then `whole(more)`; sequences of a `repeat` "
             "are joined inside its block")
-
-    # ------------------------------------------------------------------------------------------- prefixes
-
-    def _prefixes(self, ref: Meaning, expr: ast.Call, scope: Scope, target: str | None) -> Meaning:
-        """Beginnings of each sequence, as prompts."""
-        tree = expr.args[0].value
-        if not isinstance(ref, FrameRef):
-            side = "give it one side: `.chosen` or `.rejected`" if isinstance(ref, Pairs) else ""
-            return self.errors.add("RL0203", f"`prefixes` takes sequences, not {describe(ref)}", tree.span, help=side)
-        if ref.contents == "prompts":
-            return self.errors.add("RL0213", "`prefixes` needs sequences with a response", tree.span,
-                                   f"`{source_name(ref.frame)}` contains only prompts", help="generate responses first")
-        given = options.read(options.PREFIXES, [(a.name, a.value) for a in expr.args if a.name is not None],
-                             "`prefixes`", expr.span, self.flow.exprs, scope)
-        if isinstance(given, Bad):
-            return BAD
-        ways = [name for name in ("at", "every", "fractions") if given[name] is not None]
-        if len(ways) != 1:
-            return self.errors.add("RL0205", "`prefixes` is cut in one way", expr.span,
-                                   f"{' and '.join(ways)} are given" if ways else "it does not say where to cut",
-                                   help='write `at="\\n"` (behind this text), `every=16` (tokens), or '
-                                        "`fractions=[0.25, 0.5]` (of the response)")
-        if given["at"] == "":
-            return self.errors.add("RL0205", "an empty text is everywhere", expr.span, help='write `at="\\n"`')
-        old, most = ref.frame, cast(int, given["most"])
-        fractions = tuple(sorted({float(x) for x in cast("tuple[float, ...]", given["fractions"] or ())}))
-        id_ = target or self.flow.anonymous("prefixes")
-        frame = self.spaces.add(
-            replace(old, id=id_, row_space=id_, selected_from="", picked_from="", present_in=id_, temperature=1.0,
-                    max_prompt_tokens=old.max_prompt_tokens + old.max_response_tokens, max_response_tokens=0,
-                    label="" if target else label(expr.span)),
-            Space(id_, old.count * most, old.row_space, most))
-        own, tokens = f"{old.id}.tokens", self.flow.value(f"{id_}.tokens", "token", id_, "i64", "tokens")
-        self.flow.value(f"{id_}.lengths", "seq", id_, "i64", "lengths")
-        position = self.flow.value(f"{id_}.at", "seq", id_)
-        self.flow.items.append(g.Derive(
-            id=self.flow.unique(id_), reads=(own,), writes=(tokens, position), span=expr.span, op="prefixes",
-            source=old.id, frame=id_, values=((own, tokens),), cut_at=cast(str, given["at"] or ""),
-            cut_every=cast(int, given["every"] or 0), cut_fractions=fractions, position=position))
-        at = input_(position, "seq", frame.row_space, expr.span, unit=Unit("tokens"))
-        self.flow.exprs.ops.cuts[frame.row_space] = at
-        return FrameRef(frame, "prompts", fields=(("at", at),))
 
     def _index_of(self, frame: IndexedFrame, span: Span) -> Term:
         """Where each row is among those of its prompt, made once in a block; `prune` drops it if no pair reads it."""

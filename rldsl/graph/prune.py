@@ -53,9 +53,6 @@ def _pruned(items: tuple[g.Item, ...], reads: set[str]) -> tuple[g.Item, ...]:
             more = (*([item.key] if item.key else []), *item.also_reads) if isinstance(item, g.Derive) else ()
             item = replace(item, values=pairs, reads=tuple(dict.fromkeys((*more, *(v for v, _ in pairs)))),
                            writes=tuple(w for _, w in pairs))
-            if isinstance(item, g.Derive) and item.position:
-                kept = item.position if item.position in reads else ""
-                item = replace(item, position=kept, writes=(*item.writes, kept) if kept else item.writes)
             if isinstance(item, g.Derive) and not pairs:
                 continue
         out.append(item)

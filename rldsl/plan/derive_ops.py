@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-DeriveOpName = Literal["where", "restrict", "pick", "others", "whole", "prefixes", "text"]
+DeriveOpName = Literal["where", "restrict", "pick", "others", "whole", "text"]
 OverLong = Literal["error", "truncate", "drop"]  # what is done with a text above the limit
 
 
@@ -39,8 +39,6 @@ DERIVE_OPS: Mapping[DeriveOpName, DeriveOp] = {
     "others": DeriveOp(verb="pair up", whole_prompts=True),  # for each row the other rows of its prompt
     # all that models generated of a sequence, from the prompt with which its chain of continuations begins
     "whole": DeriveOp(verb="join", keeps_prefixes=True),
-    # of each row the beginnings that are cut behind a text, every so many tokens, or at shares of the response
-    "prefixes": DeriveOp(verb="cut"),
     # prompts that a Python function writes about the rows, tokenized where the rows are
     "text": DeriveOp(verb="write", calls_python=True),
 }

@@ -37,7 +37,6 @@ class Operator:
     same_unit: tuple[int, ...] = ()
     gradient: bool = True  # passes a gradient on to its arguments
     in_loss: bool = True  # False: nowhere in a loss, its metrics included (random numbers, Python functions)
-    rows_of_prompt: bool = False  # a sequence operator that needs all rows of a prompt at once
     to_batch_only: bool = False  # a reduction that goes to batch alone; its further arguments are of level batch
     # A reduction to batch: how the results of ranks become one. "gather": from the elements of all ranks.
     combine: Literal["", "sum", "max", "min", "gather"] = ""
@@ -59,11 +58,6 @@ def _condition(name: str, meaning: str, arity: int = 2, same: bool = False) -> O
 
 def _sequence(name: str, takes: tuple[Level, ...], gives: Level, meaning: str, gradient: bool = True) -> Operator:
     return Operator(name, "sequence", len(takes), meaning, takes, gives, gradient=gradient)
-
-
-def _siblings(name: str, meaning: str, takes: tuple[Level, ...] = ("seq",)) -> Operator:
-    return Operator(name, "sequence", len(takes), meaning, takes, "seq", unit="keep", same_unit=(0,), gradient=False,
-                    in_loss=False, rows_of_prompt=True)
 
 
 _ALL = (
@@ -97,14 +91,6 @@ _ALL = (
     _sequence("cumsum", ("token",), "token", "inclusive running sum"),
     _sequence("discount", ("token", "batch"), "token", "y_t = x_t + g * y_{t+1}"),
     _sequence("len", (), "seq", "number of response tokens; attribute `frame`", gradient=False),
-    # Operators that work on the rows of each prompt, in their order, present ones alone; attribute `frame`.
-    _siblings("next_row", "the value of the following row of the prompt, 0 at the last"),
-    _siblings("prev_row", "the value of the preceding row of the prompt, 0 at the first"),
-    _siblings("cumsum_rows", "inclusive running sum over the rows of the prompt"),
-    _siblings("discount_rows", "y_i = x_i + g * y_{i+1} over the rows of the prompt", ("seq", "batch")),
-    # arguments: a value of the cuts below each row of the attribute `frame`, and where they are (0 is always one)
-    Operator("along", "sequence", 2, "for each token the value of the last cut before it", ("seq", "seq"), "token",
-             unit="keep", same_unit=(0,), gradient=False, in_loss=False),
     Operator("index", "sequence", 0, "the position of a row among those of its prompt, from 0; attribute `frame`", (),
              "seq", gradient=False, in_loss=False),
     # A number in (0, 1) per element, drawn from the seed, the step, the attribute `call` (the name of the call's
@@ -213,29 +199,15 @@ _FUNCTIONS = (
         ("quantile(x, q)", "F, batch -> batch",
          "the q-quantile of all elements, across all ranks, with linear interpolation"),), "quantile", 2, 2),
     _sequence_function("len", "len(gen)", "sequences -> seq", "the number of response tokens"),
-    Builtin("next", "sequence", (
-        ("next(x)", "token -> token", "the value at the next token, 0 at the last"),
-        ("next(x by prompt)", "seq -> seq", "the value of the next sequence of the prompt, 0 at the last"),
-        ("next(x by prompt, y)", "seq, prompt -> seq", "the same, y at the last")), "next", max_args=2),
-    Builtin("prev", "sequence", (
-        ("prev(x)", "token -> token", "the value at the previous token, 0 at the first"),
-        ("prev(x by prompt)", "seq -> seq", "the value of the previous sequence of the prompt, 0 at the first"),
-        ("prev(x by prompt, y)", "seq, prompt -> seq", "the same, y at the first")), "prev", max_args=2),
-    Builtin("cumsum", "sequence", (
-        ("cumsum(x)", "token -> token", "the running sum"),
-        ("cumsum(x by prompt)", "seq -> seq", "the running sum over the sequences of the prompt")), "cumsum"),
-    Builtin("discount", "sequence", (
-        ("discount(x, g)", "token, batch -> token", "y_t = x_t + g y_{t+1}"),
-        ("discount(x by prompt, g)", "seq, batch -> seq", "the same over the sequences of the prompt")),
-        "discount", 2, 2),
+    _sequence_function("next", "next(x)", "token -> token", "the value at the next token, 0 at the last"),
+    _sequence_function("prev", "prev(x)", "token -> token", "the value at the previous token, 0 at the first"),
+    _sequence_function("cumsum", "cumsum(x)", "token -> token", "the running sum"),
+    _sequence_function("discount", "discount(x, g)", "token, batch -> token", "y_t = x_t + g y_{t+1}", 2),
     _sequence_function("last", "last(x)", "token -> seq", "the value at the last token; 0 for an empty response"),
     Builtin("at_end", "sequence", (
         ("at_end(s)", "seq -> token", "s at the last token, 0 elsewhere"),
         ("at_end(s, gen)", "seq, sequences -> token", "the same, if s belongs to both sequences of a pair")),
         "at_end", max_args=2),
-    Builtin("along", "sequence", (
-        ("along(x, gen)", "seq, sequences -> token", "for a value x of [prefixes](#prefixes) of `gen`: for each token "
-         "of `gen` the value of the last prefix before it"),), "along", min_args=2, max_args=2),
     Builtin("over", "sequence", (
         ("over(x, kept)", "F, sequences -> F", "the values of x for the rows of a [selection](#selection)"),),
         min_args=2, max_args=2),
@@ -254,12 +226,6 @@ _FUNCTIONS = (
          "for each sequence the other sequences of its prompt; see "
          "[all pairs of a prompt](#all-pairs-of-a-prompt)"),),
         min_args=1, max_args=1),
-    Builtin("prefixes", "frames", (
-        ('prefixes(gen, at="\\n")', "sequences -> prompts",
-         "beginnings of each sequence, to be continued; see [prefixes](#prefixes)"),
-        ("prefixes(gen, every=16)", "sequences -> prompts", "the same, cut every 16 tokens"),
-        ("prefixes(gen, fractions=[0.5])", "sequences -> prompts", "the same, cut at shares of the response")),
-        options=("at", "every", "fractions", "most")),
     Builtin("pair", "frames", (
         ("pair(best, worst)", "sequences, sequences -> pairs",
          "pairs of a chosen and a rejected side; see "

@@ -143,10 +143,6 @@ class DeriveSpec:
     # of "text": (argument, frame whose rows the function gets), in which those of the source lie; "": the row itself
     given: tuple[tuple[str, FrameId], ...] = ()
     over_long: OverLong = "error"  # of "text": what is done with more tokens than the frame's prompts may have
-    cut_at: str = ""  # of "prefixes": a text, behind whose occurrences the response is cut
-    cut_every: int = 0  # of "prefixes": it is cut every so many tokens
-    cut_fractions: tuple[float, ...] = ()  # of "prefixes": it is cut at these shares of its tokens
-    position: ValueId = ""  # of "prefixes": the seq value that gets the response tokens before each cut; "": none
 
 
 @dataclass(frozen=True, kw_only=True)

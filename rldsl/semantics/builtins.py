@@ -12,7 +12,6 @@ from rldsl.plan.model import MAX_RANKS
 from rldsl.plan.operators import BUILTINS, REDUCTIONS, Builtin
 from rldsl.semantics.errors import BAD, Bad, suggest
 from rldsl.semantics.levels import source_name
-from rldsl.semantics.operators import SIBLINGS
 from rldsl.semantics.terms import Term
 from rldsl.semantics.values import FrameRef, Meaning, MeshValue, Pairs, describe
 from rldsl.syntax import ast
@@ -84,8 +83,6 @@ class Builtins:
         if any(isinstance(a, Bad) for a in (*args, *options.values())):
             return BAD
         reducing = builtin.form == "reduction" or builtin.form == "either" and len(args) == 1
-        if expr.by is not None and name in SIBLINGS:
-            return self.exprs.ops.siblings(name, args, self.exprs.level(expr.by), expr.by.span, expr.span)
         if expr.by is not None and not reducing:
             return self.errors.add("RL0107", f"`{name}` does not take `by` here", expr.by.span,
                                    help=f"only reductions take `by`: {', '.join(REDUCTIONS)}")
@@ -126,13 +123,13 @@ class Builtins:
 
     def _frames(self, builtin: Builtin, expr: ast.Call, scope: Scope) -> Meaning:
         """A function that makes sequences, which only the flow can do."""
-        named = next((a.name for a in expr.args if a.name is not None and not builtin.options), None)
+        named = next((a.name for a in expr.args if a.name is not None), None)
         if named is not None:
             return self.errors.add("RL0107", f"`{builtin.name}` has no argument `{named.name}`", named.span)
         if expr.by is not None:
             return self.errors.add("RL0107", f"`{builtin.name}` does not take `by` here", expr.by.span,
                                    help=f"only reductions take `by`: {', '.join(REDUCTIONS)}")
-        if not self._counted(builtin, sum(a.name is None for a in expr.args), expr):
+        if not self._counted(builtin, len(expr.args), expr):
             return BAD
         if self.exprs.frames is None or self.exprs.functions.active:
             return self.errors.add("RL0212", f"`{builtin.name}` outside the flow", expr.span,

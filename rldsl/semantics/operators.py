@@ -25,8 +25,6 @@ INFIX = {"+": "add", "-": "sub", "*": "mul", "/": "div", "**": "pow", "<": "lt",
          "==": "eq", "!=": "ne", "and": "and", "or": "or"}
 
 
-# function -> the operator that it becomes with `by prompt`, where it works on the sequences of each prompt
-SIBLINGS = {"next": "next_row", "prev": "prev_row", "cumsum": "cumsum_rows", "discount": "discount_rows"}
 Options = Mapping[str, Scalar]  # the named arguments of a built-in function: constants
 Restrict = Callable[[Term, str], Term]  # (value, space of a selection) -> the value of the selected rows
 
@@ -40,7 +38,6 @@ class Operators:
         self.restrict: Restrict | None = None  # set by the flow, where selections are made
         self.in_loss = False  # whether what is built belongs to a loss, which sees one minibatch
         self.statement = ""  # the name of the flow's statement being built, which random numbers follow
-        self.cuts: dict[str, Term] = {}  # space of the rows of prefixes -> where each is cut; set by the flow
         self._draws: Counter[str] = Counter()  # statement -> calls of `uniform` so far
 
     # ------------------------------------------------------------------------------------------ elementwise
@@ -241,11 +238,6 @@ class Operators:
             return self._at_end(x, args[1:], span)
         if name == "over":
             return self._over(x, args[1], span)
-        if name == "along":
-            return self._along(x, args[1], span)
-        if len(args) > 1 and name in ("next", "prev"):
-            return self.errors.add("RL0204", f"`{name}` of a token value takes 1 argument, not 2", span,
-                                   help=f"with two: `{name}(x by prompt, y)`")
         if x.level != "token":
             return self.errors.add("RL0201", f"`{name}` needs a token value", x.at, f"this is {describe(x)}",
                                    labels=x.origin, help="`at_end(x)` puts a seq value at the last token"
@@ -267,56 +259,6 @@ class Operators:
         if (op.takes, op.gives) != (("token",), "token"):
             raise internal_error(f"no rule lowers the sequence function {name}")
         return Term(op.name, (x,), "token", x.space, "f32" if name == "cumsum" else x.dtype, span, unit=x.unit)
-
-    def siblings(self, name: str, args: list[Meaning], to: Level | None, by: Span, span: Span) -> Term | Bad:
-        """`next(x by prompt)` and the like, over the sequences of each prompt. by: where the level is written."""
-        x, *rest = args
-        if to is None:
-            return BAD
-        if not isinstance(x, Term):
-            return self._kind(name, "a value", x, span)
-        if to != "prompt":
-            return self.errors.add("RL0208", f"`{name}` goes over the sequences of each prompt", by,
-                                   "only `by prompt` is possible",
-                                   help=f"over the tokens of each sequence: `{name}(x)` of a token value")
-        if x.level != "seq" or x.constant:
-            return self.errors.add("RL0201", f"`{name}(... by prompt)` needs a seq value", x.at,
-                                   f"this is {describe(x)}", labels=x.origin)
-        frame = self.spaces.with_responses("seq", x.space)[0] if self.spaces.frames_with_space("seq", x.space) else None
-        if frame is None or len(frame.chain) == 1:
-            return self.errors.add("RL0202", f"{self.spaces.shown(x)} has one sequence for each prompt", x.at,
-                                   "there is no next one", help="generate several for each prompt: `n=4`")
-        if rest and not isinstance(rest[0], Term):
-            return self._kind(name, "a value as its second argument", rest[0], span)
-        second = rest[0] if rest and isinstance(rest[0], Term) else None
-        op, at = SIBLINGS[name], (("frame", frame.id),)
-        if name == "discount":
-            if second is None or second.level != "batch":
-                return self.errors.add("RL0201", "the factor of `discount` must be one number", span)
-            return Term(op, (x, second), "seq", x.space, "f32", span, at, unit=x.unit)
-        made = Term(op, (x,), "seq", x.space, "f32" if name == "cumsum" else x.dtype, span, at, unit=x.unit)
-        if second is None:
-            return made
-        if second.level == "token":
-            return self.errors.add("RL0201", f"`{name}` needs a prompt value as its second argument", second.at,
-                                   f"this is {describe(second)}", labels=second.origin)
-        ones = self.broadcast(const(1.0, span), "seq", frame)
-        inside = self.apply("gt", (Term(op, (ones,), "seq", x.space, "f32", span, at), const(0.0, span)), span)
-        return BAD if isinstance(inside, Bad) else self.apply("where", (inside, made, second), span)
-
-    def _along(self, x: Term, ref: Meaning, span: Span) -> Term | Bad:
-        """A value of the prefixes of a frame as a token value of the frame."""
-        if not isinstance(ref, FrameRef):
-            return self._kind("along", "sequences as its second argument", ref, span)
-        frame, at = ref.frame, self.cuts.get(x.space) if x.level == "seq" else None
-        if at is None:
-            return self.errors.add("RL0201", "`along` needs a value of prefixes", x.at, f"this is {describe(x)}",
-                                   labels=x.origin, help="for example `cuts = prefixes(gen, at=\"\\n\")`, then "
-                                   "`along(cuts.at, gen)`")
-        if self.spaces.tree[x.space].parent != frame.row_space or not frame.max_response_tokens:
-            return self.errors.add("RL0202", f"these are not prefixes of `{source_name(frame)}`", x.at,
-                                   f"they belong to {self.spaces.shown(x)}")
-        return Term("along", (x, at), "token", frame.id, x.dtype, span, (("frame", frame.id),), unit=x.unit)
 
     def _at_end(self, x: Term, rest: list[Meaning], span: Span) -> Term | Bad:
         if x.level != "seq":
@@ -386,5 +328,5 @@ COMPOSITES: Mapping[str, Callable[[Operators, Term, Level, Span, Options], Term 
 }
 if wrong := {b.name for b in BUILTINS.values() if b.form == "reduction" and not b.operator} ^ COMPOSITES.keys():
     raise TypeError(f"reductions without an operator are those in COMPOSITES: {', '.join(sorted(wrong))}")
-if wrong := {b.name for b in BUILTINS.values() if b.options and b.form != "frames"} - COMPOSITES.keys():
+if wrong := {b.name for b in BUILTINS.values() if b.options} - COMPOSITES.keys():
     raise TypeError(f"only reductions in COMPOSITES read options, and these declare some: {', '.join(sorted(wrong))}")

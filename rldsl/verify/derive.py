@@ -28,8 +28,6 @@ def check_derive(t: Tables, e: Derive) -> Iterator[Diagnostic]:
     if fault := OPS[e.op](t, e):
         yield problem("RL0615", f"{name(e)}: {fault}", e)
         return
-    if e.op != "prefixes" and (e.cut_at or e.cut_every or e.cut_fractions or e.position):
-        yield problem("RL0615", f"{name(e)}: {e.op} cuts nothing", e)
     if not DERIVE_OPS[e.op].calls_python and (e.function or e.given or e.over_long != "error"):
         yield problem("RL0615", f"{name(e)}: {e.op} calls no function", e)
     if e.op != "whole" and e.parts:
@@ -67,13 +65,12 @@ def _key(t: Tables, e: Derive) -> Iterator[Diagnostic]:
 def _buffers(t: Tables, e: Derive) -> Iterator[Diagnostic]:
     if t.spreads[e.spread].granularity == "all":
         yield problem("RL0615", f"{name(e)} uses spread {e.spread}, which does not divide rows", e)
-    made = [w for _, w in e.values] + ([e.position] if e.position else [])
     must = {v for v, _ in e.values} | ({e.key} if e.key else set()) | set(e.also_reads)
     read = [split_buffer(b) for b in e.reads]
     if {v for v, _ in read} != must or len(read) != len(must) or any(
             r != e.spread and (r not in t.spreads or t.spreads[r].granularity != "all") for _, r in read):
         yield problem("RL0614", f"{name(e)} must read {', '.join(sorted(must))} on spread {e.spread}", e)
-    if {*e.writes} != {f"{w}@{e.spread}" for w in made} or len(e.writes) != len(made):
+    if {*e.writes} != {f"{w}@{e.spread}" for _, w in e.values} or len(e.writes) != len(e.values):
         yield problem("RL0614", f"{name(e)} must write its values on spread {e.spread}", e)
 
 
@@ -143,29 +140,6 @@ def _whole(t: Tables, e: Derive) -> str:
     return _along(t, e, {e.source})
 
 
-def _prefixes(t: Tables, e: Derive) -> str:
-    frame, source = t.frames[e.frame], t.frames[e.source]
-    space = frame.chain[0]
-    if frame.selected_from or frame.picked_from or space.parent != source.row_space or not source.max_response_tokens:
-        return f"frame {e.frame} does not have rows below each response of {e.source}"
-    if frame.present_in != e.frame:
-        return f"frame {e.frame} does not record which of its rows are present"
-    most = source.max_prompt_tokens + source.max_response_tokens
-    if (frame.data, frame.max_prompt_tokens, frame.max_response_tokens, frame.temperature) != (source.data, most, 0, 1):
-        return f"frame {e.frame} is not one of prompts that are beginnings of {e.source}"
-    ways = [bool(e.cut_at), e.cut_every > 0, bool(e.cut_fractions)]
-    if ways.count(True) != 1 or e.cut_every < 0 or not all(0 < x < 1 for x in e.cut_fractions) \
-            or list(e.cut_fractions) != sorted(set(e.cut_fractions)):
-        return "it must cut in one way: at a text, every so many tokens, or at ascending fractions"
-    if e.values != ((f"{e.source}.tokens", f"{e.frame}.tokens"),) or e.also_reads:
-        return f"it derives more than {e.frame}.tokens"
-    position = t.values.get(e.position)
-    if position is not None and (position.frame, position.level, position.extent, position.dtype) \
-            != (e.frame, "seq", "row", "f32"):
-        return f"{e.position!r} is not a number for each row of {e.frame}"
-    return ""
-
-
 def _same_kind(frame: IndexedFrame, source: IndexedFrame) -> str:
     """Whether the sequences of `frame` can be those of `source`: what is wrong, or ""."""
     kind = (source.data, source.temperature, source.max_prompt_tokens, source.max_response_tokens)
@@ -205,8 +179,7 @@ def _text(t: Tables, e: Derive) -> str:
 
 
 OPS: Mapping[DeriveOpName, FrameRule] = {
-    "where": _where, "restrict": _restrict, "pick": _pick, "others": _others, "whole": _whole,
-    "prefixes": _prefixes, "text": _text,
+    "where": _where, "restrict": _restrict, "pick": _pick, "others": _others, "whole": _whole, "text": _text,
 }
 
 

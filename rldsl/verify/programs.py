@@ -90,12 +90,6 @@ def _sequence_fault(t: Tables, operator: Operator, node: Node, args: Sequence[No
     frame = t.frames.get(str(node.attr("frame") or (args[0].space if args else "")))
     if frame is None or node.space != (frame.id if node.level == "token" else frame.row_space):
         return f"does not belong to the sequences of {node.attr('frame') or node.space!r}"
-    if node.op == "along":
-        below = next((s for f in t.frames.values() for s in f.chain if s.id == args[0].space), None)
-        fits = args[0].space == args[1].space and below is not None and below.parent == frame.row_space
-        return "" if fits else f"takes no values of prefixes of {frame.id}"
-    if operator.rows_of_prompt and len(frame.chain) < 2:
-        return f"goes over the rows of a prompt, of which {frame.id} has one"
     return _broadcast(t, coarse, fine)
 
 

@@ -16,7 +16,6 @@ from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.events import Compute, Derive, Event, Generate, Infer, Lengths, Train
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Spread
-from rldsl.plan.operators import OPERATORS
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.plan.traits import rule_for
 from rldsl.verify.tables import Tables, name, problem
@@ -124,10 +123,6 @@ def _reduced_to(t: Tables, program: Program) -> set[str]:
     """The spaces of which a program needs everything that belongs to one row: prompts, and what rows are reduced to."""
     found = {n.space for n in program.nodes if n.level == "prompt"}
     for n in program.nodes:
-        of_rows = n.op in OPERATORS and OPERATORS[n.op].rows_of_prompt
-        frame = t.frames.get(str(n.attr("frame"))) if of_rows or n.op == "along" else None  # `programs` refuses others
-        if frame is not None:
-            found.add(frame.prompt_space if of_rows else frame.row_space)
         if n.attr("to") == "seq":
             of = program.nodes[n.args[0]]
             rows = t.frames[of.space].row_space if of.level == "token" else of.space

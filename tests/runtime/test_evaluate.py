@@ -13,7 +13,6 @@ from rldsl.diag import InternalError
 from rldsl.plan.expr import Program
 from rldsl.plan.operators import OPERATORS, Operator
 from rldsl.runtime.interpreter.expression_programs import MinibatchLoss, loss_counts, run_compute
-from rldsl.semantics.operators import SIBLINGS
 from tests.runtime.builder import FRAMES, Builder, space, tokens_of, view
 from tests.world import run_world
 
@@ -175,29 +174,7 @@ def test_every_operator_of_the_plan_is_tested():
                 ("elementwise", "reduction", "sequence")}
     assert families == {"elementwise": set(PYTHON) | {"and", "or", "not", "where"},
                         "reduction": {*BY_HAND, "quantile"},
-                        "sequence": {"next", "prev", "last", "at_end", "cumsum", "discount", "len", "index",
-                                     *SIBLINGS.values(), "along"}}  # the last: tests/prefixes
-
-
-@pytest.mark.parametrize("rows", [range(12), [1, 3, 5, 8], [2, 6, 7, 8], [0], []])
-def test_operators_over_the_rows_of_a_prompt(rows):
-    """Three rows per prompt, of which some are at hand."""
-    b = Builder()
-    s = b.input("s", "seq")
-    made = {name: b.put(name, (s,), "seq", "R", frame="gen") for name in ("next_row", "prev_row", "cumsum_rows")}
-    made["discount_rows"] = b.put("discount_rows", (s, b.put("const", value=0.5)), "seq", "R", frame="gen")
-    rows = list(rows)
-    x = draw(12, 3)[rows]
-    got = compute(b.program(**made), {"s": x}, rows)
-    groups = [[i for i, r in enumerate(rows) if r // 3 == p] for p in range(4)]
-    for group in groups:
-        for k, i in enumerate(group):
-            later = group[k + 1:]
-            assert got["next_row"][i] == (x[later[0]] if later else 0)
-            assert got["prev_row"][i] == (x[group[k - 1]] if k else 0)
-            assert got["cumsum_rows"][i].item() == pytest.approx(sum(x[j].item() for j in group[:k + 1]))
-            assert got["discount_rows"][i].item() == pytest.approx(
-                sum(0.5 ** n * x[j].item() for n, j in enumerate([i, *later])))
+                        "sequence": {"next", "prev", "last", "at_end", "cumsum", "discount", "len", "index"}}
 
 
 def test_the_index_of_a_row_counts_from_the_first_of_its_prompt():

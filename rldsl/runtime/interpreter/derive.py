@@ -18,7 +18,6 @@ from rldsl.plan.events import Derive
 from rldsl.plan.function import Text
 from rldsl.runtime.comm.row_assignment import RowLengths
 from rldsl.runtime.data.written_prompts import prompt_ids
-from rldsl.runtime.interpreter.cut_positions import cuts
 from rldsl.runtime.interpreter.python_rows import python_rows
 from rldsl.runtime.interpreter.rank_state import Services
 from rldsl.runtime.state.step import StepState
@@ -33,7 +32,6 @@ class DerivedRows:
     source_rows: torch.Tensor  # [S] int64: the row of the source that each comes from
     tokens: RaggedRows | None = None  # of its prompts, where they are not those of the source
     logprobs: RaggedRows | None = None  # of its responses, where they are not those of the source
-    position: torch.Tensor | None = None  # [S] float32: how many own tokens of the source come before each cut
 
 
 def derive(step: StepState, services: Services, event: Derive) -> None:
@@ -56,9 +54,6 @@ def derive(step: StepState, services: Services, event: Derive) -> None:
             kept = held.gather(made.source_rows)
             kept = RaggedRows(made.rows, kept.sizes, kept.data)
         step.buffers.put(f"{new}@{event.spread}", kept)
-    if made.position is not None and event.position:
-        ones = torch.ones_like(made.rows)
-        step.buffers.put(f"{event.position}@{event.spread}", RaggedRows(made.rows, ones, made.position))
 
 
 def _lengths(step: StepState, event: Derive, made: DerivedRows) -> RowLengths:
@@ -127,30 +122,6 @@ def _whole(step: StepState, services: Services, event: Derive) -> DerivedRows:
     return DerivedRows(rows, rows, logprobs=RaggedRows(rows, torch.stack([p.sizes for p in parts]).sum(0), joined))
 
 
-def _prefixes(step: StepState, services: Services, event: Derive) -> DerivedRows:
-    """Beginnings of the rows: their prompt, and their response up to each cut."""
-    context = step.context
-    frame, source = context.frames[event.frame], context.frames[event.source]
-    rows = step.my_rows(context.spreads[event.spread], event.source)
-    packed = step.packed(event.source, step.read(event.reads, f"{event.source}.tokens"), rows)
-    lens = packed.prompt_lens.tolist(), packed.response_lens.tolist()
-    decode = services.data.tokens(source).tokenizer.decode
-    ids: list[int] = packed.tokens.tolist()
-    found: list[tuple[int, int, int]] = []  # (row of the frame, row of the source, own tokens before the cut)
-    cut: list[list[int]] = []
-    start = 0
-    for row, prompt, response in zip(rows.tolist(), *lens, strict=True):
-        own = ids[start + prompt : start + prompt + response]
-        for j, at in enumerate(cuts(event, own, decode, frame.per_prompt)):
-            found.append((row * frame.per_prompt + j, row, at))
-            cut.append(ids[start : start + prompt + at])
-        start += prompt + response
-    made, of, at_ = torch.tensor(found, dtype=torch.int64, device=rows.device).reshape(-1, 3).T.contiguous()
-    sizes = torch.tensor([len(x) for x in cut], dtype=torch.int64, device=rows.device)
-    data = torch.tensor([token for x in cut for token in x], dtype=torch.int64, device=rows.device)
-    return DerivedRows(made, of, RaggedRows(made, sizes, data), position=at_.to(torch.float32))
-
-
 def _text(step: StepState, services: Services, event: Derive) -> DerivedRows:
     """Prompts that a Python function writes about the rows."""
     context = step.context
@@ -168,6 +139,5 @@ def _text(step: StepState, services: Services, event: Derive) -> DerivedRows:
 
 
 OPS: Mapping[DeriveOpName, Callable[[StepState, Services, Derive], DerivedRows]] = {
-    "where": _where, "restrict": _restrict, "pick": _pick, "others": _others, "whole": _whole,
-    "prefixes": _prefixes, "text": _text,
+    "where": _where, "restrict": _restrict, "pick": _pick, "others": _others, "whole": _whole, "text": _text,
 }

@@ -134,7 +134,7 @@ def evaluate(node: Node, inner: Sequence[Node], args: Sequence[Tensor], ragged: 
         return elementwise(node.op, [broadcast(a, n, node, ragged) for a, n in zip(args, inner, strict=True)], dtype)
     if node.attr("to") is not None:
         return reduce(node, inner[0], args[0], ragged, dtype)
-    return sequence(node, inner, str(node.attr("frame") or inner[0].space), args, ragged, dtype)
+    return sequence(node, str(node.attr("frame") or inner[0].space), args, ragged, dtype)
 
 
 # ------------------------------------------------------------------------------------------------ elementwise
@@ -260,9 +260,8 @@ _WHOLE: Mapping[str, Callable[[Tensor, Sequence[Tensor]], Tensor]] = {"median": 
 # -------------------------------------------------------------------------------------------------- sequences
 
 
-def sequence(node: Node, inner: Sequence[Node], frame: str, args: Sequence[Tensor], ragged: RaggedIndex,
-             dtype: torch.dtype) -> Tensor:
-    """The operators that work inside each sequence of `frame`, or on the sequences of each of its prompts."""
+def sequence(node: Node, frame: str, args: Sequence[Tensor], ragged: RaggedIndex, dtype: torch.dtype) -> Tensor:
+    """The operators that work inside each sequence of `frame`."""
     lens = ragged.frame_rows[frame].lens
     match node.op:
         case "len":
@@ -275,17 +274,6 @@ def sequence(node: Node, inner: Sequence[Node], frame: str, args: Sequence[Tenso
             return _last(args[0], frame, ragged)
         case "next" | "prev":
             return _neighbour(args[0], ragged.ends(frame), lens, 1 if node.op == "next" else -1)
-        case "next_row" | "prev_row":
-            return _neighbour(args[0], _group_ends(frame, ragged), _group_sizes(frame, ragged),
-                              1 if node.op == "next_row" else -1)
-        case "cumsum_rows":
-            sizes = _group_sizes(frame, ragged)
-            return pad(args[0].to(torch.float64), sizes).cumsum(1)[_filled(sizes)].to(dtype)
-        case "discount_rows":
-            sizes = _group_sizes(frame, ragged)
-            return discount(pad(args[0].to(torch.float64), sizes), args[1].to(torch.float64))[_filled(sizes)].to(dtype)
-        case "along":
-            return _along(args[0], args[1], inner, frame, ragged)
         case "cumsum":
             return pad(args[0].to(torch.float64), lens).cumsum(1)[_filled(lens)].to(dtype)
         case "discount":
@@ -300,33 +288,6 @@ def _neighbour(x: Tensor, ends: Tensor, lens: Tensor, shift: int) -> Tensor:
     border = torch.where(lens > 0, ends - 1 if shift == 1 else ends - lens, x.numel())
     inside = torch.ones(x.numel() + 1, dtype=torch.bool, device=x.device).index_fill(0, border, False)[:-1]
     return torch.where(inside, x.roll(-shift), torch.zeros_like(x))
-
-
-def _group_sizes(frame: str, ragged: RaggedIndex) -> Tensor:
-    """[prompts at hand]: how many rows each has. The rows of a prompt follow each other."""
-    sizes: Tensor = ragged.frame_rows[frame].prompts.unique_consecutive(return_counts=True)[1]
-    return sizes
-
-
-def _group_ends(frame: str, ragged: RaggedIndex) -> Tensor:
-    """[prompts at hand]: the number of the row after each prompt's."""
-    return _group_sizes(frame, ragged).cumsum(0)
-
-
-def _along(x: Tensor, at: Tensor, inner: Sequence[Node], frame: str, ragged: RaggedIndex) -> Tensor:
-    """For each token of `frame` the value of the last cut at or before it, 0 where there is none. x, at: [C], of cuts
-    below the rows of `frame`, ascending in each row."""
-    rows = ragged.frame_rows[frame]
-    row = ragged.index("seq", inner[0].space, "seq", ragged.frames[frame].row_space)
-    begins = ragged.ends(frame) - rows.lens
-    inside = at < rows.lens[row]  # an empty response has a cut and no token
-    first = torch.zeros(rows.total + 1, dtype=torch.int64, device=x.device)
-    place = torch.where(inside, begins[row] + at.to(torch.int64), rows.total)
-    numbers = torch.arange(1, x.numel() + 1, device=x.device)
-    last: Tensor = first.index_put((place,), numbers).narrow(0, 0, rows.total).cummax(0).values
-    found = torch.cat((x.new_zeros(1), x))[last]
-    same_row = torch.cat((row.new_full((1,), -1), row))[last] == ragged.index("token", frame, "seq")
-    return torch.where(same_row, found, torch.zeros_like(found))
 
 
 def _at_end(x: Tensor, frame: str, ragged: RaggedIndex) -> Tensor:
