@@ -34,7 +34,7 @@ class RlfLexer(RegexLexer):
             (rf"(fn|loss|flow)(\s+)({NAME})", bygroups(Keyword.Declaration, Whitespace, Name.Function), "inside"),
             (rf"(state)([ \t]+)({NAME})([ \t]+)(of)\b",
              bygroups(Keyword.Declaration, Whitespace, Name.Variable, Whitespace, Keyword.Declaration), "inside"),
-            (rf"(param|state|mesh|data|model)(\s+)({NAME})",
+            (rf"(param|state|buffer|mesh|data|model)(\s+)({NAME})",
              bygroups(Keyword.Declaration, Whitespace, Name.Variable), "inside"),
             (r"(cluster|place)(\s+)", bygroups(Keyword.Declaration, Whitespace), "inside"),
             (rf"(metric)(\s+)({NAME})", bygroups(Keyword, Whitespace, Name.Variable), "inside"),

@@ -52,7 +52,7 @@ def svg(graph: g.Graph, reduce: bool = False) -> str:
     for node in nodes:
         first, *rest = picture.label_lines(node, labels)
         shape: Literal["call", "data", "value"] = (
-            "value" if isinstance(node, g.Compute) else "data" if isinstance(node, g.Fetch) else "call")
+            "value" if isinstance(node, g.Compute) else "data" if isinstance(node, picture.STORES) else "call")
         boxes.append(Box(node.id, first, "; ".join(rest), shape))
     place = {node.id: i for i, node in enumerate(nodes)}
     links: dict[tuple[str, str, bool], list[str]] = {}

@@ -13,6 +13,7 @@ from typing import cast
 from rldsl.diag import Diagnostic, Failure
 from rldsl.graph import declare, lora
 from rldsl.graph import model as g
+from rldsl.graph.buffers import declared, with_stored
 from rldsl.graph.flow import FlowBuilder
 from rldsl.graph.kinds import ROWS, kinds
 from rldsl.graph.params import param, supplied
@@ -26,7 +27,7 @@ from rldsl.semantics.levels import Spaces
 from rldsl.semantics.modules import Modules
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_
-from rldsl.semantics.values import DataRef, Meaning, MeshValue, ModelRef, Module, StateRef
+from rldsl.semantics.values import BufferRef, DataRef, Meaning, MeshValue, ModelRef, Module, StateRef
 from rldsl.source import SourceFile, Span
 from rldsl.syntax import ast
 from rldsl.syntax.errors import too_deep
@@ -104,7 +105,8 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
         unit = top.data[name].unit
         if unit is not None:
             options.counts("batch", ROWS[kind], *unit, exprs)
-    builder = FlowBuilder(exprs, top.models, top.data, top.states)
+    buffers = _buffers(flow, top, prelude) if top.buffers else {}
+    builder = FlowBuilder(exprs, top.models, top.data, top.states, buffers)
     given = options.read(options.FLOW, [(o.name, o.value) for o in flow.options], "a flow", flow.name.span, exprs,
                          scope)
     for node in ast.walk(flow):
@@ -131,8 +133,27 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
         functions=tuple(f for k, f in modules.functions.items() if k in used), programs=tuple(builder.programs),
         items=body, metrics=tuple(builder.metrics), rules=rules,
         states=tuple(s for s in top.states.values() if any(v.id == s.name for v in values)),
+        buffers=tuple(b for b in with_stored(buffers, builder.buffers.found).values()
+                      if any(isinstance(n, g.Store) and n.buffer == b.name for n in g.nodes(body))),
         checkpoint=builder.checkpoint)
     return graph, tuple(errors.found)
+
+
+def _buffers(flow: ast.Flow, top: _Declarations, prelude: Module) -> dict[str, g.Buffer]:
+    """The buffers, with what their rows have. The flow is walked for it, and what the walk makes is dropped: a `sample`
+    may come before the `add` that says it, and what is added may come from a sample of another buffer."""
+    buffers = top.buffers
+    for _ in range(len(buffers)):
+        exprs = ExpressionBuilder(Spaces(), Errors(), prelude)
+        builder = FlowBuilder(exprs, top.models, top.data, top.states, buffers)
+        known: dict[str, Meaning] = {s.name: input_(s.name, "batch", "", s.span) for s in top.states.values()
+                                     if not s.data}
+        builder.block(flow.body, Scope(top.module, Scope(top.module), known), "flow")
+        found = with_stored(buffers, builder.buffers.found)
+        if found == buffers:
+            break
+        buffers = found
+    return buffers
 
 
 class _Declarations:
@@ -147,6 +168,7 @@ class _Declarations:
         self.models: dict[str, g.Model] = {}
         self.data: dict[str, g.Data] = {}
         self.states: dict[str, g.State] = {}
+        self.buffers: dict[str, g.Buffer] = {}
         self.cluster: g.Cluster | None = None
         self._rules: list[ast.Place] = []
 
@@ -166,6 +188,11 @@ class _Declarations:
                 initial = declare.state(item, self.exprs, self.scope)
                 self.states[name.name] = g.State(name.name, initial, item.span)
                 self.modules.bind(self.module, name, StateRef(name.name))
+            case ast.Buffer(name=name):
+                buffer = declared(item, self.exprs, self.scope)
+                if not isinstance(buffer, Bad):
+                    self.buffers[name.name] = buffer
+                self.modules.bind(self.module, name, BAD if isinstance(buffer, Bad) else BufferRef(name.name))
             case ast.Cluster():
                 made = declare.cluster(item, self.exprs, self.scope, self.read)
                 if not isinstance(made, Bad):

@@ -21,7 +21,7 @@ from rldsl.semantics.levels import source_name
 from rldsl.semantics.losses import bind_loss
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import input_
-from rldsl.semantics.values import DataRef, FrameRef, LossRef, LossUse, Meaning, ModelRef, Pairs, describe
+from rldsl.semantics.values import BufferRef, DataRef, FrameRef, LossRef, LossUse, Meaning, ModelRef, Pairs, describe
 from rldsl.source import Span
 from rldsl.syntax import ast
 
@@ -37,21 +37,23 @@ class CallsOfFlow:
         self.prompts_of: dict[str, str] = {}  # generated frame -> the frame that it was generated from
         self._trains: Counter[str] = Counter()  # model -> `train` calls so far
 
-    def nested(self, owner: ModelRef | DataRef, call: ast.Call, scope: Scope) -> Meaning:
+    def nested(self, owner: ModelRef | DataRef | BufferRef, call: ast.Call, scope: Scope) -> Meaning:
         """A call inside an expression: an inference is anonymous, anything else needs a statement of its own."""
         call_name = cast(ast.Attribute, call.func).name.name
-        if isinstance(owner, DataRef) or call_name in (GENERATE, TRAIN):
+        if isinstance(owner, DataRef | BufferRef) or call_name in (GENERATE, TRAIN):
             return self.errors.add("RL0212", f"`{call_name}` inside an expression", call.func.span,
                                    help=f"write it as a separate statement: `name = {call.func.span.text}(...)`"
                                    if call_name != TRAIN else "write it as a separate statement")
         return self.make(owner, call, scope, None, None, call.span)
 
-    def make(self, owner: ModelRef | DataRef, call: ast.Call, scope: Scope, target: str | None,
+    def make(self, owner: ModelRef | DataRef | BufferRef, call: ast.Call, scope: Scope, target: str | None,
              clause: g.Clause | None, span: Span) -> Meaning:
         """Append the nodes of a call and return what it stands for: `NO_VALUE` for a train call. target: the name that
         the result is bound to; None: it has none."""
         func = cast(ast.Attribute, call.func)
         ident = func.name
+        if isinstance(owner, BufferRef):
+            return self.flow.buffers.make(owner, call, scope, target, clause, span, self.flow.inside)
         if isinstance(owner, DataRef):
             return self._next(owner, ident, call, scope, target, span)
         call_name, legal = ident.name, owner.head.calls

@@ -11,6 +11,7 @@ from typing import cast
 from rldsl.diag import Label
 from rldsl.graph import declare
 from rldsl.graph import model as g
+from rldsl.graph.buffers import Buffers
 from rldsl.graph.calls import CallsOfFlow
 from rldsl.graph.computations import Computations, full_label
 from rldsl.graph.derive import Derivations
@@ -28,7 +29,7 @@ from rldsl.semantics.modules import RESERVED
 from rldsl.semantics.options import positive_integer
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term
-from rldsl.semantics.values import DataRef, Meaning, ModelRef, Several, describe
+from rldsl.semantics.values import BufferRef, DataRef, Meaning, ModelRef, Several, describe
 from rldsl.source import Span
 from rldsl.syntax import ast
 
@@ -37,9 +38,11 @@ class FlowBuilder(Computations):
     """Walks the flow once."""
 
     def __init__(self, exprs: ExpressionBuilder, models: dict[str, g.Model], data: dict[str, g.Data],
-                 states: dict[str, g.State]):
+                 states: dict[str, g.State], buffers: dict[str, g.Buffer]):
         self.exprs, self.errors = exprs, exprs.errors
         super().__init__(exprs.spaces, [name for name, s in states.items() if not s.data])
+        for buffer in buffers:
+            self.value(buffer, "batch", "", "i64", "stored")
         self.models, self.data = models, data
         self.metrics: list[tuple[str, str]] = []  # (shown name, value)
         self._bound: dict[str, Span] = {}  # name -> where the flow binds it
@@ -52,6 +55,8 @@ class FlowBuilder(Computations):
         self.evaluations = Evaluations(self)
         self.texts = Texts(self)
         self.row_states = RowStates(self, [s for s in states.values() if s.data], data.values())
+        self.buffers = Buffers(self, buffers)
+        self.inside = "flow"  # the block that is being built
         exprs.calls = self.calls.nested
         exprs.frames = self.derivations.call
         exprs.row_states = self.row_states
@@ -70,8 +75,9 @@ class FlowBuilder(Computations):
         """Random numbers of a statement follow its name: another statement leaves them as they were."""
         ops = self.exprs.ops
         outer, ops.statement = ops.statement, _name(s)
+        around, self.inside = self.inside, self.inside if inside in ("flow", "every") else inside
         self._build_statement(s, scope, inside)
-        ops.statement = outer
+        ops.statement, self.inside = outer, around
 
     def _build_statement(self, s: ast.Statement, scope: Scope, inside: str) -> None:
         match s:
@@ -103,12 +109,12 @@ class FlowBuilder(Computations):
             case _:
                 self.errors.add("RL0212", "`return` outside a function", s.span)
 
-    def call_of(self, value: ast.Expr, scope: Scope) -> tuple[ModelRef | DataRef, ast.Call] | None:
-        """The model or data call that a statement consists of."""
+    def call_of(self, value: ast.Expr, scope: Scope) -> tuple[ModelRef | DataRef | BufferRef, ast.Call] | None:
+        """The call of a model, of data or of a buffer that a statement consists of."""
         if (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
                 and isinstance(value.func.value, ast.Name)):
             owner = scope.find(value.func.value.name)
-            if isinstance(owner, (ModelRef, DataRef)):
+            if isinstance(owner, (ModelRef, DataRef, BufferRef)):
                 return owner, value
         return None
 

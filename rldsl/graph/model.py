@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from rldsl.plan.expr import Program, Scalar
 from rldsl.plan.function import Function
-from rldsl.plan.model import Lora, Optimizer, Value
+from rldsl.plan.model import Lora, Optimizer, StoredField, Value
 from rldsl.plan.payloads import (
     CollectSpec,
     ComputeSpec,
@@ -26,7 +26,9 @@ from rldsl.plan.payloads import (
     GenerateSpec,
     InferSpec,
     LookupSpec,
+    SampleSpec,
     SaveSpec,
+    StoreSpec,
     TrainSpec,
     UpdateSpec,
 )
@@ -176,6 +178,16 @@ class Collect(CollectSpec, Node):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Store(StoreSpec, Node):
+    """`buffer.add(gen)`"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(SampleSpec, Node):
+    """`buffer.sample(k)`"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Save(SaveSpec, Node):
     """`save model`"""
 
@@ -250,6 +262,28 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """What the rows of a buffer have, as the first `add` says."""
+
+    contents: str  # as of `FrameRef`
+    fields: tuple[StoredField, ...]
+    data: str  # the source of their prompts
+    max_prompt_tokens: int
+    max_response_tokens: int
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """`buffer name = rows(capacity=4096)`"""
+
+    name: str
+    capacity: int  # rows
+    span: Span
+    stored: Stored | None = None  # None: not known yet
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """`checkpoint every K keep=N`: the full state of the run after every K-th step."""
 
@@ -291,4 +325,5 @@ class Graph:
     metrics: tuple[tuple[str, str], ...]
     rules: tuple[Rule, ...]
     states: tuple[State, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
     checkpoint: Checkpoint | None = None

@@ -14,6 +14,7 @@ from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.naming import Labels, collected
 
 NO_LABELS = Labels({})
+STORES = (g.Fetch, g.Store, g.Sample)  # of rows: drawn as data
 
 
 def edges(graph: g.Graph, reduce: bool = False) -> list[tuple[str, str, str, bool]]:
@@ -54,6 +55,10 @@ def title(node: g.Node, labels: Labels = NO_LABELS) -> tuple[str, str]:
             return DERIVE_OPS[op].verb, name(frame)
         case g.Collect(frame=frame, into=into):
             return "collect", f"{name(frame)} as {into}" if labels is NO_LABELS else name(frame)
+        case g.Store(buffer=buffer, frame=frame):
+            return f"{buffer}.add", name(frame)
+        case g.Sample(buffer=buffer, frame=frame):
+            return f"{buffer}.sample", name(frame)
         case g.Save(model=model):
             return f"save {model}", ""
         case g.Sync(model=model, source=source, decay=decay):
@@ -87,7 +92,7 @@ def mermaid(graph: g.Graph, reduce: bool = False) -> str:
     lines = ["flowchart TD"]
     for node in g.nodes(graph.items):
         text = "<br/>".join(_mermaid(line) for line in label_lines(node, labels))
-        left, right = ("([", "])") if isinstance(node, g.Compute) else ("[(", ")]") if isinstance(node, g.Fetch) else (
+        left, right = ("([", "])") if isinstance(node, g.Compute) else ("[(", ")]") if isinstance(node, STORES) else (
             "[", "]")
         lines.append(f'  {ids[node.id]}{left}"{text}"{right}')
     for src, dst, label, version in edges(graph, reduce):
@@ -100,7 +105,7 @@ def dot(graph: g.Graph, reduce: bool = False) -> str:
     labels = labels_of(graph)
     lines = [f"digraph {_quoted(graph.flow)} {{", '  node [shape=box, fontname="sans-serif"];']
     for node in g.nodes(graph.items):
-        shape = "ellipse" if isinstance(node, g.Compute) else "cylinder" if isinstance(node, g.Fetch) else "box"
+        shape = "ellipse" if isinstance(node, g.Compute) else "cylinder" if isinstance(node, STORES) else "box"
         label = "\n".join(label_lines(node, labels))
         lines.append(f"  {_quoted(node.id)} [label={_quoted(label)}, shape={shape}];")
     for src, dst, label, version in edges(graph, reduce):
@@ -115,6 +120,7 @@ def text(graph: g.Graph) -> str:
     lines += [f"model {m.name} = {m.head_name}({m.path!r}) {m.dtype}{' trained' if m.optimizer else ''}"
               for m in graph.models]
     lines += [f"state {s.name} = {s.initial:g}" for s in graph.states]
+    lines += [f"buffer {b.name} = rows(capacity={b.capacity})" for b in graph.buffers]
     lines += [f"data {d.name} = {d.format}({d.path!r}) {d.row_format}" for d in graph.data]
     lines += [f"frame {f.id}: {f.count} rows, {f.per_prompt} per prompt, at most {f.max_prompt_tokens} + "
               f"{f.max_response_tokens} tokens, temperature {f.temperature:g}" for f in graph.frames]

@@ -110,7 +110,8 @@ class Selections:
         values = [(f"{old.id}.{x}", self.flow.value(f"{frame.id}.{x}", v.level, frame.id, v.dtype, v.extent))
                   for x in STANDARD for v in self._of(f"{old.id}.{x}")]
         self.flow.value(f"{frame.id}.lengths", "seq", frame.id, "i64", "lengths")
-        self.flow.columns[frame.chain[-1].id] = self.flow.columns[old.chain[-1].id]
+        if old.chain[-1].id in self.flow.columns:  # rows of a buffer have none
+            self.flow.columns[frame.chain[-1].id] = self.flow.columns[old.chain[-1].id]
         self.flow.items.append(g.Derive(
             id=self.flow.unique(frame.id), reads=(condition, *(v for v, _ in values)), span=span, op="where",
             writes=tuple(w for _, w in values), source=old.id, frame=frame.id, values=tuple(values), key=condition))

@@ -65,7 +65,8 @@ def hover(symbol: Symbol, facts: Facts, costs: Costs = lambda _: []) -> str:
             return _page(tree.span.text, "logged at every step")
         case ast.Flow(name=name, options=options):
             return _page(f"flow {name.name}({', '.join(o.span.text for o in options)})", "the dataflow of one step")
-    about = {"state": "a number that persists for the whole run"}.get(symbol.kind, "")
+    about = {"state": "a number that persists for the whole run",
+             "buffer": "sequences that are kept for later steps: `add` and `sample`"}.get(symbol.kind, "")
     return _page(tree.span.text.splitlines()[0], about)
 
 

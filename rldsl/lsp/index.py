@@ -140,6 +140,8 @@ class _Walker:
                 self.row_states.setdefault(item.name.name, symbol)
             case ast.State():
                 self.bind(item.name, "state", item)
+            case ast.Buffer():
+                self.bind(item.name, "buffer", item)
             case ast.MeshDecl():
                 self.bind(item.name, "mesh", item)
             case ast.DataDecl():

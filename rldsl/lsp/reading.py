@@ -18,7 +18,8 @@ from rldsl.lsp.session import Feature, Server, uri_of
 
 SYMBOLS = {"fn": t.SymbolKind.Function, "loss": t.SymbolKind.Function, "flow": t.SymbolKind.Module,
            "model": t.SymbolKind.Class, "data": t.SymbolKind.Class, "mesh": t.SymbolKind.Array,
-           "param": t.SymbolKind.Constant, "state": t.SymbolKind.Variable, "python": t.SymbolKind.Function,
+           "param": t.SymbolKind.Constant, "state": t.SymbolKind.Variable, "buffer": t.SymbolKind.Array,
+           "python": t.SymbolKind.Function,
            "metric": t.SymbolKind.Event}
 
 

@@ -12,7 +12,7 @@ from rldsl.lsp.text import Lines
 TYPES = ("variable", "parameter", "function", "class", "property", "event")
 MODIFIERS = ("declaration", "readonly")
 OF = {"fn": "function", "loss": "function", "python": "function", "flow": "function", "model": "class", "data": "class",
-      "parameter": "parameter", "metric": "event", "state": "property",
+      "parameter": "parameter", "metric": "event", "state": "property", "buffer": "property",
       "field": "property"}
 
 

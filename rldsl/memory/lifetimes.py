@@ -216,7 +216,7 @@ class _Lifetimes:
 
     def _values(self) -> None:
         """From the event that writes a buffer to its free; what a loop collects, from the beginning of the loop."""
-        lasting = {f"{s.value}@{s.spread}" for s in self.plan.states}
+        lasting = {*self.plan.lasting}
         collected = {b: 2 * first for loop, first, _ in self.spans for b in loop.collects}
         until = {loop.until: 2 * last for loop, _, last in self.spans if loop.until}
         for buffer in sorted(lasting):

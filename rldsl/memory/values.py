@@ -58,6 +58,8 @@ def buffer_bytes(t: Tables, value: str, spread: str) -> int:
         return 0
     if v.extent == "batch":
         return 8 + ROW
+    if v.extent == "stored":  # in host memory
+        return 0
     frame = t.frames[v.frame]
     if v.extent == "lengths":
         return 2 * 8 * frame.count

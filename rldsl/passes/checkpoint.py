@@ -20,6 +20,7 @@ def checkpoint(draft: Draft) -> Draft:
     trained = {f"{e.model}@{e.layout}" for e in events(draft.body) if isinstance(e, Train)}
     follow = {e.model: f"{e.model}@{e.dst}" for e in events(draft.body) if isinstance(e, Realloc) and e.source}
     states = [f"{s.value}@{s.spread}" for s in draft.states if s.spread in draft.spreads]
+    states += [f"{b.value}@{b.spread}" for b in draft.buffers]
     mesh = mesh_of_range(draft.placed.world)
     last = Checkpoint(id=0, mesh=mesh.id, reads=(*sorted(trained), *(b for _, b in sorted(follow.items())), *states),
                       at=str(statement.span), every=statement.every, keep_last=statement.keep_last)

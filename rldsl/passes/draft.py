@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from rldsl.placement.model import Placed, mesh_of_set
-from rldsl.plan.events import Collect, Derive, Event, Every, Fetch, Item, Loop
-from rldsl.plan.model import Layout, Mesh, Spread, State, Value
+from rldsl.plan.events import Collect, Derive, Event, Every, Fetch, Item, Loop, Sample
+from rldsl.plan.model import Layout, Mesh, ReplayBuffer, Spread, State, Value
 from rldsl.plan.naming import Labels
 from rldsl.plan.references import Reference, Role, named, references
 from rldsl.plan.spaces import IndexedFrame
@@ -33,13 +33,15 @@ class Draft:
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     spreads: Mapping[str, Spread] = field(default_factory=dict)
     states: tuple[State, ...] = ()
+    buffers: tuple[ReplayBuffer, ...] = ()
     # whether reallocs state bytes, messages and digest; without, there is an estimate of memory but no plan
     sized: bool = True
 
     @property
     def lasting(self) -> frozenset[str]:
         """The buffers that live through the whole run, besides parameters."""
-        return frozenset(f"{s.value}@{s.spread}" for s in self.states)
+        kept: tuple[State | ReplayBuffer, ...] = (*self.states, *self.buffers)
+        return frozenset(f"{x.value}@{x.spread}" for x in kept)
 
     @property
     def frames(self) -> dict[str, IndexedFrame]:
@@ -126,7 +128,7 @@ def row_states_spread_id(data: str) -> str:
 
 def lengths_spread_id(draft: Draft, frame: str) -> str:
     """The id of the spread in which ranks hold the lengths (and fetched values) of a frame."""
-    fetched = {f for e in events(draft.body) if isinstance(e, Fetch) for f in e.frames}
+    fetched = {f for e in events(draft.body) if isinstance(e, Fetch | Sample) for f in e.new_rows}
     into = {e.into: e.frame for e in events(draft.body) if isinstance(e, Collect)}
     return replicated_spread_id(draft.frames[frame].row_space if into.get(frame, frame) in fetched else frame)
 

@@ -41,7 +41,8 @@ def emit(draft: Draft, compiler: str) -> Plan:
                 graph.programs,
                 groups(events(body), {x.id: x for x in layouts}, {m.id: m for m in meshes}), body,
                 rank_classes(meshes, body, placed.world, {}),
-                tuple(replace(s, spread=names[s.spread]) for s in draft.states if s.spread in names))
+                tuple(replace(s, spread=names[s.spread]) for s in draft.states if s.spread in names),
+                tuple(replace(b, spread=names[b.spread]) for b in draft.buffers if b.spread in names))
 
 
 def updates(draft: Draft, model: str) -> int:

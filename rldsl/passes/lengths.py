@@ -30,6 +30,7 @@ from rldsl.plan.events import (
     Lookup,
     Loop,
     RowStates,
+    Sample,
     Transfer,
     Update,
     split_buffer,
@@ -56,7 +57,7 @@ def lengths(draft: Draft) -> Draft:
     def insert(items: tuple[Item, ...]) -> tuple[Item, ...]:
         out: list[Item] = []
         for item in items:
-            if isinstance(item, Fetch | RowStates):
+            if isinstance(item, Fetch | Sample | RowStates):
                 mesh = draft.meshes[replicated[split_buffer(item.writes[0])[1]].mesh]
                 sent = 8 * draft.frames[item.frame].count * (mesh.size - 1) if isinstance(item, Draw) else 0
                 out.append(replace(item, mesh=mesh.id, bytes=sent))
@@ -97,7 +98,7 @@ def _ranks_of_replicated(draft: Draft) -> dict[str, Ranks]:
     values = draft.values
     every = tuple(events(draft.body))
     for e in every:
-        if isinstance(e, Fetch):
+        if isinstance(e, Fetch | Sample):
             touched[split_buffer(e.writes[0])[1]]  # a batch that nobody reads is still fetched somewhere
         if _makes_rows(e):
             touched[lengths_spread_id(draft, e.frame)] |= draft.ranks(e.mesh)

@@ -32,13 +32,15 @@ from rldsl.plan.events import (
     Lookup,
     Loop,
     Realloc,
+    Sample,
     Save,
+    Store,
     Train,
     Transfer,
     Update,
     split_buffer,
 )
-from rldsl.plan.model import Layout, Mesh, Spread, State, Value
+from rldsl.plan.model import Layout, Mesh, ReplayBuffer, Spread, State, Value
 from rldsl.plan.payloads import (
     CollectSpec,
     ComputeSpec,
@@ -48,7 +50,9 @@ from rldsl.plan.payloads import (
     GenerateSpec,
     InferSpec,
     LookupSpec,
+    SampleSpec,
     SaveSpec,
+    StoreSpec,
     TrainSpec,
     UpdateSpec,
     payload,
@@ -63,7 +67,8 @@ def node_events(placed: Placed) -> Draft:
     placed = replace(placed, graph=replace(placed.graph, values=(*placed.graph.values, *kept)))
     builder = _EventBuilder(placed, reused)
     body = builder.block(placed.graph.items)
-    return Draft(placed, body, (), builder.meshes, builder.layouts, builder.spreads, builder.states())
+    return Draft(placed, body, (), builder.meshes, builder.layouts, builder.spreads, builder.states(),
+                 builder.buffers())
 
 
 def spread_of(node: g.Node, place: Place, frames: Mapping[str, IndexedFrame]) -> Spread:
@@ -116,6 +121,7 @@ class _EventBuilder:
         self.sync_places = sync_places(placed.graph, self.places, self.train_layouts)  # of models in syncs
         self.written_at: dict[str, str] = {}  # model -> position of what made its version, in program order
         self.updated_at: dict[str, str] = {}  # state of rows -> position of its last update, in program order
+        self.stored_at: dict[str, str] = {}  # buffer -> position of what added rows last, in program order
         self.layouts: dict[str, Layout] = {}
         self.spreads: dict[str, Spread] = {}
         self.frames = {f.id: f for f in placed.graph.frames}
@@ -215,8 +221,39 @@ class _EventBuilder:
         return kind(id=0, mesh=self.world.id, at=at, reads=reads, writes=writes, follows=follows,  # type: ignore[call-arg]
                     **payload(node, spec))
 
+    def buffers(self) -> tuple[ReplayBuffer, ...]:
+        graph, frames = self.placed.graph, dict[str, IndexedFrame]()
+        for n in g.nodes(graph.items):
+            if isinstance(n, g.Store):
+                frames.setdefault(n.buffer, self.frames[n.frame])
+        return tuple(
+            ReplayBuffer(b.name, self.everywhere.id, b.capacity, b.stored.fields, b.stored.data,
+                         b.stored.max_prompt_tokens, b.stored.max_response_tokens, b.stored.temperature,
+                         frames[b.name].tokenizer)
+            for b in graph.buffers if b.stored is not None)
+
+    def store(self, node: g.Store, at: str) -> Event:
+        """On every rank: all of them have the rows of a buffer."""
+        everywhere, version = self._everywhere(), self.stored_at.get(node.buffer, "")
+        self.stored_at[node.buffer] = at
+        return Store(id=0, mesh=everywhere.mesh, at=at, version=version,
+                     reads=tuple(f"{v}@{self._at(v, everywhere.id)}" for v in node.reads),
+                     writes=(f"{node.buffer}@{everywhere.id}",), **payload(node, StoreSpec))
+
+    def sample(self, node: g.Sample, at: str) -> Event:
+        """As a fetch: on each rank that reads what it writes (`lengths.py`)."""
+        spread_id = replicated_spread_id(self.frames[node.frame].row_space)
+        self.replicated |= dict.fromkeys(node.writes, spread_id)
+        return Sample(id=0, mesh=self.world.id, at=at, version=self.stored_at.get(node.buffer, ""),
+                      reads=(f"{node.buffer}@{self._everywhere().id}",),
+                      writes=tuple(f"{v}@{spread_id}" for v in node.writes), **payload(node, SampleSpec))
+
     def event(self, node: g.Node) -> Event:
         at = str(node.span)
+        if isinstance(node, g.Store):
+            return self.store(node, at)
+        if isinstance(node, g.Sample):
+            return self.sample(node, at)
         if isinstance(node, g.Fetch):
             spread_id = replicated_spread_id(self.frames[node.frames[0]].row_space)
             self.replicated |= dict.fromkeys(node.writes, spread_id)
@@ -294,7 +331,8 @@ class _EventBuilder:
         """The spread in which an event that works on `spread` reads a value."""
         if value in self.row_states:
             return row_states_spread_id(self.row_states[value])
-        if any(value == s.name for s in self.placed.graph.states):
+        graph = self.placed.graph
+        if value in {*(s.name for s in graph.states), *(b.name for b in graph.buffers)}:
             return self._everywhere().id
         return self.replicated.get(value, spread)
 

@@ -18,6 +18,20 @@ from rldsl.placement.model import Call
 def _origins(graph: g.Graph) -> dict[str, str]:
     """Frame -> where its tokens come from: the name of a data source, or the frame whose prompts are text that a Python
     function wrote."""
+    buffers: dict[str, str] = {}
+    while True:  # rows may be sampled above the statement that adds them
+        found = _found(graph, buffers)
+        first: dict[str, str] = {}
+        for node in g.nodes(graph.items):
+            if isinstance(node, g.Store):
+                first.setdefault(node.buffer, found[node.frame])
+        if first == buffers:
+            return found
+        buffers = first
+
+
+def _found(graph: g.Graph, buffers: Mapping[str, str]) -> dict[str, str]:
+    """`_origins`, where those of the rows of buffers are known. buffers: buffer -> where their tokens come from."""
     found: dict[str, str] = {}
     for node in g.nodes(graph.items):
         match node:
@@ -31,6 +45,8 @@ def _origins(graph: g.Graph) -> dict[str, str]:
                 found[node.frame] = found[node.source]
             case g.Collect():
                 found[node.into] = found[node.frame]
+            case g.Sample():
+                found[node.frame] = buffers.get(node.buffer, node.frame)
     return found
 
 

@@ -41,6 +41,7 @@ from rldsl.plan.model import (
     Model,
     Plan,
     RankClass,
+    ReplayBuffer,
     Space,
     Spread,
     State,
@@ -62,6 +63,7 @@ TABLES: Mapping[str, tuple[type, str]] = {
     "program": (Program, "programs"),
     "group": (Group, "groups"),
     "state": (State, "states"),
+    "buffer": (ReplayBuffer, "buffers"),
     "body": (Loop, "body"),
     "class": (RankClass, "classes"),
 }

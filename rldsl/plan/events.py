@@ -22,8 +22,10 @@ from rldsl.plan.payloads import (
     GenerateSpec,
     InferSpec,
     LookupSpec,
+    SampleSpec,
     Sampling,
     SaveSpec,
+    StoreSpec,
     TrainSpec,
     UpdateSpec,
 )
@@ -45,8 +47,8 @@ from rldsl.plan.traits import EVENTS, Buffers, Traits, event_kind
 __all__ = [
     "EVENTS", "AnyCall", "Checkpoint", "Collect", "Compute", "CopyPart", "Derive", "Draw", "Event", "Every", "Fetch",
     "Free", "Generate", "Infer", "Item", "Lengths", "Load", "Log", "Lookup", "Loop", "ModelCall", "Offload", "Onload",
-    "Realloc", "RowStates", "Sampling", "Save", "Train", "Transfer", "Update", "Versions", "optimizer_of",
-    "split_buffer",
+    "Realloc", "RowStates", "Sample", "Sampling", "Save", "Store", "Train", "Transfer", "Update", "Versions",
+    "optimizer_of", "split_buffer",
 ]
 
 CopyPart = Literal["parameters", "optimizer"]  # of a model under a layout; optimizer: moments and gradients
@@ -540,6 +542,48 @@ class Collect(CollectSpec, Event):
     @property
     def subject(self) -> str:
         return ", ".join(made for _, made in self.values) or self.into
+
+
+@event_kind(Traits(family="data", blocking="none", participants=("writes",), needs_lengths_of=("frame", "values"),
+                   drawing="value", not_diffed=("buffer", "frame", "values", "version")))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store(StoreSpec, Event):
+    """The rows of a frame are added to a replay buffer, in ascending order, by every rank alike."""
+
+    version: str = ""  # position of the statement that stored rows before; "": none in this step
+
+    @property
+    def called(self) -> str:
+        return f"{self.buffer}.add"
+
+    @property
+    def subject(self) -> str:
+        return self.called
+
+
+@event_kind(Traits(family="data", blocking="none", participants=("writes",), drawing="value",
+                   not_diffed=("buffer", "frame", "values", "version")))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(SampleSpec, Event):
+    """Rows of a replay buffer, drawn by every participant alike: by seed, step and the number of the row."""
+
+    version: str = ""  # position of the statement that stored rows before; "": none in this step
+
+    @property
+    def called(self) -> str:
+        return f"{self.buffer}.sample"
+
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        return (self.frame,)
+
+    @property
+    def new_rows(self) -> tuple[FrameId, ...]:
+        return (self.frame,)
+
+    @property
+    def subject(self) -> str:
+        return f"{self.frame} = {self.called}"
 
 
 # -------------------------------------------------------------------------------------------------- bookkeeping

@@ -298,9 +298,10 @@ class Value:
     # the entries of a row. tokens: one per prompt and response token; response: one per response token; row, prompt,
     # batch: one each; columns: the data columns as text; lengths: prompt length, response length; row_numbers: the
     # number of the row in its data source; table: no rows of a frame, but one entry per row of a data source; cache:
-    # keys and values of the sequence, in the form of the backend, on the ranks that computed them
+    # keys and values of the sequence, in the form of the backend, on the ranks that computed them; stored: all rows of
+    # a replay buffer
     extent: Literal["tokens", "response", "row", "prompt", "batch", "columns", "lengths", "row_numbers", "table",
-                    "cache"]
+                    "cache", "stored"]
     dtype: Literal["f32", "i64", "bool", "text"] = "f32"
     # what people call it, where its id is a name of the compiler's: "mean(r by prompt) (ppo.rlf:12)"
     label: str = ""
@@ -314,6 +315,32 @@ class State:
     spread: str  # of granularity "all": every rank of its mesh holds the value
     initial: float  # before the first step
     data: str = ""  # the source whose rows have a number each (a value of extent "table"); "": one number
+
+
+@dataclass(frozen=True, slots=True)
+class StoredField:
+    """A value of each row of a replay buffer."""
+
+    name: str  # "tokens", "logprobs", or of `with`
+    extent: Literal["tokens", "response", "row"]
+    dtype: Literal["f32", "i64", "bool"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayBuffer:
+    """Rows that persist over steps: `buffer good = rows(capacity=4096)`. The oldest leave when it is full. Each rank of
+    the spread holds all rows, in host memory, so that rows are drawn and checkpoints resumed without communication."""
+
+    value: str  # id of the value that stands for all of its rows
+    spread: str  # of granularity "all"
+    capacity: int  # rows
+    fields: tuple[StoredField, ...]
+    # of the sequences: as of the frames that are stored, and of those that are sampled
+    data: str
+    max_prompt_tokens: int
+    max_response_tokens: int
+    temperature: float = 1.0
+    tokenizer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,3 +383,10 @@ class Plan:
     body: tuple[Item, ...]  # all events, in the one total order
     classes: tuple[RankClass, ...]  # of ranks with equal schedules; together they are all ranks
     states: tuple[State, ...] = ()
+    buffers: tuple[ReplayBuffer, ...] = ()
+
+    @property
+    def lasting(self) -> tuple[str, ...]:
+        """The values that persist over steps, as `value@spread`."""
+        kept: tuple[State | ReplayBuffer, ...] = (*self.states, *self.buffers)
+        return tuple(f"{x.value}@{x.spread}" for x in kept)

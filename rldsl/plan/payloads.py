@@ -146,6 +146,27 @@ class DeriveSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoreSpec:
+    """Rows that a replay buffer keeps."""
+
+    __slots__ = ()
+    buffer: ValueId
+    frame: FrameId  # whose rows are added
+    values: tuple[tuple[ValueId, str], ...]  # (value of the frame, field of the buffer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSpec:
+    """Rows drawn from a replay buffer: as many as the frame has, or all where there are fewer."""
+
+    __slots__ = ()
+    buffer: ValueId
+    frame: FrameId  # that they become
+    values: tuple[tuple[str, ValueId], ...]  # (field of the buffer, value of the frame)
+    weight: str = ""  # the field by which rows are drawn; "": all are equally likely
+
+
+@dataclass(frozen=True, kw_only=True)
 class CollectSpec:
     """The rows of one iteration of a loop, appended to those of the iterations before."""
 

@@ -27,6 +27,7 @@ from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, const
 from rldsl.semantics.units import Unit
 from rldsl.semantics.values import (
+    BufferRef,
     DataRef,
     FnRef,
     FrameRef,
@@ -45,7 +46,7 @@ from rldsl.semantics.values import (
 from rldsl.source import Span
 from rldsl.syntax import ast
 
-CallOfModel = Callable[[ModelRef | DataRef, ast.Call, Scope], Meaning]
+CallOfModel = Callable[[ModelRef | DataRef | BufferRef, ast.Call, Scope], Meaning]
 CallForFrames = Callable[[str, ast.Call, Scope], Meaning]
 
 
@@ -226,9 +227,9 @@ class ExpressionBuilder:
     def call(self, expr: ast.Call, scope: Scope) -> Meaning:
         if isinstance(expr.func, ast.Attribute):
             owner = self.build(expr.func.value, scope)
-            if isinstance(owner, (ModelRef, DataRef)):
+            if isinstance(owner, (ModelRef, DataRef, BufferRef)):
                 if self.calls is None:
-                    return self.errors.add("RL0212", "a model or data call outside the flow", expr.span,
+                    return self.errors.add("RL0212", "a call of a model, data or a buffer outside the flow", expr.span,
                                            help="move the call to the flow and pass its result as an argument")
                 return self.calls(owner, expr, scope)
             if isinstance(owner, Bad):
@@ -287,6 +288,11 @@ class ExpressionBuilder:
         bound = self._arguments(ref, [a for a in args if isinstance(a, FrameRef)], expr)
         if isinstance(bound, Bad):
             return BAD
+        if bound.rows.root_origin in self.spaces.sampled:
+            return self.errors.add("RL0213", f"`{ref.id}` needs the columns of data of its rows", expr.args[0].span,
+                                   f"the rows of `{source_name(bound.rows)}` come from a buffer, which keeps none",
+                                   help=f"compute it before, and keep it with the rows: `kept = gen with "
+                                        f"x={ref.id}(gen)`, then `.x` of those that are sampled")
         if bound.returns_text:
             if self.texts is None:
                 return self.errors.add("RL0212", f"`{ref.id}` makes prompts, outside the flow", expr.span,

@@ -40,6 +40,7 @@ class Spaces:
     def __init__(self) -> None:
         self.frames: dict[str, IndexedFrame] = {}
         self.tree: dict[str, Space] = {}
+        self.sampled: set[str] = set()  # spaces of rows of buffers, which have no columns of data
 
     def add(self, frame: Frame, *spaces: Space) -> IndexedFrame:
         """A frame, and the spaces that come with it."""

@@ -58,6 +58,13 @@ class DataRef:
 
 
 @dataclass(frozen=True, slots=True)
+class BufferRef:
+    """Sequences that are kept for later steps."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class StateRef:
     """A `state` outside the flow, where it has no value."""
 
@@ -126,8 +133,8 @@ class Module:
     broken: set[str] = field(default_factory=set)
 
 
-Meaning = (Term | Items | FrameRef | Pairs | ModelRef | DataRef | StateRef | Several | MeshValue | FnRef | LossRef
-           | LossUse | PyRef | Bad)
+Meaning = (Term | Items | FrameRef | Pairs | ModelRef | DataRef | BufferRef | StateRef | Several | MeshValue | FnRef
+           | LossRef | LossUse | PyRef | Bad)
 
 
 def describe(value: Meaning) -> str:
@@ -147,6 +154,8 @@ def describe(value: Meaning) -> str:
             return f"the model `{name}`"
         case DataRef(name=name):
             return f"the data `{name}`"
+        case BufferRef(name=name):
+            return f"the buffer `{name}`"
         case StateRef(name=name):
             return f"the state `{name}`"
         case Several(values=values):

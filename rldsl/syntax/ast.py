@@ -319,6 +319,14 @@ class State(Tree):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer(Tree):
+    """buffer name = rows(capacity=4096)"""
+
+    name: Ident
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster(Tree):
     """cluster nodes=1 gpus=8  |  cluster "file.yaml" """
 
@@ -390,8 +398,8 @@ class Flow(Tree):
     body: tuple[Statement, ...]
 
 
-Declaration = (Use | UsePy | Param | State | Cluster | MeshDecl | DataDecl | ModelDecl | FnDecl | LossDecl | Place
-               | Flow)
+Declaration = (Use | UsePy | Param | State | Buffer | Cluster | MeshDecl | DataDecl | ModelDecl | FnDecl | LossDecl
+               | Place | Flow)
 
 
 @dataclass(frozen=True, slots=True)

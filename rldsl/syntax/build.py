@@ -97,6 +97,9 @@ class _Builder(Transformer[Token, Any]):
         return ast.State(span=self._span(meta), name=self._ident(name), data=self._ident(data) if data else None,
                          initial=initial)
 
+    def buffer(self, meta: Any, children: Children) -> ast.Buffer:
+        return ast.Buffer(span=self._span(meta), name=self._ident(children[0]), value=children[1])
+
     def cluster(self, meta: Any, children: Children) -> ast.Cluster:
         path = _text(children[0]) if isinstance(children[0], Token) else None
         return ast.Cluster(span=self._span(meta), path=path, options=() if path is not None else tuple(children))

@@ -23,7 +23,7 @@ WORDS = {
 }
 OPERATORS = {"OR", "AND", "COMPARE", "PLUS", "SLASH", "POWER"}
 VALUE = {"NAME", "NUMBER", "STRING", "LPAR", "LSQB"}  # together: any expression
-DECLARATIONS = ("use", "param", "state", "cluster", "mesh", "data", "model", "fn", "loss", "place", "flow")
+DECLARATIONS = ("use", "param", "state", "buffer", "cluster", "mesh", "data", "model", "fn", "loss", "place", "flow")
 PLACEMENT = ("dp", "tp", "pp", "vpp", "cp", "ep", "zero", "mbs", "mbt", "recompute", "offload", "keep", "reuse",
              "backend")
 UNITS = ("prompts", "sequences", "pairs", "tokens")

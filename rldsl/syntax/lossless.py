@@ -22,7 +22,7 @@ from rldsl.syntax.parse import _FreeNewlines, grammar
 INDENT = 2
 WIDTH = 100  # columns, without the margin: a placement clause and the comment at the end of the line
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|(?P<comment>#[^\n]*)')
-_BINDING = {"assign", "param", "state", "mesh_decl", "data_decl", "model_decl", "metric"}
+_BINDING = {"assign", "param", "state", "buffer", "mesh_decl", "data_decl", "model_decl", "metric"}
 # How tightly an expression binds, and what its operands must reach to stand there without brackets. A number reaches
 # everything but the places where more digits or a unit could be read into it: `(1).x`, `dp=(3) tokens=4`.
 _BINDS = {"or_expr": 0, "and_expr": 1, "not_expr": 2, "comparison": 3, "sum": 4, "product": 5, "negative": 6,

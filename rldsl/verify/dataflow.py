@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Collect, Compute, Derive, Event, Every, Item, Loop, Update, split_buffer
+from rldsl.plan.events import Collect, Compute, Derive, Event, Every, Item, Loop, Store, Update, split_buffer
 from rldsl.plan.references import Role, references
 from rldsl.sharding.rank_sets import Ranks, group_equal_ranks, union
 from rldsl.verify.tables import Tables, name, problem
@@ -35,7 +35,7 @@ class Effects:
 def check_dataflow(t: Tables) -> Iterator[Diagnostic]:
     rank_sets = {**t.ranks, **{f"first of {m.id}": Ranks.one(m.ranks[0][0]) for m in t.plan.meshes}}
     effects = {event.id: _effects(t, event) for event, _ in t.events}
-    states = {f"{s.value}@{s.spread}" for s in t.plan.states}
+    states = set(t.plan.lasting)
     meshes = {b: t.spreads[split_buffer(b)[1]].mesh for b in _kept_by_blocks(t)}
     problems: dict[tuple[str, str, int], tuple[Event, list[Ranks]]] = {}
     for members, ranks in group_equal_ranks(rank_sets, t.plan.header.world).items():
@@ -52,7 +52,7 @@ def check_dataflow(t: Tables) -> Iterator[Diagnostic]:
 
 def _kept_by_blocks(t: Tables) -> Iterator[str]:
     """Buffers that begin or end with a loop or the run, and not by an event."""
-    yield from (f"{s.value}@{s.spread}" for s in t.plan.states)
+    yield from t.plan.lasting
     for _, path in t.events:
         for block in path:
             if isinstance(block, Loop):
@@ -141,8 +141,9 @@ class _BufferTrace:
 
 
 def _may_overwrite(e: Event) -> bool:
-    """Collect appends to what a loop collects; a computation on every rank sets a state anew, an update parts."""
-    return isinstance(e, Collect | Compute | Update)
+    """Collect appends to what a loop collects; a computation on every rank sets a state anew, an update parts; a store
+    adds rows to a replay buffer."""
+    return isinstance(e, Collect | Compute | Store | Update)
 
 
 def _effects(t: Tables, e: Event) -> Effects:

@@ -39,7 +39,7 @@ def _loop(t: Tables, loop: Loop, inside: bool) -> Iterator[Diagnostic]:
     if [data for _, data in fetches] != [loop.over]:
         yield problem("RL0530", f"{where} must fetch from its source once per iteration, and from no other source",
                       *(e for e, _ in fetches))
-    states = {s.value for s in t.plan.states}
+    states = {split_buffer(b)[0] for b in t.plan.lasting}
     for e in own:
         lasting = e.versions().defs & t.models.keys() or states & {split_buffer(b)[0] for b in e.writes}
         if lasting or e.traits.family == "disk":

@@ -29,6 +29,8 @@ from rldsl.plan.events import (
     Offload,
     Onload,
     Realloc,
+    Sample,
+    Store,
     Train,
     Transfer,
     Update,
@@ -38,7 +40,7 @@ from rldsl.plan.model import Model, Value
 from rldsl.plan.references import Reference, Role, named
 from rldsl.plan.traits import expand, rule_for
 from rldsl.sharding.rank_sets import Ranks, union
-from rldsl.verify import calls, collect, derive, evaluations, row_states
+from rldsl.verify import calls, collect, derive, evaluations, replay, row_states
 from rldsl.verify.tables import Tables, name, problem
 from rldsl.verify.transfer_slices import MeshCells
 
@@ -59,6 +61,7 @@ def check_operations(t: Tables) -> Iterator[Diagnostic]:
     yield from _rows(t)
     yield from collect.loops(t.plan.body)
     yield from evaluations.check_evaluations(t, t.plan.body)
+    yield from replay.check_buffers(t)
     if stray := [e for e in t.plan.body if isinstance(e, Collect)]:
         yield problem("RL0519", "a collect outside of any loop", *stray)
 
@@ -173,7 +176,7 @@ def _checkpoint(t: Tables, e: Checkpoint) -> Iterator[Diagnostic]:
     if e.every < 1 or e.keep_last < 1:
         yield problem("RL0529", f"{name(e)} runs every {e.every} steps and keeps {e.keep_last}", e)
     must = {f"{m.name}@{m.train_layout}" for m in t.plan.models if m.train_layout}
-    must |= {f"{s.value}@{s.spread}" for s in t.plan.states}
+    must |= {*t.plan.lasting}
     follow = {m.name for m in t.plan.models if m.updated_from}
     copies = [split_buffer(b)[0] for b in e.reads if split_buffer(b)[0] in follow and split_buffer(b)[1] in t.layouts]
     if {b for b in e.reads if split_buffer(b)[0] not in follow} != must or sorted(copies) != sorted(follow) or e.writes:
@@ -306,4 +309,5 @@ RULES: Mapping[type[Event], Callable[[Tables, Any], Iterator[Diagnostic]]] = {
     Generate: calls.check_generate, Infer: calls.check_infer, Train: calls.check_train, Compute: calls.check_compute,
     Derive: derive.check_derive, Collect: collect.check_collect, Checkpoint: _checkpoint, Log: _log, Free: _free,
     Fetch: _fetch, Draw: row_states.check_draw, Lookup: row_states.check_lookup, Update: row_states.check_update,
+    Store: replay.check_store, Sample: replay.check_sample,
 }

@@ -18,9 +18,9 @@ from rldsl.plan.model import ROLES, Data, Layout, Model, Optimizer, ParamSpec, V
 from rldsl.verify.tables import Tables, name, problem
 
 LEVEL_OF = {"tokens": "token", "response": "token", "row": "seq", "prompt": "prompt", "batch": "batch",
-            "row_numbers": "seq", "table": "batch", "cache": "seq"}
+            "row_numbers": "seq", "table": "batch", "cache": "seq", "stored": "batch"}
 DTYPES_OF = {"tokens": ("i64",), "lengths": ("i64",), "columns": ("text",), "row_numbers": ("i64",),
-             "table": ("f32",)}
+             "table": ("f32",), "stored": ("i64",)}
 # style of a parameter -> the dimension along which it is divided
 DIVIDED = {"colwise": (0,), "rowwise": (1,), "vocab": (0,), "head": (0,), "experts": (1, 2), "replicated": ()}
 FACTORS = (".lora_A.weight", ".lora_B.weight")  # they are divided as their modules are, which is another check's
@@ -37,6 +37,8 @@ def check_records(t: Tables) -> Iterator[Diagnostic]:
         yield from _bad(f"data {d.name}", _data(d))
     for v in t.plan.values:
         yield from _bad(f"value {v.id}", _value(v))
+    for b in t.plan.buffers:
+        yield from _bad(f"replay buffer {b.value}", _reads(b.tokenizer or "-"))
     for frame in t.plan.frames:
         yield from _bad(f"frame {frame.id}", _reads(frame.tokenizer or "-"))
     for f in t.plan.functions:

@@ -53,6 +53,7 @@ def _unique(t: Tables) -> Iterator[Diagnostic]:
         ("program", [x.id for x in p.programs]),
         ("group", [x.id for x in p.groups]),
         ("state", [x.value for x in p.states]),
+        ("replay buffer", [x.value for x in p.buffers]),
         ("loop", loops),
     ):
         for id, count in Counter(ids).items():
@@ -151,8 +152,18 @@ def _values(t: Tables) -> Iterator[Diagnostic]:
             yield _unknown("spread", s.spread, f"state {s.value}")
         elif t.spreads[s.spread].granularity != "all":
             yield _bad("RL0612", f"state {s.value} is in spread {s.spread}, which divides rows")
+    for b in t.plan.buffers:
+        v = t.values.get(b.value)
+        if v is None or v.extent != "stored" or v.frame:
+            yield _bad("RL0612", f"replay buffer {b.value} is no value that stands for stored rows")
+        if b.data not in t.data:
+            yield _unknown("data source", b.data, f"replay buffer {b.value}")
+        if b.spread not in t.spreads:
+            yield _unknown("spread", b.spread, f"replay buffer {b.value}")
+        elif t.spreads[b.spread].granularity != "all":
+            yield _bad("RL0612", f"replay buffer {b.value} is in spread {b.spread}, which divides rows")
     for v in t.plan.values:
-        if v.frame not in t.frames and (v.frame or v.extent not in ("batch", "table")):
+        if v.frame not in t.frames and (v.frame or v.extent not in ("batch", "table", "stored")):
             yield _unknown("frame", v.frame, f"value {v.id}")
 
 

@@ -38,7 +38,9 @@ from rldsl.plan.events import (
     Offload,
     Onload,
     Realloc,
+    Sample,
     Save,
+    Store,
     Train,
     Transfer,
     Update,
@@ -47,7 +49,7 @@ from rldsl.plan.naming import Labels
 from rldsl.plan.traits import rule_for
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.health.watchdog import Watchdog
-from rldsl.runtime.interpreter import eval_loops, model_events, row_states, value_events
+from rldsl.runtime.interpreter import eval_loops, model_events, replay_events, row_states, value_events
 from rldsl.runtime.interpreter.derive import derive
 from rldsl.runtime.interpreter.metric_log import end_step, log
 from rldsl.runtime.interpreter.options import Options
@@ -91,6 +93,8 @@ HANDLERS: Mapping[type[Event], Callable[[RankState, Any], None]] = {
     Compute: lambda s, e: value_events.compute(s.step, s.services.data, s.services.rewards, s.services.ring, e),
     Derive: lambda s, e: derive(s.step, s.services, e),
     Collect: lambda s, e: value_events.collect(s.step, e),
+    Store: lambda s, e: replay_events.store(s.step, e),
+    Sample: lambda s, e: replay_events.sample(s.step, e),
     Save: lambda s, e: save(s.models, s.step.number, e),
     Checkpoint: _checkpoint,
     Log: lambda s, e: log(s.step, s.services.ring, e),

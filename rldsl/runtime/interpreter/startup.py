@@ -52,6 +52,7 @@ from rldsl.runtime.persist.run_identity import program_identity
 from rldsl.runtime.plan_file import PlanFile
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
+from rldsl.runtime.state.replay import ReplayRows
 from rldsl.runtime.state.step import StepState
 from rldsl.verify import verify
 from rldsl.verify.model_tables import check_model_tables
@@ -88,6 +89,12 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Wat
     for state in plan.states:
         if context.holds(f"{state.value}@{state.spread}") and not state.data:
             step.write_number(state.value, state.spread, resumed.states[state.value] if resumed else state.initial)
+    for buffer in plan.buffers:
+        if context.holds(f"{buffer.value}@{buffer.spread}"):
+            rows = ReplayRows(buffer)
+            if resumed is not None:
+                resumed.fill_buffer(rows)
+            step.buffers.put(f"{buffer.value}@{buffer.spread}", rows)
     note = (lambda what: None) if watchdog is None else watchdog.ring.begin_startup
     _open_sources(context, reader, items, note)
     note("comparing the files of all ranks")
@@ -117,6 +124,7 @@ def _resumed(context: RunContext, options: Options) -> LoadedCheckpoint | None:
     lacking = [m.name for m in context.plan.models if (m.train_layout or m.updated_from) and not checkpoint.has(m.name)]
     lacking += [s.value for s in context.plan.states
                 if s.value not in (checkpoint.names if s.data else checkpoint.states)]
+    lacking += [b.value for b in context.plan.buffers if not checkpoint.has_buffer(b)]
     if lacking:
         raise fail("RL0762", f"the checkpoint does not contain `{'`, `'.join(lacking)}`", place=str(checkpoint.path),
                    notes=(f"it contains {', '.join([*checkpoint.names, *checkpoint.states])}",),

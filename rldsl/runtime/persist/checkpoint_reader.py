@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from rldsl.diag import Failure, fail, present
 from rldsl.plan.disk_paths import shown
-from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.plan.model import Layout, Mesh, Model, ReplayBuffer
 from rldsl.plan.notation import ranks_text
 from rldsl.runtime.backend import Shard
 from rldsl.runtime.comm.agreement import any_rank, broadcast_text, gather_texts, ranks_that_differ
@@ -33,10 +33,12 @@ from rldsl.runtime.files import digest
 from rldsl.runtime.persist.checkpoint_writer import checkpoints, row_state_key, step_of
 from rldsl.runtime.persist.manifest import MANIFEST, Manifest, read_manifest
 from rldsl.runtime.persist.run_identity import program_changes
+from rldsl.runtime.state.replay import COUNT, LENGTHS, PREFIX, ReplayRows, joined
 from rldsl.sharding.boxes import Box, intersect, local_slice, parameters, pieces_of_rank, slices_within, subtract
 
 StoredBoxes = list[tuple[Box, Path, str]]  # box, file, key in it
 FLOATS = ("F64", "F32", "F16", "BF16")
+ROWS = ("I64", "F32", "BOOL")  # of the rows of replay buffers
 DAMAGE = (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
@@ -55,8 +57,8 @@ class LoadedCheckpoint:
 
     @property
     def names(self) -> list[str]:
-        """The models and the states of rows that it holds."""
-        return list(dict.fromkeys(key.partition("|")[0] for key in self.stored))
+        """The models, the states of rows and the buffers that it holds."""
+        return list(dict.fromkeys(key.split("|")[0 if not key.startswith(f"{PREFIX}|") else 1] for key in self.stored))
 
     def has(self, model: str) -> bool:
         return model in self.names
@@ -67,6 +69,28 @@ class LoadedCheckpoint:
         for common, (box, file, key) in self._cover(row_state_key(state), rows):
             with safe_open(file, framework="pt") as opened:
                 numbers[slices_within(common, rows)] = opened.get_slice(key)[slices_within(common, box)]
+
+    def has_buffer(self, record: ReplayBuffer) -> bool:
+        """Whether it has the rows of a replay buffer, with the same fields. An empty buffer has none."""
+        owner = f"{PREFIX}|{record.value}"
+        stored = {key.split("|")[2] for key in self.stored if key.startswith(f"{owner}|")}
+        needed = {f.name for f in record.fields if f.extent != "response"} if LENGTHS in stored else set[str]()
+        return COUNT in stored and needed <= stored <= {COUNT, LENGTHS, *(f.name for f in record.fields)}
+
+    def fill_buffer(self, rows: ReplayRows) -> None:
+        """The rows of a replay buffer, from what all ranks wrote. RL0761."""
+        owner = f"{PREFIX}|{rows.record.value}|"
+        wholes: dict[str, torch.Tensor] = {}
+        try:
+            for key in (k for k in self.stored if k.startswith(owner)):
+                pieces = []
+                for box, file, name in self.stored[key]:
+                    with safe_open(file, framework="pt") as opened:
+                        pieces.append((box[0], opened.get_tensor(name)))
+                wholes[key.removeprefix(owner)] = joined(pieces)
+            rows.restore(wholes)
+        except DAMAGE as error:
+            raise _damaged(self.path, f"buffer {rows.record.value}: {error}") from None
 
     @torch.no_grad()
     def fill(self, model: Model, layout: Layout, mesh: Mesh, rank: int, shard: Shard) -> None:
@@ -201,7 +225,7 @@ def _keys(file: Path) -> list[str]:
             box, tensor = _box(key.rpartition("|")[2]), opened.get_slice(key)
             if [b - a for a, b in box] != tensor.get_shape() or min(a for a, _ in box) < 0:
                 raise ValueError(f"{file.name}: {key} has shape {tensor.get_shape()}")
-            if tensor.get_dtype() not in FLOATS:
+            if tensor.get_dtype() not in (ROWS if key.startswith(f"{PREFIX}|") else FLOATS):
                 raise ValueError(f"{file.name}: {key} has the type {tensor.get_dtype()}")
     return keys
 

@@ -2,7 +2,7 @@
 
 `OUT/checkpoints/step-000100/` holds one safetensors file for each rank that had something to write, whose tensors are
 boxes of global tensors, named `model|part|parameter|start:stop,...` (part: "param", "exp_avg", "exp_avg_sq"), and
-states of rows, named `state|state|rows|0:count`; and
+states of rows, named `state|state|rows|0:count`, and rows of replay buffers, named `buffer|name|field|start:stop`; and
 `checkpoint.json`, written last: step, plan, states, data positions and what they mean
 (`runtime/data/read_positions.py`), schedules, the size and sha256 of every file, and a digest of all this
 (`manifest.py`). So it can be read under any layout (`checkpoint_reader.py`). Each box is written by one of the ranks
@@ -39,6 +39,7 @@ from rldsl.runtime.persist.run_identity import program_identity
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.model_store import ModelStore
+from rldsl.runtime.state.replay import ReplayRows
 from rldsl.runtime.state.step import StepState
 from rldsl.sharding.boxes import Box, Parameter, Piece, holdings, local_slice, parameters
 
@@ -73,7 +74,7 @@ def checkpoint(models: ModelStore, step: StepState, data: DataReader, writer: Ch
     if stop and not due:
         writer.join()
     if due or stop:
-        tensors = _tensors(models, writer, event) | _row_states(step, event)
+        tensors = _tensors(models, writer, event) | _row_states(step, event) | _buffers(step)
         writer.begin(step.number, event.keep_last, tensors, _facts(models, step, data, event))
     return stop
 
@@ -130,6 +131,16 @@ def _row_states(step: StepState, event: Checkpoint) -> dict[str, torch.Tensor]:
     return copies
 
 
+def _buffers(step: StepState) -> dict[str, torch.Tensor]:
+    """The rows of replay buffers that this rank writes; a row never changes, so nothing is copied."""
+    context, out = step.context, dict[str, torch.Tensor]()
+    for record in context.plan.buffers:
+        ranks = context.world.meshes[context.spreads[record.spread].mesh].members()
+        rows: ReplayRows = step.buffers.get(f"{record.value}@{record.spread}")
+        out |= rows.share(ranks.index(context.rank), len(ranks))
+    return out
+
+
 def owned_pieces(model: Model, layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[Parameter, Piece], ...]:
     """The pieces that a rank writes: the ranks that hold the same pieces take turns by parameter."""
     return tuple((parameter, piece) for i, parameter in enumerate(parameters(model))
@@ -141,9 +152,9 @@ def _facts(models: ModelStore, step: StepState, data: DataReader, event: Checkpo
     """What else the next step needs, as far as this rank knows it."""
     records = models.context.models
     reads = [(b, *split_buffer(b)) for b in event.reads]
-    rows = {s.value for s in models.context.plan.states if s.data}  # they are tensors
+    numbers = {s.value for s in models.context.plan.states if not s.data}  # the others are tensors
     states = {value: float(step.buffers.get(b).data) for b, value, _ in reads
-              if value not in records and value not in rows and models.context.holds(b)}
+              if value in numbers and models.context.holds(b)}
     progress = {name: dict(models.shards[name, layout].schedule_state()) for _, name, layout in reads
                 if name in records and records[name].train_layout == layout and (name, layout) in models.shards}
     readings = {name: asdict(reading) for name, reading in data.readings.items()}

@@ -1,0 +1,206 @@
+"""Replay buffers: `buffer good = rows(capacity=4096)`, `good.add(gen)`, `old = good.sample(64, weight=good.reward)`.
+
+In: calls of the flow. Out: Store and Sample nodes, and frames of sampled rows. What the rows of a buffer have follows
+from the first `add`; a `sample` may come before it, so a flow that has buffers is walked once before, to learn it.
+Errors: RL0201, RL0202, RL0203, RL0204, RL0205, RL0212, RL0215, each with its position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, cast
+
+from rldsl.diag import Label
+from rldsl.graph import model as g
+from rldsl.graph.derive import STANDARD
+from rldsl.plan.model import Frame, Space, StoredField
+from rldsl.semantics import options
+from rldsl.semantics.errors import BAD, NO_VALUE, Bad, suggest
+from rldsl.semantics.expressions import ExpressionBuilder
+from rldsl.semantics.levels import source_name
+from rldsl.semantics.scope import Scope
+from rldsl.semantics.terms import input_
+from rldsl.semantics.values import BufferRef, FrameRef, Meaning, Pairs, describe
+from rldsl.source import Span
+from rldsl.syntax import ast
+
+if TYPE_CHECKING:
+    from rldsl.graph.flow import FlowBuilder
+
+CALLS = ("add", "sample")
+
+
+def declared(item: ast.Buffer, exprs: ExpressionBuilder, scope: Scope) -> g.Buffer | Bad:
+    """`buffer name = rows(capacity=4096)`"""
+    call = item.value
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.name != "rows":
+        return exprs.errors.add("RL0203", "a buffer is written `rows(capacity=4096)`", call.span)
+    given = options.read(options.BUFFER, [(a.name or ast.Ident(name="", span=a.span), a.value) for a in call.args],
+                         "`rows`", call.span, exprs, scope)
+    return given if isinstance(given, Bad) else g.Buffer(item.name.name, cast(int, given["capacity"]), item.span)
+
+
+class Buffers:
+    """The replay buffers of a flow."""
+
+    def __init__(self, flow: FlowBuilder, buffers: dict[str, g.Buffer]):
+        self.flow, self.errors = flow, flow.errors
+        self.known = buffers  # with what their rows have, as far as it is known
+        self._first: dict[str, Span] = {}  # buffer -> its first `add`
+        self.found: dict[str, g.Stored] = {}  # buffer -> what its first `add` of this walk says
+
+    def make(self, owner: BufferRef, call: ast.Call, scope: Scope, target: str | None, clause: g.Clause | None,
+             span: Span, inside: str) -> Meaning:
+        """A call that is a statement. inside: the block that it is in, "flow", "every", "repeat", "until", "eval"."""
+        ident = cast(ast.Attribute, call.func).name
+        if ident.name not in CALLS:
+            return self.errors.add("RL0112", f"the buffer `{owner.name}` has no call `{ident.name}`", ident.span,
+                                   help=suggest(ident.name, CALLS))
+        if inside in ("repeat", "until", "eval"):
+            what = "an evaluation must not change the run" if inside == "eval" and ident.name == "add" \
+                else "rows are added and drawn once in a step"
+            return self.errors.add("RL0212", f"`{ident.name}` inside `{'eval' if inside == 'eval' else 'repeat'}`",
+                                   span, help=f"{what}: move this out of the block")
+        if clause is not None:
+            return self.errors.add("RL0212", "only model calls can be placed", clause.span,
+                                   help="every rank has all rows of a buffer: remove `on ...`")
+        if ident.name == "add":
+            return self._add(owner.name, call, scope, target, span)
+        return self._sample(owner.name, call, scope, target, span)
+
+    # ------------------------------------------------------------------------------------------------ add
+
+    def _add(self, name: str, call: ast.Call, scope: Scope, target: str | None, span: Span) -> Meaning:
+        if target is not None:
+            return self.errors.add("RL0212", "`add` returns nothing", span, help="remove the name before `=`")
+        if len(call.args) != 1 or call.args[0].name is not None:
+            return self.errors.add("RL0204", "`add` takes one batch of sequences", call.span,
+                                   help=f"write `{name}.add(kept)`")
+        tree = call.args[0].value
+        ref = self.flow.exprs.build(tree, scope)
+        if not isinstance(ref, FrameRef):
+            return BAD if isinstance(ref, Bad) else self.errors.add(
+                "RL0203", f"`add` takes sequences, not {describe(ref)}", tree.span,
+                help="add one side: `.chosen` or `.rejected`" if isinstance(ref, Pairs) else "")
+        values = self._values(ref, tree.span)
+        if isinstance(values, Bad):
+            return BAD
+        frame, records = ref.frame, {v.id: v for v in self.flow.values}
+        fields = tuple(StoredField(field, cast(Literal["tokens", "response", "row"], records[v].extent),
+                                   cast(Literal["f32", "i64", "bool"], records[v].dtype)) for v, field in values)
+        stored = g.Stored(ref.contents, fields, frame.data, frame.max_prompt_tokens, frame.max_response_tokens,
+                          frame.temperature)
+        first = self.found.setdefault(name, stored)
+        if fault := _difference(first, stored):
+            return self.errors.add("RL0202", f"these rows are not like those that `{name}` has", tree.span, fault,
+                                   labels=(Label(self._first[name], "the first rows"),),
+                                   help="all rows of a buffer have the same named values, limits and temperature: "
+                                        "declare a second buffer for others")
+        self._first.setdefault(name, tree.span)
+        self.flow.items.append(g.Store(
+            id=self.flow.unique(f"{name}.add"), reads=(*(v for v, _ in values), name), writes=(name,), span=span,
+            buffer=name, frame=frame.id, values=values))
+        return NO_VALUE
+
+    def _values(self, ref: FrameRef, span: Span) -> tuple[tuple[str, str], ...] | Bad:
+        """(value, field) of what comes along with the rows."""
+        frame, known = ref.frame, {v.id for v in self.flow.values}
+        found = [(f"{frame.id}.{x}", x) for x in STANDARD if f"{frame.id}.{x}" in known]
+        for name, term in ref.fields:
+            here = self.flow.exprs.field(ref, term, span)
+            if here.level not in ("seq", "token") or here.dtype == "text" \
+                    or here.space != self.flow.spaces.of(frame, here.level):
+                return self.errors.add("RL0201", f"the value `{name}` cannot be kept: it is {describe(here)}", span,
+                                       f"not one of each row of `{source_name(frame)}`, or of its tokens",
+                                       help="name a value of each sequence, for example `with "
+                                            f"{name}={name} + 0 * len({source_name(frame)})`")
+            value = self.flow.materialize(here, "field", span)
+            if value.op != "input":
+                return self.errors.add("RL0201", f"the value `{name}` is a constant", span,
+                                       help="it needs no place in a buffer: use the number itself")
+            found.append((value.name, name))
+        return tuple(found)
+
+    # --------------------------------------------------------------------------------------------- sample
+
+    def _sample(self, name: str, call: ast.Call, scope: Scope, target: str | None, span: Span) -> Meaning:
+        if target is None:
+            return self.errors.add("RL0212", "the result of `sample` is not used", span,
+                                   help=f"assign it to a name: `old = {name}.sample(64)`")
+        numbers = [a for a in call.args if a.name is None]
+        if len(numbers) != 1:
+            return self.errors.add("RL0204", "`sample` takes the number of rows", call.span,
+                                   help=f"write `{name}.sample(64)`")
+        for arg in call.args:
+            if arg.name is not None and arg.name.name != "weight":
+                return self.errors.add("RL0107", f"`sample` has no option `{arg.name.name}`", arg.name.span,
+                                       help="options: weight")
+        count = options.positive_integer("sample", numbers[0].value, self.flow.exprs, scope)
+        if count is None:
+            return BAD
+        buffer = self.known[name]
+        if count > buffer.capacity:
+            return self.errors.add("RL0205", f"`{name}` has at most {buffer.capacity} rows", numbers[0].value.span,
+                                   labels=(Label(buffer.span, "declared here"),),
+                                   help="draw fewer rows, or raise its capacity")
+        stored = buffer.stored
+        if stored is None:
+            return self.errors.add("RL0215", f"nothing is added to `{name}`", span,
+                                   labels=(Label(buffer.span, "declared here"),),
+                                   help=f"add rows in the flow: `{name}.add(kept)`")
+        weight = self._weight(name, call, stored)
+        if isinstance(weight, Bad):
+            return BAD
+        frame = self.flow.spaces.add(
+            Frame(target, target, stored.data, stored.max_prompt_tokens, stored.max_response_tokens,
+                  stored.temperature, present_in=target), Space(target, count))
+        self.flow.spaces.sampled.add(frame.row_space)
+        values, fields = [], []
+        for f in stored.fields:
+            level: Literal["token", "seq"] = "seq" if f.extent == "row" else "token"
+            made = self.flow.value(f"{target}.{f.name}", level, target, f.dtype, f.extent)
+            values.append((f.name, made))
+            if f.name not in STANDARD:
+                fields.append((f.name, input_(made, level, self.flow.spaces.of(frame, level), span, f.dtype)))
+        lengths = self.flow.value(f"{target}.lengths", "seq", target, "i64", "lengths")
+        self.flow.items.append(g.Sample(
+            id=self.flow.unique(target), reads=(name,), writes=(*(v for _, v in values), lengths), span=span,
+            buffer=name, frame=target, values=tuple(values), weight=weight))
+        return FrameRef(frame, stored.contents, fields=tuple(fields))
+
+    def _weight(self, name: str, call: ast.Call, stored: g.Stored) -> str | Bad:
+        """The field by which rows are drawn; "" if all are equally likely."""
+        given = [a for a in call.args if a.name is not None]
+        if len(given) > 1:
+            return self.errors.add("RL0215", "`weight` is passed twice", given[1].span, help="remove one of the two")
+        numbers = [f.name for f in stored.fields if f.extent == "row" and f.dtype == "f32"]
+        if not given:
+            return ""
+        match given[0].value:
+            case ast.Attribute(value=ast.Name(name=owner), name=ident) if owner == name:
+                if ident.name in numbers:
+                    return ident.name
+                return self.errors.add("RL0112", f"the rows of `{name}` have no number `{ident.name}`", ident.span,
+                                       help=suggest(ident.name, numbers) or
+                                       f"name it when rows are added: `kept = gen with {ident.name}=...`")
+        shown = numbers[0] if numbers else "reward"
+        return self.errors.add("RL0203", "`weight` takes a number of the rows of the buffer", given[0].value.span,
+                               help=f"write `weight={name}.{shown}`, a value that rows are added with")
+
+
+def _difference(first: g.Stored, other: g.Stored) -> str:
+    """How rows differ from the first ones of a buffer; "" if they do not."""
+    mine, theirs = ({f.name: f for f in s.fields} for s in (other, first))
+    if mine != theirs:
+        names = sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
+        return f"`{names[0]}` is missing from one of them, or is of another kind"
+    if replace(first, fields=()) != replace(other, fields=()):
+        return "another data source, limit of tokens, or temperature, or no response"
+    return ""
+
+
+def with_stored(buffers: dict[str, g.Buffer], found: dict[str, g.Stored]) -> dict[str, g.Buffer]:
+    """The buffers, with what a walk of the flow found of their rows."""
+    return {n: replace(b, stored=found.get(n, b.stored)) for n, b in buffers.items()}
+
+

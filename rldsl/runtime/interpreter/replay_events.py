@@ -1,0 +1,42 @@
+"""The events `store` and `sample`, of replay buffers."""
+
+from __future__ import annotations
+
+import torch
+
+from rldsl.diag import fail
+from rldsl.plan.events import Sample, Store, split_buffer
+from rldsl.runtime.comm.row_assignment import RowLengths
+from rldsl.runtime.state.replay import ReplayRows
+from rldsl.runtime.state.step import StepState
+from rldsl.sharding.partition import present_rows
+
+
+def store(step: StepState, event: Store) -> None:
+    """Add the rows of a frame, in ascending order; every rank adds all of them."""
+    context, lens = step.context, step.rows.lens
+    frame = context.frames[event.frame]
+    lengths = {frame.present_in: lens[frame.present_in].of("tokens").tolist()} if frame.present_in else {}
+    rows = torch.tensor(present_rows(frame, lengths), dtype=torch.int64, device=context.device)
+    kept: ReplayRows = step.read(event.reads, event.buffer)
+    kept.add(lens[frame.id].prompt[rows].tolist(), lens[frame.id].response[rows].tolist(),
+             {field: step.read(event.reads, value).select(rows) for value, field in event.values})
+
+
+def sample(step: StepState, event: Sample) -> None:
+    """Draw rows: every participant the same ones. Errors: RL0738 for a weight that is negative or not finite."""
+    context = step.context
+    frame, spread = context.frames[event.frame], split_buffer(event.writes[0])[1]
+    kept: ReplayRows = step.read(event.reads, event.buffer)
+    try:
+        drawn = kept.draw(frame.count, event.weight, step.sampling_seed(event.id, event.frame), step.index)
+    except ValueError:
+        raise fail("RL0738", f"the rows of `{event.buffer}` cannot be drawn by `{event.weight}`", place=event.at,
+                   notes=("a weight is negative or not finite",),
+                   help="add rows whose weight is at least 0: a row with weight 0 is never drawn") from None
+    absent = [0] * (frame.count - len(drawn))
+    step.set_lengths(event.frame, RowLengths(*(
+        torch.tensor([*sizes, *absent], dtype=torch.int64, device=context.device)
+        for sizes in ([row.prompt for row in drawn], [row.response for row in drawn]))))
+    for field, value in event.values:
+        step.buffers.put(f"{value}@{spread}", kept.ragged(field, drawn, context.device))
