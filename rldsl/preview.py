@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from textwrap import wrap
 
 from rldsl.memory.curve import each_rank, host_peak
+from rldsl.memory.values import buffer_bound
 from rldsl.passes.pipeline import Compiled
 from rldsl.plan.codec import plan_id
 from rldsl.plan.events import Compute, Event, ModelCall, split_buffer
@@ -39,7 +40,8 @@ def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
     below = [f"  - free      {sum(len(e.frees) for e in frees)} buffers after their last use",
              f"  ok          {proof.events} events, {proof.entries} entries: {', '.join(proof.checks)}",
              f"  plan        {plan_id(data)}  {human(len(data))}"]
-    return "\n".join((*_wrapped(above), *_row_states(plan), *_inserted(plan, inserted), *_wrapped(below))) + "\n"
+    lines = *_wrapped(above), *_row_states(plan), *_buffers(plan), *_inserted(plan, inserted), *_wrapped(below)
+    return "\n".join(lines) + "\n"
 
 
 def _wrapped(lines: Iterable[str]) -> Iterator[str]:
@@ -82,6 +84,15 @@ def _row_states(plan: Plan) -> Iterator[str]:
         if s.data:
             ranks = ranks_text(meshes[spreads[s.spread].mesh].members())
             yield from _wrapped([f"  {ranks:<10}  state {s.value}: 4 B per row of {paths[s.data]}, in host memory"])
+
+
+def _buffers(plan: Plan) -> Iterator[str]:
+    """The replay buffers: what they may grow to."""
+    spreads, meshes = {s.id: s for s in plan.spreads}, {m.id: m for m in plan.meshes}
+    for b in plan.buffers:
+        ranks = ranks_text(meshes[spreads[b.spread].mesh].members())
+        bound = human(buffer_bound(b))
+        yield from _wrapped([f"  {ranks:<10}  buffer {b.value}: at most {bound} of rows, in host memory"])
 
 
 def _inserted(plan: Plan, found: list[Event]) -> Iterator[str]:

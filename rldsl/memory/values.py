@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rldsl.plan.expr import Program
-from rldsl.plan.model import Layout, Plan, Spread, Value
+from rldsl.plan.model import Layout, Plan, ReplayBuffer, Spread, Value
 from rldsl.plan.operators import OPERATORS
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
 
@@ -70,6 +70,13 @@ def buffer_bytes(t: Tables, value: str, spread: str) -> int:
         return -(-num_rows // frame.per_prompt) * (SIZES[v.dtype] + ROW)
     entries = {"tokens": width(frame), "response": frame.max_response_tokens, "row": 1, "row_numbers": 1}[v.extent]
     return num_rows * (entries * SIZES[v.dtype] + ROW)
+
+
+def buffer_bound(b: ReplayBuffer) -> int:
+    """Bytes of a replay buffer in host memory, on each rank that holds it, if it is full of rows of maximum length."""
+    longest = b.max_prompt_tokens + b.max_response_tokens
+    entries = {"tokens": longest, "response": b.max_response_tokens, "row": 1}
+    return b.capacity * (2 * WIDE + sum(entries[f.extent] * SIZES[f.dtype] for f in b.fields))
 
 
 def loss_gather_bytes(t: Tables, program: Program, spread: Spread) -> int:

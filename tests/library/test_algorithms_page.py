@@ -96,6 +96,7 @@ def test_a_wrong_call_would_be_seen(call: str, code: str, tmp_path: Path) -> Non
 
 ALGORITHMS = {  # example -> what it stands on in the library
     "sft": "sft", "reward_model": "reward_model", "distill": "distill", "generate": "", "best_of_n": "best_of_n",
+    "raft_replay": "sft",
     "online_dpo": "dpo", "online_ipo": "ipo", "self_rewarding": "dpo", "sppo": "sppo",
     "dpo": "dpo", "ipo": "ipo", "simpo": "simpo", "kto": "kto", "orpo": "orpo", "cdpo": "cdpo", "ppo": "ppo",
     "ppo_full": "ppo moments", "grpo": "grpo", "dr_grpo": "grpo", "dapo": "dapo", "dapo_curriculum": "dapo",
