@@ -23,7 +23,9 @@ from rldsl.plan.events import (
     Offload,
     Onload,
     Realloc,
+    Sample,
     Save,
+    Store,
     Train,
     Transfer,
     Update,
@@ -91,6 +93,32 @@ def _update(w: World, e: Update, now: Moment) -> None:
         (own,) = e.writes
         need(split_buffer(own)[0] == e.state, "another state")
         rank.buffers[own] = (now.stamp, frozenset({0}))
+
+
+def _store(w: World, e: Store, now: Moment) -> None:
+    f = w.story.frames[e.frame]
+    rows = frozenset(w.story.rows(e.frame, now.lens))
+    for rank in _here(w, e):
+        w.knows(rank, e.frame, None, now)
+        if f.present_in:
+            w.knows(rank, f.present_in, None, now)
+        for v, _ in e.values:
+            w.reads(rank, e, v, rows, now)
+        w.reads(rank, e, e.buffer, frozenset({0}), now)
+        (own,) = e.writes
+        need(split_buffer(own)[0] == e.buffer, "another buffer")
+        rank.buffers[own] = (now.stamp, frozenset({0}))
+    need({r for r in range(len(w.ranks)) if any(split_buffer(b)[0] == e.buffer for b in w.ranks[r].buffers)}
+         <= set(w.members[e.mesh]), "a rank whose buffer lacks rows")
+
+
+def _sample(w: World, e: Sample, now: Moment) -> None:
+    spreads = dict(split_buffer(b) for b in e.writes)
+    for rank in _here(w, e):
+        w.reads(rank, e, e.buffer, frozenset({0}), now)
+        rank.lens[e.frame] = (now.stamp, None)
+        for _, v in e.values:
+            rank.buffers[f"{v}@{spreads[v]}"] = (now.stamp, frozenset(w.story.made[v, now.stamp].of))
 
 
 def _lengths(w: World, e: Lengths, now: Moment) -> None:
@@ -339,7 +367,7 @@ def _checkpoint(w: World, e: Checkpoint, now: Moment) -> None:
             for r in w.members[w.story.spreads[where].mesh]:
                 w.holds(w.ranks[r], b, frozenset({0}), now)
     need(set(lasting_models(w.plan)) <= kept_models, "a model that a restart would lose")
-    need({f"{s.value}@{s.spread}" for s in w.plan.states} <= {*e.reads}, "a state that a restart would lose")
+    need({f"{s.value}@{s.spread}" for s in (*w.plan.states, *w.plan.buffers)} <= {*e.reads}, "a state that a restart would lose")
 
 
 def _log(w: World, e: Log, now: Moment) -> None:
@@ -371,7 +399,8 @@ def _side(w: World, e: Offload | Onload, now: Moment) -> None:
 
 
 ACTS: dict[type[Event], Callable[[Any, Any, Moment], None]] = {
-    Fetch: _fetch, Draw: _draw, Lookup: _lookup, Update: _update, Lengths: _lengths, Transfer: _transfer, Generate: _generate, Infer: _infer, Train: _train,
+    Fetch: _fetch, Draw: _draw, Lookup: _lookup, Update: _update, Store: _store, Sample: _sample,
+    Lengths: _lengths, Transfer: _transfer, Generate: _generate, Infer: _infer, Train: _train,
     Compute: _compute, Derive: _derive, Collect: _collect, Load: _load, Realloc: _realloc, Save: _save,
     Checkpoint: _checkpoint, Log: _log, Free: _free, Offload: _side, Onload: _side,
 }

@@ -81,6 +81,28 @@ flow f(steps=3) {
   checkpoint every 2
 }
 """
+REPLAY = """
+use std.sft (sft)
+use py "rewards.py" (size: gen, prompt -> seq)
+cluster nodes=1 gpus=4
+data prompts = jsonl("data/prompts.jsonl", batch=4, max_prompt_tokens=16)
+buffer good = rows(capacity=7)
+model actor = causal_lm("models/sft") train adamw(lr=0.02)
+flow f(steps=3) {
+  first  = good.sample(3, weight=good.x)
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n=2, max_new_tokens=4)   on mesh(0:4) dp=4
+  scored = gen with x=size(gen, prompt), y=gen.logprobs * 2
+  kept   = scored where scored.x > 1
+  good.add(kept)
+  old    = good.sample(6)
+  more   = scored where scored.x > 2
+  every 2 { good.add(more) }
+  metric m = mean(first.x) + mean(old.y)
+  actor.train(old, loss=sft(), minibatches=2)   on mesh(0:2) dp=2
+  checkpoint every 2
+}
+"""
 TWO = "cluster nodes=1 gpus=2\nplace actor.* on mesh(0:2) tp=2\nplace slow.* on mesh(0:2) dp=2\n"
 
 
@@ -97,7 +119,8 @@ def folder() -> Iterator[Path]:
 @cache
 def compiled() -> dict[str, Plan]:
     with folder() as here:
-        for name, text in (("grpo", GRPO), ("sync", SYNC), ("rows", ROW_STATES), ("eval", whole(True, ranks=2, gen="dp=2", infer="dp=2"))):
+        for name, text in (("grpo", GRPO), ("sync", SYNC), ("rows", ROW_STATES), ("replay", REPLAY),
+                           ("eval", whole(True, ranks=2, gen="dp=2", infer="dp=2"))):
             (here / f"{name}.rlf").write_text(text)
         (here / "two.rlf").write_text(TWO)
         sets = {"base": "models/sft", "rows": "data/prompts.jsonl"}
@@ -107,6 +130,7 @@ def compiled() -> dict[str, Plan]:
             "grpo": api.compile("grpo.rlf"),
             "sync": api.compile("sync.rlf"),
             "rows": api.compile("rows.rlf"),
+            "replay": api.compile("replay.rlf"),
             "eval": api.compile("eval.rlf"),
             "dynamic": api.compile(str(ROOT / "tests/end_to_end/dynamic.rlf"), sets),
             "small": api.compile(str(ROOT / "tests/checkpoint/small.rlf"), sets, "two.rlf"),

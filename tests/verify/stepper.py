@@ -77,7 +77,7 @@ class World:
         self.lined: dict[tuple[str, str], tuple[tuple[int, ...], ...]] = {}  # layout, axis -> its groups
         self.sound: set[tuple[type[Event], str, str]] = set()  # events that run a model, their meshes and layouts
         self.wanted: dict[object, frozenset[int]] = {}
-        for s in p.states:
+        for s in (*p.states, *p.buffers):
             need(story.spreads[s.spread].granularity == "all", "a state that is divided")
             for r in self.members[story.spreads[s.spread].mesh]:
                 self.ranks[r].buffers[f"{s.value}@{s.spread}"] = (-1, frozenset({0}))

@@ -28,7 +28,9 @@ from rldsl.plan.events import (
     Lookup,
     Loop,
     Realloc,
+    Sample,
     Save,
+    Store,
     Train,
     Transfer,
     Update,
@@ -43,6 +45,9 @@ from tests.verify.moment import Held, Key, Lens, Moment, due, enough, kept, last
 
 LEVEL = {"tokens": "token", "response": "token", "row": "seq", "prompt": "prompt", "batch": "batch"}
 SPLITS = {"prompts": {"": None}, "answers": {"": "answer"}, "pairs": {"chosen": "chosen", "rejected": "rejected"}}
+
+
+Row = tuple[int, int, tuple[int, ...]]  # of a buffer: tokens of its prompt and response, and its fields
 
 
 @dataclass
@@ -63,6 +68,8 @@ class Story:
         self.programs, self.functions = {x.id: x for x in p.programs}, {f.id: f for f in p.functions}
         self.data, self.owners = {d.name: d for d in p.data}, {m.name: m for m in p.models}
         self.values: dict[str, Held] = {s.value: Held(-1, {0: term("state", s.initial)}) for s in p.states}
+        self.values |= {b.value: Held(-1, {0: term("buffer", repr(b))}) for b in p.buffers}
+        self.stored: dict[int, tuple[Row, ...]] = {self.values[b.value].of[0]: () for b in p.buffers}  # by what stands for them
         self.lens: dict[str, Lens] = {}
         self.models: dict[str, tuple[int, int]] = {}
         self.fetched, self.drawn = Counter[str](), Counter[int]()
@@ -98,7 +105,7 @@ class Story:
         for turn in turns(loop, outermost):
             if outermost:
                 self.step, self.lens = turn, {}
-                self.values = {s.value: self.values[s.value] for s in self.plan.states}
+                self.values = {s.value: self.values[s.value] for s in (*self.plan.states, *self.plan.buffers)}
                 self.drawn.clear()
             last = turn == loop.trips or not loop.over
             self._walk(loop.body, (*key, turn), turn, loop.over if last else f"{loop.over} ")
@@ -130,6 +137,10 @@ class Story:
                 new = tuple((numbers[r], x) for r, x in sorted(self.values[e.value].of.items()))
                 need(not self.values[e.value].truth, "a condition in the place of a number")
                 self.values[e.state] = Held(now.stamp, {0: term("update", table, new)})
+            case Store():
+                self._store(e, now)
+            case Sample():
+                self._sample(e, now)
             case Generate():
                 self._generate(e, now)
             case Infer():
@@ -218,6 +229,47 @@ class Story:
         made = {r: term("drawn", *key, r) for r in range(self.frames[e.frame].count)}
         need(self.frames[e.frame].count == d.batch, "rows that the frame has no room for")
         self._make(f"{e.frame}.row_numbers", now, made, False, "row_numbers")
+
+    def _store(self, e: Store, now: Moment) -> None:
+        b = next(b for b in self.plan.buffers if b.value == e.buffer)
+        need([f for _, f in e.values] == [f.name for f in b.fields], "other fields")
+        f, lens = self.frames[e.frame], self._lens_of(e.frame)
+        for (v, _), field in zip(e.values, b.fields, strict=True):
+            record = self.records[v]
+            need((record.extent, record.dtype) == (field.extent, field.dtype), f"{v} is stored as something else")
+            need(space(self.frames, record) == (f.row_space if field.extent == "row" else f.id), f"{v} is of other rows")
+        need(f"{e.frame}.tokens" in [v for v, name in e.values if name == "tokens"], "other tokens")
+        self._like(e.frame, e.buffer)
+        old, here = self.values[e.buffer].of[0], self.lens[e.frame] if e.frame in self.lens else lens
+        rows = tuple((here.prompt[r], here.response[r], tuple(self.values[v].of[r] for v, _ in e.values))
+                     for r in self.rows(e.frame))
+        new = term("stored", old, rows)
+        self.stored[new] = (*self.stored[old], *rows)[-b.capacity:]
+        self.values[e.buffer] = Held(now.stamp, {0: new})
+        self.seen.append((e.buffer, self.stored[new]))
+
+    def _like(self, frame: str, buffer: str) -> None:
+        """What is stored and sampled is of one kind."""
+        b, f = next(b for b in self.plan.buffers if b.value == buffer), self.frames[frame]
+        need((f.data, f.tokenizer, f.temperature) == (b.data, b.tokenizer, b.temperature), "other tokens")
+        need((f.max_prompt_tokens, f.max_response_tokens) == (b.max_prompt_tokens, b.max_response_tokens), "other limits")
+
+    def _sample(self, e: Sample, now: Moment) -> None:
+        b = next(b for b in self.plan.buffers if b.value == e.buffer)
+        f, names = self.frames[e.frame], [f.name for f in b.fields]
+        need([x for x, _ in e.values] == names, "other fields")
+        self._like(e.frame, e.buffer)
+        need(f.present_in == e.frame and not f.selected_from and len(f.chain) == 1, "rows that cannot be absent")
+        need(not e.weight or (e.weight, "row", "f32") in {(x.name, x.extent, x.dtype) for x in b.fields}, "no weight")
+        rows = self.stored[self.values[e.buffer].of[0]]
+        key = (e.frame, now.times, self.plan.header.seed, self.step)
+        keys = [term("key", *key, i, row[2][names.index(e.weight)] if e.weight else 0) for i, row in enumerate(rows)]
+        drawn = [rows[i] for i in sorted(sorted(range(len(rows)), key=lambda i: keys[i])[: f.count])]
+        absent = (0,) * (f.count - len(drawn))
+        self.lens[e.frame] = Lens(now.stamp, (*(p for p, _, _ in drawn), *absent), (*(r for _, r, _ in drawn), *absent))
+        for i, (field, (_, v)) in enumerate(zip(b.fields, e.values, strict=True)):
+            need(self.records[v].frame == e.frame, f"{v} is of other rows")
+            self._make(v, now, {r: row[2][i] for r, row in enumerate(drawn)}, field.dtype == "bool", field.extent)
 
     def _row_state(self, e: Lookup | Update) -> tuple[Mapping[int, int], int]:
         """The row numbers of a batch, and a state of the rows of its source."""

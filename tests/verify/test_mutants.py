@@ -32,8 +32,8 @@ from tests.verify.mutate import Mutator, at, put, records
 from tests.verify.plans import compiled
 from tests.verify.stepper import simulate
 
-NAMES = ("sample", "ppo", "dpo", "grpo", "sync", "rows", "eval", "dynamic", "small")
-EACH, SEED = 570, 21  # 9 plans: 5,130 mutants
+NAMES = ("sample", "ppo", "dpo", "grpo", "sync", "rows", "replay", "eval", "dynamic", "small")
+EACH, SEED = 570, 21  # 10 plans: 5,700 mutants
 LENIENT = (Lengths, Free, Compute)  # lengths and tokens may be read besides, and what a free touches is said twice
 
 
