@@ -48,6 +48,7 @@ class Buffers:
         self.known = buffers  # with what their rows have, as far as it is known
         self._first: dict[str, Span] = {}  # buffer -> its first `add`
         self.found: dict[str, g.Stored] = {}  # buffer -> what its first `add` of this walk says
+        self.tried: set[str] = set()  # buffers that some `add` names, whether or not it is right
 
     def make(self, owner: BufferRef, call: ast.Call, scope: Scope, target: str | None, clause: g.Clause | None,
              span: Span, inside: str) -> Meaning:
@@ -71,6 +72,7 @@ class Buffers:
     # ------------------------------------------------------------------------------------------------ add
 
     def _add(self, name: str, call: ast.Call, scope: Scope, target: str | None, span: Span) -> Meaning:
+        self.tried.add(name)
         if target is not None:
             return self.errors.add("RL0212", "`add` returns nothing", span, help="remove the name before `=`")
         if len(call.args) != 1 or call.args[0].name is not None:
@@ -144,8 +146,8 @@ class Buffers:
                                    labels=(Label(buffer.span, "declared here"),),
                                    help="draw fewer rows, or raise its capacity")
         stored = buffer.stored
-        if stored is None:
-            return self.errors.add("RL0215", f"nothing is added to `{name}`", span,
+        if stored is None:  # an `add` that is wrong is reported itself
+            return BAD if buffer.tried else self.errors.add("RL0215", f"nothing is added to `{name}`", span,
                                    labels=(Label(buffer.span, "declared here"),),
                                    help=f"add rows in the flow: `{name}.add(kept)`")
         weight = self._weight(name, call, stored)
@@ -199,8 +201,8 @@ def _difference(first: g.Stored, other: g.Stored) -> str:
     return ""
 
 
-def with_stored(buffers: dict[str, g.Buffer], found: dict[str, g.Stored]) -> dict[str, g.Buffer]:
+def with_stored(buffers: dict[str, g.Buffer], walked: Buffers) -> dict[str, g.Buffer]:
     """The buffers, with what a walk of the flow found of their rows."""
-    return {n: replace(b, stored=found.get(n, b.stored)) for n, b in buffers.items()}
+    return {n: replace(b, stored=walked.found.get(n, b.stored), tried=n in walked.tried) for n, b in buffers.items()}
 
 

@@ -133,7 +133,7 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
         functions=tuple(f for k, f in modules.functions.items() if k in used), programs=tuple(builder.programs),
         items=body, metrics=tuple(builder.metrics), rules=rules,
         states=tuple(s for s in top.states.values() if any(v.id == s.name for v in values)),
-        buffers=tuple(b for b in with_stored(buffers, builder.buffers.found).values()
+        buffers=tuple(b for b in with_stored(buffers, builder.buffers).values()
                       if any(isinstance(n, g.Store) and n.buffer == b.name for n in g.nodes(body))),
         checkpoint=builder.checkpoint)
     return graph, tuple(errors.found)
@@ -149,7 +149,7 @@ def _buffers(flow: ast.Flow, top: _Declarations, prelude: Module) -> dict[str, g
         known: dict[str, Meaning] = {s.name: input_(s.name, "batch", "", s.span) for s in top.states.values()
                                      if not s.data}
         builder.block(flow.body, Scope(top.module, Scope(top.module), known), "flow")
-        found = with_stored(buffers, builder.buffers.found)
+        found = with_stored(buffers, builder.buffers)
         if found == buffers:
             break
         buffers = found

@@ -281,6 +281,7 @@ class Buffer:
     capacity: int  # rows
     span: Span
     stored: Stored | None = None  # None: not known yet
+    tried: bool = False  # whether some `add` names it
 
 
 @dataclass(frozen=True, slots=True)

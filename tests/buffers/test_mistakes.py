@@ -60,6 +60,7 @@ MISTAKES = [
      "RL0212", "good.add(g)"),
     ("good.add(gen)\nold = good.sample(4)\nmetric m = mean(size(old))", "RL0213", "old"),
     ("good = 1", "RL0102", "good"),
+    ("old = good.sample(4)\ngood.add(r)", "RL0203", "r"),
 ]
 
 

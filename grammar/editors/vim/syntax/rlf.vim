@@ -14,7 +14,7 @@ syntax keyword rlfUnit contained prompts sequences pairs tokens
 syntax match rlfBoolean /\<\(true\|false\)\>/
 
 syntax match rlfFunction /\<\h\w*\ze\s*(/
-syntax match rlfBuiltin /\<\(exp\|log\|expm1\|log1p\|sqrt\|abs\|sigmoid\|logsigmoid\|min\|max\|clip\|where\|stop_gradient\|sum\|mean\|count\|std\|var\|median\|quantile\|len\|next\|prev\|cumsum\|discount\|last\|at_end\|over\|pick\|others\|whole\|pair\|uniform\|choice\)\ze\s*(/
+syntax match rlfBuiltin /\<\(exp\|log\|expm1\|log1p\|sqrt\|abs\|sigmoid\|logsigmoid\|min\|max\|clip\|where\|stop_gradient\|sum\|mean\|count\|std\|var\|median\|quantile\|len\|next\|prev\|cumsum\|discount\|last\|at_end\|over\|pick\|whole\|others\|pair\|uniform\|choice\)\ze\s*(/
 syntax match rlfSource /\<\(causal_lm\|value_model\|reward_model\|jsonl\|parquet\|hf\|adamw\|lora\|mesh\)\ze\s*(/
 syntax match rlfMember /\.\s*\h\w*/
 syntax match rlfCall /\.\s*\(generate\|logprobs\|entropy\|values\|score\|train\|next\)\ze\s*(/
@@ -34,7 +34,7 @@ syntax match rlfKeyword /\(^\|{\)\s*\zs\(metric\|return\|save\|every\|repeat\|ev
 syntax match rlfKeyword /^\s*\zsplace\>/
 syntax match rlfInclude /^\s*\zsuse\>\(\s\+py\>\)\?/
 syntax match rlfDeclaration /\(^\s*state\s\+\h\w*\s\+\)\@<=of\>/
-syntax match rlfDeclaration /^\s*\zs\(param\|state\|cluster\|mesh\|data\|model\|fn\|loss\|flow\)\>\ze\s\+[A-Za-z_"]/
+syntax match rlfDeclaration /^\s*\zs\(param\|state\|buffer\|cluster\|mesh\|data\|model\|fn\|loss\|flow\)\>\ze\s\+[A-Za-z_"]/
 
 highlight default link rlfComment Comment
 highlight default link rlfString String
