@@ -21,8 +21,8 @@ from tests.cpu import GARBAGE, Cpu
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
 NUMERIC = frozenset({  # the directories of tests whose numbers come from kernels
-    "backend_torch", "checkpoint", "consistency", "context", "continued", "copies", "curriculum", "data", "derive",
-    "end_to_end", "evaluation", "generation", "interleaved", "library", "lora", "megatron", "moe", "numbers",
+    "backend_torch", "buffers", "checkpoint", "consistency", "context", "continued", "copies", "curriculum", "data",
+    "derive", "end_to_end", "evaluation", "generation", "interleaved", "library", "lora", "megatron", "moe", "numbers",
     "offload", "oracles", "papers", "relabelled", "runtime", "selection", "stop", "sync", "texts", "units", "zero"})
 
 
