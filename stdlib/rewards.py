@@ -22,6 +22,18 @@ _LONGEST = 4000  # digits of a number that is worth reading
 _STATED = re.compile(r"(?:answer\s+is|answer\s*[:=])[:\s]*", re.IGNORECASE)
 
 
+def whole(rows: list[Row], source: str) -> list[Row]:
+    """Rows of continuations with the whole response as `completion`: the part of the prompt that a model wrote, and
+    what continues it. source: the name under which the function gets the response that was cut, or continued; its
+    prompt is where the response begins."""
+    made: list[Row] = []
+    for row in rows:
+        asked, text = str(row[source]["prompt"]), str(row["prompt"])
+        written = text[len(asked):] if text.startswith(asked) else text
+        made.append(row | {"prompt": asked, "completion": written + row["completion"]})
+    return made
+
+
 def exact_match(rows: list[Row]) -> list[float]:
     """Whether the completion equals the answer, up to the amount of white space."""
     return _each(rows, lambda row, answer: _words(row["completion"]) == _words(answer))

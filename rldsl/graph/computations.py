@@ -72,7 +72,7 @@ class Computations:
         if not work:
             return dict(terms)
         if len({f.prompt_space for f in coarsest(self._frames(walk([t for _, t in work])))}) > 1:
-            work = [(n, self._hoist_batch_reductions(t, {})) for n, t in work]
+            work = [(n, self._hoist_inner_reductions(t)) for n, t in work]
         made = program(id_, work, str(span))
         below = walk([t for _, t in work])
         frames = self._frames(below)
@@ -96,14 +96,21 @@ class Computations:
             outputs=tuple((n, n) for n, _ in work), label=elided(source), source=source))
         return out
 
+    def _hoist_inner_reductions(self, term: Term) -> Term:
+        """`term`, of which no argument reduces to batch: what it reduces itself may range over a selection and over
+        what that was selected from, which are divided alike."""
+        known: dict[int, Term] = {}
+        if not _to_batch(term):
+            return self._hoist_batch_reductions(term, known)
+        return replace(term, args=tuple(self._hoist_batch_reductions(a, known) for a in term.args))
+
     def _hoist_batch_reductions(self, term: Term, known: dict[int, Term]) -> Term:
         """`term` with each reduction to batch as a value of its own. Rows of unrelated prompts are divided among the
         ranks independently, so one Compute cannot read both. known: id(term) -> the result, for shared terms."""
         if id(term) not in known:
             args = tuple(self._hoist_batch_reductions(a, known) for a in term.args)
             made = term if all(a is b for a, b in zip(args, term.args, strict=True)) else replace(term, args=args)
-            to_batch = dict(term.attrs).get("to") == "batch"
-            known[id(term)] = self.materialize(made, "expr", term.span) if to_batch else made
+            known[id(term)] = self.materialize(made, "expr", term.span) if _to_batch(term) else made
         return known[id(term)]
 
     def _frames(self, terms: list[Term]) -> list[IndexedFrame]:
@@ -125,6 +132,10 @@ class Computations:
         self.programs.append(made)
         self.items.append(g.Broadcast(id=made.id, reads=(term.name,), writes=(name,), span=span, program=made.id))
         return name
+
+
+def _to_batch(term: Term) -> bool:
+    return dict(term.attrs).get("to") == "batch"
 
 
 def full_label(span: Span, text: str = "") -> str:

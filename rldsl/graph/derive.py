@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
+from rldsl.graph.prefixes import prefixes
 from rldsl.plan.model import Space, Value
 from rldsl.plan.spaces import IndexedFrame, response_chain
 from rldsl.semantics.errors import BAD, Bad
@@ -43,11 +44,13 @@ class Derivations:
         self._indices: dict[str, Term] = {}  # frame that was picked from -> where each of its rows is
 
     def call(self, name: str, expr: ast.Call, scope: Scope) -> Meaning:
-        """A call of `pick`, `others`, `whole` or `pair`."""
+        """A call of `pick`, `others`, `whole`, `pair` or `prefixes`."""
         target = self.target[1] if self.target is not None and self.target[0] is expr else None
-        values = [self.flow.exprs.build(a.value, scope) for a in expr.args]
+        values = [self.flow.exprs.build(a.value, scope) for a in expr.args if a.name is None]
         if any(isinstance(v, Bad) for v in values):
             return BAD
+        if name == "prefixes":
+            return prefixes(self.flow, values[0], expr, target, scope)
         trees = [a.value for a in expr.args]
         build = {"pick": self._pick, "others": self._others, "whole": self._whole, "pair": self._pair}[name]
         return build(values, trees, expr.span, target)

@@ -94,8 +94,11 @@ def spread_of(node: g.Node, place: Place, frames: Mapping[str, IndexedFrame]) ->
 
 
 def _by_prompts(place: Place, of: Iterable[str], frames: Mapping[str, IndexedFrame]) -> Spread:
-    """Whole prompts by tokens, the coarsest of those that some frames have."""
-    divided = sorted({f.id for f in coarsest(frames[f] for f in of)})
+    """Whole prompts by tokens, the coarsest of those that some frames have. The rows of a selection lie where those are
+    that it was selected from."""
+    found = coarsest(frames[f] for f in of)
+    all_rows = {f.prompt_space for f in found} & {f.prompt_origin for f in found}
+    divided = sorted({f.id for f in found if f.prompt_space in all_rows or f.prompt_origin not in all_rows})
     return _named(Spread("", place.mesh.id, place.layout.id, tuple(divided), "prompt", "tokens"))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-DeriveOpName = Literal["where", "restrict", "pick", "others", "whole", "text"]
+DeriveOpName = Literal["where", "restrict", "pick", "others", "whole", "text", "prefixes"]
 OverLong = Literal["error", "truncate", "drop"]  # what is done with a text above the limit
 
 
@@ -41,6 +41,7 @@ DERIVE_OPS: Mapping[DeriveOpName, DeriveOp] = {
     "whole": DeriveOp(verb="join", keeps_prefixes=True),
     # prompts that a Python function writes about the rows, tokenized where the rows are
     "text": DeriveOp(verb="write", calls_python=True),
+    "prefixes": DeriveOp(verb="cut"),  # prompts that are the beginnings of each row's response
 }
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from rldsl.plan.expr import Level
 
-Family = Literal["elementwise", "reduction", "sequence", "random", "leaf"]
+Family = Literal["elementwise", "reduction", "sequence", "rows", "random", "leaf"]
 # The unit of a result: of no unit, that of the arguments in `same_unit`, a product's, a quotient's, or what is counted.
 UnitRule = Literal["none", "keep", "product", "quotient", "count"]
 
@@ -60,6 +60,10 @@ def _sequence(name: str, takes: tuple[Level, ...], gives: Level, meaning: str, g
     return Operator(name, "sequence", len(takes), meaning, takes, gives, gradient=gradient)
 
 
+def _rows(name: str, arity: int, meaning: str) -> Operator:
+    return Operator(name, "rows", arity, meaning, unit="keep", same_unit=(0,), gradient=False, in_loss=False)
+
+
 _ALL = (
     _binary("add", "a + b", "keep", same=True), _binary("sub", "a - b", "keep", same=True),
     _binary("mul", "a * b", "product"), _binary("div", "a / b", "quotient"), _unary("neg", "-a", "keep"),
@@ -93,6 +97,20 @@ _ALL = (
     _sequence("len", (), "seq", "number of response tokens; attribute `frame`", gradient=False),
     Operator("index", "sequence", 0, "the position of a row among those of its prompt, from 0; attribute `frame`", (),
              "seq", gradient=False, in_loss=False),
+    Operator("prompt_len", "sequence", 0, "the number of tokens before the response; attribute `frame`", (), "seq",
+             gradient=False, in_loss=False),
+    # What relates rows to other rows. Of siblings, which are the present rows of one parent, in ascending order:
+    _rows("next_row", 1, "the next sibling's value, 0 at the last"),
+    _rows("prev_row", 1, "the preceding sibling's value, 0 at the first"),
+    _rows("cumsum_rows", 1, "inclusive running sum over siblings"),
+    _rows("discount_rows", 2, "y_j = x_j + g * y_{j+1} over siblings; g is of level batch"),
+    _rows("last_row", 1, "the value at the last sibling, as a value of the parent; 0 where there is none"),
+    _rows("at_last_row", 1, "a at the last sibling, 0 at the others"),
+    # Of rows with the same numbers, where one are a selection of the other, or lie above one:
+    _rows("over", 2, "a, a value of a selection, as a value of all rows; b where a row was not selected"),
+    # Of prefixes: a at the last prefix that ends at or before each token; b says how many tokens each prefix has
+    _rows("along", 2, "for each token of `frame` the value of the last prefix at or before it, 0 where there is none; "
+          "b: the tokens of the prefix"),
     # A number in (0, 1) per element, drawn from the seed, the step, the attribute `call` (the name of the call's
     # statement; "name#2" for its second call), and the row and position of the element. Attribute `frame` at token
     # level.
@@ -133,6 +151,7 @@ class Builtin:
     min_args: int = 1  # positional
     max_args: int = 1
     options: tuple[str, ...] = ()  # named arguments
+    by_prompt: bool = False  # a sequence function that also works `by prompt`, over the sequences of a prompt
 
     @property
     def signature(self) -> str:
@@ -150,8 +169,15 @@ def _function(name: str, meaning: str) -> Builtin:
     return Builtin(name, "elementwise", ((f"{name}(x)", "L -> L", meaning),), name)
 
 
-def _sequence_function(name: str, call: str, levels: str, meaning: str, arguments: int = 1) -> Builtin:
-    return Builtin(name, "sequence", ((call, levels, meaning),), name, arguments, arguments)
+def _sequence_function(name: str, call: str, levels: str, meaning: str, arguments: int = 1,
+                       siblings: str = "") -> Builtin:
+    """siblings: the meaning of the same `by prompt`, over the sequences of each prompt; "": there is none."""
+    signatures = [(call, levels, meaning)]
+    if siblings:
+        x, comma, rest = call.removeprefix(f"{name}(").partition(",")
+        signatures.append((f"{name}({x.removesuffix(')')} by prompt{comma}{rest or ')'}",
+                           levels.replace("token -> seq", "seq -> prompt").replace("token", "seq"), siblings))
+    return Builtin(name, "sequence", tuple(signatures), name, arguments, arguments, by_prompt=bool(siblings))
 
 
 _FUNCTIONS = (
@@ -199,18 +225,37 @@ _FUNCTIONS = (
         ("quantile(x, q)", "F, batch -> batch",
          "the q-quantile of all elements, across all ranks, with linear interpolation"),), "quantile", 2, 2),
     _sequence_function("len", "len(gen)", "sequences -> seq", "the number of response tokens"),
-    _sequence_function("next", "next(x)", "token -> token", "the value at the next token, 0 at the last"),
-    _sequence_function("prev", "prev(x)", "token -> token", "the value at the previous token, 0 at the first"),
-    _sequence_function("cumsum", "cumsum(x)", "token -> token", "the running sum"),
-    _sequence_function("discount", "discount(x, g)", "token, batch -> token", "y_t = x_t + g y_{t+1}", 2),
-    _sequence_function("last", "last(x)", "token -> seq", "the value at the last token; 0 for an empty response"),
+    _sequence_function("next", "next(x)", "token -> token", "the value at the next token, 0 at the last",
+                       siblings="the value of the next sequence of the prompt, 0 at the last"),
+    _sequence_function("prev", "prev(x)", "token -> token", "the value at the previous token, 0 at the first",
+                       siblings="the value of the previous sequence of the prompt, 0 at the first"),
+    _sequence_function("cumsum", "cumsum(x)", "token -> token", "the running sum",
+                       siblings="the running sum over the sequences of the prompt"),
+    _sequence_function("discount", "discount(x, g)", "token, batch -> token", "y_t = x_t + g y_{t+1}", 2,
+                       siblings="the same over the sequences of the prompt"),
+    _sequence_function("last", "last(x)", "token -> seq", "the value at the last token; 0 for an empty response",
+                       siblings="the value of the last sequence of the prompt"),
     Builtin("at_end", "sequence", (
         ("at_end(s)", "seq -> token", "s at the last token, 0 elsewhere"),
-        ("at_end(s, gen)", "seq, sequences -> token", "the same, if s belongs to both sequences of a pair")),
-        "at_end", max_args=2),
+        ("at_end(s, gen)", "seq, sequences -> token", "the same, if s belongs to both sequences of a pair"),
+        ("at_end(s, cuts)", "seq, prompts -> seq", "s at the last [prefix](#prefixes) of each sequence, 0 elsewhere"),
+        ("at_end(s by prompt)", "seq -> seq", "s at the last sequence of each prompt, 0 elsewhere")),
+        "at_end", max_args=2, by_prompt=True),
     Builtin("over", "sequence", (
-        ("over(x, kept)", "F, sequences -> F", "the values of x for the rows of a [selection](#selection)"),),
+        ("over(x, kept)", "F, sequences -> F", "the values of x for the rows of a [selection](#selection)"),
+        ("over(x, gen, y)", "seq, sequences, batch -> seq",
+         "values x of a [selection](#selection) of `gen` as values of all of `gen`: y where a row was not selected")),
+        min_args=2, max_args=3),
+    Builtin("along", "sequence", (
+        ("along(v, gen)", "seq, sequences -> token",
+         "for each token of `gen` the value v of the last [prefix](#prefixes) that ends before it"),),
         min_args=2, max_args=2),
+    Builtin("prefixes", "frames", (
+        ("prefixes(gen, at=TEXT, most=m)", "sequences -> prompts",
+         "the beginnings of each response as prompts: see [prefixes](#prefixes)"),
+        ("prefixes(gen, every=n, most=m)", "sequences -> prompts", "the same, every n tokens"),
+        ("prefixes(gen, fractions=[0.5])", "sequences -> prompts", "the same, at fractions of the response")),
+        options=("at", "every", "fractions", "most")),
     Builtin("pick", "frames", (
         ("pick(gen, x)", "sequences, seq -> sequences",
          "of each prompt the sequence with the largest x, the first of equals; see "

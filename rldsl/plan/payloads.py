@@ -143,6 +143,11 @@ class DeriveSpec:
     # of "text": (argument, frame whose rows the function gets), in which those of the source lie; "": the row itself
     given: tuple[tuple[str, FrameId], ...] = ()
     over_long: OverLong = "error"  # of "text": what is done with more tokens than the frame's prompts may have
+    # of "prefixes", one of these: behind each token that completes this text; every so many tokens; at these fractions
+    # of the response. The empty beginning is always one, the end never
+    cut_at: str = ""
+    cut_every: int = 0
+    cut_fractions: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,10 +77,10 @@ def indexed(frame: Frame, spaces: Mapping[str, Space]) -> IndexedFrame:
 
 
 def coarsest(frames: Iterable[IndexedFrame]) -> tuple[IndexedFrame, ...]:
-    """Those whose prompts lie below no other's: all frames can be divided by their prompts."""
+    """Those whose prompts lie below no other's, selected or not: all frames can be divided by their prompts."""
     found = tuple(frames)
-    prompts = {f.prompt_space for f in found}
-    return tuple(f for f in found if not prompts & {s.id for s in f.chain[f.prompt_index + 1:]})
+    prompts = {f.prompt_origin for f in found}
+    return tuple(f for f in found if not prompts & {*f.origins[f.prompt_index + 1:]})
 
 
 def ancestors(space: str, spaces: Mapping[str, Space]) -> tuple[Space, ...]:

@@ -83,7 +83,8 @@ class Builtins:
         if any(isinstance(a, Bad) for a in (*args, *options.values())):
             return BAD
         reducing = builtin.form == "reduction" or builtin.form == "either" and len(args) == 1
-        if expr.by is not None and not reducing:
+        siblings = builtin.by_prompt and expr.by is not None
+        if expr.by is not None and not reducing and not siblings:
             return self.errors.add("RL0107", f"`{name}` does not take `by` here", expr.by.span,
                                    help=f"only reductions take `by`: {', '.join(REDUCTIONS)}")
         if name == "len" and isinstance(args[0], FrameRef) and args[0].contents == "prompts":
@@ -91,7 +92,8 @@ class Builtins:
                                    f"`{source_name(args[0].frame)}` contains only prompts",
                                    help="generate responses first, or load answers")
         if builtin.form == "sequence":
-            return self.exprs.ops.sequence(name, args, expr.span)
+            by = self.exprs.target(expr.by, scope) if expr.by is not None else None
+            return BAD if siblings and by is None else self.exprs.ops.sequence(name, args, expr.span, by)
         if name == "count" and isinstance(args[0], FrameRef | Pairs):  # its rows: as many as have a length
             rows = args[0].chosen if isinstance(args[0], Pairs) else args[0]
             args = [self.exprs.ops.sequence("len", [rows], expr.span)]
@@ -105,7 +107,7 @@ class Builtins:
         if builtin.form == "special":
             return SPECIAL[name](self, terms, expr)
         if reducing:
-            to = self.exprs.level(expr.by) if expr.by else "batch"
+            to = self.exprs.target(expr.by, scope) if expr.by else "batch"
             constants = {n: o.value for n, o in options.items() if isinstance(o, Term)}
             return BAD if to is None else self.exprs.ops.reduce(name, terms[0], to, expr.span, constants)
         return self.exprs.ops.apply(name, terms, expr.span)
@@ -123,13 +125,13 @@ class Builtins:
 
     def _frames(self, builtin: Builtin, expr: ast.Call, scope: Scope) -> Meaning:
         """A function that makes sequences, which only the flow can do."""
-        named = next((a.name for a in expr.args if a.name is not None), None)
+        named = next((a.name for a in expr.args if a.name is not None and a.name.name not in builtin.options), None)
         if named is not None:
             return self.errors.add("RL0107", f"`{builtin.name}` has no argument `{named.name}`", named.span)
         if expr.by is not None:
             return self.errors.add("RL0107", f"`{builtin.name}` does not take `by` here", expr.by.span,
                                    help=f"only reductions take `by`: {', '.join(REDUCTIONS)}")
-        if not self._counted(builtin, len(expr.args), expr):
+        if not self._counted(builtin, sum(a.name is None for a in expr.args), expr):
             return BAD
         if self.exprs.frames is None or self.exprs.functions.active:
             return self.errors.add("RL0212", f"`{builtin.name}` outside the flow", expr.span,

@@ -22,7 +22,7 @@ from rldsl.semantics.errors import BAD, Bad, Errors, suggest
 from rldsl.semantics.functions import Functions
 from rldsl.semantics.levels import Spaces, source_name
 from rldsl.semantics.modules import library_modules_with
-from rldsl.semantics.operators import INFIX, Operators
+from rldsl.semantics.operators import INFIX, Operators, Target
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, const
 from rldsl.semantics.units import Unit
@@ -269,6 +269,23 @@ class ExpressionBuilder:
         if ident.name in LEVELS:
             return ident.name
         self.errors.add("RL0101", f"unknown level `{ident.name}`", ident.span, help=f"levels: {', '.join(LEVELS)}")
+        return None
+
+    def target(self, ident: ast.Ident, scope: Scope) -> Target | None:
+        """What a reduction `by` this word goes to: a level, or the rows of a batch."""
+        if ident.name in LEVELS:
+            return ident.name
+        found = scope.find(ident.name)
+        if isinstance(found, FrameRef):
+            return found
+        if isinstance(found, Bad):
+            return None
+        if found is not None:
+            self.errors.add("RL0203", f"`by {ident.name}`: {describe(found)} has no rows", ident.span,
+                            help=f"levels: {', '.join(LEVELS)}; or the name of a batch, to reduce up to its rows")
+            return None
+        self.errors.add("RL0101", f"unknown level `{ident.name}`", ident.span,
+                        help=f"levels: {', '.join(LEVELS)}; or the name of a batch, to reduce up to its rows")
         return None
 
     def python(self, ref: PyRef, expr: ast.Call, scope: Scope) -> Meaning:

@@ -14,7 +14,7 @@ from rldsl.diag import Label, internal_error
 from rldsl.plan.expr import Level, Scalar
 from rldsl.plan.operators import BUILTINS, OPERATORS
 from rldsl.plan.spaces import IndexedFrame
-from rldsl.semantics import units
+from rldsl.semantics import row_operators, units
 from rldsl.semantics.errors import BAD, Bad, Errors
 from rldsl.semantics.levels import Mismatch, Spaces, depth, source_name
 from rldsl.semantics.terms import Term, const, fold
@@ -25,6 +25,7 @@ INFIX = {"+": "add", "-": "sub", "*": "mul", "/": "div", "**": "pow", "<": "lt",
          "==": "eq", "!=": "ne", "and": "and", "or": "or"}
 
 
+Target = Level | FrameRef  # what a reduction goes to: a level, or the rows of a batch
 Options = Mapping[str, Scalar]  # the named arguments of a built-in function: constants
 Restrict = Callable[[Term, str], Term]  # (value, space of a selection) -> the value of the selected rows
 
@@ -37,8 +38,15 @@ class Operators:
         self.errors = errors
         self.restrict: Restrict | None = None  # set by the flow, where selections are made
         self.in_loss = False  # whether what is built belongs to a loss, which sees one minibatch
+        self.prefixes: dict[str, str] = {}  # frame of prefixes, or a selection of it -> the sequences that were cut
         self.statement = ""  # the name of the flow's statement being built, which random numbers follow
         self._draws: Counter[str] = Counter()  # statement -> calls of `uniform` so far
+
+    def cuts_of(self, frame: IndexedFrame) -> str:
+        """The frame whose responses were cut to make `frame`, or what it was selected from; "": none."""
+        while frame.id not in self.prefixes and frame.selected_from:
+            frame = self.spaces.frames[frame.selected_from]
+        return self.prefixes.get(frame.id, "")
 
     # ------------------------------------------------------------------------------------------ elementwise
 
@@ -143,9 +151,14 @@ class Operators:
 
     # ------------------------------------------------------------------------------------------- reductions
 
-    def reduce(self, name: str, x: Term, to: Level, span: Span, options: Options = MappingProxyType({})) -> Term | Bad:
+    def reduce(self, name: str, x: Term, to: Target, span: Span,
+               options: Options = MappingProxyType({})) -> Term | Bad:
         """`name(x by to, OPTION=...)`."""
-        if depth(to) >= depth(x.level):
+        if isinstance(to, FrameRef):
+            fault = self._loss_has_no_rows(to, span) or row_operators.check_above(self, x, to)
+            if fault is not None:
+                return fault
+        elif depth(to) >= depth(x.level):
             what = "a constant" if x.constant else f"a {x.level} value"
             return self.errors.add("RL0208", f"{what} cannot be reduced with `{name}` by {to}", x.at,
                                    f"it has no level finer than {to}",
@@ -154,25 +167,35 @@ class Operators:
         if name in COMPOSITES:
             return COMPOSITES[name](self, x, to, span, options)
         op = BUILTINS[name].operator
-        space = self.spaces.coarser(x.level, x.space, to)
         unit = units.reduced(op, x.unit, self.spaces.counted(x), to == "batch", self.in_loss)
         if unit.minibatch != 0 and unit.whole != 0:
             return units.report_sum(x, span, self.errors)
-        made = self.spaces.level_of(to, space)
+        if isinstance(to, FrameRef):
+            made, space = row_operators.level_of_rows(to), to.frame.row_space
+        else:
+            space = self.spaces.coarser(x.level, x.space, to)
+            made = self.spaces.level_of(to, space)
         return Term(op, (x,), made, space, "f32", span, (("to", made),), unit=unit)
 
-    def std(self, x: Term, to: Level, span: Span, options: Options) -> Term | Bad:
+    def _loss_has_no_rows(self, to: FrameRef, span: Span) -> Bad | None:
+        if not self.in_loss:
+            return None
+        return self.errors.add("RL0210", f"a reduction by `{source_name(to.frame)}` inside a loss", span,
+                               "a minibatch may contain only some of the sequences of a row",
+                               help="compute it in the flow and pass the result")
+
+    def std(self, x: Term, to: Target, span: Span, options: Options) -> Term | Bad:
         """The square root of `var`. Options: unbiased."""
         var = self._variance(x, to, span, bool(options.get("unbiased", True)))
         made = BAD if isinstance(var, Bad) else self.apply("sqrt", (var,), span)
         return BAD if isinstance(made, Bad) else replace(made, unit=replace(x.unit, word=""))
 
-    def var(self, x: Term, to: Level, span: Span, options: Options) -> Term | Bad:
+    def var(self, x: Term, to: Target, span: Span, options: Options) -> Term | Bad:
         """Options: unbiased (divides by count - 1; the default) or not (divides by count)."""
         made = self._variance(x, to, span, bool(options.get("unbiased", True)))
         return BAD if isinstance(made, Bad) else replace(made, unit=units.squared(x.unit))
 
-    def _variance(self, x: Term, to: Level, span: Span, unbiased: bool) -> Term | Bad:
+    def _variance(self, x: Term, to: Target, span: Span, unbiased: bool) -> Term | Bad:
         """sum((x-mean)^2) / max(count-1, 1), or over the count; without a unit.
 
         In a loss, the mean over the minibatch is known only after its last micro-batch, so there the numerator is
@@ -224,7 +247,8 @@ class Operators:
 
     # -------------------------------------------------------------------------------------------- sequences
 
-    def sequence(self, name: str, args: list[Meaning], span: Span) -> Term | Bad:
+    def sequence(self, name: str, args: list[Meaning], span: Span, by: Target | None = None) -> Term | Bad:
+        """A call of a sequence function. by: over the sequences of a prompt, instead of tokens."""
         if name == "len":
             ref = args[0]
             if not isinstance(ref, FrameRef):
@@ -234,10 +258,14 @@ class Operators:
         x = args[0]
         if not isinstance(x, Term):
             return self._kind(name, "a value", x, span)
+        if by is not None:
+            return row_operators.siblings(self, name, x, args[1:], by, span)
         if name == "at_end":
             return self._at_end(x, args[1:], span)
+        if name == "along":
+            return row_operators.along(self, x, args[1], span)
         if name == "over":
-            return self._over(x, args[1], span)
+            return self._over(x, args[1], args[2:], span)
         if x.level != "token":
             return self.errors.add("RL0201", f"`{name}` needs a token value", x.at, f"this is {describe(x)}",
                                    labels=x.origin, help="`at_end(x)` puts a seq value at the last token"
@@ -269,6 +297,9 @@ class Operators:
             if not isinstance(rest[0], FrameRef):
                 return self._kind("at_end", "sequences as its second argument", rest[0], span)
             frame = rest[0].frame
+            of_cuts = None if frame.max_response_tokens else row_operators.at_end_of_cuts(self, x, frame, span)
+            if of_cuts is not None:
+                return of_cuts
             here = self.on_frame(x, frame) if frame.max_response_tokens else None
             if here is None:
                 return self.errors.add("RL0202", f"this seq value does not belong to tokens of `{source_name(frame)}`",
@@ -281,10 +312,12 @@ class Operators:
                                    help=f"specify the sequences: `at_end(x, {shown[0]})`")
         return Term("at_end", (x,), "token", frames[0].id, x.dtype, span, (("frame", frames[0].id),), unit=x.unit)
 
-    def _over(self, x: Term, ref: Meaning, span: Span) -> Term | Bad:
-        """The values of x for the rows of a selection."""
+    def _over(self, x: Term, ref: Meaning, default: list[Meaning], span: Span) -> Term | Bad:
+        """The values of x for the rows of a selection; with a default, those of a selection for all rows."""
         if not isinstance(ref, FrameRef):
             return self._kind("over", "sequences as its second argument", ref, span)
+        if default:
+            return row_operators.over_all(self, x, ref, default[0], span)
         here = self.on_frame(x, ref.frame)
         if here is None or x.level == "batch":
             name = source_name(ref.frame)
@@ -323,10 +356,10 @@ class Operators:
 
 # Reductions that several operators compute: (operators, value, level, span, options) -> result. A new one also needs
 # a decision about its unit. Only these can have options (named arguments).
-COMPOSITES: Mapping[str, Callable[[Operators, Term, Level, Span, Options], Term | Bad]] = {
+COMPOSITES: Mapping[str, Callable[[Operators, Term, Target, Span, Options], Term | Bad]] = {
     "std": Operators.std, "var": Operators.var,
 }
 if wrong := {b.name for b in BUILTINS.values() if b.form == "reduction" and not b.operator} ^ COMPOSITES.keys():
     raise TypeError(f"reductions without an operator are those in COMPOSITES: {', '.join(sorted(wrong))}")
-if wrong := {b.name for b in BUILTINS.values() if b.options} - COMPOSITES.keys():
+if wrong := {b.name for b in BUILTINS.values() if b.options and b.form != "frames"} - COMPOSITES.keys():
     raise TypeError(f"only reductions in COMPOSITES read options, and these declare some: {', '.join(sorted(wrong))}")

@@ -72,6 +72,8 @@ TRAIN = {"minibatches": Opt("int", 1, 1), "minibatch": Opt("int", None, 1, unit=
 TEXT = {"max_tokens": Opt("int", low=1, needed=True, unit="tokens"),
         "over_long": Opt("text", "error", choices=("error", "truncate", "drop"))}
 BUFFER = {"capacity": Opt("int", low=1, needed=True)}
+PREFIXES = {"at": Opt("text"), "every": Opt("int", None, 1, unit="tokens"), "fractions": Opt("floats"),
+            "most": Opt("int", None, 1, unit="rows")}
 CHECKPOINT = {"keep": Opt("int", 2, 1)}
 FLOW = {"steps": Opt("int", low=1, needed=True), "seed": Opt("int", 1, 0)}
 CLUSTER = {"nodes": Opt("int", 1, 1, 16_384), "gpus": Opt("int", low=1, high=256, needed=True),

@@ -32,6 +32,8 @@ def check_derive(t: Tables, e: Derive) -> Iterator[Diagnostic]:
         yield problem("RL0615", f"{name(e)}: {e.op} calls no function", e)
     if e.op != "whole" and e.parts:
         yield problem("RL0615", f"{name(e)}: {e.op} joins no frames", e)
+    if e.op != "prefixes" and (e.cut_at or e.cut_every or e.cut_fractions):
+        yield problem("RL0615", f"{name(e)}: {e.op} cuts nothing", e)
     if e.op != "text" and t.frames[e.frame].tokenizer != t.frames[e.source].tokenizer:
         yield problem("RL0615", f"{name(e)}: the tokens of {e.frame} and {e.source} have different tokenizers", e)
     yield from _key(t, e)
@@ -178,8 +180,27 @@ def _text(t: Tables, e: Derive) -> str:
     return ""
 
 
+def _prefixes(t: Tables, e: Derive) -> str:
+    frame, source = t.frames[e.frame], t.frames[e.source]
+    if (frame.chain[0].parent, frame.selected_from, frame.picked_from) != (source.row_space, "", ""):
+        return f"the rows of {e.frame} do not lie below those of {e.source}"
+    if not source.max_response_tokens or frame.max_response_tokens or frame.data != source.data \
+            or frame.max_prompt_tokens != source.max_prompt_tokens + source.max_response_tokens:
+        return f"frame {e.frame} is not one of the beginnings of the responses of {e.source}"
+    if frame.present_in != e.frame:
+        return f"frame {e.frame} does not record which of its rows are present"
+    if e.values != ((f"{e.source}.tokens", f"{e.frame}.tokens"),):
+        return f"it derives more than {e.frame}.tokens"
+    fractions = e.cut_fractions
+    if bool(e.cut_at) + (e.cut_every > 0) + bool(fractions) != 1 or e.cut_every < 0 \
+            or any(not 0 < x < 1 for x in fractions) or list(fractions) != sorted({*fractions}):
+        return f"it cuts at {e.cut_at!r}, every {e.cut_every} tokens and at {list(fractions)}"
+    return ""
+
+
 OPS: Mapping[DeriveOpName, FrameRule] = {
     "where": _where, "restrict": _restrict, "pick": _pick, "others": _others, "whole": _whole, "text": _text,
+    "prefixes": _prefixes,
 }
 
 

@@ -70,9 +70,11 @@ def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
                 return f"reduces {args[0].level} to {node.attr('to')}, but its result is at level {node.level}"
             if operator.to_batch_only and {node.level, *(a.level for a in args[1:])} != {"batch"}:
                 return f"a {node.op} is one number, of the batch, and so are its further arguments"
-            return _broadcast(t, node, args[0])
+            return _broadcast(t, node, args[0], reduced=True)
         case "sequence":
             return _sequence_fault(t, operator, node, args)
+        case "rows":
+            return _rows_fault(t, node, args)
         case "random":
             fits = node.level != "batch" and node.attr("call") and isinstance(node.attr("call"), str)
             return "" if fits else "random numbers need elements and a call"
@@ -91,6 +93,38 @@ def _sequence_fault(t: Tables, operator: Operator, node: Node, args: Sequence[No
     if frame is None or node.space != (frame.id if node.level == "token" else frame.row_space):
         return f"does not belong to the sequences of {node.attr('frame') or node.space!r}"
     return _broadcast(t, coarse, fine)
+
+
+def _rows_fault(t: Tables, node: Node, args: Sequence[Node]) -> str:
+    """Operators that relate rows to other rows."""
+    of, result = (args[0].level, args[0].space), (node.level, node.space)
+    if node.op == "over":
+        wanted, given = _origin_of(t, args[0].space), _origin_of(t, node.space)
+        selected = args[0].space != node.space and wanted == given != ""
+        if args[0].level != node.level or node.level not in ("seq", "prompt") or not selected:
+            return f"{args[0].space!r} is not a selection of {node.space!r}"
+        return "" if args[1].level == "batch" else "its default is not one number"
+    frames = [f for f in t.frames.values() if f.row_space == args[0].space and len(f.chain) > 1]
+    if args[0].level != "seq" or not frames:
+        return f"takes values of rows that have siblings, not {args[0].level} values of {args[0].space!r}"
+    if node.op == "along":
+        frame = t.frames.get(str(node.attr("frame")))
+        if (args[1].level, args[1].space) != of:
+            return "its arguments are of different rows"
+        fits = frame is not None and result == ("token", frame.id) and any(
+            f.origins[1] == frame.row_origin for f in frames)
+        return "" if fits else f"its result is not of the tokens of which {args[0].space!r} are prefixes"
+    if len(args) > 1 and args[1].level != "batch":
+        return "its factor is not one number"
+    if node.op == "last_row":
+        fits = node.space == frames[0].prompt_space and node.level in ("seq", "prompt")
+        return "" if fits else f"its result is not of what the rows of {args[0].space!r} belong to"
+    return "" if result == of else f"its result is not of {args[0].space!r}"
+
+
+def _origin_of(t: Tables, space: str) -> str:
+    """The space in which a space has the same numbers, selected or not; "" of one that no row lies in."""
+    return next((f.origins[i] for f in t.frames.values() for i, s in enumerate(f.chain) if s.id == space), "")
 
 
 def _leaf_fault(t: Tables, node: Node) -> str:
@@ -125,8 +159,8 @@ def _has_space(t: Tables, level: str, space: str) -> bool:
     return space in t.frames
 
 
-def _broadcast(t: Tables, coarse: Node, fine: Node) -> str:
-    """Why `coarse` cannot be spread over `fine`, or ""."""
+def _broadcast(t: Tables, coarse: Node, fine: Node, reduced: bool = False) -> str:
+    """Why `coarse` cannot be spread over `fine`, or "". reduced: `coarse` is what `fine` is reduced to."""
     if LEVELS.index(coarse.level) > LEVELS.index(fine.level):
         return f"a {coarse.level} value cannot become a {fine.level} value without a reduction"
     if coarse.level == "batch":
@@ -136,7 +170,8 @@ def _broadcast(t: Tables, coarse: Node, fine: Node) -> str:
     if coarse.level == fine.level != "seq":
         return f"spaces {coarse.space} and {fine.space} differ"
     of = [f for f in t.frames.values() if fine.space == (f.id if fine.level == "token" else f.row_space)]
-    fits = any(coarse.space in [s.id for s in f.chain] for f in of)
+    above = _origin_of(t, coarse.space) if reduced else coarse.space  # a selection reduces to the rows of its source
+    fits = any(above in (f.origins if reduced else [s.id for s in f.chain]) for f in of)
     return "" if fits else f"space {coarse.space} does not cover {fine.space}"
 
 

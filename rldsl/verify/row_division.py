@@ -16,6 +16,7 @@ from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.events import Compute, Derive, Event, Generate, Infer, Lengths, Train
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Spread
+from rldsl.plan.operators import in_family
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.plan.traits import rule_for
 from rldsl.verify.tables import Tables, name, problem
@@ -127,6 +128,11 @@ def _reduced_to(t: Tables, program: Program) -> set[str]:
             of = program.nodes[n.args[0]]
             rows = t.frames[of.space].row_space if of.level == "token" else of.space
             found |= {n.space} - {rows}
+        elif n.op == "along":  # all prefixes of a response, next to its tokens
+            found.add(t.frames[n.space].row_space)
+        elif in_family(n.op, "rows") and n.op != "over":  # all siblings
+            rows = program.nodes[n.args[0]].space
+            found |= {f.prompt_space for f in t.frames.values() if f.row_space == rows and len(f.chain) > 1}
     return found
 
 

@@ -48,6 +48,16 @@ def taken(rows):
     return [1.0 for _ in rows]
 """
 
+VINE = """
+from rldsl.stdlib.rewards import whole as _whole
+
+def right(rows):
+    return [float(sum(map(ord, row["completion"])) % 5) for row in rows]
+
+def right_after(rows):
+    return [float(sum(map(ord, row["completion"])) % 5) for row in _whole(rows, "gen")]
+"""
+
 
 @dataclass(frozen=True)
 class Program:
@@ -93,6 +103,7 @@ def program(base: Path, name: str, *edits: tuple[str, str], note: bool = False, 
     recorder = RECORDER.replace("seen.jsonl", str(folder / "seen.jsonl")) if note else ""
     (folder / "judge.py").write_text((EXAMPLES / "judge.py").read_text() + recorder)
     (folder / "rewards.py").write_text(REWARDS + recorder)
+    (folder / "vine.py").write_text(VINE + recorder)
     return Program(name, folder, text, sets)
 
 

@@ -10,10 +10,12 @@ import pytest
 from tests.end_to_end.programs import Metrics
 from tests.papers.programs import program, root, run_all
 
-EXAMPLES = ("self_rewarding", "online_ipo", "sppo", "pf_ppo", "critique")
+EXAMPLES = ("self_rewarding", "online_ipo", "sppo", "pf_ppo", "critique", "vineppo")
 SMALL = dict(steps=3, batch=4, tokens=4)
 # a wrong update shows in the next step, a rounding error does not
 QUICK = (r"adamw\(lr=[^)]*\)", "adamw(lr=0.01, eps=1e-3)")
+EDITS = {"vineppo": ((r"at=cut, most=most", "every=1, most=most"),)}  # texts are not words
+SETS = {"vineppo": dict(group=2, tails=2, most=3)}
 PLACES = {
     "dp": "place *.* on mesh(0:2) dp=2",
     "tp": "place *.* on mesh(0:2) tp=2",
@@ -28,7 +30,7 @@ PLACES = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Metrics]:
     """The metrics of each example, alone and under each placement, in one world of each size."""
     base = root(tmp_path_factory.mktemp("placements"))
-    made = {name: program(base, name, QUICK, **SMALL) for name in EXAMPLES}
+    made = {name: program(base, name, QUICK, *EDITS.get(name, ()), **SMALL, **SETS.get(name, {})) for name in EXAMPLES}
     found = run_all(1, {name: made[name].compiled("place *.* on mesh(0:1)") for name in EXAMPLES}, base)
     for size in (2, 4):
         plans = {f"{name} {place}": made[name].compiled(rules) for name in EXAMPLES for place, rules in PLACES.items()

@@ -38,9 +38,11 @@ EDITS = {
     "pf_ppo": (OPTIMIZE, WHOLE, REF, SAVES, saved("critic.train(", "critic-before", "critic-after"),
                ("use std.filtration", 'use py "rewards.py" (seen: gen -> seq, taken: gen -> seq)\nuse std.filtration'),
                (r"(  kept   = .*\n)", r"\1  metric seen = mean(seen(gen)) + mean(taken(kept))\n")),
+    "vineppo": (OPTIMIZE, WHOLE, SAVES, (r"at=cut, most=most", "every=2, most=most")),
     "critique": (OPTIMIZE, saved("actor.train(gen", "before", "middle"),
                  (r"(  actor\.train\(critique.*\n)", r'\1  save actor to "FOLDER/after"\n')),
 }
+SETS = {"vineppo": dict(group=2, tails=3, most=2)}
 Result = tuple[dict[str, float], Program]
 
 
@@ -51,7 +53,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     made: dict[str, Program] = {}
     for name, edits in EDITS.items():
         own = tuple((old, new.replace("FOLDER", str(base / name))) for old, new in edits)
-        made[name] = program(base, name, *own, note=True, steps=1, batch=4, tokens=6)
+        made[name] = program(base, name, *own, note=True, steps=1, batch=4, tokens=6, **SETS.get(name, {}))
     runs: dict[str, Metrics] = run_all(1, {n: p.compiled("place *.* on mesh(0:1)") for n, p in made.items()}, base)
     return {n: (runs[n][0], p) for n, p in made.items()}
 
@@ -104,6 +106,36 @@ def test_self_rewarding(found: dict[str, Result]) -> None:
     actor, ref = (reference.causal_lm(x) for x in (made.folder / "before", made.folder.parent / "models/base"))
     loss = torch.stack([-logsigmoid(0.1 * lead(actor, ref, answers[i], answers[j], 0.7)) for i, j in chosen]).mean()
     check(step, made, loss, actor)
+
+
+def test_vineppo(found: dict[str, Result]) -> None:
+    """Monte Carlo values of the beginnings, the advantage of each token, and the clipped objective."""
+    step, made = found["vineppo"]
+    answers, rest = made.rows("right"), iter(made.rows("right_after"))
+    assert len(answers) == 4 * 2
+    terms: list[Tensor] = []
+    values: list[float] = []
+    actor = reference.causal_lm(made.folder / "before")
+    for row, reward in answers:
+        asked, response = row["prompt_ids"], row["completion_ids"]
+        cuts = [c for c in (0, 2, 4) if c < len(response) or not c]
+        cuts = cuts if len(cuts) <= 2 else [cuts[i * len(cuts) // 2] for i in range(2)]
+        v: list[float] = []
+        for cut in cuts:
+            tails = [next(rest) for _ in range(3)]
+            assert all(tail["prompt_ids"] == asked + response[:cut] and tail["gen"]["completion_ids"] == response
+                       for tail, _ in tails)
+            texts = [row["completion"][:cut] + tail["completion"] for tail, _ in tails]  # a token is a letter, or none
+            if len(row["completion"]) == len(response):
+                assert [x for _, x in tails] == [sum(map(ord, text)) % 5 for text in texts]
+            v.append(fmean(x for _, x in tails))
+        gain = [after - before for before, after in zip(v, [*v[1:], reward], strict=True)]
+        values += v
+        adv = torch.tensor([gain[max(j for j, c in enumerate(cuts) if c <= t)] for t in range(len(response))])
+        terms.append(-adv * (lambda new: (new - new.detach()).exp())(response_logprobs(actor, sample(row), 1.0)))
+    assert next(rest, None) is None, "nothing is generated that no value needs"
+    assert step["value"] == pytest.approx(fmean(values)) and step["reward"] == pytest.approx(fmean(x for _, x in answers))
+    check(step, made, torch.cat(terms).mean(), actor)
 
 
 def compared(made: Program, n: int, verdicts: int) -> tuple[list[Sample], list[list[float]]]:

@@ -174,7 +174,7 @@ def test_every_operator_of_the_plan_is_tested():
                 ("elementwise", "reduction", "sequence")}
     assert families == {"elementwise": set(PYTHON) | {"and", "or", "not", "where"},
                         "reduction": {*BY_HAND, "quantile"},
-                        "sequence": {"next", "prev", "last", "at_end", "cumsum", "discount", "len", "index"}}
+                        "sequence": {"next", "prev", "last", "at_end", "cumsum", "discount", "len", "index", "prompt_len"}}
 
 
 def test_the_index_of_a_row_counts_from_the_first_of_its_prompt():

@@ -18,6 +18,7 @@ from rldsl.plan.events import Derive
 from rldsl.plan.function import Text
 from rldsl.runtime.comm.row_assignment import RowLengths
 from rldsl.runtime.data.written_prompts import prompt_ids
+from rldsl.runtime.interpreter.cuts import cut_positions
 from rldsl.runtime.interpreter.python_rows import python_rows
 from rldsl.runtime.interpreter.rank_state import Services
 from rldsl.runtime.state.step import StepState
@@ -138,6 +139,33 @@ def _text(step: StepState, services: Services, event: Derive) -> DerivedRows:
     return DerivedRows(kept, kept, RaggedRows(kept, sizes, data))
 
 
+def _prefixes(step: StepState, services: Services, event: Derive) -> DerivedRows:
+    """Prompts that are the beginnings of each row's response."""
+    context = step.context
+    rows = step.my_rows(context.spreads[event.spread], event.source)
+    packed = step.packed(event.source, step.read(event.reads, f"{event.source}.tokens"), rows)
+    fan = context.frames[event.frame].per_prompt
+    decode = services.data.tokens(context.frames[event.source]).tokenizer.decode if event.cut_at else None
+    made: list[int] = []
+    sources: list[int] = []
+    sizes: list[int] = []
+    tokens: list[torch.Tensor] = []
+    lens = zip(rows.tolist(), packed.prompt_lens.tolist(), packed.response_lens.tolist(), strict=True)
+    start = 0
+    for row, prompt, response in lens:
+        text = packed.tokens[start : start + prompt + response]
+        start += prompt + response
+        for j, cut in enumerate(cut_positions(event, text[prompt:].tolist(), fan, decode)):
+            made.append(row * fan + j)
+            sources.append(row)
+            sizes.append(prompt + cut)
+            tokens.append(text[: prompt + cut])
+    ids, of, n = (torch.tensor(x, dtype=torch.int64, device=context.device) for x in (made, sources, sizes))
+    data = torch.cat(tokens) if tokens else packed.tokens[:0]
+    return DerivedRows(ids, of, RaggedRows(ids, n, data))
+
+
 OPS: Mapping[DeriveOpName, Callable[[StepState, Services, Derive], DerivedRows]] = {
     "where": _where, "restrict": _restrict, "pick": _pick, "others": _others, "whole": _whole, "text": _text,
+    "prefixes": _prefixes,
 }

@@ -30,6 +30,7 @@ class FrameRows:
     prompts: Tensor  # [S] int64, prompt numbers
     lens: Tensor  # [S] int64, response lengths
     tokens: int | None = None  # the sum of lens, if it is known without synchronizing with the device
+    prompt_lens: Tensor | None = None  # [S] int64, tokens before the response; None: not needed
 
     @property
     def total(self) -> int:
@@ -108,8 +109,14 @@ class RaggedIndex:
         return found
 
     def _count(self, frame: str, space: str) -> int:
-        """Rows of a space that the rows of `frame` lie in."""
-        return next(s.count for s in self.frames[frame].chain if s.id == space)
+        """Rows of a space that the rows of `frame`, or those that they were selected from, lie in."""
+        record = self.frames[frame]
+        own = next((s.count for s in record.chain if s.id == space), None)
+        if own is not None:
+            return own
+        origin = next(self.frames[f].origins[i] for f in self.frame_rows
+                      for i, s in enumerate(self.frames[f].chain) if s.id == space)
+        return next(s.count for s, o in zip(record.chain, record.origins, strict=True) if o == origin)
 
     def ends(self, frame: str) -> Tensor:
         """[S]: the number of the token after each sequence."""
@@ -266,6 +273,11 @@ def sequence(node: Node, frame: str, args: Sequence[Tensor], ragged: RaggedIndex
     match node.op:
         case "len":
             return lens.to(dtype)
+        case "prompt_len":
+            prompt_lens = ragged.frame_rows[frame].prompt_lens
+            if prompt_lens is None:
+                raise internal_error(f"the prompt lengths of {frame} are not at hand", "run")
+            return prompt_lens.to(dtype)
         case "index":
             return (ragged.frame_rows[frame].rows % ragged.frames[frame].per_prompt).to(dtype)
         case "at_end":
@@ -273,16 +285,16 @@ def sequence(node: Node, frame: str, args: Sequence[Tensor], ragged: RaggedIndex
         case "last":
             return _last(args[0], frame, ragged)
         case "next" | "prev":
-            return _neighbour(args[0], ragged.ends(frame), lens, 1 if node.op == "next" else -1)
+            return neighbour(args[0], ragged.ends(frame), lens, 1 if node.op == "next" else -1)
         case "cumsum":
-            return pad(args[0].to(torch.float64), lens).cumsum(1)[_filled(lens)].to(dtype)
+            return pad(args[0].to(torch.float64), lens).cumsum(1)[filled(lens)].to(dtype)
         case "discount":
-            return discount(pad(args[0].to(torch.float64), lens), args[1].to(torch.float64))[_filled(lens)].to(dtype)
+            return discount(pad(args[0].to(torch.float64), lens), args[1].to(torch.float64))[filled(lens)].to(dtype)
         case op:
             raise internal_error(f"the interpreter has no sequence operator {op}")
 
 
-def _neighbour(x: Tensor, ends: Tensor, lens: Tensor, shift: int) -> Tensor:
+def neighbour(x: Tensor, ends: Tensor, lens: Tensor, shift: int) -> Tensor:
     """Each token's neighbour; 0 (or false) at the border of its sequence."""
     # an empty sequence writes to an extra element at the end, which is cut off: selecting others would synchronize
     border = torch.where(lens > 0, ends - 1 if shift == 1 else ends - lens, x.numel())
@@ -297,12 +309,16 @@ def _at_end(x: Tensor, frame: str, ragged: RaggedIndex) -> Tensor:
 
 
 def _last(x: Tensor, frame: str, ragged: RaggedIndex) -> Tensor:
-    lens = ragged.frame_rows[frame].lens
-    at = torch.where(lens > 0, ragged.ends(frame) - 1, x.numel())
+    return last_of_each(x, ragged.frame_rows[frame].lens)
+
+
+def last_of_each(x: Tensor, lens: Tensor) -> Tensor:
+    """The last of each of `lens` elements of x, [sum of lens]; 0 where there is none."""
+    at = torch.where(lens > 0, lens.cumsum(0) - 1, x.numel())
     return torch.cat((x, x.new_zeros(1)))[at]
 
 
-def _filled(lens: Tensor) -> Tensor:
+def filled(lens: Tensor) -> Tensor:
     """[S, longest] bool: where a table with one sequence in each row holds a token."""
     longest = int(lens.max()) if lens.numel() else 0
     return torch.arange(longest, device=lens.device) < lens[:, None]
@@ -310,8 +326,8 @@ def _filled(lens: Tensor) -> Tensor:
 
 def pad(x: Tensor, lens: Tensor) -> Tensor:
     """Flat [sum of lens] -> [S, longest], zeros behind each sequence."""
-    filled = _filled(lens)
-    return x.new_zeros(filled.shape).masked_scatter(filled, x)
+    holds = filled(lens)
+    return x.new_zeros(holds.shape).masked_scatter(holds, x)
 
 
 def discount(x: Tensor, g: Tensor) -> Tensor:

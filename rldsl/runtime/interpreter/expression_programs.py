@@ -21,11 +21,12 @@ from torch import Tensor
 
 from rldsl.diag import internal_error
 from rldsl.plan.expr import Level, Node, Program
-from rldsl.plan.operators import OPERATORS
+from rldsl.plan.operators import OPERATORS, in_family
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.runtime.draws import uniform
 from rldsl.runtime.interpreter.exact_sums import exact_sum, exact_words
 from rldsl.runtime.interpreter.expression_ops import FrameRows, RaggedIndex, evaluate, of_all_elements
+from rldsl.runtime.interpreter.row_ops import evaluate_rows
 from rldsl.sharding.partition import key_of, mix
 
 __all__ = ["Counts", "MinibatchLoss", "FrameRows", "loss_counts", "run_compute"]
@@ -57,6 +58,8 @@ def run_compute(program: Program, inputs: Mapping[str, Tensor], frame_rows: Mapp
                 value = of_all_elements(node.op, _gathered(args[0].to(torch.float64), group), args[1:])
             elif _to_batch(node):
                 value = _all_reduced(node.op, args[0], group)
+            elif in_family(node.op, "rows"):
+                value = evaluate_rows(node, inner, args, ragged, dtype)
             else:
                 value = evaluate(node, inner, args, ragged, dtype)
             done.append(value)

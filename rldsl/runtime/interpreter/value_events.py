@@ -161,7 +161,9 @@ def make_empty(step: StepState, buffer: str) -> None:
 
 def _frame_rows(step: StepState, event: Compute, frame: str) -> FrameRows:
     rows = step.my_rows(step.context.spreads[event.spread], frame)
-    return FrameRows(rows, rows // step.context.frames[frame].per_prompt, step.rows.lens[frame].response[rows])
+    lens = step.rows.lens[frame]
+    return FrameRows(rows, rows // step.context.frames[frame].per_prompt, lens.response[rows],
+                     prompt_lens=lens.prompt[rows])
 
 
 def _ids(context: RunContext, extent: str, frame: str, frame_rows: dict[str, FrameRows]) -> torch.Tensor:

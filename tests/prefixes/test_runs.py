@@ -1,0 +1,72 @@
+"""Prefixes, values along tokens, values over siblings, and reductions up to the rows of a batch: what they are, and
+that it does not depend on placements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.selection.programs import folder, numbers, run
+
+PLACES = [
+    "place *.* on mesh(0:2) dp=2",
+    "place *.* on mesh(0:2) tp=2",
+    "place *.* on mesh(0:2) pp=2",
+    "place *.* on mesh(0:4) dp=2 pp=2\nplace actor.train on mesh(0:4) dp=4 zero=2",
+    "place @gen on mesh(0:2) dp=2\nplace @tail on mesh(2:4) tp=2\nplace actor.train on mesh(0:2) pp=2",
+    "place @gen on mesh(0:1)\nplace @tail on mesh(1:4) dp=3\nplace actor.train on mesh(0:4) dp=4 mbs=1",
+]
+BODY = """
+  prompt = prompts.next()
+  gen  = actor.generate(prompt, n=3, max_new_tokens=7)
+  cuts = prefixes(gen, every=2, most=3)
+  half = prefixes(gen, fractions=[0.5])
+  tail = actor.generate(cuts, n=2, max_new_tokens=3)
+  r    = parity(gen)
+  v    = mean(parity(tail) by prompt)
+  step = next(v by prompt) + at_end(r, cuts) - v
+  adv  = along(step, gen)
+  kept = tail where parity(tail) > 0
+  good = gen where r > 0
+  actor.train(gen, loss=pg(adv=mean(adv by seq), weight=1 + 0 * r), minibatches=2)
+  metric cuts   = count(cuts)
+  metric at     = mean(cuts.at)
+  metric half   = mean(half.at)
+  metric adv    = mean(adv)
+  metric total  = mean(sum(step by prompt) - r + min(where(cuts.at == 0, v, 9) by prompt))
+  metric ends   = mean(last(cumsum(step by prompt) by prompt) - sum(step by gen))
+  metric swing  = mean(discount(step by prompt, 0.5) - prev(v by prompt))
+  metric up     = mean(mean(parity(tail) by gen) - mean(v by prompt))
+  metric root   = mean(mean(sum(parity(tail) by prompt) by prompt))
+  metric all    = mean(mean(sum(parity(tail) by cuts) by gen))
+  metric kept   = mean(sum(parity(kept) by gen) + r)
+  metric back   = mean(over(parity(good), gen, 0 - 1) - where(r > 0, r, 0 - 1))
+  metric none   = mean(over(2 * parity(good), gen, 7))
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder(tmp_path_factory.mktemp("prefixes"))
+
+
+@pytest.fixture(scope="module")
+def alone(base: Path):
+    return run(base, BODY, steps=5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_placement_changes_a_number(base: Path, alone, place: str) -> None:
+    found = numbers(run(base, BODY, steps=5, place=place, like=alone))
+    assert len(found) == 5
+    for mine, theirs in zip(found, numbers(alone), strict=True):
+        assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}
+
+
+def test_what_must_be_zero_is(alone) -> None:
+    """Steps of a value telescope; a reduction by a batch is the same one level at a time; a selection comes back."""
+    for step in alone:
+        assert {k: step[k] for k in ("total", "ends", "up", "back")} == pytest.approx(
+            dict.fromkeys(("total", "ends", "up", "back"), 0.0), abs=1e-5)
+        assert step["none"] != 7
