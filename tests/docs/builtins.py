@@ -17,8 +17,11 @@ from tests.docs.pages import completed
 SAMPLE = {"batch": "b", "prompt": "p", "seq": "s", "token": "t"}
 CHECKS = "".join(f"fn is_{level}(x: {level}) -> {level} {{\n  return x\n}}\n" for level in LEVELS)
 VALUES = "b = mean(reward)\np = mean(reward by prompt)\ns = reward + 0\nt = gen.logprobs + 0\nkept = gen where s > 0\n" \
-    "best = pick(gen, s)\nworst = pick(gen, -s)\n" \
+    "best = pick(gen, s)\nworst = pick(gen, -s)\ncuts = prefixes(gen, every=2)\n" \
     "more = actor.generate(gen)\n"
+# arguments that no value of the level alone can be, and constants
+SPECIAL = {"over(x, gen, y)": "len(kept)", "along(v, gen)": "cuts.at"}
+CONSTANTS = {"at=TEXT": 'at="a"', "every=n": "every=2", "most=m": "most=2"}
 
 Case = tuple[str, str | None]
 
@@ -32,7 +35,7 @@ def cases(call: str, type_: str) -> Iterator[Case]:
         finer = level.get("F", "token") != "batch"
         coarser = "M" not in level or LEVELS.index(level["M"]) < LEVELS.index(level["F"])
         made = expression(call, [level.get(x, x) for x in left.split(", ")], level.get("M", ""))
-        if result in ("sequences", "pairs"):
+        if result in ("sequences", "pairs", "prompts"):
             made, result = f"count({made})", "batch"
         if result == "text":
             made, result = f'where({made} == "a", b, b)', "batch"
@@ -45,11 +48,13 @@ def expression(call: str, kinds: list[str], to: str) -> str:
     made, left = [], list(kinds)
     for part in inner.split(", "):
         if "=" in part:
-            made.append(part)
+            made.append(CONSTANTS.get(part, part))
             continue
-        word, by, _ = part.partition(" by ")
-        value = {"sequences": word, "text": '"a"'}.get(kind := left.pop(0)) or SAMPLE[kind]
-        made.append((f"({value} > 0)" if word == "c" else value) + (f" by {to}" if by else ""))
+        word, by, level = part.partition(" by ")
+        value = {"sequences": word, "prompts": word, "text": '"a"'}.get(kind := left.pop(0)) or SAMPLE[kind]
+        made.append((f"({value} > 0)" if word == "c" else value) + (f" by {to or level}" if by else ""))
+    if call in SPECIAL:
+        made[0] = SPECIAL[call]
     return f"{name}({', '.join(made)})"
 
 
