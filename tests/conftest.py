@@ -23,7 +23,8 @@ GOLDEN = HERE / "golden"
 NUMERIC = frozenset({  # the directories of tests whose numbers come from kernels
     "backend_torch", "buffers", "checkpoint", "consistency", "context", "continued", "copies", "curriculum", "data",
     "derive", "end_to_end", "evaluation", "generation", "interleaved", "library", "lora", "megatron", "moe", "numbers",
-    "offload", "oracles", "papers", "relabelled", "runtime", "selection", "stop", "sync", "texts", "units", "zero"})
+    "offload", "oracles", "papers", "prefixes", "relabelled", "runtime", "selection", "stop", "sync", "texts", "units",
+    "zero"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -41,7 +41,7 @@ DERIVE_OPS: Mapping[DeriveOpName, DeriveOp] = {
     "whole": DeriveOp(verb="join", keeps_prefixes=True),
     # prompts that a Python function writes about the rows, tokenized where the rows are
     "text": DeriveOp(verb="write", calls_python=True),
-    "prefixes": DeriveOp(verb="cut"),  # prompts that are the beginnings of each row's response
+    "prefixes": DeriveOp(verb="cut", keeps_prefixes=True),  # prompts that are the beginnings of each row's response
 }
 
 

@@ -184,8 +184,9 @@ def _prefixes(t: Tables, e: Derive) -> str:
     frame, source = t.frames[e.frame], t.frames[e.source]
     if (frame.chain[0].parent, frame.selected_from, frame.picked_from) != (source.row_space, "", ""):
         return f"the rows of {e.frame} do not lie below those of {e.source}"
-    if not source.max_response_tokens or frame.max_response_tokens or frame.data != source.data \
-            or frame.max_prompt_tokens != source.max_prompt_tokens + source.max_response_tokens:
+    most = source.max_prompt_tokens + source.max_response_tokens
+    kind = (frame.data, frame.temperature, frame.max_prompt_tokens, frame.max_response_tokens)
+    if not source.max_response_tokens or kind != (source.data, 1, most, 0):
         return f"frame {e.frame} is not one of the beginnings of the responses of {e.source}"
     if frame.present_in != e.frame:
         return f"frame {e.frame} does not record which of its rows are present"

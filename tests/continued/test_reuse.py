@@ -29,10 +29,11 @@ BODY = """
   more   = actor.generate(kept, n=2, max_new_tokens=4)
   tail   = actor.generate(more, max_new_tokens=3)
   side   = actor.generate(gen, max_new_tokens=2)
+  vine   = actor.generate(prefixes(gen, every=2), n=2, max_new_tokens=2)
   r      = spread(tail)
   metric number = mean(column(tail)) + mean(column(side))
-  metric lens   = mean(len(tail)) + 10 * mean(len(side))
-  metric sum    = sum(tail.logprobs) + sum(side.logprobs)
+  metric lens   = mean(len(tail)) + 10 * mean(len(side)) + 100 * mean(len(vine))
+  metric sum    = sum(tail.logprobs) + sum(side.logprobs) + sum(vine.logprobs)
   actor.train(tail, loss=pg(adv=r, weight=r), minibatches=2)
   metric after  = mean(mean(actor.logprobs(tail) by seq))
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from rldsl.plan.events import Derive
@@ -24,7 +26,7 @@ def test_every_so_many_tokens(length: int, every: int, most: int) -> None:
     wanted = [0, *range(every, length, every)]
     if len(wanted) > most:
         wanted = [wanted[i * len(wanted) // most] for i in range(most)]
-    assert cut_positions(event(every=every), [7] * length, most, None) == wanted
+    assert cut_positions(event(every=every), [7] * length, most, letters) == wanted
 
 
 @pytest.mark.parametrize("text, at, wanted", [
@@ -45,6 +47,31 @@ def test_a_token_that_completes_a_text_in_its_middle() -> None:
     assert cut_positions(event(at="\n\n"), range(6), 9, lambda ids: "".join(pieces[i] for i in ids)) == [0, 3, 5]
 
 
+PIECES = ["a", "b", "\n", "\n\n", "b\n", "ab", "", "\nab", " ", "é"]  # id -> its text; "" is a special token
+
+
+def joined(ids: list[int]) -> str:
+    return "".join(PIECES[i] for i in ids)
+
+
+@pytest.mark.parametrize("text", ["\n", "\n\n", "ab", "b\na", "é"])
+@pytest.mark.parametrize("most", [1, 3, 8, 100])
+def test_behind_a_text_as_a_search_of_every_position_says(text: str, most: int) -> None:
+    draw = random.Random(f"{text} {most}")
+    for _ in range(60):
+        own = [draw.randrange(len(PIECES)) for _ in range(draw.randrange(30))]
+        whole, ends, at = joined(own), [], 0
+        while (at := whole.find(text, at)) >= 0:
+            at += len(text)
+            ends.append(at)
+        # the first token with which everything up to the end of the occurrence is there
+        places = {next(n for n in range(len(own) + 1) if len(joined(own[:n])) >= end) for end in ends}
+        wanted = sorted({0, *(n for n in places if n < len(own))})
+        if len(wanted) > most:
+            wanted = [wanted[int(i * len(wanted) / most + 1e-9)] for i in range(most)]
+        assert cut_positions(event(at=text), own, most, joined) == wanted
+
+
 def test_fractions_of_a_short_response_fall_together() -> None:
-    assert cut_positions(event(fractions=(0.25, 0.5, 0.75)), [7] * 8, 4, None) == [0, 2, 4, 6]
-    assert cut_positions(event(fractions=(0.25, 0.5, 0.75)), [7] * 2, 4, None) == [0, 1]
+    assert cut_positions(event(fractions=(0.25, 0.5, 0.75)), [7] * 8, 4, letters) == [0, 2, 4, 6]
+    assert cut_positions(event(fractions=(0.25, 0.5, 0.75)), [7] * 2, 4, letters) == [0, 1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -145,7 +146,8 @@ def _prefixes(step: StepState, services: Services, event: Derive) -> DerivedRows
     rows = step.my_rows(context.spreads[event.spread], event.source)
     packed = step.packed(event.source, step.read(event.reads, f"{event.source}.tokens"), rows)
     fan = context.frames[event.frame].per_prompt
-    decode = services.data.tokens(context.frames[event.source]).tokenizer.decode if event.cut_at else None
+    tokenizer = services.data.tokens(context.frames[event.source]).tokenizer
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
     made: list[int] = []
     sources: list[int] = []
     sizes: list[int] = []
