@@ -1,32 +1,39 @@
-"""Rows drawn at random without replacement, with or without weights: in: the numbers of rows, their weights, a seed.
-Out: which of them are drawn, the same under every placement, order of arrival and restart.
+"""Weighted sampling without replacement (Efraimidis & Spirakis 2006, "Weighted random sampling with a reservoir").
 
-The scheme is successive sampling: the first row is drawn with probability w / sum(w), the next in the same way among
-the rest, and so on. Efraimidis & Spirakis 2006 ("Weighted random sampling with a reservoir"): these are the k rows
-with the largest keys log(u) / w, with u uniform on (0, 1) and a function of the seed and the number of the row alone.
+In: a weight per item, a seed, a step. Out: the positions of some items, in the order in which they were drawn: the
+first with probability w / sum(w), the next in the same way among the rest, and so on. These are the items with the
+largest keys log(u) / w, where u is uniform on (0, 1) and a function of the seed, the step and the item's number alone
+(`draws.py`).
+Invariant: a draw is the same under every placement, number of threads and restart. So keys are computed by numpy, on
+one thread: a library that divides an array among threads may round differently at the ends of their parts.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from rldsl.runtime.draws import uniform
 
 
-def weighted_sample(numbers: torch.Tensor, weights: torch.Tensor | None, k: int, seed: int, step: int) -> torch.Tensor:
-    """Positions in `numbers` of the rows that are drawn, ascending: [min(k, rows with a weight above 0)] int64.
+def sample_by_weight(weights: np.ndarray, count: int, seed: int, step: int,
+                     numbers: np.ndarray | None = None) -> np.ndarray:
+    """[min(count, weights above 0)] int64: positions in `weights`, the largest key first. An item of weight 0 is never
+    drawn.
 
-    numbers: [S] int64, distinct, ascending. weights: [S], at least 0 and finite; None: all rows are equally likely.
-    seed: below 2**63. Errors: ValueError for a weight that is negative or not finite."""
-    keys = uniform(seed, step, numbers, torch.zeros_like(numbers)).log()
-    if weights is None:
-        positive = torch.ones_like(numbers, dtype=torch.bool)
+    weights: [n] float, finite and not negative. seed: below 2**63. numbers: [n] int64, distinct: the numbers of the
+    items; None: their positions. Errors: ValueError for a weight that is negative or not finite."""
+    if not (np.isfinite(weights) & (weights >= 0)).all():
+        raise ValueError("a weight is negative or not finite")
+    positions = np.flatnonzero(weights > 0)
+    items = torch.from_numpy(positions if numbers is None else np.ascontiguousarray(numbers[positions]))
+    u = uniform(seed, step, items, torch.zeros_like(items)).numpy()
+    keys = np.log(u) / weights[positions].astype(np.float64)
+    if 0 < count < len(keys):  # only the largest are sorted
+        smallest = np.partition(keys, len(keys) - count)[len(keys) - count]
+        kept = np.flatnonzero(keys >= smallest)
     else:
-        wide = weights.to(torch.float64)
-        if not bool((wide.isfinite() & (wide >= 0)).all()):
-            raise ValueError("a weight is negative or not finite")
-        positive = wide > 0
-        keys = keys / wide.where(positive, torch.ones_like(wide))
-    candidates = positive.nonzero().flatten()
-    order = keys[candidates].sort(descending=True, stable=True).indices  # of equal keys the row with the lower number
-    return candidates[order[:k]].sort().values
+        kept = np.arange(len(keys))
+    order = np.lexsort((kept, -keys[kept]))[:count]  # of equal keys the first
+    drawn: np.ndarray = positions[kept[order]]
+    return drawn

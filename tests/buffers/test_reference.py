@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from rldsl.runtime.weighted_sample import weighted_sample
+from rldsl.runtime.weighted_sample import sample_by_weight
 from rldsl.sharding.partition import key_of, mix
 from tests.end_to_end import reference
 from tests.end_to_end.programs import run_program
@@ -67,9 +68,9 @@ def test_raft_with_replay(tmp_path: Path) -> None:
         kept = [row for row in best if row.reward > 0]
         buffer = [*buffer, *enumerate(kept, added)][-CAPACITY:]
         added += len(kept)
-        numbers, weights = torch.tensor([q for q, _ in buffer]), torch.tensor([row.reward for _, row in buffer])
-        at = weighted_sample(numbers, weights, DRAWN, mix(SEED, key_of("old"), 0) >> 1, step)
-        drawn = [buffer[i][1] for i in at.tolist()]
+        numbers, weights = np.array([q for q, _ in buffer]), np.array([row.reward for _, row in buffer])
+        at = sample_by_weight(weights, DRAWN, mix(SEED, key_of("old"), 0) >> 1, step, numbers)
+        drawn = [buffer[i][1] for i in sorted(at.tolist())]
         assert found["kept"] == len(kept) and abs(found["old"] - sum(row.reward for row in drawn)) < 1e-6
     assert added > CAPACITY and len(drawn) == DRAWN, "some rows have left"
     assert any(id(row) not in {id(x) for x in rows} for row in drawn), "some rows are of earlier steps"

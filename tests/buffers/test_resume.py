@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import numpy as np
 import torch
 
 from rldsl.plan.model import ReplayBuffer, StoredField
 from rldsl.runtime.state.replay import COUNT, LENGTHS, ReplayRows, joined
 from rldsl.runtime.store import RaggedRows
-from rldsl.runtime.weighted_sample import weighted_sample
+from rldsl.runtime.weighted_sample import sample_by_weight
 from tests.checkpoint.runs import held, lines, run
 from tests.end_to_end.programs import compile_program
 from tests.selection.programs import HEAD, HERE, folder
@@ -178,6 +179,7 @@ def test_against_lists() -> None:
         model = model[-7:]
         assert [(r.prompt, r.response, r.values["tokens"].tolist(), r.values["x"].item()) for r in rows.rows] == [
             m[1:] for m in model]
-        at = weighted_sample(torch.tensor([m[0] for m in model], dtype=torch.int64), None, 3, 5, step).tolist()
+        numbers = np.array([m[0] for m in model], np.int64)
+        at = sorted(sample_by_weight(np.ones(len(model)), 3, 5, step, numbers).tolist())
         drawn = rows.draw(3, "", 5, step)
         assert [r.values["x"].item() for r in drawn] == [model[i][4] for i in at]

@@ -22,7 +22,7 @@ from rldsl.runtime.data import Source
 from rldsl.runtime.interpreter.expression_ops import elementwise
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.step import StepState
-from rldsl.runtime.weighted_sampling import sample_by_weight
+from rldsl.runtime.weighted_sample import sample_by_weight
 
 BLOCK = 1 << 14  # rows that a weight is computed for at once: fewer than torch divides among threads
 

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from rldsl.plan.model import ReplayBuffer
 from rldsl.runtime.store import RaggedRows
-from rldsl.runtime.weighted_sample import weighted_sample
+from rldsl.runtime.weighted_sample import sample_by_weight
 
 PREFIX = "buffer"  # of the names of tensors in a checkpoint
 DTYPES = {"f32": torch.float32, "i64": torch.int64, "bool": torch.bool}
@@ -52,9 +53,10 @@ class ReplayRows:
     def draw(self, k: int, weight: str, seed: int, step: int) -> list[StoredRow]:
         """Up to k rows without replacement, in the order of their numbers (`weighted_sample.py`). weight: a field; "":
         all rows are equally likely. Errors: ValueError for a weight that is negative or not finite."""
-        numbers = torch.arange(self.added - len(self.rows), self.added)
-        weights = torch.cat([row.values[weight] for row in self.rows]) if weight and self.rows else None
-        return [self.rows[i] for i in weighted_sample(numbers, weights, k, seed, step).tolist()]
+        numbers = np.arange(self.added - len(self.rows), self.added)
+        weights = torch.cat([row.values[weight] for row in self.rows]).numpy() if weight and self.rows else \
+            np.ones(len(self.rows))
+        return [self.rows[i] for i in sorted(sample_by_weight(weights, k, seed, step, numbers).tolist())]
 
     def ragged(self, name: str, drawn: Sequence[StoredRow], device: torch.device) -> RaggedRows:
         """A field of rows that were drawn, as rows 0, 1, ... of a frame."""

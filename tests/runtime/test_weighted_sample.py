@@ -6,8 +6,9 @@ from collections import Counter
 from itertools import permutations
 
 import numpy as np
+import pytest
 
-from rldsl.runtime.weighted_sampling import sample_by_weight
+from rldsl.runtime.weighted_sample import sample_by_weight
 
 WEIGHTS = np.array([1.0, 0.0, 2.0, 0.5, 4.0, 2.5], np.float32)
 DRAWS = 100_000
@@ -80,3 +81,32 @@ def test_tiny_and_huge_weights() -> None:
     weights = np.array([1e-30, 1e30, 1e-30, 1e30], np.float32)
     assert sorted(sample_by_weight(weights, 2, 1, 1).tolist()) == [1, 3]
     assert sorted(sample_by_weight(weights, 4, 1, 1).tolist()) == [0, 1, 2, 3]
+
+
+def test_equal_weights_draw_every_set_equally_often() -> None:
+    """Chi-square of 9 degrees of freedom: 1 of 1,000,000 samples is above 46.3."""
+    draws, sets = 20_000, Counter[tuple[int, ...]]()
+    for step in range(draws):
+        sets[tuple(sorted(sample_by_weight(np.ones(5), 2, 7, step).tolist()))] += 1
+    assert len(sets) == 10 and sum((n - draws / 10) ** 2 / (draws / 10) for n in sets.values()) < 46.3
+
+
+def test_fewer_items_than_asked_for() -> None:
+    assert sorted(sample_by_weight(np.ones(3), 5, 1, 1).tolist()) == [0, 1, 2]
+    assert sample_by_weight(np.ones(0), 5, 1, 1).tolist() == []
+    assert sorted(sample_by_weight(np.array([0, 1, 0, 1e-30, 1, 0]), 6, 1, 1).tolist()) == [1, 3, 4]
+
+
+def test_a_draw_follows_the_numbers_of_the_items() -> None:
+    """Items that are drawn remain drawn when others leave that were not drawn."""
+    numbers = np.arange(100)
+    first = numbers[sample_by_weight(np.ones(100), 10, 3, 4, numbers)]
+    fewer = numbers[50:]
+    second = fewer[sample_by_weight(np.ones(50), 10, 3, 4, fewer)]
+    assert {n for n in first.tolist() if n >= 50} <= set(second.tolist())
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_refuses_weights(bad: float) -> None:
+    with pytest.raises(ValueError, match="negative or not finite"):
+        sample_by_weight(np.array([1.0, bad]), 1, 1, 1)
