@@ -157,7 +157,7 @@ def _frame(rows: list[dict[str, Any]], index: str = "") -> pandas.DataFrame:
 def _loaded(directory: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False).eval()
+    return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, trust_remote_code=False).eval()
 
 
 def _needs(make: Callable[[], T]) -> T:

@@ -174,6 +174,8 @@ class _Text:
 
     def statement(self, depth: int) -> str:
         kind = self.draw.randrange(17)
+        if kind == 0 and self.chance(0.3):
+            return f"{self.name()}.{self.one(*AFTER_DOT)}{self.pad()}={self.pad()}{self.expr()}"
         if kind < 6:
             where = f" where {self.expr()}" if self.chance(0.15) else ""
             clause = self.clause() if self.chance(0.2) else ""
@@ -227,7 +229,7 @@ class _Text:
 
     def declaration(self) -> str:
         return self.draw.choice([
-            self.use, self.use_py, self.param, self.state, self.cluster, self.mesh, self.data, self.model, self.fn,
+            self.use, self.use_py, self.param, self.state, self.buffer, self.cluster, self.mesh, self.data, self.model, self.fn,
             self.loss, self.place, self.flow])()
 
     def use(self) -> str:
@@ -254,7 +256,11 @@ class _Text:
         return f"param {self.name()}{type_}" + (f"{self.pad()}={self.pad()}{self.expr()}" if self.chance(0.85) else "")
 
     def state(self) -> str:
-        return f"state {self.name()}{self.pad()}={self.pad()}{self.expr()}"
+        data = f"{self.gap()}of{self.gap()}{self.name()}" if self.chance(0.3) else ""
+        return f"state {self.name()}{data}{self.pad()}={self.pad()}{self.expr()}"
+
+    def buffer(self) -> str:
+        return f"buffer {self.name()}{self.pad()}={self.pad()}{self.one('rows(capacity=4k)', self.expr())}"
 
     def cluster(self) -> str:
         return self.one('cluster "h100.yaml"', "cluster nodes=1 gpus=8", "cluster gpus = 2", "cluster nodes=a gpus=(1)")

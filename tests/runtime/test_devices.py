@@ -17,7 +17,16 @@ MAKERS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint
           "zeros"}
 # file, function -> why a tensor there may be on the CPU
 ALLOWED = {
-    ("rldsl/runtime/data/source.py", "step"): "rows of the data are read by the host; `fetch` moves them",
+    ("rldsl/runtime/data/source.py", "read"): "rows of the data are read by the host; `fetch` moves them",
+    ("rldsl/runtime/state/data_reader.py", "number_column"): "numbers of the rows of the data, for the host's sampling",
+    ("rldsl/runtime/interpreter/row_states.py", "_weights"): "weights of the rows of the data, for the host's sampling",
+    ("rldsl/runtime/state/replay.py", "draw"): "a replay buffer is in host memory",
+    ("rldsl/runtime/state/replay.py", "ragged"): "a replay buffer is in host memory; what is drawn is moved at the end",
+    ("rldsl/runtime/state/replay.py", "share"): "a replay buffer is in host memory",
+    ("rldsl/runtime/state/replay.py", "restore"): "a replay buffer is in host memory",
+    ("backends/torch/model/invariant_probe.py", "_cancelling"): "numbers from the host's generator, moved by the caller",
+    ("backends/torch/model/invariant_probe.py", "_attention_varies"): "numbers from the host's generator, then moved",
+    ("backends/torch/model/invariant_probe.py", "_sum_varies"): "numbers from the host's generator, then moved",
     ("rldsl/runtime/interpreter/expression_programs.py", "__init__"): "a vector of partials, which `partials` moves",
     ("backends/torch/model/lora.py", "_draw"): "numbers for which no GPU is asked, so that they are the same everywhere",
     ("backends/torch/train/optimizer.py", "optimizer_state"): "AdamW counts its steps on the host",

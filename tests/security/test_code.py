@@ -20,6 +20,7 @@ ALLOWED = {
     ("rldsl/runtime/rewards/user_functions.py", "exec_module"): "the user's own file, by the hash in the plan",
     ("rldsl/runtime/rewards/user_functions.py", "spec_from_file_location"): "the same file",
     ("rldsl/runtime/metrics/writers.py", "import_module"): "packages that an option asks for, by names in the source",
+    ("rldsl/python/train.py", "compile"): "`rldsl.compile`, of a program in the language",
     ("rldsl/__init__.py", "import_module"): "files of this package, by names in the source",
     ("rldsl/measure/call_costs.py", "import_module"): "a backend of this package, of a plan that was verified",
     ("rldsl/plan/backends.py", "import_module"): "the description of a backend that is a folder of this package",

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from rldsl.plan.events import Derive
+from rldsl.plan.payloads import DeriveSpec
 
 Decode = Callable[[list[int]], str]
 
 
-def cut_positions(event: Derive, response: Sequence[int], most: int, decode: Decode) -> list[int]:
+def cut_positions(event: DeriveSpec, response: Sequence[int], most: int, decode: Decode) -> list[int]:
     """most: prefixes of a response. decode: the text of token ids, without special tokens."""
     length = len(response)
     if event.cut_every:

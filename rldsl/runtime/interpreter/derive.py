@@ -103,7 +103,8 @@ def _others(step: StepState, services: Services, event: Derive) -> DerivedRows:
     """For each row the other rows of its prompt, in their order."""
     rows = step.my_rows(step.context.spreads[event.spread], event.source)
     n = step.context.frames[event.source].per_prompt
-    one, other = (x.flatten() for x in (rows[:, None].expand(-1, n), rows[:, None] // n * n + torch.arange(n).to(rows)))
+    siblings = rows[:, None] // n * n + torch.arange(n, device=rows.device)
+    one, other = rows[:, None].expand(-1, n).flatten(), siblings.flatten()
     chosen = (one != other) & torch.isin(other, rows)
     one, other = one[chosen], other[chosen]
     return DerivedRows(one * (n - 1) + other % n - (other > one).to(one.dtype), other)

@@ -157,7 +157,8 @@ def _begin_row_states(context: RunContext, step: StepState, reader: DataReader,
     """The states of rows that this rank holds: those of the checkpoint, or their initial numbers."""
     for state in context.plan.states:
         if state.data and context.holds(f"{state.value}@{state.spread}"):
-            numbers = torch.full((len(reader.source(state.data).table),), state.initial, dtype=torch.float32)
+            numbers = torch.full((len(reader.source(state.data).table),), state.initial, dtype=torch.float32,
+                                 device="cpu")
             if checkpoint is not None:
                 checkpoint.fill_row_state(state.value, numbers)
             step.buffers.put(f"{state.value}@{state.spread}", numbers)
