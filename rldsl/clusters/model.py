@@ -19,7 +19,7 @@ class Measured:
 
     config: str  # sha256 of the model's config.json
     head: str  # its name
-    dtype: str
+    dtype: str  # of the parameters
     tp: int  # of the shard that was timed
     threads: int  # per rank, of the shard that was timed
     # "call": per micro-batch; "layer": per layer of it; "token": per layer and token; "pair": per layer, token and
@@ -60,35 +60,35 @@ class Cluster:
     unknown."""
 
     gpus: int = 0  # per machine
-    nodes: int = 1
+    nodes: int = 1  # number of machines
     memory_gb: float = 0.0  # 10^9 bytes per device
-    name: str = ""
-    cores: int = 0
-    threads: int = 0
-    core_speed: float = 1.0
-    bfloat16_tflops: float = 0.0
-    float32_tflops: float = 0.0
-    memory_gb_s: float = 0.0
-    link_gb_s: float = 0.0
-    link_us: float = 0.0
-    reduce_us: float = 0.0
-    reduce_gb_s: float = 0.0
-    scatter_us: float = 0.0
-    scatter_gb_s: float = 0.0
-    network_gb_s: float = 0.0
-    network_us: float = 0.0
-    node_network_gb_s: float = 0.0
-    host_gb_s: float = 0.0
-    disk_gb_s: float = 0.0
-    kernel_us: float = 0.0
-    event_us: float = 0.0
-    row_us: float = 0.0
-    matmul_efficiency: float = 1.0
-    attention_efficiency: float = 1.0
-    memory_efficiency: float = 1.0
-    link_efficiency: float = 1.0
-    source: str = ""
-    measured: tuple[Measured, ...] = ()
+    name: str = ""  # in messages
+    cores: int = 0  # per machine, shared by its ranks
+    threads: int = 0  # per rank
+    core_speed: float = 1.0  # a fraction of that of one core alone
+    bfloat16_tflops: float = 0.0  # 10^12 operations per second
+    float32_tflops: float = 0.0  # 10^12 operations per second
+    memory_gb_s: float = 0.0  # 10^9 bytes per second
+    link_gb_s: float = 0.0  # 10^9 bytes per second
+    link_us: float = 0.0  # microseconds
+    reduce_us: float = 0.0  # microseconds per doubling
+    reduce_gb_s: float = 0.0  # 10^9 bytes per second
+    scatter_us: float = 0.0  # microseconds per doubling
+    scatter_gb_s: float = 0.0  # 10^9 bytes per second
+    network_gb_s: float = 0.0  # 10^9 bytes per second and device
+    network_us: float = 0.0  # microseconds
+    node_network_gb_s: float = 0.0  # 10^9 bytes per second and machine
+    host_gb_s: float = 0.0  # 10^9 bytes per second
+    disk_gb_s: float = 0.0  # 10^9 bytes per second and rank
+    kernel_us: float = 0.0  # microseconds
+    event_us: float = 0.0  # microseconds
+    row_us: float = 0.0  # microseconds
+    matmul_efficiency: float = 1.0  # a fraction
+    attention_efficiency: float = 1.0  # a fraction
+    memory_efficiency: float = 1.0  # a fraction
+    link_efficiency: float = 1.0  # a fraction
+    source: str = ""  # where the numbers come from
+    measured: tuple[Measured, ...] = ()  # calls that `rlc profile` timed
 
     @property
     def world(self) -> int:
@@ -107,10 +107,10 @@ NEEDED = ("gpus", "bfloat16_tflops", "float32_tflops", "memory_gb_s")
 class Field:
     """A key of a cluster file; low <= value <= high."""
 
-    kind: Literal["int", "float", "text"]
+    kind: Literal["int", "float", "text"]  # of its value
     meaning: str  # for messages and the documentation
-    low: float = 0.0
-    high: float = math.inf
+    low: float = 0.0  # the smallest value
+    high: float = math.inf  # the largest value
     above: bool = False  # low < value
 
 

@@ -40,12 +40,12 @@ from rldsl.source import Span
 class Model:
     """A `model` of the program."""
 
-    name: str
+    name: str  # in the program
     head_name: str  # of `plan.heads.HEADS`
     path: str  # as given; relative to the working directory
-    optimizer: Optimizer | None
-    dtype: str
-    span: Span
+    optimizer: Optimizer | None  # None: frozen
+    dtype: str  # "float32" or "bfloat16"
+    span: Span  # of its declaration
     lora: Lora | None = None  # its adapter
     lora_span: Span | None = None  # where the program says so
     invariant: bool = False  # as in `plan.model.Model`
@@ -56,13 +56,13 @@ class Model:
 class Data:
     """A `data` source of the program."""
 
-    name: str
-    format: str
+    name: str  # in the program
+    format: str  # as in `plan.model.Data`
     path: str  # as written; relative to the working directory
     row_format: str  # as in `plan.model.Data`
     # all named arguments (batch, max_prompt_tokens, shuffle, ...), resolved to scalars
-    options: tuple[tuple[str, Scalar], ...]
-    span: Span
+    options: tuple[tuple[str, Scalar], ...]  # (name, value) of the call, defaults included
+    span: Span  # of its declaration
     unit: tuple[str, Span] | None = None  # (name, where) of the unit that `batch` is written in, if any
     numbers: tuple[str, ...] = ()  # columns that are values
 
@@ -73,7 +73,7 @@ class MeshRef:
 
     nodes: tuple[int, int] | None  # [start, stop); None: ranks are given, not nodes
     devices: tuple[int, int]  # [start, stop), of each node if `nodes` is given
-    span: Span
+    span: Span  # of the call of `mesh`
     free: bool = False  # of `mesh(8)`: any 8 ranks; `devices` is then (0, 8)
 
 
@@ -83,7 +83,7 @@ class Clause:
 
     mesh: MeshRef | None  # None: not given
     options: tuple[tuple[str, Scalar, Span], ...]  # (name, value, where)
-    span: Span
+    span: Span  # of the clause, without `on`
     auto: bool = False  # the compiler chooses
 
 
@@ -92,8 +92,8 @@ class Rule:
     """`place SELECTOR on ...`"""
 
     selector: str  # as written: "actor.generate", "ref.*", "@gen", "*"
-    clause: Clause
-    span: Span
+    clause: Clause  # where the selected nodes run
+    span: Span  # of the rule
 
 
 # ---------------------------------------------------------------------------------------------------- nodes
@@ -106,7 +106,7 @@ class Node:
     id: str  # unique, and what the user calls it where possible: "gen", "actor.train", "adv"
     reads: tuple[str, ...]  # ids of values
     writes: tuple[str, ...]  # ids of values
-    span: Span
+    span: Span  # of the statement or expression
     clause: Clause | None = None  # its `on ...`
 
 
@@ -145,8 +145,8 @@ class Train(TrainSpec, Node):
     """`model.train(gen, loss=...)`. The outputs "loss", "grad_norm" and "lr" always exist, then the loss's own metrics,
     and "skipped" where minibatches may be."""
 
-    minibatches: int
-    epochs: int
+    minibatches: int  # optimizer steps per epoch
+    epochs: int  # passes over the rows
     shuffle: bool  # rows are divided into minibatches at random
     call: int = 0  # which of the `train` calls of its model, from 0
 
@@ -198,7 +198,7 @@ class Sync(Node):
 
     model: str  # that is written
     source: str  # that is read
-    decay: float
+    decay: float  # 0: a copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,8 +206,8 @@ class Every:
     """`every K { ... }`"""
 
     period: int  # K; counts steps, or the iterations of the enclosing repeat
-    body: tuple[Item, ...]
-    span: Span
+    body: tuple[Item, ...]  # in program order
+    span: Span  # of the block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,8 +215,8 @@ class Repeat:
     """`repeat K { ... }`"""
 
     iterations: int  # K
-    body: tuple[Item, ...]
-    span: Span
+    body: tuple[Item, ...]  # in program order
+    span: Span  # of the block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,8 +225,8 @@ class Until:
 
     max_iterations: int  # N
     condition: str  # id of the value, which a Broadcast in the body writes
-    body: tuple[Item, ...]
-    span: Span
+    body: tuple[Item, ...]  # in program order
+    span: Span  # of the block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,8 +235,8 @@ class Eval:
 
     data: str  # name of the source
     max_iterations: int  # batches
-    body: tuple[Item, ...]
-    span: Span
+    body: tuple[Item, ...]  # in program order
+    span: Span  # of the block
 
 
 Item = Node | Every | Repeat | Until | Eval
@@ -256,8 +256,8 @@ class State:
     """`state name = initial`, `state name of data = initial`"""
 
     name: str  # the id of its value: "beta", "prompts.rate"
-    initial: float
-    span: Span
+    initial: float  # the value before the first step
+    span: Span  # of its declaration
     data: str = ""  # the source whose rows have a number each; "": one number
 
 
@@ -266,20 +266,20 @@ class Stored:
     """What the rows of a buffer have, as the first `add` says."""
 
     contents: str  # as of `FrameRef`
-    fields: tuple[StoredField, ...]
+    fields: tuple[StoredField, ...]  # tokens, log-probs, and the values named by `with`
     data: str  # the source of their prompts
-    max_prompt_tokens: int
-    max_response_tokens: int
-    temperature: float
+    max_prompt_tokens: int  # per row
+    max_response_tokens: int  # per row
+    temperature: float  # of the log-probs
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """`buffer name = rows(capacity=4096)`"""
 
-    name: str
+    name: str  # in the program
     capacity: int  # rows
-    span: Span
+    span: Span  # of its declaration
     stored: Stored | None = None  # None: not known yet
     tried: bool = False  # whether some `add` names it
 
@@ -290,17 +290,17 @@ class Checkpoint:
 
     every: int  # K, in steps
     keep_last: int  # N: how many of the last are kept
-    span: Span
+    span: Span  # of the statement
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """The cluster that the program declares."""
 
-    nodes: int
+    nodes: int  # number of machines
     gpus: int  # per node
     memory_gb: float  # per device; 0: unknown
-    span: Span | None = None
+    span: Span | None = None  # of its declaration; None: the program declares none
     path: str = ""  # of its file, or the name of a preset; "": the program gives everything
 
 
@@ -311,20 +311,20 @@ class Graph:
     program: str  # name
     flow: str  # name
     steps: int  # of the run
-    seed: int
+    seed: int  # of data order, minibatches and sampling
     params: tuple[tuple[str, Scalar], ...]  # resolved
     sources: tuple[tuple[str, str], ...]  # (path, sha256) of every .rlf file read
     cluster: Cluster | None  # None: the program declares none; then it is one node, as large as the largest rank named
-    models: tuple[Model, ...]
-    data: tuple[Data, ...]
-    frames: tuple[IndexedFrame, ...]
-    values: tuple[Value, ...]
-    functions: tuple[Function, ...]
-    programs: tuple[Program, ...]
+    models: tuple[Model, ...]  # in the order of their declarations
+    data: tuple[Data, ...]  # in the order of their declarations
+    frames: tuple[IndexedFrame, ...]  # sequences that values range over
+    values: tuple[Value, ...]  # results of the nodes
+    functions: tuple[Function, ...]  # Python functions that the flow calls
+    programs: tuple[Program, ...]  # computations and losses, lowered to operators
     items: tuple[Item, ...]  # the flow, in program order
     # (shown name, value id) in program order; outputs of train calls are named "MODEL/METRIC"
-    metrics: tuple[tuple[str, str], ...]
-    rules: tuple[Rule, ...]
-    states: tuple[State, ...] = ()
-    buffers: tuple[Buffer, ...] = ()
-    checkpoint: Checkpoint | None = None
+    metrics: tuple[tuple[str, str], ...]  # (name, id of the value)
+    rules: tuple[Rule, ...]  # in the order of the text
+    states: tuple[State, ...] = ()  # in the order of their declarations
+    buffers: tuple[Buffer, ...] = ()  # in the order of their declarations
+    checkpoint: Checkpoint | None = None  # None: no checkpoints

@@ -339,13 +339,13 @@ def _wrong(hint: Any, value: Any, place: str, path: str) -> Failure:
 class _Shape(NamedTuple):
     """A type, taken apart once."""
 
-    hint: Any
-    origin: Any
+    hint: Any  # the type itself
+    origin: Any  # `typing.get_origin` of it
     # of the entries of a tuple, or the options of a union
     args: tuple[_Shape, ...]
     # a tuple of any number of entries, which are all of the one type
     any_number: bool
-    is_record: bool
+    is_record: bool  # whether it is a dataclass
 
 
 def _shape(hint: Any) -> _Shape:

@@ -79,13 +79,13 @@ def optimizer_of(model: str) -> str:
 class Event:
     """What its participants (every rank of `mesh`) do together."""
 
-    traits: ClassVar[Traits]
+    traits: ClassVar[Traits]  # what readers of a plan need to know about the kind
     kind: ClassVar[str]  # as the plan file writes it: "generate"
 
-    id: int
-    mesh: MeshId
-    reads: tuple[Buffer, ...] = ()
-    writes: tuple[Buffer, ...] = ()
+    id: int  # unique; events are numbered in the order of the plan
+    mesh: MeshId  # its participants
+    reads: tuple[Buffer, ...] = ()  # buffers that must exist when it begins
+    writes: tuple[Buffer, ...] = ()  # buffers that exist when it ends
     at: str = ""  # the position in the program that asked for it: "ppo.rlf:22:3"
     because: str = ""  # why the compiler inserted it; "" for what the user wrote
     bytes: int = 0  # sent between ranks; -1 if it depends on the lengths of sequences
@@ -149,8 +149,8 @@ class Event:
 class Load(Event):
     """Build a model under a layout; each rank reads its own slices of the weights. Writes `model@layout`."""
 
-    model: ModelName
-    layout: LayoutId
+    model: ModelName  # that is built
+    layout: LayoutId  # that it is built under
     # a layout with the same boxes (`reshard/alias.py`), whose copy serves both; nothing is read from disk. "": none
     alias_of: LayoutId = ""
 
@@ -165,13 +165,13 @@ class Realloc(Event):
     With a `source`, they are those of another model, and a new version of `model`:
     new = decay * old + (1 - decay) * source in float32, so a copy with decay 0."""
 
-    model: ModelName
-    src: LayoutId
-    dst: LayoutId
+    model: ModelName  # whose parameters are written
+    src: LayoutId  # the layout that parameters come from
+    dst: LayoutId  # the layout that they go to
     messages: int = 0  # the most from one rank to one other
     digest: str = ""  # sha256 over the routes of all boxes
     source: ModelName = ""  # the model whose parameters under `src` move; "": `model` itself
-    decay: float = 0.0
+    decay: float = 0.0  # the weight of the old parameters of `model`
     # position of the statement that made the version of the source that is taken; "": the version from before the step
     source_version: str = ""
 
@@ -201,9 +201,9 @@ class Realloc(Event):
 class Offload(Event):
     """Parameters, or the optimizer's state of a model that is trained under this layout, to host memory after use."""
 
-    model: ModelName
-    layout: LayoutId
-    part: CopyPart = "parameters"
+    model: ModelName  # whose copy moves
+    layout: LayoutId  # under which the copy is
+    part: CopyPart = "parameters"  # what moves
 
     @property
     def subject(self) -> str:
@@ -219,9 +219,9 @@ class Offload(Event):
 class Onload(Event):
     """Starts the copy back to the device; the first event that uses the copy waits for it."""
 
-    model: ModelName
-    layout: LayoutId
-    part: CopyPart = "parameters"
+    model: ModelName  # whose copy moves
+    layout: LayoutId  # under which the copy is
+    part: CopyPart = "parameters"  # what moves
 
     @property
     def subject(self) -> str:
@@ -245,7 +245,7 @@ def _part_versions(model: str, part: CopyPart) -> Versions:
 class Save(SaveSpec, Event):
     """A HuggingFace directory."""
 
-    layout: LayoutId
+    layout: LayoutId  # whose ranks write their slices
 
     @property
     def saves_to(self) -> str:
@@ -261,7 +261,7 @@ class Checkpoint(Event):
     """Runs at the end of every step on all ranks. After each `every`-th step, and when the run is asked to stop, it
     writes everything that the next step needs, which is what it reads."""
 
-    every: int
+    every: int  # steps between two checkpoints
     keep_last: int  # how many of the last checkpoints stay
 
 
@@ -272,8 +272,8 @@ class Checkpoint(Event):
 class ModelCall(Event):
     """A call of a model: what backends run, and placements place."""
 
-    model: ModelName
-    layout: LayoutId
+    model: ModelName  # that is called
+    layout: LayoutId  # under which it runs
     spread: SpreadId  # which rows each dp rank works on
 
     def copies(self) -> tuple[Copy, ...]:
@@ -442,8 +442,8 @@ class Update(UpdateSpec, RowStates):
 class Lengths(Event):
     """Row lengths of a frame, from the ranks of `spread` to every participant. Fixed size: 16 bytes a row."""
 
-    frame: FrameId
-    spread: SpreadId
+    frame: FrameId  # whose lengths are exchanged
+    spread: SpreadId  # whose ranks know the lengths of their own rows
 
     @property
     def subject(self) -> str:
@@ -458,9 +458,9 @@ class Lengths(Event):
 class Transfer(Event):
     """Values of one frame from spread to spread."""
 
-    values: tuple[ValueId, ...]
-    src: SpreadId
-    dst: SpreadId
+    values: tuple[ValueId, ...]  # all of one frame
+    src: SpreadId  # the spread that they are in
+    dst: SpreadId  # the spread that they go to
 
     @property
     def subject(self) -> str:
@@ -474,7 +474,7 @@ class Transfer(Event):
 class Compute(ComputeSpec, Event):
     """A pure program over values of the participants' rows."""
 
-    spread: SpreadId
+    spread: SpreadId  # which rows each dp rank works on
 
     @property
     def called(self) -> str:
@@ -497,7 +497,7 @@ class Derive(DeriveSpec, Event):
     """Rows of the frame `frame` are made from those of the frame `source`, with the values that come along; each
     participant works on its own rows."""
 
-    spread: SpreadId
+    spread: SpreadId  # which rows each dp rank works on
 
     @property
     def makes_rows(self) -> bool:
@@ -528,8 +528,8 @@ class Collect(CollectSpec, Event):
     """The rows of this iteration of the loop are appended. A rank holds the same rows of an iteration under `src` and
     `dst`, so nothing moves."""
 
-    src: SpreadId
-    dst: SpreadId
+    src: SpreadId  # the spread of an iteration
+    dst: SpreadId  # the spread of what is collected
 
     @property
     def called(self) -> str:
@@ -612,7 +612,7 @@ class Log(Event):
 class Free(Event):
     """Buffers that nothing reads any more."""
 
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[Buffer, ...]  # that end
 
     @property
     def frees(self) -> tuple[Buffer, ...]:
@@ -633,9 +633,9 @@ AnyCall = Generate | Infer | Train  # closed, for `match` and `assert_never`
 class Loop:
     """`trips` iterations of the body, the same number on every rank."""
 
-    id: str
+    id: str  # unique; "steps" for the loop over steps
     trips: int  # with `until` or `over`, the most
-    body: tuple[Item, ...]
+    body: tuple[Item, ...]  # of one iteration
     until: Buffer = ""  # batch-level, written by the body: where it is true the loop ends; freed in each iteration
     collects: tuple[Buffer, ...] = ()  # emptied before the first iteration; the body appends to them
     over: DataName = ""  # the data source that it reads once, in file order; the last batch may be short
@@ -645,8 +645,8 @@ class Loop:
 class Every:
     """The body, in each iteration i (from 1) of the enclosing loop with i % period == 0."""
 
-    period: int
-    body: tuple[Item, ...]
+    period: int  # in iterations of the enclosing loop
+    body: tuple[Item, ...]  # of one occurrence
 
 
 Item = Event | Loop | Every

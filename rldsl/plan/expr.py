@@ -45,7 +45,7 @@ class Program:
     training early, "stop": a condition at batch level, over the whole minibatch.
     """
 
-    id: str
+    id: str  # unique in a plan
     nodes: tuple[Node, ...]  # arguments come before the nodes that use them
     outputs: tuple[tuple[str, int], ...]  # (name, index of a node)
     at: str = ""  # where it is in the source, "file:line:column"

@@ -16,7 +16,7 @@ Returns = Literal["seq", "prompt", "prompts", "prompts?"]
 class Function:
     """The compiler records the hashes and never imports the file."""
 
-    id: str
+    id: str  # unique in a plan
     path: str  # of the file, relative to the working directory
     name: str  # of the function in it
     sha256: str  # of the file's bytes

@@ -46,7 +46,7 @@ class Header:
     world: int  # ranks that torchrun must start
     devices_per_node: int  # ranks per node
     steps: int  # of the run
-    seed: int
+    seed: int  # of data order, minibatches and sampling
     sources: tuple[tuple[str, str], ...] = ()  # (path, sha256) of every .rlf file
     params: tuple[tuple[str, Scalar], ...] = ()  # resolved `param`s
     memory: int = 0  # bytes per device; 0: unknown
@@ -56,8 +56,8 @@ class Header:
 class Mesh:
     """An ordered set of ranks."""
 
-    id: str
-    ranks: Ranges
+    id: str  # unique in a plan
+    ranks: Ranges  # in the order of the mesh
 
     def members(self) -> tuple[int, ...]:
         return tuple(chain.from_iterable(range(start, stop) for start, stop in self.ranks))
@@ -77,7 +77,7 @@ class Layout:
     parameters, gradients and optimizer state over dp (`sharding/boxes.py`). During a minibatch gradients are whole with
     1 and sharded with 2 and 3; parameters are whole with 1 and 2, and gathered layer by layer with 3."""
 
-    id: str
+    id: str  # unique in a plan
     mesh: str  # id
     dp: int = 1  # data parallelism
     tp: int = 1  # tensor parallelism
@@ -105,7 +105,7 @@ class Spread:
     A training spread first divides rows into minibatches by (seed, step, call, epoch, row), then each minibatch over
     the dp ranks."""
 
-    id: str
+    id: str  # unique in a plan
     mesh: str  # id
     layout: str = ""  # id; "" with granularity "all"
     # ids; the rows of all of them are divided alike, balanced by all their lengths. They share a prompt space
@@ -137,7 +137,7 @@ class Split:
 class ParamSpec:
     """A parameter, or one per layer when `name` contains "{}"."""
 
-    name: str
+    name: str  # dotted, as in the module; "{}" stands for the layer
     shape: tuple[int, ...]  # global
     # the pipeline stages that hold it. layer: that of its layer; ends: first and last, for tied embeddings
     stage: StageKind = "all"
@@ -163,9 +163,9 @@ class Optimizer:
     """AdamW with decoupled weight decay (Loshchilov & Hutter 2019)."""
 
     lr: float  # peak learning rate
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)  # decay of the first and the second moment
+    eps: float = 1e-8  # added to the root of the second moment
+    weight_decay: float = 0.0  # per unit of learning rate
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate, after the warmup
     warmup: float = 0.0  # optimizer steps (>= 1), or a fraction of those of the run (< 1)
     min_lr_ratio: float = 0.0  # the final learning rate, as a fraction of `lr`
@@ -178,7 +178,7 @@ class Lora:
     instead, with A [r, in] and B [out, r]."""
 
     r: int  # rank
-    alpha: float
+    alpha: float  # the scale is alpha / r
     targets: tuple[str, ...]  # ends of the dotted names of the modules that have an adapter
     seed: int = 0  # from which A is drawn; B starts at zero
     path: str = ""  # the PEFT directory to start from instead; "": none
@@ -203,7 +203,7 @@ class Sizes:
 class Model:
     """A model of the program, and the state that it has in a run."""
 
-    name: str
+    name: str  # in the program
     head_name: HeadName  # of its head: logits, one value per token, or one score per sequence
     path: str  # a HuggingFace directory
     dtype: str  # "float32" or "bfloat16"
@@ -220,7 +220,7 @@ class Model:
     # of a model with adapters: the frozen parameters. Each rank reads its slices of them from disk under every layout
     base: tuple[ParamSpec, ...] = ()
     lora: Lora | None = None  # its adapters
-    sizes: Sizes = Sizes()
+    sizes: Sizes = Sizes()  # for estimates of work and memory
     invariant: bool = False  # the outputs of a token are bitwise equal for every batch that it is computed in
 
     @property
@@ -241,8 +241,8 @@ ROLES = {"prompts": ("prompt",), "answers": ("prompt", "answer"), "pairs": ("pro
 class Data:
     """A data source."""
 
-    name: str
-    format: Literal["jsonl", "parquet", "hf"]
+    name: str  # in the program
+    format: Literal["jsonl", "parquet", "hf"]  # of the files
     path: str  # a file, or a directory for "hf"
     # which columns it has by role (`ROLES`); all other columns reach Python functions
     row_format: Literal["prompts", "answers", "pairs"]
@@ -261,7 +261,7 @@ class Space:
     """Numbered rows 0..count-1, a node of a tree: row r belongs to row r // fan of the parent, so ancestors are found
     by division. What a `repeat ... until` collects nests, too: row r of iteration t is row t * count + r of all."""
 
-    id: str
+    id: str  # unique in a plan
     count: int  # rows
     parent: str = ""  # id of the space that its rows belong to; "": a root
     fan: int = 1  # rows of each row of the parent; 1 for a root
@@ -273,7 +273,7 @@ class Space:
 class Frame:
     """Sequences of one step, one for each row of a space. `plan/spaces.py` has what follows from its space."""
 
-    id: str
+    id: str  # unique in a plan
     row_space: str  # id; frames with the same one (the two sides of a pair) combine sequence by sequence
     data: str  # the source of its prompts
     max_prompt_tokens: int  # per row; bounds memory
@@ -292,9 +292,9 @@ class Frame:
 class Value:
     """A named result."""
 
-    id: str
+    id: str  # unique in a plan
     frame: str  # id
-    level: Level
+    level: Level  # what it has one element for: a token, a sequence, a prompt, or the whole batch
     # the entries of a row. tokens: one per prompt and response token; response: one per response token; row, prompt,
     # batch: one each; columns: the data columns as text; lengths: prompt length, response length; row_numbers: the
     # number of the row in its data source; table: no rows of a frame, but one entry per row of a data source; cache:
@@ -302,7 +302,7 @@ class Value:
     # a replay buffer
     extent: Literal["tokens", "response", "row", "prompt", "batch", "columns", "lengths", "row_numbers", "table",
                     "cache", "stored"]
-    dtype: Literal["f32", "i64", "bool", "text"] = "f32"
+    dtype: Literal["f32", "i64", "bool", "text"] = "f32"  # of an element
     # what people call it, where its id is a name of the compiler's: "mean(r by prompt) (ppo.rlf:12)"
     label: str = ""
 
@@ -322,8 +322,8 @@ class StoredField:
     """A value of each row of a replay buffer."""
 
     name: str  # "tokens", "logprobs", or of `with`
-    extent: Literal["tokens", "response", "row"]
-    dtype: Literal["f32", "i64", "bool"]
+    extent: Literal["tokens", "response", "row"]  # as of a `Value`
+    dtype: Literal["f32", "i64", "bool"]  # as of a `Value`
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,20 +334,20 @@ class ReplayBuffer:
     value: str  # id of the value that stands for all of its rows
     spread: str  # of granularity "all"
     capacity: int  # rows
-    fields: tuple[StoredField, ...]
+    fields: tuple[StoredField, ...]  # what each row has
     # of the sequences: as of the frames that are stored, and of those that are sampled
     data: str
-    max_prompt_tokens: int
-    max_response_tokens: int
-    temperature: float = 1.0
-    tokenizer: str = ""
+    max_prompt_tokens: int  # per row
+    max_response_tokens: int  # per row
+    temperature: float = 1.0  # of the log-probs
+    tokenizer: str = ""  # as of a `Frame`
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """A communicator. The runtime creates them at start-up, in the order of these records."""
 
-    id: str
+    id: str  # unique in a plan
     # of a layout: one group for each combination of the other coordinates. ep: ranks along dp that divide the experts
     # among themselves; expert_dp: ranks along dp that hold the same experts; mesh: all ranks of `mesh`
     axis: Literal["tp", "pp", "dp", "cp", "ep", "expert_dp", "mesh"]
@@ -359,7 +359,7 @@ class Group:
 class RankClass:
     """Ranks with equal schedules."""
 
-    ranks: Ranges
+    ranks: Ranges  # of the class, ascending
     events: tuple[int, ...]  # ids of all events that they take part in, in order
     peak_bytes: int = 0  # estimated
 
@@ -368,22 +368,22 @@ class RankClass:
 class Plan:
     """A complete plan."""
 
-    header: Header
-    meshes: tuple[Mesh, ...]
-    layouts: tuple[Layout, ...]
-    spreads: tuple[Spread, ...]
-    models: tuple[Model, ...]
-    data: tuple[Data, ...]
-    spaces: tuple[Space, ...]
-    frames: tuple[Frame, ...]
-    values: tuple[Value, ...]
-    functions: tuple[Function, ...]
-    programs: tuple[Program, ...]
-    groups: tuple[Group, ...]
+    header: Header  # what it was compiled from
+    meshes: tuple[Mesh, ...]  # sets of ranks
+    layouts: tuple[Layout, ...]  # how models are sharded
+    spreads: tuple[Spread, ...]  # how rows are divided
+    models: tuple[Model, ...]  # in the order of the program
+    data: tuple[Data, ...]  # in the order of the program
+    spaces: tuple[Space, ...]  # numbered rows, which form trees
+    frames: tuple[Frame, ...]  # sets of sequences
+    values: tuple[Value, ...]  # results that events read and write
+    functions: tuple[Function, ...]  # Python functions that events call
+    programs: tuple[Program, ...]  # computations, losses and weights
+    groups: tuple[Group, ...]  # communicators, in the order in which they are created
     body: tuple[Item, ...]  # all events, in the one total order
     classes: tuple[RankClass, ...]  # of ranks with equal schedules; together they are all ranks
-    states: tuple[State, ...] = ()
-    buffers: tuple[ReplayBuffer, ...] = ()
+    states: tuple[State, ...] = ()  # values that persist over steps
+    buffers: tuple[ReplayBuffer, ...] = ()  # rows that persist over steps
 
     @property
     def lasting(self) -> tuple[str, ...]:

@@ -188,9 +188,9 @@ def quote(texts: Mapping[str, str], at: str) -> str:
 class PlaceTexts:
     """Meshes, layouts and spreads of a plan as text, by id."""
 
-    meshes: dict[str, str]
-    layouts: dict[str, str]
-    spreads: dict[str, str]
+    meshes: dict[str, str]  # mesh -> "mesh(0:4)"
+    layouts: dict[str, str]  # layout -> its mesh and degrees
+    spreads: dict[str, str]  # spread -> where its rows are
 
     @staticmethod
     def of(plan: Plan) -> PlaceTexts:

@@ -24,14 +24,14 @@ UnitRule = Literal["none", "keep", "product", "quotient", "count"]
 class Operator:
     """An operator of a plan's programs."""
 
-    name: str
-    family: Family
-    arity: int
-    meaning: str
+    name: str  # in a plan
+    family: Family  # what kind of operator it is
+    arity: int  # number of arguments
+    meaning: str  # in words; its arguments are a, b and c
     takes: tuple[Level, ...] = ()  # sequence operators: the levels of the arguments
     gives: Level | None = None  # sequence operators: the level of the result
     condition: bool = False  # the result is true or false
-    unit: UnitRule = "none"
+    unit: UnitRule = "none"  # how the unit of the result follows from those of the arguments
     # Elementwise and sequence operators: arguments whose units must fit together; with "keep", the result takes theirs.
     # A reduction with "keep" takes the unit of its first argument.
     same_unit: tuple[int, ...] = ()
@@ -144,12 +144,12 @@ Form = Literal[  # how calls are lowered
 class Builtin:
     """A built-in function of the language."""
 
-    name: str
-    form: Form
+    name: str  # in a program
+    form: Form  # how calls are lowered
     signatures: tuple[tuple[str, str, str], ...]  # (call, levels, meaning), as documented; an editor shows the first
     operator: str = ""  # the operator that a call becomes; "": several or none, made where `form` says
     min_args: int = 1  # positional
-    max_args: int = 1
+    max_args: int = 1  # positional
     options: tuple[str, ...] = ()  # named arguments
     by_prompt: bool = False  # a sequence function that also works `by prompt`, over the sequences of a prompt
 

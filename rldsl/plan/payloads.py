@@ -19,14 +19,14 @@ class Sampling:
     """How completions are drawn."""
 
     n: int = 1  # completions of each prompt
-    max_new_tokens: int = 256
-    min_new_tokens: int = 0
-    temperature: float = 1.0
+    max_new_tokens: int = 256  # per completion
+    min_new_tokens: int = 0  # no end of sequence before so many tokens
+    temperature: float = 1.0  # divides the logits
     top_p: float = 1.0  # 1: off
     top_k: int = 0  # 0: off
     min_p: float = 0.0  # 0: off
     greedy: bool = False  # the most likely token; temperature and the filters have no effect
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # strings that end a completion
 
     @property
     def logprob_temperature(self) -> float:
@@ -39,7 +39,7 @@ class FetchSpec:
     """The next batch of a data source."""
 
     __slots__ = ()
-    data: DataName
+    data: DataName  # the source
     frames: tuple[FrameId, ...]  # what its rows become: one frame, or the two sides of pairs
 
 
@@ -48,7 +48,7 @@ class DrawSpec:
     """Rows of a data source drawn by weight, without replacement, for the next batch."""
 
     __slots__ = ()
-    data: DataName
+    data: DataName  # the source
     frame: FrameId  # the first frame that the batch becomes, which names the row numbers and the random numbers
     program: ProgramId  # the weight of one row, its output "weight", at batch level; evaluated for every row
     inputs: tuple[tuple[str, ValueId], ...]  # (program input, state): of rows, or one number
@@ -60,9 +60,9 @@ class LookupSpec:
     """The numbers that a state of rows has for the rows of a batch."""
 
     __slots__ = ()
-    data: DataName
+    data: DataName  # the source
     frame: FrameId  # of fetched rows
-    state: ValueId
+    state: ValueId  # that is read
     value: ValueId  # that it makes
 
 
@@ -71,9 +71,9 @@ class UpdateSpec:
     """New numbers of a state of rows, for those rows of a batch that have a value."""
 
     __slots__ = ()
-    data: DataName
+    data: DataName  # the source
     frame: FrameId  # of fetched rows
-    state: ValueId
+    state: ValueId  # that is written
     value: ValueId  # the new numbers, of the rows of `frame` or of a selection of them
 
 
@@ -82,10 +82,10 @@ class GenerateSpec:
     """Completions of prompts."""
 
     __slots__ = ()
-    model: ModelName
-    prompts: FrameId
+    model: ModelName  # that generates
+    prompts: FrameId  # what it continues
     frame: FrameId  # the completions
-    sampling: Sampling
+    sampling: Sampling  # how tokens are drawn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +93,11 @@ class InferSpec:
     """One forward pass."""
 
     __slots__ = ()
-    model: ModelName
-    frame: FrameId
+    model: ModelName  # that is run
+    frame: FrameId  # the sequences
     output_name: What  # the output that it computes
-    value: ValueId
-    temperature: float = 1.0
+    value: ValueId  # that it makes
+    temperature: float = 1.0  # divides the logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +105,9 @@ class TrainSpec:
     """Optimizer steps on one batch."""
 
     __slots__ = ()
-    model: ModelName
-    frames: tuple[FrameId, ...]
-    loss: ProgramId
+    model: ModelName  # that is trained
+    frames: tuple[FrameId, ...]  # the sequences; two for pairs
+    loss: ProgramId  # the program of the loss
     # (program input, frame, output): outputs of the trained model, computed now and differentiable
     model_outputs: tuple[tuple[str, FrameId, What], ...]
     data_inputs: tuple[tuple[str, ValueId], ...]  # (program input, value): inputs without gradient
@@ -120,8 +120,8 @@ class ComputeSpec:
     """A pure program over values."""
 
     __slots__ = ()
-    program: ProgramId
-    frames: tuple[FrameId, ...]
+    program: ProgramId  # that is evaluated
+    frames: tuple[FrameId, ...]  # those that its values belong to
     inputs: tuple[tuple[str, ValueId], ...]  # program input -> value
     outputs: tuple[tuple[str, ValueId], ...]  # program output -> value
 
@@ -146,8 +146,8 @@ class DeriveSpec:
     # of "prefixes", one of these: behind each token that completes this text; every so many tokens; at these fractions
     # of the response. The empty beginning is always one, the end never
     cut_at: str = ""
-    cut_every: int = 0
-    cut_fractions: tuple[float, ...] = ()
+    cut_every: int = 0  # of "prefixes": a cut after every so many tokens of the response; 0: none
+    cut_fractions: tuple[float, ...] = ()  # of "prefixes": cuts at these fractions of the response
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ class StoreSpec:
     """Rows that a replay buffer keeps."""
 
     __slots__ = ()
-    buffer: ValueId
+    buffer: ValueId  # that rows are added to
     frame: FrameId  # whose rows are added
     values: tuple[tuple[ValueId, str], ...]  # (value of the frame, field of the buffer)
 
@@ -165,7 +165,7 @@ class SampleSpec:
     """Rows drawn from a replay buffer: as many as the frame has, or all where there are fewer."""
 
     __slots__ = ()
-    buffer: ValueId
+    buffer: ValueId  # that rows are drawn from
     frame: FrameId  # that they become
     values: tuple[tuple[str, ValueId], ...]  # (field of the buffer, value of the frame)
     weight: str = ""  # the field by which rows are drawn; "": all are equally likely
@@ -189,7 +189,7 @@ class SaveSpec:
     """A model as a HuggingFace directory."""
 
     __slots__ = ()
-    model: ModelName
+    model: ModelName  # that is saved
     path: str  # "{out}" and "{step}" are filled in at run time
 
 

@@ -43,8 +43,8 @@ Rank = Annotated[int, Role.RANK]
 class Reference(NamedTuple):
     """One id in a record."""
 
-    field: str
-    role: Role
+    field: str  # of the record
+    role: Role  # what the id names
     id: Any  # a str, and an int for a rank
 
 
@@ -83,8 +83,8 @@ class _Ids(NamedTuple):
     """The ids in the values of a type, which is taken apart once: of an id its roles, of a tuple what its entries
     hold."""
 
-    roles: tuple[Role, ...] = ()
-    entries: tuple[_Ids, ...] = ()
+    roles: tuple[Role, ...] = ()  # of an id: what it may name
+    entries: tuple[_Ids, ...] = ()  # of a tuple: the ids in its entries
     # any number of entries, which are all of the one type
     any_number: bool = False
 
@@ -95,8 +95,8 @@ class _Ids(NamedTuple):
 class _Field(NamedTuple):
     """A field of a record that holds ids."""
 
-    name: str
-    ids: _Ids
+    name: str  # of the record
+    ids: _Ids  # what its values hold
     # whether it may be left out
     optional: bool
 

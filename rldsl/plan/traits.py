@@ -56,8 +56,8 @@ class Buffers:
     """What an event reads and writes, as templates over its fields: "{model}@{layout}". A template with an empty field
     stands for no buffer."""
 
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()  # templates of the buffers that it reads
+    writes: tuple[str, ...] = ()  # templates of the buffers that it writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,8 @@ class Traits:
     says who takes part, the second what the event works on, the third which readers have a rule for the kind, the last
     how it is shown."""
 
-    family: Family
-    blocking: Blocking
+    family: Family  # what the event is about
+    blocking: Blocking  # which ranks a rank may wait for inside the event
 
     # The fields (or "reads", "writes") whose ranks take part: the event's mesh is the union of these ranks.
     participants: tuple[str, ...] = ()
@@ -98,8 +98,8 @@ class Traits:
     # generation and training 300, anything else 1.
     order_cost: int = 1
 
-    drawing: Drawing = "none"
-    color: Color = "mesh"
+    drawing: Drawing = "none"  # how the dataflow picture shows it
+    color: Color = "mesh"  # of its bar in a timeline
     not_diffed: tuple[str, ...] = ()  # fields that `rlc diff` does not list: the event's title and place show them
 
 

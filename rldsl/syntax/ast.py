@@ -20,7 +20,7 @@ class Tree:
 class Ident(Tree):
     """A name where it is bound or selected, so that it can be underlined alone."""
 
-    name: str
+    name: str  # as written
 
 
 # ------------------------------------------------------------------------------------------- expressions
@@ -45,29 +45,29 @@ class String(Tree):
 class Bool(Tree):
     """true  |  false"""
 
-    value: bool
+    value: bool  # true or false
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListOf(Tree):
     """[a, b]"""
 
-    items: tuple[Expr, ...]
+    items: tuple[Expr, ...]  # the entries, in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Name(Tree):
     """name     (used, not bound)"""
 
-    name: str
+    name: str  # as written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribute(Tree):
     """value.name"""
 
-    value: Expr
-    name: Ident
+    value: Expr  # what the field belongs to
+    name: Ident  # of the field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Unary(Tree):
     """op operand"""
 
     op: str  # "-" or "not"
-    operand: Expr
+    operand: Expr  # what `op` applies to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +83,8 @@ class Binary(Tree):
     """left op right"""
 
     op: str  # + - * / ** < <= > >= == != and or
-    left: Expr
-    right: Expr
+    left: Expr  # the operand before `op`
+    right: Expr  # the operand after `op`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,15 +92,15 @@ class Argument(Tree):
     """value  |  name=value"""
 
     name: Ident | None  # None: positional
-    value: Expr
+    value: Expr  # what is passed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Tree):
     """func(args)  |  func(arg by LEVEL)"""
 
-    func: Expr
-    args: tuple[Argument, ...]
+    func: Expr  # what is called: a Name, or an Attribute such as `actor.generate`
+    args: tuple[Argument, ...]  # in the order of the text
     by: Ident | None = None  # the level's name
 
 
@@ -108,8 +108,8 @@ class Call(Tree):
 class Range(Tree):
     """start:stop     (inside mesh(...) only)"""
 
-    start: Expr
-    stop: Expr
+    start: Expr  # the first rank or node
+    stop: Expr  # one more than the last
 
 
 Expr = Number | String | Bool | ListOf | Name | Attribute | Unary | Binary | Call | Range
@@ -121,8 +121,8 @@ Expr = Number | String | Bool | ListOf | Name | Attribute | Unary | Binary | Cal
 class Option(Tree):
     """name=value of a placement, cluster or flow."""
 
-    name: Ident
-    value: Expr
+    name: Ident  # before `=`
+    value: Expr  # after `=`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class Clause(Tree):
     """on MESH dp=4 pp=2  |  dp=4  |  auto"""
 
     mesh: Expr | None   # a Call of `mesh`, or a Name; None: only options are given
-    options: tuple[Option, ...]
+    options: tuple[Option, ...]  # after the mesh, in the order of the text
     auto: bool = False  # `auto`, and nothing else
 
 
@@ -138,118 +138,118 @@ class Clause(Tree):
 class Assign(Tree):
     """targets = value [with name=..., ...] [where condition] [on ...]"""
 
-    targets: tuple[Ident, ...]
-    value: Expr
-    named: tuple[tuple[Ident, Expr], ...] = ()
-    where: Expr | None = None
-    clause: Clause | None = None
+    targets: tuple[Ident, ...]  # the names that are bound; several for a function that returns several values
+    value: Expr  # to the right of `=`
+    named: tuple[tuple[Ident, Expr], ...] = ()  # of `with`: (name, value)
+    where: Expr | None = None  # the condition of a selection; None: no selection
+    clause: Clause | None = None  # its `on ...`; None: not given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update(Tree):
     """batch.state = value"""
 
-    target: Attribute
-    value: Expr
+    target: Attribute  # the state of a batch, `prompt.rate`
+    value: Expr  # the new numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Do(Tree):
     """An expression for its effect: `critic.train(...) on ...`."""
 
-    value: Expr
-    clause: Clause | None = None
+    value: Expr  # the call
+    clause: Clause | None = None  # its `on ...`; None: not given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric(Tree):
     """metric name = value"""
 
-    name: Ident
-    value: Expr
+    name: Ident  # under which the value is logged
+    value: Expr  # the number to log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Return(Tree):
     """return values"""
 
-    values: tuple[Expr, ...]
+    values: tuple[Expr, ...]  # one per level that the function declares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save(Tree):
     """save actor, critic [to "path"]"""
 
-    models: tuple[Ident, ...]
-    path: Expr | None = None
+    models: tuple[Ident, ...]  # the models to save
+    path: Expr | None = None  # the directory; None: the default, below the directory of the run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EveryBlock(Tree):
     """every K { ... }"""
 
-    period: Expr
-    body: tuple[Statement, ...]
+    period: Expr  # K, in steps, or in iterations of the enclosing `repeat`
+    body: tuple[Statement, ...]  # the statements in braces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatBlock(Tree):
     """repeat K { ... }"""
 
-    times: Expr
-    body: tuple[Statement, ...]
+    times: Expr  # K
+    body: tuple[Statement, ...]  # the statements in braces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatUntil(Tree):
     """repeat { ... } until condition max max_iterations"""
 
-    body: tuple[Statement, ...]
-    condition: Expr
-    max_iterations: Expr
+    body: tuple[Statement, ...]  # the statements in braces
+    condition: Expr  # ends the loop once it holds after an iteration
+    max_iterations: Expr  # the most iterations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalBlock(Tree):
     """eval data [max max_iterations] { ... }"""
 
-    data: Ident
-    max_iterations: Expr | None
-    body: tuple[Statement, ...]
+    data: Ident  # name of the data source
+    max_iterations: Expr | None  # the most batches; None: all rows
+    body: tuple[Statement, ...]  # the statements in braces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop(Tree):
     """stop when condition     (in a loss: no further optimizer step of this train call)"""
 
-    condition: Expr
+    condition: Expr  # a condition at batch level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync(Tree):
     """sync target from source [every K]"""
 
-    target: Ident
-    source: Ident
-    period: Expr | None = None
+    target: Ident  # the model that is written
+    source: Ident  # the model that is read
+    period: Expr | None = None  # K, in steps; None: every step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ema(Tree):
     """ema target from source decay [every K]"""
 
-    target: Ident
-    source: Ident
-    decay: Expr
-    period: Expr | None = None
+    target: Ident  # the model that is written
+    source: Ident  # the model that is read
+    decay: Expr  # the share of the old parameters that stays
+    period: Expr | None = None  # K, in steps; None: every step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(Tree):
     """checkpoint every K [keep=N]"""
 
-    period: Expr
-    options: tuple[Option, ...]
+    period: Expr  # K, in steps
+    options: tuple[Option, ...]  # `keep=N`
 
 
 Statement = (Assign | Update | Do | Metric | Return | Save | EveryBlock | RepeatBlock | RepeatUntil | EvalBlock | Stop
@@ -262,9 +262,9 @@ Statement = (Assign | Update | Do | Metric | Return | Save | EveryBlock | Repeat
 class Parameter(Tree):
     """name: level = default     (of a fn or loss)"""
 
-    name: Ident
+    name: Ident  # of the parameter
     level: Ident | None  # None: a plain number
-    default: Expr | None
+    default: Expr | None  # for calls that omit it; None: calls must pass it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,16 +272,16 @@ class Use(Tree):
     """use std.ppo (a, b)  |  use "file.rlf" (a)"""
 
     module: str  # dotted name or path
-    names: tuple[Ident, ...]
+    names: tuple[Ident, ...]  # what is imported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PyFunction(Tree):
     """exact_match: gen, prompt -> seq; ask: gen -> prompts?(max_tokens=2k)"""
 
-    name: Ident
-    params: tuple[Ident, ...]
-    returns: Ident
+    name: Ident  # of the function in the file
+    params: tuple[Ident, ...]  # what its arguments are rows of
+    returns: Ident  # the level of its result, or `prompts`
     optional: bool  # with `?`: it may return None for a row
     options: tuple[Option, ...]  # in brackets after the result
 
@@ -296,16 +296,16 @@ class PyFunction(Tree):
 class UsePy(Tree):
     """use py "file.py" (exact_match: gen, prompt -> seq)"""
 
-    path: str
-    functions: tuple[PyFunction, ...]
+    path: str  # of the file, as written
+    functions: tuple[PyFunction, ...]  # what is imported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param(Tree):
     """param name [: type] [= default]"""
 
-    name: Ident
-    type: Ident | None
+    name: Ident  # of the parameter
+    type: Ident | None  # `number`, `int`, `text` or `bool`; None: that of the default
     default: Expr | None  # None: it must be set
 
 
@@ -313,8 +313,8 @@ class Param(Tree):
 class State(Tree):
     """state name [of data] = initial"""
 
-    name: Ident
-    initial: Expr
+    name: Ident  # of the state
+    initial: Expr  # its value before the first step
     data: Ident | None = None  # the data source whose rows have a number each; None: one number
 
 
@@ -322,8 +322,8 @@ class State(Tree):
 class Buffer(Tree):
     """buffer name = rows(capacity=4096)"""
 
-    name: Ident
-    value: Expr
+    name: Ident  # of the buffer
+    value: Expr  # the call of `rows`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,42 +331,42 @@ class Cluster(Tree):
     """cluster nodes=1 gpus=8  |  cluster "file.yaml" """
 
     path: str | None  # a file; None: options are given
-    options: tuple[Option, ...]
+    options: tuple[Option, ...]  # `nodes=`, `gpus=`, ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshDecl(Tree):
     """mesh name = value"""
 
-    name: Ident
-    value: Expr
+    name: Ident  # of the mesh
+    value: Expr  # a call of `mesh`, or another mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataDecl(Tree):
     """data name = value"""
 
-    name: Ident
-    value: Call
+    name: Ident  # of the data source
+    value: Call  # the call of `jsonl`, `parquet` or `hf`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDecl(Tree):
     """model name = value [train optimizer]"""
 
-    name: Ident
-    value: Call
-    optimizer: Call | None
+    name: Ident  # of the model
+    value: Call  # the call of `causal_lm`, `value_model` or `reward_model`
+    optimizer: Call | None  # the call after `train`; None: frozen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FnDecl(Tree):
     """fn name(params) -> (levels) { body }"""
 
-    name: Ident
-    params: tuple[Parameter, ...]
+    name: Ident  # of the function
+    params: tuple[Parameter, ...]  # in the order of the text
     returns: tuple[Ident, ...]  # the levels
-    body: tuple[Statement, ...]
+    body: tuple[Statement, ...]  # the statements in braces
     doc: str = ""               # the comment block directly above
 
 
@@ -374,10 +374,10 @@ class FnDecl(Tree):
 class LossDecl(Tree):
     """loss name(model_outputs; data) { body }"""
 
-    name: Ident
-    model_outputs: tuple[Parameter, ...]
-    data: tuple[Parameter, ...]
-    body: tuple[Statement, ...]
+    name: Ident  # of the loss
+    model_outputs: tuple[Parameter, ...]  # before the semicolon: what the trained model computes, with gradient
+    data: tuple[Parameter, ...]  # after the semicolon: what `train(loss=...)` passes, without gradient
+    body: tuple[Statement, ...]  # the statements in braces
     doc: str = ""  # the comment block directly above
 
 
@@ -386,16 +386,16 @@ class Place(Tree):
     """place actor.generate on all dp=4"""
 
     selector: str  # "actor.generate", "ref.*", "*.logprobs", "@gen"
-    clause: Clause
+    clause: Clause  # where the selected computations run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow(Tree):
     """flow name(options) { body }"""
 
-    name: Ident
-    options: tuple[Option, ...]
-    body: tuple[Statement, ...]
+    name: Ident  # of the flow
+    options: tuple[Option, ...]  # `steps=`, `seed=`
+    body: tuple[Statement, ...]  # the statements in braces
 
 
 Declaration = (Use | UsePy | Param | State | Buffer | Cluster | MeshDecl | DataDecl | ModelDecl | FnDecl | LossDecl
@@ -406,7 +406,7 @@ Declaration = (Use | UsePy | Param | State | Buffer | Cluster | MeshDecl | DataD
 class File:
     """A program or a module."""
 
-    source: SourceFile
+    source: SourceFile  # name and text
     items: tuple[Declaration, ...]  # in the order of the text
 
 
