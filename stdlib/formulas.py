@@ -23,11 +23,13 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """kind: number, name, an operator (+ - * / ^ ! neg), a function's name, list, set, tuple (value: its brackets),
-    matrix, union or relation (value: its signs)."""
+    """A formula."""
 
+    # "number", "name", an operator (+ - * / ^ ! neg), "list", "set", "tuple", "matrix", "union", "relation", or the
+    # name of a function
     kind: str
-    args: tuple[Tree, ...] = ()
+    args: tuple[Tree, ...] = ()  # operands, arguments or entries
+    # of a number or a name; the brackets of a tuple; the signs of a relation
     value: Fraction | str | tuple[str, ...] = ""
 
 

@@ -56,8 +56,8 @@ PASSES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`nodes` machines of `gpus` devices, one rank each. The meaning and unit of every other field is in `FIELDS`; 0:
-    unknown."""
+    """`nodes` machines of `gpus` devices, one rank each; 0: unknown. `FIELDS` has the meaning of each field, for
+    messages and the documentation."""
 
     gpus: int = 0  # per machine
     nodes: int = 1  # number of machines

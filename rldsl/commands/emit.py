@@ -32,12 +32,12 @@ TEMPLATE = "program.py.j2"
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One function of the program. name: of the function. lines: its body, indented."""
+    """One function of the emitted program."""
 
-    name: str
-    doc: str
-    ranks: Ranges
-    lines: tuple[str, ...]
+    name: str  # of the function
+    doc: str  # its docstring
+    ranks: Ranges  # that follow it
+    lines: tuple[str, ...]  # its body, indented
 
 
 def emit(file: str, rank: int | None, target: str | None = None) -> str:

@@ -26,9 +26,9 @@ T = TypeVar("T")
 class Formatted:
     """One program before and after."""
 
-    path: str
-    before: str
-    after: str
+    path: str  # of the file
+    before: str  # its text
+    after: str  # the formatted text
 
     @property
     def changed(self) -> bool:

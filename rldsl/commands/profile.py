@@ -38,13 +38,13 @@ RANKS = 8  # at most, on a processor: to see how much its cores slow each other 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The machine. devices: GPUs, or 0. threads: of each rank on a processor."""
+    """The machine."""
 
-    device: str
-    devices: int
-    cores: int
-    threads: int
-    versions: tuple[str, ...]
+    device: str  # its name
+    devices: int  # GPUs; 0: ranks run on the CPU
+    cores: int  # CPU cores
+    threads: int  # per rank, on a CPU
+    versions: tuple[str, ...]  # of torch and other libraries
 
     def key(self) -> str:
         return sha256(json.dumps([FORMAT, *astuple(self)]).encode()).hexdigest()[:16]

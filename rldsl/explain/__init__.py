@@ -35,7 +35,7 @@ class Example:
     """One program of a page."""
 
     role: str                       # "broken" or "fixed"
-    text: str
+    text: str  # the program
     options: tuple[str, ...] = ()   # arguments of the command line
     compile: bool = False           # whether only `rlc compile` finds the error
 
@@ -44,10 +44,10 @@ class Example:
 class Page:
     """The page of one code."""
 
-    code: str
-    title: str
+    code: str  # "RL0202"
+    title: str  # the first line
     text: str                               # the whole page, as written
-    examples: tuple[Example, ...]
+    examples: tuple[Example, ...]  # in the order of the page
     files: tuple[tuple[str, str], ...]      # (name, text) of other files that the examples need
 
 

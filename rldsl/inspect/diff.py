@@ -34,24 +34,22 @@ TELLS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One difference. what: "param", "model", "block", ... name: which one. field: of it; "" when it came or went, with
-    None on the side where it is not."""
+    """One difference."""
 
-    what: str
-    name: str
-    field: str
-    before: str | None
-    after: str | None
+    what: str  # "param", "model", "block", ...
+    name: str  # which of them
+    field: str  # of it; "" if it was added or removed
+    before: str | None  # None: it was added
+    after: str | None  # None: it was removed
 
 
 @dataclass(frozen=True, slots=True)
 class EventChange:
-    """A call or an inserted event that came (no `before`), went (no `after`) or changed. changes: of where it runs and
-    of its options. moved: to another mesh or other degrees."""
+    """A call or an inserted event that was added, removed or changed."""
 
-    before: Found | None
-    after: Found | None
-    changes: tuple[Change, ...] = ()
+    before: Found | None  # None: it was added
+    after: Found | None  # None: it was removed
+    changes: tuple[Change, ...] = ()  # of where it runs, and of its options
 
     @property
     def now(self) -> Found:
@@ -61,44 +59,43 @@ class EventChange:
 
     @property
     def moved(self) -> bool:
+        """Whether it runs on another mesh or with other degrees."""
         return any(c.field == "where" for c in self.changes)
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Bytes that events of a kind move between ranks in a step, on average; and how many of them in a step move bytes
-    that only the lengths of a run tell."""
+    """Bytes that events of one kind move between ranks."""
 
-    kind: str
-    before: int
-    after: int
-    ragged_before: float
-    ragged_after: float
+    kind: str  # of event
+    before: int  # bytes per step, on average
+    after: int  # bytes per step, on average
+    ragged_before: float  # events per step whose bytes depend on the lengths of sequences, on average
+    ragged_after: float  # the same
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Estimated peak bytes of ranks; None where they are not part of the world."""
+    """Estimated peak memory of some ranks."""
 
-    ranks: str
-    before: int | None
-    after: int | None
+    ranks: str  # as text: "ranks 0-3"
+    before: int | None  # bytes; None: the ranks were not part of the world
+    after: int | None  # bytes; None: the ranks are not part of the world
 
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """seconds: predicted for a step, before and after. others: kinds of records that differ without a section that
-    tells how."""
+    """All differences between two plans."""
 
-    program: tuple[Change, ...]
-    tables: tuple[Change, ...]
-    calls: tuple[EventChange, ...]
-    inserted: tuple[EventChange, ...]
-    metrics: tuple[Change, ...]
-    moved: tuple[Moved, ...]
-    peaks: tuple[Peak, ...]
-    others: tuple[str, ...] = ()
-    seconds: tuple[float, float] | None = None
+    program: tuple[Change, ...]  # params, steps, blocks
+    tables: tuple[Change, ...]  # models, data, functions, states
+    calls: tuple[EventChange, ...]  # calls of models
+    inserted: tuple[EventChange, ...]  # events that the compiler inserted
+    metrics: tuple[Change, ...]  # what is logged
+    moved: tuple[Moved, ...]  # bytes between ranks, by kind of event
+    peaks: tuple[Peak, ...]  # estimated memory
+    others: tuple[str, ...] = ()  # kinds of records that differ and have no section of their own
+    seconds: tuple[float, float] | None = None  # predicted for a step, before and after; None: not simulated
 
     @property
     def same(self) -> bool:

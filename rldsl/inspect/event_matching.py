@@ -25,7 +25,7 @@ OWN = frozenset(f.name for f in fields(Event))  # what every event has
 class Found:
     """An event of one plan, as a comparison sees it."""
 
-    kind: str
+    kind: str  # of event
     name: str  # what messages call it
     about: str  # its subject: "gen = actor.generate"
     result_names: tuple[str, ...]  # that the program gives to what it returns
@@ -33,9 +33,9 @@ class Found:
     block: str  # the blocks around it
     facts: Mapping[str, str]  # its options, where it runs, what it moves, as text; a computation in full
     inserted: bool  # by the compiler
-    because: str
-    at: str
-    bytes: int
+    because: str  # as of `Event`
+    at: str  # as of `Event`
+    bytes: int  # as of `Event`
 
     @property
     def where(self) -> str:
@@ -44,8 +44,8 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    before: Found | None
-    after: Found | None
+    before: Found | None  # None: the event was added
+    after: Found | None  # None: the event was removed
 
 
 def found(plan: Plan) -> tuple[Found, ...]:

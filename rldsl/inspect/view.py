@@ -24,27 +24,26 @@ OWN = tuple(f.name for f in fields_of(Event))  # fields that every event has
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """A buffer that an event reads or writes. where: what holds it. Then the ids of events that write, read, free."""
+    """A buffer that an event reads or writes."""
 
-    buffer: str
-    where: str
-    write: bool
-    written_by: tuple[int, ...]
-    read_by: tuple[int, ...]
-    freed_by: tuple[int, ...]
+    buffer: str  # `value@spread` or `model@layout`
+    where: str  # the ranks that hold it, as text
+    write: bool  # whether the event writes it
+    written_by: tuple[int, ...]  # ids of all events that write it
+    read_by: tuple[int, ...]  # ids of all events that read it
+    freed_by: tuple[int, ...]  # ids of all events that free it
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One event in full. inside: the blocks around it, outermost first. where: the layout that it runs under, or from
-    where to where it moves. fields: those of its kind."""
+    """One event in full."""
 
-    event: Event
-    ranks: Ranges
-    inside: Path
-    where: str
-    fields: tuple[tuple[str, Any], ...]
-    touches: tuple[Touch, ...]
+    event: Event  # the event
+    ranks: Ranges  # its participants
+    inside: Path  # the blocks around it, the outermost first
+    where: str  # the layout that it runs under, or from where to where it moves something
+    fields: tuple[tuple[str, Any], ...]  # (name, value) of those of its kind
+    touches: tuple[Touch, ...]  # its buffers
 
 
 def check_rank(plan: Plan, rank: int) -> None:
@@ -75,13 +74,13 @@ def views(plan: Plan) -> tuple[View, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """What all views of a plan look up. Buffer -> the ids of the events that write, read, free it, in order."""
+    """What all views of a plan look up."""
 
-    meshes: Mapping[str, Ranges]
-    places: PlaceTexts
-    written: Mapping[str, Sequence[int]]
-    read: Mapping[str, Sequence[int]]
-    freed: Mapping[str, Sequence[int]]
+    meshes: Mapping[str, Ranges]  # mesh -> its ranks
+    places: PlaceTexts  # meshes, layouts and spreads as text
+    written: Mapping[str, Sequence[int]]  # buffer -> ids of the events that write it, in order
+    read: Mapping[str, Sequence[int]]  # buffer -> ids of the events that read it, in order
+    freed: Mapping[str, Sequence[int]]  # buffer -> ids of the events that free it, in order
 
     @staticmethod
     def of(plan: Plan, every: Sequence[tuple[Event, Path]]) -> _Index:

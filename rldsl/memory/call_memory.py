@@ -105,9 +105,9 @@ def _check_bytes(copy: Copy, what: str, size: object) -> int:
 class MicroBatch:
     """The largest micro-batch of a rank."""
 
-    tokens: int
+    tokens: int  # of all its sequences
     responses: int  # tokens among them that are responses
-    sequences: int
+    sequences: int  # that it has
     count: int  # how many micro-batches there are
     cp_tokens: int  # tokens on all ranks of the cp group together
 

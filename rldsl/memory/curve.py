@@ -19,7 +19,7 @@ class Holding:
     """Something that a rank holds for a while."""
 
     what: str  # for people: "gradients of actor"
-    bytes: int
+    bytes: int  # that it takes
     start: int  # first moment
     stop: int  # last moment
     host: bool = False  # in host memory, where the device has memory of its own
@@ -30,9 +30,9 @@ class Curve:
     """What a class of ranks holds over one step in the middle of the run: what stays from step to step is held from the
     beginning."""
 
-    ranks: Ranges
+    ranks: Ranges  # of the class
     events: tuple[int, ...]  # ids of the events that they take part in, in order
-    holdings: tuple[Holding, ...]
+    holdings: tuple[Holding, ...]  # what they hold, and when
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,16 @@ class Point:
     """Bytes on the device before, while, and after an event runs."""
 
     event: int  # id
-    before: int
+    before: int  # bytes
     during: int  # the peak
-    after: int
+    after: int  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
     """The most that a rank holds on its device."""
 
-    bytes: int
+    bytes: int  # on the device
     event: int = -1  # the event at that moment; -1: there is none
     holders: tuple[tuple[str, int], ...] = ()  # (what, bytes), the largest first; they add up to `bytes`
 

@@ -23,7 +23,7 @@ RankSet = tuple[str, str, int]  # ("mesh", its id, 0), or ("stage", a layout's i
 class HolderClass:
     """Ranks that hold the same at all times. Under `zero` every zero shard counts as the first, which holds most."""
 
-    ranks: Ranges
+    ranks: Ranges  # ascending
     meshes: frozenset[str]  # the meshes that contain these ranks
     cells: tuple[Mapping[str, Cell], ...]  # layout -> cell, for each combination of tensor- and expert-parallel parts
 

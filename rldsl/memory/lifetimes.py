@@ -56,12 +56,12 @@ def lifetimes(plan: Plan, ranks: HolderClass, device: str, reshards: ReshardPlan
 class _Lifetimes:
     """Collects the holdings of one class. A moment is an index as in `curve.py`: event i runs at 2i + 1."""
 
-    plan: Plan
-    ranks: HolderClass
-    device: str
-    reshards: ReshardPlans
+    plan: Plan  # the plan
+    ranks: HolderClass  # the class
+    device: str  # "cpu" or "cuda"
+    reshards: ReshardPlans  # how parameters move
     events: list[Event] = field(default_factory=list)  # of these ranks, in order
-    holdings: list[Holding] = field(default_factory=list)
+    holdings: list[Holding] = field(default_factory=list)  # found so far
 
     def __post_init__(self) -> None:
         self.t = Tables.of(self.plan)

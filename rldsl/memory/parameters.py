@@ -22,8 +22,8 @@ FLOAT = 4  # bytes of float32
 class Copy:
     """A model under a layout, at one of its cells."""
 
-    model: Model
-    layout: Layout
+    model: Model  # the model
+    layout: Layout  # the layout
     cell: Cell  # its place in the layout
 
     @property

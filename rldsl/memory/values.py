@@ -23,10 +23,10 @@ ROW = 16  # bytes of a row's number and its number of entries
 class Tables:
     """Records of a plan by id."""
 
-    frames: Mapping[str, IndexedFrame]
-    values: Mapping[str, Value]
-    spreads: Mapping[str, Spread]
-    layouts: Mapping[str, Layout]
+    frames: Mapping[str, IndexedFrame]  # by id
+    values: Mapping[str, Value]  # by id
+    spreads: Mapping[str, Spread]  # by id
+    layouts: Mapping[str, Layout]  # by id
 
     @staticmethod
     def of(plan: Plan) -> Tables:

@@ -78,7 +78,7 @@ def tokenizer(directory: Path) -> str:
 class TokenizerDigest:
     """What the cache keeps of a tokenizer.json, whose tables are long."""
 
-    digest: str
+    digest: str  # sha256 of what decides token ids
 
 
 def _tokenizer_digest(data: bytes) -> str:

@@ -31,12 +31,12 @@ KNOWN = ("colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_roww
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear layer in the blocks of a model; `name` as in `ParamSpec`. transposed: its weight is [in, out]."""
+    """A linear layer in the blocks of a model."""
 
-    name: str
-    inputs: int
-    outputs: int
-    transposed: bool = False
+    name: str  # as of a `ParamSpec`
+    inputs: int  # width of the input
+    outputs: int  # width of the output
+    transposed: bool = False  # the weight is [in, out]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +44,17 @@ class Family:
     """A model as its directory describes it."""
 
     name: str  # the model_type of its config, "qwen3"
-    path: str
+    path: str  # its directory
     head_name: str  # of `plan.heads.HEADS`
-    params: tuple[ParamSpec, ...]
-    layers: int
-    heads: int
-    kv_heads: int
-    hidden: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    max_positions: int
+    params: tuple[ParamSpec, ...]  # all parameters
+    layers: int  # transformer layers
+    heads: int  # attention heads
+    kv_heads: int  # key and value heads
+    hidden: int  # width
+    head_dim: int  # width of a head
+    intermediate: int  # width of the MLP
+    vocab: int  # tokens
+    max_positions: int  # that its config states
     itemsize: int  # bytes of a parameter in the directory's own dtype
     config_digest: str  # sha256 of config.json
     tokenizer: str  # sha256 of what decides token ids

@@ -35,9 +35,9 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 class _Module(NamedTuple):
     """A module with a weight, and perhaps a bias."""
 
-    name: str
-    shape: tuple[int, ...]
-    bias: bool = False
+    name: str  # dotted
+    shape: tuple[int, ...]  # of the weight
+    bias: bool = False  # whether it has one
 
 
 def skeleton(config: Any) -> Skeleton | None:

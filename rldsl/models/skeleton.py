@@ -21,9 +21,9 @@ MAX_SHOWN = 160  # characters of a message of transformers
 class LinearModule:
     """A linear layer."""
 
-    name: str
-    inputs: int
-    outputs: int
+    name: str  # dotted
+    inputs: int  # width of the input
+    outputs: int  # width of the output
     transposed: bool  # its weight is [in, out]
 
 

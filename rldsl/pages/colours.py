@@ -21,11 +21,11 @@ WORK = ("data", "call", "compute")  # families of events
 
 @dataclass(frozen=True, slots=True)
 class Hue:
-    """style: classes of CSS. text: the mesh as a program writes it."""
+    """The color of a mesh."""
 
-    mesh: str
-    style: str
-    text: str
+    mesh: str  # id
+    style: str  # classes of CSS
+    text: str  # the mesh as a program writes it
 
 
 def model_styles(plan: Plan) -> Mapping[str, str]:

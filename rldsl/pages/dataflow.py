@@ -20,38 +20,36 @@ from rldsl.plan.traits import Drawing
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """what: a call of a model, work on values, a movement, or the result of the step before. event: its number. lines:
-    below the title. block: the loop around it within the step, "every 100". about: where it runs, or from where to
-    where it moves. realloc: of parameters. late: it stands near what needs it, not near what it needs."""
+    """A box of the picture: an event, or a result of the step before."""
 
-    id: str
-    what: Drawing | Literal["before"]
-    event: int
-    mesh: str
-    title: str
-    lines: tuple[str, ...] = ()
-    block: str = ""
-    about: str = ""
-    realloc: bool = False
-    late: bool = False
+    id: str  # unique
+    what: Drawing | Literal["before"]  # a call of a model, work on values, a movement, or a result of the step before
+    event: int  # its id
+    mesh: str  # id
+    title: str  # the first line
+    lines: tuple[str, ...] = ()  # below the title
+    block: str = ""  # the loop around it within the step: "every 100"; "": none
+    about: str = ""  # where it runs, or from where to where it moves something
+    realloc: bool = False  # whether parameters move
+    late: bool = False  # drawn near what needs it, not near what it needs
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """names: of the values, or the model whose parameters (`parameters`) go from node to node."""
+    """Values or parameters that go from node to node."""
 
-    source: str
-    target: str
-    names: tuple[str, ...]
-    parameters: bool = False
+    source: str  # id of a node
+    target: str  # id of a node
+    names: tuple[str, ...]  # of the values, or of the model whose parameters move
+    parameters: bool = False  # whether parameters move
 
 
 @dataclass(frozen=True, slots=True)
 class Dataflow:
-    """nodes: in the order of the plan, so that no link goes backwards."""
+    """The dataflow of a step."""
 
-    nodes: tuple[Node, ...]
-    links: tuple[Link, ...]
+    nodes: tuple[Node, ...]  # in the order of the plan, so that no link goes backwards
+    links: tuple[Link, ...]  # between nodes
 
 
 def dataflow(plan: Plan) -> Dataflow:

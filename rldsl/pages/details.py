@@ -22,31 +22,30 @@ Sources = Mapping[str, str]  # path, as the plan names it -> text
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """verb: "reads", "writes" or "frees". others: what else touches it, and the numbers of these events."""
+    """A buffer of an event."""
 
-    verb: str
-    name: str
-    where: str
-    others: tuple[tuple[str, tuple[int, ...]], ...]
+    verb: str  # "reads", "writes" or "frees"
+    name: str  # as of `Touch`
+    where: str  # as of `Touch`
+    others: tuple[tuple[str, tuple[int, ...]], ...]  # ("read by", ids of the other events that read it), and so on
 
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """at: the line of the program; quote: what stands there, "" where the source is not at hand. size: bytes between
-    ranks; "" for none."""
+    """One event in full, as text."""
 
-    id: int
-    kind: str
-    about: str
-    at: str
-    quote: str
-    because: str
-    ranks: str
-    inside: str
-    where: str
-    size: str
-    fields: tuple[tuple[str, str], ...]
-    buffers: tuple[Buffer, ...]
+    id: int  # of the event
+    kind: str  # of the event
+    about: str  # its subject
+    at: str  # "file:line:column"
+    quote: str  # that line of the program; "": the source is not available
+    because: str  # why the compiler inserted it; "": the program asks for it
+    ranks: str  # its participants
+    inside: str  # the blocks around it
+    where: str  # as of `View`
+    size: str  # bytes between ranks; "": none
+    fields: tuple[tuple[str, str], ...]  # (name, value) of those of its kind
+    buffers: tuple[Buffer, ...]  # what it reads, writes and frees
 
 
 def details(plan: Plan, sources: Sources) -> tuple[Detail, ...]:

@@ -25,9 +25,9 @@ LEAST, MOST = 0.01, 8  # share of a step below which a line is not named; lines 
 class Tile:
     """One number of the head of the page."""
 
-    name: str
-    value: str
-    note: str
+    name: str  # of the number
+    value: str  # the number, with its unit
+    note: str  # below it
 
 
 def tiles(plan: Plan, cluster: Cluster, timeline: Timeline, panels: Sequence[Panel], limit: int) -> tuple[Tile, ...]:
@@ -53,12 +53,12 @@ def tiles(plan: Plan, cluster: Cluster, timeline: Timeline, panels: Sequence[Pan
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A mesh: its colour, what runs there, and how long it stands idle, "" where nothing is called."""
+    """A mesh in the legend."""
 
-    hue: Hue
-    ranks: str
-    runs: str
-    idle: str
+    hue: Hue  # the color of the mesh
+    ranks: str  # of the mesh
+    runs: str  # what runs there
+    idle: str  # the share of a step in which it is idle; "": nothing is called there
 
 
 def legend(plan: Plan, hues: Mapping[str, Hue], timeline: Timeline) -> tuple[Entry, ...]:
@@ -76,14 +76,14 @@ def legend(plan: Plan, hues: Mapping[str, Hue], timeline: Timeline) -> tuple[Ent
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """recorded: "" without a trace."""
+    """A call of a model in a table."""
 
-    event: int
-    name: str
-    where: str
-    seconds: str
-    busy: str
-    recorded: str
+    event: int  # id
+    name: str  # "actor.generate"
+    where: str  # its mesh and degrees
+    seconds: str  # the longest that a rank spends in it, per step
+    busy: str  # the share of it in which ranks compute
+    recorded: str  # as `seconds`, from the trace; "": no trace
 
 
 def calls(plan: Plan, timeline: Timeline, recorded: Recorded | None) -> tuple[Call, ...]:
@@ -104,13 +104,13 @@ def calls(plan: Plan, timeline: Timeline, recorded: Recorded | None) -> tuple[Ca
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What a line of the program has of the critical path. share: of the step."""
+    """The part of the critical path that belongs to one line of the program."""
 
-    what: str
-    at: str
-    quote: str
-    seconds: str
-    share: float
+    what: str  # the event
+    at: str  # "file:line"
+    quote: str  # that line of the program
+    seconds: str  # of the critical path
+    share: float  # of the step
 
 
 def waits(plan: Plan, timeline: Timeline, sources: Sources) -> tuple[Wait, ...]:
@@ -131,11 +131,11 @@ def held(panel: Panel) -> tuple[tuple[str, str], ...]:
 class Row:
     """A model in a table."""
 
-    name: str
-    kind: str
-    path: str
-    dtype: str
-    life: str
+    name: str  # of the model
+    kind: str  # its head
+    path: str  # its directory
+    dtype: str  # of its parameters
+    life: str  # how its parameters change: "trained on ...", "frozen"
 
 
 def models(plan: Plan) -> tuple[Row, ...]:

@@ -25,11 +25,11 @@ TICKS = 8
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What is drawn of an event. style: classes of CSS."""
+    """How an event is drawn."""
 
-    label: str
-    about: str
-    style: str
+    label: str  # in the bar
+    about: str  # when the pointer is over it
+    style: str  # classes of CSS
 
 
 def drawn(event: Event, styles: Mapping[str, str], titles: Mapping[int, str]) -> Drawn:

@@ -22,21 +22,22 @@ Size = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """From node to node, at least `length` layers down."""
+    """From a node to one below it."""
 
-    source: str
-    target: str
-    length: int = 1
+    source: str  # node
+    target: str  # node
+    length: int = 1  # the fewest layers between them
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """centres: of nodes. routes: for each edge its points, from the lower side of the source to the upper side of the
-    target; between two points of a pair (0 and 1, 2 and 3, ...) it bends, and goes straight down in between."""
+    """Where nodes and edges are drawn."""
 
-    width: float
-    height: float
-    centres: Mapping[str, Point]
+    width: float  # of the picture
+    height: float  # of the picture
+    centres: Mapping[str, Point]  # node -> its center
+    # per edge its points, from the lower side of the source to the upper side of the target: it bends between points 0
+    # and 1, 2 and 3, ..., and is straight in between
     routes: tuple[tuple[Point, ...], ...]
 
 

@@ -31,11 +31,11 @@ ALIKE = 0.004  # of the peak: below it two curves look the same
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """curve: of the first of `ranks`, all of which have one like it."""
+    """One curve, for all ranks whose curves look like it."""
 
-    ranks: Ranges
-    curve: Curve
-    peak: Peak
+    ranks: Ranges  # whose curves look like this one
+    curve: Curve  # of the first of them
+    peak: Peak  # of that curve
 
 
 def panels(curves: Sequence[Curve]) -> tuple[Panel, ...]:

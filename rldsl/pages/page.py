@@ -40,44 +40,43 @@ MANY = 40  # rows of a chart; of more, the first
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """id: of the plan. proof: that it can run. curves: what its ranks hold when. assumed: nobody named the cluster.
-    recorded: a run of the plan. sources: the texts that are still those that were compiled."""
+    """What a report is made from."""
 
-    plan: Plan
-    id: str
-    proof: Proof
-    curves: tuple[Curve, ...]
-    cluster: Cluster
-    assumed: bool
-    timeline: Timeline
-    lengths: Lengths = Lengths()
-    recorded: Recorded | None = None
-    sources: Sources = field(default_factory=dict)
+    plan: Plan  # the plan
+    id: str  # of the plan
+    proof: Proof  # that it can run
+    curves: tuple[Curve, ...]  # what its ranks hold at each event
+    cluster: Cluster  # what a step is simulated on
+    assumed: bool  # whether the cluster is a default
+    timeline: Timeline  # the simulated step
+    lengths: Lengths = Lengths()  # that it was simulated with
+    recorded: Recorded | None = None  # a trace of a run; None: none
+    sources: Sources = field(default_factory=dict)  # path -> text of sources that are still what was compiled
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A picture with the ranks beside its rows. hidden: events that are too short to see; more: rows left out."""
+    """A timeline."""
 
-    name: str
-    title: str
-    svg: Markup
-    rows: tuple[str, ...]
-    hidden: int
-    more: int
+    name: str  # unique; part of ids in the page
+    title: str  # above it
+    svg: Markup  # the picture
+    rows: tuple[str, ...]  # the ranks next to its rows
+    hidden: int  # events that are too short to see
+    more: int  # rows left out
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """size: at the peak. event, name: while which event, -1 for none. share: of the device's memory; 0: unknown."""
+    """The memory of some ranks over a step."""
 
-    title: str
-    svg: Markup
-    size: str
-    event: int
-    name: str
-    share: float
-    holders: tuple[tuple[str, str], ...]
+    title: str  # the ranks
+    svg: Markup  # the picture
+    size: str  # at the peak
+    event: int  # the event at the peak; -1: none
+    name: str  # of that event
+    share: float  # of the device's memory; 0: unknown
+    holders: tuple[tuple[str, str], ...]  # (what, bytes) at the peak, the largest first
 
 
 def page(given: Given) -> str:

@@ -24,10 +24,10 @@ from rldsl.plan.notation import cut
 class Box:
     """A node of the graph."""
 
-    id: str
-    title: str
+    id: str  # of the node
+    title: str  # the first line
     line: str  # below the title; "" for none
-    shape: Literal["call", "data", "value"]
+    shape: Literal["call", "data", "value"]  # how it is drawn
 
 
 def program_svg(title: str, boxes: Sequence[Box], links: Sequence[Link]) -> str:

@@ -18,25 +18,24 @@ from rldsl.plan.projection import event_paths
 
 
 class Ran(NamedTuple):
-    """A rank ran an event from start to stop. busy: share of it that it computed."""
+    """A rank ran an event from start to stop."""
 
-    rank: int
-    event: int
-    start: float
-    stop: float
-    busy: float | None
+    rank: int  # of the world
+    event: int  # id
+    start: float  # seconds
+    stop: float  # seconds
+    busy: float | None  # the share of it in which the rank computed; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The step of median length of those after the first, which warms up. seconds: from the first begin to the last
-    end. steps: how many the trace has. what: "recorded" or "simulated"."""
+    """The step of median duration of a trace, without its first step, which warms up."""
 
-    step: int
-    steps: int
-    seconds: float
-    ran: tuple[Ran, ...]
-    what: str
+    step: int  # its number
+    steps: int  # how many the trace has
+    seconds: float  # from the first begin to the last end
+    ran: tuple[Ran, ...]  # by all ranks
+    what: str  # "recorded" or "simulated"
 
     def event_seconds(self) -> dict[int, float]:
         """Event -> the longest that a rank spent in it, all turns together."""

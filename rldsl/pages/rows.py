@@ -18,35 +18,33 @@ SEEN = 1 / 3000  # below it a bar is not drawn
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """An event in a row, in seconds. busy: share of it that its ranks work, where that is known. turn: how often the
-    event ran before in the step."""
+    """An event in a row."""
 
-    event: int
-    start: float
-    stop: float
-    busy: float | None = None
-    turn: int = 0
+    event: int  # id
+    start: float  # seconds
+    stop: float  # seconds
+    busy: float | None = None  # the share of it in which its ranks compute; None: unknown
+    turn: int = 0  # how often the event ran before in the step
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """first: the rank whose bars they are; all of `ranks` have such ones. critical: when this row is what the others
-    wait for."""
+    """The events of ranks whose bars look the same."""
 
-    ranks: Ranges
-    first: int
-    bars: tuple[Bar, ...]
-    critical: tuple[tuple[float, float], ...] = ()
+    ranks: Ranges  # that have such bars
+    first: int  # the rank whose bars they are
+    bars: tuple[Bar, ...]  # by start
+    critical: tuple[tuple[float, float], ...] = ()  # (start, stop) where the critical path runs through this row
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Rows over the time from start to stop. hidden: bars that are too short to see."""
+    """Rows over the time from start to stop."""
 
-    rows: tuple[Row, ...]
-    start: float
-    stop: float
-    hidden: int = 0
+    rows: tuple[Row, ...]  # by rank
+    start: float  # seconds
+    stop: float  # seconds
+    hidden: int = 0  # bars that are too short to see
 
     @property
     def length(self) -> float:

@@ -26,14 +26,14 @@ class Draft:
     """The program between passes: the placed graph, its events so far, and the tables that they refer to. The tables
     are keyed by id and never changed in place."""
 
-    placed: Placed
+    placed: Placed  # the graph with its places
     body: tuple[Item, ...] = ()  # of a step
     setup: tuple[Event, ...] = ()  # before the loop over steps
-    meshes: Mapping[str, Mesh] = field(default_factory=dict)
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
-    spreads: Mapping[str, Spread] = field(default_factory=dict)
-    states: tuple[State, ...] = ()
-    buffers: tuple[ReplayBuffer, ...] = ()
+    meshes: Mapping[str, Mesh] = field(default_factory=dict)  # by id
+    layouts: Mapping[str, Layout] = field(default_factory=dict)  # by id
+    spreads: Mapping[str, Spread] = field(default_factory=dict)  # by id
+    states: tuple[State, ...] = ()  # values that persist over steps
+    buffers: tuple[ReplayBuffer, ...] = ()  # rows that persist over steps
     # whether reallocs state bytes, messages and digest; without, there is an estimate of memory but no plan
     sized: bool = True
 

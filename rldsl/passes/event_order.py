@@ -30,10 +30,10 @@ BLOCK_PRIORITY = 2
 class _Job:
     """What an item (an event, or a whole block) needs, makes, and keeps busy."""
 
-    needs: frozenset[str]
-    makes: frozenset[str]
+    needs: frozenset[str]  # what must exist before it runs
+    makes: frozenset[str]  # what exists once it has run
     ranks: frozenset[int]  # by the first of ranks that are in the same meshes
-    cost: int
+    cost: int  # clock ticks that it takes
     priority: int  # at equal times; of `PRIORITY`
 
 

@@ -38,9 +38,9 @@ from rldsl.verify import Proof, verify
 class Compiled:
     """A plan, its proof, and what its ranks hold when."""
 
-    plan: Plan
-    proof: Proof
-    curves: tuple[Curve, ...]
+    plan: Plan  # the plan
+    proof: Proof  # that it can run
+    curves: tuple[Curve, ...]  # the memory of its ranks
 
     @property
     def peaks(self) -> dict[int, Peak]:
@@ -54,7 +54,7 @@ class CompilerPass:
 
     name: str  # `rlc compile --print-after NAME`
     about: str  # what the pass adds to the events
-    run: Callable[[Draft], Draft]
+    run: Callable[[Draft], Draft]  # makes the next draft
     check: Callable[[Draft, Draft], None] | None = None  # (before, after); raises RL0699 where its promise is broken
 
 

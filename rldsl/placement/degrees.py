@@ -36,7 +36,7 @@ ZERO = "0 shards nothing over dp; 1 shards the optimizer state, 2 also gradients
 class Cluster:
     """The cluster that meshes must fit."""
 
-    nodes: int
+    nodes: int  # number of machines
     gpus: int  # per node
     declared: bool  # by the program; else it is one node, as large as the largest rank named
 

@@ -27,7 +27,7 @@ class AdapterParameters:
 
     params: tuple[ParamSpec, ...]  # trained, resharded and saved
     base: tuple[ParamSpec, ...] = ()  # frozen; every rank reads its slices from the model's directory
-    lora: Lora | None = None
+    lora: Lora | None = None  # None: no adapters
 
 
 def split_adapter_parameters(model: Model, family: Family, seed: int) -> AdapterParameters:

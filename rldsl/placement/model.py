@@ -27,7 +27,7 @@ Local = Compute | Derive | Collect  # what runs on values alone
 class Place:
     """Where and how a node runs."""
 
-    mesh: Mesh
+    mesh: Mesh  # its ranks
     layout: Layout  # on the mesh
     mbs: int = 0  # sequences per micro-batch; 0: all
     offload: bool = False  # parameters and optimizer state are in host memory between calls
@@ -44,7 +44,7 @@ class Place:
 class Placed:
     """A graph with a place for each call and computation."""
 
-    graph: Graph
+    graph: Graph  # the graph
     models: tuple[Model, ...]  # as in the plan; `train_layout` is a layout id of this graph
     families: tuple[tuple[str, Family], ...]  # (model, family)
     places: tuple[tuple[str, Place], ...]  # (node id, place)

@@ -32,7 +32,7 @@ class Choice:
 
     mesh: MeshRef | None  # None: not given
     options: tuple[Option, ...]  # (name, value, where)
-    span: Span
+    span: Span  # of the clause that decided the mesh
     why: str = "inline"  # the kind of clause that decided the mesh
     auto: bool = False  # the compiler chooses the mesh, and what the options leave open
 

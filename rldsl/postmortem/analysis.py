@@ -1,4 +1,4 @@
-"""Why a run stood still: where each rank is, who waits for whom in which event, and who keeps the others waiting.
+"""Why a run hung: where each rank is, which ranks wait for which in which event, and which keep the others waiting.
 
 In: a plan, and what its ranks left (`postmortem/dumps.py`). Out: `Findings`, a pure function of both; their text is in
 `postmortem/findings_text.py`.
@@ -30,52 +30,54 @@ LOST_CONTACT = "RL0709"
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """All that is known of one rank. dump: it left one. silent: for how many seconds it gave no new sign of life, -1
-    when it never gave one; 0 when it did. line: of Python, that it was at. begun: what it did before, oldest first;
-    only where posts run behind Python, so that it may wait for those still. reached: of one that is lost, what it must
-    have come to after its last sign: others have ended it, and cannot have without it."""
+    """Everything that is known about one rank."""
 
-    rank: int
-    stand: RankPosition | None = None
-    dump: bool = False
-    silent: float = 0.0
-    process: Literal["", "running", "stopped", "gone"] = ""
-    first: bool = False
-    code: str = ""
-    reason: str = ""
-    time: float = 0.0
-    line: str = ""
+    rank: int  # of the world
+    stand: RankPosition | None = None  # where it last was; None: it gave no sign
+    dump: bool = False  # whether it left one
+    silent: float = 0.0  # seconds without a new heartbeat, as others saw it; 0: none; -1: it never gave one
+    process: Literal["", "running", "stopped", "gone"] = ""  # as of a `Heartbeat`
+    first: bool = False  # as of a `RankDump`
+    code: str = ""  # as of a `RankDump`
+    reason: str = ""  # as of a `RankDump`
+    time: float = 0.0  # of its dump or heartbeat, in seconds since the epoch
+    line: str = ""  # of Python, that its main thread was at
+    # events that it began, oldest first, where posted operations run after Python has returned: it may still wait for
+    # those
     begun: tuple[EventRun, ...] = ()
+    # of a lost rank: the event that it must have reached after its last heartbeat, since others have ended it
     reached: EventRun | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Some ranks for others, in one run of an event (None: at the end of the run, or before its
-    first event: "start-up"). kind: these have not reached it; they are inside of it too and have not come so far; all
-    wait there for each other; they still prepare their start."""
+    """Some ranks wait for others, in one run of an event."""
 
-    ranks: tuple[int, ...]
-    on: tuple[int, ...]
-    at: EventRun | None
+    ranks: tuple[int, ...]  # that wait
+    on: tuple[int, ...]  # the ranks that they wait for
+    at: EventRun | None  # the run of an event; None: at the end of the run, or before its first event
+    # what `on` have not done: reached the event, come as far inside it (or all wait for each other), or started
     kind: Kind
 
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    rank: int
-    why: Why
+    """A rank that keeps others waiting."""
+
+    rank: int  # of the world
+    why: Why  # what makes it one
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """traces: of every rank of the plan, in order. waits: by their place in the run. culprits: those whose own words
-    end the run; else those that are gone, stopped or silent; else those that are waited for and wait for nobody.
-    order: of the plan; a walk over its meshes, which is not made twice while a run ends."""
+    """Why a run hung."""
 
-    traces: tuple[RankTrace, ...]
-    waits: tuple[Wait, ...]
+    traces: tuple[RankTrace, ...]  # of every rank, in order
+    waits: tuple[Wait, ...]  # by their place in the run
+    # ranks that report a failure; else those that are gone, stopped or silent; else those that are waited for and wait
+    # for nobody
     culprits: tuple[Culprit, ...]
+    # of the events of the plan, kept because computing it takes long
     order: WaitOrder = field(compare=False, repr=False)
 
 
@@ -167,9 +169,9 @@ class _Edge:
     """For these ranks, in this run of an event. One object for all that wait so: what grows with ranks times ranks is
     too much for the moment in which a large run fails."""
 
-    on: tuple[int, ...]
-    at: EventRun | None
-    kind: Kind
+    on: tuple[int, ...]  # the ranks that they wait for
+    at: EventRun | None  # as of a `Wait`
+    kind: Kind  # as of a `Wait`
 
 
 _Edges = Mapping[int, Sequence[_Edge]]  # of each rank

@@ -37,8 +37,8 @@ class RankPosition:
     # user's `function`; or it has ended its list
     phase: Phase = "start-up"
     seconds: float = 0.0  # since then
-    awaits: EventRun | None = None
-    function: str = ""
+    awaits: EventRun | None = None  # the event whose result it waits for; None: it does not wait
+    function: str = ""  # the user's function that it calls; "": none
     call: str = ""  # the operation between ranks that it is inside of; "" if there is none, or it is not known
 
 
@@ -47,10 +47,10 @@ class RingEntry:
     """What a rank did some time before its dump."""
 
     ago: float  # seconds before the dump
-    at: EventRun | None
-    phase: Phase
-    awaits: EventRun | None = None
-    function: str = ""
+    at: EventRun | None  # as of a `RankPosition`
+    phase: Phase  # as of a `RankPosition`
+    awaits: EventRun | None = None  # as of a `RankPosition`
+    function: str = ""  # as of a `RankPosition`
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class Heartbeat:
 
     beat: int  # grows with each heartbeat
     machine: str  # name of the host and of its namespace of process ids
-    pid: int
+    pid: int  # process id on that machine
     time: float  # seconds since the epoch, on that host's clock
-    stand: RankPosition
+    stand: RankPosition  # where the rank is
     silent: float = 0.0  # seconds for which it has not changed while others watched
     process: Literal["", "running", "stopped", "gone"] = ""  # what the system says of it; "" if nobody could ask
 
@@ -72,15 +72,15 @@ class RankDump:
 
     plan: str  # id
     start: str  # a word that all ranks of one start of a run share
-    rank: int
-    world: int
+    rank: int  # of the world
+    world: int  # number of ranks
     machine: str  # as of a heartbeat
-    pid: int
+    pid: int  # as of a heartbeat
     time: float  # as of a heartbeat
     first: bool  # whether the run failed on this rank; the others followed
     code: str  # of the message with which this rank ended
-    reason: str
-    stand: RankPosition
+    reason: str  # that message
+    stand: RankPosition  # where the rank was
     stack: tuple[str, ...] = ()  # the lines that its main thread was at, innermost last
     late: bool = False  # posted operations run after Python has returned (on GPUs), so `call` is not known
     ring: tuple[RingEntry, ...] = ()  # what it did last

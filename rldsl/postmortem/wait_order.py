@@ -26,7 +26,7 @@ class RankGroup:
     """Ranks that need each other, in ascending order. There is one object per group, equal only to itself, so that what
     is computed for a group is computed once."""
 
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # ascending
 
 
 NOBODY = RankGroup(())

@@ -69,7 +69,7 @@ class Wanted:
 class Arrivals(Mapping[int, Arrival]):
     """By number of the box class: those that the nodes of a group want and that none of their devices holds."""
 
-    wanted: Wanted
+    wanted: Wanted  # the lists of box classes that nodes of the group want
     held: tuple[tuple[int, ...], ...]  # per list: positions of the classes that a device of the node holds, ascending
     # Per list, with the classes that arrive laid end to end: where the part of each needer ends.
     bounds: tuple[tuple[int, ...], ...]

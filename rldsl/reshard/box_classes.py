@@ -30,7 +30,7 @@ class Segment(NamedTuple):  # a tuple: there are tens of thousands, and a frozen
 
     spec: str  # name of the parameter; "{}" stands for the layer
     layers: tuple[int | None, ...]  # None: the parameter belongs to no layer
-    box: Box
+    box: Box  # of the parameter, the same in each layer
     start: int  # offset of its first element in the class
 
     def name(self, i: int) -> str:
@@ -45,7 +45,7 @@ class BoxClass:
 
     holders: tuple[Cell, ...]  # of the source layout, ascending
     needers: tuple[Cell, ...]  # of the destination layout, ascending
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...]  # in the order in which they are laid out
     size: int  # elements
 
 
@@ -89,17 +89,17 @@ def box_classes(model: Model, src: Layout, dst: Layout) -> tuple[BoxClass, ...]:
 class _Entry:
     """A box class while its segments are collected."""
 
-    holders: tuple[Cell, ...]
-    needers: tuple[Cell, ...]
-    segments: list[Segment] = field(default_factory=list)
+    holders: tuple[Cell, ...]  # as of a `BoxClass`
+    needers: tuple[Cell, ...]  # as of a `BoxClass`
+    segments: list[Segment] = field(default_factory=list)  # collected so far
     size: int = 0  # elements
 
 
 class _Uncut(NamedTuple):
     """A box that no piece of either layout crosses."""
 
-    box: Box
-    elements: int
+    box: Box  # of one parameter
+    elements: int  # of the box
     have: PartShardPairs  # those of the source that hold it; one object for equal pairs
     want: PartShardPairs  # those of the destination that want it
 

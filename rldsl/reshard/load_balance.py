@@ -22,8 +22,8 @@ class Share(NamedTuple):
     """One taker has [start, stop) of an item."""
 
     who: int  # position among the takers
-    start: int
-    stop: int
+    start: int  # first element
+    stop: int  # one more than the last
 
 
 def water_fill(loads: Sequence[int], amount: int) -> tuple[int, ...]:

@@ -59,7 +59,7 @@ class FamilyTrees:
 class FewerElements(NamedTuple):
     """A group that needs less from a cell than the other groups of its family, since its nodes hold some of it."""
 
-    group: int
+    group: int  # number in `ReshardPlan.groups`
     trees: int  # of the group
     amount: int  # elements less, per tree
 
@@ -117,10 +117,10 @@ class ReshardPlan:
     what one rank does. Compared by identity, so that what follows from a plan can be cached."""
 
     devices: int  # per node
-    src: MeshView
-    dst: MeshView
-    classes: tuple[BoxClass, ...]
-    groups: tuple[NodeGroup, ...]
+    src: MeshView  # the source layout on its ranks
+    dst: MeshView  # the destination layout on its ranks
+    classes: tuple[BoxClass, ...]  # boxes that move together
+    groups: tuple[NodeGroup, ...]  # nodes that receive the same
     sent_parts: Mapping[int, tuple[Share, ...]]  # class that crosses the network -> what each holder cell sends
-    senders: Mapping[Cell, CellSender]
+    senders: Mapping[Cell, CellSender]  # cell of the source layout -> what it sends
     busiest: int = 0  # the most elements that one rank sends or receives; a bound where it also sends for others

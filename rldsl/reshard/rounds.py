@@ -32,7 +32,7 @@ Known = dict[ClassSlice, tuple[tuple[str, Box], ...]]  # its boxes
 class Message:
     """One contiguous message to or from `peer`."""
 
-    peer: int
+    peer: int  # rank at the other end
     boxes: tuple[tuple[str, Box], ...]  # (parameter, box): the elements of each box, one box after the other
 
     def size(self) -> int:
@@ -44,8 +44,8 @@ class Message:
 class Round:
     """What one rank posts together: at most one message to and one from each peer."""
 
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
+    sends: tuple[Message, ...]  # in the order in which they are posted
+    receives: tuple[Message, ...]  # in the order in which they are posted
 
 
 def rank_rounds(plan: ReshardPlan, rank: int, buckets: int) -> tuple[Round, ...]:
@@ -102,7 +102,7 @@ def _in_round(plan: ReshardPlan, slices: Sequence[TransferSlice], number: int, b
 class LikeMessages:
     """Messages of a round that are equal but for their peers and for where their boxes lie."""
 
-    count: int
+    count: int  # how many there are
     message: Message  # one of them
 
 

@@ -36,8 +36,8 @@ class SourceSlice(NamedTuple):
     tree: int  # 0 or 1: which of the two trees over the same nodes
     device: int  # of the node
     box_class: int  # number in `ReshardPlan.classes`
-    start: int
-    stop: int
+    start: int  # first element of the class
+    stop: int  # one more than the last
 
 
 TransferSlices = tuple[TransferSlice, ...]

@@ -33,7 +33,7 @@ Mode = Literal["heuristic", "search"]
 class Options:
     """Options of a search."""
 
-    mode: Mode = "search"
+    mode: Mode = "search"  # who chooses, and by what
     gap: float = GAP  # relative gap at which the search ends
     max_nodes: int = MAX_NODES  # search nodes explored
     lengths: Lengths = Lengths()  # expected tokens per prompt and response
@@ -44,9 +44,9 @@ class Options:
 class Answer:
     """The outcome of a search that found a placement."""
 
-    problem: Problem
-    evaluator: Evaluator
-    result: Result
+    problem: Problem  # what was searched
+    evaluator: Evaluator  # by which placements were judged
+    result: Result  # of the search
     best: tuple[CompiledPlacement, ...]  # compiled and simulated, the fastest first; at least one
     accepted_gap: float = GAP  # relative gap at which the search was to end
     refused: tuple[Assignment, ...] = ()  # need too much memory once compiled, though the estimate says they fit

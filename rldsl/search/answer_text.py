@@ -25,7 +25,7 @@ class CallRow:
     """One call of a placement."""
 
     call: str  # its name
-    block: Block
+    block: Block  # its ranks
     strategy: str  # as in a clause
     seconds: float  # of the call, per step
     bytes: int  # resident and active

@@ -49,9 +49,9 @@ class SearchNode:
     """A subspace: the first calls, in the order of the search, on `blocks`; once all calls have a block, the first
     calls with `candidates`, and the next call with its `num_skipped`-th fastest candidate or a slower one."""
 
-    blocks: Blocks = ()
-    candidates: Candidates = ()
-    num_skipped: int = 0
+    blocks: Blocks = ()  # of the first calls
+    candidates: Candidates = ()  # of the first calls, once all calls have a block
+    num_skipped: int = 0  # faster candidates of the next call that other nodes have
     quick_bound: bool = False  # its bound is that of `LowerBound`, to be replaced by a tighter one when it is popped
 
 

@@ -35,7 +35,7 @@ from rldsl.simulate.engine import Compute, Op, Pool
 class Candidate:
     """A strategy for a call, with its cost."""
 
-    strategy: Strategy
+    strategy: Strategy  # degrees and options
     size: int  # ranks
     seconds: float  # per step
     sync_ranks: int  # how many ranks wait for each other: all, or those of one dp rank
@@ -61,10 +61,10 @@ class Candidate:
 class CallMemory:
     """As `Candidate`."""
 
-    static_bytes: int
-    shared_bytes: int
-    copy_bytes: int
-    active_bytes: int
+    static_bytes: int  # as of a `Candidate`
+    shared_bytes: int  # as of a `Candidate`
+    copy_bytes: int  # as of a `Candidate`
+    active_bytes: int  # as of a `Candidate`
 
     @property
     def min_bytes(self) -> int:
@@ -155,7 +155,7 @@ def _distinct_stages(isolated: IsolatedCall) -> list[tuple[Stage, int]]:
 class PipelineTimes:
     """The times of a pipeline, in seconds; of forward and backward for one micro-batch."""
 
-    stages: int
+    stages: int  # pp
     count: int  # micro-batches
     total: float  # of all stages together
     slowest: float  # of the slowest stage

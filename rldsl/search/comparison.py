@@ -24,7 +24,7 @@ from rldsl.simulate import Lengths, simulate
 class PlacedCall:
     """A call in one placement."""
 
-    block: Block
+    block: Block  # its ranks
     strategy: str  # as in a clause
     seconds: float  # of the call, per step
 
@@ -34,8 +34,8 @@ class Change:
     """The effect of placing one call, with all trainings of its model, as in the best placement."""
 
     call: str  # its name
-    proposed: PlacedCall
-    best: PlacedCall
+    proposed: PlacedCall  # as the program places it
+    best: PlacedCall  # as in the best placement
     gain_seconds: float  # by which the step becomes shorter
     fits: bool  # with all other calls as proposed
 
@@ -50,7 +50,7 @@ class Comparison:
     best: float  # seconds of a step of the best
     best_bytes: int  # peak of its fullest rank
     bound: float  # seconds that no placement of the space is faster than
-    changes: tuple[Change, ...]
+    changes: tuple[Change, ...]  # of single calls
 
     def text(self, name: str, cluster: str) -> str:
         slower = self.seconds / self.best - 1

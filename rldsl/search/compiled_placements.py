@@ -31,7 +31,7 @@ class CompiledPlacement:
 
     evaluation: Evaluation  # the estimate that the search chose it by
     places: dict[str, Place]  # of the calls that were free, by node id
-    plan: Plan
+    plan: Plan  # the plan
     timeline: Timeline  # simulated
     bytes: int  # peak of the fullest rank, as the compiler counts
 

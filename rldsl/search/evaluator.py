@@ -28,15 +28,15 @@ MAX_SCHEDULES = 1 << 14  # cached schedules; the cache is emptied when it is ful
 class Assignment:
     """One entry per call, in program order."""
 
-    blocks: tuple[Block, ...]
-    candidates: tuple[Candidate, ...]
+    blocks: tuple[Block, ...]  # ranks of each call
+    candidates: tuple[Candidate, ...]  # strategy of each call
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """An assignment with its estimated time and memory."""
 
-    assignment: Assignment
+    assignment: Assignment  # what is judged
     seconds: float  # per step, in the steady state
     bytes: int  # peak of the fullest rank
     keeps_copies: bool  # whether copies of trained models stay from step to step: needs more memory, and fits

@@ -40,7 +40,7 @@ class Job:
     """A call or a computation of one step."""
 
     number: int  # position in program order
-    node: g.Node
+    node: g.Node  # of the graph
     kind: Kind | Literal[""]  # "": a computation, or rows that a Python function writes
     model: str  # name; "" where there is none
     times_per_step: float  # runs per step, on average
@@ -72,11 +72,11 @@ class Job:
 class Problem:
     """What to place, on what, and what is fixed."""
 
-    graph: g.Graph
+    graph: g.Graph  # the program
     jobs: tuple[Job, ...]  # in program order
     models: Mapping[str, Model]  # by name, without layouts; `train_layout` is "home" for trained models
     families: Mapping[str, Family]  # by model name
-    cluster: Cluster
+    cluster: Cluster  # with its rates
     memory: int  # bytes per device; 0: unknown
     lengths: Lengths = Lengths()  # expected tokens per prompt and response
     fixed: Mapping[int, FixedCall] = field(default_factory=dict)  # by job number

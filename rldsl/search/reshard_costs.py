@@ -29,7 +29,7 @@ class ReshardCost:
     pack_seconds: float = 0.0  # copying slices into send buffers
     transfer_seconds: float = 0.0  # on the wire, overlapping with other work
     unpack_seconds: float = 0.0  # copying received slices to their places
-    received_bytes: int = 0
+    received_bytes: int = 0  # per rank
     buffer_bytes: int = 0  # receive buffers, until the copy is used
     has_copy: bool = False  # false: the call reads the trained parameters themselves
 

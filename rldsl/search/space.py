@@ -24,8 +24,8 @@ LONG = 8192  # tokens per sequence from which context parallelism is tried
 class Block(NamedTuple):
     """Ranks start to stop - 1."""
 
-    start: int
-    stop: int
+    start: int  # first rank
+    stop: int  # one more than the last
 
     @property
     def size(self) -> int:
@@ -57,8 +57,8 @@ def _children(b: Block, gpus: int) -> tuple[Block, ...]:
 class BlockTree:
     """All blocks of `nodes` machines with `gpus` devices each. `BlockTree(2, 4)`: 0:8, 0:4, 0:2, 0:1, ..."""
 
-    nodes: int
-    gpus: int
+    nodes: int  # number of machines
+    gpus: int  # per machine
 
     @property
     def root(self) -> Block:
@@ -112,7 +112,7 @@ class Strategy:
     offload: bool = False  # parameters and optimizer state in host memory between calls
     vpp: int = 1  # chunks of layers per stage
     mbt: int = 0  # tokens per micro-batch; 0: no limit. Not searched for
-    backend: str = DEFAULT_BACKEND
+    backend: str = DEFAULT_BACKEND  # that computes
 
     @staticmethod
     def of(p: Place) -> Strategy:

@@ -40,7 +40,7 @@ class StepSchedule:
     """The part of an assignment's evaluation that depends on its blocks alone."""
 
     atoms: tuple[tuple[int, int], ...]  # ranks (start, stop)
-    order: tuple[ScheduledItem, ...]
+    order: tuple[ScheduledItem, ...]  # in which items start
     job_atoms: tuple[tuple[int, ...], ...]  # by job number
     overhead_seconds: tuple[float, ...]  # by job number, besides the work of the job
     length_exchange_seconds: Mapping[int, float]  # `generate` -> seconds of exchanging the lengths of its rows

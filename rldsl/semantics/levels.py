@@ -30,8 +30,8 @@ def depth(level: Level) -> int:
 class Mismatch:
     """Two terms that elementwise arithmetic cannot combine: neither broadcasts to the other."""
 
-    a: Term
-    b: Term
+    a: Term  # the left term
+    b: Term  # the right term
 
 
 class Spaces:

@@ -29,7 +29,7 @@ from rldsl.syntax import ast
 class BoundLoss:
     """The loss of one train call, as a program whose inputs are bound."""
 
-    program: Program
+    program: Program  # as of `plan.model.Plan.programs`
     model_outputs: tuple[tuple[str, str, str], ...]  # (input, frame, name of the output); these have a gradient
     data: tuple[tuple[str, Term], ...]  # (input, argument) of what the program reads; these have none
     metrics: tuple[str, ...]  # besides those that every train call has

@@ -25,8 +25,8 @@ SHOWN = {"int": "an integer", "float": "a number", "bool": "true or false", "tex
 class Opt:
     """One option: its type, its default, and the values that it takes."""
 
-    kind: Kind
-    default: Value = None
+    kind: Kind  # its type
+    default: Value = None  # the value if the option is omitted
     low: float = -math.inf  # the smallest value
     high: float = math.inf  # the largest value
     above: bool = False  # the value must be larger than `low`

@@ -11,7 +11,7 @@ from rldsl.semantics.values import Meaning, Module
 class Scope:
     """The visible names: those of this block, of the enclosing ones, then of the module."""
 
-    module: Module
+    module: Module  # the file
     parent: Scope | None = None  # of the enclosing block
     names: dict[str, Meaning] = field(default_factory=dict)  # bound in this block
 

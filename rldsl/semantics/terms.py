@@ -21,13 +21,13 @@ from rldsl.source import Span
 class Term:
     """One value. op, level, space and attrs are as in `plan.expr.Node`."""
 
-    op: str
-    args: tuple[Term, ...]
-    level: Level
+    op: str  # name of the operator
+    args: tuple[Term, ...]  # its arguments
+    level: Level  # what it has one element for
     space: str  # the index set of its elements: a frame, a row space, a prompt space, or "" for batch
     dtype: str  # "f32", "bool", or "text" (constants only)
     span: Span  # where it is computed
-    attrs: tuple[tuple[str, Scalar], ...] = ()
+    attrs: tuple[tuple[str, Scalar], ...] = ()  # (name, value) of the operator
     used: Span | None = None  # the name that refers to it, if one does
     unit: Unit = PLAIN  # what it counts, and how it grows with the rows
 

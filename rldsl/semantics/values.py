@@ -18,15 +18,15 @@ from rldsl.syntax import ast
 class Items:
     """A list of constants."""
 
-    items: tuple[Term, ...]
-    span: Span
+    items: tuple[Term, ...]  # in order
+    span: Span  # of the list
 
 
 @dataclass(frozen=True, slots=True)
 class FrameRef:
     """A batch of sequences."""
 
-    frame: IndexedFrame
+    frame: IndexedFrame  # the sequences
     contents: str  # "prompts" (no responses yet), "answers" (prompt and answer), "generated" or "pairs"
     numbers: tuple[str, ...] = ()  # the columns of data that are values
     states: tuple[str, ...] = ()  # the states of these rows
@@ -37,15 +37,19 @@ class FrameRef:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    chosen: FrameRef
-    rejected: FrameRef
+    """A batch of pairs."""
+
+    chosen: FrameRef  # the better side
+    rejected: FrameRef  # the other side, row by row
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:
-    name: str
-    head_name: str
-    trainable: bool
+    """A model."""
+
+    name: str  # in the program
+    head_name: str  # of `plan.heads.HEADS`
+    trainable: bool  # whether it has an optimizer
 
     @property
     def head(self) -> Head:
@@ -54,28 +58,30 @@ class ModelRef:
 
 @dataclass(frozen=True, slots=True)
 class DataRef:
-    name: str
+    """A data source."""
+
+    name: str  # in the program
 
 
 @dataclass(frozen=True, slots=True)
 class BufferRef:
-    """Sequences that are kept for later steps."""
+    """A replay buffer: sequences that are kept for later steps."""
 
-    name: str
+    name: str  # in the program
 
 
 @dataclass(frozen=True, slots=True)
 class StateRef:
     """A `state` outside the flow, where it has no value."""
 
-    name: str
+    name: str  # in the program
 
 
 @dataclass(frozen=True, slots=True)
 class Several:
     """Results of a function that returns more than one."""
 
-    values: tuple[Meaning, ...]
+    values: tuple[Meaning, ...]  # in the order of `return`
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,30 +90,34 @@ class MeshValue:
 
     nodes: tuple[int, int] | None  # [start, stop); None: ranks are given, not nodes
     devices: tuple[int, int]  # [start, stop), of each node if `nodes` is given
-    span: Span
+    span: Span  # of the call
     free: bool = False  # of `mesh(8)`: any 8 ranks; `devices` is then (0, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class FnRef:
-    decl: ast.FnDecl
-    module: Module
+    """A function of the language."""
+
+    decl: ast.FnDecl  # its declaration
+    module: Module  # the file that declares it
 
 
 @dataclass(frozen=True, slots=True)
 class LossRef:
-    decl: ast.LossDecl
-    module: Module
+    """A loss."""
+
+    decl: ast.LossDecl  # its declaration
+    module: Module  # the file that declares it
 
 
 @dataclass(frozen=True, slots=True)
 class LossUse:
     """A loss with its data arguments, as `train(loss=...)` takes it."""
 
-    ref: LossRef
-    args: dict[str, Term]
-    spans: dict[str, Span]
-    span: Span
+    ref: LossRef  # the loss
+    args: dict[str, Term]  # parameter -> what is passed
+    spans: dict[str, Span]  # parameter -> where it is passed
+    span: Span  # of the call
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +126,7 @@ class PyRef:
 
     id: str  # the key in Plan.functions
     params: tuple[str, ...]  # the names that its declaration gives its arguments
-    returns: Returns
+    returns: Returns  # its level, or prompts
     span: Span  # the declaration, `f: gen, prompt -> seq`
     options: tuple[ast.Option, ...] = ()  # of a text, as the declaration writes them: `max_tokens=2k`
     module: Module | None = None  # whose names the options may use
@@ -126,9 +136,9 @@ class PyRef:
 class Module:
     """The names of one file."""
 
-    name: str
-    names: dict[str, Meaning] = field(default_factory=dict)
-    bound_at: dict[str, Span] = field(default_factory=dict)
+    name: str  # of the file, as messages show it
+    names: dict[str, Meaning] = field(default_factory=dict)  # name -> its meaning
+    bound_at: dict[str, Span] = field(default_factory=dict)  # name -> where it is bound
     # functions and losses whose own body has errors; their uses stay silent
     broken: set[str] = field(default_factory=set)
 

@@ -38,16 +38,16 @@ class Cell(NamedTuple):  # a tuple, since cells are hashed more often than anyth
 class Piece:
     """A box that a rank holds, and where it begins in the local tensor along the split dimension."""
 
-    box: Box
-    offset: int
+    box: Box  # of the global tensor
+    offset: int  # along the split dimension
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One tensor of a model."""
 
-    name: str
-    spec: ParamSpec
+    name: str  # dotted, with the number of its layer
+    spec: ParamSpec  # of the parameter
     layer: int | None  # of a spec that stands for all layers; None for any other
 
     @property
@@ -60,8 +60,8 @@ class Parameter:
 class Holding:
     """The same pieces on every one of `ranks`."""
 
-    pieces: tuple[Piece, ...]
-    ranks: tuple[int, ...]
+    pieces: tuple[Piece, ...]  # in order
+    ranks: tuple[int, ...]  # ascending
 
 
 def parameters(model: Model) -> Iterator[Parameter]:

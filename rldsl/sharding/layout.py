@@ -22,10 +22,10 @@ AxisName = Literal["tp", "pp", "dp", "cp", "ep", "expert_dp", "mesh"]
 class Coordinate:
     """Position of a rank along each degree, slowest first."""
 
-    pp: int
-    dp: int
-    cp: int
-    tp: int
+    pp: int  # pipeline stage
+    dp: int  # data-parallel rank
+    cp: int  # context-parallel rank
+    tp: int  # tensor-parallel rank
 
 
 def degree_product(layout: Layout) -> int:

@@ -33,9 +33,9 @@ Lengths = Mapping[str, Sequence[int]]  # frame -> total tokens of each row
 class RowMove:
     """`rows` of a frame go from rank `src` to rank `dst`."""
 
-    src: int
-    dst: int
-    rows: Rows
+    src: int  # rank that has them
+    dst: int  # rank that gets them
+    rows: Rows  # numbers, ascending
 
 
 # ---------------------------------------------------------------------------------------------------- division

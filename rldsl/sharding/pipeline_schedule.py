@@ -27,7 +27,7 @@ from rldsl.diag import internal_error
 class MicroBatchPass(NamedTuple):
     """The forward or backward pass of one micro-batch through one chunk of layers of a rank."""
 
-    backward: bool
+    backward: bool  # false: forward
     chunk: int  # number on its rank
     micro: int  # number of the micro-batch
 
@@ -43,7 +43,7 @@ class Exchange(NamedTuple):
     """Messages that a rank posts together."""
 
     sends: tuple[Message, ...]  # the output of the pass before, if another rank needs it
-    receives: tuple[Message, ...]
+    receives: tuple[Message, ...]  # the input of the next pass, if another rank computes it
 
 
 Action = MicroBatchPass | Exchange

@@ -19,7 +19,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    ranges: Ranges = ()
+    ranges: Ranges = ()  # half-open, ascending, disjoint
 
     @staticmethod
     def of(ranges: Iterable[tuple[int, int]], world: int) -> Ranks:

@@ -42,7 +42,7 @@ class Stage:
     rank_class: int  # number of the class
     groups: Groups  # its groups of ranks, by axis
     shard: Shard  # what a rank of it holds of the model
-    machine: Machine
+    machine: Machine  # what its ranks run on
     key: Hashable  # unique per call; part of the keys of its messages
     backend: str = ""  # name
 

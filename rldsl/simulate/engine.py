@@ -32,7 +32,7 @@ class Compute:
 class Isend:
     """This class is ready for a message. The op returns at once."""
 
-    key: Hashable
+    key: Hashable  # of the message
     parties: tuple[int, ...]  # the classes that must post it before it begins
     seconds: float = 0.0  # that it then takes
     share: float = 0.0  # of a core that it keeps busy meanwhile
@@ -42,7 +42,7 @@ class Isend:
 class Wait:
     """Blocks until a message has arrived."""
 
-    key: Hashable
+    key: Hashable  # of the message
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class LoopBegin:
 class RepeatExtrapolated:
     """What happened since the `LoopBegin` of this depth happens `times` more, and takes as long each time."""
 
-    depth: int
-    times: int
+    depth: int  # of the loop
+    times: int  # iterations that are left
     runs: Mapping[int, int]  # event -> how often an iteration runs it
 
 
@@ -77,7 +77,7 @@ Op = Compute | Isend | Wait | EventBegin | LoopBegin | RepeatExtrapolated
 class Pool:
     """Cores that ranks share."""
 
-    cores: int
+    cores: int  # number of cores
     speed: float = 1.0  # of a core when all are busy, relative to one alone
 
     def rate(self, load: float) -> float:
@@ -92,9 +92,9 @@ class Pool:
 class Interval:
     """What a class did from start to stop, in one event."""
 
-    start: float
-    stop: float
-    begin: EventBegin
+    start: float  # seconds
+    stop: float  # seconds
+    begin: EventBegin  # of the event that it belongs to
     key: Hashable | None  # of the message that it waited for; None for work, and for extrapolated iterations
     busy: float  # seconds of own work
 
@@ -116,7 +116,7 @@ class Timelines:
     """The result: one timeline per class."""
 
     intervals: list[list[Interval]]  # class -> what it did, in order
-    messages: dict[Hashable, Message]
+    messages: dict[Hashable, Message]  # by key
     begins: list[list[tuple[EventBegin, float]]]  # class -> (event, when it began)
     ends: list[float]  # class -> when its last op ended
 
@@ -126,10 +126,10 @@ class _Task:
     """Work or a message that is under way."""
 
     owner: int | None  # the class at work; None for a message
-    key: Hashable
+    key: Hashable  # of the message; None for work
     left: float  # remaining seconds at full speed
     load: float  # cores that it keeps busy
-    begun: float
+    begun: float  # when it began
     version: int = 0  # rises when the speed changes; older entries of the heap are void
 
 
@@ -137,7 +137,7 @@ class _Task:
 class _Iteration:
     """Where an iteration began."""
 
-    start: float
+    start: float  # seconds
     intervals: int  # how many the class had
     begins: int  # how many the class had
 

@@ -19,7 +19,7 @@ SIMULATED = 3  # iterations of a kind that are simulated; only the last one is s
 class IterationKind:
     """Iterations whose numbers are multiples of exactly those periods of the loop that divide `multiple`."""
 
-    multiple: int
+    multiple: int  # of those periods
     simulated: int  # op by op
     left: int  # extrapolated from the last of these
 

@@ -22,8 +22,8 @@ from rldsl.plan.spaces import IndexedFrame, indexed_frames
 class Row:
     """Tokens of a row of a frame, on average."""
 
-    prompt: float
-    response: float
+    prompt: float  # tokens
+    response: float  # tokens
     longest: float  # response of a batch, which generation lasts as long as
 
     @property

@@ -25,7 +25,7 @@ ADAM = 28  # bytes moved per element in a step: parameter, gradient, two moments
 class Machine:
     """One cluster as its ranks see it."""
 
-    cluster: Cluster
+    cluster: Cluster  # its rates
     threads: int = 1  # of each rank, where ranks share cores
 
     @property

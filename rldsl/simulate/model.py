@@ -12,10 +12,10 @@ class Span:
     """A class of ranks in an event, from its begin to its end, including its waits. Of a loop with many iterations the
     first few have spans of their own; one more span stands for all that are left."""
 
-    rank_class: int
-    event: int
+    rank_class: int  # number of the class
+    event: int  # id
     start: float  # may be negative: a rank that is done with the step before begins this one early
-    stop: float
+    stop: float  # seconds
     busy: float  # seconds of work in it
     iteration: int = 0  # how often the event ran before in this step
 
@@ -24,10 +24,10 @@ class Span:
 class PathSegment:
     """A segment of the critical path: work of a class of ranks, or a message to it, for an event."""
 
-    rank_class: int
-    event: int
-    start: float
-    stop: float
+    rank_class: int  # number of the class
+    event: int  # id
+    start: float  # seconds
+    stop: float  # seconds
     kind: str  # "work" or "message"
 
 
@@ -35,8 +35,8 @@ class PathSegment:
 class PeriodicEvents:
     """Events that run only in every `period`-th step."""
 
-    period: int
-    events: tuple[int, ...]
+    period: int  # in steps
+    events: tuple[int, ...]  # ids
     seconds: float  # that such a step takes longer; of a block inside another, longer than with the outer block alone
 
 
@@ -50,7 +50,7 @@ class Timeline:
     idle: tuple[tuple[str, float], ...]  # (mesh, share of the step in which its ranks do nothing)
     critical: tuple[PathSegment, ...]  # from 0 to `seconds`, each beginning where the last one ended
     tokens: int  # of a step
-    periodic: tuple[PeriodicEvents, ...] = ()
+    periodic: tuple[PeriodicEvents, ...] = ()  # blocks that do not run in every step
     estimated: tuple[str, ...] = ()  # models without measurements in the cluster's file: times from counted operations
     free: tuple[str, ...] = ()  # rates that the plan needs and the cluster's file leaves out, counted as free
 

@@ -31,7 +31,7 @@ class LineShare:
 
     line: str  # "file:line"; "": the runtime
     what: str  # the event
-    seconds: float
+    seconds: float  # on the critical path
     messages: float  # seconds of it during which a message is in flight
 
 

@@ -58,7 +58,7 @@ class Loads:
     """What every rank sends and receives, summed over the routes. What a cell sends over the network counts for every
     rank at it, even where only some of them send."""
 
-    routes: ReshardPlan
+    routes: ReshardPlan  # of the reshard
     group_of_node: Mapping[int, int]  # node -> index of its group in `routes.groups`
     by_group_and_device: Sequence[Sequence[Traffic]]  # of the ranks of receiving nodes
     pure_senders: Mapping[Cell, Traffic]  # of ranks on nodes that only send

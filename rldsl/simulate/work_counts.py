@@ -22,8 +22,8 @@ from rldsl.simulate.lengths import Row
 class Shard:
     """What one rank holds of a model under a layout; of tensor-parallel ranks, the one that holds most."""
 
-    model: Model
-    tp: int
+    model: Model  # the model
+    tp: int  # degree of tensor parallelism
     layers: int  # of its stage
     first: bool  # whether it is the first stage
     last: bool  # whether it is the last stage

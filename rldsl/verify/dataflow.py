@@ -25,10 +25,10 @@ ALL_PARTICIPANTS = ""
 class Effects:
     """What an event does to the buffers of its participants: (buffer, the set of ranks that it concerns)."""
 
-    event: Event
-    reads: tuple[tuple[str, str], ...]
-    writes: tuple[tuple[str, str], ...]
-    frees: tuple[tuple[str, str], ...]
+    event: Event  # the event
+    reads: tuple[tuple[str, str], ...]  # what must exist
+    writes: tuple[tuple[str, str], ...]  # what exists afterwards
+    frees: tuple[tuple[str, str], ...]  # what must exist, and no longer does afterwards
     lengths: tuple[tuple[str, tuple[str, ...]], ...]  # (frame, the buffers of its lengths, one of which must exist)
 
 

@@ -29,7 +29,7 @@ Describe = Callable[[str, str, frozenset[str]], Family]  # path, kind, names of 
 class ModelCheck:
     """What became of the comparison of some models."""
 
-    faults: tuple[Diagnostic, ...]
+    faults: tuple[Diagnostic, ...]  # differences
     compared: tuple[str, ...]  # names of models
     unreadable: tuple[tuple[str, str], ...]  # (name of a model, its directory) where there was nothing to compare with
 

@@ -23,18 +23,18 @@ from rldsl.sharding.rank_sets import Ranks
 class Tables:
     """The records of a plan by id or name; of an id that occurs twice, the last."""
 
-    plan: Plan
+    plan: Plan  # the plan
     events: tuple[tuple[Event, Path], ...]  # with the blocks around each, in order
-    meshes: Mapping[str, Mesh]
+    meshes: Mapping[str, Mesh]  # by id
     ranks: Mapping[str, Ranks]  # mesh -> those of its ranks that are in the world
-    layouts: Mapping[str, Layout]
-    spreads: Mapping[str, Spread]
-    models: Mapping[str, Model]
-    data: Mapping[str, Data]
-    frames: Mapping[str, IndexedFrame]
-    values: Mapping[str, Value]
-    functions: Mapping[str, Function]
-    programs: Mapping[str, Program]
+    layouts: Mapping[str, Layout]  # by id
+    spreads: Mapping[str, Spread]  # by id
+    models: Mapping[str, Model]  # by name
+    data: Mapping[str, Data]  # by name
+    frames: Mapping[str, IndexedFrame]  # by id
+    values: Mapping[str, Value]  # by id
+    functions: Mapping[str, Function]  # by id
+    programs: Mapping[str, Program]  # by id
 
     def event_ranks(self, event: Event) -> Ranks:
         return self.ranks[event.mesh]

@@ -46,7 +46,7 @@ class CopyStates:
 
     current: Copies = frozenset()  # of the current version, on every path to this point
     params_offloaded: Copies = frozenset()  # parameters are in host memory
-    loaded_from_disk: Copies = frozenset()
+    loaded_from_disk: Copies = frozenset()  # made by a load, which also reads the frozen parameters under adapters
     allocated: Copies = frozenset()  # exist, in whatever version
     aliases_of_trained: Copies = frozenset()  # share memory with the copy that is trained
     optimizer_offloaded: Copies = frozenset()  # optimizer state is in host memory

@@ -27,7 +27,7 @@ class KeptCache:
 
     lengths: torch.Tensor  # [N] int64, tokens of each sequence; 0 where it has none
     starts: torch.Tensor   # [N] int64, where they begin among all tokens
-    layers: dict[int, KeysAndValues]
+    layers: dict[int, KeysAndValues]  # layer -> keys and values of all tokens, one sequence after the other
 
     @property
     def num_bytes(self) -> int:
@@ -55,6 +55,7 @@ class CacheKeeper:
     """Collects the sequences of one call as they finish."""
 
     count: int  # sequences of the call
+    # (numbers of the sequences, their lengths, layer -> keys and values), per group that finished
     parts: list[tuple[torch.Tensor, torch.Tensor, dict[int, KeysAndValues]]] = field(default_factory=list)
 
     def keep(self, cache: KVCache, slots: Sequence[int], sequences: torch.Tensor, lengths: torch.Tensor) -> None:
