@@ -264,7 +264,7 @@ _FUNCTIONS = (
     Builtin("whole", "frames", (
         ("whole(more)", "sequences -> sequences",
          "with all that models generated of each sequence as the response; see "
-         "[training on the whole way](#training-on-the-whole-way)"),),
+         "[training on whole chains](#training-on-whole-chains)"),),
         min_args=1, max_args=1),
     Builtin("others", "frames", (
         ("others(gen)", "sequences -> sequences",
