@@ -71,7 +71,8 @@ class Traits:
 
     # The fields (or "reads", "writes") whose ranks take part: the event's mesh is the union of these ranks.
     participants: tuple[str, ...] = ()
-    all_ranks: bool = False  # all ranks of the world take part, whatever the fields say
+    # All ranks of the world take part, whatever the fields say; each reads those buffers that it holds.
+    all_ranks: bool = False
     # Fields of buffers: the first rank of each buffer's mesh takes part, and reads the buffer for all.
     first_rank_of: tuple[str, ...] = ()
     # A field of a spread: a buffer that is read in this spread must exist on the ranks of that spread only. Any other

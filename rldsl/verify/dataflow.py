@@ -160,8 +160,11 @@ def _effects(t: Tables, e: Event) -> Effects:
 
 def _readers(t: Tables, e: Event, buffer: str) -> str:
     """The ranks that must hold `buffer` when the event runs: all participants; with the trait `source_spread`, the
-    ranks of that spread alone; with `first_rank_of`, the first rank of the buffer's mesh."""
+    ranks of that spread alone; with `first_rank_of`, the first rank of the buffer's mesh; with `all_ranks`, those that
+    hold the buffer, since some ranks of the world may hold nothing."""
     spread = split_buffer(buffer)[1]
+    if e.traits.all_ranks:
+        return t.spreads[spread].mesh
     if e.traits.first_rank_of:
         return f"first of {t.spreads[spread].mesh}"
     source = e.traits.source_spread

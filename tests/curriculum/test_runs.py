@@ -24,6 +24,7 @@ PLACES = {
     "pp": "place actor.* on mesh(0:2) pp=2 mbs=1",
     "tp and pp": "place actor.generate on mesh(0:4) dp=2 tp=2\nplace actor.train on mesh(0:4) dp=2 pp=2",
     "apart": "place actor.generate on mesh(0:2) dp=2\nplace actor.train on mesh(2:4) dp=2 zero=2",
+    "idle ranks": "place *.* on mesh(1:3) dp=2",
     "elsewhere": 'place *.* on mesh(0:2) dp=2\nplace @"new prompt.rate" on mesh(2:3)\nplace @r on mesh(3:4)',
 }
 STEPS = 5
@@ -148,7 +149,7 @@ def test_collected_batches_write_each_row_and_evaluations_read(base: Path) -> No
     assert sum(x % 10 for x in seen) % 4 == 0, "each iteration counts its four rows"
 
 
-@pytest.mark.parametrize(("step", "place"), [(1, "one rank"), (2, "apart"), (3, "tp"), (4, "dp")])
+@pytest.mark.parametrize(("step", "place"), [(1, "one rank"), (2, "apart"), (3, "idle ranks"), (4, "dp")])
 def test_a_run_resumes_after_every_step_with_the_same_draws_and_states(base: Path, whole: Path, step: int,
                                                                        place: str) -> None:
     out = ran(base, f"resumed-{step}", PLACES[place], resume=whole / f"checkpoints/step-{step:06d}",
