@@ -166,7 +166,7 @@ def _mixed(exact: Callable[[Fraction, Fraction], Number]) -> Callable[[Number, N
     def run(a: Number, b: Number) -> Number:
         if isinstance(a, Fraction) and isinstance(b, Fraction):
             return exact(a, b)
-        return exact(_float(a), _float(b))  # type: ignore[arg-type]
+        return exact(_float(a), _float(b))  # type: ignore[arg-type]  # its operators take floats, too
 
     return run
 
@@ -205,7 +205,7 @@ def _factorial(a: Number) -> Number:
 def _binomial(n: Number, k: Number) -> Number:
     if not all(isinstance(x, Fraction) and x.denominator == 1 and 0 <= x <= 1000 for x in (n, k)):
         raise Unreadable("binomial")
-    return Fraction(math.comb(int(n), int(k)))  # type: ignore[arg-type]
+    return Fraction(math.comb(int(n), int(k)))  # type: ignore[arg-type]  # both are Fractions, as checked above
 
 
 def _log(a: Number, base: Number | None = None) -> Number:

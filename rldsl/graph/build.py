@@ -78,14 +78,7 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
     module = modules.main(file)
     prelude = modules.prelude()
     exprs = ExpressionBuilder(Spaces(), errors, prelude)
-    if place is not None:
-        modules.main(ast.File(place.source, ()))  # for the record of sources
-        for item in place.items:
-            if not isinstance(item, PLACEMENT):
-                errors.add("RL0108", "a placement file may contain only `mesh`, `place`, `cluster` and `param`",
-                           item.span,
-                           help="move this to the main program")
-    more = tuple(i for i in (place.items if place else ()) if isinstance(i, PLACEMENT))
+    more = _placement_items(place, modules, errors) if place is not None else ()
     items = file.items + more
     top = _Declarations(module, modules, exprs, sets, read, supplied(file.items, more))
     for item in items:
@@ -93,13 +86,9 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
     for m, f in modules.files:
         check_alone(m, f, errors, prelude)
     declare.unknown_sets(sets, {p for p, _ in top.params}, errors)
-    flows = [i for i in file.items if isinstance(i, ast.Flow)]
-    if len(flows) != 1:
-        where = flows[1].name.span if flows else Span(file.source, 0, 0)
-        errors.add("RL0109", "a program can have only one flow" if flows else "the program has no flow", where,
-                   help="" if flows else "add `flow NAME(steps=...) { ... }`")
+    flow, scope = _only_flow(file, errors), Scope(module)
+    if flow is None:
         return None, tuple(errors.found)
-    flow, scope = flows[0], Scope(module)
     for name, kind in kinds(flow, top.data).items():
         top.data[name] = replace(top.data[name], row_format=kind)
         unit = top.data[name].unit
@@ -137,6 +126,27 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
                       if any(isinstance(n, g.Store) and n.buffer == b.name for n in g.nodes(body))),
         checkpoint=builder.checkpoint)
     return graph, tuple(errors.found)
+
+
+def _only_flow(file: ast.File, errors: Errors) -> ast.Flow | None:
+    """The flow of a program. Errors: RL0109 for none, and for several."""
+    flows = [i for i in file.items if isinstance(i, ast.Flow)]
+    if len(flows) == 1:
+        return flows[0]
+    where = flows[1].name.span if flows else Span(file.source, 0, 0)
+    errors.add("RL0109", "a program can have only one flow" if flows else "the program has no flow", where,
+               help="" if flows else "add `flow NAME(steps=...) { ... }`")
+    return None
+
+
+def _placement_items(place: ast.File, modules: Modules, errors: Errors) -> tuple[ast.Declaration, ...]:
+    """The declarations of a placement file. Errors: RL0108 for those that only a program may contain."""
+    modules.main(ast.File(place.source, ()))  # for the record of sources
+    for item in place.items:
+        if not isinstance(item, PLACEMENT):
+            errors.add("RL0108", "a placement file may contain only `mesh`, `place`, `cluster` and `param`", item.span,
+                       help="move this to the main program")
+    return tuple(i for i in place.items if isinstance(i, PLACEMENT))
 
 
 def _buffers(flow: ast.Flow, top: _Declarations, prelude: Module) -> dict[str, g.Buffer]:

@@ -233,19 +233,8 @@ class CallsOfFlow:
                                    call.span)
         if isinstance(use, Bad) or isinstance(given, Bad):
             return BAD
-        answered = [self._responses(r, "train", call.span) for r in refs]  # a list: each reports its own mistake
-        if not all(answered):
-            return BAD
-        if refs[0].frame.row_space != refs[-1].frame.row_space:
-            return self.errors.add("RL0202",
-                                   f"`{source_name(refs[0].frame)}` and `{source_name(refs[1].frame)}` are not the two "
-                                   "sides of a pair",
-                                   call.span, help=_help_for_two(refs))
-        if len(refs) == 2 and refs[0].frame.id == refs[1].frame.id:
-            second = [a for a in call.args if a.name is None][1]
-            return self.errors.add("RL0215", f"`{source_name(refs[1].frame)}` is passed twice", second.span,
-                                   "both sides are the same",
-                                   help=_help_for_two(refs) if _pair_of(refs[0]) else "pass it once")
+        if (fault := self._trained_rows(call, refs)) is not None:
+            return fault
         parts = minibatches(call, given, refs[0], self.flow.exprs, scope)
         if isinstance(parts, Bad):
             return BAD
@@ -277,6 +266,23 @@ class CallsOfFlow:
             shuffle=bool(given["shuffle"]) and parts > 1, call=number,
             nonfinite="skip" if skips else "stop"))
         return NO_VALUE
+
+
+    def _trained_rows(self, call: ast.Call, refs: list[FrameRef]) -> Bad | None:
+        """What is wrong with the one or two batches of a `train`; None: nothing."""
+        answered = [self._responses(r, "train", call.span) for r in refs]  # a list: each reports its own mistake
+        if not all(answered):
+            return BAD
+        if refs[0].frame.row_space != refs[-1].frame.row_space:
+            return self.errors.add("RL0202",
+                                   f"`{source_name(refs[0].frame)}` and `{source_name(refs[1].frame)}` are not the two "
+                                   "sides of a pair", call.span, help=_help_for_two(refs))
+        if len(refs) == 2 and refs[0].frame.id == refs[1].frame.id:
+            second = [a for a in call.args if a.name is None][1]
+            return self.errors.add("RL0215", f"`{source_name(refs[1].frame)}` is passed twice", second.span,
+                                   "both sides are the same",
+                                   help=_help_for_two(refs) if _pair_of(refs[0]) else "pass it once")
+        return None
 
 
 def _pair_of(ref: FrameRef) -> str:

@@ -60,6 +60,9 @@ class Computations:
         return self.compute([(name, term)], name, span, force=force, labels={name: full_label(span, text)})[name]
 
     def value(self, id_: str, level: str, frame: str, dtype: str = "f32", extent: str = "", label: str = "") -> str:
+        """Record a value, and return its id. level, dtype, extent: as of `plan.model.Value`; extent "": that of the
+        level."""
+        # callers pass words of the `Literal`s, as text
         self.values.append(Value(id_, frame, level, extent or EXTENT[level], dtype, label))  # type: ignore[arg-type]
         return id_
 

@@ -31,6 +31,14 @@ async def later(server: Server, uri: str) -> None:
     publish(server, uri)
 
 
+def publish_all(server: Server) -> None:
+    """Analyse all open files again: what they import may have changed."""
+    server.analyses.clear()
+    server.forecasts.clear()
+    for uri in list(server.workspace.text_documents):
+        publish(server, uri)
+
+
 def make() -> Server:
     """A server with all its handlers."""
     server = Server()
@@ -66,21 +74,14 @@ def make() -> Server:
             server.waiting[uri].cancel()
         server.waiting[uri] = asyncio.create_task(later(server, uri))
 
-    def again() -> None:
-        """Analyse the other open files again: what they import may have changed."""
-        server.analyses.clear()
-        server.forecasts.clear()
-        for uri in list(server.workspace.text_documents):
-            publish(server, uri)
-
     @feature(t.TEXT_DOCUMENT_DID_SAVE)
     def saved(params: t.DidSaveTextDocumentParams) -> None:
-        again()
+        publish_all(server)
 
     @feature(t.WORKSPACE_DID_CHANGE_WATCHED_FILES)
     def watched(params: t.DidChangeWatchedFilesParams) -> None:
         """Files were changed by another program than the editor."""
-        again()
+        publish_all(server)
 
     @feature(t.TEXT_DOCUMENT_DID_CLOSE)
     def closed(params: t.DidCloseTextDocumentParams) -> None:

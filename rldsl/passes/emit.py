@@ -58,7 +58,7 @@ def _data(draft: Draft) -> tuple[Data, ...]:
 
 
 def _source(d: g.Data, tokenizer: str) -> Data:
-    given = dict(d.options)
+    given = dict(d.options)  # of the types that `semantics/options.py` has checked, which mypy cannot see below
     columns = tuple((c, str(given.get(c, c))) for c in ROLES[d.row_format])
     answers = 0 if d.row_format == "prompts" else int(given.get("max_answer_tokens", 0))
     return Data(d.name, d.format, d.path, d.row_format, int(given["batch"]), columns, tokenizer,  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ AXES = ("tp", "pp", "dp", "cp", "ep")
 
 def groups(events: Iterable[Event], layouts: Mapping[str, Layout], meshes: Mapping[str, Mesh]) -> tuple[Group, ...]:
     """In the order of first need."""
-    keys: dict[tuple[str, str, str], None] = {}
+    keys: dict[tuple[str, str, str], None] = {}  # (axis, layout, mesh)
     for e in events:
         if e.traits.communicators == "layout":
             layout = layouts[next(r.id for r in named(e, *e.traits.participants))]
@@ -29,4 +29,4 @@ def groups(events: Iterable[Event], layouts: Mapping[str, Layout], meshes: Mappi
                 keys["mesh", layout.id, ""] = None
         elif e.traits.communicators == "mesh" and meshes[e.mesh].size > 1:
             keys["mesh", "", e.mesh] = None
-    return tuple(Group(f"g{i}", *key) for i, key in enumerate(keys))  # type: ignore[arg-type]
+    return tuple(Group(f"g{i}", *key) for i, key in enumerate(keys))  # type: ignore[arg-type]  # axes, as text

@@ -221,8 +221,8 @@ class _EventBuilder:
         at = str(node.span)
         if isinstance(node, g.Update):
             self.updated_at[node.state] = at
-        return kind(id=0, mesh=self.world.id, at=at, reads=reads, writes=writes, follows=follows,  # type: ignore[call-arg]
-                    **payload(node, spec))
+        fields = {"follows": follows, **payload(node, spec)}
+        return kind(id=0, mesh=self.world.id, at=at, reads=reads, writes=writes, **fields)
 
     def buffers(self) -> tuple[ReplayBuffer, ...]:
         graph, frames = self.placed.graph, dict[str, IndexedFrame]()

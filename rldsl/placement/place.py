@@ -127,27 +127,6 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
     """Places of the calls with a mesh of their own first, then those that follow another call of their model."""
     places: dict[str, Place] = {}
     problems: list[Diagnostic] = []
-
-    def put(node: Call, choice: Choice, mesh: Mesh, given: Mesh | None) -> None:
-        made = place(choice, mesh, families.get(node.model), cluster, label(node))
-        if isinstance(node, g.Generate) and made.layout.cp > 1:
-            raise fail("RL0318", f"`{label(node)}` does not support context parallelism",
-                       option_span(choice.span, "cp"),
-                       "cp applies only to inference and training",
-                       help=f"use dp or tp for generate; with dp={made.layout.dp * made.layout.cp} no parameters have "
-                            "to move")
-        if made.layout.zero and not isinstance(node, g.Train):
-            raise fail("RL0320", f"`{label(node)}` cannot use `zero`",
-                       option_span(choice.span, "zero"), "zero applies only to training",
-                       help="every forward pass would gather all parameters from the dp ranks: set `zero` only on the "
-                            f"train call (`place {node.model}.train ...`), and this call gets an unsharded copy")
-        if made.layout.vpp > 1 and not isinstance(node, g.Train):
-            raise fail("RL0320", f"`{label(node)}` cannot use `vpp`",
-                       option_span(choice.span, "vpp"), "vpp applies only to training",
-                       help="only training has backward passes to interleave: set `vpp` only on the train call (`place "
-                            f"{node.model}.train ...`), and this call gets a copy")
-        places[node.id] = replace(made, given=given)
-
     late: list[Call] = []
     for node in calls:
         choice = choices.get(node.id)
@@ -156,7 +135,8 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
             continue
         try:
             mesh = mesh_ranks(choice.mesh, cluster)
-            put(node, choice, mesh, mesh if choice.mesh.free else None)
+            made = _call_place(node, choice, mesh, families, cluster)
+            places[node.id] = replace(made, given=mesh if choice.mesh.free else None)
         except Failure as failure:
             problems += failure.diagnostics
     if problems:
@@ -187,12 +167,34 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
                 (k, getattr(base.layout, k), choice.span) for k in (*DEGREES, *sorted(more)))
             if "backend" not in said:
                 inherit += (("backend", base.layout.backend, choice.span),)
-            put(node, replace(choice, options=choice.options + inherit), base.mesh, base.given)
+            made = _call_place(node, replace(choice, options=choice.options + inherit), base.mesh, families, cluster)
+            places[node.id] = replace(made, given=base.given)
         except Failure as failure:
             problems += failure.diagnostics
     if problems:
         raise Failure(dict.fromkeys(problems))
     return places
+
+
+def _call_place(node: Call, choice: Choice, mesh: Mesh, families: Mapping[str, Family], cluster: Cluster) -> Place:
+    """The place of a call on `mesh`. Errors: those of `place`, and RL0318 and RL0320 for options of other calls."""
+    made = place(choice, mesh, families.get(node.model), cluster, label(node))
+    if isinstance(node, g.Generate) and made.layout.cp > 1:
+        raise fail("RL0318", f"`{label(node)}` does not support context parallelism", option_span(choice.span, "cp"),
+                   "cp applies only to inference and training",
+                   help=f"use dp or tp for generate; with dp={made.layout.dp * made.layout.cp} no parameters have to "
+                        "move")
+    if made.layout.zero and not isinstance(node, g.Train):
+        raise fail("RL0320", f"`{label(node)}` cannot use `zero`", option_span(choice.span, "zero"),
+                   "zero applies only to training",
+                   help="every forward pass would gather all parameters from the dp ranks: set `zero` only on the "
+                        f"train call (`place {node.model}.train ...`), and this call gets an unsharded copy")
+    if made.layout.vpp > 1 and not isinstance(node, g.Train):
+        raise fail("RL0320", f"`{label(node)}` cannot use `vpp`", option_span(choice.span, "vpp"),
+                   "vpp applies only to training",
+                   help="only training has backward passes to interleave: set `vpp` only on the train call (`place "
+                        f"{node.model}.train ...`), and this call gets a copy")
+    return made
 
 
 def _for_passes(x: Layout, mesh: Mesh) -> Layout:

@@ -70,7 +70,7 @@ class Description:
     reuses_cache: bool = False  # whether `generate` can keep its KV cache for a call that continues
     problem: Callable[[Facts, Layout], str] = runs_every_model  # the feature it cannot express; "" if there is none
     memory: object = None  # what a call holds: a `rldsl.memory.call_memory.MemoryCosts`
-    time: object = None  # what passes a call makes, and their seconds: a `rldsl.simulate.call_ops.TimeCosts`
+    time: object = None  # what passes a call makes, and their seconds: a `rldsl.simulate.time_costs.TimeCosts`
     issue_order: object = None  # its communication inside calls: a `rldsl.verify.issue_order.IssueOrder`
 
 

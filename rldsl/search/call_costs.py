@@ -18,9 +18,6 @@ from rldsl.search.problem import Job, Problem
 from rldsl.search.space import Strategy
 from rldsl.sharding.layout import own_layers
 from rldsl.simulate.call_ops import (
-    Stage,
-    StagePasses,
-    build_stage,
     generate_ops,
     infer_passes,
     metrics_seconds,
@@ -29,6 +26,7 @@ from rldsl.simulate.call_ops import (
     update_ops,
 )
 from rldsl.simulate.engine import Compute, Op, Pool
+from rldsl.simulate.time_costs import Stage, StagePasses, build_stage
 
 
 @dataclass(frozen=True, slots=True)

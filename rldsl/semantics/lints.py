@@ -21,6 +21,7 @@ def lint(files: Sequence[ast.File]) -> tuple[Diagnostic, ...]:
     """The warnings, in the order of the text."""
     found = [d for f in files for d in (*_declared(f, files), *_bound(f), *_equalities(f), *_follows(f), *_still(f))]
     order = {id(f.source): i for i, f in enumerate(files)}
+    # a warning of a lint always has a span
     return tuple(sorted(found, key=lambda d: (order[id(d.span.file)], d.span.start)))  # type: ignore[union-attr]
 
 

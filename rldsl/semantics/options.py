@@ -187,12 +187,12 @@ def check(name: str, option: Opt, value: Scalar | tuple[Scalar, ...], span: Span
 
 
 def _typed(kind: Kind, value: Scalar | tuple[Scalar, ...]) -> Value | Bad:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind == "int":
-        integral = isinstance(value, float) and value.is_integer()
-        return int(value) if number and (isinstance(value, int) or integral) else BAD  # type: ignore[arg-type]
-    if kind == "float":
-        return float(value) if number else BAD  # type: ignore[arg-type]
+    if kind in ("int", "float"):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return BAD
+        if kind == "float":
+            return float(value)
+        return int(value) if isinstance(value, int) or value.is_integer() else BAD
     if kind == "bool":
         return value if isinstance(value, bool) else BAD
     if kind == "text":

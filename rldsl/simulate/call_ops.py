@@ -1,176 +1,22 @@
 """The ops of a class of ranks in a call: generate, infer, train, with the schedule of the backend's pipeline.
 
 In: an event, a class, the world. Out: ops. `key` distinguishes this execution of the event from all others. Which
-passes a call makes, and how long each takes, is a backend's own matter: `TimeCosts` counts those of the torch backend,
-and other backends derive theirs from it (`Description.time`).
+passes a call makes, and how long each takes, is up to its backend (`time_costs.py`).
 Errors: RL0326 a backend whose description states costs that are no durations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
-from math import ceil, isfinite
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from math import isfinite
 
-from rldsl.plan.backends import costs, unusable
+from rldsl.plan.backends import unusable
 from rldsl.plan.events import Generate, Infer, Train
-from rldsl.plan.heads import OUTPUTS
-from rldsl.plan.model import Layout
-from rldsl.sharding.boxes import itemsize
-from rldsl.sharding.layout import stage_layers
-from rldsl.sharding.partition import count_without_token_limit
-from rldsl.sharding.pipeline_schedule import Exchange, Message, MicroBatchPass, actions
-from rldsl.simulate.classes import Groups
-from rldsl.simulate.engine import Compute, Isend, Op, Wait
-from rldsl.simulate.machine import Machine
-from rldsl.simulate.work_counts import (
-    Shard,
-    WorkCounts,
-    build_shard,
-    count_decode,
-    count_micro_batch,
-    count_prefill,
-    plan_decoding,
-)
+from rldsl.sharding.pipeline_schedule import Exchange, MicroBatchPass, actions
+from rldsl.simulate.engine import Compute, Op, Wait
+from rldsl.simulate.time_costs import DecodeTime, Stage, StagePasses, build_stage, time_costs
 from rldsl.simulate.world import World, collective
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """A class of ranks at its pipeline stage under the layout of a call."""
-
-    rank_class: int  # number of the class
-    groups: Groups  # its groups of ranks, by axis
-    shard: Shard  # what a rank of it holds of the model
-    machine: Machine  # what its ranks run on
-    key: Hashable  # unique per call; part of the keys of its messages
-    backend: str = ""  # name
-
-    @property
-    def pipeline(self) -> tuple[int, ...]:
-        """The classes of its pipeline, by stage."""
-        return self.groups.members["pp"]
-
-    def collective_ops(self, axis: str, name: Hashable, seconds: float) -> list[Op]:
-        """A collective over one of its groups."""
-        parties = self.groups.members.get(axis, ())
-        return collective((self.key, axis, parties, name), parties, seconds)
-
-    def all_reduce(self, axis: str, moved: float) -> float:
-        """Seconds of an all-reduce of `moved` bytes."""
-        return self.machine.all_reduce(moved, self.groups.sizes[axis], self.groups.crosses[axis])
-
-    @property
-    def sharded_elements(self) -> float:
-        """Elements that an optimizer step of this rank changes under `zero`: experts are divided only over the ranks
-        that hold the same ones."""
-        s, sizes = self.shard, self.groups.sizes
-        return (s.trained - s.local_experts) / sizes["dp"] + s.local_experts / sizes.get("expert_dp", 1)
-
-    def over_dp(self, gather: Callable[[float, int, bool], float], item: int, elements: float,
-                experts: float = 0.0) -> float:
-        """Seconds of an all-gather or a reduce-scatter of so many elements over dp, and of experts over the ranks that
-        hold the same ones. item: bytes of an element."""
-        size, copies, crosses = self.groups.sizes["dp"], self.groups.sizes.get("expert_dp", 1), self.groups.crosses
-        return gather(item * elements / size, size, crosses["dp"]) + gather(
-            item * experts / copies, copies, crosses.get("expert_dp", False))
-
-    def hidden_bytes(self, tokens: float) -> float:
-        """Bytes of hidden states."""
-        return tokens * self.shard.model.sizes.hidden * self.shard.item
-
-    def tensor_parallel(self, tokens: float, outputs: float, layers: float, sequence_parallel: bool = False) -> float:
-        """Seconds of the collectives of tensor parallelism in one direction of a pass: after attention and after the
-        feed-forward of each layer, after the embedding, and for the normaliser of the log-probabilities. With sequence
-        parallelism each all-reduce of a layer is a reduce-scatter and an all-gather of the same bytes (Korthikanti et
-        al. 2022)."""
-        if self.shard.tp == 1:
-            return 0.0
-        moved, size, crosses = self.hidden_bytes(tokens), self.groups.sizes["tp"], self.groups.crosses["tp"]
-        whole = self.all_reduce("tp", moved)
-        each = sum(op(moved / size, size, crosses) for op in (self.machine.all_gather, self.machine.reduce_scatter)
-                   ) if sequence_parallel else whole
-        ends = 2 * self.all_reduce("tp", outputs * 8) if outputs and self.shard.last else 0.0
-        return 2 * layers * each + self.shard.first * whole + ends
-
-    def context_parallel(self, tokens: float, layers: float) -> float:
-        """Seconds in which the ranks of a cp group gather keys and values. tokens: of this rank."""
-        kept = tokens * self.shard.cache * self.shard.item
-        return layers * self.machine.all_gather(kept, self.groups.sizes["cp"], self.groups.crosses["cp"])
-
-    def expert_parallel(self, tokens: float, layers: float) -> float:
-        """Seconds in which tokens travel to the ranks of their experts and back. tokens: of this rank."""
-        size, sizes = self.groups.sizes.get("ep", 1), self.shard.model.sizes
-        if size == 1 or not self.shard.experts:
-            return 0.0
-        moved = tokens * max(sizes.experts_per_token, 1) * sizes.hidden * itemsize(self.shard.model)
-        return 2 * layers * self.machine.all_to_all(moved, size, self.groups.crosses["ep"])
-
-    def message(self, found: Message, receiver: int, moved: float) -> tuple[Op, Hashable]:
-        """The op that posts a message of a minibatch, and its key. receiver: the rank along pp that it is for."""
-        pair = tuple(sorted((self.pipeline[self.groups.stage], self.pipeline[found.peer])))
-        key = (self.key, "pp", pair, receiver, found.for_pass)
-        return Isend(key, pair, self.machine.message(moved, self.groups.crosses["pp"]), 1.0), key
-
-    def neighbor_message(self, i: int, side: str, moved: float) -> tuple[Op, Hashable]:
-        """The op that posts message number `i` between this stage and the "next" one or the one "before", and its
-        key."""
-        s = self.groups.stage
-        pair = (self.pipeline[s], self.pipeline[s + 1]) if side == "next" else (self.pipeline[s - 1], self.pipeline[s])
-        key = (self.key, "pp", pair, i)
-        return Isend(key, pair, self.machine.message(moved, self.groups.crosses["pp"]), 1.0), key
-
-
-@dataclass(frozen=True, slots=True)
-class StagePasses:
-    """The passes of a stage in a pipeline."""
-
-    count: int  # micro-batches; 0: the call does nothing
-    durations: tuple[tuple[float, float], ...]  # (forward, backward) seconds of one micro-batch, per chunk of layers
-    message: float  # bytes of a message to a neighbouring stage
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeTime:
-    """A `generate` as one rank sees it."""
-
-    seconds: float  # until all stages of the shard are done
-    share: float = 1.0  # of these seconds, in which this rank's stage computes
-
-
-class TimeCosts:
-    """How long the calls of one backend take. This class counts the torch backend; derive from it and override what
-    differs. Every method is pure. world: the plan on a cluster, with its expected lengths. stage: the class of ranks at
-    its stage."""
-
-    def generate(self, world: World, event: Generate, stage: Stage) -> DecodeTime:
-        """The whole of a `generate`."""
-        return _decode_time(world, event, stage)
-
-    def infer(self, world: World, event: Infer, stage: Stage) -> StagePasses:
-        """The forward passes of an inference call; backward passes take no time."""
-        return _infer_passes(world, event, stage)
-
-    def train(self, world: World, event: Train, stage: Stage) -> StagePasses:
-        """The passes of one minibatch of training."""
-        return _train_passes(world, event, stage)
-
-    def update(self, stage: Stage, zero: int) -> list[Op]:
-        """What ends a minibatch: the reductions of gradients, then one optimizer step."""
-        elements = stage.sharded_elements if zero else stage.shard.trained
-        return [*_gradient_reductions(stage, zero), Compute(stage.machine.update(stage.shard, elements))]
-
-
-def time_costs(backend: str) -> TimeCosts:
-    """The costs that the description of a backend states. Errors: RL0326."""
-    return costs(backend, "time", TimeCosts)
-
-
-def build_stage(world: World, model: str, layout: str, c: int, key: Hashable) -> Stage:
-    """A class of ranks under a layout of a call."""
-    own, x = world.groups[layout][c], world.layouts[layout]
-    return Stage(c, own, build_shard(world.models[model], x, own.stage), world.machine, key, x.backend)
-
 
 # ------------------------------------------------------------------------------ what a backend states, checked
 
@@ -209,13 +55,13 @@ def _check_seconds(value: object) -> bool:
 
 def _check_passes(stage: Stage, method: str, found: object, chunks: int) -> StagePasses:
     if not isinstance(found, StagePasses):
-        raise unusable(stage.backend, f"`time.{method}` must return `Passes`, not {found!r}")
+        raise unusable(stage.backend, f"`time.{method}` must return a `StagePasses`, not {found!r}")
     if type(found.count) is not int or found.count < 0 or not _check_seconds(found.message):
         raise unusable(stage.backend, f"`time.{method}` must count 0 or more micro-batches and bytes, not {found!r}")
     if found.count and (len(found.durations) != chunks or not all(
             len(pair) == 2 and all(map(_check_seconds, pair)) for pair in found.durations)):
         raise unusable(stage.backend, f"`time.{method}` must state finite (forward, backward) seconds for each of "
-                                   f"{chunks} chunks of layers, not {found.durations!r}")
+                       f"{chunks} chunks of layers, not {found.durations!r}")
     return found
 
 
@@ -303,142 +149,3 @@ def pipeline_ops(stage: Stage, count: int, durations: Sequence[tuple[float, floa
         ops += [*stage.collective_ops("tp", name, 0.0), *stage.collective_ops("ep", name, 0.0),
                 Compute(durations[action.chunk][action.backward])]
     return [*ops, *(Wait(key) for key in sent)]
-
-
-# ------------------------------------------------------------------------------- the torch backend's counts
-
-
-def _decode_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
-    """A pipeline has one group of sequences per stage (`backends/torch/generate/clock_ticks.py`): all stages work at
-    the same time, and exchange between two clock ticks."""
-    layout = world.layouts[event.layout]
-    rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
-    d, machine = plan_decoding(event, rows, row, layout.pp), world.machine
-    own = longest = 0.0
-    for s in range(layout.pp):
-        held = build_shard(world.models[event.model], layout, s)
-        first, rest = count_prefill(held, d, row), count_decode(held, d)
-        at = replace(stage, shard=held)
-        new = d.prefilled * row.prompt
-        seconds = (machine.forward(held, first) + machine.decode(held, rest)
-                   + machine.start(held, d.shapes)
-                   + d.waves * (at.tensor_parallel(new, 0, held.layers) + at.expert_parallel(new, held.layers))
-                   + d.steps * (at.tensor_parallel(d.active, 0, held.layers)
-                                + at.expert_parallel(d.active, held.layers)))
-        if held.last and held.tp > 1:
-            seconds += (d.steps + d.waves) * machine.all_gather(d.active * 4 * held.head / max(
-                held.model.sizes.hidden, 1), held.tp, stage.groups.crosses["tp"])
-        longest = max(longest, seconds)
-        own = seconds if s == stage.groups.stage else own
-    total = longest
-    if layout.pp > 1:  # hidden states to the next stage, and tokens and log-probs back to all
-        ticks = d.steps + d.waves + layout.pp - 1
-        total += ticks * machine.message(stage.hidden_bytes(d.active) + 16 * d.active, stage.groups.crosses["pp"])
-        total += longest * (layout.pp - 1) / max(d.steps + d.waves, 1.0)
-    return DecodeTime(total, own / total) if total else DecodeTime(0.0)
-
-
-def _micro_batches(event: Infer | Train, rows: int, tokens: float, at_least: int) -> int:
-    """Micro-batches of a dp rank. tokens: of a row."""
-    count = count_without_token_limit(rows, event.mbs, at_least)
-    return min(rows, max(count, ceil(rows * tokens / event.mbt))) if event.mbt else count
-
-
-def _infer_passes(world: World, event: Infer, stage: Stage) -> StagePasses:
-    layout = world.layouts[event.layout]
-    rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
-    count = _micro_batches(event, rows, row.tokens, layout.pp)
-    if not count:
-        return StagePasses(0, (), 0.0)
-    responses = 1.0 if OUTPUTS[event.output_name].level == "seq" else row.response
-    one = count_micro_batch(stage.shard, rows / count, row, responses, layout.cp)
-    tokens = rows / count * row.tokens / layout.cp
-    seconds = (world.machine.forward(stage.shard, one) + stage.tensor_parallel(tokens, one.outputs, stage.shard.layers)
-               + stage.context_parallel(tokens, stage.shard.layers) + stage.expert_parallel(tokens, stage.shard.layers))
-    return StagePasses(count, ((seconds, 0.0),), stage.hidden_bytes(tokens))
-
-
-def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
-    layout, spread = world.layouts[event.layout], world.spreads[event.spread]
-    rows = ceil(world.frames[event.frames[0]].count / spread.minibatches / layout.dp)
-    count = _micro_batches(event, rows, sum(world.row(f).tokens for f in event.frames), layout.pp)
-    if not count:
-        return StagePasses(0, (), 0.0)
-    by_seq = all(OUTPUTS[what].level == "seq" for _, _, what in event.model_outputs)
-    tokens = sum(rows / count * world.row(f).tokens for f in event.frames) / layout.cp
-    operators = len(world.programs[event.loss].nodes)
-    durations: list[tuple[float, float]] = []
-    for chunk in _stage_per_chunk(stage, layout):
-        held = chunk.shard
-        parts = [count_micro_batch(held, rows / count, world.row(f), 1.0 if by_seq else world.row(f).response,
-                                   layout.cp)
-                 for f in event.frames]
-        one = WorkCounts(1, held.layers, *(sum(getattr(p, n) for p in parts) for n in ("tokens", "pairs", "outputs")))
-        forward, backward = world.machine.train(held, one, event.recompute == "full")
-        comm = (chunk.tensor_parallel(tokens, one.outputs, held.layers, sequence_parallel=True)
-                + chunk.context_parallel(tokens, held.layers))
-        comm += chunk.expert_parallel(tokens, held.layers)
-        recomputed = (chunk.tensor_parallel(tokens, 0, held.layers, sequence_parallel=True)
-                      + chunk.expert_parallel(tokens, held.layers) if event.recompute == "full" else 0.0)
-        share = held.layers / max(stage.shard.layers, 1)  # of the parameters and gradients that move layer by layer
-        gather = share * _gather_seconds(stage) if layout.zero >= 3 else 0.0
-        scatter = _scatter_seconds(stage, share) if layout.zero >= 2 else 0.0
-        loss = world.machine.compute(operators, one.outputs) if held.last else 0.0
-        overlapped = world.machine.overlapped
-        durations.append((overlapped(forward + comm + loss, gather),
-                          overlapped(backward + comm + recomputed + 2 * loss, gather + scatter)))
-    return StagePasses(count, tuple(durations), stage.hidden_bytes(tokens))
-
-
-def _stage_per_chunk(stage: Stage, layout: Layout) -> list[Stage]:
-    """The stage once per chunk of layers, with these layers alone."""
-    if layout.vpp == 1:
-        return [stage]
-    found, s, number = [], stage.shard, layout.pp * layout.vpp
-    for at in range(stage.groups.stage, number, layout.pp):
-        last = at == number - 1
-        held = replace(s, layers=len(stage_layers(s.model.layers, number, at)), first=at == 0, last=last,
-                       head=s.head if last else 0)
-        found.append(replace(stage, shard=held))
-    return found
-
-
-def _gather_seconds(stage: Stage) -> float:
-    """Seconds of gathering the layers' parameters, in the dtype in which they multiply."""
-    s = stage.shard
-    return stage.over_dp(stage.machine.all_gather, itemsize(s.model), s.trained - s.outside_layers - s.local_experts,
-                      s.local_experts)
-
-
-def _scatter_seconds(stage: Stage, share: float) -> float:
-    """Seconds of the reduce-scatter of gradients, in float32: of a share of the layers, and of what is outside them."""
-    s = stage.shard
-    return stage.over_dp(stage.machine.reduce_scatter, 4,
-                      share * (s.trained - s.outside_layers - s.local_experts) + s.outside_layers,
-                      share * s.local_experts)
-
-
-def _gradient_reductions(stage: Stage, zero: int) -> list[Op]:
-    """Gradients: tied embeddings over the ends of the pipeline, all over cp and dp; then the norm over the mesh. Under
-    `zero` parameters outside the layers are gathered once per minibatch in float32, and so are the layers, except at
-    level 3, which gathers them in each pass. Only level 1 scatters gradients here."""
-    ops: list[Op] = []
-    model = stage.shard.model
-    tied = next((s for s in model.params if s.stage == "ends"), None)
-    if tied is not None and stage.groups.sizes["pp"] > 1:
-        size = 4 * model.sizes.vocab * model.sizes.hidden / stage.shard.tp
-        ops += stage.collective_ops("pp", "tied", stage.all_reduce("pp", size))
-    if stage.groups.sizes["cp"] > 1:
-        ops += stage.collective_ops("cp", "gradients", stage.all_reduce("cp", 4 * stage.shard.trained))
-    if stage.groups.sizes["dp"] > 1:
-        common = stage.all_reduce("dp", 4 * (stage.shard.trained - stage.shard.local_experts))
-        if stage.groups.sizes.get("expert_dp", 1) > 1:
-            common += stage.all_reduce("expert_dp", 4 * stage.shard.local_experts)
-        if zero:
-            common = stage.over_dp(stage.machine.all_gather, 4, stage.shard.outside_layers)
-            common += _gather_seconds(stage) if zero < 3 else 0.0
-            common += _scatter_seconds(stage, 1.0) if zero == 1 else 0.0
-        ops += stage.collective_ops("dp", "gradients", common)
-    if stage.groups.sizes["mesh"] > 1:
-        ops += stage.collective_ops("mesh", "norm", stage.all_reduce("mesh", 8))
-    return ops

@@ -419,7 +419,8 @@ def walk(node: object) -> Iterator[Tree]:
             ahead += node[::-1]
         elif isinstance(node, Tree):
             yield node
-            ahead += [getattr(node, name) for name in _below(type(node))]  # type: ignore[arg-type]  # a class is hashable, whatever its instances are
+            # mypy asks whether the instances are hashable; the argument is their class
+            ahead += [getattr(node, name) for name in _below(type(node))]  # type: ignore[arg-type]
 
 
 @cache

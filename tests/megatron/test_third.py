@@ -27,7 +27,7 @@ from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
 from rldsl.search import Options, find_placement, memory_check
 from rldsl.simulate import simulate
-from rldsl.simulate.call_ops import StagePasses, TimeCosts
+from rldsl.simulate.time_costs import StagePasses, TimeCosts
 from rldsl.verify import verify
 from rldsl.verify.issue_order import IssueOrder
 from tests.end_to_end.test_invariance import placement
@@ -251,7 +251,7 @@ def test_bytes_that_are_nonsense_are_refused(costs: MemoryCosts, words: str, mon
 
 
 @pytest.mark.parametrize("method, made, words", [
-    ("train", StagePasses(-1, (), 0.0), "0 or more micro-batches"), ("train", None, "must return `Passes`"),
+    ("train", StagePasses(-1, (), 0.0), "0 or more micro-batches"), ("train", None, "must return a `StagePasses`"),
     ("train", StagePasses(1, ((1.0, float("nan")),), 0.0), "finite (forward, backward)"),
     ("train", StagePasses(1, ((1.0, 1.0), (1.0, 1.0)), 0.0), "each of 1 chunks"),
     ("infer", StagePasses(2, (), 0.0), "finite (forward, backward)"), ("infer", StagePasses(2, ((1.0, 0.0),), -1.0), "bytes"),

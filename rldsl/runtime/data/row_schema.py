@@ -101,7 +101,7 @@ class RowCheck:
         if "chosen" in roles:
             value = row.get(roles["chosen"])
             self.lists |= several(value)
-            self.counts.append(len(value) if several(value) else 1)  # type: ignore[arg-type]
+            self.counts.append(len(value) if several(value) else 1)  # type: ignore[arg-type]  # a list
 
     def finish(self, table: Table) -> ScannedFile:
         """Raises a Failure if there are errors."""

@@ -70,4 +70,4 @@ def tee(screen: TextIO, out: Path, rank: int, again: bool) -> TextIO:
         log = file.open("a" if again else "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     except OSError:
         return screen
-    return Tee(screen, log)  # type: ignore[return-value]
+    return Tee(screen, log)  # type: ignore[return-value]  # it forwards all that a stream has

@@ -174,8 +174,8 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int, keep: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
-        work = lambda: self._write(step, keep, tensors, facts)  # noqa: E731
-        self._thread = threading.Thread(target=work, name="rldsl-checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(step, keep, tensors, facts), name="rldsl-checkpoint",
+                                        daemon=True)
         self._thread.start()
 
     def join(self) -> None:

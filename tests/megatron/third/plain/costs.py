@@ -10,7 +10,7 @@ from rldsl.memory.values import Tables, rows, width
 from rldsl.plan.events import Infer, Train
 from rldsl.plan.model import Layout
 from rldsl.sharding.layout import Coordinate
-from rldsl.simulate.call_ops import Stage, StagePasses, TimeCosts
+from rldsl.simulate.time_costs import Stage, StagePasses, TimeCosts
 from rldsl.simulate.engine import Compute, Op
 from rldsl.simulate.work_counts import count_micro_batch as counted
 from rldsl.simulate.world import World
