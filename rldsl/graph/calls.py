@@ -267,7 +267,6 @@ class CallsOfFlow:
             nonfinite="skip" if skips else "stop"))
         return NO_VALUE
 
-
     def _trained_rows(self, call: ast.Call, refs: list[FrameRef]) -> Bad | None:
         """What is wrong with the one or two batches of a `train`; None: nothing."""
         answered = [self._responses(r, "train", call.span) for r in refs]  # a list: each reports its own mistake
