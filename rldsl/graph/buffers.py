@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from rldsl.diag import Label
 from rldsl.graph import model as g
-from rldsl.graph.derive import STANDARD
+from rldsl.graph.concat import STANDARD
 from rldsl.plan.model import Frame, Space, StoredField
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, NO_VALUE, Bad, suggest
 from rldsl.semantics.expressions import ExpressionBuilder
-from rldsl.semantics.levels import source_name
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import input_
 from rldsl.semantics.values import BufferRef, FrameRef, Meaning, Pairs, describe
@@ -85,8 +84,6 @@ class Buffers:
                 "RL0203", f"`add` takes sequences, not {describe(ref)}", tree.span,
                 help="add one side: `.chosen` or `.rejected`" if isinstance(ref, Pairs) else "")
         values = self._values(ref, tree.span)
-        if isinstance(values, Bad):
-            return BAD
         frame, records = ref.frame, {v.id: v for v in self.flow.values}
         fields = tuple(StoredField(field, cast(Literal["tokens", "response", "row"], records[v].extent),
                                    cast(Literal["f32", "i64", "bool"], records[v].dtype)) for v, field in values)
@@ -104,23 +101,15 @@ class Buffers:
             buffer=name, frame=frame.id, values=values))
         return NO_VALUE
 
-    def _values(self, ref: FrameRef, span: Span) -> tuple[tuple[str, str], ...] | Bad:
+    def _values(self, ref: FrameRef, span: Span) -> tuple[tuple[str, str], ...]:
         """(value, field) of what comes along with the rows."""
         frame, known = ref.frame, {v.id for v in self.flow.values}
         found = [(f"{frame.id}.{x}", x) for x in STANDARD if f"{frame.id}.{x}" in known]
         for name, term in ref.fields:
             here = self.flow.exprs.field(ref, term, span)
-            if here.level not in ("seq", "token") or here.dtype == "text" \
-                    or here.space != self.flow.spaces.of(frame, here.level):
-                return self.errors.add("RL0201", f"the value `{name}` cannot be kept: it is {describe(here)}", span,
-                                       f"not one of each row of `{source_name(frame)}`, or of its tokens",
-                                       help="name a value of each sequence, for example `with "
-                                            f"{name}={name} + 0 * len({source_name(frame)})`")
-            value = self.flow.materialize(here, "field", span)
-            if value.op != "input":
-                return self.errors.add("RL0201", f"the value `{name}` is a constant", span,
-                                       help="it needs no place in a buffer: use the number itself")
-            found.append((value.name, name))
+            if here.level != "token" and here.space != frame.row_space:  # the same for several rows
+                here = self.flow.exprs.ops.broadcast(here, "seq", frame)
+            found.append((self.flow.materialize(here, "field", span).name, name))
         return tuple(found)
 
     # --------------------------------------------------------------------------------------------- sample
@@ -156,7 +145,7 @@ class Buffers:
         frame = self.flow.spaces.add(
             Frame(target, target, stored.data, stored.max_prompt_tokens, stored.max_response_tokens,
                   stored.temperature, present_in=target), Space(target, count))
-        self.flow.spaces.sampled.add(frame.row_space)
+        self.flow.spaces.without_columns[frame.row_space] = "come from a buffer, which keeps none"
         values, fields = [], []
         for f in stored.fields:
             level: Literal["token", "seq"] = "seq" if f.extent == "row" else "token"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
+from rldsl.graph.concat import STANDARD, concat
 from rldsl.graph.prefixes import prefixes
 from rldsl.plan.model import Space, Value
 from rldsl.plan.spaces import IndexedFrame, response_chain
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from rldsl.graph.flow import FlowBuilder
 
 INDEX = "index"  # of the sequences of a prompt: what `pair` compares of two picks
-STANDARD = ("tokens", "logprobs", "finished")  # values that come along with their sequences, where a frame has them
 
 
 class Derivations:
@@ -44,7 +44,7 @@ class Derivations:
         self._indices: dict[str, Term] = {}  # frame that was picked from -> where each of its rows is
 
     def call(self, name: str, expr: ast.Call, scope: Scope) -> Meaning:
-        """A call of `pick`, `others`, `whole`, `pair` or `prefixes`."""
+        """A call of `pick`, `others`, `whole`, `pair`, `concat` or `prefixes`."""
         target = self.target[1] if self.target is not None and self.target[0] is expr else None
         values = [self.flow.exprs.build(a.value, scope) for a in expr.args if a.name is None]
         if any(isinstance(v, Bad) for v in values):
@@ -52,6 +52,8 @@ class Derivations:
         if name == "prefixes":
             return prefixes(self.flow, values[0], expr, target, scope)
         trees = [a.value for a in expr.args]
+        if name == "concat":
+            return concat(self.flow, values, trees, expr.span, target)
         build = {"pick": self._pick, "others": self._others, "whole": self._whole, "pair": self._pair}[name]
         return build(values, trees, expr.span, target)
 
@@ -91,6 +93,11 @@ class Derivations:
         if ref.contents == "prompts":
             return self.errors.add("RL0213", f"`{name}` needs sequences with a response", tree.span,
                                    f"`{source_name(ref.frame)}` contains only prompts", help="generate responses first")
+        if self.spaces.ungrouped_by(ref.frame.row_space):
+            return self.errors.add(
+                "RL0202", f"the rows of `{source_name(ref.frame)}` have no prompts in common", tree.span,
+                f"it has rows of batches with {self.spaces.ungrouped_by(ref.frame.row_space)} sequences for each "
+                "prompt", help=f"`{name}` before `concat`")
         if len(ref.frame.chain) == 1:
             return self.errors.add("RL0202", f"`{source_name(ref.frame)}` has one sequence for each prompt", tree.span,
                                    "there is nothing to pick from" if name == "pick" else "there are no others",

@@ -40,6 +40,8 @@ def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, exp
         return add("RL0215", "`minibatch` and `minibatches` cannot be combined", tree.span,
                    help="give one of them: `minibatch` is the size, `minibatches` the number")
     legal = UNITS["pairs" if batch.paired else batch.contents]
+    if exprs.spaces.ungrouped_by(frame.row_space):
+        legal = legal[:1]
     unit = unit_of(tree.value, exprs, scope) or legal[0]
     if all(differ(unit, u) for u in legal):
         return add("RL0218", f"`minibatch` of `{source_name(frame)}` counts {' or '.join(legal)}, not {unit}",

@@ -52,7 +52,7 @@ def _pruned(items: tuple[g.Item, ...], reads: set[str]) -> tuple[g.Item, ...]:
             pairs = tuple((v, w) for v, w in item.values if _needed(item, w, reads))
             more = (*([item.key] if item.key else []), *item.also_reads) if isinstance(item, g.Derive) else ()
             item = replace(item, values=pairs, reads=tuple(dict.fromkeys((*more, *(v for v, _ in pairs)))),
-                           writes=tuple(w for _, w in pairs))
+                           writes=tuple(dict.fromkeys(w for _, w in pairs)))
             if isinstance(item, g.Derive) and not pairs:
                 continue
         out.append(item)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
-from rldsl.graph.derive import STANDARD
+from rldsl.graph.concat import STANDARD
 from rldsl.plan.model import Space, Value
 from rldsl.plan.naming import collected
 from rldsl.plan.spaces import IndexedFrame
@@ -195,8 +195,9 @@ class Selections:
             self.flow.value(f"{into.id}.lengths", "seq", into.id, "i64", "lengths", f"{into.label}.lengths")
             pairs = [(v.id, self.flow.value(self._renamed(v, frame), v.level, into.id, v.dtype, v.extent,
                                             self._label(v, frame, into))) for v in values if v.frame == frame.id]
-            columns = self.flow.columns[frame.chain[-1].id]
-            self.flow.columns[into.chain[-1].id] = f"{columns.removesuffix('.columns')}.all.columns"
+            columns = self.flow.columns.get(frame.chain[-1].id)
+            if columns is not None:  # rows of several batches have none
+                self.flow.columns[into.chain[-1].id] = f"{columns.removesuffix('.columns')}.all.columns"
             self.flow.items.append(g.Collect(
                 id=self.flow.unique(into.id), reads=tuple(v for v, _ in pairs), writes=tuple(w for _, w in pairs),
                 span=span, frame=frame.id, into=into.id, values=tuple(pairs)))
@@ -247,7 +248,7 @@ def _selected_spaces(frame: IndexedFrame, target: str) -> Iterator[Space]:
     """The spaces of a selection of `frame`: those of the frame, each with the same numbers."""
     names = {s.id: f"{target}.{s.id}" if i else target for i, s in enumerate(frame.chain)}
     for s in reversed(frame.chain):
-        yield replace(s, id=names[s.id], parent=names.get(s.parent, ""), of=s.id)
+        yield replace(s, id=names[s.id], parent=names.get(s.parent, ""), of=s.id, parts=())
 
 
 def _collected_spaces(frame: IndexedFrame, iterations: int, outside: set[str]) -> Iterator[Space]:
@@ -255,7 +256,7 @@ def _collected_spaces(frame: IndexedFrame, iterations: int, outside: set[str]) -
     for s in reversed(frame.chain):
         yield replace(s, id=f"{s.id}.all", count=s.count * iterations, parent=f"{s.parent}.all" if s.parent else "",
                       of=f"{s.of}.all" if s.of and s.of not in outside else "",
-                      iterations=1 if s.parent else iterations)
+                      iterations=1 if s.parent else iterations, parts=())
 
 
 def _head(s: ast.RepeatUntil) -> Span:

@@ -100,7 +100,7 @@ def frames_with_needed_lengths(draft: Draft, event: Event, values: Mapping[str, 
     frames += [known[f].present_in for f in moved if f and known[f].present_in]
     for id in spreads:
         spread = draft.spreads.get(id)
-        if spread is not None and spread.granularity != "all":
+        if spread is not None and spread.granularity != "all" and spread.balance_by != "slot":  # slots are always there
             frames += spread.frames if spread.balance_by == "tokens" else ()
             frames += [known[f].present_in for f in spread.frames if known[f].present_in]
     return tuple(dict.fromkeys(frames))

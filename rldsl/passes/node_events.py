@@ -349,6 +349,8 @@ class _EventBuilder:
             return self.spreads[self.made_in[f"{self.reused[node.id]}.cache"]]
         if isinstance(node, g.Derive) and DERIVE_OPS[node.op].calls_python:  # each row on one rank, as in a computation
             return _by_prompts(place, (node.source, *(frame for _, frame in node.given)), self.frames)
+        if isinstance(node, g.Derive) and DERIVE_OPS[node.op].several:  # nobody knows the lengths of its rows yet
+            return _named(Spread("", place.mesh.id, place.layout.id, (node.frame,), "prompt", "slot"))
         if isinstance(node, g.Derive) and node.parts:  # all parts of a sequence on one rank
             return _by_prompts(place, node.parts, self.frames)
         if isinstance(node, g.Derive):

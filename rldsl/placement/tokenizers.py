@@ -63,6 +63,11 @@ def _readers(graph: g.Graph) -> dict[str, list[str]]:
             names = readers.setdefault(origins.get(frame, frame), [])
             if node.model not in names:
                 names.append(node.model)
+    for node in g.nodes(graph.items):
+        if isinstance(node, g.Derive) and node.op == "concat":  # the tokens of all parts mean the same
+            of = [origins[p] for p in node.parts]
+            together = list(dict.fromkeys(name for o in of for name in readers.get(o, [])))
+            readers |= dict.fromkeys(of, together)
     return readers
 
 

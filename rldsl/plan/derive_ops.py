@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-DeriveOpName = Literal["where", "restrict", "pick", "others", "whole", "text", "prefixes"]
+DeriveOpName = Literal["where", "restrict", "pick", "others", "whole", "text", "prefixes", "concat"]
 OverLong = Literal["error", "truncate", "drop"]  # what is done with a text above the limit
 
 
@@ -25,6 +25,7 @@ class DeriveOp:
     makes_rows: bool = True
     # the tokens of each row are those of the source's row that it lies in, or a prefix of them
     keeps_prefixes: bool = False
+    several: bool = False  # it reads rows of several frames (`parts`), and makes each value of one of each
     calls_python: bool = False  # it calls a user's function, so that each row must be on one rank alone
     whole_prompts: bool = False  # it needs all rows of a prompt at once
     key: Literal["", "bool", "f32"] = ""  # dtype of the source's seq value that says which rows there are; "": none
@@ -42,6 +43,7 @@ DERIVE_OPS: Mapping[DeriveOpName, DeriveOp] = {
     # prompts that a Python function writes about the rows, tokenized where the rows are
     "text": DeriveOp(verb="write", calls_python=True),
     "prefixes": DeriveOp(verb="cut", keeps_prefixes=True),  # prompts that are the beginnings of each row's response
+    "concat": DeriveOp(verb="concatenate", several=True),  # the rows of several frames as those of one
 }
 
 

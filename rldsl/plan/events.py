@@ -490,8 +490,8 @@ class Compute(ComputeSpec, Event):
 
 
 @event_kind(Traits(family="compute", blocking="none", participants=("spread",),
-                   needs_lengths_of=("source", "frame", "given"), divides_rows=True, timed=True, drawing="value",
-                   not_diffed=("spread", "source", "frame", "values", "also_reads", "given")))
+                   needs_lengths_of=("source", "parts", "frame", "given"), divides_rows=True, timed=True,
+                   drawing="value", not_diffed=("spread", "source", "parts", "frame", "values", "also_reads", "given")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derive(DeriveSpec, Event):
     """Rows of the frame `frame` are made from those of the frame `source`, with the values that come along; each

@@ -267,6 +267,8 @@ class Space:
     fan: int = 1  # rows of each row of the parent; 1 for a root
     of: str = ""  # id of the space that this one is a selection of, whose row numbers it keeps; "": none
     iterations: int = 1  # of a root that a `repeat ... until` or an `eval` collects: how many batches
+    # of a root that concatenates the rows of other spaces: (space, number that its row 0 has here), in order
+    parts: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

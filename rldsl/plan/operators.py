@@ -276,6 +276,11 @@ _FUNCTIONS = (
          "pairs of a chosen and a rejected side; see "
          "[sequences from sequences](#sequences-from-sequences)"),),
         min_args=2, max_args=2),
+    Builtin("concat", "frames", (
+        ("concat(gen, more)", "sequences, sequences -> sequences",
+         "the rows of several batches as one, with the values that all of them have; see "
+         "[concatenating](#concatenating)"),),
+        min_args=2, max_args=99),
     Builtin("uniform", "special", (
         ("uniform(x)", "F -> F", "a random number in the open interval (0, 1) for each element of x"),), "uniform"),
     Builtin("choice", "special", (

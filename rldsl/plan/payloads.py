@@ -134,10 +134,12 @@ class DeriveSpec:
     op: DeriveOpName  # of `plan/derive_ops.py`
     source: FrameId  # whose rows it reads
     frame: FrameId  # that is made
-    values: tuple[tuple[ValueId, ValueId], ...]  # (value of the source, the value that it becomes)
+    # (value of the source, the value that it becomes); of "concat" each value is made of one of each part, in order
+    values: tuple[tuple[ValueId, ValueId], ...]
     key: ValueId = ""  # a seq value of the source that says which rows there are, where the operation has one
     also_reads: tuple[ValueId, ...] = ()  # what else it reads of the rows
-    # of "whole": the frames whose responses are joined, one after the other; the last one is the source
+    # of "whole": the frames whose responses are joined, one after the other; the last one is the source. Of "concat":
+    # the frames whose rows are those of the new one; the first one is the source
     parts: tuple[FrameId, ...] = ()
     function: str = ""  # of "text": the id of the Python function
     # of "text": (argument, frame whose rows the function gets), in which those of the source lie; "": the row itself

@@ -6,8 +6,9 @@ records. Invariant: also records that contradict each other (the verifier refuse
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 
 from rldsl.plan.model import Frame, Plan, Space
 
@@ -63,6 +64,12 @@ class IndexedFrame(Frame):
         collected."""
         return self.chain[-1].iterations
 
+    def among(self, whole: IndexedFrame) -> tuple[int, int] | None:
+        """Where the rows of this frame are among those that the root of `whole` concatenates: the index in `chain` of
+        the space that is a part of it, and the number that its row 0 has there; None if none is."""
+        parts = dict(whole.chain[-1].parts)
+        return next(((i, parts[s.id]) for i, s in enumerate(self.chain) if s.id in parts), None)
+
     @property
     def record(self) -> Frame:
         """The frame as the plan holds it."""
@@ -74,6 +81,40 @@ def indexed(frame: Frame, spaces: Mapping[str, Space]) -> IndexedFrame:
     chain = ancestors(frame.row_space, spaces) or (Space(frame.row_space, 1),)
     origins = tuple((_walk(s.id, spaces, "of") or (s,))[-1].id for s in chain)
     return IndexedFrame(**{f.name: getattr(frame, f.name) for f in fields(Frame)}, chain=chain, origins=origins)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """The numbers that the rows of one part have in a concatenation: row r is row r // run * stride + first + r % run.
+    """
+
+    run: int  # rows of the part that follow one another
+    stride: int  # from the first row of a run to that of the next
+    first: int  # number of row 0
+
+
+def common_parent(parts: Sequence[IndexedFrame]) -> str:
+    """The finest space in which the prompts of all frames lie, selected or not, or "": each has prompts of its own."""
+    first, *others = parts
+    for i in range(first.prompt_index, len(first.chain)):
+        own, origin = first.chain[i].id, first.origins[i]
+        if all(own in [s.id for s in f.chain[f.prompt_index:]] for f in others):
+            return own
+        if all(origin in f.origins[f.prompt_index:] for f in others):
+            return origin
+    return ""
+
+
+def numberings(parts: Sequence[IndexedFrame], parent: str) -> tuple[Numbering, ...]:
+    """Of each part. parent: of `common_parent`. With one, all rows of each of its rows are together, in the order of
+    the parts; without, all rows of the first part come first."""
+    if not parent:
+        ends = accumulate((f.count for f in parts), initial=0)
+        return tuple(Numbering(f.count, f.count, first) for f, first in zip(parts, ends, strict=False))
+    runs = [f.count // next(s.count for s, of in zip(f.chain, f.origins, strict=True) if parent in (s.id, of))
+            for f in parts]
+    return tuple(Numbering(run, sum(runs), first)
+                 for run, first in zip(runs, accumulate(runs, initial=0), strict=False))
 
 
 def coarsest(frames: Iterable[IndexedFrame]) -> tuple[IndexedFrame, ...]:

@@ -305,11 +305,12 @@ class ExpressionBuilder:
         bound = self._arguments(ref, [a for a in args if isinstance(a, FrameRef)], expr)
         if isinstance(bound, Bad):
             return BAD
-        if bound.rows.root_origin in self.spaces.sampled:
+        if bound.rows.root_origin in self.spaces.without_columns:
             return self.errors.add("RL0213", f"`{ref.id}` needs the columns of data of its rows", expr.args[0].span,
-                                   f"the rows of `{source_name(bound.rows)}` come from a buffer, which keeps none",
+                                   f"the rows of `{source_name(bound.rows)}` "
+                                   f"{self.spaces.without_columns[bound.rows.root_origin]}",
                                    help=f"compute it before, and keep it with the rows: `kept = gen with "
-                                        f"x={ref.id}(gen)`, then `.x` of those that are sampled")
+                                        f"x={ref.id}(gen)`, then `.x` of those that are sampled or concatenated")
         if bound.returns_text:
             if self.texts is None:
                 return self.errors.add("RL0212", f"`{ref.id}` makes prompts, outside the flow", expr.span,

@@ -40,7 +40,9 @@ class Spaces:
     def __init__(self) -> None:
         self.frames: dict[str, IndexedFrame] = {}
         self.tree: dict[str, Space] = {}
-        self.sampled: set[str] = set()  # spaces of rows of buffers, which have no columns of data
+        self.without_columns: dict[str, str] = {}  # root without columns of data -> where its rows come from
+        # row space of a `concat` whose rows have no prompts in common -> how many rows of a prompt each part has
+        self.ungrouped: dict[str, str] = {}
 
     def add(self, frame: Frame, *spaces: Space) -> IndexedFrame:
         """A frame, and the spaces that come with it."""
@@ -69,6 +71,13 @@ class Spaces:
         """The level of what a reduction to `to` gives, whose space is `space`: the prompts of a frame that are
         themselves responses are the sequences of another frame."""
         return "seq" if to == "prompt" and self.tree[space].parent else to
+
+    def ungrouped_by(self, space: str) -> str:
+        """How many rows of a prompt the parts of a `concat` have that a row space, or what it was selected from, is; ""
+        if its rows have prompts."""
+        while space not in self.ungrouped and space in self.tree and self.tree[space].of:
+            space = self.tree[space].of
+        return self.ungrouped.get(space, "")
 
     def chain(self, term: Term) -> tuple[str, ...]:
         """The spaces from that of a value up to the root, for a token value from that of its rows; () at batch

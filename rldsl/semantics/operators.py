@@ -158,6 +158,8 @@ class Operators:
             fault = self._loss_has_no_rows(to, span) or row_operators.check_above(self, x, to)
             if fault is not None:
                 return fault
+        elif to == "prompt" and depth(x.level) > depth(to) and (fault := self._no_prompts(x)) is not None:
+            return fault
         elif depth(to) >= depth(x.level):
             what = "a constant" if x.constant else f"a {x.level} value"
             return self.errors.add("RL0208", f"{what} cannot be reduced with `{name}` by {to}", x.at,
@@ -176,6 +178,14 @@ class Operators:
             space = self.spaces.coarser(x.level, x.space, to)
             made = self.spaces.level_of(to, space)
         return Term(op, (x,), made, space, "f32", span, (("to", made),), unit=unit)
+
+    def _no_prompts(self, x: Term) -> Bad | None:
+        """RL0201 for `x by prompt` where rows of several batches have no prompts in common."""
+        fans = self.spaces.ungrouped_by(self.spaces.chain(x)[0])
+        return None if not fans else self.errors.add(
+            "RL0201", f"values of {self.spaces.shown(x)} cannot be reduced by prompt", x.at,
+            f"it has rows of batches with {fans} sequences for each prompt", labels=x.origin,
+            help="reduce before `concat`, and name the result: `gen with m=mean(r by prompt)`, then `.m` of all rows")
 
     def _loss_has_no_rows(self, to: FrameRef, span: Span) -> Bad | None:
         if not self.in_loss:

@@ -96,16 +96,18 @@ def rows_by_dp(spread: Spread, dp: int, frames: Sequence[IndexedFrame], lengths:
                step: int) -> tuple[dict[str, Rows], ...]:
     """[dp rank] -> frame -> the rows of each of `frames` that it works on (in a training spread, in any minibatch).
 
-    frames: at least those of the spread. The others, which share their rows or prompts, are divided accordingly: a dp
-    rank gets the rows that belong to its own. lengths: needed of frames that are balanced by tokens, and of those whose
-    lengths say which rows exist. A spread with granularity "all" has one dp rank with every row."""
+    frames: at least those of the spread. The others, which share their rows or prompts or are concatenated in them, are
+    divided accordingly: a dp rank gets the rows that belong to its own. lengths: needed of frames that are balanced by
+    tokens, and of those whose lengths say which rows exist; of a frame whose rows are not known yet there are none in
+    the result. A spread with granularity "all" has one dp rank with every row."""
     known = {f.id: f for f in frames}
     if spread.granularity == "all":
         return ({f.id: present_rows(f, lengths) for f in frames},)
     first = _spread_frames(spread, known)[0]
     minibatches = [m for epoch in _units_by_dp(spread, dp, known, lengths, seed, step) for m in epoch]
     unions = (sorted({unit for m in minibatches for unit in m[dp_rank]}) for dp_rank in range(dp))
-    return tuple({f.id: _rows_of_units(spread.granularity, first, f, units, lengths) for f in frames}
+    present = [f for f in frames if not f.present_in or f.present_in in lengths]
+    return tuple({f.id: _rows_of_units(spread.granularity, first, f, units, lengths) for f in present}
                  for units in unions)
 
 
@@ -191,13 +193,31 @@ def _rows_of_units(granularity: str, divided: IndexedFrame, frame: IndexedFrame,
     # Both frames are divided along the finest space that both lie below (selections count as what they were selected
     # from): a row of it has units_per_row units of `divided` and rows_per_row rows of `frame`.
     unit_level = divided.prompt_index if granularity == "prompt" else 0
+    part = frame.among(divided)
+    if part is not None:
+        return _rows_of_part(frame, *part, divided.chain[unit_level].count // divided.chain[-1].count, units, lengths)
     common = next((i for i in range(unit_level, len(divided.chain)) if divided.origins[i] in frame.origins), None)
     if common is None:
         raise internal_error(f"frame {frame.id} shares no rows and no prompts with {divided.id}", place=PLACE)
     units_per_row = divided.chain[unit_level].count // divided.chain[common].count
     rows_per_row = frame.count // divided.chain[common].count
-    rows = [r for s in sorted({unit // units_per_row for unit in units})
-            for r in range(s * rows_per_row, (s + 1) * rows_per_row)]
+    return _present([r for s in sorted({unit // units_per_row for unit in units})
+                     for r in range(s * rows_per_row, (s + 1) * rows_per_row)], frame, lengths)
+
+
+def _rows_of_part(frame: IndexedFrame, level: int, first: int, units_per_root: int, units: Sequence[int],
+                  lengths: Lengths) -> Rows:
+    """The rows of a frame that belong to units of a concatenation. level, first: of `IndexedFrame.among`.
+    units_per_root: units of each row of the root."""
+    count = frame.chain[level].count
+    rows_per_root = frame.count // count
+    roots = sorted({unit // units_per_root - first for unit in units})
+    return _present([r for root in roots if 0 <= root < count
+                     for r in range(root * rows_per_root, (root + 1) * rows_per_root)], frame, lengths)
+
+
+def _present(rows: Sequence[int], frame: IndexedFrame, lengths: Lengths) -> Rows:
+    """Those of some rows that exist."""
     if not frame.present_in:
         return tuple(rows)
     present = set(present_rows(frame, lengths))

@@ -187,7 +187,8 @@ def _frames_with_needed_lengths(t: Tables, e: Event) -> set[str]:
         frames.discard(e.frame)
     spreads = [id for _, role, id in references(e) if role is Role.SPREAD]
     frames |= {f for s in spreads if t.spreads[s].balance_by == "tokens" for f in t.spreads[s].frames}
-    return frames | {p for s in spreads for f in t.spreads[s].frames if (p := t.frames[f].present_in)}
+    return frames | {p for s in spreads if t.spreads[s].balance_by != "slot"  # slots are there whatever is in them
+                     for f in t.spreads[s].frames if (p := t.frames[f].present_in)}
 
 
 def _lengths_buffers(t: Tables, frame: str) -> tuple[str, ...]:

@@ -8,13 +8,14 @@ each operation.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import get_args
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.derive_ops import DERIVE_OPS, DeriveOpName, OverLong
 from rldsl.plan.events import Collect, Derive, Generate, split_buffer
-from rldsl.plan.spaces import IndexedFrame, response_chain
+from rldsl.plan.spaces import IndexedFrame, common_parent, numberings, response_chain
 from rldsl.verify.tables import Tables, name, problem
 
 # What is wrong with the frame and the values that an operation makes, or "".
@@ -30,7 +31,7 @@ def check_derive(t: Tables, e: Derive) -> Iterator[Diagnostic]:
         return
     if not DERIVE_OPS[e.op].calls_python and (e.function or e.given or e.over_long != "error"):
         yield problem("RL0615", f"{name(e)}: {e.op} calls no function", e)
-    if e.op != "whole" and e.parts:
+    if e.op not in ("whole", "concat") and e.parts:
         yield problem("RL0615", f"{name(e)}: {e.op} joins no frames", e)
     if e.op != "prefixes" and (e.cut_at or e.cut_every or e.cut_fractions):
         yield problem("RL0615", f"{name(e)}: {e.op} cuts nothing", e)
@@ -45,7 +46,8 @@ def check_derive(t: Tables, e: Derive) -> Iterator[Diagnostic]:
 def check_values(t: Tables, e: Derive | Collect) -> Iterator[Diagnostic]:
     """Each value becomes one of its own kind."""
     pairs = [(t.values[v], t.values[w]) for v, w in e.values]
-    if not pairs or len({w for _, w in e.values}) != len(pairs):
+    several = len(e.parts) if isinstance(e, Derive) and DERIVE_OPS[e.op].several else 1
+    if not pairs or any(count != several for count in Counter(w for _, w in e.values).values()):
         yield problem("RL0614", f"{name(e)} must write at least one value, each only once", e)
     for v, w in pairs:
         if (v.level, v.extent, v.dtype) != (w.level, w.extent, w.dtype) or v.level == "batch":
@@ -72,7 +74,8 @@ def _buffers(t: Tables, e: Derive) -> Iterator[Diagnostic]:
     if {v for v, _ in read} != must or len(read) != len(must) or any(
             r != e.spread and (r not in t.spreads or t.spreads[r].granularity != "all") for _, r in read):
         yield problem("RL0614", f"{name(e)} must read {', '.join(sorted(must))} on spread {e.spread}", e)
-    if {*e.writes} != {f"{w}@{e.spread}" for _, w in e.values} or len(e.writes) != len(e.values):
+    made = {f"{w}@{e.spread}" for _, w in e.values}
+    if {*e.writes} != made or len(e.writes) != len(made):
         yield problem("RL0614", f"{name(e)} must write its values on spread {e.spread}", e)
 
 
@@ -199,9 +202,46 @@ def _prefixes(t: Tables, e: Derive) -> str:
     return ""
 
 
+def _concat(t: Tables, e: Derive) -> str:
+    if len({*e.parts}) != len(e.parts) or len(e.parts) < 2 or e.source != e.parts[0]:
+        return f"it concatenates {', '.join(e.parts) or 'nothing'}, not at least two frames, the first {e.source}"
+    frame, parts = t.frames[e.frame], [t.frames[p] for p in e.parts]
+    if frame.selected_from or frame.picked_from or not _numbers_parts(frame, parts):
+        return f"frame {e.frame} does not have the rows of all parts"
+    if frame.present_in != (e.frame if any(p.present_in for p in parts) else ""):
+        return f"frame {e.frame} does not record which of its rows are present"
+    if len({(p.temperature, p.tokenizer or t.data[p.data].tokenizer) for p in (frame, *parts)}) > 1:
+        return f"the parts of {e.frame} have different temperatures or tokenizers"
+    if (frame.data, frame.max_prompt_tokens, frame.max_response_tokens) != (
+            parts[0].data, max(p.max_prompt_tokens for p in parts), max(p.max_response_tokens for p in parts)):
+        return f"frame {e.frame} does not have the limits of its parts"
+    for made in dict.fromkeys(w for _, w in e.values):
+        read = [v for v, w in e.values if w == made]
+        own = [v for v in ("tokens", "logprobs", "finished") if made == f"{e.frame}.{v}"]
+        if own and read != [f"{p}.{own[0]}" for p in e.parts]:
+            return f"{made} is not made of the {own[0]} of each part, in order"
+        if t.values[made].frame != e.frame or t.values[made].level not in ("seq", "token") or any(
+                t.values[v].frame != p.id and (t.values[v].extent != "row"
+                                               or t.frames[t.values[v].frame].row_space != p.row_space)
+                for v, p in zip(read, parts, strict=False)):
+            return f"{made} is not made of a value of the rows of each part, in order"
+    return ""
+
+
+def _numbers_parts(frame: IndexedFrame, parts: list[IndexedFrame]) -> bool:
+    """Whether the space of a frame has the rows of all parts, where `numberings` says."""
+    parent, space, root = common_parent(parts), frame.chain[0], frame.chain[-1]
+    if parent:
+        return (space.parent, space.fan) == (parent, sum(n.run for n in numberings(parts, parent)))
+    fans = {p.per_prompt for p in parts}
+    prompts = len(frame.chain) == 2 and fans == {space.fan}
+    spaces = [p.prompt_space if prompts else p.row_space for p in parts]
+    return (prompts or len(frame.chain) == 1) and [s for s, _ in root.parts] == spaces
+
+
 OPS: Mapping[DeriveOpName, FrameRule] = {
     "where": _where, "restrict": _restrict, "pick": _pick, "others": _others, "whole": _whole, "text": _text,
-    "prefixes": _prefixes,
+    "prefixes": _prefixes, "concat": _concat,
 }
 
 

@@ -299,6 +299,8 @@ def _divides(t: Tables, v: Value, spread: str) -> bool:
         return True
     frame, divided = t.frames[v.frame], t.frames[s.frames[0]]
     unit = divided.prompt_origin if s.granularity == "prompt" else divided.row_origin
+    if frame.among(divided) is not None:  # the rows of its parts are on their way into a concatenation
+        return unit == divided.root_origin and v.level != "prompt"
     rows = frame.origins[frame.prompt_index if v.level == "prompt" else 0:]
     return unit in rows or v.level == "prompt" and rows[0] == divided.prompt_origin
 

@@ -69,6 +69,8 @@ def _derive(t: Tables, e: Derive) -> str:
     s = t.spreads[e.spread]
     if DERIVE_OPS[e.op].whole_prompts and not _has_whole_prompts(t, s, t.frames[e.source]):
         return f"needs all rows of a prompt, but spread {e.spread} divides them"
+    if DERIVE_OPS[e.op].several and (s.balance_by != "slot" or s.frames != (e.frame,) or s.granularity != "prompt"):
+        return f"does not have the rows of {e.frame} in slots, with those of all parts"
     if DERIVE_OPS[e.op].calls_python and s.layout and t.layouts[s.layout].dp != len(t.spread_ranks(e.spread)):
         return f"must call Python once per row, but spread {e.spread} has rows on several ranks"
     return _each_row_once(t, e)

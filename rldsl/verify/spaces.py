@@ -1,10 +1,10 @@
 """Spaces form trees whose counts fit, and frames lie in them.
 
 In: tables, perhaps with unknown names. Out: diagnostics RL0610 (unknown) and RL0612 (malformed). Rules: none is its own
-ancestor or selection; a space has `fan` rows for each row of its parent; a selection has the numbers of what it is
-selected from, and its parent is selected from that one's parent; a frame is a selection where its space is, of a frame
-of the space that this one is selected from; the frame that says which rows are present lies in the rows or above them.
-"""
+ancestor or selection; a root that concatenates other spaces has the rows of one after those of another; a space has
+`fan` rows for each row of its parent; a selection has the numbers of what it is selected from, and its parent is
+selected from that one's parent; a frame is a selection where its space is, of a frame of the space that this one is
+selected from; the frame that says which rows are present lies in the rows or above them. """
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rldsl.verify.tables import Tables, problem
 def check_spaces(t: Tables) -> Iterator[Diagnostic]:
     spaces = {s.id: s for s in t.plan.spaces}
     for s in t.plan.spaces:
-        if unknown := [x for x in (s.parent, s.of) if x and x not in spaces]:
+        if unknown := [x for x in (s.parent, s.of, *(p for p, _ in s.parts)) if x and x not in spaces]:
             yield problem("RL0610", f"space {s.id} refers to an unknown space {unknown[0]!r}")
         elif fault := _space(s, spaces):
             yield problem("RL0612", f"space {s.id} {fault}")
@@ -41,6 +41,8 @@ def _space(s: Space, spaces: dict[str, Space]) -> str:
         return f"has {s.count} rows in {s.iterations} iterations and a fan of {s.fan}, but no parent"
     if s.parent and (s.iterations != 1 or s.count != spaces[s.parent].count * s.fan):
         return f"has {s.count} rows, which are not {s.fan} for each of the {spaces[s.parent].count} of {s.parent}"
+    if s.parts and (fault := _parts(s, spaces)):
+        return fault
     if not s.of:
         return ""
     of = spaces[s.of]
@@ -48,6 +50,31 @@ def _space(s: Space, spaces: dict[str, Space]) -> str:
         return f"numbers its rows differently from {of.id}, from which it is selected"
     above = spaces[s.parent].of if s.parent else ""
     return "" if above == of.parent else f"lies below {s.parent!r}, but {of.id}, from which it is selected, does not"
+
+
+def _parts(s: Space, spaces: dict[str, Space]) -> str:
+    """What is wrong with a space that concatenates others, or ""."""
+    if s.parent or s.of or s.iterations != 1:
+        return "concatenates the rows of others, but is no root, or is a selection or a collection"
+    first = 0
+    for part, number in s.parts:
+        if number != first:
+            return f"has the rows of {part} from {number} on, not from {first}"
+        first += spaces[part].count
+    if first != s.count or len(s.parts) < 2:
+        return f"has {s.count} rows, but its {len(s.parts)} parts have {first}"
+    roots = {_root(p, spaces) for p, _ in s.parts}
+    return "" if len(roots) == len(s.parts) else "concatenates rows that come from the same rows"
+
+
+def _root(id: str, spaces: dict[str, Space]) -> str:
+    """The root from which the rows of a space come, selected or not."""
+    for _ in range(2 * MAX_DEPTH):
+        space = spaces.get(id)
+        if space is None or not (space.parent or space.of):
+            break
+        id = space.of or space.parent
+    return id
 
 
 def _is_endless(s: Space, link: str, spaces: dict[str, Space]) -> bool:

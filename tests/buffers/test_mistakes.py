@@ -31,6 +31,8 @@ FINE = [
     "good.add(gen)\nold = good.sample(4)\nnew = actor.generate(old, n=2)\nmetric m = mean(size(gen)) + mean(len(new))",
     "every 2 { good.add(gen) }\nold = good.sample(4)\nmetric m = mean(len(old))",
     "a = pick(gen, r)\ngood.add(a)\nold = good.sample(4)\nmetric m = mean(old.logprobs)",
+    "a = gen with x=mean(r by prompt), y=mean(r), z=1\ngood.add(a)\nold = good.sample(4)\n"
+    "metric m = mean(old.x * old.z - old.y)",
     "good.add(prompt)\nold = good.sample(4)\nnew = actor.generate(old)\nmetric m = mean(len(new))",
 ]
 # (statements, code, the text that it underlines)
@@ -52,9 +54,6 @@ MISTAKES = [
     ("metric m = mean(good.sample(4))", "RL0212", "good.sample"),
     ("good.add(gen)\ngood.add(hot)", "RL0202", "hot"),
     ("a = gen with x=r\ngood.add(gen)\ngood.add(a)", "RL0202", "a"),
-    ("a = gen with x=mean(r by prompt)\ngood.add(a)", "RL0201", "a"),
-    ("a = gen with x=mean(r)\ngood.add(a)", "RL0201", "a"),
-    ("a = gen with x=1\ngood.add(a)", "RL0201", "a"),
     ("repeat 2 { good.add(gen) }", "RL0212", "good.add(gen)"),
     ("good.add(gen)\neval held {\np = held.next()\ng = actor.generate(p)\ngood.add(g)\nmetric m = mean(len(g)) }",
      "RL0212", "good.add(g)"),

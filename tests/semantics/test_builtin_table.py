@@ -34,7 +34,8 @@ def test_a_function_of_several_operators_needs_an_entry(form: str, table: str) -
 
 def test_every_function_without_an_operator_is_in_a_table() -> None:
     assert {b.name for b in BUILTINS.values() if not b.operator} == {
-        *COMPOSITES, "clip", "choice", "over", "along", "prefixes", "pick", "others", "whole", "pair"}
+        *COMPOSITES, "clip", "choice", "over", "along", "prefixes", "pick", "others", "whole", "pair",
+        "concat"}
     assert {"clip", "choice"} < SPECIAL.keys()
     assert {b.operator for b in BUILTINS.values() if b.operator} <= OPERATORS.keys()
 

@@ -54,13 +54,15 @@ class StepRows:
         return indexed_frames(self.plan)
 
     def rows_by_dp(self, spread: Spread) -> tuple[dict[str, Rows], ...]:
-        """[dp rank][frame] -> rows, for the frames of the spread and those that come from the same rows of data."""
+        """[dp rank][frame] -> rows, for the frames of the spread, those that come from the same rows of data, and
+        those that are concatenated in them."""
         if spread.id not in self._rows_by_dp:
             all_frames = self.frames
-            root = all_frames[spread.frames[0]].root_origin if spread.frames else None
-            frames = [f for f in all_frames.values() if root is None or f.root_origin == root]
+            divided = all_frames[spread.frames[0]] if spread.frames else None
+            frames = [f for f in all_frames.values() if divided is None or f.root_origin == divided.root_origin
+                      or f.among(divided) is not None]
             # rows of the others do not exist yet
-            frames = [f for f in frames if not f.present_in or f.present_in in self.lens]
+            frames = [f for f in frames if not f.present_in or f.present_in in self.lens or f.id in spread.frames]
             self._rows_by_dp[spread.id] = rows_by_dp(
                 spread, self.world.dp(spread), frames, self._totals(spread, frames), self.plan.header.seed,
                 self.step_index)
@@ -104,6 +106,6 @@ class StepRows:
     def _totals(self, spread: Spread, frames: Sequence[IndexedFrame]) -> dict[str, list[int]]:
         """Frame -> tokens of each row: of the frames that are balanced by tokens, and of those whose lengths say which
         rows of `frames` exist."""
-        wanted = {f.present_in for f in frames if f.present_in}
+        wanted = {f.present_in for f in frames if f.present_in in self.lens}
         wanted |= {*spread.frames} if spread.balance_by == "tokens" else set()
         return {f: self.lens[f].of("tokens").tolist() for f in sorted(wanted)}

@@ -17,6 +17,7 @@ import torch
 from rldsl.plan.derive_ops import DeriveOpName
 from rldsl.plan.events import Derive
 from rldsl.plan.function import Text
+from rldsl.plan.spaces import common_parent, numberings
 from rldsl.runtime.comm.row_assignment import RowLengths
 from rldsl.runtime.data.written_prompts import prompt_ids
 from rldsl.runtime.interpreter.cuts import cut_positions
@@ -38,6 +39,9 @@ class DerivedRows:
 
 def derive(step: StepState, services: Services, event: Derive) -> None:
     context = step.context
+    if event.op == "concat":
+        concat(step, event)
+        return
     source = context.frames[event.source]
     made = OPS[event.op](step, services, event)
     if event.makes_rows:
@@ -56,6 +60,27 @@ def derive(step: StepState, services: Services, event: Derive) -> None:
             kept = held.gather(made.source_rows)
             kept = RaggedRows(made.rows, kept.sizes, kept.data)
         step.buffers.put(f"{new}@{event.spread}", kept)
+
+
+def concat(step: StepState, event: Derive) -> None:
+    """The rows of several frames under the numbers that they have in one. Nothing says how long these are but the
+    lengths of the parts, which the spread therefore does not need."""
+    frames = step.context.frames
+    parts, spread = [frames[p] for p in event.parts], step.context.spreads[event.spread]
+    rows = [step.my_rows(spread, p.id) for p in parts]
+    numbers = [r // n.run * n.stride + n.first + r % n.run
+               for r, n in zip(rows, numberings(parts, common_parent(parts)), strict=True)]
+    known = [step.rows.lens[p.id] for p in parts]
+    lens = RowLengths(*(torch.zeros(frames[event.frame].count, dtype=x.dtype, device=x.device)
+                        for x in (known[0].prompt, known[0].response)))
+    for old, new, of in zip(rows, numbers, known, strict=True):
+        lens.prompt[new], lens.response[new] = of.prompt[old], of.response[old]
+    step.rows.set_lengths(event.frame, lens)  # of this rank's rows, until the exchange
+    for made in dict.fromkeys(new for _, new in event.values):
+        held: list[RaggedRows] = [step.read(event.reads, v) for v, new in event.values if new == made]
+        taken = [h.select(old) for h, old in zip(held, rows, strict=True)]
+        step.buffers.put(f"{made}@{event.spread}", RaggedRows.join(
+            [RaggedRows(new, h.sizes, h.data) for h, new in zip(taken, numbers, strict=True)]))
 
 
 def _lengths(step: StepState, event: Derive, made: DerivedRows) -> RowLengths:
