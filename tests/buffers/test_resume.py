@@ -64,7 +64,7 @@ def whole(base: Path) -> Path:
     return base / "whole"
 
 
-@pytest.mark.parametrize("after", [1, 2, 3])
+@pytest.mark.parametrize("after", [2])  # killed in every step: test_killed.py
 def test_a_run_that_was_stopped(base: Path, whole: Path, after: int) -> None:
     out = base / f"stopped{after}"
     assert set(run(plan(base, "one"), out, stop_after=after)) == {""}

@@ -35,7 +35,7 @@ def test_the_first_step(tmp_path: Path) -> None:
                    (r"  every 100 .*\n  checkpoint.*\n", ""),
                    (r"(  actor\.train.*\n)", f'  save actor to "{here}/before"\n\\1  save actor to "{here}/after"\n'),
                    note=True, steps=1, batch=BATCH, tokens=TOKENS, buffer=BUFFER, wanted=WANTED)
-    ((step,),) = run_all(1, {"it": made.compiled("place *.* on mesh(0:1)")}, base).values()
+    ((step,),) = run_all(1, {made.name: made.compiled("place *.* on mesh(0:1)")}, base).values()
     prompts = [json.loads(line)["prompt"] for line in (base / "data/prompts.jsonl").read_text().splitlines()]
     seen = made.rows("exact_match")
 

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from contextlib import chdir
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ RECORDER = """
 
 def _noted(name, function):
     def call(rows):
-        import json
+        import json, os
         found = function(rows)
-        with open("seen.jsonl", "a", encoding="utf-8") as file:
+        with open(os.environ["SEEN"], "a", encoding="utf-8") as file:
             for row, result in zip(rows, found):
                 file.write(json.dumps([name, row, result]) + chr(10))
         return found
@@ -78,8 +78,8 @@ class Program:
             return encode(api.compile(str(path), dict(self.sets), str(rules)))
 
     def rows(self, function: str) -> list[tuple[dict[str, Any], Any]]:
-        """(row, result) of each call of a Python function, in order."""
-        lines = (self.folder / "seen.jsonl").read_text().splitlines()
+        """(row, result) of each call of a Python function, in order, of a run of this name on one rank."""
+        lines = (self.folder.parent / "out" / self.name / "seen.0.jsonl").read_text().splitlines()
         return [(row, x) for name, row, x in map(json.loads, lines) if name == function]
 
 
@@ -93,14 +93,15 @@ def root(folder: Path) -> Path:
 
 
 def program(base: Path, name: str, *edits: tuple[str, str], note: bool = False, **sets: Any) -> Program:
-    """The example `name`, with texts replaced. note: Python functions write what they see to `seen.jsonl`."""
+    """The example `name`, with texts replaced. note: the Python functions of a run `x` write what they see on rank i to
+    `out/x/seen.i.jsonl`."""
     folder = base / name
     folder.mkdir()
     text = (EXAMPLES / f"{name}.rlf").read_text()
     for old, new in edits:
         assert re.search(old, text), f"{old} is not in {name}"
         text = re.sub(old, new, text)
-    recorder = RECORDER.replace("seen.jsonl", str(folder / "seen.jsonl")) if note else ""
+    recorder = RECORDER if note else ""
     (folder / "judge.py").write_text((EXAMPLES / "judge.py").read_text() + recorder)
     (folder / "rewards.py").write_text(REWARDS + recorder)
     (folder / "vine.py").write_text(VINE + recorder)
@@ -127,6 +128,8 @@ def _rank(rank: int, plans: dict[str, bytes], base: str, responses: dict[str, Pa
 
     os.chdir(base)
     for name, data in plans.items():
-        with followed(responses[name]) if follow else recorded(responses[name]):
-            plan = PlanFile.from_bytes(data, f"{name}.plan")
-            execute(plan, f"{base}/out/{name}", options=Options(allow_write=(base,)))
+        with (open(f"{base}/said", "a", encoding="utf-8") as said, redirect_stdout(said), redirect_stderr(said),
+              followed(responses[name]) if follow else recorded(responses[name])):
+            plan, out = PlanFile.from_bytes(data, f"{name}.plan"), f"{base}/out/{name}"
+            os.environ["SEEN"] = f"{out}/seen.{rank}.jsonl"
+            execute(plan, out, options=Options(allow_write=(base,)))
