@@ -28,6 +28,7 @@ def launched(place: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
         return 0
 
     monkeypatch.setattr(running, "launch", launch)
+    monkeypatch.setattr("sys.argv", ["rlc", "run", "p.plan"])  # a worker of xdist may have no arguments
     return found
 
 
