@@ -32,8 +32,8 @@ def _escaped(d: Diagnostic) -> Diagnostic:
 
 def to_json(diagnostics: Iterable[Diagnostic]) -> str:
     """{"format": 1, "diagnostics": [...]}; lines and columns count from 1, `start` and `end` are character offsets
-    from 0. `fix`: null, or edits that mend the mistake, to be applied together."""
-    return json.dumps({"format": 1, "diagnostics": [_record(d) for d in diagnostics]}, indent=1, ensure_ascii=False)
+    from 0. `fix`: null, or edits that fix the error, to be applied together."""
+    return json.dumps({"format": 1, "diagnostics": [record(d) for d in diagnostics]}, indent=1, ensure_ascii=False)
 
 
 def to_github(diagnostics: Iterable[Diagnostic]) -> str:
@@ -99,7 +99,8 @@ def _width(span: Span) -> int:
     return max(1, _cells(line[: max(0, span.end - span.start)].rstrip()))
 
 
-def _record(d: Diagnostic) -> dict[str, Any]:
+def record(d: Diagnostic) -> dict[str, Any]:
+    """One diagnostic as `to_json` writes it."""
     return {
         "code": d.code, "severity": d.severity, "title": d.title, "place": d.place, "label": d.label,
         "span": _place(d.span), "labels": [{"span": _place(x.span), "text": x.text} for x in d.labels],

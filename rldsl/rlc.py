@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from types import FrameType
 
 from rldsl import collector
+from rldsl.output_format import EARLY_INTERRUPTION, json_requested
 
 
 def main() -> None:
@@ -23,5 +25,8 @@ def main() -> None:
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:
-    os.write(2, b"interrupted; to start again, repeat the command\n")
+    if json_requested(sys.argv[1:]):
+        os.write(1, EARLY_INTERRUPTION.encode())
+    else:
+        os.write(2, b"interrupted; to start again, repeat the command\n")
     os._exit(128 + signal.SIGINT)  # as a shell reports it

@@ -20,6 +20,7 @@ from rldsl.diag import Failure, fail
 from rldsl.report import render
 from rldsl.runtime.files import refuse_links_out
 from rldsl.runtime.health.failure_messages import tell_torchrun
+from rldsl.runtime.message_file import report
 from rldsl.runtime.metrics.run_lock import acquire
 from rldsl.runtime.metrics.run_record import CONTRADICTION, WRITTEN, OutputClaim, claim_output, is_own_checkpoint
 from rldsl.runtime.parent import terminate_with
@@ -69,7 +70,7 @@ def _agent() -> int | None:
 
 def _exit_with(failure: Failure, say: bool) -> NoReturn:
     if say:
-        print(render(failure.diagnostics, sys.stderr.isatty()), file=sys.stderr, flush=True)
+        report(failure.diagnostics)
         tell_torchrun(render(failure.diagnostics))
     else:  # torchrun ends all ranks as soon as one has failed: the one that speaks must be the first
         time.sleep(GRACE)

@@ -13,13 +13,14 @@ LEAVES = {"source", "diag", "progress", "collector"}
 PLAN = LEAVES | {"plan"}
 PLACED = PLAN | {"sharding", "reshard"}
 COMPILER = {"syntax", "semantics", "graph", "models", "placement", "passes"}
-RUNTIME = {"runtime", "runtime.parent", "runtime.comm", "runtime.data", "runtime.state", "runtime.rewards", "runtime.persist",
-           "runtime.health", "runtime.metrics", "runtime.interpreter"}
+RUNTIME = {"runtime", "runtime.message_file", "runtime.parent", "runtime.comm", "runtime.data", "runtime.state",
+           "runtime.rewards", "runtime.persist", "runtime.health", "runtime.metrics", "runtime.interpreter"}
 TORCH_BACKEND = {"backends", "backends.torch", "backends.torch.kernels", "backends.torch.model",
                  "backends.torch.train", "backends.torch.generate"}
 # package or module -> what of ours it may import besides itself
 ALLOWED: dict[str, set[str]] = {
     "source": set(), "progress": set(), "collector": set(), "highlight": set(), "explain": set(), "starters": set(),
+    "output_format": set(),
     "diag": {"source"}, "report": LEAVES, "fix": LEAVES, "files": LEAVES, "extras": LEAVES,
     # the plan and what is derived from it alone
     "plan": LEAVES,
@@ -43,12 +44,13 @@ ALLOWED: dict[str, set[str]] = {
     # the runtime
     "runtime": PLAN | {"sharding"},
     "runtime.parent": LEAVES, "runtime.local_ranks": LEAVES,
-    "runtime.launch": LEAVES | {"report", "runtime.parent", "runtime.local_ranks"},
+    "runtime.message_file": LEAVES | {"report"},
+    "runtime.launch": LEAVES | {"runtime.message_file", "runtime.parent", "runtime.local_ranks"},
     "runtime.comm": PLACED | {"runtime"},
     "runtime.data": PLAN | {"sharding", "runtime"},
     "runtime.rewards": PLAN,
     "runtime.state": PLACED | {"runtime", "runtime.comm", "runtime.data"},
-    "runtime.health": PLAN | {"postmortem", "report", "runtime", "runtime.parent"},
+    "runtime.health": PLAN | {"postmortem", "report", "runtime", "runtime.message_file", "runtime.parent"},
     "runtime.persist": PLACED | {"runtime", "runtime.comm", "runtime.data", "runtime.rewards", "runtime.state"},
     "runtime.metrics": PLAN | {"runtime", "runtime.rewards", "runtime.state"},
     "runtime.interpreter": PLACED | {"models", "report", "verify"} | RUNTIME,
@@ -64,15 +66,16 @@ ALLOWED: dict[str, set[str]] = {
     # what users touch
     "api": PLAN | COMPILER | {"files", "search"},
     "preview": PLAN | {"passes", "memory"},
-    "python": PLAN | COMPILER | {"api", "clusters", "extras", "files", "inspect", "memory", "pages", "preview", "report",
-                                 "runtime.metrics", "search", "simulate", "verify"},
+    "python": PLAN | COMPILER | {"api", "clusters", "extras", "files", "inspect", "memory", "pages", "preview",
+                                 "report", "runtime.message_file", "runtime.metrics", "search", "simulate", "verify"},
     "notebook": LEAVES | {"api", "files", "python"},
     "lsp": PLAN | COMPILER | {"api", "clusters", "memory", "simulate"},
     "commands": PLAN | COMPILER | {"api", "clusters", "extras", "files", "fix", "inspect", "lsp", "pages", "postmortem",
-                                   "python", "runtime.metrics", "search", "simulate", "starters", "verify"},
-    "cli": PLAN | {"api", "clusters", "commands", "explain", "extras", "files", "report", "search", "simulate", "syntax",
-                   "verify"},
-    "rlc": {"cli", "collector"},
+                                   "python", "report", "runtime.message_file", "runtime.metrics",
+                                   "search", "simulate", "starters", "verify"},
+    "cli": PLAN | {"api", "clusters", "commands", "explain", "extras", "files", "output_format", "report", "search",
+                   "simulate", "syntax", "verify"},
+    "rlc": {"cli", "collector", "output_format"},
 }
 TORCH = {"torch", "transformers", "safetensors", "tokenizers", "accelerate", "flash_attn"}
 MAY_TORCH = {"runtime", "backends", "run", "measure"}

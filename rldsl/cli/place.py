@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rldsl.cli.options import FILE, FOLDER, chosen, lengths, on_cluster, together
-from rldsl.cli.shell import Settings, command, print_result, say
+from rldsl.cli.printing import say
+from rldsl.cli.shell import Settings, command, print_result
 
 if TYPE_CHECKING:
     from rldsl.simulate import Lengths

@@ -7,7 +7,8 @@ import gc
 import click
 
 from rldsl.cli.options import FILE, on_cluster
-from rldsl.cli.shell import Settings, command, print_result, report_diagnostics, say
+from rldsl.cli.printing import say
+from rldsl.cli.shell import Settings, command, print_result, report_diagnostics
 from rldsl.diag import Failure
 from rldsl.files import read_bytes
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from rldsl.cli.options import FILE, chosen, one_of
-from rldsl.cli.shell import Settings, coloured, command, print_result, report_diagnostics, say
+from rldsl.cli.printing import coloured, say
+from rldsl.cli.shell import Settings, command, print_result, report_diagnostics
 from rldsl.commands import Usage
 
 if TYPE_CHECKING:  # what a command does not need is not imported

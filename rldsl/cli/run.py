@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from rldsl.cli.options import FILE, FOLDER, chosen
-from rldsl.cli.shell import Settings, command, print_result, report_diagnostics, say
+from rldsl.cli.printing import say
+from rldsl.cli.shell import Settings, command, print_result, report_diagnostics
 from rldsl.commands import Usage
 from rldsl.diag import Failure
 
@@ -61,7 +62,10 @@ def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str |
     ended = run(file, sets, place, overrides, out, trace, nproc, resume, overwrite, options,
                 lambda text: click.echo(text, err=True), quiet=as_json)
     if as_json:
-        print_result(settings, "", directory=ended.out, state=ended.state, step=ended.step)
+        print_result(settings, "", directory=ended.out, state=ended.state, step=ended.step,
+                     diagnostics=list(ended.diagnostics))
+    elif ended.line:
+        click.echo(ended.line, err=True)
     return ended.status
 
 

@@ -1,12 +1,11 @@
 """What every command of `rlc` shares: how it prints, how exceptions become messages, and the exit status.
 
-0 ok, 1 errors in the program or the run, 2 usage, 3 an internal compiler error, 130 Ctrl-C. Warnings do not count,
-except with `rlc check --strict`.
+0 ok, 1 errors in the program or the run, 2 usage, 3 an internal compiler error, 130 Ctrl-C, 143 a run ended by SIGTERM.
+Warnings do not count, except with `rlc check --strict`.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -18,14 +17,16 @@ from typing import Any
 
 import click
 
+from rldsl.cli.printing import coloured, say
 from rldsl.cli.status_line import StatusLine
+from rldsl.cli.usage import JsonGroup, print_version
 from rldsl.commands import Usage
 from rldsl.diag import Diagnostic, Failure, InternalError, internal_error
 from rldsl.extras import missing_package
+from rldsl.output_format import FORMATS
 from rldsl.plan.json_output import json_output
 from rldsl.progress import Interrupted, listening
 
-FORMATS = ("text", "json", "github")
 BUG = "this is a bug in the compiler, not in your program: please report it, with the program or plan and this message"
 INTERRUPTED = 130  # as a shell reports SIGINT
 
@@ -38,34 +39,12 @@ class Settings:
     verbose: bool = False  # CPU seconds, and tracebacks of internal errors
 
 
-def say(text: str, styled: bool = False) -> None:
-    """Print to standard output. What does not print as itself is escaped, in a form that JSON reads, too: names in
-    plans come from elsewhere, and a terminal obeys control characters. styled: the text is ours, with colours."""
-    if not (styled or text.isprintable()):
-        text = "".join(c if c.isprintable() or c in "\n\t" else json_escape(c) for c in text)
-    click.echo(text, nl=not text.endswith("\n"))
-
-
 def print_result(settings: Settings, text: str, /, styled: bool = False, **data: Any) -> None:
     """The result of a command: `text` for people, or `data` as one JSON object. styled: as in `say`."""
     if settings.output == "json":
         say(json_output({"format": 1, **data}))
     else:
         say(text, styled)
-
-
-def json_escape(character: str) -> str:
-    """As a JSON string may write it: \\u001b; two of them beyond the basic plane."""
-    units = character.encode("utf-16-be", "surrogatepass")
-    return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
-
-
-def coloured(stream: Any) -> bool:
-    """NO_COLOR and FORCE_COLOR decide (no-color.org, force-color.org), or else whether it is a terminal."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    forced = os.environ.get("FORCE_COLOR", "")
-    return bool(forced) and forced != "0" or stream.isatty() and forced != "0"
 
 
 def report_diagnostics(diagnostics: Iterable[Diagnostic], settings: Settings) -> None:
@@ -97,12 +76,11 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
         report_diagnostics((error.diagnostic,), settings)
         code = 3
     except Interrupted as stop:  # whoever raises it knows how to continue, and may have said so
-        if str(stop):
-            click.echo(str(stop), err=True)
+        _report_interruption(str(stop), settings)
         code = INTERRUPTED
     except KeyboardInterrupt:
         where = f" in: {status.stage}" if status.stage and status.stage.text else ""
-        click.echo(f"interrupted{where}; to start again, repeat the command", err=True)
+        _report_interruption(f"interrupted{where}; to start again, repeat the command", settings)
         code = INTERRUPTED
     except Usage as error:
         raise click.UsageError(str(error)) from None
@@ -135,6 +113,15 @@ def _report_bug(error: Exception, settings: Settings) -> None:
         click.echo(f"internal error: {what}\n{BUG}{more}", err=True)
     else:
         report_diagnostics((internal_error(what).diagnostic,), settings)
+
+
+def _report_interruption(line: str, settings: Settings) -> None:
+    """line: where the command stopped, and after a semicolon how to continue; "" if that has been said already."""
+    if settings.output == "json":
+        title, _, advice = (line or "interrupted").partition("; ")
+        report_diagnostics((Diagnostic("RL0090", title, help=advice),), settings)
+    elif line:
+        click.echo(line, err=True)
 
 
 def _let_interrupts_raise() -> None:
@@ -171,9 +158,10 @@ def shared_options(body: Callable[..., Any]) -> Callable[..., Any]:
     return body
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("rlc", cls=JsonGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @shared_options
-@click.version_option(package_name="rldsl", prog_name="rlc")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=print_version,
+              help="Show the version and exit.")
 @click.pass_context
 def main(context: click.Context) -> None:
     """Check, compile, inspect and run .rlf programs."""

@@ -4,37 +4,48 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from rldsl import report
 from rldsl.commands import Usage
 from rldsl.commands.inputs import ENDING, plan_or_program
-from rldsl.diag import fail
+from rldsl.diag import Diagnostic, fail
 from rldsl.plan.disk_paths import shown
 from rldsl.plan.expr import Scalar
-from rldsl.python.start import launch
+from rldsl.progress import Interrupted
+from rldsl.python.start import EARLY, launch
+from rldsl.runtime.message_file import collected
 from rldsl.runtime.metrics.default_output import free_output, newest_output, output_of
 from rldsl.runtime.metrics.run_record import (
     CONTRADICTION,
     FAILED,
     FINISHED,
+    RUNNING,
+    STOPPED,
     claim_output,
     is_own_checkpoint,
     read_record,
 )
+
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit status, as a shell reports it
 
 
 @dataclass(frozen=True, slots=True)
 class EndedRun:
     """What is left of a run."""
 
-    status: int  # of the ranks: 0, or not 0 where one failed
+    status: int  # of the ranks: 0, or not 0 where one failed; 130 after Ctrl-C
     out: str     # its directory
     state: str   # as in its record: "finished", "stopped" or "failed"
     step: int    # the last one
+    diagnostics: tuple[dict[str, Any], ...] = ()  # errors and warnings of its processes, as `rldsl.report` writes them
+    line: str = ""  # where Ctrl-C stopped it, if no rank has said that
 
 
 def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str], out: str | None,
@@ -68,12 +79,37 @@ def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Seq
             say(chosen)
         more = [*(["--trace", trace] if trace else []), "--command", shlex.join(["rlc", *sys.argv[1:]]),
                 *([f"--resume={origin}"] if origin else []), *(["--overwrite"] if overwrite else []), *options]
-        before = read_record(Path(out))
-        status = launch(path, world, out, more, quiet)
+        before, messages, line = read_record(Path(out)), Path(folder) / "messages", ""
+        try:
+            status = launch(path, world, out, more, quiet, messages)
+        except Interrupted as stop:
+            status, line = INTERRUPTED, str(stop)
         record = read_record(Path(out))
         if record is None or record == before:  # the ranks ended before the first step
-            return EndedRun(status, out, FAILED if status else FINISHED, 0)
-        return EndedRun(status, out, str(record["state"]), int(record.get("step", 0)))
+            record = {"state": _early_state(status)}
+        elif status and record["state"] == RUNNING:  # of another run, which owns the directory
+            record = {"state": FAILED}
+        left = collected(messages)
+        if status and not any(d["severity"] == "error" for d in left):
+            left.append(report.record(_without_message(status, line)))
+        return EndedRun(status, out, str(record["state"]), int(record.get("step", 0)), tuple(left), line)
+
+
+def _early_state(status: int) -> str:
+    """The state of a run whose ranks ended before they began a record."""
+    if status in (INTERRUPTED, TERMINATED):
+        return STOPPED
+    return FAILED if status else FINISHED
+
+
+def _without_message(status: int, line: str) -> Diagnostic:
+    """What to report of ranks that left no error. line: where Ctrl-C stopped them, if that is known."""
+    if status in (INTERRUPTED, TERMINATED):
+        what = "interrupted" if status == INTERRUPTED else "terminated"
+        title, _, advice = (line or f"{what} {EARLY}").partition("; ")
+        return Diagnostic("RL0090", title, help=advice)
+    return Diagnostic("RL0799", f"the ranks ended with exit status {status} and left no error message",
+                      help="see what they printed to standard error, and the files in `log` of the run's directory")
 
 
 def _default_output(file: str, resume: str | None, overwrite: bool) -> tuple[str, str]:

@@ -21,14 +21,17 @@ from rldsl.python.sources import event_quote, sources_of
 
 def show(file: str, rank: int | None, event: int | None, touched: bool, as_json: bool) -> str:
     """touched: only what a run reads and writes."""
-    if touched and (rank is not None or event is not None or as_json):
-        raise Usage("--paths describes the whole plan as text: omit --rank, --event and --json")
+    if touched and (rank is not None or event is not None):
+        raise Usage("--paths describes the whole plan: omit --rank and --event")
     if rank is not None and event is not None:
         raise Usage("--rank and --event cannot be combined")
     data = read_bytes(file)
     plan = decode(data, file)
     if touched:
-        return disk_paths.text(disk_paths.paths(visible_plan(plan)))
+        found_paths = disk_paths.paths(plan if as_json else visible_plan(plan))
+        if as_json:
+            return json_output({"format": 1, "id": plan_id(data)} | disk_paths.as_json(found_paths))
+        return disk_paths.text(found_paths)
     source = event_quote(plan, event, sources_of(plan, Path(file).parent)) if event is not None else ""
     if not as_json:
         return text(visible_plan(plan), rank, event, source)

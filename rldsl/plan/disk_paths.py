@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from posixpath import normpath
+from typing import Any
 
 from rldsl.diag import visible
 from rldsl.plan.model import Plan
@@ -75,6 +76,14 @@ def text(found: Paths, out: str = "OUT") -> str:
                              for path, names, digest in found.python]),
              *_part("writes", [shown(out), *map(shown, found.outside())])]
     return "\n".join(lines)
+
+
+def as_json(found: Paths) -> dict[str, Any]:
+    """For programs."""
+    return {"reads": [{"path": path, "what": what} for what, path in found.reads],
+            "python": [{"path": path, "functions": list(names), "sha256": digest}
+                       for path, names, digest in found.python],
+            "writes": list(found.writes)}
 
 
 def _called(names: Sequence[str]) -> str:

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from rldsl.progress import Interrupted, stage
+from rldsl.runtime.message_file import VARIABLE
 from rldsl.runtime.metrics.run_record import STOPPED, read_record
 
 PATIENCE = 8.0  # seconds that the ranks have to end after Ctrl-C
+EARLY = "before the first step; to start again, repeat the command"
 TICK = 0.1      # seconds between two looks at a run that is followed
 
 
@@ -34,13 +36,16 @@ class Follower(Protocol):
 
 
 def launch(plan: str, world: int, out: str, options: Sequence[str], quiet: bool = False,
-           follower: Follower | None = None) -> int:
+           messages: Path | None = None, follower: Follower | None = None) -> int:
     """Start the ranks and wait for them; Ctrl-C reaches them too, SIGTERM is passed on, and they get time to stop.
 
     plan: its file. world: number of ranks. out: the directory of the run. options: of `rldsl.run`. quiet: what the
-    ranks print goes to standard error. follower: gets what the ranks print, instead of the terminal. Returns the exit
-    status of the ranks. Raises Interrupted, or KeyboardInterrupt where a follower is given."""
+    ranks print goes to standard error. messages: the file where they leave their diagnostics
+    (`runtime/message_file.py`). follower: gets what the ranks print, instead of the terminal. Returns the exit status
+    of the ranks. Raises Interrupted, or KeyboardInterrupt where a follower is given."""
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))} | os.environ
+    if messages is not None:
+        environment[VARIABLE] = str(messages)
     command = [sys.executable, "-m", "rldsl.runtime.launch", "--parent", str(os.getpid()), "--standalone",
                "--nproc-per-node", str(world), "-m", "rldsl.run", plan, "--out", out, *options]
     stage("")  # the ranks report
@@ -57,10 +62,10 @@ def launch(plan: str, world: int, out: str, options: Sequence[str], quiet: bool 
             held = read_record(Path(out))
             if held is not None and held != earlier and held["state"] == STOPPED:  # rank 0 has said where
                 raise Interrupted from None
-            raise Interrupted("interrupted before the first step; to start again, repeat the command") from None
+            raise Interrupted(f"interrupted {EARLY}") from None
     status = code if code >= 0 else 128 - code  # a signal ended it: as a shell reports that
     if status == 128 + signal.SIGTERM and follower is None and read_record(Path(out)) == earlier:
-        print("terminated before the first step; to start again, repeat the command", file=sys.stderr, flush=True)
+        print(f"terminated {EARLY}", file=sys.stderr, flush=True)
     return status
 
 

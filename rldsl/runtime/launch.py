@@ -2,9 +2,8 @@
 
 In: the arguments of torchrun. After `--parent PID` they are those of `rlc run`, the process of that id, whose end this
 one takes as SIGTERM; its ranks are all on this machine, and `local_ranks` starts them without torchrun. Out: the exit
-status of the first rank that failed, else 0; 130 after Ctrl-C. SIGTERM goes to the ranks, which end after the step
-where the run writes checkpoints. Where there are none yet, or where it ends them because they are still importing, the
-status is 143.
+status of the first rank that failed, else 0; 130 after Ctrl-C. SIGTERM goes to the ranks. Where the run writes
+checkpoints they end after the step, and the status is 0; otherwise they end within seconds, and it is 143.
 Errors: RL0704 where the launchers of the machines cannot meet, RL0709 where ranks were killed and none is left to
 report it.
 """
@@ -20,8 +19,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from rldsl.diag import Diagnostic
-from rldsl.report import render
 from rldsl.runtime import local_ranks
+from rldsl.runtime.message_file import report
 from rldsl.runtime.parent import terminate_with
 
 
@@ -58,7 +57,7 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (RendezvousError, DistError, TimeoutError, ConnectionError) as error:
-        _report(_cannot_meet(arguments, error))
+        report((_cannot_meet(arguments, error),))
         return 1
     return 0
 
@@ -69,12 +68,8 @@ def _status(first: int, codes: Mapping[int, int], forwarded: Set[int], whole: bo
     if -first in forwarded:
         return 128 - first
     if whole and codes and max(codes.values()) < 0:
-        _report(_all_killed(codes))
+        report((_all_killed(codes),))
     return first if first >= 0 else 1
-
-
-def _report(diagnostic: Diagnostic) -> None:
-    print(render((diagnostic,), sys.stderr.isatty()), file=sys.stderr, flush=True)
 
 
 def _all_killed(codes: Mapping[int, int]) -> Diagnostic:

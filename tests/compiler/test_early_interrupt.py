@@ -9,6 +9,8 @@ import sys
 from click.testing import CliRunner
 
 from rldsl.cli import main
+from rldsl.diag import Diagnostic
+from rldsl.report import to_json
 
 IMPORTS = """
 import importlib.abc, os, signal, sys
@@ -27,6 +29,13 @@ def test_it_says_one_line_and_ends_with_130() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == "interrupted; to start again, repeat the command\n"
+
+
+def test_with_json_it_prints_one_object() -> None:
+    line = IMPORTS.replace('"--version"', '"check", "--json"')
+    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, timeout=60)
+    interrupted = Diagnostic("RL0090", "interrupted", help="to start again, repeat the command")
+    assert (done.returncode, done.stdout, done.stderr) == (130, to_json([interrupted]) + "\n", "")
 
 
 def test_a_shell_that_ignores_it_is_obeyed() -> None:

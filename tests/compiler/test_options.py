@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from rldsl import api
 from rldsl.cli import main
 from rldsl.commands import run as running
+from rldsl.output_format import json_requested
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Loop
 from tests.plan.sample import grpo
@@ -125,9 +126,43 @@ def test_an_internal_error_is_json_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("arguments", [["show"], ["show", "a.plan", "--event"], ["explain", "RL9999"], ["nonsense"],
                                        ["compile", "p.rlf", "--emit", "graph", "-o", "x"]])
-def test_a_wrong_command_line_prints_nothing_on_standard_output(arguments: list[str]) -> None:
-    found = rlc("--json", *arguments)
-    assert found.exit_code == 2 and not found.stdout and found.stderr and "Traceback" not in found.stderr
+def test_a_wrong_command_line_is_one_object_too(arguments: list[str]) -> None:
+    assert not rlc(*arguments).stdout  # as text, it is on standard error
+    for given in (["--json", *arguments], [*arguments, "--output-format=json"]):
+        found = rlc(*given)
+        [error] = json.loads(found.stdout)["diagnostics"]
+        assert found.exit_code == 2 and not found.stderr, found.output
+        assert error["code"] == "RL0099" and error["title"] and error["place"].startswith("rlc"), error
+
+
+@pytest.mark.parametrize("arguments, place, title", [
+    ([], "rlc", "Missing command"), (["run", "--jsn"], "rlc run", "No such option '--jsn'"),
+    (["run", "p.rlf", "--nproc", "0"], "rlc run", "'--nproc'"), (["runs", "p.rlf"], "rlc runs", "is a file"),
+    (["check", "p.rlf", "--set", "x"], "rlc check", "NAME=VALUE"), (["explain", "\udcff\x1b"], "rlc explain", "no such"),
+])
+def test_the_object_names_command_and_cause(arguments: list[str], place: str, title: str) -> None:
+    [error] = json.loads(rlc("--json", *arguments).stdout)["diagnostics"]
+    assert error["place"] == place and title in error["title"] and f"{place} --help" in error["help"], error
+
+
+def test_help_and_version_are_objects_too() -> None:
+    assert "Usage: rlc run" in json.loads(rlc("run", "--help", "--json").stdout)["help"]
+    assert "Commands:" in json.loads(rlc("--json", "--help").stdout)["help"]
+    assert json.loads(rlc("--version", "--json").stdout)["version"] in rlc("--version").stdout
+
+
+@pytest.mark.parametrize("arguments, wanted", [
+    (["--json", "x"], True), (["x", "--output-format", "json"], True), (["x", "--output=json"], True), (["x"], False),
+    (["--json", "x", "--output-format", "text"], False), (["x", "--", "--json"], False), (["--output"], False),
+    (["--output-format", "text", "x", "--json"], True), (["x", "json"], False), (["--out=json"], False)])
+def test_json_is_recognised_before_parsing(arguments: list[str], wanted: bool) -> None:
+    assert json_requested(arguments) is wanted
+
+
+def test_the_paths_of_a_plan_are_an_object_too() -> None:
+    found = json.loads(rlc("show", "a.plan", "--paths", "--json").stdout)
+    assert {"path": "t.jsonl", "what": "data tasks"} in found["reads"], found
+    assert {"python", "writes", "id"} <= found.keys()
 
 
 def test_the_commands_whose_result_is_not_asked_here() -> None:

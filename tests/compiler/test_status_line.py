@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import threading
 import time
 from pathlib import Path
@@ -84,14 +85,14 @@ def test_long_lines_are_cut_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(len(part) < 30 for part in stream.getvalue().split(ERASE))
 
 
-def interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: BaseException) -> str:
+def interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: BaseException, *options: str) -> str:
     """What `rlc compile` says when `error` ends it."""
     def work(*_: object) -> str:
         stage("pass node_events", 0, 12)
         raise error
 
     monkeypatch.setattr("rldsl.commands.compile.compile", work)
-    done = CliRunner().invoke(main, ["compile", str(tmp_path / "p.rlf")])
+    done = CliRunner().invoke(main, ["compile", str(tmp_path / "p.rlf"), *options])
     assert done.exit_code == 130
     return done.output
 
@@ -99,6 +100,14 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: BaseExce
 def test_ctrl_c_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     said = interrupted(monkeypatch, tmp_path, KeyboardInterrupt())
     assert said == "interrupted in: pass node_events (1 of 12); to start again, repeat the command\n"
+
+
+def test_ctrl_c_is_one_object_where_json_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for error, title, advice in [
+            (KeyboardInterrupt(), "interrupted in: pass node_events (1 of 12)", "to start again, repeat the command"),
+            (Interrupted("interrupted after 2 s; use --seconds"), "interrupted after 2 s", "use --seconds")]:
+        [found] = json.loads(interrupted(monkeypatch, tmp_path, error, "--json"))["diagnostics"]
+        assert (found["code"], found["title"], found["help"]) == ("RL0090", title, advice)
 
 
 def test_ctrl_c_with_words_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

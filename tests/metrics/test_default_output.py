@@ -22,7 +22,7 @@ def launched(place: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
     (place / "p.plan").write_bytes(plan(place))
     found: Launched = []
 
-    def launch(path: str, world: int, out: str, options: Sequence[str], quiet: bool) -> int:
+    def launch(path: str, world: int, out: str, options: Sequence[str], quiet: bool, messages: Path) -> int:
         assert options[0] == "--command" and options[1].startswith("rlc ")
         found.append((out, [*options[2:]]))
         return 0

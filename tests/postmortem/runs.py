@@ -40,12 +40,12 @@ class World:
             assert all(r.is_alive() for r in self.ranks) and time.monotonic() < end, self.said()
             time.sleep(0.02)
 
-    def ended(self, ranks: list[int], seconds: float) -> None:
-        """These ranks end by themselves, with an error."""
+    def ended(self, ranks: list[int], seconds: float, status: int = 1) -> None:
+        """These ranks end by themselves, with this exit status."""
         end = time.monotonic() + seconds
         for rank in ranks:
             self.ranks[rank].join(max(0.0, end - time.monotonic()))
-        assert [self.ranks[rank].exitcode for rank in ranks] == [1] * len(ranks), self.said()
+        assert [self.ranks[rank].exitcode for rank in ranks] == [status] * len(ranks), self.said()
 
 
 @contextmanager

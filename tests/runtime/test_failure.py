@@ -119,7 +119,7 @@ def test_bad_data_is_found_before_the_first_step(place: Path) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_run_for_programs_prints_one_object(place: Path, fails: bool) -> None:
-    """What ranks say is on standard error, errors included."""
+    """What ranks print is on standard error; their errors are in the object, too."""
     if fails:
         with Path("sums.jsonl").open("a") as file:
             file.write('{"prompt": "1+1="\n')
@@ -127,7 +127,10 @@ def test_a_run_for_programs_prints_one_object(place: Path, fails: bool) -> None:
     done = command("rldsl.cli", "run", "p.plan", "--out", "out", "--json")
     assert done.returncode == int(fails) and "Traceback" not in done.stderr, done.stderr
     state, step = ("failed", 0) if fails else ("finished", 2)
-    assert json.loads(done.stdout) == {"format": 1, "directory": "out", "state": state, "step": step}
+    held = json.loads(done.stdout)
+    diagnostics = held.pop("diagnostics")
+    assert held == {"format": 1, "directory": "out", "state": state, "step": step}
+    assert [(d["code"], d["place"]) for d in diagnostics] == [("RL0744", "sums.jsonl:17")] * fails, diagnostics
     assert ("error[RL" if fails else "step 2/2") in done.stderr
 
 

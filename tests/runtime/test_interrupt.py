@@ -86,6 +86,26 @@ def test_a_signal_to_the_launcher_alone(place: Path, tmp_path: Path, monkeypatch
     assert "there is no checkpoint to resume from" in line and "--overwrite" in line
 
 
+def test_sigterm_ends_a_run_without_checkpoints_within_the_step(place: Path, tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a batch system sends it: to the launcher. Nothing could be saved, so no step more is run."""
+    monkeypatch.chdir(place)
+    plan(place, PROGRAM.replace("  checkpoint every 2\n", ""))
+    with begun(tmp_path, *started("ended")) as agent:
+        until(Path("ended/metrics.jsonl").exists, agent)
+        os.kill(agent.process.pid, signal.SIGTERM)
+        before = len(Path("ended/metrics.jsonl").read_text().splitlines())
+        assert agent.wait(60) == 143, agent.said()
+        text = agent.said()
+    [line] = [x for x in text.splitlines() if "terminated" in x]
+    assert "error" not in text and "Traceback" not in text, text
+    after = len(Path("ended/metrics.jsonl").read_text().splitlines())
+    assert after <= before + 2, "the step that was under way, and one whose line was not written yet"
+    assert line.startswith(f"terminated in step {after + 1} of 100000; no checkpoint was saved, because the flow has no")
+    held = read_record(Path("ended"))
+    assert held is not None and (held["state"], held["step"]) == ("stopped", after + 1)
+
+
 def test_a_rank_that_waits_in_a_collective(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its main thread runs no Python, so no handler either; the watchdog ends it."""
     monkeypatch.chdir(place)
@@ -113,9 +133,9 @@ class Late:
     def __del__(self):
         signal.raise_signal(signal.SIGINT)
 
-def interruption():
+def interruption(what):
     signal.raise_signal(signal.SIGINT)
-    return "interrupted in step 3"
+    return f"{what} in step 3"
 
 watchdog = Watchdog(dist.HashStore(), 0, 1)
 watchdog.interruption = interruption

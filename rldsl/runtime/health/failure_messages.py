@@ -54,6 +54,11 @@ def lost_contact(error: BaseException) -> bool:
     return isinstance(error, (RuntimeError, ConnectionError)) and any(sign in text for sign in signs)
 
 
+def is_rank_gone(findings: Findings | None) -> bool:
+    """Whether a rank ended or stands still whatever the run was asked to do."""
+    return findings is not None and any(c.why in SURE for c in findings.culprits)
+
+
 def describe_other_ranks(findings: Findings | None, default_title: str, where: str, library_message: str,
                          requested: bool, more: str) -> Diagnostic:
     """The message of a run that ends because of other ranks.

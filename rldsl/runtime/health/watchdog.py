@@ -33,8 +33,9 @@ from rldsl.report import render
 from rldsl.runtime.health import stack_trace
 from rldsl.runtime.health.dump_files import write_dump
 from rldsl.runtime.health.event_ring import EventRing
-from rldsl.runtime.health.failure_messages import describe_other_ranks, describe_own_error, tell_torchrun
+from rldsl.runtime.health.failure_messages import describe_other_ranks, describe_own_error, is_rank_gone, tell_torchrun
 from rldsl.runtime.health.heartbeats import Heartbeats, PeerMonitor, StallDetector
+from rldsl.runtime.message_file import has_reader, leave, report
 from rldsl.runtime.parent import has_ended
 from rldsl.runtime.plan_file import PlanFile
 
@@ -43,6 +44,8 @@ SILENCE = 2.5  # seconds without a new heartbeat after which a rank counts as si
 FAR = 60.0  # seconds without progress after which a silent rank of another machine counts as gone
 FAR_ASYNCHRONOUS = 300.0  # the same where a rank that works on its device looks like one without progress
 INTERRUPTED = 128 + signal.SIGINT  # as a shell reports it
+TERMINATED_STATUS = 128 + signal.SIGTERM
+TERMINATED = "SIGTERM"  # instead of an event, where ranks see that one has ended: no failure, it was asked to
 SHUTDOWN_SECONDS = 20.0  # a rank that shuts down makes progress within these or is ended, whatever the store does
 
 
@@ -60,8 +63,10 @@ class Watchdog:
         self.out: Path | None = None  # the directory of the run, once it may write there
         self.lock: Any = None  # of the run directory (`metrics/run_lock.py`): released at the end
         self.stops_after_step = False  # a run with checkpoints writes one and ends, after the step
-        self.stop_requested = False  # SIGTERM came
-        self.interruption: Callable[[], str] | None = None  # ends the run's record; the line that says how to resume
+        self.stop_requested = False  # SIGTERM came, and the run ends after the step
+        self._is_terminated = False  # SIGTERM came, and the run ends at once
+        # ends the run's record; returns the line that says how to resume. It gets "interrupted" or "terminated"
+        self.interruption: Callable[[str], str] | None = None
         self._interrupted = False  # SIGINT came
         self._is_leaving = False  # the main thread is on its way out: no KeyboardInterrupt may cut that short
         self._plan, self._timeout, self._asynchronous = plan, timeout, asynchronous
@@ -74,7 +79,7 @@ class Watchdog:
         # a main thread that waits for a peer in C++ runs no handler: the wake-up descriptor reaches the watcher anyway
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_write.setblocking(False)
-        self._before = (signal.signal(signal.SIGTERM, lambda *_: None),
+        self._before = (signal.signal(signal.SIGTERM, self._note_sigterm),
                         signal.set_wakeup_fd(self._wake_write.fileno()), signal.getsignal(signal.SIGINT))
         if self._before[2] is signal.default_int_handler:  # else a shell has it ignored
             signal.signal(signal.SIGINT, self._interrupt_main)
@@ -105,7 +110,16 @@ class Watchdog:
             self._stop(diagnostics)
         if isinstance(error, Failure):  # another rank reports the error
             self._stop_for_others("a rank failed")
-        self._stop_for_others("another rank exited without an error message", " ".join(str(error).split())[:300])
+        self._stop_for_others("another rank exited without an error message", " ".join(str(error).split())[:300],
+                              requested=self._is_terminated)
+
+    def hold_if_terminated(self) -> None:
+        """Called between two events: after SIGTERM, nothing more begins while the watchdog ends this process."""
+        if self._is_terminated:
+            threading.Event().wait()
+
+    def _note_sigterm(self, *_: object) -> None:
+        self._is_terminated = not self.stops_after_step
 
     def _interrupt_main(self, *_: object) -> None:
         """A terminal sends Ctrl-C to every process, and torchrun passes its own on to each rank: the second signal
@@ -120,11 +134,35 @@ class Watchdog:
         self._ending.acquire()
         self._limit_shutdown()
         if self.rank == 0:
-            line = self.interruption() if self.interruption is not None else ""
-            print(line or "interrupted before the first step", file=sys.stderr, flush=True)
+            self._say_where("interrupted")
         else:
             time.sleep(3 * BEAT)  # let the others see their own signal before they miss this rank
         self._leave(INTERRUPTED)
+
+    def _terminate(self) -> NoReturn:
+        """End this process after SIGTERM, which writes nothing: there are no checkpoints. A rank that did not get the
+        signal, as on another machine, ends as soon as it sees that one did."""
+        self._ending.acquire()
+        self._limit_shutdown()
+        self.heartbeats.report_failure(TERMINATED)
+        self._leave_terminated()
+
+    def _leave_terminated(self) -> NoReturn:
+        if self.rank == 0:
+            self._say_where("terminated")
+        self._dump("RL0090", "the run was asked to stop (SIGTERM)", False)
+        if self.rank == 0 and self.world > 1:
+            time.sleep(3 * BEAT)  # the store may live in this process; let the others read it
+        self._leave(TERMINATED_STATUS)
+
+    def _say_where(self, what: str) -> None:
+        """Print where the run was when a signal ended it. what: "interrupted" or "terminated"."""
+        if self.interruption is None and has_reader():
+            return  # whoever started the run says the same
+        line = self.interruption(what) if self.interruption is not None else f"{what} before the first step"
+        print(line, file=sys.stderr, flush=True)
+        title, _, advice = line.partition("; ")
+        leave((Diagnostic("RL0090", title, help=advice),))
 
     def _stop_for_others(self, default_title: str, library_message: str = "", requested: bool = False) -> NoReturn:
         """Name the ranks that are silent, or those that the others wait for, and stop (`describe_other_ranks`)."""
@@ -137,6 +175,8 @@ class Watchdog:
         heartbeats = self.heartbeats.mark_silent(before, self._wait_alive(SILENCE))
         self._limit_shutdown("finding out which rank waited for which took too long")
         findings = self._findings(heartbeats)
+        if requested and findings is not None and not is_rank_gone(findings):
+            self._terminate()
         diagnostic = describe_other_ranks(findings, default_title, self._event_text(), library_message, requested,
                                           self._postmortem_hint())
         self._stop((diagnostic,), heartbeats)
@@ -177,7 +217,10 @@ class Watchdog:
                 self.interrupt()
             if signal.SIGTERM in signals:
                 self._stop_if_orphaned()
+                self._note_sigterm()
                 if not self.stops_after_step:
+                    if self.world == 1:
+                        self._terminate()
                     self._stop_for_others("the run was asked to stop (SIGTERM)", requested=True)
                 self.stop_requested = True
 
@@ -231,7 +274,7 @@ class Watchdog:
         why = self._slow_work or f"the rendezvous store{', or its disk,' if self.out else ''} does not respond"
         advice = self._postmortem_hint() if self._slow_work else (
             "the machine of torchrun's rendezvous endpoint, or the file system of `--out`, is down or unreachable")
-        print(render((Diagnostic("RL0709", why, place=self._event_text(), help=advice),)), file=sys.stderr, flush=True)
+        report((Diagnostic("RL0709", why, place=self._event_text(), help=advice),))
         last = threading.Thread(target=self._last_words, args=(why,), daemon=True)
         last.start()
         last.join(4 * BEAT)
@@ -248,6 +291,8 @@ class Watchdog:
         self._ending.acquire()  # never released: the first thread to get here ends the process
         self._limit_shutdown()
         rank, _, where = self.heartbeats.first_failure().partition("|")
+        if where == TERMINATED:
+            self._leave_terminated()
         self._dump("", f"rank {rank} ended the run", False)
         if self.heartbeats.claim_stop_message():
             at = f": rank {rank} failed at {where}" if where else ""  # without: its message was about other ranks
@@ -264,7 +309,7 @@ class Watchdog:
         main = diagnostics[0]
         first = self.heartbeats.report_failure("" if main.code == LOST_CONTACT else self._event_text())
         if first and speaks:
-            print(render(diagnostics, sys.stderr.isatty()), file=sys.stderr, flush=True)
+            report(diagnostics)
             tell_torchrun(render(diagnostics))
         self._dump(main.code, main.title, first)
         if first and self.world > 1:

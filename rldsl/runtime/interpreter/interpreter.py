@@ -111,6 +111,7 @@ class Interpreter:
     recorder: TimelineRecorder | None = None  # records the timeline; None without `--trace`
     depth: int = 0                            # number of loops around the current item
     compared: bool = False                    # whether this rank has compared its weights with those of the other ranks
+    hold: Callable[[], None] = lambda: None   # called before each event: does not return once the run ends
 
     def run(self) -> None:
         """Execute the whole plan."""
@@ -138,6 +139,7 @@ class Interpreter:
     def run_event(self, event: Event) -> None:
         """Execute one event, and report and record how long it took."""
         state, services = self.state, self.state.services
+        self.hold()
         services.ring.begin_event(event)
         services.reporter.begins(event)
         begin = time.monotonic()
@@ -222,6 +224,8 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
             state = RankState(context, ModelStore(context), step, services)
             begin = time.monotonic()
             interpreter = Interpreter(state, start.items, recorder)
+            if watchdog is not None:
+                interpreter.hold = watchdog.hold_if_terminated
             run(interpreter)
             interpreter.compare_weights()
             seconds = time.monotonic() - begin

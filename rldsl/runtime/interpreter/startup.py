@@ -23,7 +23,6 @@ from rldsl.plan.function import Function, frames_of_call
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import schedule
 from rldsl.plan.references import Role, references
-from rldsl.report import render
 from rldsl.runtime.comm.agreement import raise_together
 from rldsl.runtime.comm.content_digests import compare_contents
 from rldsl.runtime.comm.world import check_hosts, check_same_plan, gather_hosts, join
@@ -33,6 +32,7 @@ from rldsl.runtime.health.dump_files import remove_dumps
 from rldsl.runtime.health.watchdog import Watchdog
 from rldsl.runtime.interpreter.eval_loops import check_evaluations
 from rldsl.runtime.interpreter.options import Options
+from rldsl.runtime.message_file import report
 from rldsl.runtime.metrics.run_record import (
     FAILED,
     FINISHED,
@@ -148,7 +148,7 @@ def _check_positions(context: RunContext, reader: DataReader, checkpoint: Loaded
     problems = [d for d in comparisons if d is not None]
     errors = [d for d in problems if d.severity == "error"]
     if warnings := [d for d in problems if d not in errors]:
-        print(render(warnings, sys.stderr.isatty()), file=sys.stderr, flush=True)
+        report(warnings)
     raise_together(errors, dist.group.WORLD, context.device)
 
 
@@ -266,9 +266,9 @@ def _events(items: Sequence[Item]) -> Iterator[Event]:
 
 @contextmanager
 def run_record(context: RunContext, step: StepState, file: PlanFile, command: Sequence[str],
-               continues: bool) -> Iterator[Callable[[], str] | None]:
+               continues: bool) -> Iterator[Callable[[str], str] | None]:
     """Rank 0 keeps the record of the run: how it began, and how it ended. Yields, on rank 0, a function that ends the
-    record after Ctrl-C and returns the line that says how to resume."""
+    record after a signal ("interrupted", "terminated") and returns the line that says how to resume."""
     if context.rank != 0:
         yield None
         return
@@ -276,10 +276,10 @@ def run_record(context: RunContext, step: StepState, file: PlanFile, command: Se
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else ["cpu"]
     record = RunRecord(context.out, file, context.plan, devices, command, continues)
 
-    def interruption() -> str:
+    def interruption(what: str) -> str:
         with suppress(Failure):
             record.end(STOPPED, step.number)
-        return interruption_text(context.out, step.number, context.plan.header.steps, command)
+        return interruption_text(context.out, step.number, context.plan.header.steps, command, what)
 
     try:
         yield interruption

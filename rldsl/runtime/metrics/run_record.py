@@ -36,6 +36,7 @@ from rldsl.runtime.rewards.user_functions import function_path
 
 RECORD, PLAN, SOURCES = "run.json", "run.plan", "sources"
 RUNNING, FINISHED, FAILED, STOPPED = "running", "finished", "failed", "stopped"
+INTERRUPTED, TERMINATED = "interrupted", "terminated"  # what Ctrl-C and SIGTERM do to a run
 STATES = (RUNNING, FINISHED, FAILED, STOPPED)
 DAMAGED = "damaged"  # of a record that cannot be read
 # states of runs that are not overwritten unasked
@@ -110,10 +111,14 @@ def last_checkpoint(out: Path) -> int | None:
     return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
-def interruption_text(out: Path, step: int, steps: int, command: Sequence[str]) -> str:
-    """Where a run was when the user stopped it, and the command that resumes it. command: what the user typed; of
-    several words where that is not known, as under torchrun."""
-    where, saved = f"interrupted in step {max(step, 1)} of {steps}", last_checkpoint(out)
+def interruption_text(out: Path, step: int, steps: int, command: Sequence[str], what: str = INTERRUPTED) -> str:
+    """Where a run was when a signal stopped it, and the command that resumes it. command: what the user typed; of
+    several words where that is not known, as under torchrun. what: `TERMINATED`: a run that writes no checkpoints,
+    by SIGTERM."""
+    where, saved = f"{what} in step {max(step, 1)} of {steps}", last_checkpoint(out)
+    if saved is None and what == TERMINATED:
+        return (f"{where}; no checkpoint was saved, because the flow has no `checkpoint every K`: add it to resume from "
+                "such a stop, and start again with --overwrite")
     if saved is None:
         return (f"{where}; there is no checkpoint to resume from (`checkpoint every K` writes them): start again with "
                 "--overwrite")

@@ -1,0 +1,82 @@
+"""Commands of `rlc` that answer in JSON, where it is asked for, also to a wrong command line, `--help` and `--version`.
+
+In: arguments. Out: as click prints it, or one JSON object on standard output. Errors: RL0099 a wrong command line, exit
+status 2.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+from rldsl import report
+from rldsl.cli.printing import say
+from rldsl.diag import Diagnostic
+from rldsl.output_format import json_requested
+from rldsl.plan.json_output import json_output
+
+_JSON = "rldsl.json"  # key of a context's `meta`, which commands share with the group
+
+
+def _wants_json(context: click.Context) -> bool:
+    return bool(context.meta.get(_JSON))
+
+
+@contextmanager
+def _usage_errors_as_json(context: click.Context) -> Iterator[None]:
+    try:
+        yield
+    except click.ClickException as error:
+        if not _wants_json(context):
+            raise
+        say(report.to_json((_usage_error(error, context),)))
+        raise click.exceptions.Exit(error.exit_code) from None
+
+
+def _usage_error(error: click.ClickException, context: click.Context) -> Diagnostic:
+    """context: of `rlc`; the error knows that of a command if click found it there."""
+    where = getattr(error, "ctx", None) or context
+    path = " ".join(filter(None, (where.command_path, where.invoked_subcommand if where is context else "")))
+    title = error.format_message().rstrip(".") if not isinstance(error, click.exceptions.NoArgsIsHelpError) else ""
+    return Diagnostic("RL0099", title or "a command is missing", place=path,
+                      help=f"`{path} --help` describes the arguments and options")
+
+
+class JsonCommand(click.Command):
+    """A command whose help is JSON where that is asked for."""
+
+    def get_help(self, ctx: click.Context) -> str:
+        return _help(ctx, super().get_help(ctx))
+
+
+class JsonGroup(click.Group):
+    """The group of all commands: it knows whether JSON is asked for before the arguments are parsed."""
+
+    command_class = JsonCommand
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_JSON] = json_requested(args)
+        with _usage_errors_as_json(ctx):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> object:
+        with _usage_errors_as_json(ctx):
+            return super().invoke(ctx)
+
+    def get_help(self, ctx: click.Context) -> str:
+        return _help(ctx, super().get_help(ctx))
+
+
+def _help(context: click.Context, text: str) -> str:
+    return json_output({"format": 1, "help": text}) if _wants_json(context) else text
+
+
+def print_version(context: click.Context, _: click.Parameter, given: bool) -> None:
+    """The callback of `--version`."""
+    if given and not context.resilient_parsing:
+        version = importlib.metadata.version("rldsl")
+        say(json_output({"format": 1, "version": version}) if _wants_json(context) else f"rlc, version {version}")
+        context.exit()
