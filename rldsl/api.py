@@ -147,7 +147,7 @@ def judged(files: Sequence[ast.File], graph: Graph | None, found: tuple[Diagnost
     if graph is None:
         return found
     placed = problems_of(graph, rules)
-    if found:  # calls with a mistake are not in the graph, so only what stands at the others can be judged
+    if found:  # calls with a mistake are not in the graph, so only the clauses of the others can be judged
         return (*found, *(d for d in placed if d.code in LOCAL))
     return placed or (*lint(files), *lint_rules(graph, rules), *idle_copies(graph, places_of(graph, rules)))
 

@@ -28,7 +28,7 @@ class Stage:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with the line that says where the command stopped and how to go on; "" where that has been said."""
+    """Ctrl-C, with the line that says where the command stopped and how to continue; "" if it has been printed."""
 
 
 Listener = Callable[[Stage], None]

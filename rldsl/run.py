@@ -49,8 +49,8 @@ def _main(program: Program | None) -> None:
     arguments, agent = _arguments(program), _agent()
     if agent is not None:
         terminate_with(agent)
-    # transfers run beside the collectives of calls; with it a GPU starts them in the order in which a rank posts them,
-    # which is the plan's, so that no two wait for each other's room. Set before torch is imported
+    # Transfers run at the same time as collectives of calls. With this variable a GPU starts them in the order in which
+    # a rank posts them, which is the plan's, so that no two wait for each other's room. Set before torch is imported
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:

@@ -75,7 +75,7 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
     except InternalError as error:
         report_diagnostics((error.diagnostic,), settings)
         code = 3
-    except Interrupted as stop:  # whoever raises it knows how to continue, and may have said so
+    except Interrupted as stop:  # whoever raises it knows how to continue, and may have printed it
         _report_interruption(str(stop), settings)
         code = INTERRUPTED
     except KeyboardInterrupt:

@@ -112,7 +112,7 @@ class _Reader:
         self.found.append(Diagnostic(code, title, Span(self.file, start, max(stop, start + 1)), label, help=help))
 
     def pairs(self, tree: MappingNode, known: tuple[str, ...]) -> dict[str, Node]:
-        """Key -> value, of the keys that may stand here."""
+        """Key -> value, of the keys that are allowed here."""
         kept: dict[str, Node] = {}
         for key, value in tree.value:
             name = key.value

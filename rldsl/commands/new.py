@@ -14,8 +14,8 @@ from rldsl.diag import fail
 
 
 def files(name: str, target: str | None, force: bool) -> list[tuple[str, str]]:
-    """(path, text): the program, then the Python beside it that is not there yet, which is never overwritten.
-    target: a file, a directory, or None for NAME.rlf here. Error: RL0094 the program exists already."""
+    """(path, text): the program, then the Python files that it needs and that do not exist yet: nothing is
+    overwritten. target: a file, a directory, or None for NAME.rlf here. Error: RL0094 the program exists already."""
     path = target or f"{name}.rlf"
     if Path(path).is_dir():
         path = str(Path(path) / f"{name}.rlf")
@@ -23,8 +23,8 @@ def files(name: str, target: str | None, force: bool) -> list[tuple[str, str]]:
     if Path(path).exists() and not force:
         raise fail("RL0094", f"cannot write {path}: the file exists", place=path,
                    help="choose another path with -o, or overwrite it with --force")
-    beside = ((str(Path(path).parent / file), content) for file, content in starters.used(name))
-    return [(path, text), *(pair for pair in beside if not Path(pair[0]).exists())]
+    python_files = ((str(Path(path).parent / file), content) for file, content in starters.used(name))
+    return [(path, text), *(pair for pair in python_files if not Path(pair[0]).exists())]
 
 
 def program(name: str, path: str = "") -> str:

@@ -1,4 +1,4 @@
-"""`rlc plot`: the metrics of runs as small pictures beside each other, SVG or PNG.
+"""`rlc plot`: the metrics of runs as small pictures next to each other, SVG or PNG.
 
 In: directories of runs. Out: one file; several runs lie over each other in the same panels.
 Errors: RL0782 matplotlib is not installed, RL0785 no run has such a metric, RL0786 another format than SVG or PNG.

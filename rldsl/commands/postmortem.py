@@ -37,7 +37,7 @@ from rldsl.runtime.metrics.run_record import PLAN
 
 
 def postmortem(directory: str, plan: str | None = None, as_json: bool = False) -> str:
-    """What is known of the run's end. plan: a file, where the run's own is not beside the dumps."""
+    """What is known of the run's end. plan: a file, if the run's own is not next to the dumps."""
     folder = Path(directory)
     folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
     dumps, signs = _dumps(folder), _signs(folder)
@@ -113,10 +113,10 @@ def _fits(folder: Path, plan: Plan, left: Sequence[RankDump | LastHeartbeats]) -
     for one in left:
         entries: tuple[RingEntry, ...] = ()
         if isinstance(one, LastHeartbeats):
-            stands, last = [sign.stand for _, sign in one.signs], max((r for r, _ in one.signs), default=0)
+            positions, last = [sign.position for _, sign in one.signs], max((r for r, _ in one.signs), default=0)
         else:
-            stands, entries, last = [one.stand], one.ring, one.world - 1
-        spoken_of: tuple[RankPosition | RingEntry, ...] = (*stands, *entries)
+            positions, entries, last = [one.position], one.ring, one.world - 1
+        spoken_of: tuple[RankPosition | RingEntry, ...] = (*positions, *entries)
         spoken = [at for x in spoken_of for at in (x.at, x.awaits) if at is not None]
         if last >= plan.header.world or any(at.event not in events for at in spoken):
             raise not_a_dump(str(folder / _name(one)), "it refers to something that its plan does not have")
@@ -136,13 +136,13 @@ def _json(plan: Plan, findings: Findings) -> str:
         return {"event": at.event, "turns": list(at.turns), "call": describe_event(event).title, "at": event.at,
                 "because": event.because}
 
-    def stand(found: RankPosition | None) -> dict[str, Any] | None:
+    def position_json(found: RankPosition | None) -> dict[str, Any] | None:
         if found is None:
             return None
         return asdict(found) | {"at": moment(found.at), "awaits": moment(found.awaits)}
 
-    ranks = [{"rank": t.rank, "stand": stand(t.stand), "dump": t.dump, "silent": t.silent, "process": t.process,
-              "first": t.first, "code": t.code, "reason": t.reason} for t in findings.traces]
+    ranks = [{"rank": t.rank, "position": position_json(t.position), "dump": t.dump, "silent": t.silent,
+              "process": t.process, "first": t.first, "code": t.code, "reason": t.reason} for t in findings.traces]
     waits = [{"ranks": list(w.ranks), "on": list(w.on), "at": moment(w.at), "kind": w.kind} for w in findings.waits]
     culprits = [asdict(c) for c in findings.culprits]
     return json_output({"format": 1, "program": plan.header.program, "title": title(findings), "culprits": culprits,

@@ -126,8 +126,8 @@ def _measured(plan: Plan, facts: Facts, ranks: int, wanted: Sequence[tuple[str, 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:
     done = subprocess.run(command, env=dict(environment), capture_output=True, text=True)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        raise fail("RL0788", "profiling failed on this machine", notes=tuple(said[-3:]),
+        output = [line for line in done.stderr.splitlines() if line.strip()]
+        raise fail("RL0788", "profiling failed on this machine", notes=tuple(output[-3:]),
                    help="the model directories must be at the paths in the plan, with config.json and a tokenizer")
     return done.stdout
 

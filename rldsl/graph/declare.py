@@ -182,8 +182,8 @@ def _cluster_file(path: str, span: Span, read: Callable[[str], str],
             found = clusters.parse(SourceFile(path, text))
         except Failure as failure:
             return exprs.errors.take(failure)
-    said = {k: getattr(found, k) for k in options.CLUSTER}
-    return [(ast.Ident(name=k, span=span), ast.Number(value=v, span=span)) for k, v in said.items() if v]
+    stated = {k: getattr(found, k) for k in options.CLUSTER}
+    return [(ast.Ident(name=k, span=span), ast.Number(value=v, span=span)) for k, v in stated.items() if v]
 
 
 def clause(tree: ast.Clause, exprs: ExpressionBuilder, scope: Scope) -> g.Clause | Bad:

@@ -61,7 +61,8 @@ class Selections:
         return made[0] if len(made) == 1 else Pairs(made[0], made[1])
 
     def of_a_call(self, s: ast.Assign, scope: Scope) -> bool:
-        """Say that `gen = actor.generate(prompt) where ...` is two statements. True where it stood there."""
+        """RL0212 for `gen = actor.generate(prompt) where ...`, which must be two statements. Returns whether `s` is one
+        such statement."""
         called = self.flow.call_of(s.value, scope)
         if called is None or s.where is None or not isinstance(called[1].func, ast.Attribute):
             return False

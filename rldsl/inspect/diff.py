@@ -2,7 +2,7 @@
 
 In: two plans, and what a simulator predicts for them. Out: a `Diff`. Events are matched by what they mean
 (`inspect/event_matching.py`): their names and places in the program, never their ids. Plans that differ are never the
-same: where no section tells how, `others` names the records."""
+same: where no section shows how, `others` names the records."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def _peak(plan: Plan) -> dict[int, int]:
 
 
 def _others(before: Plan, after: Plan, made: Diff) -> Iterator[str]:
-    """Kinds of records that differ in two files, but for those of which what was found tells."""
+    """Kinds of records that differ in two files and that no section of the differences covers."""
     a, b = (encode(plan).decode().split("\n")[:-2] for plan in (before, after))
     if a == b:
         return

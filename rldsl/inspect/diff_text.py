@@ -56,7 +56,7 @@ def _change(c: Change) -> str:
 
 def _event(change: EventChange) -> Iterator[str]:
     """A line for the event, then one for each thing that changed. A call that moved has that in its first line; of what
-    was inserted the place where it was before stands below."""
+    was inserted, its earlier place is on the line below."""
     now, where = change.now, next((c for c in change.changes if c.field == "where"), None)
     shown = f"{now.kind} {now.about}".rstrip() if now.inserted or now.kind in BARE else now.about
     place = f"{where.before} -> {where.after}" if where and not now.inserted else now.where

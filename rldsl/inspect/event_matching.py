@@ -98,7 +98,7 @@ def _matched(before: Sequence[Found], after: Sequence[Found]) -> list[tuple[int,
 
 
 def _renamed(e: Found, names: Mapping[str, str]) -> Found:
-    """With the names of the other plan; what it returns is told by its fact `result`."""
+    """With the names of the other plan; its fact `result` says what it returns."""
     longest = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     pattern = re.compile(rf"(?<![\w.#])({longest})(?![\w#])")
 
@@ -142,7 +142,7 @@ def _made(e: Found) -> Hashable:
 
 
 def plain(value: Any) -> Any:
-    """Without what tells nameless results apart: the numbers of "expr#1", the lines of labels; in lists too."""
+    """Without what distinguishes unnamed results: the numbers of "expr#1", the lines of labels; in lists too."""
     if isinstance(value, str):
         return label_text(re.sub(r"#\d+", "#", value))
     return tuple(map(plain, value)) if isinstance(value, tuple) else value

@@ -56,7 +56,7 @@ class Forecast:
 
 
 def forecast(question: Question) -> Forecast:
-    """What can be said; a program that cannot be compiled has a `why` alone."""
+    """The forecast; a program that cannot be compiled has only a `why`."""
     from rldsl.passes.pipeline import planned, run
     from rldsl.placement.place import place_graph
 

@@ -57,8 +57,9 @@ def link_rates(device: torch.device) -> dict[str, float]:
     """Between the ranks of this machine; of a processor between two, since more share its cores, which the simulator
     adds. All of them call it.
 
-    Latencies are what a message of a decoding step costs beside computing, and not what it takes in a loop of nothing
-    else: there threads and caches are warm and nobody comes late, which on a processor is several times as fast."""
+    Latencies are what a message of a decoding step costs on top of computing, and not what it takes in a loop of
+    nothing else: there threads and caches are warm and nobody comes late, which on a processor is several times as
+    fast."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if world < 2:
         return {}

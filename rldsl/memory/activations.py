@@ -65,7 +65,7 @@ def layer_activations(model: Model, layout: Layout, compute: int, stream: int, a
     attended = _attention(q, kv, heads, compute, attention, longest)
     mlp = compute * inner * (4 if _gated(specs) else 5 if s.activation in COMPOSED else 2)
     ways = s.experts_per_token or 1  # how often a token goes through an MLP
-    if s.experts_per_token:  # beside them: what each expert reads and gives, and the choice among all in float32
+    if s.experts_per_token:  # in addition: what each expert reads and gives, and the choice among all in float32
         mlp = s.experts_per_token * (mlp + 2 * compute * h) + 4 * max((p.experts for p in specs), default=0)
     saved = first + second + (norms - 2) * after + head_norms + attended + mlp + _adapters(model, layout, compute)
     stays = stream * h * 4  # the input of the stage and of the layer, the stream, and what the sublayer reads

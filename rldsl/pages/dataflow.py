@@ -90,7 +90,7 @@ def dataflow(plan: Plan) -> Dataflow:
 
 
 def _keeps_house(event: Event) -> TypeGuard[Collect]:
-    """What collects lengths, which the compiler inserts beside the lengths themselves."""
+    """What collects lengths, which the compiler inserts next to the lengths themselves."""
     return isinstance(event, Collect) and bool(event.because)
 
 

@@ -16,7 +16,7 @@ from rldsl.plan.model import Plan
 from rldsl.plan.naming import line_of, quote
 from rldsl.plan.notation import count, human, joined
 
-PLACES = ("layout", "spread", "src", "dst")  # ids of the plan, which `where` tells in words
+PLACES = ("layout", "spread", "src", "dst")  # ids of the plan, which `where` shows as text
 Sources = Mapping[str, str]  # path, as the plan names it -> text
 
 
@@ -54,13 +54,13 @@ def details(plan: Plan, sources: Sources) -> tuple[Detail, ...]:
 
 def _detail(plan: Plan, view: View, sources: Sources) -> Detail:
     event = view.event
-    told = ((LABEL.get(name, name).replace("_", " "), field_text(value)) for name, value in view.fields
+    shown = ((LABEL.get(name, name).replace("_", " "), field_text(value)) for name, value in view.fields
             if name not in PLACES)
     ranks = f"{ranges_text(joined(view.ranks))} · {count(view.ranks):,} of {plan.header.world:,}"
     inside = " › ".join(map(block_text, view.inside))
     line = quote(sources, event.at).strip()
     return Detail(event.id, event.kind, event.subject, line_of(event.at), line, event.because, ranks, inside,
-                  view.where, size_text(event), tuple((name, text) for name, text in told if text), _buffers(view))
+                  view.where, size_text(event), tuple((name, text) for name, text in shown if text), _buffers(view))
 
 
 def size_text(event: Event) -> str:

@@ -61,9 +61,9 @@ def _row(chart: Chart, row: Row, y: float, known: Mapping[int, Drawn]) -> list[M
 
 def _bar(chart: Chart, bar: Bar, y: float, event: Drawn) -> Markup:
     length, share = bar.stop - bar.start, (bar.stop - bar.start) / chart.length
-    told = f"{event.about}: {seconds_text(length)}, from {seconds_text(bar.start)}"
-    told += f", busy {bar.busy:.0%} of the time" if bar.busy is not None else ""
-    told += f", iteration {bar.turn + 1}" if bar.turn else ""
+    tooltip = f"{event.about}: {seconds_text(length)}, from {seconds_text(bar.start)}"
+    tooltip += f", busy {bar.busy:.0%} of the time" if bar.busy is not None else ""
+    tooltip += f", iteration {bar.turn + 1}" if bar.turn else ""
     full = bar.busy is None or bar.busy > 0.995
     inside = [element("rect", class_="wait", width="100%", height=BAR, rx=3)]
     if full or bar.busy:
@@ -72,7 +72,7 @@ def _bar(chart: Chart, bar: Bar, y: float, event: Drawn) -> Markup:
     room = len(event.label) * LETTER + 10
     inside.append(element("text", event.label, x=6, y=BAR / 2 + 4, class_="tight" if share * WIDE < room else None))
     box = element("svg", *inside, x=_at(chart, bar.start), y=y, width=percent(share), height=BAR)
-    return element("a", element("title", told), box, href=f"#e{bar.event}", data_event=bar.event, tabindex=-1,
+    return element("a", element("title", tooltip), box, href=f"#e{bar.event}", data_event=bar.event, tabindex=-1,
                    class_=f"slot {event.style}")
 
 

@@ -84,7 +84,7 @@ def _movement(node: Node, size: Size) -> list[Markup]:
 
 
 def _work(node: Node, height: float) -> list[Markup]:
-    """The title and the lines below it, beside the colour of the mesh."""
+    """The title and the lines below it, next to the color of the mesh."""
     before, h = node.what == "before", number(height)
     bar = f"M8 0Q0 0 0 8V{number(height - 8)}Q0 {h} 8 {h}H{number(BAR)}V0Z"
     left = PAD + (2 if before else BAR)

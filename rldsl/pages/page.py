@@ -22,7 +22,7 @@ from rldsl.pages.dataflow import dataflow
 from rldsl.pages.details import Sources, details
 from rldsl.pages.facts import calls, held, legend, models, tiles, waits
 from rldsl.pages.graph import graph
-from rldsl.pages.recorded import Recorded, beside
+from rldsl.pages.recorded import Recorded, on_simulated_rows
 from rldsl.pages.rows import Chart, simulated
 from rldsl.pages.templates import template
 from rldsl.pages.texts import ranges_text
@@ -119,7 +119,7 @@ def _figures(given: Given, steps: Chart, known: Mapping[int, gantt.Drawn]) -> li
     charts = [("simulated", f"Simulated on {given.cluster.name}", steps)]
     if given.recorded is not None:
         r = given.recorded
-        charts.append(("recorded", f"{r.what.capitalize()}: step {r.step} of {r.steps}", beside(r, steps)))
+        charts.append(("recorded", f"{r.what.capitalize()}: step {r.step} of {r.steps}", on_simulated_rows(r, steps)))
     found = []
     for name, title, chart in charts:
         shown = Chart(chart.rows[:MANY], chart.start, chart.stop, chart.hidden)

@@ -1,4 +1,4 @@
-"""A recorded timeline (`plan/trace.py`) as the rows of a picture, beside those of the simulation.
+"""A recorded timeline (`plan/trace.py`) as the rows of a picture, next to those of the simulation.
 
 In: the text of a trace file, and the plan that was run. Out: `Recorded`. Errors: RL0098 this is no timeline, or not one
 of this plan.
@@ -97,7 +97,7 @@ def _steps(every: list[Any]) -> dict[int, list[Ran]]:
     return found
 
 
-def beside(recorded: Recorded, simulated: Chart) -> Chart:
+def on_simulated_rows(recorded: Recorded, simulated: Chart) -> Chart:
     """The same rows as those of the simulation, each with what its first rank did."""
     begin = min(r.start for r in recorded.ran)
     bars: dict[int, list[Bar]] = {}

@@ -1,4 +1,4 @@
-"""Quantities and names as they stand on a page."""
+"""Quantities and names as they are printed on a page."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class _EventBuilder:
 
     def _of_row_states(self, kind: type[Event], node: g.Draw | g.Lookup | g.Update, reads: tuple[str, ...],
                        writes: tuple[str, ...], spec: type) -> Event:
-        """An event on states of rows, which says between which updates it stands."""
+        """An event on states of rows, with the updates that precede it."""
         states = [v for v, _ in map(split_buffer, dict.fromkeys((*reads, *writes))) if v in self.row_states]
         follows = tuple((s, self.updated_at.get(s, "")) for s in dict.fromkeys(states))
         at = str(node.span)

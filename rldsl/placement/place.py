@@ -161,11 +161,11 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
                                       keep=True)
             continue
         try:
-            said = {name for name, _, _ in choice.options}
-            more = {"ep", *(("zero", "vpp") if isinstance(node, g.Train) else ())} - said
-            inherit = () if said & {*DEGREES} else tuple(
+            given_options = {name for name, _, _ in choice.options}
+            more = {"ep", *(("zero", "vpp") if isinstance(node, g.Train) else ())} - given_options
+            inherit = () if given_options & {*DEGREES} else tuple(
                 (k, getattr(base.layout, k), choice.span) for k in (*DEGREES, *sorted(more)))
-            if "backend" not in said:
+            if "backend" not in given_options:
                 inherit += (("backend", base.layout.backend, choice.span),)
             made = _call_place(node, replace(choice, options=choice.options + inherit), base.mesh, families, cluster)
             places[node.id] = replace(made, given=base.given)

@@ -91,6 +91,6 @@ else:  # for the codec, which refuses any other name in a plan file
     HeadName = Literal[tuple(HEADS)]
     What = Literal[tuple(OUTPUTS)]
 
-STOP = "stop"  # the output of a loss's program that tells whether training ends here
+STOP = "stop"  # the output of a loss's program that is true where training ends
 SKIPPED = "skipped"  # the metric of a train call that may skip minibatches: how many it skipped
 UPDATES = "updates"  # the metric of a train call that may end early: how many optimizer steps it made

@@ -33,7 +33,7 @@ class RankTrace:
     """Everything that is known about one rank."""
 
     rank: int  # of the world
-    stand: RankPosition | None = None  # where it last was; None: it gave no sign
+    position: RankPosition | None = None  # where it last was; None: it gave no sign
     dump: bool = False  # whether it left one
     silent: float = 0.0  # seconds without a new heartbeat, as others saw it; 0: none; -1: it never gave one
     process: Literal["", "running", "stopped", "gone"] = ""  # as of a `Heartbeat`
@@ -88,15 +88,15 @@ def rank_traces(world: int, dumps: Mapping[int, RankDump], signs: Mapping[int, H
 
 def _trace(rank: int, dump: RankDump | None, sign: Heartbeat | None) -> RankTrace:
     if dump is not None and sign is not None and _woke(dump, sign):
-        return RankTrace(rank, sign.stand, False, sign.silent, sign.process, time=sign.time,
+        return RankTrace(rank, sign.position, False, sign.silent, sign.process, time=sign.time,
                          line=dump.stack[-1] if dump.stack else "")
     if dump is not None:
         begun = tuple(dict.fromkeys(e.at for e in dump.ring if e.at is not None and e.phase == "begins"))
-        return RankTrace(rank, dump.stand, True, first=dump.first, code=dump.code, reason=dump.reason, time=dump.time,
-                     line=dump.stack[-1] if dump.stack else "", begun=begun if dump.late else ())
+        return RankTrace(rank, dump.position, True, first=dump.first, code=dump.code, reason=dump.reason,
+                         time=dump.time, line=dump.stack[-1] if dump.stack else "", begun=begun if dump.late else ())
     if sign is None:
         return RankTrace(rank, silent=-1.0)
-    return RankTrace(rank, sign.stand, False, sign.silent, sign.process, time=sign.time)
+    return RankTrace(rank, sign.position, False, sign.silent, sign.process, time=sign.time)
 
 
 def _woke(dump: RankDump, sign: Heartbeat) -> bool:
@@ -121,12 +121,12 @@ def analyse(plan: Plan, found: Sequence[RankTrace]) -> Findings:
 
 def order_key(order: WaitOrder, trace: RankTrace) -> OrderKey:
     """How far a rank has come."""
-    stand = trace.stand
-    if stand is not None and stand.phase == "over":
+    position = trace.position
+    if position is not None and position.phase == "over":
         return END
-    if stand is None or stand.at is None:
+    if position is None or position.at is None:
         return START
-    return order.place(trace.reached) if trace.reached else order.place(stand.at, stand.phase == "ends")
+    return order.place(trace.reached) if trace.reached else order.place(position.at, position.phase == "ends")
 
 
 def is_lost(trace: RankTrace) -> bool:
@@ -143,12 +143,12 @@ def _with_reached(order: WaitOrder, found: Sequence[RankTrace]) -> list[RankTrac
     """Of ranks that are lost, the last event, beyond their own last sign, that others can only have ended with them.
     The step before that of the others counts for a rank that was there; an earlier start of the run may have made
     it."""
-    alone = [t for t in found if is_lost(t) and t.stand is not None]
+    alone = [t for t in found if is_lost(t) and t.position is not None]
     ended: dict[EventRun, frozenset[int]] = {}  # runs of events, and who took part
-    steps = {t.stand.at.turns[:1] for t in found if t.stand is not None and t.stand.at is not None}
+    steps = {t.position.at.turns[:1] for t in found if t.position is not None and t.position.at is not None}
     for t in found if alone else ():
-        if t.stand is not None and t.stand.at is not None and not is_lost(t):
-            ended |= order.ended(t.stand.at, order_key(order, t), t.rank)
+        if t.position is not None and t.position.at is not None and not is_lost(t):
+            ended |= order.ended(t.position.at, order_key(order, t), t.rank)
     places = sorted(((order.place(at), at) for at in ended), key=lambda x: x[0])
     reached = {t.rank: at for t in alone for place, at in places
                if t.rank in ended[at] and place > order_key(order, t) and (at.turns in steps or _in(t, at.turns))}
@@ -157,7 +157,7 @@ def _with_reached(order: WaitOrder, found: Sequence[RankTrace]) -> list[RankTrac
 
 def _in(trace: RankTrace, step: tuple[int, ...]) -> bool:
     """Whether a rank was in this step, or in one before it, in this start of the run."""
-    turns = trace.stand.at.turns if trace.stand is not None and trace.stand.at is not None else ()
+    turns = trace.position.at.turns if trace.position is not None and trace.position.at is not None else ()
     return bool(turns) and turns[:1] <= step
 
 
@@ -202,28 +202,28 @@ class _Waits:
         return self._without(short[0], rank) if short else []
 
     def _waits(self, trace: RankTrace) -> list[_Edge]:
-        stand = trace.stand
-        if stand is not None and stand.phase == "start-up" and stand.call:
+        position = trace.position
+        if position is not None and position.phase == "start-up" and position.call:
             return self._edge(None, None, "start-up", self._starting)
-        if stand is None or stand.phase in ("start-up", "ends", "calls"):
+        if position is None or position.phase in ("start-up", "ends", "calls"):
             return []
-        if stand.phase == "over":
+        if position.phase == "over":
             return self._edge(None, None, "end", lambda: (q for q, place in enumerate(self._places) if place != END))
-        at = stand.awaits if stand.phase == "waits" and stand.awaits else stand.at
+        at = position.awaits if position.phase == "waits" and position.awaits else position.at
         event = self._order.events.get(at.event) if at is not None else None
         if at is None or event is None:
             return []
-        if event.traits.blocking in ("async", "gather") and not (stand.phase == "waits" or stand.call):
+        if event.traits.blocking in ("async", "gather") and not (position.phase == "waits" or position.call):
             return []
         group = self._order.group(event, trace.rank)
         if short := self._short(group, at, trace.rank):
             return short
-        return self._inside(trace, group, at) if stand.call else []
+        return self._inside(trace, group, at) if position.call else []
 
     def _starting(self) -> Iterable[int]:
         """Ranks that have not come to an operation between ranks before their first event."""
         return (t.rank for t in self._found
-                if t.stand is None or t.stand.phase == "start-up" and (is_lost(t) or not t.stand.call))
+                if t.position is None or t.position.phase == "start-up" and (is_lost(t) or not t.position.call))
 
     def _inside(self, trace: RankTrace, group: RankGroup, at: EventRun) -> list[_Edge]:
         """For others in the same event: those that have not come so far as they can, else all for each other."""
@@ -234,7 +234,7 @@ class _Waits:
         if busy and busy[0].on != (rank,):
             return self._without(busy[0], rank)
         here = self._edge(group, at, "each other", lambda: (q for q in group.ranks if self._places[q] == place))
-        waits = trace.stand is not None and trace.stand.phase == "waits"
+        waits = trace.position is not None and trace.position.phase == "waits"
         return here if here and here[0].on != (rank,) and not waits else []
 
     def _without(self, edge: _Edge, rank: int) -> list[_Edge]:
@@ -247,7 +247,7 @@ class _Waits:
     def _behind(self, trace: RankTrace) -> list[_Edge]:
         """Of a rank that may be ahead of what it has posted: the first event that others have not reached."""
         found: list[_Edge] = []
-        for at in () if trace.stand is not None and trace.stand.phase == "calls" else trace.begun:
+        for at in () if trace.position is not None and trace.position.phase == "calls" else trace.begun:
             event = self._order.events.get(at.event)
             for edge in self._short(self._order.group(event, trace.rank), at, trace.rank) if event else ():
                 found += self._edge((edge, *found), at, edge.kind, partial(_others, edge, found))
@@ -262,7 +262,7 @@ def _others(edge: _Edge, before: Sequence[_Edge]) -> Iterable[int]:
 
 def _stuck(trace: RankTrace) -> bool:
     """Whether a rank in an event has come as far as it can: it is in an operation between the ranks of this event."""
-    return trace.stand is not None and bool(trace.stand.call) and trace.stand.phase in ("begins", "resumes")
+    return trace.position is not None and bool(trace.position.call) and trace.position.phase in ("begins", "resumes")
 
 
 # ---------------------------------------------------------------------------------------------------- who is to blame

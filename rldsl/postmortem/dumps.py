@@ -61,7 +61,7 @@ class Heartbeat:
     machine: str  # name of the host and of its namespace of process ids
     pid: int  # process id on that machine
     time: float  # seconds since the epoch, on that host's clock
-    stand: RankPosition  # where the rank is
+    position: RankPosition  # where the rank is
     silent: float = 0.0  # seconds for which it has not changed while others watched
     process: Literal["", "running", "stopped", "gone"] = ""  # what the system says of it; "" if nobody could ask
 
@@ -80,7 +80,7 @@ class RankDump:
     first: bool  # whether the run failed on this rank; the others followed
     code: str  # of the message with which this rank ended
     reason: str  # that message
-    stand: RankPosition  # where the rank was
+    position: RankPosition  # where the rank was
     stack: tuple[str, ...] = ()  # the lines that its main thread was at, innermost last
     late: bool = False  # posted operations run after Python has returned (on GPUs), so `call` is not known
     ring: tuple[RingEntry, ...] = ()  # what it did last

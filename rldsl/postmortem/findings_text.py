@@ -38,28 +38,30 @@ def title(findings: Findings) -> str:
     parts = []
     for why in dict.fromkeys(c.why for c in findings.culprits):
         mine = [c.rank for c in findings.culprits if c.why == why]
-        said = TITLES[why][len(mine) > 1] if why in TITLES else f"failed: {findings.traces[mine[0]].reason}"
-        parts.append(f"{_ranks(mine)} {said}")
+        what = TITLES[why][len(mine) > 1] if why in TITLES else f"failed: {findings.traces[mine[0]].reason}"
+        parts.append(f"{_ranks(mine)} {what}")
     return "; ".join(parts)
 
 
 def place(findings: Findings) -> str:
     """Where those who are to blame are, as the place of a message."""
     blamed = [findings.traces[c.rank] for c in findings.culprits]
-    spots = (t.reached or (t.stand.at if t.stand else None) for t in blamed)
+    spots = (t.reached or (t.position.at if t.position else None) for t in blamed)
     return ", ".join(list(dict.fromkeys(_at(findings.order, at) if at else "start-up" for at in spots))[:3])
 
 
 def notes(findings: Findings, most: int = 5) -> tuple[str, ...]:
-    """Who waits for whom, those who wait for the culprits first; then where the culprits are, if that is not said."""
+    """Which ranks wait for which, those that wait for culprits first; then where the culprits are, if no line says
+    it."""
     text, blamed = _Sentences(findings), {c.rank for c in findings.culprits}
     lines = [text.wait(w) for w in sorted(findings.waits, key=lambda w: not blamed & set(w.on))]
-    lines += text.places([findings.traces[r] for r in sorted(blamed - text.told)])
+    lines += text.places([findings.traces[r] for r in sorted(blamed - text.located)])
     return (*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else []))
 
 
 def report(plan: Plan, findings: Findings) -> str:
-    """All of it: who is to blame, who waits, where every rank is, and the words of those that failed."""
+    """The whole text: which ranks are at fault, which wait, where each rank is, and the messages of those that
+    failed."""
     text, header = _Sentences(findings), plan.header
     lines = [f"{header.program}, flow {header.flow}, {header.world} rank{'s' * (header.world > 1)}", ""]
     lines += [title(findings) or "no rank is known to be at fault", ""]
@@ -67,19 +69,19 @@ def report(plan: Plan, findings: Findings) -> str:
     lines += ["where each rank is, the furthest behind first"]
     lines += [f"  {x}" for x in text.places(findings.traces)]
     lines += [f"  rank {t.rank} is at {t.line}" for c in findings.culprits[:8] if (t := findings.traces[c.rank]).line]
-    said = {f"{t.code} {t.reason}": None for t in findings.traces if t.code not in ("", LOST_CONTACT)}
-    lines += ["", "error messages", *(f"  {words}" for words in said)] if said else []
+    messages = {f"{t.code} {t.reason}": None for t in findings.traces if t.code not in ("", LOST_CONTACT)}
+    lines += ["", "error messages", *(f"  {message}" for message in messages)] if messages else []
     return "\n".join(lines) + "\n"
 
 
 class _Sentences:
-    """Sentences about one set of findings. told: the ranks of which it has been said where they are."""
+    """Sentences about one set of findings. located: the ranks whose places some sentence has stated."""
 
     def __init__(self, findings: Findings):
         self._order, self._traces = findings.order, findings.traces
         self._dumped = any(t.dump for t in findings.traces)
         self._end = max((t.time for t in findings.traces), default=0.0)
-        self.told: set[int] = set()
+        self.located: set[int] = set()
 
     def wait(self, wait: Wait) -> str:
         ranks, on, verb = _ranks(wait.ranks), _ranks(wait.on), "wait" if len(wait.ranks) > 1 else "waits"
@@ -102,55 +104,56 @@ class _Sentences:
         return [f"{_ranks([t.rank for t in mine])} {self._is(mine)}" for mine in self._groups(traces)]
 
     def _on(self, wait: Wait, most: int = 3) -> str:
-        """Where those are that others wait for, unless it has been said."""
-        new = [q for q in wait.on if q not in self.told]
-        self.told.update(new)
+        """Where the ranks are that others wait for, unless a sentence has stated it."""
+        new = [q for q in wait.on if q not in self.located]
+        self.located.update(new)
         groups = list(self._groups([self._traces[q] for q in new]))
         subject = ["it" if len(wait.on) == 1 else _ranks([t.rank for t in mine]) for mine in groups]
-        said = [f"{who} {self._is(mine)}" for who, mine in zip(subject[:most], groups[:most], strict=True)]
-        return ": " + "; ".join([*said, *(["..."] if len(groups) > most else [])]) if said else ""
+        clauses = [f"{who} {self._is(mine)}" for who, mine in zip(subject[:most], groups[:most], strict=True)]
+        return ": " + "; ".join([*clauses, *(["..."] if len(groups) > most else [])]) if clauses else ""
 
     def _groups(self, traces: Sequence[RankTrace]) -> Iterable[list[RankTrace]]:
         found: dict[Any, list[RankTrace]] = {}
         for t in sorted(traces, key=lambda t: (order_key(self._order, t), t.rank)):
-            s = t.stand
+            s = t.position
             at = (s.at, "begins" if s.phase == "resumes" else s.phase, s.awaits, s.function, s.call) if s else ()
             found.setdefault((at, t.dump, is_lost(t), t.process, t.reached), []).append(t)
         return found.values()
 
     def _is(self, mine: Sequence[RankTrace]) -> str:
         one, many = mine[0], len(mine) > 1
-        if one.stand is None:
+        if one.position is None:
             return "left no dump and no heartbeat"
         if one.dump or not (is_lost(one) or self._dumped):
-            since = f" for {_seconds(max(t.stand.seconds for t in mine if t.stand))}"
-            return f"{'are' if many else 'is'} {self._spot(one.stand, many, since)}"
-        said = f"{'were' if many else 'was'} last seen {self._spot(replace(one.stand, call='', awaits=None), many, '')}"
+            since = f" for {_seconds(max(t.position.seconds for t in mine if t.position))}"
+            return f"{'are' if many else 'is'} {self._spot(one.position, many, since)}"
+        last = replace(one.position, call="", awaits=None)
+        text = f"{'were' if many else 'was'} last seen {self._spot(last, many, '')}"
         if (ago := self._end - one.time) >= 1:
-            said += f", {_seconds(ago)} before the others"
+            text += f", {_seconds(ago)} before the others"
         if one.reached is not None:
-            said += f", and {'have' if many else 'has'} reached {self._event(one.reached)} since then"
+            text += f", and {'have' if many else 'has'} reached {self._event(one.reached)} since then"
         of = "their processes are" if many else "its process is"
-        return said + (f"; {of} {PROCESS[one.process]}" if one.process else "")
+        return text + (f"; {of} {PROCESS[one.process]}" if one.process else "")
 
-    def _spot(self, stand: RankPosition, many: bool, since: str) -> str:
-        if stand.phase == "over":
+    def _spot(self, position: RankPosition, many: bool, since: str) -> str:
+        if position.phase == "over":
             return "at the end of the run"
-        if stand.at is None:
-            doing = f", {stand.function}{since}" if stand.function else ""
+        if position.at is None:
+            doing = f", {position.function}{since}" if position.function else ""
             return f"at the start, before the first event{doing}"
-        event = self._event(stand.at)
-        if stand.phase == "ends":
+        event = self._event(position.at)
+        if position.phase == "ends":
             return f"past {event}"
-        if stand.phase == "calls":
-            return f"in {event}, in the Python function `{stand.function}`{since}"
-        if stand.phase == "waits" and stand.awaits not in (None, stand.at):
-            brings = self._event(stand.awaits, near=stand.at.turns)
+        if position.phase == "calls":
+            return f"in {event}, in the Python function `{position.function}`{since}"
+        if position.phase == "waits" and position.awaits not in (None, position.at):
+            brings = self._event(position.awaits, near=position.at.turns)
             return f"in {event}, where {'they wait' if many else 'it waits'} for the data of {brings}{since}"
-        return f"in {event}{f', in {stand.call}' if stand.call else ''}{since}"
+        return f"in {event}{f', in {position.call}' if position.call else ''}{since}"
 
     def _event(self, at: EventRun | None, why: bool = False, near: Sequence[int] | None = None) -> str:
-        """near: the iterations (`EventRun.turns`) of what has just been named, which need not be said again."""
+        """near: the iterations (`EventRun.turns`) of what has just been named, which need not be repeated."""
         event = self._order.events.get(at.event) if at else None
         if at is None or event is None:
             return "an event that is not in the plan"

@@ -1,6 +1,6 @@
 """A run as a value of Python: its metrics, samples, plan and models.
 
-In: a directory of a run. Out: `Run`, which reads the files of the run when it is asked. The run may still be going on.
+In: a directory of a run. Out: `Run`, which reads the files of the run on access. The run may still be running.
 Errors: RL0097 a package that is missing, RL0783 no run, RL0784 damaged metrics, RL0798 no saved model.
 """
 

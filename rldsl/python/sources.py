@@ -15,10 +15,10 @@ from rldsl.plan.naming import quote
 from rldsl.plan.projection import event_paths
 
 
-def source_text(path: str, digest: str, beside: Path) -> str:
-    """The text of a source with this sha256, or "". beside: where the plan lies; it is looked for there, too."""
+def source_text(path: str, digest: str, folder: Path) -> str:
+    """The text of a source with this sha256, or "". folder: that of the plan, which is searched, too."""
     name = Path(path).name
-    candidates = [Path(path), beside / name, beside / "sources" / f"{digest[:12]}-{name}"]  # the last is that of a run
+    candidates = [Path(path), folder / name, folder / "sources" / f"{digest[:12]}-{name}"]  # the last is that of a run
     if path.startswith("std/"):
         candidates.append(Path(str(resources.files("rldsl.stdlib").joinpath(name))))
     for file in candidates:
@@ -31,9 +31,9 @@ def source_text(path: str, digest: str, beside: Path) -> str:
     return ""
 
 
-def sources_of(plan: Plan, beside: Path) -> dict[str, str]:
+def sources_of(plan: Plan, folder: Path) -> dict[str, str]:
     """Path -> text of the sources that are still those that were compiled."""
-    texts = ((path, source_text(path, digest, beside)) for path, digest in plan.header.sources)
+    texts = ((path, source_text(path, digest, folder)) for path, digest in plan.header.sources)
     return {path: text for path, text in texts if text}
 
 

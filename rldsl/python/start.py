@@ -26,7 +26,7 @@ TICK = 0.1      # seconds between two looks at a run that is followed
 
 
 class Follower(Protocol):
-    """Who follows a run while it goes on."""
+    """What follows a run while it runs."""
 
     def line(self, text: str) -> None:
         """The ranks printed a line. Called in another thread."""
@@ -60,7 +60,7 @@ def launch(plan: str, world: int, out: str, options: Sequence[str], quiet: bool 
             if follower is not None:
                 raise
             held = read_record(Path(out))
-            if held is not None and held != earlier and held["state"] == STOPPED:  # rank 0 has said where
+            if held is not None and held != earlier and held["state"] == STOPPED:  # rank 0 has printed where it stopped
                 raise Interrupted from None
             raise Interrupted(f"interrupted {EARLY}") from None
     status = code if code >= 0 else 128 - code  # a signal ended it: as a shell reports that

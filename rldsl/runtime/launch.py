@@ -1,8 +1,8 @@
 """torchrun, without its tracebacks: a rank that fails reports what went wrong, and so does this launcher.
 
-In: the arguments of torchrun. After `--parent PID` they are those of `rlc run`, the process of that id, whose end this
-one takes as SIGTERM; its ranks are all on this machine, and `local_ranks` starts them without torchrun. Out: the exit
-status of the first rank that failed, else 0; 130 after Ctrl-C. SIGTERM goes to the ranks. Where the run writes
+In: the arguments of torchrun. After `--parent PID` they come from `rlc run`, the process with that id: when it ends,
+this one gets SIGTERM; all of its ranks are on this machine, and `local_ranks` starts them without torchrun. Out: the
+exit status of the first rank that failed, else 0; 130 after Ctrl-C. SIGTERM goes to the ranks. Where the run writes
 checkpoints they end after the step, and the status is 0; otherwise they end within seconds, and it is 143.
 Errors: RL0704 where the launchers of the machines cannot meet, RL0709 where ranks were killed and none is left to
 report it.

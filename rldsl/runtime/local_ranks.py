@@ -1,8 +1,8 @@
 """The ranks of a run on this machine alone, without torchrun: its agent imports torch, which takes as long as a rank
 takes to do so, and each rank would wait for it.
 
-In: a module, its arguments and the number of ranks. Out: how they ended. Ranks get what torchrun would tell them, in
-sessions of their own; rank 0 holds the store where they meet.
+In: a module, its arguments and the number of ranks. Out: how they ended. Ranks get the environment variables
+that torchrun would set, in sessions of their own; rank 0 holds the store where they meet.
 Invariant: no rank outlives `run`: once one has failed, or after Ctrl-C, the others get a signal and `PATIENCE` seconds.
 SIGTERM goes to the ranks, which end after the step where the run writes checkpoints; before there are ranks, it ends
 this process (143).
@@ -60,11 +60,12 @@ def run(world: int, module: str, arguments: Sequence[str]) -> Ending:
 
 
 def _environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank. Its run id says that the rank ends with the process that started it."""
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0,
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "local",
-            "TORCHELASTIC_RESTART_COUNT": 0}
-    return {name: str(value) for name, value in told.items()}
+    """The environment variables of torchrun. The run id "local" means that the rank ends with the process that started
+    it."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0,
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "local",
+                 "TORCHELASTIC_RESTART_COUNT": 0}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def _free_port() -> int:

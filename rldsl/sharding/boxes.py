@@ -177,7 +177,7 @@ def cells(layout: Layout, pp_rank: int) -> Iterator[Cell]:
 
 def pieces_at(spec: ParamSpec, layout: Layout, part: int, zero_shard: int) -> tuple[Piece, ...]:
     """What the ranks at (part, zero shard) hold of a parameter, if their coordinate along pp has it. Everything that a
-    layout means for boxes is said here, and only here."""
+    layout means for boxes is defined here, and only here."""
     # Example: dp=4 ep=2 zero=1 tp=2. part = expert * tp + tp coordinate, so there are 4 parts, and each is cut into
     # dp / ep = 2 zero shards. A tensor that does not belong to experts is the same in both expert coordinates, so there
     # all dp=4 ranks share its rows: its run of rows is zero_shard * ep + expert, of 4.

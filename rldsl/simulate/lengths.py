@@ -57,13 +57,13 @@ def observed_lengths(plan: Plan, folder: str) -> Lengths:
     except FileNotFoundError:
         raise fail("RL0091", f"no such file: {file}", place=str(file),
                    help="give the directory of a run (--out)") from None
-    told = [x for x in lines if isfinite(x.get("length/response", float("nan")))]
-    if not told:
+    measured = [x for x in lines if isfinite(x.get("length/response", float("nan")))]
+    if not measured:
         raise fail("RL0205", f"{file} contains no lengths", place=str(file),
                    help="only programs that generate record lengths; use --prompt-tokens and --response-tokens")
-    response = sum(x["length/response"] for x in told) / len(told)
+    response = sum(x["length/response"] for x in measured) / len(measured)
     rows = sum(f.count * times for f, times in token_frames(plan))
-    counted = [x.get("tokens_per_second", 0.0) * x.get("seconds", 0.0) for x in told]
+    counted = [x.get("tokens_per_second", 0.0) * x.get("seconds", 0.0) for x in measured]
     finite = [x for x in counted if isfinite(x)]
     tokens = sum(finite) / len(finite) if finite else 0.0
     return Lengths(max(tokens / rows - response, 1.0) if rows and tokens else 0.0, response)

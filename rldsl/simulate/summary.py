@@ -64,8 +64,8 @@ def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: L
     lines.append(f"  step      {seconds_text(timeline.seconds):>10}      {timeline.tokens_per_second:,.0f} tokens/s")
     rows = [(times * f.count, lengths.of(f)) for f, times in token_frames(plan)]
     if rows:
-        told = dict.fromkeys(f"{n:,} x ({r.prompt:g} + {r.response:g})" for n, r in rows)
-        lines.append(f"  lengths   {', '.join(told)} tokens" + (" (maximum lengths)" if lengths == Lengths() else ""))
+        texts = dict.fromkeys(f"{n:,} x ({r.prompt:g} + {r.response:g})" for n, r in rows)
+        lines.append(f"  lengths   {', '.join(texts)} tokens" + (" (maximum lengths)" if lengths == Lengths() else ""))
     lines += [f"  {what}" for what in _at_most(plan)]
     every = timeline.event_seconds()
     calls = [(e, every[e.id]) for e in known.values() if isinstance(e, ModelCall) and e.id in every]

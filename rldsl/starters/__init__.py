@@ -1,4 +1,4 @@
-"""Programs to begin with: NAME.rlf, each formatted, commented and right as it stands, and the Python that they use.
+"""Programs to begin with: NAME.rlf, each formatted, commented and correct as it is, and the Python that they use.
 
 In: a name. Out: texts. The first line of a starter says in a sentence what it is.
 """
@@ -28,7 +28,7 @@ def line(name: str) -> str:
 
 
 def used(name: str) -> tuple[tuple[str, str], ...]:
-    """(file, text) of the Python that it uses, which belongs beside it."""
+    """(file, text) of the Python that it uses, which belongs next to it."""
     return tuple((file, _read(file)) for file in _USED.findall(text(name)))
 
 

@@ -1,7 +1,7 @@
 """A model with adapters is what it says: what moves with it are the two factors of each target, and its head.
 
 In: a model record. Out: diagnostics RL0612. The division that each factor must have is derived here once more, from
-the weight that it stands beside: A is divided as the weight's columns are, B as its rows; a factor that is whole where
+the weight that it belongs to: A is divided as the weight's columns are, B as its rows; a factor that is whole where
 the other is divided gets a part of its gradient on each rank.
 """
 

@@ -28,8 +28,8 @@ def loops(items: Sequence[Item]) -> Iterator[Diagnostic]:
     for item in items:
         if isinstance(item, Loop | Every):
             own = [(b, e) for e in item.body if isinstance(e, Collect) for b in e.writes]
-            said = Counter(item.collects if isinstance(item, Loop) else ())
-            for buffer in (said - Counter(b for b, _ in own)) + (Counter(b for b, _ in own) - said):
+            declared = Counter(item.collects if isinstance(item, Loop) else ())
+            for buffer in (declared - Counter(b for b, _ in own)) + (Counter(b for b, _ in own) - declared):
                 where = f"loop {item.id}" if isinstance(item, Loop) else f"every {item.period}"
                 yield problem("RL0519", f"{where} must append to {buffer} exactly once per iteration",
                               *[e for b, e in own if b == buffer])

@@ -180,8 +180,9 @@ def _checkpoint(t: Tables, e: Checkpoint) -> Iterator[Diagnostic]:
     follow = {m.name for m in t.plan.models if m.updated_from}
     copies = [split_buffer(b)[0] for b in e.reads if split_buffer(b)[0] in follow and split_buffer(b)[1] in t.layouts]
     if {b for b in e.reads if split_buffer(b)[0] not in follow} != must or sorted(copies) != sorted(follow) or e.writes:
-        told = ", ".join(sorted(must | follow)) or "nothing"
-        yield problem("RL0529", f"{name(e)} must read exactly {told}, but reads {', '.join(e.reads) or 'nothing'}", e)
+        expected = ", ".join(sorted(must | follow)) or "nothing"
+        found = ", ".join(e.reads) or "nothing"
+        yield problem("RL0529", f"{name(e)} must read exactly {expected}, but reads {found}", e)
 
 
 def _realloc(t: Tables, e: Realloc) -> Iterator[Diagnostic]:
@@ -285,7 +286,7 @@ def _transfer(t: Tables, e: Transfer) -> Iterator[Diagnostic]:
 
 
 def _rows(t: Tables) -> Iterator[Diagnostic]:
-    """A value stands only in spreads that divide its own rows."""
+    """A value exists only in spreads that divide its own rows."""
     for event, _ in t.events:
         for buffer in event.writes:
             left, right = split_buffer(buffer)

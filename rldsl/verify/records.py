@@ -1,4 +1,4 @@
-"""Each record is well formed by itself: its numbers lie where they have a meaning, and its fields fit each other.
+"""Each record is well formed: its numbers lie where they have a meaning, and its fields fit each other.
 
 In: tables. Out: diagnostics RL0612. No record is looked up here but the one at hand.
 """

@@ -97,7 +97,7 @@ def _ends(items: Sequence[Item]) -> Sequence[Item]:
 
 
 def _division_faults(model: Model, layout: Layout, divided: Mapping[str, Division]) -> Iterator[Fault]:
-    """Parameters whose boxes are not a division of them, or not where they are said to be."""
+    """Parameters whose boxes are not a division of them, or not where the records place them."""
     right: set[tuple[object, int]] = set()  # geometry and id of the division, of parameters that are right
     for spec in model.params:
         if (key := (geometry(spec), id(divided[spec.name]))) in right:

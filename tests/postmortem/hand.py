@@ -1,4 +1,4 @@
-"""Plans and stands made by hand: a small choreography in which everything that matters for waiting occurs."""
+"""Plans and positions made by hand: a small choreography in which everything that matters for waiting occurs."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def at(event: int, *turns: int, phase: Phase = "begins", call: str = "all_reduce
     return RankPosition(EventRun(event, turns), phase, seconds, awaits, function, call)
 
 
-def dump(rank: int, stand: RankPosition, **more: object) -> RankDump:
+def dump(rank: int, position: RankPosition, **more: object) -> RankDump:
     given = dict(plan=plan_id(DATA), start="s", rank=rank, world=8, machine="host/1", pid=100 + rank, time=1000.0,
-                 first=False, code="", reason="", stand=stand,
-                 ring=(RingEntry(stand.seconds, stand.at, stand.phase, stand.awaits, stand.function),))
+                 first=False, code="", reason="", position=position,
+                 ring=(RingEntry(position.seconds, position.at, position.phase, position.awaits, position.function),))
     return RankDump(**(given | more))  # type: ignore[arg-type]
 
 
-def sign(rank: int, stand: RankPosition, **more: object) -> Heartbeat:
-    given = dict(beat=9, machine="host/1", pid=100 + rank, time=960.0, stand=stand, silent=2.5)
+def sign(rank: int, position: RankPosition, **more: object) -> Heartbeat:
+    given = dict(beat=9, machine="host/1", pid=100 + rank, time=960.0, position=position, silent=2.5)
     return Heartbeat(**(given | more))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a post-mortem finds, from stands made by hand: who waits for whom, and who is to blame."""
+"""What a post-mortem finds, from positions made by hand: who waits for whom, and who is to blame."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from tests.postmortem.hand import (
 )
 
 
-def found(stands: Mapping[int, RankPosition], signs: Mapping[int, Heartbeat] | None = None, **first: object) -> Findings:
-    """stands: of those that left dumps. first: of the dump of the first rank that has one."""
-    dumps = {r: dump(r, s, **(first if r == min(stands) else {})) for r, s in stands.items()}
+def found(positions: Mapping[int, RankPosition], signs: Mapping[int, Heartbeat] | None = None,
+          **first: object) -> Findings:
+    """positions: of those that left dumps. first: of the dump of the first rank that has one."""
+    dumps = {r: dump(r, s, **(first if r == min(positions) else {})) for r, s in positions.items()}
     return analyse(PLAN, rank_traces(8, dumps, signs or {}))
 
 
-def everywhere(stand: RankPosition, **others: RankPosition) -> dict[int, RankPosition]:
-    return {r: others.get(f"r{r}", stand) for r in range(8)}
+def everywhere(position: RankPosition, **others: RankPosition) -> dict[int, RankPosition]:
+    return {r: others.get(f"r{r}", position) for r in range(8)}
 
 
 def blamed(findings: Findings) -> dict[int, str]:
@@ -161,9 +162,10 @@ def test_two_circles() -> None:
 @pytest.mark.parametrize("culprit", range(8))
 @pytest.mark.parametrize("behind", [at(GENERATE, 3, call=""), at(TURN, 2, 1, phase="ends", call=""), RankPosition()])
 def test_no_circle_goes_through_two_events(culprit: int, behind: RankPosition) -> None:
-    """Whatever the ranks' stands are, waits for what others have not reached lead to one who waits for none."""
-    stands = [at(LENGTHS, 3), at(SCORE, 3, phase="waits", awaits=EventRun(TRANSFER, (3,)), call="wait"), at(TRAIN, 3)]
-    findings = found({r: behind if r == culprit else stands[(r + culprit) % 3] for r in range(8)})
+    """Whatever the ranks' positions are, waits for what others have not reached lead to one who waits for none."""
+    positions = [at(LENGTHS, 3), at(SCORE, 3, phase="waits", awaits=EventRun(TRANSFER, (3,)), call="wait"),
+                 at(TRAIN, 3)]
+    findings = found({r: behind if r == culprit else positions[(r + culprit) % 3] for r in range(8)})
     assert "each other" not in {c.why for c in findings.culprits} and culprit in blamed(findings)
 
 
@@ -172,9 +174,9 @@ def test_no_circle_goes_through_two_events(culprit: int, behind: RankPosition) -
 
 def test_a_stopped_rank_is_to_blame_and_its_last_sign_is_not_believed() -> None:
     """It said last that it waited for others; that does not make these the culprits."""
-    stands = everywhere(at(LENGTHS, 3))
-    del stands[4]
-    findings = found(stands, {4: sign(4, at(TURN, 2, 3), process="stopped")})
+    positions = everywhere(at(LENGTHS, 3))
+    del positions[4]
+    findings = found(positions, {4: sign(4, at(TURN, 2, 3), process="stopped")})
     assert findings.culprits == (Culprit(4, "stopped"),)
     assert [(w.on, w.kind) for w in findings.waits] == [((4,), "not reached")]
     (note,) = notes(findings)
@@ -184,17 +186,17 @@ def test_a_stopped_rank_is_to_blame_and_its_last_sign_is_not_believed() -> None:
 
 
 def test_a_rank_that_stopped_inside_the_event() -> None:
-    stands = everywhere(at(LENGTHS, 3))
-    del stands[4]
-    findings = found(stands, {4: sign(4, at(LENGTHS, 3), process="gone")})
+    positions = everywhere(at(LENGTHS, 3))
+    del positions[4]
+    findings = found(positions, {4: sign(4, at(LENGTHS, 3), process="gone")})
     assert [(w.ranks, w.on, w.kind) for w in findings.waits] == [((0, 1, 2, 3, 5, 6, 7), (4,), "inside")]
     assert title(findings) == "rank 4 exited without an error message"
 
 
 def test_what_others_have_ended_tells_how_far_a_lost_rank_has_come() -> None:
-    stands = everywhere(at(SCORE, 3), **{f"r{r}": at(TRAIN, 3) for r in range(4)})
-    del stands[1]
-    findings = found(stands, {1: sign(1, at(GENERATE, 2))})
+    positions = everywhere(at(SCORE, 3), **{f"r{r}": at(TRAIN, 3) for r in range(4)})
+    del positions[1]
+    findings = found(positions, {1: sign(1, at(GENERATE, 2))})
     assert findings.traces[1].reached == EventRun(LENGTHS, (3,))
     assert "and has reached event 2 (lengths gen.lengths, p.rlf:6:3) of step 3 since then" in " ".join(notes(findings))
     assert place(findings) == "event 2 (lengths gen.lengths, p.rlf:6:3)"
@@ -203,13 +205,13 @@ def test_what_others_have_ended_tells_how_far_a_lost_rank_has_come() -> None:
 @pytest.mark.parametrize("last, reached", [(at(GENERATE, 2), EventRun(TRAIN, (2,))), (at(TRAIN, 2, phase="ends"), None),
                                            (RankPosition(), None)])
 def test_the_step_before_counts_for_who_was_there(last: RankPosition, reached: EventRun | None) -> None:
-    stands = {r: at(GENERATE, 3) for r in range(8) if r != 1}
-    assert found(stands, {1: sign(1, last)}).traces[1].reached == reached
+    positions = {r: at(GENERATE, 3) for r in range(8) if r != 1}
+    assert found(positions, {1: sign(1, last)}).traces[1].reached == reached
 
 
 def test_the_dead_come_before_the_silent() -> None:
-    stands = {r: at(LENGTHS, 3) for r in range(6)}
-    findings = found(stands, {6: sign(6, at(TURN, 2, 3)), 7: sign(7, at(TURN, 2, 3), process="gone")})
+    positions = {r: at(LENGTHS, 3) for r in range(6)}
+    findings = found(positions, {6: sign(6, at(TURN, 2, 3)), 7: sign(7, at(TURN, 2, 3), process="gone")})
     assert list(blamed(findings).items()) == [(7, "gone"), (6, "silent")]
     assert title(findings) == "rank 7 exited without an error message; rank 6 has no heartbeat"
 
@@ -217,10 +219,10 @@ def test_the_dead_come_before_the_silent() -> None:
 def test_a_silent_rank_whose_process_runs_is_to_blame_only_if_others_wait_for_it() -> None:
     """It may be in a call that holds Python's lock, and innocent."""
     busy = sign(5, at(SCORE, 3, call=""), process="running")
-    stands = {r: at(TRAIN, 3, call="" if r == 2 else "all_reduce") for r in range(4)} | {r: at(SCORE, 3, call="")
+    positions = {r: at(TRAIN, 3, call="" if r == 2 else "all_reduce") for r in range(4)} | {r: at(SCORE, 3, call="")
                                                                                          for r in (4, 6, 7)}
-    assert blamed(found(stands, {5: busy})) == {2: "waited for"}
-    waiting = stands | {r: at(SCORE, 3) for r in (4, 6, 7)} | {2: at(TRAIN, 3, call="")}
+    assert blamed(found(positions, {5: busy})) == {2: "waited for"}
+    waiting = positions | {r: at(SCORE, 3) for r in (4, 6, 7)} | {2: at(TRAIN, 3, call="")}
     assert blamed(found(waiting, {5: busy})) == {2: "waited for", 5: "silent"}
     alone = {r: at(SCORE, 3, call="") for r in range(8) if r != 5}
     assert blamed(found(alone, {5: busy})) == {5: "silent"}
@@ -234,9 +236,9 @@ def test_a_rank_that_left_nothing_at_all() -> None:
 
 def test_a_rank_without_a_dump_that_spoke_until_the_end_is_not_to_blame() -> None:
     """Its disk was full, perhaps."""
-    stands = everywhere(at(LENGTHS, 3), r4=at(TURN, 2, 3, call=""))
-    del stands[0]
-    assert blamed(found(stands, {0: sign(0, at(LENGTHS, 3), silent=0.0, time=999.9)})) == {4: "waited for"}
+    positions = everywhere(at(LENGTHS, 3), r4=at(TURN, 2, 3, call=""))
+    del positions[0]
+    assert blamed(found(positions, {0: sign(0, at(LENGTHS, 3), silent=0.0, time=999.9)})) == {4: "waited for"}
 
 
 # ---------------------------------------------------------------------------------------------------- words
@@ -251,17 +253,17 @@ def test_own_words_come_before_all_guesses() -> None:
 
 
 def test_who_lost_contact_first_is_no_culprit() -> None:
-    stands = everywhere(at(LENGTHS, 3), r4=at(TURN, 2, 3, call=""))
-    findings = found(stands, first=True, code="RL0709", reason="a guess")
+    positions = everywhere(at(LENGTHS, 3), r4=at(TURN, 2, 3, call=""))
+    findings = found(positions, first=True, code="RL0709", reason="a guess")
     assert blamed(findings) == {4: "waited for"} and "error messages" not in report(PLAN, findings)
 
 
 def test_where_python_runs_ahead_of_what_it_posts() -> None:
     """On GPUs a rank may be events further than the one whose message it needs."""
     ring = tuple(RingEntry(9.0, EventRun(e, (3,)), "begins") for e in (LENGTHS, TRANSFER, TRAIN))
-    stands = everywhere(at(TRAIN, 3, call=""), **{f"r{r}": at(TURN, 2, 1, call="") for r in range(4, 8)})
-    plain = {r: dump(r, s) for r, s in stands.items()}
-    late: dict[int, RankDump] = {r: dump(r, s, late=True, ring=ring if r < 4 else ()) for r, s in stands.items()}
+    positions = everywhere(at(TRAIN, 3, call=""), **{f"r{r}": at(TURN, 2, 1, call="") for r in range(4, 8)})
+    plain = {r: dump(r, s) for r, s in positions.items()}
+    late: dict[int, RankDump] = {r: dump(r, s, late=True, ring=ring if r < 4 else ()) for r, s in positions.items()}
     assert analyse(PLAN, rank_traces(8, plain, {})).waits == ()
     findings = analyse(PLAN, rank_traces(8, late, {}))
     assert findings.waits == (Wait((0, 1, 2, 3), (4, 5, 6, 7), EventRun(LENGTHS, (3,)), "not reached"),)
@@ -269,8 +271,8 @@ def test_where_python_runs_ahead_of_what_it_posts() -> None:
 
 
 def test_many_groups_are_cut_short() -> None:
-    stands = {r: at(GENERATE, r + 1, call="") for r in range(7)} | {7: at(LENGTHS, 9)}
-    findings = found(stands)
+    positions = {r: at(GENERATE, r + 1, call="") for r in range(7)} | {7: at(LENGTHS, 9)}
+    findings = found(positions)
     (wait,) = (w for w in findings.waits if 7 in w.ranks)
     assert wait.on == tuple(range(7)) and "; ..." in " ".join(notes(findings))
     assert notes(findings, most=1)[1:] == (f"and {len(notes(findings, most=99)) - 1} more",)
@@ -299,25 +301,26 @@ def test_ranks_that_all_start_blame_nobody() -> None:
 
 
 def test_a_rank_that_never_came_is_waited_for() -> None:
-    stands = {r: s for r, s in everywhere(starts("broadcast")).items() if r != 5}
-    findings = found(stands)
+    positions = {r: s for r, s in everywhere(starts("broadcast")).items() if r != 5}
+    findings = found(positions)
     assert blamed(findings) == {5: "silent"} and findings.waits[0].on == (5,)
 
 
 @pytest.mark.parametrize("process, code, why", [
     ("stopped", "", "stopped"), ("stopped", "RL0709", "stopped"), ("", "", "silent")])
 def test_a_rank_that_wakes_later_stays_to_blame(process: str, code: str, why: str) -> None:
-    stands = everywhere(at(LENGTHS, 3), r4=at(TURN, 2, 3, call=""))
-    dumps = {r: dump(r, s, code=code if r == 4 else "") for r, s in stands.items()}
-    findings = analyse(PLAN, rank_traces(8, dumps, {r: sign(r, s, process=process if r == 4 else "",
-                                                            silent=2.5 if r == 4 else 0.0) for r, s in stands.items()}))
+    positions = everywhere(at(LENGTHS, 3), r4=at(TURN, 2, 3, call=""))
+    dumps = {r: dump(r, s, code=code if r == 4 else "") for r, s in positions.items()}
+    signs = {r: sign(r, s, process=process if r == 4 else "", silent=2.5 if r == 4 else 0.0)
+             for r, s in positions.items()}
+    findings = analyse(PLAN, rank_traces(8, dumps, signs))
     assert blamed(findings) == {4: why}
 
 
 @pytest.mark.parametrize("more, code", [({"process": "running"}, ""), ({"process": "stopped", "silent": 0.0}, ""),
                                         ({"process": "stopped"}, "RL0775")])
 def test_a_rank_that_was_not_away_speaks_for_itself(more: Mapping[str, object], code: str) -> None:
-    stands = everywhere(at(LENGTHS, 3), r4=at(TURN, 2, 3, call=""))
-    dumps = {r: dump(r, s, code=code if r == 4 else "", first=bool(code) and r == 4) for r, s in stands.items()}
-    findings = analyse(PLAN, rank_traces(8, dumps, {4: sign(4, stands[4], **more)}))
+    positions = everywhere(at(LENGTHS, 3), r4=at(TURN, 2, 3, call=""))
+    dumps = {r: dump(r, s, code=code if r == 4 else "", first=bool(code) and r == 4) for r, s in positions.items()}
+    findings = analyse(PLAN, rank_traces(8, dumps, {4: sign(4, positions[4], **more)}))
     assert blamed(findings) == {4: "failed" if code else "waited for"}

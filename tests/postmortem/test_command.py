@@ -74,7 +74,8 @@ def test_for_programs(out: Path) -> None:
     assert found["waits"] == [{"ranks": [0, 1, 2, 3, 5, 6, 7], "on": [4], "kind": "not reached", "at": {
         "event": LENGTHS, "turns": [3], "call": "lengths gen.lengths", "at": "p.rlf:6:3",
         "because": "the rows of gen are divided by length"}}]
-    assert [r["rank"] for r in found["ranks"]] == list(range(8)) and found["ranks"][4]["stand"]["at"]["turns"] == [2, 3]
+    assert [r["rank"] for r in found["ranks"]] == list(range(8))
+    assert found["ranks"][4]["position"]["at"]["turns"] == [2, 3]
 
 
 def test_a_plan_elsewhere(out: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -159,12 +160,12 @@ def test_a_plan_that_is_damaged(out: Path) -> None:
 
 
 def test_what_is_written_is_read() -> None:
-    stand = RankPosition(EventRun(3, (1, 2)), "waits", 0.25, EventRun(2, (1,)), "", "wait")
-    whole = dump(3, stand, first=True, code="RL0709", reason="über", stack=("a.py:1 f",), late=True,
+    position = RankPosition(EventRun(3, (1, 2)), "waits", 0.25, EventRun(2, (1,)), "", "wait")
+    whole = dump(3, position, first=True, code="RL0709", reason="über", stack=("a.py:1 f",), late=True,
                  ring=(RingEntry(1.5, None, "start-up"), RingEntry(0.5, EventRun(3, (1, 2)), "calls", None, "judge")))
     assert read_dump(dump_text(whole), "x") == whole
     assert read_last_heartbeats(dump_text(SIGNS), "x") == SIGNS
-    for one in (sign(0, RankPosition()), sign(1, stand, process="gone")):
+    for one in (sign(0, RankPosition()), sign(1, position, process="gone")):
         assert read_heartbeat(heartbeat_text(one)) == one
     with pytest.raises(Failure):
         read_heartbeat('{"beat": 1}')

@@ -26,8 +26,8 @@ def large(world: int = WORLD) -> Plan:
     return replace(PLAN, header=replace(PLAN.header, world=world), meshes=meshes, layouts=layouts)
 
 
-def waits(stand: RankPosition) -> RankTrace:
-    return RankTrace(0, stand, dump=True, begun=(at(LENGTHS, 1).at, at(TRANSFER, 1).at))  # type: ignore[arg-type]
+def waits(position: RankPosition) -> RankTrace:
+    return RankTrace(0, position, dump=True, begun=(at(LENGTHS, 1).at, at(TRANSFER, 1).at))  # type: ignore[arg-type]
 
 
 CASES = {

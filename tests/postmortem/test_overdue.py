@@ -39,14 +39,14 @@ class World:
         monkeypatch.setattr(watchdog.Watchdog, "_stop_for_others", blame)
         self.watches = [watchdog.Watchdog(store, rank, 8, PlanFile.from_bytes(DATA), TIMEOUT) for rank in range(8)]
 
-    def overdue(self, stands: Mapping[int, RankPosition], ranks: Sequence[int], attempt: int = 0) -> list[str]:
-        """What these ranks say, each in its turn, where all are as `stands` says."""
-        for rank, stand in stands.items():
-            self.watches[rank].heartbeats.beat(stand)
+    def overdue(self, positions: Mapping[int, RankPosition], ranks: Sequence[int], attempt: int = 0) -> list[str]:
+        """What these ranks say, each in its turn, where all are as `positions` says."""
+        for rank, position in positions.items():
+            self.watches[rank].heartbeats.beat(position)
         said = []
         for rank in ranks:
             try:
-                self.watches[rank]._check_overdue(stands[rank], attempt)
+                self.watches[rank]._check_overdue(positions[rank], attempt)
             except Blamed as blamed:
                 said.append(str(blamed))
         return said
@@ -63,25 +63,25 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def test_one_of_all_that_wait_looks(world: World) -> None:
-    stands = {rank: at(LENGTHS, 3) if rank != 4 else at(TURN, 2, 3, call="") for rank in range(8)}
-    assert world.overdue(stands, [0, 1, 2, 3, 5, 6, 7]) == ["rank 0 waited more than 40 s for other ranks"]
+    positions = {rank: at(LENGTHS, 3) if rank != 4 else at(TURN, 2, 3, call="") for rank in range(8)}
+    assert world.overdue(positions, [0, 1, 2, 3, 5, 6, 7]) == ["rank 0 waited more than 40 s for other ranks"]
     assert world.looked == 1
 
 
 def test_who_looks_speaks_for_others(world: World) -> None:
     """Rank 0 works for longer than `--timeout`, and 1 waits for 3 in the same event."""
-    stands = {rank: at(TRAIN, 2, call="") for rank in range(8)}
-    stands |= {rank: at(GENERATE, 3, call="recv" if rank == 1 else "") for rank in range(4)}
-    assert world.overdue(stands, range(4)) == ["rank 1 waited more than 40 s for other ranks"]
+    positions = {rank: at(TRAIN, 2, call="") for rank in range(8)}
+    positions |= {rank: at(GENERATE, 3, call="recv" if rank == 1 else "") for rank in range(4)}
+    assert world.overdue(positions, range(4)) == ["rank 1 waited more than 40 s for other ranks"]
     assert world.looked == 1
 
 
 @pytest.mark.parametrize("seconds, said", [(TIMEOUT - 1, 0), (TIMEOUT, 1)])
 def test_nobody_is_ended_before_its_time(world: World, seconds: float, said: int) -> None:
     """Rank 0 works; 1 began to wait for 3 later."""
-    stands = {rank: at(GENERATE, 3, call="recv" if rank == 1 else "", seconds=seconds if rank == 1 else 41.0)
+    positions = {rank: at(GENERATE, 3, call="recv" if rank == 1 else "", seconds=seconds if rank == 1 else 41.0)
               for rank in range(8)}
-    assert len(world.overdue(stands, range(4))) == said and world.looked == 1
+    assert len(world.overdue(positions, range(4))) == said and world.looked == 1
 
 
 def test_those_that_work_end_nothing_and_are_looked_at_again(world: World) -> None:

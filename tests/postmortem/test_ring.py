@@ -154,7 +154,7 @@ def test_signs_of_two_ranks() -> None:
     assert zero.start == one.start and zero.all() == {}
     zero.beat(RankPosition())
     one.beat(RankPosition(EventRun(1, (2,)), "begins"))
-    assert set(zero.all()) == {0, 1} and zero.all()[1].stand.at == EventRun(1, (2,))
+    assert set(zero.all()) == {0, 1} and zero.all()[1].position.at == EventRun(1, (2,))
     before = zero.all()
     zero.beat(RankPosition())
     assert zero.mark_silent(before, 2.5)[1].silent == 2.5 and zero.mark_silent(before, 2.5)[1].process == "running"

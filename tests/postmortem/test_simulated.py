@@ -86,7 +86,7 @@ def waits(w: Walker, begun: list[set[EventRun]]) -> set[int]:
     return next((ranks for ranks in lacks if ranks), set())
 
 
-def stand(w: Walker, begun: list[set[EventRun]]) -> RankPosition:
+def position_of(w: Walker, begun: list[set[EventRun]]) -> RankPosition:
     if w.at is None:
         return RankPosition(w.own[-1][1], "over", 1.0)
     posted = awaited(w)
@@ -103,9 +103,10 @@ def test_whoever_stands_still_is_found(still: dict[int, int], silent: bool) -> N
     stands_still(walkers, still)
     begun = [w.begun() for w in walkers]
     stuck = {w.rank for w in walkers if w.at is not None and w.done == still.get(w.rank) and not waits(w, begun)}
-    stands = [stand(w, begun) for w in walkers]
-    dumps = {r: dump(r, s) for r, s in enumerate(stands) if not (silent and r in stuck)}
-    findings = analyse(PLAN, rank_traces(WORLD, dumps, {r: sign(r, stands[r]) for r in range(WORLD) if r not in dumps}))
+    positions = [position_of(w, begun) for w in walkers]
+    dumps = {r: dump(r, s) for r, s in enumerate(positions) if not (silent and r in stuck)}
+    signs = {r: sign(r, positions[r]) for r in range(WORLD) if r not in dumps}
+    findings = analyse(PLAN, rank_traces(WORLD, dumps, signs))
     over = any(w.at is None for w in walkers)
     needed = {q for w in walkers for q in (waits(w, begun) if w.at is not None else ())}
     assert {c.rank for c in findings.culprits} == {r for r in stuck if silent or over or r in needed}

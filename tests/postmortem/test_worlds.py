@@ -115,7 +115,7 @@ def test_a_rank_that_raises_and_the_next_start(place: Path) -> None:
     assert set(left) == {0, 1, 2, 3}
     assert [(d.rank, d.code) for d in left.values() if d.first] == [(1, "RL0775")]
     last = left[1].ring[-1]
-    assert (last.phase, last.function, last.at) == ("calls", "judge", left[1].stand.at)
+    assert (last.phase, last.function, last.at) == ("calls", "judge", left[1].position.at)
     text = told(place)
     assert "rank 1 failed: `judge` raised" in text and REWARD in text and "in the Python function `judge`" in text
     Path("asked").write_text("0 nothing")

@@ -245,7 +245,8 @@ class Watchdog:
         if findings is None:
             return
         waited = {rank for wait in findings.waits for rank in wait.ranks}
-        overdue = [t.rank for t in findings.traces if t.rank in waited and t.stand and t.stand.seconds >= self._timeout]
+        overdue = [t.rank for t in findings.traces
+                   if t.rank in waited and t.position and t.position.seconds >= self._timeout]
         if overdue:
             rank = self.rank if self.rank in overdue else overdue[0]
             self._stop_for_others(f"rank {rank} waited more than {self._timeout:g} s for other ranks")

@@ -43,7 +43,7 @@ NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EM
 class Owner:
     """Who holds a lock."""
 
-    token: str      # random: tells this lock from all others
+    token: str      # random: distinguishes this lock from all others
     host: str       # name of its machine
     boot: str       # id of the running system: changes when the machine restarts
     namespace: str  # id of the process-id namespace: ids of another container mean nothing here

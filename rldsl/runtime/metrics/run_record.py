@@ -2,7 +2,7 @@
 
 In: a plan and how it was started. Out: files that another person can tell the run by, and begin it again from; for the
 commands, what a directory holds. Imports nothing heavy, since the command line reads it too.
-Invariant: a run that is going on or finished, and a run's checkpoints, are never overwritten unasked.
+Invariant: a running or finished run, and the checkpoints of a run, are never overwritten unless the user asks for it.
 Errors: RL0708 a link in the directory leads out of it, RL0763 the directory holds checkpoints, RL0780 another process
 owns it, RL0781 it holds a run.
 """

@@ -78,8 +78,8 @@ class Wandb:
             self._run = wandb.init(project=project, name=out.name, dir=str(out), mode=mode, id=id, resume="allow",
                                    config=dict(config), settings=wandb.Settings(console="off", silent=True))
         except Exception as error:  # whatever a library of this size brings: no network, no key, a full disk
-            said = " ".join(str(error).split())[:300] or type(error).__name__
-            raise fail("RL0787", f"Weights & Biases cannot start: {said}", place=f"--wandb {mode}",
+            message = " ".join(str(error).split())[:300] or type(error).__name__
+            raise fail("RL0787", f"Weights & Biases cannot start: {message}", place=f"--wandb {mode}",
                        help="`--wandb offline` needs no network access and no API key") from None
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
