@@ -1,4 +1,4 @@
-"""A recorded timeline beside the simulated one, and everything that is none."""
+"""A recorded timeline next to the simulated one, and everything that is none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rldsl.diag import Failure
-from rldsl.pages.recorded import Recorded, beside, read
+from rldsl.pages.recorded import Recorded, on_simulated_rows, read
 from rldsl.pages.rows import simulated
 from rldsl.simulate import simulate
 from tests.plan.sample import grpo
@@ -39,7 +39,7 @@ def test_the_step_of_median_length_of_those_after_the_first(steps: int, chosen: 
 
 def test_rows_are_those_of_the_simulation() -> None:
     rows = simulated(simulate(grpo(), H100))
-    chart = beside(load(trace(grpo())), rows)
+    chart = on_simulated_rows(load(trace(grpo())), rows)
     assert [(r.ranks, r.first) for r in chart.rows] == [(r.ranks, r.first) for r in rows.rows]
     assert chart.start == 0 and min(b.start for r in chart.rows for b in r.bars) == 0
     assert max(b.stop for r in chart.rows for b in r.bars) == pytest.approx(chart.stop)
@@ -59,7 +59,7 @@ def test_a_simulated_timeline_is_called_so() -> None:
 def test_a_rank_that_the_trace_lacks_has_an_empty_row() -> None:
     found = trace(grpo())
     found["traceEvents"] = [x for x in found["traceEvents"] if x.get("tid") != 0]
-    chart = beside(load(found), simulated(simulate(grpo(), H100)))
+    chart = on_simulated_rows(load(found), simulated(simulate(grpo(), H100)))
     assert [bool(r.bars) for r in chart.rows][0] is False and any(r.bars for r in chart.rows)
 
 
