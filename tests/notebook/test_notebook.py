@@ -91,9 +91,9 @@ def test_python_gives_values(notebook: Notebook) -> None:
     ("plan.diff(plan)", "text/html", "no differences"), ("rldsl.check(broken)", "text/html", "RL0101"),
     ("rldsl.check(broken)", "text/plain", "not defined here"),
 ])
-def test_views_show_themselves(notebook: Notebook, expression: str, media: str, part: str) -> None:
-    notebook.shell.push({"broken": BROKEN})
-    ran = notebook(f"import rldsl\n{expression}")
+def test_views_show_themselves(with_plan: Notebook, expression: str, media: str, part: str) -> None:
+    with_plan.shell.push({"broken": BROKEN})
+    ran = with_plan(f"import rldsl\n{expression}")
     assert ran.ok and part in ran.rich[media]
 
 
