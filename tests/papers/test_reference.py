@@ -1,23 +1,27 @@
-"""The first step of the examples against plain torch, written from the papers: which rows are chosen, values, losses
-and gradients. Nothing of rldsl is used but the rows that the Python functions saw."""
+"""The first step of the examples (of that with a replay buffer the third) against plain torch, written from the papers:
+which rows are chosen, values, losses and gradients. Nothing of rldsl is used but the rows that the Python functions saw,
+and the random numbers of replay. The example with a curriculum: tests/curriculum/test_example.py."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from rldsl.runtime.draws import uniform
+from rldsl.sharding.partition import key_of, mix
 from tests.end_to_end import reference
 from tests.end_to_end.programs import Metrics
 from tests.end_to_end.reference import Sample, response_logprobs
 from tests.end_to_end.test_reference import OPTIMIZER, assert_same, moved
+from tests.tiny import CHARACTERS
 from tests.papers.programs import Program, program, root, run_all, sample
-
 
 
 def saved(call: str, before: str, after: str) -> tuple[str, str]:
@@ -41,21 +45,24 @@ EDITS = {
     "vineppo": (OPTIMIZE, WHOLE, SAVES, (r"at=cut, most=most", "every=2, most=most")),
     "critique": (OPTIMIZE, saved("actor.train(gen", "before", "middle"),
                  (r"(  actor\.train\(critique.*\n)", r'\1  save actor to "FOLDER/after"\n')),
+    "online_dpo": (OPTIMIZE, WHOLE, REF, SAVES),
+    "judge": (OPTIMIZE, (r", minibatches=4", ""), SAVES),
+    "raft_replay": (OPTIMIZE, WHOLE, SAVES),
 }
-SETS = {"vineppo": dict(group=2, tails=3, most=2)}
+SETS = {"vineppo": dict(group=2, tails=3, most=2), "raft_replay": dict(steps=3, keep=5)}
 Result = tuple[dict[str, float], Program]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    """The step of each example, on one rank."""
+    """The last step of each example, on one rank."""
     base = root(tmp_path_factory.mktemp("papers"))
     made: dict[str, Program] = {}
     for name, edits in EDITS.items():
         own = tuple((old, new.replace("FOLDER", str(base / name))) for old, new in edits)
-        made[name] = program(base, name, *own, note=True, steps=1, batch=4, tokens=6, **SETS.get(name, {}))
+        made[name] = program(base, name, *own, note=True, **{"steps": 1, "batch": 4, "tokens": 6, **SETS.get(name, {})})
     runs: dict[str, Metrics] = run_all(1, {n: p.compiled("place *.* on mesh(0:1)") for n, p in made.items()}, base)
-    return {n: (runs[n][0], p) for n, p in made.items()}
+    return {n: (runs[n][-1], p) for n, p in made.items()}
 
 
 def groups(rows: Sequence[float], n: int) -> list[Sequence[float]]:
@@ -92,9 +99,8 @@ def test_self_rewarding(found: dict[str, Result]) -> None:
     answers = [sample(row) for row, _ in made.rows("review")]
     asked = [text for _, text in made.rows("review") for _ in range(3)]
     judged = made.rows("points")
-    known = [set(text).difference("ABCDEFGHIJKLMNOPQRSTUVWXYZ:\n") for text in asked]  # of the tokenizer's characters
     assert len(answers) == 4 * 4 and [row["prompt"] for row, _ in judged] == [
-        "".join(c for c in text if c in some) for text, some in zip(asked, known, strict=True)]
+        "".join(c for c in text if c in CHARACTERS) for text in asked]
     marks: list[float | None] = []
     for three in groups([x for _, x in judged], 3):
         marks.append(fmean(valid) if (valid := [x for x in three if x >= 0]) else None)
@@ -234,6 +240,63 @@ def test_critique(found: dict[str, Result]) -> None:
         assert step[f"{name}/loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-5)
         files = ("middle", "after") if number else ("before", "middle")
         assert_same(moved(*(made.folder / x for x in files)), reference.gradients(model, loss))
+
+
+def test_online_dpo(found: dict[str, Result]) -> None:
+    """DPO on the first best and the first worst of eight answers, where their rewards differ."""
+    step, made = found["online_dpo"]
+    answers, rewards = [sample(row) for row, _ in made.rows("exact_match")], [x for _, x in made.rows("exact_match")]
+    chosen = duels(rewards, 8)
+    assert len(answers) == 4 * 8 and step["pairs"] == len(chosen) > 1 and step["reward"] == pytest.approx(fmean(rewards))
+    assert any(rewards[8 * i : 8 * i + 8].count(max(rewards[8 * i : 8 * i + 8])) > 1 for i in range(4)), "ties"
+    actor, ref = (reference.causal_lm(x) for x in (made.folder / "before", made.folder.parent / "models/base"))
+    loss = torch.stack([-logsigmoid(0.1 * lead(actor, ref, answers[i], answers[j], 1.0)) for i, j in chosen]).mean()
+    check(step, made, loss, actor)
+
+
+def test_judge(found: dict[str, Result]) -> None:
+    """The reward is the mean of three verdicts; GRPO with advantages among the answers to a prompt."""
+    step, made = found["judge"]
+    asked, verdicts = made.rows("ask"), made.rows("grade")
+    answers = [sample(row) for row, _ in asked]
+    assert len(answers) == 4 * 8 and len(verdicts) == 3 * len(answers)
+    for (row, text), three in zip(asked, groups([row for row, _ in verdicts], 3), strict=True):
+        assert row["completion"] in text and {x["prompt"] for x in three} == {
+            "".join(c for c in text if c in CHARACTERS)}
+    for row, grade in verdicts:
+        number = re.search(r"\d+(\.\d+)?", row["completion"])
+        assert grade == pytest.approx(min(float(number[0]), 10) / 10 if number else 0)
+    grades = groups([x for _, x in verdicts], 3)
+    rewards = [fmean(x) for x in grades]
+    assert step["reward"] == pytest.approx(fmean(rewards)) and len({*rewards}) > 2
+    assert step["doubt"] == pytest.approx(fmean(stdev(x) for x in grades), rel=1e-5)
+    actor, terms = reference.causal_lm(made.folder / "before"), []
+    for answer, advantage in zip(answers, normed(rewards, 8), strict=True):
+        new = response_logprobs(actor, answer)
+        terms.append((-advantage * (new - new.detach()).exp()).mean())
+    check(step, made, torch.stack(terms).mean(), actor)
+
+
+def test_raft_replay(found: dict[str, Result]) -> None:
+    """The best answer to each prompt is kept where its reward is above 0, in place of the oldest; rows are drawn by
+    their rewards, those with the largest log(u) / reward; maximum likelihood on these."""
+    step, made = found["raft_replay"]
+    buffer: list[tuple[int, Sample]] = []  # a row's number, and the row
+    rows = [sample(row, reward) for row, reward in made.rows("exact_match")]
+    added, drawn = 0, list[Sample]()
+    for number, batch in enumerate(groups(rows, 4 * 8)):
+        kept = [x for group in groups(batch, 8) if (x := max(group, key=lambda row: row.reward)).reward > 0]
+        buffer = [*buffer, *enumerate(kept, added)][-5:]
+        added += len(kept)
+        at = torch.tensor([q for q, _ in buffer])
+        u = uniform(mix(1, key_of("old"), 0) >> 1, number, at, torch.zeros_like(at)).tolist()
+        keys = [math.log(x) / row.reward for x, (_, row) in zip(u, buffer, strict=True)]
+        drawn = [buffer[i][1] for i in sorted(sorted(range(len(buffer)), key=lambda i: -keys[i])[:4])]
+    assert number == 2 and added > 5, "some rows have left"
+    assert step["kept"] == len(kept) and step["reward"] == pytest.approx(fmean(x.reward for x in batch))
+    assert len(drawn) == 4 and any(row not in batch for row in drawn), "some rows are of earlier steps"
+    actor = reference.causal_lm(made.folder / "before")
+    check(step, made, -torch.cat([response_logprobs(actor, row) for row in drawn]).mean(), actor)
 
 
 def normed(numbers: Sequence[float], n: int) -> list[float]:
