@@ -59,6 +59,7 @@ class FlowBuilder(Computations):
         self.inside = "flow"  # the block that is being built
         exprs.calls = self.calls.nested
         exprs.frames = self.derivations.call
+        exprs.selections = self.selections.argument
         exprs.row_states = self.row_states
 
     # ------------------------------------------------------------------------------------------- statements

@@ -25,7 +25,7 @@ from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.levels import source_name
 from rldsl.semantics.options import positive_integer
 from rldsl.semantics.scope import Scope
-from rldsl.semantics.terms import Term, input_
+from rldsl.semantics.terms import Term, input_, walk
 from rldsl.semantics.values import FrameRef, Meaning, Pairs, describe
 from rldsl.source import Span
 from rldsl.syntax import ast
@@ -38,6 +38,8 @@ class Selections:
     def __init__(self, flow: FlowBuilder):
         self.flow, self.errors, self.spaces = flow, flow.errors, flow.spaces
         flow.exprs.ops.restrict = self.restrict
+        # text of an argument that is a selection, and what it reads -> the block that it is in, and the rows
+        self._arguments: dict[tuple[str, tuple[str, ...]], tuple[list[g.Item], Meaning]] = {}
 
     # ------------------------------------------------------------------------------------------- selections
 
@@ -48,16 +50,38 @@ class Selections:
         value, condition = self.flow.exprs.build(s.value, scope), self.flow.exprs.term(s.where, scope)
         if s.named:
             value = self.flow.derivations.named(value, s.named, scope, s.value)
+        return self._of(value, condition, s.value, s.where, target, s.span)
+
+    def argument(self, expr: ast.Selection, scope: Scope) -> Meaning:
+        """`value where condition` as an argument: in a block the same rows once."""
+        value, condition = self.flow.exprs.build(expr.value, scope), self.flow.exprs.term(expr.condition, scope)
+        read = walk([condition]) if isinstance(condition, Term) else []
+        # states of rows have other names after an update
+        key = " ".join(expr.span.text.split()), tuple(t.name for t in read if t.op == "input")
+        block, known = self._arguments.get(key, ([], None))
+        if known is not None and block is self.flow.items:
+            return known
+        made = self._of(value, condition, expr.value, expr.condition, self.flow.anonymous("where"), expr.span,
+                        label(expr.span))
+        if read and not any(t.op == "uniform" or t.op == "input" and t.name in self.flow.states for t in read):
+            self._arguments[key] = self.flow.items, made
+        return made
+
+    def _of(self, value: Meaning, condition: Term | Bad, of: ast.Expr, tree: ast.Expr, target: str | None, span: Span,
+            shown: str = "") -> Meaning:
+        """The rows of `value` for which `condition`. target: None when the name cannot be bound. shown: what people
+        call them, where the program gives them no name."""
         if isinstance(value, Bad) or isinstance(condition, Bad):
             return BAD
         if not isinstance(value, (FrameRef, Pairs)):
-            return self.errors.add("RL0203", f"`where` selects sequences, not {describe(value)}", s.value.span,
+            return self.errors.add("RL0203", f"`where` selects sequences, not {describe(value)}", of.span,
                                    help="for values use `where(condition, a, b)`, or select the sequences first")
         refs = (value,) if isinstance(value, FrameRef) else (value.chosen, value.rejected)
-        chosen = self._condition(condition, refs[0].frame, s.where)
+        chosen = self._condition(condition, refs[0].frame, tree)
         if chosen is None or target is None:
             return BAD
-        made = [self.selected(ref, target + _side(ref.frame), target, chosen.name, s.span) for ref in refs]
+        made = [self.selected(ref, target + _side(ref.frame), target, chosen.name, span,
+                              shown and shown + _side(ref.frame)) for ref in refs]
         return made[0] if len(made) == 1 else Pairs(made[0], made[1])
 
     def of_a_call(self, s: ast.Assign, scope: Scope) -> bool:
@@ -103,13 +127,15 @@ class Selections:
             return self.flow.materialize(wide, "where", tree.span)
         return None
 
-    def selected(self, ref: FrameRef, id_: str, space: str, condition: str, span: Span) -> FrameRef:
-        """The rows of `ref` for which `condition`, a seq value, holds: the frame `id_`, whose rows are `space`."""
+    def selected(self, ref: FrameRef, id_: str, space: str, condition: str, span: Span,
+                 shown: str = "") -> FrameRef:
+        """The rows of `ref` for which `condition`, a seq value, holds: the frame `id_`, whose rows are `space`.
+        shown: as of `_of`."""
         old = ref.frame
         frame = self.spaces.add(replace(old, id=id_, row_space=space, selected_from=old.id, picked_from="",
-                                        present_in=id_, label=""), *_selected_spaces(old, space))
+                                        present_in=id_, label=shown), *_selected_spaces(old, space))
         values = [(f"{old.id}.{x}", self.flow.value(f"{frame.id}.{x}", v.level, frame.id, v.dtype, v.extent))
-                  for x in STANDARD for v in self._of(f"{old.id}.{x}")]
+                  for x in STANDARD for v in self._values(f"{old.id}.{x}")]
         self.flow.value(f"{frame.id}.lengths", "seq", frame.id, "i64", "lengths")
         if old.chain[-1].id in self.flow.columns:  # rows of a buffer have none
             self.flow.columns[frame.chain[-1].id] = self.flow.columns[old.chain[-1].id]
@@ -118,7 +144,7 @@ class Selections:
             writes=tuple(w for _, w in values), source=old.id, frame=frame.id, values=tuple(values), key=condition))
         return replace(ref, frame=frame)
 
-    def _of(self, id: str) -> list[Value]:
+    def _values(self, id: str) -> list[Value]:
         return [v for v in self.flow.values if v.id == id]
 
     def restrict(self, term: Term, space: str) -> Term:
@@ -131,7 +157,7 @@ class Selections:
                     and node.reads == (value.name,):
                 return input_(node.writes[0], term.level, space, term.span, term.dtype, term.unit)
         name = self.flow.unique(f"{value.name}|{frame.id}")
-        known = next((v.label for v in self._of(value.name)), "") or value.name
+        known = next((v.label for v in self._values(value.name)), "") or value.name
         self.flow.value(name, term.level, frame.id, term.dtype, label=f"{known} of {frame.label or frame.id}")
         self.flow.items.append(g.Derive(id=name, reads=(value.name,), writes=(name,), span=term.span, op="restrict",
                                         source=frame.selected_from, frame=frame.id, values=((value.name, name),)))

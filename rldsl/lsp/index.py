@@ -291,6 +291,8 @@ class _Walker:
             case ast.Attribute(value=value, name=side):
                 start = f"{side.name}."
                 return {n.removeprefix(start): f for n, f in self._fields_of(value).items() if n.startswith(start)}
+            case ast.Selection(value=value):
+                return self._fields_of(value)
             case ast.Call(func=ast.Name(name="pair"), args=(a, b)):
                 sides = (("chosen", a), ("rejected", b))
                 return {f"{side}.{n}": f for side, x in sides for n, f in self._fields_of(x.value).items()}

@@ -48,6 +48,7 @@ from rldsl.syntax import ast
 
 CallOfModel = Callable[[ModelRef | DataRef | BufferRef, ast.Call, Scope], Meaning]
 CallForFrames = Callable[[str, ast.Call, Scope], Meaning]
+SelectionOfFlow = Callable[[ast.Selection, Scope], Meaning]
 
 
 class RowStatesOfFlow(Protocol):
@@ -89,6 +90,7 @@ class ExpressionBuilder:
         self.calls: CallOfModel | None = None  # what the flow does with a call of a model or data source
         self.texts: TextsOfFunction | None = None  # what the flow does with a function that returns prompts
         self.frames: CallForFrames | None = None  # what it does with a built-in function that makes sequences
+        self.selections: SelectionOfFlow | None = None  # what it does with `gen where c` as an argument
         self.row_states: RowStatesOfFlow | None = None  # set by the flow
         self.elsewhere: dict[str, Span] = {}  # name -> the statement of the flow that binds it first
 
@@ -119,6 +121,12 @@ class ExpressionBuilder:
                 return BAD if isinstance(a, Bad) or isinstance(b, Bad) else self.ops.apply(INFIX[op], (a, b), expr.span)
             case ast.Call():
                 return self.call(expr, scope)
+            case ast.Selection():
+                if self.selections is None or self.functions.active:
+                    return self.errors.add("RL0212", "a selection outside the flow", expr.span,
+                                           "functions and losses work on values",
+                                           help="select in the flow, and pass values of what is left as arguments")
+                return self.selections(expr, scope)
             case ast.Range():
                 return self.errors.add("RL0203", "a range outside `mesh(...)`", expr.span,
                                        help="ranges of ranks are written `mesh(0:8)`")

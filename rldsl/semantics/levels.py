@@ -18,7 +18,10 @@ ANY = "any"  # a parameter or result of a fn that takes every level
 
 
 def source_name(frame: Frame) -> str:
-    """What a program calls the sequences of `frame`: after `repeat until`, `gen` stands for all that was collected."""
+    """What a program calls the sequences of `frame`: after `repeat until`, `gen` stands for all that was collected.
+    Those without a name are called by their source text."""
+    if "#" in frame.id and frame.label:
+        return frame.label.rpartition(" (")[0]
     return frame.id.removesuffix(".all")
 
 

@@ -112,7 +112,15 @@ class Range(Tree):
     stop: Expr  # one more than the last
 
 
-Expr = Number | String | Bool | ListOf | Name | Attribute | Unary | Binary | Call | Range
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection(Tree):
+    """value where condition     (as an argument; a statement of its own is an Assign)"""
+
+    value: Expr  # the sequences
+    condition: Expr  # which of them
+
+
+Expr = Number | String | Bool | ListOf | Name | Attribute | Unary | Binary | Call | Range | Selection
 
 # -------------------------------------------------------------------------------------------- statements
 

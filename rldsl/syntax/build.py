@@ -270,6 +270,9 @@ class _Builder(Transformer[Token, Any]):
     def range(self, meta: Any, children: Children) -> ast.Range:
         return ast.Range(span=self._span(meta), start=children[0], stop=children[1])
 
+    def selection(self, meta: Any, children: Children) -> ast.Selection:
+        return ast.Selection(span=self._span(meta), value=children[0], condition=children[1])
+
 
 def _text(token: Token) -> str:
     """The value of a string literal. A backslash before another character than those of _ESCAPES is itself."""

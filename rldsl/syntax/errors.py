@@ -176,7 +176,10 @@ def _rlf(token: str, line: str, inside: bool) -> str:
     name = re.search(r"(?<![\w.])([A-Za-z_]\w*)$", line)
     if token == "where":
         given = name[1] if name else "gen"
-        return f"a selection must be a separate statement: write `kept = {given} where ...`, then use `kept`"
+        return f"a selection is a statement or an argument: write `kept = {given} where ...`, then use `kept`"
+    if token == "with":
+        given = name[1] if name else "gen"
+        return f"values are named in a statement: write `scored = {given} with ...`, then use `scored`"
     if token in UNITS and line and (line[-1].isalnum() or line[-1] in "_)"):
         return f"a unit follows a number: `param {name[1] if name else 'size'} = 8 {token}`"
     ema = re.match(r"[ \t{]*ema[ \t]+(\w+)[ \t]+from[ \t]+(\w+)[ \t]*(every|[A-Za-z_]\w*)?$", line)
