@@ -1,4 +1,4 @@
-"""`rlc diff-runs`: where two runs part first.
+"""`rlc diff-runs`: where two runs first differ.
 
 In: two directories of runs. Out: for each metric and each value of sampled sequences the first step at which the runs
 differ and by how much; the first sampled sequence whose text differs, with the position. What is measured (times,
@@ -30,7 +30,7 @@ SHOWN = 12    # numbers that are listed as text
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class NumberDifference:
     """A metric, or a value of sampled sequences, that differs."""
 
     name: str     # of the metric; "BATCH.VALUE" for a value of sampled sequences
@@ -43,7 +43,7 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextDifference:
     """The first sampled sequence of a batch whose text differs."""
 
     batch: str     # its name in the program
@@ -57,14 +57,14 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class RunDifference:
     """Where two runs differ."""
 
     same_plan: bool             # whether both ran the same plan
     steps: int                  # how many steps both have
     rows: int                   # how many sampled sequences both have
-    numbers: tuple[Number, ...]  # what differs, the earliest first
-    texts: tuple[Text, ...]     # what differs, the earliest first
+    numbers: tuple[NumberDifference, ...]  # what differs, the earliest first
+    texts: tuple[TextDifference, ...]     # what differs, the earliest first
     ignored: int                # differences that are within the tolerance
 
     @property
@@ -98,7 +98,7 @@ class Parting:
         return "\n".join(lines)
 
 
-def diff_runs(one: str, two: str, tolerance: float = 0.0) -> Parting:
+def diff_runs(one: str, two: str, tolerance: float = 0.0) -> RunDifference:
     """Compare two runs. tolerance: relative difference of two numbers that does not count; 0 compares bits.
     Errors: RL0783, RL0784."""
     folders = Path(one), Path(two)
@@ -109,13 +109,13 @@ def diff_runs(one: str, two: str, tolerance: float = 0.0) -> Parting:
         raise fail("RL0784", "the runs have no step in common", place=two,
                    notes=tuple(f"{folder}: steps {min(found)} to {max(found)}" for folder, found in
                                zip(folders, lines, strict=True)), help="give two runs of the same program")
-    places: list[Place] = [((step, None, name), one_, two_) for step in steps
-                           for name, one_, two_ in _pairs(lines[0][step], lines[1][step])]
-    places += [((key[1], key[2], f"{key[0]}.{name}"), one_, two_) for key in rows
-               for name, one_, two_ in _pairs(_values(samples[0][key]), _values(samples[1][key]))]
+    places: list[Place] = [((step, None, name), a, b) for step in steps
+                           for name, a, b in _pairs(lines[0][step], lines[1][step])]
+    places += [((key[1], key[2], f"{key[0]}.{name}"), a, b) for key in rows
+               for name, a, b in _pairs(_values(samples[0][key]), _values(samples[1][key]))]
     different = [(place, a, b) for place, a, b in places if not _equal(a, b, 0.0)]
     beyond = [(place, a, b) for place, a, b in different if not _equal(a, b, tolerance)]
-    return Parting(_plan(folders[0]) == _plan(folders[1]), len(steps), len(rows), tuple(_numbers(beyond)),
+    return RunDifference(_plan(folders[0]) == _plan(folders[1]), len(steps), len(rows), tuple(_numbers(beyond)),
                    tuple(_texts(samples[0], samples[1], rows)), len(different) - len(beyond))
 
 
@@ -152,11 +152,11 @@ def _equal(one: float | None, two: float | None, tolerance: float) -> bool:
     return one == two or abs(one - two) <= tolerance * max(abs(one), abs(two))
 
 
-def _numbers(places: Iterable[Place]) -> list[Number]:
+def _numbers(places: Iterable[Place]) -> list[NumberDifference]:
     by_name: dict[str, list[Place]] = {}
     for found in sorted(places, key=lambda p: (p[0][0], -1 if p[0][1] is None else p[0][1])):
         by_name.setdefault(found[0][2], []).append(found)
-    numbers = [Number(name, found[0][0][0], found[0][0][1], found[0][1], found[0][2],
+    numbers = [NumberDifference(name, found[0][0][0], found[0][0][1], found[0][1], found[0][2],
                       max(_difference(one, two) for _, one, two in found), len(found))
                for name, found in by_name.items()]
     return sorted(numbers, key=lambda n: (n.step, n.row is None, n.name))
@@ -168,9 +168,9 @@ def _difference(one: float | None, two: float | None) -> float:
 
 
 def _texts(one: Mapping[Key, Mapping[str, Any]], two: Mapping[Key, Mapping[str, Any]], rows: set[Key]
-           ) -> Iterator[Text]:
+           ) -> Iterator[TextDifference]:
     """The first difference of each batch, the earliest first."""
-    first: dict[str, Text] = {}
+    first: dict[str, TextDifference] = {}
     count: dict[str, int] = {}
     for key in sorted(rows, key=lambda k: (k[1], k[2], k[0])):
         parts = ("prompt", "completion")
@@ -182,9 +182,9 @@ def _texts(one: Mapping[Key, Mapping[str, Any]], two: Mapping[Key, Mapping[str, 
         if batch not in first:
             texts = str(one[key].get(part, "")), str(two[key].get(part, ""))
             at = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False)))
-            first[batch] = Text(batch, step, row, part, at, _around(texts[0], at), _around(texts[1], at), 0)
+            first[batch] = TextDifference(batch, step, row, part, at, _around(texts[0], at), _around(texts[1], at), 0)
     for batch, text in first.items():
-        yield Text(**{**asdict(text), "rows": count[batch]})
+        yield TextDifference(**{**asdict(text), "rows": count[batch]})
 
 
 def _around(text: str, at: int) -> str:

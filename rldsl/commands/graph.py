@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 from rldsl import api
 from rldsl.commands import Usage
@@ -13,7 +13,6 @@ from rldsl.graph import picture
 from rldsl.plan.expr import Scalar
 
 Form = Literal["mermaid", "dot", "svg"]
-FORMS: tuple[Form, ...] = get_args(Form)
 ENDINGS: Mapping[str, Form] = {".mmd": "mermaid", ".mermaid": "mermaid", ".dot": "dot", ".gv": "dot", ".svg": "svg"}
 
 

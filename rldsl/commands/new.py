@@ -14,8 +14,8 @@ from rldsl.diag import fail
 
 
 def files(name: str, target: str | None, force: bool) -> list[tuple[str, str]]:
-    """(path, text): the program, then the Python files that it needs and that do not exist yet: nothing is
-    overwritten. target: a file, a directory, or None for NAME.rlf here. Error: RL0094 the program exists already."""
+    """(path, text): the program, then the Python files that it needs; those that exist are never overwritten. target: a
+    file, a directory, or None for NAME.rlf here. Error: RL0094 the program exists already."""
     path = target or f"{name}.rlf"
     if Path(path).is_dir():
         path = str(Path(path) / f"{name}.rlf")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from rldsl.plan.model import Layout, Model
-from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, Message, Round
+from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, Message
 from rldsl.sharding.boxes import Box, Cell, Parameter, Piece, contains, local_shape, parameters, pieces_of_cell, volume
 
 MIN_SEPARATE = 1 << 18  # elements: packing and unpacking so many costs more than one more message
@@ -71,12 +71,6 @@ def buffer_elements(rounds: Iterable[int]) -> list[int]:
     for number, size in enumerate(rounds):
         largest[number % ROUNDS_IN_FLIGHT] = max(largest[number % ROUNDS_IN_FLIGHT], size)
     return largest
-
-
-def packed_elements(ops: Round, held: tuple[Held | None, Held | None]) -> tuple[int, int]:
-    """Elements of a round that need a buffer, of sends and of receives. held: what the rank holds under the source and
-    the destination; None if nothing is sent from, or received into, the parameters themselves."""
-    return elements_to_pack(ops.sends, held[0]), elements_to_pack(ops.receives, held[1])
 
 
 def elements_to_pack(messages: Iterable[Message], held: Held | None) -> int:

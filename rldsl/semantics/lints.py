@@ -14,8 +14,6 @@ from collections.abc import Iterator, Sequence
 from rldsl.diag import Diagnostic, Label
 from rldsl.syntax import ast
 
-Body = tuple[ast.Statement, ...]
-
 
 def lint(files: Sequence[ast.File]) -> tuple[Diagnostic, ...]:
     """The warnings, in the order of the text."""

@@ -8,8 +8,10 @@ from itertools import product
 from hypothesis import strategies as st
 
 from rldsl.plan.model import Layout, Mesh, Model, Split
+from rldsl.reshard.in_place import Held, elements_to_pack
 from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.records import ReshardPlan
+from rldsl.reshard.rounds import Round
 from tests.plan_algebra.models import layout, layouts, mesh, model
 
 
@@ -31,6 +33,12 @@ class Case:
     def __str__(self) -> str:
         return (f"{self.src.id} on {self.src_mesh.ranks} to {self.dst.id} on {self.dst_mesh.ranks}, "
                 f"{self.devices} devices a node")
+
+
+def packed_elements(ops: Round, held: tuple[Held | None, Held | None]) -> tuple[int, int]:
+    """Elements of a round that need a buffer, of sends and of receives. held: what the rank holds under the source and
+    the destination; None if nothing is sent from, or received into, the parameters themselves."""
+    return elements_to_pack(ops.sends, held[0]), elements_to_pack(ops.receives, held[1])
 
 
 MESHES = (

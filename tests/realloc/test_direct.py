@@ -13,14 +13,13 @@ from rldsl.reshard.in_place import (
     MIN_SEPARATE,
     buffer_elements,
     is_contiguous,
-    packed_elements,
     pieces_by_parameter,
     split_message,
 )
 from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, Message, Round, rank_rounds
 from rldsl.runtime.comm.reshard import _in_place_view, _message_parts
 from rldsl.sharding.boxes import Parameter, Piece, cell_of, local_shape
-from tests.realloc.cases import Case, cases
+from tests.realloc.cases import Case, cases, packed_elements
 
 
 @given(cases())

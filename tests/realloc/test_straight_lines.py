@@ -15,7 +15,7 @@ from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.reshard import planning
 from rldsl.reshard.arrivals import Share
 from rldsl.reshard.box_classes import BoxClass, box_classes
-from rldsl.reshard.in_place import buffer_elements, packed_elements, pieces_by_parameter, split_message
+from rldsl.reshard.in_place import buffer_elements, pieces_by_parameter, split_message
 from rldsl.reshard.intra_node import elements_arriving
 from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.records import ReshardPlan
@@ -26,6 +26,7 @@ from rldsl.sharding.rank_sets import Ranks, group_equal_ranks
 from rldsl.verify.box_classes import _pairs_on_all, class_faults, overlapping
 from tests.moe.test_boxes import MODEL as EXPERTS
 from tests.plan_algebra.models import model
+from tests.realloc.cases import packed_elements
 from tests.verify.test_reshard_records import LAYERS, layouts
 
 

@@ -29,10 +29,6 @@ class KeptCache:
     starts: torch.Tensor   # [N] int64, where they begin among all tokens
     layers: dict[int, KeysAndValues]  # layer -> keys and values of all tokens, one sequence after the other
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for pair in self.layers.values() for x in pair)
-
     def fill(self, cache: KVCache, sequences: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor) -> None:
         """Copy the first lengths[i] tokens of sequences[i] to slots[i]; all [n]."""
         if bool((lengths > self.lengths[sequences]).any()):

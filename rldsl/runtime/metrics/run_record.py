@@ -117,8 +117,8 @@ def interruption_text(out: Path, step: int, steps: int, command: Sequence[str], 
     by SIGTERM."""
     where, saved = f"{what} in step {max(step, 1)} of {steps}", last_checkpoint(out)
     if saved is None and what == TERMINATED:
-        return (f"{where}; no checkpoint was saved, because the flow has no `checkpoint every K`: add it to resume from "
-                "such a stop, and start again with --overwrite")
+        return (f"{where}; no checkpoint was saved, because the flow has no `checkpoint every K`: add it to resume "
+                "from such a stop, and start again with --overwrite")
     if saved is None:
         return (f"{where}; there is no checkpoint to resume from (`checkpoint every K` writes them): start again with "
                 "--overwrite")

@@ -18,7 +18,6 @@ from rldsl.diag import fail
 from rldsl.runtime.files import written
 
 TENSORBOARD, WANDB = "tensorboard", "wandb"
-WANDB_MODES = ("offline", "online")
 
 
 class MetricWriter(Protocol):
