@@ -45,6 +45,9 @@ class Asker:
     def stop_requested(self) -> bool:
         return self.ring.seen >= self.after
 
+    def hold_if_terminated(self) -> None:
+        """It asks for the end of a step, so nothing is held back between events."""
+
 
 def run(plan: bytes, out: Path, resume: Path | None = None, stop_after: int = 0, again: bool = False,
         like: Path | None = None) -> list[str]:

@@ -119,6 +119,26 @@ def test_a_checkpoint_says_what_its_positions_mean(place: Place) -> None:
         "bytes": rows.stat().st_size, "sha256": held["readings"]["sums"]["sha256"]}
 
 
+def test_a_position_without_its_meaning_is_refused(place: Place) -> None:
+    """A forged checkpoint: nothing could be compared, so nothing would be refused."""
+    file = place.folder / "out/checkpoints/step-000002/checkpoint.json"
+    held = json.loads(file.read_text()) | {"readings": {}}
+    del held[DIGEST]
+    file.write_text(manifest_text(held))
+    said = place.go_on(place.plan())
+    assert "error[RL0764]: the checkpoint does not say which rows its position in `sums` counts" in said, said
+
+
+def test_a_position_that_is_not_used_keeps_its_meaning(place: Place) -> None:
+    """The program drops a source, and has it again after the next checkpoint."""
+    out = place.folder / "out"
+    for name, step in (("other", 3), ("sums", 4)):
+        [said] = run_world(1, _rank, place.plan(name=name, steps=step), str(out))
+        assert "error" not in said and f"after step {step - 1}" in said, said
+        held = json.loads((out / f"checkpoints/step-{step:06d}/checkpoint.json").read_text())
+        assert held["data"].keys() <= held["readings"].keys() and {"sums", "held"} <= held["readings"].keys()
+
+
 def test_nothing_changed(place: Place) -> None:
     said = place.go_on(place.plan())
     assert "resuming from" in said and "after step 2" in said

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import sys
 from collections.abc import Callable
@@ -25,6 +28,31 @@ FORMATS = {"parquet": parquet, "hf": hf}
 def one(data: Any) -> Diagnostic:
     (found,) = wrong(data)
     return found
+
+
+TEXT = b'{"prompt": "1+1=", "answer": "2"}\n'
+OTHERS = {  # what a file is, and what its message must advise
+    "gzip": (gzip.compress(TEXT), "gunzip -k"), "bzip2": (bz2.compress(TEXT), "bunzip2 -k"),
+    "xz": (lzma.compress(TEXT), "xz -dk"), "zstd": (b"\x28\xb5\x2f\xfd\x04\x00" + TEXT, "zstd -dk"),
+    "lz4": (b"\x04\x22\x4d\x18\x64\x40" + TEXT, "lz4 -d"), "zip": (b"PK\x03\x04" + TEXT, "unzip"),
+    "UTF-16": (TEXT.decode().encode("utf-16"), "iconv -f UTF-16 "), "UTF-32": (TEXT.decode().encode("utf-32"), "iconv"),
+    "UTF-16 text": (TEXT.decode().encode("utf-16-le"), "iconv -f UTF-16LE"),
+    "UTF-16 text, not": (TEXT.decode().encode("utf-16-be"), "iconv -f UTF-16BE")}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("format", ["jsonl", "parquet", "hf"])
+def test_a_compressed_file_or_another_encoding(format: str, kind: str, tmp_path: Path) -> None:
+    data, advice = OTHERS[kind]
+    place = tmp_path / "my rows"
+    if format == "hf":
+        place.mkdir()
+        (place / "state.json").write_text(json.dumps({"_data_files": [{"filename": "x.arrow"}]}))
+        (place / "x.arrow").write_bytes(data)
+    else:
+        place.write_bytes(data)
+    found = one(declared(place, "", format=format))
+    assert found.code == "RL0754" and kind in found.title and advice in found.help and "my rows" in found.help, found
 
 
 def table(folder: Path, format: str, columns: dict[str, pa.Array]) -> Path:
@@ -331,8 +359,9 @@ def test_a_pipe_does_not_hang(tmp_path: Path, tokenizer: str) -> None:
 
 
 def test_parquet_called_json_lines(tmp_path: Path, tokenizer: str) -> None:
-    found = wrong(declared(parquet(tmp_path, ROWS) / "a.parquet", tokenizer))[0]
-    assert found.code in ("RL0743", "RL0744") and "parquet(...)" in found.help and found.place.endswith("a.parquet:1")
+    found = one(declared(parquet(tmp_path, ROWS) / "a.parquet", tokenizer))
+    assert found.code == "RL0754" and "a Parquet file, not JSON lines" in found.title
+    assert "parquet(...)" in found.help and found.place.endswith("a.parquet")
 
 
 @pytest.mark.parametrize("content", ['[{"prompt": "1"}, {"prompt": "2"}]', '[\n{"prompt": "1"},\n{"prompt": "2"}\n]'])

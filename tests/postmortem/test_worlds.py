@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,7 @@ def test_a_run_that_is_asked_to_stop_blames_nobody(place: Path) -> None:
     Path("asked").write_text("1 hold")
     with world(plan(place), 4, place, timeout=600) as run:
         run.until(Path("here").exists)
+        time.sleep(2)  # until the others wait for rank 1: a rank that is asked to stop begins nothing more
         for rank in range(4):
             run.send(rank, signal.SIGTERM)
         run.ended([0, 1, 2, 3], IN_TIME, status=143)

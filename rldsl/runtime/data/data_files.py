@@ -1,11 +1,13 @@
 """Opening the files of data sources, and checking whether they have changed.
 
-Codes: RL0741 cannot be opened, RL0752 changed during the run.
+Codes: RL0741 cannot be opened, RL0752 changed during the run, RL0754 another format.
 """
 
 from __future__ import annotations
 
+import codecs
 import os
+import shlex
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +17,25 @@ from typing import Any
 
 from rldsl.diag import Failure, fail
 from rldsl.plan.disk_paths import in_kernel_files
+
+# what files begin with that are not text: bytes, what the file is, how to get text or rows from it
+_KINDS: tuple[tuple[bytes, str, str], ...] = (
+    (b"\x1f\x8b", "compressed with gzip", "decompress it first: `gunzip -k {path}`"),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd", "decompress it first: `zstd -dk {path}`"),
+    (b"BZh", "compressed with bzip2", "decompress it first: `bunzip2 -k {path}`"),
+    (b"\xfd7zXZ\x00", "compressed with xz", "decompress it first: `xz -dk {path}`"),
+    (b"\x04\x22\x4d\x18", "compressed with lz4", "decompress it first: `lz4 -d {path}`"),
+    (b"PK\x03\x04", "a zip archive", "unpack it first: `unzip {path}`"),
+    (b"PAR1", "a Parquet file", "read it with `parquet(...)`"),
+    (b"ARROW1", "an Arrow file", "save it as JSON lines or Parquet; directories of the `datasets` library are read with "
+                                 "`hf(...)`"),
+    (codecs.BOM_UTF32_LE, "UTF-32 text", "convert it to UTF-8: `iconv -f UTF-32 -t UTF-8 {path}`"),  # before UTF-16
+    (codecs.BOM_UTF16_LE, "UTF-16 text", "convert it to UTF-8: `iconv -f UTF-16 -t UTF-8 {path}`"),
+    (codecs.BOM_UTF16_BE, "UTF-16 text", "convert it to UTF-8: `iconv -f UTF-16 -t UTF-8 {path}`"),
+    (b"{\0", "UTF-16 text", "convert it to UTF-8: `iconv -f UTF-16LE -t UTF-8 {path}`"),
+    (b"\0{", "UTF-16 text", "convert it to UTF-8: `iconv -f UTF-16BE -t UTF-8 {path}`"),
+)
+
 
 Stamp = tuple[int, int]  # size and time of a file
 
@@ -61,6 +82,19 @@ def read_file(path: str) -> Iterator[Any]:
         except OSError as error:
             raise fail("RL0741", f"this data file cannot be read: {_reason(error)}", place=path,
                        help="check the disk, or copy the file to another one") from None
+
+
+def refuse_other_format(file: Any, path: str, wanted: str) -> None:
+    """RL0754 if the first bytes of an open file show that it is something else than `wanted`. The file is then at its
+    begin again. wanted: as in the message, "JSON lines", "Parquet", "an Arrow stream"."""
+    start = file.read(8)
+    file.seek(0)
+    for sign, kind, advice in _KINDS:
+        if start.startswith(sign):
+            if wanted not in kind:
+                raise fail("RL0754", f"this file is {kind}, not {wanted}", place=path,
+                           help=advice.format(path=shlex.quote(path)))
+            return
 
 
 def _reason(error: Exception) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rldsl.diag import fail
 from rldsl.runtime.data.arrow import check_files, import_arrow, one_schema, readable, table_of
-from rldsl.runtime.data.data_files import no_such, read_file
+from rldsl.runtime.data.data_files import no_such, read_file, refuse_other_format
 from rldsl.runtime.data.row_schema import RowNeeds, ScannedFile
 
 END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
@@ -37,8 +37,9 @@ def scan(path: str, needs: RowNeeds) -> ScannedFile:
 
 
 def _ends(file: str) -> None:
-    """RL0754 if a stream has no end: one that was cut off between two batches would be read as a shorter one."""
+    """RL0754 if the file is something else, or if a stream has no end: one that was cut off between two batches would be read as a shorter one."""
     with read_file(file) as opened:
+        refuse_other_format(opened, file, "an Arrow stream")
         opened.seek(max(0, opened.seek(0, 2) - len(END)))
         if opened.read() != END:
             raise fail("RL0754", "this file is truncated", place=file, help="write the dataset again")

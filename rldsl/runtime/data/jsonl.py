@@ -2,8 +2,8 @@
 
 In: a path and what the program needs of a row. Out: a table of byte offsets, 8 bytes per row; rows are read when asked
 for, so the file is never in memory. Blank lines are skipped; a byte-order mark is allowed.
-Codes: RL0742 no rows, RL0743 not UTF-8, RL0744 not JSON, RL0745 not an object, RL0752 changed during the run, and
-those of `row_schema.py`.
+Codes: RL0742 no rows, RL0743 not UTF-8, RL0744 not JSON, RL0745 not an object, RL0752 changed during the run, RL0754
+another format, and those of `row_schema.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from rldsl.diag import Diagnostic, fail
 from rldsl.plan.disk_paths import shown
-from rldsl.runtime.data.data_files import Stamp, file_changed, file_stamp, read_file
+from rldsl.runtime.data.data_files import Stamp, file_changed, file_stamp, read_file, refuse_other_format
 from rldsl.runtime.data.row_schema import Row, RowCheck, RowNeeds, ScannedFile, kind_of
 
 BLOCK = 1 << 20  # bytes read at once
@@ -79,6 +79,7 @@ def scan(path: str, needs: RowNeeds) -> ScannedFile:
     check: RowCheck | None = None
     with read_file(path) as file:
         stamp = file_stamp(file.fileno())
+        refuse_other_format(file, path, "JSON lines")
         number = 0
         for block, starts in _blocks(file):
             lines = block.split(b"\n")
@@ -144,8 +145,6 @@ def parse(raw: bytes, place: str) -> Row | Diagnostic:
 
 def _format(raw: bytes) -> str:
     """Advice if a file looks like another format."""
-    if raw.startswith(b"PAR1"):
-        return "this is a Parquet file: read it with `parquet(...)`"
     if raw.lstrip().startswith(b"["):
         return f"{SHAPE}; to convert a JSON list, run `jq -c '.[]'`"
     return ""

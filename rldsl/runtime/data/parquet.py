@@ -18,7 +18,7 @@ from typing import Any
 
 from rldsl.diag import Failure, fail
 from rldsl.runtime.data.arrow import check_files, import_arrow, one_schema, readable, table_of
-from rldsl.runtime.data.data_files import no_such, open_file
+from rldsl.runtime.data.data_files import no_such, open_file, refuse_other_format
 from rldsl.runtime.data.row_schema import RowNeeds, ScannedFile
 
 ROWS = 1024  # in a record batch of the temporary file
@@ -36,6 +36,7 @@ def scan(path: str, needs: RowNeeds) -> ScannedFile:
     files, schemas = files_of(path), []
     for file in files:
         with open_file(file) as opened, readable(file, "file"):
+            refuse_other_format(opened, file, "Parquet")
             schemas.append(pq.read_schema(opened))
     schema = one_schema(files, schemas)
     with tempfile.TemporaryFile() as temporary:

@@ -97,5 +97,12 @@ def unknown_source(name: str, now: SourceReading) -> Diagnostic:
                       place=shown(now.path), help="to keep the position of a renamed source, use its old name")
 
 
+def unknown_position(name: str, now: SourceReading) -> Diagnostic:
+    """A source whose position is in the checkpoint, but not what the position means. No run writes that."""
+    return Diagnostic("RL0764", f"the checkpoint does not say which rows its position in `{name}` counts",
+                      place=shown(now.path), help="it was not written by a run, or it was edited: resume from another "
+                                                  "checkpoint, or start a new run from the saved models")
+
+
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else shown(str(value))

@@ -26,7 +26,7 @@ from rldsl.plan.references import Role, references
 from rldsl.runtime.comm.agreement import raise_together
 from rldsl.runtime.comm.content_digests import compare_contents
 from rldsl.runtime.comm.world import check_hosts, check_same_plan, gather_hosts, join
-from rldsl.runtime.data.read_positions import SourceReading, compare_readings, unknown_source
+from rldsl.runtime.data.read_positions import SourceReading, compare_readings, unknown_position, unknown_source
 from rldsl.runtime.files import check_writable, refuse_link_out, refuse_links_out
 from rldsl.runtime.health.dump_files import remove_dumps
 from rldsl.runtime.health.watchdog import Watchdog
@@ -137,14 +137,18 @@ def _check_positions(context: RunContext, reader: DataReader, checkpoint: Loaded
     """Check that the data positions in the checkpoint still refer to the same rows, and note how each source is read
     for the next checkpoint. writes: whether this run writes checkpoints. All ranks call it together."""
     comparisons: list[Diagnostic | None] = []
+    if checkpoint:  # of sources that the program no longer has: their positions are kept, so is what these mean
+        kept = checkpoint.readings.keys() - {d.name for d in context.plan.data}
+        reader.readings.update({name: checkpoint.readings[name] for name in kept})
     for name, source in reader.sources.items():
         if reader.reports(name) and (checkpoint or writes):
             now = reader.readings[name] = SourceReading.of(source, reader.digests.get(name, ""))
             if checkpoint and name in checkpoint.readings:
                 comparisons.append(compare_readings(name, checkpoint.readings[name], now, name in checkpoint.data,
                                                     any(s.data == name for s in context.plan.states)))
-            elif checkpoint and name not in checkpoint.data:
-                comparisons.append(unknown_source(name, now))
+            elif checkpoint:
+                comparisons.append(unknown_position(name, now) if name in checkpoint.data else
+                                   unknown_source(name, now))
     problems = [d for d in comparisons if d is not None]
     errors = [d for d in problems if d.severity == "error"]
     if warnings := [d for d in problems if d not in errors]:
