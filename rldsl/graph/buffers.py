@@ -84,7 +84,7 @@ class Buffers:
                 "RL0203", f"`add` takes sequences, not {describe(ref)}", tree.span,
                 help="add one side: `.chosen` or `.rejected`" if isinstance(ref, Pairs) else "")
         values = self._values(ref, tree.span)
-        frame, records = ref.frame, {v.id: v for v in self.flow.values}
+        frame, records = ref.frame, self.flow.values
         fields = tuple(StoredField(field, cast(Literal["tokens", "response", "row"], records[v].extent),
                                    cast(Literal["f32", "i64", "bool"], records[v].dtype)) for v, field in values)
         stored = g.Stored(ref.contents, fields, frame.data, frame.max_prompt_tokens, frame.max_response_tokens,
@@ -103,8 +103,8 @@ class Buffers:
 
     def _values(self, ref: FrameRef, span: Span) -> tuple[tuple[str, str], ...]:
         """(value, field) of what comes along with the rows."""
-        frame, known = ref.frame, {v.id for v in self.flow.values}
-        found = [(f"{frame.id}.{x}", x) for x in STANDARD if f"{frame.id}.{x}" in known]
+        frame = ref.frame
+        found = [(f"{frame.id}.{x}", x) for x in STANDARD if f"{frame.id}.{x}" in self.flow.values]
         for name, term in ref.fields:
             here = self.flow.exprs.field(ref, term, span)
             if here.level != "token" and here.space != frame.row_space:  # the same for several rows

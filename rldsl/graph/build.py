@@ -110,10 +110,10 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
         return None, tuple(errors.found)
     used = {str(n.attr("function")) for p in builder.programs for n in p.nodes if n.op == "py"}
     used |= {n.function for n in g.nodes(body) if isinstance(n, g.Derive)}
-    values, frames = tuple(builder.values), tuple(exprs.spaces.frames.values())
+    values, frames = tuple(builder.values.values()), tuple(exprs.spaces.frames.values())
     if not errors.found:
         body = prune(body, {v for _, v in builder.metrics})
-        values, frames = tables(body, builder.values, exprs.spaces.frames)
+        values, frames = tables(body, values, exprs.spaces.frames)
     graph = g.Graph(
         program=file.source.name, flow=flow.name.name, steps=cast(int, given["steps"]), seed=cast(int, given["seed"]),
         params=tuple(top.params), sources=tuple(modules.sources), cluster=top.cluster,

@@ -32,7 +32,7 @@ class Computations:
     def __init__(self, spaces: Spaces, states: Iterable[str]):
         self.spaces = spaces
         self.states = frozenset(states)
-        self.values: list[Value] = []
+        self.values: dict[str, Value] = {}  # by id, in program order
         self.programs: list[Program] = []
         self.columns: dict[str, str] = {}  # space of rows of data -> the value that holds their columns
         self.items: list[g.Item] = []  # of the block being built
@@ -63,7 +63,7 @@ class Computations:
         """Record a value, and return its id. level, dtype, extent: as of `plan.model.Value`; extent "": that of the
         level."""
         # callers pass words of the `Literal`s, as text
-        self.values.append(Value(id_, frame, level, extent or EXTENT[level], dtype, label))  # type: ignore[arg-type]
+        self.values[id_] = Value(id_, frame, level, extent or EXTENT[level], dtype, label)  # type: ignore[arg-type]
         return id_
 
     def compute(self, terms: list[tuple[str, Term]], id_: str, span: Span, force: bool = False,

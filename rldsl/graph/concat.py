@@ -53,7 +53,7 @@ def concat(flow: FlowBuilder, values: Sequence[Meaning], trees: Sequence[ast.Exp
     if frame.chain[-1].id == name and any(f.per_prompt > 1 for f in parts):
         flow.spaces.ungrouped[name] = " and ".join(str(n) for n in dict.fromkeys(f.per_prompt for f in parts))
     flow.value(f"{name}.lengths", "seq", name, "i64", "lengths")
-    known = {v.id: v for v in flow.values}
+    known = flow.values
     made: list[tuple[str, str]] = []
     for x in STANDARD:
         if all(f"{f.id}.{x}" in known for f in parts):

@@ -17,7 +17,7 @@ from rldsl.graph import model as g
 from rldsl.graph.computations import label
 from rldsl.graph.concat import STANDARD, concat
 from rldsl.graph.prefixes import prefixes
-from rldsl.plan.model import Space, Value
+from rldsl.plan.model import Space
 from rldsl.plan.spaces import IndexedFrame, response_chain
 from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.levels import source_name
@@ -111,7 +111,7 @@ class Derivations:
     def _standard(self, old: IndexedFrame, frame: IndexedFrame) -> list[tuple[str, str]]:
         """The values that come along with the sequences of `old`, and what they become in `frame`."""
         return [(f"{old.id}.{x}", self._made(f"{old.id}.{x}", frame, x)) for x in STANDARD
-                if self._known(f"{old.id}.{x}")]
+                if f"{old.id}.{x}" in self.flow.values]
 
     # --------------------------------------------------------------------------------------------- others
 
@@ -216,11 +216,8 @@ class Derivations:
 
     def _made(self, value: str, frame: IndexedFrame, name: str) -> str:
         """A new value of a picked frame, of the kind of `value`."""
-        v = self._known(value)[0]
+        v = self.flow.values[value]
         return self.flow.value(f"{frame.id}.{name}", v.level, frame.id, v.dtype, v.extent)
-
-    def _known(self, id_: str) -> list[Value]:
-        return [v for v in self.flow.values if v.id == id_]
 
     def _field(self, name: str, term: Term, old: IndexedFrame, frame: IndexedFrame,
                along: list[tuple[str, str]]) -> Term:

@@ -59,7 +59,7 @@ def _pruned(items: tuple[g.Item, ...], reads: set[str]) -> tuple[g.Item, ...]:
     return tuple(out)
 
 
-def tables(items: tuple[g.Item, ...], values: list[Value],
+def tables(items: tuple[g.Item, ...], values: tuple[Value, ...],
            frames: dict[str, IndexedFrame]) -> tuple[tuple[Value, ...], tuple[IndexedFrame, ...]]:
     """The values and frames that the items still name. A Collect alone does not keep a frame."""
     nodes = list(g.nodes(items))

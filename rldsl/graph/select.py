@@ -135,7 +135,7 @@ class Selections:
         frame = self.spaces.add(replace(old, id=id_, row_space=space, selected_from=old.id, picked_from="",
                                         present_in=id_, label=shown), *_selected_spaces(old, space))
         values = [(f"{old.id}.{x}", self.flow.value(f"{frame.id}.{x}", v.level, frame.id, v.dtype, v.extent))
-                  for x in STANDARD for v in self._values(f"{old.id}.{x}")]
+                  for x in STANDARD if (v := self.flow.values.get(f"{old.id}.{x}")) is not None]
         self.flow.value(f"{frame.id}.lengths", "seq", frame.id, "i64", "lengths")
         if old.chain[-1].id in self.flow.columns:  # rows of a buffer have none
             self.flow.columns[frame.chain[-1].id] = self.flow.columns[old.chain[-1].id]
@@ -143,9 +143,6 @@ class Selections:
             id=self.flow.unique(frame.id), reads=(condition, *(v for v, _ in values)), span=span, op="where",
             writes=tuple(w for _, w in values), source=old.id, frame=frame.id, values=tuple(values), key=condition))
         return replace(ref, frame=frame)
-
-    def _values(self, id: str) -> list[Value]:
-        return [v for v in self.flow.values if v.id == id]
 
     def restrict(self, term: Term, space: str) -> Term:
         """The values of `term` for the rows of the selection that has `space`."""
@@ -157,7 +154,8 @@ class Selections:
                     and node.reads == (value.name,):
                 return input_(node.writes[0], term.level, space, term.span, term.dtype, term.unit)
         name = self.flow.unique(f"{value.name}|{frame.id}")
-        known = next((v.label for v in self._values(value.name)), "") or value.name
+        record = self.flow.values.get(value.name)
+        known = (record.label if record is not None else "") or value.name
         self.flow.value(name, term.level, frame.id, term.dtype, label=f"{known} of {frame.label or frame.id}")
         self.flow.items.append(g.Derive(id=name, reads=(value.name,), writes=(name,), span=term.span, op="restrict",
                                         source=frame.selected_from, frame=frame.id, values=((value.name, name),)))
@@ -216,7 +214,7 @@ class Selections:
             picked_from=f"{f.picked_from}.all" if f.picked_from and f.picked_from not in before else "",
             present_in=f"{f.id}.all", label=collected(f.label or f.id)),
             *_collected_spaces(f, iterations, outside)) for f in new}
-        values = [v for v in self.flow.values if v.frame in all_rows and v.extent != "lengths"]
+        values = [v for v in self.flow.values.values() if v.frame in all_rows and v.extent != "lengths"]
         for frame in new:
             into = all_rows[frame.id]
             self.flow.value(f"{into.id}.lengths", "seq", into.id, "i64", "lengths", f"{into.label}.lengths")
@@ -249,7 +247,7 @@ class Selections:
             case Pairs(chosen=a, rejected=b):
                 return Pairs(self._collected_ref(a, all_rows), self._collected_ref(b, all_rows))
             case Term(op="input", level=level) if level != "batch":
-                record = next(v for v in self.flow.values if v.id == value.name)
+                record = self.flow.values[value.name]
                 if record.frame not in all_rows:
                     return value
                 frame = all_rows[record.frame]
