@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from rldsl.diag import Diagnostic
 from rldsl.plan.backends import described
 from rldsl.plan.derive_ops import DERIVE_OPS, continued_frame
-from rldsl.plan.events import AnyCall, Compute, Derive, Event, Generate, Infer, Train, split_buffer
+from rldsl.plan.events import AnyCall, Compute, Derive, Event, Fetch, Generate, Infer, Train, split_buffer
 from rldsl.plan.function import frames_of_call
 from rldsl.plan.heads import OUTPUTS, heads_with
 from rldsl.plan.model import Layout, Mesh, Model, Ranges
@@ -135,10 +135,11 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
 
 
 def _has_responses_of_data(t: Tables, frame: IndexedFrame) -> bool:
-    """Whether the rows are roots that have responses and were not picked from rows below them, selected or not."""
+    """Whether the rows have responses and were fetched, selected or not."""
     while frame.selected_from:
         frame = t.frames[frame.selected_from]
-    return len(frame.chain) == 1 and frame.max_response_tokens > 0 and not frame.picked_from
+    return frame.max_response_tokens > 0 and any(
+        isinstance(e, Fetch) and frame.id in e.new_rows for e, _ in t.events)
 
 
 def _cache(t: Tables, e: Generate) -> Iterator[Diagnostic]:
