@@ -2,7 +2,7 @@
 
 In: calls of the flow. Out: Store and Sample nodes, and frames of sampled rows. What the rows of a buffer have follows
 from the first `add`; a `sample` may come before it, so a flow that has buffers is walked once before, to learn it.
-Errors: RL0201, RL0202, RL0203, RL0204, RL0205, RL0212, RL0215, each with its position.
+Errors: RL0112, RL0201, RL0202, RL0203, RL0204, RL0205, RL0212, RL0215, each with its position.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Literal, cast
 from rldsl.diag import Label
 from rldsl.graph import model as g
 from rldsl.graph.concat import STANDARD
+from rldsl.graph.weights import row_weight
 from rldsl.plan.model import Frame, Space, StoredField
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, NO_VALUE, Bad, suggest
 from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.scope import Scope
-from rldsl.semantics.terms import input_
+from rldsl.semantics.terms import Term, input_
 from rldsl.semantics.values import BufferRef, FrameRef, Meaning, Pairs, describe
 from rldsl.source import Span
 from rldsl.syntax import ast
@@ -47,6 +48,9 @@ class Buffers:
         self.known = buffers  # with what their rows have, as far as it is known
         self._first: dict[str, Span] = {}  # buffer -> its first `add`
         self.found: dict[str, g.Stored] = {}  # buffer -> what its first `add` of this walk says
+        self._weighing = ""  # the buffer whose weight is being built
+        for name in buffers:  # all rows of a buffer, for weights; nothing of it reaches the graph
+            flow.spaces.add(Frame(name, name, "", 0, 0), Space(name, 1))
         self.tried: set[str] = set()  # buffers that some `add` names, whether or not it is right
 
     def make(self, owner: BufferRef, call: ast.Call, scope: Scope, target: str | None, clause: g.Clause | None,
@@ -139,9 +143,12 @@ class Buffers:
             return BAD if buffer.tried else self.errors.add("RL0215", f"nothing is added to `{name}`", span,
                                    labels=(Label(buffer.span, "declared here"),),
                                    help=f"add rows in the flow: `{name}.add(kept)`")
-        weight = self._weight(name, call, stored)
+        weight = self._weight(name, call, stored, target, scope)
         if isinstance(weight, Bad):
             return BAD
+        program, inputs = weight
+        own = _numbers(name, stored)
+        states = tuple(i for i in inputs if i not in own)
         frame = self.flow.spaces.add(
             Frame(target, target, stored.data, stored.max_prompt_tokens, stored.max_response_tokens,
                   stored.temperature, present_in=target), Space(target, count))
@@ -155,28 +162,52 @@ class Buffers:
                 fields.append((f.name, input_(made, level, self.flow.spaces.of(frame, level), span, f.dtype)))
         lengths = self.flow.value(f"{target}.lengths", "seq", target, "i64", "lengths")
         self.flow.items.append(g.Sample(
-            id=self.flow.unique(target), reads=(name,), writes=(*(v for _, v in values), lengths), span=span,
-            buffer=name, frame=target, values=tuple(values), weight=weight))
+            id=self.flow.unique(target), reads=(name, *states), writes=(*(v for _, v in values), lengths), span=span,
+            buffer=name, frame=target, values=tuple(values), program=program, inputs=tuple((s, s) for s in states),
+            fields=tuple((i, i.partition(".")[2]) for i in inputs if i in own)))
         return FrameRef(frame, stored.contents, fields=tuple(fields))
 
-    def _weight(self, name: str, call: ast.Call, stored: g.Stored) -> str | Bad:
-        """The field by which rows are drawn; "" if all are equally likely."""
+    def _weight(self, name: str, call: ast.Call, stored: g.Stored, target: str,
+                scope: Scope) -> tuple[str, tuple[str, ...]] | Bad:
+        """(the program of the weight of a row, "" if all are equally likely; its inputs)"""
         given = [a for a in call.args if a.name is not None]
         if len(given) > 1:
             return self.errors.add("RL0215", "`weight` is passed twice", given[1].span, help="remove one of the two")
-        numbers = [f.name for f in stored.fields if f.extent == "row" and f.dtype == "f32"]
         if not given:
-            return ""
-        match given[0].value:
-            case ast.Attribute(value=ast.Name(name=owner), name=ident) if owner == name:
-                if ident.name in numbers:
-                    return ident.name
-                return self.errors.add("RL0112", f"the rows of `{name}` have no number `{ident.name}`", ident.span,
-                                       help=suggest(ident.name, numbers) or
-                                       f"name it when rows are added: `kept = gen with {ident.name}=...`")
-        shown = numbers[0] if numbers else "reward"
-        return self.errors.add("RL0203", "`weight` takes a number of the rows of the buffer", given[0].value.span,
-                               help=f"write `weight={name}.{shown}`, a value that rows are added with")
+            return "", ()
+        numbers = _numbers(name, stored)
+        self._weighing = name
+        term = self.flow.exprs.term(given[0].value, scope)
+        self._weighing = ""
+        use = f"use {', '.join(f'`{n}`' for n in numbers)}" if numbers else \
+            f"name a number of the rows when they are added, for example `kept = gen with x=...`, and use `{name}.x`"
+        return row_weight(self.flow, term, given[0].value, target, numbers,
+                          f"{use}, states that are one number, and constants; compute anything else before `add`")
+
+    def of_all_rows(self, owner: BufferRef, expr: ast.Attribute) -> Meaning:
+        """`good.reward`: a number of all rows of a buffer, in a weight."""
+        name, field = owner.name, expr.name.name
+        stored = self.known[name].stored
+        if self._weighing != name or stored is None:
+            return self.errors.add("RL0212", f"`{expr.span.text}` outside a weight", expr.span,
+                                   f"this is a number of every row of `{name}`",
+                                   help=f"sampled rows have `.{field}`: `old = {name}.sample(64)`, then `old.{field}`")
+        known = next((f for f in stored.fields if f.name == field), None)
+        if known is None:
+            numbers = [n.partition(".")[2] for n in _numbers(name, stored)]
+            return self.errors.add("RL0112", f"the rows of `{name}` have no number `{field}`", expr.name.span,
+                                   help=suggest(field, numbers) or
+                                   f"name it when rows are added: `kept = gen with {field}=...`")
+        if known.extent != "row":
+            return self.errors.add("RL0201", "a weight is one number for each row, not for each token", expr.span,
+                                   help=f"reduce it before `add`, and name it: `kept = gen with x=mean(gen.{field} by "
+                                        f"seq)`, then `weight={name}.x`")
+        return Term("input", (), "seq", name, known.dtype, expr.span, (("name", f"{name}.{field}"),))
+
+
+def _numbers(buffer: str, stored: g.Stored) -> tuple[str, ...]:
+    """What a weight may use of a row: "good.reward"."""
+    return tuple(f"{buffer}.{f.name}" for f in stored.fields if f.extent == "row")
 
 
 def _difference(first: g.Stored, other: g.Stored) -> str:

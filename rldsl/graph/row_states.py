@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
+from rldsl.graph.weights import row_weight
 from rldsl.plan.expr import Level
 from rldsl.plan.model import Frame, Space
-from rldsl.plan.operators import in_family
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.errors import BAD, Bad, suggest
 from rldsl.semantics.levels import source_name
 from rldsl.semantics.scope import Scope
-from rldsl.semantics.terms import Term, input_, program, walk
-from rldsl.semantics.values import DataRef, FrameRef, Meaning, Pairs, describe
+from rldsl.semantics.terms import Term, input_
+from rldsl.semantics.values import BufferRef, DataRef, FrameRef, Meaning, Pairs, describe
 from rldsl.source import Span
 from rldsl.syntax import ast
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from rldsl.graph.flow import FlowBuilder
 
 ROW_NUMBERS = "row_numbers"  # value of a batch: the number of each of its rows in the source
-WEIGHT = "weight"  # the output of the program of a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +150,10 @@ class RowStates:
 
     # ---------------------------------------------------------------------------------------------- weights
 
-    def of_all_rows(self, owner: DataRef, expr: ast.Attribute) -> Meaning:
-        """`prompts.rate`: a value of all rows of the data, in a weight."""
+    def of_all_rows(self, owner: DataRef | BufferRef, expr: ast.Attribute) -> Meaning:
+        """`prompts.rate`, `good.reward`: a value of all rows of the data, or of a buffer, in a weight."""
+        if isinstance(owner, BufferRef):
+            return self.flow.buffers.of_all_rows(owner, expr)
         name, known = expr.name.name, (*self._names[owner.name], *self.flow.data[owner.name].numbers)
         if name not in known:
             return self.errors.add("RL0112", f"{describe(owner)} has no field `{name}`", expr.name.span,
@@ -170,33 +171,17 @@ class RowStates:
         self._weighing = owner.name
         term = self.flow.exprs.term(tree, scope)
         self._weighing = ""
-        if isinstance(term, Bad):
-            return BAD
-        if term.dtype == "text":
-            return self.errors.add("RL0203", "a weight must be a number", tree.span, f"this is {describe(term)}")
+        fields = [f"`{owner.name}.{n}`" for n in (*self._names[owner.name], *self.flow.data[owner.name].numbers)]
         columns = {f"{owner.name}.{c}": c for c in self.flow.data[owner.name].numbers}
         own = {f"{owner.name}.{s}" for s in self._names[owner.name]}
-        made: dict[int, Term] = {}
-        for t in walk([term]):
-            known = t.op == "input" and (t.name in columns or t.name in own or t.name in self.flow.states)
-            if not (known or t.constant or in_family(t.op, "elementwise")):
-                return self._refuse_weight(owner, t, tree)
-            made[id(t)] = replace(t, args=tuple(made[id(a)] for a in t.args), level="batch", space="")
-        id_ = self.flow.unique(f"{target} {WEIGHT}")
-        self.flow.programs.append(program(id_, [(WEIGHT, made[id(term)])], str(tree.span)))
-        names = self.flow.programs[-1].inputs()
+        made = row_weight(self.flow, term, tree, target, {*columns, *own},
+                          f"use {', '.join(fields) or 'a state or a number column of the data'}; to use anything else, "
+                          "write it to a `state`")
+        if isinstance(made, Bad):
+            return BAD
+        id_, names = made
         return Weight(id_, tuple((n, n) for n in names if n not in columns),
                       tuple((n, columns[n]) for n in names if n in columns))
-
-    def _refuse_weight(self, owner: DataRef, t: Term, tree: ast.Expr) -> Bad:
-        """Say that a weight is made of numbers that each row of the source has."""
-        fields = [f"`{owner.name}.{n}`" for n in (*self._names[owner.name], *self.flow.data[owner.name].numbers)]
-        what = {"input": "a value of the flow", "uniform": "a random number", "py": "a Python function"}.get(
-            t.op, "a reduction or a function of sequences")
-        return self.errors.add(
-            "RL0212", f"{what} in a weight", t.at, "a weight is computed from the numbers of one row",
-            help=f"use {', '.join(fields) or 'a state or a number column of the data'}; to use anything else, write it "
-                 "to a `state`")
 
 
 def _level(ref: FrameRef) -> Level:

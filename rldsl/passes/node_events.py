@@ -248,7 +248,7 @@ class _EventBuilder:
         spread_id = replicated_spread_id(self.frames[node.frame].row_space)
         self.replicated |= dict.fromkeys(node.writes, spread_id)
         return Sample(id=0, mesh=self.world.id, at=at, version=self.stored_at.get(node.buffer, ""),
-                      reads=(f"{node.buffer}@{self._everywhere().id}",),
+                      reads=tuple(f"{v}@{self._everywhere().id}" for v in node.reads),
                       writes=tuple(f"{v}@{spread_id}" for v in node.writes), **payload(node, SampleSpec))
 
     def event(self, node: g.Node) -> Event:

@@ -562,7 +562,7 @@ class Store(StoreSpec, Event):
 
 
 @event_kind(Traits(family="data", blocking="none", participants=("writes",), drawing="value",
-                   not_diffed=("buffer", "frame", "values", "version")))
+                   not_diffed=("buffer", "frame", "values", "program", "version")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample(SampleSpec, Event):
     """Rows of a replay buffer, drawn by every participant alike: by seed, step and the number of the row."""

@@ -170,7 +170,10 @@ class SampleSpec:
     buffer: ValueId  # that rows are drawn from
     frame: FrameId  # that they become
     values: tuple[tuple[str, ValueId], ...]  # (field of the buffer, value of the frame)
-    weight: str = ""  # the field by which rows are drawn; "": all are equally likely
+    # the weight of one row, its output "weight", at batch level; evaluated for every row. "": all are equally likely
+    program: ProgramId = ""
+    inputs: tuple[tuple[str, ValueId], ...] = ()  # (program input, state)
+    fields: tuple[tuple[str, str], ...] = ()  # (program input, field of the buffer)
 
 
 @dataclass(frozen=True, kw_only=True)

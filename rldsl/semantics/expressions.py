@@ -56,7 +56,7 @@ class RowStatesOfFlow(Protocol):
 
     def lookup(self, ref: FrameRef, name: str, span: Span) -> Term: ...
 
-    def of_all_rows(self, owner: DataRef, expr: ast.Attribute) -> Meaning: ...
+    def of_all_rows(self, owner: DataRef | BufferRef, expr: ast.Attribute) -> Meaning: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class ExpressionBuilder:
         match owner:
             case Bad():
                 return BAD
-            case DataRef() if self.row_states is not None:
+            case DataRef() | BufferRef() if self.row_states is not None:
                 return self.row_states.of_all_rows(owner, expr)
             case Pairs(chosen=FrameRef(states=states) as ref) if what in states and self.row_states is not None:
                 return self.row_states.lookup(ref, what, expr.span)

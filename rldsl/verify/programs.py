@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, assert_never
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Compute, Draw, Event, Train
+from rldsl.plan.events import Compute, Draw, Event, Sample, Train
 from rldsl.plan.expr import LEVELS, Node, Program
 from rldsl.plan.function import frames_of_call
 from rldsl.plan.heads import OUTPUTS, SKIPPED, STOP, UPDATES
@@ -291,5 +291,5 @@ def _space(t: Tables, v: Value) -> str:
 
 # How each kind of event that names a program binds it.
 RULES: Mapping[type[Event], Callable[[Tables, Any], Iterator[Diagnostic]]] = {
-    Compute: _compute, Train: _train, Draw: check_weight,
+    Compute: _compute, Train: _train, Draw: check_weight, Sample: check_weight,
 }

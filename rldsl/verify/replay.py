@@ -104,10 +104,15 @@ def check_sample(t: Tables, e: Sample) -> Iterator[Diagnostic]:
     yield from _kinds(t, e, b, dict(e.values), own_rows=True)
     if wrong := [v for f, v in e.values if v != f"{e.frame}.{f}"]:
         yield problem("RL0615", f"{name(e)} writes {wrong[0]} as a field of {e.frame}", e)
-    if e.weight and (e.weight, "row", "f32") not in {(f.name, f.extent, f.dtype) for f in b.fields}:
-        yield problem("RL0615", f"{name(e)} draws by {e.weight}, which is not a number of the rows of {b.value}", e)
-    if e.reads != (f"{b.value}@{b.spread}",):
-        yield problem("RL0614", f"{name(e)} must read {b.value}@{b.spread}", e)
+    states = {s.value: s for s in t.plan.states if not s.data}
+    if wrong := [f for _, f in e.fields if (f, "row") not in {(x.name, x.extent) for x in b.fields}]:
+        yield problem("RL0615", f"{name(e)} draws by {wrong[0]}, which is not a number of the rows of {b.value}", e)
+    if wrong := [v for _, v in e.inputs if v not in states] or ([] if e.program else [v for v, _ in e.fields]):
+        yield problem("RL0615", f"{name(e)} draws by {wrong[0]}, which is no state, or by no program", e)
+        return
+    must = (f"{b.value}@{b.spread}", *dict.fromkeys(f"{v}@{states[v].spread}" for _, v in e.inputs))
+    if e.reads != must:
+        yield problem("RL0614", f"{name(e)} must read {', '.join(must)}", e)
     made = [split_buffer(x) for x in e.writes]
     if [v for v, _ in made] != [*(v for _, v in e.values), f"{e.frame}.lengths"] or len({s for _, s in made}) != 1 \
             or any(t.spreads[s].granularity != "all" or t.spread_ranks(s) != t.event_ranks(e) for _, s in made):

@@ -12,7 +12,18 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Checkpoint, Collect, Draw, Fetch, Lookup, RowStates, Transfer, Update, split_buffer
+from rldsl.plan.events import (
+    Checkpoint,
+    Collect,
+    Draw,
+    Fetch,
+    Lookup,
+    RowStates,
+    Sample,
+    Transfer,
+    Update,
+    split_buffer,
+)
 from rldsl.plan.model import State
 from rldsl.plan.operators import OPERATORS
 from rldsl.verify.tables import Tables, name, problem
@@ -90,10 +101,10 @@ def check_draw(t: Tables, e: Draw) -> Iterator[Diagnostic]:
         yield problem("RL0615", f"{name(e)} draws rows that no fetch from {e.data} reads", e)
 
 
-def check_weight(t: Tables, e: Draw) -> Iterator[Diagnostic]:
-    """The program of a draw: a number for one row, made of its own numbers."""
+def check_weight(t: Tables, e: Draw | Sample) -> Iterator[Diagnostic]:
+    """The program of a draw or a sample: a number for one row, made of its own numbers."""
     program = t.programs[e.program]
-    given = [n for n, _ in (*e.inputs, *e.columns)]
+    given = [n for n, _ in (*e.inputs, *(e.columns if isinstance(e, Draw) else e.fields))]
     if {*given} != {*program.inputs()} or len({*given}) != len(given):
         yield problem("RL0617", f"{name(e)}: program {program.id} takes {sorted(program.inputs())}, but gets "
                       f"{sorted(given)}", e)

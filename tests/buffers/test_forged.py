@@ -24,14 +24,16 @@ data prompts = jsonl("data/prompts.jsonl", batch=8, max_prompt_tokens=16)
 model actor = causal_lm("models/sft") train adamw(lr=1e-3)
 loss nll(logprobs: token;) { return -mean(logprobs) }
 buffer good = rows(capacity=16)
+state heat = 0.5
 flow f(steps=2) {
+  heat = heat * 0.9
   checkpoint every 1
   prompt = prompts.next()
   gen    = actor.generate(prompt, n=4, max_new_tokens=6)   on mesh(0:4) dp=4
   scored = gen with x=size(gen), y=2 * size(gen)
   kept   = scored where scored.x > 1
   good.add(kept)
-  old    = good.sample(6, weight=good.x)
+  old    = good.sample(6, weight=max(good.x, 1) ** heat + where(good.finished, 1, 0))
   good.add(scored)
   metric y = mean(old.y)
   actor.train(old, loss=nll())   on mesh(0:4) dp=4
@@ -98,8 +100,17 @@ FORGED: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "tokens of other rows": (of(Store, 0, frame="gen"), "RL0615"),
     "rows are not read": (of(Store, 0, reads=lambda e: e.reads[1:]), "RL0614"),
     "the buffer is not written": (of(Store, 0, writes=()), "RL0613"),
-    "drawn by a field that is none": (of(Sample, 0, weight="z"), "RL0615"),
-    "drawn by tokens": (of(Sample, 0, weight="logprobs"), "RL0615"),
+    "drawn by a field that is none": (of(Sample, 0, fields=lambda e: ((e.fields[0][0], "z"), *e.fields[1:])), "RL0615"),
+    "drawn by tokens": (of(Sample, 0, fields=lambda e: ((e.fields[0][0], "logprobs"), *e.fields[1:])), "RL0615"),
+    "drawn by another input": (of(Sample, 0, fields=(("x", "x"),)), "RL0617"),
+    "drawn by no field": (of(Sample, 0, fields=()), "RL0617"),
+    "drawn by a field twice": (of(Sample, 0, fields=lambda e: e.fields * 2), "RL0617"),
+    "drawn by no program": (of(Sample, 0, program=""), "RL0615"),
+    "drawn by an unknown program": (of(Sample, 0, program="gone"), "RL0610"),
+    "drawn by another program": (lambda p: of(Sample, 0, program=next(
+        x.id for x in p.programs if "weight" not in x.id))(p), "RL0617"),
+    "drawn by a value that is no state": (of(Sample, 0, inputs=(("heat", "gen.finished"),)), "RL0615"),
+    "a state is not read": (of(Sample, 0, reads=lambda e: e.reads[:1]), "RL0614"),
     "sampled fields are mixed up": (of(Sample, 0, values=lambda e: (
         *e.values[:-2], (e.values[-1][0], e.values[-2][1]), (e.values[-2][0], e.values[-1][1]))), "RL0615"),
     "lengths are not written": (of(Sample, 0, writes=lambda e: e.writes[:-1]), "RL0614"),

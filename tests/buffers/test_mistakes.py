@@ -17,6 +17,7 @@ model actor  = causal_lm("m") train adamw(lr=1e-6)
 loss nll(logprobs: token;) { return -mean(logprobs) }
 buffer good  = rows(capacity=16)
 buffer other = rows(capacity=16)
+state heat   = 2
 flow f(steps=2) {
   prompt = prompts.next()
   gen    = actor.generate(prompt, n=4)
@@ -33,6 +34,10 @@ FINE = [
     "a = pick(gen, r)\ngood.add(a)\nold = good.sample(4)\nmetric m = mean(old.logprobs)",
     "a = gen with x=mean(r by prompt), y=mean(r), z=1\ngood.add(a)\nold = good.sample(4)\n"
     "metric m = mean(old.x * old.z - old.y)",
+    "a = gen with x=r\ngood.add(a)\nold = good.sample(4, weight=exp(-good.x) * heat + where(good.finished, 1, 0) ** 2)\n"
+    "metric m = mean(old.x)",
+    "good.add(gen)\nold = good.sample(4, weight=good.finished)\nmetric m = mean(len(old))",
+    "good.add(gen)\nold = good.sample(4, weight=2)\nmetric m = mean(len(old))",
     "good.add(prompt)\nold = good.sample(4)\nnew = actor.generate(old)\nmetric m = mean(len(new))",
 ]
 # (statements, code, the text that it underlines)
@@ -43,7 +48,17 @@ MISTAKES = [
     ("good.add(gen)\nold = good.sample()", "RL0204", "good.sample()"),
     ("good.add(gen)\ngood.sample(4)", "RL0212", "good.sample(4)"),
     ("good.add(gen)\nold = good.sample(4, by=r)", "RL0107", "by"),
-    ("good.add(gen)\nold = good.sample(4, weight=r)", "RL0203", "r"),
+    ("good.add(gen)\nold = good.sample(4, weight=r)", "RL0212", "r"),
+    ("good.add(gen)\nold = good.sample(4, weight=good.logprobs)", "RL0201", "good.logprobs"),
+    ("a = gen with x=r\ngood.add(a)\nold = good.sample(4, weight=mean(good.x))", "RL0212", "mean(good.x)"),
+    ("a = gen with x=r\ngood.add(a)\nold = good.sample(4, weight=good.x * uniform(good.x))", "RL0212",
+     "uniform(good.x)"),
+    ("a = gen with x=r\ngood.add(a)\nold = good.sample(4, weight=good.x + r)", "RL0202", "good.x + r"),
+    ('a = gen with x=r\ngood.add(a)\nold = good.sample(4, weight="x")', "RL0203", '"x"'),
+    ("a = gen with x=r\ngood.add(a)\nother.add(a)\nold = good.sample(4, weight=other.x)", "RL0212", "other.x"),
+    ("a = gen with x=r\ngood.add(a)\nold = good.sample(4)\nmetric m = good.x", "RL0212", "good.x"),
+    ("a = gen with x=r\ngood.add(a)\nold = good.sample(4, weight=good.y)", "RL0112", "y"),
+    ("a = gen with x=r\ngood.add(a)\nold = good.sample(4, weight=good.x, weight=good.x)", "RL0215", "weight=good.x"),
     ("good.add(gen)\nold = good.sample(4, weight=good.x)", "RL0112", "x"),
     ("good.add(gen)\nold = good.sample(4) on mesh(0:1)", "RL0212", "on mesh(0:1)"),
     ("good.add()", "RL0204", "good.add()"),

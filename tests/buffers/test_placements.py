@@ -10,9 +10,10 @@ from tests.derive.test_placements import PLACES
 from tests.selection.programs import folder, under
 from tests.selection.test_selection import close
 
-BUFFERS = "buffer good = rows(capacity=9)\nbuffer late = rows(capacity=40)"
+BUFFERS = "buffer good = rows(capacity=9)\nbuffer late = rows(capacity=40)\nstate heat = 2"
 BODY = """
-  old    = good.sample(6, weight=good.spread)
+  old    = good.sample(6, weight=good.spread ** heat)
+  heat   = 0.9 * heat
   prompt = prompts.next()
   gen    = actor.generate(prompt, n=3, max_new_tokens=6)
   r      = parity(gen)
@@ -31,6 +32,9 @@ BODY = """
   metric length = mean(len(again)) + sum(again.spread)
   more   = late.sample(9)
   metric late   = sum(more.spread)
+  few    = late.sample(4, weight=where(late.spread > 1.2 and late.finished or late.spread > 1.3, 1 / late.spread, 0))
+  metric few    = count(few)
+  metric least  = min(few.spread) + where(count(few) == 0, 9, 0)
   actor.train(some, loss=pg(adv=some.reward, weight=1.0), minibatches=2)
   actor.train(old, loss=pg(adv=old.reward, weight=0.5))
 """
@@ -45,5 +49,6 @@ def test_placements_agree(base: Path) -> None:
     first, *others = under(base, BODY, list(PLACES.values()), top=BUFFERS, steps=5, batch=4)
     assert first[0]["old"] == 0 and all(step["old"] == 6 for step in first[3:]) and first[-1]["again"] == 9
     assert all(step["same"] == 0 for step in first) and any(step["moved"] for step in first)
+    assert any(step["few"] > 0 for step in first) and all(step["least"] > 1.2 for step in first)
     for other in others:
         close(other, first)

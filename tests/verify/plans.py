@@ -87,9 +87,10 @@ use py "rewards.py" (size: gen, prompt -> seq)
 cluster nodes=1 gpus=4
 data prompts = jsonl("data/prompts.jsonl", batch=4, max_prompt_tokens=16)
 buffer good = rows(capacity=7)
+state heat = 2
 model actor = causal_lm("models/sft") train adamw(lr=0.02)
 flow f(steps=3) {
-  first  = good.sample(3, weight=good.x)
+  first  = good.sample(3, weight=good.x * heat + where(good.finished, 0.5, 0))
   prompt = prompts.next()
   gen    = actor.generate(prompt, n=2, max_new_tokens=4)   on mesh(0:4) dp=4
   scored = gen with x=size(gen, prompt), y=gen.logprobs * 2
@@ -98,6 +99,7 @@ flow f(steps=3) {
   old    = good.sample(6)
   more   = scored where scored.x > 2
   every 2 { good.add(more) }
+  heat = 0.9 * heat
   metric m = mean(first.x) + mean(old.y)
   actor.train(old, loss=sft(), minibatches=2)   on mesh(0:2) dp=2
   checkpoint every 2

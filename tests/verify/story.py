@@ -36,7 +36,7 @@ from rldsl.plan.events import (
     Update,
     split_buffer,
 )
-from rldsl.plan.model import Plan, Spread, Value
+from rldsl.plan.model import Plan, ReplayBuffer, Spread, Value
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
 from rldsl.sharding import partition
 from tests.verify.arithmetic import Cell, View, evaluate, need, term
@@ -260,16 +260,30 @@ class Story:
         need([x for x, _ in e.values] == names, "other fields")
         self._like(e.frame, e.buffer)
         need(f.present_in == e.frame and not f.selected_from and len(f.chain) == 1, "rows that cannot be absent")
-        need(not e.weight or (e.weight, "row", "f32") in {(x.name, x.extent, x.dtype) for x in b.fields}, "no weight")
+        need(all((x, "row") in {(y.name, y.extent) for y in b.fields} for _, x in e.fields), "no weight")
+        need(bool(e.program) or not e.fields and not e.inputs, "a weight without a program")
+        states = {s.value for s in self.plan.states if not s.data}
+        need(all(v in states for _, v in e.inputs), "a weight by something else")
         rows = self.stored[self.values[e.buffer].of[0]]
         key = (e.frame, now.times, self.plan.header.seed, self.step)
-        keys = [term("key", *key, i, row[2][names.index(e.weight)] if e.weight else 0) for i, row in enumerate(rows)]
+        keys = [term("key", *key, i, self._weight(e, names, b, row[2])) for i, row in enumerate(rows)]
         drawn = [rows[i] for i in sorted(sorted(range(len(rows)), key=lambda i: keys[i])[: f.count])]
         absent = (0,) * (f.count - len(drawn))
         self.lens[e.frame] = Lens(now.stamp, (*(p for p, _, _ in drawn), *absent), (*(r for _, r, _ in drawn), *absent))
         for i, (field, (_, v)) in enumerate(zip(b.fields, e.values, strict=True)):
             need(self.records[v].frame == e.frame, f"{v} is of other rows")
             self._make(v, now, {r: row[2][i] for r, row in enumerate(drawn)}, field.dtype == "bool", field.extent)
+
+    def _weight(self, e: Sample, names: list[str], b: ReplayBuffer, row: tuple[int, ...]) -> int:
+        """What the weight of a stored row is made of."""
+        if not e.program:
+            return 0
+        cells = {n: Cell("batch", "", False, {0: self.values[v].of[0]}) for n, v in e.inputs}
+        for n, field in e.fields:
+            at = names.index(field)
+            cells[n] = Cell("batch", "", b.fields[at].dtype == "bool", {0: row[at]})
+        need(len(cells) == len(e.inputs) + len(e.fields), "one input given twice")
+        return evaluate(self.programs[e.program], cells, {}, {}, 0)["weight"].of[0]
 
     def _row_state(self, e: Lookup | Update) -> tuple[Mapping[int, int], int]:
         """The row numbers of a batch, and a state of the rows of its source."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from rldsl.diag import fail
 from rldsl.plan.events import Sample, Store, split_buffer
 from rldsl.runtime.comm.row_assignment import RowLengths
+from rldsl.runtime.interpreter.row_states import row_weights
 from rldsl.runtime.state.replay import ReplayRows
 from rldsl.runtime.state.step import StepState
 from rldsl.sharding.partition import present_rows
@@ -29,14 +31,25 @@ def sample(step: StepState, event: Sample) -> None:
     frame, spread = context.frames[event.frame], split_buffer(event.writes[0])[1]
     kept: ReplayRows = step.read(event.reads, event.buffer)
     try:
-        drawn = kept.draw(frame.count, event.weight, step.sampling_seed(event.id, event.frame), step.index)
+        drawn = kept.draw(frame.count, _weights(step, event, kept), step.sampling_seed(event.id, event.frame),
+                          step.index)
     except ValueError:
-        raise fail("RL0738", f"the rows of `{event.buffer}` cannot be drawn by `{event.weight}`", place=event.at,
+        raise fail("RL0738", f"the rows of `{event.buffer}` cannot be drawn by their weight", place=event.at,
                    notes=("a weight is negative or not finite",),
-                   help="add rows whose weight is at least 0: a row with weight 0 is never drawn") from None
+                   help="weights must be finite and at least 0, for example `weight=max(x, 0)`: a row with weight 0 is "
+                        "never drawn") from None
     absent = [0] * (frame.count - len(drawn))
     step.set_lengths(event.frame, RowLengths(*(
         torch.tensor([*sizes, *absent], dtype=torch.int64, device=context.device)
         for sizes in ([row.prompt for row in drawn], [row.response for row in drawn]))))
     for field, value in event.values:
         step.buffers.put(f"{value}@{spread}", kept.ragged(field, drawn, context.device))
+
+
+def _weights(step: StepState, event: Sample, kept: ReplayRows) -> np.ndarray:
+    """[rows] of all rows of the buffer."""
+    if not event.program or not kept.rows:
+        return np.ones(len(kept.rows))
+    inputs: dict[str, torch.Tensor] = {name: step.read(event.reads, value).data.cpu() for name, value in event.inputs}
+    inputs |= {name: kept.numbers(field) for name, field in event.fields}
+    return row_weights(step.context.programs[event.program], inputs, len(kept.rows))

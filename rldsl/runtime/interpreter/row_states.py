@@ -61,7 +61,8 @@ def _numbers(step: StepState, event: Draw, value: str) -> Tensor:
 def row_weights(program: Program, inputs: Mapping[str, Tensor], count: int) -> np.ndarray:
     """[count] float32: the output of a program of elementwise operators for each row. inputs: one number for each row,
     or one for all."""
-    blocks = [_weights(program, {name: x[a:a + BLOCK] if len(x) == count and len(x) > 1 else x.float()
+    blocks = [_weights(program, {name: x[a:a + BLOCK] if len(x) == count and len(x) > 1 else
+                                 x if x.dtype == torch.bool else x.float()
                                  for name, x in inputs.items()}, min(BLOCK, count - a))
               for a in range(0, count, BLOCK)]
     return torch.cat(blocks).numpy()

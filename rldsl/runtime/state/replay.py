@@ -50,12 +50,14 @@ class ReplayRows:
             self.rows.append(StoredRow(p, r, {name: of[i].clone() for name, of in parts.items()}))
         self.added += len(prompt)
 
-    def draw(self, k: int, weight: str, seed: int, step: int) -> list[StoredRow]:
-        """Up to k rows without replacement, in the order of their numbers (`weighted_sample.py`). weight: a field; "":
-        all rows are equally likely. Errors: ValueError for a weight that is negative or not finite."""
+    def numbers(self, name: str) -> torch.Tensor:
+        """[rows]: a field that each row has one number of, the oldest row first."""
+        return torch.cat([row.values[name] for row in self.rows])
+
+    def draw(self, k: int, weights: np.ndarray, seed: int, step: int) -> list[StoredRow]:
+        """Up to k rows without replacement, in the order of their numbers (`weighted_sample.py`). weights: [rows], the
+        oldest first. Errors: ValueError for a weight that is negative or not finite."""
         numbers = np.arange(self.added - len(self.rows), self.added)
-        weights = torch.cat([row.values[weight] for row in self.rows]).numpy() if weight and self.rows else \
-            np.ones(len(self.rows))
         return [self.rows[i] for i in sorted(sample_by_weight(weights, k, seed, step, numbers).tolist())]
 
     def ragged(self, name: str, drawn: Sequence[StoredRow], device: torch.device) -> RaggedRows:
