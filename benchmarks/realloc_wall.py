@@ -4,7 +4,7 @@
 
 Bare: for each pair of ranks one message of all its bytes, from and into tensors that are there already, all posted at
 once, and one copy of the bytes that stay on a rank; no packing, no rounds. The two take turns, so that both meet the
-same neighbours on the machine; the ratios of their median and of their least times are shown, and that of the CPU time
+same neighbors on the machine; the ratios of their median and of their least times are shown, and that of the CPU time
 of all ranks; a copy in memory before and after (canary) tells how steady the machine was. Gate: 1.25, of the median
 times or of CPU time (on a machine that others use, only the second says something). extra: the most bytes beyond the
 parameters that one rank has at once, in buckets (gate 2). """

@@ -94,9 +94,9 @@ def _ppo_step(work: Work, tokenizer: Any, actor: Any, ref: Any, critic: Any, jud
         rewards = -0.1 * (old - against) * mask
         rewards[torch.arange(len(tokens)), mask.sum(1).long() - 1] += score
         advantages, returns = gae(rewards, before, mask, 0.95)
-        centre = mean(advantages, mask)
-        spread = (((advantages - centre) ** 2 * mask).sum() / (mask.sum() - 1) + 1e-8).sqrt()
-        advantages = (advantages - centre) / spread
+        center = mean(advantages, mask)
+        spread = (((advantages - center) ** 2 * mask).sum() / (mask.sum() - 1) + 1e-8).sqrt()
+        advantages = (advantages - center) / spread
     for part in torch.randperm(len(tokens)).chunk(work.updates):
         t, w, m = tokens[part], whole[part], mask[part]
         now = values(critic, t, w, size)

@@ -38,7 +38,7 @@ def make_model(directory: str | Path, family: str = "qwen3", head: str = "causal
                characters: str = CHARACTERS, scale: float = 0.15, **overrides: Any) -> Path:
     """Write a random model of `family` ("qwen3", "llama", "gpt2", ...) with its tokenizer; returns the directory.
 
-    scale: standard deviation of the matrices (0: the family's own initialisation). HF's 0.02 leaves a tiny model's
+    scale: standard deviation of the matrices (0: the family's own initialization). HF's 0.02 leaves a tiny model's
     outputs nearly uniform; a wider one makes differences visible."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification

@@ -144,14 +144,14 @@ def gpt(config: Any, layers: int, tp: Axis, ep: Axis, first: bool, last: bool, k
 
 
 def transformer_config(config: Any, layers: int, tp: int, ep: int, fused: bool) -> TransformerConfig:
-    """A HuggingFace config as Megatron's. Parameters are allocated and filled elsewhere, so nothing is initialised. Of
+    """A HuggingFace config as Megatron's. Parameters are allocated and filled elsewhere, so nothing is initialized. Of
     Megatron's fusions only that of a weight's gradient with the sum in `main_grad` is used (`fused`)."""
     biases = bool(getattr(config, "mlp_bias", False))
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     moe_options = {} if experts is None else {
         "num_moe_experts": experts, "moe_router_topk": config.num_experts_per_tok, "expert_model_parallel_size": ep,
         "moe_ffn_hidden_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
-        # a softmax over the chosen experts is the same as one over all, normalised
+        # a softmax over the chosen experts is the same as one over all, normalized
         "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
         "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
     return TransformerConfig(

@@ -1,4 +1,4 @@
-"""Printing to standard output: characters that a terminal must not get, and colours."""
+"""Printing to standard output: characters that a terminal must not get, and colors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 def say(text: str, styled: bool = False) -> None:
     """Print to standard output. What does not print as itself is escaped, in a form that JSON reads, too: names in
-    plans come from elsewhere, and a terminal obeys control characters. styled: the text is ours, with colours."""
+    plans come from elsewhere, and a terminal obeys control characters. styled: the text is ours, with colors."""
     if not (styled or text.isprintable()):
         text = "".join(c if c.isprintable() or c in "\n\t" else json_escape(c) for c in text)
     click.echo(text, nl=not text.endswith("\n"))
@@ -22,7 +22,7 @@ def json_escape(character: str) -> str:
     return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
 
 
-def coloured(stream: Any) -> bool:
+def colored(stream: Any) -> bool:
     """NO_COLOR and FORCE_COLOR decide (no-color.org, force-color.org), or else whether it is a terminal."""
     if os.environ.get("NO_COLOR"):
         return False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from rldsl.cli.options import FILE, chosen, one_of
-from rldsl.cli.printing import coloured, say
+from rldsl.cli.printing import colored, say
 from rldsl.cli.shell import Settings, command, print_result, report_diagnostics
 from rldsl.commands import Usage
 
@@ -169,7 +169,7 @@ def explain(settings: Settings, code: str | None) -> None:
         near = ", ".join(pages.nearest(pages.normal(code)))
         raise Usage(f"no such code: {code!r}; " + (f"did you mean {near}?" if near else "`rlc explain` lists all "
                                                                                            "codes"))
-    print_result(settings, show(page, coloured(sys.stdout)), styled=True, code=page.code, title=page.title,
+    print_result(settings, show(page, colored(sys.stdout)), styled=True, code=page.code, title=page.title,
                  text=page.text)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from rldsl.cli.printing import coloured, say
+from rldsl.cli.printing import colored, say
 from rldsl.cli.status_line import StatusLine
 from rldsl.cli.usage import JsonGroup, print_version
 from rldsl.commands import Usage
@@ -57,7 +57,7 @@ def report_diagnostics(diagnostics: Iterable[Diagnostic], settings: Settings) ->
     elif settings.output == "github":
         say(report.to_github(found))
     else:
-        click.echo(report.render(found, coloured(sys.stderr)).rstrip("\n"), err=True)
+        click.echo(report.render(found, colored(sys.stderr)).rstrip("\n"), err=True)
 
 
 def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:

@@ -86,7 +86,7 @@ def draw(found: Mapping[str, Lines], names: Sequence[str], form: str) -> bytes:
 
 
 def _panel(panel: Any, found: Mapping[str, Lines], name: str) -> None:
-    """One metric of every run that has it; each run keeps its colour in all panels."""
+    """One metric of every run that has it; each run keeps its color in all panels."""
     panel.set_title(name)
     panel.set_xlabel("step")
     panel.grid(alpha=0.3)

@@ -1,6 +1,6 @@
 """A page for the terminal, and the list of all codes.
 
-In: a `Page`, or the titles by code. Out: text, with colours on request.
+In: a `Page`, or the titles by code. Out: text, with colors on request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files that a program imports: the standard library, and neighbours, saved or open in the editor.
+"""Files that a program imports: the standard library, and neighbors, saved or open in the editor.
 
 In: a module as `use` names it and the importing file. Out: its text and index, each made once as long as it is the
 same.

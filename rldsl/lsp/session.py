@@ -119,7 +119,7 @@ class Server(LanguageServer):
         return [found[key] for key in sorted(found)]
 
     def indices(self, symbol: Symbol | None = None) -> list[Index]:
-        """The indices of the open files and of those in the workspace; with the file of `symbol`, and its neighbours in
+        """The indices of the open files and of those in the workspace; with the file of `symbol`, and its neighbors in
         the library where it is from there."""
         paths = {path_of(uri) for uri in self.workspace.text_documents}
         for folder in self.workspace.folders.values():

@@ -1,4 +1,4 @@
-"""Semantic tokens: the kind of each name, so that an editor can colour a model and a value differently.
+"""Semantic tokens: the kind of each name, so that an editor can color a model and a value differently.
 
 In: an index. Out: the protocol's flat list, five numbers per token: lines and units since the last, length, type,
 flags.

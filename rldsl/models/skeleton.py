@@ -53,7 +53,7 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
     try:
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        model.tie_weights()  # else a part of the initialisation
+        model.tie_weights()  # else a part of the initialization
     except Exception as error:
         raise fail("RL0303", f'the model in "{path}" is not a causal language model', span, first_line(error),
                    help="every model must be based on a causal language model") from None

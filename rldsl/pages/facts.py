@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rldsl.clusters import Cluster
-from rldsl.pages.colours import WORK, Hue
+from rldsl.pages.colors import WORK, Hue
 from rldsl.pages.details import Sources
 from rldsl.pages.memory import Panel
 from rldsl.pages.recorded import Recorded

@@ -1,4 +1,4 @@
-"""The dataflow graph as SVG: a node for each call, computation and movement, coloured by mesh; links lead down.
+"""The dataflow graph as SVG: a node for each call, computation and movement, colored by mesh; links lead down.
 
 In: a plan. Out: an SVG element; `graph_svg` has its styles inside and stands alone, in a notebook or a file.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from markupsafe import Markup
 
-from rldsl.pages.colours import Hue, hues
+from rldsl.pages.colors import Hue, hues
 from rldsl.pages.dataflow import Dataflow, Link, Node, dataflow
 from rldsl.pages.layered import Drawing, Edge, Point, Size, draw
 from rldsl.pages.markup import element, number
@@ -33,13 +33,13 @@ def graph_svg(plan: Plan) -> str:
 def graph(plan: Plan, flow: Dataflow, *before: Markup, linked: bool = True) -> Markup:
     """The picture of the dataflow of a plan. before: elements that stand before all others. linked: nodes lead to
     `#eN`, where their event is."""
-    colours = hues(plan)
+    colors = hues(plan)
     sizes = {n.id: _size(n) for n in flow.nodes}
     what = {n.id: n.what for n in flow.nodes}
     edges = [Edge(k.source, k.target, 1 if "move" in (what[k.source], what[k.target]) else 2) for k in flow.links]
     drawing = draw(sizes, edges, frozenset(n.id for n in flow.nodes if n.late))
     links = [link_element(link, route) for link, route in zip(flow.links, drawing.routes, strict=True)]
-    nodes = [_node(n, colours, sizes[n.id], drawing.centres[n.id], linked) for n in flow.nodes]
+    nodes = [_node(n, colors, sizes[n.id], drawing.centers[n.id], linked) for n in flow.nodes]
     return _frame(plan, drawing, *before, element("g", *links, class_="links"), element("g", *nodes, class_="nodes"))
 
 
@@ -63,11 +63,11 @@ def _lines(node: Node) -> tuple[str, ...]:
     return tuple(x for x in (*node.lines, node.block if node.what != "move" else "") if x)
 
 
-def _node(node: Node, colours: Mapping[str, Hue], size: Size, centre: Point, linked: bool) -> Markup:
-    (width, height), (x, y) = size, centre
+def _node(node: Node, colors: Mapping[str, Hue], size: Size, center: Point, linked: bool) -> Markup:
+    (width, height), (x, y) = size, center
     shape = element("rect", class_="shape", width=width, height=height, rx=height / 2 if node.what == "move" else 8.0)
     parts = _movement(node, size) if node.what == "move" else _work(node, height)
-    hue = colours[node.mesh].style if node.mesh in colours and node.what in ("call", "value") else ""
+    hue = colors[node.mesh].style if node.mesh in colors and node.what in ("call", "value") else ""
     kind = _word(node) if node.what == "move" else node.what
     return element("a" if linked else "g", element("title", _told(node)), shape, *parts,
                    class_=" ".join(x for x in ("node", kind, hue) if x), data_event=node.event,

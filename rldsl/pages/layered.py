@@ -1,7 +1,7 @@
 """Where the nodes of a graph without cycles stand, in layers from top to bottom, and which way its links go.
 
 In: sizes of nodes and links between them. Out: `Drawing`, in the unit of the sizes. Layers by longest path; orders
-within them by barycentres (Sugiyama et al. 1981); places by least squares under that order. The same graph gives the
+within them by barycenters (Sugiyama et al. 1981); places by least squares under that order. The same graph gives the
 same drawing. Pure geometry: it knows nothing of plans.
 """
 
@@ -35,7 +35,7 @@ class Drawing:
 
     width: float  # of the picture
     height: float  # of the picture
-    centres: Mapping[str, Point]  # node -> its center
+    centers: Mapping[str, Point]  # node -> its center
     # per edge its points, from the lower side of the source to the upper side of the target: it bends between points 0
     # and 1, 2 and 3, ..., and is straight in between
     routes: tuple[tuple[Point, ...], ...]
@@ -46,15 +46,15 @@ def draw(sizes: Mapping[str, Size], edges: Sequence[Edge], late: frozenset[str] 
     the first that needs them instead of just below the last that they need. Parts that no edge connects stand side by
     side, the largest first."""
     left, bottom = 0.0, 0.0
-    centres: dict[str, Point] = {}
+    centers: dict[str, Point] = {}
     routes: dict[int, tuple[Point, ...]] = {}
     for names in sorted(parts(tuple(sizes), edges), key=len, reverse=True):
         mine = [i for i, e in enumerate(edges) if e.source in names]
         part = _part({n: sizes[n] for n in sizes if n in names}, [edges[i] for i in mine], late)
-        centres |= {n: (x + left, y) for n, (x, y) in part.centres.items()}
+        centers |= {n: (x + left, y) for n, (x, y) in part.centers.items()}
         routes |= {i: tuple((x + left, y) for x, y in route) for i, route in zip(mine, part.routes, strict=True)}
         left, bottom = left + part.width, max(bottom, part.height)
-    return Drawing(left, bottom, centres, tuple(routes[i] for i in range(len(edges))))
+    return Drawing(left, bottom, centers, tuple(routes[i] for i in range(len(edges))))
 
 
 def parts(names: Sequence[str], edges: Sequence[Edge]) -> list[frozenset[str]]:
@@ -91,15 +91,15 @@ def _part(sizes: Mapping[str, Size], edges: Sequence[Edge], late: frozenset[str]
     tops = [MARGIN]
     for height in heights[:-1]:
         tops.append(tops[-1] + height + (ROW if height else BENDS))
-    centres = {n: (x[n], tops[layer[n]] + heights[layer[n]] / 2) for n in sizes}
+    centers = {n: (x[n], tops[layer[n]] + heights[layer[n]] / 2) for n in sizes}
     routes = []
     for edge, chain in zip(edges, chains, strict=True):
-        (x0, y0), (x1, y1) = centres[edge.source], centres[edge.target]
+        (x0, y0), (x1, y1) = centers[edge.source], centers[edge.target]
         bends = [(x[bend], y) for at, bend in enumerate(chain[1:-1], layer[edge.source] + 1) if heights[at]
                  for y in (tops[at], tops[at] + heights[at])]
         routes.append(((x0, y0 + sizes[edge.source][1] / 2), *bends, (x1, y1 - sizes[edge.target][1] / 2)))
     right = max([*(x[n] + sizes[n][0] / 2 for n in sizes), *(px for route in routes for px, _ in route)])
-    return Drawing(right + MARGIN, tops[-1] + heights[-1] + MARGIN, centres, tuple(routes))
+    return Drawing(right + MARGIN, tops[-1] + heights[-1] + MARGIN, centers, tuple(routes))
 
 
 def layers(names: Sequence[str], edges: Sequence[Edge], late: frozenset[str]) -> dict[str, int]:
@@ -138,8 +138,8 @@ def ordered(rows: list[list[str]], links: Sequence[tuple[str, str]]) -> list[lis
         made = [list(row) for row in rows]
         at = {n: float(i) for row in made for i, n in enumerate(row)}
         for row in made if down else reversed(made):
-            centre = {n: sum(at[m] for m in near[n]) / len(near[n]) if near[n] else at[n] for n in row}
-            row.sort(key=lambda n: (centre[n], at[n]))
+            center = {n: sum(at[m] for m in near[n]) / len(near[n]) if near[n] else at[n] for n in row}
+            row.sort(key=lambda n: (center[n], at[n]))
             at |= {n: float(i) for i, n in enumerate(row)}
         _swap(made, above, below, at)
         rows, count = made, crossings(made, below)
@@ -150,7 +150,7 @@ def ordered(rows: list[list[str]], links: Sequence[tuple[str, str]]) -> list[lis
 
 def _swap(rows: list[list[str]], above: Mapping[str, Sequence[str]], below: Mapping[str, Sequence[str]],
           at: dict[str, float]) -> None:
-    """Neighbours change places as long as fewer links cross then (Gansner et al. 1993)."""
+    """Neighbors change places as long as fewer links cross then (Gansner et al. 1993)."""
     def gain(a: str, b: str) -> int:
         pairs = [(at[m], at[n]) for near in (above, below) for m in near[a] for n in near[b]]
         return sum(x > y for x, y in pairs) - sum(x < y for x, y in pairs)
@@ -167,7 +167,7 @@ def _swap(rows: list[list[str]], above: Mapping[str, Sequence[str]], below: Mapp
 
 
 def crossings(rows: Sequence[Sequence[str]], below: Mapping[str, Sequence[str]]) -> int:
-    """How many pairs of links between neighbouring rows cross."""
+    """How many pairs of links between neighboring rows cross."""
     found = 0
     for upper, lower in pairwise(rows):
         at = {n: i for i, n in enumerate(lower)}
@@ -178,7 +178,7 @@ def crossings(rows: Sequence[Sequence[str]], below: Mapping[str, Sequence[str]])
 
 def _places(rows: Sequence[Sequence[str]], links: Sequence[tuple[str, str]],
             sizes: Mapping[str, Size]) -> dict[str, float]:
-    """Node or bend -> x, each drawn to the mean of its neighbours, none over another, the leftmost at the margin."""
+    """Node or bend -> x, each drawn to the mean of its neighbors, none over another, the leftmost at the margin."""
     half = {n: sizes[n][0] / 2 if n in sizes else 0.0 for row in rows for n in row}
     pulls: dict[str, list[tuple[str, float]]] = {n: [] for n in half}
     for a, b in links:

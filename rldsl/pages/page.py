@@ -17,7 +17,7 @@ from markupsafe import Markup
 from rldsl.clusters import Cluster
 from rldsl.memory.curve import Curve
 from rldsl.pages import gantt, memory
-from rldsl.pages.colours import hues, model_styles
+from rldsl.pages.colors import hues, model_styles
 from rldsl.pages.dataflow import dataflow
 from rldsl.pages.details import Sources, details
 from rldsl.pages.facts import calls, held, legend, models, tiles, waits
@@ -82,7 +82,7 @@ class Memory:
 def page(given: Given) -> str:
     given = replace(given, plan=visible_plan(given.plan))
     plan, sources = given.plan, given.sources
-    colours, every, flow = hues(plan), details(plan, sources), dataflow(plan)
+    colors, every, flow = hues(plan), details(plan, sources), dataflow(plan)
     styles, durations = model_styles(plan), given.timeline.event_seconds()
     titles = {n.event: n.title for n in flow.nodes if n.what in ("call", "value")}
     known = {e.id: e for e, _ in event_paths(plan)}
@@ -97,7 +97,7 @@ def page(given: Given) -> str:
         given=given, plan=plan, header=plan.header, style=Markup(template("graph.css") + template("report.css")),
         script=Markup(script), script_hash=b64encode(sha256(script.encode()).digest()).decode(),
         tiles=tiles(plan, given.cluster, given.timeline, panels, limit), graph=graph(plan, flow),
-        legend=legend(plan, colours, given.timeline), model_styles=styles,
+        legend=legend(plan, colors, given.timeline), model_styles=styles,
         figures=_figures(given, steps, {id: gantt.drawn(e, styles, titles) for id, e in known.items()}),
         calls=calls(plan, given.timeline, given.recorded), waits=waits(plan, given.timeline, sources),
         lengths=_lengths(given), bounds=given.lengths == Lengths(),

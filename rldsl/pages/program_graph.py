@@ -35,7 +35,7 @@ def program_svg(title: str, boxes: Sequence[Box], links: Sequence[Link]) -> str:
     sizes = {box.id: _size(box) for box in boxes}
     drawing = draw(sizes, [Edge(link.source, link.target, 2) for link in links])
     drawn = [link_element(link, route) for link, route in zip(links, drawing.routes, strict=True)]
-    nodes = [_box(box, sizes[box.id], drawing.centres[box.id]) for box in boxes]
+    nodes = [_box(box, sizes[box.id], drawing.centers[box.id]) for box in boxes]
     return str(element(
         "svg", element("title", title), element("style", Markup(template("graph.css"))),
         element("g", *drawn, class_="links"), element("g", *nodes, class_="nodes"), xmlns="http://www.w3.org/2000/svg",

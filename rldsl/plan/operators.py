@@ -86,7 +86,7 @@ _ALL = (
     Operator("median", "reduction", 1, "the middle element of a, or the mean of the two in the middle", unit="keep",
              combine="gather"),
     Operator("quantile", "reduction", 2, "the number below which the share b of the elements of a lies, between "
-             "neighbours by linear interpolation", unit="keep", to_batch_only=True, combine="gather"),
+             "neighbors by linear interpolation", unit="keep", to_batch_only=True, combine="gather"),
     # Sequence operators work inside each sequence.
     _sequence("next", ("token",), "token", "the following token's value, 0 at the last"),
     _sequence("prev", ("token",), "token", "the preceding token's value, 0 at the first"),

@@ -1,6 +1,6 @@
 """Text of a terminal as HTML for a notebook.
 
-In: text, perhaps with the colours of `rldsl/report.py`. Out: an element that fits light and dark pages.
+In: text, perhaps with the colors of `rldsl/report.py`. Out: an element that fits light and dark pages.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ _STYLES = {"1": "font-weight:600", "31": "color:#d1242f", "32": "color:#2a9d5c",
            "34": "color:#4a86d8"}
 _PRE = ("overflow-x:auto;white-space:pre;line-height:1.35;"
         "font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace")
-_COLOUR = re.compile(r"\033\[([\d;]*)m")
+_COLOR = re.compile(r"\033\[([\d;]*)m")
 
 
 def terminal(text: str) -> str:
-    """Colours that a terminal would show become styles."""
+    """Colors that a terminal would show become styles."""
     parts, open_spans = [], 0
-    for i, part in enumerate(_COLOUR.split(text)):
+    for i, part in enumerate(_COLOR.split(text)):
         if i % 2 == 0:
             parts.append(escape(part))
         elif part in ("", "0"):

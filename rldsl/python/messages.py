@@ -1,6 +1,6 @@
 """Diagnostics of a program as one value that prints itself.
 
-In: diagnostics. Out: text, with colours on request, or HTML.
+In: diagnostics. Out: text, with colors on request, or HTML.
 """
 
 from __future__ import annotations

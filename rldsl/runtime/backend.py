@@ -135,7 +135,7 @@ class Shard(Protocol):
               loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none"
               ) -> Mapping[str, float] | None:
         """Forward and backward passes of every micro-batch, one gradient reduction (a *sum* over dp and cp: the loss
-        already carries the global normalisation), clipping over all shards, one optimizer step.
+        already carries the global normalization), clipping over all shards, one optimizer step.
 
         A shard without any rows still takes part in every reduction. Under a layout with `zero` or `ep` all shards of
         dp get the same number of micro-batches, some of them without rows.
@@ -193,7 +193,7 @@ class Build(Protocol):
         """This rank's shard.
 
         mesh: the ranks of the layout.
-        load: read this rank's slices of the safetensors files; otherwise parameters stay uninitialised until a
+        load: read this rank's slices of the safetensors files; otherwise parameters stay uninitialized until a
             reallocation or a checkpoint fills them. `model.base` is read in any case.
         trainable: also make gradients and optimizer state.
         weight_cache: this rank's; None where the shard moves between devices."""

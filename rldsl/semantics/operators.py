@@ -221,8 +221,8 @@ class Operators:
         if over_minibatch and x.dtype == "bool":
             square: Term | Bad = go("where", x, one, zero)
         else:
-            centred = x if over_minibatch else go("sub", x, mean)
-            square = go("mul", centred, centred)
+            centered = x if over_minibatch else go("sub", x, mean)
+            square = go("mul", centered, centered)
         if isinstance(square, Bad):
             return BAD
         total = self.reduce("sum", square, to, span)

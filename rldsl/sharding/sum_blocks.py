@@ -35,7 +35,7 @@ def summed_input(spec: ParamSpec) -> tuple[int, int] | None:
 
 
 def summed_vocabulary(spec: ParamSpec) -> int:
-    """The rows of an embedding or a head that tensor parallelism divides, over which probabilities are normalised; 0
+    """The rows of an embedding or a head that tensor parallelism divides, over which probabilities are normalized; 0
     for other parameters."""
     return spec.shape[0] if spec.split is not None and spec.style in ("vocab", "head") else 0
 

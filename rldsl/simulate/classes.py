@@ -2,7 +2,7 @@
 
 In: a plan. Out: the class of each rank. Two ranks share a class if they take part in the same events, are at the same
 stage of every pipeline, and the groups of their collectives hold the same classes at the same positions (the coarsest
-such partition: colour refinement, Paige & Tarjan 1987).
+such partition: color refinement, Paige & Tarjan 1987).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Classes:
 
 def build_classes(plan: Plan, per_rank: bool = False) -> Classes:
     """The classes of a plan. per_rank: every rank is a class of its own."""
-    colour = list(range(plan.header.world)) if per_rank else _refine_colors(plan)
-    if not per_rank and len(set(colour)) > MAX_CLASSES:
-        colour = _refine_colors(plan, {e.id for e, _ in event_paths(plan) if e.logged})
+    color = list(range(plan.header.world)) if per_rank else _refine_colors(plan)
+    if not per_rank and len(set(color)) > MAX_CLASSES:
+        color = _refine_colors(plan, {e.id for e, _ in event_paths(plan) if e.logged})
     by: dict[int, list[int]] = {}
-    for rank, c in enumerate(colour):
+    for rank, c in enumerate(color):
         by.setdefault(c, []).append(rank)
     number = {c: i for i, c in enumerate(by)}
-    return Classes(tuple(number[c] for c in colour), tuple(to_ranges(r) for r in by.values()),
+    return Classes(tuple(number[c] for c in color), tuple(to_ranges(r) for r in by.values()),
                    tuple(r[0] for r in by.values()), tuple(len(r) for r in by.values()))
 
 
@@ -55,28 +55,28 @@ def call_layouts(plan: Plan) -> dict[str, Layout]:
 
 
 def _refine_colors(plan: Plan, without: Collection[int] = ()) -> list[int]:
-    """Rank -> colour, after refinement. without: events that do not count."""
-    colour, same = [0] * plan.header.world, dict[tuple[int, ...], int]()  # a plan's classes may differ only in peaks
+    """Rank -> color, after refinement. without: events that do not count."""
+    color, same = [0] * plan.header.world, dict[tuple[int, ...], int]()  # a plan's classes may differ only in peaks
     for c in plan.classes:
         for start, stop in c.ranks:
             number = same.setdefault(tuple(e for e in c.events if e not in without), len(same))
-            colour[start:stop] = [number] * (stop - start)
+            color[start:stop] = [number] * (stop - start)
     meshes = {m.id: m for m in plan.meshes}
     groups = [(axis == "pp", axis_ranks(layout, meshes[layout.mesh], axis))
               for layout in call_layouts(plan).values() for axis in _axes(layout)]
     while True:
-        signatures: list[list[object]] = [[c] for c in colour]
+        signatures: list[list[object]] = [[c] for c in color]
         for ordered, every in groups:
             for group in every:
-                held = tuple(colour[r] for r in group)
+                held = tuple(color[r] for r in group)
                 met = held if ordered else frozenset(held)
                 for place, rank in enumerate(group):
                     signatures[rank].append((met, place) if ordered else met)
         known: dict[tuple[object, ...], int] = {}
         finer = [known.setdefault(tuple(s), len(known)) for s in signatures]
-        if len(known) == len(set(colour)):
+        if len(known) == len(set(color)):
             return finer
-        colour = finer
+        color = finer
 
 
 @dataclass(frozen=True, slots=True)

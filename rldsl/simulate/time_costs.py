@@ -80,7 +80,7 @@ class Stage:
 
     def tensor_parallel(self, tokens: float, outputs: float, layers: float, sequence_parallel: bool = False) -> float:
         """Seconds of the collectives of tensor parallelism in one direction of a pass: after attention and after the
-        feed-forward of each layer, after the embedding, and for the normaliser of the log-probabilities. With sequence
+        feed-forward of each layer, after the embedding, and for the normalizer of the log-probabilities. With sequence
         parallelism each all-reduce of a layer is a reduce-scatter and an all-gather of the same bytes (Korthikanti et
         al. 2022)."""
         if self.shard.tp == 1:

@@ -14,7 +14,7 @@ Question: {question}
 Response: {response}
 
 Add one point each if the response is relevant, covers most of the question, is useful, is clear and complete, and is \
-expert work. Explain your judgement in a few sentences, then end with "Score: " and the number of points.
+expert work. Explain your judgment in a few sentences, then end with "Score: " and the number of points.
 
 Review: """
 

@@ -177,17 +177,17 @@ def test_verbose_before_and_after_the_name() -> None:
     assert "s of CPU" not in rlc("check", "p.rlf").stderr
 
 
-@pytest.mark.parametrize("variables, coloured", [
+@pytest.mark.parametrize("variables, colored", [
     ({}, False), ({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "0"}, False), ({"FORCE_COLOR": ""}, False),
     ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False), ({"NO_COLOR": "1"}, False)])
-def test_colours_in_a_pipe(variables: dict[str, str], coloured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colors_in_a_pipe(variables: dict[str, str], colored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FORCE_COLOR", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     Path("bad.rlf").write_text(PROGRAM.replace("steps=steps", "steps=step"))
     found = CliRunner().invoke(main, ["check", "bad.rlf"], color=True)
-    assert ("\x1b[" in found.stderr) is coloured, found.stderr
+    assert ("\x1b[" in found.stderr) is colored, found.stderr
 
 
 def test_all_commands_are_asked() -> None:

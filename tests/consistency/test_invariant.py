@@ -125,7 +125,7 @@ def test_cuts_of_a_placement_are_those_of_one_rank(units: int, size: int) -> Non
         assert tuple(found) == whole
 
 
-def test_a_tree_adds_neighbours_first() -> None:
+def test_a_tree_adds_neighbors_first() -> None:
     asked: list[int] = []
 
     def part(i: int) -> torch.Tensor:

@@ -82,7 +82,7 @@ def test_files_of_the_repository_are_on_the_site(site: Path) -> None:
     assert "h200x8.yaml" in (site / "source/rldsl/clusters/presets.html").read_text()
 
 
-def test_programs_are_coloured(site: Path) -> None:
+def test_programs_are_colored(site: Path) -> None:
     for page in ("index.html", "tutorial.html", "language.html", "errors/RL0304.html"):
         html = (site / page).read_text()
         found = re.findall(r'<div class="language-rlf highlight">.*?</code>', html, re.DOTALL)

@@ -174,7 +174,7 @@ def test_textmate_knows_blocks_of_markdown(tmgrammar: Path, tmp_path: Path) -> N
         assert (done.returncode == 0) == (expected == text), done.stdout + done.stderr
 
 
-def test_pygments_colours_blocks_by_their_name() -> None:
+def test_pygments_colors_blocks_by_their_name() -> None:
     markdown = get_lexer_by_name("markdown")
     found = {value: kind for kind, value in markdown.get_tokens("```rlf\nflow f(steps=3) {\n}\n```\n")}
     assert found["flow"] is Keyword.Declaration

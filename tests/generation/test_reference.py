@@ -73,7 +73,7 @@ def test_families(tmp_path: Any, family: str) -> None:
 
 
 def test_a_sequence_belongs_to_its_row(shard: Any) -> None:
-    """Another order, other neighbours, a part of the batch: the same completions."""
+    """Another order, other neighbors, a part of the batch: the same completions."""
     right = expected(path(shard), PROMPTS, DRAWN)
     order = [7, 2, 5, 0]
     found = rows_of(made(shard, [PROMPTS[r] for r in order], DRAWN, 2, rows=order))
@@ -130,7 +130,7 @@ def test_an_empty_prompt_is_refused(shard: Any, prompts: list[list[int]]) -> Non
     ([[1, 2], [1, 3], [1, 3]], [False, False, True]),
     ([[1, 2], [1], [1, 2]], [False, False, False]),         # the start of one before
     ([[1, 1], [1], [1, 1]], [False, False, False]),
-    ([[5], [5], [6], [5]], [False, True, False, False]),    # only neighbours
+    ([[5], [5], [6], [5]], [False, True, False, False]),    # only neighbors
     ([[1, 2, 3], [4, 2, 3]], [False, False]),
     ([], [])])
 def test_which_prompts_are_repeated(prompts: list[list[int]], found: list[bool]) -> None:

@@ -88,11 +88,11 @@ def sums(t: Table, x: Tensor) -> Tensor:
 
 def white(t: Table, x: Tensor, system: str) -> Tensor:
     """Over all tokens of the batch."""
-    centred = (x - mean(t, x)) * t.m
-    biased = (centred**2).sum() / t.m.sum()
+    centered = (x - mean(t, x)) * t.m
+    biased = (centered**2).sum() / t.m.sum()
     if system == "verl":
-        return centred * torch.rsqrt((centred**2).sum() / (t.m.sum() - 1) + 1e-8)
-    return centred * biased.clamp(min=1e-8).rsqrt() if system == "openrlhf" else centred / (biased.sqrt() + 1e-5)
+        return centered * torch.rsqrt((centered**2).sum() / (t.m.sum() - 1) + 1e-8)
+    return centered * biased.clamp(min=1e-8).rsqrt() if system == "openrlhf" else centered / (biased.sqrt() + 1e-5)
 
 
 def spread(t: Table, r: Tensor) -> Tensor:
@@ -128,8 +128,8 @@ def others_std(t: Table, r: Tensor) -> Tensor:
 
 
 def nemo_rl(t: Table) -> Tensor:
-    centred, std = others(t, t.r), others_std(t, t.r)
-    return torch.where(std > 1e-7, centred / (std + 1e-6), centred)
+    centered, std = others(t, t.r), others_std(t, t.r)
+    return torch.where(std > 1e-7, centered / (std + 1e-6), centered)
 
 
 def ratio(t: Table, old: Tensor, bound: float = 1e9) -> Tensor:
@@ -241,7 +241,7 @@ def banded(w: Tensor, low: float, high: float) -> Tensor:
 
 
 def real_advantage(t: Table, r: Tensor, discount: float) -> Tensor:
-    """At the last token, carried back, then normalised (`adv_norm`, on by default)."""
+    """At the last token, carried back, then normalized (`adv_norm`, on by default)."""
     return white(t, returns(t, at_last(t, r), discount), "real")
 
 

@@ -49,7 +49,7 @@ def by_group(b: Batch, r: Floats, f: Callable[[Floats], Floats]) -> Floats:
     return out
 
 
-def normalised(r: Floats, eps: float, unbiased: bool = True) -> Floats:
+def normalized(r: Floats, eps: float, unbiased: bool = True) -> Floats:
     return [(x - mean(r)) / (math.sqrt(var(r, unbiased)) + eps) for x in r]
 
 
@@ -126,12 +126,12 @@ def test_gae(b: Batch, gamma: float, lam: float) -> None:
 def test_group_norm(b: Batch, call: str, eps: float, unbiased: bool) -> None:
     """(r - mean) / (std + eps): TRL (and the paper's code) 1e-4, verl 1e-6, OpenRLHF 1e-9, ReaL 1e-5."""
     r = b.seqs(1)
-    check("std.grpo", call, b, by_group(b, r.data.tolist(), lambda g: normalised(g, eps, unbiased)), r=r)
+    check("std.grpo", call, b, by_group(b, r.data.tolist(), lambda g: normalized(g, eps, unbiased)), r=r)
 
 
 def test_group_norm_without_variance_or_company() -> None:
     r = RAGGED.given("seq", [1.0, 1, 1, 0, 0, 1] + [0.0] * 9)
-    want = by_group(RAGGED, r.data.tolist(), lambda g: normalised(g, 1e-4))
+    want = by_group(RAGGED, r.data.tolist(), lambda g: normalized(g, 1e-4))
     assert want[:3] == [0.0] * 3 and all(math.isfinite(x) for x in want)
     check("std.grpo", "group_norm(r)", RAGGED, want, r=r)
     check("std.grpo", "group_norm(r)", ONE, [0.0] * 4, r=ONE.seqs(1))
@@ -149,13 +149,13 @@ def test_dr_grpo_advantage(b: Batch) -> None:
 
 @pytest.mark.parametrize("b", GROUPS)
 def test_gdpo_norm(b: Batch) -> None:
-    """Each reward normalised in its group, the weighted sum over the batch."""
+    """Each reward normalized in its group, the weighted sum over the batch."""
     x, y = b.seqs(1), b.seqs(2, scale=30)
-    one, two = (by_group(b, r.data.tolist(), lambda g: normalised(g, 1e-4)) for r in (x, y))
-    want = normalised([0.5 * p + 2 * q for p, q in zip(one, two)], 1e-4)
+    one, two = (by_group(b, r.data.tolist(), lambda g: normalized(g, 1e-4)) for r in (x, y))
+    want = normalized([0.5 * p + 2 * q for p, q in zip(one, two)], 1e-4)
     check("std.grpo", "gdpo_norm(x, y, wa=0.5, wb=2)", b, want, x=x, y=y)
-    third = by_group(b, b.seqs(3).data.tolist(), lambda g: normalised(g, 1e-4))
-    want = normalised([p + q + 3 * r for p, q, r in zip(one, two, third)], 1e-4)
+    third = by_group(b, b.seqs(3).data.tolist(), lambda g: normalized(g, 1e-4))
+    want = normalized([p + q + 3 * r for p, q, r in zip(one, two, third)], 1e-4)
     check("std.grpo", "gdpo_norm(x, y, z, wc=3)", b, want, x=x, y=y, z=b.seqs(3))
 
 
@@ -186,8 +186,8 @@ def test_leave_one_out_over_the_deviation_of_the_others(b: Batch) -> None:
     want: Floats = []
     for i in range(b.rows):
         others = [float(r.data[j]) for j in range(i // b.n * b.n, i // b.n * b.n + b.n) if j != i]
-        centred = float(r.data[i]) - (mean(others) if others else 0.0)
-        want.append(centred / (math.sqrt(var(others)) + 1e-6) if len(others) > 1 else centred)
+        centered = float(r.data[i]) - (mean(others) if others else 0.0)
+        want.append(centered / (math.sqrt(var(others)) + 1e-6) if len(others) > 1 else centered)
     check("std.rloo", "leave_one_out(r, by_std=true)", b, want, r=r)
 
 
@@ -212,7 +212,7 @@ def test_an_answer_alone_keeps_its_reward(module: str, call: str) -> None:
     check(module, call, RAGGED, want, r=RAGGED.seqs(1))
 
 
-def test_an_answer_alone_keeps_its_reward_before_it_is_normalised() -> None:
+def test_an_answer_alone_keeps_its_reward_before_it_is_normalized() -> None:
     r, t = ONE.seqs(1), ONE.tokens(2)
     each = [x for x, row in zip(r.data.tolist(), rows(ONE, t)) for _ in row]
     white = [(x - mean(each)) / math.sqrt(var(each) + 1e-8) for x in each]
@@ -233,8 +233,8 @@ def test_reinforce_pp(b: Batch, options: str, unbiased: bool) -> None:
         return [(y - mean(x)) / math.sqrt(v + 1e-8 if unbiased else max(v, 1e-8)) for y in x]
 
     check("std.reinforce_pp", f"reinforce_pp(r, gamma=0.9{options})", b, white(flat(returns)), r=r)
-    centred = by_group(b, s.data.tolist(), lambda g: [x - mean(g) for x in g])
-    each = [x for x, row in zip(centred, rows(b, r)) for _ in row]  # at every token
+    centered = by_group(b, s.data.tolist(), lambda g: [x - mean(g) for x in g])
+    each = [x for x, row in zip(centered, rows(b, r)) for _ in row]  # at every token
     check("std.reinforce_pp", f"reinforce_pp_baseline(s, r{options})", b, white(each), s=s, r=r)
 
 
@@ -262,10 +262,10 @@ def test_optimal_baseline(b: Batch) -> None:
 def test_gpg_norm() -> None:
     """alpha = sequences / sequences of mixed groups (the paper), or / sequences with a reward (verl)."""
     r = [1.0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 2, 2, 2]  # 6 sequences of mixed groups, 9 with a reward
-    centred = by_group(RAGGED, r, lambda g: [x - mean(g) for x in g])
+    centered = by_group(RAGGED, r, lambda g: [x - mean(g) for x in g])
     given = RAGGED.given("seq", r)
-    check("std.gpg", "gpg_norm(r)", RAGGED, [15 / 6 * x for x in centred], r=given)
-    check("std.gpg", "gpg_norm(r, f_norm=2, nonzero=true)", RAGGED, [15 / 9 * x / 2 for x in centred], r=given)
+    check("std.gpg", "gpg_norm(r)", RAGGED, [15 / 6 * x for x in centered], r=given)
+    check("std.gpg", "gpg_norm(r, f_norm=2, nonzero=true)", RAGGED, [15 / 9 * x / 2 for x in centered], r=given)
     none = RAGGED.given("seq", [1.0] * 15)
     check("std.gpg", "gpg_norm(r)", RAGGED, [0.0] * 15, r=none)
 

@@ -164,7 +164,7 @@ def test_12_a_resumed_run_has_its_states(tmp_path: Path) -> None:
 
 
 def test_13_top_p_works_on_what_top_k_left() -> None:
-    """13. Union of two sets on the same logits: top-k keeps two tokens, renormalised, then top-p 0.6 keeps the
+    """13. Union of two sets on the same logits: top-k keeps two tokens, renormalized, then top-p 0.6 keeps the
     first."""
     scores = torch.tensor([[0.40, 0.25, 0.20, 0.15]]).log()
     kept = scores >= threshold(scores, Sampling(top_k=2, top_p=0.6))

@@ -210,7 +210,7 @@ def test_real_stops_at_the_mean_ratio(jumped: bool) -> None:
 
 
 @pytest.mark.parametrize("spread", [0.01, 3.0])
-def test_value_normalisation_of_real(spread: float) -> None:
+def test_value_normalization_of_real(spread: float) -> None:
     """(x - mean) / sqrt(max(variance, 1e-2)) of the debiased moments, within ±5."""
     x = BATCH.tokens(3, scale=spread, shift=2)
     x.data[0] = 90.0 * spread

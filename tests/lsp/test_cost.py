@@ -48,7 +48,7 @@ def test_an_answer_is_little_work(page: tuple[Library, str, Analysis]) -> None:
              "completion": calls(lambda: complete(text, at, known.index, known.facts, files)),
              "hover": calls(lambda: hover(occurrence.symbol, known.facts)),
              "code lenses": calls(lambda: lenses(known, None)), "hints": calls(lambda: hints(known)),
-             "colours": calls(lambda: encode(known.index, Lines(text))),
+             "colors": calls(lambda: encode(known.index, Lines(text))),
              "outline": calls(lambda: outline(known.index)), "folding": calls(lambda: folds(text))}
     assert max(costs.values()) < BOUND, costs
 

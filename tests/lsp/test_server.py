@@ -151,7 +151,7 @@ async def test_changes_come_together(client: LanguageClient) -> None:
     assert await diagnostics(client, uri) == []
 
 
-async def test_an_unsaved_neighbour_counts(client: LanguageClient) -> None:
+async def test_an_unsaved_neighbor_counts(client: LanguageClient) -> None:
     put(client, MINE.replace("double", "triple"), "mine.rlf")
     found = await diagnostics(client, put(client, PROGRAM))
     assert [d.code for d in found] == ["RL0104"]

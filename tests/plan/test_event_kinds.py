@@ -163,7 +163,7 @@ def test_only_a_kind_that_forwards_waits_for_other_receivers(plan: Plan, monkeyp
     assert receivers <= set(order.group(realloc, rank).ranks)
     with monkeypatch.context() as patch:
         patch.setattr(type(realloc), "traits", replace(realloc.traits, color="mesh"))
-        assert WaitOrder(plan).group(realloc, rank).ranks == order.group(realloc, rank).ranks, "a colour is for display"
+        assert WaitOrder(plan).group(realloc, rank).ranks == order.group(realloc, rank).ranks, "a color is for display"
     monkeypatch.setattr(type(realloc), "traits", replace(realloc.traits, forwards=False))
     assert not receivers <= set(WaitOrder(plan).group(realloc, rank).ranks)
 

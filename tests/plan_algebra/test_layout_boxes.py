@@ -119,7 +119,7 @@ def test_stages_that_hold():
     assert pieces_of_rank(next(parameters(m)), 3, at, on, 6) == ()
 
 
-def test_fewer_heads_than_tp_are_replicated_by_neighbours():
+def test_fewer_heads_than_tp_are_replicated_by_neighbors():
     p = Parameter("k", ParamSpec("k", (8, 8), split=Split(0, ((2, 4),))), None)
     on = mesh((0, 8))
     at = layout(on, dp=2, tp=4)

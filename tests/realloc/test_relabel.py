@@ -48,7 +48,7 @@ def test_hybridflow(p, t, d, pg, tg):
     assert sorted(at.members()) == list(on.members())
 
 
-def test_a_stride_instead_of_neighbours():
+def test_a_stride_instead_of_neighbors():
     """tp=2 to tp=4 costs nothing: each quarter lies inside a half."""
     on = Mesh("m", ((0, 8),))
     src, dst = Layout("s", "m", dp=4, tp=2), Layout("d", "m", dp=2, tp=4)

@@ -69,8 +69,8 @@ def test_hybridflows_grouping_comes_out(train: str, generate: str) -> None:
     assert sorted(order(free)) == [0, 1, 2, 3] and order(fixed) == (0, 1, 2, 3)
 
 
-def test_a_stride_moves_less_than_neighbours() -> None:
-    """Training tp=4, generation tp=2: groups at a stride of two. Neighbours would hold a quarter that they do not
+def test_a_stride_moves_less_than_neighbors() -> None:
+    """Training tp=4, generation tp=2: groups at a stride of two. Neighbors would hold a quarter that they do not
     need."""
     free, fixed = plan("tp=4", "dp=2 tp=2", "mesh(4)"), plan("tp=4", "dp=2 tp=2", "mesh(0:4)")
     assert order(free) == (0, 2, 1, 3) and realloc(free).bytes < 0.7 * realloc(fixed).bytes

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 from rldsl.pages import graph_svg
-from rldsl.pages.colours import COUNT, hues
+from rldsl.pages.colors import COUNT, hues
 from rldsl.pages.dataflow import Dataflow, dataflow
 from rldsl.plan.events import Free, Log, split_buffer
 from rldsl.plan.model import Mesh, Plan
@@ -132,7 +132,7 @@ def test_a_long_name_is_cut() -> None:
     assert any(t.endswith("…") for t in labels) and max(map(len, labels)) < 60
 
 
-def test_meshes_have_colours_in_the_order_of_their_ranks() -> None:
+def test_meshes_have_colors_in_the_order_of_their_ranks() -> None:
     found = hues(grpo())
     assert [(h.mesh, h.style, h.text) for h in found.values()] == [
         ("all", "hue0", "mesh(0:4)"), ("fit", "hue1", "mesh(0:2)"), ("ref", "hue2", "mesh(2:4)")]
@@ -148,7 +148,7 @@ def many(count: int) -> Plan:
                    body=(*(i for i in plan.body if i is not loop), replace(loop, body=(*loop.body, *body))))
 
 
-def test_more_meshes_than_colours() -> None:
+def test_more_meshes_than_colors() -> None:
     styles = [h.style for h in hues(many(COUNT)).values()]
     assert len(set(styles)) == COUNT + 3 and sum("again" in s for s in styles) == 3
     root = ET.fromstring(graph_svg(many(COUNT)))

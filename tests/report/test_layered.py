@@ -29,19 +29,19 @@ def test_a_drawing(graph: tuple[dict[str, tuple[float, float]], list[Edge], froz
     sizes, edges, late = graph
     found = draw(sizes, edges, late)
     assert found == draw(sizes, edges, late)
-    for n, (x, y) in found.centres.items():
+    for n, (x, y) in found.centers.items():
         w, h = sizes[n]
         assert 0 <= x - w / 2 and x + w / 2 <= found.width and 0 <= y - h / 2 and y + h / 2 <= found.height
     for a, b in combinations(sizes, 2):
-        (ax, ay), (bx, by) = found.centres[a], found.centres[b]
+        (ax, ay), (bx, by) = found.centers[a], found.centers[b]
         apart = abs(ax - bx) - (sizes[a][0] + sizes[b][0]) / 2, abs(ay - by) - (sizes[a][1] + sizes[b][1]) / 2
         assert max(apart) > -1e-6, (a, b)
     for edge, route in zip(edges, found.routes, strict=True):
         assert [y for _, y in route] == sorted(y for _, y in route)
-        assert route[0][0] == found.centres[edge.source][0] and route[-1][0] == found.centres[edge.target][0]
+        assert route[0][0] == found.centers[edge.source][0] and route[-1][0] == found.centers[edge.target][0]
         for (x0, y0), (x1, y1) in zip(route[1::2], route[2::2]):  # the straight parts pass no node
             assert x0 == x1
-            for n, (x, y) in found.centres.items():
+            for n, (x, y) in found.centers.items():
                 if min(y1, y + sizes[n][1] / 2) - max(y0, y - sizes[n][1] / 2) > 1e-6:
                     assert abs(x - x0) >= sizes[n][0] / 2, (edge, n)
 
@@ -63,7 +63,7 @@ def test_spread_keeps_the_distances_and_cannot_be_bettered(data: st.DataObject) 
         return sum(w * (a - g) ** 2 for w, a, g in zip(weights, x, goals))
 
     assert allowed(found)
-    for first in range(count):  # moving a run of neighbours to either side is worse, where it is allowed
+    for first in range(count):  # moving a run of neighbors to either side is worse, where it is allowed
         for last in range(first + 1, count + 1):
             for by in (-0.01, 0.01):
                 other = [x + by if first <= i < last else x for i, x in enumerate(found)]
@@ -96,4 +96,4 @@ def test_two_that_both_want_one_place_share_it() -> None:
 
 
 def test_nothing_is_a_drawing_too() -> None:
-    assert draw({}, []).centres == {}
+    assert draw({}, []).centers == {}

@@ -192,20 +192,20 @@ def test_an_event_in_full() -> None:
 # ---------------------------------------------------------------------------------------------------------- contrast
 
 
-def rgb(colour: str) -> list[float]:
-    digits = colour.lstrip("#")
+def rgb(color: str) -> list[float]:
+    digits = color.lstrip("#")
     return [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
 
 
-def over(colour: str, share: float, ground: str) -> str:
-    mixed = [share * a + (1 - share) * b for a, b in zip(rgb(colour), rgb(ground))]
+def over(color: str, share: float, ground: str) -> str:
+    mixed = [share * a + (1 - share) * b for a, b in zip(rgb(color), rgb(ground))]
     return "#" + "".join(f"{round(255 * c):02x}" for c in mixed)
 
 
 def contrast(one: str, other: str) -> float:
     """WCAG 2.1, 1.4.3."""
-    def light(colour: str) -> float:
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb(colour)]
+    def light(color: str) -> float:
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb(color)]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     a, b = sorted((light(one), light(other)))
@@ -236,9 +236,9 @@ def test_contrast_is_that_of_the_standard() -> None:
     assert contrast("#123456", "#123456") == 1
 
 
-def test_models_have_their_own_colours_in_the_timeline() -> None:
-    """Rows are ranks already, so a colour by mesh would say nothing new."""
-    from rldsl.pages.colours import model_styles
+def test_models_have_their_own_colors_in_the_timeline() -> None:
+    """Rows are ranks already, so a color by mesh would say nothing new."""
+    from rldsl.pages.colors import model_styles
 
     styles = model_styles(grpo())
     assert len({*styles.values()}) == len(styles) > 1

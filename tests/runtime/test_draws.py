@@ -61,7 +61,7 @@ def test_draws_are_uniform(name: str) -> None:
     drawn = DRAWN[name]()
     assert distance(drawn) < LIMIT
     pairs = torch.stack([drawn[:-1], drawn[1:]]) - 0.5
-    assert abs(float((pairs[0] * pairs[1]).mean())) * 12 * math.sqrt(drawn.numel()) < 4, "neighbours are independent"
+    assert abs(float((pairs[0] * pairs[1]).mean())) * 12 * math.sqrt(drawn.numel()) < 4, "neighbors are independent"
 
 
 @pytest.mark.parametrize("wrong", [

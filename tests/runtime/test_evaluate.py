@@ -207,8 +207,8 @@ def test_wrong_input_shape_and_missing_index_set_are_refused():
 def test_a_reduction_used_for_each_element_is_no_loss():
     b = Builder()
     x = b.input("x", "token")
-    centred = b("sub", x, b.to("mean", x, "batch"))
-    program = b.program(loss=b.to("mean", b("mul", centred, centred), "batch"))
+    centered = b("sub", x, b.to("mean", x, "batch"))
+    program = b.program(loss=b.to("mean", b("mul", centered, centered), "batch"))
     with pytest.raises(InternalError, match="for each element"):
         MinibatchLoss(program, loss_counts(program, GEN, range(12), {"gen": LENS}))
 
@@ -255,9 +255,9 @@ def gae_program() -> Program:
     delta = b("sub", b("add", r, b("mul", 0.99, b.seq("next", v))), v)
     adv = b.seq("discount", delta, b.put("const", value=0.99 * 0.95))
     mean, count = b.to("mean", adv, "batch"), b.to("count", adv, "batch")
-    centred = b("sub", adv, mean)
-    var = b("div", b.to("sum", b("mul", centred, centred), "batch"), b("max", b("sub", count, 1.0), 1.0))
-    white = b("div", centred, b("sqrt", b("add", var, 1e-8)))
+    centered = b("sub", adv, mean)
+    var = b("div", b.to("sum", b("mul", centered, centered), "batch"), b("max", b("sub", count, 1.0), 1.0))
+    white = b("div", centered, b("sqrt", b("add", var, 1e-8)))
     s = b.to("sum", r, "seq")
     group = b("sub", s, b.to("mean", s, "prompt"))
     return b.program(white=white, ret=b("add", adv, v), group=group, best=b.to("amax", s, "batch"),

@@ -33,7 +33,7 @@ def test_numbers_of_all_sorts(tmp_path, body):
     assert got == [1.0, 1.0]
 
 
-def test_rows_arrive_and_neighbouring_files_can_be_imported(tmp_path):
+def test_rows_arrive_and_neighboring_files_can_be_imported(tmp_path):
     (tmp_path / "helper_of_rewards.py").write_text("def same(a, b):\n    return float(a == b)\n")
     body = ("def score(rows):\n    from helper_of_rewards import same\n"
             "    return [same(r['completion'], r['answer']) for r in rows]\n")

@@ -107,7 +107,7 @@ def test_notes_keep_their_lines() -> None:
     assert "one\\ntwo" in render([Diagnostic("RL0771", "one\ntwo")])
 
 
-def test_what_ranks_print_is_escaped_but_for_colours() -> None:
+def test_what_ranks_print_is_escaped_but_for_colors() -> None:
     screen, log = io.StringIO(), io.StringIO()
     assert Tee(screen, log).write(f"a\x1b[1;31mred\x1b[0m {EVIL}\n") == len(f"a\x1b[1;31mred\x1b[0m {EVIL}\n")
     assert screen.getvalue() == log.getvalue() == f"a\x1b[1;31mred\x1b[0m {visible(EVIL)}\n"

@@ -85,8 +85,8 @@ CASES = {
     "degrees_of_two": flow("p = d.next()", "g = m.generate(p) on mesh(0:8) dp=3 tp=4"),
     "loss_without_output": "use std.ppo (value_clip)\n" + flow(
         *GEN, "m.train(g, loss=value_clip(old=g.logprobs, ret=g.logprobs))"),
-    "loss_reduces_again": "loss bad(logprobs: token;) {\n  centre = mean(logprobs)\n"
-                          "  return mean((logprobs - centre) ** 2)\n}\n" + flow(*GEN, "m.train(g, loss=bad())"),
+    "loss_reduces_again": "loss bad(logprobs: token;) {\n  center = mean(logprobs)\n"
+                          "  return mean((logprobs - center) ** 2)\n}\n" + flow(*GEN, "m.train(g, loss=bad())"),
     "not_affine_through_a_name": "loss bad(logprobs: token;) {\n  part = mean(logprobs) ** 2\n  return -part\n}\n"
                                  + flow(*GEN, "m.train(g, loss=bad())"),
     # one mistake, however often it shows

@@ -56,7 +56,7 @@ def link(x: Layout, at: Coordinate, to: int, flow: str) -> Iterator[CommOp]:
 
 
 def apart(x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:
-    """1F1B that posts what goes and what comes one after the other: under rendezvous both neighbours send first."""
+    """1F1B that posts what goes and what comes one after the other: under rendezvous both neighbors send first."""
     ahead = min(x.pp - 1 - at.pp, count)
     for _ in range(ahead):
         yield from link(x, at, -1, "down")
@@ -82,7 +82,7 @@ def unequal(x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:
 
 
 def early(x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:
-    """The last rank takes one message of its neighbour before another that comes first."""
+    """The last rank takes one message of its neighbor before another that comes first."""
     uses = list(TORCH.train(replace(x, vpp=min(x.pp, 2)), at, count))
     links = [i for i, u in enumerate(uses) if u.axis == "link"]
     if 0 < at.pp == x.pp - 1:

@@ -1,7 +1,7 @@
 """Completions by one shard: packed prefill, a static KV cache, continuous batching.
 
 Every rank of the shard runs the same batches in the same order: the last pipeline stage samples, and the tokens go to
-all stages. Neighbouring sequences with the same prompt share its prefill.
+all stages. Neighboring sequences with the same prompt share its prefill.
 Invariant: what is sampled for a row depends only on (seed, step, row, position) and the model.
 """
 

@@ -33,12 +33,12 @@ def choose(logits: torch.Tensor, sampling: Sampling, draws: torch.Tensor | None,
     """Next tokens [S] int64 and their log-probs [S] float32, at the sampling temperature and before any filter.
 
     logits: [S, V] float32, overwritten. draws: [S] float64 in (0, 1), None if greedy. must_continue: [S] bool, rows
-    that may not end yet. eos_ids: [E] int64. cuts: of the vocabulary, for the normaliser (`model/tree_sums.py`)."""
+    that may not end yet. eos_ids: [E] int64. cuts: of the vocabulary, for the normalizer (`model/tree_sums.py`)."""
     if not sampling.greedy and sampling.temperature != 1:
         logits.div_(sampling.temperature)
     peak = logits.amax(-1, keepdim=True)
     weights = (logits - peak).exp_()
-    normaliser = peak[:, 0] + block_sums(weights, cuts).log()
+    normalizer = peak[:, 0] + block_sums(weights, cuts).log()
     if must_continue is not None and len(eos_ids):
         barred = must_continue[:, None].expand(-1, len(eos_ids))
         logits[:, eos_ids] = logits[:, eos_ids].masked_fill(barred, -torch.inf)
@@ -50,7 +50,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, draws: torch.Tensor | None,
             raise ValueError("sampling needs random numbers; only greedy decoding does without")
         lowest = threshold(logits, sampling)
         tokens = inverse_cdf(weights if lowest is None else weights.masked_fill_(logits < lowest, 0.0), draws)
-    return tokens, logits.gather(-1, tokens[:, None])[:, 0] - normaliser
+    return tokens, logits.gather(-1, tokens[:, None])[:, 0] - normalizer
 
 
 def threshold(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:

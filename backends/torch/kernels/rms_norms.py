@@ -1,7 +1,7 @@
 """Fused root-mean-square norms (Zhang and Sennrich 2019, arXiv:1910.07467): few passes over memory.
 
 In: the modules of a model family. Out: the same modules; those that compute x / rms(x) * weight get a function with a
-gradient of its own, which saves only the normalised values and reads them twice, where autograd's steps take a dozen
+gradient of its own, which saves only the normalized values and reads them twice, where autograd's steps take a dozen
 passes.
 
 Which modules these are is found by trying them on a few numbers: one with other results, such as those of families that
@@ -27,22 +27,22 @@ class RMSNormFunction(Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
         squares = (x * x).sum(-1, keepdim=True)
         scale = torch.add(eps, squares, alpha=1 / x.shape[-1]).rsqrt_()
-        normalised = x * scale
-        ctx.save_for_backward(normalised, scale, weight)
-        return normalised * weight
+        normalized = x * scale
+        ctx.save_for_backward(normalized, scale, weight)
+        return normalized * weight
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         """With n = x / rms(x) and g = grad * weight, the gradient of x is (g - n mean(g n)) / rms(x)."""
-        normalised, scale, weight = ctx.saved_tensors
+        normalized, scale, weight = ctx.saved_tensors
         grad_x = grad_weight = None
-        product = grad * normalised
+        product = grad * normalized
         if ctx.needs_input_grad[1]:
             grad_weight = product.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[0]:
             mean = (product @ weight).div_(len(weight)).unsqueeze(-1)
             # `product` is not needed any more: its memory takes the result
-            grad_x = torch.mul(grad, weight, out=product).addcmul_(normalised, mean, value=-1).mul_(scale)
+            grad_x = torch.mul(grad, weight, out=product).addcmul_(normalized, mean, value=-1).mul_(scale)
         return grad_x, grad_weight, None
 
 

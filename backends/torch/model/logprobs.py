@@ -41,25 +41,25 @@ class _TokenLogprobs(Function):
                 tp: Axis, vocab_start: int, want_entropy: bool, chunk: int, cuts: Sequence[int] | None
                 ) -> tuple[torch.Tensor, torch.Tensor]:
         count = hidden.shape[0]
-        normaliser = hidden.new_empty(count, dtype=_statistics(hidden))
-        logprobs, entropy = torch.empty_like(normaliser), torch.zeros_like(normaliser)
+        normalizer = hidden.new_empty(count, dtype=_statistics(hidden))
+        logprobs, entropy = torch.empty_like(normalizer), torch.zeros_like(normalizer)
         head = weight.to(hidden.dtype)
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
             logits = _logits(hidden[part], head, temperature)
             peak, sums = _softmax_sums(logits, targets[part], tp, vocab_start, want_entropy, cuts)
             del logits  # before the next table is made
-            normaliser[part] = peak + sums[0].log()
-            logprobs[part] = sums[1] - normaliser[part]
+            normalizer[part] = peak + sums[0].log()
+            logprobs[part] = sums[1] - normalizer[part]
             if want_entropy:
-                entropy[part] = normaliser[part] - sums[2] / sums[0]
-        ctx.save_for_backward(hidden, weight, targets, normaliser, entropy)
+                entropy[part] = normalizer[part] - sums[2] / sums[0]
+        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
         ctx.options = (temperature, tp, vocab_start, want_entropy, chunk)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
+        hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
         temperature, tp, vocab_start, want_entropy, chunk = ctx.options
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None
@@ -68,7 +68,7 @@ class _TokenLogprobs(Function):
         head = weight.to(hidden.dtype)
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
-            logprobs = _logits(hidden[part], head, temperature).sub_(normaliser[part, None])
+            logprobs = _logits(hidden[part], head, temperature).sub_(normalizer[part, None])
             grad = _grad_logits(logprobs, targets[part], vocab_start, grad_logprobs[part],
                                 (grad_entropy[part], entropy[part]) if want_entropy else None)
             del logprobs  # before the next table is made

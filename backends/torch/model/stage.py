@@ -284,7 +284,7 @@ def _skeleton(config: Any) -> Any:
     """The model with parameters on the meta device but real buffers (rotary frequencies are computed, not stored)."""
     with _parameters_on_meta(), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, trust_remote_code=False)
-    model.tie_weights()  # otherwise a part of the initialisation
+    model.tie_weights()  # otherwise a part of the initialization
     return model
 
 

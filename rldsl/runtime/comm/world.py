@@ -1,6 +1,6 @@
 """Joining the world of a plan: the handshake, then the communicators.
 
-In: a plan and an initialised process group. Out: `World`, with the `Axes` of every layout that this rank is part of.
+In: a plan and an initialized process group. Out: `World`, with the `Axes` of every layout that this rank is part of.
 Invariant: all ranks hold the same plan, and create the same groups in the same order.
 Errors: RL0702 different plans, RL0711 ranks on other machines than the plan has them on.
 """

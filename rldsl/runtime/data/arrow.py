@@ -54,7 +54,7 @@ class ArrowTable:
             self._same(self.parts[part])
         at = np.searchsorted(self.firsts, wanted, "right") - 1
         breaks = np.flatnonzero((np.diff(wanted) != 1) | (np.diff(at) != 0)) + 1
-        for run, batch in zip(np.split(wanted, breaks), at[[0, *breaks]], strict=True):  # neighbours in one go
+        for run, batch in zip(np.split(wanted, breaks), at[[0, *breaks]], strict=True):  # neighbors in one go
             try:
                 found += self._read(int(batch), int(run[0]), len(run))
             except Failure:
@@ -64,7 +64,7 @@ class ArrowTable:
         return found
 
     def _read(self, batch: int, first: int, count: int) -> list[Row]:
-        """Neighbouring rows of one batch."""
+        """Neighboring rows of one batch."""
         with readable(self.place(first), "row"):
             rows: list[Row] = self.batches[batch].slice(first - int(self.firsts[batch]), count).to_pylist()
         return rows

@@ -285,7 +285,7 @@ def sequence(node: Node, frame: str, args: Sequence[Tensor], ragged: RaggedIndex
         case "last":
             return _last(args[0], frame, ragged)
         case "next" | "prev":
-            return neighbour(args[0], ragged.ends(frame), lens, 1 if node.op == "next" else -1)
+            return neighbor(args[0], ragged.ends(frame), lens, 1 if node.op == "next" else -1)
         case "cumsum":
             return pad(args[0].to(torch.float64), lens).cumsum(1)[filled(lens)].to(dtype)
         case "discount":
@@ -294,8 +294,8 @@ def sequence(node: Node, frame: str, args: Sequence[Tensor], ragged: RaggedIndex
             raise internal_error(f"the interpreter has no sequence operator {op}")
 
 
-def neighbour(x: Tensor, ends: Tensor, lens: Tensor, shift: int) -> Tensor:
-    """Each token's neighbour; 0 (or false) at the border of its sequence."""
+def neighbor(x: Tensor, ends: Tensor, lens: Tensor, shift: int) -> Tensor:
+    """Each token's neighbor; 0 (or false) at the border of its sequence."""
     # an empty sequence writes to an extra element at the end, which is cut off: selecting others would synchronize
     border = torch.where(lens > 0, ends - 1 if shift == 1 else ends - lens, x.numel())
     inside = torch.ones(x.numel() + 1, dtype=torch.bool, device=x.device).index_fill(0, border, False)[:-1]

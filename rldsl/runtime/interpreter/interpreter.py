@@ -1,6 +1,6 @@
 """A rank's interpreter: it executes the events of the plan that name its rank, in their order, and nothing else.
 
-In: a plan, inside an initialised process group. Out: the run's files. Every wait is either inside an event or at the
+In: a plan, inside an initialized process group. Out: the run's files. Every wait is either inside an event or at the
 first read of what a transfer or a realloc brings.
 """
 

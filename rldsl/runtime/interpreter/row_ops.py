@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rldsl.plan.expr import Node
-from rldsl.runtime.interpreter.expression_ops import RaggedIndex, discount, filled, last_of_each, neighbour, pad
+from rldsl.runtime.interpreter.expression_ops import RaggedIndex, discount, filled, last_of_each, neighbor, pad
 
 
 def evaluate_rows(node: Node, inner: Sequence[Node], args: Sequence[Tensor], ragged: RaggedIndex,
@@ -38,8 +38,8 @@ def _at_last(args: Sequence[Tensor], counts: Tensor) -> Tensor:
 
 # args: values of rows, group after group; counts: rows of each group, at least one.
 SIBLINGS: Mapping[str, Callable[[Sequence[Tensor], Tensor], Tensor]] = {
-    "next_row": lambda args, counts: neighbour(args[0], counts.cumsum(0), counts, 1),
-    "prev_row": lambda args, counts: neighbour(args[0], counts.cumsum(0), counts, -1),
+    "next_row": lambda args, counts: neighbor(args[0], counts.cumsum(0), counts, 1),
+    "prev_row": lambda args, counts: neighbor(args[0], counts.cumsum(0), counts, -1),
     "cumsum_rows": lambda args, counts: pad(args[0].to(torch.float64), counts).cumsum(1)[filled(counts)],
     "discount_rows": lambda args, counts: discount(pad(args[0].to(torch.float64), counts),
                                                    args[1].to(torch.float64))[filled(counts)],

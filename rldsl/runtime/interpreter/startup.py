@@ -1,6 +1,6 @@
 """Before the first step: check everything that can be checked, and prepare the state of the rank.
 
-In: a plan and the options of the run, inside an initialised process group. Out: the state to begin with, new or from a
+In: a plan and the options of the run, inside an initialized process group. Out: the state to begin with, new or from a
 checkpoint, and the items of the plan that this rank executes.
 """
 

@@ -23,7 +23,7 @@ from rldsl.runtime.metrics.names import computed, display_order
 from rldsl.runtime.metrics.tee import Tee
 
 BARS = "▁▂▃▄▅▆▇█"
-COLOURS = {"generate": "cyan", "infer": "blue", "train": "magenta", "rest": "bright_black"}
+COLORS = {"generate": "cyan", "infer": "blue", "train": "magenta", "rest": "bright_black"}
 CURVE_POINTS = 48
 MAX_NUMBERS = 8  # that are shown below the curve
 
@@ -109,9 +109,9 @@ def picture(seen: ViewState, width: int = 80) -> RenderableType:
 def _phases(line: Mapping[str, float], width: int) -> RenderableType:
     bar, legend = Text(), Text()
     for phase, cells in shares(line, max(10, width - 2)):
-        colour = COLOURS.get(phase, "white")
-        bar.append("█" * cells, colour)
-        legend.append("■ ", colour).append(f"{phase} {line[f'time/{phase}']:.2f} s  ")
+        color = COLORS.get(phase, "white")
+        bar.append("█" * cells, color)
+        legend.append("■ ", color).append(f"{phase} {line[f'time/{phase}']:.2f} s  ")
     return Group(bar, legend)
 
 

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from rldsl.diag import visible
 
-COLOUR = re.compile("(\x1b\\[[0-9;]{0,8}m)")  # one group: `split` returns the sequences, too
+COLOR = re.compile("(\x1b\\[[0-9;]{0,8}m)")  # one group: `split` returns the sequences, too
 
 
 class Tee:
@@ -26,8 +26,8 @@ class Tee:
         self.log: TextIO | None = log
 
     def write(self, text: str) -> int:
-        """Control characters are escaped, but for ends of lines and the colours of our own messages."""
-        shown = "".join(part if i % 2 else visible(part, "\n\t") for i, part in enumerate(COLOUR.split(text)))
+        """Control characters are escaped, but for ends of lines and the colors of our own messages."""
+        shown = "".join(part if i % 2 else visible(part, "\n\t") for i, part in enumerate(COLOR.split(text)))
         self._log(lambda log: log.write(shown))
         self._on_screen(lambda screen: screen.write(shown))
         return len(text)

@@ -1,8 +1,8 @@
-"""Which colour a mesh or a model has, the same in every picture of a page.
+"""Which color a mesh or a model has, the same in every picture of a page.
 
 In: a plan. Out: a `Hue` for each mesh on which calls or computations run; a style for each model that is called. The
-colours themselves are in templates/graph.css: eight that people with any colour vision tell apart; a ninth mesh has the
-first one, dashed. Colour is never alone: what it says is also there as text.
+colors themselves are in templates/graph.css: eight that people with any color vision tell apart; a ninth mesh has the
+first one, dashed. Color is never alone: what it says is also there as text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def model_styles(plan: Plan) -> Mapping[str, str]:
 
 
 def hues(plan: Plan) -> Mapping[str, Hue]:
-    """Mesh id -> its colour; meshes in the order of their ranks, larger ones first."""
+    """Mesh id -> its color; meshes in the order of their ranks, larger ones first."""
     texts = PlaceTexts.of(plan).meshes
     used = {e.mesh for e, _ in event_paths(plan) if e.traits.family in WORK}
     found = sorted((m for m in plan.meshes if m.id in used), key=lambda m: (m.ranks[0][0], -m.ranks[-1][1], m.ranks))

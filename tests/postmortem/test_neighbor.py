@@ -94,7 +94,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def looks(clock: list[float], signs: Any, still: float = 1e9, seconds: int = 200, beats: bool = False) -> int | None:
-    """The second in which the neighbour counts as gone."""
+    """The second in which the neighbor counts as gone."""
     found = PeerMonitor(signs)
     for second in range(seconds):
         clock[0] = float(second)
