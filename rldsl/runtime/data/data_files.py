@@ -27,8 +27,8 @@ _KINDS: tuple[tuple[bytes, str, str], ...] = (
     (b"\x04\x22\x4d\x18", "compressed with lz4", "decompress it first: `lz4 -d {path}`"),
     (b"PK\x03\x04", "a zip archive", "unpack it first: `unzip {path}`"),
     (b"PAR1", "a Parquet file", "read it with `parquet(...)`"),
-    (b"ARROW1", "an Arrow file", "save it as JSON lines or Parquet; directories of the `datasets` library are read with "
-                                 "`hf(...)`"),
+    (b"ARROW1", "an Arrow file", "save it as JSON lines or Parquet; directories of the `datasets` library are read "
+                                 "with `hf(...)`"),
     (codecs.BOM_UTF32_LE, "UTF-32 text", "convert it to UTF-8: `iconv -f UTF-32 -t UTF-8 {path}`"),  # before UTF-16
     (codecs.BOM_UTF16_LE, "UTF-16 text", "convert it to UTF-8: `iconv -f UTF-16 -t UTF-8 {path}`"),
     (codecs.BOM_UTF16_BE, "UTF-16 text", "convert it to UTF-8: `iconv -f UTF-16 -t UTF-8 {path}`"),
