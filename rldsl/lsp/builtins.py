@@ -15,11 +15,26 @@ FUNCTIONS: dict[str, tuple[str, str]] = {
 
 # call -> (signature, what it gives)
 CALLS: dict[str, tuple[str, str]] = {
-    "next": ("next()", "The next batch of rows from a data source."),
+    "next": ("next() or next(weight=...)",
+             "The next batch of rows from a data source; with a weight, rows drawn by the numbers that they have."),
+    "add": ("add(gen)", "Keep sequences, with the values that `with` names, for later steps. When the buffer is full, "
+            "the oldest leave."),
+    "sample": ("sample(k) or sample(k, weight=...)",
+               "k different sequences of the buffer, drawn by the numbers that they were added with; fewer if it has "
+               "fewer."),
     "generate": ("generate(prompt, n=1, max_new_tokens=256, ...)", "n completions of each prompt."),
     **{o.call: (f"{o.call}(batch)", f"{o.level}: {o.meaning}.") for o in OUTPUTS.values()},
     "train": ("train(batch, loss=..., minibatches=1, epochs=1, shuffle=true)",
               "Train on a batch: one optimizer step per minibatch and epoch."),
+}
+
+# field of sequences -> (how it is written, what it is)
+FIELDS: dict[str, tuple[str, str]] = {
+    "logprobs": ("gen.logprobs", "token: log-probabilities of the sampled tokens"),
+    "finished": ("gen.finished", "seq: the response ended with an end-of-sequence token or stop string"),
+    "chosen": ("pair.chosen", "the preferred response"),
+    "rejected": ("pair.rejected", "the rejected response"),
+    "at": ("cuts.at", "seq: how many tokens of the response each prefix has"),
 }
 
 CONSTRUCTORS: dict[str, tuple[str, str]] = {

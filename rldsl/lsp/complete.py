@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from rldsl.lsp.builtins import CALLS, CONSTRUCTORS, FUNCTIONS
+from rldsl.lsp.builtins import CALLS, CONSTRUCTORS, FIELDS, FUNCTIONS
 from rldsl.lsp.describe import signature
 from rldsl.lsp.facts import Facts
 from rldsl.lsp.index import FRAMES, Index, Symbol
@@ -38,11 +38,9 @@ PLACED = {"dp": "data-parallel degree", "tp": "tensor-parallel degree", "pp": "p
           "backend": "the library that executes the call"}
 TABLES = {"generate": options.GENERATE, "train": options.TRAIN, "adamw": options.ADAMW, "lora": options.LORA,
           "jsonl": options.DATA, "parquet": options.DATA, "hf": options.DATA,
+          "rows": options.BUFFER, "prefixes": options.PREFIXES,
           **dict.fromkeys(HEADS, options.MODEL)}
-FIELDS = {"generated": {"logprobs": "token: log-probabilities of the sampled tokens",
-                        "finished": "seq: the response ended with an "
-                                                                                "end-of-sequence token or stop string"},
-          "pairs": {"chosen": "the preferred response", "rejected": "the rejected response"}}
+SEQUENCES = {"generated": ("logprobs", "finished"), "pairs": ("chosen", "rejected"), "prefixes": ("at",)}
 
 
 COLUMN = r"(?!(tokens|lengths|columns)$)\w+"  # a value of a batch of data that is a column
@@ -85,7 +83,9 @@ def complete(text: str, offset: int, index: Index, facts: Facts, files: Library)
         found = files.names(used[1].strip('"'), index.file.source.name)
         return [_function(s) for s in found if s.name not in re.findall(r"\w+", used[2])]
     if owner := re.search(r"([A-Za-z_]\w*)\s*\.\s*((?:chosen|rejected)\s*\.\s*)?$", line):
-        return list(_members(owner[1], owner[2].rstrip(" .") if owner[2] else "", index, facts, start))
+        within = call_at(text, start)
+        return list(_members(owner[1], owner[2].rstrip(" .") if owner[2] else "", index, facts, start,
+                             within is not None and within.option == "weight"))
     if re.search(r"\bby\s+$", line):
         return [Item(x, "level") for x in LEVELS[:3]]
     scope = index.scope(start)
@@ -99,8 +99,8 @@ def complete(text: str, offset: int, index: Index, facts: Facts, files: Library)
     return [*known, *_elsewhere(index.file, {i.text for i in known}, files)] if _inside(index, start) else known
 
 
-def _members(name: str, side: str, index: Index, facts: Facts, offset: int) -> Iterator[Item]:
-    """What may follow `name.`, or `name.side.` of pairs."""
+def _members(name: str, side: str, index: Index, facts: Facts, offset: int, weighs: bool) -> Iterator[Item]:
+    """What may follow `name.`, or `name.side.` of pairs. weighs: in a weight, which is made of numbers of all rows."""
     scope = index.scope(offset)
     symbol = scope.get(name)
     if symbol is None:
@@ -110,24 +110,53 @@ def _members(name: str, side: str, index: Index, facts: Facts, offset: int) -> I
         for call in head.calls if head is not None else ():
             if call != TRAIN or symbol.tree.optimizer is not None:
                 yield Item(call, "method", *CALLS[call])
+    elif symbol.kind == "data" and weighs:
+        yield from (Item(n, "field", d) for n, d in (_row_states(name, index) | _columns(symbol)).items())
     elif symbol.kind == "data":
         yield Item("next", "method", *CALLS["next"])
+    elif symbol.kind == "buffer" and weighs:
+        yield from (Item(n, "field", _named(f)) for n, f in index.fields.get(name, {}).items())
+        yield Item("finished", "field", FIELDS["finished"][1])
+    elif symbol.kind == "buffer":
+        yield from (Item(n, "method", *CALLS[n]) for n in ("add", "sample"))
     elif isinstance(symbol.tree, ast.Assign):
         source = _source(symbol.tree.value, scope)
         paired = f"{name}.chosen" in facts.batches or any(n.startswith("chosen.") for n in index.fields.get(name, {}))
         kind = "pairs" if paired and not side else \
+            "prefixes" if source.startswith("prefixes(") else \
             "generated" if ".generate(" in source or f"{name}.logprobs" in facts.levels else ""
         columns = {v.rpartition(".")[2]: f"{level}: a column of the data" for v, (level, _) in facts.levels.items()
                    if ".next(" in source and re.match(rf"{name}\.(chosen\.|rejected\.)?{COLUMN}$", v)}
         fields = {n.removeprefix(f"{side}."): f for n, f in index.fields.get(name, {}).items() if n.startswith(side)}
-        named = {n: f"named in `{f.tree.span.text.splitlines()[0]}`" for n, f in fields.items() if "." not in n}
-        yield from (Item(n, "field", d) for n, d in (columns | FIELDS.get(kind, {}) | named).items())
+        named = {n: _named(f) for n, f in fields.items() if "." not in n}
+        states = _row_states(source.partition(".next(")[0], index) if ".next(" in source else {}
+        known = {n: FIELDS[n][1] for n in SEQUENCES.get(kind, ())}
+        yield from (Item(n, "field", d) for n, d in (columns | states | known | named).items())
+
+
+def _named(field: Symbol) -> str:
+    return f"named in `{field.tree.span.text.splitlines()[0]}`"
+
+
+def _row_states(data: str, index: Index) -> dict[str, str]:
+    """The states of the rows of a data source, and what they are."""
+    return {s.name: "a number for each row, which a program may assign" for s in index.symbols
+            if isinstance(s.tree, ast.State) and s.tree.data is not None and s.tree.data.name == data}
+
+
+def _columns(data: Symbol) -> dict[str, str]:
+    """The number columns of a data source, and what they are."""
+    args = data.tree.value.args if isinstance(data.tree, ast.DataDecl) and isinstance(data.tree.value, ast.Call) else ()
+    numbers = next((a.value for a in args if a.name is not None and a.name.name == "numbers"), None)
+    items = numbers.items if isinstance(numbers, ast.ListOf) else ()
+    return {i.value: "a column of the data" for i in items if isinstance(i, ast.String)}
 
 
 def _source(tree: ast.Tree, scope: dict[str, Symbol]) -> str:
     """The text of the call that gives the sequences of an expression, however they were selected and picked since."""
     for _ in scope:  # each name leads to an earlier one
-        while isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.name in FRAMES and tree.args:
+        while isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.name in FRAMES \
+                and tree.func.name != "prefixes" and tree.args:
             tree = tree.args[0].value
         while isinstance(tree, ast.Attribute):
             tree = tree.value
@@ -155,6 +184,9 @@ def _options(text: str, offset: int, scope: dict[str, Symbol]) -> Iterator[Item]
             yield Item(f"{key}=", "option", "needed" if option.needed else _default(option))
     if name == "train" and "loss" not in given:
         yield Item("loss=", "option", "needed")
+    if name in ("next", "sample") and "weight" not in given:
+        yield Item("weight=", "option", "default: all rows are equally likely" if name == "sample" else
+                   "default: the next rows")
 
 
 def _default(option: options.Opt) -> str:

@@ -7,7 +7,7 @@ judged here; a name that is bound nowhere has no occurrence.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rldsl.plan.operators import BUILTINS
 from rldsl.source import Span
@@ -55,7 +55,7 @@ class Index:
     occurrences: tuple[Occurrence, ...]  # in the order of the text
     names: dict[str, Symbol]             # what another file may import from it
     always: dict[str, Symbol]            # names of the library that need no import
-    fields: dict[str, Fields]            # value of the flow -> what `with` named on its sequences
+    fields: dict[str, Fields]            # value of the flow, or buffer -> what `with` named on its sequences
 
     def at(self, offset: int) -> Occurrence | None:
         """The name at an offset, or just before it."""
@@ -83,7 +83,7 @@ def index(file: ast.File, importer: Importer) -> Index:
         walker.declare(item)
     for item in file.items:
         walker.body(item)
-    return Index(file, tuple(walker.symbols), tuple(walker.occurrences), walker.module, walker.always,
+    return Index(file, tuple(walker.symbols), tuple(walker.united()), walker.module, walker.always,
                  walker.fields)
 
 
@@ -98,7 +98,29 @@ class _Walker:
         self.local: dict[str, Symbol] = {}
         self.fields: dict[str, Fields] = {}
         self.row_states: dict[str, Symbol] = {}  # fields of batches that are states of their rows
+        self.buffers: set[str] = set()
+        self.same: dict[tuple[str, int], Symbol] = {}  # key of a field -> one that has to have the same name
         self.inside = ""
+
+    def united(self) -> Iterator[Occurrence]:
+        """The occurrences; fields that meet in a buffer or a `concat` are one symbol."""
+        for o in self.occurrences:
+            symbol = o.symbol
+            while symbol.key in self.same:
+                symbol = self.same[symbol.key]
+            yield o if symbol is o.symbol else replace(o, symbol=symbol)
+
+    def unite(self, fields: Fields, others: Fields) -> Fields:
+        """Those that both have, which are one symbol from now on."""
+        for name in fields.keys() & others.keys():
+            a, b = fields[name], others[name]
+            while a.key in self.same:
+                a = self.same[a.key]
+            while b.key in self.same:
+                b = self.same[b.key]
+            if a.key != b.key:
+                self.same[b.key] = a
+        return {n: f for n, f in fields.items() if n in others}
 
     # --------------------------------------------------------------------------------------------- binding
 
@@ -142,6 +164,7 @@ class _Walker:
                 self.bind(item.name, "state", item)
             case ast.Buffer():
                 self.bind(item.name, "buffer", item)
+                self.buffers.add(item.name.name)
             case ast.MeshDecl():
                 self.bind(item.name, "mesh", item)
             case ast.DataDecl():
@@ -168,6 +191,11 @@ class _Walker:
                 for option in options:
                     self.expr(option.value)
                 self.inside = name.name
+                if self.buffers:  # what rows are added with is known above the `add`, too
+                    symbols, occurrences = list(self.symbols), list(self.occurrences)
+                    self._statements(body, "value")
+                    self.symbols, self.occurrences, self.local = symbols, occurrences, {}
+                    self.fields = {n: f for n, f in self.fields.items() if n in self.buffers}
                 self._statements(body, "value")
                 self.inside = ""
             case ast.Place(clause=clause):
@@ -224,6 +252,7 @@ class _Walker:
                     self._clause(clause)
                 case ast.Do(value=value, clause=clause):
                     self.expr(value)
+                    self._added(value)
                     self._clause(clause)
                 case ast.Metric(name=name, value=value):
                     self.expr(value)
@@ -255,6 +284,14 @@ class _Walker:
                 case _:
                     for tree in _children(s):
                         self.expr(tree)
+
+    def _added(self, tree: ast.Expr) -> None:
+        """What `good.add(gen)` says of the fields of a buffer."""
+        match tree:
+            case ast.Call(func=ast.Attribute(value=ast.Name(name=owner), name=ast.Ident(name="add")), args=(given,)) \
+                    if owner in self.buffers:
+                fields = self._fields_of(given.value)
+                self.unite(self.fields.setdefault(owner, fields), fields)
 
     def _clause(self, clause: ast.Clause | None) -> None:
         if clause is not None:
@@ -296,6 +333,16 @@ class _Walker:
             case ast.Call(func=ast.Name(name="pair"), args=(a, b)):
                 sides = (("chosen", a), ("rejected", b))
                 return {f"{side}.{n}": f for side, x in sides for n, f in self._fields_of(x.value).items()}
+            case ast.Call(func=ast.Attribute(value=ast.Name(name=owner), name=ast.Ident(name="sample"))) \
+                    if owner in self.buffers:
+                return dict(self.fields.get(owner, {}))
+            case ast.Call(func=ast.Name(name="concat"), args=(first, *rest)):
+                found = self._fields_of(first.value)
+                for other in rest:
+                    found = self.unite(found, self._fields_of(other.value))
+                return found
+            case ast.Call(func=ast.Name(name="prefixes")):
+                return {}
             case ast.Call(func=ast.Name(name=name), args=(first, *_)) if name in FRAMES:
                 return self._fields_of(first.value)
         return {}
