@@ -95,11 +95,16 @@ def spread_of(node: g.Node, place: Place, frames: Mapping[str, IndexedFrame]) ->
 
 def _by_prompts(place: Place, of: Iterable[str], frames: Mapping[str, IndexedFrame]) -> Spread:
     """Whole prompts by tokens, the coarsest of those that some frames have. The rows of a selection lie where those are
-    that it was selected from."""
+    that it was selected from, directly or not."""
     found = coarsest(frames[f] for f in of)
-    all_rows = {f.prompt_space for f in found} & {f.prompt_origin for f in found}
-    divided = sorted({f.id for f in found if f.prompt_space in all_rows or f.prompt_origin not in all_rows})
-    return _named(Spread("", place.mesh.id, place.layout.id, tuple(divided), "prompt", "tokens"))
+    spaces, divided = {s.id: s for f in frames.values() for s in f.chain}, {f.prompt_space for f in found}
+
+    def is_selected(space: str) -> bool:
+        above = spaces[space].of if space in spaces else ""
+        return above != "" and (above in divided or is_selected(above))
+
+    chosen = sorted({f.id for f in found if not is_selected(f.prompt_space)})
+    return _named(Spread("", place.mesh.id, place.layout.id, tuple(chosen), "prompt", "tokens"))
 
 
 def on_every_rank(mesh: Mesh) -> Spread:

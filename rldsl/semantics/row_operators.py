@@ -96,19 +96,18 @@ def over_all(ops: Operators, x: Term, ref: FrameRef, default: Meaning, span: Spa
         return BAD if isinstance(default, Bad) else ops.errors.add(
             "RL0203", "the third argument of `over` must be one number", span, f"this is {describe(default)}",
             help="it is what rows get that were not selected, for example 0")
-    level = level_of_rows(ref)
     if x.level == "token":
         return ops.errors.add("RL0201", "`over(x, gen, y)` needs a value of sequences or prompts", x.at,
                               f"this is {describe(x)}", labels=x.origin,
                               help="reduce it first, for example `mean(x by seq)`")
-    if x.level == "batch" or not ops.spaces.selected(level, x.space, frame.row_space):
+    if x.level == "batch" or not ops.spaces.selected(x.level, x.space, frame.row_space):
         return ops.errors.add("RL0202", f"this {x.level} value does not belong to a selection of `{name}`", x.at,
                               f"it belongs to {ops.spaces.shown(x)}",
                               help=f"`over(x, {name}, y)` takes values of `kept`, where `kept = {name} where ...`")
     if (x.dtype == "bool") != (default.dtype == "bool"):
         return ops.errors.add("RL0203", "`over` with a condition and a number", span,
                               help="both must be numbers, or both conditions")
-    return Term("over", (x, default), level, frame.row_space, x.dtype, span, unit=x.unit)
+    return Term("over", (x, default), x.level, frame.row_space, x.dtype, span, unit=x.unit)
 
 
 def along(ops: Operators, x: Term, ref: Meaning, span: Span) -> Term | Bad:

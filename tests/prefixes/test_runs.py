@@ -70,3 +70,41 @@ def test_what_must_be_zero_is(alone) -> None:
         assert {k: step[k] for k in ("total", "ends", "up", "back")} == pytest.approx(
             dict.fromkeys(("total", "ends", "up", "back"), 0.0), abs=1e-5)
         assert step["none"] != 7
+
+
+NESTED = """
+  old    = good.sample(5)
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n=3, max_new_tokens=6)
+  kept   = gen where parity(gen) > 0 or spread(gen) > 0.5
+  long   = kept where len(kept) > 3
+  wide   = long where spread(long) > 0.3
+  more   = actor.generate(wide, n=2, max_new_tokens=2)
+  metric one   = mean(abs(over(len(long), kept, 0) - where(len(kept) > 3, len(kept), 0)))
+  metric two   = mean(abs(over(spread(wide), long, 7) - where(spread(long) > 0.3, spread(long), 7)))
+  metric three = mean(abs(over(len(wide), kept, 9) - where(len(kept) > 3 and spread(kept) > 0.3, len(kept), 9)))
+  metric end   = mean(over(mean(len(more) by prompt), kept, 0))
+  good.add(kept)
+  past   = old where len(old) > 4
+  again  = actor.generate(past, n=2, max_new_tokens=2)
+  back   = over(mean(len(again) by prompt), old, 5)
+  metric past = mean(abs(over(len(past), old, 0) - where(len(old) > 4, len(old), 0)))
+  metric back = mean(back + len(old))
+  metric kept = count(kept)
+  metric long = count(long)
+  metric wide = count(wide)
+"""
+
+
+def test_selections_of_selections_and_rows_of_a_buffer_come_back(base: Path) -> None:
+    top = "buffer good = rows(capacity=12)"
+    first = run(base, NESTED, steps=3, top=top)
+    for step in numbers(first):
+        assert [step[x] for x in ("one", "two", "three", "past")] == [0] * 4
+    kept, long, wide = (sum(step[x] for step in first) for x in ("kept", "long", "wide"))
+    assert 12 < kept < 36 and kept > long > wide > 0, "each selection leaves rows out"
+    assert numbers(first)[-1]["back"] > 4
+    for place in ("place *.* on mesh(0:4) dp=2 pp=2", "place @gen on mesh(0:1)\nplace @more on mesh(1:4) dp=3"):
+        found = numbers(run(base, NESTED, steps=3, top=top, place=place, like=first))
+        for mine, theirs in zip(found, numbers(first), strict=True):
+            assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}
