@@ -11,7 +11,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SELDOM = (100_000, 50, 100)
+SELDOM = (100_000, 50, 100)  # `gc.set_threshold`: collections of the youngest objects after 100,000 new ones
 
 
 def collect_seldom() -> None:

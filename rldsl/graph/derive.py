@@ -71,7 +71,7 @@ class Derivations:
         id_ = target or self.flow.anonymous("pick")
         frame = self.spaces.add(replace(
             old, id=id_, row_space=old.prompt_space, selected_from="", picked_from=old.id,
-            present_in=id_ if self._tells_own_rows(old) else old.present_in, label="" if target else label(span)))
+            present_in=id_ if self._absent_by_row(old) else old.present_in, label="" if target else label(span)))
         index = self._index_of(old, span)
         along = self._standard(old, frame)
         along.append((index.name, self._made(index.name, frame, "index")))
@@ -104,7 +104,7 @@ class Derivations:
                                    help=help_)
         return ref
 
-    def _tells_own_rows(self, frame: IndexedFrame) -> bool:
+    def _absent_by_row(self, frame: IndexedFrame) -> bool:
         """Whether some rows of a prompt may be absent and others not."""
         return bool(frame.present_in) and self.spaces.frames[frame.present_in].row_space == frame.row_space
 
@@ -128,7 +128,7 @@ class Derivations:
         fan = old.per_prompt - 1
         frame = self.spaces.add(
             replace(old, id=id_, row_space=id_, selected_from="", picked_from="",
-                    present_in=id_ if self._tells_own_rows(old) else old.present_in,
+                    present_in=id_ if self._absent_by_row(old) else old.present_in,
                     label="" if target else label(span)),
             Space(id_, old.count * fan, old.row_space, fan))
         along = self._standard(old, frame)

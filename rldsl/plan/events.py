@@ -195,11 +195,10 @@ class Realloc(Event):
         return Versions(frozenset({self.origin}), frozenset({self.model} if self.source else ()))
 
 
-@event_kind(Traits(family="residency", blocking="none", participants=("layout",), timed=True,
-                   not_diffed=("model", "layout")))
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offload(Event):
-    """Parameters, or the optimizer's state of a model that is trained under this layout, to host memory after use."""
+class CopyMove(Event):
+    """Moves parameters, or the optimizer state of a model that is trained under this layout, from device to host or
+    back."""
 
     model: ModelName  # whose copy moves
     layout: LayoutId  # under which the copy is
@@ -210,32 +209,24 @@ class Offload(Event):
         return self.model if self.part == "parameters" else f"optimizer of {self.model}"
 
     def versions(self) -> Versions:
-        return _part_versions(self.model, self.part)
+        """Moves of optimizer state are ordered with the model's train calls by this version. Those of parameters are
+        ordered by the buffer `model@layout` that they read and write."""
+        state = frozenset({optimizer_of(self.model)}) if self.part == "optimizer" else frozenset[str]()
+        return Versions(state, state)
 
 
 @event_kind(Traits(family="residency", blocking="none", participants=("layout",), timed=True,
                    not_diffed=("model", "layout")))
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Onload(Event):
+class Offload(CopyMove):
+    """To host memory, after use."""
+
+
+@event_kind(Traits(family="residency", blocking="none", participants=("layout",), timed=True,
+                   not_diffed=("model", "layout")))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Onload(CopyMove):
     """Starts the copy back to the device; the first event that uses the copy waits for it."""
-
-    model: ModelName  # whose copy moves
-    layout: LayoutId  # under which the copy is
-    part: CopyPart = "parameters"  # what moves
-
-    @property
-    def subject(self) -> str:
-        return self.model if self.part == "parameters" else f"optimizer of {self.model}"
-
-    def versions(self) -> Versions:
-        return _part_versions(self.model, self.part)
-
-
-def _part_versions(model: str, part: CopyPart) -> Versions:
-    """Offload and onload of optimizer state are ordered with the model's train calls by this version. Those of
-    parameters are ordered by the buffer `model@layout` that they read and write."""
-    state = frozenset({optimizer_of(model)}) if part == "optimizer" else frozenset[str]()
-    return Versions(state, state)
 
 
 @event_kind(Traits(family="disk", blocking="barrier", participants=("layout",), communicators="mesh",

@@ -19,7 +19,6 @@ from rldsl.diag import Failure, fail
 from rldsl.extras import missing_package
 from rldsl.files import read_bytes
 from rldsl.plan.codec import decode
-from rldsl.plan.events import Save
 from rldsl.plan.metrics_file import METRICS, SAMPLES, Lines, read
 from rldsl.plan.projection import event_paths
 from rldsl.python.errors import reports_failures
@@ -99,7 +98,7 @@ class Run:
         """The newest directory to which `save` wrote the model. Raises RL0798 where there is none."""
         file = str(self.folder / run_record.PLAN)
         plan = decode(read_bytes(file), file)
-        paths = dict.fromkeys(e.path for e, _ in event_paths(plan) if isinstance(e, Save) and e.model == model)
+        paths = dict.fromkeys(e.saves_to for e, _ in event_paths(plan) if e.saves_to is not None and e.subject == model)
         found = [directory for path in paths for directory in _directories(path, self.folder)]
         if found:
             return max(found, key=lambda directory: directory.stat().st_mtime_ns)

@@ -100,7 +100,7 @@ def _pick(t: Tables, e: Derive) -> str:
     frame, source = t.frames[e.frame], t.frames[e.source]
     if frame.picked_from != e.source or len(source.chain) < 2 or frame.row_space != source.prompt_space:
         return f"frame {e.frame} does not have a row for each prompt of {e.source}"
-    if frame.present_in != (e.frame if _tells_own_rows(t, source) else source.present_in):
+    if frame.present_in != (e.frame if _absent_by_row(t, source) else source.present_in):
         return f"frame {e.frame} does not record for which prompts of {e.source} it has a row"
     if fault := _same_kind(frame, source):
         return fault
@@ -115,7 +115,7 @@ def _others(t: Tables, e: Derive) -> str:
     if frame.selected_from or frame.picked_from or len(source.chain) < 2 \
             or (space.parent, space.fan) != (source.row_space, source.per_prompt - 1):
         return f"frame {e.frame} does not have a row for each other row of the prompts of {e.source}"
-    if frame.present_in != (e.frame if _tells_own_rows(t, source) else source.present_in):
+    if frame.present_in != (e.frame if _absent_by_row(t, source) else source.present_in):
         return f"frame {e.frame} does not record which of its rows are present"
     if fault := _same_kind(frame, source):
         return fault
@@ -153,7 +153,7 @@ def _same_kind(frame: IndexedFrame, source: IndexedFrame) -> str:
     return f"frame {frame.id} has other limits, or another temperature or source of data, than {source.id}"
 
 
-def _tells_own_rows(t: Tables, frame: IndexedFrame) -> bool:
+def _absent_by_row(t: Tables, frame: IndexedFrame) -> bool:
     """Whether some rows of a prompt may be absent and others not, so that a prompt may have none."""
     return bool(frame.present_in) and t.frames[frame.present_in].row_space == frame.row_space
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rldsl.plan.model import ReplayBuffer, StoredField
-from rldsl.runtime.state.replay import COUNT, LENGTHS, ReplayRows, joined
+from rldsl.runtime.state.replay import COUNT, LENGTHS, ReplayRows, join_parts
 from rldsl.runtime.store import RaggedRows
 from rldsl.runtime.weighted_sample import sample_by_weight
 from tests.checkpoint.runs import held, lines, run
@@ -116,7 +116,7 @@ def wholes(rows: ReplayRows, world: int) -> dict[str, torch.Tensor]:
             _, _, field, box = key.split("|")
             first = box.split(",")[0].split(":")
             pieces.setdefault(field, []).append(((int(first[0]), int(first[1])), tensor))
-    return {field: joined(parts) for field, parts in pieces.items()}
+    return {field: join_parts(parts) for field, parts in pieces.items()}
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
@@ -158,7 +158,7 @@ def test_damage_is_seen(damage) -> None:
 def test_missing_parts_are_seen() -> None:
     for parts in ([((1, 2), torch.ones(1))], [((0, 2), torch.ones(2)), ((1, 3), torch.ones(2))]):
         with pytest.raises(ValueError, match="missing or overlap"):
-            joined(parts)
+            join_parts(parts)
 
 
 # ------------------------------------------------------------------------------------------------ against a model
@@ -181,5 +181,5 @@ def test_against_lists() -> None:
             m[1:] for m in model]
         numbers = np.array([m[0] for m in model], np.int64)
         at = sorted(sample_by_weight(np.ones(len(model)), 3, 5, step, numbers).tolist())
-        drawn = rows.draw(3, "", 5, step)
+        drawn = rows.draw(3, np.ones(len(model)), 5, step)
         assert [r.values["x"].item() for r in drawn] == [model[i][4] for i in at]

@@ -81,6 +81,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def addmm(bias: torch.Tensor, x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """bias: [m]; x: [n, k]; right: [k, m] -> [n, m]. Models whose weights are [in, out] use it (GPT-2)."""
     out = product(x, right)
     return out + bias.to(out.dtype)
 
@@ -106,15 +107,18 @@ class _SiLU(Function):
 
 
 def silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    """x / (1 + exp(-x)), element by element, computed in float32. inplace: accepted and ignored."""
     out: torch.Tensor = _SiLU.apply(x.float())
     return out.to(x.dtype)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """1 / (1 + exp(-x)), element by element, computed in float32."""
     return (1 / (1 + (-x.float()).exp())).to(x.dtype)
 
 
 def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """Hendrycks & Gimpel 2016, exact or, with "tanh", their approximation; element by element, in float32."""
     wide = x.float()
     if approximate == "none":
         out = 0.5 * wide * (1 + torch.erf(wide * 0.7071067811865476))  # sqrt(1 / 2)

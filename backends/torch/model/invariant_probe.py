@@ -1,4 +1,4 @@
-"""Whether this processor's kernels keep what `invariant=true` needs: tried, not believed, before a model is used.
+"""Whether this processor's kernels do what `invariant=true` needs: checked before a model is used, not assumed.
 
 In: a model and the device. Out: nothing, or RL0734. For the shape of every matrix of the model and its dtype, a
 product of `invariant.py` must give a row the same bits whatever rows are with it, in every column slice that a degree
@@ -69,19 +69,19 @@ def _product_varies(inputs: int, outputs: int, blocks: int, dtype: torch.dtype, 
         x_part, w_part = (torch.cat([a, a, a], 1)[:, inputs : 2 * inputs] for a in (x_part, w_part))
     try:
         torch.set_num_threads(1)
-        right = invariant.multiply(x_part.contiguous(), w_part.contiguous().T)
+        expected = invariant.multiply(x_part.contiguous(), w_part.contiguous().T)
     finally:
         torch.set_num_threads(threads)
     for count in COUNTS:
         rows = slice(3, 3 + count)
-        if not torch.equal(invariant.multiply(x_part[rows], w_part.T), right[rows]):
+        if not torch.equal(invariant.multiply(x_part[rows], w_part.T), expected[rows]):
             return "the number of its rows or threads"
     rows = slice(1, 6)
     for degree in (2, 4, BLOCKS):
         for i in range(degree):
             piece = slice(i * outputs // degree, (i + 1) * outputs // degree)
             if piece.stop > piece.start and not torch.equal(
-                    invariant.multiply(x_part[rows], w_part[piece].contiguous().T), right[rows, piece]):
+                    invariant.multiply(x_part[rows], w_part[piece].contiguous().T), expected[rows, piece]):
                 return f"the number of its columns (tp={degree})"
     return ""
 
@@ -104,16 +104,16 @@ def _attention_varies(size: int, device: str, threads: int) -> str:
     q, k, v = (torch.randn(3, n, 70, size, generator=draw).to(device) for n in (6, 2, 2))
     try:
         torch.set_num_threads(1)
-        right = invariant.attend(q, k, v, is_causal=True)
+        expected = invariant.attend(q, k, v, is_causal=True)
     finally:
         torch.set_num_threads(threads)
-    if not torch.equal(invariant.attend(q, k, v, is_causal=True), right):
+    if not torch.equal(invariant.attend(q, k, v, is_causal=True), expected):
         return "the number of threads"
-    if not torch.equal(invariant.attend(q[1:2, 3:5], k[1:2, 1:], v[1:2, 1:], is_causal=True), right[1:2, 3:5]):
+    if not torch.equal(invariant.attend(q[1:2, 3:5], k[1:2, 1:], v[1:2, 1:], is_causal=True), expected[1:2, 3:5]):
         return "the number of its heads"
     for last in (0, 4, 63, 69):
         alone = invariant.attend(q[:, :, last : last + 1], k[:, :, : last + 1], v[:, :, : last + 1])
-        if not torch.equal(alone, right[:, :, last : last + 1]):
+        if not torch.equal(alone, expected[:, :, last : last + 1]):
             return "the number of its queries"
     return ""
 
@@ -121,5 +121,5 @@ def _attention_varies(size: int, device: str, threads: int) -> str:
 @cache
 def _sum_varies(device: str, threads: int) -> bool:
     x = torch.randn(9, 5000, generator=torch.Generator().manual_seed(0)).to(device).exp()
-    right = x[:, 700:4000].contiguous().sum(-1)
-    return not all(torch.equal(x[:n, 700:4000].sum(-1), right[:n]) for n in (1, 2, 5, 9))
+    expected = x[:, 700:4000].contiguous().sum(-1)
+    return not all(torch.equal(x[:n, 700:4000].sum(-1), expected[:n]) for n in (1, 2, 5, 9))

@@ -37,8 +37,8 @@ def scan(path: str, needs: RowNeeds) -> ScannedFile:
 
 
 def _ends(file: str) -> None:
-    """RL0754 if the file is something else, or if a stream has no end: one that was cut off between two batches would be
-    read as a shorter one."""
+    """RL0754 if the file is something else, or if a stream has no end: one that was cut off between two batches would
+    be read as a shorter one."""
     with read_file(file) as opened:
         refuse_other_format(opened, file, "an Arrow stream")
         opened.seek(max(0, opened.seek(0, 2) - len(END)))

@@ -132,6 +132,7 @@ def _others(step: StepState, services: Services, event: Derive) -> DerivedRows:
     one, other = rows[:, None].expand(-1, n).flatten(), siblings.flatten()
     chosen = (one != other) & torch.isin(other, rows)
     one, other = one[chosen], other[chosen]
+    # row r has n - 1 rows below it: its siblings in order, numbered without r itself
     return DerivedRows(one * (n - 1) + other % n - (other > one).to(one.dtype), other)
 
 
@@ -146,6 +147,7 @@ def _whole(step: StepState, services: Services, event: Derive) -> DerivedRows:
         parts.append(held.gather(rows // (count // context.frames[part].count)))
     index = torch.arange(len(rows), device=rows.device)
     of_entry = torch.cat([index.repeat_interleave(p.sizes) for p in parts])
+    # sorted by row; a stable sort keeps the parts of a row in their order, and the tokens of a part in theirs
     joined = torch.cat([p.data for p in parts])[of_entry.argsort(stable=True)]
     return DerivedRows(rows, rows, logprobs=RaggedRows(rows, torch.stack([p.sizes for p in parts]).sum(0), joined))
 

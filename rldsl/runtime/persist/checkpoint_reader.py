@@ -33,7 +33,7 @@ from rldsl.runtime.files import digest
 from rldsl.runtime.persist.checkpoint_writer import checkpoints, row_state_key, step_of
 from rldsl.runtime.persist.manifest import MANIFEST, Manifest, read_manifest
 from rldsl.runtime.persist.run_identity import program_changes
-from rldsl.runtime.state.replay import COUNT, LENGTHS, PREFIX, ReplayRows, joined
+from rldsl.runtime.state.replay import COUNT, LENGTHS, PREFIX, ReplayRows, join_parts
 from rldsl.sharding.boxes import Box, intersect, local_slice, parameters, pieces_of_rank, slices_within, subtract
 
 StoredBoxes = list[tuple[Box, Path, str]]  # box, file, key in it
@@ -80,15 +80,15 @@ class LoadedCheckpoint:
     def fill_buffer(self, rows: ReplayRows) -> None:
         """The rows of a replay buffer, from what all ranks wrote. RL0761."""
         owner = f"{PREFIX}|{rows.record.value}|"
-        wholes: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         try:
             for key in (k for k in self.stored if k.startswith(owner)):
                 pieces = []
                 for box, file, name in self.stored[key]:
                     with safe_open(file, framework="pt") as opened:
                         pieces.append((box[0], opened.get_tensor(name)))
-                wholes[key.removeprefix(owner)] = joined(pieces)
-            rows.restore(wholes)
+                tensors[key.removeprefix(owner)] = join_parts(pieces)
+            rows.restore(tensors)
         except DAMAGE as error:
             raise _damaged(self.path, f"buffer {rows.record.value}: {error}") from None
 

@@ -90,14 +90,14 @@ class ReplayRows:
                 out[f"{owner}|{f.name}|{ends[first]}:{ends[stop]}"] = torch.cat([r.values[f.name] for r in mine])
         return out
 
-    def restore(self, wholes: Mapping[str, torch.Tensor]) -> None:
-        """The rows of a checkpoint; of more than the capacity the newest. wholes: field (and `COUNT`, `LENGTHS`) -> the
-        whole tensor. Errors: ValueError where they do not fit together."""
-        lengths = wholes.get(LENGTHS, torch.empty(0, 2, dtype=torch.int64))
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The rows of a checkpoint; of more than the capacity the newest. tensors: field (and `COUNT`, `LENGTHS`) ->
+        the complete tensor, of all shares. Errors: ValueError where they do not fit together."""
+        lengths = tensors.get(LENGTHS, torch.empty(0, 2, dtype=torch.int64))
         if lengths.dtype != torch.int64 or lengths.ndim != 2 or lengths.shape[1:] != (2,) or int(lengths.min()
                 if lengths.numel() else 0) < 0:
             raise ValueError("its lengths are damaged")
-        count = wholes[COUNT]
+        count = tensors[COUNT]
         added = int(count[0]) if count.dtype == torch.int64 and count.shape == (1,) else -1
         if added < len(lengths):
             raise ValueError(f"it has {len(lengths)} rows, but {added} were added")
@@ -105,7 +105,7 @@ class ReplayRows:
         parts: dict[str, tuple[torch.Tensor, ...]] = {}
         for f in self.record.fields:
             sizes = {"tokens": prompt + response, "response": response, "row": torch.ones_like(prompt)}[f.extent]
-            whole = wholes.get(f.name, torch.empty(0, dtype=DTYPES[f.dtype]))
+            whole = tensors.get(f.name, torch.empty(0, dtype=DTYPES[f.dtype]))
             if whole.dtype != DTYPES[f.dtype] or whole.shape != (int(sizes.sum()),):
                 raise ValueError(f"{f.name} is damaged")
             parts[f.name] = whole.split(sizes.tolist())
@@ -116,7 +116,7 @@ class ReplayRows:
         self.added = added
 
 
-def joined(pieces: Sequence[tuple[tuple[int, int], torch.Tensor]]) -> torch.Tensor:
+def join_parts(pieces: Sequence[tuple[tuple[int, int], torch.Tensor]]) -> torch.Tensor:
     """One tensor of parts along the first dimension. pieces: (start, stop) of each. Errors: ValueError where parts are
     missing or overlap."""
     at = 0
