@@ -2,7 +2,8 @@
 
 In: a Graph. Out: a `MultiDiGraph` whose nodes are the ids of the graph's nodes, in program order, and whose edges are
 values (key: the value) and parameter versions (key: the model, attribute `version`). An edge is `carried` where it
-comes from the step before: a model's first calls of a step read what the last train or sync of the step before made.
+comes from the step before: a model's first calls of a step read what the last train or sync of the step before made,
+and a state or a buffer that is read before it is written is as the step before left it.
 Without carried edges the graph has no cycle.
 
 networkx takes a while to import; this module is imported only for a picture or an order, and not by
@@ -21,13 +22,14 @@ def dataflow(graph: g.Graph) -> nx.MultiDiGraph[str]:
     made: nx.MultiDiGraph[str] = nx.MultiDiGraph()
     every = list(g.nodes(graph.items))
     made.add_nodes_from((n.id, {"node": n}) for n in every)
-    writer = {value: n.id for n in every for value in n.writes}
-    place = {n.id: i for i, n in enumerate(every)}
+    final = {value: n.id for n in every for value in n.writes}  # value -> what writes it last in a step
+    writer: dict[str, str] = {}  # the same, so far in the step: a state or a buffer may be written several times
     for n in every:
         for value in n.reads:
-            if value in writer and value not in n.writes:
-                made.add_edge(writer[value], n.id, key=value, version=False,
-                              carried=place[writer[value]] >= place[n.id])
+            if value in writer or value in final and value not in n.writes:
+                made.add_edge(writer.get(value, final[value]), n.id, key=value, version=False,
+                              carried=value not in writer)
+        writer |= dict.fromkeys(n.writes, n.id)
     last = {n.model: n.id for n in every if isinstance(n, g.Train | g.Sync)}
     current: dict[str, str] = {}  # model -> what made its version, so far in the step
     for n in every:

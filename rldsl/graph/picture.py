@@ -25,7 +25,8 @@ def edges(graph: g.Graph, reduce: bool = False) -> list[tuple[str, str, str, boo
     order = {id: i for i, id in enumerate(made)}
     shown = reduced(made) if reduce else made
     name = labels_of(graph).name
-    found = ((a, b, name(str(key)), bool(data["version"])) for a, b, key, data in shown.edges(keys=True, data=True))
+    found = ((a, b, name(str(key)) + " (step before)" * bool(data["carried"] and not data["version"]),
+              bool(data["version"])) for a, b, key, data in shown.edges(keys=True, data=True))
     return sorted(found, key=lambda e: (e[3], order[e[1]]))
 
 

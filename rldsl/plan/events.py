@@ -509,7 +509,7 @@ class Derive(DeriveSpec, Event):
 
     @property
     def subject(self) -> str:
-        return ", ".join(made for _, made in self.values) or self.frame
+        return ", ".join(dict.fromkeys(made for _, made in self.values)) or self.frame
 
 
 @event_kind(Traits(family="compute", blocking="none", participants=("dst",), divides_rows=False, timed=True,

@@ -10,8 +10,11 @@ import networkx as nx
 import pytest
 
 from rldsl.graph import model as g
+from rldsl.graph.build import build
 from rldsl.graph.dataflow import dataflow, reduced, within_step
 from rldsl.graph.picture import dot, edges, mermaid
+from rldsl.source import SourceFile
+from rldsl.syntax.parse import parse
 from tests.compiler.graphs import ppo
 
 
@@ -61,3 +64,36 @@ def test_checking_a_program_does_not_import_networkx() -> None:
             "flow f(steps=1, seed=1) {\\n  p = d.next()\\n  o = m.generate(p)\\n}\\n'); "
             "sys.exit('networkx' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+MEMORY = """
+data prompts = jsonl("p.jsonl", batch=8)
+model actor = causal_lm("m") train adamw(lr=1e-6)
+loss nll(logprobs: token;) { return -mean(logprobs) }
+buffer good = rows(capacity=9)
+state heat = 1
+flow f(steps=3) {
+  old    = good.sample(4, weight=heat)
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n=4)
+  good.add(gen where len(gen) > 3)
+  heat   = 0.5 * heat
+  more   = good.sample(4, weight=heat)
+  good.add(gen)
+  mix    = concat(old, more)
+  actor.train(mix, loss=nll())
+}
+"""
+
+
+def test_a_reader_of_a_buffer_follows_what_added_rows_before_it() -> None:
+    graph = build(parse(SourceFile("f.rlf", MEMORY)), {})
+    made = dataflow(graph)
+    links = {(a, b): late for a, b, key, late in made.edges(keys=True, data="carried") if key == "good"}
+    assert links == {("good.add#2", "old"): True, ("good.add", "more"): False, ("good.add", "good.add#2"): False}
+    assert {(b, late) for _, b, key, late in made.edges(keys=True, data="carried") if key == "heat"} >= {
+        ("old", True), ("more", False)}
+    assert nx.is_directed_acyclic_graph(within_step(made))
+    shown = {(a, b): label for a, b, label, _ in edges(graph)}
+    assert shown["good.add#2", "old"] == "good (step before)" and shown["good.add", "more"] == "good"
+    assert {("old", "mix"), ("more", "mix"), ("mix", "actor.train")} <= shown.keys()
