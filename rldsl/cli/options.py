@@ -44,6 +44,7 @@ def _clusters() -> Iterable[str]:
 
 on_cluster = words_or_files(_clusters)
 
+
 def _sets(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for text in given:

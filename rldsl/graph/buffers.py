@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from rldsl.diag import Label
 from rldsl.graph import model as g
-from rldsl.graph.concat import STANDARD
 from rldsl.graph.weights import row_weight
-from rldsl.plan.model import Frame, Space, StoredField
+from rldsl.plan.model import SEQUENCE_VALUES, Frame, Space, StoredField
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, NO_VALUE, Bad, suggest
 from rldsl.semantics.expressions import ExpressionBuilder
@@ -108,7 +107,7 @@ class Buffers:
     def _values(self, ref: FrameRef, span: Span) -> tuple[tuple[str, str], ...]:
         """(value, field) of what comes along with the rows."""
         frame = ref.frame
-        found = [(f"{frame.id}.{x}", x) for x in STANDARD if f"{frame.id}.{x}" in self.flow.values]
+        found = [(f"{frame.id}.{x}", x) for x in SEQUENCE_VALUES if f"{frame.id}.{x}" in self.flow.values]
         for name, term in ref.fields:
             here = self.flow.exprs.field(ref, term, span)
             if here.level != "token" and here.space != frame.row_space:  # the same for several rows
@@ -158,7 +157,7 @@ class Buffers:
             level: Literal["token", "seq"] = "seq" if f.extent == "row" else "token"
             made = self.flow.value(f"{target}.{f.name}", level, target, f.dtype, f.extent)
             values.append((f.name, made))
-            if f.name not in STANDARD:
+            if f.name not in SEQUENCE_VALUES:
                 fields.append((f.name, input_(made, level, self.flow.spaces.of(frame, level), span, f.dtype)))
         lengths = self.flow.value(f"{target}.lengths", "seq", target, "i64", "lengths")
         self.flow.items.append(g.Sample(

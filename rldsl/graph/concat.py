@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
 from rldsl.plan.expr import Level
-from rldsl.plan.model import Space
+from rldsl.plan.model import SEQUENCE_VALUES, Space
 from rldsl.plan.spaces import IndexedFrame, common_parent, numberings
 from rldsl.semantics import units
 from rldsl.semantics.errors import BAD, Bad
@@ -28,8 +28,6 @@ from rldsl.syntax import ast
 
 if TYPE_CHECKING:
     from rldsl.graph.flow import FlowBuilder
-
-STANDARD = ("tokens", "logprobs", "finished")  # values of sequences that are kept where all parts have them
 
 
 def concat(flow: FlowBuilder, values: Sequence[Meaning], trees: Sequence[ast.Expr], span: Span,
@@ -55,7 +53,7 @@ def concat(flow: FlowBuilder, values: Sequence[Meaning], trees: Sequence[ast.Exp
     flow.value(f"{name}.lengths", "seq", name, "i64", "lengths")
     known = flow.values
     made: list[tuple[str, str]] = []
-    for x in STANDARD:
+    for x in SEQUENCE_VALUES:
         if all(f"{f.id}.{x}" in known for f in parts):
             v = known[f"{parts[0].id}.{x}"]
             flow.value(f"{name}.{x}", v.level, name, v.dtype, v.extent)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
-from rldsl.graph.concat import STANDARD, concat
+from rldsl.graph.concat import concat
 from rldsl.graph.prefixes import prefixes
-from rldsl.plan.model import Space
+from rldsl.plan.model import FIELD_NAMES, SEQUENCE_VALUES, Space
 from rldsl.plan.spaces import IndexedFrame, response_chain
 from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.levels import source_name
@@ -110,7 +110,7 @@ class Derivations:
 
     def _standard(self, old: IndexedFrame, frame: IndexedFrame) -> list[tuple[str, str]]:
         """The values that come along with the sequences of `old`, and what they become in `frame`."""
-        return [(f"{old.id}.{x}", self._made(f"{old.id}.{x}", frame, x)) for x in STANDARD
+        return [(f"{old.id}.{x}", self._made(f"{old.id}.{x}", frame, x)) for x in SEQUENCE_VALUES
                 if f"{old.id}.{x}" in self.flow.values]
 
     # --------------------------------------------------------------------------------------------- others
@@ -299,7 +299,7 @@ class Derivations:
         if ident.name in earlier:
             self.errors.add("RL0102", f"`{ident.name}` is named twice", ident.span, help="choose another name")
             return None
-        if ident.name in (*STANDARD, *ref.numbers, *ref.states, "lengths", "columns", "index"):
+        if ident.name in (*FIELD_NAMES, *ref.numbers, *ref.states):
             self.errors.add("RL0111", f"`{name}` has a field `{ident.name}` already", ident.span,
                             help="choose another name")
             return None

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
-from rldsl.graph.concat import STANDARD
-from rldsl.plan.model import Space, Value
+from rldsl.plan.model import SEQUENCE_VALUES, Space, Value
 from rldsl.plan.naming import collected
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.errors import BAD, Bad
@@ -135,7 +134,7 @@ class Selections:
         frame = self.spaces.add(replace(old, id=id_, row_space=space, selected_from=old.id, picked_from="",
                                         present_in=id_, label=shown), *_selected_spaces(old, space))
         values = [(f"{old.id}.{x}", self.flow.value(f"{frame.id}.{x}", v.level, frame.id, v.dtype, v.extent))
-                  for x in STANDARD if (v := self.flow.values.get(f"{old.id}.{x}")) is not None]
+                  for x in SEQUENCE_VALUES if (v := self.flow.values.get(f"{old.id}.{x}")) is not None]
         self.flow.value(f"{frame.id}.lengths", "seq", frame.id, "i64", "lengths")
         if old.chain[-1].id in self.flow.columns:  # rows of a buffer have none
             self.flow.columns[frame.chain[-1].id] = self.flow.columns[old.chain[-1].id]

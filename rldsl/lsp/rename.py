@@ -13,11 +13,11 @@ from pathlib import Path
 
 from rldsl.lsp.builtins import CALLS, CONSTRUCTORS, FUNCTIONS
 from rldsl.lsp.index import Index, Symbol
+from rldsl.plan.model import FIELD_NAMES
 from rldsl.semantics.modules import LIBRARY
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse_recovering
 
-STANDARD = {"tokens", "logprobs", "finished", "lengths", "columns", "index"}  # fields that no program names
 TAKEN = {*FUNCTIONS, *CONSTRUCTORS, "true", "false"} - {*CALLS}
 
 
@@ -31,7 +31,7 @@ def refusal(symbol: Symbol, name: str, indices: Iterable[Index]) -> str:
         return f"`{symbol.name}` belongs to the standard library"
     if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:
         return f"`{name}` is not a valid name: use letters, digits and `_`, not starting with a digit"
-    if symbol.kind == "field" and name in STANDARD:
+    if symbol.kind == "field" and name in FIELD_NAMES:
         return f"`{name}` is a field of all sequences"
     if name in TAKEN or parse_recovering(SourceFile("", f"param {name} = {name}\n"))[1]:
         return f"`{name}` is a keyword or built-in name"

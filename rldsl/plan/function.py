@@ -12,6 +12,7 @@ Text = str | list[dict[str, Any]]  # a prompt: a string, or chat messages
 Result = float | Text | None  # of a row; None: no prompt
 Returns = Literal["seq", "prompt", "prompts", "prompts?"]
 
+
 @dataclass(frozen=True, slots=True)
 class Function:
     """The compiler records the hashes and never imports the file."""

@@ -290,6 +290,10 @@ class Frame:
     label: str = ""  # what people call it, where its id is a name of the compiler's (`plan/naming.py`)
 
 
+SEQUENCE_VALUES = ("tokens", "logprobs", "finished")  # values of a frame, each where its sequences have it
+FIELD_NAMES = (*SEQUENCE_VALUES, "lengths", "columns", "index")  # of fields of sequences; programs cannot choose them
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """A named result."""

@@ -169,7 +169,6 @@ class Arrivals(Mapping[int, Arrival]):
         return sum(one.ends[-1] - ends[-1] for one, ends in zip(self.wanted.lists, self.held_ends, strict=True))
 
 
-
 def _without(classes: Sequence[int], positions: Sequence[int]) -> Iterable[int]:
     if not positions:
         return classes

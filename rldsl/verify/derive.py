@@ -15,6 +15,7 @@ from typing import get_args
 from rldsl.diag import Diagnostic
 from rldsl.plan.derive_ops import DERIVE_OPS, DeriveOpName, OverLong
 from rldsl.plan.events import Collect, Derive, Generate, split_buffer
+from rldsl.plan.model import SEQUENCE_VALUES
 from rldsl.plan.spaces import IndexedFrame, common_parent, numberings, response_chain
 from rldsl.verify.tables import Tables, name, problem
 
@@ -140,7 +141,7 @@ def _whole(t: Tables, e: Derive) -> str:
         return f"frame {e.frame} does not have the limits of its parts together"
     if e.also_reads != tuple(f"{p}.logprobs" for p in e.parts[:-1]):
         return "it must read the log-probs of all parts before the source"
-    if wrong := [v for v, _ in e.values if v not in {f"{e.source}.{x}" for x in ("tokens", "logprobs", "finished")}]:
+    if wrong := [v for v, _ in e.values if v not in {f"{e.source}.{x}" for x in SEQUENCE_VALUES}]:
         return f"{wrong[0]} is not a value of whole sequences"
     return _along(t, e, {e.source})
 
@@ -217,7 +218,7 @@ def _concat(t: Tables, e: Derive) -> str:
         return f"frame {e.frame} does not have the limits of its parts"
     for made in dict.fromkeys(w for _, w in e.values):
         read = [v for v, w in e.values if w == made]
-        own = [v for v in ("tokens", "logprobs", "finished") if made == f"{e.frame}.{v}"]
+        own = [v for v in SEQUENCE_VALUES if made == f"{e.frame}.{v}"]
         if own and read != [f"{p}.{own[0]}" for p in e.parts]:
             return f"{made} is not made of the {own[0]} of each part, in order"
         if t.values[made].frame != e.frame or t.values[made].level not in ("seq", "token") or any(

@@ -25,6 +25,7 @@ from rldsl.runtime.data.row_schema import Row, RowCheck, RowNeeds, ScannedFile, 
 
 BLOCK = 1 << 20  # bytes read at once
 
+
 class NotJson(ValueError):
     """What Python's reader accepts although JSON does not have it, or what would be lost in a dict."""
 
