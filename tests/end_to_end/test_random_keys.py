@@ -66,3 +66,39 @@ def test_another_name_draws_anew(base: Path, alone: list[dict[str, float]]) -> N
 def test_calls_of_one_statement_draw_apart(base: Path) -> None:
     found = numbers(run(base, PROMPT + SAMPLED + "  d = uniform(len(gen)) - uniform(len(gen))\n  metric d = max(abs(d))\n"))
     assert all(step["d"] > 0.01 for step in found)
+
+
+MORE = """  old = good.sample(3)
+  prompt = prompts.next(weight=1 + prompts.rate)
+  gen = actor.generate(prompt, n=2, max_new_tokens=4)
+  more = actor.generate(gen, n=2, max_new_tokens=3)
+  tail = actor.generate(prefixes(gen, every=2), max_new_tokens=2)
+"""
+ADDED = """  before = good.sample(2)
+  first = prompts.next(weight=exp(-prompts.rate))
+  other = actor.generate(first, max_new_tokens=3)
+  side = actor.generate(gen, max_new_tokens=2)
+  cut = actor.generate(prefixes(other, every=1), max_new_tokens=2)
+  good2.add(side)
+  late = good2.sample(2)
+  metric added = mean(side.logprobs) + mean(cut.logprobs) + count(before) + count(late)
+"""
+USED = """  prompt.rate = prompt.rate + mean(len(gen) by prompt)
+  good.add(gen)
+  metric old = sum(old.logprobs)
+  metric gen = mean(gen.logprobs)
+  metric more = mean(more.logprobs)
+  metric tail = mean(tail.logprobs)
+  metric rate = mean(prompt.rate)
+"""
+
+
+def test_other_frames_change_no_continuation_replay_or_draw(base: Path) -> None:
+    """Continuations, prefixes, rows of a buffer, prompts drawn by a state: other such frames among them change none."""
+    top = "buffer good = rows(capacity=9)\nstate rate of prompts = 0.5"
+    found = numbers(run(base, MORE + USED, top=top, steps=3, batch=3))
+    first = MORE.splitlines(keepends=True)
+    body = "".join(first[:3]) + ADDED + "".join(first[3:]) + USED
+    with_others = numbers(run(base, body, top=f"{top}\nbuffer good2 = rows(capacity=9)", steps=3, batch=3))
+    assert of(with_others, found) == found and found[-1]["old"] != 0 and len({step["gen"] for step in found}) == 3
+    assert "added" in with_others[0]

@@ -92,7 +92,7 @@ def root(folder: Path) -> Path:
     return make_all(folder, num_hidden_layers=2)
 
 
-def program(base: Path, name: str, *edits: tuple[str, str], note: bool = False, **sets: Any) -> Program:
+def program(base: Path, name: str, /, *edits: tuple[str, str], note: bool = False, **sets: Any) -> Program:
     """The example `name`, with texts replaced. note: the Python functions of a run `x` write what they see on rank i to
     `out/x/seen.i.jsonl`."""
     folder = base / name

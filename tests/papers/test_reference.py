@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+from transformers import AutoTokenizer
 
 from rldsl.runtime.draws import uniform
 from rldsl.sharding.partition import key_of, mix
@@ -142,6 +143,40 @@ def test_vineppo(found: dict[str, Result]) -> None:
     assert next(rest, None) is None, "nothing is generated that no value needs"
     assert step["value"] == pytest.approx(fmean(values)) and step["reward"] == pytest.approx(fmean(x for _, x in answers))
     check(step, made, torch.cat(terms).mean(), actor)
+
+
+def test_monte_carlo_values_are_expectations(found: dict[str, Result]) -> None:
+    """The value of each beginning against the expected reward, by brute force: over all continuations of two tokens with
+    their probabilities. Four values of 400 continuations each lie within four standard errors."""
+    base = found["vineppo"][1].folder.parent
+    (base / "brute").mkdir()
+    made = program(base / "brute", "vineppo", WHOLE, (r"at=cut, most=most", "every=1, most=most"), note=True, steps=1,
+                   batch=2, tokens=2, group=1, tails=400, most=2, base=str(base / "models/sft"),
+                   rows=str(base / "data/prompts.jsonl"))
+    rewards_file = made.folder / "vine.py"
+    rewards_file.write_text(rewards_file.read_text().replace(" % 5", " / 100"))  # likely letters change the mean
+    run_all(1, {made.name: made.compiled("place *.* on mesh(0:1)")}, base / "brute")
+    model = reference.causal_lm(base / "models/sft")
+    tokenizer = AutoTokenizer.from_pretrained(base / "models/sft")
+    end = tokenizer.eos_token_id
+    texts = [tokenizer.decode([i], skip_special_tokens=True) for i in range(len(tokenizer))]
+    letters = torch.tensor([sum(map(ord, text)) for text in texts])
+    far = 0
+    for tails in groups(made.rows("right_after"), 400):
+        row, values = tails[0][0], [x for _, x in tails]
+        assert all(tail["prompt_ids"] == row["prompt_ids"] for tail, _ in tails)
+        ids, begun = row["prompt_ids"], row["prompt_ids"][len(row["gen"]["prompt_ids"]):]
+        with torch.no_grad():
+            first = model(torch.tensor([ids])).logits[0, -1].double().softmax(-1)
+            second = model(torch.tensor([[*ids, i] for i in range(len(letters))])).logits[:, -1].double().softmax(-1)
+        second[end] = torch.eye(len(letters), dtype=torch.float64)[end]  # nothing follows the end
+        rewards = ((letters[begun].sum() + letters[:, None] + letters) / 100).double()
+        p = first[:, None] * second
+        mean = (p * rewards).sum().item()
+        error = math.sqrt((p * (rewards - mean) ** 2).sum().item() / len(values))
+        assert p.sum().item() == pytest.approx(1) and abs(fmean(values) - mean) < 4 * error, (ids, mean)
+        far += abs(fmean(values) - rewards.mean().item()) > 4 * error
+    assert far == 4, "tokens drawn from another distribution are noticed"
 
 
 def compared(made: Program, n: int, verdicts: int) -> tuple[list[Sample], list[list[float]]]:
