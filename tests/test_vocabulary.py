@@ -60,6 +60,10 @@ IDENTIFIERS = {
     # rldsl/simulate, rldsl/memory
     "Issued": "PostedOps", "Decoded": "DecodeTime", "givers": "senders",
     "Act": "Op", "Mark": "EventBegin", "Again": "RepeatExtrapolated", "Played": "Timelines",
+    # rldsl/commands, rldsl/pages; one spelling
+    "Parting": "RunDifference", "told": "what it holds: shown, expected, measured", "beside": "what it holds",
+    "colour": "color", "colours": "colors", "neighbour": "neighbor", "neighbours": "neighbors", "centre": "center",
+    "centres": "centers",
 }
 
 # Where a retired phrase is right. (path or code, phrase): why.

@@ -101,7 +101,7 @@ class Installation:
 
 
 def examine() -> Installation:
-    """What there is on this machine."""
+    """Packages, devices and backends of this machine."""
     packages = [Package(name, _version(name), "") for name in CORE]
     for name, extra in sorted(EXTRA_OF.items(), key=lambda item: (item[1], item[0])):
         distribution = DISTRIBUTION_OF.get(name, name)

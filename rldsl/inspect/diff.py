@@ -134,14 +134,15 @@ def _program(before: Plan, after: Plan) -> Iterator[Change]:
 
 def _tables(before: Plan, after: Plan) -> Iterator[Change]:
     """Tables with names of the program. Those of sequences and values follow from the calls that make them."""
-    yield from _records("model", *({m.name: _flat(_told(m)) for m in plan.models} for plan in (before, after)))
+    yield from _records("model", *({m.name: _flat(_changeable_fields(m)) for m in plan.models}
+                                   for plan in (before, after)))
     yield from _records("data", *({d.name: _flat(d) for d in plan.data} for plan in (before, after)))
     yield from _records("function", *({f.id: _flat(f) for f in plan.functions} for plan in (before, after)))
     yield from _records("state", *({s.value: {"initial": text(s.initial)} for s in plan.states}
                                    for plan in (before, after)))
 
 
-def _told(model: Model) -> dict[str, Any]:
+def _changeable_fields(model: Model) -> dict[str, Any]:
     """What a person can change of a model; parameters as a number and a digest. The training layout shows at the
     calls."""
     optimizer = {f"optimizer.{k}": v for k, v in _flat(model.optimizer).items()} if model.optimizer else {}

@@ -72,7 +72,7 @@ class Library:
             one = left.pop()
             text = self.read(one)
             items = self.of(one, text).file.items if text is not None else ()
-            imported = {p for i in items if isinstance(i, ast.Use) and (p := self._beside(i.module, one))} - found
+            imported = {p for i in items if isinstance(i, ast.Use) and (p := self._own_module(i.module, one))} - found
             left += sorted(imported)
             found |= imported
             for item in items:
@@ -82,7 +82,7 @@ class Library:
                     found.add(str(Path(item.path).resolve()))
         return found
 
-    def _beside(self, module: str, importer: str) -> str | None:
+    def _own_module(self, module: str, importer: str) -> str | None:
         return None if module.startswith("std.") else self.path(module, importer)
 
     def names(self, module: str, importer: str) -> tuple[Symbol, ...]:

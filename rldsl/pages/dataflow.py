@@ -53,7 +53,7 @@ class Dataflow:
 
 
 def dataflow(plan: Plan) -> Dataflow:
-    """Of the step; what is done once before it (loads) and what only keeps house (free, log, lengths) is left out."""
+    """Of the step; what is done once before it (loads) and bookkeeping (free, log, lengths) is left out."""
     shown = [(e, path) for e, path in event_paths(plan) if e.traits.drawing != "none"]
     places, metrics, frame_of = PlaceTexts.of(plan), _metrics(plan), {v.id: v.frame for v in plan.values}
     models, frames = {m.name for m in plan.models}, {f.id for f in plan.frames}
@@ -63,7 +63,7 @@ def dataflow(plan: Plan) -> Dataflow:
     nodes: dict[str, Node] = {}
     links: dict[tuple[str, str, bool], list[str]] = {}
     for event, path in shown:
-        if _keeps_house(event):
+        if _is_bookkeeping(event):
             maker |= {event.into: maker[event.frame]} if event.frame in maker else {}
             continue
         id = f"e{event.id}"
@@ -89,7 +89,7 @@ def dataflow(plan: Plan) -> Dataflow:
     return Dataflow(tuple(order), kept)
 
 
-def _keeps_house(event: Event) -> TypeGuard[Collect]:
+def _is_bookkeeping(event: Event) -> TypeGuard[Collect]:
     """What collects lengths, which the compiler inserts next to the lengths themselves."""
     return isinstance(event, Collect) and bool(event.because)
 

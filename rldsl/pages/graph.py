@@ -69,7 +69,7 @@ def _node(node: Node, colors: Mapping[str, Hue], size: Size, center: Point, link
     parts = _movement(node, size) if node.what == "move" else _work(node, height)
     hue = colors[node.mesh].style if node.mesh in colors and node.what in ("call", "value") else ""
     kind = _word(node) if node.what == "move" else node.what
-    return element("a" if linked else "g", element("title", _told(node)), shape, *parts,
+    return element("a" if linked else "g", element("title", _tooltip(node)), shape, *parts,
                    class_=" ".join(x for x in ("node", kind, hue) if x), data_event=node.event,
                    href=f"#e{node.event}" if linked else None,
                    transform=f"translate({number(x - width / 2)} {number(y - height / 2)})")
@@ -98,7 +98,7 @@ def _word(node: Node) -> str:
     return "realloc" if node.realloc else "transfer"
 
 
-def _told(node: Node) -> str:
+def _tooltip(node: Node) -> str:
     """A node in a sentence, for a pointer and for a screen reader."""
     head = f"{_word(node)} {node.title}" if node.what == "move" else node.title
     return ", ".join(dict.fromkeys(x for x in (head, *node.lines, node.about, node.block) if x))

@@ -388,7 +388,7 @@ class RowStates(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw(DrawSpec, RowStates):
     """The numbers of the rows that the next batch consists of. The first participant draws them and sends them to the
-    others: 8 bytes a row."""
+    others: 8 bytes per row."""
 
     @property
     def result_names(self) -> tuple[str, ...]:
@@ -431,7 +431,7 @@ class Update(UpdateSpec, RowStates):
                    not_diffed=("frame", "spread")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths(Event):
-    """Row lengths of a frame, from the ranks of `spread` to every participant. Fixed size: 16 bytes a row."""
+    """Row lengths of a frame, from the ranks of `spread` to every participant. Fixed size: 16 bytes per row."""
 
     frame: FrameId  # whose lengths are exchanged
     spread: SpreadId  # whose ranks know the lengths of their own rows

@@ -1,4 +1,4 @@
-"""A user's Python function, as a plan names it. By itself, for the processes that call it load little else."""
+"""A user's Python function, as a plan names it. In a module of its own: the processes that call it load little else."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def event_text(event: Event, why: bool = False) -> str:
 
 
 def title(findings: Findings) -> str:
-    """Who is to blame; "" when nobody is known to be."""
+    """Which ranks are at fault, and why; "" if none is known to be."""
     parts = []
     for why in dict.fromkeys(c.why for c in findings.culprits):
         mine = [c.rank for c in findings.culprits if c.why == why]

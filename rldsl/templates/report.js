@@ -60,7 +60,7 @@
     const start = +svg.dataset.start, length = +svg.dataset.length, height = svg.getAttribute("height");
     let zoom = 1;
 
-    // A label stays at the left edge of the screen while its bar goes on beyond it.
+    // A label stays at the left edge of the screen while its bar continues beyond it.
     function label() {
       const view = scroll.getBoundingClientRect();
       for (const text of svg.querySelectorAll(".slot text")) {

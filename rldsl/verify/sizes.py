@@ -1,6 +1,6 @@
 """What an event says that it moves is what its participants will move, and they count alike.
 
-In: tables with sound references. Out: diagnostics RL0534. The rule by kind of event: lengths travel as 16 bytes a row
+In: tables with sound references. Out: diagnostics RL0534. The rule by kind of event: lengths travel as 16 bytes per row
 to each rank that does not hold the row; numbers of the batch as 8 bytes to each rank of the destination that is not in
 the source; drawn row numbers as 8 bytes to each rank but the first; transfers of rows and metrics have a size that a
 run decides (-1); a realloc's bytes are another check's; nothing else moves anything between events.

@@ -250,7 +250,8 @@ def main() -> None:
         chains: dict[str, list[Kill]] = {}
         for scope in SCOPES:
             chains[f"{scope} in every step"] = in_every_step(count, [scope])
-            chains |= {f"{scope} at event {i} of {count}": [Kill(3, i, scope)] for i in range(0, count + 1, given.every)}
+            for i in range(0, count + 1, given.every):
+                chains[f"{scope} at event {i} of {count}"] = [Kill(3, i, scope)]
         for name, kills in chains.items():
             deaths += survive(base, name, [plan], kills)
             wrong += (found := differences(base, name, "whole"))

@@ -1,6 +1,6 @@
-"""With `invariant=true`, tokens, log-probs, and all that is made of them are the same under every placement, bit for bit:
-rows drawn from a replay buffer by numbers made of log-probs, continuations of these, of responses and of prefixes, and
-prompts drawn by a state of rows. Nothing is trained: gradients are equal within rounding only."""
+"""With `invariant=true`, tokens, log-probs, and all that is made of them are the same under every placement, bit for
+bit: rows drawn from a replay buffer by numbers made of log-probs, continuations of these, of responses and of prefixes,
+and prompts drawn by a state of rows. Nothing is trained: gradients are equal within rounding only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ PLACES = {
     "tp": "place *.* on mesh(0:2) tp=2",
     "pp": "place *.* on mesh(0:2) pp=2 mbs=2",
     "mixed": "place *.* on mesh(0:4) dp=2 pp=2\nplace fixed.generate on mesh(0:4) dp=2 tp=2 reuse=true",
-    "apart": "place *.* on mesh(2:4) tp=2\nplace @gen on mesh(0:1)\nplace @tail on mesh(1:4) dp=3\nplace @more on mesh(0:2) pp=2",
+    "apart": "place *.* on mesh(2:4) tp=2\nplace @gen on mesh(0:1)\nplace @tail on mesh(1:4) dp=3\n"
+             "place @more on mesh(0:2) pp=2",
 }
 TOP = """
 model fixed = causal_lm("model", invariant=true)

@@ -1,6 +1,6 @@
-"""A run with a replay buffer, a state of rows, continuations and pairs, killed in every step, one rank or all ranks, and
-started again: metrics, tokens and every checkpoint are those of the undisturbed run, bit for bit; started again under
-other placements, the rows and states are the same and the rest within rounding."""
+"""A run with a replay buffer, a state of rows, continuations and pairs, killed in every step, one rank or all ranks,
+and started again: metrics, tokens and every checkpoint are those of the undisturbed run, bit for bit; started again
+under other placements, the rows and states are the same and the rest within rounding."""
 
 from __future__ import annotations
 

@@ -78,3 +78,42 @@ def test_placements_agree(base: Path) -> None:
     assert all(abs(step["python"]) < 1e-6 and step["tried"] == 12 for step in first)
     for other in others:
         close(other, first)
+
+
+COLLECTED = """
+  repeat {
+    more  = prompts.next()
+    side  = prompts.next()
+    tries = actor.generate(more, n=3, max_new_tokens=6)
+    again = actor.generate(more, n=2, max_new_tokens=4)
+    other = actor.generate(side, n=3, max_new_tokens=5)
+    few   = tries where parity(tries) > 0
+    one   = concat(few, again)
+    two   = concat(few, other)
+    good  = one where len(one) > 2
+  } until count(good) >= 9 max 3
+  metric good  = count(good)
+  metric one   = mean(max(len(one) by prompt)) + mean(spread(good))
+  metric two   = mean(max(sum(two.logprobs by seq) by prompt)) + count(two)
+  late = concat(good, two)
+  metric late  = sum(len(late)) - sum(len(good)) - sum(len(two))
+  actor.train(late, loss=nll(), minibatches=3)
+  every 2 {
+    eval answers {
+      row  = answers.next()
+      base = actor.logprobs(row)
+      half = row where len(row) > 2
+      both = concat(row, half)
+      metric eval_both = count(both) - count(row)
+      metric eval_mean = mean(actor.logprobs(both)) - mean(base)
+    }
+  }
+"""
+
+
+def test_rows_are_collected(base: Path) -> None:
+    first, *others = under(base, COLLECTED, [PLACES[x] for x in ("one rank", "tp and pp", "apart")], steps=2, batch=3)
+    assert all(step["late"] == 0 and step["good"] > 0 for step in first)
+    assert 0 < first[1]["eval_both"] < 36
+    for other in others:
+        close(other, first)

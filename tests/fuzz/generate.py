@@ -161,6 +161,8 @@ class _Text:
     def argument(self) -> str:
         name = f"{self.one(*NAMES, 'n', 'loss', 'on')}{self.pad()}={self.pad()}" if self.chance(0.3) else ""
         value = f"{self.sum()}{self.pad()}:{self.pad()}{self.sum()}" if self.chance(0.1) else self.expr()
+        if self.chance(0.1):
+            return f"{name}{self.expr()} where {self.expr()}"
         by = f" by {self.one(*LEVELS)}" if self.chance(0.15) else ""
         return name + value + by
 
@@ -440,6 +442,8 @@ class _Sense:
             loss = one([f"ppo_clip(old=gen.logprobs, adv={self.value('token')})", "sft()",
                         f"own(w={self.value(one(['token', 'seq', 'batch']))})" if "own" in self.known else "sft()"])
             frame, parts = self.any("frame", "gen"), one(["1", "2"])
+            if self.chance(0.2):
+                frame = f"{frame} where {self.value('seq')} > {self.number()}"
             return [f"actor.train({frame}, loss={loss}, minibatches={parts}){self.clause()}"]
         if kind == 9:
             return [f"critic.train(gen, loss=value_clip(old={self.value('token')}, ret={self.value('token')}))"]

@@ -44,7 +44,8 @@ class Case:
 
 
 EXAMPLES = {
-    "vineppo": Case(((r"at=cut, most=most", "every=1, most=most"),), dict(group=2, tails=2, most=3)),  # letters, not words
+    # texts of letters have no lines
+    "vineppo": Case(((r"at=cut, most=most", "every=1, most=most"),), dict(group=2, tails=2, most=3)),
     "self_rewarding": Case(((r"iteration = 250", "iteration = 2"),)),
     "online_ipo": Case(),
     "online_dpo": Case(),
@@ -98,7 +99,7 @@ def results(base: Path, runs: Mapping[str, Metrics]) -> dict[str, Found]:
 
 
 def joined(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The buffers and states of rows in a checkpoint, each whole; how the ranks shared them depends on the placement."""
+    """The buffers and states of rows in a checkpoint, each whole: how ranks share them depends on the placement."""
     pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for key, tensor in tensors.items():
         name, _, box = key.rpartition("|")

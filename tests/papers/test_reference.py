@@ -1,6 +1,6 @@
 """The first step of the examples (of that with a replay buffer the third) against plain torch, written from the papers:
-which rows are chosen, values, losses and gradients. Nothing of rldsl is used but the rows that the Python functions saw,
-and the random numbers of replay. The example with a curriculum: tests/curriculum/test_example.py."""
+which rows are chosen, values, losses and gradients. Nothing of rldsl is used but the rows that the Python functions
+saw, and the random numbers of replay. The example with a curriculum: tests/curriculum/test_example.py."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.end_to_end import reference
 from tests.end_to_end.programs import Metrics
 from tests.end_to_end.reference import Sample, response_logprobs
 from tests.end_to_end.test_reference import OPTIMIZER, assert_same, moved
-from tests.tiny import CHARACTERS
 from tests.papers.programs import Program, program, root, run_all, sample
+from tests.tiny import CHARACTERS
 
 
 def saved(call: str, before: str, after: str) -> tuple[str, str]:
@@ -141,13 +141,14 @@ def test_vineppo(found: dict[str, Result]) -> None:
         adv = torch.tensor([gain[max(j for j, c in enumerate(cuts) if c <= t)] for t in range(len(response))])
         terms.append(-adv * (lambda new: (new - new.detach()).exp())(response_logprobs(actor, sample(row), 1.0)))
     assert next(rest, None) is None, "nothing is generated that no value needs"
-    assert step["value"] == pytest.approx(fmean(values)) and step["reward"] == pytest.approx(fmean(x for _, x in answers))
+    assert step["value"] == pytest.approx(fmean(values))
+    assert step["reward"] == pytest.approx(fmean(x for _, x in answers))
     check(step, made, torch.cat(terms).mean(), actor)
 
 
 def test_monte_carlo_values_are_expectations(found: dict[str, Result]) -> None:
-    """The value of each beginning against the expected reward, by brute force: over all continuations of two tokens with
-    their probabilities. Four values of 400 continuations each lie within four standard errors."""
+    """The value of each beginning against the expected reward, by brute force: over all continuations of two tokens
+    with their probabilities. Four values of 400 continuations each lie within four standard errors."""
     base = found["vineppo"][1].folder.parent
     (base / "brute").mkdir()
     made = program(base / "brute", "vineppo", WHOLE, (r"at=cut, most=most", "every=1, most=most"), note=True, steps=1,
@@ -282,7 +283,8 @@ def test_online_dpo(found: dict[str, Result]) -> None:
     step, made = found["online_dpo"]
     answers, rewards = [sample(row) for row, _ in made.rows("exact_match")], [x for _, x in made.rows("exact_match")]
     chosen = duels(rewards, 8)
-    assert len(answers) == 4 * 8 and step["pairs"] == len(chosen) > 1 and step["reward"] == pytest.approx(fmean(rewards))
+    assert len(answers) == 4 * 8 and step["pairs"] == len(chosen) > 1
+    assert step["reward"] == pytest.approx(fmean(rewards))
     assert any(rewards[8 * i : 8 * i + 8].count(max(rewards[8 * i : 8 * i + 8])) > 1 for i in range(4)), "ties"
     actor, ref = (reference.causal_lm(x) for x in (made.folder / "before", made.folder.parent / "models/base"))
     loss = torch.stack([-logsigmoid(0.1 * lead(actor, ref, answers[i], answers[j], 1.0)) for i, j in chosen]).mean()

@@ -183,7 +183,7 @@ def test_what_is_not_there(work: Path, option: str, values: list[str], as_json: 
 
 
 @pytest.mark.parametrize("arguments", [("--rank", "1", "--event", "2"), ("--paths", "--rank", "1"),
-                                       ("--paths", "--json"), ("--rank", "one"), ("--event", ""), ("--yaml",)])
+                                       ("--paths", "--event", "2"), ("--rank", "one"), ("--event", ""), ("--yaml",)])
 def test_usage(work: Path, arguments: tuple[str, ...]) -> None:
     assert rlc("show", "a.plan", *arguments).exit_code == 2
 
