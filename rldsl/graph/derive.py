@@ -161,12 +161,12 @@ class Derivations:
             old, id=id_, selected_from="", picked_from="", max_prompt_tokens=parts[0].max_prompt_tokens,
             max_response_tokens=sum(p.max_response_tokens for p in parts), label="" if target else label(span)))
         along = self._standard(old, frame)
-        before = tuple(f"{p.id}.logprobs" for p in parts[:-1])
+        lengths = tuple(f"{p.id}.logprobs" for p in parts)  # they say how many tokens each part has
         self.flow.value(f"{id_}.lengths", "seq", id_, "i64", "lengths")
         self.flow.items.append(g.Derive(
-            id=self.flow.unique(id_), reads=tuple(dict.fromkeys((*(v for v, _ in along), *before))),
+            id=self.flow.unique(id_), reads=tuple(dict.fromkeys((*(v for v, _ in along), *lengths))),
             writes=tuple(w for _, w in along), span=span, op="whole", source=old.id, frame=id_, values=tuple(along),
-            also_reads=before, parts=tuple(p.id for p in parts)))
+            also_reads=lengths, parts=tuple(p.id for p in parts)))
         return replace(ref, frame=frame, fields=tuple((n, t) for n, t in ref.fields if t.level != "token"))
 
     def _continues_nothing(self, ref: FrameRef, first: IndexedFrame, tree: ast.Expr) -> Bad:

@@ -87,6 +87,8 @@ def _where(t: Tables, e: Derive) -> str:
     frame = t.frames[e.frame]
     if frame.selected_from != e.source or frame.present_in != frame.id:
         return f"frame {e.frame} is not a selection of {e.source}, or does not record its rows"
+    if fault := _same_kind(frame, t.frames[e.source]):
+        return fault
     return _along(t, e, {f.id for f in _above(t, frame)})
 
 
@@ -139,8 +141,8 @@ def _whole(t: Tables, e: Derive) -> str:
     if frame.max_prompt_tokens != parts[0].max_prompt_tokens \
             or frame.max_response_tokens != sum(p.max_response_tokens for p in parts):
         return f"frame {e.frame} does not have the limits of its parts together"
-    if e.also_reads != tuple(f"{p}.logprobs" for p in e.parts[:-1]):
-        return "it must read the log-probs of all parts before the source"
+    if e.also_reads != tuple(f"{p}.logprobs" for p in e.parts):
+        return "it must read the log-probs of all parts"
     if wrong := [v for v, _ in e.values if v not in {f"{e.source}.{x}" for x in SEQUENCE_VALUES}]:
         return f"{wrong[0]} is not a value of whole sequences"
     return _along(t, e, {e.source})

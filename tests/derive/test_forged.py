@@ -140,6 +140,11 @@ FORGED: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "others that forget which rows are present": (framed("rival", present_in="some"), "RL0615"),
     "others that are all present": (framed("rival", present_in=""), "RL0615"),
     "others at another temperature": (framed("rival", temperature=0.5), "RL0615"),
+    "a whole that does not read how long its last part is": (
+        derived("full", also_reads=("more.logprobs",)), "RL0615"),
+    "a selection with shorter responses": (framed("some", max_response_tokens=5), "RL0615"),
+    "a selection with shorter prompts": (framed("clear.chosen", max_prompt_tokens=15), "RL0615"),
+    "a selection at another temperature": (framed("some", temperature=0.5), "RL0615"),
     "a whole without its first part": (derived("full", parts=("again",), also_reads=()), "RL0615"),
     "a whole of other parts": (derived("full", parts=("gen", "again"), also_reads=("gen.logprobs",)), "RL0615"),
     "a whole whose parts are in another order": (derived("full", parts=("again", "more")), "RL0615"),

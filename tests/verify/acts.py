@@ -31,10 +31,12 @@ from rldsl.plan.events import (
     Update,
     split_buffer,
 )
+from rldsl.plan.expr import Program
+from rldsl.plan.function import frames_of_call
 from rldsl.plan.model import Value
 from rldsl.sharding import partition
-from tests.verify.arithmetic import need
-from tests.verify.moment import Moment, kept, lasting_models, source
+from tests.verify.arithmetic import ROWS, need
+from tests.verify.moment import Moment, kept, lasting_models
 
 if TYPE_CHECKING:
     from tests.verify.stepper import Rank, World
@@ -172,7 +174,12 @@ def _generate(w: World, e: Generate, now: Moment) -> None:
         w.knows(rank, e.prompts, asked, now)
         w.reads(rank, e, f"{e.prompts}.tokens", asked, now)
         rank.lens[e.frame] = (now.stamp, rows[rank.number])
-        for part in ("tokens", "logprobs", "finished"):
+        if e.cache_of:
+            of, mine = w.story.frames[e.cache_of], w.my_rows(rank, s, e.cache_of, now)
+            w.reads(rank, e, f"{e.cache_of}.cache", frozenset(r // (f.count // of.count) for r in rows[rank.number]), now)
+            cached = next(rank.buffers[b][1] for b in e.reads if b.startswith(f"{e.cache_of}.cache@"))
+            need(cached == mine, "a cache whose rows are counted differently")
+        for part in ("tokens", "logprobs", "finished", *(["cache"] if f"{e.frame}.cache@{s.id}" in e.writes else [])):
             rank.buffers[f"{e.frame}.{part}@{s.id}"] = (now.stamp, rows[rank.number])
 
 
@@ -243,31 +250,60 @@ def _compute(w: World, e: Compute, now: Moment) -> None:
             need(sum(map(len, mine)) == len(frozenset().union(*mine)), "a row on several ranks would count twice")
     if over_batch:
         w.communicates(w.members[s.mesh])
-    if any(n.level == "prompt" for n in program.nodes):
-        for f, mine in own.items():
-            prompts = [{r // w.story.frames[f].per_prompt for r in rows} for rows in mine]
-            if s.granularity != "all" or len(ranks) == 1:
-                once = sum(map(len, prompts)) == len(set().union(*prompts))
-                need(once or s.granularity == "all", "a prompt on several ranks")
     for i, rank in enumerate(ranks):
         views = {f: own[f][i] for f in e.frames}
+        if s.granularity != "all":
+            _groups(w, program, rank, views, now)
         for f, rows in views.items():
             w.knows(rank, f, rows, now)
         for _, v in e.inputs:
             w.reads(rank, e, v, _ids(w, w.story.records[v], views), now)
         for n in program.nodes:
             if n.op == "py":
-                _python(w, e, rank, str(n.attr("frame")), views, now)
+                frame = str(n.attr("frame"))
+                _python(w, e, rank, frame, views[frame], frames_of_call(n.attrs), now)
         for _, v in e.outputs:
             rank.buffers[f"{v}@{s.id}"] = (now.stamp, _ids(w, w.story.records[v], views))
 
 
-def _python(w: World, e: Compute, rank: Rank, frame: str, views: dict[str, frozenset[int]], now: Moment) -> None:
-    w.reads(rank, e, f"{frame}.tokens", views[frame], now)
-    f, of = w.story.frames[frame], w.story.origins[frame]
-    columns = [v for v in w.plan.values if v.extent == "columns" and w.story.frames[v.frame].prompt_space == of]
+def _groups(w: World, program: Program, rank: Rank, views: dict[str, frozenset[int]], now: Moment) -> None:
+    """All rows that one number is made of are at hand: what is reduced, siblings, prefixes."""
+    known = w.story.frames
+    wanted: set[tuple[str, str]] = set()  # frame, space
+    for n in program.nodes:
+        args = [program.nodes[a] for a in n.args]
+        space = n.space if n.attr("to") in ("seq", "prompt") or n.op == "last_row" else ""
+        if n.op in ROWS and n.op not in ("over", "last_row"):
+            space = next(known[f].prompt_space for f in views if known[f].row_space == args[0].space)
+        if n.op == "along":
+            space = known[n.space].row_space
+        if n.op == "over":
+            space = next(o for f in views for x, o in zip(known[f].chain, known[f].origins) if x.id == n.space)
+        if space and not (args[0].level == "token" and args[0].space in views and space == known[args[0].space].row_space):
+            fine = {f for f in views if args[0].space in (f if args[0].level == "token" else known[f].row_space,)}
+            wanted |= {(f, space) for f in fine}
+    for f, space in wanted:
+        ids: set[int] = set()
+        for other, rows in views.items():
+            for x, o in zip(known[other].chain, known[other].origins):
+                if space in (x.id, o):
+                    ids |= {r // (known[other].count // x.count) for r in rows}
+        w.all_below(rank, f, space, views[f], now, ids)
+
+
+def _python(w: World, e: Compute | Derive, rank: Rank, frame: str, rows: frozenset[int],
+            given: tuple[tuple[str, str], ...], now: Moment) -> None:
+    """What a function gets: the sequences that rows lie in, those that there are, and the columns of their data."""
+    f = w.story.frames[frame]
+    for _, of in given:
+        above = w.story.frames[of]
+        need(above.row_space in [s.id for s in f.chain], "an argument of other rows")
+        wanted = frozenset(r // (f.count // above.count) for r in rows) & {*w.story.rows(of, now.lens)}
+        w.knows(rank, of, wanted, now)
+        w.reads(rank, e, f"{of}.tokens", wanted, now)
+    columns = [v for v in w.plan.values if v.extent == "columns" and w.story.frames[v.frame].row_space == f.root_origin]
     for v in columns[:1]:
-        w.reads(rank, e, v.id, frozenset(r // f.per_prompt for r in views[frame]), now)
+        w.reads(rank, e, v.id, frozenset(r // (f.count // f.chain[-1].count) for r in rows), now)
 
 
 def _ids(w: World, v: Value, views: dict[str, frozenset[int]]) -> frozenset[int]:
@@ -282,22 +318,43 @@ def _ids(w: World, v: Value, views: dict[str, frozenset[int]]) -> frozenset[int]
 
 def _derive(w: World, e: Derive, now: Moment) -> None:
     s, f = w.story.spreads[e.spread], w.story.frames[e.frame]
+    made = w.story.derived[e.frame, now.stamp].of
     need(set(w.members[e.mesh]) == set(w.members[s.mesh]), "a selection of other ranks")
+    parts = e.parts if e.op in ("concat", "whole") else (e.source,)
+    calls: list[int] = []
     for rank in _here(w, e):
-        if e.op == "where":
-            rows = w.my_rows(rank, s, e.source, now)
-            w.knows(rank, e.source, None, now)
-            w.reads(rank, e, e.key, rows, now)
-            mine = frozenset(w.story.kept_rows[e.frame, now.stamp]) & rows
-            root = source(f, w.story.frames).id  # those that are not kept have no tokens, and it knows that
-            rank.lens[e.frame] = (now.stamp, frozenset(w.shares(s, now)[w.shard(s, rank.number)][root]))
+        if e.op == "restrict":
+            mine, own = w.my_rows(rank, s, e.frame, now), {}
         else:
-            mine = w.my_rows(rank, s, e.frame, now)
-        for v, kept_value in e.values:
-            ids = frozenset(kept(w.story.records[v], tuple(mine), f))
-            need(w.story.records[v].extent not in ("columns", "lengths"), "no rows to pick")
-            w.reads(rank, e, v, ids, now)
-            rank.buffers[f"{kept_value}@{s.id}"] = (now.stamp, ids)
+            own = {p: w.my_rows(rank, s, p, now) for p in parts}
+            mine = frozenset(n for n, (p, r) in made.items() if r in own[p])
+            for p in parts:
+                w.knows(rank, p, own[p], now)
+            rank.lens[e.frame] = (now.stamp, mine)
+        if e.op in ("pick", "others"):
+            w.all_below(rank, e.source, w.story.frames[e.source].prompt_space, own[e.source], now)
+        if e.key:
+            w.reads(rank, e, e.key, own[e.source], now)
+        if e.op == "text":
+            calls += own[e.source]
+            _python(w, e, rank, e.source, own[e.source], e.given, now)
+        if e.op == "prefixes":
+            w.reads(rank, e, f"{e.source}.tokens", own[e.source], now)
+        for p in e.parts if e.op == "whole" else ():
+            each = f.count // w.story.frames[p].count
+            w.reads(rank, e, f"{p}.logprobs", frozenset(r // each for r in own[e.source]), now)
+        sources = {new: [v for v, x in e.values if x == new] for _, new in e.values}
+        for new, held in sources.items():
+            ids = frozenset(kept(w.story.records[new], tuple(mine), f))
+            if e.op != "text" and e.op != "prefixes":
+                for v, p in zip(held, e.parts if e.op == "concat" else (e.source,)):
+                    w.reads(rank, e, v, ids if w.story.records[v].extent == "prompt" or e.op == "restrict" else
+                            frozenset(r for n in mine for x, r in (made[n],) if x == p), now)
+            rank.buffers[f"{new}@{s.id}"] = (now.stamp, ids)
+    need(len(calls) == len({*calls}), "a function that is called twice for a row")
+    if e.op != "restrict":
+        have = {n for r in _here(w, e) for n in r.lens[e.frame][1] or ()}
+        need(have == made.keys(), "rows that no rank makes")
 
 
 def _collect(w: World, e: Collect, now: Moment) -> None:

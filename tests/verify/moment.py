@@ -72,13 +72,6 @@ def space(frames: Mapping[str, IndexedFrame], v: Value) -> str:
     return {"token": f.id, "seq": f.row_space, "prompt": f.prompt_space}[v.level]
 
 
-def source(f: IndexedFrame, frames: Mapping[str, IndexedFrame]) -> IndexedFrame:
-    """The frame that a selection goes back to."""
-    while f.selected_from:
-        f = frames[f.selected_from]
-    return f
-
-
 def kept(v: Value, rows: tuple[int, ...], f: IndexedFrame) -> tuple[int, ...]:
     """The ids of a value for some rows."""
     if v.extent == "batch":

@@ -13,10 +13,21 @@ import pytest
 from rldsl import api
 from rldsl.plan.model import Plan
 from tests.evaluation.programs import whole
-from tests.tiny import make_all
+from tests.tiny import make_all, make_model
 
 ROOT = Path(__file__).parents[2]
-REWARDS = "def size(prompt, completion, **columns):\n    return float(len(completion))\n"
+REWARDS = """
+def size(prompt, completion, **columns):
+    return float(len(completion))
+def right(completion, gen, **columns):
+    return float(completion == gen["completion"])
+def grade(completion, gen, **columns):
+    return float(completion in gen["completion"])
+def ask(completion, **columns):
+    return completion
+def ask_some(completion, **columns):
+    return completion or None
+"""
 GRPO = """
 use std.grpo (group_norm, grpo)
 use py "rewards.py" (size: gen, prompt -> seq)
@@ -105,6 +116,63 @@ flow f(steps=3) {
   checkpoint every 2
 }
 """
+VINE = """
+use std.sft (sft)
+use py "rewards.py" (size: gen -> seq, right: tail, gen -> seq)
+cluster nodes=1 gpus=4
+data prompts = jsonl("data/prompts.jsonl", batch=4, max_prompt_tokens=16)
+model actor = causal_lm("models/sft") train adamw(lr=1e-3)
+loss pg(logprobs: token; adv: token) { return -mean(adv * logprobs) }
+flow f(steps=3) {
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n=2, max_new_tokens=6)              on mesh(0:4) dp=4
+  cuts   = prefixes(gen, every=2, most=3)
+  tail   = actor.generate(cuts, n=2, max_new_tokens=4)                on mesh(0:4) dp=4 reuse=true
+  v      = mean(right(tail, gen) by prompt)
+  adv    = along(next(v by prompt) + at_end(size(gen), cuts) - v, gen)
+  kept   = gen where size(gen) > mean(tail.logprobs by gen)
+  more   = actor.generate(kept, n=2, max_new_tokens=3)                on mesh(0:4) dp=4 reuse=true
+  full   = whole(more)
+  back   = over(mean(size(more) by prompt), gen, 0)
+  actor.train(gen, loss=pg(adv=adv + back), minibatches=2)            on mesh(0:4) dp=2 tp=2
+  actor.train(full, loss=sft())                                       on mesh(0:4) dp=2 tp=2
+  metric at   = mean(cuts.at) + mean(cumsum(len(full) by prompt)) + mean(last(back by prompt))
+  metric kept = mean(discount(kept.logprobs, 0.9)) + mean(count(v by gen))
+}
+"""
+TEXTS = """
+use std.simpo (simpo)
+use std.sft (sft)
+use py "rewards.py" (size: gen -> seq, grade: verdict, gen -> seq, ask: gen -> prompts(max_tokens=20),
+                     ask_some: gen -> prompts?(max_tokens=12))
+cluster nodes=1 gpus=4
+data prompts = jsonl("data/prompts.jsonl", batch=4, max_prompt_tokens=16)
+data further = jsonl("data/prompts.jsonl", batch=2, max_prompt_tokens=12)
+buffer good = rows(capacity=5)
+model actor = causal_lm("models/sft") train adamw(lr=1e-3)
+model judge = causal_lm("models/judge")
+flow f(steps=3) {
+  old     = good.sample(3)
+  prompt  = prompts.next()
+  second  = further.next()
+  gen     = actor.generate(prompt, n=3, max_new_tokens=6)              on mesh(0:4) dp=4
+  other   = actor.generate(second, n=3, max_new_tokens=4)              on mesh(0:4) dp=4
+  verdict = judge.generate(ask(gen), n=2, max_new_tokens=3)            on mesh(0:2) dp=2
+  some    = judge.generate(ask_some(gen), max_new_tokens=2)            on mesh(0:2) dp=2
+  r       = mean(grade(verdict, gen) by prompt)
+  scored  = gen with x=r
+  duel    = pair(pick(scored, r), pick(scored, -r))
+  clear   = duel where duel.chosen.x > duel.rejected.x
+  rival   = others(scored)
+  good.add(scored where r > 0)
+  mix     = concat(scored, old)
+  two     = concat(gen, other)
+  actor.train(clear.chosen, clear.rejected, loss=simpo())              on mesh(0:4) dp=4
+  actor.train(two, loss=sft(), minibatches=2)                          on mesh(0:4) dp=4
+  metric some = mean(mean(size(some) by prompt))
+  metric m = mean(mix.x) + mean(rival.x) + mean(max(len(two) by prompt)) + mean(rival.logprobs)
+}
+"""
 TWO = "cluster nodes=1 gpus=2\nplace actor.* on mesh(0:2) tp=2\nplace slow.* on mesh(0:2) dp=2\n"
 
 
@@ -121,10 +189,11 @@ def folder() -> Iterator[Path]:
 @cache
 def compiled() -> dict[str, Plan]:
     with folder() as here:
-        for name, text in (("grpo", GRPO), ("sync", SYNC), ("rows", ROW_STATES), ("replay", REPLAY),
+        for name, text in (("grpo", GRPO), ("sync", SYNC), ("rows", ROW_STATES), ("replay", REPLAY), ("vine", VINE), ("texts", TEXTS),
                            ("eval", whole(True, ranks=2, gen="dp=2", infer="dp=2"))):
             (here / f"{name}.rlf").write_text(text)
         (here / "two.rlf").write_text(TWO)
+        make_model(here / "models/judge", num_hidden_layers=2, seed=3)
         sets = {"base": "models/sft", "rows": "data/prompts.jsonl"}
         return {
             "ppo": api.compile(str(ROOT / "examples/ppo.rlf"), {"batch": 8, "steps": 5}),
@@ -133,6 +202,8 @@ def compiled() -> dict[str, Plan]:
             "sync": api.compile("sync.rlf"),
             "rows": api.compile("rows.rlf"),
             "replay": api.compile("replay.rlf"),
+            "vine": api.compile("vine.rlf"),
+            "texts": api.compile("texts.rlf"),
             "eval": api.compile("eval.rlf"),
             "dynamic": api.compile(str(ROOT / "tests/end_to_end/dynamic.rlf"), sets),
             "small": api.compile(str(ROOT / "tests/checkpoint/small.rlf"), sets, "two.rlf"),

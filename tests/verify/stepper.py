@@ -21,7 +21,7 @@ from rldsl.plan.spaces import IndexedFrame
 from rldsl.sharding import partition
 from rldsl.sharding.layout import AxisName, axis_ranks, coordinate
 from tests.verify.arithmetic import Garbage, need, term
-from tests.verify.moment import Key, Lens, Moment, due, enough, kept, source, turns
+from tests.verify.moment import Key, Lens, Moment, due, enough, kept, turns
 from tests.verify.story import Story
 
 Block = Loop | Every
@@ -203,7 +203,7 @@ class World:
         if (spread.id, now.stamp) in self.divided:
             return self.divided[spread.id, now.stamp]
         frames = self._divided_frames(spread, now.lens)
-        totals = self._weighing(spread, frames)
+        totals = self._weighing(spread, frames, now.lens)
         key = (spread.id, now.step, *((f, now.lens[f].stamp) for f in totals), *(f.id for f in frames))
         if key not in self.divided:
             dp = self.story.layouts[spread.layout].dp if spread.layout else 1
@@ -213,28 +213,26 @@ class World:
         return self.divided[key]
 
     def _divided_frames(self, spread: Spread, lens: Mapping[str, Lens]) -> list[IndexedFrame]:
-        origins = self.story.origins
-        of = origins[spread.frames[0]] if spread.frames else None
-        mine = (f for f in self.story.frames.values() if of is None or origins[f.id] == of)
-        return [f for f in mine if not f.present_in or f.present_in in lens]
+        of = self.story.frames[spread.frames[0]] if spread.frames else None
+        mine = (f for f in self.story.frames.values()
+                if of is None or f.root_origin == of.root_origin or f.among(of) is not None)
+        return [f for f in mine if not f.present_in or f.present_in in lens or f.id in spread.frames]
 
-    def _weighing(self, spread: Spread, frames: list[IndexedFrame]) -> list[str]:
-        partial = {f.present_in for f in frames if f.present_in}
+    def _weighing(self, spread: Spread, frames: list[IndexedFrame], lens: Mapping[str, Lens]) -> list[str]:
+        partial = {f.present_in for f in frames if f.present_in in lens}
         return sorted(partial | (set(spread.frames) if spread.balance_by == "tokens" else set()))
 
     def knows_division(self, rank: Rank, spread: Spread, frame: str, now: Moment, own: bool = False) -> None:
         """That the rank can compute the same division: lengths that weigh and that tell which rows there are. own: of
         its own rows alone."""
         known, weigh = self.story.frames, {*spread.frames} if spread.balance_by == "tokens" else set()
-        for f in weigh | {known[f].present_in for f in spread.frames} - {""}:
+        tell = {known[f].present_in for f in spread.frames} - {""} if spread.balance_by != "slot" else set()
+        for f in weigh | tell:
             self.knows(rank, f, None, now)
         if tells := known[frame].present_in:
             mine = None
-            if own:
-                root = source(known[frame], known)
-                each = known[frame].count // known[tells].count
-                rows = self.shares(spread, now)[self.shard(spread, rank.number)][root.id]
-                mine = frozenset(r // each for r in rows)
+            if own:  # rows that it lacks the lengths of have none, so they are absent to it
+                mine = frozenset(self.shares(spread, now)[self.shard(spread, rank.number)][tells])
             self.knows(rank, tells, mine, now)
 
     def knows(self, rank: Rank, frame: str, rows: frozenset[int] | None, now: Moment) -> None:
@@ -257,6 +255,16 @@ class World:
         if (key := ("of a frame", spread.id, shard, frame, now.stamp)) not in self.wanted:
             self.wanted[key] = frozenset(self.shares(spread, now)[shard][frame])
         return self.wanted[key]
+
+    def all_below(self, rank: Rank, frame: str, space: str, rows: frozenset[int], now: Moment,
+                  ids: set[int] | None = None) -> None:
+        """That a rank's rows of a frame are all of those that lie in some rows of a space (None: those of its own)."""
+        f = self.story.frames[frame]
+        each = next((f.count // s.count for s, o in zip(f.chain, f.origins) if space in (s.id, o)), 0)
+        need(each, f"{frame} does not lie in {space}")
+        ids = {r // each for r in rows} if ids is None else ids
+        need(rows >= {r for r in self.story.rows(frame, now.lens) if r // each in ids}, f"rank {rank.number} lacks rows that "
+             f"belong together in {space}")
 
     def ids(self, rank: int, spread: Spread, value: Value, now: Moment) -> frozenset[int]:
         """What a rank of the spread's mesh is to hold of a value."""

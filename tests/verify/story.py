@@ -40,6 +40,7 @@ from rldsl.plan.model import Plan, ReplayBuffer, Spread, Value
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
 from rldsl.sharding import partition
 from tests.verify.arithmetic import Cell, View, evaluate, need, term
+from tests.verify.derived import Derived, derived
 from tests.verify.loss import check_loss
 from tests.verify.moment import Held, Key, Lens, Moment, due, enough, kept, lasting_models, space, turns
 
@@ -56,7 +57,10 @@ class Story:
     moments: dict[Key, Moment] = field(default_factory=dict)
     seen: list[object] = field(default_factory=list)
     made: dict[tuple[str, int], Held] = field(default_factory=dict)  # value, stamp -> what it was then
-    kept_rows: dict[tuple[str, int], set[int]] = field(default_factory=dict)  # selection, stamp -> its rows
+    derived: dict[tuple[str, int], Derived] = field(default_factory=dict)  # frame, stamp -> its rows
+    before: dict[int, int] = field(default_factory=dict)  # tokens -> the tokens that they continue
+    contained: dict[int, int] = field(default_factory=dict)  # tokens of a prefix -> those that it was cut from
+    caches: dict[str, tuple[str, str]] = field(default_factory=dict)  # frame -> model and layout that wrote its cache
     moments_over: set[int] = field(default_factory=set)  # stamps of fetches that go over their source
 
     def __post_init__(self) -> None:
@@ -74,13 +78,12 @@ class Story:
         self.models: dict[str, tuple[int, int]] = {}
         self.fetched, self.drawn = Counter[str](), Counter[int]()
         self.step = self.closed = 0
-        self.origins: dict[str, str] = {}
         for f in self.frames.values():
             above, steps = f, 0
             while above.selected_from or above.present_in not in ("", above.id):
                 above, steps = self.frames[above.selected_from or above.present_in], steps + 1
                 need(steps <= len(p.frames), f"frame {f.id} comes from itself")
-            self.origins[f.id] = above.prompt_space
+
     # ------------------------------------------------------------------------------------------------ walking
 
     def tell(self) -> Story:
@@ -296,15 +299,39 @@ class Story:
         need(s.max_new_tokens > 0 and 0 <= s.min_new_tokens <= s.max_new_tokens, "a number of tokens")
         need(s.greedy or s.temperature > 0 and 0 < s.top_p <= 1 and s.top_k >= 0 <= s.min_p <= 1, "no distribution")
         need(f.temperature == (1.0 if s.greedy else s.temperature), "log-probabilities at another temperature")
-        prompts, given = self.values[f"{e.prompts}.tokens"], self.lens[e.prompts]
+        prompts, given, p = self.values[f"{e.prompts}.tokens"], self.lens[e.prompts], self.frames[e.prompts]
+        need(f.chain[0].parent == p.row_space and f.data == p.data, "completions of other rows")
+        need(self.tokenizer(f) == self.tokenizer(p), "tokens of another tokenizer")
+        need(f.max_prompt_tokens >= p.max_prompt_tokens + p.max_response_tokens, "prompts that have no room")
+        need({r // f.per_prompt for r in self.rows(f.id)} == {*self.rows(p.id)}, "prompts that are not there")
         key = (self.models[e.model][1], repr(s), e.frame, now.times, self.plan.header.seed, self.step)
         made = {r: term("sample", *key, r, prompts.of[r // f.per_prompt]) for r in self.rows(e.frame)}
-        lens = [(given.prompt[r // f.per_prompt], made[r] % 3) if r in made else (0, 0) for r in range(f.count)]
+        self.before |= {x: prompts.of[r // f.per_prompt] for r, x in made.items()}
+        most, totals = min(s.max_new_tokens, 4) + 1, given.totals()
+        lens = [(totals[r // f.per_prompt], made[r] % most) if r in made else (0, 0) for r in range(f.count)]
+        if e.cache_of:
+            self._reads_cache(e, made)
+        if any(b.startswith(f"{f.id}.cache@") for b in e.writes):
+            need(self.records[f"{f.id}.cache"].extent == "cache" and self.records[f"{f.id}.cache"].frame == f.id, "no cache")
+            version = self.models[e.model][1]
+            held = Held(now.stamp, {r: term("cache", x, version) for r, x in made.items()})
+            self.values[f"{f.id}.cache"] = self.made[f"{f.id}.cache", now.stamp] = held
+            self.caches[f.id] = e.model, e.layout
         need(f.max_response_tokens >= s.max_new_tokens, "more tokens than the frame has room for")
         self.lens[e.frame] = Lens(now.stamp, *zip(*lens))  # type: ignore[arg-type]
         self._make(f"{e.frame}.tokens", now, made, False, "tokens")
         self._make(f"{e.frame}.logprobs", now, {r: term("lp", x) for r, x in made.items()}, False, "response")
         self._make(f"{e.frame}.finished", now, {r: term("end", x) for r, x in made.items()}, True, "row")
+
+    def _reads_cache(self, e: Generate, made: Mapping[int, int]) -> None:
+        """The keys and values of each prompt are in the cache of the row that it begins with, of the same version."""
+        held, of, version = self.values[f"{e.cache_of}.cache"].of, self.frames[e.cache_of], self.models[e.model][1]
+        tokens, f = self.values[f"{e.prompts}.tokens"].of, self.frames[e.frame]
+        need(self.caches[e.cache_of] == (e.model, e.layout), "a cache of another model, or of other slices")
+        for r in made:
+            mine = tokens[r // f.per_prompt]
+            mine = self.contained.get(mine, mine)
+            need(held[r // (f.count // of.count)] == term("cache", mine, version), "a cache of other tokens or weights")
 
     def _infer(self, e: Infer, now: Moment) -> None:
         tokens, model = self.values[f"{e.frame}.tokens"], self.models[e.model][1]
@@ -348,20 +375,55 @@ class Story:
 
     def _derive(self, e: Derive, now: Moment) -> None:
         f = self.frames[e.frame]
-        need(f.selected_from == e.source, "a selection of another frame")
-        if e.op == "where":
-            condition, of = self.values[e.key], self.lens[f.selected_from]
-            need(condition.truth, "a condition that is a number")
-            keeps = self.kept_rows[e.frame, now.stamp] = {r for r in self.rows(f.selected_from) if condition.of[r] & 1}
-            need(f.count == self.frames[f.selected_from].count and f.present_in == f.id, "a selection that cannot tell its rows")
-            both = ([n if r in keeps else 0 for r, n in enumerate(x)] for x in (of.prompt, of.response))
+        made = self.derived[e.frame, now.stamp] = derived(self, e)
+        if e.op != "restrict":
+            both = ([made.lens.get(r, (0, 0))[i] for r in range(f.count)] for i in (0, 1))
             self.lens[e.frame] = Lens(now.stamp, *map(tuple, both))  # type: ignore[arg-type]
+            need({*self.rows(e.frame)} == made.of.keys(), f"{e.frame} has other rows than it says")
         self._lens_of(e.frame)
-        for v, w in e.values:
-            old, new = self.records[v], self.records[w]
-            need((old.extent, old.level) == (new.extent, new.level) and new.frame == e.frame, "kept as something else")
-            need(self._above(f, old), f"{v} is of other rows")
-            self._make(w, now, {i: self.values[v].of[i] for i in self.ids(new)}, self.values[v].truth, old.extent)
+        need(e.values, "a frame of no values")
+        sources = {w: [v for v, x in e.values if x == w] for _, w in e.values}
+        for w, own in sources.items():
+            new, held = self.records[w], [(self.records[v], self.values[v]) for v in own]
+            need(len(held) == (len(e.parts) if e.op == "concat" else 1), f"{w} is made of too many values, or too few")
+            need(all((v.extent, v.level) == (new.extent, new.level) for v, _ in held), "kept as something else")
+            need(new.frame == e.frame and new.extent not in ("columns", "lengths", "cache"), f"{w} is of other rows")
+            if new.extent == "prompt":
+                need(e.op in ("where", "restrict") and self._above(f, held[0][0]), f"{own[0]} is of other prompts")
+                of = {i: held[0][1].of[i] for i in self.ids(new)}
+            elif new.extent == "tokens" and made.tokens is not None:
+                of = dict(made.tokens)
+            elif new.extent == "response" and made.logprobs is not None:
+                need(own == [f"{e.source}.logprobs"], f"{own[0]} is of a part alone")
+                of = dict(made.logprobs)
+            else:
+                order = e.parts if e.op == "concat" else (e.source,)
+                for (v, _), part in zip(held, order):
+                    above = e.op in ("where", "restrict") and v.level == "seq" and self._above(f, v)
+                    rows = v.frame == part or v.level == "seq" and space(self.frames, v) == self.frames[part].row_space
+                    need(above or rows or self._selected(f, v), f"{v.id} is of other rows")
+                of = {n: held[order.index(part)][1].of[r] for n, (part, r) in made.of.items()}
+            self._make(w, now, of, held[0][1].truth, new.extent)
+
+    def _selected(self, f: IndexedFrame, v: Value) -> bool:
+        """Whether a value is of a frame that a selection goes back to."""
+        while f.selected_from:
+            f = self.frames[f.selected_from]
+            if f.id == v.frame:
+                return True
+        return False
+
+    def space_of(self, value: str) -> str:
+        return space(self.frames, self.records[value]) if self.records[value].level == "seq" else ""
+
+    def tokenizer(self, frame: IndexedFrame) -> str:
+        return frame.tokenizer or self.data[frame.data].tokenizer
+
+    def begins(self, sequence: int, with_: int) -> bool:
+        """Whether a sequence begins with another one, as far as somebody knows."""
+        while sequence != with_ and sequence in self.before:
+            sequence = self.before[sequence]
+        return sequence == with_
 
     def _above(self, f: IndexedFrame, v: Value) -> bool:
         """Whether the rows of a value are those that a selection was taken from, under the same numbers."""

@@ -29,11 +29,14 @@ from rldsl.verify.tables import tables
 from tests.plan.sample import grpo
 from tests.verify.faults import faults
 from tests.verify.mutate import Mutator, at, put, records
+from tests.verify.mutate_rows import OPERATORS, row_mutants
 from tests.verify.plans import compiled
 from tests.verify.stepper import simulate
 
-NAMES = ("sample", "ppo", "dpo", "grpo", "sync", "rows", "replay", "eval", "dynamic", "small")
-EACH, SEED = 570, 21  # 10 plans: 5,700 mutants
+NAMES = ("sample", "ppo", "dpo", "grpo", "sync", "rows", "replay", "vine", "texts", "eval", "dynamic", "small")
+EACH, SEED = 500, 21  # of 10 plans, and a tenth of it of the two with the most events: 5,100 mutants
+LARGE = ("vine", "texts")
+ROWS = 4 * len(OPERATORS)  # of each plan with rows that are made of rows: so many of each operator
 LENIENT = (Lengths, Free, Compute)  # lengths and tokens may be read besides, and what a free touches is said twice
 
 
@@ -110,7 +113,7 @@ def test_every_harmful_mutant_is_rejected(plans: dict[str, Plan], capsys: pytest
     for name in NAMES:
         plan = plans[name]
         meaning, mutator = simulate(plan, random.Random(0)).meaning, Mutator(plan, random.Random(SEED))
-        for n in range(EACH):
+        for n in range(EACH // 10 if name in LARGE else EACH):
             told, mutant = mutator.mutant()
             touched.update(told.split("; "))
             found = {d.code for d in faults(mutant)}  # a traceback would end the test here
@@ -132,6 +135,21 @@ def test_every_harmful_mutant_is_rejected(plans: dict[str, Plan], capsys: pytest
     assert sum(table.values()) >= 5000 and table["harmful", "rejected"] > 500
     assert table["same", "accepted"] > 200, "what does no harm is let through"
     assert len(by_check) >= 12 and len({t.split(".")[0] for t in touched if "." in t}) >= 30
+
+
+@pytest.mark.many
+def test_every_mistake_with_rows_is_rejected(plans: dict[str, Plan]) -> None:
+    """Consistent mistakes with rows, buffers and tokenizers; every operator makes harmful ones."""
+    harmful: Counter[str] = Counter()
+    for name in ("rows", "replay", *LARGE):
+        for n, (told, mutant) in enumerate(row_mutants(plans[name], random.Random(SEED), ROWS)):
+            found = faults(mutant)
+            if found and harmful[told]:
+                continue  # the simulator has confirmed this operator
+            verdict = simulate(mutant, random.Random(n))
+            assert found or verdict.ends, f"{name} {n}: {told}: {verdict.why}"
+            harmful[told] += not verdict.ends
+    assert all(harmful[told] for told in OPERATORS), harmful
 
 
 def checks(plan: Plan) -> list[str]:
