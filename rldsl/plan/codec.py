@@ -218,6 +218,9 @@ def _bounded(record: Any, header: list[Header], place: str) -> None:
 
 def _checked_lines(data: bytes, name: str) -> list[str]:
     """The lines before the digest, after the format and the digest have been found right."""
+    if not data:
+        raise fail("RL0601", "not a plan: the file is empty", place=name,
+                   help="`rlc compile` writes a plan; was the disk full when this one was written or copied?")
     try:
         lines = data.decode().split("\n")
     except UnicodeDecodeError:

@@ -209,7 +209,7 @@ def check_compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
     must = {v for _, v in e.inputs}
     sources = {t.frames[f].data for f in e.frames}
     for node in t.programs[e.program].nodes:
-        if node.op == "py":
+        if node.op == "py" and str(node.attr("frame")) in t.frames:  # `programs.py` reports others
             of = t.frames[str(node.attr("frame"))].root_origin
             must |= {f"{frame}.tokens" for _, frame in frames_of_call(node.attrs)}
             must |= {v.id for v in t.plan.values if v.extent == "columns" and t.frames[v.frame].prompt_space == of}

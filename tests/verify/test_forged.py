@@ -50,6 +50,20 @@ def test_a_node_of_a_program_with_too_few_or_too_many_arguments_is_refused(more:
     assert tried >= 8
 
 
+@pytest.mark.parametrize("attrs", [(("function", "exact"), ("frame", "wen")), (("function", "exact"), ("freme", "gen")),
+                                   (("function", "exakt"), ("frame", "gen"))])
+def test_a_python_call_of_unknown_rows_or_functions_is_refused(attrs: tuple[tuple[str, str], ...]) -> None:
+    """Several checks look at it; the others leave it to the one that reports it."""
+    plan, tried = grpo(), 0
+    for number, program in enumerate(plan.programs):
+        for i, node in enumerate(program.nodes):
+            if node.op == "py":
+                forged = (*program.nodes[:i], replace(node, attrs=attrs), *program.nodes[i + 1 :])
+                tried += 1
+                assert "RL0616" in codes(row(plan, "programs", number, nodes=forged))
+    assert tried == 1
+
+
 def divided(plan: Plan) -> int:
     """The number of the first spread that divides rows."""
     return next(i for i, s in enumerate(plan.spreads) if s.granularity != "all")
