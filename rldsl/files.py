@@ -21,7 +21,11 @@ def read_bytes(path: str) -> bytes:
 
 
 def write(path: str, data: bytes, help: str = "choose another path with -o") -> None:
-    """All or nothing: a file is never half written. A link stays a link, and a file keeps its mode. Error: RL0094."""
+    """All or nothing: a file is never half written. A link stays a link, and a file keeps its mode. What is no file (a
+    pipe, /dev/null) is written as it is, and never replaced. Error: RL0094."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        _write_device(path, data, help)
+        return
     file = Path(os.path.realpath(path))
     part = file.with_name(f"{file.name}.part")
     try:
@@ -34,6 +38,14 @@ def write(path: str, data: bytes, help: str = "choose another path with -o") -> 
             part.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
+        raise fail("RL0094", f"cannot write {path}: {error.strerror}", place=path, help=help) from None
+
+
+def _write_device(path: str, data: bytes, help: str) -> None:
+    try:
+        with open(path, "wb") as stream:  # a directory is refused here
+            stream.write(data)
+    except OSError as error:
         raise fail("RL0094", f"cannot write {path}: {error.strerror}", place=path, help=help) from None
 
 

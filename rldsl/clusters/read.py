@@ -7,6 +7,7 @@ given twice.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from difflib import get_close_matches
@@ -54,7 +55,7 @@ def preset(name: str) -> Cluster | None:
 
 def find(name: str) -> Cluster:
     """The file of this path or, where there is none, the preset of this name."""
-    if not Path(name).exists() and (known := preset(name)) is not None:
+    if not os.path.exists(name) and (known := preset(name)) is not None:
         return known
     return read(name)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
-from pathlib import Path
 
 from rldsl import api
 from rldsl.commands import Usage
@@ -33,7 +33,7 @@ class Checked:
 def _in_library(file: str) -> bool:
     """Whether the file is one of those that come with the compiler."""
     with resources.as_file(resources.files("rldsl.stdlib")) as folder:
-        return Path(file).resolve().parent == Path(folder).resolve()
+        return os.path.dirname(os.path.realpath(file)) == os.path.realpath(folder)
 
 
 def errors(found: Found) -> int:

@@ -6,6 +6,7 @@ Nothing is written here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import unified_diff
@@ -71,10 +72,14 @@ def _formatted(source: SourceFile) -> Formatted:
 
 def _programs(path: str) -> list[str]:
     """The files that a path names. Errors: RL0092 a directory without programs."""
-    if path == STDIN or not Path(path).is_dir():
+    if path == STDIN or not os.path.isdir(path):
         return [path]
-    inside = (p.relative_to(path) for p in Path(path).rglob("*.rlf") if p.is_file())
-    found = sorted(str(Path(path) / p) for p in inside if not any(part.startswith(".") for part in p.parts))
+    found = []
+    for folder, below, names in os.walk(path):  # passes over what cannot be read or vanishes; rglob raises
+        below[:] = [name for name in below if not name.startswith(".")]
+        files = (Path(folder) / name for name in names if name.endswith(".rlf") and not name.startswith("."))
+        found += [str(file) for file in files if file.is_file()]
+    found.sort()
     if not found:
         raise fail("RL0092", f"no .rlf files in {path}", place=path,
                    help="pass a program, or a directory of programs")

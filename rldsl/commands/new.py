@@ -5,6 +5,7 @@ In: the name of a starter, and where it shall go. Out: what to write, in order. 
 
 from __future__ import annotations
 
+import os
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -17,10 +18,10 @@ def files(name: str, target: str | None, force: bool) -> list[tuple[str, str]]:
     """(path, text): the program, then the Python files that it needs; those that exist are never overwritten. target: a
     file, a directory, or None for NAME.rlf here. Error: RL0094 the program exists already."""
     path = target or f"{name}.rlf"
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         path = str(Path(path) / f"{name}.rlf")
     text = program(name, path)
-    if Path(path).exists() and not force:
+    if os.path.exists(path) and not force:
         raise fail("RL0094", f"cannot write {path}: the file exists", place=path,
                    help="choose another path with -o, or overwrite it with --force")
     python_files = ((str(Path(path).parent / file), content) for file, content in starters.used(name))

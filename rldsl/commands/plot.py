@@ -7,6 +7,7 @@ Errors: RL0782 matplotlib is not installed, RL0785 no run has such a metric, RL0
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -38,8 +39,8 @@ def plot(folders: Sequence[str], target: str, patterns: Sequence[str]) -> tuple[
 
 def _names(folders: Sequence[str]) -> dict[str, str]:
     """What a legend calls each run: the last part of its path, or all of it where two share that."""
-    each = list({Path(folder).resolve(): folder for folder in folders}.values())
-    last = [Path(folder).resolve().name for folder in each]
+    each = list({os.path.realpath(folder): folder for folder in folders}.values())
+    last = [os.path.basename(os.path.realpath(folder)) for folder in each]
     return {(name if last.count(name) == 1 else folder): folder for name, folder in zip(last, each, strict=True)}
 
 

@@ -6,6 +6,7 @@ not there."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -39,7 +40,7 @@ from rldsl.runtime.metrics.run_record import PLAN
 def postmortem(directory: str, plan: str | None = None, as_json: bool = False) -> str:
     """What is known of the run's end. plan: a file, if the run's own is not next to the dumps."""
     folder = Path(directory)
-    folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
+    folder = folder / FOLDER if os.path.isdir(folder / FOLDER) else folder
     dumps, signs = _dumps(folder), _signs(folder)
     _same(folder, [*dumps.values(), *([signs] if signs else [])])
     found = _plan(folder, plan, next(iter(dumps.values())))
@@ -51,7 +52,7 @@ def postmortem(directory: str, plan: str | None = None, as_json: bool = False) -
 
 
 def _dumps(folder: Path) -> dict[int, RankDump]:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise fail("RL0795", f"no such directory: {folder}", place=str(folder),
                    help="`rlc runs DIR` lists the runs below a directory")
     dumps: dict[int, RankDump] = {}

@@ -5,6 +5,7 @@ In: directories. Out: a table as text; the metrics of a run. Errors: RL0783 no r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,7 +20,7 @@ from rldsl.runtime.metrics.run_record import runs
 
 def listing(folder: str) -> str:
     """A table of the runs below `folder`, the newest first. RL0783: there is no such directory."""
-    if not Path(folder).is_dir():
+    if not os.path.isdir(folder):
         raise fail("RL0783", f"no such directory: {folder}", place=folder,
                    help="`rlc run --out DIR` creates one for a run")
     found = list(runs(Path(folder)))
@@ -34,7 +35,7 @@ def listing(folder: str) -> str:
 def records(folder: str) -> list[dict[str, Any]]:
     """The runs below `folder` as `run.json` describes them, with their directories. RL0783: there is no such
     directory."""
-    if not Path(folder).is_dir():
+    if not os.path.isdir(folder):
         raise fail("RL0783", f"no such directory: {folder}", place=folder,
                    help="`rlc run --out DIR` creates one for a run")
     return [{"directory": str(out), **held} for out, held in runs(Path(folder))]
@@ -56,7 +57,7 @@ def _row(folder: Path, out: Path, held: dict[str, Any]) -> tuple[str, ...]:
 def metrics(out: Path) -> Lines:
     """The lines of a run, one a step. A last one that is not whole is left out: the run may be writing it."""
     file = out / METRICS
-    if not out.is_dir():
+    if not os.path.isdir(out):
         raise fail("RL0783", f"no such run: {out}", place=str(out), help=_near(out))
     try:
         found = read(file)

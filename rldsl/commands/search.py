@@ -5,10 +5,10 @@ In: a program, a cluster's file or preset. Out: text or JSON; a placement file.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from rldsl import api
 from rldsl.clusters import Cluster, find
@@ -121,4 +121,4 @@ def compiler_version() -> str:
 
 
 def default_target(file: str) -> str:
-    return str(Path(file).with_suffix(".place.rlf"))
+    return f"{os.path.splitext(file)[0]}.place.rlf"

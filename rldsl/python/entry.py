@@ -90,7 +90,7 @@ def rules(place: Program | None) -> SourceFile | None:
 
 def placing(place: Program | None) -> tuple[str, SourceFile | None]:
     """(who places the calls, the rules): a mode, where there is no such file."""
-    if place is not None and not (isinstance(place, str) and "\n" in place) and not Path(place).exists():
+    if place is not None and not (isinstance(place, str) and "\n" in place) and not os.path.exists(place):
         from rldsl.search.modes import is_mode
 
         if is_mode(os.fspath(place)):

@@ -144,7 +144,7 @@ def is_program(word: str) -> bool:
 
 def is_own_checkpoint(out: Path, resume: Path) -> bool:
     """Whether the run resumes from the run in `out`, or from a checkpoint of it."""
-    place, own = resume.resolve(), out.resolve()
+    place, own = Path(os.path.realpath(resume)), Path(os.path.realpath(out))
     return place in (own, own / "checkpoints") or place.parent == own / "checkpoints"
 
 
@@ -246,7 +246,7 @@ def _now() -> str:
 def _files(plan: Plan) -> dict[str, tuple[str, Path]]:
     """Name in the plan -> sha256 and place, of programs and Python files. The library's own come with its version."""
     named = [*plan.header.sources, *((f.path, f.sha256) for f in plan.functions)]
-    modules = {path: (digest, Path(path).resolve()) for f in plan.functions for _, path, digest in f.modules}
+    modules = {path: (digest, Path(os.path.realpath(path))) for f in plan.functions for _, path, digest in f.modules}
     return {path: (digest, function_path(path)) for path, digest in named} | modules
 
 

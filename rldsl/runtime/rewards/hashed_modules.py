@@ -44,7 +44,7 @@ class HashedModules(MetaPathFinder):
     def add(self, function: Function, path: Path) -> None:
         """The modules of a function may be imported from now on. path: of its file. RL0771, RL0772."""
         for name, file, digest in function.modules:
-            place = Path(file).resolve()
+            place = Path(os.path.realpath(file))
             if self.names.setdefault(name, place) != place:
                 raise fail("RL0770", f"two Python files import different modules as `{name}`", place=function.path,
                            notes=(f"{self.files[self.names[name]][0]} and {file}",),
@@ -84,7 +84,7 @@ class HashedModules(MetaPathFinder):
 
     def source(self, name: str, path: str) -> bytes:
         """The bytes to execute. RL0770: the plan has no digest for them."""
-        expected = self.files.get(Path(path).resolve())
+        expected = self.files.get(Path(os.path.realpath(path)))
         if expected is None or path.endswith(".pyc"):
             self.refused = self.refused or fail(
                 "RL0770", f"the plan does not contain the local module `{name}`", place=os.path.relpath(path),

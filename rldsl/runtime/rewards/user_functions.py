@@ -16,6 +16,7 @@ import hashlib
 import importlib.util
 import inspect
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -36,7 +37,7 @@ def function_path(path: str) -> Path:
     """Where the file of a Function is: `std/...` are the files of this package, all others as given."""
     if path.startswith(SHIPPED) and "/" not in path[len(SHIPPED):]:
         return Path(str(resources.files(LIBRARY))) / path[len(SHIPPED):]
-    return Path(path).resolve()
+    return Path(os.path.realpath(path))  # links that go round are left to whoever reads it
 
 
 def load(function: Function) -> Callable[[list[Row]], Any]:
