@@ -40,7 +40,8 @@ def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
     below = [f"  - free      {sum(len(e.frees) for e in frees)} buffers after their last use",
              f"  ok          {proof.events} events, {proof.entries} entries: {', '.join(proof.checks)}",
              f"  plan        {plan_id(data)}  {human(len(data))}"]
-    lines = *_wrapped(above), *_row_states(plan), *_buffers(plan), *_inserted(plan, inserted), *_wrapped(below)
+    held = *_lag(plan, every), *_row_states(plan), *_buffers(plan)
+    lines = *_wrapped(above), *held, *_inserted(plan, inserted), *_wrapped(below)
     return "\n".join(lines) + "\n"
 
 
@@ -74,6 +75,29 @@ def _meshes(compiled: Compiled, plan: Plan, every: list[Event]) -> Iterator[str]
                 head, joined = " " * len(head), call
             text = joined
         yield head + text + tail
+
+
+def _lag(plan: Plan, every: list[Event]) -> Iterator[str]:
+    """What a lag makes possible: work for two steps at the same time, on ranks that have only one of them."""
+    lag = plan.header.lag
+    if not lag:
+        return
+    meshes = {m.id: frozenset(m.members()) for m in plan.meshes}
+    calls = [e for e in every if isinstance(e, ModelCall)]
+    ahead, own = (frozenset[int]().union(*(meshes[e.mesh] for e in calls if (e.ahead > 0) == early))
+                  for early in (True, False))
+    text = f"  lag {lag:<6}  step s trains on what was generated {_steps(lag)} earlier"
+    if ahead - own and own - ahead:
+        text += f"; ranks {ranks_text(sorted(ahead - own))} generate while ranks {ranks_text(sorted(own - ahead))} work"
+    elif not ahead - own:
+        text += "; all ranks that generate do other work, too, so this saves no time: use disjoint meshes, or no lag"
+    else:
+        text += "; no other ranks work meanwhile, so this saves no time: use disjoint meshes, or no lag"
+    yield from _wrapped([text])
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count > 1)}"
 
 
 def _row_states(plan: Plan) -> Iterator[str]:

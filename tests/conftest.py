@@ -21,10 +21,10 @@ from tests.cpu import GARBAGE, Cpu
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
 NUMERIC = frozenset({  # the directories of tests whose numbers come from kernels
-    "backend_torch", "buffers", "checkpoint", "consistency", "context", "continued", "copies", "curriculum", "data",
-    "concat", "derive", "end_to_end", "evaluation", "generation", "interleaved", "library", "lora", "megatron", "moe", "numbers",
-    "offload", "oracles", "papers", "prefixes", "relabelled", "runtime", "selection", "stop", "sync", "texts", "units",
-    "zero"})
+    "backend_torch", "buffers", "checkpoint", "concat", "consistency", "context", "continued", "copies", "curriculum",
+    "data", "derive", "end_to_end", "evaluation", "generation", "interleaved", "lag", "library", "lora", "megatron",
+    "moe", "numbers", "offload", "oracles", "papers", "prefixes", "relabelled", "runtime", "selection", "stop", "sync",
+    "texts", "units", "zero"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,6 +11,8 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import PurePath
 
 from jinja2 import Environment, StrictUndefined
@@ -19,7 +21,7 @@ from rldsl.files import read_bytes
 from rldsl.inspect.view import check_rank
 from rldsl.pages.templates import template
 from rldsl.plan.codec import decode, plan_id
-from rldsl.plan.events import Event, Every, Item, Loop
+from rldsl.plan.events import EVERY_TURN, Event, Every, Item, Loop, ahead_of
 from rldsl.plan.model import Plan, Ranges
 from rldsl.plan.naming import describe_event, labelled
 from rldsl.plan.notation import ranks_text
@@ -92,7 +94,10 @@ def _lines(items: Sequence[Item], depth: int, turns: tuple[str, ...]) -> Iterato
         if isinstance(item, Loop):
             turn = f"turn{len(turns) if len(turns) > 1 else ''}" if turns else "step"
             yield f'{indent}for {turn} in run.loop({json.dumps(item.id)}):{_about(item)}'
-            yield from _lines(item.body, depth + 1, (*turns, turn))
+            for condition, group in groupby(item.body, partial(_condition, item, turn)):
+                if condition:
+                    yield f"{indent}    if {condition}:"
+                yield from _lines(tuple(group), depth + 1 + bool(condition), (*turns, turn))
         elif isinstance(item, Every):
             yield f"{indent}if {turns[-1]} % {item.period} == 0:"
             yield from _lines(item.body, depth + 1, turns)
@@ -100,7 +105,15 @@ def _lines(items: Sequence[Item], depth: int, turns: tuple[str, ...]) -> Iterato
             yield _line(item, indent)
 
 
+def _condition(loop: Loop, turn: str, item: Item) -> str:
+    """When an item of a loop runs; "" in every turn. With a lag, the first and the last turns lack some items."""
+    ahead = ahead_of(item)
+    return "" if loop.first == 1 or ahead == EVERY_TURN else f"run.is_due({turn}, ahead={ahead})"
+
+
 def _about(loop: Loop) -> str:
+    if loop.first < 1:
+        return f"  # from {loop.first} to {loop.trips}: some events run for a later step"
     return _plain(f"  # {f'at most {loop.trips}' if loop.until or loop.over else loop.trips} times" + (
         f", until {loop.until}" if loop.until else f", over the rows of {loop.over}" if loop.over else ""))
 

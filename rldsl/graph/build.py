@@ -16,6 +16,7 @@ from rldsl.graph import model as g
 from rldsl.graph.buffers import declared, with_stored
 from rldsl.graph.flow import FlowBuilder
 from rldsl.graph.kinds import ROWS, kinds
+from rldsl.graph.lag import nodes_ahead
 from rldsl.graph.params import param, supplied
 from rldsl.graph.prune import prune, tables
 from rldsl.plan.expr import Scalar
@@ -111,6 +112,10 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
     used = {str(n.attr("function")) for p in builder.programs for n in p.nodes if n.op == "py"}
     used |= {n.function for n in g.nodes(body) if isinstance(n, g.Derive)}
     values, frames = tuple(builder.values.values()), tuple(exprs.spaces.frames.values())
+    lag, ahead = 0 if isinstance(given, Bad) else cast(int, given["lag"]), frozenset[str]()
+    if lag:
+        lasting = frozenset((*(s.name for s in top.states.values()), *buffers))
+        ahead = nodes_ahead(body, lasting, flow.name.span, builder.checkpoint, errors)
     if not errors.found:
         body = prune(body, {v for _, v in builder.metrics})
         values, frames = tables(body, values, exprs.spaces.frames)
@@ -124,7 +129,7 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
         states=tuple(s for s in top.states.values() if any(v.id == s.name for v in values)),
         buffers=tuple(b for b in with_stored(buffers, builder.buffers).values()
                       if any(isinstance(n, g.Store) and n.buffer == b.name for n in g.nodes(body))),
-        checkpoint=builder.checkpoint)
+        checkpoint=builder.checkpoint, lag=lag, ahead=ahead)
     return graph, tuple(errors.found)
 
 

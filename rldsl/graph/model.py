@@ -328,3 +328,5 @@ class Graph:
     states: tuple[State, ...] = ()  # in the order of their declarations
     buffers: tuple[Buffer, ...] = ()  # in the order of their declarations
     checkpoint: Checkpoint | None = None  # None: no checkpoints
+    lag: int = 0  # a step trains on what was generated for it this many steps earlier
+    ahead: frozenset[str] = frozenset()  # ids of the nodes that run `lag` steps ahead

@@ -65,7 +65,7 @@ def _items(plan: Plan, items: Sequence[Item], indent: str) -> Iterator[str]:
     for item in items:
         if isinstance(item, Loop | Every):
             yield (
-                f"{indent}loop {item.id} x{item.trips}"
+                f"{indent}loop {item.id} x{item.trips}{_first(item)}"
                 f"{f' until {item.until.removeprefix(UNTIL)}' if item.until else ''}"
                 f"{f' over {item.over}' if item.over else ''} {{"
                 if isinstance(item, Loop)
@@ -77,6 +77,10 @@ def _items(plan: Plan, items: Sequence[Item], indent: str) -> Iterator[str]:
             yield indent + line(item)
 
 
+def _first(loop: Loop) -> str:
+    return f" from turn {loop.first}" if loop.first != 1 else ""
+
+
 def line(event: Event) -> str:
     """One event on one line: id, kind, mesh, reads -> writes, bytes, reason, position."""
     touched = event.reads or event.frees
@@ -84,6 +88,8 @@ def line(event: Event) -> str:
     parts = [f"e{event.id}", f"{event.kind:<8}", f"{event.mesh:<6}", flow]
     if event.bytes:
         parts.append(f"[{human(event.bytes)}]" if event.bytes > 0 else "[size known at run time]")
+    if event.ahead:
+        parts.append(f"for step {event.ahead:+}" if event.ahead > 0 else "in every turn")
     if event.because:
         parts.append(f"because {event.because}")
     if event.at:

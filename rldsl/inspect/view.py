@@ -157,7 +157,7 @@ def _item(plan: Plan, places: PlaceTexts, item: Item) -> dict[str, Any]:
     if isinstance(item, Event):
         return _event(plan, places, item)
     head = {"kind": "every", "period": item.period} if isinstance(item, Every) else {
-        "kind": "loop", "id": item.id, "trips": item.trips, "until": item.until, "over": item.over}
+        "kind": "loop", "id": item.id, "trips": item.trips, "until": item.until, "over": item.over, "first": item.first}
     return head | {"body": [_item(plan, places, inner) for inner in item.body]}
 
 
@@ -167,4 +167,4 @@ def _event(plan: Plan, places: PlaceTexts, event: Event) -> dict[str, Any]:
     return {"id": event.id, "kind": event.kind, "about": event.subject, "where": places.where(event),
             "mesh": event.mesh, "ranks": ranges(plan, event), "reads": event.reads,
             "writes": event.writes, "at": event.at, "because": event.because,
-            "bytes": None if event.bytes < 0 else event.bytes, "fields": own}
+            "ahead": event.ahead, "bytes": None if event.bytes < 0 else event.bytes, "fields": own}

@@ -222,15 +222,32 @@ class _Lifetimes:
         for buffer in sorted(lasting):
             self._value(buffer, 0, self.end)
         live = {b: start for b, start in collected.items() if self._holds(b)}
+        ahead = self._values_of_later_steps() if self.plan.header.lag else set()
         for i, e in enumerate(self.events):
             for b in e.writes:
-                if b not in live and b not in lasting and self._holds(b):
+                if b not in ahead and b not in live and b not in lasting and self._holds(b):
                     live[b] = 2 * i + 1
             for b in e.frees:
                 if b in live:
                     self._value(b, live.pop(b), 2 * i + 1)
         for b, start in live.items():
             self._value(b, start, until.get(b, self.end))
+
+    def _values_of_later_steps(self) -> set[str]:
+        """Buffers that are freed in a later turn of the step loop than the one that writes them: of some steps all of a
+        turn, of one from its write, and of one up to its free."""
+        freed = {b: (i, e.ahead) for i, e in enumerate(self.events) for b in e.frees}
+        found: set[str] = set()
+        for i, e in enumerate(self.events):
+            for b in (b for b in e.writes if b in freed and self._holds(b)):
+                last, ahead = freed[b]
+                if e.ahead > ahead:
+                    found.add(b)
+                    for _ in range(e.ahead - ahead - 1):
+                        self._value(b, self.top, self.end)
+                    self._value(b, 2 * i + 1, self.end)
+                    self._value(b, self.top, 2 * last + 1)
+        return found
 
     def _holds(self, buffer: str) -> bool:
         value, spread = split_buffer(buffer)

@@ -14,7 +14,7 @@ from rldsl.diag import internal_error
 from rldsl.graph.model import nodes
 from rldsl.passes.draft import Draft, each_block, events
 from rldsl.placement.model import Call
-from rldsl.plan.events import Event, Free, Item, Load, Realloc
+from rldsl.plan.events import EVERY_TURN, Event, Free, Item, Load, Realloc
 
 Copies = frozenset[tuple[str, str]]  # (model, layout)
 
@@ -54,7 +54,11 @@ def copy_lifetimes(draft: Draft) -> Draft:
         return tuple(x for i, item in enumerate(items)
                      for x in (item, *(_free(draft, b, item) for b in sorted(ends.get(i, ())))))
 
-    return replace(draft, body=each_block(draft.body, insert))
+    body = each_block(draft.body, insert)
+    if draft.placed.graph.lag:
+        body = tuple(replace(i, ahead=EVERY_TURN) if isinstance(i, Free) and i.buffers[0] in not_kept else i
+                     for i in body)
+    return replace(draft, body=body)
 
 
 def _free(draft: Draft, buffer: str, after: Item) -> Free:

@@ -28,14 +28,14 @@ def emit(draft: Draft, compiler: str) -> Plan:
     numbers = count()
     rename = _Rename(names)
     setup = tuple(rename.event(e, next(numbers)) for e in draft.setup)
-    steps = Loop("steps", graph.steps, rename.block(draft.body, numbers))
+    steps = Loop("steps", graph.steps, rename.block(draft.body, numbers), first=1 - graph.lag)
     body: tuple[Item, ...] = (*setup, steps)
     models = tuple(replace(m, train_layout=names.get(m.train_layout, ""),
                            ema_layout=names.get(m.ema_layout, ""), planned_updates=updates(draft, m.name))
                    for m in placed.models)
     used = {r.id for e in every for r in references(e) if r.role is Role.MODEL}
     header = Header(FORMAT, compiler, graph.program, graph.flow, placed.world, placed.devices_per_node, graph.steps,
-                    graph.seed, graph.sources, graph.params, placed.memory)
+                    graph.seed, graph.sources, graph.params, placed.memory, graph.lag)
     return Plan(header, meshes, layouts, spreads, tuple(m for m in models if m.name in used), _data(draft),
                 spaces_of(graph.frames), tuple(f.record for f in graph.frames), graph.values, graph.functions,
                 graph.programs,

@@ -10,13 +10,13 @@ only after its readers, and a model's new version (by a train or a sync) comes a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rldsl.diag import internal_error
 from rldsl.passes.draft import Draft, events, lengths_spread_ids, uses
 from rldsl.passes.list_scheduling import Task, list_schedule
-from rldsl.plan.events import Event, Every, Item, Loop
+from rldsl.plan.events import Event, Every, Item, Loop, ahead_of, split_buffer
 from rldsl.plan.model import Value
 from rldsl.plan.traits import Family
 from rldsl.sharding.rank_sets import group_equal_ranks
@@ -59,17 +59,23 @@ def _jobs(draft: Draft, items: Sequence[Item], values: Mapping[str, Value],
     for inside, ranks in group_equal_ranks(meshes, draft.placed.world).items():
         for mesh in inside:
             firsts[mesh].add(ranks.first)
-    return [_job(draft, item, values, lengths_in, firsts) for item in items]
+    lasting = draft.lasting
+    return [_job(draft, item, values, lengths_in, firsts, lasting) for item in items]
 
 
 def _job(draft: Draft, item: Item, values: Mapping[str, Value], lengths_in: Mapping[str, str],
-         firsts: Mapping[str, set[int]]) -> _Job:
-    own = list(events([item]))
+         firsts: Mapping[str, set[int]], lasting: frozenset[str]) -> _Job:
+    own, ahead = list(events([item])), ahead_of(item)
+
+    def in_turn(buffers: Iterable[str]) -> list[str]:
+        """Buffers by the steps, counted from the turn's, whose values they hold: another step has another buffer."""
+        return [f"{b} {ahead}" if split_buffer(b)[0] in values and b not in lasting else b for b in buffers]
+
     priority = PRIORITY[item.traits.family] if isinstance(item, Event) else BLOCK_PRIORITY
     versions = [e.versions() for e in own]
-    needed = frozenset(b for e in own for b in uses(draft, e, values, lengths_in))
+    needed = frozenset(in_turn(b for e in own for b in uses(draft, e, values, lengths_in)))
     return _Job(needed.union(*(v.uses for v in versions)),
-                frozenset(b for e in own for b in e.writes).union(*(v.defs for v in versions)),
+                frozenset(in_turn(b for e in own for b in e.writes)).union(*(v.defs for v in versions)),
                 frozenset(r for m in {e.mesh for e in own} for r in firsts[m]),
                 sum(e.traits.order_cost for e in own), priority)
 

@@ -165,6 +165,8 @@ class _EventBuilder:
                 out += self.update(item)
             else:
                 event = self.event(item)
+                if item.id in self.placed.graph.ahead:
+                    event = replace(event, ahead=self.placed.graph.lag)
                 out.append(event)
                 self.made_in |= {split_buffer(b)[0]: split_buffer(b)[1] for b in event.writes}
         return tuple(out)

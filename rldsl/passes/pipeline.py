@@ -20,6 +20,7 @@ from rldsl.passes import (
     log,
     offloads,
     reallocs,
+    run_ahead,
     transfers,
     value_lifetimes,
 )
@@ -74,6 +75,8 @@ PASSES: tuple[CompilerPass, ...] = (
                  _of_result(reallocs.check_reallocs)),
     CompilerPass("offloads", "copies moved to host memory after use, and back", offloads.offloads),
     CompilerPass("log", "metrics written to the log", log.log),
+    CompilerPass("run_ahead", "with `lag`, how many steps each event runs ahead", run_ahead.run_ahead,
+                 _of_result(run_ahead.check_run_ahead)),
     CompilerPass("order", "each block ordered so that disjoint meshes work at the same time", event_order.order,
                  event_order.check_order),
     CompilerPass("prefetch", "offloaded copies moved back early, during the work between calls", offloads.prefetch,

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rldsl.diag import internal_error
 from rldsl.passes.draft import Draft, events, lengths_spread_ids, union, uses
-from rldsl.plan.events import Event, Every, Free, Item, Loop, split_buffer
+from rldsl.plan.events import Event, Every, Free, Item, Loop, ahead_of, split_buffer
 from rldsl.plan.model import Mesh
 from rldsl.plan.naming import Labels
 
@@ -28,11 +28,10 @@ def value_lifetimes(draft: Draft) -> Draft:
         own = {b for i in items for b in _made(i) if split_buffer(b)[0] not in models and b not in kept}
         last: dict[str, int] = {}
         for i, item in enumerate(items):
-            for e in events([item]):
-                for b in (*uses(draft, e, values, lengths_in), *e.writes):
-                    if b in own:
-                        last[b] = i
-            last |= {b: i for b in _made(item) if b in own}
+            used = {b for e in events([item]) for b in (*uses(draft, e, values, lengths_in), *e.writes)}
+            for b in (used | {*_made(item)}) & own:
+                if b not in last or ahead_of(item) <= ahead_of(items[last[b]]):  # in a later turn, or later in the turn
+                    last[b] = i
         ends: dict[int, list[str]] = defaultdict(list)
         for b, i in last.items():
             ends[i].append(b)
@@ -60,7 +59,8 @@ def _free(draft: Draft, labels: Labels, buffers: list[str], after: Item, meshes:
     mesh = union(draft, {draft.spreads[split_buffer(b)[1]].mesh for b in buffers})
     meshes.append(mesh)
     reader = labels.event(after).called if isinstance(after, Event) else "the preceding block"
-    return Free(id=0, mesh=mesh.id, because=f"last used by {reader}", buffers=tuple(buffers))
+    return Free(id=0, mesh=mesh.id, because=f"last used by {reader}", buffers=tuple(buffers),
+                ahead=ahead_of(after))
 
 
 def check_value_lifetimes(draft: Draft) -> None:

@@ -45,12 +45,13 @@ from rldsl.plan.references import (
 from rldsl.plan.traits import EVENTS, Buffers, Traits, event_kind
 
 __all__ = [
-    "EVENTS", "AnyCall", "Checkpoint", "Collect", "Compute", "CopyPart", "Derive", "Draw", "Event", "Every", "Fetch",
-    "Free", "Generate", "Infer", "Item", "Lengths", "Load", "Log", "Lookup", "Loop", "ModelCall", "Offload", "Onload",
-    "Realloc", "RowStates", "Sample", "Sampling", "Save", "Store", "Train", "Transfer", "Update", "Versions",
-    "optimizer_of", "split_buffer",
+    "AnyCall", "Checkpoint", "Collect", "Compute", "CopyPart", "Derive", "Draw", "EVENTS", "EVERY_TURN", "Event",
+    "Every", "Fetch", "Free", "Generate", "Infer", "Item", "Lengths", "Load", "Log", "Lookup", "Loop", "ModelCall",
+    "Offload", "Onload", "Realloc", "RowStates", "Sample", "Sampling", "Save", "Store", "Train", "Transfer", "Update",
+    "Versions", "ahead_of", "optimizer_of", "runs_in", "split_buffer",
 ]
 
+EVERY_TURN = -1  # `Event.ahead` of what belongs to no step: copies of parameters are refreshed, moved and freed
 CopyPart = Literal["parameters", "optimizer"]  # of a model under a layout; optimizer: moments and gradients
 Copy = tuple[ModelName, LayoutId]  # the parameters of a model under a layout
 
@@ -89,6 +90,7 @@ class Event:
     at: str = ""  # the position in the program that asked for it: "ppo.rlf:22:3"
     because: str = ""  # why the compiler inserted it; "" for what the user wrote
     bytes: int = 0  # sent between ranks; -1 if it depends on the lengths of sequences
+    ahead: int = 0  # steps by which it runs ahead of the step loop (`runs_in`), or EVERY_TURN
 
     @property
     def called(self) -> str:
@@ -119,6 +121,11 @@ class Event:
     def new_rows(self) -> tuple[FrameId, ...]:
         """The frames whose rows begin with it; selections and collections are made of rows that exist."""
         return ()
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether it only brings a copy of parameters up to date, or moves it between device and host memory."""
+        return self.traits.family == "residency"
 
     @property
     def logged(self) -> tuple[tuple[str, Buffer], ...]:
@@ -174,6 +181,10 @@ class Realloc(Event):
     decay: float = 0.0  # the weight of the old parameters of `model`
     # position of the statement that made the version of the source that is taken; "": the version from before the step
     source_version: str = ""
+
+    @property
+    def refreshes(self) -> bool:
+        return not self.source
 
     @property
     def origin(self) -> str:
@@ -271,9 +282,9 @@ class ModelCall(Event):
         return ((self.model, self.layout),)
 
 
-@event_kind(Traits(family="call", blocking="dp_rank", participants=("layout",), communicators="layout",
-                   backend_communicates=True, needs_lengths_of=("prompts",), divides_rows=True, order_cost=300,
-                   scratch=True, timed=True, drawing="call",
+@event_kind(Traits(family="call", stored_ahead=True, blocking="dp_rank", participants=("layout",),
+                   communicators="layout", backend_communicates=True, needs_lengths_of=("prompts",),
+                   divides_rows=True, order_cost=300, scratch=True, timed=True, drawing="call",
                    not_diffed=("model", "layout", "spread", "prompts", "frame", "sampling")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate(GenerateSpec, ModelCall):
@@ -300,9 +311,9 @@ class Generate(GenerateSpec, ModelCall):
         return f"{self.frame} = {self.called}"
 
 
-@event_kind(Traits(family="call", blocking="dp_rank", participants=("layout",), communicators="layout",
-                   backend_communicates=True, needs_lengths_of=("frame",), divides_rows=True, order_cost=100,
-                   scratch=True, timed=True, drawing="call",
+@event_kind(Traits(family="call", stored_ahead=True, blocking="dp_rank", participants=("layout",),
+                   communicators="layout", backend_communicates=True, needs_lengths_of=("frame",),
+                   divides_rows=True, order_cost=100, scratch=True, timed=True, drawing="call",
                    not_diffed=("model", "layout", "spread", "frame", "value")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infer(InferSpec, ModelCall):
@@ -383,8 +394,9 @@ class RowStates(Event):
     follows: tuple[tuple[ValueId, str], ...] = ()
 
 
-@event_kind(Traits(family="data", blocking="collective", participants=("writes",), communicators="mesh",
-                   bytes_moved="planned", timed=True, drawing="value", not_diffed=("frame", "program")))
+@event_kind(Traits(family="data", stored_ahead=True, blocking="collective", participants=("writes",),
+                   communicators="mesh", bytes_moved="planned", timed=True, drawing="value",
+                   not_diffed=("frame", "program")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw(DrawSpec, RowStates):
     """The numbers of the rows that the next batch consists of. The first participant draws them and sends them to the
@@ -552,7 +564,7 @@ class Store(StoreSpec, Event):
         return self.called
 
 
-@event_kind(Traits(family="data", blocking="none", participants=("writes",), drawing="value",
+@event_kind(Traits(family="data", stored_ahead=True, blocking="none", participants=("writes",), drawing="value",
                    not_diffed=("buffer", "frame", "values", "program", "version")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample(SampleSpec, Event):
@@ -630,6 +642,7 @@ class Loop:
     until: Buffer = ""  # batch-level, written by the body: where it is true the loop ends; freed in each iteration
     collects: tuple[Buffer, ...] = ()  # emptied before the first iteration; the body appends to them
     over: DataName = ""  # the data source that it reads once, in file order; the last batch may be short
+    first: int = 1  # number of the first turn; in the step loop below 1 if events run ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -641,3 +654,16 @@ class Every:
 
 
 Item = Event | Loop | Every
+
+
+def ahead_of(item: Item) -> int:
+    """By how many steps an item of the step loop runs ahead. The events of a block run ahead by the same number."""
+    return item.ahead if isinstance(item, Event) else max((ahead_of(i) for i in item.body), default=0)
+
+
+def runs_in(turn: int, ahead: int, steps: int) -> bool:
+    """Whether items of the step loop that run so far ahead run in a turn.
+
+    Turns are numbered so that in turn i the events of ahead 0 run for step i, of 1 to `steps`. Before turn 1 and in the
+    last turns, only a part of the events runs."""
+    return ahead == EVERY_TURN or 1 <= turn + ahead <= steps

@@ -50,6 +50,7 @@ class Header:
     sources: tuple[tuple[str, str], ...] = ()  # (path, sha256) of every .rlf file
     params: tuple[tuple[str, Scalar], ...] = ()  # resolved `param`s
     memory: int = 0  # bytes per device; 0: unknown
+    lag: int = 0  # a step trains on what was begun for it so many steps earlier
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,10 @@ class Traits:
     # generation and training 300, anything else 1.
     order_cost: int = 1
 
+    # Whether a run that resumes reads what the event made for a later step from the checkpoint, since it depends on
+    # parameters, states or buffers of the past. All else that runs ahead is done again.
+    stored_ahead: bool = False
+
     drawing: Drawing = "none"  # how the dataflow picture shows it
     color: Color = "mesh"  # of its bar in a timeline
     not_diffed: tuple[str, ...] = ()  # fields that `rlc diff` does not list: the event's title and place show them

@@ -5,7 +5,7 @@ Communication is issued early and waited for late: a transfer leaves a `Pending`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,8 +91,10 @@ class Pending:
 class BufferStore:
     """The buffers of one rank: what it holds, or a `Pending` for what is still to arrive."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: BufferStore | None = None, shared_names: Collection[str] = ()):
+        """shared: where to read the buffers of `shared_names`, which this store does not hold."""
         self._buffers: dict[str, Any] = {}
+        self._shared, self._shared_names = shared, shared_names
 
     def put(self, name: str, value: Any) -> None:
         """Replace a buffer. Waits for communication under that name first: a rank that only sends never reads it."""
@@ -110,10 +112,17 @@ class BufferStore:
 
     def get(self, name: str) -> Any:
         """The buffer's contents, once they have arrived. The buffer stays in the store."""
+        if self._shared is not None and name in self._shared_names:
+            return self._shared.get(name)
         value = self._buffers[name]
         if isinstance(value, Pending):
             value = self._buffers[name] = value.finish()
         return value
+
+    def take(self, other: BufferStore) -> None:
+        """Take over all buffers of another store, as if each were put here."""
+        for name, value in other._buffers.items():
+            self.put(name, value)
 
     def free(self, name: str) -> None:
         """Remove a buffer, after waiting for its communication. Does nothing on a rank that does not have it."""

@@ -75,7 +75,7 @@ BUFFER = {"capacity": Opt("int", low=1, needed=True)}
 PREFIXES = {"at": Opt("text"), "every": Opt("int", None, 1, unit="tokens"), "fractions": Opt("floats"),
             "most": Opt("int", None, 1, unit="rows")}
 CHECKPOINT = {"keep": Opt("int", 2, 1)}
-FLOW = {"steps": Opt("int", low=1, needed=True), "seed": Opt("int", 1, 0)}
+FLOW = {"steps": Opt("int", low=1, needed=True), "seed": Opt("int", 1, 0), "lag": Opt("int", 0, 0)}
 CLUSTER = {"nodes": Opt("int", 1, 1, 16_384), "gpus": Opt("int", low=1, high=256, needed=True),
            "memory_gb": Opt("float", 80.0, 0, above=True)}
 

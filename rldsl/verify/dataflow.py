@@ -12,13 +12,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Collect, Compute, Derive, Event, Every, Item, Loop, Store, Update, split_buffer
+from rldsl.plan.events import (
+    Collect,
+    Compute,
+    Derive,
+    Event,
+    Every,
+    Item,
+    Loop,
+    Store,
+    Update,
+    ahead_of,
+    runs_in,
+    split_buffer,
+)
 from rldsl.plan.references import Role, references
 from rldsl.sharding.rank_sets import Ranks, group_equal_ranks, union
 from rldsl.verify.tables import Tables, name, problem
 
 # The name of a set of ranks is the id of a mesh, "first of MESH" for its first rank, or this, for those of the event.
 ALL_PARTICIPANTS = ""
+AHEAD = " of a later step: +"  # between the name of a buffer and how many turns later its step begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +83,7 @@ class _BufferTrace:
                  states: set[str]):
         self.member_of, self.effects, self.meshes = member_of, effects, meshes
         self.live: set[str] = {b for b in states if meshes[b] in member_of}
+        self.kept = states  # from step to step
         self.overwritable = set(states)  # buffers that may be written while they exist
         self.last: Event | None = None  # of the rank, so far
         self.problems: list[tuple[str, str, Event]] = []
@@ -78,7 +93,9 @@ class _BufferTrace:
 
     def run(self, body: tuple[Item, ...]) -> None:
         for item in body:
-            if isinstance(item, Loop):
+            if isinstance(item, Loop) and item.first < 1:
+                self._turns(item)
+            elif isinstance(item, Loop):
                 self._loop(item)
             elif isinstance(item, Every):
                 before = set(self.live)
@@ -104,6 +121,31 @@ class _BufferTrace:
         self._check_balanced(before, loop)
         self.overwritable -= collected
 
+    def _turns(self, loop: Loop) -> None:
+        """A step loop whose events run ahead: buffers of later steps live from turn to turn. Between the first turns
+        and the last, which lack some events, all turns are alike if two of them begin with the same buffers."""
+        lag = 1 - loop.first
+        steps = min(loop.trips, 2 * lag + 2)
+        at_start: list[set[str]] = []
+        for turn in range(loop.first, steps + 1):
+            if 1 <= turn <= steps - lag:
+                at_start.append(set(self.live))
+            for item in loop.body:
+                if runs_in(turn, ahead_of(item), steps):
+                    self.run((item,))
+            left = {b for b in self.live if AHEAD not in b} - self.overwritable
+            if left and self.last is not None:
+                self.report("RL0516", f"{', '.join(sorted(left))} is not freed in the step that writes it", self.last)
+            self.live = {_next_turn(b) for b in self.live - left}
+        if any(x != at_start[0] for x in at_start) and self.last is not None:
+            changed = ", ".join(sorted(at_start[0] ^ at_start[-1]))
+            self.report("RL0517", f"{changed}: a turn of loop {loop.id} ends with other buffers than it begins with",
+                        self.last)
+
+    def _at(self, buffer: str, event: Event) -> str:
+        """A buffer by the step whose values it holds: events that run ahead use those of a later step."""
+        return f"{buffer}{AHEAD}{event.ahead}" if event.ahead > 0 and buffer not in self.kept else buffer
+
     def _check_balanced(self, before: set[str], block: Loop | Every) -> None:
         """A block ends with the buffers that it began with."""
         if self.live == before or self.last is None:
@@ -121,23 +163,29 @@ class _BufferTrace:
         event, member_of, live = effects.event, self.member_of, self.live
         self.last = event
         for buffer, rank_set in effects.reads:
-            if rank_set in member_of and buffer not in live:
+            if rank_set in member_of and self._at(buffer, event) not in live:
                 self.report("RL0513", f"{name(event)} reads {buffer}, which does not exist", event)
         for frame, buffers in effects.lengths:
-            if live.isdisjoint(buffers):
+            if live.isdisjoint(self._at(b, event) for b in buffers):
                 self.report("RL0518",
                             f"{name(event)} divides the rows of frame {frame}, but their lengths are not known yet",
                             event)
         for buffer, rank_set in effects.frees:
             if rank_set in member_of:
-                if buffer not in live:
+                if self._at(buffer, event) not in live:
                     self.report("RL0515", f"{name(event)} frees {buffer}, which does not exist", event)
-                live.discard(buffer)
+                live.discard(self._at(buffer, event))
         for buffer, rank_set in effects.writes:
             if rank_set in member_of:
-                if buffer in live and not (buffer in self.overwritable and _may_overwrite(event)):
+                if self._at(buffer, event) in live and not (buffer in self.overwritable and _may_overwrite(event)):
                     self.report("RL0514", f"{name(event)} writes {buffer} again before it is freed", event)
-                live.add(buffer)
+                live.add(self._at(buffer, event))
+
+
+def _next_turn(buffer: str) -> str:
+    """The name of a buffer in the next turn, which is one step closer to the step of its values."""
+    value, _, ahead = buffer.partition(AHEAD)
+    return f"{value}{AHEAD}{int(ahead) - 1}" if ahead not in ("", "1") else value
 
 
 def _may_overwrite(e: Event) -> bool:

@@ -33,6 +33,8 @@ from rldsl.plan.events import (
     Onload,
     Realloc,
     Train,
+    ahead_of,
+    runs_in,
     split_buffer,
 )
 from rldsl.verify.tables import Tables, name, problem
@@ -122,6 +124,7 @@ def _run(t: Tables, body: tuple[Item, ...], state: CopyStates, problems: list[Di
             problems += _problems(t, item, state)
             state = _after(t, item, state)
         elif isinstance(item, Loop):
+            state = _before_first_step(t, item, state, problems, cache)
             top = state
             # Fixed point: which copies are current at the top depends on what the last iteration left. Start from
             # what is current on entry, run the body, keep only what is current after it too; the set only shrinks.
@@ -135,6 +138,18 @@ def _run(t: Tables, body: tuple[Item, ...], state: CopyStates, problems: list[Di
             if end.offloaded_parts != state.offloaded_parts:
                 problems.append(_unbalanced(f"every {item.period}", end, state))
             state = _meet(state, end)
+    return state
+
+
+def _before_first_step(t: Tables, loop: Loop, state: CopyStates, problems: list[Diagnostic],
+                       cache: dict[tuple[int, CopyStates], CopyStates]) -> CopyStates:
+    """The state after the turns before the first step, in which only events that run ahead take place, and those of
+    every turn. There a copy may be refreshed that is current: nothing has been trained. In the last turns the events
+    that run ahead are missing, which makes no version and no copy."""
+    for turn in range(loop.first, 1):
+        found: list[Diagnostic] = []
+        state = _run(t, tuple(i for i in loop.body if runs_in(turn, ahead_of(i), loop.trips)), state, found, cache)
+        problems += [d for d in found if d.code != "RL0522"]
     return state
 
 

@@ -171,10 +171,10 @@ def _rank(rank: int, data: bytes, out: str, cwd: str) -> tuple[dict[int, list[Ro
             of(state, event)
         return run
 
-    def timed(self: Any, event: Any, seconds: float) -> None:
+    def timed(self: Any, step: Any, event: Any, seconds: float) -> None:
         shared = f" {event.frame}" if isinstance(event, Lengths) else ""
-        times.append((self._step.number, f"{type(event).__name__}{shared}", seconds))
-        took(self, event, seconds)
+        times.append((step.number, f"{type(event).__name__}{shared}", seconds))
+        took(self, step, event, seconds)
 
     before, sys.stderr = sys.stderr, io.StringIO()
     for name, wrapped in (("generate", generate), ("infer", infer), ("train", train)):

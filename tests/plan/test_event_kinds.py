@@ -131,9 +131,10 @@ def test_memory_and_time_are_estimated_with_it(plan: Plan) -> None:
 
 
 def test_the_interpreter_runs_it_with_one_handler(plan: Plan, review: type[Event], monkeypatch: Any) -> None:
-    quiet = SimpleNamespace(begin_event=lambda e: None, end_event=lambda: None, begins=lambda e: None,
-                            took=lambda e, s: None)
-    state, seen = SimpleNamespace(services=SimpleNamespace(ring=quiet, reporter=quiet)), []
+    quiet = SimpleNamespace(begin_event=lambda e: None, end_event=lambda: None, begins=lambda s, e: None,
+                            took=lambda s, e, t: None)
+    services = SimpleNamespace(ring=quiet, reporter=quiet, resumed=None)
+    state, seen = SimpleNamespace(services=services, step=None), []
     event, walk = the(plan, "review"), interpreter.Interpreter(state, ())  # type: ignore[arg-type]
     with pytest.raises(InternalError, match="interpreter has no rule for events of the kind 'review'"):
         walk.run_event(event)

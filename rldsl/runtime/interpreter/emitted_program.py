@@ -76,6 +76,10 @@ class Rank:
             raise self._none(f"loop {id}", self._loops)
         return self._interpreter.iterate(self._loops[id])
 
+    def is_due(self, turn: int, ahead: int) -> bool:
+        """Whether events that run so many steps ahead run in a turn of the step loop."""
+        return self._interpreter.is_due(turn, ahead)
+
     def __getattr__(self, kind: str) -> Callable[[int], None]:
         if kind not in EVENTS:
             raise AttributeError(f"no operation {kind!r}; there are {', '.join(sorted(EVENTS))}", name=kind, obj=self)

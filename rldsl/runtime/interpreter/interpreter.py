@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ from rldsl.plan.events import (
     Train,
     Transfer,
     Update,
+    ahead_of,
+    runs_in,
 )
 from rldsl.plan.naming import Labels
 from rldsl.plan.traits import rule_for
@@ -59,10 +61,12 @@ from rldsl.runtime.interpreter.timeline import TimelineRecorder, synchronize, wr
 from rldsl.runtime.interpreter.train_event import train
 from rldsl.runtime.metrics.reporter import Reporter
 from rldsl.runtime.metrics.summary import summarise, write_summary
+from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint
 from rldsl.runtime.persist.checkpoint_writer import checkpoint
 from rldsl.runtime.persist.model_export import save
 from rldsl.runtime.plan_file import PlanFile
 from rldsl.runtime.rewards.pool import RewardPool
+from rldsl.runtime.state import in_flight
 from rldsl.runtime.state.model_store import ModelStore
 
 
@@ -110,6 +114,8 @@ class Interpreter:
     items: Sequence[Item]                     # the plan's body, filtered to this rank
     recorder: TimelineRecorder | None = None  # records the timeline; None without `--trace`
     depth: int = 0                            # number of loops around the current item
+    turn: int = 0                             # of the step loop: the step of events that do not run ahead
+    resumed: int = 0                          # the last step that the checkpoint of a resumed run contains
     compared: bool = False                    # whether this rank has compared its weights with those of the other ranks
     hold: Callable[[], None] = lambda: None   # called before each event: does not return once the run ends
 
@@ -134,23 +140,66 @@ class Interpreter:
                     self.run_items(item.body, iteration)
             else:
                 for i in self.iterate(item):
-                    self.run_items(item.body, i)
+                    if self.depth == 1:
+                        self.run_turn(item.body, i)
+                    else:
+                        self.run_items(item.body, i)
+
+    def run_turn(self, items: Sequence[Item], turn: int) -> None:
+        """Execute those items of the step loop that run in a turn, each for its step."""
+        for item in items:
+            if self.is_due(turn, ahead_of(item)):
+                self.run_items([item], turn)
+
+    def is_due(self, turn: int, ahead: int) -> bool:
+        """Whether items of the step loop that run so far ahead run in a turn. A resumed run first repeats, of the turns
+        before its checkpoint, what they made of later steps."""
+        repeats = bool(self.resumed) and turn <= self.resumed
+        return runs_in(turn, ahead, self.state.context.plan.header.steps) and (
+            not repeats or ahead > 0 and turn + ahead > self.resumed)
+
+    def state_of(self, event: Event) -> RankState:
+        """The state of the step for which an event runs now."""
+        if event.ahead <= 0:
+            return self.state
+        return replace(self.state, step=self.state.step.later(self.turn + event.ahead))
+
+    def handle(self, state: RankState, event: Event) -> None:
+        """Execute one event, or restore what it did before the checkpoint of a resumed run."""
+        resumed = state.services.resumed
+        if resumed is not None and self.turn <= self.resumed and in_flight.stored_values(event):
+            in_flight.restore(state.step, event, resumed.rows_of)
+        else:
+            rule_for(HANDLERS, event, "the interpreter")(state, event)
+        if event.ahead > 0 and state.services.writer is not None:
+            in_flight.keep(state.step, event)
+
+    def rewind(self, loop: Loop, checkpoint: LoadedCheckpoint) -> None:
+        """Before the turns that a resumed run repeats: the data is at the batches that they read. RL0762."""
+        context, reader = self.state.context, self.state.services.data
+        lag, steps = context.plan.header.lag, context.plan.header.steps
+        begun = range(checkpoint.step + 1, min(checkpoint.step + lag, steps) + 1)
+        if lag or checkpoint.steps_ahead:
+            in_flight.check(checkpoint, begun, context.plan)
+        for event in loop.body:
+            if isinstance(event, Fetch) and event.ahead and not event.reads:
+                reader.position[event.data] = reader.position.get(event.data, -1) - len(begun)
 
     def run_event(self, event: Event) -> None:
         """Execute one event, and report and record how long it took."""
-        state, services = self.state, self.state.services
+        state, services = self.state_of(event), self.state.services
         self.hold()
         services.ring.begin_event(event)
-        services.reporter.begins(event)
+        services.reporter.begins(state.step, event)
         begin = time.monotonic()
-        rule_for(HANDLERS, event, "the interpreter")(state, event)
+        self.handle(state, event)
         if self.recorder is not None:
             synchronize(state.context.device)
         end = time.monotonic()
         services.ring.end_event()
-        services.reporter.took(event, end - begin)
+        services.reporter.took(state.step, event, end - begin)
         if self.recorder is not None:
-            self.recorder.add(event, state.step.number, begin, end)
+            self.recorder.add(event, self.state.step.number, begin, end)
 
     def iterate(self, loop: Loop) -> Iterator[int]:
         """The iterations of a loop, from 1; the caller runs the body of each. The outermost loop is that of the steps:
@@ -160,6 +209,9 @@ class Interpreter:
         is_step_loop = self.depth == 0
         if is_step_loop:
             self.compare_weights()
+            self.resumed = step.number
+            if services.resumed is not None:
+                self.rewind(loop, services.resumed)
         outer, step.evaluated_source = (step.iteration, step.evaluated_source), loop.over
         count = eval_loops.num_iterations(services.data, loop) if loop.over else loop.trips
         if not is_step_loop:
@@ -168,17 +220,19 @@ class Interpreter:
             if context.holds(buffer):
                 value_events.make_empty(step, buffer)
         self.depth += 1
-        for i in range(1 + (step.number if is_step_loop else 0), count + 1):
+        for i in range(loop.first + (step.number if is_step_loop else 0), count + 1):
             # before the body
             step.iteration = i - 1
             services.ring.enter_iteration(self.depth - 1, i)
             if is_step_loop:
-                step.begin()
+                self.turn = i
+                if i > self.resumed:
+                    step.begin()
             else:
                 services.reporter.iterated(loop.id)
             yield i
             # after the body
-            if is_step_loop:
+            if is_step_loop and i > self.resumed:
                 end_step(step, services.reporter)
                 if step.stopped:
                     break

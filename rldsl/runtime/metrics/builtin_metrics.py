@@ -27,7 +27,9 @@ class Meter:
     def __init__(self, plan: Plan):
         self.seconds: dict[str, float] = defaultdict(float)
         self._tokens: dict[str, int] = defaultdict(int)
-        self._responses, self._rows = 0, 0
+        # step -> tokens and rows of responses whose lengths are known, perhaps before the step begins
+        self._responses: dict[int, int] = defaultdict(int)
+        self._rows: dict[int, int] = defaultdict(int)
         # loop -> how many iterations it made, each time it was entered
         self._iterations: dict[str, list[int]] = defaultdict(list)
         self._generated: set[str] = set()  # frames that this rank has helped to generate, whose lengths come next
@@ -36,7 +38,7 @@ class Meter:
         self._world = plan.header.world
 
     def took(self, step: StepState, event: Event, seconds: float) -> None:
-        """An event was executed."""
+        """An event was executed. step: for which."""
         phase = PHASES.get(type(event))
         if phase is not None:
             self.seconds[phase] += max(seconds, 0.0)
@@ -62,8 +64,9 @@ class Meter:
             self._generated.remove(frame)
             self._tokens["generate"] += total
         if not step.evaluated_source:  # the lengths of training are those of its own rows
-            self._responses += total
-            self._rows += int((lens.of("tokens") > 0).sum())  # a row that a selection left out has no tokens at all
+            self._responses[step.number] += total
+            # a row that a selection left out has no tokens at all
+            self._rows[step.number] += int((lens.of("tokens") > 0).sum())
 
     def entered(self, loop: str) -> None:
         """An inner loop begins."""
@@ -81,8 +84,9 @@ class Meter:
         for phase, tokens in self._tokens.items():
             if tokens and phases.get(phase):
                 numbers[f"tokens_per_second/{phase}"] = round(tokens / phases[phase], 1)
-        if self._rows:
-            numbers["length/response"] = self._responses / self._rows
+        responses, rows = self._responses.pop(step.number, 0), self._rows.pop(step.number, 0)
+        if rows:
+            numbers["length/response"] = responses / rows
         if self._world > 1:
             iterations = {loop: list(counts) for loop, counts in self._iterations.items()}
             numbers["moved/bytes"] = _bytes(self._priced, step.number, iterations) + step.ragged_bytes
@@ -90,7 +94,7 @@ class Meter:
         self.seconds.clear()
         self._tokens.clear()
         self._iterations.clear()
-        self._responses = self._rows = step.ragged_bytes = 0
+        step.ragged_bytes = 0
         return numbers
 
 

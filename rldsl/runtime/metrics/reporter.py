@@ -113,17 +113,19 @@ class Reporter:
         for writer in self._writers:
             writer.close(kind is None)
 
-    def begins(self, event: Event) -> None:
+    def begins(self, step: StepState, event: Event) -> None:
+        """step: the one for which the event runs."""
         if self._lines:
             self.write_lines()
         if self._samples is not None and event.frees:
-            self._samples.frees(self._step, event)
+            self._samples.frees(step, event)
         if self._view is not None and not event.frees:
             self._view.doing(f"{describe_event(self._labels.event(event)).title} {event.at}".strip())
 
-    def took(self, event: Event, seconds: float) -> None:
+    def took(self, step: StepState, event: Event, seconds: float) -> None:
+        """step: the one for which the event ran."""
         if self.meter is not None:
-            self.meter.took(self._step, event, seconds)
+            self.meter.took(step, event, seconds)
 
     def entered(self, loop: str) -> None:
         if self.meter is not None:

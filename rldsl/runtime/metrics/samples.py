@@ -9,6 +9,7 @@ from the plan.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,8 +74,9 @@ class Samples:
         """max_samples: rows of each frame and step."""
         self._context, self._data, self._max_samples = context, data, max_samples
         self._mine = [s for s in sample_sources(context.plan) if s.rank == context.rank]
-        self._tokens: dict[str, tuple[RaggedRows, Any]] = {}
-        self._values: dict[str, RaggedRows] = {}
+        # by step: what is taken of steps that events run ahead for, too
+        self._tokens: dict[int, dict[str, tuple[RaggedRows, Any]]] = defaultdict(dict)
+        self._values: dict[int, dict[str, RaggedRows]] = defaultdict(dict)
         self._begun: set[Path] = set()
         self._names = value_names(context.plan, {context.frames[s.frame].row_space for s in self._mine})
         for source in self._mine:
@@ -90,24 +92,25 @@ class Samples:
         if value in self._names:
             if self._context.holds(buffer):
                 column = step.buffers.get(buffer)
-                before = self._values.get(value)
-                self._values[value] = column if before is None or column.ids.numel() >= before.ids.numel() else before
+                taken = self._values[step.number]
+                before = taken.get(value)
+                taken[value] = column if before is None or column.ids.numel() >= before.ids.numel() else before
             return
         for source in self._mine:
             if value == f"{source.frame}.tokens" and spread == source.spread:
-                self._tokens[source.frame] = step.buffers.get(buffer), step.rows.lens[source.frame]
+                self._tokens[step.number][source.frame] = step.buffers.get(buffer), step.rows.lens[source.frame]
 
     def end_step(self, step: StepState) -> None:
         """Write the rows of this step."""
-        for frame, (tokens, lens) in self._tokens.items():
-            self._write(step.number, self._context.frames[frame], tokens, lens)
-        self._tokens.clear()
-        self._values.clear()
+        values = self._values.pop(step.number, {})
+        for frame, (tokens, lens) in self._tokens.pop(step.number, {}).items():
+            self._write(step.number, self._context.frames[frame], tokens, lens, values)
 
-    def _write(self, step: int, frame: IndexedFrame, tokens: RaggedRows, lens: Any) -> None:
+    def _write(self, step: int, frame: IndexedFrame, tokens: RaggedRows, lens: Any,
+               values: Mapping[str, RaggedRows]) -> None:
         rows = tokens.ids[lens.of("tokens")[tokens.ids] > 0][: self._max_samples]
         tokenizer = self._data.tokens(frame).tokenizer
-        numbers = {self._names[value]: _numbers(column, rows) for value, column in sorted(self._values.items())
+        numbers = {self._names[value]: _numbers(column, rows) for value, column in sorted(values.items())
                  if self._context.frames[self._context.values[value].frame].row_space == frame.row_space}
         lines = []
         for i, row in enumerate(rows.tolist()):

@@ -33,7 +33,9 @@ from rldsl.runtime.files import digest
 from rldsl.runtime.persist.checkpoint_writer import checkpoints, row_state_key, step_of
 from rldsl.runtime.persist.manifest import MANIFEST, Manifest, read_manifest
 from rldsl.runtime.persist.run_identity import program_changes
+from rldsl.runtime.state import in_flight
 from rldsl.runtime.state.replay import COUNT, LENGTHS, PREFIX, ReplayRows, join_parts
+from rldsl.runtime.store import RaggedRows
 from rldsl.sharding.boxes import Box, intersect, local_slice, parameters, pieces_of_rank, slices_within, subtract
 
 StoredBoxes = list[tuple[Box, Path, str]]  # box, file, key in it
@@ -58,7 +60,8 @@ class LoadedCheckpoint:
     @property
     def names(self) -> list[str]:
         """The models, the states of rows and the buffers that it holds."""
-        return list(dict.fromkeys(key.split("|")[0 if not key.startswith(f"{PREFIX}|") else 1] for key in self.stored))
+        owners = (key.split("|") for key in self.stored)
+        return list(dict.fromkeys(name[name[0] == PREFIX] for name in owners if name[0] != in_flight.PREFIX))
 
     def has(self, model: str) -> bool:
         return model in self.names
@@ -91,6 +94,32 @@ class LoadedCheckpoint:
             rows.restore(tensors)
         except DAMAGE as error:
             raise _damaged(self.path, f"buffer {rows.record.value}: {error}") from None
+
+    @property
+    def steps_ahead(self) -> set[int]:
+        """The later steps of which it holds what was generated ahead."""
+        return {int(key.split("|")[1]) for key in self.stored if key.startswith(f"{in_flight.PREFIX}|")}
+
+    def has_rows_of(self, key: str) -> bool:
+        """Whether it holds a value of a later step. key: as of `in_flight.key_of`."""
+        return any(name.startswith(f"{key}|") for name in self.stored)
+
+    def rows_of(self, key: str) -> RaggedRows:
+        """All rows of a value of a later step, from what all ranks wrote. RL0761."""
+        parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)  # rank -> part -> tensor
+        try:
+            for name in (k for k in self.stored if k.startswith(f"{key}|")):
+                part, _, rank = name.removeprefix(f"{key}|").partition(".")
+                (_, file, stored), = self.stored[name]
+                with safe_open(file, framework="pt") as opened:
+                    parts[rank][part] = opened.get_tensor(stored)
+            rows = RaggedRows.join([RaggedRows(p["ids"], p["sizes"], p["data"]) for p in parts.values()])
+            if rows.ids.unique().numel() != rows.ids.numel() or int(rows.sizes.sum()) != rows.data.numel() or (
+                    rows.sizes.numel() and int(rows.sizes.min()) < 0):
+                raise ValueError("its rows contradict each other")
+        except DAMAGE as error:
+            raise _damaged(self.path, f"{key.replace('|', ' ')}: {error}") from None
+        return rows
 
     @torch.no_grad()
     def fill(self, model: Model, layout: Layout, mesh: Mesh, rank: int, shard: Shard) -> None:
@@ -225,7 +254,7 @@ def _keys(file: Path) -> list[str]:
             box, tensor = _box(key.rpartition("|")[2]), opened.get_slice(key)
             if [b - a for a, b in box] != tensor.get_shape() or min(a for a, _ in box) < 0:
                 raise ValueError(f"{file.name}: {key} has shape {tensor.get_shape()}")
-            if tensor.get_dtype() not in (ROWS if key.startswith(f"{PREFIX}|") else FLOATS):
+            if tensor.get_dtype() not in (ROWS if key.startswith((f"{PREFIX}|", f"{in_flight.PREFIX}|")) else FLOATS):
                 raise ValueError(f"{file.name}: {key} has the type {tensor.get_dtype()}")
     return keys
 

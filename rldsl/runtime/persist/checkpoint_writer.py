@@ -2,7 +2,8 @@
 
 `OUT/checkpoints/step-000100/` holds one safetensors file for each rank that had something to write, whose tensors are
 boxes of global tensors, named `model|part|parameter|start:stop,...` (part: "param", "exp_avg", "exp_avg_sq"), and
-states of rows, named `state|state|rows|0:count`, and rows of replay buffers, named `buffer|name|field|start:stop`; and
+states of rows, named `state|state|rows|0:count`, rows of replay buffers, named `buffer|name|field|start:stop`, and what
+was generated ahead of later steps (`state/in_flight.py`); and
 `checkpoint.json`, written last: step, plan, states, data positions and what they mean
 (`runtime/data/read_positions.py`), schedules, the size and sha256 of every file, and a digest of all this
 (`manifest.py`). So it can be read under any layout (`checkpoint_reader.py`). Each box is written by one of the ranks
@@ -36,6 +37,7 @@ from rldsl.runtime.comm.agreement import any_rank
 from rldsl.runtime.files import digest, sync
 from rldsl.runtime.persist.manifest import FORMAT, MANIFEST, manifest_text
 from rldsl.runtime.persist.run_identity import program_identity
+from rldsl.runtime.state import in_flight
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.model_store import ModelStore
@@ -75,6 +77,7 @@ def checkpoint(models: ModelStore, step: StepState, data: DataReader, writer: Ch
         writer.join()
     if due or stop:
         tensors = _tensors(models, writer, event) | _row_states(step, event) | _buffers(step)
+        tensors |= in_flight.tensors(step.begun, context.rank)
         writer.begin(step.number, event.keep_last, tensors, _facts(models, step, data, event))
     return stop
 

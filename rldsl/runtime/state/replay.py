@@ -20,7 +20,7 @@ from rldsl.plan.model import ReplayBuffer
 from rldsl.runtime.store import RaggedRows
 from rldsl.runtime.weighted_sample import sample_by_weight
 
-PREFIX = "buffer"  # of the names of tensors in a checkpoint
+PREFIX = "rows of buffer"  # of the names of tensors in a checkpoint; no model or state has a name with a blank
 DTYPES = {"f32": torch.float32, "i64": torch.int64, "bool": torch.bool}
 COUNT, LENGTHS = "number of rows added", "lengths"
 

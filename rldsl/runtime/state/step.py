@@ -50,6 +50,10 @@ class StepState:
     ragged_bytes: int = 0
     # all ranks have agreed to end the run after this step
     stopped: bool = False
+    # steps of which events that run ahead have made something, by their numbers
+    begun: dict[int, StepState] = field(default_factory=dict)
+    # of a later step: the values of events that run ahead, for checkpoints (`in_flight.py`)
+    made: dict[str, RaggedRows] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rows = StepRows(self.context.plan, self.context.world, 0)
@@ -60,11 +64,25 @@ class StepState:
         return self.number - 1
 
     def begin(self) -> None:
-        """Begin the next step."""
+        """Begin the next step, with what events that run ahead have made of it."""
         self.number += 1
-        self.tokens = 0
-        self.draws.clear()
-        self.rows = StepRows(self.context.plan, self.context.world, self.index)
+        begun = self.begun.pop(self.number, None)
+        if begun is None:
+            self.tokens = 0
+            self.draws.clear()
+            self.rows = StepRows(self.context.plan, self.context.world, self.index)
+            return
+        self.tokens, self.draws, self.rows = begun.tokens, begun.draws, begun.rows
+        self.ragged_bytes += begun.ragged_bytes
+        self.buffers.take(begun.buffers)
+
+    def later(self, number: int) -> StepState:
+        """The state of a later step, for events that run ahead: what lasts from step to step is the same."""
+        if number not in self.begun:
+            step = StepState(self.context, number, buffers=BufferStore(self.buffers, self.context.plan.lasting))
+            step.rows = StepRows(self.context.plan, self.context.world, step.index)
+            self.begun[number] = step
+        return self.begun[number]
 
     # random seeds
 

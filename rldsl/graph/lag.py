@@ -1,0 +1,60 @@
+"""`lag=k`: which nodes run k steps ahead.
+
+In: the items of a flow. Out: the ids of its generates, and of all that they are made from within a step; or errors. In
+turn i of the run these nodes work for step i + k, on the parameters, states and buffers as they are at their place in
+turn i; all others work for step i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rldsl.graph import model as g
+from rldsl.semantics.errors import Errors
+from rldsl.source import Span
+
+Block = g.Every | g.Repeat | g.Until | g.Eval
+
+
+def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, checkpoint: g.Checkpoint | None,
+                errors: Errors) -> frozenset[str]:
+    """lasting: values that live from step to step. where: the flow's name. Errors: RL0223."""
+    placed = list(_with_blocks(items))
+    writer = {v: at for at in placed for v in at[0].writes if v not in lasting}
+    waiting = [at for at in placed if isinstance(at[0], g.Generate) and not isinstance(at[1], g.Eval)]
+    if not waiting:
+        errors.add("RL0223", "`lag` has no effect: no step generates anything", where,
+                   help="remove `lag`, or generate responses in the flow")
+        return frozenset()
+    first, found = waiting[0][0], dict[str, g.Node]()
+    while waiting:
+        node, block = waiting.pop()
+        if node.id in found:
+            continue
+        found[node.id] = node
+        if block is not None:
+            errors.add("RL0223", f"with `lag`, `{node.id}` must be at the top level of the flow", node.span,
+                       "generation, and what it is made from, runs ahead of the rest of its step",
+                       help="move it out of its block, or remove `lag`")
+        elif isinstance(node, g.Train | g.Sync | g.Update | g.Store):
+            errors.add("RL0223", f"with `lag`, what is generated cannot depend on `{node.id}` of the same step",
+                       node.span, f"`{first.id}` runs ahead of the rest of its step",
+                       help="generate from prompts, other responses or a `state`")
+        elif checkpoint is not None and isinstance(node, g.Lookup | g.Compute) and not lasting.isdisjoint(node.reads):
+            errors.add("RL0223", f"with `lag`, checkpoints cannot store what `{node.id}` reads of a state", node.span,
+                       "a resumed run would compute it again, from the state of a later step",
+                       help="read the state below the generation, or remove `checkpoint`")
+        waiting += [writer[v] for v in node.reads if v in writer]
+        if isinstance(node, g.Fetch):  # the batches of a source are read in order
+            waiting += [at for at in placed if isinstance(at[0], g.Fetch) and at[0].data == node.data
+                        and not isinstance(at[1], g.Eval)]
+    return frozenset(found)
+
+
+def _with_blocks(items: Iterable[g.Item], block: Block | None = None) -> Iterator[tuple[g.Node, Block | None]]:
+    """Every node with the evaluation around it, or else the outermost block around it."""
+    for item in items:
+        if isinstance(item, Block):
+            yield from _with_blocks(item.body, item if isinstance(item, g.Eval) or block is None else block)
+        else:
+            yield item, block

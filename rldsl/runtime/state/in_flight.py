@@ -1,0 +1,129 @@
+"""What events that run ahead have made of later steps, in checkpoints.
+
+In: the states of these steps. Out: tensors by name, and from them the buffers of an event, on the ranks of any
+placement. What depends on parameters, states or buffers of the past is stored: what was generated, inferred, drawn and
+sampled. The rest of what runs ahead is computed again when a run resumes. A tensor is named
+`later step|STEP|VALUE|PART.RANK|0:n`, with the parts of a ragged value: ids, sizes and data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from rldsl.diag import fail
+from rldsl.plan.events import Event, split_buffer
+from rldsl.plan.model import Plan
+from rldsl.plan.projection import event_paths
+from rldsl.runtime.comm.row_assignment import RowLengths
+from rldsl.runtime.state.context import RunContext
+from rldsl.runtime.state.step import StepState
+from rldsl.runtime.store import RaggedRows
+from rldsl.sharding.layout import coordinate
+
+
+class Ahead(Protocol):
+    """A checkpoint, as far as this module needs it."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def steps_ahead(self) -> set[int]: ...
+
+    def has_rows_of(self, key: str) -> bool: ...
+
+
+PREFIX = "later step"  # of the names of tensors in a checkpoint; no model, state or buffer has a name with a blank
+
+
+def stored_values(event: Event) -> tuple[str, ...]:
+    """The values of an event that a checkpoint stores, and the lengths of the rows that it makes. KV caches are not
+    needed again."""
+    values = (v for v, _ in map(split_buffer, event.writes) if not v.endswith(".cache"))
+    return (*values, *(f"{frame}.lengths" for frame in event.new_rows)) if event.traits.stored_ahead else ()
+
+
+def key_of(step: int, value: str) -> str:
+    """What the tensors of a value are called, without the part."""
+    return f"{PREFIX}|{step}|{value}"
+
+
+def keep(step: StepState, event: Event) -> None:
+    """Note what an event that runs ahead has made; buffers may be freed before the next checkpoint."""
+    stored = stored_values(event)
+    if not stored or not _owns(step.context, event):
+        return
+    for value, buffer in ((split_buffer(b)[0], b) for b in event.writes):
+        if value in stored:
+            step.made[value] = step.buffers.get(buffer)
+    for frame in event.new_rows:
+        lens = step.rows.lens[frame]
+        rows = next(step.made[v].ids for v in stored if v == f"{frame}.tokens")
+        step.made[f"{frame}.lengths"] = RaggedRows(
+            rows, torch.full_like(rows, 2), torch.stack([lens.prompt[rows], lens.response[rows]], 1).flatten())
+
+
+def _owns(context: RunContext, event: Event) -> bool:
+    """Whether this rank writes its rows: the first of those that hold the same."""
+    spread = context.spreads[split_buffer(event.writes[0])[1]]
+    mesh = context.world.meshes[spread.mesh]
+    if spread.granularity == "all" or not spread.layout:
+        return context.rank == mesh.members()[0]
+    if context.rank not in mesh.members():
+        return False
+    at = coordinate(context.world.layouts[spread.layout], mesh, context.rank)
+    return at.tp == at.pp == at.cp == 0
+
+
+def tensors(later: Mapping[int, StepState], rank: int) -> dict[str, torch.Tensor]:
+    """What this rank writes to a checkpoint."""
+    found: dict[str, torch.Tensor] = {}
+    for number, step in later.items():
+        for value, rows in step.made.items():
+            for part, data in (("ids", rows.ids), ("sizes", rows.sizes), ("data", rows.data)):
+                found[f"{key_of(number, value)}|{part}.{rank}|0:{data.numel()}"] = data.to("cpu", copy=True)
+    return found
+
+
+def check(checkpoint: Ahead, steps: Sequence[int], plan: Plan) -> None:
+    """Whether a checkpoint holds what the plan made of these later steps, and of no others. RL0762."""
+    values = {v for e, _ in event_paths(plan) if e.ahead > 0 for v in stored_values(e)}
+    if checkpoint.steps_ahead == set(steps) and all(
+            checkpoint.has_rows_of(key_of(s, v)) for s in steps for v in values):
+        return
+    held = ", ".join(map(str, sorted(checkpoint.steps_ahead))) or "none"
+    raise fail("RL0762", "the checkpoint was written with another `lag`, or other `steps`", place=str(checkpoint.path),
+               notes=(f"steps of which something was generated ahead: {held}",
+                      f"with `lag={plan.header.lag}` and `steps={plan.header.steps}`: "
+                      f"{', '.join(map(str, steps)) or 'none'}"),
+               help="resume with the `lag` and `steps` of the run that wrote it, or start a new run from its models")
+
+
+def restore(step: StepState, event: Event, read: Callable[[str], RaggedRows]) -> None:
+    """Do what an event did, from a checkpoint. read: all rows of a value, by `key_of`."""
+    context = step.context
+    for frame in event.new_rows:
+        _set_lengths(step, event, frame, read(key_of(step.number, f"{frame}.lengths")))
+    for buffer in event.writes:
+        value, spread_id = split_buffer(buffer)
+        if value in stored_values(event):
+            whole, spread = read(key_of(step.number, value)), context.spreads[spread_id]
+            ids, sizes, data = (x.to(context.device) for x in (whole.ids, whole.sizes, whole.data))
+            mine = ids if spread.granularity == "all" else step.my_rows(spread, context.values[value].frame)
+            step.buffers.put(buffer, RaggedRows(ids, sizes, data).gather(mine))
+
+
+def _set_lengths(step: StepState, event: Event, frame: str, stored: RaggedRows) -> None:
+    """The lengths of the rows of a frame. Of rows that are divided, an exchange follows, which counts their tokens."""
+    count, device = step.context.frames[frame].count, step.context.device
+    lens = RowLengths(*(torch.zeros(count, dtype=torch.int64, device=device) for _ in range(2)))
+    ids = stored.ids.to(device)
+    lens.prompt[ids], lens.response[ids] = stored.data.view(-1, 2).to(device).unbind(1)
+    if event.traits.family == "data":
+        step.set_lengths(frame, lens)
+    else:
+        step.rows.lens[frame] = lens

@@ -1,0 +1,82 @@
+"""Events run as far ahead of the step loop as the lag of the run says, and what lasts changes only at its own step.
+
+In: tables with sound references. Out: diagnostics RL0539. Rules:
+- the step loop begins `lag` turns early, and no other loop does;
+- every generate of a step runs ahead by exactly the lag, so the policy that samples the rows of step s is the one of
+  its place in turn s - lag;
+- nothing in a block runs ahead, nor what makes parameters or a state, or writes to the log or to disk;
+- all fetches of a source run ahead by the same number of steps, so each step has the rows that it has without a lag;
+- copies of parameters are refreshed, moved and freed in every turn.
+That what is read has been made, and not yet freed, is checked over turns by `dataflow.py` and `versions.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.events import EVERY_TURN, Event, Loop, split_buffer
+from rldsl.plan.projection import Path
+from rldsl.plan.references import Role, references
+from rldsl.verify.tables import Tables, name, problem
+
+
+def check_lag(t: Tables) -> Iterator[Diagnostic]:
+    lag = t.plan.header.lag
+    if lag < 0:
+        yield problem("RL0539", f"the plan has a lag of {lag} steps")
+        return
+    yield from _loops(t, lag)
+    of_source: dict[str, int] = {}
+    for event, path in t.events:
+        wrong = _wrong(t, event, path, lag)
+        evaluates = any(isinstance(x, Loop) and x.over for x in path)
+        for source in () if wrong or evaluates else _read_in_order(event):
+            ahead = of_source.setdefault(source, event.ahead)
+            wrong = f"another event that reads {source} runs {_shown(ahead)}" if event.ahead != ahead else ""
+        if wrong:
+            yield problem("RL0539", f"{name(event)} runs {_shown(event.ahead)}, but {wrong}", event,
+                          ranks=t.event_ranks(event))
+
+
+def _loops(t: Tables, lag: int) -> Iterator[Diagnostic]:
+    outer = [x for x in t.plan.body if isinstance(x, Loop)]
+    inner = {id(x): x for _, path in t.events for x in path[1:] if isinstance(x, Loop)}
+    for loop, first in (*((x, 1 - lag) for x in outer), *((x, 1) for x in inner.values())):
+        if loop.first != first:
+            yield problem("RL0539", f"loop {loop.id} begins with turn {loop.first}, but with a lag of {lag} it begins "
+                                    f"with turn {first}")
+
+
+def _read_in_order(e: Event) -> list[str]:
+    """The sources of which it reads the next batch."""
+    return [r.id for r in references(e) if r.role is Role.DATA] if e.traits.family == "data" and not e.reads else []
+
+
+def _wrong(t: Tables, e: Event, path: Path, lag: int) -> str:
+    """What contradicts the steps by which an event runs ahead; "" if nothing does."""
+    if e.ahead not in (EVERY_TURN, 0, lag) or e.ahead == EVERY_TURN and not lag:
+        return f"the lag is {lag}"
+    if len(path) != 1:
+        return "it is in a block" if path and e.ahead else "it comes before the first step" if e.ahead else ""
+    if lag and _is_of_copies(t, e) != (e.ahead == EVERY_TURN):
+        return ("it moves a copy of parameters, which belongs to no step" if e.ahead != EVERY_TURN
+                else "it belongs to a step")
+    if e.traits.family == "call" and e.new_rows and e.ahead != lag:
+        return f"responses are generated {lag} steps ahead"
+    if e.ahead > 0:
+        if e.versions().defs or e.logged or e.traits.family == "disk":
+            return "it belongs to its own step"
+        if lasting := sorted({*e.writes, *e.frees}.intersection(t.plan.lasting)):
+            return f"it changes {lasting[0]}, which lasts from step to step"
+    return ""
+
+
+def _is_of_copies(t: Tables, e: Event) -> bool:
+    """Whether it only brings, moves or frees copies of parameters."""
+    freed = {split_buffer(b)[0] for b in e.frees}
+    return e.refreshes or bool(freed) and freed <= t.models.keys()
+
+
+def _shown(ahead: int) -> str:
+    return "in every turn" if ahead == EVERY_TURN else f"{ahead} steps ahead" if ahead else "in its own step"

@@ -1,0 +1,125 @@
+"""Plans with a lag that no compiler would write are refused, with a code; and programs that no lag fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rldsl import api
+from rldsl.diag import Failure
+from rldsl.plan.events import EVERY_TURN, Event, Fetch, Free, Generate, Item, Lengths, Loop, Realloc, Train, Transfer
+from rldsl.plan.model import Plan
+from rldsl.verify import verify
+from tests.end_to_end.test_invariance import HERE, placement
+from tests.tiny import make_all
+
+PLACE = placement(4, actor_generate="on mesh(0:2) dp=2", actor_train="on mesh(2:4) tp=2", **{
+    "ref_*": "on mesh(2:4) dp=2"})
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    folder = tmp_path_factory.mktemp("forged")
+    tiny = make_all(folder / "tiny")
+    (folder / "rewards_small.py").write_text((HERE / "rewards_small.py").read_text())
+    text = (HERE / "grpo_small.rlf").read_text().replace("seed=7)", "seed=7, lag=2)")
+    (folder / "lagged.rlf").write_text(text)
+    (folder / "place.rlf").write_text(PLACE)
+    return api.compile(str(folder / "lagged.rlf"), {"base": str(tiny / "models/sft"),
+                                                    "rows": str(tiny / "data/prompts.jsonl")},
+                       str(folder / "place.rlf"))
+
+
+def loop_of(plan: Plan) -> Loop:
+    return next(x for x in plan.body if isinstance(x, Loop))
+
+
+def with_loop(plan: Plan, loop: Loop) -> Plan:
+    return replace(plan, body=tuple(loop if isinstance(x, Loop) else x for x in plan.body))
+
+
+def changed(kind: type[Event], ahead: int, which: Callable[[Event], bool] = lambda e: True) -> Callable[[Plan], Plan]:
+    """The first event of a kind runs that far ahead."""
+    def change(plan: Plan) -> Plan:
+        loop, done = loop_of(plan), False
+        body: list[Item] = []
+        for item in loop.body:
+            if isinstance(item, kind) and which(item) and not done:
+                item, done = replace(item, ahead=ahead), True
+            body.append(item)
+        assert done
+        return with_loop(plan, replace(loop, body=tuple(body)))
+    return change
+
+
+def freed_a_turn_early(plan: Plan) -> Plan:
+    """The rows of a later step are freed before its step begins."""
+    return changed(Free, 1, lambda e: any(b.startswith("gen.tokens") for b in e.frees))(plan)
+
+
+FORGED = {
+    "the loop begins late": (lambda p: with_loop(p, replace(loop_of(p), first=0)), {"RL0539"}),
+    "the loop begins as without a lag": (lambda p: with_loop(p, replace(loop_of(p), first=1)), {"RL0539"}),
+    "another lag": (lambda p: replace(p, header=replace(p.header, lag=1)), {"RL0539"}),
+    "no lag": (lambda p: replace(p, header=replace(p.header, lag=0)), {"RL0539"}),
+    "a negative lag": (lambda p: replace(p, header=replace(p.header, lag=-1)), {"RL0539"}),
+    "generates a step too late": (changed(Generate, 1), {"RL0539"}),
+    "generates in its own step": (changed(Generate, 0), {"RL0539"}),
+    "generates too early": (changed(Generate, 3), {"RL0539"}),
+    "generates in every turn": (changed(Generate, EVERY_TURN), {"RL0539"}),
+    "trains ahead": (changed(Train, 2), {"RL0539"}),
+    "refreshes its copy in its own step only": (changed(Realloc, 0), {"RL0539"}),
+    "refreshes its copy ahead": (changed(Realloc, 2), {"RL0539"}),
+    "reads the data late": (changed(Fetch, 0), {"RL0513", "RL0515", "RL0516", "RL0518"}),
+    "knows lengths before there are rows": (changed(Lengths, 2), {"RL0513"}),
+    "moves rows before there are any": (changed(Transfer, 2), {"RL0513", "RL0518"}),
+    "frees rows that wait": (lambda p: changed(Free, 2, lambda e: any(b.startswith("gen.tokens") for b in e.frees))(p),
+                             {"RL0513", "RL0515", "RL0516", "RL0517"}),
+    "frees a turn early": (freed_a_turn_early, {"RL0539"}),
+}
+
+
+def test_the_plan_is_right(plan: Plan) -> None:
+    verify(plan)
+    loop = loop_of(plan)
+    assert loop.first == -1 and plan.header.lag == 2
+    assert {e.ahead for e in loop.body if isinstance(e, Generate | Fetch)} == {2}
+    assert {e.ahead for e in loop.body if isinstance(e, Lengths | Transfer | Train)} == {0}
+    assert {e.ahead for e in loop.body if isinstance(e, Realloc)} == {EVERY_TURN}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_plan_is_refused(name: str, plan: Plan) -> None:
+    forge, codes = FORGED[name]
+    with pytest.raises(Failure) as refused:
+        verify(forge(plan))
+    found = {d.code for d in refused.value.diagnostics}
+    assert found and found <= codes, found
+
+
+HEAD = '''use std.sft (sft)
+data prompts = jsonl("p.jsonl", batch=4)
+model actor = causal_lm("m") train adamw(lr=1e-3)
+state x = 0.1
+'''
+MISTAKES = {
+    "nothing is generated": ("row = prompts.next()\n actor.train(row, loss=sft())", "no effect"),
+    "in a block": ("every 2 {\n prompt = prompts.next()\n gen = actor.generate(prompt)\n"
+                   " actor.train(gen, loss=sft())\n }", "top level"),
+    "a checkpoint of what a state decided": (
+        "prompt = prompts.next()\n gen = actor.generate(prompt)\n kept = gen where len(gen) > x\n"
+        " more = actor.generate(kept)\n metric m = mean(len(more))\n checkpoint every 2", "checkpoints"),
+    "not a number": ("prompt = prompts.next()\n gen = actor.generate(prompt)", "lag"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_explained(name: str) -> None:
+    body, part = MISTAKES[name]
+    lag = '"one"' if name == "not a number" else "1"
+    found = api.check(f"{HEAD}flow f(steps=4, lag={lag}) {{\n {body}\n}}\n", "x.rlf")
+    errors = [d for d in found if d.code in ("RL0223", "RL0203", "RL0205", "RL0206", "RL0201")]
+    assert errors and part in " ".join((errors[0].title, errors[0].help)), found

@@ -1,0 +1,113 @@
+"""A run with a lag resumes with what was generated ahead: nothing is lost, generated twice or read twice."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from rldsl.runtime.files import digest
+from rldsl.runtime.persist.manifest import DIGEST, MANIFEST, manifest_text
+from tests.checkpoint.runs import held, lines, run, steps
+from tests.end_to_end.programs import compile_program
+from tests.end_to_end.test_invariance import HERE, everywhere, placement
+from tests.lag.programs import PROGRAMS
+from tests.tiny import make_all
+
+LAG = 2
+PLACES = {
+    "one": "cluster nodes=1 gpus=1\nplace *.* on mesh(0:1)\n",
+    "apart": placement(3 + 1, slow_generate="on mesh(0:2) dp=2", actor_generate="on mesh(1:2)",
+                       actor_train="on mesh(2:4) dp=2"),
+    "together": everywhere(2, "dp=2", "actor", "slow"),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the program; and the program with another lag."""
+    folder = tmp_path_factory.mktemp("resumed")
+    make_all(folder, tie_word_embeddings=True, num_hidden_layers=2)
+    (folder / "rewards_small.py").write_text((HERE / "rewards_small.py").read_text())
+    text = PROGRAMS["much"].replace("  metric length", "  checkpoint every 1 keep=9\n  metric length")
+    for lag in (0, 1, LAG):
+        (folder / f"lag{lag}.rlf").write_text(text.replace("{lag}", str(lag)))
+    before = os.getcwd()
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+def plan(base: Path, place: str, lag: int = LAG, **sets: object) -> bytes:
+    folder = base / "plans" / f"{place}{lag}{len(sets)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return compile_program(base / f"lag{lag}.rlf", sets, PLACES[place], folder)
+
+
+@pytest.fixture(scope="module")
+def whole(base: Path) -> Path:
+    """A run that nothing interrupts, on four ranks."""
+    assert set(run(plan(base, "apart"), base / "whole")) == {""}
+    assert steps(base / "whole") == [f"step-{i:06}" for i in range(1, 6)]
+    return base / "whole"
+
+
+def assert_same_end(mine: Path, theirs: Path) -> None:
+    found, expected = (held(x / "checkpoints/step-000005") for x in (mine, theirs))
+    assert found.keys() == expected.keys() and all(found[key].equal(expected[key]) for key in found)
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+def test_it_goes_on_as_if_nothing_had_happened(after: int, base: Path, whole: Path) -> None:
+    """The last steps of a run generate nothing: a checkpoint holds fewer steps there."""
+    stored = {key.split("|")[1] for key in held(whole / f"checkpoints/step-{after:06}") if key.startswith("later step|")}
+    assert stored == {str(s) for s in range(after + 1, min(after + LAG, 5) + 1)}
+    out = base / f"stopped{after}"
+    assert set(run(plan(base, "apart"), out, stop_after=after)) == {""}
+    assert set(run(plan(base, "apart"), out, resume=out)) == {""}
+    assert lines(out) == lines(whole)
+    assert_same_end(out, whole)
+
+
+@pytest.mark.parametrize("other", ["one", "together"])
+def test_under_another_placement(other: str, base: Path, whole: Path) -> None:
+    out = base / f"moved-{other}"
+    assert set(run(plan(base, "apart"), out, stop_after=2, like=whole)) == {""}
+    assert set(run(plan(base, other), out, resume=out, like=whole)) == {""}
+    for mine, theirs in zip(lines(out), lines(whole), strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-4, abs=2e-5)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_another_lag_is_refused(lag: int, base: Path, whole: Path) -> None:
+    """Its rows would be skipped, or those of other steps."""
+    out = base / f"other{lag}"
+    codes = run(plan(base, "one", lag), out, resume=whole / "checkpoints/step-000003")
+    assert set(codes) == {"RL0762"}
+
+
+def test_damage_is_refused(base: Path, whole: Path, tmp_path: Path) -> None:
+    """A checkpoint that somebody signed again, in which a row occurs twice."""
+    folder = tmp_path / "checkpoints" / "step-000003"
+    folder.mkdir(parents=True)
+    source = whole / "checkpoints" / "step-000003"
+    manifest = json.loads((source / MANIFEST).read_text())
+    changed = 0
+    for file in source.glob("*.safetensors"):
+        tensors = load_file(file)
+        for key, tensor in tensors.items():
+            if key.startswith("later step|4|gen.tokens|ids") and tensor.numel() > 1:
+                tensor[1] = tensor[0]
+                changed += 1
+        save_file(tensors, folder / file.name)
+        made = folder / file.name
+        manifest["files"][file.name] = {"bytes": made.stat().st_size, "sha256": digest(made)}
+    manifest.pop(DIGEST)
+    (folder / MANIFEST).write_text(manifest_text(manifest))
+    assert changed
+    codes = run(plan(base, "one"), base / "damaged", resume=folder)
+    assert set(codes) == {"RL0761"}
