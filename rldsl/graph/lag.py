@@ -26,13 +26,16 @@ def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, c
         errors.add("RL0223", "`lag` has no effect: no step generates anything", where,
                    help="remove `lag`, or generate responses in the flow")
         return frozenset()
-    first, found = waiting[0][0], dict[str, g.Node]()
+    first, found, named = waiting[0][0], dict[str, g.Node](), list[Block]()
     while waiting:
         node, block = waiting.pop()
         if node.id in found:
             continue
         found[node.id] = node
-        if block is not None:
+        if block is not None and any(block is x for x in named):
+            pass  # one error for each block
+        elif block is not None:
+            named.append(block)
             errors.add("RL0223", f"with `lag`, `{node.id}` must be at the top level of the flow", node.span,
                        "generation, and what it is made from, runs ahead of the rest of its step",
                        help="move it out of its block, or remove `lag`")

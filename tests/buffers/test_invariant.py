@@ -81,4 +81,4 @@ def test_there_is_something_to_compare(base: Path) -> None:
     """Rows are drawn and have left, and their log-probs are those that generation gave them, with no difference."""
     found = lines(base / "one")
     assert all(step["gap"] == 0 for step in found[1:]) and len({step["v"] for step in found}) == STEPS
-    assert int(joined(checkpoints(base, "one")[STEPS])["buffer|good|number of rows added"]) > 12
+    assert int(joined(checkpoints(base, "one")[STEPS])["rows of buffer|good|number of rows added"]) > 12

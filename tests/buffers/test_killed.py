@@ -47,7 +47,7 @@ def test_killed_in_every_step(base: Path, two: bytes) -> None:
 
 def test_the_program_uses_its_memory(base: Path, two: bytes) -> None:
     """The comparisons are not of empty buffers and constant states; rows leave, too."""
-    added = [int(rows_of(base, "whole", step)["buffer|good|number of rows added"]) for step in range(1, STEPS + 1)]
+    added = [int(rows_of(base, "whole", step)["rows of buffer|good|number of rows added"]) for step in range(1, STEPS + 1)]
     assert 0 < added[0] < added[-1] and added[-1] > 8
     first, last = (rows_of(base, "whole", step) for step in (1, STEPS))
     (rate,) = (key for key in last if "state" in key)

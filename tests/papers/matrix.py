@@ -103,7 +103,7 @@ def joined(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for key, tensor in tensors.items():
         name, _, box = key.rpartition("|")
-        if key.startswith("buffer|") or "|state|rows" in key:
+        if key.startswith("rows of buffer|") or "|state|rows" in key:
             pieces.setdefault(name, []).append((int(box.split(":")[0]), tensor))
     return {name: torch.cat([t for _, t in sorted(parts, key=lambda x: x[0])]) for name, parts in pieces.items()}
 

@@ -1,13 +1,15 @@
 """The full state of a run on disk, written during the run: complete under its name, or not there at all.
 
 `OUT/checkpoints/step-000100/` holds one safetensors file for each rank that had something to write, whose tensors are
-boxes of global tensors, named `model|part|parameter|start:stop,...` (part: "param", "exp_avg", "exp_avg_sq"), and
-states of rows, named `state|state|rows|0:count`, rows of replay buffers, named `buffer|name|field|start:stop`, and what
-was generated ahead of later steps (`state/in_flight.py`); and
-`checkpoint.json`, written last: step, plan, states, data positions and what they mean
+boxes of global tensors, and `checkpoint.json`, written last: step, plan, states, data positions and what they mean
 (`runtime/data/read_positions.py`), schedules, the size and sha256 of every file, and a digest of all this
 (`manifest.py`). So it can be read under any layout (`checkpoint_reader.py`). Each box is written by one of the ranks
-that hold it, and nothing is gathered.
+that hold it, and nothing is gathered. The names of the tensors:
+
+- `MODEL|PART|PARAMETER|START:STOP,...`, with the parts "param", "exp_avg" and "exp_avg_sq";
+- `STATE|state|rows|0:COUNT`, of states of rows;
+- `rows of buffer|NAME|FIELD|START:STOP`, of replay buffers (`state/replay.py`);
+- `later step|STEP|VALUE|...`, of what was generated ahead of later steps (`state/in_flight.py`).
 
 A step waits only for the copy to host memory; a thread writes. The first rank gives the directory its name when every
 rank has reported to the store of the process group, in a directory next to it that no other run uses.
