@@ -72,8 +72,10 @@ class Spaces:
 
     def level_of(self, to: Level, space: str) -> Level:
         """The level of what a reduction to `to` gives, whose space is `space`: the prompts of a frame that are
-        themselves responses are the sequences of another frame."""
-        return "seq" if to == "prompt" and self.tree[space].parent else to
+        themselves responses are the sequences of another frame, if there is one: what a selection of continuations
+        continues has no frame of its own."""
+        responses = to == "prompt" and self.tree[space].parent
+        return "seq" if responses and any(not f.picked_from for f in self.frames_with_space("seq", space)) else to
 
     def ungrouped_by(self, space: str) -> str:
         """How many rows of a prompt the parts of a `concat` have that a row space, or what it was selected from, is; ""

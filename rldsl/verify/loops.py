@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Collect, Event, Generate, Item, Loop, Train, split_buffer
+from rldsl.plan.events import Collect, Derive, Event, Generate, Item, Loop, Train, split_buffer
 from rldsl.plan.projection import times, walk
 from rldsl.sharding.rank_sets import union
 from rldsl.verify.tables import Tables, problem
@@ -27,11 +27,10 @@ def check_loops(t: Tables) -> Iterator[Diagnostic]:
                           f"loop {loop.id} runs {loop.trips} times, but the run has {t.plan.header.steps} steps")
     yield from _inside(t, t.plan.body)
     collected = {e.into for e, _ in t.events if isinstance(e, Collect)}
-    generated = {e.frame for e, _ in t.events if isinstance(e, Generate)}  # from prompts that a loop collects
+    made_of = {e.frame for e, _ in t.events if isinstance(e, Generate | Derive)}  # of rows that a loop collects
     valued = {t.values[v].frame for e, _ in t.events for v, _ in map(split_buffer, e.writes) if v in t.values}
     for f in t.frames.values():  # a frame that nothing reads has no values, and no loop collects it
-        derived = f.selected_from or f.picked_from
-        if f.iterations > 1 and not derived and f.id not in collected | generated and f.id in valued:
+        if f.iterations > 1 and f.id not in collected | made_of and f.id in valued:
             yield problem("RL0536", f"frame {f.id} has {f.iterations} iterations, but no loop collects it")
     made: Counter[str] = Counter()
     for e, path in t.events:

@@ -4,7 +4,8 @@ In: tables, perhaps with unknown names. Out: diagnostics RL0610 (unknown) and RL
 ancestor or selection; a root that concatenates other spaces has the rows of one after those of another; a space has
 `fan` rows for each row of its parent; a selection has the numbers of what it is selected from, and its parent is
 selected from that one's parent; a frame is a selection where its space is, of a frame of the space that this one is
-selected from; the frame that says which rows are present lies in the rows or above them. """
+selected from, or has the rows of such a frame; the frame that says which rows are present lies in the rows or above
+them."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ def check_spaces(t: Tables) -> Iterator[Diagnostic]:
             yield problem("RL0610", f"space {s.id} refers to an unknown space {unknown[0]!r}")
         elif fault := _space(s, spaces):
             yield problem("RL0612", f"space {s.id} {fault}")
+    selections = {f.row_space for f in t.plan.frames if f.selected_from}
     for f in t.plan.frames:
         if f.row_space not in spaces:
             yield problem("RL0610", f"frame {f.id} refers to an unknown space {f.row_space!r}")
-        elif fault := _frame(f, spaces[f.row_space], t):
+        elif fault := _frame(f, spaces[f.row_space], t, selections):
             yield problem("RL0612", f"frame {f.id} {fault}")
 
 
@@ -88,11 +90,13 @@ def _is_endless(s: Space, link: str, spaces: dict[str, Space]) -> bool:
     return True
 
 
-def _frame(f: Frame, space: Space, t: Tables) -> str:
-    """What is wrong with where a frame lies, or ""."""
+def _frame(f: Frame, space: Space, t: Tables, selections: set[str]) -> str:
+    """What is wrong with where a frame lies, or "". selections: the row spaces of frames that are selections."""
     of = t.frames.get(f.selected_from)
     if f.picked_from:
         return _picked(f, t)
+    if space.of and not f.selected_from and f.row_space in selections:
+        return _present(f, t)  # text about a selection, or its whole sequences
     if bool(f.selected_from) != bool(space.of) or of is not None and of.row_space != space.of:
         return f"is selected from {f.selected_from!r}, but its space {space.id} from {space.of!r}"
     return _present(f, t)

@@ -11,3 +11,11 @@ def spread(rows):
 
 def column(rows):
     return [float(row["number"]) for row in rows]
+
+
+def ask(rows):
+    return [f"{row['prompt']}{row['completion']}?" for row in rows]
+
+
+def ask_some(rows):
+    return [None if len(row["completion"]) % 3 == 0 else f"is it {row['completion'][:2]}?" for row in rows]
