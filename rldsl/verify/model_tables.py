@@ -3,7 +3,8 @@
 In: a plan, and a description of each model directory by `rldsl/models`. Out: diagnostics RL0619 (a record contradicts
 the description) and RL0724 (config.json is not the one that the plan was compiled for), and which models could not be
 compared. Proved for each model that was compared: names, order, shapes, divisions, stages and layers of its parameters,
-which tensors of the directory make them up, the modules that its adapters adapt, its number of layers and its sizes.
+which tensors of the directory make them up, the modules that its adapters adapt, its number of layers and its sizes;
+and that its own tokenizer makes the same tokens as that of each batch that it reads, where both can be read.
 This is the one check that needs more than the plan file, so it is not part of `verify`: a run makes it on every rank
 for the models that the rank holds, before any weight is read; `rlc verify` makes it where the directories are.
 """
@@ -12,14 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 
 from rldsl.diag import Diagnostic, Failure
-from rldsl.models.directory import tensor_names
+from rldsl.models.directory import tensor_names, tokenizer
 from rldsl.models.families import Family, describe_architecture, sizes_of
+from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Model, ParamSpec, Plan
+from rldsl.plan.projection import event_paths
 from rldsl.verify.adapters import A
+from rldsl.verify import tables
 from rldsl.verify.tables import problem
 
 Describe = Callable[[str, str, frozenset[str]], Family]  # path, kind, names of the tensors of the directory
@@ -54,7 +59,22 @@ def check_model_tables(plan: Plan, only: Iterable[str] | None = None,
             found[key] = describe(m.path, m.head_name, names), bool(names)
         faults += model_faults(m, *found[key])
         compared.append(m.name)
+    faults += _tokenizer_faults(plan, compared)
     return ModelCheck(tuple(faults), tuple(compared), tuple(unreadable))
+
+
+def _tokenizer_faults(plan: Plan, compared: Sequence[str]) -> Iterator[Diagnostic]:
+    """Batches with the ids of another tokenizer than that of a model that reads them. compared: names of models."""
+    digest = cache(lambda path: tokenizer(Path(path)) if (Path(path) / "tokenizer.json").is_file() else "")
+    paths, of_data = {m.name: m.path for m in plan.models}, {d.name: d.tokenizer for d in plan.data}
+    makes = {f.id: f.tokenizer or of_data[f.data] for f in plan.frames}
+    read = {(e.model, frame): e for e, _ in event_paths(plan) if isinstance(e, Generate | Infer | Train)
+            for frame in (e.frames if isinstance(e, Train) else (e.frame,)) if e.model in compared}
+    for (model, frame), e in read.items():
+        mine, theirs = digest(paths[model]), digest(makes[frame])
+        if mine and theirs and mine != theirs:
+            yield problem("RL0619", f"{tables.name(e)}: {model} reads {frame}, whose tokens are made by another tokenizer", e,
+                          notes=(f"model directory: {paths[model]}", f"tokenizer of {frame}: {makes[frame]}"))
 
 
 def _tensor_names(path: str) -> frozenset[str] | None:

@@ -181,8 +181,11 @@ def _compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
     for input, value in e.inputs:
         yield from _fits(t, e, program, input, t.values[value])
     frames = [t.frames[f] for f in e.frames]
-    spaces = {"", *(x for f in frames for x in (f.id, f.row_space, f.prompt_space))}
-    if strange := [n.space for n in program.nodes if n.space not in spaces]:
+    known = {"batch": {""}, "prompt": {f.prompt_space for f in frames}, "seq": {f.row_space for f in frames},
+             "token": {*e.frames}}
+    strange = [n.space for n in program.nodes if n.space not in known[n.level]]
+    strange += [str(n.attr("frame")) for n in program.nodes if n.attr("frame") and n.attr("frame") not in e.frames]
+    if strange:
         yield problem("RL0617",
                       f"{name(e)}: program {program.id} uses {strange[0]}, but the event uses "
                       f"{', '.join(e.frames) or 'no frame'}", e)

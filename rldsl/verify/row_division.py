@@ -1,9 +1,10 @@
 """Rows are divided as the operation that works on them needs, so that each counts once.
 
 In: tables with sound references. Out: diagnostics RL0538. Rules: a spread that divides rows names frames with the same
-number of them; lengths come from spreads that have each row on one dp rank; a computation that reduces over the batch,
-or calls Python, has each row on one rank, and one that works with prompts has all sequences of a prompt there;
-generation divides prompts and does not need the lengths that it makes; training divides rows.
+number of them; lengths come from spreads that have each row on one dp rank; a computation works on rows that lie in
+those that its spread divides. If it reduces over the batch, or calls Python, it has each row on one rank, and one that
+works with prompts has all sequences of a prompt there; generation divides prompts and does not need the lengths that it
+makes; training divides rows.
 """
 
 from __future__ import annotations
@@ -112,6 +113,9 @@ def _presence(t: Tables, frame: str) -> tuple[str, ...]:
 
 def _compute(t: Tables, e: Compute) -> str:
     s, program = t.spreads[e.spread], t.programs[e.program]
+    own = [t.frames[f] for f in s.frames if s.granularity != "all"]
+    if stray := [f for f in e.frames if own and not _lies_in(t.frames[f], own[0], s)]:
+        return f"uses rows of {stray[0]}, but spread {e.spread} divides those of {own[0].id}"
     ranks = len(t.spread_ranks(e.spread))
     counts_rows = any(n.op == "py" or n.attr("to") == "batch" for n in program.nodes)
     if counts_rows and ranks > 1 and (s.granularity == "all" or t.layouts[s.layout].dp != ranks or s.epochs > 1):
@@ -120,6 +124,11 @@ def _compute(t: Tables, e: Compute) -> str:
     if divided and any(not _whole(t, s, space) for space in _reduced_to(t, program)):
         return f"needs whole prompts, but spread {e.spread} divides them"
     return ""
+
+
+def _lies_in(frame: IndexedFrame, divided: IndexedFrame, s: Spread) -> bool:
+    """Whether each row of a frame lies in a unit of a spread that divides another one, or the same."""
+    return (divided.prompt_origin if s.granularity == "prompt" else divided.row_origin) in frame.origins
 
 
 def _reduced_to(t: Tables, program: Program) -> set[str]:

@@ -12,7 +12,21 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from rldsl.plan.derive_ops import DERIVE_OPS
-from rldsl.plan.events import Compute, Derive, Event, Free, Generate, Item, Lengths, Realloc, RowStates, Sample, Store, Train
+from rldsl.plan.events import (
+    Compute,
+    Derive,
+    Draw,
+    Event,
+    Free,
+    Generate,
+    Item,
+    Lengths,
+    Realloc,
+    RowStates,
+    Sample,
+    Store,
+    Train,
+)
 from rldsl.plan.model import Plan, Space
 from rldsl.plan.projection import event_paths
 from tests.verify.mutate import edited, projected
@@ -54,8 +68,6 @@ def _moved(plan: Plan, e: Event, to: Event, before: bool = True) -> Plan:
     gone = edited(plan.body, lambda x: () if x is e else None)
     there = edited(gone, lambda x: ((e, x) if before else (x, e)) if x is to else None)
     return projected(replace(plan, body=there))
-
-
 
 
 def _records(plan: Plan, table: str, change: Callable[[Any], Any]) -> Plan:
@@ -402,7 +414,7 @@ def _lineage(plan: Plan, draw: random.Random) -> Plan | None:
 
 
 def _sampled(plan: Plan, draw: random.Random) -> Plan | None:
-    """Other fields of a replay buffer, another buffer, another weight, or another kind of rows."""
+    """Other fields of a replay buffer, another buffer, or another kind of rows."""
     if not plan.buffers:
         return None
     e, b = draw.choice(_events(plan, Store, Sample)), draw.choice(plan.buffers)
@@ -421,9 +433,27 @@ def _sampled(plan: Plan, draw: random.Random) -> Plan | None:
         fields_ = list(b.fields)
         draw.shuffle(fields_)
         return _records(plan, "buffers", lambda x: replace(x, fields=tuple(fields_)) if x is b else x)
-    if isinstance(e, Sample):
-        return _changed(plan, e, weight=draw.choice(("", *(f.name for f in b.fields))))
     return _changed(plan, e, frame=draw.choice(plan.frames).id)
+
+
+def _weight(plan: Plan, draw: random.Random) -> Plan | None:
+    """Rows drawn by another weight, or by another state, column or field; or one of its inputs is not there."""
+    e = _pick(draw, _events(plan, Draw, Sample))
+    if e is None:
+        return None
+    names = {"inputs": [s.value for s in plan.states] + [b.value for b in plan.buffers]}
+    names |= {"columns": [c for d in plan.data for c in d.numbers]} if isinstance(e, Draw) else {
+        "fields": [f.name for b in plan.buffers for f in b.fields]}
+    what = draw.choice(("program", *(name for name in names if getattr(e, name))))
+    if what == "program":
+        return _changed(plan, e, program=draw.choice(("", *(p.id for p in plan.programs))))
+    given = list(getattr(e, what))
+    i = draw.randrange(len(given))
+    if draw.random() < 0.3:
+        del given[i]
+    else:
+        given[i] = given[i][0], draw.choice(names[what])
+    return _changed(plan, e, **{what: tuple(given)})
 
 
 OPERATORS: Mapping[str, Operator] = {
@@ -431,7 +461,7 @@ OPERATORS: Mapping[str, Operator] = {
     "row state out of order": _state_order, "another frame": _other_frame, "another value": _other_value,
     "cuts": _cuts, "another parent": _parent, "another space": _reduction, "siblings": _siblings, "cache": _cache,
     "tokenizer": _tokenizer, "limits": _limits, "operation": _operation, "presence": _presence, "division": _division,
-    "lineage": _lineage, "buffer": _sampled,
+    "lineage": _lineage, "buffer": _sampled, "weight": _weight,
 }
 
 

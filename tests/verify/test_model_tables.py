@@ -22,7 +22,7 @@ from rldsl.runtime.data.jsonl import scan
 from rldsl.runtime.data.row_schema import RowNeeds
 from rldsl.verify import verify
 from rldsl.verify.model_tables import check_model_tables
-from tests.tiny import make_model
+from tests.tiny import CHARACTERS, make_model
 from tests.torchrun import begun
 from tests.verify.faults import codes, row
 from tests.verify.mutate import data_mutants, parameter_mutants
@@ -36,6 +36,18 @@ model actor = causal_lm("models/moe") train adamw(lr=0.02)
 flow f(steps=3) {
   row = rows.next()
   actor.train(row, loss=sft())   on mesh(0:2) dp=2 ep=2
+}
+"""
+TEXTS = """
+use py "texts.py" (ask: gen -> prompts(max_tokens=20))
+data prompts = jsonl("data/prompts.jsonl", batch=4, max_prompt_tokens=16)
+model actor = causal_lm("models/sft")
+model judge = causal_lm("models/other")
+flow f(steps=1) {
+  prompt  = prompts.next()
+  gen     = actor.generate(prompt, max_new_tokens=4)
+  verdict = judge.generate(ask(gen), max_new_tokens=4)
+  metric m = mean(judge.logprobs(verdict)) + mean(actor.logprobs(gen))
 }
 """
 
@@ -81,6 +93,27 @@ def test_every_other_parameter_table_is_refused(plans: dict[str, Plan]) -> None:
             assert found, f"{name}: {what} is accepted"
             count, by_comparison = count + 1, by_comparison + bool({"RL0619", "RL0724"} & found)
     assert count > 700 and by_comparison > 600, (count, by_comparison)
+
+
+def test_the_tokens_of_another_tokenizer_are_refused(here: Path) -> None:
+    """Those of a frame, of a whole chain of frames, of a data source; and a tokenizer that was replaced."""
+    other = make_model(here / "models/other", characters="".join(reversed(CHARACTERS)), seed=3)
+    (here / "texts.py").write_text("def ask(completion, **row):\n    return completion\n")
+    (here / "texts.rlf").write_text(TEXTS)
+    plan = api.compile("texts.rlf")
+    assert not check_model_tables(plan).faults and [f.tokenizer for f in plan.frames].count("models/other") == 2
+    chain = replace(plan, frames=tuple(replace(f, tokenizer=f.tokenizer and "models/sft") for f in plan.frames))
+    assert not codes(chain), "the plan alone does not tell"
+    found = check_model_tables(chain).faults
+    assert {d.code for d in found} == {"RL0619"} and len(found) == 1 and "judge reads verdict" in found[0].title
+    assert not check_model_tables(chain, ["actor"]).faults, "another rank tells"
+    data = row(plan, "data", 0, tokenizer="models/other")
+    assert [d.code for d in check_model_tables(data).faults] == ["RL0619"]
+    assert not check_model_tables(row(plan, "data", 0, tokenizer="models/rm")).faults, "which makes the same tokens"
+    (other / "tokenizer.json").write_bytes((here / "models/sft/tokenizer.json").read_bytes())
+    assert not check_model_tables(chain).faults
+    (here / "models/other/tokenizer.json").unlink()
+    assert not check_model_tables(plan).faults, "there is nothing to compare with"
 
 
 def test_every_contradictory_data_record_is_refused(plans: dict[str, Plan]) -> None:

@@ -22,12 +22,13 @@ from rldsl.plan import references
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import EVENTS, Compute, Every, Free, Lengths, Loop, Realloc
 from rldsl.plan.model import Plan
+from rldsl.plan.projection import event_paths
 from rldsl.reshard import planning
 from rldsl.reshard.records import ReshardPlan
 from rldsl.verify import STAGES, issue_order, reshards, saves, verify
 from rldsl.verify.tables import tables
 from tests.plan.sample import grpo
-from tests.verify.faults import faults
+from tests.verify.faults import change, codes, faults, row
 from tests.verify.mutate import Mutator, at, put, records
 from tests.verify.mutate_rows import OPERATORS, row_mutants
 from tests.verify.plans import compiled
@@ -150,6 +151,19 @@ def test_every_mistake_with_rows_is_rejected(plans: dict[str, Plan]) -> None:
             assert found or verdict.ends, f"{name} {n}: {told}: {verdict.why}"
             harmful[told] += not verdict.ends
     assert all(harmful[told] for told in OPERATORS), harmful
+
+
+def test_a_computation_works_on_the_rows_of_its_event(plans: dict[str, Plan]) -> None:
+    """Its spread divides them, and its program names no others, not even such as have a name or numbers in common."""
+    vine, replay = plans["vine"], plans["replay"]
+    tokens = next(e for e, _ in event_paths(vine) if isinstance(e, Compute) and e.frames == ("gen",) and e.inputs)
+    assert codes(change(vine, tokens.id, frames=("cuts",))) == {"RL0617"}, "`gen` is a prompt space of `cuts`, too"
+    at, p = next((i, p) for i, p in enumerate(vine.programs) if any(n.attr("frame") == "full" for n in p.nodes))
+    other = [replace(n, attrs=(("frame", "more"),)) if n.attr("frame") == "full" else n for n in p.nodes]
+    assert codes(row(vine, "programs", at, nodes=tuple(other))) == {"RL0617"}, "`more` has the rows of `full`"
+    means = next(e for e, _ in event_paths(replay) if isinstance(e, Compute) and e.frames == ("first",))
+    number = next(i for i, s in enumerate(replay.spreads) if s.id == means.spread)
+    assert "RL0538" in codes(row(replay, "spreads", number, frames=("gen",)))
 
 
 def checks(plan: Plan) -> list[str]:
