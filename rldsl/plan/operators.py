@@ -31,6 +31,7 @@ class Operator:
     takes: tuple[Level, ...] = ()  # sequence operators: the levels of the arguments
     gives: Level | None = None  # sequence operators: the level of the result
     condition: bool = False  # the result is true or false
+    keeps_truth: bool = False  # the result is true or false if its arguments are, of three the last two
     unit: UnitRule = "none"  # how the unit of the result follows from those of the arguments
     # Elementwise and sequence operators: arguments whose units must fit together; with "keep", the result takes theirs.
     # A reduction with "keep" takes the unit of its first argument.
@@ -42,9 +43,10 @@ class Operator:
     combine: Literal["", "sum", "max", "min", "gather"] = ""
 
 
-def _unary(name: str, meaning: str, unit: UnitRule = "none", gradient: bool = True) -> Operator:
-    return Operator(name, "elementwise", 1, meaning, unit=unit, same_unit=(0,) if unit == "keep" else (),
-                    gradient=gradient)
+def _unary(name: str, meaning: str, unit: UnitRule = "none", gradient: bool = True,
+           keeps_truth: bool = False) -> Operator:
+    return Operator(name, "elementwise", 1, meaning, keeps_truth=keeps_truth, unit=unit,
+                    same_unit=(0,) if unit == "keep" else (), gradient=gradient)
 
 
 def _binary(name: str, meaning: str, unit: UnitRule = "none", same: bool = False) -> Operator:
@@ -56,12 +58,14 @@ def _condition(name: str, meaning: str, arity: int = 2, same: bool = False) -> O
                     gradient=False)
 
 
-def _sequence(name: str, takes: tuple[Level, ...], gives: Level, meaning: str, gradient: bool = True) -> Operator:
-    return Operator(name, "sequence", len(takes), meaning, takes, gives, gradient=gradient)
+def _sequence(name: str, takes: tuple[Level, ...], gives: Level, meaning: str, gradient: bool = True,
+              keeps_truth: bool = False) -> Operator:
+    return Operator(name, "sequence", len(takes), meaning, takes, gives, keeps_truth=keeps_truth, gradient=gradient)
 
 
-def _rows(name: str, arity: int, meaning: str) -> Operator:
-    return Operator(name, "rows", arity, meaning, unit="keep", same_unit=(0,), gradient=False, in_loss=False)
+def _rows(name: str, arity: int, meaning: str, keeps_truth: bool = False) -> Operator:
+    return Operator(name, "rows", arity, meaning, keeps_truth=keeps_truth, unit="keep", same_unit=(0,), gradient=False,
+                    in_loss=False)
 
 
 _ALL = (
@@ -75,8 +79,8 @@ _ALL = (
     _unary("log1p", "log(1 + a), exact near 0"), _unary("sqrt", "square root"), _unary("abs", "magnitude", "keep"),
     _binary("min", "the smaller", "keep", same=True), _binary("max", "the larger", "keep", same=True),
     _unary("sigmoid", "1 / (1 + exp(-a))"), _unary("logsigmoid", "log(sigmoid(a)), stable"),
-    Operator("where", "elementwise", 3, "b where a else c", unit="keep", same_unit=(1, 2)),
-    _unary("stop_gradient", "a as a constant", "keep", gradient=False),
+    Operator("where", "elementwise", 3, "b where a else c", keeps_truth=True, unit="keep", same_unit=(1, 2)),
+    _unary("stop_gradient", "a as a constant", "keep", gradient=False, keeps_truth=True),
     # Reductions: the attribute `to` is the level reached; "batch" reduces over all ranks.
     Operator("sum", "reduction", 1, "sum of a over what is finer than `to`", unit="keep", combine="sum"),
     Operator("mean", "reduction", 1, "mean over the elements of a", unit="keep", combine="sum"),
@@ -88,10 +92,11 @@ _ALL = (
     Operator("quantile", "reduction", 2, "the number below which the share b of the elements of a lies, between "
              "neighbors by linear interpolation", unit="keep", to_batch_only=True, combine="gather"),
     # Sequence operators work inside each sequence.
-    _sequence("next", ("token",), "token", "the following token's value, 0 at the last"),
-    _sequence("prev", ("token",), "token", "the preceding token's value, 0 at the first"),
-    _sequence("last", ("token",), "seq", "the value at the last token, 0 for an empty sequence"),
-    _sequence("at_end", ("seq",), "token", "the value at the last token, 0 elsewhere; attribute `frame`"),
+    _sequence("next", ("token",), "token", "the following token's value, 0 at the last", keeps_truth=True),
+    _sequence("prev", ("token",), "token", "the preceding token's value, 0 at the first", keeps_truth=True),
+    _sequence("last", ("token",), "seq", "the value at the last token, 0 for an empty sequence", keeps_truth=True),
+    _sequence("at_end", ("seq",), "token", "the value at the last token, 0 elsewhere; attribute `frame`",
+              keeps_truth=True),
     _sequence("cumsum", ("token",), "token", "inclusive running sum"),
     _sequence("discount", ("token", "batch"), "token", "y_t = x_t + g * y_{t+1}"),
     _sequence("len", (), "seq", "number of response tokens; attribute `frame`", gradient=False),
@@ -100,14 +105,16 @@ _ALL = (
     Operator("prompt_len", "sequence", 0, "the number of tokens before the response; attribute `frame`", (), "seq",
              gradient=False, in_loss=False),
     # What relates rows to other rows. Of siblings, which are the present rows of one parent, in ascending order:
-    _rows("next_row", 1, "the next sibling's value, 0 at the last"),
-    _rows("prev_row", 1, "the preceding sibling's value, 0 at the first"),
+    _rows("next_row", 1, "the next sibling's value, 0 at the last", keeps_truth=True),
+    _rows("prev_row", 1, "the preceding sibling's value, 0 at the first", keeps_truth=True),
     _rows("cumsum_rows", 1, "inclusive running sum over siblings"),
     _rows("discount_rows", 2, "y_j = x_j + g * y_{j+1} over siblings; g is of level batch"),
-    _rows("last_row", 1, "the value at the last sibling, as a value of the parent; 0 where there is none"),
-    _rows("at_last_row", 1, "a at the last sibling, 0 at the others"),
+    _rows("last_row", 1, "the value at the last sibling, as a value of the parent; 0 where there is none",
+          keeps_truth=True),
+    _rows("at_last_row", 1, "a at the last sibling, 0 at the others", keeps_truth=True),
     # Of rows with the same numbers, where one are a selection of the other, or lie above one:
-    _rows("over", 2, "a, a value of a selection, as a value of all rows; b where a row was not selected"),
+    _rows("over", 2, "a, a value of a selection, as a value of all rows; b where a row was not selected",
+          keeps_truth=True),
     # Of prefixes: a at the last prefix that ends at or before each token; b says how many tokens each prefix has
     _rows("along", 2, "for each token of `frame` the value of the last prefix at or before it, 0 where there is none; "
           "b: the tokens of the prefix"),

@@ -75,7 +75,7 @@ class Operators:
             chosen = args[1] if args[0].value else args[2]
             if (chosen.level, chosen.space) == (level, space):
                 return chosen
-        kept = op in ("where", "stop_gradient") and all(a.dtype == "bool" for a in args[-2:])  # else 1 or 0
+        kept = OPERATORS[op].keeps_truth and all(a.dtype == "bool" for a in args[-2:])  # else 1 or 0
         dtype = "bool" if OPERATORS[op].condition or kept else "f32"
         return Term(op, args, level, space, dtype, span, unit=unit)
 

@@ -14,17 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.models.directory import tensor_names, tokenizer
 from rldsl.models.families import Family, describe_architecture, sizes_of
-from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.events import Event
 from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Model, ParamSpec, Plan
 from rldsl.plan.projection import event_paths
+from rldsl.plan.references import Role, references
 from rldsl.verify.adapters import A
-from rldsl.verify import tables
+from rldsl.verify.tables import name as event_name
 from rldsl.verify.tables import problem
 
 Describe = Callable[[str, str, frozenset[str]], Family]  # path, kind, names of the tensors of the directory
@@ -68,12 +70,14 @@ def _tokenizer_faults(plan: Plan, compared: Sequence[str]) -> Iterator[Diagnosti
     digest = cache(lambda path: tokenizer(Path(path)) if (Path(path) / "tokenizer.json").is_file() else "")
     paths, of_data = {m.name: m.path for m in plan.models}, {d.name: d.tokenizer for d in plan.data}
     makes = {f.id: f.tokenizer or of_data[f.data] for f in plan.frames}
-    read = {(e.model, frame): e for e, _ in event_paths(plan) if isinstance(e, Generate | Infer | Train)
-            for frame in (e.frames if isinstance(e, Train) else (e.frame,)) if e.model in compared}
-    for (model, frame), e in read.items():
+    read: dict[tuple[str, str], Event] = {}
+    for e, _ in event_paths(plan):
+        named = {role: {r.id for r in references(e) if r.role is role} for role in (Role.MODEL, Role.FRAME)}
+        read |= dict.fromkeys(product(named[Role.MODEL].intersection(compared), named[Role.FRAME]), e)
+    for (model, frame), e in sorted(read.items(), key=lambda x: x[0]):
         mine, theirs = digest(paths[model]), digest(makes[frame])
         if mine and theirs and mine != theirs:
-            yield problem("RL0619", f"{tables.name(e)}: {model} reads {frame}, whose tokens are made by another tokenizer", e,
+            yield problem("RL0619", f"{event_name(e)}: {model} reads {frame}, whose tokens another tokenizer makes", e,
                           notes=(f"model directory: {paths[model]}", f"tokenizer of {frame}: {makes[frame]}"))
 
 

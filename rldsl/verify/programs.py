@@ -250,10 +250,9 @@ def _truths(program: Program, given: set[str]) -> Sequence[bool]:
                 found.append(node.attr("name") in given)
             case "const":
                 found.append(isinstance(node.attr("value"), bool))
-            case "where" | "stop_gradient":
-                found.append(all(found[a] for a in node.args[-2:]))
-            case _:
-                found.append(OPERATORS[node.op].condition)
+            case op:
+                kept = OPERATORS[op].keeps_truth and all(found[a] for a in node.args[-2:])
+                found.append(OPERATORS[op].condition or kept)
     return found
 
 

@@ -193,7 +193,7 @@ def _sequence(n: Node, args: Sequence[Cell], views: Mapping[str, View]) -> Cell:
     need(n.space == _space(of, gives) and all(a.space == _space(of, a.level) for a in args), f"{n.op} of other rows")
     rest = tuple(a.of[0] for a in args[1:])
     made = {i: term(n.op, frame, i, *(a.of[i] for a in args[:1]), rest) for i in views[frame].rows}
-    return Cell(n.level, n.space, False, made)
+    return Cell(n.level, n.space, n.op in ("next", "prev", "last", "at_end") and args[0].truth, made)
 
 
 def _related(n: Node, args: Sequence[Cell], ids: Sequence[int], views: Mapping[str, View]) -> Cell:
@@ -206,7 +206,7 @@ def _related(n: Node, args: Sequence[Cell], ids: Sequence[int], views: Mapping[s
         need(a.space in origin and origin[a.space] == origin[n.space] and args[1].level == "batch", "over other rows")
         need(a.of.keys() <= set(ids), "a row of the selection that is not there")
         default = term("default", args[1].of[0])
-        return Cell(n.level, n.space, a.truth, {i: a.of.get(i, default) for i in ids})
+        return Cell(n.level, n.space, a.truth and args[1].truth, {i: a.of.get(i, default) for i in ids})
     of = next((f for f in frames if f.row_space == a.space and len(f.chain) > 1), None)
     need(of is not None and a.level == "seq", f"{n.op} of rows without siblings")
     families: dict[int, list[int]] = {}
@@ -226,4 +226,4 @@ def _related(n: Node, args: Sequence[Cell], ids: Sequence[int], views: Mapping[s
             p: term("last", *(a.of[i] for i in families.get(p, ())[-1:])) for p in ids})
     need((n.level, n.space) == (a.level, a.space), f"{n.op} of other rows")
     made = {i: term(n.op, i % of.per_prompt, tuple(a.of[x] for x in rows), rest) for rows in families.values() for i in rows}
-    return Cell("seq", n.space, a.truth, made)
+    return Cell("seq", n.space, n.op in ("next_row", "prev_row", "at_last_row") and a.truth, made)
