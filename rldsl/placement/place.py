@@ -158,7 +158,7 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
             base, why = Place(mesh, layout_of(mesh, dp=cluster.world)), "default: all ranks, data parallel"
         if choice is None:
             places[node.id] = replace(base, mbs=0, mbt=0, offload=False, span=node.span, why=why, recompute="none",
-                                      keep=True)
+                                      keep=True, reuse=False)
             continue
         try:
             given_options = {name for name, _, _ in choice.options}

@@ -12,15 +12,19 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from rldsl.diag import Diagnostic, Failure, Label
 from rldsl.graph import model as g
-from rldsl.placement.model import Place, label
+from rldsl.placement.model import Call, Place, label
 from rldsl.placement.rules import option_span
 from rldsl.plan.backends import described
-from rldsl.plan.derive_ops import continued_frame
+from rldsl.plan.derive_ops import DeriveOpName, continued_frame
 
 
 def check_reuse(graph: g.Graph, places: Mapping[str, Place]) -> None:
     """Errors: RL0332."""
-    reused_caches(graph, places)
+    used = {places[i].span for i in reused_caches(graph, places)}
+    for node in g.nodes(graph.items):
+        if isinstance(node, Call) and not isinstance(node, g.Generate) and places[node.id].reuse \
+                and places[node.id].span not in used:
+            raise _refused(node, places[node.id], "`reuse` applies only to `generate`", "remove `reuse=true`")
 
 
 def reused_caches(graph: g.Graph, places: Mapping[str, Place]) -> dict[str, str]:
@@ -46,9 +50,18 @@ def reused_caches(graph: g.Graph, places: Mapping[str, Place]) -> dict[str, str]
     used = {places[i].span for i in found}
     for node in without:
         if places[node.id].span not in used:
-            raise _refused(node, places[node.id], "its prompts were not generated in this step",
-                           "`reuse=true` is for calls that continue sequences: `more = actor.generate(gen)`")
+            raise _refused(node, places[node.id], *_no_cache(continued_frame(node.prompts, sources), sources))
     return found
+
+
+def _no_cache(frame: str, sources: Mapping[str, tuple[DeriveOpName, str]]) -> tuple[str, str]:
+    """Why no cache has the rows of `frame`, from which a call generates, and what to do instead."""
+    op = sources[frame][0] if frame in sources else ""
+    if op in ("pick", "others", "concat"):
+        return (f"its prompts are made by `{op}`", "a cache has the rows of one call: continue the sequences "
+                "themselves or a selection of them, or remove `reuse=true`")
+    return ("its prompts were not generated in this step",
+            "`reuse=true` is for calls that continue sequences: `more = actor.generate(gen)`")
 
 
 def _differs(graph: g.Graph, places: Mapping[str, Place], parent: g.Generate, child: g.Generate, same_block: bool
@@ -74,7 +87,7 @@ def _differs(graph: g.Graph, places: Mapping[str, Place], parent: g.Generate, ch
     return None
 
 
-def _refused(node: g.Generate, place: Place, why: str, help_: str, parent: g.Generate | None = None) -> Failure:
+def _refused(node: Call, place: Place, why: str, help_: str, parent: g.Generate | None = None) -> Failure:
     labels = (Label(parent.span, "the sequences are generated here"),) if parent is not None else ()
     return Failure([Diagnostic("RL0332", f"`{label(node)}` has no KV cache to reuse", option_span(place.span, "reuse"),
                                why, labels, help=help_)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -190,7 +191,10 @@ REFUSED = {
     "trained in between": ("end    = actor.generate(gen, max_new_tokens=2)           on mesh(0:4) dp=4",
                            "end    = actor.generate(gen, max_new_tokens=2) on mesh(0:4) dp=4 reuse=true", "changes"),
     "new prompts": ("more   = actor.generate(kept,", "more   = actor.generate(prompt,", "not generated"),
-    "a pick": ("more   = actor.generate(kept,", "more   = actor.generate(pick(gen, size(gen)),", "not generated"),
+    "a pick": ("more   = actor.generate(kept,", "more   = actor.generate(pick(gen, size(gen)),", "made by `pick`"),
+    "others": ("more   = actor.generate(kept,", "more   = actor.generate(others(gen),", "made by `others`"),
+    "another call": ("metric end = mean(len(end))", "lp = actor.logprobs(end) on mesh(0:4) dp=4 reuse=true\n"
+                     "  metric end = mean(lp)", "only to `generate`"),
     "another block": ("end    = actor.generate(gen, max_new_tokens=2)           on mesh(0:4) dp=4",
                       "every 2 {\n  end    = actor.generate(gen, max_new_tokens=2) on mesh(0:4) dp=4 reuse=true\n"
                       "  metric end = mean(len(end))\n  }", "block"),
@@ -206,6 +210,14 @@ def test_no_cache_to_reuse(old: str, new: str, why: str) -> None:
         compiled(text.replace("REUSE", "reuse=true" if "end  " not in old else ""))
     (found,) = refused.value.diagnostics
     assert found.code == "RL0332" and why in found.label and found.help
+
+
+def test_a_default_placement_is_without_it() -> None:
+    """Calls without a placement follow the only one that has one, but its KV cache is its own."""
+    text = re.sub(r" +on mesh\(0:4\) dp=4\n", "\n", PROGRAM).replace("REUSE", "reuse=true")
+    assert text.count("on mesh") == 1
+    generates = {e.frame: e for e in events(compiled(text)) if isinstance(e, Generate)}
+    assert {f: e.cache_of for f, e in generates.items() if e.cache_of} == {"more": "gen"}
 
 
 EVALUATED = """
