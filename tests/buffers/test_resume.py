@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rldsl.plan.model import ReplayBuffer, StoredField
-from rldsl.runtime.state.replay import COUNT, LENGTHS, ReplayRows, join_parts
+from rldsl.runtime.state.replay import COUNT, LENGTHS, TEMPERATURE, OtherRows, ReplayRows, join_parts
 from rldsl.runtime.store import RaggedRows
 from rldsl.runtime.weighted_sample import sample_by_weight
 from tests.checkpoint.runs import held, lines, run
@@ -83,6 +83,17 @@ def test_under_another_placement(base: Path, whole: Path) -> None:
     assert all(line["drawn"] > 0 for line in lines(whole)[1:])
 
 
+@pytest.mark.parametrize("old, new", [
+    ("max_new_tokens=4", "max_new_tokens=3"),
+    ("max_new_tokens=4", "max_new_tokens=4, temperature=0.7"),
+    ("value=0.01", "more=1, value=0.01"),
+])
+def test_a_program_that_keeps_other_rows(base: Path, whole: Path, old: str, new: str) -> None:
+    (base / "other.rlf").write_text((base / "p.rlf").read_text().replace(old, new))
+    other = compile_program(base / "other.rlf", {}, PLACES["one"], base / "plans")
+    assert set(run(other, base / "other", resume=whole / "checkpoints/step-000002")) == {"RL0762"}
+
+
 # ------------------------------------------------------------------------------------------------ the rows alone
 
 FIELDS = (StoredField("tokens", "tokens", "i64"), StoredField("logprobs", "response", "f32"),
@@ -123,7 +134,7 @@ def wholes(rows: ReplayRows, world: int) -> dict[str, torch.Tensor]:
 def test_shares_make_the_whole(world: int) -> None:
     """Rows without a response, and fewer rows than ranks, too; of more rows than the capacity the newest."""
     rows = buffer(5)
-    assert wholes(rows, world).keys() == {COUNT}
+    assert wholes(rows, world).keys() == {COUNT, TEMPERATURE}
     fill(rows, [(2, 3), (1, 0), (4, 2)], 10)
     fill(rows, [(1, 1), (2, 0), (3, 5), (1, 2)], 50)
     again, smaller = buffer(5), buffer(2)
@@ -145,6 +156,7 @@ def test_shares_make_the_whole(world: int) -> None:
     lambda w: w.update({"tokens": w["tokens"][1:]}),
     lambda w: w.update({"x": w["x"].double()}),
     lambda w: w.pop("tokens"),
+    lambda w: w.update({TEMPERATURE: torch.ones(2)}),
 ])
 def test_damage_is_seen(damage) -> None:
     rows = buffer(5)
@@ -153,6 +165,24 @@ def test_damage_is_seen(damage) -> None:
     damage(found)
     with pytest.raises((ValueError, KeyError)):
         buffer(5).restore(found)
+
+
+@pytest.mark.parametrize("most, temperature, why", [
+    ((1, 9), 1.0, "a prompt has 2 tokens, and the program allows 1"),
+    ((9, 2), 1.0, "a response has 3 tokens, and the program allows 2"),
+    ((9, 9), 0.7, "at the temperature 1, those of the program at 0.7"),
+])
+def test_rows_of_another_kind_are_seen(most: tuple[int, int], temperature: float, why: str) -> None:
+    """They are no damage: the program has changed. A buffer without rows fits every program."""
+    now = ReplayBuffer("good", "s", 5, FIELDS, "d", *most, temperature)
+    ReplayRows(now).restore(wholes(buffer(5), 2))
+    rows = buffer(5)
+    fill(rows, [(2, 3), (1, 1)], 10)
+    with pytest.raises(OtherRows, match=why):
+        ReplayRows(now).restore(wholes(rows, 2))
+    earlier = wholes(rows, 2)
+    del earlier[TEMPERATURE]  # of a version that did not write it
+    buffer(5).restore(earlier)
 
 
 def test_missing_parts_are_seen() -> None:

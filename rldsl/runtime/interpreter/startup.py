@@ -124,11 +124,18 @@ def _resumed(context: RunContext, options: Options) -> LoadedCheckpoint | None:
     lacking = [m.name for m in context.plan.models if (m.train_layout or m.updated_from) and not checkpoint.has(m.name)]
     lacking += [s.value for s in context.plan.states
                 if s.value not in (checkpoint.names if s.data else checkpoint.states)]
-    lacking += [b.value for b in context.plan.buffers if not checkpoint.has_buffer(b)]
+    lacking += [b.value for b in context.plan.buffers if b.value not in checkpoint.names]
     if lacking:
         raise fail("RL0762", f"the checkpoint does not contain `{'`, `'.join(lacking)}`", place=str(checkpoint.path),
                    notes=(f"it contains {', '.join([*checkpoint.names, *checkpoint.states])}",),
                    help="resume with the program that wrote it, or start a new run with another `--out`")
+    for buffer in context.plan.buffers:
+        if not checkpoint.has_buffer(buffer):
+            raise fail("RL0762", f"the rows of `{buffer.value}` have other values in the checkpoint",
+                       place=str(checkpoint.path),
+                       notes=(f"there they have {', '.join(checkpoint.fields_of_buffer(buffer))}; "
+                              f"the program keeps {', '.join(f.name for f in buffer.fields)}",),
+                       help="resume with the program that wrote it, or start a new run with another `--out`")
     return checkpoint
 
 

@@ -34,7 +34,7 @@ from rldsl.runtime.persist.checkpoint_writer import checkpoints, row_state_key, 
 from rldsl.runtime.persist.manifest import MANIFEST, Manifest, read_manifest
 from rldsl.runtime.persist.run_identity import program_changes
 from rldsl.runtime.state import in_flight
-from rldsl.runtime.state.replay import COUNT, LENGTHS, PREFIX, ReplayRows, join_parts
+from rldsl.runtime.state.replay import COUNT, LENGTHS, PREFIX, TEMPERATURE, OtherRows, ReplayRows, join_parts
 from rldsl.runtime.store import RaggedRows
 from rldsl.sharding.boxes import Box, intersect, local_slice, parameters, pieces_of_rank, slices_within, subtract
 
@@ -78,10 +78,16 @@ class LoadedCheckpoint:
         owner = f"{PREFIX}|{record.value}"
         stored = {key.split("|")[2] for key in self.stored if key.startswith(f"{owner}|")}
         needed = {f.name for f in record.fields if f.extent != "response"} if LENGTHS in stored else set[str]()
-        return COUNT in stored and needed <= stored <= {COUNT, LENGTHS, *(f.name for f in record.fields)}
+        return COUNT in stored and needed <= stored <= {COUNT, LENGTHS, TEMPERATURE, *(f.name for f in record.fields)}
+
+    def fields_of_buffer(self, record: ReplayBuffer) -> list[str]:
+        """What each row of a replay buffer has in it; [] if it has no such buffer, or no rows of it."""
+        keys = (key.split("|") for key in self.stored)
+        names = [key[2] for key in keys if key[:2] == [PREFIX, record.value]]
+        return [name for name in names if name not in (COUNT, LENGTHS, TEMPERATURE)]
 
     def fill_buffer(self, rows: ReplayRows) -> None:
-        """The rows of a replay buffer, from what all ranks wrote. RL0761."""
+        """The rows of a replay buffer, from what all ranks wrote. RL0761, RL0762."""
         owner = f"{PREFIX}|{rows.record.value}|"
         tensors: dict[str, torch.Tensor] = {}
         try:
@@ -92,6 +98,10 @@ class LoadedCheckpoint:
                         pieces.append((box[0], opened.get_tensor(name)))
                 tensors[key.removeprefix(owner)] = join_parts(pieces)
             rows.restore(tensors)
+        except OtherRows as error:
+            raise fail("RL0762", f"the rows of `{rows.record.value}` do not fit the program", place=str(self.path),
+                       notes=(str(error),), help="resume with the limits and the temperature of the run that wrote "
+                       "them, or start a new run with another `--out`") from None
         except DAMAGE as error:
             raise _damaged(self.path, f"buffer {rows.record.value}: {error}") from None
 

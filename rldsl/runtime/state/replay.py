@@ -22,7 +22,11 @@ from rldsl.runtime.weighted_sample import sample_by_weight
 
 PREFIX = "rows of buffer"  # of the names of tensors in a checkpoint; no model or state has a name with a blank
 DTYPES = {"f32": torch.float32, "i64": torch.int64, "bool": torch.bool}
-COUNT, LENGTHS = "number of rows added", "lengths"
+COUNT, LENGTHS, TEMPERATURE = "number of rows added", "lengths", "sampling temperature"
+
+
+class OtherRows(Exception):
+    """The rows of a sound checkpoint are not those that the program keeps; the message says in what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,8 @@ class ReplayRows:
         end of a name says which part of the whole tensor it is."""
         n, owner = len(self.rows), f"{PREFIX}|{self.record.value}"
         first, stop = rank * n // world, (rank + 1) * n // world
-        out = {f"{owner}|{COUNT}|0:1": torch.tensor([self.added])} if rank == 0 else {}
+        out = {f"{owner}|{COUNT}|0:1": torch.tensor([self.added]),
+               f"{owner}|{TEMPERATURE}|0:1": torch.tensor([self.record.temperature])} if rank == 0 else {}
         if first == stop:
             return out
         rows = list(self.rows)
@@ -92,7 +97,7 @@ class ReplayRows:
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The rows of a checkpoint; of more than the capacity the newest. tensors: field (and `COUNT`, `LENGTHS`) ->
-        the complete tensor, of all shares. Errors: ValueError where they do not fit together."""
+        the complete tensor, of all shares. Errors: ValueError where they do not fit together; OtherRows."""
         lengths = tensors.get(LENGTHS, torch.empty(0, 2, dtype=torch.int64))
         if lengths.dtype != torch.int64 or lengths.ndim != 2 or lengths.shape[1:] != (2,) or int(lengths.min()
                 if lengths.numel() else 0) < 0:
@@ -109,11 +114,25 @@ class ReplayRows:
             if whole.dtype != DTYPES[f.dtype] or whole.shape != (int(sizes.sum()),):
                 raise ValueError(f"{f.name} is damaged")
             parts[f.name] = whole.split(sizes.tolist())
-        if bool((prompt > self.record.max_prompt_tokens).any() or (response > self.record.max_response_tokens).any()):
-            raise ValueError("it has rows that are longer than the program allows")
+        self._check_kind(prompt, response, tensors.get(TEMPERATURE))
         for i, (p, r) in enumerate(lengths.tolist()):
             self.rows.append(StoredRow(p, r, {name: of[i].clone() for name, of in parts.items()}))
         self.added = added
+
+    def _check_kind(self, prompt: torch.Tensor, response: torch.Tensor, temperature: torch.Tensor | None) -> None:
+        """Errors: OtherRows. temperature: [1] float32; None in checkpoints of earlier versions."""
+        for lengths, most, what in ((prompt, self.record.max_prompt_tokens, "prompt"),
+                                    (response, self.record.max_response_tokens, "response")):
+            longest = int(lengths.max()) if len(lengths) else 0
+            if longest > most:
+                raise OtherRows(f"a {what} has {longest} tokens, and the program allows {most}")
+        now = torch.tensor([self.record.temperature])
+        then = now if temperature is None else temperature
+        if then.dtype != now.dtype or then.shape != now.shape:
+            raise ValueError("its temperature is damaged")
+        if len(prompt) and not then.equal(now):
+            raise OtherRows(f"their log-probs are at the temperature {then.item():g}, those of the program at "
+                            f"{now.item():g}")
 
 
 def join_parts(pieces: Sequence[tuple[tuple[int, int], torch.Tensor]]) -> torch.Tensor:
