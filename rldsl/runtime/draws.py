@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from rldsl.sharding.partition import mix
+
 BELOW_ONE = 1 - 2.0**-24  # the largest float32 below 1: a draw above it would be rounded to 1 there
 
 
@@ -22,14 +24,17 @@ def uniform(seed: int, step: int, rows: torch.Tensor, positions: torch.Tensor) -
 
 def bits(seed: int, step: int, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """[S] int64, all 64 bits random. Each key is mixed in by the finaliser of splitmix64 (Steele, Lea & Flood 2014), in
-    int64 arithmetic that wraps, so that every device draws the same."""
-    state = torch.zeros_like(rows)
-    for key in (seed, step, rows, positions):
-        state = (state ^ key) + _GAMMA
-        state = (state ^ _shift(state, 30)) * _MIX1
-        state = (state ^ _shift(state, 27)) * _MIX2
-        state = state ^ _shift(state, 31)
-    return state
+    int64 arithmetic that wraps, so that every device draws the same. What all elements share, the seed and the step, is
+    mixed in Python: half as many kernels."""
+    state = rows ^ _signed(mix(seed, step))
+    state = _finalised(state + _GAMMA) ^ positions
+    return _finalised(state + _GAMMA)
+
+
+def _finalised(state: torch.Tensor) -> torch.Tensor:
+    state = (state ^ _shift(state, 30)) * _MIX1
+    state = (state ^ _shift(state, 27)) * _MIX2
+    return state ^ _shift(state, 31)
 
 
 def inside(state: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,10 @@ WEIGHTS = np.array([1.0, 0.0, 2.0, 0.5, 4.0, 2.5], np.float32)
 DRAWS = 100_000
 
 
-def drawn(count: int, draws: int) -> Counter[tuple[int, ...]]:
-    return Counter(tuple(sample_by_weight(WEIGHTS, count, 11, step).tolist()) for step in range(draws))
+@pytest.fixture(scope="module")
+def pairs() -> list[tuple[int, ...]]:
+    """What is drawn in each of DRAWS steps."""
+    return [tuple(sample_by_weight(WEIGHTS, 2, 11, step).tolist()) for step in range(DRAWS)]
 
 
 def successive(order: tuple[int, ...]) -> float:
@@ -35,16 +37,15 @@ def chi_square(found: Counter[tuple[int, ...]], count: int) -> tuple[float, int]
     return sum((found[order] - n) ** 2 / n for order, n in expected.items()), len(expected) - 1
 
 
-def test_two_rows_are_drawn_one_after_the_other_by_weight() -> None:
+def test_two_rows_are_drawn_one_after_the_other_by_weight(pairs: list[tuple[int, ...]]) -> None:
     """Ordered pairs: for 19 degrees of freedom, 1 of 1,000 samples has a statistic above 43.8."""
-    statistic, freedom = chi_square(drawn(2, DRAWS), 2)
+    statistic, freedom = chi_square(Counter(pairs), 2)
     assert freedom == 19 and statistic < 43.8
 
 
-def test_it_is_not_two_draws_with_replacement() -> None:
+def test_it_is_not_two_draws_with_replacement(pairs: list[tuple[int, ...]]) -> None:
     """The test can fail: it tells the second row's distribution from that of a first row."""
-    pairs = drawn(2, 20_000)
-    second = Counter(b for _, b in pairs.elements())
+    second = Counter(b for _, b in pairs[:20_000])
     share = WEIGHTS / WEIGHTS.sum()
     statistic = sum((second[i] - 20_000 * p) ** 2 / (20_000 * p) for i, p in enumerate(share.tolist()) if p)
     assert statistic > 200
