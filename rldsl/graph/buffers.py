@@ -215,9 +215,14 @@ def _difference(first: g.Stored, other: g.Stored) -> str:
     if mine != theirs:
         names = sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
         return f"`{names[0]}` is missing from one of them, or is of another kind"
-    if replace(first, fields=()) != replace(other, fields=()):
-        return "another data source, limit of tokens, or temperature, or no response"
-    return ""
+    for what, before, now in (
+            ("prompts of up to {} tokens", first.max_prompt_tokens, other.max_prompt_tokens),
+            ("responses of up to {} tokens", first.max_response_tokens, other.max_response_tokens),
+            ("log-probs at the temperature {:g}", first.temperature, other.temperature),
+            ("prompts of the data `{}`", first.data, other.data)):
+        if before != now:
+            return f"{what.format(now)}, and the first rows have {what.format(before)}"
+    return "" if first.contents == other.contents else "these come from data, and the others from a model"
 
 
 def with_stored(buffers: dict[str, g.Buffer], walked: Buffers) -> dict[str, g.Buffer]:

@@ -128,7 +128,8 @@ class RowStates:
         """`term` as a number for each row of `ref`, or of a selection of these."""
         what, level, frame, ops = s.target.span.text, _level(ref), ref.frame, self.flow.exprs.ops
         if term.dtype != "f32":
-            self.errors.add("RL0203", f"`{what}` must be a number, not {describe(term)}", s.value.span,
+            given = "a condition" if term.dtype == "bool" else describe(term)
+            self.errors.add("RL0203", f"`{what}` must be a number, not {given}", s.value.span,
                             help="for a condition: `where(c, 1, 0)`" if term.dtype == "bool" else "")
             return None
         if term.level == "batch":

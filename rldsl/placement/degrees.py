@@ -217,7 +217,9 @@ def check_family(family: Family, tp: int, pp: int, cp: int, spans: dict[str, Spa
         if tp > cluster.gpus or cluster.gpus % tp:
             raise fail("RL0309", "a tensor-parallel group extends beyond a node", at,
                        f"a node has {cluster.gpus} device{'s' * (cluster.gpus > 1)}",
-                       help=f"tp must divide {cluster.gpus}; dp and pp may span several nodes")
+                       help=f"tp must divide {cluster.gpus}; dp and pp may span several nodes" if cluster.declared else
+                       "the highest rank that a placement names says how many devices there are: declare them, for "
+                       f"example `cluster gpus={-(-cluster.gpus // tp) * tp}`")
     if pp > 1:
         at = spans.get("pp", span)
         if family.pp_problem:

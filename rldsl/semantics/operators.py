@@ -312,7 +312,8 @@ class Operators:
                 return of_cuts
             here = self.on_frame(x, frame) if frame.max_response_tokens else None
             if here is None:
-                return self.errors.add("RL0202", f"this seq value does not belong to tokens of `{source_name(frame)}`",
+                what = "tokens of" if frame.max_response_tokens else "the sequences that were cut into"
+                return self.errors.add("RL0202", f"this seq value does not belong to {what} `{source_name(frame)}`",
                                        x.at, f"it belongs to {self.spaces.shown(x)}")
             own = here.space == frame.row_space  # else of what these sequences continue
             x, frames = here if own else self.broadcast(here, "seq", frame), (frame,)

@@ -97,6 +97,19 @@ def test_mistakes(body: str, code: str, words: str) -> None:
     assert found == [(code, words)]
 
 
+@pytest.mark.parametrize(("body", "why"), [
+    ("good.add(gen)\ngood.add(hot)", "log-probs at the temperature 2, and the first rows have log-probs at the "
+                                     "temperature 1"),
+    ("short = actor.generate(prompt, max_new_tokens=8)\ngood.add(short)\ngood.add(gen)",
+     "responses of up to 256 tokens, and the first rows have responses of up to 8 tokens"),
+    ("more = actor.generate(gen)\ngood.add(gen)\ngood.add(more)",
+     "prompts of up to 768 tokens, and the first rows have prompts of up to 512 tokens"),
+])
+def test_which_limit_differs(body: str, why: str) -> None:
+    (found,) = errors(f"{HEAD}\n{body}\n}}\n")
+    assert (found.code, found.label) == ("RL0202", why)
+
+
 @pytest.mark.parametrize(("value", "code"), [
     ("rows()", "RL0215"), ("rows(16)", "RL0204"), ("rows(capacity=0)", "RL0205"), ("rows(size=3)", "RL0107"),
     ("4", "RL0203"),

@@ -121,7 +121,10 @@ def test_tensor_parallelism_against_the_model() -> None:
     assert d.code == "RL0308"
     two = g.Cluster(2, 4, 80.0)
     eight = lambda p, k, span=None, trained=False: family(p, k, heads=8, kv_heads=8)  # noqa: E731
-    assert refused(ppo({"gen": on(1, 0, 8, tp=8)}, cluster=two), eight).code == "RL0309"
+    declared = refused(ppo({"gen": on(1, 0, 8, tp=8)}, cluster=two), eight)
+    assert (declared.code, declared.help) == ("RL0309", "tp must divide 4; dp and pp may span several nodes")
+    inferred = refused(ppo({"gen": on(1, 2, 3), "ref_lp": on(1, 0, 2, tp=2)}, cluster=None), eight)
+    assert inferred.code == "RL0309" and "`cluster gpus=4`" in inferred.help
 
 
 def test_mesh_over_nodes_without_a_cluster() -> None:
