@@ -179,10 +179,19 @@ class Derivations:
                 f"its prompts are text of `{source_name(prompts)}`",
                 help="text ends a chain of continuations, since it is no model's response: train on "
                 f"`{name}`, and on what the text was made from, in calls of their own")
+        of = self.flow.exprs.ops.cuts_of(prompts) if prompts is not None else ""
+        if of:
+            return self.errors.add(
+                "RL0213", f"`{name}` does not continue whole responses", tree.span,
+                f"its prompts are beginnings of the responses of `{source_name(self.spaces.frames[of])}`",
+                help=f"a prefix is a prompt: train on `{name}`, whose response is what was generated after it")
+        if ref.frame.iterations > 1:
+            return self.errors.add("RL0213", "`whole` of what a `repeat` collected", tree.span,
+                                   f"`{name}` has the sequences of all iterations",
+                                   help="join them inside the block, and use the result after it")
         return self.errors.add(
             "RL0213", f"`{name}` does not continue the responses of a model", tree.span,
-            help="continue a response first: `more = actor.generate(gen)`, then `whole(more)`; sequences of a `repeat` "
-            "are joined inside its block")
+            help="continue a response first: `more = actor.generate(gen)`, then `whole(more)`")
 
     def _index_of(self, frame: IndexedFrame, span: Span) -> Term:
         """Where each row is among those of its prompt, made once in a block; `prune` drops it if no pair reads it."""

@@ -35,7 +35,8 @@ def prefixes(flow: FlowBuilder, ref: Meaning, expr: ast.Call, target: str | None
                                help="give it one side: `.chosen` or `.rejected`" if isinstance(ref, Pairs) else "")
     if ref.contents != "generated":
         return flow.errors.add("RL0213", "`prefixes` cuts responses that a model generated", tree.span,
-                               f"`{source_name(ref.frame)}` has none", help="generate responses first")
+                               f"`{source_name(ref.frame)}` has none" if ref.contents == "prompts" else
+                               f"those of `{source_name(ref.frame)}` come from data", help="generate responses first")
     given = [(a.name, a.value) for a in expr.args if a.name is not None]
     read = options.read(options.PREFIXES, given, "`prefixes`", expr.span, flow.exprs, scope)
     if isinstance(read, Bad):

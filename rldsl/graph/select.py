@@ -23,6 +23,7 @@ from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.levels import source_name
 from rldsl.semantics.options import positive_integer
+from rldsl.semantics.row_operators import cut_length
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_, walk
 from rldsl.semantics.values import FrameRef, Meaning, Pairs, describe
@@ -258,8 +259,23 @@ class Selections:
 
     def _collected_ref(self, ref: FrameRef, all_rows: dict[str, IndexedFrame]) -> FrameRef:
         base = all_rows[ref.base].id if ref.base in all_rows else ref.base
-        fields = tuple((n, t) for n, old in ref.fields for t in [self._after(old, all_rows)] if isinstance(t, Term))
+        cut = ref.frame.id in all_rows and self.flow.exprs.ops.cuts_of(ref.frame) in all_rows
+        fields = tuple((n, t) for n, old in ref.fields
+                       for t in [self._collected_cuts(ref.frame, all_rows, old.span) if cut and n == "at"
+                                 else self._after(old, all_rows)]
+                       if isinstance(t, Term))
         return replace(ref, frame=all_rows.get(ref.frame.id, ref.frame), base=base, fields=fields)
+
+
+    def _collected_cuts(self, frame: IndexedFrame, all_rows: dict[str, IndexedFrame], span: Span) -> Term:
+        """The lengths of the prefixes that a block collects, which are prefixes, too. frame: a selection of them, of
+        whose rows these are the values, or they themselves."""
+        ops = self.flow.exprs.ops
+        while frame.id not in ops.prefixes:
+            frame = self.spaces.frames[frame.selected_from]
+        into, source = all_rows[frame.id], all_rows[ops.prefixes[frame.id]]
+        ops.prefixes[into.id] = source.id
+        return cut_length(ops, into, source, span)
 
 
 def _side(frame: IndexedFrame) -> str:

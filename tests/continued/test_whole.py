@@ -142,3 +142,14 @@ def test_a_mistake_is_named(text: str, code: str, words: str | None) -> None:
 def test_text_in_between_has_a_way_out() -> None:
     (found,) = failed(f"{HEAD}x = whole(judged)\n}}\n")
     assert "text" in found.label and "train on `judged`" in found.help
+
+
+@pytest.mark.parametrize("text, label, advice", [
+    ("tail = actor.generate(prefixes(gen, every=8))\nx = whole(tail)",
+     "its prompts are beginnings of the responses of `gen`", "train on `tail`"),
+    ("repeat {\np = prompts.next()\na = actor.generate(p)\nb = actor.generate(a)\n} until count(b) > 9 max 2\n"
+     "x = whole(b)", "`b` has the sequences of all iterations", "inside the block"),
+])
+def test_what_else_is_no_chain(text: str, label: str, advice: str) -> None:
+    (found,) = failed(f"{HEAD}{text}\n}}\n")
+    assert found.code == "RL0213" and found.label == label and advice in found.help

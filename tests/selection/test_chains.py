@@ -43,7 +43,8 @@ COLLECTED = """
     prompt = prompts.next()
     gen    = actor.generate(prompt, n=2, max_new_tokens=6)
     inside = prefixes(gen, every=2)
-    place  = inside.at
+    late   = inside where inside.at > 1
+    v      = parity(gen) + inside.at
     told   = actor.generate(ask(gen), max_new_tokens=3, greedy=true)
     t      = spread(told)
   } until sum(parity(gen)) > 5 max 3
@@ -52,7 +53,8 @@ COLLECTED = """
   rival = others(gen)
   after = actor.generate(ask(gen), max_new_tokens=3, greedy=true)
   metric cuts  = abs(count(cuts) - count(inside))
-  metric at    = mean(cuts.at) - mean(place)
+  metric at    = mean(cuts.at) - mean(inside.at) + mean(late.at - v) + mean(over(parity(gen), late))
+  metric token = mean(along(v, gen) - along(parity(gen) + cuts.at, gen))
   metric texts = mean(spread(after)) - mean(t)
   metric rival = count(rival) / count(gen) - mean(len(rival)) / mean(len(gen))
   metric along = mean(along(mean(spread(tail) by prompt), gen))
@@ -76,6 +78,7 @@ def test_what_is_made_from_selections(base: Path) -> None:
 def test_what_is_made_from_collected_sequences(base: Path) -> None:
     first, *others = under(base, COLLECTED, PLACES[:2], top=TOP, steps=2)
     for step in first:
-        assert step["cuts"] == step["at"] == 0 and abs(step["texts"]) < 1e-6 and abs(step["rival"]) < 1e-6 and step["along"] > 0
+        assert step["cuts"] == 0 and all(abs(step[k]) < 1e-6 for k in ("at", "token", "texts", "rival"))
+        assert step["along"] > 0
     for other in others:
         close(other, first)
