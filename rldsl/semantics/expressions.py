@@ -304,7 +304,8 @@ class ExpressionBuilder:
             return BAD
         if len(args) != len(ref.params) or any(a.name is not None for a in expr.args):
             return self.errors.add("RL0204",
-                                   f"`{ref.id}` takes {len(ref.params)} positional arguments ({', '.join(ref.params)})",
+                                   f"`{ref.id}` takes {len(ref.params)} positional argument{'s' * (len(ref.params) > 1)} "
+                                   f"({', '.join(ref.params)})",
                                    expr.span)
         for arg, tree in zip(args, expr.args, strict=True):
             if not isinstance(arg, FrameRef):
