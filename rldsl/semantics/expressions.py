@@ -303,10 +303,10 @@ class ExpressionBuilder:
         if any(isinstance(a, Bad) for a in args):
             return BAD
         if len(args) != len(ref.params) or any(a.name is not None for a in expr.args):
-            return self.errors.add("RL0204",
-                                   f"`{ref.id}` takes {len(ref.params)} positional argument{'s' * (len(ref.params) > 1)} "
-                                   f"({', '.join(ref.params)})",
-                                   expr.span)
+            many = "s" * (len(ref.params) > 1)
+            return self.errors.add(
+                "RL0204", f"`{ref.id}` takes {len(ref.params)} positional argument{many} ({', '.join(ref.params)})",
+                expr.span)
         for arg, tree in zip(args, expr.args, strict=True):
             if not isinstance(arg, FrameRef):
                 return self.errors.add("RL0203", f"a Python function takes sequences, not {describe(arg)}",
