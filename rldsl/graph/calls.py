@@ -287,7 +287,7 @@ class CallsOfFlow:
 def _pair_of(ref: FrameRef) -> str:
     """The name of the pairs that a batch is one side of; "" for another batch."""
     name, _, side = source_name(ref.frame).rpartition(".")
-    return name if ref.contents == "pairs" and side in ("chosen", "rejected") else ""
+    return name if (ref.contents == "pairs" or ref.paired) and side in ("chosen", "rejected") else ""
 
 
 def _help_for_two(refs: list[FrameRef]) -> str:

@@ -102,9 +102,11 @@ def test_a_mistake_is_named(text: str, code: str, words: str | None) -> None:
     ("gen, elsewhere", 'kind="pairs"'),
     ("tail, gen", 'kind="pairs"'),
     ("gen, row", 'kind="pairs"'),
+    ("some.chosen, all.rejected", "train on `some.chosen` and `some.rejected`"),
 ])
 def test_two_batches_that_are_no_pairs(batches: str, help_: str) -> None:
-    first = "  other = prompts.next()\n  elsewhere = actor.generate(other, n=4)\n  tail = actor.generate(gen)\n"
+    first = "  other = prompts.next()\n  elsewhere = actor.generate(other, n=4)\n  tail = actor.generate(gen)\n" \
+            "  all = pair(pick(gen, r), pick(gen, -r))\n  some = all where all.chosen.finished\n"
     found = failed(HEAD + first + f"  actor.train({batches.replace('elsewhere, r', 'elsewhere, size(elsewhere)')}, "
                    "loss=simpo())\n}\n")
     (help_of,) = [d.help for d in found if d.code == "RL0202"]
