@@ -4,9 +4,11 @@ saw, and the random numbers of replay. The example with a curriculum: tests/curr
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
@@ -178,6 +180,33 @@ def test_monte_carlo_values_are_expectations(found: dict[str, Result]) -> None:
         assert p.sum().item() == pytest.approx(1) and abs(fmean(values) - mean) < 4 * error, (ids, mean)
         far += abs(fmean(values) - rewards.mean().item()) > 4 * error
     assert far == 4, "tokens drawn from another distribution are noticed"
+
+
+# all functions that see a generated batch whole, and together every one
+SEES = {"vineppo": ("right", "right_after"), "self_rewarding": ("review", "points"), "judge": ("ask", "grade"),
+        "critique": ("criticize", "revise", "exact_match"), "online_dpo": ("exact_match",)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_is_generated_twice(found: dict[str, Result], tmp_path: Path, ranks: int) -> None:
+    """Each random number is used for one token, on one rank; and each token is one that a function has seen."""
+    base = found["vineppo"][1].folder.parent
+    if ranks > 1:
+        for name in ("models", "data"):
+            (tmp_path / name).symlink_to(base / name)
+        made = {name: program(tmp_path, name, *EDITS[name][:1], note=True, **{"steps": 1, "batch": 4, "tokens": 6})
+                for name in SEES if name != "vineppo"}
+        run_all(ranks, {n: p.compiled(f"place *.* on mesh(0:{ranks}) dp={ranks}") for n, p in made.items()}, tmp_path)
+        base = tmp_path
+    for name in SEES if ranks == 1 else made:
+        files = sorted((base / "responses").glob(f"{name}.*"))
+        draws = torch.cat([torch.load(file)[0] for file in files])
+        lines = [json.loads(line) for file in (base / "out" / name).glob("seen.*.jsonl")
+                 for line in file.read_text().splitlines()]
+        tokens = sum(len(row["completion_ids"]) for function, row, _ in lines if function in SEES[name])
+        # the answers that are criticized get a reward as well, and so each of them is seen twice
+        tokens -= sum(len(row["completion_ids"]) for function, row, _ in lines if function == "criticize")
+        assert len(files) == ranks and len(draws) == len(draws.unique()) == tokens > 20, name
 
 
 def compared(made: Program, n: int, verdicts: int) -> tuple[list[Sample], list[list[float]]]:
