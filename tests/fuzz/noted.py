@@ -10,7 +10,8 @@ def spread(rows):
 
 
 def alike(rows):
-    return [float(len({*row["completion"]} & {*row["other"]["completion"]})) for row in rows]
+    others = [(row.get("other") or row)["completion"] for row in rows]  # prompts add none
+    return [float(len({*row["completion"]} & {*other})) for row, other in zip(rows, others, strict=True)]
 
 
 def ask(rows):

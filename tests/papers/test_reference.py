@@ -23,6 +23,7 @@ from tests.end_to_end import reference
 from tests.end_to_end.programs import Metrics
 from tests.end_to_end.reference import Sample, response_logprobs
 from tests.end_to_end.test_reference import OPTIMIZER, assert_same, moved
+from tests.papers.programs import EXAMPLES as PAGES
 from tests.papers.programs import Program, program, root, run_all, sample
 from tests.tiny import CHARACTERS
 
@@ -363,6 +364,11 @@ def test_raft_replay(found: dict[str, Result]) -> None:
     assert len(drawn) == 4 and any(row not in batch for row in drawn), "some rows are of earlier steps"
     actor = reference.causal_lm(made.folder / "before")
     check(step, made, -torch.cat([response_logprobs(actor, row) for row in drawn]).mean(), actor)
+
+
+@pytest.mark.parametrize("name", [*EDITS, "dapo_curriculum"])
+def test_an_example_has_at_most_60_lines(name: str) -> None:
+    assert len((PAGES / f"{name}.rlf").read_text().splitlines()) <= 60
 
 
 def normed(numbers: Sequence[float], n: int) -> list[float]:
