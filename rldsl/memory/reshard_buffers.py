@@ -7,7 +7,7 @@ executed in rounds (`reshard/rounds.py`), of which two are in flight.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from rldsl.memory.holder_classes import HolderClass
 from rldsl.memory.parameters import Copy, held
@@ -18,7 +18,7 @@ from rldsl.reshard.in_place import buffer_elements, elements_to_pack
 from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.records import ReshardPlan
 from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, like_messages, num_buckets, num_rounds
-from rldsl.reshard.transfer_slices import rank_slices, reshard_cache
+from rldsl.reshard.transfer_slices import ReshardCache, rank_slices, reshard_cache
 from rldsl.sharding import boxes
 from rldsl.sharding.boxes import Box, Cell, Parameter, Piece, itemsize, num_parts, num_zero_shards, parameters, volume
 from rldsl.sharding.dtypes import in_wire_dtype, storage_dtype
@@ -64,17 +64,22 @@ def _buffered_elements(reshard: ReshardPlan, rank: int, buckets: int, model: Mod
     cells = reshard.src.cell(rank), reshard.dst.cell(rank)
     held = [_PiecesOfCell(model, layout, cell) if same else None
             for same, layout, cell in zip(in_place, layouts, cells, strict=True)]
-    # A box lies in a parameter of this rank if the rank's cell is one of its class, and nowhere else, so classes with
-    # the same boxes, all of this cell or none, need the same.
-    alike = [[2 * kind + (cell in (c.holders, c.needers)[way]) for kind, c in
-              zip(shared.alike, reshard.classes, strict=True)] for way, cell in enumerate(cells)]
     slices = rank_slices(reshard, rank, shared)
+    alike = tuple(partial(_alike, shared, way, cell) for way, cell in enumerate(cells))
     for number in numbers:
         sends, receives = (sum(x.count * elements_to_pack((x.message,), held[way])
                                for x in like_messages(reshard, slices[way], number, buckets, alike[way]))
                            for way in (0, 1))
         sizes[number] = sends, receives
     return sum(sum(buffer_elements(sizes.get(n, (0, 0))[way] for n in range(total))) for way in (0, 1))
+
+
+def _alike(shared: ReshardCache, way: int, cell: Cell | None, number: int) -> int:
+    """Of a box class a number: equal for classes that take equal buffers on the ranks at a cell. A box lies in a
+    parameter of such a rank if the cell is one of its class, and nowhere else, so classes with the same boxes, all of
+    this cell or none, need the same. way: 0 for what the rank sends, 1 for what it receives."""
+    box_class = shared.plan.classes[number]
+    return 2 * shared.alike(number) + (cell in (box_class.holders, box_class.needers)[way])
 
 
 class _PiecesOfCell(dict[str, tuple[Parameter, tuple[Piece, ...]]]):

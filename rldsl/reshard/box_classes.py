@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -57,11 +57,21 @@ def box_classes(model: Model, src: Layout, dst: Layout) -> tuple[BoxClass, ...]:
     known: dict[tuple[Cell, ...], tuple[Cell, ...]] = {}
     divided: dict[object, tuple[_Uncut, ...]] = {}
 
-    @cache
-    def cells(pp_ranks: tuple[int, ...], pairs: PartShardPairs) -> tuple[Cell, ...]:
-        found = tuple([Cell(pp_rank, *pair) for pp_rank in sorted(pp_ranks) for pair in pairs])
-        return known.setdefault(found, found)
+    def cells(pp_ranks: Sequence[int], pairs: Iterable[PartShardPairs]) -> dict[int, tuple[Cell, ...]]:
+        """By the identity of the pairs."""
+        found = dict[int, tuple[Cell, ...]]()
+        for same in pairs:
+            if id(same) not in found:
+                made = tuple([Cell(pp_rank, *pair) for pp_rank in sorted(pp_ranks) for pair in same])
+                found[id(same)] = known.setdefault(made, made)
+        return found
 
+    def entry_of(have: tuple[Cell, ...], want: tuple[Cell, ...]) -> _Entry:
+        if (entry := entries.get((id(have), id(want)))) is None:
+            entry = entries[id(have), id(want)] = _Entry(have, want)
+        return entry
+
+    placed: dict[object, list[tuple[Box, int, _Entry]]] = {}  # by geometry and pp ranks: box, elements, its class
     for spec in model.params:
         key = geometry(spec)
         if key not in divided:
@@ -71,17 +81,15 @@ def box_classes(model: Model, src: Layout, dst: Layout) -> tuple[BoxClass, ...]:
             between[stages(p, model.layers, src), stages(p, model.layers, dst)].append(p)
         for pp_ranks, same_stages in between.items():
             layers, name = tuple(p.layer for p in same_stages), spec.name
-            have_cells, want_cells = dict[int, tuple[Cell, ...]](), dict[int, tuple[Cell, ...]]()
-            for box, elements, having, wanting in divided[key]:
-                if (have := have_cells.get(id(having))) is None:
-                    have = have_cells[id(having)] = cells(pp_ranks[0], having)
-                if (want := want_cells.get(id(wanting))) is None:
-                    want = want_cells[id(wanting)] = cells(pp_ranks[1], wanting)
-                entry = entries.get((id(have), id(want)))
-                if entry is None:
-                    entry = entries[id(have), id(want)] = _Entry(have, want)
+            count = len(layers)
+            if (boxes := placed.get((key, pp_ranks))) is None:
+                have = cells(pp_ranks[0], (uncut.have for uncut in divided[key]))
+                want = cells(pp_ranks[1], (uncut.want for uncut in divided[key]))
+                boxes = placed[key, pp_ranks] = [(box, elements, entry_of(have[id(having)], want[id(wanting)]))
+                                                 for box, elements, having, wanting in divided[key]]
+            for box, elements, entry in boxes:
                 entry.segments.append(Segment(name, layers, box, entry.size))
-                entry.size += elements * len(layers)
+                entry.size += elements * count
     return tuple(BoxClass(e.holders, e.needers, tuple(e.segments), e.size) for e in entries.values())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from rldsl.reshard.arrivals import IntraNodeCopy
@@ -114,6 +114,8 @@ class ReshardCache:
         self.by_rank: dict[int, tuple[TransferSlices, TransferSlices]] = {}  # see `rank_slices`
         self.known_arrivals: dict[int, Mapping[int, Sequence[Share]]] = {}  # results of `all_parts`
         self.ranks: dict[tuple[Cell, int], int] = {}  # (cell, replica) -> rank
+        self.known_alike: dict[int, int] = {}  # results of `alike`
+        self.numbers: dict[tuple[tuple[str | int, ...], ...], int] = {}  # boxes without their places -> `alike`
         self.supply_at, self.all_parts = cache(self._supply_at), cache(self._all_parts)
         self.local_copies, self.received = cache(self._local_copies), cache(self._received)
         self.sent_to_tree, self.sent_to_root = cache(self._sent_to_tree), cache(self._sent_to_root)
@@ -207,22 +209,14 @@ class ReshardCache:
         source = self.plan.senders.get(cell)
         return source.supplies.at(group_index) if source is not None else None
 
-    @cached_property
-    def alike(self) -> Sequence[int]:
-        """Of each box class a number: equal for classes that have boxes of the same parameters and shapes, in the same
-        order, as those of different zero shards have."""
-        numbers: dict[tuple[tuple[str, int, int], ...], int] = {}
-        shapes: dict[tuple[int, ...], int] = {}  # lengths of a box -> a number for them
-        of_box: dict[int, int] = {}  # the same by the identity of the box: many segments have one object
-        found = []
-        for box_class in self.plan.classes:
-            key = []
-            for spec, layers, box, _ in box_class.segments:
-                if (shape := of_box.get(id(box))) is None:
-                    lengths = tuple([stop - start for start, stop in box])
-                    shape = of_box[id(box)] = shapes.setdefault(lengths, len(shapes))
-                key.append((spec, len(layers), shape))
-            found.append(numbers.setdefault(tuple(key), len(numbers)))
+    def alike(self, number: int) -> int:
+        """Of a box class a number: equal for classes that have boxes of the same parameters and shapes, in the same
+        order, as those of different zero shards have. Found for the classes that are asked for: a few rounds are
+        estimated, in which few classes travel."""
+        if (found := self.known_alike.get(number)) is None:
+            key = tuple([(spec, len(layers), *[stop - start for start, stop in box])
+                         for spec, layers, box, _ in self.plan.classes[number].segments])
+            found = self.known_alike[number] = self.numbers.setdefault(key, len(self.numbers))
         return found
 
     def rank(self, cell: Cell, replica: int) -> int:

@@ -31,12 +31,15 @@ def class_faults(model: Model, src: Layout, dst: Layout,
 def _faults(model: Model, src: Layout, dst: Layout, classes: Sequence[BoxClass]) -> Iterator[str]:
     # of each spec, by the identity of the layers (many segments have one object): (layers, what is claimed of them)
     claims: dict[str, dict[int, tuple[Layers, list[Claim]]]] = defaultdict(dict)
+    sizes: dict[int, int] = {}  # elements of a box, by its identity: many segments have one object
     for i, box_class in enumerate(classes):
         at, holders, needers = 0, box_class.holders, box_class.needers
         for spec_name, layers, box, start in box_class.segments:
             if start != at:
                 yield f"box {box} of {spec_name} does not begin where the previous box of box class {i} ends"
-            at = start + volume(box) * len(layers)
+            if (elements := sizes.get(id(box))) is None:
+                elements = sizes[id(box)] = volume(box)
+            at = start + elements * len(layers)
             of_spec = claims[spec_name]
             if (claimed := of_spec.get(id(layers))) is None:
                 claimed = of_spec[id(layers)] = layers, []
@@ -81,6 +84,9 @@ class _RightClaims:
     def __init__(self, src: Layout, dst: Layout):
         self.layouts = src, dst
         self.pieces: dict[object, tuple[_Pieces, _Pieces]] = {}  # by geometry
+        # geometry, pp ranks, and the identities of everything that is claimed: parameters with the same geometry on the
+        # same pp ranks have the same objects
+        self.same: set[tuple[object, tuple[int, ...]]] = set()
         # (id of a list of cells, pp ranks) -> the pairs that it has on each of the pp ranks; many claims list the same
         self.pairs: dict[tuple[int, tuple[int, ...]], frozenset[PartShard] | None] = {}
         self.interned: dict[frozenset[PartShard], frozenset[PartShard]] = {}
@@ -92,17 +98,21 @@ class _RightClaims:
         """What is wrong with the boxes of one parameter; "" if nothing. pp_ranks: of the source and the destination,
         those that hold it."""
         shape = geometry(spec)
+        # The ids stay those of these objects: claims belong to the box classes.
+        if (same := ((shape, pp_ranks), tuple([id(x) for claim in claims for x in claim]))) in self.same:
+            return ""
         if shape not in self.pieces:
             self.pieces[shape] = _Pieces(spec, self.layouts[0]), _Pieces(spec, self.layouts[1])
         holding = [self.pairs_of(listed, pp_ranks[0]) for _, listed, _ in claims]
         needing = [self.pairs_of(needers, pp_ranks[1]) for _, _, needers in claims]
-        # The ids stay those of these objects: claims belong to the box classes, and `interned` keeps the pairs.
+        # `interned` keeps the pairs, so their ids stay, too.
         key = shape, tuple([(id(claim[0]), id(have), id(need))
                             for claim, have, need in zip(claims, holding, needing, strict=True)])
-        if key in self.known:
-            return ""
-        if not (found := _fault(self.pieces[shape], pp_ranks, claims, holding)) and None not in needing:
-            self.known.add(key)
+        found = "" if key in self.known else _fault(self.pieces[shape], pp_ranks, claims, holding)
+        if not found:
+            self.same.add(same)
+            if None not in needing:
+                self.known.add(key)
         return found
 
     def pairs_of(self, cells: Sequence[Cell], pp_ranks: tuple[int, ...]) -> frozenset[PartShard] | None:
