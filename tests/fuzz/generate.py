@@ -442,7 +442,7 @@ class _Sense:
             loss = one([f"ppo_clip(old=gen.logprobs, adv={self.value('token')})", "sft()",
                         f"own(w={self.value(one(['token', 'seq', 'batch']))})" if "own" in self.known else "sft()"])
             frame, parts = self.any("frame", "gen"), one(["1", "2"])
-            if self.chance(0.2):
+            if self.draw.random() < 0.2:
                 frame = f"{frame} where {self.value('seq')} > {self.number()}"
             return [f"actor.train({frame}, loss={loss}, minibatches={parts}){self.clause()}"]
         if kind == 9:
