@@ -33,8 +33,6 @@ class SourceSlice(NamedTuple):
     """An interval of a box class that a cell sends to one device of the first node of a tree."""
 
     offset: int  # in everything that the cell sends to that tree
-    tree: int  # 0 or 1: which of the two trees over the same nodes
-    device: int  # of the node
     box_class: int  # number in `ReshardPlan.classes`
     start: int  # first element of the class
     stop: int  # one more than the last
@@ -42,6 +40,8 @@ class SourceSlice(NamedTuple):
 
 TransferSlices = tuple[TransferSlice, ...]
 ClassSlice = tuple[int, int, int]  # (box class, start, stop)
+# By (which of the two trees over the same nodes, device of the node), in the order of their offsets.
+SourceSlices = Mapping[tuple[int, int], Sequence[SourceSlice]]
 SuppliedSlice = tuple[Cell, TreeSupply, SourceSlice]
 # Of each device; with the tree down which it came: the copy is then made in the step after. None: the node holds it.
 CopiesByDevice = Mapping[int, Sequence[tuple[int | None, IntraNodeCopy]]]
@@ -109,13 +109,13 @@ class ReshardCache:
         for group_index, group in enumerate(plan.groups):
             for at, node in enumerate(group.nodes):
                 self.groups_of_node[node].append((group_index, at))
-        self.held = [frozenset(group.arrivals.held_classes()) for group in plan.groups]
-        self.known_parts: dict[tuple[int, bool, Cell], Sequence[SourceSlice]] = {}  # see `_sent_to_tree`
+        # results of `sent_to_tree` by several, cell and which parts of its classes the devices receive
+        self.known_parts: dict[tuple[bool, Cell, tuple[Sequence[Share], ...]], SourceSlices] = {}
         self.by_rank: dict[int, tuple[TransferSlices, TransferSlices]] = {}  # see `rank_slices`
         self.known_arrivals: dict[int, Mapping[int, Sequence[Share]]] = {}  # results of `all_parts`
         self.ranks: dict[tuple[Cell, int], int] = {}  # (cell, replica) -> rank
         self.known_alike: dict[int, int] = {}  # results of `alike`
-        self.numbers: dict[tuple[tuple[str | int, ...], ...], int] = {}  # boxes without their places -> `alike`
+        self.numbers: dict[tuple[tuple[object, ...], ...], int] = {}  # boxes without their places -> `alike`
         self.supply_at, self.all_parts = cache(self._supply_at), cache(self._all_parts)
         self.local_copies, self.received = cache(self._local_copies), cache(self._received)
         self.sent_to_tree, self.sent_to_root = cache(self._sent_to_tree), cache(self._sent_to_root)
@@ -156,39 +156,17 @@ class ReshardCache:
         found = self.known_arrivals[group_index] = self.plan.groups[group_index].arrivals.all_parts()
         return found
 
-    def _sent_to_tree(self, group_index: int, several: bool, cell: Cell) -> Sequence[SourceSlice]:
+    def _sent_to_tree(self, group_index: int, several: bool, cell: Cell) -> SourceSlices:
         """What a cell sends to one tree of group `group_index`, device after device, so that each device hears from few
         ranks. several: whether the tree has more than one node."""
-        wanted = self.plan.groups[group_index].arrivals.wanted
-        key = id(wanted), several, cell
-        classes = [i for i, _, _ in self.sent_by.get(cell, ())]
-        if not (wanted.divided.isdisjoint(classes) and self.held[group_index].isdisjoint(classes)):
-            return self._parts_of_cell(group_index, several, cell)
-        # every class of this cell goes to one device whole, so groups that want the same and hold none of it get the
-        # same
-        if key not in self.known_parts:
-            self.known_parts[key] = self._parts_of_cell(group_index, several, cell)
-        return self.known_parts[key]
-
-    def _parts_of_cell(self, group_index: int, several: bool, cell: Cell) -> Sequence[SourceSlice]:
-        arrivals, cuts = self.plan.groups[group_index].arrivals, []
-        known = self.known_arrivals.get(group_index)
-        for box_class, low, high in self.sent_by.get(cell, ()):
-            for device, first, past in arrivals.parts(box_class) if known is None else known.get(box_class, ()):
-                for tree in TREES if several else TREES[:1]:
-                    start, stop = tree_half(tree, first, past, True) if several else (first, past)
-                    if start < low:
-                        start = low
-                    if stop > high:
-                        stop = high
-                    if start < stop:
-                        cuts.append((tree, device, box_class, start, stop))
-        cuts.sort()
-        slices, offset = [], 0
-        for tree, device, box_class, start, stop in cuts:
-            slices.append(SourceSlice(offset, tree, device, box_class, start, stop))
-            offset += stop - start
-        return slices
+        sent, known = self.sent_by.get(cell, ()), self.known_arrivals.get(group_index)
+        arrivals = self.plan.groups[group_index].arrivals
+        parts = tuple([arrivals.parts(box_class) if known is None else known.get(box_class, ())
+                       for box_class, _, _ in sent])
+        # most groups divide the classes of a cell in the same way
+        if (found := self.known_parts.get(key := (several, cell, parts))) is None:
+            found = self.known_parts[key] = _source_slices(several, sent, parts)
+        return found
 
     def _sent_to_root(self, group_index: int, several: bool, tree: int, device: int) -> Sequence[SuppliedSlice]:
         """What cells send to a device of the first node of a tree of group `group_index`."""
@@ -197,12 +175,11 @@ class ReshardCache:
         return [x for cell in sorted(cells) for x in self.sent_from_cell(group_index, several, tree, device, cell)]
 
     def sent_from_cell(self, group_index: int, several: bool, tree: int, device: int,
-                       cell: Cell) -> Iterator[SuppliedSlice]:
+                       cell: Cell) -> Sequence[SuppliedSlice]:
         """What one cell sends to a device of the first node of a tree."""
-        supply = self.supply_at(cell, group_index)
-        if supply is not None:
-            yield from [(cell, supply, part) for part in self.sent_to_tree(group_index, several, cell)
-                        if part[2] == device and part[1] == tree]
+        if (supply := self.supply_at(cell, group_index)) is None:
+            return ()
+        return [(cell, supply, part) for part in self.sent_to_tree(group_index, several, cell).get((tree, device), ())]
 
     def _supply_at(self, cell: Cell, group_index: int) -> TreeSupply | None:
         """What a cell sends to the trees of a group; None: nothing."""
@@ -308,13 +285,13 @@ def _sent_as_holder(plan: ReshardPlan, rank: int, shared: ReshardCache,
         for i in served if only is None else (only[1],) if only[1] in served else ():
             group = plan.groups[group_index]
             first, past = group.tree_nodes(i)
-            for part in shared.sent_to_tree(group_index, past - first > 1, cell):
-                begin = at + i * amount + part.offset
-                start, stop = max(low, begin), min(high, begin + part.stop - part.start)
-                if start < stop:
-                    node = group.nodes[first + root(past - first, part.tree)]
-                    yield TransferSlice(0, node * plan.devices + part.device, part.box_class,
-                                        part.start + start - begin, part.start + stop - begin)
+            for (tree, device), parts in shared.sent_to_tree(group_index, past - first > 1, cell).items():
+                peer = group.nodes[first + root(past - first, tree)] * plan.devices + device
+                for offset, box_class, part_start, part_stop in parts:
+                    begin = at + i * amount + offset
+                    start, stop = max(low, begin), min(high, begin + part_stop - part_start)
+                    if start < stop:
+                        yield TransferSlice(0, peer, box_class, part_start + start - begin, part_start + stop - begin)
 
 
 def _from_sources(plan: ReshardPlan, group_index: int, i: int, tree: int, device: int, shared: ReshardCache,
@@ -340,6 +317,28 @@ def _from_sources(plan: ReshardPlan, group_index: int, i: int, tree: int, device
             peer = shared.rank(cell, sender_index * plan.src.replicas // source.num_senders)
             yield TransferSlice(0, peer, part.box_class, part.start + start - begin, part.start + stop - begin)
             start = stop
+
+
+def _source_slices(several: bool, sent: Sequence[ClassSlice], parts: Sequence[Sequence[Share]]) -> SourceSlices:
+    """What a cell that sends `sent` sends to a tree. several: whether the tree has more than one node. parts: of each
+    class, what the devices of a node receive of it."""
+    cuts = []
+    for (box_class, low, high), of_devices in zip(sent, parts, strict=True):
+        for device, first, past in of_devices:
+            for tree in TREES if several else TREES[:1]:
+                start, stop = tree_half(tree, first, past, True) if several else (first, past)
+                if start < low:
+                    start = low
+                if stop > high:
+                    stop = high
+                if start < stop:
+                    cuts.append((tree, device, box_class, start, stop))
+    cuts.sort()
+    slices, offset = dict[tuple[int, int], list[SourceSlice]](), 0
+    for tree, device, box_class, start, stop in cuts:
+        slices.setdefault((tree, device), []).append(SourceSlice(offset, box_class, start, stop))
+        offset += stop - start
+    return slices
 
 
 def _sender_index(senders: int, replicas: int, replica: int) -> int | None:
