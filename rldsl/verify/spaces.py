@@ -24,7 +24,7 @@ def check_spaces(t: Tables) -> Iterator[Diagnostic]:
             yield problem("RL0610", f"space {s.id} refers to an unknown space {unknown[0]!r}")
         elif fault := _space(s, spaces):
             yield problem("RL0612", f"space {s.id} {fault}")
-    selections = {f.row_space for f in t.plan.frames if f.selected_from}
+    selections = {f.row_space for f in t.plan.frames if f.selected_from or f.picked_from}
     for f in t.plan.frames:
         if f.row_space not in spaces:
             yield problem("RL0610", f"frame {f.id} refers to an unknown space {f.row_space!r}")
@@ -91,12 +91,12 @@ def _is_endless(s: Space, link: str, spaces: dict[str, Space]) -> bool:
 
 
 def _frame(f: Frame, space: Space, t: Tables, selections: set[str]) -> str:
-    """What is wrong with where a frame lies, or "". selections: the row spaces of frames that are selections."""
+    """What is wrong with where a frame lies, or "". selections: the row spaces of selections and picks."""
     of = t.frames.get(f.selected_from)
     if f.picked_from:
         return _picked(f, t)
     if space.of and not f.selected_from and f.row_space in selections:
-        return _present(f, t)  # text about a selection, or its whole sequences
+        return _present(f, t)  # text about a selection or a pick from one, or its whole sequences
     if bool(f.selected_from) != bool(space.of) or of is not None and of.row_space != space.of:
         return f"is selected from {f.selected_from!r}, but its space {space.id} from {space.of!r}"
     return _present(f, t)

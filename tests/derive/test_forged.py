@@ -136,7 +136,7 @@ FORGED: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "a pick that is called others": (derived("best", op="others"), "RL0615"),
     "others by a number": (derived("rival", key="more.finished"), "RL0615"),
     "others with a row too many": (spaced("rival", fan=4, count=128), "RL0615"),
-    "others in the rows that they belong to": (framed("rival", row_space="some"), "RL0612"),
+    "others in the rows that they belong to": (framed("rival", row_space="some"), "RL0615"),
     "others that forget which rows are present": (framed("rival", present_in="some"), "RL0615"),
     "others that are all present": (framed("rival", present_in=""), "RL0615"),
     "others at another temperature": (framed("rival", temperature=0.5), "RL0615"),

@@ -50,8 +50,8 @@ loss near(values: token; aim: seq) { return mean((values - aim) * (values - aim)
 loss nll(logprobs: token;) { return -mean(logprobs) }
 loss margin(chosen: token, rejected: token;) { return mean(mean(rejected by seq)) - mean(mean(chosen by seq)) }
 """
-FIRST = ("prompt = prompts.next()", "prompt = prompts.next(weight=1.2 - prompts.rate)",
-         "prompt = prompts.next(weight=exp(-heat * prompts.rate))")
+FIRST = ("prompt = prompts.next()", "prompt = prompts.next(weight=max(1.2 - prompts.rate, 0.05))",
+         "prompt = prompts.next(weight=max(exp(-heat * prompts.rate), 0.05))")
 
 
 @dataclass
@@ -83,7 +83,8 @@ class Flow:
 
     def value(self) -> str:
         f, draw = self.frame(), self.draw
-        return draw.choice((*self.values[-6:], f"parity({f})", f"spread({f})", f"len({f})", f"{f}.x", f"{f}.y", "prompt.rate",
+        return draw.choice((*self.values[-6:], f"parity({f})", f"spread({f})", f"len({f})", f"{f}.x", f"{f}.y",
+                            "prompt.rate",
                             f"sum({f}.logprobs by seq)", f"uniform(len({f}))", f"judge.score({f})", f"{f}.finished"))
 
     def number(self) -> str:
@@ -101,7 +102,8 @@ class Flow:
     def condition(self, f: str) -> str:
         draw = self.draw
         return draw.choice((f"parity({f}) > 0", f"uniform(len({f})) < 0.6", f"len({f}) > 1", f"{self.value()} > 0.4",
-                            f"std({self.value()} by prompt) > 0", f"{f}.x > 0.3", "prompt.rate < 0.6", f"not {f}.finished"))
+                            f"std({self.value()} by prompt) > 0", f"{f}.x > 0.3", "prompt.rate < 0.6",
+                            f"not {f}.finished"))
 
     # ------------------------------------------------------------------------------------------------ statements
 
@@ -115,7 +117,8 @@ class Flow:
         made, count = draw.choice((
             (f"actor.generate({f}, n={n}, max_new_tokens={tokens}{how})", self.rows[f] * n),
             (f"actor.generate({f}, n={n}, max_new_tokens={tokens}{how})", self.rows[f] * n),
-            (f"wise.generate({draw.choice(('ask', 'ask_some'))}({f}), n={n}, max_new_tokens={tokens})", self.rows[f] * n),
+            (f"wise.generate({draw.choice(('ask', 'ask_some'))}({f}), n={n}, max_new_tokens={tokens})",
+             self.rows[f] * n),
             (f"{f} where {self.condition(f)}", self.rows[f]),
             (f"{f} where {self.condition(f)}", self.rows[f]),
             (f"{f} with x={x}", self.rows[f]), (f"{f} with x={self.number()}, y={self.number()}", self.rows[f]),
@@ -126,7 +129,8 @@ class Flow:
             (f"{draw.choice(('good', 'bad'))}.sample({n})", n),
             ("further.next()", 2), (f"pair({f}, {g})", self.rows[f])))
         if count <= ROWS and self.add(f"{name} = {made}"):
-            self.rows |= {f"{name}.chosen": count, f"{name}.rejected": count} if made.startswith("pair") else {name: count}
+            names = (f"{name}.chosen", f"{name}.rejected") if made.startswith("pair") else (name,)
+            self.rows |= dict.fromkeys(names, count)
 
     def do(self) -> None:
         """Try one more statement of another kind."""
@@ -163,7 +167,8 @@ def flow(seed: int) -> str:
         assert made.add(block)
         made.rows = {"gen": 12, "kept": 12, "prompt": 6}
     else:
-        assert made.add(draw.choice(FIRST)) and made.add(f"gen = actor.generate(prompt, n={draw.randint(2, 3)}, max_new_tokens=4)")
+        assert made.add(draw.choice(FIRST))
+        assert made.add(f"gen = actor.generate(prompt, n={draw.randint(2, 3)}, max_new_tokens=4)")
         made.rows = {"prompt": 3, "gen": 9}
     wanted = draw.randint(8, 18)
     while len(made.lines) < wanted and made.tried < 160:
@@ -254,7 +259,8 @@ def _compare(base: Path, plans: dict[str, tuple[bytes, bytes]], tried: Tried) ->
         if apart <= 1:
             tried.equal.append(seed)
         else:
-            tried.wrong[seed] = f"{place_of(seed)}: {apart} times the tolerance: {_first(found[name].steps, found[f'{name} placed'].steps)}"
+            first = _first(found[name].steps, found[f"{name} placed"].steps)
+            tried.wrong[seed] = f"{place_of(seed)}: {apart} times the tolerance: {first}"
 
 
 def _first(mine: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]]) -> str:

@@ -29,6 +29,10 @@ FOUND = {
         full = whole(more)
         verdict = wise.generate(ask(gen), max_new_tokens=2)
         metric m = mean(full.logprobs) + mean(parity(verdict))""",
+    "text about a pick from a selection": f"""{SAMPLED}kept = gen where parity(gen) > 0
+        best = pick(kept, spread(gen))
+        verdict = wise.generate(ask(best), n=2, max_new_tokens=2)
+        metric m = mean(parity(verdict))""",
     "conditions at a neighbor": f"""{SAMPLED}a = at_end(gen.finished)
         b = next(gen.finished by prompt)
         c = last(gen.finished by prompt)
@@ -63,6 +67,6 @@ def test_flows_have_what_makes_sequences_of_sequences() -> None:
     """And whatever they have, the checker accepts."""
     texts = [flow(seed).removeprefix(HEAD) for seed in range(FIRST, FIRST + 12)]
     whole = "".join(texts)
-    assert all(word in whole for word in ("concat(", "pick(", "others(", "prefixes(", "whole(", ".sample(", ".add(", "ask(",
-                                          " where ", " with ", "repeat"))
+    words = "concat( pick( others( prefixes( whole( .sample( .add( ask( where with repeat".split()
+    assert all(word in whole for word in words), [word for word in words if word not in whole]
     assert not any(api.check(HEAD + text, str(HERE / "flow.rlf")) for text in texts) and flow(FIRST) == HEAD + texts[0]
