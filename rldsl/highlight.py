@@ -39,6 +39,7 @@ class RlfLexer(RegexLexer):
             (r"(cluster|place)(\s+)", bygroups(Keyword.Declaration, Whitespace), "inside"),
             (rf"(metric)(\s+)({NAME})", bygroups(Keyword, Whitespace, Name.Variable), "inside"),
             (r"(return|save|every|repeat|eval|stop|sync|ema|checkpoint)\b(?!\s*[=,.])", Keyword, "inside"),
+            (r"(first|after)\b(?=[ \t]+\w)", Keyword, "inside"),
             (r"", Whitespace, "inside"),
         ],
         "inside": [

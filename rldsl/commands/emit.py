@@ -21,7 +21,7 @@ from rldsl.files import read_bytes
 from rldsl.inspect.view import check_rank
 from rldsl.pages.templates import template
 from rldsl.plan.codec import decode, plan_id
-from rldsl.plan.events import EVERY_TURN, Event, Every, Item, Loop, ahead_of
+from rldsl.plan.events import EVERY_TURN, Event, Item, Loop, When, ahead_of
 from rldsl.plan.model import Plan, Ranges
 from rldsl.plan.naming import describe_event, labelled
 from rldsl.plan.notation import ranks_text
@@ -98,11 +98,19 @@ def _lines(items: Sequence[Item], depth: int, turns: tuple[str, ...]) -> Iterato
                 if condition:
                     yield f"{indent}    if {condition}:"
                 yield from _lines(tuple(group), depth + 1 + bool(condition), (*turns, turn))
-        elif isinstance(item, Every):
-            yield f"{indent}if {turns[-1]} % {item.period} == 0:"
+        elif isinstance(item, When):
+            yield f"{indent}if {_runs(item, turns[-1])}:"
             yield from _lines(item.body, depth + 1, turns)
         else:
             yield _line(item, indent)
+
+
+def _runs(block: When, turn: str) -> str:
+    """When a block runs."""
+    parts = [f"{turn} % {block.period} == 0"] if block.period > 1 else []
+    parts += [f"{turn} > {block.after}"] if block.after else []
+    parts += [f"{turn} <= {block.first}"] if block.first else []
+    return " and ".join(parts) or "True"
 
 
 def _condition(loop: Loop, turn: str, item: Item) -> str:

@@ -117,7 +117,7 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
         lasting = frozenset((*(s.name for s in top.states.values()), *buffers))
         ahead = nodes_ahead(body, lasting, flow.name.span, builder.checkpoint, errors)
     if not errors.found:
-        body = prune(body, {v for _, v in builder.metrics})
+        body = prune(body, {v for _, v in builder.metrics} | {builder.stop})
         values, frames = tables(body, values, exprs.spaces.frames)
     graph = g.Graph(
         program=file.source.name, flow=flow.name.name, steps=cast(int, given["steps"]), seed=cast(int, given["seed"]),
@@ -129,7 +129,7 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
         states=tuple(s for s in top.states.values() if any(v.id == s.name for v in values)),
         buffers=tuple(b for b in with_stored(buffers, builder.buffers).values()
                       if any(isinstance(n, g.Store) and n.buffer == b.name for n in g.nodes(body))),
-        checkpoint=builder.checkpoint, lag=lag, ahead=ahead)
+        checkpoint=builder.checkpoint, stop=builder.stop, lag=lag, ahead=ahead)
     return graph, tuple(errors.found)
 
 

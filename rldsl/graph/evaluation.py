@@ -1,8 +1,9 @@
 """`eval DATA { ... }`: a pass over all rows of a source of its own, and metrics over all of them.
 
-In: the block. Out: an Eval item whose body fetches, generates and computes batch by batch and collects what the metrics
-need, and after it the computations of the metrics. Invariants: the statements of the block see one batch, its metrics
-all rows, so a number over the batch is made by a metric alone; nothing in the block changes what training does.
+In: the block. Out: an Eval item whose body fetches, generates and computes batch by batch and collects what the results
+need, its metrics and the new values of states, and after it the computations of these. Invariants: the statements of
+the block see one batch, its results all rows, so only a result is a number over the batch; nothing in the block changes
+what training does, but for the states.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from rldsl.graph.flow import FlowBuilder
 
 BATCHES = 256  # that a plan has room for where the program does not say
-OUTSIDE = (ast.Save, ast.Sync, ast.Ema, ast.Checkpoint, ast.EveryBlock, ast.RepeatBlock, ast.RepeatUntil, ast.EvalBlock,
+OUTSIDE = (ast.Save, ast.Sync, ast.Ema, ast.Checkpoint, ast.WhenBlock, ast.RepeatBlock, ast.RepeatUntil, ast.EvalBlock,
            ast.Stop, ast.Return)
 
 
@@ -72,38 +73,40 @@ class Evaluations:
         before, found = set(flow.spaces.frames), len(self.errors.found)
         outer, flow.items = flow.items, []
         with self._within(ref.name):
-            metrics = self._statements(s, inner)
-            self._checked(s, ref, metrics)
+            results = self._statements(s, inner)
+            self._checked(s, ref, results)
             after: dict[str, Meaning] = {}
             if len(self.errors.found) == found:
                 after = flow.selections.collected(inner, before, most, s.data.span, "an `eval`")
             body, flow.items = tuple(flow.items), outer
             if len(self.errors.found) == found:
                 flow.items.append(g.Eval(data=ref.name, max_iterations=most, body=body, span=s.span))
-                for metric, names in metrics:
+                for statement, names in results:
                     known = {n: v for n, v in after.items() if n in names}
-                    flow.statement(metric, Scope(scope.module, scope, known), "flow")
+                    flow.statement(statement, Scope(scope.module, scope, known), "flow")
 
-    def _statements(self, s: ast.EvalBlock, inner: Scope) -> list[tuple[ast.Metric, frozenset[str]]]:
-        """Build the statements of a batch; the metrics, each with the names that are bound above it."""
-        metrics: list[tuple[ast.Metric, frozenset[str]]] = []
+    def _statements(self, s: ast.EvalBlock, inner: Scope) -> list[tuple[ast.Statement, frozenset[str]]]:
+        """Build the statements of a batch. The result: the metrics and the new values of states, which cover all rows,
+        each with the names that are bound above it."""
+        results: list[tuple[ast.Statement, frozenset[str]]] = []
         for statement in s.body:
             if isinstance(statement, OUTSIDE):
                 word = statement.span.text.split()[0]
                 self._refuse(f"`{word}` inside `eval`", statement.span,
                              "an evaluation must not change the run: move this out of the block")
-            elif isinstance(statement, ast.Metric):
-                metrics.append((statement, frozenset(inner.names)))
+            elif isinstance(statement, ast.Metric) or isinstance(statement, ast.Assign) and any(
+                    t.name in self.flow.states for t in statement.targets):
+                results.append((statement, frozenset(inner.names)))
             else:
                 self.flow.statement(statement, inner, "eval")
-        return metrics
+        return results
 
-    def _checked(self, s: ast.EvalBlock, ref: DataRef, metrics: Sequence[object]) -> None:
+    def _checked(self, s: ast.EvalBlock, ref: DataRef, results: Sequence[object]) -> None:
         """What the block may not do, and what it must."""
         head = Span(s.span.file, s.span.start, s.data.span.end)
         programs = {p.id: p for p in self.flow.programs}
         for node in g.nodes(self.flow.items):
-            if isinstance(node, g.Train | g.Broadcast | g.Update):
+            if isinstance(node, g.Train | g.Update):
                 what = "training" if isinstance(node, g.Train) else f"the state `{node.writes[0]}` is changed"
                 self._refuse(f"{what} inside `eval`", node.span,
                              "an evaluation must not change the run: move this out of the block")
@@ -111,11 +114,11 @@ class Evaluations:
                                                      for n in programs[node.program].nodes):
                 self.errors.add("RL0201", "a number over the batch inside `eval`", node.span,
                                 "this covers one batch of the rows, not all of them",
-                                help="compute it in a `metric`, which covers all rows of the evaluation")
+                                help="compute it in a `metric`, or in the new value of a `state`: these cover all rows")
         if self._fetched is None:
             self._refuse(f"`eval {ref.name}` does not read its rows", head,
                          f"start the block with `prompt = {ref.name}.next()`")
-        if not metrics:
+        if not results:
             self._refuse(f"`eval {ref.name}` has no `metric`", head,
                          "add what it measures: `metric accuracy = mean(x)`")
 

@@ -33,6 +33,8 @@ from rldsl.semantics.values import BufferRef, DataRef, Meaning, ModelRef, Severa
 from rldsl.source import Span
 from rldsl.syntax import ast
 
+FIELD_OF = {"every": "period", "first": "first", "after": "after"}  # keyword of a block -> field of `g.When`
+
 
 class FlowBuilder(Computations):
     """Walks the flow once."""
@@ -48,6 +50,8 @@ class FlowBuilder(Computations):
         self._bound: dict[str, Span] = {}  # name -> where the flow binds it
         self._shown: set[str] = set()  # names of metrics
         self.checkpoint: g.Checkpoint | None = None
+        self.stops: list[Term] = []  # the conditions that end the run, each computed at its place in the step
+        self.stop = ""  # the value that ends the run where it is true; "" if nothing does
         self._iterations: int | None = None  # of the enclosing `repeat`
         self.calls = CallsOfFlow(self)
         self.derivations = Derivations(self)
@@ -65,10 +69,12 @@ class FlowBuilder(Computations):
     # ------------------------------------------------------------------------------------------- statements
 
     def block(self, statements: tuple[ast.Statement, ...], scope: Scope, inside: str) -> tuple[g.Item, ...]:
-        """The items of one block. inside: "flow", "every", "repeat" or "until"."""
+        """The items of one block. inside: "flow", "every" (also `first` and `after`), "repeat" or "until"."""
         outer, self.items = self.items, []
         for s in statements:
             self.statement(s, scope, inside)
+        if inside == "flow" and self.stops:
+            self._end_of_run()
         made, self.items = self.items, outer
         return tuple(made)
 
@@ -98,15 +104,14 @@ class FlowBuilder(Computations):
                 self._metric(s, name, value, scope, inside)
             case ast.Save():
                 self._save(s, scope)
-            case ast.EveryBlock(period=number) | ast.RepeatBlock(times=number):
+            case ast.WhenBlock(count=number) | ast.RepeatBlock(times=number):
                 self._nested(s, number, scope)
             case ast.Sync() | ast.Ema():
                 sync(self, s, scope)
             case ast.Checkpoint():
                 self._checkpoint(s, scope, inside)
             case ast.Stop():
-                self.errors.add("RL0212", "`stop when` outside a loss", s.span,
-                                help="it ends the minibatches of a train call: move it into the loss")
+                self._stop(s, scope, inside)
             case _:
                 self.errors.add("RL0212", "`return` outside a function", s.span)
 
@@ -282,19 +287,50 @@ class FlowBuilder(Computations):
         elif period is not None and not isinstance(given, Bad):
             self.checkpoint = g.Checkpoint(period, cast(int, given["keep"]), s.span)
 
-    def _nested(self, s: ast.EveryBlock | ast.RepeatBlock, number: ast.Expr, scope: Scope) -> None:
-        word = "every" if isinstance(s, ast.EveryBlock) else "repeat"
+    def _stop(self, s: ast.Stop, scope: Scope, inside: str) -> None:
+        """A condition that ends the run after a step: a computation at this place of the step."""
+        if inside != "flow":
+            self.errors.add("RL0212", "`stop when` inside a block", s.span,
+                            "in the flow it ends the run, in a loss the minibatches of a train call",
+                            help="write what it depends on to a `state` in the block, and test the state in the flow")
+            return
+        condition = self.exprs.term(s.condition, scope)
+        if isinstance(condition, Bad):
+            return
+        if condition.dtype != "bool":
+            self.errors.add("RL0203", "`stop when` needs a condition", s.condition.span,
+                            f"this is {describe(condition)}",
+                            help="use a comparison, for example `stop when mean(reward) > 0.95`")
+        elif condition.level != "batch":
+            self.errors.add("RL0201", f"`stop when` needs a single condition per step, not a {condition.level} value",
+                            s.condition.span, f"this is {describe(condition)}",
+                            help="reduce it first, for example `mean(reward) > 0.95`")
+        else:
+            self.stops.append(self.materialize(condition, "stop", s.condition.span, force=True))
+
+    def _end_of_run(self) -> None:
+        """One condition, on every rank: that one of the conditions of `stop when` holds."""
+        either = self.stops[0]
+        for term in self.stops[1:]:
+            both = self.exprs.ops.apply("or", (either, term), term.span)
+            either = both if isinstance(both, Term) else either
+        either = self.materialize(either, "stop", either.span, force=True)
+        text = full_label(either.span, "stop when " + " or ".join(" ".join(t.span.text.split()) for t in self.stops))
+        self.stop = self.broadcast(either, self.anonymous("stop"), either.span, text)
+
+    def _nested(self, s: ast.WhenBlock | ast.RepeatBlock, number: ast.Expr, scope: Scope) -> None:
+        word = s.word if isinstance(s, ast.WhenBlock) else "repeat"
         times = positive_integer(word, number, self.exprs, scope)
-        if word == "every" and times and self._iterations and times > self._iterations:
-            self.errors.add("RL0205", f"`every {times}` never runs", number.span,
+        if times and self._iterations and self._iterations < times + (word == "after") and word in ("every", "after"):
+            self.errors.add("RL0205", f"`{word} {times}` never runs", number.span,
                             f"it counts the iterations of the enclosing `repeat`, which has only {self._iterations}",
                             help="move it out of the `repeat` to count steps")
         outer, self._iterations = self._iterations, times if word == "repeat" else self._iterations
-        body = self.block(s.body, Scope(scope.module, scope), word)
+        body = self.block(s.body, Scope(scope.module, scope), "repeat" if word == "repeat" else "every")
         self._iterations = outer
         if times is not None:
-            self.items.append(g.Every(period=times, body=body, span=s.span) if word == "every"
-                              else g.Repeat(iterations=times, body=body, span=s.span))
+            self.items.append(g.Repeat(iterations=times, body=body, span=s.span) if word == "repeat"
+                              else g.When(body=body, span=s.span, **{FIELD_OF[word]: times}))
 
 
 def _name(s: ast.Statement) -> str:

@@ -13,7 +13,7 @@ from rldsl.graph import model as g
 from rldsl.semantics.errors import Errors
 from rldsl.source import Span
 
-Block = g.Every | g.Repeat | g.Until | g.Eval
+Block = g.When | g.Repeat | g.Until | g.Eval
 
 
 def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, checkpoint: g.Checkpoint | None,

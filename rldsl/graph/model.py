@@ -202,12 +202,22 @@ class Sync(Node):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Every:
-    """`every K { ... }`"""
+class When:
+    """`every K { ... }`, `after K { ... }`, `first K { ... }`. They count steps, or the iterations of the enclosing
+    repeat."""
 
-    period: int  # K; counts steps, or the iterations of the enclosing repeat
+    period: int = 1  # of `every`
+    after: int = 0  # of `after`
+    first: int = 0  # of `first`; 0: no limit
     body: tuple[Item, ...]  # in program order
     span: Span  # of the block
+
+    @property
+    def head(self) -> str:
+        """As the program says it."""
+        if self.after or self.first:
+            return f"after {self.after}" if self.after else f"first {self.first}"
+        return f"every {self.period}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,13 +249,13 @@ class Eval:
     span: Span  # of the block
 
 
-Item = Node | Every | Repeat | Until | Eval
+Item = Node | When | Repeat | Until | Eval
 
 
 def nodes(items: Iterable[Item]) -> Iterator[Node]:
     """Every node, in program order, those of blocks too."""
     for item in items:
-        if isinstance(item, Every | Repeat | Until | Eval):
+        if isinstance(item, When | Repeat | Until | Eval):
             yield from nodes(item.body)
         else:
             yield item
@@ -328,5 +338,6 @@ class Graph:
     states: tuple[State, ...] = ()  # in the order of their declarations
     buffers: tuple[Buffer, ...] = ()  # in the order of their declarations
     checkpoint: Checkpoint | None = None  # None: no checkpoints
+    stop: str = ""  # id of the value that ends the run where it is true; "" if nothing does
     lag: int = 0  # a step trains on what was generated for it this many steps earlier
     ahead: frozenset[str] = frozenset()  # ids of the nodes that run `lag` steps ahead

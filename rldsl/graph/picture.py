@@ -133,8 +133,8 @@ def text(graph: g.Graph) -> str:
 def _block(items: tuple[g.Item, ...], indent: str) -> Iterator[str]:
     for item in items:
         match item:
-            case g.Every(period=k, body=body):
-                yield f"{indent}every {k}"
+            case g.When(body=body):
+                yield f"{indent}{item.head}"
                 yield from _block(body, indent + "  ")
             case g.Repeat(iterations=k, body=body):
                 yield f"{indent}repeat {k}"

@@ -44,7 +44,7 @@ def _needed(node: g.Derive | g.Collect, made: str, reads: set[str]) -> bool:
 def _pruned(items: tuple[g.Item, ...], reads: set[str]) -> tuple[g.Item, ...]:
     out: list[g.Item] = []
     for item in items:
-        if isinstance(item, g.Every | g.Repeat | g.Until | g.Eval):
+        if isinstance(item, g.When | g.Repeat | g.Until | g.Eval):
             item = replace(item, body=_pruned(item.body, reads))
         elif _is_index(item) and reads.isdisjoint(item.writes):
             continue

@@ -32,7 +32,7 @@ def sync(flow: FlowBuilder, s: ast.Sync | ast.Ema, scope: Scope) -> None:
     word = "ema" if isinstance(s, ast.Ema) else "sync"
     node = g.Sync(id=flow.unique(f"{target.name}.{word}"), reads=(), writes=(), span=s.span, model=target.name,
                   source=source.name, decay=decay)
-    flow.items.append(g.Every(period=period, body=(node,), span=s.span) if s.period is not None else node)
+    flow.items.append(g.When(period=period, body=(node,), span=s.span) if s.period is not None else node)
 
 
 def _model(flow: FlowBuilder, ident: ast.Ident, scope: Scope) -> ModelRef | None:

@@ -16,7 +16,7 @@ from typing import Any
 from rldsl.diag import internal_error
 from rldsl.inspect.event_matching import Found, Pair, found, pairs, text
 from rldsl.plan.codec import encode
-from rldsl.plan.events import EVENTS, Event, Every, Item
+from rldsl.plan.events import EVENTS, Event, Item, When
 from rldsl.plan.model import Model, Plan
 from rldsl.plan.naming import label_text
 from rldsl.plan.notation import ranks_text
@@ -28,7 +28,7 @@ CALLS = ("calls", "inserted")
 TELLS: dict[str, tuple[str, ...]] = {
     "header": ("program",), "class": (*CALLS, "metrics", "peaks"), "log": (*CALLS, "metrics"),
     **dict.fromkeys(("model", "data", "function", "state"), ("tables",)),
-    **dict.fromkeys(("loop", "every", "end"), ("tables", "program")),
+    **dict.fromkeys(("loop", "when", "end"), ("tables", "program")),
 }
 
 
@@ -165,10 +165,10 @@ def _block(items: Iterable[Item], path: str) -> Iterator[tuple[str, Record]]:
     for item in items:
         if isinstance(item, Event):
             continue
-        if isinstance(item, Every):
+        if isinstance(item, When):
             number += 1
-            name = f"{path}every#{number}"
-            yield name, {"period": str(item.period)}
+            name = f"{path}when#{number}"
+            yield name, {"runs": item.head}
         else:
             name = f"{path}{item.id}"
             trips = {"trips": str(item.trips)} if path else {}

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from rldsl.plan.events import Event, Every, Log, Realloc, Sampling, split_buffer
+from rldsl.plan.events import Event, Log, Realloc, Sampling, When, split_buffer
 from rldsl.plan.model import Plan, Spread
 from rldsl.plan.naming import PlaceTexts, label_text, line_of
 from rldsl.plan.projection import Path, event_paths
@@ -149,7 +149,7 @@ def plain(value: Any) -> Any:
 
 
 def _block(path: Path) -> str:
-    return " > ".join("every" if isinstance(p, Every) else p.id for p in path)
+    return " > ".join("when" if isinstance(p, When) else p.id for p in path)
 
 
 def _facts(event: Event, path: Path, places: PlaceTexts, spreads: Mapping[str, Spread],

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rldsl.inspect.view import Touch, View, check_rank, view
-from rldsl.plan.events import Event, Every, Item, Loop, Sampling
+from rldsl.plan.events import Event, Item, Loop, Sampling, When
 from rldsl.plan.model import Model, Plan
 from rldsl.plan.notation import count, degrees_of, human, ranges_text
 from rldsl.plan.projection import class_of, schedule
@@ -63,13 +63,13 @@ def _life(m: Model) -> str:
 
 def _items(plan: Plan, items: Sequence[Item], indent: str) -> Iterator[str]:
     for item in items:
-        if isinstance(item, Loop | Every):
+        if isinstance(item, Loop | When):
             yield (
                 f"{indent}loop {item.id} x{item.trips}{_first(item)}"
                 f"{f' until {item.until.removeprefix(UNTIL)}' if item.until else ''}"
                 f"{f' over {item.over}' if item.over else ''} {{"
                 if isinstance(item, Loop)
-                else f"{indent}every {item.period} {{"
+                else f"{indent}{item.head} {{"
             )
             yield from _items(plan, item.body, indent + "  ")
             yield indent + "}"
@@ -105,7 +105,7 @@ def _one(plan: Plan, found: View, source: str) -> Iterator[str]:
     yield from _row("because", event.because)
     yield from _row("ranks", f"{ranges_text(found.ranks)}, {count(found.ranks)} of {plan.header.world}")
     yield from _row("inside", " > ".join(
-        f"loop {p.id} x{p.trips}" if isinstance(p, Loop) else f"every {p.period}" for p in found.inside))
+        f"loop {p.id} x{p.trips}" if isinstance(p, Loop) else p.head for p in found.inside))
     yield from _row("where", found.where)
     yield from _row("bytes", f"{human(event.bytes)} ({event.bytes})" if event.bytes > 0 else
                     "known at run time" if event.bytes < 0 else "")

@@ -13,7 +13,7 @@ from dataclasses import fields as fields_of
 from typing import Any
 
 from rldsl.diag import fail
-from rldsl.plan.events import Event, Every, Item, Loop
+from rldsl.plan.events import Event, Item, Loop, When
 from rldsl.plan.model import Plan, Ranges
 from rldsl.plan.naming import PlaceTexts
 from rldsl.plan.projection import Path, class_of, event_paths, no_mesh, ranges, schedule
@@ -145,7 +145,7 @@ def event_json(plan: Plan, id: str, number: int, source: str = "") -> dict[str, 
     """One event. source: the line of the program that asked for it."""
     found = view(plan, number)
     inside = [{"kind": "loop", "id": p.id, "trips": p.trips} if isinstance(p, Loop) else
-              {"kind": "every", "period": p.period} for p in found.inside]
+              _when(p) for p in found.inside]
     buffers = [{"buffer": t.buffer, "where": t.where, "access": "write" if t.write else "read",
                 "written_by": t.written_by, "read_by": t.read_by, "freed_by": t.freed_by} for t in found.touches]
     event = _event(plan, PlaceTexts.of(plan), found.event)
@@ -153,10 +153,14 @@ def event_json(plan: Plan, id: str, number: int, source: str = "") -> dict[str, 
                                                             "buffers": buffers}}
 
 
+def _when(block: When) -> dict[str, Any]:
+    return {"kind": "when", "period": block.period, "after": block.after, "first": block.first}
+
+
 def _item(plan: Plan, places: PlaceTexts, item: Item) -> dict[str, Any]:
     if isinstance(item, Event):
         return _event(plan, places, item)
-    head = {"kind": "every", "period": item.period} if isinstance(item, Every) else {
+    head = _when(item) if isinstance(item, When) else {
         "kind": "loop", "id": item.id, "trips": item.trips, "until": item.until, "over": item.over, "first": item.first}
     return head | {"body": [_item(plan, places, inner) for inner in item.body]}
 

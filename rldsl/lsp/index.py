@@ -269,7 +269,7 @@ class _Walker:
                     self.see(source.name, source.span)
                     for tree in _children(s):
                         self.expr(tree)
-                case ast.EveryBlock(period=number, body=inner) | ast.RepeatBlock(times=number, body=inner):
+                case ast.WhenBlock(count=number, body=inner) | ast.RepeatBlock(times=number, body=inner):
                     self.expr(number)
                     self._statements(inner, kind)
                 case ast.EvalBlock(data=data, max_iterations=limit, body=inner):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rldsl.plan.events import Every, Loop
+from rldsl.plan.events import Loop, When
 from rldsl.plan.model import Ranges
 
 
@@ -14,10 +14,10 @@ def ranges_text(ranges: Ranges, most: int = 3) -> str:
     return ", ".join(shown)
 
 
-def block_text(block: Loop | Every) -> str:
+def block_text(block: Loop | When) -> str:
     """A block as a reader of the program knows it: "every 100", "repeat, at most 3"."""
-    if isinstance(block, Every):
-        return f"every {block.period}"
+    if isinstance(block, When):
+        return block.head
     if block.over:
         return f"over {block.over}"
     return f"repeat, at most {block.trips:,}" if block.until else f"{block.id} × {block.trips:,}"

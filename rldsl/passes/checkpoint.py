@@ -21,7 +21,9 @@ def checkpoint(draft: Draft) -> Draft:
     follow = {e.model: f"{e.model}@{e.dst}" for e in events(draft.body) if isinstance(e, Realloc) and e.source}
     states = [f"{s.value}@{s.spread}" for s in draft.states if s.spread in draft.spreads]
     states += [f"{b.value}@{b.spread}" for b in draft.buffers]
+    states += [draft.stops_on] if draft.stops_on else []
     mesh = mesh_of_range(draft.placed.world)
     last = Checkpoint(id=0, mesh=mesh.id, reads=(*sorted(trained), *(b for _, b in sorted(follow.items())), *states),
-                      at=str(statement.span), every=statement.every, keep_last=statement.keep_last)
+                      at=str(statement.span), every=statement.every, keep_last=statement.keep_last,
+                      until=draft.stops_on)
     return replace(draft, body=(*draft.body, last)).with_meshes(mesh)

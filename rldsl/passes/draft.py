@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from rldsl.placement.model import Placed, mesh_of_set
-from rldsl.plan.events import Collect, Derive, Event, Every, Fetch, Item, Loop, Sample
+from rldsl.plan.events import Collect, Derive, Event, Fetch, Item, Loop, Sample, When, split_buffer
 from rldsl.plan.model import Layout, Mesh, ReplayBuffer, Spread, State, Value
 from rldsl.plan.naming import Labels
 from rldsl.plan.references import Reference, Role, named, references
@@ -44,6 +44,12 @@ class Draft:
         return frozenset(f"{x.value}@{x.spread}" for x in kept)
 
     @property
+    def stops_on(self) -> str:
+        """The buffer that ends the run where it is true, which the step loop reads and frees; "" if nothing does."""
+        stop = self.placed.graph.stop
+        return next((b for e in events(self.body) for b in e.writes if stop and split_buffer(b)[0] == stop), "")
+
+    @property
     def frames(self) -> dict[str, IndexedFrame]:
         return {f.id: f for f in self.placed.graph.frames}
 
@@ -69,7 +75,7 @@ class Draft:
 def events(items: Iterable[Item]) -> Iterator[Event]:
     """Every event, those of blocks too, in order."""
     for item in items:
-        if isinstance(item, Every | Loop):
+        if isinstance(item, When | Loop):
             yield from events(item.body)
         else:
             yield item
@@ -77,7 +83,7 @@ def events(items: Iterable[Item]) -> Iterator[Event]:
 
 def each_block(items: tuple[Item, ...], change: Callable[[tuple[Item, ...]], tuple[Item, ...]]) -> tuple[Item, ...]:
     """`change` applied to every block, inner ones first, then to the whole."""
-    return change(tuple(replace(i, body=each_block(i.body, change)) if isinstance(i, Every | Loop) else i
+    return change(tuple(replace(i, body=each_block(i.body, change)) if isinstance(i, When | Loop) else i
                         for i in items))
 
 

@@ -13,7 +13,7 @@ from itertools import count
 from rldsl.graph import model as g
 from rldsl.passes.draft import Draft, events
 from rldsl.passes.groups import groups
-from rldsl.plan.events import Event, Every, Item, Loop, Train, split_buffer
+from rldsl.plan.events import Event, Item, Loop, Train, When, split_buffer
 from rldsl.plan.model import FORMAT, ROLES, Data, Header, Layout, Mesh, Plan, Spread
 from rldsl.plan.projection import rank_classes, times, walk
 from rldsl.plan.references import Role, references, renamed
@@ -28,7 +28,8 @@ def emit(draft: Draft, compiler: str) -> Plan:
     numbers = count()
     rename = _Rename(names)
     setup = tuple(rename.event(e, next(numbers)) for e in draft.setup)
-    steps = Loop("steps", graph.steps, rename.block(draft.body, numbers), first=1 - graph.lag)
+    steps = Loop("steps", graph.steps, rename.block(draft.body, numbers), rename.buffer(draft.stops_on) if draft.stops_on else "",
+                 first=1 - graph.lag)
     body: tuple[Item, ...] = (*setup, steps)
     models = tuple(replace(m, train_layout=names.get(m.train_layout, ""),
                            ema_layout=names.get(m.ema_layout, ""), planned_updates=updates(draft, m.name))
@@ -114,7 +115,7 @@ class _Rename:
 
     def block(self, items: Iterable[Item], numbers: count[int]) -> tuple[Item, ...]:
         return tuple(self.loop(i, numbers) if isinstance(i, Loop)
-                     else replace(i, body=self.block(i.body, numbers)) if isinstance(i, Every)
+                     else replace(i, body=self.block(i.body, numbers)) if isinstance(i, When)
                      else self.event(i, next(numbers)) for i in items)
 
     def loop(self, i: Loop, numbers: count[int]) -> Loop:

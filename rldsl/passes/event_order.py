@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from rldsl.diag import internal_error
 from rldsl.passes.draft import Draft, events, lengths_spread_ids, uses
 from rldsl.passes.list_scheduling import Task, list_schedule
-from rldsl.plan.events import Event, Every, Item, Loop, ahead_of, split_buffer
+from rldsl.plan.events import Event, Item, Loop, When, ahead_of, split_buffer
 from rldsl.plan.model import Value
 from rldsl.plan.traits import Family
 from rldsl.sharding.rank_sets import group_equal_ranks
@@ -44,7 +44,7 @@ def order(draft: Draft) -> Draft:
 
 def _block(draft: Draft, items: tuple[Item, ...], values: Mapping[str, Value],
            lengths_in: Mapping[str, str]) -> tuple[Item, ...]:
-    inner = tuple(replace(i, body=_block(draft, i.body, values, lengths_in)) if isinstance(i, Every | Loop) else i
+    inner = tuple(replace(i, body=_block(draft, i.body, values, lengths_in)) if isinstance(i, When | Loop) else i
                   for i in items)
     jobs = _jobs(draft, inner, values, lengths_in)
     return tuple(inner[i] for i in schedule(jobs))
@@ -128,7 +128,7 @@ def _check(draft: Draft, was: tuple[Item, ...], now: tuple[Item, ...], values: M
                                  "pass order")
     for item, at in zip(was, new_index, strict=True):
         moved = now[at]
-        if isinstance(item, Every | Loop) and isinstance(moved, Every | Loop):  # both or neither
+        if isinstance(item, When | Loop) and isinstance(moved, When | Loop):  # both or neither
             _check(draft, item.body, moved.body, values, lengths_in)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from rldsl.passes.draft import Draft
-from rldsl.plan.events import Every, Item, Loop
+from rldsl.plan.events import Item, Loop, When
 
 
 def show(draft: Draft) -> str:
@@ -15,9 +15,9 @@ def show(draft: Draft) -> str:
 
 def _lines(items: Iterable[Item], indent: str) -> Iterator[str]:
     for item in items:
-        if isinstance(item, Every | Loop):
+        if isinstance(item, When | Loop):
             over = f" over {item.over}" if isinstance(item, Loop) and item.over else ""
-            yield f"{indent}{f'every {item.period}' if isinstance(item, Every) else f'loop {item.trips}{over}'} {{"
+            yield f"{indent}{item.head if isinstance(item, When) else f'loop {item.trips}{over}'} {{"
             yield from _lines(item.body, indent + "  ")
             yield f"{indent}}}"
             continue

@@ -24,7 +24,6 @@ from rldsl.plan.events import (
     Derive,
     Draw,
     Event,
-    Every,
     Fetch,
     Generate,
     Infer,
@@ -38,6 +37,7 @@ from rldsl.plan.events import (
     Train,
     Transfer,
     Update,
+    When,
     split_buffer,
 )
 from rldsl.plan.model import Layout, Mesh, ReplayBuffer, Spread, State, Value
@@ -147,8 +147,8 @@ class _EventBuilder:
     def block(self, items: tuple[g.Item, ...]) -> tuple[Item, ...]:
         out: list[Item] = []
         for item in items:
-            if isinstance(item, g.Every):
-                out.append(Every(item.period, self.block(item.body)))
+            if isinstance(item, g.When):
+                out.append(When(item.period, self.block(item.body), item.after, item.first))
             elif isinstance(item, g.Repeat):
                 out.append(Loop(self.new_loop_id(), item.iterations, self.block(item.body)))
             elif isinstance(item, g.Eval):

@@ -18,7 +18,7 @@ from rldsl.passes.copy_lifetimes import copies_not_kept
 from rldsl.passes.draft import Draft, events, union
 from rldsl.passes.syncs import Syncs
 from rldsl.placement.model import Call
-from rldsl.plan.events import Every, Item, Load, Loop, ModelCall, Realloc, Train
+from rldsl.plan.events import Item, Load, Loop, ModelCall, Realloc, Train, When
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.notation import degrees_of, human
 from rldsl.reshard.planning import plan_reshard
@@ -65,7 +65,7 @@ class _Reallocs:
         out: list[Item] = []
         begin = current
         for item in items:
-            if isinstance(item, Every):
+            if isinstance(item, When):
                 current = self._current_inside(current, item)
                 body, end = self.block(item.body, current)
                 out.append(replace(item, body=body))
@@ -93,7 +93,7 @@ class _Reallocs:
                     current = frozenset(c for c in current if c[0] != item.model) | trained_copies
         return tuple(out), frozenset(c for c in current if c not in self.not_kept or c in begin)
 
-    def _current_inside(self, current: Copies, block: Every | Loop) -> Copies:
+    def _current_inside(self, current: Copies, block: When | Loop) -> Copies:
         """What stays current inside a block. Copies with keep=false of a model that the block trains do not: the block
         makes its own."""
         return current - {c for c in self.not_kept if c[0] in _trained(block)}
@@ -133,7 +133,7 @@ class _Reallocs:
         return self.known[model.name, dst.id]
 
 
-def _trained(block: Every | Loop) -> set[str]:
+def _trained(block: When | Loop) -> set[str]:
     return {e.model for e in events(block.body) if isinstance(e, Train)}
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rldsl.diag import internal_error
 from rldsl.passes.draft import Draft, union
-from rldsl.plan.events import Collect, Event, Every, Item, Loop, Transfer, split_buffer
+from rldsl.plan.events import Collect, Event, Item, Loop, Transfer, When, split_buffer
 from rldsl.plan.model import Mesh
 from rldsl.plan.naming import without_line
 
@@ -36,7 +36,7 @@ class _Transfers:
         defs, available, out = dict(defs), set(live_in), []
         readers = _readers(items)
         for item in items:
-            if isinstance(item, Every | Loop):
+            if isinstance(item, When | Loop):
                 if isinstance(item, Loop):  # what a repeat only reads comes once, before it
                     for event in _own_events(item.body):
                         out += self._bring(event, defs, available, readers)
@@ -114,7 +114,7 @@ def check_transfers(draft: Draft) -> None:
     def block(items: tuple[Item, ...], live_in: set[str]) -> None:
         available = set(live_in)
         for item in items:
-            if isinstance(item, Every | Loop):
+            if isinstance(item, When | Loop):
                 available.update(item.collects if isinstance(item, Loop) else ())
                 block(item.body, available)
                 continue

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rldsl.diag import internal_error
 from rldsl.passes.draft import Draft, events, lengths_spread_ids, union, uses
-from rldsl.plan.events import Event, Every, Free, Item, Loop, ahead_of, split_buffer
+from rldsl.plan.events import Event, Free, Item, Loop, When, ahead_of, split_buffer
 from rldsl.plan.model import Mesh
 from rldsl.plan.naming import Labels
 
@@ -23,7 +23,7 @@ def value_lifetimes(draft: Draft) -> Draft:
     meshes: list[Mesh] = []
 
     def block(items: tuple[Item, ...], kept: frozenset[str]) -> tuple[Item, ...]:
-        items = tuple(replace(i, body=block(i.body, kept | _held(i))) if isinstance(i, Every | Loop) else i
+        items = tuple(replace(i, body=block(i.body, kept | _held(i))) if isinstance(i, When | Loop) else i
                       for i in items)
         own = {b for i in items for b in _made(i) if split_buffer(b)[0] not in models and b not in kept}
         last: dict[str, int] = {}
@@ -42,11 +42,11 @@ def value_lifetimes(draft: Draft) -> Draft:
                 out.append(_free(draft, labels, sorted(ends[i]), item, meshes))
         return tuple(out)
 
-    body = block(draft.body, draft.lasting)
+    body = block(draft.body, draft.lasting | {draft.stops_on})
     return replace(draft, body=body).with_meshes(*meshes)
 
 
-def _held(item: Every | Loop) -> frozenset[str]:
+def _held(item: When | Loop) -> frozenset[str]:
     """What a block's events write and the loop itself looks after."""
     return frozenset((*item.collects, item.until)) if isinstance(item, Loop) else frozenset()
 
@@ -74,7 +74,7 @@ def check_value_lifetimes(draft: Draft) -> None:
         if wrote != freed:
             raise internal_error(f"buffers leak: {', '.join(sorted(set(wrote) ^ set(freed)))}", "pass value_lifetimes")
         for item in items:
-            if isinstance(item, Every | Loop):
+            if isinstance(item, When | Loop):
                 block(item.body, kept | _held(item))
 
-    block(draft.body, draft.lasting)
+    block(draft.body, draft.lasting | {draft.stops_on})

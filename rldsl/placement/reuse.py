@@ -101,7 +101,7 @@ def _between(items: Iterable[g.Item], first: g.Node, last: g.Node) -> Iterator[g
 def _in_blocks(items: Iterable[g.Item], block: tuple[int, ...] = ()) -> Iterator[tuple[g.Node, tuple[int, ...]]]:
     """Every node with the block that contains it."""
     for number, item in enumerate(items):
-        if isinstance(item, g.Every | g.Repeat | g.Until | g.Eval):
+        if isinstance(item, g.When | g.Repeat | g.Until | g.Eval):
             yield from _in_blocks(item.body, (*block, number))
         else:
             yield item, block

@@ -25,7 +25,7 @@ from hashlib import sha256
 from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from rldsl.diag import Failure, fail
-from rldsl.plan.events import EVENTS, Every, Item, Loop
+from rldsl.plan.events import EVENTS, Item, Loop, When
 from rldsl.plan.expr import Program
 from rldsl.plan.function import Function
 from rldsl.plan.model import (
@@ -68,7 +68,7 @@ TABLES: Mapping[str, tuple[type, str]] = {
     "class": (RankClass, "classes"),
 }
 RECORDS: Mapping[str, type] = {k: r for k, (r, _) in TABLES.items() if k != "body"}
-BLOCKS: Mapping[str, type] = {"loop": Loop, "every": Every}
+BLOCKS: Mapping[str, type] = {"loop": Loop, "when": When}
 SECTIONS = tuple(TABLES)
 AnyRecord = TypeVar("AnyRecord")
 EDITED = "compile the program again; plans cannot be edited, because they would have to be verified again"
@@ -102,7 +102,7 @@ def plain_record(record: Any) -> dict[str, Any]:
 def _body(items: tuple[Item, ...]) -> list[str]:
     lines: list[str] = []
     for item in items:
-        if isinstance(item, Loop | Every):
+        if isinstance(item, Loop | When):
             lines += [_line(type(item).__name__.lower(), item, skip="body"), *_body(item.body), _dump({"kind": "end"})]
         else:
             lines.append(_line(item.kind, item))

@@ -46,9 +46,9 @@ from rldsl.plan.traits import EVENTS, Buffers, Traits, event_kind
 
 __all__ = [
     "AnyCall", "Checkpoint", "Collect", "Compute", "CopyPart", "Derive", "Draw", "EVENTS", "EVERY_TURN", "Event",
-    "Every", "Fetch", "Free", "Generate", "Infer", "Item", "Lengths", "Load", "Log", "Lookup", "Loop", "ModelCall",
+    "Fetch", "Free", "Generate", "Infer", "Item", "Lengths", "Load", "Log", "Lookup", "Loop", "ModelCall",
     "Offload", "Onload", "Realloc", "RowStates", "Sample", "Sampling", "Save", "Store", "Train", "Transfer", "Update",
-    "Versions", "ahead_of", "optimizer_of", "runs_in", "split_buffer",
+    "Versions", "When", "ahead_of", "optimizer_of", "runs_in", "split_buffer",
 ]
 
 EVERY_TURN = -1  # `Event.ahead` of what belongs to no step: copies of parameters are refreshed, moved and freed
@@ -265,6 +265,7 @@ class Checkpoint(Event):
 
     every: int  # steps between two checkpoints
     keep_last: int  # how many of the last checkpoints stay
+    until: Buffer = ""  # that of the step loop: where it is true, this is the last step, and a checkpoint is written
 
 
 # ---------------------------------------------------------------------------------------------- calls of models
@@ -646,14 +647,32 @@ class Loop:
 
 
 @dataclass(frozen=True, slots=True)
-class Every:
-    """The body, in each iteration i (from 1) of the enclosing loop with i % period == 0."""
+class When:
+    """The body, in some iterations of the enclosing loop: `every`, `after` and `first` of a program."""
 
-    period: int  # in iterations of the enclosing loop
+    period: int  # it runs in every so many iterations
     body: tuple[Item, ...]  # of one occurrence
+    after: int = 0  # it does not run in the first so many
+    first: int = 0  # it runs only in the first so many; 0: no limit
+
+    def runs(self, iteration: int) -> bool:
+        """Whether it runs in an iteration, from 1."""
+        return iteration % self.period == 0 and iteration > self.after and (not self.first or iteration <= self.first)
+
+    @property
+    def seldom(self) -> bool:
+        """Whether it does not run in every iteration of a long loop, but for the first ones."""
+        return self.period > 1 or bool(self.first)
+
+    @property
+    def head(self) -> str:
+        """As a program says it: "every 100", "first 50"."""
+        parts = [f"every {self.period}"] if self.period != 1 or not (self.after or self.first) else []
+        parts += [f"{word} {count}" for word, count in (("after", self.after), ("first", self.first)) if count]
+        return " ".join(parts)
 
 
-Item = Event | Loop | Every
+Item = Event | Loop | When
 
 
 def ahead_of(item: Item) -> int:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from rldsl.plan.events import Event, Every, Item, split_buffer
+from rldsl.plan.events import Event, Item, When, split_buffer
 from rldsl.plan.expr import Node, Program
 from rldsl.plan.model import Frame, Plan, Value
 from rldsl.plan.notation import degrees_of, mesh_text
@@ -150,7 +150,7 @@ class Labels:
         if isinstance(item, Event):
             return self.event(item)
         inner = replace(item, body=self.items(item.body))
-        return inner if isinstance(inner, Every) else replace(
+        return inner if isinstance(inner, When) else replace(
             inner, until=self.buffer(inner.until), collects=tuple(map(self.buffer, inner.collects)))
 
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import lcm
 
 from rldsl.diag import Failure, fail, internal_error
-from rldsl.plan.events import Event, Every, Item, Loop
+from rldsl.plan.events import Event, Item, Loop, When
 from rldsl.plan.model import Mesh, Plan, Ranges, RankClass
 
-Path = tuple[Loop | Every, ...]  # the blocks around an event, outermost first
+Path = tuple[Loop | When, ...]  # the blocks around an event, outermost first
 
 
 def event_paths(plan: Plan) -> Iterator[tuple[Event, Path]]:
@@ -25,36 +25,55 @@ def event_paths(plan: Plan) -> Iterator[tuple[Event, Path]]:
 def walk(body: Iterable[Item], path: Path = ()) -> Iterator[tuple[Event, Path]]:
     """The same for a part of a body. path: the blocks around it."""
     for item in body:
-        if isinstance(item, Loop | Every):
+        if isinstance(item, Loop | When):
             yield from walk(item.body, (*path, item))
         else:
             yield item, path
 
 
 def times(path: Path) -> int:
-    """How often a run executes an event inside these blocks: an `every` counts the iterations of the loop around
-    it."""
-    count, iterations, period = 1, 1, 1
+    """How often a run executes an event inside these blocks: a `When` counts the iterations of the loop around it."""
+    count, window = 1, Window(1)
     for block in path:
         if isinstance(block, Loop):
-            count, iterations, period = count * (iterations // period), block.trips, 1
+            count, window = count * window.count, Window(block.trips)
         else:
-            period = lcm(period, block.period)
-    return count * (iterations // period)
+            window = window.within(block)
+    return count * window.count
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Iterations of a loop in which all of some blocks run."""
+
+    last: int  # none after this one
+    after: int = 0  # none up to this one
+    period: int = 1  # multiples of it
+
+    def within(self, block: When) -> Window:
+        return Window(min(self.last, block.first or self.last), max(self.after, block.after),
+                      lcm(self.period, block.period))
+
+    @property
+    def count(self) -> int:
+        return max(0, self.last // self.period - self.after // self.period)
+
+    @property
+    def latest(self) -> int:
+        """The last one; 0 if there is none."""
+        return self.last - self.last % self.period if self.count else 0
 
 
 def last_step(path: Path) -> int:
-    """The last iteration of the outermost loop in which an event inside these blocks runs; 0 if it never does. An
-    `every` counts the iterations of the loop around it."""
+    """The last iteration of the outermost loop in which an event inside these blocks runs; 0 if it never does. A `When`
+    counts the iterations of the loop around it."""
     outer, *within = path or (Loop("", 1, ()),)
     if not isinstance(outer, Loop):
         raise internal_error("an `every` around which there is no loop")
-    period = 1
-    while within and isinstance(every := within[0], Every):
-        period = lcm(period, every.period)
-        within = within[1:]
-    runs = not within or times(tuple(within)) > 0
-    return outer.trips - outer.trips % period if runs else 0
+    window = Window(outer.trips)
+    while within and isinstance(block := within[0], When):
+        window, within = window.within(block), within[1:]
+    return window.latest if not within or times(tuple(within)) > 0 else 0
 
 
 def ranges(plan: Plan, event: Event) -> Ranges:

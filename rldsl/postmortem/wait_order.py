@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from rldsl.plan.events import Event, Every, Item, Loop, split_buffer
+from rldsl.plan.events import Event, Item, Loop, When, split_buffer
 from rldsl.plan.model import Layout, Plan
 from rldsl.plan.references import Reference, Role, named
 from rldsl.postmortem.dumps import EventRun
@@ -51,7 +51,7 @@ class WaitOrder:
 
     def _collect(self, items: Sequence[Item], path: tuple[tuple[int, bool], ...]) -> None:
         for i, item in enumerate(items):
-            if isinstance(item, Loop | Every):
+            if isinstance(item, Loop | When):
                 self._collect(item.body, (*path, (i, isinstance(item, Loop))))
             else:
                 self._paths[item.id], self.events[item.id] = (*path, (i, False)), item

@@ -199,8 +199,8 @@ def _nodes_with_times(items: tuple[g.Item, ...], times: float) -> Iterator[tuple
     """(node, its runs per step on average) of all nodes."""
     for item in items:
         match item:
-            case g.Every():
-                yield from _nodes_with_times(item.body, times / item.period)
+            case g.When():
+                yield from _nodes_with_times(item.body, times / item.period if not item.first else 0.0)
             case g.Repeat():
                 yield from _nodes_with_times(item.body, times * item.iterations)
             case g.Until() | g.Eval():

@@ -33,18 +33,19 @@ class PathSegment:
 
 @dataclass(frozen=True, slots=True)
 class PeriodicEvents:
-    """Events that run only in every `period`-th step."""
+    """Events that do not run in every step."""
 
     period: int  # in steps
     events: tuple[int, ...]  # ids
     seconds: float  # that such a step takes longer; of a block inside another, longer than with the outer block alone
+    first: int = 0  # they run only in the first so many steps; 0: no limit
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """One steady step."""
 
-    seconds: float  # without what runs under an `every` of steps, which is in `periodic`
+    seconds: float  # without what does not run in every step, which is in `periodic`
     classes: tuple[Ranges, ...]  # the ranks of each class
     spans: tuple[Span, ...]  # by class and start; 0 is the end of the step before
     idle: tuple[tuple[str, float], ...]  # (mesh, share of the step in which its ranks do nothing)

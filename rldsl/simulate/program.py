@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from math import lcm, prod
+from math import prod
 from typing import Any
 
 from rldsl.diag import present
@@ -24,7 +24,6 @@ from rldsl.plan.events import (
     Derive,
     Draw,
     Event,
-    Every,
     Fetch,
     Free,
     Generate,
@@ -39,6 +38,7 @@ from rldsl.plan.events import (
     Save,
     Train,
     Transfer,
+    When,
 )
 from rldsl.plan.operators import in_family
 from rldsl.plan.traits import rule_for
@@ -62,27 +62,28 @@ def step_loop(world: World) -> Loop:
     return next(item for item in world.plan.body if isinstance(item, Loop))
 
 
-def build_programs(world: World, steps: int, also: Sequence[Every] = ()) -> list[list[Op]]:
-    """The ops of each class. also: `every` blocks that run in the last step too."""
+def build_programs(world: World, steps: int, also: Sequence[When] = ()) -> list[list[Op]]:
+    """The ops of each class. also: blocks that run in the last step too, though not in every step."""
     body = step_loop(world).body
     return [_OpBuilder(world, c).whole(body, steps, also) for c in range(len(world.classes.ranks))]
 
 
-def periodic_blocks(items: Sequence[Item], around: tuple[Every, ...] = ()) -> Iterator[tuple[Every, ...]]:
-    """Every block that runs only in some steps: each `every` of steps, after the ones around it."""
+def periodic_blocks(items: Sequence[Item], around: tuple[When, ...] = ()) -> Iterator[tuple[When, ...]]:
+    """Every block that runs only in some steps, after the ones around it."""
     for item in items:
-        if isinstance(item, Every):
-            if item.period > 1:
-                yield (*around, item)
-            yield from periodic_blocks(item.body, (*around, item) if item.period > 1 else around)
+        if isinstance(item, When):
+            path = (*around, item) if item.seldom else around
+            if item.seldom:
+                yield path
+            yield from periodic_blocks(item.body, path)
 
 
-def _is_among(blocks: Sequence[Every], block: Every, period: int) -> bool:
-    return any(block is other for other in blocks)
+def _is_among(blocks: Sequence[When], block: When) -> bool:
+    return not block.seldom or any(block is other for other in blocks)
 
 
-def _runs_in(kind: IterationKind, block: Every, period: int) -> bool:
-    return kind.runs(period)
+def _runs_in(kind: IterationKind, block: When) -> bool:
+    return block.runs(kind.number)
 
 
 class _OpBuilder:
@@ -99,7 +100,7 @@ class _OpBuilder:
         self.iterations: Counter[int] = Counter()  # event -> executions so far in this step
         self.step = 0
 
-    def whole(self, body: Sequence[Item], steps: int, also: Sequence[Every]) -> list[Op]:
+    def whole(self, body: Sequence[Item], steps: int, also: Sequence[When]) -> list[Op]:
         for self.step in range(steps):
             self.iterations.clear()
             now = also if self.step == steps - 1 else ()
@@ -110,15 +111,14 @@ class _OpBuilder:
         self.ops += [Wait(key) for key in self.offloading.values()]
         return self.ops
 
-    def block(self, body: Sequence[Item], runs: Callable[[Every, int], bool], period: int = 1, depth: int = 0) -> None:
-        """runs: whether an `every` runs now, given the block and the joint period of it and those around it."""
+    def block(self, body: Sequence[Item], runs: Callable[[When], bool], depth: int = 0) -> None:
+        """runs: whether a block runs now."""
         for item in body:
             if isinstance(item, Loop):
                 self.loop(item, depth + 1)
-            elif isinstance(item, Every):
-                both = lcm(period, item.period)
-                if item.period == 1 or runs(item, both):
-                    self.block(item.body, runs, both, depth)
+            elif isinstance(item, When):
+                if runs(item):
+                    self.block(item.body, runs, depth)
             elif self.c in self.world.on(item.mesh):
                 self.ops.append(EventBegin(item.id, self.step, self.iterations[item.id]))
                 self.iterations[item.id] += 1

@@ -14,7 +14,7 @@ from math import lcm
 
 from rldsl.clusters import Cluster
 from rldsl.diag import fail
-from rldsl.plan.events import Every, Loop, ModelCall, Offload, Onload, Save
+from rldsl.plan.events import Loop, ModelCall, Offload, Onload, Save, When
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import Path, event_paths, walk
 from rldsl.progress import stage
@@ -40,13 +40,14 @@ def run(world: World) -> Timeline:
     timelines = _simulated(world)
     begin, end, last = _last_step(timelines)
     seconds = end - begin
-    lengths: dict[tuple[Every, ...], float] = {(): seconds}
+    lengths: dict[tuple[When, ...], float] = {(): seconds}
     found: list[PeriodicEvents] = []
     for path in periodic_blocks(step_loop(world).body):
         lengths[path] = _step_seconds(world, path)
         own = tuple(e.id for e, around in walk(path[-1].body) if not any(
-            isinstance(b, Every) and b.period > 1 for b in _outside_step_loop(around)))
-        found.append(PeriodicEvents(lcm(*(e.period for e in path)), own, max(0.0, lengths[path] - lengths[path[:-1]])))
+            isinstance(b, When) and b.seldom for b in _outside_step_loop(around)))
+        found.append(PeriodicEvents(lcm(*(e.period for e in path)), own, max(0.0, lengths[path] - lengths[path[:-1]]),
+                                    min((e.first for e in path if e.first), default=0)))
     return Timeline(seconds, world.classes.ranks, _spans(timelines, begin), _idle(world, timelines, begin, end),
                     find_critical_path(timelines, last, end, begin), _token_count(world), tuple(found),
                     _estimated_models(world),
@@ -54,18 +55,18 @@ def run(world: World) -> Timeline:
 
 
 def _outside_step_loop(path: Path) -> Path:
-    """The blocks outside the first loop: those whose `every`s count steps."""
+    """The blocks outside the first loop: those of which a `When` counts steps."""
     return tuple(takewhile(lambda block: not isinstance(block, Loop), path))
 
 
-def _simulated(world: World, also: Sequence[Every] = ()) -> Timelines:
+def _simulated(world: World, also: Sequence[When] = ()) -> Timelines:
     cluster = world.cluster
     nodes = [r // world.per_node for r in world.classes.first]
     pool = Pool(max(1, cluster.cores // world.machine.threads), cluster.core_speed) if cluster.cores else None
     return run_programs(build_programs(world, STEPS, also), nodes, pool)
 
 
-def _step_seconds(world: World, also: Sequence[Every]) -> float:
+def _step_seconds(world: World, also: Sequence[When]) -> float:
     begin, end, _ = _last_step(_simulated(world, also))
     return end - begin
 

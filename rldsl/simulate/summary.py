@@ -19,7 +19,7 @@ from rldsl.plan.notation import cut, ranges_text, seconds_text
 from rldsl.plan.projection import event_paths
 from rldsl.plan.visible_plan import visible_plan
 from rldsl.simulate.lengths import Lengths, token_frames
-from rldsl.simulate.model import Timeline
+from rldsl.simulate.model import PeriodicEvents, Timeline
 
 MIN_SHARE = 0.01  # share of the step below which a line is not named
 BAR = 24
@@ -92,7 +92,7 @@ def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: L
         lines.append(f"  {f'{small[0]:.0f} smaller parts':<28} {seconds_text(small[1]):>13}  "
                      f"{small[1] / timeline.seconds:>4.0%}")
     for o in timeline.periodic:
-        lines.append(f"  every {o.period} steps: {seconds_text(o.seconds)} in addition  "
+        lines.append(f"  {_which_steps(o)}: {seconds_text(o.seconds)} in addition  "
                      f"({cut(_name_inserted([known[e] for e in o.events]), 60)})")
     if timeline.estimated:
         lines += ["", f"  estimated from operation counts, not measured: {', '.join(timeline.estimated)}"]
@@ -102,9 +102,14 @@ def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: L
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
+def _which_steps(events: PeriodicEvents) -> str:
+    parts = [f"every {events.period} steps"] if events.period > 1 else []
+    return ", ".join([*parts, *([f"in the first {events.first} steps"] if events.first else [])])
+
+
 def _at_most(plan: Plan) -> Iterator[str]:
     """Loops whose number of iterations depends on the data, which are simulated at their bounds."""
-    for loop in {b.id: b for _, path in event_paths(plan) for b in path if isinstance(b, Loop)}.values():
+    for loop in {b.id: b for _, path in event_paths(plan) for b in path[1:] if isinstance(b, Loop)}.values():
         if loop.until:
             yield f"loops     repeat ... until: {loop.trips:,} iterations (the maximum)"
         elif loop.over:
@@ -142,7 +147,8 @@ def to_json(plan: Plan, timeline: Timeline, cluster: Cluster) -> str:
         "classes": [[list(r) for r in ranks] for ranks in timeline.classes],
         "spans": [{"class": s.rank_class, "event": s.event, "turn": s.iteration, "start": s.start, "stop": s.stop,
                    "busy": s.busy} for s in timeline.spans],
-        "every": [{"steps": o.period, "events": list(o.events), "seconds": o.seconds} for o in timeline.periodic],
+        "every": [{"steps": o.period, "first": o.first, "events": list(o.events), "seconds": o.seconds}
+                  for o in timeline.periodic],
         "estimated": list(timeline.estimated), "free": list(timeline.free),
     }
     return json_output(found)

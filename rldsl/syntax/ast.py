@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
+from typing import Literal
 
 from rldsl.source import SourceFile, Span
 
@@ -193,10 +194,11 @@ class Save(Tree):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EveryBlock(Tree):
-    """every K { ... }"""
+class WhenBlock(Tree):
+    """every K { ... }, first K { ... }, after K { ... }"""
 
-    period: Expr  # K, in steps, or in iterations of the enclosing `repeat`
+    word: Literal["every", "first", "after"]  # runs in every K-th step, the first K, those after them
+    count: Expr  # K, in steps, or in iterations of the enclosing `repeat`
     body: tuple[Statement, ...]  # the statements in braces
 
 
@@ -260,7 +262,7 @@ class Checkpoint(Tree):
     options: tuple[Option, ...]  # `keep=N`
 
 
-Statement = (Assign | Update | Do | Metric | Return | Save | EveryBlock | RepeatBlock | RepeatUntil | EvalBlock | Stop
+Statement = (Assign | Update | Do | Metric | Return | Save | WhenBlock | RepeatBlock | RepeatUntil | EvalBlock | Stop
              | Sync | Ema | Checkpoint)
 
 # ---------------------------------------------------------------------------------------- declarations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from lark import Token, Transformer, Tree, v_args
 
@@ -182,8 +182,17 @@ class _Builder(Transformer[Token, Any]):
     def save(self, meta: Any, children: Children) -> ast.Save:
         return ast.Save(span=self._span(meta), models=children[0], path=children[1])
 
-    def every(self, meta: Any, children: Children) -> ast.EveryBlock:
-        return ast.EveryBlock(span=self._span(meta), period=children[0], body=children[1])
+    def every(self, meta: Any, children: Children) -> ast.WhenBlock:
+        return self._when("every", meta, children)
+
+    def first(self, meta: Any, children: Children) -> ast.WhenBlock:
+        return self._when("first", meta, children)
+
+    def after(self, meta: Any, children: Children) -> ast.WhenBlock:
+        return self._when("after", meta, children)
+
+    def _when(self, word: Literal["every", "first", "after"], meta: Any, children: Children) -> ast.WhenBlock:
+        return ast.WhenBlock(span=self._span(meta), word=word, count=children[0], body=children[1])
 
     def repeat(self, meta: Any, children: Children) -> ast.RepeatBlock:
         return ast.RepeatBlock(span=self._span(meta), times=children[0], body=children[1])

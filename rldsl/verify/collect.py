@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Collect, Every, Item, Loop
+from rldsl.plan.events import Collect, Item, Loop, When
 from rldsl.plan.model import Spread
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.verify.derive import check_values
@@ -26,11 +26,11 @@ def check_collect(t: Tables, e: Collect) -> Iterator[Diagnostic]:
 def loops(items: Sequence[Item]) -> Iterator[Diagnostic]:
     """A loop appends once per iteration to each buffer that it collects, and to no other."""
     for item in items:
-        if isinstance(item, Loop | Every):
+        if isinstance(item, Loop | When):
             own = [(b, e) for e in item.body if isinstance(e, Collect) for b in e.writes]
             declared = Counter(item.collects if isinstance(item, Loop) else ())
             for buffer in (declared - Counter(b for b, _ in own)) + (Counter(b for b, _ in own) - declared):
-                where = f"loop {item.id}" if isinstance(item, Loop) else f"every {item.period}"
+                where = f"loop {item.id}" if isinstance(item, Loop) else item.head
                 yield problem("RL0519", f"{where} must append to {buffer} exactly once per iteration",
                               *[e for b, e in own if b == buffer])
             yield from loops(item.body)

@@ -17,11 +17,11 @@ from rldsl.plan.events import (
     Compute,
     Derive,
     Event,
-    Every,
     Item,
     Loop,
     Store,
     Update,
+    When,
     ahead_of,
     runs_in,
     split_buffer,
@@ -97,7 +97,7 @@ class _BufferTrace:
                 self._turns(item)
             elif isinstance(item, Loop):
                 self._loop(item)
-            elif isinstance(item, Every):
+            elif isinstance(item, When):
                 before = set(self.live)
                 self.run(item.body)
                 self._check_balanced(before, item)
@@ -115,11 +115,15 @@ class _BufferTrace:
         last = self.last
         self.run(loop.body)
         if loop.until and self.last is not None and self.last is not last:  # a rank without events is not in the loop
-            if loop.until not in self.live:
-                self.report("RL0513", f"loop {loop.id} ends on {loop.until}, which does not exist", self.last)
-            self.live.discard(loop.until)
+            self._ends_on(loop, self.last)
         self._check_balanced(before, loop)
         self.overwritable -= collected
+
+    def _ends_on(self, loop: Loop, last: Event) -> None:
+        """A loop reads its condition after an iteration, and frees it."""
+        if loop.until not in self.live:
+            self.report("RL0513", f"loop {loop.id} ends on {loop.until}, which does not exist", last)
+        self.live.discard(loop.until)
 
     def _turns(self, loop: Loop) -> None:
         """A step loop whose events run ahead: buffers of later steps live from turn to turn. Between the first turns
@@ -133,6 +137,8 @@ class _BufferTrace:
             for item in loop.body:
                 if runs_in(turn, ahead_of(item), steps):
                     self.run((item,))
+            if loop.until and turn >= 1 and self.last is not None:
+                self._ends_on(loop, self.last)
             left = {b for b in self.live if AHEAD not in b} - self.overwritable
             if left and self.last is not None:
                 self.report("RL0516", f"{', '.join(sorted(left))} is not freed in the step that writes it", self.last)
@@ -146,11 +152,11 @@ class _BufferTrace:
         """A buffer by the step whose values it holds: events that run ahead use those of a later step."""
         return f"{buffer}{AHEAD}{event.ahead}" if event.ahead > 0 and buffer not in self.kept else buffer
 
-    def _check_balanced(self, before: set[str], block: Loop | Every) -> None:
+    def _check_balanced(self, before: set[str], block: Loop | When) -> None:
         """A block ends with the buffers that it began with."""
         if self.live == before or self.last is None:
             return
-        what = "loop" if isinstance(block, Loop) else "every"
+        what = "loop" if isinstance(block, Loop) else "block"
         if leaked := self.live - before:
             self.report("RL0516", f"{', '.join(sorted(leaked))} is not freed inside the {what} that writes it",
                         self.last)

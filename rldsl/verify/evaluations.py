@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Event, Every, Item, Loop, split_buffer
+from rldsl.plan.events import Event, Item, Loop, When, split_buffer
 from rldsl.plan.projection import Path
 from rldsl.plan.references import Role, references
 from rldsl.verify.tables import Tables, name, problem
@@ -20,7 +20,7 @@ def check_evaluations(t: Tables, items: Sequence[Item], inside: bool = False) ->
     for item in items:
         if isinstance(item, Loop) and item.over:
             yield from _loop(t, item, inside)
-        elif isinstance(item, Loop | Every):
+        elif isinstance(item, Loop | When):
             yield from check_evaluations(t, item.body, True)
 
 

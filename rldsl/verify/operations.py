@@ -176,7 +176,11 @@ def _checkpoint(t: Tables, e: Checkpoint) -> Iterator[Diagnostic]:
     if e.every < 1 or e.keep_last < 1:
         yield problem("RL0529", f"{name(e)} runs every {e.every} steps and keeps {e.keep_last}", e)
     must = {f"{m.name}@{m.train_layout}" for m in t.plan.models if m.train_layout}
-    must |= {*t.plan.lasting}
+    until = steps.until if isinstance(steps, Loop) else ""
+    if e.until != until:
+        yield problem("RL0529", f"{name(e)} is the last one where {e.until or 'nothing'} is true, but the steps end on "
+                                f"{until or 'nothing'}", e)
+    must |= {*t.plan.lasting, *([until] if until else [])}
     follow = {m.name for m in t.plan.models if m.updated_from}
     copies = [split_buffer(b)[0] for b in e.reads if split_buffer(b)[0] in follow and split_buffer(b)[1] in t.layouts]
     if {b for b in e.reads if split_buffer(b)[0] not in follow} != must or sorted(copies) != sorted(follow) or e.writes:

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, assert_never
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Event, Every, Item, Loop, split_buffer
+from rldsl.plan.events import Event, Item, Loop, When, split_buffer
 from rldsl.plan.model import MAX_RANKS, Layout, Mesh, Model, Spread
 from rldsl.plan.references import Role, references
 from rldsl.verify import adapters, spaces
@@ -179,7 +179,7 @@ def _selects_from_itself(t: Tables, frame: str) -> bool:
 
 def _loops(items: Sequence[Item]) -> Iterator[Loop]:
     for item in items:
-        if isinstance(item, Loop | Every):
+        if isinstance(item, Loop | When):
             yield from ([item] if isinstance(item, Loop) else [])
             yield from _loops(item.body)
 
@@ -195,12 +195,10 @@ def _blocks(t: Tables, items: Sequence[Item], inside: bool) -> Iterator[Diagnost
                     yield _bad("RL0610", f"loop {item.id} refers to an unknown buffer {buffer!r}")
             if item.over and item.over not in t.data:
                 yield _unknown("data source", item.over, f"loop {item.id}")
-            if item.until and not inside:
-                yield _bad("RL0612", f"loop {item.id} counts the steps of the run and cannot end early")
             yield from _blocks(t, item.body, True)
-        elif isinstance(item, Every):
-            if item.period < 1 or not inside:
-                yield _bad("RL0612", f"every {item.period}: expected a period of at least 1, inside a loop")
+        elif isinstance(item, When):
+            if item.period < 1 or item.after < 0 or item.first < 0 or not inside:
+                yield _bad("RL0612", f"{item.head}: expected a period of at least 1, inside a loop")
             yield from _blocks(t, item.body, inside)
 
 

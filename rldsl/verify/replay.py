@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Checkpoint, Every, Sample, Store, split_buffer
+from rldsl.plan.events import Checkpoint, Sample, Store, When, split_buffer
 from rldsl.plan.model import ReplayBuffer
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.verify.tables import Tables, name, problem
@@ -37,7 +37,7 @@ def check_buffers(t: Tables) -> Iterator[Diagnostic]:
                 yield problem(
                     "RL0528", f"{name(e)} must come after the rows from {e.version or 'before the step'}, but comes "
                     f"after those from {made.get(e.buffer) or 'before the step'}", e, ranks=t.event_ranks(e))
-            if any(not isinstance(block, Every) for block in path[1:]) or not path:
+            if any(not isinstance(block, When) for block in path[1:]) or not path:
                 yield problem("RL0615", f"{name(e)} runs several times in a step, or outside the steps", e)
         if isinstance(e, Store):
             made[e.buffer] = e.at

@@ -136,7 +136,7 @@ def _run(t: Tables, body: tuple[Item, ...], state: CopyStates, problems: list[Di
         else:
             end = _run(t, item.body, state, problems, cache)
             if end.offloaded_parts != state.offloaded_parts:
-                problems.append(_unbalanced(f"every {item.period}", end, state))
+                problems.append(_unbalanced(item.head, end, state))
             state = _meet(state, end)
     return state
 

@@ -10,7 +10,7 @@ import pytest
 from rldsl import api
 from rldsl.diag import Failure
 from rldsl.plan.codec import decode, encode
-from rldsl.plan.events import Event, Every, Item, Loop, Sample, Store
+from rldsl.plan.events import Event, When, Item, Loop, Sample, Store
 from rldsl.plan.model import Plan
 from rldsl.verify import verify
 from tests.derive.test_forged import changed
@@ -75,7 +75,7 @@ def frame(id_: str, **fields: object) -> Callable[[Plan], Plan]:
 def swapped(plan: Plan) -> Plan:
     """The sample before the rows that it must see."""
     def block(items: tuple[Item, ...]) -> tuple[Item, ...]:
-        items = tuple(replace(i, body=block(i.body)) if isinstance(i, Loop | Every) else i for i in items)
+        items = tuple(replace(i, body=block(i.body)) if isinstance(i, Loop | When) else i for i in items)
         at = [i for i, x in enumerate(items) if isinstance(x, Store | Sample)]
         if len(at) < 3:
             return items
@@ -138,7 +138,7 @@ def test_the_plan_itself_is_sound(plan: Plan) -> None:
 
 
 def _events(items: tuple[Item, ...]) -> list[Event]:
-    return [e for i in items for e in (_events(i.body) if isinstance(i, Loop | Every) else [i])]
+    return [e for i in items for e in (_events(i.body) if isinstance(i, Loop | When) else [i])]
 
 
 @pytest.mark.parametrize("name", FORGED)

@@ -70,7 +70,7 @@ def ppo(places=None, *, cluster: g.Cluster | None = g.Cluster(1, 8, 80.0), rules
                   inputs=tuple((n, n) for n in ("score", "gen.logprobs", "ref_lp", "v")),
                   outputs=tuple((n, n) for n in ("adv", "ret", "kl"))),
         *trains, *rest,
-        g.Every(period=2, span=at(9), body=(g.Save(id="actor.save", reads=(), writes=(), span=at(9), model="actor",
+        g.When(period=2, span=at(9), body=(g.Save(id="actor.save", reads=(), writes=(), span=at(9), model="actor",
                                                    path="{out}/step-{step}/actor"),)))
     model = lambda name, kind, path, lr: g.Model(name, kind, path, Optimizer(lr) if lr else None, "float32", at(20))  # noqa: E731
     return g.Graph(

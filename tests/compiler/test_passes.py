@@ -105,12 +105,12 @@ def test_blocks() -> None:
     graph = replace(
         graph, values=(*graph.values, replace(next(v for v in graph.values if v.id == "v"), id="v2")),
         items=(*(i for i in graph.items if i is not train), g.Repeat(iterations=3, body=(train,), span=at(12)),
-               g.Every(period=2, body=(values,), span=at(14))))
+               g.When(period=2, body=(values,), span=at(14))))
     plan = compiled(graph)
     repeat = next(i for i in next(x for x in plan.body if isinstance(x, p.Loop)).body if isinstance(i, p.Loop))
     assert repeat.trips == 3 and any(isinstance(e, p.Log) for e in repeat.body)
     assert {m.name: m.planned_updates for m in plan.models}["actor"] == 4 * 3 * 2
-    every = [path for e, path in walk(plan.body) if isinstance(e, p.Realloc) and isinstance(path[-1], p.Every)]
+    every = [path for e, path in walk(plan.body) if isinstance(e, p.Realloc) and isinstance(path[-1], p.When)]
     assert every, "the second use of the critic is inside `every`, and so is its realloc"
 
 

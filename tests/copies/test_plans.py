@@ -12,7 +12,7 @@ from rldsl.inspect.diff import diff
 from rldsl.inspect.show import show
 from rldsl.memory import curves
 from rldsl.memory.curve import during, peak
-from rldsl.plan.events import Event, Every, Free, Generate, Infer, Item, Load, Loop, Realloc, Train
+from rldsl.plan.events import Event, When, Free, Generate, Infer, Item, Load, Loop, Realloc, Train
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
 from tests.copies.programs import FLOWS, program
@@ -40,7 +40,7 @@ def frees(p: Plan) -> list[Free]:
 def walked(items: tuple[Item, ...], copy: str, there: bool = False) -> bool:
     """Go through a block once, as a rank does; whether the copy is there at its end."""
     for item in items:
-        if isinstance(item, Every | Loop):
+        if isinstance(item, When | Loop):
             assert walked(item.body, copy, there) == there, "a block leaves what it found"
         elif isinstance(item, Free) and copy in item.buffers:
             assert there, "freed, but not there"
@@ -76,7 +76,7 @@ def test_a_free_stands_right_behind_a_use(flow: str) -> None:
                 own = [before] if isinstance(before, Event) else [e for e, _ in event_paths(replace(p, body=(before,)))]
                 assert any(copy in e.reads or isinstance(e, Free) for e in own), show(p, event=item.id)
         for item in items:
-            if isinstance(item, Every | Loop):
+            if isinstance(item, When | Loop):
                 block(item.body)
 
     block(p.body)

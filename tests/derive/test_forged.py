@@ -11,7 +11,7 @@ import pytest
 from rldsl import api
 from rldsl.diag import Failure
 from rldsl.plan.codec import decode, encode
-from rldsl.plan.events import Derive, Event, Every, Item, Lengths, Loop, Train
+from rldsl.plan.events import Derive, Event, When, Item, Lengths, Loop, Train
 from rldsl.plan.model import Plan
 from rldsl.verify import verify
 from tests.verify.mutate import projected
@@ -56,7 +56,7 @@ def changed(plan: Plan, change: Callable[[Event], Event | None]) -> Plan:
     def block(items: tuple[Item, ...]) -> tuple[Item, ...]:
         out: list[Item] = []
         for item in items:
-            new = replace(item, body=block(item.body)) if isinstance(item, Loop | Every) else change(item)
+            new = replace(item, body=block(item.body)) if isinstance(item, Loop | When) else change(item)
             out += [new] if new is not None else []
         return tuple(out)
     return projected(replace(plan, body=block(plan.body)))

@@ -182,7 +182,7 @@ def test_the_prelude_is_there() -> None:
 
 def keywords() -> set[str]:
     grammar = re.sub(r"//[^\n]*", "", (ROOT / "grammar/rlf.lark").read_text())
-    return set(re.findall(r'"([a-z]+)"', grammar))
+    return {a or b for a, b in re.findall(r'"([a-z]+)"|/([a-z]+)\(\?=', grammar)}
 
 
 def test_every_keyword_is_there() -> None:

@@ -22,7 +22,7 @@ def terminals() -> list[TerminalDef]:
 
 def keywords() -> set[str]:
     """Every word that the grammar spells out."""
-    return {t.pattern.value for t in terminals() if re.fullmatch(r"[a-z]+", t.pattern.value)}
+    return {m[1] for t in terminals() if (m := re.fullmatch(r"([a-z]+)(\(\?=.*\))?", t.pattern.value))}
 
 
 def units() -> set[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rldsl.plan.codec import decode
-from rldsl.plan.events import Every, Loop
+from rldsl.plan.events import When, Loop
 from rldsl.plan.projection import last_step, times
 from tests.end_to_end.programs import compile_program, run_program
 from tests.tiny import make_model, make_sums, write_jsonl
@@ -73,10 +73,10 @@ def test_a_gradient_that_is_not_finite_ends_the_run(root: Path) -> None:
 
 
 @pytest.mark.parametrize("path, last, often", [
-    ((Loop("s", 10, ()),), 10, 10), ((Loop("s", 10, ()), Every(4, ())), 8, 2),
-    ((Loop("s", 10, ()), Every(4, ()), Every(6, ())), 0, 0), ((Loop("s", 13, ()), Every(4, ()), Every(6, ())), 12, 1),
-    ((Loop("s", 3, ()), Loop("r", 2, ())), 3, 6), ((Loop("s", 3, ()), Loop("r", 2, ()), Every(2, ())), 3, 3),
-    ((Loop("s", 3, ()), Loop("r", 2, ()), Every(3, ())), 0, 0), ((Loop("s", 5, ()), Every(2, ()), Loop("r", 2, ())), 4, 4),
+    ((Loop("s", 10, ()),), 10, 10), ((Loop("s", 10, ()), When(4, ())), 8, 2),
+    ((Loop("s", 10, ()), When(4, ()), When(6, ())), 0, 0), ((Loop("s", 13, ()), When(4, ()), When(6, ())), 12, 1),
+    ((Loop("s", 3, ()), Loop("r", 2, ())), 3, 6), ((Loop("s", 3, ()), Loop("r", 2, ()), When(2, ())), 3, 3),
+    ((Loop("s", 3, ()), Loop("r", 2, ()), When(3, ())), 0, 0), ((Loop("s", 5, ()), When(2, ()), Loop("r", 2, ())), 4, 4),
 ])
 def test_counting_turns(path: tuple, last: int, often: int) -> None:
     assert last_step(path) == last and times(path) == often

@@ -33,6 +33,7 @@ RIGHT = {
     "a_selection": small(f"{ANS}\nlong = ans where len(ans) > 2\nmetric n = count(long)"),
     "a_quantile_over_all_rows": small(f"{ANS}\nmetric q = quantile(len(ans), 0.9)"),
     "a_state_that_is_read": small(f"{ANS}\nmetric over = mean(len(ans)) - best"),
+    "a_state_that_is_written": small(f"{ANS}\nbest = max(best, mean(len(ans)))"),
     "two_evaluations": small(GOOD, outside='eval other {\nq = other.next()\nb = actor.generate(q)\nmetric m = mean(len(b))\n}',
                              more='data other = jsonl("data/other.jsonl", batch=2)\n'),
 }
@@ -60,7 +61,7 @@ WRONG = {
     "rows_twice": (f"{GOOD}\nq = heldout.next()", "RL0212", "second `heldout.next()`"),
     "a_mean_of_one_batch": (f"{ANS}\nm = mean(len(ans))\nmetric m2 = m", "RL0201", "over the batch"),
     "a_mean_inside_arithmetic": (f"{ANS}\nd = len(ans) - mean(len(ans))\nmetric m = std(d)", "RL0201", "over the batch"),
-    "a_state_written": (f"{GOOD}\nbest = 3", "RL0212", "state `best`"),
+    "a_state_of_many_numbers": (f"{GOOD}\nbest = len(ans)", "RL0201", "state"),
     "a_metric_of_many_numbers": (f"{ANS}\nmetric n = len(ans)", "RL0201", "single number"),
     "a_metric_before_its_name": (f"{P}\nmetric n = mean(len(ans))\nans = actor.generate(p)", "RL0101", "ans"),
     "generation_from_outside": (f"{P}\nx = actor.generate(prompt)\nmetric m = mean(len(x))", "RL0212",

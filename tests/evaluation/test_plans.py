@@ -10,7 +10,7 @@ import pytest
 from rldsl import api
 from rldsl.diag import Failure
 from rldsl.plan.codec import decode, encode
-from rldsl.plan.events import Every, Fetch, Generate, Item, Loop, Save
+from rldsl.plan.events import When, Fetch, Generate, Item, Loop, Save
 from rldsl.plan.model import Plan
 from rldsl.verify import verify
 from tests.evaluation.programs import whole
@@ -31,7 +31,7 @@ def changed(plan: Plan, change: Callable[[Loop], Loop]) -> Plan:
     """`plan` with another evaluation."""
     def within(items: tuple[Item, ...]) -> tuple[Item, ...]:
         return tuple(change(i) if isinstance(i, Loop) and i.over else replace(i, body=within(i.body))
-                     if isinstance(i, Loop | Every) else i for i in items)
+                     if isinstance(i, Loop | When) else i for i in items)
     return replace(plan, body=within(plan.body))
 
 
@@ -46,7 +46,7 @@ def codes(plan: Plan) -> set[str]:
 def test_a_plan_is_proved_and_survives_its_file(plan: Plan) -> None:
     assert codes(plan) == set()
     assert decode(encode(plan), "x.plan") == plan
-    loops = [x for step in plan.body if isinstance(step, Loop) for e in step.body if isinstance(e, Every)
+    loops = [x for step in plan.body if isinstance(step, Loop) for e in step.body if isinstance(e, When)
              for x in e.body if isinstance(x, Loop)]
     assert [(x.over, x.trips) for x in loops] == [("heldout", 4)]
 
@@ -67,7 +67,7 @@ MISTAKES = {
     "unknown_source": (lambda x: replace(x, over="nothing"), "RL0610"),
     "a_plain_loop": (lambda x: replace(x, over=""), "RL0615"),
     "a_save": (lambda x: replace(x, body=(*x.body, save(x))), "RL0530"),
-    "a_block": (lambda x: replace(x, body=(Every(1, x.body),)), "RL0530"),
+    "a_block": (lambda x: replace(x, body=(When(1, x.body),)), "RL0530"),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rldsl.diag import Failure
-from rldsl.plan.events import Every, Fetch, Loop
+from rldsl.plan.events import When, Fetch, Loop
 from rldsl.plan.model import Data
 from rldsl.runtime.data import Source
 from rldsl.runtime.interpreter import eval_loops
@@ -22,7 +22,7 @@ FETCH = Fetch(id=1, mesh="m0", data="heldout", frames=("p",))
 def context(trips: int = 4) -> Any:
     loop = Loop("repeat1", trips, (FETCH,), over="heldout")
     return SimpleNamespace(data={"heldout": DATA}, device=torch.device("cpu"),
-                           plan=SimpleNamespace(body=(Loop("steps", 4, (Every(2, (loop,)),)),)))
+                           plan=SimpleNamespace(body=(Loop("steps", 4, (When(2, (loop,)),)),)))
 
 
 def reader(rows: int) -> DataReader:

@@ -201,7 +201,7 @@ class _Text:
         if depth > 2:
             return self.name() + " = " + self.number()
         if kind == 13:
-            return f"every {self.one('2', 'a', '10 prompts')} {self.block(depth + 1)}"
+            return f"{self.one('every', 'first', 'after')} {self.one('2', 'a', '10 prompts')} {self.block(depth + 1)}"
         if kind == 14:
             return f"repeat {self.one('2', 'a')} {self.block(depth + 1)}"
         if kind == 15:
@@ -451,7 +451,7 @@ class _Sense:
             prompts = self.any("prompts", "prompt")
             return [f"{self.fresh('frame', 'g')} = actor.generate({prompts}, greedy=true)"]
         if kind == 11 and len(indent) < 6:
-            word = one(["every 10", "repeat 2", "eval prompts", "eval prompts max 3"])
+            word = one(["every 10", "first 2", "after 3", "repeat 2", "eval prompts", "eval prompts max 3"])
             outside = {kind: list(names) for kind, names in self.known.items()}
             body = self.statements(self.draw.randint(1, 2), indent + "  ")
             self.known = outside
@@ -461,7 +461,8 @@ class _Sense:
             frame = self.any("frame", "gen")
             return [f"{self.fresh('frame', 'kept')} = {frame} where {condition}"]
         if kind == 13:
-            return [one(["sync ref from actor every 10", "ema ref from actor 0.99", "save actor, critic", "checkpoint every 10 keep=2"])]
+            return [one(["sync ref from actor every 10", "ema ref from actor 0.99", "save actor, critic", "checkpoint every 10 keep=2",
+                         f"stop when {self.value('batch')} > 2"])]
         if kind == 14 and "state" in self.known:
             return [f"{self.any('state', 's')} = {self.value('batch')}"]
         if kind == 15 and "fn" in self.known:

@@ -110,8 +110,10 @@ def run(start: int, count: int) -> Summary:
     for number in range(start, start + count):
         began = time.process_time()
         signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT)
-        kind, text, found, wrong = one(number)
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        try:
+            kind, text, found, wrong = one(number)
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         total.count += 1
         total.right += not any(d.severity == "error" for d in found) and not wrong
         total.codes.update(d.code for d in found)

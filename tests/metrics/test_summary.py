@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rldsl.plan.events import Every, Loop, Realloc
+from rldsl.plan.events import When, Loop, Realloc
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
 from rldsl.runtime.metrics.summary import summarise
@@ -18,7 +18,7 @@ def plan(steps: int, period: int, inner: int) -> Plan:
     """Its reallocs: in every step, and `inner` times in every `period`-th step."""
     grpo = sample.grpo()
     [move] = [event for event, _ in event_paths(grpo) if isinstance(event, Realloc)]
-    often = Every(period, (Loop("more", inner, (move,)),))
+    often = When(period, (Loop("more", inner, (move,)),))
     return replace(grpo, header=replace(grpo.header, steps=steps), body=(Loop("steps", steps, (move, often)),))
 
 

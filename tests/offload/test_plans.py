@@ -17,7 +17,7 @@ from rldsl.memory.curve import during, host_peak, peak
 from rldsl.plan.events import (
     Checkpoint,
     Event,
-    Every,
+    When,
     Generate,
     Infer,
     Item,
@@ -59,7 +59,7 @@ def of(p: Plan, *kinds: type[Event]) -> list:
 def walked(items: tuple[Item, ...], away: frozenset[tuple[str, str, str]]) -> frozenset[tuple[str, str, str]]:
     """Go through a block once; what is in host memory at its end."""
     for e in items:
-        if isinstance(e, Every | Loop):
+        if isinstance(e, When | Loop):
             assert walked(e.body, away) == away
         elif isinstance(e, Offload):
             assert (e.model, e.layout, e.part) not in away

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rldsl.plan.events import (
     Compute,
-    Every,
+    When,
     Fetch,
     Free,
     Generate,
@@ -277,7 +277,7 @@ def grpo() -> Plan:
                 "actor.train/loss@s5",
             ),
         ),
-        Every(
+        When(
             2,
             (
                 Save(

@@ -6,7 +6,7 @@ import pytest
 
 from rldsl.diag import Failure
 from rldsl.inspect.show import show
-from rldsl.plan.events import Every
+from rldsl.plan.events import When
 from rldsl.plan.notation import human
 from rldsl.plan.projection import class_of, event_paths, ranges, rank_classes, schedule, walk
 from tests.plan.sample import grpo
@@ -22,7 +22,7 @@ def test_projection():
             == [e.id for e, _ in event_paths(plan) if any(a <= rank < b for a, b in ranges(plan, e))]
         )
     assert [c.ranks for c in plan.classes] == [((0, 2),), ((2, 4),)]
-    assert not any(isinstance(x, Every) for x in schedule(plan.body, plan.meshes, 3)[-1].body)
+    assert not any(isinstance(x, When) for x in schedule(plan.body, plan.meshes, 3)[-1].body)
     assert [c.ranks for c in rank_classes(plan.meshes, plan.body, 4, {0: 1, 3: 1})] == [
         ((0, 1),),
         ((1, 2),),

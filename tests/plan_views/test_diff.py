@@ -212,7 +212,7 @@ def test_events_that_came_and_went(id: int, section: str) -> None:
 def test_an_event_in_another_block() -> None:
     saved = EVENTS[17]
     found = diff(SAMPLE, insert(drop(SAMPLE, 17), 16, saved))
-    assert fields_of(found, "actor") == {"inside": ("step > every", "step")}
+    assert fields_of(found, "actor") == {"inside": ("step > when", "step")}
 
 
 def test_bytes_are_of_a_step() -> None:

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from rldsl.cli import main
 from rldsl.commands.emit import emit
 from rldsl.plan.codec import plan_id
-from rldsl.plan.events import Event, Every, Item
+from rldsl.plan.events import Event, When, Item
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import class_of, schedule
 from tests.forked import command
@@ -42,7 +42,7 @@ def rlc(*arguments: str) -> Result:
 def shape(items: tuple[Item, ...]) -> list[Any]:
     """Events by kind and id, blocks as lists with what begins them."""
     return [(type(i).__name__.lower(), i.id) if isinstance(i, Event) else
-            [f"every {i.period}" if isinstance(i, Every) else f"loop {i.id}", *shape(i.body)] for i in items]
+            [i.head if isinstance(i, When) else f"loop {i.id}", *shape(i.body)] for i in items]
 
 
 def shape_of(body: list[ast.stmt], turn: str = "") -> list[Any]:
@@ -141,7 +141,7 @@ def tainted(plan: Plan, evil: str) -> Plan:
     def step(item: Item) -> Iterator[Item]:
         if isinstance(item, Event):
             item = replace(item, at=evil, because=evil if item.because else "")
-        elif not isinstance(item, Every):
+        elif not isinstance(item, When):
             item = replace(item, id=evil)
         yield item
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rldsl.plan.codec import encode, plan_id
 from rldsl.plan.events import (
     Event,
-    Every,
+    When,
     Fetch,
     Generate,
     Infer,
@@ -46,7 +46,7 @@ PLAN = Plan(
                 dst="L1", source="actor", writes=("judge@L1",)),
         Loop("turns", 3, (Infer(id=TURN, mesh="right", at="p.rlf:10:5", model="judge", layout="L1", spread="s1",
                                 frame="gen", output_name="values", value="v", reads=("judge@L1",)),)),
-        Every(2, (Save(id=SAVE, mesh="left", at="p.rlf:12:13", model="actor", layout="L0", path="x"),)),
+        When(2, (Save(id=SAVE, mesh="left", at="p.rlf:12:13", model="actor", layout="L0", path="x"),)),
     )),))
 DATA = encode(PLAN)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rldsl.plan.events import Event, Every, Item, Loop
+from rldsl.plan.events import Event, When, Item, Loop
 from rldsl.plan.projection import schedule
 from rldsl.postmortem.analysis import analyse, rank_traces
 from rldsl.postmortem.dumps import EventRun, RankPosition
@@ -24,8 +24,8 @@ def unrolled(items: Sequence[Item], turns: tuple[int, ...] = ()) -> Iterator[tup
     for item in items:
         if isinstance(item, Event):
             yield item, EventRun(item.id, turns)
-        elif isinstance(item, Every):
-            if turns[-1] % item.period == 0:
+        elif isinstance(item, When):
+            if item.runs(turns[-1]):
                 yield from unrolled(item.body, turns)
         else:
             assert isinstance(item, Loop)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from math import lcm
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rldsl.plan.events import Every, Item, Loop, Realloc
+from rldsl.plan.events import Item, Loop, Realloc, When
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import event_paths, times
+from rldsl.plan.projection import event_paths, last_step, times
 from rldsl.simulate import Lengths, simulate
 from rldsl.simulate.engine import Compute, EventBegin, LoopBegin, RepeatExtrapolated, Timelines, run_programs
 from rldsl.simulate.iterations import iteration_kinds
@@ -38,31 +37,39 @@ def with_first(wrap) -> tuple[Plan, Realloc]:
 
 # -------------------------------------------------------------------------------------------------- turns
 
-PERIODS = st.recursive(st.just(()), lambda inner: st.lists(st.builds(Every, st.integers(1, 6), inner), max_size=3).map(
-    tuple), max_leaves=6)
+COUNTS = st.integers(1, 6)
+PERIODS = st.recursive(st.just(()), lambda inner: st.lists(st.one_of(
+    st.builds(When, COUNTS, inner), st.builds(When, st.just(1), inner, COUNTS), st.builds(When, st.just(1), inner,
+    st.just(0), COUNTS)), max_size=3).map(tuple), max_leaves=6)
 
 
 def runs(body: tuple[Item, ...], turn: int, path: tuple[int, ...] = ()) -> tuple[tuple[int, ...], ...]:
-    """The paths of the `every`s that run in a turn, one by one as the language says it."""
-    return tuple(p for i, e in enumerate(body) if isinstance(e, Every) and turn % e.period == 0
-                 for p in ((*path, i), *runs(e.body, turn, (*path, i))))
+    """The paths of the blocks that run in a turn, one by one as the language says it."""
+    return tuple(p for i, e in enumerate(body) if isinstance(e, When) and turn % e.period == 0 and turn > e.after
+                 and (not e.first or turn <= e.first) for p in ((*path, i), *runs(e.body, turn, (*path, i))))
 
 
-def runs_in(body: tuple[Item, ...], kind: IterationKind, around: int = 1, path: tuple[int, ...] = ()) -> tuple:
-    return tuple(p for i, e in enumerate(body) if isinstance(e, Every)
-                 and (e.period == 1 or kind.runs(lcm(around, e.period)))
-                 for p in ((*path, i), *runs_in(e.body, kind, lcm(around, e.period), (*path, i))))
+def counted(path: tuple[When, ...], trips: int) -> list[int]:
+    """The turns in which an event inside these blocks runs."""
+    return [turn for turn in range(1, trips + 1) if all(block.runs(turn) for block in path)]
+
+
+@given(st.lists(st.builds(When, COUNTS, st.just(()), st.integers(0, 9), st.integers(0, 12)), max_size=3),
+       st.integers(1, 30))
+def test_turns_of_nested_blocks_are_counted(blocks: list[When], trips: int) -> None:
+    one_by_one, path = counted(tuple(blocks), trips), (Loop("steps", trips, ()), *blocks)
+    assert times(path) == len(one_by_one) and last_step(path) == max(one_by_one, default=0)
 
 
 @given(PERIODS, st.integers(1, 40))
 def test_kinds_of_turns_are_all_turns(body: tuple[Item, ...], trips: int) -> None:
     one_by_one = Counter(runs(body, turn) for turn in range(1, trips + 1))
-    assert one_by_one == sum((Counter({runs_in(body, k): k.simulated + k.left}) for k in iteration_kinds(Loop("r", trips, body))),
+    assert one_by_one == sum((Counter({runs(body, k.number): k.simulated + k.left}) for k in iteration_kinds(Loop("r", trips, body))),
                              Counter())
 
 
 def test_many_periods_are_no_burden() -> None:
-    loop = Loop("r", 10**8, tuple(Every(p, ()) for p in range(2, 24)))
+    loop = Loop("r", 10**8, tuple(When(p, ()) for p in range(2, 24)))
     assert sum(k.simulated + k.left for k in iteration_kinds(loop)) == 10**8
     assert calls(lambda: iteration_kinds(loop)) < 10**6
 
@@ -99,7 +106,7 @@ def test_a_turn_that_takes_no_time(ops: list) -> None:
 @pytest.mark.parametrize("trips, inside", [(2, 1), (9, 1), (20, 3), (12, 2)])
 def test_a_loop_takes_what_its_turns_take(trips: int, inside: int) -> None:
     """As many reallocations as the plan says, and as long as if each were written down."""
-    plan, first = with_first(lambda e: Loop("r", trips, (Every(inside, (e,)) if inside > 1 else e,)))
+    plan, first = with_first(lambda e: Loop("r", trips, (When(inside, (e,)) if inside > 1 else e,)))
     count = {e.id: times(path) for e, path in event_paths(plan)}[first.id] // plan.header.steps
     assert count == trips // inside
     written, found = simulate(with_first(lambda e: Loop("r", 1, (e,) * count))[0], ROUND), simulate(plan, ROUND)
@@ -109,21 +116,21 @@ def test_a_loop_takes_what_its_turns_take(trips: int, inside: int) -> None:
 
 def test_an_every_in_a_repeat_counts_its_turns() -> None:
     """It is part of each step, and no occasion of some."""
-    plan, _ = with_first(lambda e: Loop("r", 4, (Every(2, (e,)),)))
+    plan, _ = with_first(lambda e: Loop("r", 4, (When(2, (e,)),)))
     found, twice = simulate(plan, ROUND), simulate(with_first(lambda e: Loop("r", 2, (e,)))[0], ROUND)
     assert found.seconds == pytest.approx(twice.seconds, rel=0.02)
     assert [o.period for o in found.periodic] == [2]  # the save alone
 
 
 def test_an_every_that_never_comes_takes_no_time() -> None:
-    plan, first = with_first(lambda e: Loop("r", 3, (Every(4, (e,)),)))
+    plan, first = with_first(lambda e: Loop("r", 3, (When(4, (e,)),)))
     assert first.id not in simulate(plan, ROUND).event_seconds()
 
 
 def test_ten_million_turns() -> None:
     found: list[Timeline] = []
     hundred, millions = (calls(lambda: found.append(simulate(with_first(
-        lambda e: Loop("r", n, (e, Every(3, ()))))[0], ROUND))) for n in (100, 10**7))
+        lambda e: Loop("r", n, (e, When(3, ()))))[0], ROUND))) for n in (100, 10**7))
     few, many = found
     assert millions < 1.2 * hundred
     rest = simulate(known("real"), ROUND).seconds
@@ -136,12 +143,12 @@ def test_ten_million_turns() -> None:
 
 
 def test_an_every_in_an_every_comes_when_both_do() -> None:
-    plan, first = with_first(lambda e: Every(2, (Every(3, (e,)),)))
+    plan, first = with_first(lambda e: When(2, (When(3, (e,)),)))
     found = [o for o in simulate(plan, ROUND).periodic if first.id in o.events]
     assert [o.period for o in found] == [6] and found[0].seconds > 0
 
 
 def test_what_comes_now_and_then_has_a_name() -> None:
-    plan, first = with_first(lambda e: Every(5, (e,)))
+    plan, first = with_first(lambda e: When(5, (e,)))
     (line,) = [x for x in format_timeline(plan, simulate(plan, ROUND), ROUND, Lengths(), "x").splitlines() if "every 5" in x]
     assert f"realloc {first.model}" in line and "()" not in line

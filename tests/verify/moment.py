@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rldsl.plan.events import Every, Loop
+from rldsl.plan.events import Item, Loop, When, ahead_of, runs_in
 from rldsl.plan.model import Plan, Value
 from rldsl.plan.spaces import IndexedFrame
 from tests.verify.arithmetic import need
@@ -52,12 +52,20 @@ class Moment:
     models: Mapping[str, tuple[int, int]]
 
 
-def due(every: Every, turn: int) -> bool:
-    return turn % (every.period if every.period < 4 else 2 + every.period % 2) == 0
+def due(every: When, turn: int) -> bool:
+    period = every.period if every.period < 4 else 2 + every.period % 2
+    return replace(every, period=period).runs(turn)
 
 
 def turns(loop: Loop, outermost: bool) -> Iterator[int]:
-    yield from STEPS if outermost and loop.trips >= max(STEPS) else range(1, min(loop.trips, TURNS) + 1)
+    need(loop.first == 1 or outermost and -4 < loop.first < 1, "a loop that begins elsewhere")
+    few = outermost and loop.first == 1 and loop.trips >= max(STEPS)
+    yield from STEPS if few else range(loop.first, min(loop.trips, TURNS) + 1)
+
+
+def is_due(item: Item, loop: Loop, turn: int) -> bool:
+    """Whether an item of the step loop runs in a turn."""
+    return loop.first == 1 or runs_in(turn, ahead_of(item), min(loop.trips, TURNS))
 
 
 def enough(held: Held) -> bool:

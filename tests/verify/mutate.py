@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rldsl.diag import Failure, InternalError
-from rldsl.plan.events import Event, Every, Item, Loop, Realloc
+from rldsl.plan.events import Event, When, Item, Loop, Realloc
 from rldsl.plan.model import ROLES, ParamSpec, Plan, Space, Split
 from rldsl.plan.projection import rank_classes, walk
 from rldsl.reshard import planning, summary
@@ -153,7 +153,7 @@ class Mutator:
             return what, replace(plan, body=edited(plan.body, lambda x: x.body if x is block else None))
         gone = edited(plan.body, lambda x: () if x is e else None)
         again = replace(e, id=self.draw.choice((free, e.id)))
-        block = self.draw.choice((Every(2, (e,)), Loop("more", 2, (e,))))
+        block = self.draw.choice((When(2, (e,)), Loop("more", 2, (e,))))
         numbered = replace(e, id=self.draw.choice((free, other.id)))
         new: dict[str, tuple[Item, ...]] = {"repeat": (e, again), "swap": (other,), "renumber": (numbered,),
                                             "wrap": (block,)}
@@ -206,7 +206,7 @@ def edited(items: tuple[Item, ...], edit: Callable[[Item], tuple[Item, ...] | No
     return tuple(out)
 
 
-def _blocks(items: tuple[Item, ...]) -> Iterator[Loop | Every]:
+def _blocks(items: tuple[Item, ...]) -> Iterator[Loop | When]:
     for x in items:
         if not isinstance(x, Event):
             yield x

@@ -92,6 +92,28 @@ flow f(steps=3) {
   checkpoint every 2
 }
 """
+LAG = """
+use std.grpo (group_norm, grpo)
+use py "rewards.py" (size: gen, prompt -> seq)
+cluster nodes=1 gpus=4
+data prompts = jsonl("data/prompts.jsonl", batch=4, max_prompt_tokens=16)
+state heat = 2
+model actor = causal_lm("models/sft") train adamw(lr=1e-3)
+model ref   = causal_lm("models/sft")
+flow f(steps=5, seed=7, lag=2) {
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n=2, max_new_tokens=4)   on mesh(0:2) dp=2
+  r      = size(gen, prompt) * heat
+  ref_lp = ref.logprobs(gen)   on mesh(2:4) dp=2 offload=true
+  actor.train(gen, loss=grpo(old=gen.logprobs, ref=ref_lp, adv=group_norm(r)))   on mesh(2:4) tp=2
+  heat   = heat + mean(gen.logprobs)
+  first 2 { metric early = mean(r) }
+  after 1 { every 2 { sync ref from actor } }
+  metric late = mean(ref_lp)
+  stop when heat > 2
+  checkpoint every 2
+}
+"""
 REPLAY = """
 use std.sft (sft)
 use py "rewards.py" (size: gen, prompt -> seq)
@@ -189,7 +211,7 @@ def folder() -> Iterator[Path]:
 @cache
 def compiled() -> dict[str, Plan]:
     with folder() as here:
-        for name, text in (("grpo", GRPO), ("sync", SYNC), ("rows", ROW_STATES), ("replay", REPLAY), ("vine", VINE), ("texts", TEXTS),
+        for name, text in (("grpo", GRPO), ("sync", SYNC), ("rows", ROW_STATES), ("replay", REPLAY), ("lag", LAG), ("vine", VINE), ("texts", TEXTS),
                            ("eval", whole(True, ranks=2, gen="dp=2", infer="dp=2"))):
             (here / f"{name}.rlf").write_text(text)
         (here / "two.rlf").write_text(TWO)
@@ -202,6 +224,7 @@ def compiled() -> dict[str, Plan]:
             "sync": api.compile("sync.rlf"),
             "rows": api.compile("rows.rlf"),
             "replay": api.compile("replay.rlf"),
+            "lag": api.compile("lag.rlf"),
             "vine": api.compile("vine.rlf"),
             "texts": api.compile("texts.rlf"),
             "eval": api.compile("eval.rlf"),

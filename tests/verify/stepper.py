@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from rldsl.diag import InternalError
-from rldsl.plan.events import Event, Every, Generate, Infer, Item, Loop, split_buffer
+from rldsl.plan.events import Event, When, Generate, Infer, Item, Loop, split_buffer
 from rldsl.plan.model import Plan, Spread, Value
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.sharding import partition
 from rldsl.sharding.layout import AxisName, axis_ranks, coordinate
 from tests.verify.arithmetic import Garbage, need, term
-from tests.verify.moment import Key, Lens, Moment, due, enough, kept, turns
+from tests.verify.moment import Key, Lens, Moment, due, enough, is_due, kept, turns
 from tests.verify.story import Story
 
-Block = Loop | Every
+Block = Loop | When
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,19 @@ class Rank:
     one: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)  # copies that are another's too
     lens: dict[str, tuple[int, frozenset[int] | None]] = field(default_factory=dict)
     fetched: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    lasting: frozenset[str] = frozenset()  # buffers that are the same in every step
+    step: int = 0  # that `buffers` and `lens` are of
+    steps: dict[int, tuple[dict[str, tuple[int, frozenset[int]]], dict[str, tuple[int, frozenset[int] | None]]]] = field(
+        default_factory=dict)  # the same of others
+
+    def of_step(self, step: int) -> None:
+        """Look at what the rank holds of a step."""
+        if step == self.step:
+            return
+        self.steps[self.step] = {b: x for b, x in self.buffers.items() if b not in self.lasting}, self.lens
+        buffers, self.lens = self.steps.pop(step, ({}, {}))
+        self.buffers = {b: x for b, x in self.buffers.items() if b in self.lasting} | buffers
+        self.step = step
 
 
 class World:
@@ -70,7 +83,8 @@ class World:
         self.story, self.plan, self.draw = story, story.plan, draw
         p = story.plan
         self.members = {m.id: m.members() for m in p.meshes}
-        self.ranks = [Rank(r) for r in range(p.header.world)]
+        lasting = frozenset(f"{s.value}@{s.spread}" for s in (*p.states, *p.buffers))
+        self.ranks = [Rank(r, lasting=lasting) for r in range(p.header.world)]
         self.groups = self._created()
         self.divided: dict[object, tuple[dict[str, tuple[int, ...]], ...]] = {}
         self.placed: dict[tuple[str, int], int] = {}  # layout, rank -> its place in dp
@@ -116,7 +130,10 @@ class World:
             at = self.draw.randrange(len(ready))
             ready[at], ready[-1] = ready[-1], ready[at]
             key, event = ready.pop()
-            act(self, event, self.story.moments[*key, event.id])
+            now = self.story.moments[*key, event.id]
+            for r in self.members[event.mesh]:
+                self.ranks[r].of_step(now.step)
+            act(self, event, now)
             order = sorted(waiting.pop((key, event.id)))
             self.draw.shuffle(order)
             for r in order:
@@ -133,7 +150,7 @@ class World:
                 yield from ((key, e) for e, _ in inside)
                 continue
             block = inside[0][1][depth]
-            if isinstance(block, Every):
+            if isinstance(block, When):
                 if due(block, turn):
                     yield from self._program(rank, inside, key, turn, depth + 1)
                 continue
@@ -151,10 +168,13 @@ class World:
                     need(record.extent == "columns" or record.dtype != "text", "text in a tensor")
                     rank.buffers[buffer] = (-1, frozenset())
         for turn in turns(loop, not key):
+            here = inside
             if not key:
-                rank.lens.clear()
-            yield from self._program(rank, inside, (*key, turn), turn, depth + 1)
-            if loop.until:
+                here = [(e, path) for e, path in inside
+                        if is_due(path[depth + 1] if len(path) > depth + 1 else e, loop, turn)]
+            yield from self._program(rank, here, (*key, turn), turn, depth + 1)
+            if loop.until and (key or turn >= 1):
+                rank.of_step(rank.step if key else turn)
                 stamp, _ = rank.buffers.pop(loop.until)
                 if enough(self.story.made[split_buffer(loop.until)[0], stamp]):
                     break

@@ -18,7 +18,6 @@ from rldsl.plan.events import (
     Derive,
     Draw,
     Event,
-    Every,
     Fetch,
     Generate,
     Infer,
@@ -34,6 +33,8 @@ from rldsl.plan.events import (
     Train,
     Transfer,
     Update,
+    When,
+    ahead_of,
     split_buffer,
 )
 from rldsl.plan.model import Plan, ReplayBuffer, Spread, Value
@@ -42,7 +43,7 @@ from rldsl.sharding import partition
 from tests.verify.arithmetic import Cell, View, evaluate, need, term
 from tests.verify.derived import Derived, derived
 from tests.verify.loss import check_loss
-from tests.verify.moment import Held, Key, Lens, Moment, due, enough, kept, lasting_models, space, turns
+from tests.verify.moment import Held, Key, Lens, Moment, due, enough, is_due, kept, lasting_models, space, turns
 
 LEVEL = {"tokens": "token", "response": "token", "row": "seq", "prompt": "prompt", "batch": "batch"}
 SPLITS = {"prompts": {"": None}, "answers": {"": "answer"}, "pairs": {"chosen": "chosen", "rejected": "rejected"}}
@@ -78,6 +79,7 @@ class Story:
         self.models: dict[str, tuple[int, int]] = {}
         self.fetched, self.drawn = Counter[str](), Counter[int]()
         self.step = self.closed = 0
+        self.steps: dict[int, tuple[dict[str, Held], dict[str, Lens]]] = {}  # of other steps: values and lengths
         for f in self.frames.values():
             above, steps = f, 0
             while above.selected_from or above.present_in not in ("", above.id):
@@ -95,7 +97,7 @@ class Story:
         for item in items:
             if isinstance(item, Event):
                 self._event(item, (*key, item.id), turn, over)
-            elif isinstance(item, Every):
+            elif isinstance(item, When):
                 if due(item, turn):
                     self._walk(item.body, key, turn, over)
             else:
@@ -107,13 +109,30 @@ class Story:
             self._empty(split_buffer(buffer)[0])
         for turn in turns(loop, outermost):
             if outermost:
-                self.step, self.lens = turn, {}
-                self.values = {s.value: self.values[s.value] for s in (*self.plan.states, *self.plan.buffers)}
+                self._of_step(turn)
                 self.drawn.clear()
             last = turn == loop.trips or not loop.over
-            self._walk(loop.body, (*key, turn), turn, loop.over if last else f"{loop.over} ")
-            if loop.until and enough(self.values.pop(split_buffer(loop.until)[0])):
+            over = loop.over if last else f"{loop.over} "
+            for item in loop.body:
+                if not outermost or is_due(item, loop, turn):
+                    ahead = max(ahead_of(item), 0) if outermost else 0
+                    if outermost:
+                        self._of_step(turn + ahead)
+                    self._walk((item,), (*key, turn), turn + ahead, over)
+            if outermost:
+                self._of_step(turn)
+            if loop.until and turn >= 1 and enough(self.values.pop(split_buffer(loop.until)[0])):
                 break
+
+    def _of_step(self, step: int) -> None:
+        """Look at the values and lengths of a step, and at what lasts."""
+        if step == self.step:
+            return
+        lasting = {s.value for s in (*self.plan.states, *self.plan.buffers)}
+        kept = {v: x for v, x in self.values.items() if v in lasting}
+        self.steps[self.step] = {v: x for v, x in self.values.items() if v not in lasting}, self.lens
+        self.step, (values, self.lens) = step, self.steps.pop(step, ({}, {}))
+        self.values = kept | values
 
     def _event(self, e: Event, key: Key, turn: int, over: str) -> None:
         need(key not in self.moments, "an event with the number of another")

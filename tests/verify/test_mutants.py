@@ -20,7 +20,7 @@ from rldsl.memory import reshard_buffers
 from rldsl.memory.holder_classes import HolderClass
 from rldsl.plan import references
 from rldsl.plan.codec import decode, encode
-from rldsl.plan.events import EVENTS, Compute, Every, Free, Lengths, Loop, Realloc
+from rldsl.plan.events import EVENTS, Compute, When, Free, Lengths, Loop, Realloc
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
 from rldsl.reshard import planning
@@ -34,7 +34,7 @@ from tests.verify.mutate_rows import OPERATORS, row_mutants
 from tests.verify.plans import compiled
 from tests.verify.stepper import simulate
 
-NAMES = ("sample", "ppo", "dpo", "grpo", "sync", "rows", "replay", "vine", "texts", "eval", "dynamic", "small")
+NAMES = ("sample", "ppo", "dpo", "grpo", "sync", "rows", "replay", "lag", "vine", "texts", "eval", "dynamic", "small")
 EACH, SEED = 500, 21  # of 10 plans, and a tenth of it of the two with the most events: 5,100 mutants
 LARGE = ("vine", "texts")
 ROWS = 4 * len(OPERATORS)  # of each plan with rows that are made of rows: so many of each operator
@@ -99,7 +99,7 @@ def test_a_plan_verifies_after_a_round_trip_and_runs(name: str, plans: dict[str,
 def test_the_plans_have_every_kind_of_event_and_record(plans: dict[str, Plan]) -> None:
     """So the mutants reach every field of every record."""
     found = {type(r) for plan in plans.values() for _, r in records(plan)}
-    assert {*EVENTS.values(), Loop, Every} <= found
+    assert {*EVENTS.values(), Loop, When} <= found
     nested = {f.type for cls in found for f in fields(cls)}
     assert found >= {cls for cls in vars(__import__("rldsl.plan.model", fromlist=["x"])).values()
                      if is_dataclass(cls) and cls is not Plan}, nested

@@ -24,7 +24,6 @@ from rldsl.plan.events import (
     Derive,
     Draw,
     Event,
-    Every,
     Fetch,
     Free,
     Generate,
@@ -44,8 +43,10 @@ from rldsl.plan.events import (
     Train,
     Transfer,
     Update,
+    When,
     ahead_of,
     runs_in,
+    split_buffer,
 )
 from rldsl.plan.naming import Labels
 from rldsl.plan.traits import rule_for
@@ -135,8 +136,8 @@ class Interpreter:
         for item in items:
             if isinstance(item, Event):
                 self.run_event(item)
-            elif isinstance(item, Every):
-                if iteration % item.period == 0:
+            elif isinstance(item, When):
+                if item.runs(iteration):
                     self.run_items(item.body, iteration)
             else:
                 for i in self.iterate(item):
@@ -236,10 +237,11 @@ class Interpreter:
                 end_step(step, services.reporter)
                 if step.stopped:
                     break
-            if loop.until:
+            if loop.until and (not is_step_loop or i > self.resumed and i >= 1):
                 done = bool(step.buffers.get(loop.until).data)
                 step.buffers.free(loop.until)
                 if done:
+                    step.ended = is_step_loop
                     break
         self.depth -= 1
         services.ring.leave_loop(self.depth)
@@ -291,6 +293,10 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
             print(f"stopped after step {step.number} as requested; use `--resume` to continue from there",
                   file=sys.stderr,
                   flush=True)
+        if step.ended:
+            until = next(x.until for x in context.plan.body if isinstance(x, Loop))
+            print(f"ended after step {step.number}: {context.values[split_buffer(until)[0]].label}",
+                  file=sys.stderr, flush=True)
         steps = step.number - first
         write_summary(context.plan, context.out, summarise(context.plan, context.out, step.number, steps, seconds))
 

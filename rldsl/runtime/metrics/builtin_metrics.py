@@ -126,7 +126,7 @@ def _bytes(items: Sequence[Item], number: int, iterations: Mapping[str, list[int
             fixed = 0 if item.until or item.over else item.trips
             count = iterations[item.id].pop(0) if iterations.get(item.id) else fixed
             total += sum(_bytes(item.body, i, iterations) for i in range(1, count + 1))
-        elif number % item.period == 0:
+        elif item.runs(number):
             total += _bytes(item.body, number, iterations)
     return total
 

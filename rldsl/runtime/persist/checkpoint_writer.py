@@ -66,9 +66,9 @@ def row_state_key(state: str) -> str:
 def checkpoint(models: ModelStore, step: StepState, data: DataReader, writer: CheckpointWriter,
                event: Checkpoint) -> bool:
     """Agree with the other ranks whether the run was asked to stop, which is returned; begin to write a checkpoint
-    where one is due, and where the run stops."""
+    where one is due, and where the run ends early."""
     context = models.context
-    due = step.number % event.every == 0
+    due = step.number % event.every == 0 or bool(event.until) and bool(step.buffers.get(event.until).data)
     if due:
         writer.join()
     votes = (writer.stop_requested(), writer.problem is not None)

@@ -50,6 +50,8 @@ class StepState:
     ragged_bytes: int = 0
     # all ranks have agreed to end the run after this step
     stopped: bool = False
+    # the condition of `stop when` held after this step, the last one
+    ended: bool = False
     # steps of which events that run ahead have made something, by their numbers
     begun: dict[int, StepState] = field(default_factory=dict)
     # of a later step: the values of events that run ahead, for checkpoints (`in_flight.py`)

@@ -31,6 +31,7 @@ syntax match rlfKeyword /\<\(when\|until\|from\)\>\ze\s*[^=(.,) \t]/
 syntax match rlfKeyword /\([A-Za-z0-9_)"\]]\s\+\)\@<=\(where\|with\|max\|to\|every\)\>\ze\s\+[^(.=,) \t]/
 syntax match rlfKeyword /\(^\s*place\s\+\S\+\s\+\)\@<=auto\>/
 syntax match rlfKeyword /\(^\|{\)\s*\zs\(metric\|return\|save\|every\|repeat\|eval\|stop\|sync\|ema\|checkpoint\)\>\ze\(\s\+[^=,]\|\s*$\|\s*[{(]\)/
+syntax match rlfKeyword /\(^\|{\)\s*\zs\(first\|after\)\>\ze[ \t]\+\w/
 syntax match rlfKeyword /^\s*\zsplace\>/
 syntax match rlfInclude /^\s*\zsuse\>\(\s\+py\>\)\?/
 syntax match rlfDeclaration /\(^\s*state\s\+\h\w*\s\+\)\@<=of\>/
