@@ -28,8 +28,8 @@ def emit(draft: Draft, compiler: str) -> Plan:
     numbers = count()
     rename = _Rename(names)
     setup = tuple(rename.event(e, next(numbers)) for e in draft.setup)
-    steps = Loop("steps", graph.steps, rename.block(draft.body, numbers), rename.buffer(draft.stops_on) if draft.stops_on else "",
-                 first=1 - graph.lag)
+    until = rename.buffer(draft.stops_on) if draft.stops_on else ""
+    steps = Loop("steps", graph.steps, rename.block(draft.body, numbers), until, first=1 - graph.lag)
     body: tuple[Item, ...] = (*setup, steps)
     models = tuple(replace(m, train_layout=names.get(m.train_layout, ""),
                            ema_layout=names.get(m.ema_layout, ""), planned_updates=updates(draft, m.name))

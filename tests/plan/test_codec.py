@@ -104,7 +104,7 @@ def edit(prefix: str, old: str, new: str) -> tuple[bytes, str]:
         ('"kind":"generate"', '"max_new_tokens":8', '"max_new":8', "RL0605"),
         ('"kind":"end"', '"kind":"end"', '"id":1,"kind":"end"', "RL0607"),
         ('"kind":"loop"', '{"id":"step","kind":"loop","trips":10}', '{"kind":"end"}', "RL0607"),
-        ('"kind":"end"', '{"kind":"end"}', '{"kind":"every","period":3}', "RL0607"),
+        ('"kind":"end"', '{"kind":"end"}', '{"kind":"when","period":3}', "RL0607"),
     ],
 )
 def test_a_bad_line_is_named(prefix, old, new, expected):

@@ -158,6 +158,8 @@ class World:
 
     def _loop(self, rank: Rank, loop: Loop, inside: list[tuple[Event, tuple[Block, ...]]], key: Key,
               depth: int) -> Iterator[tuple[Key, Event]]:
+        if key:
+            rank.of_step(key[0])  # nothing in a block runs ahead
         for buffer in loop.collects:
             value, spread = split_buffer(buffer)
             if rank.number in self.members[self.story.spreads[spread].mesh]:
@@ -174,7 +176,7 @@ class World:
                         if is_due(path[depth + 1] if len(path) > depth + 1 else e, loop, turn)]
             yield from self._program(rank, here, (*key, turn), turn, depth + 1)
             if loop.until and (key or turn >= 1):
-                rank.of_step(rank.step if key else turn)
+                rank.of_step(key[0] if key else turn)
                 stamp, _ = rank.buffers.pop(loop.until)
                 if enough(self.story.made[split_buffer(loop.until)[0], stamp]):
                     break
