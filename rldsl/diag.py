@@ -96,3 +96,10 @@ def present(value: T | None, what: str, place: str = "") -> T:
     if value is None:
         raise internal_error(f"there is no {what}", place)
     return value
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and what it counts: "1 rank", "2 ranks", "0 entries"."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun[:-1]}ies" if noun.endswith("y") else f"{number} {noun}s"

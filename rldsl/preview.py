@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from textwrap import wrap
 
+from rldsl.diag import counted
 from rldsl.memory.curve import each_rank, host_peak
 from rldsl.memory.values import buffer_bound
 from rldsl.passes.pipeline import Compiled
@@ -35,10 +36,12 @@ def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
     head = f"{source} -> {target}" if target else source
     frees = [e for e in every if e.frees and e not in copies]
     proof = compiled.proof
-    above = [f"{head}    {plan.header.world} ranks, {sum(isinstance(e, ModelCall) for e in every)} calls, "
+    above = [f"{head}    {counted(plan.header.world, 'rank')}, "
+             f"{counted(sum(isinstance(e, ModelCall) for e in every), 'call')}, "
              f"{len(inserted)} inserted", *_meshes(compiled, plan, every)]
-    below = [f"  - free      {sum(len(e.frees) for e in frees)} buffers after their last use",
-             f"  ok          {proof.events} events, {proof.entries} entries: {', '.join(proof.checks)}",
+    below = [f"  - free      {counted(sum(len(e.frees) for e in frees), 'buffer')} after their last use",
+             f"  ok          {counted(proof.events, 'event')}, "
+             f"{counted(proof.entries, 'entry')}: {', '.join(proof.checks)}",
              f"  plan        {plan_id(data)}  {human(len(data))}"]
     held = *_lag(plan, every), *_row_states(plan), *_buffers(plan)
     lines = *_wrapped(above), *held, *_inserted(plan, inserted), *_wrapped(below)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rldsl import collector
-from rldsl.diag import Failure, fail
+from rldsl.diag import Failure, counted, fail
 from rldsl.report import render
 from rldsl.runtime.files import refuse_links_out
 from rldsl.runtime.health.failure_messages import tell_torchrun
@@ -151,7 +151,7 @@ def _read(path: str, world: int) -> PlanFile:
     file = PlanFile.read(path)
     needed = file.plan.header.world
     if needed != world:
-        raise fail("RL0701", f"the plan needs {needed} ranks, but torchrun started {world}", place=path,
+        raise fail("RL0701", f"the plan needs {counted(needed, 'rank')}, but torchrun started {world}", place=path,
                    help=f"run `torchrun --nproc-per-node {needed} -m rldsl.run {path}`, or compile for another cluster")
     return file
 

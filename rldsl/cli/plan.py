@@ -9,7 +9,7 @@ import click
 from rldsl.cli.options import FILE, on_cluster
 from rldsl.cli.printing import say
 from rldsl.cli.shell import Settings, command, print_result, report_diagnostics
-from rldsl.diag import Failure
+from rldsl.diag import Failure, counted
 from rldsl.files import read_bytes
 
 
@@ -86,7 +86,7 @@ def verify(settings: Settings, plan: str) -> None:
     models = check_model_tables(decoded)
     if models.faults:
         raise Failure(models.faults)
-    lines = [f"ok {plan}  plan {plan_id(data)}  {proof.events} events, {proof.entries} entries: "
+    lines = [f"ok {plan}  plan {plan_id(data)}  {counted(proof.events, 'event')}, {counted(proof.entries, 'entry')}: "
              f"{', '.join(proof.checks)}"]
     if models.compared:
         lines.append(f"   models compared with their directories: {', '.join(models.compared)}")

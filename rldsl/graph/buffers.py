@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, cast
 
-from rldsl.diag import Label
+from rldsl.diag import Label, counted
 from rldsl.graph import model as g
 from rldsl.graph.weights import row_weight
 from rldsl.plan.model import SEQUENCE_VALUES, Frame, Space, StoredField
@@ -134,8 +134,8 @@ class Buffers:
             return BAD
         buffer = self.known[name]
         if count > buffer.capacity:
-            return self.errors.add("RL0205", f"`{name}` has at most {buffer.capacity} rows", numbers[0].value.span,
-                                   labels=(Label(buffer.span, "declared here"),),
+            return self.errors.add("RL0205", f"`{name}` has at most {counted(buffer.capacity, 'row')}",
+                                   numbers[0].value.span, labels=(Label(buffer.span, "declared here"),),
                                    help="draw fewer rows, or raise its capacity")
         stored = buffer.stored
         if stored is None:  # an `add` that is wrong is reported itself

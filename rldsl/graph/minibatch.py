@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from math import isqrt
 from typing import cast
 
+from rldsl.diag import counted
 from rldsl.semantics.errors import Bad
 from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.levels import source_name
@@ -32,8 +33,9 @@ def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, exp
     if size is None:
         count = cast(int, given["minibatches"])
         if count > frame.count and not frame.present_in:
-            return add("RL0205", f"`{source_name(frame)}` has {frame.count} rows, too few for {count} minibatches",
-                       args["minibatches"].value.span, help=f"`minibatches` is at most {frame.count} here")
+            return add("RL0205", f"`{source_name(frame)}` has {counted(frame.count, 'row')}, "
+                       f"too few for {count} minibatches", args["minibatches"].value.span,
+                       help=f"`minibatches` is at most {frame.count} here")
         return count
     tree = args["minibatch"]
     if "minibatches" in args:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rldsl.diag import counted
 from rldsl.inspect.view import Touch, View, check_rank, view
 from rldsl.plan.events import Event, Item, Loop, Sampling, When
 from rldsl.plan.model import Model, Plan
@@ -33,7 +34,7 @@ def show(plan: Plan, rank: int | None = None, event: int | None = None, source: 
 
 def _head(plan: Plan, rank: int | None) -> Iterator[str]:
     h = plan.header
-    yield f"{h.program}  flow {h.flow}  {h.world} ranks  {h.steps} steps  seed {h.seed}"
+    yield f"{h.program}  flow {h.flow}  {counted(h.world, 'rank')}  {counted(h.steps, 'step')}  seed {h.seed}"
     mine = {m.id for m in plan.meshes if rank is None or rank in m.members()}
     for m in plan.meshes:
         if m.id in mine:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from math import gcd, prod
 
-from rldsl.diag import Diagnostic, Failure, Fix, Label, fail
+from rldsl.diag import Diagnostic, Failure, Fix, Label, counted, fail
 from rldsl.graph.model import MeshRef
 from rldsl.models.families import Family
 from rldsl.placement.backends import check_backend_name
@@ -55,9 +55,9 @@ def mesh_ranks(ref: MeshRef, cluster: Cluster) -> Mesh:
     if ref.nodes is None:
         if stop > cluster.world:
             raise fail("RL0305", "the mesh extends beyond the cluster", ref.span,
-                       f"{stop} ranks" if ref.free else
+                       counted(stop, "rank") if ref.free else
                        f"needs rank {stop - 1}; the cluster has ranks 0 to {cluster.world - 1}",
-                       help=f"cluster nodes={cluster.nodes} gpus={cluster.gpus} is {cluster.world} ranks")
+                       help=f"cluster nodes={cluster.nodes} gpus={cluster.gpus} is {counted(cluster.world, 'rank')}")
         ranges = [(start, stop)]
     else:
         if not cluster.declared:
@@ -72,7 +72,7 @@ def mesh_ranks(ref: MeshRef, cluster: Cluster) -> Mesh:
     mesh = mesh_of_set(union_of_ranges(ranges))
     if cluster.declared and not _check_mesh_shape(mesh, cluster.gpus):
         raise fail("RL0306", "a mesh must be whole nodes or an even fraction of one node", ref.span,
-                   f"{stop} ranks on nodes of {cluster.gpus}" if ref.free else
+                   f"{counted(stop, 'rank')} on nodes of {cluster.gpus}" if ref.free else
                    f"ranks {mesh.id} on nodes of {cluster.gpus}",
                    help=f"use a multiple of {cluster.gpus}, or a number that divides it" if ref.free else
                         f"use whole nodes (a multiple of {cluster.gpus} ranks, starting at a node boundary), or "
@@ -168,7 +168,7 @@ def infer_degrees(given: dict[str, int], size: int, mesh: Mesh, choice: Choice, 
         label = Label(where, f"{size} rank{'s' * (size != 1)}") if where else None
         raise Failure([Diagnostic(
             "RL0304", "degrees do not fill the mesh", first.to(max(spans, key=lambda s: s.end)), sum_,
-            (label,) if label else (), (f"`{call}` runs on mesh {mesh.id}, {size} ranks",),
+            (label,) if label else (), (f"`{call}` runs on mesh {mesh.id}, {counted(size, 'rank')}",),
             _advice(given, size, missing), fix=_only_one(given, size, written))])
     return given.get("dp", 1), given.get("tp", 1), given.get("pp", 1), given.get("cp", 1)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
-from rldsl.diag import Failure, fail, internal_error
+from rldsl.diag import Failure, counted, fail, internal_error
 from rldsl.plan.events import Event, Item, Loop, When
 from rldsl.plan.model import Mesh, Plan, Ranges, RankClass
 
@@ -137,7 +137,7 @@ def class_of(plan: Plan, rank: int) -> RankClass:
         "RL0541",
         f"rank {rank} is in no class of the plan",
         place=f"rank {rank}",
-        help=f"the plan is for {plan.header.world} ranks",
+        help=f"the plan is for {counted(plan.header.world, 'rank')}",
     )
 
 

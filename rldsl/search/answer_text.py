@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from rldsl.diag import counted
 from rldsl.plan.json_output import json_output
 from rldsl.plan.notation import human, seconds_text
 from rldsl.search.answer import Answer
@@ -61,7 +62,7 @@ def format_answer(answer: Answer, name: str, cluster: str, profile: str) -> str:
     """name, cluster: of the program and the cluster. profile: where the times come from."""
     best, i = answer.best[0], answer.evaluator
     memory = f" of {human(answer.problem.memory)}" if answer.problem.memory else ""
-    out = [f"{name} on {cluster}: {answer.problem.world} ranks", "",
+    out = [f"{name} on {cluster}: {counted(answer.problem.world, 'rank')}", "",
            f"  step   {seconds_text(best.seconds):>10}      {best.timeline.tokens_per_second:,.0f} tokens/s      "
            f"{human(best.bytes)}{memory} peak per rank"]
     if answer.result.bound:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rldsl.diag import counted
 from rldsl.graph import model as g
 from rldsl.placement.model import Call
 from rldsl.placement.rules import names_of, selector_of
@@ -23,7 +24,7 @@ def format_placement_file(p: PreparedProgram, answer: Answer, version: str, clus
     """cluster: its name. timed_out: whether a time limit ended the search. lines: more of the header."""
     best, machine, size = answer.best[0], p.placed.graph.cluster, answer.problem.cluster
     header = [f"Placement of {p.placed.graph.program} by rldsl {version}.", "",
-              f"cluster    {cluster}: {size.nodes} nodes of {size.gpus} devices",
+              f"cluster    {cluster}: {counted(size.nodes, 'node')} of {counted(size.gpus, 'device')}",
               f"predicted  {seconds_text(best.seconds)} per step ({_lengths_text(answer.problem.lengths)})"]
     if answer.result.bound:
         header.append(f"bound      {seconds_text(answer.bound)}: no placement in the search space is faster; gap "

@@ -13,7 +13,7 @@ from itertools import pairwise, takewhile
 from math import lcm
 
 from rldsl.clusters import Cluster
-from rldsl.diag import fail
+from rldsl.diag import counted, fail
 from rldsl.plan.events import Loop, ModelCall, Offload, Onload, Save, When
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import Path, event_paths, walk
@@ -82,8 +82,8 @@ def check_cluster(plan: Plan, cluster: Cluster) -> None:
     header = plan.header
     if header.world > cluster.world:
         raise fail("RL0096",
-                   f"the plan is for {header.world} ranks, but `{cluster.name}` has {cluster.world} "
-                   f"device{'s' * (cluster.world > 1)}", place=cluster.name,
+                   f"the plan is for {counted(header.world, 'rank')}, but `{cluster.name}` has "
+                   f"{counted(cluster.world, 'device')}", place=cluster.name,
                    help="use a larger cluster, or compile for this one")
     size = min(header.devices_per_node, header.world)
     nodes = -(-header.world // size)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rldsl.clusters import Cluster
+from rldsl.diag import counted
 from rldsl.plan.events import Event, Free, Loop, ModelCall
 from rldsl.plan.events import Lengths as Counted
 from rldsl.plan.json_output import json_output
@@ -58,8 +59,8 @@ def _line_text(event: Event | None) -> tuple[str, str]:
 def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, name: str) -> str:
     plan = visible_plan(plan)
     places, known = PlaceTexts.of(plan), {e.id: e for e, _ in event_paths(plan)}
-    used = f"{plan.header.world} ranks" if plan.header.world == cluster.world else \
-        f"{plan.header.world} of {cluster.world} devices"
+    used = counted(plan.header.world, "rank") if plan.header.world == cluster.world else \
+        f"{plan.header.world} of {counted(cluster.world, 'device')}"
     lines = [f"{name} on {cluster.name}: {used}", ""]
     lines.append(f"  step      {seconds_text(timeline.seconds):>10}      {timeline.tokens_per_second:,.0f} tokens/s")
     rows = [(times * f.count, lengths.of(f)) for f, times in token_frames(plan)]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rldsl.diag import counted
+from rldsl.inspect.show import show
 from rldsl.plan.model import Layout, Mesh, Ranges
 from rldsl.plan.notation import joined, layout_text, mesh_text, ranges_text, ranks_text
 from rldsl.plan.projection import to_ranges
+from tests.plan.sample import grpo
 
 
 @pytest.mark.parametrize("ranges, ranks, mesh", [
@@ -32,3 +37,16 @@ def test_ranks_and_ranges_say_the_same(ranks: list[int]) -> None:
 
 def test_ten_thousand_million_ranks_are_no_burden() -> None:
     assert mesh_text(((0, 10**12),)) == "mesh(0:1000000000000)"
+
+
+@pytest.mark.parametrize("number, noun, text", [
+    (0, "rank", "0 ranks"), (1, "rank", "1 rank"), (2, "rank", "2 ranks"), (1, "entry", "1 entry"),
+    (3, "entry", "3 entries")])
+def test_one_of_a_thing_is_singular(number: int, noun: str, text: str) -> None:
+    assert counted(number, noun) == text
+
+
+def test_a_plan_for_one_rank_and_one_step_is_shown_in_the_singular() -> None:
+    plan = grpo()
+    several, one = (show(replace(plan, header=replace(plan.header, world=n, steps=n))).splitlines()[0] for n in (2, 1))
+    assert "  2 ranks  2 steps  " in several and "  1 rank  1 step  " in one

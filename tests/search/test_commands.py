@@ -54,7 +54,7 @@ def test_the_table_says_what_each_call_costs_and_why(folder: Path) -> None:
         assert word in text, word
     header = (folder / "grpo.place.rlf").read_text().split("\ncluster ")[0]
     assert all(line.startswith("#") for line in header.splitlines() if line)
-    for word in ("rldsl", "two: 1 nodes of 2 devices", "predicted", "bound", "gap", "seed"):
+    for word in ("rldsl", "two: 1 node of 2 devices", "predicted", "bound", "gap", "seed"):
         assert word in header, word
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rldsl.diag import fail
+from rldsl.diag import counted, fail
 from rldsl.plan.model import ROLES, Data
 from rldsl.runtime.data import hf, jsonl, parquet
 from rldsl.runtime.data.over_long_rows import filter_over_long
@@ -130,8 +130,9 @@ def open_source(data: Data, steps_needed: int, speaks: bool = False) -> Source:
 
 def _enough(data: Data, table: Table, note: str) -> None:
     if len(table) < data.batch:
-        raise fail("RL0748", f"this data has {len(table)} rows, but a batch needs {data.batch}", place=data.path,
-                   notes=(note,) if note else (), help=f"add rows, or declare `batch={max(1, len(table))}` or less")
+        raise fail("RL0748", f"this data has {counted(len(table), 'row')}, but a batch needs {data.batch}",
+                   place=data.path, notes=(note,) if note else (),
+                   help=f"add rows, or declare `batch={max(1, len(table))}` or less")
 
 
 def permutation(n: int, *keys: int) -> np.ndarray:

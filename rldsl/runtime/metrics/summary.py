@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rldsl.diag import counted
 from rldsl.plan.events import Loop, Realloc, Save
 from rldsl.plan.model import Plan
 from rldsl.plan.notation import layout_text
@@ -52,7 +53,7 @@ def _saved(plan: Plan, out: Path, steps: int) -> list[str]:
 def write_summary(plan: Plan, out: Path, summary: dict[str, Any]) -> None:
     with written(out / SUMMARY):
         replace_text(out / SUMMARY, json.dumps(summary, indent=2) + "\n")
-    print(f"{plan.header.flow}: {summary['made']} steps in {summary['seconds']:.1f} s", file=sys.stderr)
+    print(f"{plan.header.flow}: {counted(summary['made'], 'step')} in {summary['seconds']:.1f} s", file=sys.stderr)
     for move in summary["reallocs"]:
         print(f"  realloc {move['model']}  {move['src']} -> {move['dst']}  {move['times']} x {move['bytes']:,} bytes: "
               f"{move['because']}", file=sys.stderr)
