@@ -89,7 +89,7 @@ def _lag(plan: Plan, every: list[Event]) -> Iterator[str]:
     calls = [e for e in every if isinstance(e, ModelCall)]
     ahead, own = (frozenset[int]().union(*(meshes[e.mesh] for e in calls if (e.ahead > 0) == early))
                   for early in (True, False))
-    text = f"  lag {lag:<6}  step s trains on what was generated {_steps(lag)} earlier"
+    text = f"  lag {lag:<6}  step s trains on what was generated {counted(lag, 'step')} earlier"
     if ahead - own and own - ahead:
         text += f"; ranks {ranks_text(sorted(ahead - own))} generate while ranks {ranks_text(sorted(own - ahead))} work"
     elif not ahead - own:
@@ -97,10 +97,6 @@ def _lag(plan: Plan, every: list[Event]) -> Iterator[str]:
     else:
         text += "; no other ranks work meanwhile, so this saves no time: use disjoint meshes, or no lag"
     yield from _wrapped([text])
-
-
-def _steps(count: int) -> str:
-    return f"{count} step{'s' * (count > 1)}"
 
 
 def _row_states(plan: Plan) -> Iterator[str]:

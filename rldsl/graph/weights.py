@@ -1,13 +1,14 @@
 """The weight of one row, by which rows are drawn: `prompts.next(weight=...)`, `good.sample(64, weight=...)`.
 
 In: a term over the numbers of a row, states and constants. Out: a program at batch level, which is evaluated for every
-row. Errors: RL0203, RL0212, each with its position.
+row. Errors: RL0203, RL0205, RL0212, each with its position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from rldsl.plan.operators import in_family
@@ -30,6 +31,10 @@ def row_weight(flow: FlowBuilder, term: Term | Bad, tree: ast.Expr, target: str,
         return BAD
     if term.dtype == "text":
         return flow.errors.add("RL0203", "a weight must be a number", tree.span, f"this is {describe(term)}")
+    if term.constant and not 0 < float(term.value) < inf:
+        return flow.errors.add("RL0205", f"the weight of every row is {term.value:g}", tree.span,
+                               help="weights must be finite and at least 0, and not all 0; without `weight`, all rows "
+                                    "are equally likely")
     made: dict[int, Term] = {}
     for t in walk([term]):
         known = t.op == "input" and (t.name in numbers or t.name in flow.states)

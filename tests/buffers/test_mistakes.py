@@ -55,6 +55,8 @@ MISTAKES = [
      "uniform(good.x)"),
     ("a = gen with x=r\ngood.add(a)\nold = good.sample(4, weight=good.x + r)", "RL0202", "good.x + r"),
     ('a = gen with x=r\ngood.add(a)\nold = good.sample(4, weight="x")', "RL0203", '"x"'),
+    ("good.add(gen)\nold = good.sample(4, weight=0)", "RL0205", "0"),
+    ("good.add(gen)\nold = good.sample(4, weight=-1)", "RL0205", "-1"),
     ("a = gen with x=r\ngood.add(a)\nother.add(a)\nold = good.sample(4, weight=other.x)", "RL0212", "other.x"),
     ("a = gen with x=r\ngood.add(a)\nold = good.sample(4)\nmetric m = good.x", "RL0212", "good.x"),
     ("a = gen with x=r\ngood.add(a)\nold = good.sample(4, weight=good.y)", "RL0112", "y"),

@@ -30,14 +30,14 @@ def sample(step: StepState, event: Sample) -> None:
     context = step.context
     frame, spread = context.frames[event.frame], split_buffer(event.writes[0])[1]
     kept: ReplayRows = step.read(event.reads, event.buffer)
-    try:
-        drawn = kept.draw(frame.count, _weights(step, event, kept), step.sampling_seed(event.id, event.frame),
-                          step.index)
-    except ValueError:
-        raise fail("RL0738", f"the rows of `{event.buffer}` cannot be drawn by their weight", place=event.at,
-                   notes=("a weight is negative or not finite",),
+    weights = _weights(step, event, kept)
+    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if len(wrong):
+        raise fail("RL0738", f"a row of `{event.buffer}` has the weight {weights[wrong[0]]:g}", place=event.at,
+                   notes=(f"{len(wrong)} of its {len(weights)} rows have a weight that is negative or not finite",),
                    help="weights must be finite and at least 0, for example `weight=max(x, 0)`: a row with weight 0 is "
-                        "never drawn") from None
+                        "never drawn")
+    drawn = kept.draw(frame.count, weights, step.sampling_seed(event.id, event.frame), step.index)
     absent = [0] * (frame.count - len(drawn))
     step.set_lengths(event.frame, RowLengths(*(
         torch.tensor([*sizes, *absent], dtype=torch.int64, device=context.device)
