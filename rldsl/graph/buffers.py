@@ -110,7 +110,7 @@ class Buffers:
         found = [(f"{frame.id}.{x}", x) for x in SEQUENCE_VALUES if f"{frame.id}.{x}" in self.flow.values]
         for name, term in ref.fields:
             here = self.flow.exprs.field(ref, term, span)
-            if here.level != "token" and here.space != frame.row_space:  # the same for several rows
+            if here.level != "token" and (here.level, here.space) != ("seq", frame.row_space):  # as one number per row
                 here = self.flow.exprs.ops.broadcast(here, "seq", frame)
             found.append((self.flow.materialize(here, "field", span).name, name))
         return tuple(found)

@@ -136,7 +136,7 @@ def _kinds(t: Tables, e: Store | Sample, b: ReplayBuffer, of: dict[str, str], ow
         v = t.values[of[f.name]]
         mine = v.frame == e.frame or not own_rows and f.extent == "row" and v.frame in t.frames \
             and t.frames[v.frame].row_space == frame.row_space
-        if not mine or (v.extent, v.dtype, v.level) != (f.extent, f.dtype, LEVELS[f.extent]):
+        if not mine or (v.extent, v.dtype, v.level) != (f.extent, f.dtype, LEVELS.get(f.extent)):
             yield problem("RL0615", f"{name(e)}: {v.id} is not the field {f.name} of the rows of {e.frame}", e)
     if not own_rows and of["tokens"] != f"{e.frame}.tokens":
         yield problem("RL0615", f"{name(e)} stores {of['tokens']} as the tokens of {e.frame}", e)

@@ -33,6 +33,10 @@ FOUND = {
         best = pick(kept, spread(gen))
         verdict = wise.generate(ask(best), n=2, max_new_tokens=2)
         metric m = mean(parity(verdict))""",
+    "numbers of prompts in a buffer": f"""{SAMPLED}some = prompt with x=mean(parity(gen) by prompt)
+        every 2 {{ bad.add(some) }}
+        old = bad.sample(3, weight=1 + bad.x)
+        metric m = mean(old.x)""",
     "conditions at a neighbor": f"""{SAMPLED}a = at_end(gen.finished)
         b = next(gen.finished by prompt)
         c = last(gen.finished by prompt)
