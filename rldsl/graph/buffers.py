@@ -129,7 +129,7 @@ class Buffers:
             if arg.name is not None and arg.name.name != "weight":
                 return self.errors.add("RL0107", f"`sample` has no option `{arg.name.name}`", arg.name.span,
                                        help="options: weight")
-        count = options.positive_integer("sample", numbers[0].value, self.flow.exprs, scope)
+        count = options.positive_integer("sample", numbers[0].value, self.flow.exprs, scope, "sequences")
         if count is None:
             return BAD
         buffer = self.known[name]

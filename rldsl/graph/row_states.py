@@ -109,6 +109,15 @@ class RowStates:
             span=s.span, data=base.data, frame=base.id, state=state, value=made.name))
         self._known.clear()
 
+    def _reduced(self, term: Term, frame: IndexedFrame) -> str:
+        """How a value of what lies below the rows of a frame becomes a number for each of these rows."""
+        above = self.spaces.chain(term)
+        nearest = [f for f in self.spaces.frames.values()
+                   if f.prompt_space == frame.row_space != f.row_space and f.row_space in above]
+        if nearest and all(term.space not in (f.id, f.row_space) for f in nearest):
+            return f"mean(mean(x by {source_name(nearest[0])}) by prompt)"
+        return "mean(x by prompt)"
+
     def _refuse_target(self, s: ast.Update, owner: Meaning) -> None:
         what, name = s.target.span.text, s.target.name.name
         if not isinstance(owner, FrameRef):
@@ -145,7 +154,7 @@ class RowStates:
                         f"{describe(term)}" if below else
                         f"this value belongs to {self.spaces.shown(term)}, not to `{source_name(frame)}`",
                         s.value.span, f"this is {describe(term)}",
-                        help="reduce it: `mean(x by prompt)`" if below else
+                        help=f"reduce it: `{self._reduced(term, frame)}`" if below else
                         f"compute it from `{source_name(frame)}` or from what was made of it")
         return None
 

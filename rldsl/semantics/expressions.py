@@ -218,7 +218,10 @@ class ExpressionBuilder:
         return self.errors.add("RL0112", f"{describe(owner)} {has} no field `{what}`", expr.name.span, help=help_)
 
     def field(self, ref: FrameRef, term: Term, span: Span) -> Term:
-        """A named value of sequences: of those that remain, where they are a selection."""
+        """A named value of sequences: of those that remain, where they are a selection. One number for all is a value
+        of each sequence."""
+        if term.level == "batch":
+            return replace(self.ops.broadcast(term, "seq", ref.frame), span=span)
         here = self.ops.on_selection(term, self.spaces.of(ref.frame, term.level))
         return replace(term if here is None else here, span=span)
 

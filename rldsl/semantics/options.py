@@ -71,7 +71,7 @@ TRAIN = {"minibatches": Opt("int", 1, 1), "minibatch": Opt("int", None, 1, unit=
          "shuffle": Opt("bool", True), "nonfinite": Opt("text", "stop", choices=("stop", "skip"))}
 TEXT = {"max_tokens": Opt("int", low=1, needed=True, unit="tokens"),
         "over_long": Opt("text", "error", choices=("error", "truncate", "drop"))}
-BUFFER = {"capacity": Opt("int", low=1, needed=True)}
+BUFFER = {"capacity": Opt("int", low=1, needed=True, unit="rows")}
 PREFIXES = {"at": Opt("text"), "every": Opt("int", None, 1, unit="tokens"), "fractions": Opt("floats"),
             "most": Opt("int", None, 1, unit="rows")}
 CHECKPOINT = {"keep": Opt("int", 2, 1)}
@@ -142,10 +142,11 @@ def counts(name: str, unit: str, given: str, span: Span, exprs: ExpressionBuilde
     return exprs.errors.add("RL0218", title, span, f"this is in {given}", help=help_)
 
 
-def positive_integer(word: str, tree: ast.Expr, exprs: ExpressionBuilder, scope: Scope) -> int | None:
-    """The number after `every`, `repeat` or `max`: an integer of at least 1 without a unit; None after an error."""
+def positive_integer(word: str, tree: ast.Expr, exprs: ExpressionBuilder, scope: Scope, unit: str = "") -> int | None:
+    """The number after `every`, `repeat` or `max`: an integer of at least 1; None after an error. unit: what it counts;
+    "": a plain number."""
     value = exprs.constant(tree, scope)
-    if isinstance(value, Bad) or counts(word, "", value.unit.word, tree.span, exprs):
+    if isinstance(value, Bad) or counts(word, unit, value.unit.word, tree.span, exprs):
         return None
     if type(value.value) is not int or value.value < 1:
         exprs.errors.add("RL0205", f"`{word}` must be an integer of at least 1", tree.span,

@@ -16,7 +16,7 @@ data held    = jsonl("h.jsonl", batch=8)
 model actor  = causal_lm("m") train adamw(lr=1e-6)
 loss nll(logprobs: token;) { return -mean(logprobs) }
 buffer good  = rows(capacity=16)
-buffer other = rows(capacity=16)
+buffer other = rows(capacity=16 sequences)
 state heat   = 2
 flow f(steps=2) {
   prompt = prompts.next()
@@ -38,6 +38,7 @@ FINE = [
     "metric m = mean(old.x)",
     "good.add(gen)\nold = good.sample(4, weight=good.finished)\nmetric m = mean(len(old))",
     "good.add(gen)\nold = good.sample(4, weight=2)\nmetric m = mean(len(old))",
+    "a = gen with z=1, y=mean(r)\ngood.add(a)\nold = good.sample(4 sequences)\nmetric m = sum(a.z) + sum(a.y * r) + mean(old.z)",
     "good.add(prompt)\nold = good.sample(4)\nnew = actor.generate(old)\nmetric m = mean(len(new))",
 ]
 # (statements, code, the text that it underlines)
@@ -56,6 +57,7 @@ MISTAKES = [
     ("a = gen with x=r\ngood.add(a)\nold = good.sample(4, weight=good.x + r)", "RL0202", "good.x + r"),
     ('a = gen with x=r\ngood.add(a)\nold = good.sample(4, weight="x")', "RL0203", '"x"'),
     ("good.add(gen)\nold = good.sample(4, weight=0)", "RL0205", "0"),
+    ("good.add(gen)\nold = good.sample(4 tokens)", "RL0218", "4 tokens"),
     ("good.add(gen)\nold = good.sample(4, weight=-1)", "RL0205", "-1"),
     ("a = gen with x=r\ngood.add(a)\nother.add(a)\nold = good.sample(4, weight=other.x)", "RL0212", "other.x"),
     ("a = gen with x=r\ngood.add(a)\nold = good.sample(4)\nmetric m = good.x", "RL0212", "good.x"),

@@ -147,3 +147,14 @@ def test_a_state_that_no_field_names_is_unused() -> None:
     file = parse(SourceFile("f.rlf", f"{HEAD}state wait of prompts = 0\n{FLOW}  prompt.rate = row.seen\n}}\n"))
     unused = {d.span.text for d in lint([file]) if d.code == "RL0901" and d.span is not None}
     assert {"wait", "known"} <= unused and not {"rate", "seen"} & unused
+
+
+@pytest.mark.parametrize(("value", "help_"), [
+    ("size(gen)", "mean(x by prompt)"), ("gen.logprobs", "mean(x by prompt)"),
+    ("mean(size(tail) by prompt)", "mean(mean(x by gen) by prompt)"), ("tail.logprobs", "mean(mean(x by gen) by prompt)"),
+])
+def test_the_help_says_how_far_to_reduce(value: str, help_: str) -> None:
+    made = "cuts = prefixes(gen, every=2)\ntail = actor.generate(cuts)\n"
+    (error,) = found(f"{HEAD}{FLOW}{made}prompt.rate = {value}\n}}\n")
+    assert error.code == "RL0201" and error.help == f"reduce it: `{help_}`"
+    assert not found(f"{HEAD}{FLOW}{made}prompt.rate = {help_.replace('x', value)}\n}}\n")
