@@ -133,8 +133,8 @@ def test_list() -> None:
     result = rlc("new")
     assert result.exit_code == 0
     assert [row.split()[0] for row in result.output.splitlines()] == list(NAMES)
-    assert {"ppo", "grpo", "dpo", "sft", "rloo", "reward_model"} <= set(NAMES) and len(NAMES) <= 14
-    assert {"self_rewarding", "replay", "vineppo"} <= set(NAMES)
+    assert {"ppo", "grpo", "dpo", "sft", "rloo", "reward_model"} <= set(NAMES) and len(NAMES) <= 16
+    assert {"async", "self_rewarding", "replay", "vineppo"} <= set(NAMES)
 
 
 def test_writes_the_python_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
