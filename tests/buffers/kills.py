@@ -1,6 +1,6 @@
 """Runs that die by SIGKILL at a stated event of a stated step, one rank or all of them, and are started again.
 
-    python -m tests.buffers.kills
+    python -m tests.buffers.kills [--every N] [--lag K]
 
 kills a run of `BODY` in every step and at every event of a step, once a rank and once all ranks, and compares each with
 the undisturbed run, bit for bit; and once in every step, to start it again under another placement. `make test` does
@@ -81,13 +81,13 @@ class Kill:
     scope: Scope
 
 
-def prepared(base: Path) -> Path:
+def prepared(base: Path, lag: int = 0) -> Path:
     """A directory with the program, a model and data; the Python functions write down each row."""
     base = folder(base)
     (base / "noted.py").write_text((HERE / "rewards_sel.py").read_text() + RECORDER)
     head = "\n".join(line for line in HEAD.format(rewards="noted.py", batch=3).splitlines()
                      if not line.startswith(("data answers", "data pairs"))).replace(", shuffle=false", "")
-    (base / "p.rlf").write_text(f"{head}\n{TOP}\nflow f(steps={STEPS}, seed=3) {{\n{BODY}\n}}\n")
+    (base / "p.rlf").write_text(f"{head}\n{TOP}\nflow f(steps={STEPS}, seed=3, lag={lag}) {{\n{BODY}\n}}\n")
     return base
 
 
@@ -241,9 +241,10 @@ def rounded_differences(base: Path, mine: str, theirs: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=1, metavar="N", help="of the events of step 3, each N-th")
+    parser.add_argument("--lag", type=int, default=0, metavar="K", help="of the flow: generation runs K steps ahead")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        base = prepared(Path(place))
+        base = prepared(Path(place), given.lag)
         plan = compiled(base, "two")
         start(plan, base, "whole")
         wrong, deaths, count = list[str](), 0, num_events(plan)
