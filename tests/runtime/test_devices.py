@@ -24,6 +24,7 @@ ALLOWED = {
     ("rldsl/runtime/state/replay.py", "ragged"): "a replay buffer is in host memory; what is drawn is moved at the end",
     ("rldsl/runtime/state/replay.py", "share"): "a replay buffer is in host memory",
     ("rldsl/runtime/state/replay.py", "restore"): "a replay buffer is in host memory",
+    ("rldsl/runtime/state/replay.py", "_check_kind"): "a replay buffer is in host memory, and so are checkpoints",
     ("backends/torch/model/invariant_probe.py", "_cancelling"): "numbers from the host's generator, moved by the caller",
     ("backends/torch/model/invariant_probe.py", "_attention_varies"): "numbers from the host's generator, then moved",
     ("backends/torch/model/invariant_probe.py", "_sum_varies"): "numbers from the host's generator, then moved",
