@@ -254,7 +254,8 @@ class World:
         if tells := known[frame].present_in:
             mine = None
             if own:  # rows that it lacks the lengths of have none, so they are absent to it
-                mine = frozenset(self.shares(spread, now)[self.shard(spread, rank.number)][tells])
+                here = self.shares(spread, now)[self.shard(spread, rank.number)]
+                mine = frozenset(here[tells]) if tells in here else None  # what tells may lie in another tree
             self.knows(rank, tells, mine, now)
 
     def knows(self, rank: Rank, frame: str, rows: frozenset[int] | None, now: Moment) -> None:
