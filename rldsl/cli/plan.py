@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-
 import click
 
 from rldsl.cli.options import FILE, on_cluster
 from rldsl.cli.printing import say
 from rldsl.cli.shell import Settings, command, print_result, report_diagnostics
+from rldsl.collector import never_collect
 from rldsl.diag import Failure, counted
 from rldsl.files import read_bytes
 
@@ -79,7 +78,7 @@ def verify(settings: Settings, plan: str) -> None:
     from rldsl.verify import verify as prove
     from rldsl.verify.model_tables import check_model_tables
 
-    gc.disable()  # the process ends with the command
+    never_collect()
     data = read_bytes(plan)
     decoded = decode(data, plan)
     proof = prove(decoded)

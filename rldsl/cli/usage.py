@@ -6,7 +6,6 @@ status 2.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -77,6 +76,8 @@ def _help(context: click.Context, text: str) -> str:
 def print_version(context: click.Context, _: click.Parameter, given: bool) -> None:
     """The callback of `--version`."""
     if given and not context.resilient_parsing:
-        version = importlib.metadata.version("rldsl")
-        say(json_output({"format": 1, "version": version}) if _wants_json(context) else f"rlc, version {version}")
+        from importlib.metadata import version
+
+        found = version("rldsl")
+        say(json_output({"format": 1, "version": found}) if _wants_json(context) else f"rlc, version {found}")
         context.exit()

@@ -11,7 +11,6 @@ Errors: RL0326 a description that is missing, incomplete or contradicts itself.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import pkgutil
 import re
@@ -76,7 +75,7 @@ class Description:
 
 def names() -> tuple[str, ...]:
     """The installed backends, in alphabetical order."""
-    return tuple(sorted({*_own(), *(e.name for e in importlib.metadata.entry_points(group=GROUP))}))
+    return tuple(sorted({*_own(), *_entry_points()}))
 
 
 def package(name: str) -> str:
@@ -84,10 +83,20 @@ def package(name: str) -> str:
     looked at for a backend of ours. Errors: RL0326, if several distributions provide it."""
     if name in _own():
         return f"{GROUP}.{name}"
-    found = sorted({e.value for e in importlib.metadata.entry_points(group=GROUP, name=name)})
+    found = sorted(_entry_points().get(name, ()))
     if len(found) > 1:
         raise unusable(name, f"several packages provide it: {', '.join(found)}", place=found[0])
     return found[0] if found else ""
+
+
+def _entry_points() -> dict[str, set[str]]:
+    """The packages that installed distributions provide, by the name of the backend."""
+    from importlib.metadata import entry_points  # late: it imports for longer than most plans are read
+
+    found: dict[str, set[str]] = {}
+    for e in entry_points(group=GROUP):
+        found.setdefault(e.name, set()).add(e.value)
+    return found
 
 
 def _own() -> list[str]:
@@ -172,10 +181,12 @@ def unfit(description: Description) -> str:
     release candidate counts as the release."""
     if description.versions is None:
         return ""
+    from importlib import metadata
+
     name, first, end = description.versions
     try:
-        found = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+        found = metadata.version(name)
+    except metadata.PackageNotFoundError:
         return ""
     return "" if not found or release(first) <= release(found) < release(end) else (
         f"{name} {found} is installed, but version {first} or later, before {end}, is required")
