@@ -16,7 +16,7 @@ from rldsl.graph import model as g
 from rldsl.graph.buffers import declared, with_stored
 from rldsl.graph.flow import FlowBuilder
 from rldsl.graph.kinds import ROWS, kinds
-from rldsl.graph.lag import nodes_ahead
+from rldsl.graph.lag import nodes_ahead, nodes_that_may
 from rldsl.graph.params import param, supplied
 from rldsl.graph.prune import prune, tables
 from rldsl.plan.expr import Scalar
@@ -113,8 +113,8 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
     used |= {n.function for n in g.nodes(body) if isinstance(n, g.Derive)}
     values, frames = tuple(builder.values.values()), tuple(exprs.spaces.frames.values())
     lag, ahead = 0 if isinstance(given, Bad) else cast(int, given["lag"]), frozenset[str]()
+    lasting = frozenset((*(s.name for s in top.states.values()), *buffers))
     if lag:
-        lasting = frozenset((*(s.name for s in top.states.values()), *buffers))
         ahead = nodes_ahead(body, lasting, flow.name.span, builder.checkpoint, errors)
     if not errors.found:
         body = prune(body, {v for _, v in builder.metrics} | {builder.stop})
@@ -129,7 +129,8 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
         states=tuple(s for s in top.states.values() if any(v.id == s.name for v in values)),
         buffers=tuple(b for b in with_stored(buffers, builder.buffers).values()
                       if any(isinstance(n, g.Store) and n.buffer == b.name for n in g.nodes(body))),
-        checkpoint=builder.checkpoint, stop=builder.stop, lag=lag, ahead=ahead)
+        checkpoint=builder.checkpoint, stop=builder.stop, lag=lag, ahead=ahead,
+        may_run_ahead=nodes_that_may(body, lasting, ahead) if lag else frozenset())
     return graph, tuple(errors.found)
 
 

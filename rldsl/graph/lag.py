@@ -1,8 +1,9 @@
-"""`lag=k`: which nodes run k steps ahead.
+"""`lag=k`: which nodes run k steps ahead, and which others may.
 
 In: the items of a flow. Out: the ids of its generates, and of all that they are made from within a step; or errors. In
 turn i of the run these nodes work for step i + k, on the parameters, states and buffers as they are at their place in
-turn i; all others work for step i.
+turn i; all others work for step i. Those of the others that depend on nothing that lasts, such as rewards and the
+log-probs of a frozen model, may run earlier: it changes no number, and where they run decides (`passes/run_ahead.py`).
 """
 
 from __future__ import annotations
@@ -51,6 +52,21 @@ def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, c
         if isinstance(node, g.Fetch):  # the batches of a source are read in order
             waiting += [at for at in placed if isinstance(at[0], g.Fetch) and at[0].data == node.data
                         and not isinstance(at[1], g.Eval)]
+    return frozenset(found)
+
+
+def nodes_that_may(items: tuple[g.Item, ...], lasting: frozenset[str], ahead: frozenset[str]) -> frozenset[str]:
+    """The nodes that may run up to `lag` steps ahead although no generation needs them: all that they are made from
+    runs ahead or may, and is the same in every step in which it could be read. ahead: of `nodes_ahead`."""
+    changing = {n.model for n in g.nodes(items) if isinstance(n, g.Train | g.Sync)}
+    early = {v for n in g.nodes(items) if n.id in ahead for v in n.writes}
+    found = set[str]()
+    for node in items:
+        if (isinstance(node, g.Compute | g.Infer | g.Derive) and node.id not in ahead
+                and not (isinstance(node, g.Infer) and node.model in changing)
+                and lasting.isdisjoint((*node.reads, *node.writes)) and early.issuperset(node.reads)):
+            found.add(node.id)
+            early.update(node.writes)
     return frozenset(found)
 
 

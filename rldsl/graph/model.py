@@ -341,3 +341,4 @@ class Graph:
     stop: str = ""  # id of the value that ends the run where it is true; "" if nothing does
     lag: int = 0  # a step trains on what was generated for it this many steps earlier
     ahead: frozenset[str] = frozenset()  # ids of the nodes that run `lag` steps ahead
+    may_run_ahead: frozenset[str] = frozenset()  # ids of those that may run as early where their ranks do not train

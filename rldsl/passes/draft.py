@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 from rldsl.placement.model import Placed, mesh_of_set
-from rldsl.plan.events import Collect, Derive, Event, Fetch, Item, Loop, Sample, When, split_buffer
+from rldsl.plan.events import Collect, Derive, Event, Fetch, Generate, Item, Loop, Sample, When, split_buffer
 from rldsl.plan.model import Layout, Mesh, ReplayBuffer, Spread, State, Value
 from rldsl.plan.naming import Labels
 from rldsl.plan.references import Reference, Role, named, references
@@ -132,19 +133,35 @@ def row_states_spread_id(data: str) -> str:
     return replicated_spread_id(f"rows of {data}")
 
 
-def lengths_spread_id(draft: Draft, frame: str) -> str:
-    """The id of the spread in which ranks hold the lengths (and fetched values) of a frame."""
-    fetched = {f for e in events(draft.body) if isinstance(e, Fetch | Sample) for f in e.new_rows}
-    into = {e.into: e.frame for e in events(draft.body) if isinstance(e, Collect)}
-    return replicated_spread_id(draft.frames[frame].row_space if into.get(frame, frame) in fetched else frame)
+@dataclass(frozen=True, slots=True)
+class LengthsSpreads:
+    """The spreads in which ranks hold the lengths (and fetched values) of frames. What is made of rows before their own
+    step has an exchange of its own, so that ranks that only train do not wait for rows of a later step."""
+
+    row_spaces: Mapping[str, str]  # fetched or sampled frame, or what is collected of one -> its row space
+    made_ahead: frozenset[str]  # the frames whose rows are made ahead of their step
+
+    @staticmethod
+    def of(draft: Draft) -> LengthsSpreads:
+        own, frames = tuple(events(draft.body)), draft.frames
+        fetched = {f for e in own if isinstance(e, Fetch | Sample) for f in e.new_rows}
+        into = {e.into: e.frame for e in own if isinstance(e, Collect)}
+        return LengthsSpreads({f: x.row_space for f, x in frames.items() if into.get(f, f) in fetched},
+                              frozenset(e.frame for e in own if makes_rows(e) and e.ahead > 0))
+
+    def id(self, frame: str, ahead: int = 0) -> str:
+        """The spread in which an event that runs so far ahead finds the lengths of a frame."""
+        if frame in self.row_spaces:
+            return replicated_spread_id(self.row_spaces[frame])
+        return replicated_spread_id(f"{frame} ahead" if ahead > 0 and frame in self.made_ahead else frame)
 
 
-def lengths_spread_ids(draft: Draft) -> dict[str, str]:
-    """`lengths_spread_id` of each frame."""
-    return {f: lengths_spread_id(draft, f) for f in draft.frames}
+def makes_rows(e: Event) -> TypeGuard[Generate | Derive]:
+    """Whether an exchange of lengths follows an event."""
+    return isinstance(e, Generate) or isinstance(e, Derive) and e.makes_rows
 
 
-def uses(draft: Draft, event: Event, values: Mapping[str, Value], lengths_in: Mapping[str, str]) -> tuple[str, ...]:
-    """All buffers that an event needs: what it reads, and the lengths that divide its rows. lengths_in: of
-    `lengths_spread_ids`."""
-    return (*event.reads, *(f"{f}.lengths@{lengths_in[f]}" for f in frames_with_needed_lengths(draft, event, values)))
+def uses(draft: Draft, event: Event, values: Mapping[str, Value], lengths_in: LengthsSpreads) -> tuple[str, ...]:
+    """All buffers that an event needs: what it reads, and the lengths that divide its rows."""
+    needed = frames_with_needed_lengths(draft, event, values)
+    return (*event.reads, *(f"{f}.lengths@{lengths_in.id(f, event.ahead)}" for f in needed))

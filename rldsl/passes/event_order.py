@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rldsl.diag import internal_error
-from rldsl.passes.draft import Draft, events, lengths_spread_ids, uses
+from rldsl.passes.draft import Draft, LengthsSpreads, events, uses
 from rldsl.passes.list_scheduling import Task, list_schedule
 from rldsl.plan.events import Event, Item, Loop, When, ahead_of, split_buffer
 from rldsl.plan.model import Value
@@ -39,11 +39,11 @@ class _Job:
 
 def order(draft: Draft) -> Draft:
     values = draft.values
-    return replace(draft, body=_block(draft, draft.body, values, lengths_spread_ids(draft)))
+    return replace(draft, body=_block(draft, draft.body, values, LengthsSpreads.of(draft)))
 
 
 def _block(draft: Draft, items: tuple[Item, ...], values: Mapping[str, Value],
-           lengths_in: Mapping[str, str]) -> tuple[Item, ...]:
+           lengths_in: LengthsSpreads) -> tuple[Item, ...]:
     inner = tuple(replace(i, body=_block(draft, i.body, values, lengths_in)) if isinstance(i, When | Loop) else i
                   for i in items)
     jobs = _jobs(draft, inner, values, lengths_in)
@@ -51,7 +51,7 @@ def _block(draft: Draft, items: tuple[Item, ...], values: Mapping[str, Value],
 
 
 def _jobs(draft: Draft, items: Sequence[Item], values: Mapping[str, Value],
-          lengths_in: Mapping[str, str]) -> list[_Job]:
+          lengths_in: LengthsSpreads) -> list[_Job]:
     """What each item of a block needs, makes and keeps busy. One of the ranks that are in the same meshes is enough:
     the same keeps all of them busy."""
     meshes = {e.mesh: draft.ranks(e.mesh) for e in events(items)}
@@ -63,7 +63,7 @@ def _jobs(draft: Draft, items: Sequence[Item], values: Mapping[str, Value],
     return [_job(draft, item, values, lengths_in, firsts, lasting) for item in items]
 
 
-def _job(draft: Draft, item: Item, values: Mapping[str, Value], lengths_in: Mapping[str, str],
+def _job(draft: Draft, item: Item, values: Mapping[str, Value], lengths_in: LengthsSpreads,
          firsts: Mapping[str, set[int]], lasting: frozenset[str]) -> _Job:
     own, ahead = list(events([item])), ahead_of(item)
 
@@ -108,11 +108,11 @@ def schedule(jobs: Sequence[_Job]) -> list[int]:
 
 def check_order(before: Draft, after: Draft) -> None:
     """In every block nothing is lost or doubled, and what depends on something still comes after it."""
-    _check(before, before.body, after.body, before.values, lengths_spread_ids(before))
+    _check(before, before.body, after.body, before.values, LengthsSpreads.of(before))
 
 
 def _check(draft: Draft, was: tuple[Item, ...], now: tuple[Item, ...], values: Mapping[str, Value],
-           lengths_in: Mapping[str, str]) -> None:
+           lengths_in: LengthsSpreads) -> None:
     fingerprints = [_fingerprint(i) for i in was]
     positions: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for at, item in enumerate(now):

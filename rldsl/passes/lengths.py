@@ -2,7 +2,8 @@
 
 In: a draft with all transfers. Out: the same with a Lengths event after each generate, and each derive that makes rows,
 over every rank that divides or cuts that frame's rows, and with the mesh of each fetch: all ranks that read what it
-writes or need its lengths.
+writes or need its lengths. With a lag there may be two: one for those that need the lengths ahead of the step, one in
+the step.
 Invariant: wherever rows are divided by tokens, the lengths are there, and every spread and layout that a buffer names
 is in the draft's tables.
 """
@@ -15,8 +16,9 @@ from dataclasses import replace
 from typing import TypeGuard
 
 from rldsl.diag import internal_error
-from rldsl.passes.draft import Draft, each_block, events, frames_with_needed_lengths, lengths_spread_id
+from rldsl.passes.draft import Draft, LengthsSpreads, each_block, events, frames_with_needed_lengths, makes_rows
 from rldsl.passes.draft import union as union_of
+from rldsl.passes.run_ahead import run_ahead
 from rldsl.placement.model import mesh_of_set
 from rldsl.plan.events import (
     Collect,
@@ -40,7 +42,9 @@ from rldsl.sharding.rank_sets import Ranks, union
 
 
 def lengths(draft: Draft) -> Draft:
-    ranks_of, divided = _ranks_of_replicated(draft), draft.spreads
+    draft = run_ahead(draft)  # who needs lengths ahead of their step is known from here on
+    lengths_in = LengthsSpreads.of(draft)
+    ranks_of, divided = _ranks_of_replicated(draft, lengths_in), draft.spreads
     replicated: dict[str, Spread] = {}
     for id, ranks in ranks_of.items():
         mesh = mesh_of_set(ranks)
@@ -48,9 +52,8 @@ def lengths(draft: Draft) -> Draft:
         replicated[id] = Spread(id, mesh.id, granularity="all")
     draft = draft.with_spreads(*replicated.values())
     for e in events(draft.body):
-        if _makes_rows(e):
-            spread = replicated[lengths_spread_id(draft, e.frame)]
-            draft = draft.with_meshes(_mesh(draft, spread, e))
+        if makes_rows(e):
+            draft = draft.with_meshes(*(_mesh(draft, s, e) for s in _exchanges(e, lengths_in, replicated)))
         elif isinstance(e, Transfer) and e.dst in replicated:
             draft = draft.with_meshes(_ends(draft, e))
 
@@ -69,8 +72,8 @@ def lengths(draft: Draft) -> Draft:
                 out += [replace(item, mesh=replicated[item.dst].mesh)] if item.dst in replicated else []
                 continue
             out.append(item)
-            if isinstance(item, Event) and _makes_rows(item):
-                out.append(_exchange(draft, item, replicated[lengths_spread_id(draft, item.frame)]))
+            if isinstance(item, Event) and makes_rows(item):
+                out += [_exchange(draft, item, spread) for spread in _exchanges(item, lengths_in, replicated)]
         return tuple(out)
 
     return replace(draft, body=each_block(each_block(draft.body, insert), _with_collects))
@@ -88,23 +91,29 @@ def _collects_in_full(e: Event, divided: Mapping[str, Spread]) -> TypeGuard[Coll
     return isinstance(e, Collect) and e.dst not in divided
 
 
-def _makes_rows(e: Event) -> TypeGuard[Generate | Derive]:
-    return isinstance(e, Generate) or isinstance(e, Derive) and e.makes_rows
+def _exchanges(e: Generate | Derive, lengths_in: LengthsSpreads, replicated: Mapping[str, Spread]) -> list[Spread]:
+    """The spreads of the lengths of what an event makes, those ahead of the step first."""
+    ids = dict.fromkeys(lengths_in.id(e.frame, ahead) for ahead in (e.ahead, 0))
+    return [replicated[id] for id in ids if id in replicated]
 
 
-def _ranks_of_replicated(draft: Draft) -> dict[str, Ranks]:
+def _ranks_of_replicated(draft: Draft, lengths_in: LengthsSpreads) -> dict[str, Ranks]:
     """Id of each spread of granularity "all" that has no record yet -> the ranks that must hold what is in it."""
     touched: dict[str, Ranks] = defaultdict(Ranks)
     values = draft.values
     every = tuple(events(draft.body))
+    ahead = {f for e in every if e.ahead > 0 for f in frames_with_needed_lengths(draft, e, values)}
+    in_step = {f for e in every if e.ahead <= 0 for f in frames_with_needed_lengths(draft, e, values)}
     for e in every:
         if isinstance(e, Fetch | Sample):
             touched[split_buffer(e.writes[0])[1]]  # a batch that nobody reads is still fetched somewhere
-        if _makes_rows(e):
-            touched[lengths_spread_id(draft, e.frame)] |= draft.ranks(e.mesh)
+        if makes_rows(e) and e.ahead > 0 and e.frame in ahead:
+            touched[lengths_in.id(e.frame, e.ahead)] |= draft.ranks(e.mesh)
+        if makes_rows(e) and (e.ahead <= 0 or e.frame not in ahead - in_step):
+            touched[lengths_in.id(e.frame)] |= draft.ranks(e.mesh)
         if not _collects_in_full(e, draft.spreads) and not isinstance(e, Fetch | RowStates):
             for frame in frames_with_needed_lengths(draft, e, values):
-                touched[lengths_spread_id(draft, frame)] |= draft.ranks(e.mesh)
+                touched[lengths_in.id(frame, e.ahead)] |= draft.ranks(e.mesh)
             for buffer in e.reads:
                 right = split_buffer(buffer)[1]
                 if right not in draft.spreads and right not in draft.layouts:
@@ -117,19 +126,19 @@ def _ranks_of_replicated(draft: Draft) -> dict[str, Ranks]:
     before: dict[str, Ranks] = {}
     while before != touched:
         before = dict(touched)
-        _spread_further(draft, every, sources, touched)
+        _spread_further(draft, every, sources, lengths_in, touched)
     return {id: ranks or Ranks.one(0) for id, ranks in touched.items()}
 
 
 def _spread_further(draft: Draft, every: Sequence[Event], sources: Mapping[str, Sequence[str]],
-                    touched: dict[str, Ranks]) -> None:
+                    lengths_in: LengthsSpreads, touched: dict[str, Ranks]) -> None:
     """Adds to `touched` what follows from it. sources: data source -> the spreads of what its ranks hold in full."""
     for e in every:
         if _collects_in_full(e, draft.spreads) and touched.get(e.dst):
             touched[e.src] |= touched[e.dst]  # who needs all of a collection needs each iteration's part
         if isinstance(e, Transfer) and e.dst not in draft.spreads:  # who gets rows knows how they are divided
             for frame in frames_with_needed_lengths(draft, e, draft.values):
-                touched[lengths_spread_id(draft, frame)] |= touched[e.dst]
+                touched[lengths_in.id(frame, e.ahead)] |= touched[e.dst]
     for ids in sources.values():  # who reads a source takes part in each of its fetches, to know which batch is next
         together = union(touched[id] for id in ids)
         for id in ids:

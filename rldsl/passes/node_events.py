@@ -13,6 +13,7 @@ from typing import Any, assert_never
 from rldsl.diag import fail, internal_error
 from rldsl.graph import model as g
 from rldsl.passes.draft import Draft, replicated_spread_id, row_states_spread_id
+from rldsl.passes.run_ahead import steps_ahead
 from rldsl.placement.budget import decode_batch_size
 from rldsl.placement.model import Call, Place, Placed, mesh_of_range, mesh_of_set
 from rldsl.placement.reuse import reused_caches
@@ -136,6 +137,7 @@ class _EventBuilder:
         self.row_states = {s.name: s.data for s in placed.graph.states if s.data}  # state of rows -> its source
         self.replicated: dict[str, str] = {}  # value that every reader holds in full -> id of its spread
         self.made_in: dict[str, str] = {}  # any other value -> id of the spread that it was made in
+        self.ahead = steps_ahead(placed)  # of nodes that run ahead of the step loop
         self.num_loops = 0
         self.world = mesh_of_range(placed.world)  # also of fetches, until all their readers are known (`lengths.py`)
         self.meshes: dict[str, Mesh] = {self.world.id: self.world}
@@ -165,9 +167,7 @@ class _EventBuilder:
                 out += self.update(item)
             else:
                 event = self.event(item)
-                if item.id in self.placed.graph.ahead:
-                    event = replace(event, ahead=self.placed.graph.lag)
-                out.append(event)
+                out.append(replace(event, ahead=self.ahead.get(item.id, 0)))
                 self.made_in |= {split_buffer(b)[0]: split_buffer(b)[1] for b in event.writes}
         return tuple(out)
 

@@ -4,6 +4,11 @@ In: a draft in program order, whose events of nodes that run ahead say so. Out: 
 inserted: what brings a value runs as early as its earliest reader needs it, so no rank that trains waits for the rows
 of a later step; and copies of parameters are refreshed, moved and freed in every turn of the step loop. Invariant: what
 makes a value of a step runs at least as far ahead as what reads it.
+
+Generation, and what it is made from, runs `lag` steps ahead on any ranks: the program says so. What else may run ahead
+(`graph/lag.py`) does so on ranks that do not train, for otherwise a step would wait there for a reward of its own rows
+while those that generate wait, too. With the generating ranks to itself it has no time of its own, so it runs one step
+later than these where the lag is large enough.
 """
 
 from __future__ import annotations
@@ -11,14 +16,39 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rldsl.diag import internal_error
-from rldsl.passes.draft import Draft, events, lengths_spread_ids, uses
+from rldsl.graph import model as g
+from rldsl.passes.draft import Draft, LengthsSpreads, events, uses
+from rldsl.placement.model import Placed
 from rldsl.plan.events import EVERY_TURN, Event, Item, ahead_of
+from rldsl.sharding.rank_sets import Ranks, union
+
+
+def steps_ahead(placed: Placed) -> dict[str, int]:
+    """By how many steps each node runs ahead, where it does."""
+    graph, places = placed.graph, dict(placed.places)
+    found = dict.fromkeys(graph.ahead, graph.lag)
+    if not graph.may_run_ahead:
+        return found
+    top = [i for i in graph.items if isinstance(i, g.Node)]
+    working = [n for n in g.nodes(i for i in graph.items if not isinstance(i, g.Eval))
+               if isinstance(n, g.Train | g.Infer) and n.id not in graph.ahead | graph.may_run_ahead]
+    busy = union(Ranks.of_mesh(places[n.id].mesh) for n in working)
+    generating = union(Ranks.of_mesh(places[n.id].mesh) for n in top if isinstance(n, g.Generate))
+    made = {v: graph.lag for n in top if n.id in graph.ahead for v in n.writes}
+    for node in top:
+        ranks = Ranks.of_mesh(places[node.id].mesh) if node.id in graph.may_run_ahead else busy
+        if ranks & busy:
+            continue
+        most = graph.lag if ranks & generating else max(graph.lag - 1, 1)
+        found[node.id] = min([most, *(made.get(v, 0) for v in node.reads)])
+        made |= dict.fromkeys(node.writes, found[node.id])
+    return {id: ahead for id, ahead in found.items() if ahead}
 
 
 def run_ahead(draft: Draft) -> Draft:
     if not draft.placed.graph.lag:
         return draft
-    values, lengths_in = draft.values, lengths_spread_ids(draft)
+    values, lengths_in = draft.values, LengthsSpreads.of(draft)
     wanted: dict[str, int] = {}  # buffer -> how far ahead of the step loop the earliest reader runs
     out: list[Item] = []
     for item in reversed(draft.body):
@@ -37,7 +67,7 @@ def check_run_ahead(draft: Draft) -> None:
     """What is read has been made in the same turn or an earlier one, and nothing in a block runs ahead."""
     if not draft.placed.graph.lag:
         return
-    values, lengths_in, made = draft.values, lengths_spread_ids(draft), dict[str, int]()
+    values, lengths_in, made = draft.values, LengthsSpreads.of(draft), dict[str, int]()
     for item in draft.body:
         for event in events([item]):
             if item is not event and event.ahead:

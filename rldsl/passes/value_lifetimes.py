@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from rldsl.diag import internal_error
-from rldsl.passes.draft import Draft, events, lengths_spread_ids, union, uses
+from rldsl.passes.draft import Draft, LengthsSpreads, events, union, uses
 from rldsl.plan.events import Event, Free, Item, Loop, When, ahead_of, split_buffer
 from rldsl.plan.model import Mesh
 from rldsl.plan.naming import Labels
@@ -19,7 +19,7 @@ from rldsl.plan.naming import Labels
 def value_lifetimes(draft: Draft) -> Draft:
     models = {m.name for m in draft.placed.models}
     values, labels = draft.values, draft.labels
-    lengths_in = lengths_spread_ids(draft)
+    lengths_in = LengthsSpreads.of(draft)
     meshes: list[Mesh] = []
 
     def block(items: tuple[Item, ...], kept: frozenset[str]) -> tuple[Item, ...]:

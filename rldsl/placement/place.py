@@ -71,7 +71,7 @@ def _places(graph: g.Graph, choices: Mapping[str, Choice], families: Mapping[str
         models = {m.name: _model(m, families[m.name], train_layouts[m.name], (), graph.seed) for m in graph.models
                   if m.name in train_layouts}
         places = free.choose_free_meshes(calls, places, models, cluster)
-    places |= _compute_places(every, choices, places, cluster)
+    places |= _compute_places(graph, choices, places, cluster)
     resident.check_residency(graph, calls, places, train_layouts)
     reuse.check_reuse(graph, places)
     budget.check_token_budgets(graph, calls, places)
@@ -229,8 +229,11 @@ def _train_layouts(calls: list[Call], places: Mapping[str, Place]) -> dict[str, 
 class Flow:
     """Who writes a value, and which train call needs it."""
 
-    def __init__(self, nodes: tuple[g.Node, ...]):
-        """nodes: all of a graph, in program order."""
+    def __init__(self, graph: g.Graph):
+        nodes = tuple(g.nodes(graph.items))
+        in_python = {p.id for p in graph.programs if any(n.op == "py" for n in p.nodes)}
+        self._early = {n.id for n in nodes  # they take time, which no call should wait for that could train instead
+                       if n.id in graph.may_run_ahead and isinstance(n, g.Compute) and n.program in in_python}
         self._order = {n.id: i for i, n in enumerate(nodes)}
         self._writer = {v: n for n in nodes for v in n.writes}
         self._train: dict[str, int] = {}  # value -> the first train call that depends on it, by its place in `nodes`
@@ -242,8 +245,9 @@ class Flow:
 
     def near(self, node: Local) -> Call | Local | None:
         """The node with which `node` runs by default: the first train call, in program order, that depends on it; else
-        what made its inputs, the last written first. So what is only logged moves nothing."""
-        found = [self._train[v] for v in node.writes if v in self._train]
+        what made its inputs, the last written first. So what is only logged moves nothing. A Python function that may
+        run ahead of its step runs where its inputs were made."""
+        found = [self._train[v] for v in node.writes if v in self._train and node.id not in self._early]
         if found:
             return cast(g.Train, self._nodes[min(found)])
         frames = node.frames if isinstance(node, g.Compute) else ()
@@ -263,11 +267,11 @@ class Flow:
         return found if isinstance(found, Call) else None
 
 
-def _compute_places(every: tuple[g.Node, ...], choices: Mapping[str, Choice], calls: Mapping[str, Place],
+def _compute_places(graph: g.Graph, choices: Mapping[str, Choice], calls: Mapping[str, Place],
                     cluster: Cluster) -> dict[str, Place]:
     """A computation runs where it says, else where the first train call that needs it runs, else where its inputs are
     made, else on the mesh of the first call."""
-    flow = Flow(every)
+    flow, every = Flow(graph), tuple(g.nodes(graph.items))
     first = next((calls[n.id].mesh for n in every if n.id in calls), mesh_of_range(cluster.world))
     places: dict[str, Place] = {}
     for node in every:

@@ -173,7 +173,7 @@ def build_problem(placed: Placed, cluster: Cluster, lengths: Lengths = AT_MOST, 
 def _build_jobs(graph: g.Graph) -> Iterator[Job]:
     jobs = [(n, t) for n, t in _nodes_with_times(graph.items, 1.0)
             if isinstance(n, Call | g.Compute) or _calls_python(n)]
-    flow = Flow(tuple(g.nodes(graph.items)))
+    flow = Flow(graph)
     numbers = {n.id: i for i, (n, _) in enumerate(jobs)}
     first = next((i for i, (n, _) in enumerate(jobs) if isinstance(n, Call)), 0)
     writers: dict[str, set[int]] = {}

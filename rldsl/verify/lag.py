@@ -4,6 +4,9 @@ In: tables with sound references. Out: diagnostics RL0539. Rules:
 - the step loop begins `lag` turns early, and no other loop does;
 - every generate of a step runs ahead by exactly the lag, so the policy that samples the rows of step s is the one of
   its place in turn s - lag;
+- so does what generation is made from and what reads a model, state or buffer that changes during the run; nothing else
+  that reads one runs ahead. Where a Python reward or the log-probs of a frozen model run changes no number: they may
+  run up to the lag ahead;
 - nothing in a block runs ahead, nor what makes parameters or a state, or writes to the log or to disk;
 - all fetches of a source run ahead by the same number of steps, so each step has the rows that it has without a lag;
 - copies of parameters are refreshed, moved and freed in every turn.
@@ -28,8 +31,9 @@ def check_lag(t: Tables) -> Iterator[Diagnostic]:
         return
     yield from _loops(t, lag)
     of_source: dict[str, int] = {}
+    needed = _needed_for_generation(t) if lag else frozenset[str]()
     for event, path in t.events:
-        wrong = _wrong(t, event, path, lag)
+        wrong = _wrong(t, event, path, lag) or _reads_of_another_turn(t, event, path, lag, needed)
         evaluates = any(isinstance(x, Loop) and x.over for x in path)
         for source in () if wrong or evaluates else _read_in_order(event):
             ahead = of_source.setdefault(source, event.ahead)
@@ -55,7 +59,7 @@ def _read_in_order(e: Event) -> list[str]:
 
 def _wrong(t: Tables, e: Event, path: Path, lag: int) -> str:
     """What contradicts the steps by which an event runs ahead; "" if nothing does."""
-    if e.ahead not in (EVERY_TURN, 0, lag) or e.ahead == EVERY_TURN and not lag:
+    if not EVERY_TURN <= e.ahead <= lag or e.ahead == EVERY_TURN and not lag:
         return f"the lag is {lag}"
     if len(path) != 1:
         return "it is in a block" if path and e.ahead else "it comes before the first step" if e.ahead else ""
@@ -69,6 +73,36 @@ def _wrong(t: Tables, e: Event, path: Path, lag: int) -> str:
             return "it belongs to its own step"
         if lasting := sorted({*e.writes, *e.frees}.intersection(t.plan.lasting)):
             return f"it changes {lasting[0]}, which lasts from step to step"
+    return ""
+
+
+def _needed_for_generation(t: Tables) -> frozenset[str]:
+    """The values that some generation of the step loop is made from, directly or not, and those that it makes."""
+    makers = {v: e for e, path in t.events if len(path) == 1 for v in _values(t, e.writes)}
+    found = set[str]()
+    waiting = [v for e, path in t.events if len(path) == 1 and e.traits.family == "call" and e.new_rows
+               for v in _values(t, (*e.reads, *e.writes))]
+    while waiting:
+        if (value := waiting.pop()) not in found:
+            found.add(value)
+            waiting += _values(t, makers[value].reads) if value in makers else []
+    return frozenset(found)
+
+
+def _values(t: Tables, buffers: tuple[str, ...]) -> list[str]:
+    """The values in some buffers that do not last from step to step."""
+    return [split_buffer(b)[0] for b in buffers if b not in t.plan.lasting and split_buffer(b)[0] in t.values]
+
+
+def _reads_of_another_turn(t: Tables, e: Event, path: Path, lag: int, needed: frozenset[str]) -> str:
+    """What an event would read as it is in another turn than the program means; "" if nothing."""
+    if len(path) != 1 or e.ahead == EVERY_TURN:
+        return ""
+    own = lag if needed.intersection(_values(t, e.writes)) else 0
+    changing = [m for m, _ in e.copies() if t.models[m].train_layout or t.models[m].updated_from]
+    changing += [split_buffer(b)[0] for b in e.reads if b in t.plan.lasting]
+    if changing and e.ahead != own and not e.logged:
+        return f"it reads {changing[0]}, which changes, and belongs {_shown(own)}"
     return ""
 
 

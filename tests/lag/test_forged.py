@@ -9,8 +9,25 @@ from pathlib import Path
 import pytest
 
 from rldsl import api
-from rldsl.diag import Failure
-from rldsl.plan.events import EVERY_TURN, Event, Fetch, Free, Generate, Item, Lengths, Loop, Realloc, Train, Transfer
+from rldsl.diag import Failure, InternalError
+from rldsl.graph import build
+from rldsl.graph import model as g
+from rldsl.graph.lag import nodes_that_may
+from rldsl.plan.events import (
+    EVERY_TURN,
+    Compute,
+    Event,
+    Fetch,
+    Free,
+    Generate,
+    Infer,
+    Item,
+    Lengths,
+    Loop,
+    Realloc,
+    Train,
+    Transfer,
+)
 from rldsl.plan.model import Plan
 from rldsl.verify import verify
 from tests.end_to_end.test_invariance import HERE, placement
@@ -78,7 +95,9 @@ FORGED = {
     "moves rows before there are any": (changed(Transfer, 2), {"RL0513", "RL0518"}),
     "frees rows that wait": (lambda p: changed(Free, 2, lambda e: any(b.startswith("gen.tokens") for b in e.frees))(p),
                              {"RL0513", "RL0515", "RL0516", "RL0517"}),
-    "frees a turn early": (freed_a_turn_early, {"RL0539"}),
+    "frees a turn early": (freed_a_turn_early, {"RL0513"}),
+    "computes the reward a turn late": (changed(Compute, 1, lambda e: "reward" in e.result_names),
+                                        {"RL0513", "RL0515", "RL0516", "RL0518"}),
 }
 
 
@@ -87,7 +106,12 @@ def test_the_plan_is_right(plan: Plan) -> None:
     loop = loop_of(plan)
     assert loop.first == -1 and plan.header.lag == 2
     assert {e.ahead for e in loop.body if isinstance(e, Generate | Fetch)} == {2}
-    assert {e.ahead for e in loop.body if isinstance(e, Lengths | Transfer | Train)} == {0}
+    assert {e.ahead for e in loop.body if isinstance(e, Train | Infer)} == {0}
+    ranks = {m.id: m.ranks for m in plan.meshes}
+    exchanges = {(ranks[e.mesh], e.ahead) for e in loop.body if isinstance(e, Lengths)}
+    assert exchanges == {(((0, 2),), 2), (((0, 4),), 0)}, "that for rewards does not hold those that train"
+    reward = next(e for e in loop.body if isinstance(e, Compute) and "reward" in e.result_names)
+    assert (ranks[reward.mesh], reward.ahead) == (((0, 2),), 2), "nobody who trains waits for a reward"
     assert {e.ahead for e in loop.body if isinstance(e, Realloc)} == {EVERY_TURN}
 
 
@@ -98,6 +122,29 @@ def test_a_forged_plan_is_refused(name: str, plan: Plan) -> None:
         verify(forge(plan))
     found = {d.code for d in refused.value.diagnostics}
     assert found and found <= codes, found
+
+
+PROXIMAL = HERE.joinpath("grpo_small.rlf").read_text().replace("seed=7)", "seed=7, lag=1)").replace(
+    "ref_lp = ref.logprobs(gen)", "ref_lp = actor.logprobs(gen)")
+
+
+def test_log_probs_of_a_model_that_changes_run_in_their_own_step(
+        tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ahead of it they would be those of an earlier version."""
+    base = next(m.path for m in plan.models if m.name == "actor")
+    (tmp_path / "rewards_small.py").write_text((HERE / "rewards_small.py").read_text())
+    (tmp_path / "lagged.rlf").write_text(PROXIMAL)
+    (tmp_path / "place.rlf").write_text(PLACE.replace("ref.*", "actor.logprobs").replace(
+        "logprobs on mesh(2:4)", "logprobs on mesh(0:2)"))
+    sets = {"base": base, "rows": plan.data[0].path}
+    right = api.compile(str(tmp_path / "lagged.rlf"), sets, str(tmp_path / "place.rlf"))
+    assert {e.ahead for e in loop_of(right).body if isinstance(e, Infer)} == {0}
+
+    def careless(items: tuple[g.Item, ...], lasting: frozenset[str], ahead: frozenset[str]) -> frozenset[str]:
+        return nodes_that_may(items, lasting, ahead) | {n.id for n in g.nodes(items) if isinstance(n, g.Infer)}
+    monkeypatch.setattr(build, "nodes_that_may", careless)
+    with pytest.raises(InternalError, match="RL0539 .* it reads actor, which changes, and belongs in its own step"):
+        api.compile(str(tmp_path / "lagged.rlf"), sets, str(tmp_path / "place.rlf"))
 
 
 HEAD = '''use std.sft (sft)

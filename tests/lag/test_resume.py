@@ -82,6 +82,36 @@ def test_under_another_placement(other: str, base: Path, whole: Path) -> None:
         assert mine == pytest.approx(theirs, rel=2e-4, abs=2e-5)
 
 
+@pytest.mark.parametrize("after", [2, 4])
+def test_what_runs_ahead_by_placement_alone_is_computed_again(after: int, base: Path) -> None:
+    """A frozen reference on ranks of its own works a step ahead of those that train, with parameters that the host
+    holds between calls; under another placement it does not. No checkpoint holds what it makes."""
+    text = (HERE / "grpo_small.rlf").read_text().replace("seed=7)", f"seed=7, lag={LAG})").replace(
+        "  metric kl ", "  checkpoint every 1 keep=9\n  metric kl ")
+    (base / "frozen.rlf").write_text(text)
+    places = {"apart": placement(3, actor_generate="on mesh(0:1)", actor_train="on mesh(2:3)",
+                                 ref_logprobs="on mesh(1:2) offload=true"),
+              "one": PLACES["one"]}
+    plans = dict[str, bytes]()
+    for name, place in places.items():
+        folder = base / f"frozen-{name}{after}"
+        folder.mkdir()
+        plans[name] = compile_program(base / "frozen.rlf", {"batch": 4}, place, folder)
+    whole, out, moved = (base / f"frozen-{name}{after}" for name in ("whole", "stopped", "moved"))
+    for folder in (whole, out, moved):
+        codes = run(plans["apart"], folder, stop_after=0 if folder == whole else after,
+                    like=whole if folder == moved else None)
+        assert set(codes) == {""}
+    stored = {key.split("|")[2] for key in held(whole / f"checkpoints/step-{after:06}") if key.startswith("later step|")}
+    assert not {v for v in stored if "ref" in v}, stored
+    assert set(run(plans["apart"], out, resume=out)) == {""}
+    assert lines(out) == lines(whole)
+    assert_same_end(out, whole)
+    assert set(run(plans["one"], moved, resume=moved, like=whole)) == {""}
+    for mine, theirs in zip(lines(moved), lines(whole), strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-4, abs=2e-5)
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_another_lag_is_refused(lag: int, base: Path, whole: Path) -> None:
     """Its rows would be skipped, or those of other steps."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from rldsl.diag import present
 from rldsl.plan.events import (
+    EVERY_TURN,
     Checkpoint,
     Collect,
     Compute,
@@ -154,10 +155,10 @@ class Interpreter:
 
     def is_due(self, turn: int, ahead: int) -> bool:
         """Whether items of the step loop that run so far ahead run in a turn. A resumed run first repeats, of the turns
-        before its checkpoint, what they made of later steps."""
+        before its checkpoint, what they made of later steps, and what brings parameters to the copies."""
         repeats = bool(self.resumed) and turn <= self.resumed
         return runs_in(turn, ahead, self.state.context.plan.header.steps) and (
-            not repeats or ahead > 0 and turn + ahead > self.resumed)
+            not repeats or ahead == EVERY_TURN or turn + max(ahead, 0) > self.resumed)
 
     def state_of(self, event: Event) -> RankState:
         """The state of the step for which an event runs now."""
@@ -168,7 +169,8 @@ class Interpreter:
     def handle(self, state: RankState, event: Event) -> None:
         """Execute one event, or restore what it did before the checkpoint of a resumed run."""
         resumed = state.services.resumed
-        if resumed is not None and self.turn <= self.resumed and in_flight.stored_values(event):
+        if resumed is not None and self.turn <= self.resumed and in_flight.stored_values(
+                event, state.context.changing_models):
             in_flight.restore(state.step, event, resumed.rows_of)
         else:
             rule_for(HANDLERS, event, "the interpreter")(state, event)
@@ -181,7 +183,7 @@ class Interpreter:
         lag, steps = context.plan.header.lag, context.plan.header.steps
         begun = range(checkpoint.step + 1, min(checkpoint.step + lag, steps) + 1)
         if lag or checkpoint.steps_ahead:
-            in_flight.check(checkpoint, begun, context.plan)
+            in_flight.check(checkpoint, begun, context)
         for event in loop.body:
             if isinstance(event, Fetch) and event.ahead and not event.reads:
                 reader.position[event.data] = reader.position.get(event.data, -1) - len(begun)

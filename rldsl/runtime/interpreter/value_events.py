@@ -82,7 +82,8 @@ def lengths(step: StepState, event: Lengths) -> None:
     group = world.group(event.mesh)
     if group is not None:
         dist.all_reduce(table, group=group)
-    step.set_lengths(frame.id, RowLengths(table[:, 0], table[:, 1]))
+    if event.ahead > 0 or frame.id not in context.exchanged_ahead:
+        step.set_lengths(frame.id, RowLengths(table[:, 0], table[:, 1]))
 
 
 def transfer_values(step: StepState, ring: EventRing, event: Transfer) -> None:

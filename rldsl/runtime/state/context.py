@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from rldsl.plan.events import Derive, Load, Offload, split_buffer
+from rldsl.plan.events import Derive, Lengths, Load, Offload, split_buffer
 from rldsl.plan.expr import Program
 from rldsl.plan.function import Function
 from rldsl.plan.model import Data, Model, Plan, Spread, Value
@@ -86,6 +86,17 @@ class RunContext:
     def derived(self) -> frozenset[str]:
         """The frames whose sequences are copies of another frame's, so that their tokens count once."""
         return frozenset(e.frame for e, _ in event_paths(self.plan) if isinstance(e, Derive))
+
+    @cached_property
+    def exchanged_ahead(self) -> frozenset[str]:
+        """The frames whose lengths this rank gets ahead of their step, so that an exchange in it tells nothing new."""
+        return frozenset(e.frame for e, _ in event_paths(self.plan)
+                         if isinstance(e, Lengths) and e.ahead > 0 and self.rank in self.world.meshes[e.mesh].members())
+
+    @cached_property
+    def changing_models(self) -> frozenset[str]:
+        """The models whose parameters change during the run."""
+        return frozenset(m.name for m in self.plan.models if m.train_layout or m.updated_from)
 
     @cached_property
     def aliases(self) -> Mapping[ShardKey, str]:

@@ -1,8 +1,9 @@
 """What events that run ahead have made of later steps, in checkpoints.
 
 In: the states of these steps. Out: tensors by name, and from them the buffers of an event, on the ranks of any
-placement. What depends on parameters, states or buffers of the past is stored: what was generated, inferred, drawn and
-sampled. The rest of what runs ahead is computed again when a run resumes. A tensor is named
+placement. What depends on parameters, states or buffers of the past is stored: what was generated, inferred with a
+model that changes, drawn and sampled. The rest of what runs ahead is computed again when a run resumes: it may run
+ahead by another number of steps under another placement. A tensor is named
 `later step|STEP|VALUE|PART.RANK|0:n`, with the parts of a ragged value: ids, sizes and data.
 """
 
@@ -16,7 +17,6 @@ import torch
 
 from rldsl.diag import fail
 from rldsl.plan.events import Event, split_buffer
-from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
 from rldsl.runtime.comm.row_assignment import RowLengths
 from rldsl.runtime.state.context import RunContext
@@ -40,9 +40,11 @@ class Ahead(Protocol):
 PREFIX = "later step"  # of the names of tensors in a checkpoint; no model, state or buffer has a name with a blank
 
 
-def stored_values(event: Event) -> tuple[str, ...]:
+def stored_values(event: Event, models: frozenset[str]) -> tuple[str, ...]:
     """The values of an event that a checkpoint stores, and the lengths of the rows that it makes. KV caches are not
-    needed again."""
+    needed again. models: those that change during the run."""
+    if not event.new_rows and event.copies() and models.isdisjoint(m for m, _ in event.copies()):
+        return ()
     values = (v for v, _ in map(split_buffer, event.writes) if not v.endswith(".cache"))
     return (*values, *(f"{frame}.lengths" for frame in event.new_rows)) if event.traits.stored_ahead else ()
 
@@ -54,7 +56,7 @@ def key_of(step: int, value: str) -> str:
 
 def keep(step: StepState, event: Event) -> None:
     """Note what an event that runs ahead has made; buffers may be freed before the next checkpoint."""
-    stored = stored_values(event)
+    stored = stored_values(event, step.context.changing_models)
     if not stored or not _owns(step.context, event):
         return
     for value, buffer in ((split_buffer(b)[0], b) for b in event.writes):
@@ -89,16 +91,17 @@ def tensors(later: Mapping[int, StepState], rank: int) -> dict[str, torch.Tensor
     return found
 
 
-def check(checkpoint: Ahead, steps: Sequence[int], plan: Plan) -> None:
+def check(checkpoint: Ahead, steps: Sequence[int], context: RunContext) -> None:
     """Whether a checkpoint holds what the plan made of these later steps, and of no others. RL0762."""
-    values = {v for e, _ in event_paths(plan) if e.ahead > 0 for v in stored_values(e)}
+    values = {v for e, _ in event_paths(context.plan) if e.ahead > 0
+              for v in stored_values(e, context.changing_models)}
     if checkpoint.steps_ahead == set(steps) and all(
             checkpoint.has_rows_of(key_of(s, v)) for s in steps for v in values):
         return
     held = ", ".join(map(str, sorted(checkpoint.steps_ahead))) or "none"
     raise fail("RL0762", "the checkpoint was written with another `lag`, or other `steps`", place=str(checkpoint.path),
                notes=(f"steps of which something was generated ahead: {held}",
-                      f"with `lag={plan.header.lag}` and `steps={plan.header.steps}`: "
+                      f"with `lag={context.plan.header.lag}` and `steps={context.plan.header.steps}`: "
                       f"{', '.join(map(str, steps)) or 'none'}"),
                help="resume with the `lag` and `steps` of the run that wrote it, or start a new run from its models")
 
@@ -110,7 +113,7 @@ def restore(step: StepState, event: Event, read: Callable[[str], RaggedRows]) ->
         _set_lengths(step, event, frame, read(key_of(step.number, f"{frame}.lengths")))
     for buffer in event.writes:
         value, spread_id = split_buffer(buffer)
-        if value in stored_values(event):
+        if value in stored_values(event, context.changing_models):
             whole, spread = read(key_of(step.number, value)), context.spreads[spread_id]
             ids, sizes, data = (x.to(context.device) for x in (whole.ids, whole.sizes, whole.data))
             mine = ids if spread.granularity == "all" else step.my_rows(spread, context.values[value].frame)
