@@ -25,6 +25,7 @@ from rldsl.runtime.metrics.names import computed
 from rldsl.runtime.metrics.reporter import ReportOptions
 from rldsl.runtime.metrics.run_record import read_record
 from rldsl.runtime.metrics.samples import sample_sources
+from rldsl.runtime.state.logged_numbers import Arrival, LoggedNumbers
 from tests.metrics.program import ALONE, REWARDS, TEXT, TWO, lines, plan, run
 from tests.world import run_world
 
@@ -249,7 +250,17 @@ def test_a_line_is_written_once_whatever_showing_it_raises(place: Path, monkeypa
     context: Any = SimpleNamespace(plan=decode(plan(place), "p"), rank=0, out=place)
     made = reporting.Reporter(context, cast(Any, SimpleNamespace(number=0)), cast(Any, None),
                               starting._reporting(starting._arguments(None)))
-    made._lines.append(reporting._Line(1, (), {"seconds": 1.0}))
+    made._lines.append(reporting._Line(1, (), 1.0, 0, {}))
     with pytest.raises(BrokenPipeError), made:
         made.write_lines()
     assert [line["step"] for line in lines(place / "metrics.jsonl")] == [1]
+
+
+def test_a_step_ends_when_its_numbers_have_arrived() -> None:
+    """A rank that generates ahead has nothing to do in the last step, and the others still train."""
+    late = Arrival()
+    line = reporting._Line(3, (LoggedNumbers((), (), {}, late, late.wait),), 11.0, 40, {"time/generate": 0.5})
+    late.complete(lambda: None)
+    late.at = 14.0
+    assert line.numbers(since=10.0) == {"step": 3, "seconds": 4.0, "tokens_per_second": 10.0, "time/generate": 0.5,
+                                        "time/rest": 3.5}

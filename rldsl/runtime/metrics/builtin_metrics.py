@@ -76,11 +76,10 @@ class Meter:
         """It begins one more iteration."""
         self._iterations[loop][-1] += 1
 
-    def finish(self, step: StepState, seconds: float) -> dict[str, float]:
-        """The numbers of the step, then begin the next. seconds: the duration of the step."""
+    def finish(self, step: StepState) -> dict[str, float]:
+        """The numbers of the step, then begin the next."""
         phases = dict(self.seconds)
         numbers: dict[str, float] = {f"time/{phase}": round(s, 4) for phase, s in phases.items()}
-        numbers["time/rest"] = round(max(seconds - sum(phases.values()), 0.0), 4)
         for phase, tokens in self._tokens.items():
             if tokens and phases.get(phase):
                 numbers[f"tokens_per_second/{phase}"] = round(tokens / phases[phase], 1)

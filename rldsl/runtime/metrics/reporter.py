@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from rldsl.plan.events import Event
-from rldsl.plan.metrics_file import METRICS
+from rldsl.plan.metrics_file import METRICS, PHASES
 from rldsl.plan.naming import Labels, describe_event
 from rldsl.plan.projection import event_paths
 from rldsl.plan.references import Role, references
@@ -52,15 +52,29 @@ class _Line:
 
     step: int                          # its number, from 1
     logged: tuple[LoggedNumbers, ...]  # what the program logs, perhaps still on its way to this rank
+    ended: float                       # when this rank ended it, by `time.monotonic`
+    tokens: int                        # of its sequences
     measured: Mapping[str, float]      # what this rank measured
 
-    def numbers(self) -> dict[str, float]:
-        """The line of metrics.jsonl. What was logged several times (a train in a `repeat`) counts by its mean."""
+    def ended_everywhere(self) -> float:
+        """When its numbers had arrived, too: with a lag, a rank that generates ends a step before those that train."""
+        return max([self.ended, *(numbers.arrival.at for numbers in self.logged)])
+
+    def numbers(self, since: float) -> dict[str, float]:
+        """The line of metrics.jsonl. What was logged several times (a train in a `repeat`) counts by its mean. since:
+        when the step before had ended."""
         found: dict[str, list[float]] = {}
         for numbers in self.logged:
             for name, number in numbers.numbers().items():
                 found.setdefault(name, []).append(number)
-        return {"step": self.step, **{name: sum(x) / len(x) for name, x in found.items()}, **self.measured}
+        seconds = max(self.ended_everywhere() - since, 1e-9)
+        line: dict[str, float] = {"step": self.step, **{name: sum(x) / len(x) for name, x in found.items()}}
+        line["seconds"] = round(seconds, 4)
+        if self.tokens:
+            line["tokens_per_second"] = round(self.tokens / seconds, 1)
+        line |= self.measured
+        line["time/rest"] = round(max(seconds - sum(line.get(f"time/{p}", 0.0) for p in PHASES), 0.0), 4)
+        return line
 
 
 class Reporter:
@@ -146,13 +160,8 @@ class Reporter:
             self._samples.end_step(step)
         if self.meter is None:
             return
-        now = time.monotonic()
-        seconds, self._since = max(now - self._since, 1e-9), now
-        measured: dict[str, float] = {"seconds": round(seconds, 4)}
-        if step.tokens:
-            measured["tokens_per_second"] = round(step.tokens / seconds, 1)
-        measured |= self.meter.finish(step, seconds)
-        self._lines.append(_Line(step.number, tuple(logged), measured))
+        measured = self.meter.finish(step)
+        self._lines.append(_Line(step.number, tuple(logged), time.monotonic(), step.tokens, measured))
         self.write_lines()
 
     def write_lines(self, wait: bool = False) -> None:
@@ -164,7 +173,8 @@ class Reporter:
                     numbers.wait()
                 elif not numbers.arrival.arrived():
                     return
-            values = line.numbers()
+            values = line.numbers(self._since)
+            self._since = max(self._since, line.ended_everywhere())
             self._write(values)
             self._lines.popleft()  # before anything else can fail: a line is written once
             self._show(values)

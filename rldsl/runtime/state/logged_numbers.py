@@ -8,6 +8,7 @@ Errors: what a wait raises is raised again where the result is asked for.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,11 +32,12 @@ class Arrival:
 
     _there: threading.Event = field(default_factory=threading.Event)  # set when the wait for it has ended
     _error: BaseException | None = None                               # what that wait raised
+    at: float = 0.0                                                   # when it ended, by `time.monotonic`
 
     @staticmethod
     def now() -> Arrival:
         """An arrival that is complete from the start."""
-        arrival = Arrival()
+        arrival = Arrival(at=time.monotonic())
         arrival._there.set()
         return arrival
 
@@ -45,6 +47,7 @@ class Arrival:
             wait()
         except BaseException as error:  # noqa: BLE001 (for the thread that asks)
             self._error = error
+        self.at = time.monotonic()
         self._there.set()
 
     def arrived(self) -> bool:
