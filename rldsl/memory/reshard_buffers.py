@@ -7,7 +7,7 @@ executed in rounds (`reshard/rounds.py`), of which two are in flight.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from rldsl.memory.holder_classes import HolderClass
 from rldsl.memory.parameters import Copy, held
@@ -65,7 +65,7 @@ def _buffered_elements(reshard: ReshardPlan, rank: int, buckets: int, model: Mod
     held = [_PiecesOfCell(model, layout, cell) if same else None
             for same, layout, cell in zip(in_place, layouts, cells, strict=True)]
     slices = rank_slices(reshard, rank, shared)
-    alike = tuple(partial(_alike, shared, way, cell) for way, cell in enumerate(cells))
+    alike = tuple(_AlikeAtCell(shared, way, cell) for way, cell in enumerate(cells))
     for number in numbers:
         sends, receives = (sum(x.count * elements_to_pack((x.message,), held[way])
                                for x in like_messages(reshard, slices[way], number, buckets, alike[way]))
@@ -74,12 +74,20 @@ def _buffered_elements(reshard: ReshardPlan, rank: int, buckets: int, model: Mod
     return sum(sum(buffer_elements(sizes.get(n, (0, 0))[way] for n in range(total))) for way in (0, 1))
 
 
-def _alike(shared: ReshardCache, way: int, cell: Cell | None, number: int) -> int:
-    """Of a box class a number: equal for classes that take equal buffers on the ranks at a cell. A box lies in a
+class _AlikeAtCell(dict[int, int]):
+    """Of each box class a number: equal for classes that take equal buffers on the ranks at a cell. A box lies in a
     parameter of such a rank if the cell is one of its class, and nowhere else, so classes with the same boxes, all of
     this cell or none, need the same. way: 0 for what the rank sends, 1 for what it receives."""
-    box_class = shared.plan.classes[number]
-    return 2 * shared.alike(number) + (cell in (box_class.holders, box_class.needers)[way])
+
+    def __init__(self, shared: ReshardCache, way: int, cell: Cell | None):
+        super().__init__()
+        self.shared, self.way, self.cell = shared, way, cell
+
+    def __missing__(self, number: int) -> int:
+        box_class = self.shared.plan.classes[number]
+        here = self.cell in (box_class.holders, box_class.needers)[self.way]
+        self[number] = 2 * self.shared.alike[number] + here
+        return self[number]
 
 
 class _PiecesOfCell(dict[str, tuple[Parameter, tuple[Piece, ...]]]):

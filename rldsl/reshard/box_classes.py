@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise, product
@@ -51,19 +51,16 @@ class BoxClass:
 
 def box_classes(model: Model, src: Layout, dst: Layout) -> tuple[BoxClass, ...]:
     """All classes, in the order of their first boxes in the model."""
-    # by the identities of holders and needers: there is one object for equal cells, and one for equal pairs. Hashing
-    # tuples of tuples for every box takes longer than all else here
+    # By the identities of holders and needers: there is one object for equal pairs, and so one for equal cells. Hashing
+    # tuples of tuples for every box takes longer than all else here.
     entries: dict[tuple[int, int], _Entry] = {}
-    known: dict[tuple[Cell, ...], tuple[Cell, ...]] = {}
+    interned: dict[PartShardPairs, PartShardPairs] = {}
+    of_pairs: dict[tuple[int, tuple[int, ...]], tuple[Cell, ...]] = {}  # by the identity of the pairs, and pp ranks
     divided: dict[object, tuple[_Uncut, ...]] = {}
 
-    def cells(pp_ranks: Sequence[int], pairs: Iterable[PartShardPairs]) -> dict[int, tuple[Cell, ...]]:
-        """By the identity of the pairs."""
-        found = dict[int, tuple[Cell, ...]]()
-        for same in pairs:
-            if id(same) not in found:
-                made = tuple([Cell(pp_rank, *pair) for pp_rank in sorted(pp_ranks) for pair in same])
-                found[id(same)] = known.setdefault(made, made)
+    def cells(pp_ranks: tuple[int, ...], pairs: PartShardPairs) -> tuple[Cell, ...]:
+        if (found := of_pairs.get(key := (id(pairs), pp_ranks))) is None:
+            found = of_pairs[key] = tuple([Cell(pp_rank, *pair) for pp_rank in pp_ranks for pair in pairs])
         return found
 
     def entry_of(have: tuple[Cell, ...], want: tuple[Cell, ...]) -> _Entry:
@@ -75,7 +72,7 @@ def box_classes(model: Model, src: Layout, dst: Layout) -> tuple[BoxClass, ...]:
     for spec in model.params:
         key = geometry(spec)
         if key not in divided:
-            divided[key] = tuple(_uncut_boxes(spec, src, dst))
+            divided[key] = tuple(_uncut_boxes(spec, src, dst, interned))
         between: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Parameter]] = defaultdict(list)
         for p in expand_specs((spec,), model.layers):
             between[stages(p, model.layers, src), stages(p, model.layers, dst)].append(p)
@@ -83,10 +80,9 @@ def box_classes(model: Model, src: Layout, dst: Layout) -> tuple[BoxClass, ...]:
             layers, name = tuple(p.layer for p in same_stages), spec.name
             count = len(layers)
             if (boxes := placed.get((key, pp_ranks))) is None:
-                have = cells(pp_ranks[0], (uncut.have for uncut in divided[key]))
-                want = cells(pp_ranks[1], (uncut.want for uncut in divided[key]))
-                boxes = placed[key, pp_ranks] = [(box, elements, entry_of(have[id(having)], want[id(wanting)]))
-                                                 for box, elements, having, wanting in divided[key]]
+                boxes = placed[key, pp_ranks] = [
+                    (box, elements, entry_of(cells(pp_ranks[0], have), cells(pp_ranks[1], want)))
+                    for box, elements, have, want in divided[key]]
             for box, elements, entry in boxes:
                 entry.segments.append(Segment(name, layers, box, entry.size))
                 entry.size += elements * count
@@ -112,16 +108,16 @@ class _Uncut(NamedTuple):
     want: PartShardPairs  # those of the destination that want it
 
 
-def _uncut_boxes(spec: ParamSpec, src: Layout, dst: Layout) -> Iterator[_Uncut]:
+def _uncut_boxes(spec: ParamSpec, src: Layout, dst: Layout,
+                 interned: dict[PartShardPairs, PartShardPairs]) -> Iterator[_Uncut]:
     """The division of one parameter that the pieces of both layouts make, without what the destination does not
-    want."""
+    want. interned: the pairs found so far, one object for equal ones."""
     sides = [pieces_by_pair(spec, layout) for layout in (src, dst)]
     boxes = [piece.box for side in sides for pieces in side.values() for piece in pieces]
     cuts = [sorted({end for box in boxes for end in box[d]}) for d in range(len(spec.shape))]
     covering = [_covering(side, cuts) for side in sides]
     intervals = [tuple(pairwise(c)) for c in cuts]
     rest = [(at, tuple(box[1] for box in chosen)) for at, chosen in enumerate(product(*map(enumerate, intervals[1:])))]
-    known: dict[PartShardPairs, PartShardPairs] = {}
     for row, first in enumerate(intervals[0] if intervals else ((0, 1),)):
         for at, others in rest:
             box: Box = (first, *others) if cuts else ()
@@ -129,7 +125,7 @@ def _uncut_boxes(spec: ParamSpec, src: Layout, dst: Layout) -> Iterator[_Uncut]:
             if not have:
                 raise internal_error(f"no rank of the source holds {box} of {spec.name}", place="resharding")
             if want:
-                yield _Uncut(box, volume(box), known.setdefault(have, have), known.setdefault(want, want))
+                yield _Uncut(box, volume(box), interned.setdefault(have, have), interned.setdefault(want, want))
 
 
 def _covering(side: Mapping[tuple[int, int], Sequence[Piece]],

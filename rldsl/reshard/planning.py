@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh, Model
@@ -132,6 +132,24 @@ class _NodeNeeds:
 # --------------------------------------------------------------------------------------------- over the network
 
 
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """How often classes leave their holders with broadcast trees of some size."""
+
+    trees: Sequence[int]  # how many each group has
+    families: Sequence[tuple[Wanted, FamilyTrees]]  # the groups that want the same, and the trees of each
+    counts: Mapping[int, int]  # how often each class leaves its holders, by its number, ascending; of those that do
+
+
+@dataclass(frozen=True, slots=True)
+class _Division:
+    """How holders divide between them what leaves them."""
+
+    copies: _Copies
+    parts: Mapping[int, Sequence[Share]]  # class -> what each holder cell sends of it
+    sent: Mapping[Cell, tuple[int, int]]  # cell -> elements that its ranks send, and how many of its ranks send them
+
+
 def _choose_tree_size(plan: ReshardPlan) -> ReshardPlan:
     """Choose how often classes leave their holders, and which holders send them: as many trees as possible (fewer
     hops) without a holder that sends much more than the busiest rank receives."""
@@ -141,102 +159,104 @@ def _choose_tree_size(plan: ReshardPlan) -> ReshardPlan:
     received = max((x for group in plan.groups for x in elements_arriving(group).values()), default=0)
     if not received:
         return plan
+    no_forwarding = _light_enough(plan, 1, received, received * MIN_GAIN)
+    if no_forwarding is not None:  # whatever one tree would give
+        return _with_senders(plan, no_forwarding)
     largest = max(len(group.nodes) for group in plan.groups)
-    if _busiest_at_least(plan, 1) <= received * MIN_GAIN:
-        no_forwarding = _with_trees(plan, 1, received)
-        if _busiest_sender(no_forwarding) <= received * MIN_GAIN:  # whatever one tree would give
-            return no_forwarding
-    one_tree = _with_trees(plan, largest, received)
-    enough = max(received, _busiest_sender(one_tree)) * MIN_GAIN
+    one_tree = _division(plan, _copies(plan, largest), received)
+    enough = max(received, _busiest_sender(plan, one_tree)) * MIN_GAIN
     nodes_per_tree = 1
     while nodes_per_tree < largest:
-        if _busiest_at_least(plan, nodes_per_tree) <= enough:
-            candidate = _with_trees(plan, nodes_per_tree, received)
-            if _busiest_sender(candidate) <= enough:
-                return candidate
+        found = _light_enough(plan, nodes_per_tree, received, enough)
+        if found is not None:
+            return _with_senders(plan, found)
         nodes_per_tree *= 2
-    return one_tree
+    return _with_senders(plan, one_tree)
 
 
-def _busiest_at_least(plan: ReshardPlan, nodes_per_tree: int) -> float:
-    """A lower bound of `_busiest_sender` with broadcast trees of so many nodes: classes with the same holders, divided
-    over all of their ranks."""
-    trees = _num_trees(plan, nodes_per_tree)
-    totals = Counter[tuple[Cell, ...]]()
-    for i, count in _num_copies(plan, _families(plan.groups, trees), trees).items():
-        totals[plan.classes[i].holders] += plan.classes[i].size * count
-    return max(total / (len(holders) * plan.src.replicas) for holders, total in totals.items())
+def _light_enough(plan: ReshardPlan, nodes_per_tree: int, received: int, enough: float) -> _Division | None:
+    """The division with broadcast trees of so many nodes; None if a rank then sends more than `enough`."""
+    copies = _copies(plan, nodes_per_tree)
+    if _busiest_at_least(plan, copies) > enough:
+        return None
+    found = _division(plan, copies, received)
+    return found if _busiest_sender(plan, found) <= enough else None
 
 
-def _num_trees(plan: ReshardPlan, nodes_per_tree: int) -> Sequence[int]:
-    """How many trees each group has."""
-    return [-(-len(group.nodes) // nodes_per_tree) if group.arrivals else len(group.nodes) for group in plan.groups]
-
-
-def _num_copies(plan: ReshardPlan, families: Sequence[tuple[Wanted, FamilyTrees]],
-                trees: Sequence[int]) -> Mapping[int, int]:
-    """How often each class leaves its holders, by its number, ascending; of those that do. trees: of each group."""
+def _copies(plan: ReshardPlan, nodes_per_tree: int) -> _Copies:
+    """With broadcast trees of so many nodes each."""
+    trees = [-(-len(group.nodes) // nodes_per_tree) if group.arrivals else len(group.nodes) for group in plan.groups]
+    families = _families(plan.groups, trees)
     counts: Counter[int] = Counter()
     for wanted, family in families:
         counts.update(dict.fromkeys(wanted.places, family.ends[-1]))
     for group, count in zip(plan.groups, trees, strict=True):
         counts.subtract(dict.fromkeys(group.arrivals.held_classes(), count))
-    return {i: count for i, count in sorted(counts.items()) if count}
+    return _Copies(trees, families, {i: count for i, count in sorted(counts.items()) if count})
 
 
-def _busiest_sender(plan: ReshardPlan) -> int:
+def _busiest_at_least(plan: ReshardPlan, copies: _Copies) -> float:
+    """A lower bound of `_busiest_sender`: classes with the same holders, divided over all of their ranks."""
+    totals = Counter[tuple[Cell, ...]]()
+    for i, count in copies.counts.items():
+        totals[plan.classes[i].holders] += plan.classes[i].size * count
+    return max(total / (len(holders) * plan.src.replicas) for holders, total in totals.items())
+
+
+def _busiest_sender(plan: ReshardPlan, division: _Division) -> int:
     """The most elements that one rank sends over the network; a rank that forwards may also hold other classes."""
-    sent_by_holder = {cell: -(-s.size // s.num_senders) for cell, s in plan.senders.items()}
+    sent_by_holder = {cell: -(-size // ranks) for cell, (size, ranks) in division.sent.items()}
     most = max(sent_by_holder.values())
-    for group in plan.groups:
-        if group.num_trees < len(group.nodes):
+    for group, trees in zip(plan.groups, division.copies.trees, strict=True):
+        if trees < len(group.nodes):
             for device, size in elements_arriving(group).items():
                 cell = group.cells[device][0]
                 most = max(most, size + (sent_by_holder.get(cell, 0) if cell is not None else 0))
     return most
 
 
-def _with_trees(plan: ReshardPlan, nodes_per_tree: int, received: int) -> ReshardPlan:
-    """The plan with broadcast trees of so many nodes each. received: elements that the busiest rank receives, and so
-    what one rank may send without becoming the bottleneck."""
-    # 1. how many trees each group needs
-    trees = _num_trees(plan, nodes_per_tree)
-    families = _families(plan.groups, trees)
-    # 2. how often each class leaves its holders
-    copies = _num_copies(plan, families, trees)
-    # 3. split these copies evenly over the holder cells
+def _division(plan: ReshardPlan, copies: _Copies, received: int) -> _Division:
+    """Copies of classes, split evenly over the cells that hold them; of each cell, as few ranks send as keep each below
+    the busiest receiver. received: elements that the busiest rank receives, and so what one rank may send without
+    becoming the bottleneck."""
     by_holders: dict[tuple[Cell, ...], list[tuple[int, int]]] = defaultdict(list)
-    for i, count in copies.items():
+    for i, count in copies.counts.items():
         by_holders[plan.classes[i].holders].append((i, plan.classes[i].size * count))
-    sent_parts: dict[int, list[Share]] = {i: [] for i in copies}
+    parts: dict[int, list[Share]] = {i: [] for i in copies.counts}
+    sent: dict[Cell, int] = defaultdict(int)
     totals = {holders: sum(size for _, size in items) for holders, items in by_holders.items()}
     for holders, amounts in balance(totals, {}).items():
         for i, (who, start, stop) in cut_at(by_holders[holders], amounts):
-            start, stop = start // copies[i], stop // copies[i]
+            count = copies.counts[i]
+            start, stop = start // count, stop // count
             if start < stop:
-                sent_parts[i].append(Share(who, start, stop))
-    # 4. elements that each cell sends to each tree of a group: by family, and less for groups that hold some of it
+                parts[i].append(Share(who, start, stop))
+                sent[holders[who]] += count * (stop - start)
+    limit = max(received, *(-(-size // plan.src.replicas) for size in sent.values()))
+    return _Division(copies, parts, {cell: (size, min(plan.src.replicas, -(-size // limit)))
+                                     for cell, size in sorted(sent.items())})
+
+
+def _with_senders(plan: ReshardPlan, division: _Division) -> ReshardPlan:
+    """The plan with a record for each cell that sends."""
+    trees, families, parts = division.copies.trees, division.copies.families, division.parts
+    # elements that each cell sends to each tree of a group: by family, and less for groups that hold some of it
     per_family: dict[Cell, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     less: dict[Cell, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for number, (wanted, _) in enumerate(families):
         for i in wanted.places:
-            for who, start, stop in sent_parts.get(i, ()):
+            for who, start, stop in parts.get(i, ()):
                 per_family[plan.classes[i].holders[who]][number] += stop - start
     for group_index, group in enumerate(plan.groups):
         for i in group.arrivals.held_classes():
-            for who, start, stop in sent_parts.get(i, ()):
+            for who, start, stop in parts.get(i, ()):
                 less[plan.classes[i].holders[who]][group_index] += stop - start
-    supplies = {cell: Supplies(tuple((families[number][1], size) for number, size in sorted(per_family[cell].items())),
-                               tuple(FewerElements(g, trees[g], size) for g, size in sorted(less[cell].items())))
-                for cell in sorted(per_family)}
-    # 5. one record per cell, with as few sending ranks as keep each below the busiest receiver
-    totals_sent = {cell: size for cell, supply in supplies.items() if (size := supply.elements())}
-    limit = max(received, *(-(-size // plan.src.replicas) for size in totals_sent.values()))
-    senders = {cell: CellSender(size, min(plan.src.replicas, -(-size // limit)), supplies[cell])
-               for cell, size in totals_sent.items()}
+    senders = {cell: CellSender(size, ranks, Supplies(
+        tuple((families[number][1], amount) for number, amount in sorted(per_family[cell].items())),
+        tuple(FewerElements(g, trees[g], amount) for g, amount in sorted(less[cell].items()))))
+        for cell, (size, ranks) in division.sent.items()}
     groups = tuple(replace(group, num_trees=n) for group, n in zip(plan.groups, trees, strict=True))
-    return replace(plan, groups=groups, sent_parts={i: tuple(parts) for i, parts in sent_parts.items()},
-                   senders=senders)
+    return replace(plan, groups=groups, sent_parts={i: tuple(shares) for i, shares in parts.items()}, senders=senders)
 
 
 def _families(groups: Sequence[NodeGroup], trees: Sequence[int]) -> Sequence[tuple[Wanted, FamilyTrees]]:

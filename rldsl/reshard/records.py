@@ -95,11 +95,6 @@ class Supplies:
             start -= e.trees * e.amount
         return TreeSupply(group, trees, own, start) if own else None
 
-    def elements(self) -> int:
-        """Everything that the cell sends."""
-        return (sum(amount * family.ends[-1] for family, amount in self.families)
-                - sum(e.trees * e.amount for e in self.fewer))
-
 
 @dataclass(frozen=True, slots=True)
 class CellSender:

@@ -8,7 +8,7 @@ what arrives in a round is forwarded exactly two rounds later, so two buckets of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -107,7 +107,7 @@ class LikeMessages:
 
 
 def like_messages(plan: ReshardPlan, slices: Sequence[TransferSlice], number: int, buckets: int,
-                  alike: Callable[[int], int]) -> Iterator[LikeMessages]:
+                  alike: Mapping[int, int]) -> Iterator[LikeMessages]:
     """The messages of a round, made once for all that are alike: a rank hears from hundreds of zero shards, which send
     the same rows of different places. alike: of each box class, a number that is equal only for classes whose boxes
     have the same parameters and shapes, in the same order."""
@@ -117,7 +117,7 @@ def like_messages(plan: ReshardPlan, slices: Sequence[TransferSlice], number: in
     counts: dict[tuple[ClassSlice, ...], int] = {}
     first: dict[tuple[ClassSlice, ...], tuple[int, Sequence[ClassSlice]]] = {}
     for peer, intervals in by_peer.items():
-        kind = tuple([(alike(box_class), start, stop) for box_class, start, stop in intervals])
+        kind = tuple([(alike[box_class], start, stop) for box_class, start, stop in intervals])
         counts[kind] = counts.get(kind, 0) + 1
         first.setdefault(kind, (peer, intervals))
     for kind, (peer, alone) in first.items():

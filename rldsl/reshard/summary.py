@@ -7,14 +7,16 @@ that does not grow with the number of ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from typing import TypeVar
 
 from rldsl.plan.model import Model
 from rldsl.reshard.records import NodeGroup, ReshardPlan
 from rldsl.reshard.rounds import BUCKET, num_buckets, num_rounds
-from rldsl.sharding.boxes import Box, Cell, itemsize
+from rldsl.sharding.boxes import Cell, itemsize
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +48,7 @@ def missing_elements(group: NodeGroup) -> int:
 
 def digest(plan: ReshardPlan, buckets: int) -> str:
     """sha256 over a text of everything that a reshard does, and the number of buckets."""
-    total = hashlib.sha256()
-    for line in _text(plan, buckets):
-        total.update(line.encode() + b"\n")
-    return total.hexdigest()
+    return hashlib.sha256("".join([f"{line}\n" for line in _text(plan, buckets)]).encode()).hexdigest()
 
 
 def _text(plan: ReshardPlan, buckets: int) -> Iterator[str]:
@@ -57,16 +56,10 @@ def _text(plan: ReshardPlan, buckets: int) -> Iterator[str]:
     yield f"{buckets} buckets, {plan.devices} devices"
     for view in (plan.src, plan.dst):
         yield f"side {view.parts}x{view.zero_shards} {view.replicas} {view.ordered}"
-    cells, text, texts = cache(_cells), cache(str), dict[int, str]()
-
-    def of_box(box: Box) -> str:  # many segments have one object, and hashing it takes as long as writing it
-        if (found := texts.get(id(box))) is None:
-            found = texts[id(box)] = str(box)
-        return found
-
+    cells, text = _by_identity(_cells), _by_identity(repr)
     for i, box_class in enumerate(plan.classes):
         yield f"class {i} {cells(box_class.holders)} to {cells(box_class.needers)}"
-        yield "".join([f"{x.spec} {text(x.layers)} {of_box(x.box)}\n" for x in box_class.segments])
+        yield "".join([f"{spec} {text(layers)} {text(box)}\n" for spec, layers, box, _ in box_class.segments])
     first: dict[int, int] = {}  # id of what a group wants -> the first group that wants it
     for number, group in enumerate(plan.groups):
         wanted = group.arrivals.wanted
@@ -81,6 +74,19 @@ def _text(plan: ReshardPlan, buckets: int) -> Iterator[str]:
         supplies = [(family.groups[0], size) for family, size in sender.supplies.families]
         fewer = _ints(x for less in sender.supplies.fewer for x in less)
         yield f"source {_cells((cell,))} {sender.size} {sender.num_senders} {supplies} {fewer}"
+
+
+def _by_identity(write: Callable[[T], str]) -> Callable[[T], str]:
+    """The same, written once for each object that the plan keeps: many records have one, and hashing it takes as long
+    as writing it."""
+    texts: dict[int, str] = {}
+
+    def text(part: T) -> str:
+        if (found := texts.get(id(part))) is None:
+            found = texts[id(part)] = write(part)
+        return found
+
+    return text
 
 
 def _ints(numbers: Iterable[int]) -> str:

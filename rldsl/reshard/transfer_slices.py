@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from rldsl.reshard.arrivals import IntraNodeCopy
+from rldsl.reshard.box_classes import BoxClass
 from rldsl.reshard.broadcast_trees import TREES, children, depth, parent, root
 from rldsl.reshard.load_balance import Share
 from rldsl.reshard.records import NodeGroup, ReshardPlan, TreeSupply
@@ -114,8 +115,7 @@ class ReshardCache:
         self.by_rank: dict[int, tuple[TransferSlices, TransferSlices]] = {}  # see `rank_slices`
         self.known_arrivals: dict[int, Mapping[int, Sequence[Share]]] = {}  # results of `all_parts`
         self.ranks: dict[tuple[Cell, int], int] = {}  # (cell, replica) -> rank
-        self.known_alike: dict[int, int] = {}  # results of `alike`
-        self.numbers: dict[tuple[tuple[object, ...], ...], int] = {}  # boxes without their places -> `alike`
+        self.alike = _Alike(plan.classes)
         self.supply_at, self.all_parts = cache(self._supply_at), cache(self._all_parts)
         self.local_copies, self.received = cache(self._local_copies), cache(self._received)
         self.sent_to_tree, self.sent_to_root = cache(self._sent_to_tree), cache(self._sent_to_root)
@@ -186,21 +186,28 @@ class ReshardCache:
         source = self.plan.senders.get(cell)
         return source.supplies.at(group_index) if source is not None else None
 
-    def alike(self, number: int) -> int:
-        """Of a box class a number: equal for classes that have boxes of the same parameters and shapes, in the same
-        order, as those of different zero shards have. Found for the classes that are asked for: a few rounds are
-        estimated, in which few classes travel."""
-        if (found := self.known_alike.get(number)) is None:
-            key = tuple([(spec, len(layers), *[stop - start for start, stop in box])
-                         for spec, layers, box, _ in self.plan.classes[number].segments])
-            found = self.known_alike[number] = self.numbers.setdefault(key, len(self.numbers))
-        return found
-
     def rank(self, cell: Cell, replica: int) -> int:
         """The rank that is replica `replica` of a cell of the source."""
         if (key := (cell, replica)) not in self.ranks:
             self.ranks[key] = self.plan.src.rank(cell, replica)
         return self.ranks[key]
+
+
+class _Alike(dict[int, int]):
+    """Of each box class a number: equal for classes that have boxes of the same parameters and shapes, in the same
+    order, as those of different zero shards have. Found for the classes that are asked for: a few rounds are estimated,
+    in which few classes travel."""
+
+    def __init__(self, classes: Sequence[BoxClass]):
+        super().__init__()
+        self.classes = classes
+        self.numbers: dict[tuple[tuple[object, ...], ...], int] = {}  # by the boxes without their places
+
+    def __missing__(self, box_class: int) -> int:
+        key = tuple([(spec, len(layers), *[stop - start for start, stop in box])
+                     for spec, layers, box, _ in self.classes[box_class].segments])
+        self[box_class] = self.numbers.setdefault(key, len(self.numbers))
+        return self[box_class]
 
 
 @lru_cache(maxsize=8)

@@ -17,14 +17,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from rldsl.reshard.arrivals import Wanted
+from rldsl.reshard.arrivals import IntraNodeCopy, Wanted
 from rldsl.reshard.box_classes import BoxClass
+from rldsl.reshard.load_balance import Share
 from rldsl.reshard.node_groups import MeshView
 from rldsl.reshard.records import FamilyTrees, NodeGroup, ReshardPlan
+from rldsl.reshard.transfer_slices import TransferSlice
 from rldsl.sharding.boxes import Cell
 
 Fault = tuple[str, str, tuple[int, ...]]  # code, what is wrong, ranks
-Interval = tuple[int, int, int, int]  # (step, box class, start, stop): a slice without its peer
+Slice = TransferSlice | IntraNodeCopy  # what a rank or a device sends in a step
 
 
 class ClassIndex:
@@ -66,24 +68,25 @@ def record_faults(plan: ReshardPlan, src: Mapping[int, Cell], dst: Mapping[int, 
     yield from _supply_faults(plan, totals)
 
 
-def arrived_before(arriving: Sequence[Interval], forwarded: Interval) -> bool:
-    """Whether a rank received what it forwards in the step before; nothing is kept for longer."""
-    send_step, _, at, end = forwarded
-    for step, _, start, stop in arriving:  # mostly it came in one slice
-        if step == send_step - 1 and start <= at and end <= stop:
+def arrived_before(arriving: Sequence[Slice], forwarded: Slice) -> bool:
+    """Whether a rank received what it forwards in the step before; nothing is kept for longer. arriving: of the same
+    box class."""
+    before, at, end = forwarded.step - 1, forwarded.start, forwarded.stop
+    for x in arriving:  # mostly it came in one slice
+        if x.step == before and x.start <= at and end <= x.stop:
             return True
-    for start, stop in sorted((start, stop) for step, _, start, stop in arriving if step == send_step - 1):
+    for start, stop in sorted((x.start, x.stop) for x in arriving if x.step == before):
         if start <= at < stop:
             at = stop
     return at >= end
 
 
-def covers_once(slices: Sequence[Interval], size: int) -> bool:
+def covers_once(slices: Sequence[Slice | Share], size: int) -> bool:
     """Whether the slices of a box class make up [0, size), each element once."""
     if len(slices) == 1:  # as most arrive
-        return slices[0][2:] == (0, size) and size > 0
+        return slices[0].start == 0 and slices[0].stop == size > 0
     at = 0
-    for start, stop in sorted([(start, stop) for _, _, start, stop in slices]):
+    for start, stop in sorted([(x.start, x.stop) for x in slices]):
         if start != at or stop <= at:
             return False
         at = stop
@@ -142,9 +145,9 @@ def _copy_faults(plan: ReshardPlan, group: NodeGroup, holders: Mapping[int, Sequ
     """Copies inside a node that do not bring each device, once, what it lacks of classes that another device holds.
     holders: of each such class."""
     base = group.nodes[0] * plan.devices if group.nodes else 0
-    came = defaultdict[tuple[int, int], list[Interval]](list)  # (class, device) -> what it gets
+    came = defaultdict[tuple[int, int], list[IntraNodeCopy]](list)  # (class, device) -> what it gets
     for copy in group.local_copies:
-        came[copy.box_class, copy.dst].append((copy.step, copy.box_class, copy.start, copy.stop))
+        came[copy.box_class, copy.dst].append(copy)
     places, lists = group.arrivals.wanted.places, group.arrivals.wanted.lists
     lacked = {(i, device) for i, have in holders.items() for device in lists[places[i][0]].needers
               if device not in have}
@@ -153,7 +156,7 @@ def _copy_faults(plan: ReshardPlan, group: NodeGroup, holders: Mapping[int, Sequ
             yield "RL0527", f"rank {base + device} does not receive box class {i} exactly once", (base + device,)
     for copy in group.local_copies:
         if copy.src not in holders.get(copy.box_class, ()) and not arrived_before(
-                came.get((copy.box_class, copy.src), ()), (copy.step, copy.box_class, copy.start, copy.stop)):
+                came.get((copy.box_class, copy.src), ()), copy):
             yield ("RL0533", f"rank {base + copy.src} would send rank {base + copy.dst} a part of box class "
                    f"{copy.box_class} that it does not have in step {copy.step}", (base + copy.src, base + copy.dst))
 
@@ -178,8 +181,7 @@ def _division_faults(plan: ReshardPlan, families: Sequence[_Family]) -> Iterator
     """Classes that cross the network and are not divided over their holders without a gap."""
     for i in {i for family in families for i in family.arriving()}:
         parts, box_class = plan.sent_parts.get(i, ()), plan.classes[i]
-        if not covers_once([(0, i, start, stop) for _, start, stop in parts], box_class.size) or not all(
-                0 <= who < len(box_class.holders) for who, _, _ in parts):
+        if not covers_once(parts, box_class.size) or not all(0 <= x.who < len(box_class.holders) for x in parts):
             yield "RL0527", f"the holders of box class {i} do not send it exactly once", ()
 
 

@@ -33,7 +33,7 @@ from rldsl.reshard.transfer_slices import (
 )
 from rldsl.sharding.boxes import Cell
 from rldsl.sharding.message_batches import MAX_MESSAGES, message_batches
-from rldsl.verify.reshard_records import ClassIndex, Fault, Interval, arrived_before, covers_once, record_faults
+from rldsl.verify.reshard_records import ClassIndex, Fault, arrived_before, covers_once, record_faults
 
 CHECK_ALL_UP_TO = 64  # ranks; of more, a sample is checked
 Item = TypeVar("Item")
@@ -61,26 +61,20 @@ class MeshCells:
 class RankSlices:
     """The slices of a rank."""
 
-    sends: Mapping[int, Sequence[Interval]]  # to each peer
-    receives: Mapping[int, Sequence[Interval]]  # from each peer
+    sends: Mapping[int, Sequence[TransferSlice]]  # to each peer
+    receives: Mapping[int, Sequence[TransferSlice]]  # from each peer
+    arriving: Mapping[int, Sequence[TransferSlice]]  # of each box class, what the rank receives
 
     @staticmethod
     def of(plan: ReshardPlan, rank: int, cache: ReshardCache) -> RankSlices:
-        sends, receives = defaultdict[int, list[Interval]](list), defaultdict[int, list[Interval]](list)
+        sends, receives, arriving = (defaultdict[int, list[TransferSlice]](list) for _ in range(3))
         out, into = rank_slices(plan, rank, cache)
-        for step, peer, box_class, start, stop in out:
-            sends[peer].append((step, box_class, start, stop))
-        for step, peer, box_class, start, stop in into:
-            receives[peer].append((step, box_class, start, stop))
-        return RankSlices(sends, receives)
-
-    def by_class(self) -> Mapping[int, Sequence[Interval]]:
-        """What arrives of each box class."""
-        arriving = defaultdict[int, list[Interval]](list)
-        for intervals in self.receives.values():
-            for interval in intervals:
-                arriving[interval[1]].append(interval)
-        return arriving
+        for x in out:
+            sends[x.peer].append(x)
+        for x in into:
+            receives[x.peer].append(x)
+            arriving[x.box_class].append(x)
+        return RankSlices(sends, receives, arriving)
 
 
 def missing_elements(classes: Sequence[BoxClass], src: MeshCells, dst: MeshCells) -> int:
@@ -117,12 +111,11 @@ def rank_faults(plan: ReshardPlan, src: MeshCells, dst: MeshCells, world: int, i
     cache, paired = _SliceCache(plan), set[tuple[int, int]]()
     for rank in ranks:
         mine, held = cache.of(rank), src.cells.get(rank)
-        arriving = mine.by_class()
-        yield from _coverage_faults(plan, rank, index.lacking(held, dst.cells.get(rank)), arriving)
+        yield from _coverage_faults(plan, rank, index.lacking(held, dst.cells.get(rank)), mine.arriving)
         peers = sorted({*mine.sends, *mine.receives})
         for peer in _spread(peers, pairs or len(peers)):
             yield from (_some_pairing_faults if pairs else _pairing_faults)(rank, peer, cache, paired)
-        yield from _holding_faults(rank, held, mine, index, arriving)
+        yield from _holding_faults(rank, held, mine, index)
         yield from _batch_faults(rank, mine, world)
 
 
@@ -148,7 +141,7 @@ class _SliceCache:
 
 
 def _coverage_faults(plan: ReshardPlan, rank: int, lacks: Set[int],
-                     arriving: Mapping[int, Sequence[Interval]]) -> Iterator[Fault]:
+                     arriving: Mapping[int, Sequence[TransferSlice]]) -> Iterator[Fault]:
     """Box classes that a rank lacks and does not receive exactly once, or receives and does not lack."""
     for i in sorted(lacks | arriving.keys()):
         box_class = plan.classes[i]
@@ -164,7 +157,7 @@ def _pairing_faults(rank: int, peer: int, cache: _SliceCache, paired: set[tuple[
     for a, b, sends, receives in ((rank, peer, mine, other), (peer, rank, other, mine)):
         if (a, b) not in paired:
             paired.add((a, b))
-            if sends.sends.get(b, ()) != receives.receives.get(a, ()):
+            if _without_peer(sends.sends.get(b, ())) != _without_peer(receives.receives.get(a, ())):
                 yield _unpaired(a, b)
 
 
@@ -174,12 +167,12 @@ def _some_pairing_faults(rank: int, peer: int, cache: _SliceCache, paired: set[t
     for a, b, listed, side in ((rank, peer, mine.sends, 0), (peer, rank, mine.receives, 1)):
         if (a, b) not in paired:
             paired.add((a, b))
-            both = tuple(_intervals(slices) for slices in pair_slices(cache.plan, a, b, cache.common))
-            if both[0] != both[1] or both[side] != [*listed.get(peer, ())]:
+            both = pair_slices(cache.plan, a, b, cache.common)
+            if _without_peer(both[0]) != _without_peer(both[1]) or both[side] != tuple(listed.get(peer, ())):
                 yield _unpaired(a, b)
 
 
-def _intervals(slices: Iterable[TransferSlice]) -> list[Interval]:
+def _without_peer(slices: Iterable[TransferSlice]) -> list[tuple[int, int, int, int]]:
     return [(step, box_class, start, stop) for step, _, box_class, start, stop in slices]
 
 
@@ -187,16 +180,14 @@ def _unpaired(sender: int, receiver: int) -> Fault:
     return ("RL0533", f"what rank {sender} sends to rank {receiver} is not what that rank expects", (sender, receiver))
 
 
-def _holding_faults(rank: int, held: Cell | None, mine: RankSlices, index: ClassIndex,
-                    arriving: Mapping[int, Sequence[Interval]]) -> Iterator[Fault]:
+def _holding_faults(rank: int, held: Cell | None, mine: RankSlices, index: ClassIndex) -> Iterator[Fault]:
     """Slices that a rank sends although it neither holds them nor received them in the step before."""
     held_classes = index.held.get(held, set()) if held is not None else set()
-    for peer, intervals in mine.sends.items():
-        for interval in intervals:
-            step, box_class, _, _ = interval
-            if box_class not in held_classes and not arrived_before(arriving.get(box_class, ()), interval):
-                yield ("RL0533", f"rank {rank} would send rank {peer} a part of box class {box_class} that it does "
-                       f"not have in step {step}", (rank, peer))
+    for peer, slices in mine.sends.items():
+        for x in slices:
+            if x.box_class not in held_classes and not arrived_before(mine.arriving.get(x.box_class, ()), x):
+                yield ("RL0533", f"rank {rank} would send rank {peer} a part of box class {x.box_class} that it does "
+                       f"not have in step {x.step}", (rank, peer))
 
 
 def _batch_faults(rank: int, mine: RankSlices, world: int) -> Iterator[Fault]:

@@ -244,14 +244,15 @@ def test_trees_that_are_not_planned_would_be_refused(seed: int) -> None:
             continue
         largest = max(len(group.nodes) for group in plan.groups)
         sizes = [n for n in (1, 2, 4, 8, 16) if n < largest] + [largest]
-        tried = {n: planning._with_trees(plan, n, received) for n in sizes}
-        busiest = {n: planning._busiest_sender(x) for n, x in tried.items()}
-        assert all(planning._busiest_at_least(plan, n) <= busiest[n] for n in sizes)
+        tried = {n: planning._division(plan, planning._copies(plan, n), received) for n in sizes}
+        busiest = {n: planning._busiest_sender(plan, x) for n, x in tried.items()}
+        least = {n: planning._busiest_at_least(plan, x.copies) for n, x in tried.items()}
+        assert all(least[n] <= busiest[n] for n in sizes)
         enough = max(received, busiest[largest]) * planning.MIN_GAIN
-        spared += sum(planning._busiest_at_least(plan, n) > enough for n in sizes)
+        spared += sum(x > enough for x in least.values())
         first = next((n for n in sizes if busiest[n] <= enough), largest)
-        assert (plan.groups, plan.sent_parts, plan.senders) == (
-            tried[first].groups, tried[first].sent_parts, tried[first].senders)
+        made = planning._with_senders(plan, tried[first])
+        assert (plan.groups, plan.sent_parts, plan.senders) == (made.groups, made.sent_parts, made.senders)
     assert spared or seed
 
 
