@@ -139,7 +139,7 @@ class TorchShard:
         return self._trainer().skip_updates(updates)
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        return self._trainer().optimizer_state(list(self.stage.parameters))
+        return self._trainer().optimizer_state()
 
     def schedule_state(self) -> Mapping[str, int]:
         return self._trainer().schedule_state()

@@ -159,18 +159,44 @@ class ParamSpec:
         return hash((self.name, self.shape))
 
 
+OptimizerKind = Literal["adamw", "sgd", "adafactor", "muon"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamGroup:
+    """Options of the parameters with certain names, in place of those of the whole optimizer."""
+
+    patterns: tuple[str, ...]  # shell patterns of dotted names; one has to match
+    lr_scale: float | None = None  # multiplies the learning rate; None: as without this group
+    weight_decay: float | None = None  # None: as without this group
+
+
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """AdamW with decoupled weight decay (Loshchilov & Hutter 2019)."""
+    """An optimizer of torch, its options, and the schedule of its learning rate. AdamW is that of Loshchilov & Hutter
+    2019, Adafactor that of Shazeer & Stern 2018 without a first moment, Muon that of Jordan et al. 2024."""
 
     lr: float  # peak learning rate
-    betas: tuple[float, float] = (0.9, 0.999)  # decay of the first and the second moment
-    eps: float = 1e-8  # added to the root of the second moment
-    weight_decay: float = 0.0  # per unit of learning rate
+    betas: tuple[float, float] = (0.9, 0.999)  # AdamW: decay of the first and the second moment
+    # AdamW: added to the root of the second moment. Adafactor: the smallest root mean square of a parameter that scales
+    # its updates
+    eps: float = 1e-8
+    weight_decay: float = 0.0  # per unit of learning rate; of SGD added to the gradient
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate, after the warmup
     warmup: float = 0.0  # optimizer steps (>= 1), or a fraction of those of the run (< 1)
     min_lr_ratio: float = 0.0  # the final learning rate, as a fraction of `lr`
     clip_grad: float = 1.0  # largest global 2-norm of the gradient; 0: off
+    kind: OptimizerKind = "adamw"  # which one
+    momentum: float = 0.0  # SGD, Muon: decay of the gradient's running mean
+    nesterov: bool = False  # SGD, Muon: whether the momentum is Nesterov's
+    beta2_decay: float = -0.8  # Adafactor: the second moment of update t has the weight t ** beta2_decay
+    clip_threshold: float = 1.0  # Adafactor: largest root mean square of an update, before it is scaled
+    ns_steps: int = 5  # Muon: Newton-Schulz iterations
+    adjust_lr: Literal["original", "match_rms_adamw"] = "original"  # Muon: how the shape of a matrix scales its updates
+    adamw_lr: float = 0.0  # Muon: peak learning rate of what AdamW updates; 0: `lr`
+    decay: Literal["all", "matrices"] = "all"  # which parameters decay: "matrices" leaves out biases and norms
+    groups: tuple[ParamGroup, ...] = ()  # later ones win
+    freeze: tuple[str, ...] = ()  # shell patterns of the parameters that are not trained
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,6 +133,8 @@ class ParamGroup:
         if work is not None:
             work.wait()
         for row, part in zip(self.sharded, summed.split(self.shard_numel), strict=True):
+            if not row.requires_grad:
+                continue
             if row.grad is None:
                 raise RuntimeError("the optimizer's gradient buffer is offloaded")
             row.grad.view(-1).add_(part[: row.numel()])

@@ -21,16 +21,16 @@ import torch.distributed as dist
 
 from rldsl.backends.torch.model.offload import HostMemory
 from rldsl.backends.torch.model.stage import Stage
+from rldsl.backends.torch.train.complete_tensors import CompleteTensors
+from rldsl.backends.torch.train.updates import Updates
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
+from rldsl.plan.optimizers import param_options
 from rldsl.runtime.backend import Axes
 from rldsl.sharding.boxes import local_slice, pieces_at, slices, volume
 from rldsl.sharding.boxes import replicas as num_replicas
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names
-
-
 class ShardOptimizer:
-    """Gradient buffer and AdamW state of one shard: Megatron's gradient buffer and optimizer in one."""
+    """Gradient buffer and optimizer state of one shard: Megatron's gradient buffer and optimizer in one."""
 
     grad_buffer: torch.Tensor  # [elements] float32: gradients, those of experts that ep divides at the end
     schedule_step: int         # updates of the schedule so far, taken or skipped
@@ -41,9 +41,14 @@ class ShardOptimizer:
         self.stage, self.axes, self.options, self.updates = stage, axes, model.optimizer, model.planned_updates
         self.schedule_step = 0
         rank = axes.mesh.ranks[axes.mesh.index]
-        named = list(stage.parameters.items())
-        self.parameters = [p for _, p in named]
-        held = [stage.held[name] for name, _ in named]
+        named = {}  # the parameters that are trained
+        for name, parameter in stage.parameters.items():
+            if param_options(self.options, name, stage.held[name][0].spec).frozen:
+                _freeze(stage, name)
+            else:
+                named[name] = parameter
+        self.parameters = list(named.values())
+        held = [stage.held[name] for name in named]
         self.is_divided_expert = [axes.ep.size > 1 and p.spec.experts > 0 for p, _ in held]
         # elements of the buffer's first part, which all ranks of dp have
         self.dense_numel = sum(
@@ -62,10 +67,9 @@ class ShardOptimizer:
         self.tp_replicated_units = [i for i, (p, _) in enumerate(held) if tp > 1 and p.spec.split is not None
                         and any(units < tp for units, _ in p.spec.split.parts)]
         self.tied_embeddings = [i for i, (p, _) in enumerate(held) if p.spec.stage == "ends"]
-        self.tied_size = _tied_size(model, layout, axes)
+        self.tied_size = _tied_size(model, self.options, layout, axes)
         self.held = held
-        self.adam = torch.optim.AdamW(self.parameters, lr=self.options.lr, betas=self.options.betas,
-                                      eps=self.options.eps, weight_decay=self.options.weight_decay, fused=True)
+        self.optimizer = Updates(self.options, named, stage.held, CompleteTensors(layout, axes))
 
     def _allocate_grads(self) -> None:
         """Allocate the buffer, and make each parameter's gradient a view of it."""
@@ -76,28 +80,18 @@ class ShardOptimizer:
             at[expert] += parameter.numel()
 
     def offload(self, host: HostMemory) -> None:
-        """Move moments to host memory, and free the gradients, which no step keeps."""
-        self._set_moments(host.offload(self._moments()))
+        """Move the optimizer state to host memory, and free the gradients, which no step keeps."""
+        self.optimizer.replace(host.offload(self.optimizer.allocated()))
         for parameter in self.parameters:
             parameter.grad = None
         self.grad_buffer = self.grad_buffer.new_empty(0)
 
     def onload(self, host: HostMemory) -> Callable[[], None]:
-        """Start the copy back to the device. The returned function must be called before moments are used."""
-        moments, finish = host.onload(self._moments())
-        self._set_moments(moments)
+        """Start the copy back to the device. The returned function must be called before the state is used."""
+        tensors, finish = host.onload(self.optimizer.allocated())
+        self.optimizer.replace(tensors)
         self._allocate_grads()
         return finish
-
-    def _moments(self) -> dict[str, torch.Tensor]:
-        """"KIND INDEX" -> tensor; none before the first step."""
-        return {f"{kind} {i}": state[kind] for i, p in enumerate(self.parameters)
-                if (state := self.adam.state.get(p)) for kind in MOMENTS}
-
-    def _set_moments(self, moments: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in moments.items():
-            kind, i = name.split()
-            self.adam.state[self.parameters[int(i)]][kind] = tensor
 
     def zero_grad(self) -> None:
         self.grad_buffer.zero_()
@@ -113,9 +107,7 @@ class ShardOptimizer:
         if limit and norm > limit:
             self.grad_buffer.mul_(limit / (norm + 1e-6))
         rate = learning_rate(self.options, self.schedule_step, self.updates)
-        for group in self.adam.param_groups:
-            group["lr"] = rate
-        self.adam.step()
+        self.optimizer.step(rate)
         self.schedule_step += 1
         return {"grad_norm": norm, "lr": rate}
 
@@ -124,27 +116,17 @@ class ShardOptimizer:
         self.schedule_step += updates
         return learning_rate(self.options, self.schedule_step - 1, self.updates)
 
-    def optimizer_state(self, names: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
-        """See `Shard.optimizer_state`; zeros before the first step. names: of the parameters."""
-        moments: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in MOMENTS}
-        for name, parameter in zip(names, self.parameters, strict=True):
-            state = self.adam.state[parameter]
-            if not state:
-                state |= {"step": torch.zeros((), device=parameter.device),
-                          **{kind: torch.zeros_like(parameter) for kind in moments}}
-            for kind in moments:
-                moments[kind][name] = state[kind]
-        return moments
+    def optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """See `Shard.optimizer_state`; zeros before the first step."""
+        return self.optimizer.state()
 
     def schedule_state(self) -> dict[str, int]:
         """done: updates of the schedule, taken or skipped. made: steps that the optimizer took."""
-        steps = (int(state["step"]) for state in self.adam.state.values() if state)
-        return {"done": self.schedule_step, "made": next(steps, 0)}
+        return {"done": self.schedule_step, "made": self.optimizer.num_updates}
 
     def load_schedule_state(self, counts: Mapping[str, int]) -> None:
         self.schedule_step = counts["done"]
-        for state in self.adam.state.values():
-            state["step"].fill_(counts["made"])
+        self.optimizer.set_num_updates(counts["made"])
 
     def _grads(self) -> list[torch.Tensor]:
         grads = [p.grad for p in self.parameters if p.grad is not None]
@@ -184,7 +166,9 @@ class ShardOptimizer:
 
     def _grad_norm(self) -> float:
         """2-norm over the whole model; each element counts once, however many ranks hold it."""
-        squares = torch.stack(torch._foreach_norm(self._grads())).double() ** 2
+        grads = self._grads()  # of a stage whose parameters are all frozen: none
+        norms = torch.stack(torch._foreach_norm(grads)) if grads else self.grad_buffer.new_zeros(0)
+        squares = norms.double() ** 2
         counts = torch.tensor(self.num_replicas, dtype=torch.float64, device=squares.device)
         total = (squares / counts).sum()
         if self.axes.mesh.size > 1:
@@ -192,10 +176,18 @@ class ShardOptimizer:
         return math.sqrt(total.item())
 
 
-def _tied_size(model: Model, layout: Layout, axes: Axes) -> int:
-    """Elements of the tied embedding that the ends of this rank's pipeline hold; 0 if there is none."""
+def _freeze(stage: Stage, name: str) -> None:
+    """Let a parameter, and what modules compute with in its place under `zero`, have no gradient."""
+    stage.parameters[name].requires_grad_(False)
+    if stage.zero:
+        stage.unsharded[name].requires_grad_(False)
+
+
+def _tied_size(model: Model, options: Optimizer, layout: Layout, axes: Axes) -> int:
+    """Elements of the tied embedding that the ends of this rank's pipeline hold; 0 if there is none, or it is
+    frozen."""
     spec = next((s for s in model.params if s.stage == "ends"), None)
-    if spec is None:
+    if spec is None or param_options(options, spec.name, spec).frozen:
         return 0
     part = axes.ep.index * layout.tp + axes.tp.index
     held = pieces_at(spec, layout, part, axes.dp.index // layout.ep if layout.zero else 0)

@@ -26,11 +26,17 @@ from rldsl.diag import Failure, fail, present
 from rldsl.plan.disk_paths import shown
 from rldsl.plan.model import Layout, Mesh, Model, ReplayBuffer
 from rldsl.plan.notation import ranks_text
+from rldsl.plan.optimizers import COMPLETE_STATE
 from rldsl.runtime.backend import Shard
 from rldsl.runtime.comm.agreement import any_rank, broadcast_text, gather_texts, ranks_that_differ
 from rldsl.runtime.data.read_positions import SourceReading
 from rldsl.runtime.files import digest
-from rldsl.runtime.persist.checkpoint_writer import checkpoints, row_state_key, step_of
+from rldsl.runtime.persist.checkpoint_writer import (
+    checkpoints,
+    complete_box,
+    row_state_key,
+    step_of,
+)
 from rldsl.runtime.persist.manifest import MANIFEST, Manifest, read_manifest
 from rldsl.runtime.persist.run_identity import program_changes
 from rldsl.runtime.state import in_flight
@@ -137,16 +143,24 @@ class LoadedCheckpoint:
         parts = {"param": shard.state_dict(), **(shard.optimizer_state() if model.train_layout == layout.id else {})}
         with ExitStack() as stack:
             open_files: dict[Path, Any] = {}
+            def read(key: str, box: Box, target: torch.Tensor) -> None:
+                for common, (stored, file, name) in self._cover(key, box):
+                    if file not in open_files:
+                        open_files[file] = stack.enter_context(safe_open(file, framework="pt"))
+                    value = open_files[file].get_slice(name)[slices_within(common, stored)]
+                    target[slices_within(common, box)].copy_(value)
+
             for parameter in parameters(model):
-                for piece in pieces_of_rank(parameter, model.layers, layout, mesh, rank):
-                    for part, tensors in parts.items():
-                        target = tensors[parameter.name][local_slice(piece, piece.box, parameter.dim)]
-                        name = f"{model.name}|{part}|{parameter.name}"
-                        for common, (box, file, key) in self._cover(name, piece.box):
-                            if file not in open_files:
-                                open_files[file] = stack.enter_context(safe_open(file, framework="pt"))
-                            value = open_files[file].get_slice(key)[slices_within(common, box)]
-                            target[slices_within(common, piece.box)].copy_(value)
+                pieces = pieces_of_rank(parameter, model.layers, layout, mesh, rank)
+                for part, tensors in parts.items():
+                    key, tensor = f"{model.name}|{part}|{parameter.name}", tensors.get(parameter.name)
+                    if tensor is None:
+                        continue
+                    if part in COMPLETE_STATE:
+                        read(key, complete_box(tensor), tensor)
+                        continue
+                    for piece in pieces:
+                        read(key, piece.box, tensor[local_slice(piece, piece.box, parameter.dim)])
         if model.train_layout == layout.id:
             try:
                 shard.load_schedule_state(self.models[model.name])
@@ -165,7 +179,8 @@ class LoadedCheckpoint:
         if missing:
             raise fail("RL0762", f"the checkpoint contains only a part of {name.replace('|', ' ')}",
                        place=str(self.path),
-                       help="it was saved from a model with a different shape; start a new run")
+                       help="it was saved from a model with a different shape, or with another optimizer; start a new "
+                            "run")
         return cover
 
 

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.events import Checkpoint, split_buffer
 from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.plan.optimizers import COMPLETE_STATE
 from rldsl.plan.projection import event_paths
 from rldsl.runtime.comm.agreement import any_rank
 from rldsl.runtime.files import digest, sync
@@ -117,10 +118,27 @@ def _tensors(models: ModelStore, writer: CheckpointWriter, event: Checkpoint) ->
             writer.mine[name, layout] = owned_pieces(model, where, mesh, rank)
         for parameter, piece in writer.mine[name, layout]:
             for part, tensors in parts.items():
-                view = tensors[parameter.name][local_slice(piece, piece.box, parameter.dim)]
-                key = f"{name}|{part}|{parameter.name}|{box_text(piece.box)}"
-                copies[key] = view.detach().to("cpu", copy=True).contiguous()
+                stored = _stored_part(parameter, piece, part, tensors.get(parameter.name))
+                if stored is not None:
+                    box, view = stored
+                    key = f"{name}|{part}|{parameter.name}|{box_text(box)}"
+                    copies[key] = view.detach().to("cpu", copy=True).contiguous()
     return copies
+
+
+def _stored_part(parameter: Parameter, piece: Piece, part: str,
+                 tensor: torch.Tensor | None) -> tuple[Box, torch.Tensor] | None:
+    """What the writer of a piece stores of one part: a box, and the tensor that is in it; None where there is nothing.
+    What is complete on every rank belongs to the piece at the parameter's origin."""
+    if tensor is None:
+        return None
+    if part in COMPLETE_STATE:
+        return (complete_box(tensor), tensor) if all(start == 0 for start, _ in piece.box) else None
+    return piece.box, tensor[local_slice(piece, piece.box, parameter.dim)]
+
+
+def complete_box(tensor: torch.Tensor) -> Box:
+    return tuple((0, n) for n in tensor.shape)
 
 
 def _row_states(step: StepState, event: Checkpoint) -> dict[str, torch.Tensor]:

@@ -1,0 +1,166 @@
+"""What torch's optimizers do with the parameters of one shard, and what they keep about them.
+
+In: the parameters with their gradients, the optimizer's record. Out: updated parameters, and the state by name.
+A parameter that this rank has completely, or whose elements are updated each on its own (AdamW, SGD), is updated by an
+optimizer of torch over all such parameters. Muon orthogonalizes matrices, and Adafactor keeps means over rows and
+columns: what tp, ep or `zero` divides is gathered for them, one parameter at a time, torch's optimizer updates the
+complete tensor, and each rank keeps its part. So the numbers are those of one process, given equal gradients.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from rldsl.backends.torch.train.complete_tensors import CompleteTensors
+from rldsl.plan.model import Optimizer, OptimizerKind
+from rldsl.plan.optimizers import NEEDS_COMPLETE, ParamOptions, param_options, state_shapes
+from rldsl.sharding.boxes import Parameter, Piece
+
+LR_SCALE = "lr_scale"  # in the parameter groups of torch's optimizers
+STEP = "step"  # the count of updates that AdamW and Adafactor keep for each parameter
+State = dict[str, torch.Tensor]
+
+
+class Updates:
+    """The optimizers of one shard."""
+
+    def __init__(self, options: Optimizer, parameters: Mapping[str, nn.Parameter],
+                 held: Mapping[str, tuple[Parameter, tuple[Piece, ...]]], complete: CompleteTensors):
+        """parameters: that are trained, by name. held: this rank's pieces of them."""
+        self.options, self.parameters, self.held, self.complete = options, parameters, held, complete
+        self.param_options = {name: param_options(options, name, held[name][0].spec) for name in parameters}
+        self.num_updates = 0  # made so far
+        self.gathered: dict[str, State] = {}  # name -> state, of parameters that are updated as complete tensors
+        by_rule: dict[OptimizerKind, dict[tuple[float, float], list[nn.Parameter]]] = defaultdict(
+            lambda: defaultdict(list))
+        for name, parameter in parameters.items():
+            own, spec = self.param_options[name], held[name][0].spec
+            if own.rule in NEEDS_COMPLETE and (complete.is_divided(spec)
+                                               or own.rule == "muon" and len(spec.shape) != 2):
+                self.gathered[name] = {}
+            else:
+                by_rule[own.rule][own.lr_scale, own.weight_decay].append(parameter)
+        self.optimizers = {rule: make_optimizer(options, rule, [
+            {"params": members, LR_SCALE: scale, "weight_decay": decay} for (scale, decay), members in groups.items()])
+            for rule, groups in by_rule.items()}
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        """Update all parameters. rate: learning rate of the schedule."""
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group[LR_SCALE]
+            optimizer.step()
+        for name in self.gathered:
+            own = self.param_options[name]
+            self.state_of(name)  # is there from now on
+            if own.rule == "muon":
+                self._step_muon(name, own, rate * own.lr_scale)
+            else:
+                self._step_adafactor(name, own, rate * own.lr_scale)
+        self.num_updates += 1
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Kind of state ("exp_avg") -> parameter -> tensor; zeros before the first update."""
+        found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        for name in self.parameters:
+            for kind, tensor in self.state_of(name).items():
+                if kind != STEP:
+                    found[kind][name] = tensor
+        return found
+
+    def state_of(self, name: str) -> State:
+        """What is kept about a parameter, allocated if it is not there yet."""
+        parameter, (record, _) = self.parameters[name], self.held[name]
+        rule = self.param_options[name].rule
+        state = self._states()[name]
+        if not state:
+            shapes = state_shapes(self.options, rule, record.spec.shape, tuple(parameter.shape))
+            if rule in ("adamw", "adafactor"):  # the fused AdamW counts on the device, Adafactor on the host
+                state[STEP] = torch.zeros((), device=parameter.device if rule == "adamw" else "cpu")
+            state |= {kind: torch.zeros(shape, device=parameter.device) for kind, shape in shapes.items()}
+        return state
+
+    def allocated(self) -> dict[str, torch.Tensor]:
+        """"KIND PARAMETER" -> tensor, of the state that is there; nothing before the first update."""
+        return {f"{kind} {name}": tensor for name, state in self._states().items()
+                for kind, tensor in state.items() if kind != STEP and tensor is not None}
+
+    def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The same tensors as `allocated`, elsewhere."""
+        states = self._states()
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition(" ")
+            states[name][kind] = tensor
+
+    def set_num_updates(self, count: int) -> None:
+        """Resume after so many updates."""
+        self.num_updates = count
+        for state in self._states().values():
+            if STEP in state:
+                state[STEP].fill_(count)
+
+    def _states(self) -> dict[str, State]:
+        """Parameter -> the dictionary in which its optimizer keeps its state."""
+        states = {}
+        for name, parameter in self.parameters.items():
+            if name in self.gathered:
+                states[name] = self.gathered[name]
+            else:
+                states[name] = self.optimizers[self.param_options[name].rule].state[parameter]
+        return states
+
+    def _grad(self, name: str) -> torch.Tensor:
+        grad = self.parameters[name].grad
+        if grad is None:
+            raise RuntimeError("the gradient buffer is offloaded")
+        return grad
+
+    def _step_muon(self, name: str, own: ParamOptions, rate: float) -> None:
+        """The momentum of each element is updated where the element is; torch's Muon then gets the complete result in
+        place of a gradient, and no momentum of its own. A tensor of experts is a matrix for each."""
+        parameter, (record, pieces) = self.parameters[name], self.held[name]
+        grad, momentum = self._grad(name), self.options.momentum
+        buffer = self.gathered[name]["momentum_buffer"].lerp_(grad, 1 - momentum)
+        direction = grad.lerp(buffer, momentum) if self.options.nesterov else buffer
+        direction = self.complete.gather(record, pieces, direction)
+        updated = torch.zeros_like(direction)  # other ranks' parts are not needed
+        self.complete.write_part(record, pieces, parameter, updated)
+        shape = record.spec.shape
+        matrices = [nn.Parameter(matrix) for matrix in updated.view(-1, *shape[-2:])]
+        for matrix, its_direction in zip(matrices, direction.view(-1, *shape[-2:]), strict=True):
+            matrix.grad = its_direction
+        make_optimizer(self.options, "muon", [{"params": matrices, "weight_decay": own.weight_decay, "lr": rate,
+                                               "momentum": 0.0, "nesterov": False}]).step()
+        self.complete.read_part(record, pieces, updated, parameter)
+
+    def _step_adafactor(self, name: str, own: ParamOptions, rate: float) -> None:
+        parameter, (record, pieces) = self.parameters[name], self.held[name]
+        stand_in = nn.Parameter(self.complete.gather(record, pieces, parameter))
+        stand_in.grad = self.complete.gather(record, pieces, self._grad(name))
+        optimizer = make_optimizer(self.options, "adafactor", [{"params": [stand_in], "lr": rate,
+                                                                "weight_decay": own.weight_decay}])
+        optimizer.state[stand_in] = self.gathered[name]
+        optimizer.step()
+        self.complete.read_part(record, pieces, stand_in, parameter)
+
+
+def make_optimizer(options: Optimizer, rule: OptimizerKind, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """torch's optimizer over some groups of parameters."""
+    match rule:
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True)
+        case "sgd":
+            return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov,
+                                   fused=True)
+        case "muon":
+            return torch.optim.Muon(groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov,
+                                    ns_steps=options.ns_steps, adjust_lr_fn=options.adjust_lr)
+        case "adafactor":
+            return torch.optim.Adafactor(groups, lr=options.lr, beta2_decay=options.beta2_decay,
+                                         eps=(None, options.eps), d=options.clip_threshold, foreach=False)
