@@ -23,7 +23,7 @@ GOLDEN = HERE / "golden"
 NUMERIC = frozenset({  # the directories of tests whose numbers come from kernels
     "backend_torch", "buffers", "checkpoint", "concat", "consistency", "context", "continued", "copies", "curriculum",
     "data", "derive", "end_to_end", "evaluation", "fuzz", "generation", "interleaved", "lag", "library", "lora",
-    "megatron", "moe", "numbers", "offload", "oracles", "papers", "prefixes", "relabelled", "runtime", "selection", "stop",
+    "megatron", "moe", "numbers", "offload", "optimizers", "oracles", "papers", "prefixes", "relabelled", "runtime", "selection", "stop",
     "sync", "texts", "units", "zero"})
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, get_args
 
 from rldsl.backends.megatron.names import FAMILIES, mapped_parameters
 from rldsl.plan.backends import Description, Facts
 from rldsl.plan.heads import SCORE_WEIGHT
-from rldsl.plan.model import Layout
+from rldsl.plan.model import Layout, OptimizerKind
 
 ROPES = ("default", "linear", "llama3", "yarn")  # angles that depend only on the position
 
@@ -50,6 +50,6 @@ def problem(facts: Facts, layout: Layout) -> str:
 
 
 DESCRIPTION = Description(
-    zero=1, adapters=False,
+    zero=1, adapters=False, optimizers=get_args(OptimizerKind), groups=True,
     needs=("megatron.core", "pip install 'rldsl[megatron]'"), versions=("megatron-core", "0.16", "0.17"),
     problem=problem)

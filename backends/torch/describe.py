@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
-from rldsl.plan.backends import Description
+from typing import get_args
 
-DESCRIPTION = Description(invariant=True, reuses_cache=True)
+from rldsl.plan.backends import Description
+from rldsl.plan.model import OptimizerKind
+
+DESCRIPTION = Description(invariant=True, reuses_cache=True, optimizers=get_args(OptimizerKind), groups=True,
+                          freezes=True)

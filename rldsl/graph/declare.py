@@ -13,9 +13,9 @@ from rldsl import clusters
 from rldsl.diag import Failure, Label, internal_error
 from rldsl.graph import lora as adapters
 from rldsl.graph import model as g
+from rldsl.graph.optimizer import DeclaredOptimizer, read_optimizer
 from rldsl.plan.expr import Scalar
 from rldsl.plan.heads import HEADS
-from rldsl.plan.model import Optimizer
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
 from rldsl.semantics.expressions import ExpressionBuilder
@@ -106,27 +106,15 @@ def model(decl: ast.ModelDecl, exprs: ExpressionBuilder, scope: Scope) -> g.Mode
     call, lora = adapters.taken(decl.value, exprs, scope)
     what = f"`{source[0]}`"
     given = options.read(options.MODEL, named(call, exprs, what, 1), what, call.span, exprs, scope)
-    optimizer: Optimizer | None | Bad = None
+    optimizer: DeclaredOptimizer | None | Bad = None
     if decl.optimizer is not None:
-        optimizer = adamw(decl.optimizer, exprs, scope)
+        optimizer = read_optimizer(decl.optimizer, exprs, scope)
     if isinstance(given, Bad) or isinstance(optimizer, Bad) or isinstance(lora, Bad):
         return BAD
-    return g.Model(decl.name.name, source[0], source[1], optimizer, str(given["dtype"]), decl.span, lora,
-                   next((a.span for a in decl.value.args if a not in call.args), None), bool(given["invariant"]),
-                   call.args[0].value.span)
-
-
-def adamw(call: ast.Expr, exprs: ExpressionBuilder, scope: Scope) -> Optimizer | Bad:
-    if not isinstance(call, ast.Call):
-        return exprs.errors.add("RL0203", "an optimizer is written `adamw(lr=...)`", call.span, "expected a call")
-    name = call.func.name if isinstance(call.func, ast.Name) else call.func.span.text
-    if name != "adamw":
-        return exprs.errors.add("RL0101", f"unknown optimizer `{name}`", call.func.span, help="write `adamw(lr=...)`")
-    given = named(call, exprs, "`adamw`", 1)
-    if call.args and call.args[0].name is None:
-        given = [(ast.Ident(name="lr", span=call.args[0].span), call.args[0].value), *given]
-    values = options.read(options.ADAMW, given, "`adamw`", call.func.span, exprs, scope)
-    return values if isinstance(values, Bad) else Optimizer(**cast(dict[str, Any], values))
+    record, patterns = (optimizer.record, optimizer.patterns) if optimizer else (None, ())
+    return g.Model(decl.name.name, source[0], source[1], record, str(given["dtype"]), decl.span,
+                   lora, next((a.span for a in decl.value.args if a not in call.args), None), bool(given["invariant"]),
+                   call.args[0].value.span, patterns)
 
 
 def data(decl: ast.DataDecl, exprs: ExpressionBuilder, scope: Scope) -> g.Data | Bad:

@@ -50,6 +50,7 @@ class Model:
     lora_span: Span | None = None  # where the program says so
     invariant: bool = False  # as in `plan.model.Model`
     path_span: Span | None = None  # the path argument
+    patterns: tuple[tuple[str, Span], ...] = ()  # that its optimizer has for names of parameters, and where
 
 
 @dataclass(frozen=True, slots=True)

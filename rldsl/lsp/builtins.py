@@ -45,4 +45,12 @@ CONSTRUCTORS: dict[str, tuple[str, str]] = {
     "hf": ("hf(path, batch=, ...)", "Rows of a directory written by `Dataset.save_to_disk`."),
     "adamw": ("adamw(lr=, betas=[0.9, 0.999], eps=1e-8, weight_decay=0, warmup=0, schedule=constant, clip_grad=1)",
               "AdamW with decoupled weight decay (Loshchilov & Hutter 2019)."),
+    "sgd": ("sgd(lr=, momentum=0, nesterov=false, weight_decay=0, warmup=0, schedule=constant, clip_grad=1)",
+            "Stochastic gradient descent; weight decay is added to the gradient."),
+    "adafactor": ("adafactor(lr=, beta2_decay=-0.8, eps=1e-3, clip_threshold=1, weight_decay=0, clip_grad=1)",
+                  "Adafactor without a first moment (Shazeer & Stern 2018): state of rows and columns only."),
+    "muon": ("muon(lr=, momentum=0.95, nesterov=true, ns_steps=5, adjust_lr=original, adamw_lr=, weight_decay=0)",
+             "Muon (Jordan et al. 2024) for the matrices of layers, AdamW for everything else."),
+    "group": ("group(patterns..., lr_scale=, weight_decay=)",
+              "Options of the parameters whose names match one of the patterns, inside an optimizer."),
 }

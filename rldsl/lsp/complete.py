@@ -36,9 +36,10 @@ PLACED = {"dp": "data-parallel degree", "tp": "tensor-parallel degree", "pp": "p
           "keep": "false: free a copy after its last use in a step",
           "reuse": "generate only: continue from the KV cache of the sequences",
           "backend": "the library that executes the call"}
-TABLES = {"generate": options.GENERATE, "train": options.TRAIN, "adamw": options.ADAMW, "lora": options.LORA,
+TABLES = {"generate": options.GENERATE, "train": options.TRAIN, "group": options.GROUP, "lora": options.LORA,
           "jsonl": options.DATA, "parquet": options.DATA, "hf": options.DATA,
           "rows": options.BUFFER, "prefixes": options.PREFIXES,
+          **{name: options.OPTIMIZER | own for name, own in options.OPTIMIZERS.items()},
           **dict.fromkeys(HEADS, options.MODEL)}
 SEQUENCES = {"generated": ("logprobs", "finished"), "pairs": ("chosen", "rejected"), "prefixes": ("at",)}
 

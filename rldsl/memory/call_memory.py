@@ -17,7 +17,17 @@ from typing import assert_never
 from rldsl.memory import logits
 from rldsl.memory.activations import LayerActivations, kernel, layer_activations
 from rldsl.memory.decode_shapes import MAX_PREFILL_TOKENS, num_captures_with_memory, sampling_bytes_per_logit
-from rldsl.memory.parameters import FLOAT, Copy, gathered, largest_weight, linear_elements, resting, vocabulary
+from rldsl.memory.parameters import (
+    FLOAT,
+    Copy,
+    gathered,
+    largest_step,
+    largest_weight,
+    linear_elements,
+    optimizer_state,
+    trained,
+    vocabulary,
+)
 from rldsl.memory.values import Tables, rows, width
 from rldsl.plan.backends import costs, unusable
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
@@ -51,11 +61,11 @@ class MemoryCosts:
 
     def gradient_bytes(self, copy: Copy) -> int:
         """Gradients that stay between calls: one flat float32 buffer, where the model is trained."""
-        return FLOAT * resting(copy) if copy.trained else 0
+        return FLOAT * trained(copy) if copy.trained else 0
 
     def optimizer_bytes(self, copy: Copy) -> int:
-        """Optimizer state: AdamW's two moments, in float32."""
-        return 2 * FLOAT * resting(copy) if copy.trained else 0
+        """Optimizer state, in float32."""
+        return FLOAT * optimizer_state(copy) if copy.trained else 0
 
 
 def memory_costs(backend: str) -> MemoryCosts:
@@ -195,8 +205,9 @@ def _infer(t: Tables, e: Infer, copy: Copy, b: LayerActivations, device: str) ->
 
 
 def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) -> Needs:
-    """The maximum over the backward passes of a layer, of the head, and of the embedding. The optimizer step is one
-    fused kernel and needs no extra memory. The pipeline schedule gives the number of forward passes in flight."""
+    """The maximum over the backward passes of a layer, of the head, and of the embedding, and over the optimizer step:
+    one fused kernel without extra memory, except where it needs complete parameters. The pipeline schedule gives the
+    number of forward passes in flight."""
     layout, frames = copy.layout, [t.frames[f] for f in e.frames]
     count = ceil(ceil(frames[0].count / t.spreads[e.spread].minibatches) / layout.dp)
     m = largest_micro_batch(t, e.frames, count, e.mbs, e.mbt, layout)
@@ -219,7 +230,7 @@ def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) ->
         head = max_activations_in_flight(order, each, layout.vpp - 1) + m.tokens * b.final
         head += max(m.tokens * b.norm, _loss(e, copy, b, m, device))
     whole = count * sum(map(width, frames)) * INDEX
-    most = passed + max(inside, embedding, head)
+    most = max(passed + max(inside, embedding, head), largest_step(copy))
     return {"activations": most, "half-precision weights": _half_precision_bytes(copy), "rows": whole, **gathered(copy)}
 
 

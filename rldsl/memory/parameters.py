@@ -6,16 +6,21 @@ listed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 
 from rldsl.plan.model import Layout, Model, ParamSpec
+from rldsl.plan.optimizers import NEEDS_COMPLETE, ParamOptions, param_options, state_numel
 from rldsl.sharding.boxes import Box, Cell, itemsize, pieces_at, volume
 from rldsl.sharding.dtypes import storage_dtype
 from rldsl.sharding.layout import own_layers, stage_layers
 
 FLOAT = 4  # bytes of float32
+# bytes per element of a parameter while Muon or Adafactor updates it: the update in float32 and what it is made from,
+# and where the parameter is divided, the gathered parameter, gradient and their buffers
+_STEP, _DIVIDED_STEP = 16, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,40 @@ def resting(copy: Copy) -> int:
     zero shard has most."""
     return sum(len(held(s, copy)) * sum(map(volume, boxes(s, copy.layout, copy.cell.part, rest=True)))
                for s in copy.model.params)
+
+
+@cache
+def trained(copy: Copy) -> int:
+    """How many elements with a gradient a rank holds between calls: `resting`, without what is frozen."""
+    return sum(numel for _, numel, own in _trained_parameters(copy) if not own.frozen)
+
+
+@cache
+def optimizer_state(copy: Copy) -> int:
+    """Elements of the optimizer state of a rank, all in float32."""
+    optimizer = copy.model.optimizer
+    return 0 if optimizer is None else sum(state_numel(optimizer, own.rule, spec.shape, numel)
+                                           for spec, numel, own in _trained_parameters(copy) if not own.frozen)
+
+
+@cache
+def largest_step(copy: Copy) -> int:
+    """The most bytes that an update of one parameter needs besides gradients and state: Muon and Adafactor work on one
+    complete parameter after another."""
+    found = [prod(spec.shape) * (_DIVIDED_STEP if numel < prod(spec.shape) else _STEP)
+             for spec, numel, own in _trained_parameters(copy) if own.rule in NEEDS_COMPLETE and not own.frozen]
+    return max(found, default=0)
+
+
+def _trained_parameters(copy: Copy) -> Iterator[tuple[ParamSpec, int, ParamOptions]]:
+    """Each parameter that a rank holds between calls, its elements there, and how it is trained."""
+    optimizer = copy.model.optimizer
+    if optimizer is None:
+        return
+    for spec in copy.model.params:
+        numel = sum(map(volume, boxes(spec, copy.layout, copy.cell.part, rest=True)))
+        for layer in held(spec, copy):
+            yield spec, numel, param_options(optimizer, spec.name.replace("{}", str(layer), 1), spec)
 
 
 def held(spec: ParamSpec, copy: Copy) -> Sequence[int]:

@@ -34,13 +34,14 @@ def check_backends(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, P
                    families: Mapping[str, Family]) -> None:
     """RL0327, and RL0326 where a backend could do it all. families: empty where no model directory has been read."""
     adapted = {m.name for m in graph.models if m.lora is not None}
+    optimizers = {m.name: m.optimizer for m in graph.models}
     kinds = {g.Generate: "generate", g.Infer: "infer", g.Train: "train"}
     problems: list[Diagnostic] = []
     for node in calls:
         place = places[node.id]
         x, family = place.layout, families.get(node.model)
         known = present(described(x.backend), f"description of the backend `{x.backend}`", str(place.span or x.id))
-        why = unable(known, kinds[type(node)], x, node.model in adapted)
+        why = unable(known, kinds[type(node)], x, node.model in adapted, optimizers[node.model])
         if not why and family is not None:
             why = known.problem(family, x)
         span = option_span(place.span, "backend")

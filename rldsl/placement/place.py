@@ -18,6 +18,7 @@ from rldsl.placement import backends, budget, free, invariant, positions, reside
 from rldsl.placement.degrees import DEGREES, Cluster, mesh_ranks, place
 from rldsl.placement.lora import split_adapter_parameters
 from rldsl.placement.model import Call, Local, Place, Placed, label, layout_of, mesh_of_range
+from rldsl.placement.patterns import check_patterns
 from rldsl.placement.rules import Choice, collect_choices, option_span, resolve_choices
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.progress import stage
@@ -114,6 +115,7 @@ def _families(graph: g.Graph, describe: Describe) -> dict[str, Family]:
 def _model(m: g.Model, family: Family, train_layout: str, sources: tuple[str, ...], seed: int) -> Model:
     dtype = m.dtype or ("bfloat16" if family.itemsize == 2 else "float32")
     own = split_adapter_parameters(m, family, seed)
+    check_patterns(m, own.params, family.layers)
     return Model(m.name, m.head_name, m.path, dtype, own.params, family.layers, family.config_digest,
                  train_layout, m.optimizer if train_layout else None, updated_from=sources, base=own.base,
                  lora=own.lora, sizes=sizes_of(family), invariant=m.invariant)

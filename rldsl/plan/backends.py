@@ -20,7 +20,7 @@ from functools import cache
 from typing import Protocol, TypeVar
 
 from rldsl.diag import Failure, fail
-from rldsl.plan.model import DEFAULT_BACKEND, Layout, ParamSpec
+from rldsl.plan.model import DEFAULT_BACKEND, Layout, Optimizer, ParamSpec
 
 CALLS = ("generate", "infer", "train")
 GROUP = "rldsl.backends"  # our package of backends, and the group of entry points by which others add theirs
@@ -63,6 +63,9 @@ class Description:
     divisions: tuple[str, ...] = DIVISIONS  # degrees that may be above 1
     zero: int = 3  # the highest `zero` level; 0: none
     adapters: bool = True  # whether models may have LoRA adapters
+    optimizers: tuple[str, ...] = ("adamw",)  # that models may be trained with
+    groups: bool = False  # whether parameters may differ in learning rate and weight decay
+    freezes: bool = False  # whether some parameters of a trained model may be frozen
     needs: tuple[str, str] | None = None  # (a module that must be importable, the command that installs it)
     versions: tuple[str, str, str] | None = None  # (distribution, first supported version, first unsupported one)
     invariant: bool = False  # whether it can run models with `invariant=true`
@@ -197,8 +200,9 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", re.split(r"[a-zA-Z+!-]", version)[0])))
 
 
-def unable(description: Description, call: str, layout: Layout, adapters: bool) -> str:
-    """Why a backend cannot run a call under a layout, whatever the model; "" if it can."""
+def unable(description: Description, call: str, layout: Layout, adapters: bool,
+           optimizer: Optimizer | None = None) -> str:
+    """Why a backend cannot run a call under a layout, whatever the model; "" if it can. optimizer: of the model."""
     if call not in description.calls:
         return f"it does not support `{call}`"
     divided = next((d for d in DIVISIONS if getattr(layout, d) > 1 and d not in description.divisions), "")
@@ -206,4 +210,12 @@ def unable(description: Description, call: str, layout: Layout, adapters: bool) 
         return f"it does not support `{divided}`"
     if layout.zero > description.zero:
         return f"it supports `zero` only up to {description.zero}" if description.zero else "it does not support `zero`"
-    return "it does not support adapters" if adapters and not description.adapters else ""
+    if adapters and not description.adapters:
+        return "it does not support adapters"
+    if call != "train" or optimizer is None:
+        return ""
+    if optimizer.kind not in description.optimizers:
+        return f"it does not support the optimizer `{optimizer.kind}`"
+    if (optimizer.groups or optimizer.decay != "all") and not description.groups:
+        return "it does not support groups of parameters"
+    return "it does not support `freeze`" if optimizer.freeze and not description.freezes else ""

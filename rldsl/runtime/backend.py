@@ -155,7 +155,8 @@ class Shard(Protocol):
     def optimizer_state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """The optimizer's state of a trained shard: its name ("exp_avg") -> parameter name -> tensor, shaped as in
         `state_dict()`; but what `plan.optimizers.COMPLETE_STATE` names is about the complete parameter, and equal on
-        all ranks that have a part of it. A parameter may lack some kinds. Writing into a tensor changes the optimizer."""
+        all ranks that have a part of it. A parameter may lack some kinds. Writing into a tensor changes the
+        optimizer."""
 
     def schedule_state(self) -> Mapping[str, int]:
         """The step counts of a trained shard's schedule and optimizer, equal on all ranks; checkpoints hold them."""

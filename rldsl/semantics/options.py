@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rldsl.plan.expr import Scalar
+from rldsl.plan.model import OptimizerKind
 from rldsl.semantics.errors import BAD, Bad, suggest
 from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.scope import Scope
@@ -45,12 +46,26 @@ class Opt:
 
 
 _FRACTION = Opt("float", 0.0, 0, 1)
-ADAMW = {
-    "lr": Opt("float", low=0, needed=True), "betas": Opt("floats", (0.9, 0.999), 0, 1, below=True),
-    "eps": Opt("float", 1e-8, 0, above=True), "weight_decay": Opt("float", 0.0, 0), "warmup": Opt("float", 0.0, 0),
+# of every optimizer
+OPTIMIZER = {
+    "lr": Opt("float", low=0, needed=True), "weight_decay": Opt("float", 0.0, 0),
+    "decay": Opt("text", "all", choices=("all", "matrices")), "warmup": Opt("float", 0.0, 0),
     "schedule": Opt("text", "constant", choices=("constant", "linear", "cosine")), "min_lr_ratio": _FRACTION,
-    "clip_grad": Opt("float", 1.0, 0),
+    "clip_grad": Opt("float", 1.0, 0), "freeze": Opt("texts", ()),
 }
+_ADAM = {"betas": Opt("floats", (0.9, 0.999), 0, 1, below=True), "eps": Opt("float", 1e-8, 0, above=True)}
+# the options that one optimizer has besides
+OPTIMIZERS: dict[OptimizerKind, dict[str, Opt]] = {
+    "adamw": _ADAM,
+    "sgd": {"momentum": Opt("float", 0.0, 0, 1, below=True), "nesterov": Opt("bool", False)},
+    "adafactor": {"beta2_decay": Opt("float", -0.8, high=0), "eps": Opt("float", 1e-3, 0),
+                  "clip_threshold": Opt("float", 1.0, 1)},
+    "muon": {"momentum": Opt("float", 0.95, 0, 1, below=True), "nesterov": Opt("bool", True),
+             "ns_steps": Opt("int", 5, 1, 99),
+             "adjust_lr": Opt("text", "original", choices=("original", "match_rms_adamw")),
+             "adamw_lr": Opt("float", None, 0, above=True), **_ADAM},
+}
+GROUP = {"lr_scale": Opt("float", None, 0), "weight_decay": Opt("float", None, 0)}
 MODEL = {"dtype": Opt("text", "float32", choices=("float32", "bfloat16")), "invariant": Opt("bool", False)}
 LORA = {"r": Opt("int", 8, 1), "alpha": Opt("float", 16.0, 0, above=True), "targets": Opt("texts", ())}
 COLUMNS = ("prompt", "answer", "chosen", "rejected")

@@ -12,7 +12,7 @@ from math import ceil, inf, log2
 
 from rldsl.clusters import Cluster, Measured
 from rldsl.plan.model import Model
-from rldsl.simulate.work_counts import Shard, WorkCounts
+from rldsl.simulate.work_counts import Shard, WorkCounts, orthogonalization
 
 # Kernels of an eager transformer in torch, counted in a trace of a Qwen3 layer; families differ little.
 LAYER_KERNELS, CALL_KERNELS, SAMPLE_KERNELS = 40, 16, 24
@@ -78,12 +78,14 @@ class Machine:
         return _sum(found.start, WorkCounts(shapes, shapes * s.layers, 0, 0, 0)) if found else 0.0
 
     def update(self, s: Shard, elements: float) -> float:
-        """Seconds of one optimizer step over so many elements: norm, clipping, AdamW, and clearing the gradients."""
+        """Seconds of one optimizer step over so many elements: norm, clipping, the update as AdamW's, and clearing the
+        gradients. Muon's products come on top, of complete matrices on every rank."""
         found = self.measured(s.model, s.tp)
         if found and found.update:
             rates = dict(found.update)
             return (rates.get("call", 0.0) + rates.get("element", 0.0) * elements) * 1e-6
-        return self._with_launches(32.0, self.memory(elements * (ADAM + 12.0)))
+        products = 2 * orthogonalization(s.model, s.layers) / (self._rate(s) * self.cluster.matmul_efficiency)
+        return self._with_launches(32.0, self.memory(elements * (ADAM + 12.0)) + products)
 
     def _pass(self, s: Shard, c: WorkCounts, work: int) -> float:
         """work: how often the matrix products of a forward pass are made: twice in a backward pass. Autograd launches

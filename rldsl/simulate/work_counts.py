@@ -75,6 +75,21 @@ def build_shard(model: Model, layout: Layout, stage: int) -> Shard:
         active=layer - experts + chosen, local_experts=held(local_experts), outside_layers=held(outside))
 
 
+@cache
+def orthogonalization(model: Model, layers: int) -> int:
+    """Multiplications with which Muon makes the updates of so many layers orthogonal; 0 for other optimizers. An
+    iteration with an m x n matrix, m <= n, has two products of m * m * n and one of m * m * m."""
+    optimizer = model.optimizer
+    if optimizer is None or optimizer.kind != "muon":
+        return 0
+    total = 0
+    for spec in model.params:
+        if spec.stage == "layer" and len(spec.shape) > 1:
+            small, large = sorted(spec.shape[-2:])
+            total += prod(spec.shape[:-2]) * (2 * small * small * large + small**3)
+    return total * optimizer.ns_steps * layers
+
+
 def _local_elements(spec: ParamSpec, layout: Layout) -> int:
     whole = sum(volume(p.box) for p in pieces(spec, layout.tp, 0)) if spec.split is not None else prod(spec.shape)
     return whole // layout.ep if spec.experts else whole

@@ -88,8 +88,14 @@ def _model(m: Model) -> str:
 
 
 def _optimizer(o: Optimizer) -> str:
-    if min(o.lr, o.eps, o.weight_decay, o.warmup, o.clip_grad, o.min_lr_ratio) < 0:
+    scales = [x for g in o.groups for x in (g.lr_scale, g.weight_decay) if x is not None]
+    if min(o.lr, o.eps, o.weight_decay, o.warmup, o.clip_grad, o.min_lr_ratio, o.adamw_lr, *scales) < 0:
         return "has an optimizer with a number below 0"
+    if not (0 <= o.momentum < 1 and o.beta2_decay <= 0 and o.clip_threshold >= 1 and 1 <= o.ns_steps < 100):
+        return (f"has an optimizer with momentum {o.momentum}, beta2_decay {o.beta2_decay}, clip_threshold "
+                f"{o.clip_threshold} and {o.ns_steps} Newton-Schulz iterations")
+    if o.nesterov and not o.momentum:
+        return "has an optimizer with Nesterov momentum 0"
     return "" if all(0 <= b < 1 for b in o.betas) else f"has an optimizer with betas {o.betas}"
 
 

@@ -42,9 +42,10 @@ LANGUAGE = (ROOT / "docs/language.md").read_text()
 DESIGN = (ROOT / "docs/design.md").read_text()
 README = (ROOT / "README.md").read_text()
 PROGRAMS = [p for page in PAGES for p in programs(page.name, page.read_text())]
-TABLES = {"data": known.DATA, "models": known.MODEL, "lora": known.LORA, "adamw": known.ADAMW, "generate": known.GENERATE,
+TABLES = {"data": known.DATA, "models": known.MODEL, "lora": known.LORA, "generate": known.GENERATE,
+          "optimizer": known.OPTIMIZER, **known.OPTIMIZERS, "group": known.GROUP,
           "train": known.TRAIN, "checkpoint": known.CHECKPOINT, "flow": known.FLOW, "cluster": known.CLUSTER}
-TOLD = {"kind": "by use", "minibatch": "", **dict.fromkeys(known.COLUMNS, "their own names")}  # defaults by rule
+TOLD = {"kind": "by use", "minibatch": "", "adamw_lr": "lr", "group": "as without it", **dict.fromkeys(known.COLUMNS, "their own names")}  # defaults by rule
 BUILT_INS = [(call, row[1]) for row in table(LANGUAGE, "built-ins") for call in words(row[0])]
 STATEMENT_WORDS = re.search(r"A\s+line\s+that\s+begins\s+with\s(.*?)\sis\s+always", LANGUAGE, re.DOTALL)
 
@@ -88,6 +89,8 @@ def test_readme_and_design_show_one_ppo() -> None:
 
 def shown(name: str, option: known.Opt) -> str:
     """The default as the page writes it."""
+    if option.default is None and name in ("lr_scale", "weight_decay"):  # of a group
+        return TOLD["group"]
     if name in TOLD or option.needed:
         return TOLD.get(name, "required")
     if isinstance(option.default, bool):
@@ -324,7 +327,7 @@ def test_a_fragment_without_context_is_seen(text: str) -> None:
     ("generate", "| `greedy` | false |", "| `greedi` | false |", "greedi"),
     ("generate", "| `greedy` | false |", "| `greedi` | false |", "greedy"),
     ("generate", "| `n` | 1 | sequences per prompt |\n", "", "n"),
-    ("adamw", "| `lr` | required |", "| `lr` | 1e-6 |", "lr"),
+    ("optimizer", "| `lr` | required |", "| `lr` | 1e-6 |", "lr"),
     ("data", "`answer`, `chosen`", "`chosen`", "answer"),
     ("train", "| `minibatch` | |", "| `minibatch` | 1 |", "minibatch"),
     ("cluster", "| `gpus` | required |", "| `gpus` | 8 |", "gpus"),

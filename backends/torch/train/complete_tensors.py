@@ -1,7 +1,7 @@
 """Complete tensors for optimizers whose updates depend on all of a parameter.
 
-In: this rank's part of a tensor that is divided as a parameter is, by tp, by ep and by `zero`. Out: the complete one, on
-every rank that has a part. Only copies: the result has the same bits on each of these ranks.
+In: this rank's part of a tensor that is divided as a parameter is, by tp, by ep and by `zero`. Out: the complete one,
+on every rank that has a part. Only copies: the result has the same bits on each of these ranks.
 Invariant: all ranks along dp and tp that have the parameter call in the same order.
 """
 

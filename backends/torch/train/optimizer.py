@@ -29,6 +29,7 @@ from rldsl.runtime.backend import Axes
 from rldsl.sharding.boxes import local_slice, pieces_at, slices, volume
 from rldsl.sharding.boxes import replicas as num_replicas
 
+
 class ShardOptimizer:
     """Gradient buffer and optimizer state of one shard: Megatron's gradient buffer and optimizer in one."""
 

@@ -31,12 +31,7 @@ from rldsl.runtime.backend import Shard
 from rldsl.runtime.comm.agreement import any_rank, broadcast_text, gather_texts, ranks_that_differ
 from rldsl.runtime.data.read_positions import SourceReading
 from rldsl.runtime.files import digest
-from rldsl.runtime.persist.checkpoint_writer import (
-    checkpoints,
-    complete_box,
-    row_state_key,
-    step_of,
-)
+from rldsl.runtime.persist.checkpoint_writer import checkpoints, complete_box, row_state_key, step_of
 from rldsl.runtime.persist.manifest import MANIFEST, Manifest, read_manifest
 from rldsl.runtime.persist.run_identity import program_changes
 from rldsl.runtime.state import in_flight
