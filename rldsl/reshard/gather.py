@@ -91,8 +91,8 @@ class _Sources:
         self.layout, self.view = layout, view
         # name of the spec -> what `division` says
         self.boxes: dict[str, tuple[tuple[int, int, Box], ...]] = {}
-        # (name of the spec, part, zero shard) -> of these, the boxes of one pair
-        self.boxes_at: dict[str, dict[tuple[int, int], list[Box]]] = {}
+        # name of the spec -> (part, zero shard) -> of these, the boxes of one pair
+        self.boxes_at: dict[str, Mapping[tuple[int, int], Sequence[Box]]] = {}
         # results of `of`
         self.cache: dict[tuple[str, int, int], tuple[tuple[int, int, Box], ...]] = {}
 
@@ -115,9 +115,7 @@ class _Sources:
     def _divide(self, spec: ParamSpec) -> None:
         if spec.name not in self.boxes:
             self.boxes[spec.name] = division(spec, self.layout)
-            by_pair = self.boxes_at[spec.name] = defaultdict(list)
-            for part, zero_shard, box in self.boxes[spec.name]:
-                by_pair[part, zero_shard].append(box)
+            self.boxes_at[spec.name] = _division_by_pair(geometry(spec), bare_layout(self.layout))
 
 
 def division(spec: ParamSpec, layout: Layout) -> tuple[tuple[int, int, Box], ...]:
@@ -139,6 +137,14 @@ def _division(spec: ParamSpec, layout: Layout) -> tuple[tuple[int, int, Box], ..
                 seen[zero_shard].append(piece.box)
                 found.append((part, zero_shard, piece.box))
     return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def _division_by_pair(spec: ParamSpec, layout: Layout) -> Mapping[tuple[int, int], Sequence[Box]]:
+    by_pair: dict[tuple[int, int], list[Box]] = defaultdict(list)
+    for part, zero_shard, box in _division(spec, layout):
+        by_pair[part, zero_shard].append(box)
+    return by_pair
 
 
 def _source_place(parameter: Parameter, model: Model, layout: Layout, view: MeshView, owner: int) -> tuple[int, int]:

@@ -29,6 +29,7 @@ class MeshView:
     runs: tuple[tuple[int, int, int], ...]  # (first rank, past the last, index of the first in the mesh), by rank
     ordered: tuple[tuple[int, int, int], ...]  # the same, by index in the mesh
     starts: tuple[int, ...] = field(repr=False)  # first ranks of `runs`
+    indices: tuple[int, ...] = field(repr=False)  # of the first rank of each run, as in `ordered`
 
     @staticmethod
     def of(layout: Layout, mesh: Mesh) -> MeshView:
@@ -39,7 +40,8 @@ class MeshView:
         runs = tuple(sorted(ordered))
         count = num_zero_shards(layout)
         replicas = total // (layout.pp * num_parts(layout) * count)
-        return MeshView(num_parts(layout), count, replicas, runs, ordered, tuple(r[0] for r in runs))
+        return MeshView(num_parts(layout), count, replicas, runs, ordered, tuple(r[0] for r in runs),
+                        tuple(r[2] for r in ordered))
 
     def index(self, rank: int) -> int | None:
         """The position of `rank` in the mesh; None outside it."""
@@ -67,7 +69,7 @@ class MeshView:
         """The rank that is replica `replica` of a cell."""
         block = cell.pp_rank * self.zero_shards + cell.zero_shard
         index = (block * self.replicas + replica) * self.parts + cell.part
-        at = bisect_right(self.ordered, index, key=lambda r: r[2]) - 1
+        at = bisect_right(self.indices, index) - 1
         return self.ordered[at][0] + index - self.ordered[at][2]
 
     def block_signature(self, first: int, stop: int) -> object:

@@ -43,9 +43,11 @@ TransferSlices = tuple[TransferSlice, ...]
 ClassSlice = tuple[int, int, int]  # (box class, start, stop)
 # By (which of the two trees over the same nodes, device of the node), in the order of their offsets.
 SourceSlices = Mapping[tuple[int, int], Sequence[SourceSlice]]
-SuppliedSlice = tuple[Cell, TreeSupply, SourceSlice]
-# Of each device; with the tree down which it came: the copy is then made in the step after. None: the node holds it.
-CopiesByDevice = Mapping[int, Sequence[tuple[int | None, IntraNodeCopy]]]
+# What a cell sends to one device of the first node of a tree: with the cell, and what it sends to the whole tree.
+SuppliedSlices = tuple[Cell, TreeSupply, Sequence[SourceSlice]]
+# By (sender, receiver), devices of a node; with the tree down which it came: the copy is then made in the step after.
+# None: the node holds it.
+CopiesByPair = Mapping[tuple[int, int], Sequence[tuple[int | None, IntraNodeCopy]]]
 
 
 def rank_slices(plan: ReshardPlan, rank: int,
@@ -60,15 +62,14 @@ def rank_slices(plan: ReshardPlan, rank: int,
 
 def _rank_slices(plan: ReshardPlan, rank: int, shared: ReshardCache) -> tuple[TransferSlices, TransferSlices]:
     node, device = divmod(rank, plan.devices)
-    sends, receives = list(_sent_as_holder(plan, rank, shared)), []
+    sends, receives = [*_sent_as_holder(plan, rank, shared)], list[TransferSlice]()
     for group_index, at in shared.groups_of_node.get(node, ()):
         group = plan.groups[group_index]
         first, steps = node * plan.devices, _steps(group, at)
-        out, into = shared.local_copies(group_index, len(steps) > 1)
-        sends += [TransferSlice(_copy_step(c, tree, steps), first + c.dst, c.box_class, c.start, c.stop)
-                  for tree, c in out.get(device, ())]
-        receives += [TransferSlice(_copy_step(c, tree, steps), first + c.src, c.box_class, c.start, c.stop)
-                     for tree, c in into.get(device, ())]
+        copies = shared.local_copies(group_index, len(steps) > 1)
+        for other in range(plan.devices):
+            sends += _copied(copies.get((device, other), ()), first + other, steps)
+            receives += _copied(copies.get((other, device), ()), first + other, steps)
         sends += _forwarded(plan, group_index, at, device, shared)
         receives += _from_network(plan, group_index, at, device, shared)
     return tuple(sorted(sends)), tuple(sorted(receives))
@@ -83,11 +84,9 @@ def pair_slices(plan: ReshardPlan, sender: int, receiver: int,
     if receiver // plan.devices == sender // plan.devices:
         for group_index, at in shared.groups_of_node.get(node, ()):
             steps = _steps(plan.groups[group_index], at)
-            out, into = shared.local_copies(group_index, len(steps) > 1)
-            sends += [TransferSlice(_copy_step(c, tree, steps), receiver, c.box_class, c.start, c.stop)
-                      for tree, c in out.get(sender - first, ()) if c.dst == device]
-            receives += [TransferSlice(_copy_step(c, tree, steps), sender, c.box_class, c.start, c.stop)
-                         for tree, c in into.get(device, ()) if c.src == sender - first]
+            copies = shared.local_copies(group_index, len(steps) > 1).get((sender - first, device), ())
+            sends += _copied(copies, receiver, steps)
+            receives += _copied(copies, sender, steps)
     for group_index, at in shared.groups_of_node.get(sender // plan.devices, ()):
         sends += _forwarded(plan, group_index, at, sender - first, shared, receiver)
     for group_index, at in shared.groups_of_node.get(node, ()):
@@ -120,15 +119,12 @@ class ReshardCache:
         self.local_copies, self.received = cache(self._local_copies), cache(self._received)
         self.sent_to_tree, self.sent_to_root = cache(self._sent_to_tree), cache(self._sent_to_root)
 
-    def _local_copies(self, group_index: int, several: bool) -> tuple[CopiesByDevice, CopiesByDevice]:
-        """The copies inside a node of group `group_index`, by sender and by receiver. several: whether its trees have
-        more than one node."""
-        out = defaultdict[int, list[tuple[int | None, IntraNodeCopy]]](list)
-        into = defaultdict[int, list[tuple[int | None, IntraNodeCopy]]](list)
+    def _local_copies(self, group_index: int, several: bool) -> CopiesByPair:
+        """The copies inside a node of group `group_index`. several: whether its trees have more than one node."""
+        found = defaultdict[tuple[int, int], list[tuple[int | None, IntraNodeCopy]]](list)
         group = self.plan.groups[group_index]
         for copy in group.local_copies:
-            out[copy.src].append((None, copy))
-            into[copy.dst].append((None, copy))
+            found[copy.src, copy.dst].append((None, copy))
         lists, places = group.arrivals.wanted.lists, group.arrivals.wanted.places
         for tree in TREES if several else TREES[:1]:
             for device, slices in self.received(group_index, tree, several).items():
@@ -136,15 +132,14 @@ class ReshardCache:
                     needers = lists[places[box_class][0]].needers
                     for needer in needers if len(needers) > 1 else ():
                         if needer != device:
-                            copy = IntraNodeCopy(1, box_class, device, needer, start, stop)
-                            out[device].append((tree, copy))
-                            into[needer].append((tree, copy))
-        return out, into
+                            found[device, needer].append(
+                                (tree, IntraNodeCopy(1, box_class, device, needer, start, stop)))
+        return found
 
     def _received(self, group_index: int, tree: int, several: bool) -> Mapping[int, Sequence[ClassSlice]]:
         """What each device of a node receives down a tree."""
         by_device = defaultdict[int, list[ClassSlice]](list)
-        for box_class, parts in sorted(self.all_parts(group_index).items()):
+        for box_class, parts in self.all_parts(group_index).items():
             for device, start, stop in parts:
                 start, stop = tree_half(tree, start, stop, several)
                 if start < stop:
@@ -152,9 +147,10 @@ class ReshardCache:
         return by_device
 
     def _all_parts(self, group_index: int) -> Mapping[int, Sequence[Share]]:
-        """Which device of a node of group `group_index` receives which part of each class that arrives."""
-        found = self.known_arrivals[group_index] = self.plan.groups[group_index].arrivals.all_parts()
-        return found
+        """Which device of a node of group `group_index` receives which part of each class that arrives, ascending."""
+        found = sorted(self.plan.groups[group_index].arrivals.all_parts().items())
+        self.known_arrivals[group_index] = dict(found)
+        return self.known_arrivals[group_index]
 
     def _sent_to_tree(self, group_index: int, several: bool, cell: Cell) -> SourceSlices:
         """What a cell sends to one tree of group `group_index`, device after device, so that each device hears from few
@@ -168,18 +164,19 @@ class ReshardCache:
             found = self.known_parts[key] = _source_slices(several, sent, parts)
         return found
 
-    def _sent_to_root(self, group_index: int, several: bool, tree: int, device: int) -> Sequence[SuppliedSlice]:
+    def _sent_to_root(self, group_index: int, several: bool, tree: int, device: int) -> Sequence[SuppliedSlices]:
         """What cells send to a device of the first node of a tree of group `group_index`."""
         cells = {self.plan.classes[i].holders[who] for i, _, _ in self.received(group_index, tree, several)[device]
                  for who, _, _ in self.plan.sent_parts[i]}
-        return [x for cell in sorted(cells) for x in self.sent_from_cell(group_index, several, tree, device, cell)]
+        found = (self.sent_from_cell(group_index, several, tree, device, cell) for cell in sorted(cells))
+        return [x for x in found if x is not None]
 
     def sent_from_cell(self, group_index: int, several: bool, tree: int, device: int,
-                       cell: Cell) -> Sequence[SuppliedSlice]:
-        """What one cell sends to a device of the first node of a tree."""
+                       cell: Cell) -> SuppliedSlices | None:
+        """What one cell sends to a device of the first node of a tree; None if it sends nothing to the group."""
         if (supply := self.supply_at(cell, group_index)) is None:
-            return ()
-        return [(cell, supply, part) for part in self.sent_to_tree(group_index, several, cell).get((tree, device), ())]
+            return None
+        return cell, supply, self.sent_to_tree(group_index, several, cell).get((tree, device), ())
 
     def _supply_at(self, cell: Cell, group_index: int) -> TreeSupply | None:
         """What a cell sends to the trees of a group; None: nothing."""
@@ -229,9 +226,12 @@ def tree_position(group: NodeGroup, at: int) -> tuple[int, int, int]:
     return i, start, stop - start
 
 
-def _copy_step(copy: IntraNodeCopy, tree: int | None, steps: Sequence[int]) -> int:
-    """In which step of a bucket a device of a node copies to another: what arrived down a tree, in the step after."""
-    return copy.step if tree is None else steps[tree] + 1
+def _copied(copies: Iterable[tuple[int | None, IntraNodeCopy]], peer: int,
+            steps: Sequence[int]) -> Iterator[TransferSlice]:
+    """Copies to or from a device of the same node. steps: in which the node receives, per tree; what arrived down a
+    tree is copied in the step after."""
+    for tree, (step, box_class, _, _, start, stop) in copies:
+        yield TransferSlice(step if tree is None else steps[tree] + 1, peer, box_class, start, stop)
 
 
 def _steps(group: NodeGroup, at: int) -> tuple[int, ...]:
@@ -306,24 +306,27 @@ def _from_sources(plan: ReshardPlan, group_index: int, i: int, tree: int, device
     """What the first node of tree `i` of a group receives from the holders. only: see `_from_network`."""
     first, past = plan.groups[group_index].tree_nodes(i)
     where = group_index, past - first > 1, tree, device
-    supplied: Iterable[SuppliedSlice]
     if only is None:
         supplied = shared.sent_to_root(*where)
     else:
-        supplied = shared.sent_from_cell(*where, cell) if (cell := plan.src.cell(only)) is not None else ()
-    for cell, supply, part in supplied:
+        cell_of_sender = plan.src.cell(only)
+        sent = shared.sent_from_cell(*where, cell_of_sender) if cell_of_sender is not None else None
+        supplied = [sent] if sent is not None else []
+    for cell, supply, parts in supplied:
         source = plan.senders[cell]
         if source.num_senders == 1:
-            yield TransferSlice(0, shared.rank(cell, 0), part.box_class, part.start, part.stop)
+            peer = shared.rank(cell, 0)
+            yield from [TransferSlice(0, peer, box_class, start, stop) for _, box_class, start, stop in parts]
             continue
-        start = begin = supply.start + i * supply.amount + part.offset
-        end = begin + part.stop - part.start
-        while start < end:
-            sender_index = ((start + 1) * source.num_senders - 1) // source.size
-            stop = min(end, source.size * (sender_index + 1) // source.num_senders)
-            peer = shared.rank(cell, sender_index * plan.src.replicas // source.num_senders)
-            yield TransferSlice(0, peer, part.box_class, part.start + start - begin, part.start + stop - begin)
-            start = stop
+        for part in parts:
+            start = begin = supply.start + i * supply.amount + part.offset
+            end = begin + part.stop - part.start
+            while start < end:
+                sender_index = ((start + 1) * source.num_senders - 1) // source.size
+                stop = min(end, source.size * (sender_index + 1) // source.num_senders)
+                peer = shared.rank(cell, sender_index * plan.src.replicas // source.num_senders)
+                yield TransferSlice(0, peer, part.box_class, part.start + start - begin, part.start + stop - begin)
+                start = stop
 
 
 def _source_slices(several: bool, sent: Sequence[ClassSlice], parts: Sequence[Sequence[Share]]) -> SourceSlices:

@@ -319,6 +319,14 @@ def intersect(a: Box, b: Box) -> Box | None:
     return tuple(both)
 
 
+def overlap(a: Box, b: Box) -> bool:
+    """Whether two boxes have a common part."""
+    for (p, q), (r, s) in zip(a, b, strict=True):  # noqa: SIM110  # `all` takes three times as long
+        if p >= s or r >= q or p >= q or r >= s:
+            return False
+    return True
+
+
 def subtract(a: Box, b: Box) -> tuple[Box, ...]:
     """`a` without `b`, as disjoint boxes."""
     common = intersect(a, b)

@@ -15,11 +15,14 @@ from itertools import accumulate
 
 from rldsl.plan.model import Layout, Model, ParamSpec
 from rldsl.reshard.box_classes import BoxClass
-from rldsl.sharding.boxes import Box, Cell, Parameter, contains, geometry, intersect, pieces_by_pair, stages, volume
+from rldsl.sharding.boxes import Box, Cell, Parameter, contains, geometry, overlap, pieces_by_pair, stages, volume
 
-Claim = tuple[Box, tuple[Cell, ...], tuple[Cell, ...]]  # a box, its holders and its needers, as a box class lists them
+Claim = tuple[Box, BoxClass]  # a box, and the class that states who holds and who needs it
 Layers = tuple[int | None, ...]  # None: a parameter outside the layers
 PartShard = tuple[int, int]  # (part, zero shard)
+PPRanks = tuple[tuple[int, ...], tuple[int, ...]]  # of the source and the destination: those that hold a parameter
+Pairs = frozenset[PartShard] | None  # of some cells: the same on each pp rank; None if they are not
+Sides = tuple[Pairs, Pairs]  # of the holders and the needers of a box class
 
 
 def class_faults(model: Model, src: Layout, dst: Layout,
@@ -33,7 +36,7 @@ def _faults(model: Model, src: Layout, dst: Layout, classes: Sequence[BoxClass])
     claims: dict[str, dict[int, tuple[Layers, list[Claim]]]] = defaultdict(dict)
     sizes: dict[int, int] = {}  # elements of a box, by its identity: many segments have one object
     for i, box_class in enumerate(classes):
-        at, holders, needers = 0, box_class.holders, box_class.needers
+        at = 0
         for spec_name, layers, box, start in box_class.segments:
             if start != at:
                 yield f"box {box} of {spec_name} does not begin where the previous box of box class {i} ends"
@@ -43,7 +46,7 @@ def _faults(model: Model, src: Layout, dst: Layout, classes: Sequence[BoxClass])
             of_spec = claims[spec_name]
             if (claimed := of_spec.get(id(layers))) is None:
                 claimed = of_spec[id(layers)] = layers, []
-            claimed[1].append((box, holders, needers))
+            claimed[1].append((box, box_class))
         if at != box_class.size:
             yield f"box class {i} has {box_class.size} elements, its boxes have {at}"
     right = _RightClaims(src, dst)
@@ -87,14 +90,12 @@ class _RightClaims:
         # geometry, pp ranks, and the identities of everything that is claimed: parameters with the same geometry on the
         # same pp ranks have the same objects
         self.same: set[tuple[object, tuple[int, ...]]] = set()
-        # (id of a list of cells, pp ranks) -> the pairs that it has on each of the pp ranks; many claims list the same
-        self.pairs: dict[tuple[int, tuple[int, ...]], frozenset[PartShard] | None] = {}
-        self.interned: dict[frozenset[PartShard], frozenset[PartShard]] = {}
+        self.sides: dict[PPRanks, dict[int, Sides]] = defaultdict(dict)  # of each box class, by its identity
+        self.interned: dict[Sides, Sides] = {}
         # geometry and, for each claim, the identities of its box and of its pairs of both sides
-        self.known: set[tuple[object, tuple[tuple[int, int, int], ...]]] = set()
+        self.known: set[tuple[object, tuple[tuple[int, int], ...]]] = set()
 
-    def fault(self, spec: ParamSpec, pp_ranks: tuple[tuple[int, ...], tuple[int, ...]],
-              claims: Sequence[Claim]) -> str:
+    def fault(self, spec: ParamSpec, pp_ranks: PPRanks, claims: Sequence[Claim]) -> str:
         """What is wrong with the boxes of one parameter; "" if nothing. pp_ranks: of the source and the destination,
         those that hold it."""
         shape = geometry(spec)
@@ -103,24 +104,22 @@ class _RightClaims:
             return ""
         if shape not in self.pieces:
             self.pieces[shape] = _Pieces(spec, self.layouts[0]), _Pieces(spec, self.layouts[1])
-        holding = [self.pairs_of(listed, pp_ranks[0]) for _, listed, _ in claims]
-        needing = [self.pairs_of(needers, pp_ranks[1]) for _, _, needers in claims]
+        known = self.sides[pp_ranks]
+        sides = [known.get(id(box_class)) or self._sides(box_class, pp_ranks) for _, box_class in claims]
         # `interned` keeps the pairs, so their ids stay, too.
-        key = shape, tuple([(id(claim[0]), id(have), id(need))
-                            for claim, have, need in zip(claims, holding, needing, strict=True)])
-        found = "" if key in self.known else _fault(self.pieces[shape], pp_ranks, claims, holding)
+        key = shape, tuple([(id(box), id(both)) for (box, _), both in zip(claims, sides, strict=True)])
+        found = "" if key in self.known else _fault(self.pieces[shape], pp_ranks, claims, sides)
         if not found:
             self.same.add(same)
-            if None not in needing:
+            if all(needing is not None for _, needing in sides):
                 self.known.add(key)
         return found
 
-    def pairs_of(self, cells: Sequence[Cell], pp_ranks: tuple[int, ...]) -> frozenset[PartShard] | None:
-        """`_pairs_on_all`, one object for equal pairs."""
-        if (key := (id(cells), pp_ranks)) not in self.pairs:
-            found = _pairs_on_all(cells, pp_ranks)
-            self.pairs[key] = None if found is None else self.interned.setdefault(found, found)
-        return self.pairs[key]
+    def _sides(self, box_class: BoxClass, pp_ranks: PPRanks) -> Sides:
+        """`_pairs_on_all` of the holders and the needers of a class, one object for equal pairs."""
+        found = _pairs_on_all(box_class.holders, pp_ranks[0]), _pairs_on_all(box_class.needers, pp_ranks[1])
+        self.sides[pp_ranks][id(box_class)] = self.interned.setdefault(found, found)
+        return self.sides[pp_ranks][id(box_class)]
 
 
 class _Pieces:
@@ -136,7 +135,7 @@ class _Pieces:
         self.starts = [start for (start, _), _ in self.rows]
         self.reach = list(accumulate((stop for (_, stop), _ in self.rows), max))  # the largest end of rows up to here
 
-    def holders(self, box: Box) -> set[PartShard]:
+    def holders(self, box: Box) -> Set[PartShard]:
         """Where the pieces are that contain a box."""
         start, stop = box[0] if box else (0, 1)
         pairs: set[PartShard] = set()
@@ -149,17 +148,15 @@ class _Pieces:
         return pairs
 
 
-def _fault(pieces: tuple[_Pieces, _Pieces], pp_ranks: tuple[tuple[int, ...], tuple[int, ...]],
-           claims: Sequence[Claim], holding: Sequence[Set[PartShard] | None]) -> str:
-    """What is wrong with the boxes of one parameter; "" if nothing. pieces, pp_ranks: of the source and the
-    destination; the pp ranks are those that hold the parameter. holding: `_pairs_on_all` of the holders of each
-    claim."""
+def _fault(pieces: tuple[_Pieces, _Pieces], pp_ranks: PPRanks, claims: Sequence[Claim], sides: Sequence[Sides]) -> str:
+    """What is wrong with the boxes of one parameter; "" if nothing. pieces: of the source and the destination.
+    sides: of each claim."""
     boxes_of_cell: dict[Cell, list[Box]] = defaultdict(list)
-    for (box, listed, needers), pairs in zip(claims, holding, strict=True):
+    for (box, box_class), (pairs, _) in zip(claims, sides, strict=True):
         if (right := pieces[0].holders(box)) != pairs:
             holders = {Cell(pp_rank, *pair) for pair in right for pp_rank in pp_ranks[0]}
-            return f"box {box} should be held by {_cell_text(holders)}, not by {_cell_text(listed)}"
-        for cell in needers:
+            return f"box {box} should be held by {_cell_text(holders)}, not by {_cell_text(box_class.holders)}"
+        for cell in box_class.needers:
             boxes_of_cell[cell].append(box)
     for pp_rank in pp_ranks[1]:
         for pair, needed in pieces[1].by_pair.items():
@@ -169,7 +166,7 @@ def _fault(pieces: tuple[_Pieces, _Pieces], pp_ranks: tuple[tuple[int, ...], tup
     return f"cells {_cell_text(boxes_of_cell)} get what they do not need" if boxes_of_cell else ""
 
 
-def _pairs_on_all(listed: Sequence[Cell], pp_ranks: Sequence[int]) -> frozenset[PartShard] | None:
+def _pairs_on_all(listed: Sequence[Cell], pp_ranks: Sequence[int]) -> Pairs:
     """The (part, zero shard) pairs of some cells, if these are just the same pairs on each pp rank, each cell once;
     otherwise None."""
     cells = frozenset(listed)
@@ -199,7 +196,7 @@ def overlapping(boxes: Sequence[Box]) -> bool:
             b = ordered[at]
             if a and b[0][0] >= a[0][1]:
                 break
-            if intersect(a, b) is not None:
+            if overlap(a, b):
                 return True
     return False
 

@@ -55,17 +55,19 @@ def record_faults(plan: ReshardPlan, src: Mapping[int, Cell], dst: Mapping[int, 
     for view, cells in ((plan.src, src), (plan.dst, dst)):
         yield from _view_faults(view, cells)
     families: dict[int, list[int]] = defaultdict(list)  # id of what a group wants -> such groups
-    examined: set[tuple[int, tuple[Cell | None, ...]]] = set()
     for number, group in enumerate(plan.groups):
-        wanted = group.arrivals.wanted
-        families[id(wanted)].append(number)
-        if (key := (id(wanted), tuple(cell for _, cell in group.cells))) not in examined:
-            examined.add(key)
-            yield from _wanted_faults(plan, group, index)
-        yield from _group_faults(plan, group, index)
-    totals = [_Family(plan, members) for members in families.values()]
-    yield from _division_faults(plan, totals)
-    yield from _supply_faults(plan, totals)
+        families[id(group.arrivals.wanted)].append(number)
+    found = [_Family(plan, members) for members in families.values()]
+    for family in found:
+        examined: set[tuple[Cell | None, ...]] = set()
+        sizes = [sum(one.sizes) for one in family.wanted.lists]
+        for group in (plan.groups[number] for number in family.members):
+            if (cells_of_devices := tuple(cell for _, cell in group.cells)) not in examined:
+                examined.add(cells_of_devices)
+                yield from _wanted_faults(plan, group, index)
+            yield from _group_faults(plan, group, sizes, index)
+    yield from _division_faults(plan, found)
+    yield from _supply_faults(plan, found)
 
 
 def arrived_before(arriving: Sequence[Slice], forwarded: Slice) -> bool:
@@ -118,8 +120,8 @@ def _wanted_faults(plan: ReshardPlan, group: NodeGroup, index: ClassIndex) -> It
         yield "RL0527", f"box class {min(devices)} is wanted on nodes {group.nodes[:4]} and in no list", ()
 
 
-def _group_faults(plan: ReshardPlan, group: NodeGroup, index: ClassIndex) -> Iterator[Fault]:
-    """What is wrong with what one node receives."""
+def _group_faults(plan: ReshardPlan, group: NodeGroup, sizes: Sequence[int], index: ClassIndex) -> Iterator[Fault]:
+    """What is wrong with what one node receives. sizes: elements of each list of what it wants."""
     ranks = tuple(range(group.nodes[0] * plan.devices, (group.nodes[0] + 1) * plan.devices)) if group.nodes else ()
     arrivals, places = group.arrivals, group.arrivals.wanted.places
     if not 1 <= group.num_trees <= len(group.nodes):
@@ -132,10 +134,11 @@ def _group_faults(plan: ReshardPlan, group: NodeGroup, index: ClassIndex) -> Ite
     held: list[list[int]] = [[] for _ in arrivals.wanted.lists]
     for i in holders:
         held[places[i][0]].append(places[i][1])
-    for one, positions, given, bounds in zip(arrivals.wanted.lists, held, arrivals.held, arrivals.bounds, strict=True):
+    for one, size, positions, given, bounds in zip(arrivals.wanted.lists, sizes, held, arrivals.held, arrivals.bounds,
+                                                   strict=True):
         if tuple(sorted(positions)) != given:
             yield "RL0527", f"nodes {group.nodes[:4]} do not hold what they need not receive", ranks
-        arriving = sum(one.sizes) - sum(one.sizes[position] for position in positions)
+        arriving = size - sum(one.sizes[position] for position in positions)
         if len(bounds) != len(one.needers) or sorted((0, *bounds)) != [0, *bounds] or bounds[-1] != arriving:
             yield "RL0527", f"devices {one.needers} of nodes {group.nodes[:4]} do not receive all that they lack", ranks
     yield from _copy_faults(plan, group, holders)
@@ -187,8 +190,8 @@ def _division_faults(plan: ReshardPlan, families: Sequence[_Family]) -> Iterator
 
 def _supply_faults(plan: ReshardPlan, families: Sequence[_Family]) -> Iterator[Fault]:
     """Cells that do not send each tree of each group just their parts of the classes that arrive there."""
-    amounts: dict[Cell, Counter[int]] = defaultdict(Counter)  # cell -> number of the family -> elements for each tree
-    fewer: dict[Cell, Counter[int]] = defaultdict(Counter)  # cell -> group -> elements less
+    amounts, fewer = (defaultdict[Cell, dict[int, int]](lambda: defaultdict(int)) for _ in range(2))
+    # amounts: cell -> number of the family -> elements for each tree; fewer: cell -> group -> elements less
     for number, family in enumerate(families):
         for i in family.wanted.places:
             for who, start, stop in plan.sent_parts.get(i, ()):

@@ -183,9 +183,14 @@ def _unpaired(sender: int, receiver: int) -> Fault:
 def _holding_faults(rank: int, held: Cell | None, mine: RankSlices, index: ClassIndex) -> Iterator[Fault]:
     """Slices that a rank sends although it neither holds them nor received them in the step before."""
     held_classes = index.held.get(held, set()) if held is not None else set()
+    had: set[tuple[int, int, int, int]] = set()  # slices that arrived before: a rank forwards many to several peers
     for peer, slices in mine.sends.items():
         for x in slices:
-            if x.box_class not in held_classes and not arrived_before(mine.arriving.get(x.box_class, ()), x):
+            if x.box_class in held_classes or (forwarded := (x.step, x.box_class, x.start, x.stop)) in had:
+                continue
+            if arrived_before(mine.arriving.get(x.box_class, ()), x):
+                had.add(forwarded)
+            else:
                 yield ("RL0533", f"rank {rank} would send rank {peer} a part of box class {x.box_class} that it does "
                        f"not have in step {x.step}", (rank, peer))
 
