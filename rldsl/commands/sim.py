@@ -6,11 +6,15 @@ In: a plan or a program, a cluster's file or preset. Out: text, JSON or a trace.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rldsl.commands import Usage
-from rldsl.commands.inputs import plan_or_program
+from rldsl.commands.inputs import ENDING, compiled_program, plan_or_program
+from rldsl.commands.other_lag import other_lag
 from rldsl.files import write
 from rldsl.plan.expr import Scalar
+from rldsl.python.plan import Plan
+from rldsl.python.views import Simulation
 from rldsl.simulate import Lengths
 
 
@@ -22,8 +26,16 @@ def sim(file: str, cluster: str, sets: Mapping[str, Scalar], place: str | None, 
     from rldsl.simulate.trace import chrome
 
     plan = plan_or_program(file, sets, place, overrides)
-    found = plan.simulate(cluster, prompt_tokens=lengths.prompt, response_tokens=lengths.response,
-                          longest=lengths.longest, like=like)
+
+    def simulated(plan: Plan) -> Simulation:
+        return plan.simulate(cluster, prompt_tokens=lengths.prompt, response_tokens=lengths.response,
+                             longest=lengths.longest, like=like)
+
+    found = simulated(plan)
+    if not file.endswith(ENDING):
+        found = replace(found, other=other_lag(
+            plan, lambda change: compiled_program(file, sets, place, overrides, change),
+            lambda other: simulated(other).seconds))
     if trace:
         write(trace, chrome(found.plan, found.timeline).encode(), "choose another path with --trace")
     return found.json() if as_json else found.text()

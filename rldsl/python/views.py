@@ -18,6 +18,7 @@ from rldsl.plan.notation import human
 from rldsl.python.errors import ELSEWHERE, reports_failures
 from rldsl.python.html import frame, table, terminal
 from rldsl.simulate import Lengths, Timeline
+from rldsl.simulate.summary import OtherLag
 
 HEIGHT = 640  # pixels of a page inside a notebook
 
@@ -122,6 +123,7 @@ class Simulation:
     cluster: Cluster                                   # the machines
     lengths: Lengths = field(default_factory=Lengths)  # the assumed lengths of sequences
     name: str = ""                                     # of the plan, for people
+    other: OtherLag | None = None                      # what another lag would change; None: unknown
 
     @property
     def seconds(self) -> float:
@@ -141,13 +143,14 @@ class Simulation:
         """What `rlc sim` prints."""
         from rldsl.simulate.summary import format_timeline
 
-        return format_timeline(self.plan, self.timeline, self.cluster, self.lengths, Path(self.name).name)
+        return format_timeline(self.plan, self.timeline, self.cluster, self.lengths, Path(self.name).name,
+                               self.other)
 
     def json(self) -> str:
         """What `rlc sim --json` prints; docs/simulate.md describes it."""
         from rldsl.simulate.summary import to_json
 
-        return to_json(self.plan, self.timeline, self.cluster)
+        return to_json(self.plan, self.timeline, self.cluster, self.other)
 
     @reports_failures
     def save_trace(self, path: str | os.PathLike[str]) -> Path:

@@ -36,6 +36,14 @@ class LineShare:
     messages: float  # seconds of it during which a message is in flight
 
 
+@dataclass(frozen=True, slots=True)
+class OtherLag:
+    """The same program with another lag."""
+
+    lag: int  # steps
+    seconds: float  # of a step
+
+
 def critical_path_by_line(plan: Plan, timeline: Timeline) -> tuple[LineShare, ...]:
     """The critical path by lines of the program, in the order in which it comes to them."""
     known = {e.id: e for e, _ in event_paths(plan)}
@@ -56,7 +64,8 @@ def _line_text(event: Event | None) -> tuple[str, str]:
     return text.line, text.title if event.at else text.kind
 
 
-def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, name: str) -> str:
+def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, name: str,
+                    other: OtherLag | None = None) -> str:
     plan = visible_plan(plan)
     places, known = PlaceTexts.of(plan), {e.id: e for e, _ in event_paths(plan)}
     used = counted(plan.header.world, "rank") if plan.header.world == cluster.world else \
@@ -68,6 +77,8 @@ def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: L
         texts = dict.fromkeys(f"{n:,} x ({r.prompt:g} + {r.response:g})" for n, r in rows)
         lines.append(f"  lengths   {', '.join(texts)} tokens" + (" (maximum lengths)" if lengths == Lengths() else ""))
     lines += [f"  {what}" for what in _at_most(plan)]
+    if other is not None:
+        lines += [f"  lag {plan.header.lag:<5} {_lag_verdict(plan.header.lag, timeline.seconds, other)}"]
     every = timeline.event_seconds()
     calls = [(e, every[e.id]) for e in known.values() if isinstance(e, ModelCall) and e.id in every]
     lines += ["", "  call                          longest rank  busy  where"]
@@ -103,6 +114,19 @@ def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: L
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
+def _lag_verdict(lag: int, seconds: float, other: OtherLag) -> str:
+    """What the lag, or one of a step, gains or loses."""
+    late, plain = (seconds, other.seconds) if lag else (other.seconds, seconds)
+    saved = plain - late
+    share = f"{abs(saved) / plain:.0%}" if plain else "0%"
+    change = f"{seconds_text(abs(saved))} ({share}) {'shorter' if saved > 0 else 'longer'}"
+    if share == "0%":
+        change = "as long"
+    if lag:
+        return f"a step is {change}{' as' if share == '0%' else ' than'} without it ({seconds_text(plain)})"
+    return f"with lag=1 a step would be {change} ({seconds_text(late)}), and train on responses that are one step older"
+
+
 def _which_steps(events: PeriodicEvents) -> str:
     parts = [f"every {events.period} steps"] if events.period > 1 else []
     return ", ".join([*parts, *([f"in the first {events.first} steps"] if events.first else [])])
@@ -132,13 +156,14 @@ def _busy(timeline: Timeline, event: int) -> float:
     return sum(s.busy for s in spans) / length if length else 0.0
 
 
-def to_json(plan: Plan, timeline: Timeline, cluster: Cluster) -> str:
+def to_json(plan: Plan, timeline: Timeline, cluster: Cluster, other: OtherLag | None = None) -> str:
     known: Mapping[int, Event] = {e.id: e for e, _ in event_paths(plan)}
     every = timeline.event_seconds()
     meshes = {m.id: [list(r) for r in m.ranks] for m in plan.meshes}
     found: dict[str, Any] = {
         "format": 1, "cluster": cluster.name, "seconds": timeline.seconds, "tokens": timeline.tokens,
-        "tokens_per_second": timeline.tokens_per_second,
+        "tokens_per_second": timeline.tokens_per_second, "lag": plan.header.lag,
+        "other_lag": {"lag": other.lag, "seconds": other.seconds} if other is not None else None,
         "calls": [{"event": e.id, "call": e.called, "at": e.at, "seconds": every[e.id],
                    "busy": _busy(timeline, e.id)}
                   for e in known.values() if isinstance(e, ModelCall) and e.id in every],

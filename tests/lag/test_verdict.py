@@ -1,0 +1,60 @@
+"""`rlc sim` says what a lag gains, before anything is run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from rldsl.cli import main
+from tests.end_to_end.test_invariance import HERE, placement
+from tests.tiny import make_all
+
+APART = placement(2, actor_generate="on mesh(0:1)", actor_train="on mesh(1:2)", ref_logprobs="on mesh(1:2)")
+TOGETHER = placement(2, **{"actor_*": "on mesh(0:2) dp=2", "ref_*": "on mesh(0:2) dp=2"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verdict")
+    make_all(folder)
+    (folder / "rewards_small.py").write_text((HERE / "rewards_small.py").read_text())
+    (folder / "apart.rlf").write_text(APART)
+    (folder / "together.rlf").write_text(TOGETHER)
+    return folder
+
+
+def sim(folder: Path, place: str, option: str, *more: str, text: str = "") -> str:
+    (folder / "p.rlf").write_text((text or (HERE / "grpo_small.rlf").read_text()).replace("seed=7)", f"seed=7{option})"))
+    done = CliRunner().invoke(main, ["sim", str(folder / "p.rlf"), "--cluster", "h100x8", "--place",
+                                     str(folder / f"{place}.rlf"), "--set", f"base={folder}/models/sft", "--set",
+                                     f"rows={folder}/data/prompts.jsonl", *more])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_on_disjoint_ranks(folder: Path) -> None:
+    plain, late = (json.loads(sim(folder, "apart", option, "--json")) for option in ("", ", lag=1"))
+    assert (plain["lag"], late["lag"]) == (0, 1) and late["seconds"] < plain["seconds"]
+    assert plain["other_lag"] == {"lag": 1, "seconds": late["seconds"]}
+    assert late["other_lag"] == {"lag": 0, "seconds": plain["seconds"]}
+    assert "with lag=1 a step would be" in sim(folder, "apart", "") and "shorter" in sim(folder, "apart", "")
+    assert "shorter than without it" in sim(folder, "apart", ", lag=2")
+
+
+def test_on_the_same_ranks(folder: Path) -> None:
+    """Nothing is suggested that cannot help; a lag that was asked for is judged."""
+    assert "lag=" not in sim(folder, "together", "") and json.loads(
+        sim(folder, "together", "", "--json"))["other_lag"] is None
+    said = sim(folder, "together", ", lag=1")
+    assert "as long as without it" in said or "longer than without it" in said
+
+
+def test_where_no_lag_is_allowed(folder: Path) -> None:
+    text = (HERE / "grpo_small.rlf").read_text()
+    head, _, body = text.partition("  prompt = prompts.next()")
+    text = f"{head}  repeat 2 {{\n  prompt = prompts.next(){body.rstrip().removesuffix('}')}\n  }}\n}}\n".replace(
+        "  every every_step { save actor }\n", "")
+    assert "lag" not in sim(folder, "apart", "", text=text).replace("p.rlf", "").partition("critical path")[0]
