@@ -47,7 +47,19 @@ def _block(draft: Draft, items: tuple[Item, ...], values: Mapping[str, Value],
     inner = tuple(replace(i, body=_block(draft, i.body, values, lengths_in)) if isinstance(i, When | Loop) else i
                   for i in items)
     jobs = _jobs(draft, inner, values, lengths_in)
-    return tuple(inner[i] for i in schedule(jobs))
+    begun = _movement_of_earlier_turns(inner, jobs) if draft.placed.graph.lag and items is draft.body else frozenset()
+    return tuple(inner[i] for i in schedule(jobs, begun))
+
+
+def _movement_of_earlier_turns(items: Sequence[Item], jobs: Sequence[_Job]) -> frozenset[int]:
+    """The indices of the movements that bring what an earlier turn has made. They come first: ranks that generate would
+    otherwise begin with the next rows, and those that train wait for these."""
+    found = set[int]()
+    for i, before in enumerate(dependencies(jobs)):
+        item = items[i]
+        if isinstance(item, Event) and item.traits.family == "movement" and before <= found:
+            found.add(i)
+    return frozenset(found)
 
 
 def _jobs(draft: Draft, items: Sequence[Item], values: Mapping[str, Value],
@@ -97,11 +109,17 @@ def dependencies(jobs: Sequence[_Job]) -> list[set[int]]:
     return before
 
 
-def schedule(jobs: Sequence[_Job]) -> list[int]:
-    """Indices of `jobs` in the order found."""
+def schedule(jobs: Sequence[_Job], begun: frozenset[int] = frozenset()) -> list[int]:
+    """Indices of `jobs` in the order found. begun: those that come before all others."""
     before = dependencies(jobs)
+    out: list[int] = []
     try:
-        return list_schedule([Task(job.ranks, before[i], job.cost, job.priority) for i, job in enumerate(jobs)])
+        for part in (sorted(begun), [i for i in range(len(jobs)) if i not in begun]):
+            index = {i: k for k, i in enumerate(part)}
+            tasks = [Task(jobs[i].ranks, [index[b] for b in before[i] if b in index], jobs[i].cost, jobs[i].priority)
+                     for i in part]
+            out += [part[k] for k in list_schedule(tasks)]
+        return out
     except ValueError:
         raise internal_error("the events of a block wait for each other in a cycle", "pass order") from None
 

@@ -137,7 +137,8 @@ class _EventBuilder:
         self.row_states = {s.name: s.data for s in placed.graph.states if s.data}  # state of rows -> its source
         self.replicated: dict[str, str] = {}  # value that every reader holds in full -> id of its spread
         self.made_in: dict[str, str] = {}  # any other value -> id of the spread that it was made in
-        self.ahead = steps_ahead(placed)  # of nodes that run ahead of the step loop
+        ranks = {id: Ranks.of_mesh(place.mesh) for id, place in self.places.items()}
+        self.ahead = steps_ahead(placed.graph, ranks)  # of nodes that run ahead of the step loop
         self.num_loops = 0
         self.world = mesh_of_range(placed.world)  # also of fetches, until all their readers are known (`lengths.py`)
         self.meshes: dict[str, Mesh] = {self.world.id: self.world}

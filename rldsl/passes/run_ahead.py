@@ -13,33 +13,38 @@ later than these where the lag is large enough.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, Protocol
 
 from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.passes.draft import Draft, LengthsSpreads, events, uses
-from rldsl.placement.model import Placed
 from rldsl.plan.events import EVERY_TURN, Event, Item, ahead_of
-from rldsl.sharding.rank_sets import Ranks, union
 
 
-def steps_ahead(placed: Placed) -> dict[str, int]:
-    """By how many steps each node runs ahead, where it does."""
-    graph, places = placed.graph, dict(placed.places)
+class RankSet(Protocol):
+    """Some ranks."""
+
+    def __and__(self, other: Any, /) -> Any: ...
+
+
+def steps_ahead(graph: g.Graph, ranks: Mapping[str, RankSet]) -> dict[str, int]:
+    """By how many steps each node runs ahead, where it does. ranks: of nodes, by their ids; a node without any runs
+    where its inputs are."""
     found = dict.fromkeys(graph.ahead, graph.lag)
     if not graph.may_run_ahead:
         return found
     top = [i for i in graph.items if isinstance(i, g.Node)]
-    working = [n for n in g.nodes(i for i in graph.items if not isinstance(i, g.Eval))
+    working = [ranks[n.id] for n in g.nodes(i for i in graph.items if not isinstance(i, g.Eval))
                if isinstance(n, g.Train | g.Infer) and n.id not in graph.ahead | graph.may_run_ahead]
-    busy = union(Ranks.of_mesh(places[n.id].mesh) for n in working)
-    generating = union(Ranks.of_mesh(places[n.id].mesh) for n in top if isinstance(n, g.Generate))
+    generating = [ranks[n.id] for n in top if isinstance(n, g.Generate)]
     made = {v: graph.lag for n in top if n.id in graph.ahead for v in n.writes}
     for node in top:
-        ranks = Ranks.of_mesh(places[node.id].mesh) if node.id in graph.may_run_ahead else busy
-        if ranks & busy:
+        own = ranks.get(node.id)
+        if node.id not in graph.may_run_ahead or own is not None and any(own & x for x in working):
             continue
-        most = graph.lag if ranks & generating else max(graph.lag - 1, 1)
+        most = graph.lag if own is None or any(own & x for x in generating) else max(graph.lag - 1, 1)
         found[node.id] = min([most, *(made.get(v, 0) for v in node.reads)])
         made |= dict.fromkeys(node.writes, found[node.id])
     return {id: ahead for id, ahead in found.items() if ahead}

@@ -3,7 +3,8 @@
 In: a problem, its candidates, blocks of some calls. Out: seconds. A step takes at least
 
 - the longest chain from a call that reads a version of a model to the training that ends this version, since the next
-  version is read one step later (the cycles of the steady state);
+  version is read one step later (the cycles of the steady state); with a lag of k, a chain through what runs ahead may
+  take k + 1 steps;
 - for each block, the time of all calls that cover it, plus the work of the calls inside it divided by its ranks.
 
 A training on all ranks leaves no time for any other call, and a `generate` on all ranks leaves none for the calls that
@@ -54,22 +55,24 @@ class LowerBound:
         return tuple(min(self.call_seconds(c, n) * n for n in sizes) for c, sizes in enumerate(self.block_sizes))
 
     @cached_property
-    def version_cycles(self) -> tuple[frozenset[int], ...]:
-        """The calls of every chain from a read of a trained model to its training, without the chains that another one
-        contains."""
-        jobs, index = self.problem.jobs, self.problem.call_index
-        cycles: set[frozenset[int]] = set()
+    def version_cycles(self) -> tuple[tuple[frozenset[int], int], ...]:
+        """The calls of every chain from a read of a trained model to its training, and the steps that it may take;
+        without the chains that another one contains that may take as many."""
+        jobs, index, problem = self.problem.jobs, self.problem.call_index, self.problem
+        cycles: set[tuple[frozenset[int], int]] = set()
 
-        def walk_back(n: int, chain: frozenset[int], model: str) -> None:
+        def walk_back(n: int, chain: frozenset[int], steps: int, model: str) -> None:
             chain = chain | {index[n]} if n in index else chain
+            steps = problem.graph.lag + 1 if n in problem.may_run_ahead else steps
             if jobs[n].model == model:
-                cycles.add(chain)
+                cycles.add((chain, steps))
             for b in jobs[n].depends_on:
-                walk_back(b, chain, model)
+                walk_back(b, chain, steps, model)
 
-        for model, train in self.problem.first_train.items():
-            walk_back(train, frozenset(), model)
-        return tuple(w for w in sorted(cycles, key=sorted) if not any(w < o for o in cycles))
+        for model, train in problem.first_train.items():
+            walk_back(train, frozenset(), 1, model)
+        return tuple((c, n) for c, n in sorted(cycles, key=lambda x: (sorted(x[0]), x[1]))
+                     if not any(c < other and n == steps for other, steps in cycles))
 
     @cached_property
     def dependents(self) -> tuple[frozenset[int], ...]:
@@ -93,10 +96,11 @@ class LowerBound:
         bound = sum(work) / root.size
         on_all_ranks = {c for c, b in blocks.items() if b == root}
         trains = {c for c in on_all_ranks if calls[c].kind == "train"}
-        for cycle in self.version_cycles:
+        for cycle, steps in self.version_cycles:
             generates = {c for c in on_all_ranks
                          if calls[c].kind == "generate" and self.dependents[c] >= cycle - {c} - trains}
-            chain = sum([seconds[c] for c in trains | generates | cycle])
+            alone = trains | generates
+            chain = sum([seconds[c] for c in alone]) + sum([seconds[c] for c in cycle - alone]) / steps
             if chain > bound:
                 bound = chain
         placed = [(start, stop, seconds[c], work[c]) for c, (start, stop) in blocks.items()]

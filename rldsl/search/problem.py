@@ -14,6 +14,7 @@ from typing import Literal, TypeGuard
 from rldsl.clusters import Cluster
 from rldsl.graph import model as g
 from rldsl.models.families import Family
+from rldsl.passes.run_ahead import steps_ahead
 from rldsl.placement.model import Call, Placed, label
 from rldsl.placement.place import Flow
 from rldsl.plan.derive_ops import DERIVE_OPS
@@ -146,6 +147,17 @@ class Problem:
 
         return tuple(tuple(sorted({*j.depends_on, *(i.number for i in self.jobs[: j.number] if conflicts(i, j))}))
                      for j in self.jobs)
+
+    def steps_ahead(self, where: Sequence[frozenset[int]]) -> tuple[int, ...]:
+        """By how many steps each job runs ahead of the others. where: the ranks of each job, or parts of them."""
+        found = steps_ahead(self.graph, {j.node.id: where[j.number] for j in self.jobs})
+        return tuple(found.get(j.node.id, 0) for j in self.jobs)
+
+    @cached_property
+    def may_run_ahead(self) -> frozenset[int]:
+        """The numbers of the jobs that run ahead of others under some placement."""
+        ids = self.graph.ahead | self.graph.may_run_ahead
+        return frozenset(j.number for j in self.jobs if j.node.id in ids)
 
     @cached_property
     def length_readers(self) -> Mapping[int, tuple[int, ...]]:

@@ -1,9 +1,9 @@
 """The time of a step under an assignment, without compiling it: an estimate of what the simulator computes.
 
 In: a block for every call, the seconds of every job, the reshards of parameters. Out: seconds of a step in the steady
-state. Jobs are ordered as the compiler orders them (`passes/event_order.py`). Three steps are then played on *atoms*,
-the ranges of ranks that no block divides, and the last one counts, as in `simulate/simulate.py`; so work of one step
-may overlap with the step before. Everything that a job waits for comes earlier in the order, so one pass over it is
+state. Jobs are ordered as the compiler orders them (`passes/event_order.py`). Three steps (and as many as the lag) are
+then played on *atoms*, the ranges of ranks that no block divides, and the last one counts, as in
+`simulate/simulate.py`; so work of one step may overlap with the step before. Everything that a job waits for comes earlier in the order, so one pass over it is
 enough; and the order depends on the blocks alone, so a call that takes longer never makes a step shorter."""
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class StepSchedule:
     atoms: tuple[tuple[int, int], ...]  # ranks (start, stop)
     order: tuple[ScheduledItem, ...]  # in which items start
     job_atoms: tuple[tuple[int, ...], ...]  # by job number
+    ahead: tuple[int, ...]  # by job number: steps by which it runs ahead of the step (`lag`)
     overhead_seconds: tuple[float, ...]  # by job number, besides the work of the job
     length_exchange_seconds: Mapping[int, float]  # `generate` -> seconds of exchanging the lengths of its rows
     fetch_seconds: float  # reading data, at the start of a step
@@ -63,9 +64,10 @@ def schedule_step(problem: Problem, overheads: Overheads, blocks: Sequence[Block
     atoms = [(a, b) for a, b in pairwise(ends) if any(x.start <= a and b <= x.stop for x in blocks)]
     job_atoms = tuple([tuple([i for i, (a, z) in enumerate(atoms) if b.start <= a and z <= b.stop]) for b in blocks])
     overhead = tuple([overheads.job_seconds(j, blocks[j.number].size) for j in problem.jobs])
+    ahead = problem.steps_ahead([frozenset(x) for x in job_atoms]) if problem.graph.lag else (0,) * len(blocks)
     key = job_atoms, atoms[0][0] == 0
     if key not in orders:
-        items = _step_items(problem, *key)
+        items = _step_items(problem, *key, ahead)
         tasks = [Task(item.atoms, item.predecessors, item.cost, item.priority) for item in items]
         orders[key] = tuple(items[i] for i in list_schedule(tasks))
     exchanges = {}
@@ -73,19 +75,24 @@ def schedule_step(problem: Problem, overheads: Overheads, blocks: Sequence[Block
         if item.lengths_of >= 0:
             ranks = sum([atoms[a][1] - atoms[a][0] for a in item.atoms])
             exchanges[item.lengths_of] = overheads.length_exchange_seconds(problem.jobs[item.lengths_of], ranks)
-    return StepSchedule(tuple(atoms), orders[key], job_atoms, overhead, exchanges, overheads.fetch_seconds)
+    return StepSchedule(tuple(atoms), orders[key], job_atoms, ahead, overhead, exchanges, overheads.fetch_seconds)
 
 
-def _step_items(problem: Problem, job_atoms: JobAtoms, from_zero: bool) -> list[ScheduledItem]:
-    """Jobs in program order; after each `generate` the exchange of lengths among all jobs that work on its rows; at the
-    end the metrics, from the first rank of each mesh to rank 0."""
+def _step_items(problem: Problem, job_atoms: JobAtoms, from_zero: bool, ahead: Sequence[int]) -> list[ScheduledItem]:
+    """Jobs in program order; after each `generate` the exchange of lengths among all jobs that work on its rows, or,
+    where it runs ahead, before everything else among those of its step; at the end the metrics, from the first rank of
+    each mesh to rank 0. A job of another step is no predecessor."""
     items: list[ScheduledItem] = []
     position: dict[int, int] = {}  # job number -> index in `items`
     for j in problem.jobs:
+        if j.kind == "generate" and ahead[j.number]:
+            atoms = {a for o in problem.length_readers[j.number] for a in job_atoms[o]}
+            items.append(ScheduledItem(-1, tuple(sorted(atoms)), (), 1, 0, j.number))
+    for j in problem.jobs:
         position[j.number] = len(items)
-        predecessors = tuple(position[b] for b in problem.predecessors[j.number])
+        predecessors = tuple(position[b] for b in problem.predecessors[j.number] if ahead[b] == ahead[j.number])
         items.append(ScheduledItem(j.number, job_atoms[j.number], predecessors, ORDER_COST[j.kind], 1))
-        if j.kind == "generate":
+        if j.kind == "generate" and not ahead[j.number]:
             atoms = sorted({a for o in problem.length_readers[j.number] for a in job_atoms[o]})
             items.append(ScheduledItem(-1, tuple(atoms), (position[j.number],), 1, 0, j.number))
     logged = [j for j in problem.jobs if j.number in problem.logged_jobs]
@@ -105,9 +112,11 @@ def step_seconds(problem: Problem, s: StepSchedule, seconds: Sequence[float], sy
     ends: list[float] = [0.0]
     sizes = [stop - start for start, stop in s.atoms]
     independent = [bool(u) and min([sizes[a] for a in job_atoms[n]]) >= u for n, u in enumerate(sync_ranks)]
-    for _ in range(NUM_STEPS):
+    turns: list[dict[int, float]] = []  # when each job was done, by turn of the step loop
+    for turn in range(NUM_STEPS + problem.graph.lag):
         arrived: dict[int, float] = {}  # job -> when its copy is there
         done: dict[int, float] = {}
+        turns.append(done)
         for n, (cost, train) in reshards.items():
             for a in job_atoms[train]:
                 free[a] += cost.pack_seconds
@@ -124,8 +133,9 @@ def step_seconds(problem: Problem, s: StepSchedule, seconds: Sequence[float], sy
                 continue
             start, took = 0.0, seconds[n] + overhead[n]
             for b in jobs[n].depends_on:
-                if done[b] > start:
-                    start = done[b]
+                then = turn - s.ahead[b] + s.ahead[n]  # the turn in which the other job worked for this step
+                if then >= 0 and turns[then][b] > start:
+                    start = turns[then][b]
             if n in reshards:
                 start, took = max(start, arrived[n]), took + reshards[n][0].unpack_seconds
             if n in onloads:

@@ -64,7 +64,8 @@ flow dpo(steps=10, seed=1) {
   actor.train(pair.chosen, pair.rejected, loss=dpo(ref_chosen=ref_chosen, ref_rejected=ref_rejected, beta=0.1))
 }
 """
-PROGRAMS = {"ppo": PPO, "grpo": GRPO, "remax": REMAX, "dpo": DPO}
+PROGRAMS = {"ppo": PPO, "grpo": GRPO, "remax": REMAX, "dpo": DPO,
+            "ppo lag=1": PPO.replace("seed=1", "seed=1, lag=1"), "grpo lag=2": GRPO.replace("seed=1", "seed=1, lag=2")}
 
 # hidden, layers, heads, key-value heads, inner width, vocabulary
 SHAPES = {"0.5B": (896, 24, 14, 2, 4864, 151936), "1B": (2048, 16, 32, 8, 8192, 128256),

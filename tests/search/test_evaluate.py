@@ -16,7 +16,8 @@ from rldsl.search.problem import build_problem
 from rldsl.simulate import Lengths
 from tests.search.programs import cluster, ready
 
-DRAWN = [("ppo", "1B", 1, 8), ("ppo", "7B", 2, 8), ("grpo", "7B", 2, 4), ("remax", "1B", 1, 4), ("dpo", "7B", 1, 8)]
+DRAWN = [("ppo", "1B", 1, 8), ("ppo", "7B", 2, 8), ("grpo", "7B", 2, 4), ("remax", "1B", 1, 4), ("dpo", "7B", 1, 8),
+         ("ppo lag=1", "1B", 1, 8), ("grpo lag=2", "7B", 2, 4)]
 
 
 def drawn(i: Evaluator, count: int, seed: int) -> Iterator[Evaluation]:

@@ -18,7 +18,7 @@ from tests.search.programs import cluster, instance
 # (program, model, nodes, devices, GB, entries of each call on each block)
 SMALL = [(name, size, nodes, gpus, memory, few) for name, few, shapes in (
     ("ppo", 1, ((1, 2), (2, 1))), ("grpo", 2, ((1, 2), (2, 1))), ("remax", 1, ((1, 2), (3, 1))),
-    ("dpo", 3, ((1, 2), (1, 3), (2, 1), (3, 1))))
+    ("dpo", 3, ((1, 2), (1, 3), (2, 1), (3, 1))), ("ppo lag=1", 1, ((1, 2),)), ("grpo lag=2", 2, ((1, 2), (2, 1))))
     for nodes, gpus in shapes for size in ("0.5B", "1B") for memory in (14, 24, 80)]
 
 
@@ -40,7 +40,7 @@ def few_entries(i: Evaluator, few: int, seed: int) -> Evaluator:
 
 
 def test_there_are_enough() -> None:
-    assert len(SMALL) >= 50 and {x[0] for x in SMALL} == {"ppo", "grpo", "remax", "dpo"}
+    assert len(SMALL) >= 50 and {x[0] for x in SMALL} >= {"ppo", "grpo", "remax", "dpo"}
 
 
 @pytest.mark.parametrize("name, size, nodes, gpus, memory, few", SMALL)
@@ -59,7 +59,7 @@ def test_the_gap_is_nothing(name: str, size: str, nodes: int, gpus: int, memory:
     assert found.bound == pytest.approx(known, rel=1e-9), "the bound reaches what is found"
 
 
-@pytest.mark.parametrize("name, few", [("ppo", 1), ("grpo", 2), ("dpo", 3)])
+@pytest.mark.parametrize("name, few", [("ppo", 1), ("grpo", 2), ("dpo", 3), ("ppo lag=1", 1), ("grpo lag=2", 2)])
 def test_no_assignment_is_below_a_bound(name: str, few: int) -> None:
     """Of every part of the space that an assignment lies in."""
     i = few_entries(instance(name, "1B", cluster(1, 2), batch=64), few, 1)
