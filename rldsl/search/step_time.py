@@ -1,10 +1,12 @@
 """The time of a step under an assignment, without compiling it: an estimate of what the simulator computes.
 
 In: a block for every call, the seconds of every job, the reshards of parameters. Out: seconds of a step in the steady
-state. Jobs are ordered as the compiler orders them (`passes/event_order.py`). Three steps (and as many as the lag) are
+state. Jobs are ordered as the compiler orders them (`passes/event_order.py`). Three steps, and as many as the lag, are
 then played on *atoms*, the ranges of ranks that no block divides, and the last one counts, as in
-`simulate/simulate.py`; so work of one step may overlap with the step before. Everything that a job waits for comes earlier in the order, so one pass over it is
-enough; and the order depends on the blocks alone, so a call that takes longer never makes a step shorter."""
+`simulate/simulate.py`; so work of one step may overlap with the step before. Everything that a job waits for comes
+earlier in the order, so one pass over it is enough; and the order depends on the blocks alone, so a call that takes
+longer never makes a step shorter.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +88,8 @@ def _step_items(problem: Problem, job_atoms: JobAtoms, from_zero: bool, ahead: S
     position: dict[int, int] = {}  # job number -> index in `items`
     for j in problem.jobs:
         if j.kind == "generate" and ahead[j.number]:
-            atoms = {a for o in problem.length_readers[j.number] for a in job_atoms[o]}
-            items.append(ScheduledItem(-1, tuple(sorted(atoms)), (), 1, 0, j.number))
+            atoms = sorted({a for o in problem.length_readers[j.number] for a in job_atoms[o]})
+            items.append(ScheduledItem(-1, tuple(atoms), (), 1, 0, j.number))
     for j in problem.jobs:
         position[j.number] = len(items)
         predecessors = tuple(position[b] for b in problem.predecessors[j.number] if ahead[b] == ahead[j.number])
