@@ -370,6 +370,8 @@ SYSTEMS: dict[str, Callable[[Table], Tensor | tuple[Tensor, ...]]] = {
         lambda t: corrected(t, banded(mismatch(t), 0.5, 5), 20, 3),
     "ppo_clip(old=lp, adv=adv * banded(lp, old, low=0.5, high=5), bound=20)":
         lambda t: corrected(t, banded(mismatch(t), 0.5, 5), 20),
+    "ppo_clip(old=lp, adv=adv * truncated(lp, old, most=1e30))": lambda t: corrected(t, mismatch(t)),
+    "ppo_clip(old=lp, adv=adv * banded(lp, old, low=0, high=5))": lambda t: corrected(t, banded(mismatch(t), 0, 5)),
     'grpo_free(old=lp, adv=adv * banded_seq(lp, old, high=3), agg="token-mean")':
         lambda t: corrected(t, banded(mismatch_seq(t), 0, 3)),
 }

@@ -47,7 +47,7 @@ SYSTEMS = {
     "OpenRLHF": System("OpenRLHF", "openrlhf", "serve_openrlhf.py", "openrlhf"),
     "ReaL": System("ReaL", "realhf", "serve_real.py", "real"),
 }
-TRANSCRIBED = ("slime", "NeMo-RL", "SimPO", "Thinking Machines")  # no wheel on the index has their function
+TRANSCRIBED = ("slime", "NeMo-RL", "SimPO", "Thinking Machines", "AReaL")  # no wheel on the index has their function
 
 
 @dataclass(frozen=True)
