@@ -106,8 +106,8 @@ class TorchShard:
         return result
 
     def train(self, minibatch: Sequence[MicroBatch], outputs: Sequence[Sequence[str]], temperature: float,
-              loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none"
-              ) -> Mapping[str, float] | None:
+              loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none",
+              rate: float | None = None) -> Mapping[str, float] | None:
         trainer, zero = self._trainer(), self.stage.zero
         has_rows = [any(len(frame) for frame in frames) for frames in minibatch]
         # other ranks wait for the passes of this one under `zero` and `ep`: one without rows runs a token
@@ -133,7 +133,7 @@ class TorchShard:
             if zero:
                 zero.end_minibatch(use_grads=False)
             return None
-        return trainer.step()
+        return trainer.step(rate)
 
     def skip_updates(self, updates: int) -> float:
         return self._trainer().skip_updates(updates)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
 from rldsl.diag import Label
@@ -211,7 +212,7 @@ class CallsOfFlow:
 
     def _train(self, owner: ModelRef, call: ast.Call, refs: list[FrameRef], scope: Scope, target: str | None,
                clause: g.Clause | None, span: Span) -> Meaning:
-        given = self._options(options.TRAIN, call, "train", scope, skip=("loss",))
+        given = self._options(options.TRAIN, call, "train", scope, skip=("loss", "lr"))
         losses = [a for a in call.args if a.name is not None and a.name.name == "loss"]
         if not losses:
             return self.errors.add("RL0215", "`train` needs a loss", cast(ast.Attribute, call.func).name.span,
@@ -248,6 +249,9 @@ class CallsOfFlow:
         if isinstance(made, Bad):
             return BAD
         data = tuple((n, self.flow.materialize(t, "expr", use.spans[n]).name) for n, t in made.data)
+        rate = self._rate(call, scope)
+        if isinstance(rate, Bad):
+            return BAD
         shown = node.replace(".train", "", 1)
         skips = given["nonfinite"] == "skip"
         outputs = tuple((m, self.flow.value(f"{node}/{m}", "batch", ""))
@@ -257,15 +261,34 @@ class CallsOfFlow:
                                    help="choose another name for the metric of the loss, or for the model")
         self.flow.metrics += [(f"{shown}/{m}", v) for m, v in outputs]
         self.flow.programs.append(made.program)
-        reads = dict.fromkeys([*(f"{f.id}.tokens" for f in frames), *(v for _, v in data)])
+        reads = dict.fromkeys([*(f"{f.id}.tokens" for f in frames), *(v for _, v in data), *([rate] if rate else [])])
         self.flow.items.append(g.Train(
             id=node, reads=tuple(reads), writes=tuple(v for _, v in outputs), span=span, clause=clause,
             model=owner.name, frames=tuple(f.id for f in frames), loss=made.program.id,
             model_outputs=made.model_outputs, data_inputs=data,
             outputs=outputs, minibatches=parts, epochs=cast(int, given["epochs"]),
             shuffle=bool(given["shuffle"]) and parts > 1, call=number,
-            nonfinite="skip" if skips else "stop"))
+            nonfinite="skip" if skips else "stop", rate=rate))
         return NO_VALUE
+
+    def _rate(self, call: ast.Call, scope: Scope) -> str | Bad:
+        """The value that `lr=` computes; "" without it."""
+        given = [a.value for a in call.args if a.name is not None and a.name.name == "lr"]
+        if not given:
+            return ""
+        if len(given) > 1:
+            return self.errors.add("RL0215", "`lr` is passed twice", given[1].span, help="remove one of the two")
+        term = self.flow.exprs.term(given[0], scope)
+        if isinstance(term, Bad):
+            return BAD
+        if term.dtype != "f32" or term.level != "batch" or term.unit.word:
+            code = "RL0201" if term.level != "batch" else "RL0205"
+            return self.errors.add(code, "`lr` must be a single number per step, without a unit", given[0].span,
+                                   f"this is {describe(term)}",
+                                   help="for example `lr=1e-6 * min(1, step_number() / 100)`")
+        if term.constant and not 0 <= float(term.value) < inf:
+            return self.errors.add("RL0205", "`lr` must be at least 0", given[0].span, f"this is {term.value:g}")
+        return self.flow.materialize(term, "lr", given[0].span, force=True).name
 
     def _trained_rows(self, call: ast.Call, refs: list[FrameRef]) -> Bad | None:
         """What is wrong with the one or two batches of a `train`; None: nothing."""

@@ -122,6 +122,7 @@ _ALL = (
     # statement; "name#2" for its second call), and the row and position of the element. Attribute `frame` at token
     # level.
     Operator("uniform", "random", 0, "a random number per element", in_loss=False),
+    Operator("step", "random", 0, "the number of the step, from 1", in_loss=False),
     Operator("input", "leaf", 0, "an input; attribute `name`"),
     Operator("const", "leaf", 0, "a constant; attribute `value`"),
     Operator("py", "leaf", 0, "a user's Python function; attributes `function`, a key of Plan.functions, and `frame`, "
@@ -290,6 +291,8 @@ _FUNCTIONS = (
         min_args=2, max_args=99),
     Builtin("uniform", "special", (
         ("uniform(x)", "F -> F", "a random number in the open interval (0, 1) for each element of x"),), "uniform"),
+    Builtin("step_number", "special", (
+        ("step_number()", "-> batch", "the number of the step, from 1"),), "step", 0, 0),
     Builtin("choice", "special", (
         ('choice(word, "a", "b")', "text, text, text -> text",
          "`word`, which must be one of the others; evaluated at compile time"),), min_args=2, max_args=99),

@@ -112,6 +112,7 @@ class TrainSpec:
     model_outputs: tuple[tuple[str, FrameId, What], ...]
     data_inputs: tuple[tuple[str, ValueId], ...]  # (program input, value): inputs without gradient
     outputs: tuple[tuple[str, ValueId], ...]  # metric -> the value that it is written to
+    rate: ValueId = ""  # a batch value, the learning rate of this call; "": that of the optimizer's schedule
     nonfinite: Literal["stop", "skip"] = "stop"  # of a minibatch whose gradient is not finite: stop the run, or skip it
 
 

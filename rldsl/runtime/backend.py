@@ -132,8 +132,8 @@ class Shard(Protocol):
         rows."""
 
     def train(self, minibatch: Sequence[MicroBatch], outputs: Sequence[Sequence[str]], temperature: float,
-              loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none"
-              ) -> Mapping[str, float] | None:
+              loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none",
+              rate: float | None = None) -> Mapping[str, float] | None:
         """Forward and backward passes of every micro-batch, one gradient reduction (a *sum* over dp and cp: the loss
         already carries the global normalization), clipping over all shards, one optimizer step.
 
@@ -145,6 +145,7 @@ class Shard(Protocol):
         should_stop: called once, between the backward passes and the reduction, on every rank. When it returns True the
             gradient is dropped, nothing changes (no weight decay, no moments), and the result is None.
         recompute: as in `plan.events.Train`; it changes no number.
+        rate: the learning rate, before the scales of groups; None: that of the schedule.
         Returns "grad_norm" (before clipping) and "lr", equal on all ranks. If "grad_norm" is not finite, nothing was
             updated, and the schedule has not advanced."""
 

@@ -151,6 +151,9 @@ class Builtins:
     def uniform(self, terms: tuple[Term, ...], expr: ast.Call) -> Term | Bad:
         return self.exprs.ops.uniform(terms[0], expr.span)
 
+    def step_number(self, terms: tuple[Term, ...], expr: ast.Call) -> Term | Bad:
+        return Term("step", (), "batch", "", "f32", expr.span)
+
     def choice(self, terms: tuple[Term, ...], expr: ast.Call) -> Term | Bad:
         """choice(word, "a", "b"): the word, which must be one of the others; known at compile time."""
         wrong = next((t for t in terms if not (t.constant and t.dtype == "text")), None)
@@ -169,6 +172,7 @@ class Builtins:
 # function: (arguments, call) -> result.
 SPECIAL: Mapping[str, Callable[[Builtins, tuple[Term, ...], ast.Call], Term | Bad]] = {
     "clip": Builtins.clip, "choice": Builtins.choice, "quantile": Builtins.quantile, "uniform": Builtins.uniform,
+    "step_number": Builtins.step_number,
 }
 if wrong := {b.name for b in BUILTINS.values() if b.form == "special"} ^ SPECIAL.keys():
     raise TypeError(f"the built-in functions of the form \"special\" are those in SPECIAL: {', '.join(sorted(wrong))}")

@@ -194,8 +194,10 @@ def check_infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
 def check_train(t: Tables, e: Train) -> Iterator[Diagnostic]:
     yield from _call(t, e)
     copy = f"{e.model}@{e.layout}"
-    must = {f"{f}.tokens" for f in e.frames} | {v for _, v in e.data_inputs}
+    must = {f"{f}.tokens" for f in e.frames} | {v for _, v in e.data_inputs} | ({e.rate} if e.rate else set())
     yield from reads(t, e, must, own(*e.frames), e.spread, copy)
+    if e.rate and (t.values[e.rate].level, t.values[e.rate].dtype) != ("batch", "f32"):
+        yield problem("RL0615", f"{name(e)}: the learning rate {e.rate} is not a number of the batch level", e)
     yield from writes(t, e, {v for _, v in e.outputs}, set(), e.spread, copy)
     for _, frame, what in e.model_outputs:
         if frame not in e.frames or OUTPUTS.get(what) not in t.models[e.model].head.outputs:

@@ -76,6 +76,8 @@ def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
         case "rows":
             return _rows_fault(t, node, args)
         case "random":
+            if node.op == "step":
+                return "" if node.level == "batch" else "the number of the step is one number"
             fits = node.level != "batch" and node.attr("call") and isinstance(node.attr("call"), str)
             return "" if fits else "random numbers need elements and a call"
         case "leaf":

@@ -28,7 +28,8 @@ Case = tuple[str, str | None]
 
 def cases(call: str, type_: str) -> Iterator[Case]:
     """Every choice of the letters L, F and M."""
-    left, _, result = type_.partition(" -> ")
+    left, _, result = f" {type_}".partition(" -> ")  # a function without arguments has nothing on the left
+    left = left.strip()
     letters = sorted(set("LFM") & {*left.split(", "), result})
     for chosen in product(LEVELS, repeat=len(letters)):
         level = dict(zip(letters, chosen))
@@ -45,6 +46,8 @@ def cases(call: str, type_: str) -> Iterator[Case]:
 def expression(call: str, kinds: list[str], to: str) -> str:
     """The call with a value of the right kind for each argument by position; names of sequences stay."""
     name, inner = re.fullmatch(r"(\w+)\((.*)\)", call).groups()  # type: ignore[union-attr]
+    if not inner:
+        return f"{name}()"
     made, left = [], list(kinds)
     for part in inner.split(", "):
         if "=" in part:

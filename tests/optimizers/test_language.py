@@ -143,3 +143,22 @@ def test_mistakes_about_a_model(folder: Path, optimizer: str, place: str, code: 
     (found,) = caught.value.diagnostics
     assert found.code == code and says in f"{found.title} {found.label} {found.help}"
     assert found.span is not None and found.span.text in text(optimizer, place)
+
+
+@pytest.mark.parametrize(("rate", "code"), [
+    ("-1e-6", "RL0205"), ("row.logprobs", "RL0112"), ("len(row)", "RL0201"), ("mean(len(row)) > 2", "RL0205"),
+    ('"high"', "RL0205"), ("1e-6, lr=1e-6", "RL0215"), ("step_number", "RL0101"), ("step_number(3)", "RL0204"),
+    ("missing", "RL0101"), ("64 tokens", "RL0205"),
+])
+def test_mistakes_of_a_learning_rate(rate: str, code: str) -> None:
+    program = text("adamw(1e-5)").replace("loss=sft()", f"loss=sft(), lr={rate}")
+    assert [d.code for d in api.check(program, "x.rlf")] == [code]
+
+
+def test_the_number_of_the_step_belongs_to_the_flow() -> None:
+    program = text("adamw(1e-5)").replace("loss=sft()", "loss=mine()") + """
+loss mine(logprobs: token) {
+  return -mean(logprobs) * step_number()
+}
+"""
+    assert [d.code for d in api.check(program, "x.rlf")] == ["RL0210"]

@@ -61,3 +61,37 @@ def test_resumed_in_the_middle(tiny: Path, whole: Path, tmp_path: Path, before: 
     else:
         for key in theirs:
             torch.testing.assert_close(mine[key], theirs[key], atol=2e-4, rtol=2e-2, msg=lambda m, k=key: f"{k}: {m}")
+
+
+RATES = """use std.sft (sft)
+data answers = jsonl("rows.jsonl", batch=8, kind=answers)
+state best = 1
+model actor = causal_lm("m") train adamw(lr=5, warmup=3, group("*norm*", lr_scale=2))
+flow rates(steps=4) {
+  row = answers.next()
+  actor.train(row, loss=sft(), minibatches=2, lr=RATE)
+  metric number = step_number()
+  best = best / 2
+}
+"""
+
+
+def rates(tiny: Path, folder: Path, rate: str) -> list[dict[str, float]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / "rates.rlf"
+    program.write_text(RATES.replace("RATE", rate).replace('"m"', f'"{tiny / "m"}"')
+                       .replace('"rows.jsonl"', f'"{tiny / "rows.jsonl"}"'))
+    data = compile_program(program, {}, "cluster nodes=1 gpus=2\nplace actor.* on mesh(0:2) dp=2\n", folder)
+    (codes,) = set(run(data, folder / "out"))
+    return lines(folder / "out") if not codes else [{codes: 0.0}]
+
+
+def test_a_learning_rate_is_an_expression(tiny: Path, tmp_path: Path) -> None:
+    """Of the number of the step and of states; the schedule of the optimizer has no part in it."""
+    found = rates(tiny, tmp_path, "1e-3 * min(step_number() / 2, (5 - step_number())) * best")
+    assert [line["number"] for line in found] == [1, 2, 3, 4]
+    assert [line["actor/lr"] for line in found] == pytest.approx([0.5e-3, 1e-3 / 2, 1.5e-3 / 4, 1e-3 / 8])
+
+
+def test_a_learning_rate_below_zero_ends_the_run(tiny: Path, tmp_path: Path) -> None:
+    assert rates(tiny, tmp_path, "1e-3 * (2.5 - step_number())") == [{"RL0735": 0.0}]

@@ -97,9 +97,9 @@ class ShardOptimizer:
     def zero_grad(self) -> None:
         self.grad_buffer.zero_()
 
-    def step(self) -> dict[str, float]:
+    def step(self, rate: float | None = None) -> dict[str, float]:
         """Reduce, clip, update. Returns "grad_norm", before clipping, and "lr". If the norm is not finite, nothing is
-        updated and "lr" is 0."""
+        updated and "lr" is 0. rate: the learning rate; None: that of the schedule."""
         self._reduce_grads()
         norm = self._grad_norm()
         if not math.isfinite(norm):
@@ -107,7 +107,8 @@ class ShardOptimizer:
         limit = self.options.clip_grad
         if limit and norm > limit:
             self.grad_buffer.mul_(limit / (norm + 1e-6))
-        rate = learning_rate(self.options, self.schedule_step, self.updates)
+        if rate is None:
+            rate = learning_rate(self.options, self.schedule_step, self.updates)
         self.optimizer.step(rate)
         self.schedule_step += 1
         return {"grad_norm": norm, "lr": rate}

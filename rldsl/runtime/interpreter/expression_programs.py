@@ -39,8 +39,8 @@ def run_compute(program: Program, inputs: Mapping[str, Tensor], frame_rows: Mapp
 
     group: the ranks that share the work (None: this one alone). Each row is on exactly one of them, all sequences of a
     prompt on the same. Every rank takes part in every all-reduce, one for each reduction to batch, with or without
-    rows. call_py: the result of a user's function for the rows of the node's frame. seed, step: of random numbers.
-    batch: which batch of an evaluation these rows are, for their random numbers.
+    rows. call_py: the result of a user's function for the rows of the node's frame. seed, step: of random numbers;
+    steps count from 0. batch: which batch of an evaluation these rows are, for their random numbers.
     Numbers have the widest float type of the inputs (float32 if there is none); batch-level arithmetic runs in
     float64."""
     ragged, dtype = RaggedIndex(frame_rows, frames), _float_type(inputs)
@@ -54,6 +54,8 @@ def run_compute(program: Program, inputs: Mapping[str, Tensor], frame_rows: Mapp
                 value = _number(call_py(node).to(ragged.device), dtype)
             elif node.op == "uniform":
                 value = _drawn(node, ragged, seed, step, batch).to(dtype)
+            elif node.op == "step":
+                value = torch.tensor(float(step + 1), dtype=torch.float64, device=ragged.device)
             elif _to_batch(node) and OPERATORS[node.op].combine == "gather":
                 value = of_all_elements(node.op, _gathered(args[0].to(torch.float64), group), args[1:])
             elif _to_batch(node):

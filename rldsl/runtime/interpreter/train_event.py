@@ -2,7 +2,7 @@
 
 In: rows, values and the loss program of a train call. Out: a changed model, and the metrics of the call.
 Invariant: every rank makes the same optimizer steps, and stops at the same one.
-Errors: RL0733 a gradient that is not finite.
+Errors: RL0733 a gradient that is not finite, RL0735 a learning rate that is none.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
+from rldsl.diag import fail
 from rldsl.plan.events import Train
 from rldsl.plan.heads import SKIPPED, STOP, UPDATES
 from rldsl.runtime.backend import LossFn, PackedBatch
@@ -44,6 +45,7 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
     # of the tp * cp * pp ranks that have the same rows, the one with the loss reports metrics
     counts_in_metrics = axes.tp.index == axes.cp.index == 0 and axes.pp.index == axes.pp.size - 1
     call = _TrainCall(step, event)
+    given_rate = _learning_rate(step, event)
     losses: list[MinibatchLoss] = []
     metrics: list[dict[str, float]] = []
     step_results: list[Mapping[str, float]] = []  # of the optimizer steps that were made
@@ -52,19 +54,25 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
         metrics.extend(minibatch_metrics(losses[-1:], counts_in_metrics, axes.mesh.group, context.device))
         return bool(metrics[-1][STOP])
 
+    def skip_update() -> float:
+        """Its learning rate."""
+        scheduled = shard.skip_updates(1)
+        return scheduled if given_rate is None else given_rate
+
     stopped, skipped, rate = False, 0, 0.0
     for minibatch in chain.from_iterable(step.rows.minibatch_rows_by_dp(spread)):
         if stopped or not any(minibatch):
-            rate = shard.skip_updates(1)
+            rate = skip_update()
             continue
         minibatch_loss, batches, loss = call.minibatch(minibatch, axes.dp.index, axes.pp.size,
                                                        pad_count=layout.zero > 0 or layout.ep > 1)
         losses.append(minibatch_loss)
         result = shard.train(batches, call.model_outputs_by_frame, call.temperature, loss,
-                             record_metrics_and_ask_to_stop if STOP in program_outputs else None, event.recompute)
+                             record_metrics_and_ask_to_stop if STOP in program_outputs else None, event.recompute,
+                             given_rate)
         if result is None:
             stopped = True
-            rate = shard.skip_updates(1)
+            rate = skip_update()
         elif math.isfinite(result["grad_norm"]):
             step_results.append(result)
         elif event.nonfinite == "stop":
@@ -72,7 +80,7 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
             refuse_minibatch(context, step.number, event, tensors, result["grad_norm"], axes.mesh.group)
         else:
             skipped += 1
-            rate = shard.skip_updates(1)
+            rate = skip_update()
             losses.pop()
             del metrics[len(losses):]  # `record_metrics_and_ask_to_stop` may have recorded this minibatch's already
     if losses and STOP not in program_outputs:
@@ -86,6 +94,20 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
             step.write_number(value, spread.id, numbers[name])
         else:
             step.buffers.put(f"{value}@{spread.id}", RaggedRows.empty(torch.float64, context.device))
+
+
+def _learning_rate(step: StepState, event: Train) -> float | None:
+    """The learning rate that the program computes for this call, which every rank of it has; None where the schedule of
+    the optimizer says it."""
+    if not event.rate:
+        return None
+    rate = float(step.read(event.reads, event.rate).data)
+    if not 0 <= rate < math.inf:
+        raise fail("RL0735", f"the learning rate of `{event.model}` is {rate:g}", place=event.at,
+                   notes=(f"in step {step.number}",),
+                   help="a learning rate must be a finite number of at least 0: bound what `lr=` computes, for example "
+                        "with `max(0, ...)`")
+    return rate
 
 
 class _TrainCall:

@@ -62,8 +62,8 @@ class Plain:
             return torch.cat([self.outputs(b, temperature)[output] for b in batches] or [torch.empty(0)])
 
     def train(self, minibatch: Sequence[MicroBatch], outputs: Sequence[Sequence[str]], temperature: float,
-              loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none"
-              ) -> Mapping[str, float] | None:
+              loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none",
+              rate: float | None = None) -> Mapping[str, float] | None:
         import torch
         import torch.distributed as dist
 
@@ -80,7 +80,8 @@ class Plain:
         limit = self.model.optimizer.clip_grad
         norm = float(torch.nn.utils.clip_grad_norm_(self.named.values(), limit or float("inf")))
         if norm == norm and norm != float("inf"):
-            self.adam.param_groups[0]["lr"] = rate = self.skip_updates(1)
+            scheduled = self.skip_updates(1)
+            self.adam.param_groups[0]["lr"] = rate = scheduled if rate is None else rate
             self.adam.step()
         return {"grad_norm": norm, "lr": rate if norm == norm else 0.0}
 
