@@ -14,7 +14,8 @@ PLAN = LEAVES | {"plan"}
 PLACED = PLAN | {"sharding", "reshard"}
 COMPILER = {"syntax", "semantics", "graph", "models", "placement", "passes"}
 RUNTIME = {"runtime", "runtime.message_file", "runtime.parent", "runtime.comm", "runtime.data", "runtime.state",
-           "runtime.rewards", "runtime.persist", "runtime.health", "runtime.metrics", "runtime.interpreter"}
+           "runtime.rewards", "runtime.environments", "runtime.persist", "runtime.health", "runtime.metrics",
+           "runtime.interpreter"}
 TORCH_BACKEND = {"backends", "backends.torch", "backends.torch.kernels", "backends.torch.model",
                  "backends.torch.train", "backends.torch.generate"}
 # package or module -> what of ours it may import besides itself
@@ -49,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime.comm": PLACED | {"runtime"},
     "runtime.data": PLAN | {"sharding", "runtime"},
     "runtime.rewards": PLAN,
+    "runtime.environments": PLAN | {"runtime.rewards"},
     "runtime.state": PLACED | {"runtime", "runtime.comm", "runtime.data"},
     "runtime.health": PLAN | {"postmortem", "report", "runtime", "runtime.message_file", "runtime.parent"},
     "runtime.persist": PLACED | {"runtime", "runtime.comm", "runtime.data", "runtime.rewards", "runtime.state"},
