@@ -226,12 +226,11 @@ def tree_position(group: NodeGroup, at: int) -> tuple[int, int, int]:
     return i, start, stop - start
 
 
-def _copied(copies: Iterable[tuple[int | None, IntraNodeCopy]], peer: int,
-            steps: Sequence[int]) -> Iterator[TransferSlice]:
+def _copied(copies: Iterable[tuple[int | None, IntraNodeCopy]], peer: int, steps: Sequence[int]) -> list[TransferSlice]:
     """Copies to or from a device of the same node. steps: in which the node receives, per tree; what arrived down a
     tree is copied in the step after."""
-    for tree, (step, box_class, _, _, start, stop) in copies:
-        yield TransferSlice(step if tree is None else steps[tree] + 1, peer, box_class, start, stop)
+    return [TransferSlice(step if tree is None else steps[tree] + 1, peer, box_class, start, stop)
+            for tree, (step, box_class, _, _, start, stop) in copies]
 
 
 def _steps(group: NodeGroup, at: int) -> tuple[int, ...]:

@@ -127,11 +127,11 @@ class _Pieces:
 
     def __init__(self, spec: ParamSpec, layout: Layout):
         self.by_pair = {pair: tuple(p.box for p in pieces) for pair, pieces in pieces_by_pair(spec, layout).items()}
-        by_rows: dict[tuple[int, int], list[tuple[Box, PartShard]]] = defaultdict(list)
+        by_rows: dict[tuple[int, int], dict[Box, list[PartShard]]] = defaultdict(lambda: defaultdict(list))
         for pair, boxes in self.by_pair.items():
             for box in boxes:
-                by_rows[box[0] if box else (0, 1)].append((box, pair))
-        self.rows = sorted(by_rows.items())  # (rows, the boxes with these rows), by first row
+                by_rows[box[0] if box else (0, 1)][box].append(pair)
+        self.rows = sorted(by_rows.items())  # (rows, where each box with these rows is), by first row
         self.starts = [start for (start, _), _ in self.rows]
         self.reach = list(accumulate((stop for (_, stop), _ in self.rows), max))  # the largest end of rows up to here
 
@@ -141,9 +141,9 @@ class _Pieces:
         pairs: set[PartShard] = set()
         at = bisect_right(self.starts, start) - 1
         while at >= 0 and self.reach[at] >= stop:
-            for outer, pair in self.rows[at][1]:
+            for outer, having in self.rows[at][1].items():
                 if contains(outer, box):
-                    pairs.add(pair)
+                    pairs.update(having)
             at -= 1
         return pairs
 
