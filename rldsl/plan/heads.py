@@ -68,6 +68,7 @@ _HEADS = (
     ), vocabulary=True, generates=True),
     Head("value_model", "A model with one value per token.", (
         Output("values", "values", "token", "hidden", "the value of the state before each token"),
+        Output("value_end", "end_values", "seq", "hidden", "the value of the state after the last token"),
     ), vocabulary=False),
     Head("reward_model", "A model with one score per sequence.", (
         Output("score", "scores", "seq", "hidden", "the reward model's score at the last token"),

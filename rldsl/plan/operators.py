@@ -99,6 +99,7 @@ _ALL = (
               keeps_truth=True),
     _sequence("cumsum", ("token",), "token", "inclusive running sum"),
     _sequence("discount", ("token", "batch"), "token", "y_t = x_t + g * y_{t+1}"),
+    _sequence("discount_by", ("token", "token"), "token", "y_t = a_t + b_t * y_{t+1}"),
     _sequence("len", (), "seq", "number of response tokens; attribute `frame`", gradient=False),
     Operator("index", "sequence", 0, "the position of a row among those of its prompt, from 0; attribute `frame`", (),
              "seq", gradient=False, in_loss=False),
@@ -239,8 +240,12 @@ _FUNCTIONS = (
                        siblings="the value of the previous sequence of the prompt, 0 at the first"),
     _sequence_function("cumsum", "cumsum(x)", "token -> token", "the running sum",
                        siblings="the running sum over the sequences of the prompt"),
-    _sequence_function("discount", "discount(x, g)", "token, batch -> token", "y_t = x_t + g y_{t+1}", 2,
-                       siblings="the same over the sequences of the prompt"),
+    Builtin("discount", "sequence", (
+        ("discount(x, g)", "token, batch -> token", "y_t = x_t + g y_{t+1}"),
+        ("discount(x, g)", "token, L -> token", "y_t = x_t + g_t y_{t+1}, with a factor for each token, sequence or "
+         "prompt"),
+        ("discount(x by prompt, g)", "seq, batch -> seq", "y_t = x_t + g y_{t+1} over the sequences of the prompt")),
+        "discount", 2, 2, by_prompt=True),
     _sequence_function("last", "last(x)", "token -> seq", "the value at the last token; 0 for an empty response",
                        siblings="the value of the last sequence of the prompt"),
     Builtin("at_end", "sequence", (

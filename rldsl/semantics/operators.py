@@ -284,12 +284,13 @@ class Operators:
             g = args[1]
             if not isinstance(g, Term):
                 return self._kind("discount", "a number as its second argument", g, span)
-            if g.level != "batch":
-                return self.errors.add("RL0201", "the factor of `discount` must be one number", g.at,
-                                       f"this is {describe(g)}")
+            if g.dtype == "text":
+                return self._kind("discount", "a number as its second argument", g, span)
             pair = units.clash("discount", (x, g))
             if pair is not None:
                 return units.report(pair, span, self.errors)
+            if g.level != "batch":
+                return self._discount_by(x, g, span)
             return Term("discount", (x, g), "token", x.space, "f32", span, unit=units.result("discount", (x, g)))
         if name == "last":
             return Term("last", (x,), "seq", self.spaces.coarser("token", x.space, "seq"), x.dtype, span, unit=x.unit)
@@ -297,6 +298,19 @@ class Operators:
         if (op.takes, op.gives) != (("token",), "token"):
             raise internal_error(f"no rule lowers the sequence function {name}")
         return Term(op.name, (x,), "token", x.space, "f32" if name == "cumsum" else x.dtype, span, unit=x.unit)
+
+    def _discount_by(self, x: Term, g: Term, span: Span) -> Term | Bad:
+        """`discount(x, g)` with a factor for each token; a coarser one is repeated over the tokens of x."""
+        if g.level != "token":
+            (frame,) = self.spaces.frames_with_space("token", x.space)
+            repeated = self.apply("add", (g, self._zeros("token", frame, span)), span)
+            if isinstance(repeated, Bad):
+                return BAD
+            g = repeated
+        if g.space != x.space:
+            return self.errors.add("RL0202", "the factor of `discount` belongs to other tokens", g.at,
+                                   f"it belongs to {self.spaces.shown(g)}, and the value to {self.spaces.shown(x)}")
+        return Term("discount_by", (x, g), "token", x.space, "f32", span, unit=units.result("discount", (x, g)))
 
     def _at_end(self, x: Term, rest: list[Meaning], span: Span) -> Term | Bad:
         if x.level != "seq":

@@ -94,6 +94,8 @@ def _sequence_fault(t: Tables, operator: Operator, node: Node, args: Sequence[No
     frame = t.frames.get(str(node.attr("frame") or (args[0].space if args else "")))
     if frame is None or node.space != (frame.id if node.level == "token" else frame.row_space):
         return f"does not belong to the sequences of {node.attr('frame') or node.space!r}"
+    if any(a.level == "token" and a.space != args[0].space for a in args[1:]):
+        return "its arguments belong to different tokens"
     return _broadcast(t, coarse, fine)
 
 

@@ -87,6 +87,9 @@ def test_scores_equal_transformers(directories):
     for found in run_world(4, _forwards, directories["reward"], "reward_model", "scores", LAYOUTS, 1.0):
         for result in found:
             assert torch.allclose(torch.from_numpy(result), expected, atol=2e-5)
+    # a value model whose directory has a head reads the same place for the value behind the last token
+    for result in run_world(1, _forwards, directories["reward"], "value_model", "end_values", [(1, 1, 1)], 1.0)[0]:
+        assert torch.allclose(torch.from_numpy(result), expected, atol=2e-5)
 
 
 def _generations(rank, path, layouts, samplings):

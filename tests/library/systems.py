@@ -157,7 +157,7 @@ def value_loss(t: Table, eps: float) -> Tensor:
     return 0.5 * mean(t, torch.maximum((t.x - t.ret) ** 2, (near - t.ret) ** 2))
 
 
-def gae(t: Table, lam: float) -> tuple[Tensor, Tensor]:
+def gae(t: Table, lam: float | Tensor) -> tuple[Tensor, Tensor]:
     adv, carry, after = torch.zeros_like(t.rt), torch.zeros(len(t.rt)).double(), torch.zeros(len(t.rt)).double()
     for i in reversed(range(t.rt.shape[1])):
         carry = (t.rt[:, i] + after - t.v[:, i] + lam * carry) * t.m[:, i]
@@ -259,6 +259,7 @@ SYSTEMS: dict[str, Callable[[Table], Tensor | tuple[Tensor, ...]]] = {
     "value_clip(old=v, ret=ret, eps=0.5)": lambda t: value_loss(t, 0.5),
     "gae(rt, v, gamma=1, lam=0.95)": lambda t: gae(t, 0.95),
     "gae(rt, v, gamma=1, lam=1)": lambda t: gae(t, 1.0),
+    "vapo_gae(rt, v, len(gen))": lambda t: gae(t, torch.clamp(1 - 1 / (0.05 * torch.clamp(t.lens, min=1)), min=0)),
     "whiten(adv)": lambda t: white(t, t.adv, "verl"),
     "whiten(adv, eps=0, unbiased=false, least=1e-8)": lambda t: white(t, t.adv, "openrlhf"),
     "whiten(adv, eps=0, unbiased=false, plus=1e-5)": lambda t: white(t, t.adv, "real"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,6 +118,44 @@ def test_gae(b: Batch, gamma: float, lam: float) -> None:
         adv.append(a)
         ret.append([p + q for p, q in zip(a, y)])
     check("std.ppo", f"gae(r, v, gamma={gamma}, lam={lam})", b, (flat(adv), flat(ret)), r=r, v=v)
+
+
+def discounted(x: Floats, g: Floats) -> Floats:
+    """y_t = x_t + g_t y_{t+1}."""
+    out, carry = [0.0] * len(x), 0.0
+    for t in reversed(range(len(x))):
+        out[t] = carry = x[t] + g[t] * carry
+    return out
+
+
+@pytest.mark.parametrize("b", ANY)
+def test_discount_with_a_factor_of_its_own(b: Batch) -> None:
+    """For each token, sequence and prompt; one number that the batch computes is as a constant."""
+    r, g, s = b.tokens(1), b.tokens(2), b.seqs(3)
+    of_rows, ends = s.data.tolist(), rows(b, r)
+    by_prompt = [x for i in range(0, len(of_rows), b.n) for x in [mean(of_rows[i : i + b.n])] * b.n]
+    check("std.ppo", "discount(r, g)", b, flat([discounted(x, y) for x, y in zip(ends, rows(b, g))]), r=r, g=g)
+    for factor, each in (("s", of_rows), ("mean(s by prompt)", by_prompt), ("mean(s)", [mean(of_rows)] * len(ends))):
+        want = flat([discounted(x, [y] * len(x)) for x, y in zip(ends, each)])
+        check("std.ppo", f"discount(r, {factor})", b, want, r=r, s=s)
+
+
+@pytest.mark.parametrize("b", ANY)
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_gae_of_vapo_and_of_cut_responses(b: Batch, gamma: float) -> None:
+    r, v, end = b.tokens(1), b.tokens(2), b.seqs(3)
+    finished = replace(end, data=(end.data > 0).double())
+    for call, lams, more, given in (
+            (f"vapo_gae(r, v, len(gen), alpha=0.4, gamma={gamma})",
+             [max(0.0, 1 - 1 / (0.4 * max(n, 1))) for n in b.lens["gen"]], [0.0] * len(end.data), {}),
+            (f"gae_cut(r, v, end, finished, gamma={gamma}, lam=0.7)", [0.7] * len(end.data),
+             [0.0 if x > 0 else x for x in end.data.tolist()], {"end": end, "finished": finished})):
+        adv, ret = [], []
+        for x, y, lam, after in zip(rows(b, r), rows(b, v), lams, more):
+            delta = [a + gamma * n - c for a, c, n in zip(x, y, [*y[1:], after])]
+            adv.append(discounted(delta, [gamma * lam] * len(x)))
+            ret.append([p + q for p, q in zip(adv[-1], y)])
+        check("std.gae", call, b, (flat(adv), flat(ret)), r=r, v=v, **given)
 
 
 @pytest.mark.parametrize("b", ANY)

@@ -49,7 +49,7 @@ def program(call: str) -> str:
         model = "critic" if head == "value_clip" else "actor"
         end = f"{model}.train(gen, loss={call})"
     else:
-        end = f"{'adv2, result' if head == 'gae' else 'result'} = {call}\n  actor.train(gen, loss=ppo_clip(old=old, adv=r))"
+        end = f"{'adv2, result' if head in ('gae', 'vapo_gae') else 'result'} = {call}\n  actor.train(gen, loss=ppo_clip(old=old, adv=r))"
         uses += "" if "ppo_clip" in words else "use std.ppo (ppo_clip)\n"
     return f"""{uses}use py "rewards.py" (score: gen -> seq, other: gen -> seq)
 data prompts = jsonl("p.jsonl", batch=8)

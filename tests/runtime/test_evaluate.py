@@ -12,6 +12,7 @@ from torch import Tensor
 from rldsl.diag import InternalError
 from rldsl.plan.expr import Program
 from rldsl.plan.operators import OPERATORS, Operator
+from rldsl.runtime.interpreter.expression_ops import discount_by, filled, pad
 from rldsl.runtime.interpreter.expression_programs import MinibatchLoss, loss_counts, run_compute
 from tests.runtime.builder import FRAMES, Builder, space, tokens_of, view
 from tests.world import run_world
@@ -134,6 +135,32 @@ def test_discount_is_the_backward_recurrence(g):
     torch.testing.assert_close(got, each(x, recur), **TIGHT)
 
 
+def test_discount_with_a_factor_for_each_token_and_its_gradient():
+    """Both arguments have one; a factor of 0 cuts, and none is divided by."""
+    x, g = (draw(sum(LENS), seed).requires_grad_() for seed in (7, 8))
+    with torch.no_grad():
+        g[2] = 0.0
+
+    def recur(pairs: Tensor) -> Tensor:
+        carry, out = torch.zeros((), dtype=pairs.dtype), []
+        for t in range(len(pairs) - 1, -1, -1):
+            carry = pairs[t, 0] + pairs[t, 1] * carry
+            out.append(carry)
+        return torch.stack(out[::-1]) if out else pairs[:, 0]
+
+    wanted = torch.cat([recur(part) for part in torch.stack((x, g), 1).split(LENS)])
+    lens = torch.tensor(LENS)
+    found = discount_by(pad(x, lens), pad(g, lens))[filled(lens)]
+    torch.testing.assert_close(found, wanted, **TIGHT)
+    weights = draw(sum(LENS), 9)
+    for mine, theirs in zip(torch.autograd.grad((found * weights).sum(), (x, g)),
+                            torch.autograd.grad((wanted * weights).sum(), (x, g))):
+        torch.testing.assert_close(mine, theirs, **TIGHT)
+    b = Builder()
+    got = one(b, b.seq("discount_by", b.input("x", "token"), b.input("g", "token")), x=x.detach(), g=g.detach())
+    torch.testing.assert_close(got, wanted.detach(), **TIGHT)
+
+
 def middle(x: Tensor) -> Tensor:
     """The mean of the two middle elements, or the middle one twice; 0 of none."""
     s = x.sort().values
@@ -174,7 +201,8 @@ def test_every_operator_of_the_plan_is_tested():
                 ("elementwise", "reduction", "sequence")}
     assert families == {"elementwise": set(PYTHON) | {"and", "or", "not", "where"},
                         "reduction": {*BY_HAND, "quantile"},
-                        "sequence": {"next", "prev", "last", "at_end", "cumsum", "discount", "len", "index", "prompt_len"}}
+                        "sequence": {"next", "prev", "last", "at_end", "cumsum", "discount", "discount_by", "len", "index",
+                                     "prompt_len"}}
 
 
 def test_the_index_of_a_row_counts_from_the_first_of_its_prompt():

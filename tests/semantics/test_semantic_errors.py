@@ -122,7 +122,7 @@ TOPS = [
     ('model x = causal_lm()', "RL0215", "path"),
     ('model x = causal_lm(3)', "RL0205", "string"),
     ('model x = causal_lm("m", dtype="float16")', "RL0205", "bfloat16"),
-    ('model x = causal_lm("m") train sgd(lr=1)', "RL0101", "adamw"),
+    ('model x = causal_lm("m") train lion(lr=1)', "RL0101", "adamw"),
     ('model x = causal_lm("m") train adamw(lr=1, beta=2)', "RL0107", "`betas`"),
     ('model x = causal_lm("m") train adamw(lr=1, schedule=cosin)', "RL0101", "cosin"),
     ('model x = causal_lm("m") train adamw(lr=1, betas=[0.9])', "RL0205", "two numbers"),

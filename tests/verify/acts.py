@@ -215,7 +215,7 @@ def _train(w: World, e: Train, now: Moment) -> None:
             w.reads(rank, e, f"{f}.tokens", mine, now)
     need(not any((e.model, e.layout) in r.parked for r in _here(w, e)), "an optimizer's state that is elsewhere")
     for rank in _here(w, e):
-        for _, v in e.data_inputs:
+        for v in (*(v for _, v in e.data_inputs), *([e.rate] if e.rate else [])):
             record, f = w.story.records[v], w.story.frames[e.frames[0]]
             mine = frozenset(kept(record, tuple(rows[rank.number]), f))
             w.reads(rank, e, v, mine, now)

@@ -105,6 +105,9 @@ def _node(n: Node, args: Sequence[Cell], inputs: Mapping[str, Cell], views: Mapp
     if n.op == "uniform":
         need(n.level != "batch" and isinstance(attrs["call"], str) and not args, "random numbers of what?")
         return Cell(n.level, n.space, False, {i: term("uniform", draw, attrs["call"], i) for i in ids})
+    if n.op == "step":
+        need(n.level == "batch" and not args, "the number of which step?")
+        return Cell("batch", "", False, {0: term("step", draw)})
     if n.op in REDUCTIONS or n.op == "quantile":
         return _reduced(n, args, views)
     if n.op in ROWS:
@@ -186,13 +189,14 @@ def _sequence(n: Node, args: Sequence[Cell], views: Mapping[str, View]) -> Cell:
     """op -> levels of the arguments, level of the result; the frame is named, or that of the argument."""
     takes, gives = {"next": ("token", "token"), "prev": ("token", "token"), "cumsum": ("token", "token"),
                     "last": ("token", "seq"), "at_end": ("seq", "token"), "discount": ("token batch", "token"),
+                    "discount_by": ("token token", "token"),
                     "len": ("", "seq"), "index": ("", "seq"), "prompt_len": ("", "seq")}[n.op]
     frame = str(n.attr("frame") or args[0].space)
     need(" ".join(a.level for a in args) == takes and n.level == gives and frame in views, f"{n.op} of something else")
     of = views[frame].frame
     need(n.space == _space(of, gives) and all(a.space == _space(of, a.level) for a in args), f"{n.op} of other rows")
-    rest = tuple(a.of[0] for a in args[1:])
-    made = {i: term(n.op, frame, i, *(a.of[i] for a in args[:1]), rest) for i in views[frame].rows}
+    rest = tuple(a.of[0] for a in args[1:] if a.level == "batch")
+    made = {i: term(n.op, frame, i, *(a.of[i] for a in args if a.level != "batch"), rest) for i in views[frame].rows}
     return Cell(n.level, n.space, n.op in ("next", "prev", "last", "at_end") and args[0].truth, made)
 
 

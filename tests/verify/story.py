@@ -354,20 +354,21 @@ class Story:
 
     def _infer(self, e: Infer, now: Moment) -> None:
         tokens, model = self.values[f"{e.frame}.tokens"], self.models[e.model][1]
-        heads = {"causal_lm": ("logprobs", "entropy"), "value_model": ("values",), "reward_model": ("scores",)}
+        heads = {"causal_lm": ("logprobs", "entropy"), "value_model": ("values", "end_values"), "reward_model": ("scores",)}
         need(e.output_name in heads[self.owners[e.model].head_name], "another head")
         need(self.records[e.value].frame == e.frame, "an output for other rows")
         drawn = self.frames[e.frame].temperature
         need(e.output_name not in heads["causal_lm"] or e.temperature == drawn, "another temperature")
         made = {r: term(e.output_name, model, e.temperature, tokens.of[r]) for r in self.rows(e.frame)}
-        self._make(e.value, now, made, False, "row" if e.output_name == "scores" else "response")
+        self._make(e.value, now, made, False, "row" if e.output_name in ("scores", "end_values") else "response")
 
     def _train(self, e: Train, now: Moment) -> None:
         model, s, program = self.owners[e.model], self.spreads[e.spread], self.programs[e.loss]
         need(model.optimizer is not None, "nothing to train with")
         frames = {f: self.frames[f] for f in e.frames}
         cells = {n: self.cell(v) for n, v in e.data_inputs}
-        levels = {"logprobs": "token", "entropy": "token", "values": "token", "scores": "seq"}
+        levels = {"logprobs": "token", "entropy": "token", "values": "token", "scores": "seq",
+                  "end_values": "seq"}
         for n, f, what in e.model_outputs:
             rows = {r: term(what, self.models[e.model][1], self.values[f"{f}.tokens"].of[r]) for r in self.rows(f)}
             cells[n] = Cell(levels[what], f if levels[what] == "token" else frames[f].row_space, False, rows)
@@ -377,7 +378,7 @@ class Story:
         known = check_loss(program, model.head_name, e, frames)
         need(all(n in known for n, _ in e.outputs), "a metric that no training has")
         version = (self.models[e.model][1], repr(program), repr(model.optimizer), model.planned_updates, s.minibatches,
-                   s.epochs, s.shuffle, s.call, self.plan.header.seed, e.nonfinite, tuple(made[n].of[0] for n in sorted(made)))
+                   s.epochs, s.shuffle, s.call, self.plan.header.seed, e.nonfinite, e.rate and self.cell(e.rate).of[0], tuple(made[n].of[0] for n in sorted(made)))
         self.models[e.model] = now.stamp, term("train", *version)
         for n, v in e.outputs:
             self._make(v, now, {0: term(n, *version)}, False, "batch")

@@ -47,6 +47,7 @@ def _scores(stage: Stage, hidden: torch.Tensor) -> torch.Tensor:
 FROM_HIDDEN: Mapping[str, Callable[[Stage, torch.Tensor], torch.Tensor]] = {
     "values": _scores,
     "scores": _scores,
+    "end_values": _scores,
 }
 
 

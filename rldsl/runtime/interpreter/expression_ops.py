@@ -290,6 +290,9 @@ def sequence(node: Node, frame: str, args: Sequence[Tensor], ragged: RaggedIndex
             return pad(args[0].to(torch.float64), lens).cumsum(1)[filled(lens)].to(dtype)
         case "discount":
             return discount(pad(args[0].to(torch.float64), lens), args[1].to(torch.float64))[filled(lens)].to(dtype)
+        case "discount_by":
+            x, g = (pad(a.to(torch.float64), lens) for a in args)
+            return discount_by(x, g)[filled(lens)].to(dtype)
         case op:
             raise internal_error(f"the interpreter has no sequence operator {op}")
 
@@ -337,4 +340,14 @@ def discount(x: Tensor, g: Tensor) -> Tensor:
     while shift < x.shape[1]:
         x = x + g * functional.pad(x[:, shift:], (0, shift))
         g, shift = g * g, 2 * shift
+    return x
+
+
+def discount_by(x: Tensor, g: Tensor) -> Tensor:
+    """y[:, t] = x[:, t] + g[:, t] * y[:, t+1] for x and g of [S, L], as `discount`: after step k, g has the products of
+    2**k factors."""
+    shift = 1
+    while shift < x.shape[1]:
+        x = x + g * functional.pad(x[:, shift:], (0, shift))
+        g, shift = g * functional.pad(g[:, shift:], (0, shift)), 2 * shift
     return x
