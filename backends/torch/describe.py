@@ -8,5 +8,5 @@ from typing import get_args
 from rldsl.plan.backends import Description
 from rldsl.plan.model import OptimizerKind
 
-DESCRIPTION = Description(invariant=True, reuses_cache=True, optimizers=get_args(OptimizerKind), groups=True,
-                          freezes=True)
+DESCRIPTION = Description(invariant=True, reuses_cache=True, conversations=True, optimizers=get_args(OptimizerKind),
+                          groups=True, freezes=True)

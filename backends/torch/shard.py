@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rldsl.backends.torch.generate.conversations import converse
 from rldsl.backends.torch.generate.decode_state import DecodeState
 from rldsl.backends.torch.generate.generate import generate
 from rldsl.backends.torch.model.invariant import Invariant
@@ -24,14 +25,17 @@ from rldsl.backends.torch.train.pipeline import pipeline_forward, pipeline_forwa
 from rldsl.plan.events import CopyPart, Sampling
 from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.plan.payloads import Conversation
 from rldsl.runtime.backend import (
     Axes,
+    ConversationOutput,
     GenerationOutput,
     LossFn,
     MicroBatch,
     PackedBatch,
     Prefix,
     Shard,
+    Talk,
     WeightCache,
     WeightDigest,
 )
@@ -82,6 +86,12 @@ class TorchShard:
                             step=step, max_num_seqs=max_num_seqs, max_prompt_len=max_prompt_len, continues=continues,
                             states=self.decode_states if self._can_keep_captures() else None, keep_cache=keep_cache,
                             prefix=prefix)
+
+    def converse(self, rows: torch.Tensor, sampling: Sampling, limits: Conversation, talk: Talk, *, seed: int,
+                 step: int, max_num_seqs: int) -> ConversationOutput:
+        with self._numerics():
+            return converse(self.stage, rows, sampling, limits, talk, tokenizer_dir=self.model.path, seed=seed,
+                            step=step, max_num_seqs=max_num_seqs)
 
     @torch.no_grad()
     def infer(self, batches: Sequence[PackedBatch], output: str, temperature: float) -> torch.Tensor:

@@ -86,6 +86,10 @@ class Buffers:
             return BAD if isinstance(ref, Bad) else self.errors.add(
                 "RL0203", f"`add` takes sequences, not {describe(ref)}", tree.span,
                 help="add one side: `.chosen` or `.rejected`" if isinstance(ref, Pairs) else "")
+        if ref.frame.max_turns:
+            return self.errors.add("RL0213", "a buffer does not keep conversations", tree.span,
+                                   f"`{source_name(ref.frame)}` has up to {ref.frame.max_turns} turns",
+                                   help="train on them in the step that made them, or in the next ones: `flow f(lag=1)`")
         values = self._values(ref, tree.span)
         frame, records = ref.frame, self.flow.values
         fields = tuple(StoredField(field, cast(Literal["tokens", "response", "row"], records[v].extent),

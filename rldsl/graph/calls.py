@@ -15,14 +15,26 @@ from rldsl.graph.row_states import ROW_NUMBERS
 from rldsl.plan.events import Sampling
 from rldsl.plan.heads import CALLS, GENERATE, SKIPPED, TRAIN, heads_with
 from rldsl.plan.metrics_file import BUILT_IN, METRICS
-from rldsl.plan.model import Frame, Space
+from rldsl.plan.model import CONVERSATION_VALUES, Frame, Space
+from rldsl.plan.payloads import Conversation
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, NO_VALUE, Bad, suggest
 from rldsl.semantics.levels import source_name
 from rldsl.semantics.losses import bind_loss
 from rldsl.semantics.scope import Scope
-from rldsl.semantics.terms import input_
-from rldsl.semantics.values import BufferRef, DataRef, FrameRef, LossRef, LossUse, Meaning, ModelRef, Pairs, describe
+from rldsl.semantics.terms import Term, input_
+from rldsl.semantics.values import (
+    BufferRef,
+    DataRef,
+    EnvRef,
+    FrameRef,
+    LossRef,
+    LossUse,
+    Meaning,
+    ModelRef,
+    Pairs,
+    describe,
+)
 from rldsl.source import Span
 from rldsl.syntax import ast
 
@@ -151,10 +163,12 @@ class CallsOfFlow:
 
     def _generate(self, owner: ModelRef, call: ast.Call, prompts: FrameRef, scope: Scope, target: str | None,
                   clause: g.Clause | None, span: Span) -> Meaning:
-        given = self._options(options.GENERATE, call, "generate", scope)
+        talks = {*options.ENVIRONMENT, "env"}
+        given = self._options(options.GENERATE, call, "generate", scope, skip=tuple(talks))
+        talk = self._conversation(call, prompts, scope)
         if prompts.contents not in ("prompts", "generated"):
             return self._answered(call.args[0].span)
-        if isinstance(given, Bad):
+        if isinstance(given, Bad) or isinstance(talk, Bad):
             return BAD
         if cast(int, given["min_new_tokens"]) > cast(int, given["max_new_tokens"]):
             return self.errors.add("RL0205", "`min_new_tokens` is larger than `max_new_tokens`", call.func.span,
@@ -165,21 +179,67 @@ class CallsOfFlow:
                                    help="assign it to a name: `gen = ...`")
         sampling = Sampling(**cast(dict[str, Any], given))
         source = prompts.frame
+        longest = source.max_prompt_tokens + source.max_response_tokens  # the whole text so far
         frame = self.flow.spaces.add(replace(
-            source, id=target, row_space=target, selected_from="", picked_from="",
-            max_prompt_tokens=source.max_prompt_tokens + source.max_response_tokens,  # the whole text so far
-            max_response_tokens=sampling.max_new_tokens, temperature=sampling.logprob_temperature, label=""),
+            source, id=target, row_space=target, selected_from="", picked_from="", max_prompt_tokens=longest,
+            max_response_tokens=talk.max_tokens - longest if talk else sampling.max_new_tokens,
+            temperature=sampling.logprob_temperature, label="", max_turns=talk.max_turns if talk else 0),
             Space(target, source.count * sampling.n, source.row_space, sampling.n))
         value = self.flow.value
         writes = (value(f"{target}.tokens", "token", target, "i64", "tokens"),
                   value(f"{target}.logprobs", "token", target),
                   value(f"{target}.finished", "seq", target, "bool"))
         value(f"{target}.lengths", "seq", target, "i64", "lengths")
+        reads: tuple[str, ...] = (f"{source.id}.tokens",)
+        fields: tuple[tuple[str, Term], ...] = ()
+        if talk is not None:
+            reads += (self.flow.columns[source.chain[-1].id],)
+            writes += tuple(value(f"{target}.{name}", "seq", target) for name in CONVERSATION_VALUES)
+            fields = tuple((name, input_(f"{target}.{name}", "seq", frame.row_space, span))
+                           for name in CONVERSATION_VALUES)
         self.flow.items.append(g.Generate(
-            id=self.flow.unique(target), reads=(f"{source.id}.tokens",), writes=writes, span=span, clause=clause,
-            model=owner.name, prompts=source.id, frame=target, sampling=sampling))
+            id=self.flow.unique(target), reads=reads, writes=writes, span=span, clause=clause, model=owner.name,
+            prompts=source.id, frame=target, sampling=sampling, conversation=talk))
         self.prompts_of[target] = source.id
-        return FrameRef(frame, "generated")
+        return FrameRef(frame, "generated", fields=fields)
+
+    def _conversation(self, call: ast.Call, prompts: FrameRef, scope: Scope) -> Conversation | None | Bad:
+        """What `env=` and its options say; None for a call without."""
+        env = next((a for a in call.args if a.name is not None and a.name.name == "env"), None)
+        given = [(a.name, a.value) for a in call.args if a.name is not None and a.name.name in options.ENVIRONMENT]
+        if env is None and given:
+            return self.errors.add("RL0107", f"`{given[0][0].name}` is an option of conversations", given[0][0].span,
+                                   help="add the environment: `env=NAME`")
+        if prompts.frame.max_turns:
+            return self.errors.add("RL0213", "`generate` does not continue a conversation", call.args[0].span,
+                                   "its environments have ended",
+                                   help="raise `max_turns` of the call that made it, or generate from its prompts")
+        if env is None:
+            return None
+        ref = self.flow.exprs.build(env.value, scope)
+        if not isinstance(ref, EnvRef):
+            return BAD if isinstance(ref, Bad) else self.errors.add(
+                "RL0203", f"`env` must be an environment, not {describe(ref)}", env.value.span,
+                help="declare it: `use py \"envs.py\" (Calculator: env)`")
+        read = options.read(options.ENVIRONMENT, given, "`generate` with an environment", call.span, self.flow.exprs,
+                            scope)
+        if isinstance(read, Bad):
+            return BAD
+        frame, where = prompts.frame, call.args[0].span
+        if prompts.contents != "prompts" or frame.tokenizer or frame.chain[-1].id not in self.flow.columns:
+            return self.errors.add("RL0213", "a conversation begins with prompts of data", where,
+                                   f"`{source_name(frame)}` contains others",
+                                   help="`reset` gets the columns of a row of data: use `data.next()`, or a selection "
+                                        "of it")
+        talk = Conversation(ref.id, **cast(dict[str, Any], read))
+        longest = frame.max_prompt_tokens + frame.max_response_tokens
+        if talk.max_tokens <= longest:
+            at = next(value.span for name, value in given if name.name == "max_tokens")
+            return self.errors.add("RL0205", "`max_tokens` leaves no room for a response", at,
+                                   f"a prompt has up to {longest} tokens",
+                                   help=f"raise it above {longest}: it counts the prompt, what the environment says "
+                                        "and what the model says; or lower `max_prompt_tokens` of the data")
+        return talk
 
     def _answered(self, span: Span) -> Bad:
         """`generate` on sequences whose responses are data."""

@@ -44,7 +44,8 @@ def concat(flow: FlowBuilder, values: Sequence[Meaning], trees: Sequence[ast.Exp
     spaces = tuple(_spaces(name, parts))
     frame = flow.spaces.add(replace(
         parts[0].record, id=name, row_space=name, max_prompt_tokens=max(f.max_prompt_tokens for f in parts),
-        max_response_tokens=max(f.max_response_tokens for f in parts), selected_from="", picked_from="",
+        max_response_tokens=max(f.max_response_tokens for f in parts), max_turns=max(f.max_turns for f in parts),
+        selected_from="", picked_from="",
         present_in=name if any(f.present_in for f in parts) else "", label="" if target else label(span)), *spaces)
     if spaces[0].parts:
         flow.spaces.without_columns[spaces[0].id] = "come from several batches"
@@ -97,6 +98,10 @@ def _checked(flow: FlowBuilder, values: Sequence[Meaning], trees: Sequence[ast.E
             return errors.add("RL0213", "`concat` of prompts and sequences", prompts.span,
                               f"`{prompts.span.text}` has no responses, `{sequences.span.text}` has",
                               help="generate from the prompts first")
+        if (ref.frame.max_turns > 0) != (first.frame.max_turns > 0):
+            return errors.add("RL0213", "`concat` of conversations and single responses", tree.span,
+                              f"`{trees[0].span.text}` has {_turns(first.frame)}, `{tree.span.text}` "
+                              f"{_turns(ref.frame)}", help="train on each in a call of its own")
         if ref.frame.temperature != first.frame.temperature:
             return errors.add(
                 "RL0205", "`concat` of sequences with different temperatures", span,
@@ -111,6 +116,10 @@ def _checked(flow: FlowBuilder, values: Sequence[Meaning], trees: Sequence[ast.E
         return errors.add("RL0202", f"`{a}` and `{b}` come from the same rows, the others do not", span,
                           help=f"concatenate these two first: `both = concat({a}, {b})`, then `concat(both, ...)`")
     return refs
+
+
+def _turns(frame: IndexedFrame) -> str:
+    return f"up to {frame.max_turns} turns" if frame.max_turns else "no turns"
 
 
 def _spaces(name: str, parts: Sequence[IndexedFrame]) -> Iterator[Space]:

@@ -37,6 +37,11 @@ def prefixes(flow: FlowBuilder, ref: Meaning, expr: ast.Call, target: str | None
         return flow.errors.add("RL0213", "`prefixes` cuts responses that a model generated", tree.span,
                                f"`{source_name(ref.frame)}` has none" if ref.contents == "prompts" else
                                f"those of `{source_name(ref.frame)}` come from data", help="generate responses first")
+    if ref.frame.max_turns:
+        return flow.errors.add("RL0213", "`prefixes` cuts one response, not a conversation", tree.span,
+                               f"`{source_name(ref.frame)}` has up to {ref.frame.max_turns} turns",
+                               help="a value of each turn is `.turn_reward`; for values of states use a model's "
+                                    "`values`")
     given = [(a.name, a.value) for a in expr.args if a.name is not None]
     read = options.read(options.PREFIXES, given, "`prefixes`", expr.span, flow.exprs, scope)
     if isinstance(read, Bad):

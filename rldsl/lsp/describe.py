@@ -30,6 +30,8 @@ def signature(symbol: Symbol) -> tuple[str, tuple[str, ...]]:
             return f"{symbol.name}({', '.join(words)})", words
         case ast.PyFunction(params=params):
             words = tuple(p.name for p in params)
+            if tree.returns is None:
+                return f"{symbol.name}: {', '.join(words)}", ()
             return f"{symbol.name}({', '.join(words)}) -> {tree.result}", words
     return symbol.name, ()
 
@@ -49,6 +51,8 @@ def hover(symbol: Symbol, facts: Facts, costs: Costs = lambda _: []) -> str:
             outputs = ", ".join(p.span.text for p in model_outputs)
             return _page(f"loss {signature(symbol)[0]}", doc,
                          f"takes the outputs `{outputs}` of the model being trained")
+        case ast.PyFunction(returns=None):
+            return _page(f"py {signature(symbol)[0]}", "An environment: a Python class with which a model talks.")
         case ast.PyFunction():
             return _page(f"py {signature(symbol)[0]}", "A Python function, called with the rows of a batch.")
         case ast.Parameter():

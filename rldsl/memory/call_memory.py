@@ -155,7 +155,7 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
     frame, prompts = t.frames[e.frame], t.frames[e.prompts]
     count = rows(frame, t.spreads[e.spread], t.layouts, t.frames)
     slots = min(e.mbs or count, count)
-    new, sizes, tp = e.sampling.max_new_tokens, copy.model.sizes, copy.layout.tp
+    new, sizes, tp = frame.max_response_tokens if e.conversation else e.sampling.max_new_tokens, copy.model.sizes, copy.layout.tp
     heads, groups = -(-sizes.heads // tp), -(-sizes.kv_heads // tp)
     longest = width(prompts)
     wide = longest + new
@@ -169,7 +169,8 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
     masked = 5 * wide
     step = slots * (read + b.forward + masked)
     captured = 0
-    if tp == 1 and not sizes.experts_per_token:  # steps with experts or collectives are not captured
+    # steps with experts or collectives are not captured, nor are those of conversations
+    if tp == 1 and not sizes.experts_per_token and e.conversation is None:
         captured = num_captures_with_memory(longest, new) * (
             max(step, sampling - cast) if device == "cuda" else
             slots * (copy.layers * b.made + masked

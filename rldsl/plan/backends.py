@@ -70,10 +70,19 @@ class Description:
     versions: tuple[str, str, str] | None = None  # (distribution, first supported version, first unsupported one)
     invariant: bool = False  # whether it can run models with `invariant=true`
     reuses_cache: bool = False  # whether `generate` can keep its KV cache for a call that continues
+    conversations: bool = False  # whether `generate` can talk with an environment
     problem: Callable[[Facts, Layout], str] = runs_every_model  # the feature it cannot express; "" if there is none
     memory: object = None  # what a call holds: a `rldsl.memory.call_memory.MemoryCosts`
     time: object = None  # what passes a call makes, and their seconds: a `rldsl.simulate.time_costs.TimeCosts`
     issue_order: object = None  # its communication inside calls: a `rldsl.verify.issue_order.IssueOrder`
+
+
+def no_conversations(x: Layout, known: Description | None) -> str:
+    """Why a `generate` under a layout cannot talk with an environment, or ""."""
+    if known is None or not known.conversations:
+        return f"the backend {x.backend!r} cannot talk with environments"
+    divided = next((f"{d}={n}" for d, n in (("tp", x.tp), ("pp", x.pp), ("ep", x.ep)) if n > 1), "")
+    return f"{divided}: a conversation lives on one rank" if divided else ""
 
 
 def names() -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""A user's Python function, as a plan names it. In a module of its own: the processes that call it load little else."""
+"""A user's Python function or environment, as a plan names it. In a module of its own: the processes that call it load
+little else."""
 
 from __future__ import annotations
 
@@ -10,22 +11,24 @@ ARGUMENT = "argument "  # how an attribute of a `py` node begins that names the 
 Attributes = tuple[tuple[str, object], ...]
 Text = str | list[dict[str, Any]]  # a prompt: a string, or chat messages
 Result = float | Text | None  # of a row; None: no prompt
-Returns = Literal["seq", "prompt", "prompts", "prompts?"]
+Returns = Literal["seq", "prompt", "prompts", "prompts?", "env"]
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """The compiler records the hashes and never imports the file."""
+    """A function, or the class of an environment. The compiler records the hashes and never imports the file."""
 
     id: str  # unique in a plan
     path: str  # of the file, relative to the working directory
-    name: str  # of the function in it
+    name: str  # of the function or class in it
     sha256: str  # of the file's bytes
     # for each row: one number (seq, or prompt for rows of prompts), or the text of a prompt (prompts), which may be
-    # missing (prompts?)
+    # missing (prompts?); env: a class, each of whose objects talks with a model (`GenerateSpec.conversation`)
     returns: Returns = "seq"
     # (name, path, sha256) of the local modules that the file imports (`plan/local_modules.py`)
     modules: tuple[tuple[str, str, str], ...] = ()
+    # of an environment: the columns of data that its `reset` needs, each a parameter without a default
+    columns: tuple[str, ...] = ()
 
     @property
     def returns_text(self) -> bool:

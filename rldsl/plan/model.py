@@ -315,9 +315,15 @@ class Frame:
     # the frame whose lengths say which rows are present (a row without tokens is absent); "": all are
     present_in: str = ""
     label: str = ""  # what people call it, where its id is a name of the compiler's (`plan/naming.py`)
+    # turns of the model in a row, at most. With 0 a response follows a prompt; else both are in pieces, and in its
+    # tokens those that the environment wrote are stored as ~id (`plan/turns.py`)
+    max_turns: int = 0
 
 
 SEQUENCE_VALUES = ("tokens", "logprobs", "finished")  # values of a frame, each where its sequences have it
+# further values of conversations, one number per sequence: what `get_reward` returned, turns of the model, and what
+# stopped it (`plan/turns.py`)
+CONVERSATION_VALUES = ("reward", "turns", "stopped")
 FIELD_NAMES = (*SEQUENCE_VALUES, "lengths", "columns", "index")  # of fields of sequences; programs cannot choose them
 
 

@@ -77,6 +77,18 @@ class UpdateSpec:
     value: ValueId  # the new numbers, of the rows of `frame` or of a selection of them
 
 
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a model talks with, in turns, and how long."""
+
+    environment: str  # id of the function that is its class
+    max_turns: int  # of the model
+    max_tokens: int  # of a row: what the environment says and what the model says
+    turn_timeout: float  # seconds in which the environment must answer
+    # what an environment that raises, dies or takes too long does: it stops the run, or ends its conversation
+    on_error: Literal["stop", "end"] = "stop"
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateSpec:
     """Completions of prompts."""
@@ -85,7 +97,8 @@ class GenerateSpec:
     model: ModelName  # that generates
     prompts: FrameId  # what it continues
     frame: FrameId  # the completions
-    sampling: Sampling  # how tokens are drawn
+    sampling: Sampling  # how tokens are drawn; of a conversation, those of one turn
+    conversation: Conversation | None = None  # None: a completion is one response
 
 
 @dataclass(frozen=True, kw_only=True)

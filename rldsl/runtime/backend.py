@@ -17,6 +17,8 @@ import torch
 
 from rldsl.plan.events import CopyPart, Sampling
 from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.plan.payloads import Conversation
+from rldsl.runtime.environments import Arrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,9 @@ class PackedBatch:
     prompt_lens: torch.Tensor    # [S] int64, tokens
     response_lens: torch.Tensor  # [S] int64, tokens
     tokens: torch.Tensor         # [T] int64, T = sum(prompt_lens + response_lens); each prompt precedes its response
+    # [T] bool, of conversations: which tokens are responses. Pieces of prompt and response alternate, the prompt first.
+    # None: each prompt precedes its response
+    own: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return self.rows.numel()
@@ -70,6 +75,31 @@ class GenerationOutput:
     finished: torch.Tensor  # [S] bool, whether an end-of-sequence token or a stop string ended the response
     cache: Any = None  # with `keep_cache`: keys and values of the sequences, in the backend's own form
     num_prefilled: int = 0  # tokens of prompts that this rank ran through its part of the model
+
+
+class Talk(Protocol):
+    """The environments of one generate call, as a backend sees them: one conversation for each row."""
+
+    def begin(self, row: int) -> None:
+        """Begin the conversation of a row; its first arrival holds the first context."""
+
+    def said(self, row: int, ids: Sequence[int], ended_by_limit: bool) -> None:
+        """As in `Conversations`, and so are the others."""
+
+    def finish(self, row: int, why: str) -> None: ...
+
+    def arrivals(self, wait: bool) -> Sequence[Arrival]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationOutput:
+    """Conversations that have ended."""
+
+    batch: PackedBatch  # what was said, with `own`
+    logprobs: torch.Tensor  # [R] float32, as of a `GenerationOutput`
+    rewards: torch.Tensor  # [S] float32, as the environments gave them
+    turns: torch.Tensor  # [S] int64: turns of the model
+    stopped: torch.Tensor  # [S] int64: what ended a conversation, if not itself (`plan/turns.py`)
 
 
 class Prefix(NamedTuple):
@@ -122,6 +152,14 @@ class Shard(Protocol):
         keep_cache: the output has the keys and values of all sequences, for `prefix` of a later call.
         prefix: the prompts are (prefixes of) sequences of an earlier call, after which the parameters have not
             changed: only the last token of each prompt is run."""
+
+    def converse(self, rows: torch.Tensor, sampling: Sampling, limits: Conversation, talk: Talk, *, seed: int,
+                 step: int, max_num_seqs: int) -> ConversationOutput:
+        """One conversation for each row. Random numbers depend only on (seed, step, row, position among the model's own
+        tokens), so that the order in which environments answer decides nothing that is sampled.
+
+        rows: [S] int64, ascending. sampling: of one turn. max_num_seqs: the most conversations at the same time (0:
+        all). Only backends whose description says so are asked."""
 
     def infer(self, batches: Sequence[PackedBatch], output: str, temperature: float) -> torch.Tensor:
         """One output of the model for all micro-batches, joined in order; the same on every rank of the shard.

@@ -19,7 +19,7 @@ from rldsl.plan.function import Function, Returns
 from rldsl.plan.local_modules import local_modules
 from rldsl.plan.operators import BUILTINS
 from rldsl.semantics.errors import BAD, Errors, suggest
-from rldsl.semantics.values import FnRef, LossRef, Meaning, Module, PyRef
+from rldsl.semantics.values import EnvRef, FnRef, LossRef, Meaning, Module, PyRef
 from rldsl.source import SourceFile, Span
 from rldsl.syntax import ast
 from rldsl.syntax.slips import slips
@@ -189,14 +189,17 @@ class Modules:
             line = getattr(error, "lineno", None)
             self.errors.add("RL0110", f"`{path}` is not valid Python", _path(use.span),
                             f"line {line}: {getattr(error, 'msg', error)}" if line else str(error))
-        defined = {n.name for n in tree.body if isinstance(n, python.FunctionDef)} if tree else set()
+        body = tree.body if tree is not None else []
         for fn in use.functions:
-            returns = fn.returns.name + "?" * fn.optional
+            is_class = fn.returns is None
+            what, kind = ("class", python.ClassDef) if is_class else ("function", python.FunctionDef)
+            defined = {n.name: n for n in body if isinstance(n, kind)}
+            returns = "env" if fn.returns is None else fn.returns.name + "?" * fn.optional
             if not self._may_return(fn):
                 self.bind(module, fn.name, BAD)
-            elif tree is None or fn.name.name not in defined:
+            elif fn.name.name not in defined:
                 if tree is not None:
-                    self.errors.add("RL0110", f"`{path}` does not define a function `{fn.name.name}`", fn.name.span,
+                    self.errors.add("RL0110", f"`{path}` does not define a {what} `{fn.name.name}`", fn.name.span,
                                     help=suggest(fn.name.name, defined))
                 self.bind(module, fn.name, BAD)
             else:
@@ -204,12 +207,20 @@ class Modules:
                 if key in self.functions and self.functions[key].path != path:
                     key = f"{path}:{key}"
                 modules = () if path.startswith(SHIPPED) else local_modules(path, tree)
-                self.functions[key] = Function(key, path, fn.name.name, digest, cast(Returns, returns), modules)
-                self.bind(module, fn.name, PyRef(key, tuple(p.name for p in fn.params), cast(Returns, returns), fn.span,
-                                                 fn.options, module))
+                found = defined[fn.name.name]
+                columns = _reset_columns(found) if isinstance(found, python.ClassDef) else ()
+                self.functions[key] = Function(key, path, fn.name.name, digest, cast(Returns, returns), modules,
+                                               columns)
+                self.bind(module, fn.name, EnvRef(key, fn.span) if is_class else PyRef(
+                    key, tuple(p.name for p in fn.params), cast(Returns, returns), fn.span, fn.options, module))
 
     def _may_return(self, fn: ast.PyFunction) -> bool:
-        """Whether a Python function can return what it is declared to; says why not."""
+        """Whether a Python function can return what it is declared to, or a class is an environment; says why not."""
+        if fn.returns is None:
+            if [p.name for p in fn.params] != ["env"]:
+                self.errors.add("RL0201", f"`{fn.name.name}` is declared without a result", fn.span,
+                                help=f"write `{fn.span.text} -> seq`; for an environment `{fn.name.name}: env`")
+            return [p.name for p in fn.params] == ["env"]
         what = fn.returns.name
         if what not in ("seq", "prompt", "prompts"):
             self.errors.add("RL0201", f"a Python function cannot return `{what}`", fn.returns.span,
@@ -221,6 +232,19 @@ class Modules:
         else:
             return True
         return False
+
+
+def _reset_columns(environment: python.ClassDef) -> tuple[str, ...]:
+    """The parameters of `reset` that have no default: columns of data that every row must have. Those of a `reset` that
+    the class inherits are not known here."""
+    reset = next((n for n in environment.body if isinstance(n, python.FunctionDef | python.AsyncFunctionDef)
+                  and n.name == "reset"), None)
+    if reset is None:
+        return ()
+    positional = [*reset.args.posonlyargs, *reset.args.args][1:]
+    needed = positional[: len(positional) - len(reset.args.defaults)]
+    needed += [a for a, default in zip(reset.args.kwonlyargs, reset.args.kw_defaults, strict=True) if default is None]
+    return tuple(a.arg for a in needed if a.arg != "seed")  # the run gives one
 
 
 def _path(use: Span) -> Span:

@@ -82,6 +82,10 @@ GENERATE = {
     "temperature": Opt("float", 1.0, 0, above=True), "top_p": Opt("float", 1.0, 0, 1, above=True),
     "top_k": Opt("int", 0, 0), "min_p": Opt("float", 0.0, 0, 1), "greedy": Opt("bool", False), "stop": Opt("texts", ()),
 }
+ENVIRONMENT = {
+    "max_turns": Opt("int", 8, 1), "max_tokens": Opt("int", low=2, needed=True, unit="tokens"),
+    "turn_timeout": Opt("float", 60.0, 0, above=True), "on_error": Opt("text", "stop", choices=("stop", "end")),
+}
 TRAIN = {"minibatches": Opt("int", 1, 1), "minibatch": Opt("int", None, 1, unit="rows"), "epochs": Opt("int", 1, 1),
          "shuffle": Opt("bool", True), "nonfinite": Opt("text", "stop", choices=("stop", "skip"))}
 TEXT = {"max_tokens": Opt("int", low=1, needed=True, unit="tokens"),

@@ -132,6 +132,14 @@ class PyRef:
     module: Module | None = None  # whose names the options may use
 
 
+@dataclass(frozen=True, slots=True)
+class EnvRef:
+    """An environment: a user's Python class with which a model talks in turns."""
+
+    id: str  # the key in Plan.functions
+    span: Span  # the declaration, `Calculator: env`
+
+
 @dataclass(slots=True)
 class Module:
     """The names of one file."""
@@ -144,7 +152,7 @@ class Module:
 
 
 Meaning = (Term | Items | FrameRef | Pairs | ModelRef | DataRef | BufferRef | StateRef | Several | MeshValue | FnRef
-           | LossRef | LossUse | PyRef | Bad)
+           | LossRef | LossUse | PyRef | EnvRef | Bad)
 
 
 def describe(value: Meaning) -> str:
@@ -180,4 +188,6 @@ def describe(value: Meaning) -> str:
             return f"the loss `{ref.decl.name.name}`"
         case PyRef(id=id_):
             return f"the Python function `{id_}`"
+        case EnvRef(id=id_):
+            return f"the environment `{id_}`"
     return "an error"

@@ -287,11 +287,11 @@ class Use(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PyFunction(Tree):
-    """exact_match: gen, prompt -> seq; ask: gen -> prompts?(max_tokens=2k)"""
+    """exact_match: gen, prompt -> seq; ask: gen -> prompts?(max_tokens=2k); Calculator: env"""
 
-    name: Ident  # of the function in the file
-    params: tuple[Ident, ...]  # what its arguments are rows of
-    returns: Ident  # the level of its result, or `prompts`
+    name: Ident  # of the function, or class, in the file
+    params: tuple[Ident, ...]  # what its arguments are rows of; of a class what it is: `env`
+    returns: Ident | None  # the level of its result, or `prompts`; None: nothing is written
     optional: bool  # with `?`: it may return None for a row
     options: tuple[Option, ...]  # in brackets after the result
 
@@ -299,15 +299,15 @@ class PyFunction(Tree):
     def result(self) -> str:
         """What it returns, as one writes it: "prompts?(max_tokens=2k)"."""
         options = ", ".join(o.span.text for o in self.options)
-        return f"{self.returns.name}{'?' * self.optional}{f'({options})' if options else ''}"
+        return "" if self.returns is None else f"{self.returns.name}{'?' * self.optional}{f'({options})' if options else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsePy(Tree):
-    """use py "file.py" (exact_match: gen, prompt -> seq)"""
+    """use py "file.py" (exact_match: gen, prompt -> seq, Calculator: env)"""
 
     path: str  # of the file, as written
-    functions: tuple[PyFunction, ...]  # what is imported
+    functions: tuple[PyFunction, ...]  # what is imported, functions and environments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.backends import described
+from rldsl.plan.backends import described, no_conversations
 from rldsl.plan.derive_ops import DERIVE_OPS, continued_frame
-from rldsl.plan.events import AnyCall, Compute, Derive, Event, Fetch, Generate, Infer, Train, split_buffer
+from rldsl.plan.events import (
+    AnyCall,
+    Collect,
+    Compute,
+    Derive,
+    Event,
+    Fetch,
+    Generate,
+    Infer,
+    Sample,
+    Store,
+    Train,
+    split_buffer,
+)
 from rldsl.plan.function import frames_of_call
 from rldsl.plan.heads import OUTPUTS, heads_with
-from rldsl.plan.model import Layout, Mesh, Model, Ranges
+from rldsl.plan.model import CONVERSATION_VALUES, Layout, Mesh, Model, Ranges
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.sharding.sum_blocks import undividable
 from rldsl.verify.tables import Tables, name, problem
@@ -107,11 +120,18 @@ def _degrees(x: Layout) -> tuple[int, ...]:
 def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
     yield from _call(t, e)
     cache = {f"{e.cache_of}.cache"} if e.cache_of else set()
-    yield from reads(t, e, {f"{e.prompts}.tokens"} | cache, own(e.prompts), e.spread, f"{e.model}@{e.layout}")
+    columns = {v.id for v in t.plan.values if e.conversation is not None and v.extent == "columns"
+               and t.frames[v.frame].row_space == t.frames[e.prompts].root_origin}
+    yield from reads(t, e, {f"{e.prompts}.tokens"} | cache | columns, own(e.prompts), e.spread,
+                     f"{e.model}@{e.layout}")
     made = {f"{e.frame}.tokens": ("tokens", "i64"), f"{e.frame}.logprobs": ("response", "f32"),
             f"{e.frame}.finished": ("row", "bool")}
+    if e.conversation is not None:
+        made |= {f"{e.frame}.{x}": ("row", "f32") for x in CONVERSATION_VALUES}
     yield from writes(t, e, {*made}, {f"{e.frame}.cache"}, e.spread)
     yield from _cache(t, e)
+    if fault := _conversation(t, e):
+        yield problem("RL0615", f"{name(e)}: {fault}", e)
     for id, (extent, dtype) in made.items():
         v = t.values.get(id)
         if v is not None and (v.frame, v.extent, v.dtype) != (e.frame, extent, dtype):
@@ -132,6 +152,44 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
     if f.max_prompt_tokens != p.max_prompt_tokens + p.max_response_tokens:
         yield problem("RL0615", f"{name(e)}: the rows of {e.frame} begin with those of {e.prompts}, which have at most "
                                 f"{p.max_prompt_tokens} + {p.max_response_tokens} tokens, not {f.max_prompt_tokens}", e)
+
+
+def _conversation(t: Tables, e: Generate) -> str:
+    """What is wrong with the turns of a generate, or ""."""
+    f, p, x, talk = t.frames[e.frame], t.frames[e.prompts], t.layouts[e.layout], e.conversation
+    if talk is None:
+        return f"frame {f.id} has {f.max_turns} turns, but there is no environment" if f.max_turns else ""
+    function = t.functions.get(talk.environment)
+    if function is None or function.returns != "env":
+        return f"{talk.environment!r} is no environment"
+    if f.max_turns != talk.max_turns or f.max_prompt_tokens + f.max_response_tokens != talk.max_tokens:
+        return (f"frame {f.id} has {f.max_turns} turns and {f.max_prompt_tokens} + {f.max_response_tokens} tokens, not "
+                f"{talk.max_turns} and {talk.max_tokens}")
+    if talk.max_turns < 1 or talk.turn_timeout <= 0 or p.max_turns or p.tokenizer:
+        return f"a conversation of {talk.max_turns} turns and {talk.turn_timeout:g} s for each, from {p.id}"
+    if why := no_conversations(x, described(x.backend)):
+        return why
+    return "it reads and writes KV caches" if e.cache_of or f"{e.frame}.cache" in t.values else ""
+
+
+def check_turns(t: Tables) -> Iterator[Diagnostic]:
+    """Rows have turns where those that they are made of have them, and only there."""
+    for e, _ in t.events:
+        match e:
+            case Derive(op=op):
+                parts = e.parts or (e.source,)
+                keeps = op not in ("text", "prefixes")
+                of = {t.frames[f].max_turns > 0 for f in parts} if keeps else {False}
+            case Collect():
+                of = {t.frames[e.frame].max_turns > 0}
+            case Fetch() | Sample() | Store():
+                of = {False}
+            case _:
+                continue
+        made = e.into if isinstance(e, Collect) else e.frames[0] if isinstance(e, Fetch) else e.frame
+        if of != {t.frames[made].max_turns > 0}:
+            yield problem("RL0615", f"{name(e)}: frame {made} has {t.frames[made].max_turns} turns, unlike what it is "
+                                    "made of", e)
 
 
 def _has_responses_of_data(t: Tables, frame: IndexedFrame) -> bool:

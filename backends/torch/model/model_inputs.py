@@ -55,6 +55,14 @@ def pack_inputs(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, s
     return replace(inputs, tokens=pad_rows(inputs.tokens, rows), attention=PaddedAttention(inputs.attention, rows))
 
 
+def _own_tokens(batch: PackedBatch) -> torch.Tensor:
+    """[T] bool: the response tokens."""
+    if batch.own is not None:
+        return batch.own
+    lengths = batch.prompt_lens + batch.response_lens
+    return offsets_within(lengths) >= batch.prompt_lens.repeat_interleave(lengths)
+
+
 def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis) -> ModelInputs:
     tokens = torch.cat([f.tokens for f in frames]).to(device)
     prompts = torch.cat([f.prompt_lens for f in frames]).to(device)
@@ -63,7 +71,10 @@ def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis) -> 
         raise fail("RL0732", "a sequence has an empty prompt", help="every prompt needs at least one token")
     lengths = prompts + responses
     starts = lengths.cumsum(0) - lengths
-    predict_at = (starts + prompts - 1).repeat_interleave(responses) + offsets_within(responses)
+    if any(f.own is not None for f in frames):  # the token before the first of a turn is the environment's
+        predict_at = torch.cat([_own_tokens(f) for f in frames]).to(device).nonzero()[:, 0] - 1
+    else:
+        predict_at = (starts + prompts - 1).repeat_interleave(responses) + offsets_within(responses)
     targets, last_at = tokens[predict_at + 1], starts + lengths - 1
     sizes = tuple(int(f.response_lens.sum()) for f in frames), tuple(len(f) for f in frames)
     if cp.size == 1:

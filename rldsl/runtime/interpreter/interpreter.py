@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ from rldsl.plan.traits import rule_for
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.health.watchdog import Watchdog
 from rldsl.runtime.interpreter import eval_loops, model_events, replay_events, row_states, value_events
+from rldsl.runtime.interpreter.conversations import Environments, converse
 from rldsl.runtime.interpreter.derive import derive
 from rldsl.runtime.interpreter.metric_log import end_step, log
 from rldsl.runtime.interpreter.options import Options
@@ -70,6 +72,13 @@ from rldsl.runtime.plan_file import PlanFile
 from rldsl.runtime.rewards.pool import RewardPool
 from rldsl.runtime.state import in_flight
 from rldsl.runtime.state.model_store import ModelStore
+
+
+def _generate(state: RankState, event: Generate) -> None:
+    if event.conversation is None:
+        model_events.generate(state.models, state.step, event)
+    else:
+        converse(state.models, state.step, state.services.data, state.services.environments, event)
 
 
 def _checkpoint(state: RankState, event: Checkpoint) -> None:
@@ -93,7 +102,7 @@ HANDLERS: Mapping[type[Event], Callable[[RankState, Any], None]] = {
     Realloc: lambda s, e: model_events.realloc(s.models, s.services.ring, e),
     Offload: lambda s, e: model_events.offload(s.models, e),
     Onload: lambda s, e: model_events.onload(s.models, e),
-    Generate: lambda s, e: model_events.generate(s.models, s.step, e),
+    Generate: lambda s, e: _generate(s, e),
     Infer: lambda s, e: model_events.infer(s.models, s.step, e),
     Train: lambda s, e: train(s.models, s.step, e),
     Compute: lambda s, e: value_events.compute(s.step, s.services.data, s.services.rewards, s.services.ring, e),
@@ -269,7 +278,8 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
                                 Labels.of(context.plan.values, context.plan.frames)) if options.trace else None
     functions = called_functions(context, start.items)
     ring.begin_startup("loading the Python functions" if functions else "waiting for the start of all ranks")
-    with RewardPool(functions, options.reward_workers, options.reward_seconds, context.rank) as rewards:
+    with (RewardPool(functions, options.reward_workers, options.reward_seconds, context.rank) as rewards,
+          closing(Environments()) as environments):
         begin_run(context, start.resumed, options, begun)
         if watchdog is not None:  # dumps are written to the directory of a run, which now exists
             watchdog.out = context.out
@@ -277,7 +287,7 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
               run_record(context, step, file, options.reporting.command, options.continues) as interruption):
             if watchdog is not None:
                 watchdog.interruption = interruption
-            services = Services(start.data, rewards, reporter, ring, start.writer, start.resumed)
+            services = Services(start.data, rewards, reporter, ring, start.writer, start.resumed, environments)
             ring.begin_startup("reading the weights")
             state = RankState(context, ModelStore(context), step, services)
             begin = time.monotonic()

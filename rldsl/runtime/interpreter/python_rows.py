@@ -48,6 +48,8 @@ def _sequences(step: StepState, reader: DataReader, reads: tuple[str, ...], fram
                of: str) -> dict[int, Row]:
     """Row of `frame` -> its sequence as text and as token ids, for those that rows of the frame `of` lie in.
 
+    Of a conversation the completion begins with the model's first turn, and has what the environment said in between.
+
     finished: the response is shorter than the most tokens allowed, or its last token ends a sequence. A response that
     a stop string ended on exactly the last allowed token counts as unfinished: its tokens alone cannot show it."""
     record = step.context.frames[frame]
@@ -60,8 +62,10 @@ def _sequences(step: StepState, reader: DataReader, reads: tuple[str, ...], fram
     found: dict[int, Row] = {}
     at = 0
     ids: list[int] = packed.tokens.tolist()
+    own: list[bool] | None = None if packed.own is None else packed.own.tolist()
     for row, p, r in zip(wanted.tolist(), packed.prompt_lens.tolist(), packed.response_lens.tolist(), strict=True):
-        prompt, completion = ids[at : at + p], ids[at + p : at + p + r]
+        first = p if own is None else own.index(True, at, at + p + r) - at if r else p
+        prompt, completion = ids[at : at + first], ids[at + first : at + p + r]
         at += p + r
         found[row] = {
             "prompt": decode(prompt, skip_special_tokens=True),

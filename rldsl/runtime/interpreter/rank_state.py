@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rldsl.runtime.health.event_ring import EventRing
+from rldsl.runtime.interpreter.conversations import Environments
 from rldsl.runtime.metrics.reporter import Reporter
 from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint
 from rldsl.runtime.persist.checkpoint_writer import CheckpointWriter
@@ -25,6 +26,7 @@ class Services:
     ring: EventRing                          # what this rank did last, for the watchdog
     writer: CheckpointWriter | None = None   # writes checkpoints; None if the plan makes none
     resumed: LoadedCheckpoint | None = None  # the checkpoint that the run resumes from; None if it starts anew
+    environments: Environments = field(default_factory=Environments)  # that models talk with
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rldsl.diag import Diagnostic, Failure, fail
 from rldsl.plan.disk_paths import paths, shown, text
-from rldsl.plan.events import Checkpoint, Compute, Derive, Event, Fetch, Item
+from rldsl.plan.events import Checkpoint, Compute, Derive, Event, Fetch, Generate, Item
 from rldsl.plan.function import Function, frames_of_call
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import schedule
@@ -240,6 +240,8 @@ def _sources(context: RunContext, items: Sequence[Item]) -> Iterator[str]:
 def _texts(context: RunContext, items: Sequence[Item]) -> Iterator[str]:
     """The frames whose tokens become text on this rank, or are made of it."""
     for event in _events(items):
+        if isinstance(event, Generate) and event.conversation is not None:
+            yield event.frame
         if isinstance(event, Derive) and event.function:
             yield event.frame
             yield from (frame for _, frame in event.given)

@@ -27,6 +27,7 @@ from rldsl.runtime.metrics.json_lines import encoded, truncate
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.step import StepState
+from rldsl.runtime.state.turns import unmarked
 from rldsl.runtime.store import RaggedRows
 
 ANONYMOUS = re.compile(r"(expr|where)#\d+")  # values that the program gives no name
@@ -114,8 +115,12 @@ class Samples:
                  if self._context.frames[self._context.values[value].frame].row_space == frame.row_space}
         lines = []
         for i, row in enumerate(rows.tolist()):
-            ids = tokens.select(rows[i : i + 1]).data.tolist()
+            stored = tokens.select(rows[i : i + 1]).data
             prompt = int(lens.prompt[row])
+            if frame.max_turns:  # the completion begins with the first turn
+                stored, own = unmarked(stored)
+                prompt = own.tolist().index(True) if prompt < len(own) else prompt
+            ids = stored.tolist()
             text = {"step": step, "row": row, "prompt": tokenizer.decode(ids[:prompt], skip_special_tokens=True),
                     "completion": tokenizer.decode(ids[prompt:], skip_special_tokens=True)}
             lines.append(encoded(text | {v: n[row] for v, n in numbers.items() if row in n}))

@@ -16,6 +16,7 @@ from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.comm.row_assignment import RowLengths, StepRows
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.logged_numbers import Arrivals, LoggedNumbers, SentLogs
+from rldsl.runtime.state.turns import unmarked
 from rldsl.runtime.store import BufferStore, RaggedRows
 from rldsl.sharding.partition import key_of, mix
 
@@ -143,5 +144,8 @@ class StepState:
 
     def packed(self, frame: str, tokens: RaggedRows, rows: torch.Tensor) -> PackedBatch:
         """The sequences of some rows, packed."""
-        lens = self.rows.lens[frame]
-        return PackedBatch(rows, lens.prompt[rows], lens.response[rows], tokens.select(rows).data)
+        lens, data = self.rows.lens[frame], tokens.select(rows).data
+        own = None
+        if self.context.frames[frame].max_turns:
+            data, own = unmarked(data)
+        return PackedBatch(rows, lens.prompt[rows], lens.response[rows], data, own)
