@@ -17,6 +17,7 @@ from rldsl.plan.model import SEQUENCE_VALUES, Frame, Space, StoredField
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, NO_VALUE, Bad, suggest
 from rldsl.semantics.expressions import ExpressionBuilder
+from rldsl.semantics.levels import source_name
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_
 from rldsl.semantics.values import BufferRef, FrameRef, Meaning, Pairs, describe
@@ -89,7 +90,7 @@ class Buffers:
         if ref.frame.max_turns:
             return self.errors.add("RL0213", "a buffer does not keep conversations", tree.span,
                                    f"`{source_name(ref.frame)}` has up to {ref.frame.max_turns} turns",
-                                   help="train on them in the step that made them, or in the next ones: `flow f(lag=1)`")
+                                   help="train on them in the step that made them, or in a later one: `flow f(lag=1)`")
         values = self._values(ref, tree.span)
         frame, records = ref.frame, self.flow.values
         fields = tuple(StoredField(field, cast(Literal["tokens", "response", "row"], records[v].extent),

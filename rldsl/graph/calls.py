@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from rldsl.graph.flow import FlowBuilder
 
 
+ONLY_WITH_ENV = tuple(o for o in options.ENVIRONMENT if o != "max_tokens")  # this may mean `max_new_tokens`
+
+
 class CallsOfFlow:
     """The calls of models and data sources in `flow`."""
 
@@ -163,8 +166,8 @@ class CallsOfFlow:
 
     def _generate(self, owner: ModelRef, call: ast.Call, prompts: FrameRef, scope: Scope, target: str | None,
                   clause: g.Clause | None, span: Span) -> Meaning:
-        talks = {*options.ENVIRONMENT, "env"}
-        given = self._options(options.GENERATE, call, "generate", scope, skip=tuple(talks))
+        skip = ("env", *options.ENVIRONMENT) if _env(call) else ("env", *ONLY_WITH_ENV)
+        given = self._options(options.GENERATE, call, "generate", scope, skip=skip)
         talk = self._conversation(call, prompts, scope)
         if prompts.contents not in ("prompts", "generated"):
             return self._answered(call.args[0].span)
@@ -186,9 +189,9 @@ class CallsOfFlow:
             temperature=sampling.logprob_temperature, label="", max_turns=talk.max_turns if talk else 0),
             Space(target, source.count * sampling.n, source.row_space, sampling.n))
         value = self.flow.value
-        writes = (value(f"{target}.tokens", "token", target, "i64", "tokens"),
-                  value(f"{target}.logprobs", "token", target),
-                  value(f"{target}.finished", "seq", target, "bool"))
+        writes: tuple[str, ...] = (
+            value(f"{target}.tokens", "token", target, "i64", "tokens"), value(f"{target}.logprobs", "token", target),
+            value(f"{target}.finished", "seq", target, "bool"))
         value(f"{target}.lengths", "seq", target, "i64", "lengths")
         reads: tuple[str, ...] = (f"{source.id}.tokens",)
         fields: tuple[tuple[str, Term], ...] = ()
@@ -205,8 +208,9 @@ class CallsOfFlow:
 
     def _conversation(self, call: ast.Call, prompts: FrameRef, scope: Scope) -> Conversation | None | Bad:
         """What `env=` and its options say; None for a call without."""
-        env = next((a for a in call.args if a.name is not None and a.name.name == "env"), None)
+        env = _env(call)
         given = [(a.name, a.value) for a in call.args if a.name is not None and a.name.name in options.ENVIRONMENT]
+        given = [o for o in given if env is not None or o[0].name in ONLY_WITH_ENV]
         if env is None and given:
             return self.errors.add("RL0107", f"`{given[0][0].name}` is an option of conversations", given[0][0].span,
                                    help="add the environment: `env=NAME`")
@@ -387,3 +391,8 @@ def _help_for_two(refs: list[FrameRef]) -> str:
                "`duel.rejected`"
     return "train on one batch, or on the two sides of pairs from data: `data NAME = jsonl(..., kind=\"pairs\")`, " \
            "`pair = NAME.next()`, then `pair.chosen` and `pair.rejected`"
+
+
+def _env(call: ast.Call) -> ast.Argument | None:
+    """The argument `env=` of a call."""
+    return next((a for a in call.args if a.name is not None and a.name.name == "env"), None)

@@ -44,8 +44,8 @@ class Texts:
         partial = ref.returns == "prompts?" or given["over_long"] == "drop"
         frame = flow.spaces.add(replace(
             source.record, id=name, max_prompt_tokens=cast(int, given["max_tokens"]), max_response_tokens=0,
-            max_turns=0, temperature=1.0, selected_from="", picked_from="", present_in=name if partial else source.present_in,
-            label="" if named else label(expr.span)))
+            max_turns=0, temperature=1.0, selected_from="", picked_from="",
+            present_in=name if partial else source.present_in, label="" if named else label(expr.span)))
         tokens = flow.value(f"{name}.tokens", "token", name, "i64", "tokens")
         flow.value(f"{name}.lengths", "seq", name, "i64", "lengths")
         own = f"{source.id}.tokens"

@@ -155,7 +155,8 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
     frame, prompts = t.frames[e.frame], t.frames[e.prompts]
     count = rows(frame, t.spreads[e.spread], t.layouts, t.frames)
     slots = min(e.mbs or count, count)
-    new, sizes, tp = frame.max_response_tokens if e.conversation else e.sampling.max_new_tokens, copy.model.sizes, copy.layout.tp
+    new = frame.max_response_tokens if e.conversation is not None else e.sampling.max_new_tokens
+    sizes, tp = copy.model.sizes, copy.layout.tp
     heads, groups = -(-sizes.heads // tp), -(-sizes.kv_heads // tp)
     longest = width(prompts)
     wide = longest + new

@@ -14,7 +14,7 @@ from typing import cast
 from rldsl.diag import Diagnostic, Failure, Label, fail
 from rldsl.graph import model as g
 from rldsl.models.families import Family, describe, sizes_of
-from rldsl.placement import backends, budget, conversations, free, invariant, positions, resident, reuse, sync, tokenizers
+from rldsl.placement import backends, budget, free, invariant, positions, resident, reuse, sync, tokenizers
 from rldsl.placement.degrees import DEGREES, Cluster, mesh_ranks, place
 from rldsl.placement.lora import split_adapter_parameters
 from rldsl.placement.model import Call, Local, Place, Placed, label, layout_of, mesh_of_range
@@ -78,7 +78,7 @@ def _places(graph: g.Graph, choices: Mapping[str, Choice], families: Mapping[str
     budget.check_token_budgets(graph, calls, places)
     backends.check_backends(graph, calls, places, families)
     invariant.check_invariance(graph, calls, places, families)
-    conversations.check_conversations(calls, places)
+    backends.check_conversations(calls, places)
     positions.check_positions(graph, calls, families)
     sync.sync_places(graph, places, train_layouts)
     return places, train_layouts

@@ -25,6 +25,7 @@ class DeriveOp:
     makes_rows: bool = True
     # the tokens of each row are those of the source's row that it lies in, or a prefix of them
     keeps_prefixes: bool = False
+    keeps_turns: bool = True  # its rows are conversations where those of the source are
     several: bool = False  # it reads rows of several frames (`parts`), and makes each value of one of each
     calls_python: bool = False  # it calls a user's function, so that each row must be on one rank alone
     whole_prompts: bool = False  # it needs all rows of a prompt at once
@@ -41,8 +42,9 @@ DERIVE_OPS: Mapping[DeriveOpName, DeriveOp] = {
     # all that models generated of a sequence, from the prompt with which its chain of continuations begins
     "whole": DeriveOp(verb="join", keeps_prefixes=True),
     # prompts that a Python function writes about the rows, tokenized where the rows are
-    "text": DeriveOp(verb="write", calls_python=True),
-    "prefixes": DeriveOp(verb="cut", keeps_prefixes=True),  # prompts that are the beginnings of each row's response
+    "text": DeriveOp(verb="write", calls_python=True, keeps_turns=False),
+    # prompts that are the beginnings of each row's response
+    "prefixes": DeriveOp(verb="cut", keeps_prefixes=True, keeps_turns=False),
     "concat": DeriveOp(verb="concatenate", several=True),  # the rows of several frames as those of one
 }
 

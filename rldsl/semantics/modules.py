@@ -197,7 +197,7 @@ class Modules:
             returns = "env" if fn.returns is None else fn.returns.name + "?" * fn.optional
             if not self._may_return(fn):
                 self.bind(module, fn.name, BAD)
-            elif fn.name.name not in defined:
+            elif tree is None or fn.name.name not in defined:
                 if tree is not None:
                     self.errors.add("RL0110", f"`{path}` does not define a {what} `{fn.name.name}`", fn.name.span,
                                     help=suggest(fn.name.name, defined))

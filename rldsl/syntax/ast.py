@@ -299,7 +299,9 @@ class PyFunction(Tree):
     def result(self) -> str:
         """What it returns, as one writes it: "prompts?(max_tokens=2k)"."""
         options = ", ".join(o.span.text for o in self.options)
-        return "" if self.returns is None else f"{self.returns.name}{'?' * self.optional}{f'({options})' if options else ''}"
+        if self.returns is None:
+            return ""
+        return f"{self.returns.name}{'?' * self.optional}{f'({options})' if options else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

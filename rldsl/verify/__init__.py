@@ -52,9 +52,9 @@ STAGES: tuple[tuple[tuple[str, Check], ...], ...] = (
      ("schedule", class_schedules.check_class_schedules), ("order", total_order.check_total_order),
      ("issue order", issue_order.check_issue_order), ("groups", groups.check_groups), ("loops", loops.check_loops),
      ("lag", lag.check_lag),
-     ("operations", operations.check_operations), ("turns", calls.check_turns), ("division", row_division.check_row_division),
-     ("row states", row_states.check_row_states), ("sizes", sizes.check_sizes),
-     ("reallocs", reshards.check_reshards), ("saves", saves.check_saves)),
+     ("operations", operations.check_operations), ("turns", calls.check_turns),
+     ("division", row_division.check_row_division), ("row states", row_states.check_row_states),
+     ("sizes", sizes.check_sizes), ("reallocs", reshards.check_reshards), ("saves", saves.check_saves)),
     (("data flow", dataflow.check_dataflow), ("versions", versions.check_versions)),
     (("memory", memory.check_memory),),
 )

@@ -12,20 +12,7 @@ from collections.abc import Iterator
 from rldsl.diag import Diagnostic
 from rldsl.plan.backends import described, no_conversations
 from rldsl.plan.derive_ops import DERIVE_OPS, continued_frame
-from rldsl.plan.events import (
-    AnyCall,
-    Collect,
-    Compute,
-    Derive,
-    Event,
-    Fetch,
-    Generate,
-    Infer,
-    Sample,
-    Store,
-    Train,
-    split_buffer,
-)
+from rldsl.plan.events import AnyCall, Compute, Derive, Event, Fetch, Generate, Infer, Train, split_buffer
 from rldsl.plan.function import frames_of_call
 from rldsl.plan.heads import OUTPUTS, heads_with
 from rldsl.plan.model import CONVERSATION_VALUES, Layout, Mesh, Model, Ranges
@@ -158,7 +145,7 @@ def _conversation(t: Tables, e: Generate) -> str:
     """What is wrong with the turns of a generate, or ""."""
     f, p, x, talk = t.frames[e.frame], t.frames[e.prompts], t.layouts[e.layout], e.conversation
     if talk is None:
-        return f"frame {f.id} has {f.max_turns} turns, but there is no environment" if f.max_turns else ""
+        return ""
     function = t.functions.get(talk.environment)
     if function is None or function.returns != "env":
         return f"{talk.environment!r} is no environment"
@@ -173,23 +160,11 @@ def _conversation(t: Tables, e: Generate) -> str:
 
 
 def check_turns(t: Tables) -> Iterator[Diagnostic]:
-    """Rows have turns where those that they are made of have them, and only there."""
+    """Only a conversation begins rows with turns."""
     for e, _ in t.events:
-        match e:
-            case Derive(op=op):
-                parts = e.parts or (e.source,)
-                keeps = op not in ("text", "prefixes")
-                of = {t.frames[f].max_turns > 0 for f in parts} if keeps else {False}
-            case Collect():
-                of = {t.frames[e.frame].max_turns > 0}
-            case Fetch() | Sample() | Store():
-                of = {False}
-            case _:
-                continue
-        made = e.into if isinstance(e, Collect) else e.frames[0] if isinstance(e, Fetch) else e.frame
-        if of != {t.frames[made].max_turns > 0}:
-            yield problem("RL0615", f"{name(e)}: frame {made} has {t.frames[made].max_turns} turns, unlike what it is "
-                                    "made of", e)
+        for frame in e.new_rows:
+            if t.frames[frame].max_turns and getattr(e, "conversation", None) is None:
+                yield problem("RL0615", f"{name(e)}: frame {frame} has turns, but there is no environment", e)
 
 
 def _has_responses_of_data(t: Tables, frame: IndexedFrame) -> bool:

@@ -176,8 +176,9 @@ class _Engine:
     def _hits_stop_string(self, slot: Slot) -> bool:
         if self.stop_strings is None or slot.in_turn < self.sampling.min_new_tokens:
             return False
-        turn = torch.tensor([slot.tokens[-slot.in_turn :]])
-        return bool(self.stop_strings.hit(turn, torch.tensor([slot.in_turn])).item())
+        device = self.stage.device
+        turn = torch.tensor([slot.tokens[-slot.in_turn :]], device=device)
+        return bool(self.stop_strings.hit(turn, torch.tensor([slot.in_turn], device=device)).item())
 
 
 class SlotAttention:
@@ -225,11 +226,12 @@ class SlotAttention:
         """One token for each slot. The query heads that share a KV head take the place of query positions, as in
         `DecodeAttention`; the slots need not be neighbors, so what they hold is copied."""
         kv_len = max(self.cached) + 1
-        held = [x[self.at, :kv_len].transpose(1, 2) for x in (keys, values)]
+        own_keys, own_values = (x[self.at, :kv_len].transpose(1, 2) for x in (keys, values))
         query = q.transpose(0, 1).unflatten(1, (keys.shape[2], -1))  # [S, K, H / K, D]
         if (-1, window) not in self._masks:
             at, columns = self.positions[:, None], self.cache.columns[:kv_len]
             visible = columns <= at if window is None else (columns <= at) & (columns > at - window)
             self._masks[-1, window] = visible[:, None, None]
-        out = F.scaled_dot_product_attention(query, *held, attn_mask=self._masks[-1, window], scale=scale)
+        out = F.scaled_dot_product_attention(query, own_keys, own_values, attn_mask=self._masks[-1, window],
+                                             scale=scale)
         return out.flatten(1, 2)

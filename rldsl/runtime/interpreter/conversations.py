@@ -1,7 +1,7 @@
-"""Conversations of a generate event: which rows talk with which environments, and what becomes values of the step.
+"""The environments of a rank: opened at the first call that talks with them, and kept for the next steps.
 
-In: the event, the rows of this rank, the columns of their data. Out: tokens with their turns, log-probs and rewards in
-the step's buffers. An environment gets a seed of its row, so that what it draws does not depend on the placement.
+In: the class, limits and tokenizer of a generate call; rows with the columns of their data. Out: conversations by row.
+An environment gets a seed of its row, so that what it draws does not depend on the placement.
 """
 
 from __future__ import annotations
@@ -10,20 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from rldsl.diag import internal_error
-from rldsl.plan.events import Generate, split_buffer
 from rldsl.plan.function import Function
 from rldsl.plan.payloads import Conversation
-from rldsl.runtime.backend import ConversationOutput
-from rldsl.runtime.comm.row_assignment import RowLengths
 from rldsl.runtime.data.tokens import Tokens
 from rldsl.runtime.environments import Arrival, Conversations
-from rldsl.runtime.state.data_reader import DataReader
-from rldsl.runtime.state.model_store import ModelStore
-from rldsl.runtime.state.step import StepState
-from rldsl.runtime.state.turns import marked
 from rldsl.sharding.partition import mix
 
 
@@ -36,14 +27,12 @@ def open_conversations(function: Function, limits: Conversation, tokens: Tokens,
 class Environments:
     """The environments that this rank has opened; they stay for the next steps."""
 
-    opened: dict[int, Conversations] = field(default_factory=dict)  # generate event -> its conversations
+    opened: dict[int, Conversations] = field(default_factory=dict)  # id of a generate event -> its conversations
 
-    def of(self, event: Generate, function: Function, tokens: Tokens, count: int) -> Conversations:
-        if event.conversation is None:
-            raise internal_error(f"{event.called} has no environment", "run")
-        if event.id not in self.opened:
-            self.opened[event.id] = open_conversations(function, event.conversation, tokens, count)
-        return self.opened[event.id]
+    def of(self, event: int, function: Function, limits: Conversation, tokens: Tokens, count: int) -> Conversations:
+        if event not in self.opened:
+            self.opened[event] = open_conversations(function, limits, tokens, count)
+        return self.opened[event]
 
     def close(self) -> None:
         for conversations in self.opened.values():
@@ -52,7 +41,7 @@ class Environments:
 
 
 @dataclass(frozen=True)
-class _Talk:
+class RowTalk:
     """The conversations of some rows, with what each begins with (`rldsl.runtime.backend.Talk`)."""
 
     conversations: Conversations  # of the call
@@ -73,38 +62,3 @@ class _Talk:
 
     def arrivals(self, wait: bool) -> list[Arrival]:
         return self.conversations.arrivals(wait)
-
-
-def converse(models: ModelStore, step: StepState, reader: DataReader, environments: Environments, event: Generate
-             ) -> None:
-    """A generate event with an environment."""
-    context, limits = step.context, event.conversation
-    if limits is None:
-        raise internal_error(f"{event.called} has no environment", "run")
-    spread, frame = context.spreads[event.spread], context.frames[event.frame]
-    rows, first = step.my_rows(spread, event.frame), step.first_row(frame.count)
-    seed = step.sampling_seed(event.id, event.frame)
-    columns = next(step.buffers.get(b) for b in event.reads if split_buffer(b)[0].endswith(".columns"))
-    per_row = frame.count // frame.chain[-1].count
-    data = context.data[frame.data]
-    talk = _Talk(environments.of(event, context.functions[limits.environment], reader.tokens(frame),
-                                 min(event.mbs or len(rows), len(rows))),
-                 {row + first: columns[row // per_row][1] for row in rows.tolist()}, dict(data.columns)["prompt"],
-                 mix(seed, step.index))
-    made = models.shard_to_read(event.model, event.layout).converse(
-        rows + first, event.sampling, limits, talk, seed=seed, step=step.index, max_num_seqs=event.mbs)
-    _write(step, event, rows, made)
-
-
-def _write(step: StepState, event: Generate, rows: torch.Tensor, made: ConversationOutput) -> None:
-    context, batch = step.context, made.batch
-    if batch.own is None:
-        raise internal_error("conversations without turns", "generate")
-    count = context.frames[event.frame].count
-    lens = RowLengths(*(torch.zeros(count, dtype=torch.int64, device=context.device) for _ in range(2)))
-    lens.prompt[rows], lens.response[rows] = batch.prompt_lens, batch.response_lens
-    step.rows.lens[event.frame] = lens  # 0 for other ranks' rows, until the lengths are exchanged
-    for name, data in (("tokens", marked(batch.tokens, batch.own)), ("logprobs", made.logprobs),
-                       ("finished", made.stopped == 0), ("reward", made.rewards), ("turns", made.turns.float()),
-                       ("stopped", made.stopped.float())):
-        step.write(f"{event.frame}.{name}", event.spread, rows, data)

@@ -55,7 +55,7 @@ from rldsl.plan.traits import rule_for
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.health.watchdog import Watchdog
 from rldsl.runtime.interpreter import eval_loops, model_events, replay_events, row_states, value_events
-from rldsl.runtime.interpreter.conversations import Environments, converse
+from rldsl.runtime.interpreter.conversations import Environments
 from rldsl.runtime.interpreter.derive import derive
 from rldsl.runtime.interpreter.metric_log import end_step, log
 from rldsl.runtime.interpreter.options import Options
@@ -78,7 +78,7 @@ def _generate(state: RankState, event: Generate) -> None:
     if event.conversation is None:
         model_events.generate(state.models, state.step, event)
     else:
-        converse(state.models, state.step, state.services.data, state.services.environments, event)
+        model_events.converse(state.models, state.step, state.services.data, state.services.environments, event)
 
 
 def _checkpoint(state: RankState, event: Checkpoint) -> None:

@@ -6,18 +6,22 @@ from collections.abc import Sequence
 
 import torch
 
-from rldsl.plan.events import Generate, Infer, Load, Offload, Onload, Realloc
-from rldsl.runtime.backend import PackedBatch, Prefix
+from rldsl.diag import internal_error
+from rldsl.plan.events import Generate, Infer, Load, Offload, Onload, Realloc, split_buffer
+from rldsl.runtime.backend import ConversationOutput, PackedBatch, Prefix
 from rldsl.runtime.comm.exchange import message_tag
 from rldsl.runtime.comm.reshard import RankReshard, Tensors, reshard
 from rldsl.runtime.comm.row_assignment import RowLengths
 from rldsl.runtime.health.event_ring import EventRing
+from rldsl.runtime.interpreter.conversations import Environments, RowTalk
 from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint
+from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.state.step import StepState
+from rldsl.runtime.state.turns import marked
 from rldsl.runtime.store import Pending, RaggedRows, ragged_indices
 from rldsl.sharding.dtypes import in_wire_dtype
-from rldsl.sharding.partition import micro_batches, num_micro_batches
+from rldsl.sharding.partition import micro_batches, mix, num_micro_batches
 
 DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -109,6 +113,41 @@ def generate(models: ModelStore, step: StepState, event: Generate) -> None:
     for name, data in (("tokens", generated.batch.tokens), ("logprobs", generated.logprobs),
                        ("finished", generated.finished)):
         step.write(f"{event.frame}.{name}", spread.id, rows, data)
+
+
+def converse(models: ModelStore, step: StepState, reader: DataReader, environments: Environments, event: Generate
+             ) -> None:
+    """A generate event with an environment."""
+    context, limits = step.context, event.conversation
+    if limits is None:
+        raise internal_error(f"{event.called} has no environment", "run")
+    spread, frame = context.spreads[event.spread], context.frames[event.frame]
+    rows, first = step.my_rows(spread, event.frame), step.first_row(frame.count)
+    seed = step.sampling_seed(event.id, event.frame)
+    columns = next(step.buffers.get(b) for b in event.reads if split_buffer(b)[0].endswith(".columns"))
+    per_row = frame.count // frame.chain[-1].count
+    data = context.data[frame.data]
+    talk = RowTalk(environments.of(event.id, context.functions[limits.environment], limits, reader.tokens(frame),
+                                   min(event.mbs or len(rows), len(rows))),
+                 {row + first: columns[row // per_row][1] for row in rows.tolist()}, dict(data.columns)["prompt"],
+                 mix(seed, step.index))
+    made = models.shard_to_read(event.model, event.layout).converse(
+        rows + first, event.sampling, limits, talk, seed=seed, step=step.index, max_num_seqs=event.mbs)
+    _write(step, event, rows, made)
+
+
+def _write(step: StepState, event: Generate, rows: torch.Tensor, made: ConversationOutput) -> None:
+    context, batch = step.context, made.batch
+    if batch.own is None:
+        raise internal_error("conversations without turns", "generate")
+    count = context.frames[event.frame].count
+    lens = RowLengths(*(torch.zeros(count, dtype=torch.int64, device=context.device) for _ in range(2)))
+    lens.prompt[rows], lens.response[rows] = batch.prompt_lens, batch.response_lens
+    step.rows.lens[event.frame] = lens  # 0 for other ranks' rows, until the lengths are exchanged
+    for name, data in (("tokens", marked(batch.tokens, batch.own)), ("logprobs", made.logprobs),
+                       ("finished", made.stopped == 0), ("reward", made.rewards), ("turns", made.turns.float()),
+                       ("stopped", made.stopped.float())):
+        step.write(f"{event.frame}.{name}", event.spread, rows, data)
 
 
 def _repeated(tokens: RaggedRows, prompts: torch.Tensor) -> torch.Tensor:

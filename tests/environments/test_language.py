@@ -1,0 +1,142 @@
+"""What programs say about environments, before anything runs, and what the verifier refuses in plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rldsl import api
+from rldsl.diag import Failure
+from rldsl.plan.codec import decode, encode
+from rldsl.plan.events import Generate
+from rldsl.plan.model import Plan
+from rldsl.verify import verify
+from tests.environments.programs import TALK, folder, source
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder(tmp_path_factory.mktemp("language"))
+
+
+def said(base: Path, body: str, monkeypatch: pytest.MonkeyPatch, old: str = "", new: str = "") -> list[tuple[str, str]]:
+    """(code, underlined text) of what checking says. old, new: a change of the program."""
+    monkeypatch.chdir(base)
+    return [(d.code, d.span.text if d.span else "") for d in api.check(source(body).replace(old, new), "page.rlf")
+            if d.severity == "error"]
+
+
+TALKED = f"prompt = prompts.next()\n{TALK}\n"
+TRAIN = "actor.train(gen, loss=pg(adv=per_token(gen.reward, gen.logprobs)))\n"
+
+
+@pytest.mark.parametrize("body", [
+    TRAIN,
+    "kept = gen where std(gen.reward by prompt) > 0 and gen.stopped == 0\nmetric x = mean(kept.reward + kept.turns)",
+    "best = pick(gen, gen.reward)\nmetric x = mean(best.reward - max(gen.reward by prompt))",
+    "metric x = mean(next(gen.logprobs) + at_end(gen.reward, gen))",
+    "more = actor.generate(prompt, env=Guess, max_tokens=80)\nboth = concat(gen, more)\nmetric x = mean(both.reward)",
+    "metric own = mean(len(gen))\nmetric lp = mean(actor.logprobs(gen))\nmetric fin = mean(where(gen.finished, 1, 0))",
+])
+def test_fine(base: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said(base, TALKED + body, monkeypatch) == []
+
+
+@pytest.mark.parametrize("body, expected", [
+    ("more = actor.generate(gen)", [("RL0213", "gen")]),
+    ("cuts = prefixes(gen, every=2)", [("RL0213", "gen")]),
+    ("one = actor.generate(prompt)\nboth = concat(gen, one)", [("RL0213", "one")]),
+    ("g = actor.generate(prompt, max_turns=3)", [("RL0107", "max_turns")]),
+    ("g = actor.generate(prompt, max_tokens=99)", [("RL0107", "max_tokens")]),
+    ("g = actor.generate(prompt, env=Guess)", [("RL0215", "actor.generate(prompt, env=Guess)")]),
+    ("g = actor.generate(prompt, env=Guess, max_tokens=16)", [("RL0205", "16")]),
+    ("g = actor.generate(prompt, env=actor, max_tokens=99)", [("RL0203", "actor")]),
+    ("g = actor.generate(prompt, env=Gues, max_tokens=99)", [("RL0101", "Gues")]),
+    ("g = actor.generate(prompt, env=Guess, max_tokens=99, max_turns=0)", [("RL0205", "0")]),
+    ("g = actor.generate(prompt, env=Guess, max_tokens=99, on_error=go)", [("RL0101", "go")]),
+    ("g = actor.generate(prompt, env=Guess, max_tokens=99, turn_timeout=0)", [("RL0205", "0")]),
+    ("one = actor.generate(prompt)\nmetric x = mean(one.reward)", [("RL0112", "reward")]),
+    ("x = Guess(gen)", [("RL0203", "Guess")]),
+])
+def test_mistakes(base: Path, body: str, expected: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said(base, TALKED + body, monkeypatch) == expected
+
+
+def test_a_buffer_keeps_no_conversations(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said(base, TALKED + "good.add(gen)", monkeypatch, "model actor", "buffer good = rows(capacity=9)\nmodel actor"
+                )[0] == ("RL0213", "gen")
+
+
+@pytest.mark.parametrize("declared, code", [
+    ("Gess: env", "RL0110"), ("Guess: gen", "RL0201"), ("Guess: gen -> seq", "RL0110"), ("Guess: env -> env", "RL0201"),
+])
+def test_declarations(base: Path, declared: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said(base, TALKED, monkeypatch, "Guess: env", declared)[0][0] == code
+
+
+@pytest.fixture(scope="module")
+def plan(base: Path) -> Plan:
+    (base / "p.rlf").write_text(source(TALKED + TRAIN))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(base)
+        return api.compile("p.rlf")
+
+
+def test_the_plan_names_the_environment(plan: Plan) -> None:
+    (function,) = plan.functions
+    assert (function.returns, function.name, function.columns) == ("env", "Guess", ("number",))
+    (event,) = [e for e in _events(plan) if isinstance(e, Generate)]
+    assert event.conversation is not None and event.conversation.max_tokens == 64
+    assert {b.split("@")[0] for b in event.writes} >= {"gen.reward", "gen.turns", "gen.stopped"}
+    assert decode(encode(plan), "p") == plan
+
+
+def _events(plan: Plan) -> list[Any]:
+    from rldsl.verify.tables import tables
+
+    return [e for e, _ in tables(plan).events]
+
+
+def _mutated(plan: Plan, change: Callable[[Generate], Generate]) -> Plan:
+    from rldsl.plan.events import Loop
+
+    def each(items: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(replace(i, body=each(i.body)) if isinstance(i, Loop) else change(i) if isinstance(i, Generate)
+                     else i for i in items)
+    return replace(plan, body=each(plan.body))
+
+
+@pytest.mark.parametrize("change", [
+    lambda e: replace(e, conversation=None),
+    lambda e: replace(e, conversation=replace(e.conversation, environment="other")),
+    lambda e: replace(e, conversation=replace(e.conversation, max_turns=4)),
+    lambda e: replace(e, conversation=replace(e.conversation, max_tokens=65)),
+    lambda e: replace(e, conversation=replace(e.conversation, turn_timeout=0.0)),
+    lambda e: replace(e, reads=tuple(b for b in e.reads if ".columns" not in b)),
+    lambda e: replace(e, writes=tuple(b for b in e.writes if ".reward" not in b)),
+])
+def test_forged_plans(plan: Plan, change: Callable[[Generate], Generate]) -> None:
+    with pytest.raises(Failure) as caught:
+        verify(_mutated(plan, change))
+    assert {d.code for d in caught.value.diagnostics} <= {"RL0614", "RL0615", "RL0501", "RL0503", "RL0502"}
+
+
+def test_forged_frames(plan: Plan) -> None:
+    frames = tuple(replace(f, max_turns=0 if f.max_turns else 2) for f in plan.frames)
+    with pytest.raises(Failure) as caught:
+        verify(replace(plan, frames=frames))
+    assert {d.code for d in caught.value.diagnostics} == {"RL0615"}
+
+
+@pytest.mark.parametrize("degree", ["tp", "pp"])
+def test_a_conversation_lives_on_one_rank(base: Path, degree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(base)
+    (base / "p.rlf").write_text(source(TALKED + TRAIN))
+    (base / "rules.rlf").write_text(f"place actor.* on mesh(0:2) {degree}=2")
+    with pytest.raises(Failure) as caught:
+        api.compile("p.rlf", {}, "rules.rlf")
+    assert [d.code for d in caught.value.diagnostics] == ["RL0333"]

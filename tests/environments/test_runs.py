@@ -1,0 +1,73 @@
+"""Conversations run; neither placements nor the order in which environments answer change a number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.environments.programs import TALK, folder, run
+
+BODY = f"""
+  prompt = prompts.next()
+  {TALK}
+  adv = per_token(group_norm(gen.reward + 0.1 * len(gen)), gen.logprobs)
+  kept = gen where gen.turns > 2
+  metric gap     = max(abs(gen.logprobs - actor.logprobs(gen)))
+  actor.train(gen, loss=pg(adv=adv), minibatches=2)
+  metric reward  = mean(gen.reward)
+  metric turns   = sum(gen.turns)
+  metric stopped = sum(gen.stopped)
+  metric lp      = mean(gen.logprobs)
+  metric own     = sum(len(gen))
+  metric steps   = sum(discount(gen.logprobs, 0.9))
+  metric kept    = count(kept.logprobs)
+  metric kept_lp = mean(kept.logprobs)
+"""
+NAMES = ("gap", "reward", "turns", "stopped", "lp", "own", "steps", "kept", "kept_lp", "actor/loss", "actor/grad_norm")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder(tmp_path_factory.mktemp("runs"))
+
+
+def numbers(lines: list[dict[str, Any]], names: tuple[str, ...] = NAMES) -> list[dict[str, float]]:
+    return [{n: line[n] for n in names} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def alone(base: Path) -> list[dict[str, float]]:
+    return numbers(run(base, BODY, options=", invariant=true"))
+
+
+def test_sampled_log_probs_are_those_of_a_forward_pass(alone: list[dict[str, float]]) -> None:
+    """Bit for bit, also at the first token of a turn, which follows a token of the environment."""
+    assert [step["gap"] for step in alone] == [0.0, 0.0]
+    assert all(step["turns"] > 8 and step["stopped"] > 0 and step["actor/grad_norm"] > 0 for step in alone)
+    assert all(0 < step["kept"] < step["own"] for step in alone)
+
+
+@pytest.mark.parametrize("delays, place", [
+    (1, None), (2, "place actor.generate on mesh(0:1) mbs=3"), (3, "place *.* on mesh(0:2) dp=2"),
+    (4, "place *.* on mesh(0:2) dp=2 mbs=2"),
+])
+def test_neither_the_order_of_answers_nor_slots_nor_dp_change_a_number(
+        base: Path, alone: list[dict[str, float]], delays: int, place: str | None) -> None:
+    found = numbers(run(base, BODY, options=", invariant=true", delays=delays, place=place))
+    if "dp" not in (place or ""):
+        assert found == alone
+    first = ("gap", "reward", "turns", "stopped", "lp", "own", "steps", "kept", "kept_lp")
+    assert {n: found[0][n] for n in first} == {n: alone[0][n] for n in first}  # before anything is trained
+    assert found[1] == {n: pytest.approx(v, rel=1e-4, abs=1e-6) for n, v in alone[1].items()}
+
+
+@pytest.mark.parametrize("place", [
+    "place actor.generate on mesh(0:2) dp=2\nplace actor.logprobs on mesh(0:2) tp=2\n"
+    "place actor.train on mesh(0:2) pp=2",
+    "place actor.generate on mesh(0:1)\nplace actor.train on mesh(0:2) cp=2\nplace actor.logprobs on mesh(0:2) cp=2",
+])
+def test_training_is_divided_in_any_way(base: Path, alone: list[dict[str, float]], place: str) -> None:
+    found = numbers(run(base, BODY, options=", invariant=true", place=place))
+    assert found == [{n: pytest.approx(v, rel=1e-4, abs=1e-5) for n, v in step.items()} for step in alone]
