@@ -31,7 +31,7 @@ def signature(symbol: Symbol) -> tuple[str, tuple[str, ...]]:
         case ast.PyFunction(params=params):
             words = tuple(p.name for p in params)
             if tree.returns is None:
-                return f"{symbol.name}: {', '.join(words)}", ()
+                return f"{symbol.name}: env", ()
             return f"{symbol.name}({', '.join(words)}) -> {tree.result}", words
     return symbol.name, ()
 

@@ -9,8 +9,6 @@ environment before each.
 
 from __future__ import annotations
 
-from typing import Literal
-
-Stopped = Literal["", "max_turns", "max_tokens", "timeout", "error"]
-# what `gen.stopped` is, by the reason: 0 where the conversation ended of itself
-STOPPED: dict[str, int] = {"": 0, "max_turns": 1, "max_tokens": 2, "timeout": 3, "error": 4}
+# what `gen.stopped` is, by what ended a conversation (`runtime/environments`): 0 where it ended of itself
+STOPPED: dict[str, int] = {"done": 0, "no_call": 0, "max_turns": 1, "max_tokens": 2, "max_new_tokens": 3, "timeout": 4,
+                           "error": 5}

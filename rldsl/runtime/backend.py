@@ -18,7 +18,7 @@ import torch
 from rldsl.plan.events import CopyPart, Sampling
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.payloads import Conversation
-from rldsl.runtime.environments import Arrival
+from rldsl.runtime.environments import Arrival, Stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Talk(Protocol):
     def said(self, row: int, ids: Sequence[int], ended_by_limit: bool) -> None:
         """As in `Conversations`, and so are the others."""
 
-    def finish(self, row: int, why: str) -> None: ...
+    def finish(self, row: int, why: Stopped) -> None: ...
 
     def arrivals(self, wait: bool) -> Sequence[Arrival]: ...
 

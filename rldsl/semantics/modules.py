@@ -217,10 +217,7 @@ class Modules:
     def _may_return(self, fn: ast.PyFunction) -> bool:
         """Whether a Python function can return what it is declared to, or a class is an environment; says why not."""
         if fn.returns is None:
-            if [p.name for p in fn.params] != ["env"]:
-                self.errors.add("RL0201", f"`{fn.name.name}` is declared without a result", fn.span,
-                                help=f"write `{fn.span.text} -> seq`; for an environment `{fn.name.name}: env`")
-            return [p.name for p in fn.params] == ["env"]
+            return True
         what = fn.returns.name
         if what not in ("seq", "prompt", "prompts"):
             self.errors.add("RL0201", f"a Python function cannot return `{what}`", fn.returns.span,

@@ -290,8 +290,8 @@ class PyFunction(Tree):
     """exact_match: gen, prompt -> seq; ask: gen -> prompts?(max_tokens=2k); Calculator: env"""
 
     name: Ident  # of the function, or class, in the file
-    params: tuple[Ident, ...]  # what its arguments are rows of; of a class what it is: `env`
-    returns: Ident | None  # the level of its result, or `prompts`; None: nothing is written
+    params: tuple[Ident, ...]  # what its arguments are rows of; none of a class
+    returns: Ident | None  # the level of its result, or `prompts`; None: it is the class of an environment
     optional: bool  # with `?`: it may return None for a row
     options: tuple[Option, ...]  # in brackets after the result
 

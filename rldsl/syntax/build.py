@@ -79,9 +79,12 @@ class _Builder(Transformer[Token, Any]):
 
     def py_function(self, meta: Any, children: Children) -> ast.PyFunction:
         return ast.PyFunction(span=self._span(meta), name=self._ident(children[0]), params=children[1],
-                              returns=self._ident(children[2]) if children[2] is not None else None,
-                              optional=children[3] is not None,
+                              returns=self._ident(children[2]), optional=children[3] is not None,
                               options=tuple(c for c in children[4:] if c is not None))
+
+    def py_class(self, meta: Any, children: Children) -> ast.PyFunction:
+        return ast.PyFunction(span=self._span(meta), name=self._ident(children[0]), params=(), returns=None,
+                              optional=False, options=())
 
     def names(self, meta: Any, tokens: Tokens) -> tuple[ast.Ident, ...]:
         return tuple(map(self._ident, tokens))

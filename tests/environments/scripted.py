@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rldsl.runtime.environments import Arrival
+from rldsl.runtime.environments import Arrival, Stopped
 from tests.environments.envs_scripted import Guess
 
 
@@ -29,11 +29,11 @@ class Scripted:
         self.calls.append(("said", row, tuple(ids), ended_by_limit))
         reply = self.live[row].reply(self.tokenizer.decode(ids))
         if reply is None:
-            self._end(row, None)
+            self._end(row, "done")
         else:
             self._say(row, reply, turn_reward=float(len(ids)))
 
-    def finish(self, row: int, why: str) -> None:
+    def finish(self, row: int, why: Stopped) -> None:
         self.calls.append(("finish", row, why))
         self._end(row, why)
 
@@ -53,5 +53,5 @@ class Scripted:
         ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         self.under_way.append(Arrival(row, ids, False, None, None, turn_reward))
 
-    def _end(self, row: int, why: str | None) -> None:
+    def _end(self, row: int, why: Stopped) -> None:
         self.under_way.append(Arrival(row, (), True, why, self.live.pop(row).get_reward(), None))

@@ -72,7 +72,7 @@ def test_a_buffer_keeps_no_conversations(base: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("declared, code", [
-    ("Gess: env", "RL0110"), ("Guess: gen", "RL0201"), ("Guess: gen -> seq", "RL0110"), ("Guess: env -> env", "RL0201"),
+    ("Gess: env", "RL0110"), ("Guess: gen -> seq", "RL0110"), ("Guess: gen -> env", "RL0201"),
 ])
 def test_declarations(base: Path, declared: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(base, TALKED, monkeypatch, "Guess: env", declared)[0][0] == code

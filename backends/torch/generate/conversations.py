@@ -28,7 +28,7 @@ from rldsl.plan.payloads import Conversation
 from rldsl.plan.turns import STOPPED
 from rldsl.runtime.backend import ConversationOutput, PackedBatch, Talk
 from rldsl.runtime.draws import uniform
-from rldsl.runtime.environments import Arrival
+from rldsl.runtime.environments import Arrival, Stopped
 from rldsl.runtime.store import offsets_within
 
 
@@ -47,7 +47,7 @@ class Slot:
     turns: int = 0  # of the model, begun
     in_turn: int = 0  # tokens of the turn under way
     turn_rewards: list[float] = field(default_factory=list)  # those that the environment gave
-    why: str = ""  # the limit that ended the conversation
+    stopped: Stopped | None = None  # why it ended
 
     def append(self, ids: Sequence[int], own: bool) -> None:
         self.tokens += ids
@@ -75,7 +75,7 @@ def converse(stage: Stage, rows: torch.Tensor, sampling: Sampling, limits: Conve
         batch, torch.tensor([x for s in done for x in s.logprobs], dtype=torch.float32, device=device),
         torch.tensor([engine.rewards[s.row] for s in done], dtype=torch.float32, device=device),
         torch.tensor([s.turns for s in done], dtype=torch.int64, device=device),
-        torch.tensor([STOPPED[s.why] for s in done], dtype=torch.int64, device=device))
+        torch.tensor([STOPPED[s.stopped or "done"] for s in done], dtype=torch.int64, device=device))
 
 
 @dataclass
@@ -118,18 +118,17 @@ class _Engine:
             raise internal_error(f"an environment answers in row {arrival.row}, which was not asked", "generate")
         if arrival.turn_reward is not None:
             slot.turn_rewards.append(arrival.turn_reward)
-        if arrival.ended:
-            slot.why = slot.why or arrival.stopped or ""
-            self.rewards[slot.row] = sum(slot.turn_rewards) if arrival.reward is None else arrival.reward
-            return self.slots.pop(slot.row)
         if not slot.tokens:  # the first context stays, whatever ends the conversation
             slot.append(arrival.tokens[: self.limits.max_tokens], own=False)
-            slot.ready = slot.ready if len(arrival.tokens) < self.limits.max_tokens else []
-        elif slot.turns < self.limits.max_turns and len(slot.tokens) + len(arrival.tokens) < self.limits.max_tokens:
+            slot.ready = slot.ready if len(arrival.tokens) < self.limits.max_tokens and not arrival.ended else []
+        if arrival.ended:
+            slot.stopped = arrival.stopped
+            self.rewards[slot.row] = sum(slot.turn_rewards) if arrival.reward is None else arrival.reward
+            return self.slots.pop(slot.row)
+        if slot.turns and slot.turns < self.limits.max_turns and len(slot.tokens) + len(arrival.tokens) < self.limits.max_tokens:
             slot.append(arrival.tokens, own=False)
         if not slot.ready:
-            slot.why = "max_turns" if slot.turns == self.limits.max_turns else "max_tokens"
-            self.talk.finish(slot.row, slot.why)
+            self.talk.finish(slot.row, "max_turns" if slot.turns == self.limits.max_turns else "max_tokens")
         return None
 
     def _passes(self) -> Iterator[list[Slot]]:

@@ -14,7 +14,7 @@ from rldsl.diag import internal_error
 from rldsl.plan.function import Function
 from rldsl.plan.payloads import Conversation
 from rldsl.runtime.data.tokens import Tokens
-from rldsl.runtime.environments import Arrival, Conversations
+from rldsl.runtime.environments import Arrival, Conversations, Stopped
 from rldsl.sharding.partition import mix
 
 
@@ -57,7 +57,7 @@ class RowTalk:
     def said(self, row: int, ids: Sequence[int], ended_by_limit: bool) -> None:
         self.conversations.said(row, ids, ended_by_limit)
 
-    def finish(self, row: int, why: str) -> None:
+    def finish(self, row: int, why: Stopped) -> None:
         self.conversations.finish(row, why)
 
     def arrivals(self, wait: bool) -> list[Arrival]:
