@@ -56,6 +56,7 @@ class RlfLexer(RegexLexer):
             (rf"(:|->)([ \t]*\(?[ \t]*)({LEVEL})", bygroups(Punctuation, Whitespace, Keyword.Type)),
             (r"(\})([ \t]*)(until)\b", bygroups(Punctuation, Whitespace, Keyword)),
             (r"(?:on|train|where|with|until|when|from|to|max|every)\b(?=[ \t]+[A-Za-z0-9_\"])", Keyword),
+            (r"(:)([ \t]*)(env)\b", bygroups(Punctuation, Whitespace, Keyword.Type)),
             (r"auto\b(?=[ \t]*(?:#|\n|$))", Keyword),
             (rf"(\.)([ \t]*)({NAME})(?=[ \t]*\()", bygroups(Punctuation, Whitespace, Name.Function)),
             (rf"(\.)([ \t]*)({NAME})", bygroups(Punctuation, Whitespace, Name.Attribute)),

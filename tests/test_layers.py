@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "passes": PLACED | {"graph", "placement", "memory", "verify"},
     "search": PLACED | {"graph", "models", "placement", "passes", "memory", "verify", "clusters", "simulate"},
     # the runtime
-    "runtime": PLAN | {"sharding"},
+    "runtime": PLAN | {"sharding", "runtime.environments"},
     "runtime.parent": LEAVES, "runtime.local_ranks": LEAVES,
     "runtime.message_file": LEAVES | {"report"},
     "runtime.launch": LEAVES | {"runtime.message_file", "runtime.parent", "runtime.local_ranks"},
@@ -61,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     "backends.torch.kernels": PLAN | {"memory", "runtime"},
     "backends.torch.model": PLACED | {"memory", "runtime", "backends.torch.kernels"},
     "backends.torch.train": PLACED | {"runtime", "backends.torch.model"},
-    "backends.torch.generate": PLACED | {"memory", "runtime", "runtime.data", "backends.torch.kernels",
+    "backends.torch.generate": PLACED | {"memory", "runtime", "runtime.data", "runtime.environments", "backends.torch.kernels",
                                          "backends.torch.model"},
     "backends.torch": PLACED | {"runtime"} | TORCH_BACKEND,
     "backends.megatron": PLACED | {"runtime"} | TORCH_BACKEND,

@@ -125,7 +125,8 @@ class _Engine:
             slot.stopped = arrival.stopped
             self.rewards[slot.row] = sum(slot.turn_rewards) if arrival.reward is None else arrival.reward
             return self.slots.pop(slot.row)
-        if slot.turns and slot.turns < self.limits.max_turns and len(slot.tokens) + len(arrival.tokens) < self.limits.max_tokens:
+        fits = len(slot.tokens) + len(arrival.tokens) < self.limits.max_tokens
+        if 0 < slot.turns < self.limits.max_turns and fits:
             slot.append(arrival.tokens, own=False)
         if not slot.ready:
             self.talk.finish(slot.row, "max_turns" if slot.turns == self.limits.max_turns else "max_tokens")

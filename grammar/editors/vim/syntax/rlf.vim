@@ -29,6 +29,7 @@ syntax match rlfKeyword /\([A-Za-z0-9_)"*\]]\s\+\)\@<=on\>\ze\s\+\h/
 syntax match rlfKeyword /\()\s\+\)\@<=train\>\ze\s\+\h/
 syntax match rlfKeyword /\<\(when\|until\|from\)\>\ze\s*[^=(.,) \t]/
 syntax match rlfKeyword /\([A-Za-z0-9_)"\]]\s\+\)\@<=\(where\|with\|max\|to\|every\)\>\ze\s\+[^(.=,) \t]/
+syntax match rlfKeyword /\(:\s*\)\@<=env\>/
 syntax match rlfKeyword /\(^\s*place\s\+\S\+\s\+\)\@<=auto\>/
 syntax match rlfKeyword /\(^\|{\)\s*\zs\(metric\|return\|save\|every\|repeat\|eval\|stop\|sync\|ema\|checkpoint\)\>\ze\(\s\+[^=,]\|\s*$\|\s*[{(]\)/
 syntax match rlfKeyword /\(^\|{\)\s*\zs\(first\|after\)\>\ze[ \t]\+\w/
