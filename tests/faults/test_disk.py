@@ -157,6 +157,29 @@ def test_the_command_on_a_disk_that_fills_during_the_run(tiny: Path, tmp_path: P
     assert [line["step"] for line in lines(out)] == list(range(1, 41))
 
 
+def test_the_command_in_a_directory_that_can_no_longer_be_written(tiny: Path, tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """One message, which does not send the user to dumps that could not be written either; what was written stays. A
+    file takes the place of the directory: it is refused like a read-only one, also to the superuser."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("models", "data"):
+        (tmp_path / name).symlink_to(tiny / name)
+    (tmp_path / "p.rlf").write_text(CHECKPOINTS)
+    out, aside = tmp_path / "out", tmp_path / "aside"
+    process = rlc_run(tmp_path, "said")
+    while process.is_alive() and not (out / "metrics.jsonl").exists():
+        time.sleep(0.01)
+    out.rename(aside)
+    out.write_text("")
+    process.join(120)
+    text = (tmp_path / "said").read_text()
+    assert process.exitcode == 1 and text.count("error[") == 1 and "Traceback" not in text, text
+    assert ("error[RL0708]" in text or "error[RL0706]" in text) and "all ranks stopped" in text
+    assert "postmortem" not in text, text
+    made = [line["step"] for line in lines(aside)]
+    assert made == [*range(1, len(made) + 1)] and made
+
+
 def descendants(process: int) -> list[int]:
     own = children(process)
     return [*own, *(d for child in own for d in descendants(child))]

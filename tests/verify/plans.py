@@ -52,7 +52,7 @@ SYNC = """
 use std.sft (sft)
 cluster nodes=2 gpus=2
 data rows = jsonl("data/train.jsonl", batch=6)
-model actor = causal_lm("models/sft") train adamw(lr=0.02)
+model actor = causal_lm("models/sft") train adamw(lr=0.02, group("*.layers.0.*", lr_scale=0.5, weight_decay=0))
 model ref   = causal_lm("models/sft")
 model slow  = causal_lm("models/sft")
 flow f(steps=3) {

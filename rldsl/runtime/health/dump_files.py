@@ -13,8 +13,8 @@ from pathlib import Path
 from rldsl.postmortem.dumps import FOLDER, LAST_HEARTBEATS, LastHeartbeats, RankDump, dump_text
 
 
-def write_dump(out: Path, left: RankDump | LastHeartbeats) -> None:
-    """Write a dump under another name, then rename it."""
+def write_dump(out: Path, left: RankDump | LastHeartbeats) -> bool:
+    """Write a dump under another name, then rename it. Whether the disk took it."""
     name = LAST_HEARTBEATS if isinstance(left, LastHeartbeats) else f"rank-{left.rank}.json"
     partial = out / FOLDER / f".{name}.partial"
     try:
@@ -22,7 +22,8 @@ def write_dump(out: Path, left: RankDump | LastHeartbeats) -> None:
         partial.write_text(dump_text(left), encoding="utf-8")
         os.replace(partial, out / FOLDER / name)
     except OSError:
-        return
+        return False
+    return True
 
 
 def remove_dumps(out: Path) -> None:

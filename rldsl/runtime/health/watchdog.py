@@ -70,6 +70,7 @@ class Watchdog:
         self._interrupted = False  # SIGINT came
         self._is_leaving = False  # the main thread is on its way out: no KeyboardInterrupt may cut that short
         self._plan, self._timeout, self._asynchronous = plan, timeout, asynchronous
+        self._dump_refused = False  # by the disk
         self._agent, self._speaks = agent, speaks
         self._failed_at: stack_trace.Stack | None = None  # where the main thread was when it failed
         self._done, self._ending = threading.Event(), threading.Lock()
@@ -325,7 +326,7 @@ class Watchdog:
         if self.out is None:
             return
         lines = (self._failed_at or stack_trace.of_main()).lines
-        write_dump(self.out, RankDump(
+        self._dump_refused = not write_dump(self.out, RankDump(
             self._plan_id(), self.heartbeats.start, self.rank, self.world, self.heartbeats.machine, os.getpid(),
             round(time.time(), 3), first, code, reason, self._position(), lines, self._asynchronous,
             self.ring.entries()))
@@ -346,7 +347,10 @@ class Watchdog:
         return analyse(visible_plan(self._plan.plan), rank_traces(self.world, {}, heartbeats))
 
     def _postmortem_hint(self) -> str:
-        return f"to see where each rank was, run `rlc postmortem {self.out}`" if self.out is not None else ""
+        """Nothing where there is no dump to look at."""
+        if self.out is None or self._dump_refused:
+            return ""
+        return f"to see where each rank was, run `rlc postmortem {self.out}`"
 
     def _event_text(self) -> str:
         event = self.ring.event
