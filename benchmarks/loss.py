@@ -29,7 +29,7 @@ Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 
 
 def ours(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, entropy: bool) -> torch.Tensor:
-    found, spread = token_logprobs(hidden, weight, targets, 1.0, SINGLE_RANK, 0, entropy,
+    found, spread, _ = token_logprobs(hidden, weight, targets, 1.0, SINGLE_RANK, 0, entropy,
                                    rows_at_once(len(weight), hidden.device.type))
     return found.sum() if spread is None else found.sum() + 0.1 * spread.sum()
 

@@ -65,6 +65,8 @@ _HEADS = (
         Output("logprobs", "logprobs", "token", "token", "log-probabilities of the responses, at the sampling "
                "temperature"),
         Output("entropy", "entropy", "token", "distribution", "the entropy of the model's distribution at each token"),
+        Output("sum_squares", "sum_squares", "token", "distribution", "the sum of the squared probabilities of all "
+               "tokens at each token"),
     ), vocabulary=True, generates=True),
     Head("value_model", "A model with one value per token.", (
         Output("values", "values", "token", "hidden", "the value of the state before each token"),

@@ -164,8 +164,9 @@ class Shard(Protocol):
     def infer(self, batches: Sequence[PackedBatch], output: str, temperature: float) -> torch.Tensor:
         """One output of the model for all micro-batches, joined in order; the same on every rank of the shard.
 
-        output: "logprobs", "entropy" or "values": [R] float32, aligned with response tokens (the one at position t is
-        predicted from the tokens before t); "scores": [S] float32, read at the last token.
+        output: "logprobs", "entropy", "sum_squares" or "values": [R] float32, aligned with response tokens (the one at
+        position t is predicted from the tokens before t); "scores" or "end_values": [S] float32, read at the last
+        token.
         Under a layout with `ep` all shards that share experts get the same number of batches, some of them without
         rows."""
 

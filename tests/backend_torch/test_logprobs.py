@@ -56,7 +56,7 @@ def test_values_and_gradients_are_exact(chunk: int, temperature: float, entropy:
 
 def test_no_tokens() -> None:
     hidden, weight, targets = given()
-    found, _ = token_logprobs(hidden[:0], weight, targets[:0], 1.0, SINGLE_RANK, 0)
+    found = token_logprobs(hidden[:0], weight, targets[:0], 1.0, SINGLE_RANK, 0).logprobs
     found.sum().backward()
     assert found.shape == (0,) and not weight.grad.any()  # type: ignore[union-attr]
 

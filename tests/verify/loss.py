@@ -23,7 +23,7 @@ def check_loss(program: Program, kind: str, e: Train, frames: Mapping[str, Index
     need(not any(n.level == "prompt" and n.attr("to") for n in nodes), "a prompt of which a minibatch may hold a part")
     given = {n for n, _, _ in e.model_outputs} | {n for n, _ in e.data_inputs}
     need(given == {str(n.attr("name")) for n in nodes if n.op == "input"}, "inputs that the loss does not take")
-    heads = {"causal_lm": ("logprobs", "entropy"), "value_model": ("values", "end_values"), "reward_model": ("scores",)}
+    heads = {"causal_lm": ("logprobs", "entropy", "sum_squares"), "value_model": ("values", "end_values"), "reward_model": ("scores",)}
     need(all(f in frames and what in heads[kind] for _, f, what in e.model_outputs), "an output that the model does not have")
     reduces = [(n.op in REDUCTIONS or n.op == "quantile") and n.level == "batch" for n in nodes]
     inner: set[int] = set()

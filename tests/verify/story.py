@@ -354,7 +354,7 @@ class Story:
 
     def _infer(self, e: Infer, now: Moment) -> None:
         tokens, model = self.values[f"{e.frame}.tokens"], self.models[e.model][1]
-        heads = {"causal_lm": ("logprobs", "entropy"), "value_model": ("values", "end_values"), "reward_model": ("scores",)}
+        heads = {"causal_lm": ("logprobs", "entropy", "sum_squares"), "value_model": ("values", "end_values"), "reward_model": ("scores",)}
         need(e.output_name in heads[self.owners[e.model].head_name], "another head")
         need(self.records[e.value].frame == e.frame, "an output for other rows")
         drawn = self.frames[e.frame].temperature
@@ -367,7 +367,7 @@ class Story:
         need(model.optimizer is not None, "nothing to train with")
         frames = {f: self.frames[f] for f in e.frames}
         cells = {n: self.cell(v) for n, v in e.data_inputs}
-        levels = {"logprobs": "token", "entropy": "token", "values": "token", "scores": "seq",
+        levels = {"logprobs": "token", "entropy": "token", "sum_squares": "token", "values": "token", "scores": "seq",
                   "end_values": "seq"}
         for n, f, what in e.model_outputs:
             rows = {r: term(what, self.models[e.model][1], self.values[f"{f}.tokens"].of[r]) for r in self.rows(f)}

@@ -2,16 +2,17 @@
 
 The vocabulary may be divided over tp. Statistics are float32, and chunks of tokens are recomputed in the backward pass.
 One table of logits exists for a chunk, which becomes its probabilities and then its gradient in place (two tables if
-the entropy is wanted).
+the entropy or the sum of squares is wanted).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.model.collectives import tree_all_reduce
@@ -19,48 +20,98 @@ from rldsl.backends.torch.model.tree_sums import block_sums
 from rldsl.runtime.backend import Axis
 
 
+class TokenStatistics(NamedTuple):
+    """What the distributions of some tokens say, in float32 (float64 for hidden states in float64)."""
+
+    logprobs: torch.Tensor                    # [N], or [N, K]: of the given tokens
+    entropy: torch.Tensor | None = None       # [N], in nats
+    sum_squares: torch.Tensor | None = None   # [N], the sum of the squared probabilities of all tokens
+
+
 def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, tp: Axis,
                    vocab_start: int, want_entropy: bool = False, chunk: int = 1024,
-                   cuts: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """log_softmax(hidden @ W.T / temperature) at `targets`, and the entropy of each distribution (nats).
+                   cuts: Sequence[int] | None = None, want_squares: bool = False) -> TokenStatistics:
+    """log_softmax(hidden @ W.T / temperature) at `targets`, and statistics of each distribution.
 
-    hidden: [N, H], equal on all tp ranks. weight: [V_local, H], rows vocab_start.. of the head. targets: [N] int64.
-    chunk: tokens whose logits exist at the same time, equal on all tp ranks. cuts: of the rows of weight, for sums over
-    the vocabulary in one order under every tp (`tree_sums.py`). Returns float32 [N], and float32 [N] or
-    None. Differentiable in hidden (its gradient is summed over tp here) and in weight."""
+    hidden: [N, H], equal on all tp ranks. weight: [V_local, H], rows vocab_start.. of the head. targets: [N] int64, or
+    [N, K] for several tokens of each distribution, which may repeat. chunk: tokens whose logits exist at the same time,
+    equal on all tp ranks. cuts: of the rows of weight, for sums over the vocabulary in one order under every tp
+    (`tree_sums.py`). Differentiable in hidden (its gradient is summed over tp here) and in weight."""
     logprobs: torch.Tensor
     entropy: torch.Tensor
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, temperature, tp, vocab_start, want_entropy, chunk,
-                                             cuts)
-    return logprobs, entropy if want_entropy else None
+    squares: torch.Tensor
+    logprobs, entropy, squares = _TokenLogprobs.apply(
+        hidden, weight, targets if targets.dim() == 2 else targets[:, None], temperature, tp, vocab_start, want_entropy,
+        want_squares, chunk, cuts)
+    return TokenStatistics(logprobs.view(targets.shape), entropy if want_entropy else None,
+                           squares if want_squares else None)
+
+
+@torch.no_grad()
+def top_logprobs(hidden: torch.Tensor, weight: torch.Tensor, k: int, temperature: float, tp: Axis, vocab_start: int,
+                 chunk: int = 1024, cuts: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k most likely tokens of each distribution, the most likely first and of equal ones the smaller id, and their
+    log-probabilities. Arguments as of `token_logprobs`; k is at most the size of the vocabulary. Returns [N, k] int64
+    and [N, k] float32. Between tp ranks k candidates of each travel, and never a row of logits."""
+    count = hidden.shape[0]
+    ids = torch.empty(count, k, dtype=torch.int64, device=hidden.device)
+    logprobs = torch.empty(count, k, dtype=_statistics(hidden), device=hidden.device)
+    head = weight.to(hidden.dtype)
+    none = ids.new_empty(0)
+    for start in range(0, count, chunk):
+        part = slice(start, start + chunk)
+        logits = _logits(hidden[part], head, temperature)
+        values, at = logits.topk(min(k, logits.shape[1]), dim=-1)
+        values, at = _candidates(values, at + vocab_start, k, tp)
+        order = at.argsort(dim=-1)
+        order = order.gather(1, values.gather(1, order).argsort(dim=-1, descending=True, stable=True)[:, :k])
+        peak, sums, _ = _softmax_sums(logits, none.expand(len(logits), 0), tp, vocab_start, False, False, cuts)
+        ids[part], logprobs[part] = at.gather(1, order), values.gather(1, order) - (peak + sums[0].log())[:, None]
+    return ids, logprobs
+
+
+def _candidates(values: torch.Tensor, ids: torch.Tensor, k: int, tp: Axis) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k best logits of each tp rank and their tokens, [C, tp * k]; -inf where a rank has fewer rows of the head."""
+    values = functional.pad(values, (0, k - values.shape[1]), value=-torch.inf)
+    ids = functional.pad(ids, (0, k - ids.shape[1]), value=torch.iinfo(torch.int64).max)
+    if tp.size == 1:
+        return values, ids
+    every_value, every_id = ([torch.empty_like(x) for _ in range(tp.size)] for x in (values, ids))
+    dist.all_gather(every_value, values.contiguous(), group=tp.group)
+    dist.all_gather(every_id, ids.contiguous(), group=tp.group)
+    return torch.cat(every_value, 1), torch.cat(every_id, 1)
 
 
 class _TokenLogprobs(Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float,
-                tp: Axis, vocab_start: int, want_entropy: bool, chunk: int, cuts: Sequence[int] | None
-                ) -> tuple[torch.Tensor, torch.Tensor]:
+                tp: Axis, vocab_start: int, want_entropy: bool, want_squares: bool, chunk: int,
+                cuts: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         count = hidden.shape[0]
         normalizer = hidden.new_empty(count, dtype=_statistics(hidden))
-        logprobs, entropy = torch.empty_like(normalizer), torch.zeros_like(normalizer)
+        logprobs = normalizer.new_empty(targets.shape)
+        entropy, squares = torch.zeros_like(normalizer), torch.zeros_like(normalizer)
         head = weight.to(hidden.dtype)
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
             logits = _logits(hidden[part], head, temperature)
-            peak, sums = _softmax_sums(logits, targets[part], tp, vocab_start, want_entropy, cuts)
+            peak, sums, chosen = _softmax_sums(logits, targets[part], tp, vocab_start, want_entropy, want_squares, cuts)
             del logits  # before the next table is made
             normalizer[part] = peak + sums[0].log()
-            logprobs[part] = sums[1] - normalizer[part]
+            logprobs[part] = chosen.T - normalizer[part, None]
             if want_entropy:
-                entropy[part] = normalizer[part] - sums[2] / sums[0]
-        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
-        ctx.options = (temperature, tp, vocab_start, want_entropy, chunk)
-        return logprobs, entropy
+                entropy[part] = normalizer[part] - sums[1] / sums[0]
+            if want_squares:
+                squares[part] = sums[-1] / sums[0] ** 2
+        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, squares)
+        ctx.options = (temperature, tp, vocab_start, want_entropy, want_squares, chunk)
+        return logprobs, entropy, squares
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
-        temperature, tp, vocab_start, want_entropy, chunk = ctx.options
+    def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor,
+                 grad_squares: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, targets, normalizer, entropy, squares = ctx.saved_tensors
+        temperature, tp, vocab_start, want_entropy, want_squares, chunk = ctx.options
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None
         if ctx.needs_input_grad[1]:  # a frozen head is as large as a trained one
@@ -70,7 +121,8 @@ class _TokenLogprobs(Function):
             part = slice(start, start + chunk)
             logprobs = _logits(hidden[part], head, temperature).sub_(normalizer[part, None])
             grad = _grad_logits(logprobs, targets[part], vocab_start, grad_logprobs[part],
-                                (grad_entropy[part], entropy[part]) if want_entropy else None)
+                                (grad_entropy[part], entropy[part]) if want_entropy else None,
+                                (grad_squares[part], squares[part]) if want_squares else None)
             del logprobs  # before the next table is made
             grad = grad.div_(temperature).to(hidden.dtype) if temperature != 1 else grad.to(hidden.dtype)
             grad_hidden[part] = grad @ head
@@ -81,37 +133,50 @@ class _TokenLogprobs(Function):
             else:
                 grad_weight += grad.T @ hidden[part]
             del grad
-        return _all_reduce(grad_hidden, dist.ReduceOp.SUM, tp), grad_weight, *[None] * 7
+        return _all_reduce(grad_hidden, dist.ReduceOp.SUM, tp), grad_weight, *[None] * 8
 
 
 def _softmax_sums(logits: torch.Tensor, targets: torch.Tensor, tp: Axis, vocab_start: int, want_entropy: bool,
-                  cuts: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logit [C], and sums over the vocabulary of all ranks [2 or 3, C]: of w = exp(logit - largest), of the
-    target's logit (one term) and, if wanted, of w * logit. Overwrites the logits."""
+                  want_squares: bool, cuts: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The largest logit [C], sums over the vocabulary of all ranks [1 to 3, C], and the logits of the targets [K, C].
+    Summed are w = exp(logit - largest) and, if wanted, w * logit and w * w. Overwrites the logits."""
     at, is_local = _local_columns(targets, vocab_start, logits.shape[1])
     peak = _all_reduce(logits.amax(-1), dist.ReduceOp.MAX, tp)
-    chosen = torch.where(is_local, logits.gather(1, at[:, None])[:, 0], 0.0)
+    chosen = torch.where(is_local, logits.gather(1, at), 0.0)
     if want_entropy:
         weights = (logits - peak[:, None]).exp_()
-        sums = torch.stack((block_sums(weights, cuts), chosen, block_sums(logits.mul_(weights), cuts)))
+        rows = [block_sums(weights, cuts), block_sums(logits.mul_(weights), cuts)]
     else:
-        sums = torch.stack((block_sums(logits.sub_(peak[:, None]).exp_(), cuts), chosen))
-    return peak, _all_reduce(sums, dist.ReduceOp.SUM, tp) if cuts is None else tree_all_reduce(sums, tp)
+        weights = logits.sub_(peak[:, None]).exp_()
+        rows = [block_sums(weights, cuts)]
+    if want_squares:
+        rows.append(block_sums(weights.mul_(weights), cuts))
+    sums = torch.cat((torch.stack(rows), chosen.T))
+    sums = _all_reduce(sums, dist.ReduceOp.SUM, tp) if cuts is None else tree_all_reduce(sums, tp)
+    return peak, sums[: len(rows)], sums[len(rows) :]
 
 
 def _grad_logits(logprobs: torch.Tensor, targets: torch.Tensor, vocab_start: int, grad_logprobs: torch.Tensor,
-                 entropy: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-    """The gradient of the logits [C, V], in place of their log-probs. grad_logprobs: [C]. entropy: the gradient of the
-    entropy and the entropy itself, [C] each.
+                 entropy: tuple[torch.Tensor, torch.Tensor] | None,
+                 squares: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+    """The gradient of the logits [C, V], in place of their log-probs. grad_logprobs: [C, K]. entropy, squares: the
+    gradient of the statistic and the statistic itself, [C] each.
 
-    d log p(t) / dl = 1[t] - p, and dH / dl = -p (log p + H)."""
+    d log p(t) / dl = 1[t] - p, dH / dl = -p (log p + H), and for q = sum p ** 2, dq / dl = 2 p (p - q)."""
     at, is_local = _local_columns(targets, vocab_start, logprobs.shape[1])
-    if entropy is None:
-        grad = logprobs.exp_().mul_(-grad_logprobs[:, None])
+    total = grad_logprobs.sum(-1, keepdim=True)
+    if entropy is None and squares is None:
+        grad = logprobs.exp_().mul_(-total)
     else:
         grad = logprobs.exp()
-        grad.mul_(logprobs.add_(entropy[1][:, None]).mul_(-entropy[0][:, None]).sub_(grad_logprobs[:, None]))
-    return grad.scatter_add_(1, at[:, None], torch.where(is_local, grad_logprobs, 0.0)[:, None])
+        factor = logprobs.zero_() if entropy is None else \
+            logprobs.add_(entropy[1][:, None]).mul_(-entropy[0][:, None])
+        factor.sub_(total)
+        if squares is not None:
+            twice = 2 * squares[0][:, None]
+            factor.addcmul_(grad, twice.expand_as(grad)).sub_(twice * squares[1][:, None])
+        grad.mul_(factor)
+    return grad.scatter_add_(1, at, torch.where(is_local, grad_logprobs, 0.0))
 
 
 def _statistics(hidden: torch.Tensor) -> torch.dtype:

@@ -21,15 +21,11 @@ def model_outputs(stage: Stage, hidden: torch.Tensor, inputs: ModelInputs, names
     outputs: dict[str, torch.Tensor] = {}
     by_seq = {name for name in names if OUTPUTS[name].level == "seq"}
     if any(OUTPUTS[name].logits for name in names):
-        want_entropy = "entropy" in names
         rows = rows_at_once(-(-stage.vocab_size // stage.head_axis.size), hidden.device.type)
-        logprobs, entropy = token_logprobs(
+        found = token_logprobs(
             hidden.index_select(0, inputs.predict_at), _needed(stage.head, "head"), inputs.targets, temperature,
-            stage.head_axis, stage.vocab_start, want_entropy, rows, stage.vocab_cuts)
-        if "logprobs" in names:
-            outputs["logprobs"] = inputs.gather_predictions(logprobs)
-        if entropy is not None:
-            outputs["entropy"] = inputs.gather_predictions(entropy)
+            stage.head_axis, stage.vocab_start, "entropy" in names, rows, stage.vocab_cuts, "sum_squares" in names)
+        outputs |= {name: inputs.gather_predictions(x) for name, x in found._asdict().items() if name in names}
     for name in [name for name in names if not OUTPUTS[name].logits]:
         at, gather = ((inputs.last_at, inputs.gather_last) if name in by_seq else
                       (inputs.predict_at, inputs.gather_predictions))
