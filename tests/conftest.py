@@ -45,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:  # a cache of this run: models are described once, and nothing is left
         os.environ["XDG_CACHE_HOME"] = folder = tempfile.mkdtemp(prefix="rldsl-tests-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model that is not there is looked for in the cache only
     gc.disable()  # until all is imported and collected: it would find nothing
     config.addinivalue_line("markers", "numeric: compares numbers that kernels compute")
     config.addinivalue_line("markers", "many: one test of many runs, mutants or kills; their files begin first, so "

@@ -81,7 +81,10 @@ def _prepare(request: SearchRequest) -> tuple[Cluster, PreparedProgram]:
 
 def _graph(request: SearchRequest) -> Graph:
     rules = api.read_source(request.place) if request.place else None
-    return api.build_graph(api.read_source(request.file), request.sets, rules, request.overrides)
+    from rldsl.placement.place import with_models_of_the_hub
+
+    return with_models_of_the_hub(
+        api.build_graph(api.read_source(request.file), request.sets, rules, request.overrides))
 
 
 def _run_search(p: PreparedProgram, cluster: Cluster, request: SearchRequest) -> tuple[Answer, bool]:

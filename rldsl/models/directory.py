@@ -28,7 +28,7 @@ def check(directory: Path, path: str, kind: str, span: Span | None, trained: boo
         what = "config.json is missing" if directory.is_dir() else "no such directory"
         raise fail("RL0301", f'no model directory "{path}"', span, what,
                    help="give a HuggingFace directory (config.json, tokenizer, *.safetensors), relative to the working "
-                        f"directory {Path.cwd()}; models on the Hub must be downloaded first")
+                        f"directory {Path.cwd()}, or the name of a model on the Hub: \"Qwen/Qwen3-0.6B\"")
     if not any((directory / name).is_file() for name in TOKENIZERS):
         raise fail("RL0302", f'the model directory "{path}" has no tokenizer', span, "tokenizer.json is missing",
                    help="save one to the directory: `AutoTokenizer.from_pretrained(...).save_pretrained(directory)`")

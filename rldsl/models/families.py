@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rldsl.diag import fail
-from rldsl.models import arithmetic, experts, known
+from rldsl.models import arithmetic, experts, hub, known
 from rldsl.models import directory as files
 from rldsl.models.cache import cached_record, entry_key
 from rldsl.models.skeleton import Skeleton, build, first_line
@@ -69,7 +69,7 @@ class Family:
 def describe(path: str, kind: str, span: Span | None = None, trained: bool = False) -> Family:
     """The family of the model in directory `path`; kind: the name of its head. trained: a model
     that is trained may begin with a new head."""
-    directory = Path(path)
+    directory = hub.directory(path, span)
     names = files.check(directory, path, kind, span, trained)
     return replace(describe_architecture(path, kind, names, span), tokenizer=files.tokenizer(directory))
 
@@ -77,14 +77,14 @@ def describe(path: str, kind: str, span: Span | None = None, trained: bool = Fal
 def describe_architecture(path: str, kind: str, names: frozenset[str], span: Span | None = None) -> Family:
     """What follows from config.json, the names of the tensors of the directory, and the installed transformers; the
     rest of the directory is not looked at, and `tokenizer` is "". Kept for the next time. Errors: RL0303."""
-    digest = sha256((Path(path) / "config.json").read_bytes()).hexdigest()
+    digest = sha256((hub.directory(path) / "config.json").read_bytes()).hexdigest()
     found = cached_record(Family, entry_key("family", digest, kind, *sorted(names)),
                           lambda: replace(_described(path, kind, names, digest, span), path=""))
     return replace(found, path=path)
 
 
 def _described(path: str, kind: str, names: frozenset[str], digest: str, span: Span | None) -> Family:
-    directory = Path(path)
+    directory = hub.directory(path)
     config = _config(directory, path, span)
     _check_head(config, path, kind, span)
     skeleton = known.skeleton(config) or build(config, path, span)

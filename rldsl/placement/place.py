@@ -13,6 +13,7 @@ from typing import cast
 
 from rldsl.diag import Diagnostic, Failure, Label, fail
 from rldsl.graph import model as g
+from rldsl.models import hub
 from rldsl.models.families import Family, describe, sizes_of
 from rldsl.placement import backends, budget, free, invariant, positions, resident, reuse, sync, tokenizers
 from rldsl.placement.degrees import DEGREES, Cluster, mesh_ranks, place
@@ -24,6 +25,12 @@ from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.progress import stage
 
 Describe = Callable[..., Family]
+
+
+def with_models_of_the_hub(graph: g.Graph) -> g.Graph:
+    """The program with the commits of the models that the Hub has. RL0095."""
+    return replace(graph, models=tuple(replace(m, path=hub.resolve(m.path, m.path_span or m.span))
+                                       for m in graph.models))
 
 
 def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = describe) -> Placed:

@@ -6,17 +6,20 @@ checkpoint, and the items of the plan that this rank executes.
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from rldsl.diag import Diagnostic, Failure, fail
+from rldsl.models import hub
 from rldsl.plan.disk_paths import paths, shown, text
 from rldsl.plan.events import Checkpoint, Compute, Derive, Event, Fetch, Generate, Item
 from rldsl.plan.function import Function, frames_of_call
@@ -75,7 +78,7 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Wat
     """Check everything that can be checked before the first step. All ranks call it together."""
     verify(file.plan)
     check_same_plan(file.data, device)
-    plan = _allowed(file.plan, file.name, out, device, options)
+    plan = _with_local_models(_allowed(file.plan, file.name, out, device, options), watchdog)
     world = join(plan, dist.get_rank(), device, options.timeout)
     context = RunContext(plan, world, _writable(out), options.allow_write)
     items = schedule(plan.body, plan.meshes, context.rank)
@@ -104,6 +107,32 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Wat
     check_evaluations(context, reader, items)
     _check_files(context, options)
     return Start(context, items, step, reader, writer, resumed)
+
+
+def _with_local_models(plan: Plan, watchdog: Watchdog | None) -> Plan:
+    """Models of the Hub by their directories in the cache of this node; its first rank downloads what lacks there."""
+    if not any(m.path.startswith(hub.PREFIX) for m in plan.models):
+        return plan
+    if watchdog is not None:
+        watchdog.ring.begin_startup("downloading models")
+    every = sorted({m.path for m in plan.models})
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for path in every:
+            hub.download(path)
+    if dist.get_world_size() > 1:
+        dist.barrier()
+    return cast(Plan, _with_paths(plan, {path: hub.download(path) for path in every}))
+
+
+def _with_paths(part: object, new: Mapping[str, str]) -> object:
+    """A part of a plan with other paths, wherever it has them: data and buffers name the tokenizers of models."""
+    if isinstance(part, str):
+        return new.get(part, part)
+    if isinstance(part, tuple):
+        return tuple(_with_paths(x, new) for x in part)
+    if is_dataclass(part) and not isinstance(part, type):
+        return replace(part, **{f.name: _with_paths(getattr(part, f.name), new) for f in fields(part) if f.init})
+    return part
 
 
 def _check_models(plan: Plan, items: Sequence[Item]) -> None:

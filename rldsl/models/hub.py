@@ -1,0 +1,136 @@
+"""Models of the Hugging Face Hub: `causal_lm("Qwen/Qwen3-0.6B")`.
+
+In: the path of a model as a program gives it. Out: what a plan records, `hf:NAME@COMMIT`, and the directory of the
+local cache with its files. The commit is resolved once, when the program is compiled, so all ranks and every later run
+read the same files. Compiling reads the small files of a repository, and its weights only if there is no index of them;
+a run downloads the rest. Only safetensors are downloaded, no pickled weights and no code. HF_HOME, HF_TOKEN,
+HF_ENDPOINT and HF_HUB_OFFLINE work as for other programs.
+Errors: RL0095 a model that the Hub does not give.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import NoReturn
+
+from rldsl.diag import fail
+from rldsl.progress import stage
+from rldsl.source import Span
+
+PREFIX = "hf:"  # of the paths of models of the Hub in plans
+NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
+RECORDED = re.compile(rf"{PREFIX}(?P<name>[\w.-]+/[\w.-]+)@(?P<commit>[0-9a-f]{{40}})")
+INDEX = "model.safetensors.index.json"
+SMALL = ("*.json", "*.jinja", "*.txt", "tokenizer.model")  # configuration and tokenizer
+WEIGHTS = ("*.safetensors",)
+SECONDS = 10.0  # to wait for an answer of the Hub
+
+
+def resolve(path: str, span: Span | None = None) -> str:
+    """What a plan records for a model: `hf:NAME@COMMIT`, or the path itself where it is a directory, or cannot be a
+    name on the Hub. Its small files are in the cache then."""
+    found = NAME.fullmatch(path)
+    if found is None or Path(path).exists() or Path(path).parts[0] != "." and Path(Path(path).parts[0]).is_dir():
+        return path
+    name, revision = found["name"], found["revision"] or "main"
+    stage(f"reading {name} from the Hub")
+    try:
+        folder = _download(name, revision, SMALL, span)
+        if not (folder / INDEX).is_file():
+            folder = _download(name, folder.name, SMALL + WEIGHTS, span)
+    except FileNotFoundError as error:
+        if _offline():
+            return path
+        raise fail("RL0095", f'no model directory "{path}", and the Hub cannot be reached', span, str(error),
+                   help="give a directory, or download the model on a machine with a network: "
+                        f"`hf download {name}`") from None
+    return f"{PREFIX}{name}@{folder.name}"
+
+
+def directory(path: str, span: Span | None = None) -> Path:
+    """The directory of a model, whether it is local or in the cache of the Hub. What lacks there is downloaded, but no
+    weights. RL0095."""
+    return _directory(path, SMALL, span)
+
+
+def download(path: str) -> str:
+    """The local directory of a model with all its files. RL0095."""
+    return str(_directory(path, SMALL + WEIGHTS, None))
+
+
+def _directory(path: str, patterns: tuple[str, ...], span: Span | None) -> Path:
+    found = RECORDED.fullmatch(path)
+    if found is None:
+        return Path(path)
+    name, commit = found["name"], found["commit"]
+    if folder := _cached(name, commit, patterns):
+        return folder
+    try:
+        return _download(name, commit, patterns, span)
+    except FileNotFoundError as error:
+        raise fail("RL0095", f'"{name}" is not complete in the cache, and the Hub cannot be reached', span, str(error),
+                   help=f"download it first: `hf download {name} --revision {commit}`") from None
+
+
+def _offline() -> bool:
+    from huggingface_hub import is_offline_mode
+
+    return bool(is_offline_mode())
+
+
+def _download(name: str, revision: str, patterns: tuple[str, ...], span: Span | None) -> Path:
+    """The directory of the cache with the files of a branch, tag or commit, whose name is the commit; those that lack
+    are downloaded. Without a network what the cache has is enough.
+    Errors: RL0095; FileNotFoundError if the Hub cannot be reached and the cache lacks files."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), etag_timeout=SECONDS))
+    except errors.GatedRepoError:
+        _refused(f'"{name}" is gated', "its owner decides who may read it",
+                 "ask for access on its page, then log in with `hf auth login` or set HF_TOKEN", span)
+    except errors.RevisionNotFoundError:
+        _refused(f'"{name}" has no revision "{revision}"', "no such branch, tag or commit",
+                 f'leave "@{revision}" out for its newest files', span)
+    except errors.RepositoryNotFoundError:
+        _refused(f'no model directory "{name}", and no such model on the Hub', "not found, or private",
+                 "check the name; for a private model log in with `hf auth login` or set HF_TOKEN", span)
+    except Exception as error:  # the library passes on whatever its HTTP client raises
+        raise FileNotFoundError(next(iter(str(error).splitlines()), type(error).__name__)) from None
+    if not _has(folder, patterns):
+        if _offline() or (folder / INDEX).is_file():
+            raise FileNotFoundError(f"{folder} lacks files")
+        lacking = "safetensors" if (folder / "config.json").is_file() else "config.json"
+        _refused(f'"{name}" has no {lacking}', "the Hub has it in another format only",
+                 "convert it with transformers' `save_pretrained`, which writes both", span)
+    return folder
+
+
+def _refused(title: str, label: str, help: str, span: Span | None) -> NoReturn:
+    raise fail("RL0095", title, span, label, help=help) from None
+
+
+def _cached(name: str, commit: str, patterns: tuple[str, ...]) -> Path | None:
+    """The directory of the cache, if it has these files of a commit."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, revision=commit, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    return folder if _has(folder, patterns) else None
+
+
+def _has(folder: Path, patterns: tuple[str, ...]) -> bool:
+    """Whether the small files are there, and all weights if they are asked for."""
+    if not (folder / "config.json").is_file():
+        return False
+    if WEIGHTS[0] not in patterns:
+        return True
+    if (folder / INDEX).is_file():
+        files = json.loads((folder / INDEX).read_text())["weight_map"].values()
+        return all((folder / file).is_file() for file in files)
+    return any(folder.glob(WEIGHTS[0]))
