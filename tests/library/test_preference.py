@@ -50,6 +50,12 @@ def dpo(w: Seqs, l: Seqs, rw: Seqs, rl: Seqs, beta=0.1, smoothing=0.0, offset=No
     return averaged(terms)
 
 
+def wpo(w: Seqs, l: Seqs, rw: Seqs, rl: Seqs, weight: Tensor, beta: float) -> Tensor:
+    """Zhou et al. 2024, section 3.2: DPO of each pair times its weight, which has no gradient."""
+    return averaged([min(1.0, float(weight[i])) * dpo(w[i : i + 1], l[i : i + 1], rw[i : i + 1], rl[i : i + 1], beta)
+                     for i in range(len(w))])
+
+
 def ipo(w: Seqs, l: Seqs, rw: Seqs, rl: Seqs, tau=0.1, reduce=torch.sum) -> Tensor:
     """Azar et al. 2023, equation 17."""
     return averaged([(reduce(w[i] - rw[i]) - reduce(l[i] - rl[i]) - 1 / (2 * tau)) ** 2 for i in range(len(w))])
@@ -147,6 +153,8 @@ CASES = {
                         lambda c, r, d: dpo(c, r, d["rw"], d["rl"], smoothing=0.2, reduce=mean, nll=0.5), refs),
     "cdpo": Case("std.cdpo", "cdpo(ref_chosen=rw, ref_rejected=rl)",
                  lambda c, r, d: dpo(c, r, d["rw"], d["rl"], smoothing=0.1), refs),
+    "wpo": Case("std.wpo", "wpo(ref_chosen=rw, ref_rejected=rl, weight=wt, beta=0.3)",
+                lambda c, r, d: wpo(c, r, d["rw"], d["rl"], d["wt"], 0.3), lambda b: refs(b) | {"wt": margins(b)["wt"]}),
     "ipo": Case("std.ipo", "ipo(ref_chosen=rw, ref_rejected=rl)", lambda c, r, d: ipo(c, r, d["rw"], d["rl"]), refs),
     "ipo_average": Case("std.ipo", "ipo(ref_chosen=rw, ref_rejected=rl, tau=0.4, average=true)",
                         lambda c, r, d: ipo(c, r, d["rw"], d["rl"], 0.4, mean), refs),
@@ -264,6 +272,18 @@ def test_a_certain_answer_has_finite_log_odds() -> None:
     b = Batch({W: [2, 1], L: [1, 3]})
     done = run_loss("std.orpo", "orpo()", b, {"chosen": b.given("token", [0.0] * 3, W), "rejected": b.logprobs(2, L)})
     assert abs(done.loss) < 1 and all(g.isfinite().all() for g in done.grads.values())
+
+
+def test_the_weight_of_wpo_is_that_of_its_side() -> None:
+    """From all probabilities; an answer as likely as a sampled one has the weight 1."""
+    b = Batch({W: [3, 1, 4], L: [2, 2, 1]})
+    every = torch.randn(8, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64).log_softmax(-1)
+    drawn, squares = every[:, 0], every.exp().square().sum(-1)
+    want = [float((x - y.log()).mean().exp()) for x, y in zip(drawn.split(b.lens[W]), squares.split(b.lens[W]))]
+    got = run_fn("std.wpo", "wpo_weight(x, y)", b, x=Given("token", W, drawn), y=Given("token", W, squares))
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), **TIGHT)
+    one = run_fn("std.wpo", "wpo_weight(x, y)", b, x=Given("token", W, squares.log()), y=Given("token", W, squares))
+    assert isinstance(one, Tensor) and one.tolist() == pytest.approx([1.0] * 3)
 
 
 @pytest.mark.parametrize("name", ["dpo", "cdpo", "ipo", "simpo", "orpo", "reward_model"])
