@@ -56,6 +56,25 @@ def wpo(w: Seqs, l: Seqs, rw: Seqs, rl: Seqs, weight: Tensor, beta: float) -> Te
                      for i in range(len(w))])
 
 
+def of_pairs(w: Seqs, l: Seqs, rw: Seqs, rl: Seqs, f: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """f of the two log-ratios of each pair, times 0.3."""
+    return averaged([f(0.3 * (w[i] - rw[i]).sum(), 0.3 * (l[i] - rl[i]).sum()) for i in range(len(w))])
+
+
+PAIR_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "hinge": lambda a, b: torch.relu(1 - (a - b)),
+    "robust": lambda a, b: (0.2 * log_sigmoid(b - a) - 0.8 * log_sigmoid(a - b)) / 0.6,
+    "exo": lambda a, b: (torch.sigmoid(a - b) * (log_sigmoid(a - b) - math.log(0.95))
+                         + torch.sigmoid(b - a) * (log_sigmoid(b - a) - math.log(0.05))),
+    "discopop": lambda a, b: (torch.exp(log_sigmoid((a - b) / 0.05) + b - a)
+                              - (1 - torch.sigmoid((a - b) / 0.05)) * log_sigmoid(a - b)),
+    "nca": lambda a, b: -log_sigmoid(a) - (log_sigmoid(-a) + log_sigmoid(-b)) / 2,
+    "sppo_hard": lambda a, b: ((a - 0.5) ** 2 + (b + 0.5) ** 2) / 0.09,
+    "apo_zero": lambda a, b: (1 - torch.sigmoid(a)) + torch.sigmoid(b),
+    "apo_down": lambda a, b: torch.sigmoid(a) + 1 - torch.sigmoid(a - b),
+}
+
+
 def ipo(w: Seqs, l: Seqs, rw: Seqs, rl: Seqs, tau=0.1, reduce=torch.sum) -> Tensor:
     """Azar et al. 2023, equation 17."""
     return averaged([(reduce(w[i] - rw[i]) - reduce(l[i] - rl[i]) - 1 / (2 * tau)) ** 2 for i in range(len(w))])
@@ -155,6 +174,16 @@ CASES = {
                  lambda c, r, d: dpo(c, r, d["rw"], d["rl"], smoothing=0.1), refs),
     "wpo": Case("std.wpo", "wpo(ref_chosen=rw, ref_rejected=rl, weight=wt, beta=0.3)",
                 lambda c, r, d: wpo(c, r, d["rw"], d["rl"], d["wt"], 0.3), lambda b: refs(b) | {"wt": margins(b)["wt"]}),
+    **{name: Case(module, call, lambda c, r, d, name=name: of_pairs(c, r, d["rw"], d["rl"], PAIR_LOSSES[name]), refs)
+       for name, module, call in (
+        ("hinge", "std.pair_losses", "hinge(ref_chosen=rw, ref_rejected=rl, beta=0.3)"),
+        ("robust", "std.pair_losses", "robust(ref_chosen=rw, ref_rejected=rl, beta=0.3, smoothing=0.2)"),
+        ("exo", "std.pair_losses", "exo(ref_chosen=rw, ref_rejected=rl, beta=0.3, smoothing=0.05)"),
+        ("discopop", "std.pair_losses", "discopop(ref_chosen=rw, ref_rejected=rl, beta=0.3)"),
+        ("nca", "std.side_losses", "nca(ref_chosen=rw, ref_rejected=rl, beta=0.3)"),
+        ("sppo_hard", "std.side_losses", "sppo_hard(ref_chosen=rw, ref_rejected=rl, beta=0.3)"),
+        ("apo_zero", "std.side_losses", "apo_zero(ref_chosen=rw, ref_rejected=rl, beta=0.3)"),
+        ("apo_down", "std.side_losses", "apo_down(ref_chosen=rw, ref_rejected=rl, beta=0.3)"))},
     "ipo": Case("std.ipo", "ipo(ref_chosen=rw, ref_rejected=rl)", lambda c, r, d: ipo(c, r, d["rw"], d["rl"]), refs),
     "ipo_average": Case("std.ipo", "ipo(ref_chosen=rw, ref_rejected=rl, tau=0.4, average=true)",
                         lambda c, r, d: ipo(c, r, d["rw"], d["rl"], 0.4, mean), refs),
@@ -300,7 +329,7 @@ def test_equal_sides_have_no_margin(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", ["dpo", "dpo_average", "cdpo", "ipo", "simpo", "orpo", "reward_model"])
+@pytest.mark.parametrize("name", ["dpo", "dpo_average", "cdpo", "ipo", "simpo", "orpo", "reward_model", *PAIR_LOSSES])
 def test_rounding_errors_do_not_decide_an_accuracy(name: str, seed: int) -> None:
     """A policy that equals its reference, or two sides that are equal, but for float32's errors, whatever their signs."""
     case = CASES[name]
