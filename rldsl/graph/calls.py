@@ -197,9 +197,10 @@ class CallsOfFlow:
         fields: tuple[tuple[str, Term], ...] = ()
         if talk is not None:
             reads += (self.flow.columns[source.chain[-1].id],)
-            writes += tuple(value(f"{target}.{name}", "seq", target) for name in CONVERSATION_VALUES)
-            fields = tuple((name, input_(f"{target}.{name}", "seq", frame.row_space, span))
-                           for name in CONVERSATION_VALUES)
+            writes += (value(f"{target}.turn_sizes", "turn", target, "i64"), *(
+                value(f"{target}.{name}", level, target) for name, level in CONVERSATION_VALUES))
+            fields = tuple((name, input_(f"{target}.{name}", level, self.flow.spaces.of(frame, level), span))
+                           for name, level in CONVERSATION_VALUES)
         self.flow.items.append(g.Generate(
             id=self.flow.unique(target), reads=reads, writes=writes, span=span, clause=clause, model=owner.name,
             prompts=source.id, frame=target, sampling=sampling, conversation=talk))

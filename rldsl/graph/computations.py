@@ -23,7 +23,7 @@ from rldsl.semantics.terms import Term, input_, program, walk
 from rldsl.source import Span
 
 LONGEST = 40  # letters of source text in a label
-EXTENT = {"token": "response", "seq": "row", "prompt": "prompt", "batch": "batch"}
+EXTENT = {"token": "response", "turn": "turn", "seq": "row", "prompt": "prompt", "batch": "batch"}
 
 
 class Computations:
@@ -85,6 +85,8 @@ class Computations:
             if t.op == "py":
                 reads += [f"{frame}.tokens" for _, frame in frames_of_call(t.attrs)]
                 reads.append(self.columns[self.spaces.frames[str(dict(t.attrs)["frame"])].chain[-1].id])
+            if t.level == "turn":
+                reads.append(f"{t.space}.turn_sizes")
         out = dict(terms)
         for name, t in work:
             over = [f for f in frames if t.level != "batch" and self.spaces.of(f, t.level) == t.space]
@@ -120,7 +122,7 @@ class Computations:
         """Frames whose rows the terms range over: each token space, then one frame for each space left."""
         named = [str(dict(t.attrs)["frame"]) for t in terms if dict(t.attrs).get("frame")]
         named += [frame for t in terms if t.op == "py" for _, frame in frames_of_call(t.attrs)]
-        named += [t.space for t in terms if t.level == "token"]
+        named += [t.space for t in terms if t.level in ("turn", "token")]
         frames = [f for f in self.spaces.frames.values() if f.id in named]
         for t in sorted(terms, key=lambda t: -depth(t.level)):
             if t.level in ("seq", "prompt") and not any(self.spaces.of(f, t.level) == t.space for f in frames):

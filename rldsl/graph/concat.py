@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from rldsl.graph.flow import FlowBuilder
 
 
+FINE: tuple[Level, ...] = ("token", "turn")  # levels below the rows
+
+
 def concat(flow: FlowBuilder, values: Sequence[Meaning], trees: Sequence[ast.Expr], span: Span,
            target: str | None) -> Meaning:
     """target: the name that the rows are bound to; None: they have none."""
@@ -44,8 +47,7 @@ def concat(flow: FlowBuilder, values: Sequence[Meaning], trees: Sequence[ast.Exp
     spaces = tuple(_spaces(name, parts))
     frame = flow.spaces.add(replace(
         parts[0].record, id=name, row_space=name, max_prompt_tokens=max(f.max_prompt_tokens for f in parts),
-        max_response_tokens=max(f.max_response_tokens for f in parts), max_turns=max(f.max_turns for f in parts),
-        selected_from="", picked_from="",
+        max_response_tokens=max(f.max_response_tokens for f in parts), selected_from="", picked_from="",
         present_in=name if any(f.present_in for f in parts) else "", label="" if target else label(span)), *spaces)
     if spaces[0].parts:
         flow.spaces.without_columns[spaces[0].id] = "come from several batches"
@@ -98,10 +100,11 @@ def _checked(flow: FlowBuilder, values: Sequence[Meaning], trees: Sequence[ast.E
             return errors.add("RL0213", "`concat` of prompts and sequences", prompts.span,
                               f"`{prompts.span.text}` has no responses, `{sequences.span.text}` has",
                               help="generate from the prompts first")
-        if (ref.frame.max_turns > 0) != (first.frame.max_turns > 0):
-            return errors.add("RL0213", "`concat` of conversations and single responses", tree.span,
+        if ref.frame.max_turns != first.frame.max_turns:
+            return errors.add("RL0213", "`concat` of rows with different numbers of turns", tree.span,
                               f"`{trees[0].span.text}` has {_turns(first.frame)}, `{tree.span.text}` "
-                              f"{_turns(ref.frame)}", help="train on each in a call of its own")
+                              f"{_turns(ref.frame)}", help="give both the same `max_turns`, or train on each in a call "
+                                                           "of its own")
         if ref.frame.temperature != first.frame.temperature:
             return errors.add(
                 "RL0205", "`concat` of sequences with different temperatures", span,
@@ -169,6 +172,6 @@ def _alike(flow: FlowBuilder, refs: Sequence[FrameRef], terms: Sequence[Term], f
                                    help="for a condition: `where(c, 1, 0)`")
         if (pair := units.clash("where", (const(True, span), terms[0], other))) is not None:
             return units.report(pair, span, flow.errors)
-    level: Level = "token" if any(t.level == "token" for t in terms) else "seq"
+    level: Level = next((x for x in FINE if any(t.level == x for t in terms)), "seq")
     return [t if (t.level, t.space) == (level, flow.spaces.of(r.frame, level))
             else flow.exprs.ops.broadcast(t, level, r.frame) for r, t in zip(refs, terms, strict=True)]

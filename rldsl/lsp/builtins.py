@@ -22,7 +22,8 @@ CALLS: dict[str, tuple[str, str]] = {
     "sample": ("sample(k) or sample(k, weight=...)",
                "k different sequences of the buffer, drawn by the numbers that they were added with; fewer if it has "
                "fewer."),
-    "generate": ("generate(prompt, n=1, max_new_tokens=256, ...)", "n completions of each prompt."),
+    "generate": ("generate(prompt, n=1, max_new_tokens=256, ...)",
+                 "n completions of each prompt; with `env=`, n conversations with an environment."),
     **{o.call: (f"{o.call}(batch)", f"{o.level}: {o.meaning}.") for o in OUTPUTS.values()},
     "train": ("train(batch, loss=..., minibatches=1, epochs=1, shuffle=true)",
               "Train on a batch: one optimizer step per minibatch and epoch."),
@@ -32,6 +33,10 @@ CALLS: dict[str, tuple[str, str]] = {
 FIELDS: dict[str, tuple[str, str]] = {
     "logprobs": ("gen.logprobs", "token: log-probabilities of the sampled tokens"),
     "finished": ("gen.finished", "seq: the response ended with an end-of-sequence token or stop string"),
+    "reward": ("gen.reward", "seq, of a conversation: what the environment's `get_reward` returned"),
+    "turns": ("gen.turns", "seq, of a conversation: turns of the model"),
+    "stopped": ("gen.stopped", "seq, of a conversation: 0 if it ended of itself, else a number that says why"),
+    "turn_reward": ("gen.turn_reward", "turn: the reward that the environment gave for a turn"),
     "chosen": ("pair.chosen", "the preferred response"),
     "rejected": ("pair.rejected", "the rejected response"),
     "at": ("cuts.at", "seq: how many tokens of the response each prefix has"),

@@ -88,7 +88,7 @@ def complete(text: str, offset: int, index: Index, facts: Facts, files: Library)
         return list(_members(owner[1], owner[2].rstrip(" .") if owner[2] else "", index, facts, start,
                              within is not None and within.option == "weight"))
     if re.search(r"\bby\s+$", line):
-        return [Item(x, "level") for x in LEVELS[:3]]
+        return [Item(x, "level") for x in LEVELS[:4]]
     scope = index.scope(start)
     if re.search(r"\bon\s+$", line):
         meshes = [Item(s.name, "variable", "mesh") for s in scope.values() if s.kind == "mesh"]

@@ -68,7 +68,8 @@ def buffer_bytes(t: Tables, value: str, spread: str) -> int:
     num_rows = rows(frame, t.spreads[spread], t.layouts, t.frames)
     if v.extent == "prompt":
         return -(-num_rows // frame.per_prompt) * (SIZES[v.dtype] + ROW)
-    entries = {"tokens": width(frame), "response": frame.max_response_tokens, "row": 1, "row_numbers": 1}[v.extent]
+    entries = {"tokens": width(frame), "response": frame.max_response_tokens, "turn": frame.max_turns, "row": 1,
+               "row_numbers": 1}[v.extent]
     return num_rows * (entries * SIZES[v.dtype] + ROW)
 
 
@@ -107,9 +108,9 @@ def _gathered_elements(t: Tables, program: Program, num_rows: Callable[[IndexedF
         if node.op not in OPERATORS or OPERATORS[node.op].combine != "gather" or node.attr("to") != "batch":
             continue
         of = program.nodes[node.args[0]]
-        frame = next((f for f in t.frames.values()
-                      if of.space == {"token": f.id, "seq": f.row_space, "prompt": f.prompt_space}.get(of.level)), None)
+        frame = next((f for f in t.frames.values() if of.space == {
+            "token": f.id, "turn": f.id, "seq": f.row_space, "prompt": f.prompt_space}.get(of.level)), None)
         if frame is not None:
-            each = {"token": frame.max_response_tokens, "seq": 1}.get(of.level)
+            each = {"token": frame.max_response_tokens, "turn": frame.max_turns, "seq": 1}.get(of.level)
             total += num_rows(frame) * each if each is not None else -(-num_rows(frame) // frame.per_prompt)
     return total

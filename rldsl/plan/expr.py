@@ -3,10 +3,10 @@
 A `Program` is what remains of `fn`s, `loss`es and flow expressions after the compiler has inlined them. The compiler
 writes it, `runtime/interpreter/expression_programs.py` runs it with torch, and it travels inside the plan as JSON.
 
-Levels, coarse to fine: `batch` < `prompt` < `seq` < `token`. A node's `space` says which index set it ranges over:
-"" at batch level, a prompt space at prompt level, a row space at seq level, a frame at token level. Arithmetic
-broadcasts a coarser argument to the finer level through the frame's row and prompt indices; it never goes coarser
-without a reduction. The operators are those of `operators.py`.
+Levels, coarse to fine: `batch` < `prompt` < `seq` < `turn` < `token`. A node's `space` says which index set it ranges
+over: "" at batch level, a prompt space at prompt level, a row space at seq level, a frame at turn and token level.
+Arithmetic broadcasts a coarser argument to the finer level through the frame's row and prompt indices; it never goes
+coarser without a reduction. The operators are those of `operators.py`.
 
 Token-level arrays hold one entry for each *response* token (generated, or supervised), sequence after sequence.
 """
@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Level = Literal["batch", "prompt", "seq", "token"]
-LEVELS: tuple[Level, ...] = ("batch", "prompt", "seq", "token")
+Level = Literal["batch", "prompt", "seq", "turn", "token"]
+LEVELS: tuple[Level, ...] = ("batch", "prompt", "seq", "turn", "token")
 
 Scalar = float | int | bool | str
 

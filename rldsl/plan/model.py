@@ -320,10 +320,12 @@ class Frame:
     max_turns: int = 0
 
 
-SEQUENCE_VALUES = ("tokens", "logprobs", "finished")  # values of a frame, each where its sequences have it
-# further values of conversations, one number per sequence: what `get_reward` returned, turns of the model, and what
-# stopped it (`plan/turns.py`)
-CONVERSATION_VALUES = ("reward", "turns", "stopped")
+# values of a frame, each where its sequences have it; turn_sizes: how many tokens each turn of a conversation has
+SEQUENCE_VALUES = ("tokens", "logprobs", "finished", "turn_sizes")
+# (name, level) of further values of conversations: what `get_reward` returned, turns of the model, what stopped it
+# (`plan/turns.py`), and the reward of each turn
+CONVERSATION_VALUES: tuple[tuple[str, Level], ...] = (
+    ("reward", "seq"), ("turns", "seq"), ("stopped", "seq"), ("turn_reward", "turn"))
 FIELD_NAMES = (*SEQUENCE_VALUES, "lengths", "columns", "index")  # of fields of sequences; programs cannot choose them
 
 
@@ -333,13 +335,14 @@ class Value:
 
     id: str  # unique in a plan
     frame: str  # id
-    level: Level  # what it has one element for: a token, a sequence, a prompt, or the whole batch
-    # the entries of a row. tokens: one per prompt and response token; response: one per response token; row, prompt,
+    level: Level  # what it has one element for: a token, a turn, a sequence, a prompt, or the whole batch
+    # the entries of a row. tokens: one per prompt and response token; response: one per response token; turn: as many
+    # as the frame may have turns, those behind the last turn are padding; row, prompt,
     # batch: one each; columns: the data columns as text; lengths: prompt length, response length; row_numbers: the
     # number of the row in its data source; table: no rows of a frame, but one entry per row of a data source; cache:
     # keys and values of the sequence, in the form of the backend, on the ranks that computed them; stored: all rows of
     # a replay buffer
-    extent: Literal["tokens", "response", "row", "prompt", "batch", "columns", "lengths", "row_numbers", "table",
+    extent: Literal["tokens", "response", "turn", "row", "prompt", "batch", "columns", "lengths", "row_numbers", "table",
                     "cache", "stored"]
     dtype: Literal["f32", "i64", "bool", "text"] = "f32"  # of an element
     # what people call it, where its id is a name of the compiler's: "mean(r by prompt) (ppo.rlf:12)"

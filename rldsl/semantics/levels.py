@@ -1,8 +1,8 @@
 """Levels and index sets: what a value ranges over and when two values may meet.
 
-batch < prompt < seq < token. These words are read relative to a frame: `token` its tokens, `seq` its rows, `prompt` the
-parent of its rows (of a root: the rows themselves). The space of a value is a frame (token), a space of the plan (seq,
-prompt) or "" (batch); broadcasting follows the chain of parents.
+batch < prompt < seq < turn < token. These words are read relative to a frame: `token` its tokens, `turn` the turns of a
+conversation, `seq` its rows, `prompt` the parent of its rows (of a root: the rows themselves). The space of a value is a
+frame (token, turn), a space of the plan (seq, prompt) or "" (batch); broadcasting follows the chain of parents.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Spaces:
 
     def of(self, frame: IndexedFrame, level: Level) -> str:
         """The space that values of `level` over this frame have."""
-        return {"token": frame.id, "seq": frame.row_space, "prompt": frame.prompt_space, "batch": ""}[level]
+        return {"token": frame.id, "turn": frame.id, "seq": frame.row_space, "prompt": frame.prompt_space,
+                "batch": ""}[level]
 
     def frames_with_space(self, level: Level, space: str) -> tuple[IndexedFrame, ...]:
         """The frames that have `space` at `level`."""
@@ -89,24 +90,24 @@ class Spaces:
         level."""
         if term.level == "batch":
             return ()
-        if term.level == "token":
+        if term.level in ("turn", "token"):
             return tuple(s.id for s in self.frames[term.space].chain)
         return tuple(s.id for s in ancestors(term.space, self.tree))
 
     def join(self, terms: tuple[Term, ...]) -> tuple[Level, str] | Mismatch:
         """The level and space that elementwise arithmetic on `terms` has: the finest space, if all others are among its
         ancestors."""
-        finest = max(terms, key=lambda t: (t.level == "token", len(self.chain(t)), depth(t.level)))
+        finest = max(terms, key=lambda t: (t.level == "token", t.level == "turn", len(self.chain(t)), depth(t.level)))
         above = self.chain(finest)
         for term in terms:
-            tokens = term.level == "token" and term.space != finest.space
-            if tokens or term.level not in ("batch", "token") and term.space not in above:
+            tokens = term.level in ("turn", "token") and term.space != finest.space
+            if tokens or term.level not in ("batch", "turn", "token") and term.space not in above:
                 return Mismatch(finest, term)
         return finest.level, finest.space
 
     def selected_space(self, level: Level, space: str) -> str:
         """The space that `space` was selected from; "" if it is not a selection."""
-        if level == "token":
+        if level in ("turn", "token"):
             return self.frames[space].selected_from
         return self.tree[space].of if level != "batch" else ""
 
@@ -126,7 +127,7 @@ class Spaces:
         """What `count` counts in a value: its tokens, its prompts, or its rows, which are pairs where two frames share
         them and prompts where they have no response. "" for the rows of a function that is checked on its own."""
         if term.level != "seq":
-            return {"token": "tokens", "prompt": "prompts", "batch": ""}[term.level]
+            return {"token": "tokens", "turn": "", "prompt": "prompts", "batch": ""}[term.level]
         frames = self.frames_with_space("seq", term.space)
         frames = tuple(f for f in frames if not f.picked_from) or frames  # picks share the space of their prompts
         frames = tuple(f for f in frames if f.max_response_tokens) or frames

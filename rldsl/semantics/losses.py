@@ -50,6 +50,8 @@ def bind_loss(use: LossUse, head: Head, frames: tuple[IndexedFrame, ...], id_: s
             return BAD
         if here.level == "seq" and here.space not in [f.row_space for f in frames]:
             here = exprs.ops.broadcast(here, "seq", frames[0])  # of the sequences that these continue
+        if here.level == "turn":  # a loss computes with tokens and sequences
+            here = exprs.ops.broadcast(here, "token", next(f for f in frames if f.id == here.space))
         args[name] = here
     inputs = {name: t if t.constant else input_(name, t.level, t.space, t.span, t.dtype, t.unit)
               for name, t in args.items()}

@@ -30,6 +30,9 @@ Options = Mapping[str, Scalar]  # the named arguments of a built-in function: co
 Restrict = Callable[[Term, str], Term]  # (value, space of a selection) -> the value of the selected rows
 
 
+OF_TURNS = ("next", "prev", "cumsum", "discount")  # sequence functions that turns have, too
+
+
 class Operators:
     """Builds terms over the frames of `spaces`."""
 
@@ -82,7 +85,7 @@ class Operators:
     def _restricted(self, args: tuple[Term, ...], a: Term, b: Term) -> tuple[Term, ...] | None:
         """`args` with one of a and b restricted to the selection that the other ranges over; None if neither ranges
         over a selection of the other's rows."""
-        above = (a.space,) if b.level == "token" else self.spaces.chain(a)
+        above = (a.space,) if b.level in ("turn", "token") else self.spaces.chain(a)
         meeting = next((s for s in above if self.spaces.selected(b.level, s, b.space)), None)
         if meeting is not None:
             old, new = b, self.on_selection(b, meeting)
@@ -110,7 +113,7 @@ class Operators:
     def on_frame(self, x: Term, frame: IndexedFrame) -> Term | None:
         """x itself if each row of `frame` belongs to one of its elements; else its values for the rows of the
         selection that they belong to; None where there is no such."""
-        if x.level in ("batch", "token"):
+        if x.level in ("batch", "turn", "token"):
             return self.on_selection(x, frame.id)
         if any(s.id == x.space for s in frame.chain):
             return x
@@ -165,7 +168,9 @@ class Operators:
             return self.errors.add("RL0208", f"{what} cannot be reduced with `{name}` by {to}", x.at,
                                    f"it has no level finer than {to}",
                                    help="a reduction goes from a finer level to a coarser one; from coarse to fine: "
-                                        "batch, prompt, seq, token")
+                                        "batch, prompt, seq, turn, token")
+        elif to == "turn" and (fault := self._no_turns(x, span)) is not None:
+            return fault
         if name in COMPOSITES:
             return COMPOSITES[name](self, x, to, span, options)
         op = BUILTINS[name].operator
@@ -178,6 +183,18 @@ class Operators:
             space = self.spaces.coarser(x.level, x.space, to)
             made = self.spaces.level_of(to, space)
         return Term(op, (x,), made, space, "f32", span, (("to", made),), unit=unit)
+
+    def _no_turns(self, x: Term, span: Span) -> Bad | None:
+        """Why a token value has no turns; None where it has."""
+        if self.in_loss:
+            return self.errors.add("RL0210", "a reduction by turn inside a loss", span,
+                                   "a loss computes with values of tokens and of sequences",
+                                   help="compute it in the flow and pass the result as a token value: "
+                                        "`per_token(x, gen.logprobs)`")
+        frame = self.spaces.frames[x.space]
+        return None if frame.max_turns else self.errors.add(
+            "RL0201", f"`{source_name(frame)}` has no turns", x.at, "each of its sequences is one response",
+            labels=x.origin, help="reduce `by seq`; turns come from `generate` with `env=`")
 
     def _no_prompts(self, x: Term) -> Bad | None:
         """RL0201 for `x by prompt` where rows of several batches have no prompts in common."""
@@ -252,7 +269,7 @@ class Operators:
         self._draws[self.statement] += 1
         number = self._draws[self.statement]
         call = f"{self.statement or 'uniform'}{f'#{number}' if number > 1 else ''}"
-        frame = (("frame", x.space),) if x.level == "token" else ()
+        frame = (("frame", x.space),) if x.level in ("turn", "token") else ()
         return Term("uniform", (), x.level, x.space, "f32", span, (("call", call), *frame))
 
     # -------------------------------------------------------------------------------------------- sequences
@@ -276,6 +293,8 @@ class Operators:
             return row_operators.along(self, x, args[1], span)
         if name == "over":
             return self._over(x, args[1], args[2:], span)
+        if x.level == "turn" and name in OF_TURNS:
+            return self._of_turns(name, x, args[1:], span)
         if x.level != "token":
             return self.errors.add("RL0201", f"`{name}` needs a token value", x.at, f"this is {describe(x)}",
                                    labels=x.origin, help="`at_end(x)` puts a seq value at the last token"
@@ -298,6 +317,22 @@ class Operators:
         if (op.takes, op.gives) != (("token",), "token"):
             raise internal_error(f"no rule lowers the sequence function {name}")
         return Term(op.name, (x,), "token", x.space, "f32" if name == "cumsum" else x.dtype, span, unit=x.unit)
+
+    def _of_turns(self, name: str, x: Term, rest: list[Meaning], span: Span) -> Term | Bad:
+        """A sequence function over the turns of each conversation, instead of its tokens."""
+        args: tuple[Term, ...] = (x,)
+        if name == "discount":
+            g = rest[0]
+            if not isinstance(g, Term):
+                return self._kind("discount", "a number as its second argument", g, span)
+            if g.level != "batch" or g.dtype == "text":
+                return self.errors.add("RL0201", "the factor of `discount` over turns must be one number", g.at,
+                                       f"this is {describe(g)}")
+            if (pair := units.clash("discount", (x, g))) is not None:
+                return units.report(pair, span, self.errors)
+            args += (g,)
+        op = BUILTINS[name].operator
+        return Term(op, args, "turn", x.space, "f32" if name in ("cumsum", "discount") else x.dtype, span, unit=x.unit)
 
     def _discount_by(self, x: Term, g: Term, span: Span) -> Term | Bad:
         """`discount(x, g)` with a factor for each token; a coarser one is repeated over the tokens of x."""
@@ -371,8 +406,9 @@ class Operators:
     def _zeros(self, level: Level, frame: IndexedFrame, span: Span) -> Term:
         length = Term("len", (), "seq", frame.row_space, "f32", span, (("frame", frame.id),))
         seq = Term("mul", (length, const(0.0, span)), "seq", frame.row_space, "f32", span)
-        if level == "token":
-            return Term("at_end", (seq,), "token", frame.id, "f32", span, (("frame", frame.id),))
+        if level in ("turn", "token"):
+            token = Term("at_end", (seq,), "token", frame.id, "f32", span, (("frame", frame.id),))
+            return token if level == "token" else Term("sum", (token,), "turn", frame.id, "f32", span, (("to", "turn"),))
         if level == "prompt":
             made = self.spaces.level_of("prompt", frame.prompt_space)
             return Term("sum", (seq,), made, frame.prompt_space, "f32", span, (("to", made),))

@@ -38,7 +38,7 @@ def check_above(ops: Operators, x: Term, ref: FrameRef) -> Bad | None:
         return ops.errors.add("RL0208", f"{what} cannot be reduced by `{name}`", x.at, "it has no finer level",
                               help=f"reduce values of the tokens of `{name}`, or of what was made from its rows")
     chain = ops.spaces.chain(x)
-    above = chain[0 if x.level == "token" else 1:]
+    above = chain[0 if x.level in ("turn", "token") else 1:]
     if any(s == space or ops.spaces.selected("seq", s, space) for s in above):
         return None
     return ops.errors.add("RL0202", f"this {x.level} value does not lie below the rows of `{name}`", x.at,
@@ -96,7 +96,7 @@ def over_all(ops: Operators, x: Term, ref: FrameRef, default: Meaning, span: Spa
         return BAD if isinstance(default, Bad) else ops.errors.add(
             "RL0203", "the third argument of `over` must be one number", span, f"this is {describe(default)}",
             help="it is what rows get that were not selected, for example 0")
-    if x.level == "token":
+    if x.level in ("turn", "token"):
         return ops.errors.add("RL0201", "`over(x, gen, y)` needs a value of sequences or prompts", x.at,
                               f"this is {describe(x)}", labels=x.origin,
                               help="reduce it first, for example `mean(x by seq)`")

@@ -114,7 +114,8 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
     made = {f"{e.frame}.tokens": ("tokens", "i64"), f"{e.frame}.logprobs": ("response", "f32"),
             f"{e.frame}.finished": ("row", "bool")}
     if e.conversation is not None:
-        made |= {f"{e.frame}.{x}": ("row", "f32") for x in CONVERSATION_VALUES}
+        made |= {f"{e.frame}.turn_sizes": ("turn", "i64")}
+        made |= {f"{e.frame}.{x}": ("turn" if level == "turn" else "row", "f32") for x, level in CONVERSATION_VALUES}
     yield from writes(t, e, {*made}, {f"{e.frame}.cache"}, e.spread)
     yield from _cache(t, e)
     if fault := _conversation(t, e):
@@ -244,6 +245,7 @@ def check_compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
     must = {v for _, v in e.inputs}
     sources = {t.frames[f].data for f in e.frames}
     for node in t.programs[e.program].nodes:
+        must |= {f"{node.space}.turn_sizes"} if node.level == "turn" else set()
         if node.op == "py" and str(node.attr("frame")) in t.frames:  # `programs.py` reports others
             of = t.frames[str(node.attr("frame"))].root_origin
             must |= {f"{frame}.tokens" for _, frame in frames_of_call(node.attrs)}

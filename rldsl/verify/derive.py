@@ -226,7 +226,7 @@ def _concat(t: Tables, e: Derive) -> str:
         own = [v for v in SEQUENCE_VALUES if made == f"{e.frame}.{v}"]
         if own and read != [f"{p}.{own[0]}" for p in e.parts]:
             return f"{made} is not made of the {own[0]} of each part, in order"
-        if t.values[made].frame != e.frame or t.values[made].level not in ("seq", "token") or any(
+        if t.values[made].frame != e.frame or t.values[made].level not in ("seq", "turn", "token") or any(
                 t.values[v].frame != p.id and (t.values[v].extent != "row"
                                                or t.frames[t.values[v].frame].row_space != p.row_space)
                 for v, p in zip(read, parts, strict=False)):

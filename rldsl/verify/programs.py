@@ -8,6 +8,7 @@ an argument unless a reduction makes it so; a node's space exists and covers tho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, assert_never
 
 from rldsl.diag import Diagnostic
@@ -88,6 +89,9 @@ def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
 
 def _sequence_fault(t: Tables, operator: Operator, node: Node, args: Sequence[Node]) -> str:
     levels = tuple(a.level for a in args)
+    if node.level == "turn" and (operator.takes[:1], operator.gives) == (("token",), "token"):  # over turns instead
+        levels = tuple("token" if x == "turn" else x for x in levels)
+        node = replace(node, level="token")
     if (levels, node.level) != (operator.takes, operator.gives):
         return f"takes {operator.takes} to {operator.gives}, not {levels} to {node.level}"
     fine, coarse = (args[0], node) if node.op == "last" else (node, args[0]) if args else (node, node)
@@ -160,6 +164,8 @@ def _has_space(t: Tables, level: str, space: str) -> bool:
             return any(f.prompt_space == space for f in t.frames.values())
         case "seq":
             return any(f.row_space == space for f in t.frames.values())
+        case "turn":
+            return space in t.frames and t.frames[space].max_turns > 0
     return space in t.frames
 
 
@@ -171,9 +177,11 @@ def _broadcast(t: Tables, coarse: Node, fine: Node, reduced: bool = False) -> st
         return ""
     if coarse.level == fine.level and coarse.space == fine.space:
         return ""
-    if coarse.level == fine.level != "seq":
+    if coarse.level == "turn" and coarse.space == fine.space:
+        return ""
+    if coarse.level == fine.level != "seq" or coarse.level == "turn":
         return f"spaces {coarse.space} and {fine.space} differ"
-    of = [f for f in t.frames.values() if fine.space == (f.id if fine.level == "token" else f.row_space)]
+    of = [f for f in t.frames.values() if fine.space == (f.id if fine.level in ("turn", "token") else f.row_space)]
     above = _origin_of(t, coarse.space) if reduced else coarse.space  # a selection reduces to the rows of its source
     fits = any(above in (f.origins if reduced else [s.id for s in f.chain]) for f in of)
     return "" if fits else f"space {coarse.space} does not cover {fine.space}"
@@ -186,7 +194,7 @@ def _compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
         yield from _fits(t, e, program, input, t.values[value])
     frames = [t.frames[f] for f in e.frames]
     known = {"batch": {""}, "prompt": {f.prompt_space for f in frames}, "seq": {f.row_space for f in frames},
-             "token": {*e.frames}}
+             "turn": {*e.frames}, "token": {*e.frames}}
     strange = [n.space for n in program.nodes if n.space not in known[n.level]]
     strange += [str(n.attr("frame")) for n in program.nodes if n.attr("frame") and n.attr("frame") not in e.frames]
     if strange:

@@ -17,10 +17,10 @@ from rldsl.plan.function import Returns
 from rldsl.plan.model import ROLES, Data, Layout, Model, Optimizer, ParamSpec, Value
 from rldsl.verify.tables import Tables, name, problem
 
-LEVEL_OF = {"tokens": "token", "response": "token", "row": "seq", "prompt": "prompt", "batch": "batch",
+LEVEL_OF = {"tokens": "token", "response": "token", "turn": "turn", "row": "seq", "prompt": "prompt", "batch": "batch",
             "row_numbers": "seq", "table": "batch", "cache": "seq", "stored": "batch"}
 DTYPES_OF = {"tokens": ("i64",), "lengths": ("i64",), "columns": ("text",), "row_numbers": ("i64",),
-             "table": ("f32",), "stored": ("i64",)}
+             "table": ("f32",), "stored": ("i64",), "turn": ("f32", "bool", "i64")}
 # style of a parameter -> the dimension along which it is divided
 DIVIDED = {"colwise": (0,), "rowwise": (1,), "vocab": (0,), "head": (0,), "experts": (1, 2), "replicated": ()}
 FACTORS = (".lora_A.weight", ".lora_B.weight")  # they are divided as their modules are, which is another check's

@@ -137,7 +137,7 @@ def _reduced_to(t: Tables, program: Program) -> set[str]:
     for n in program.nodes:
         if n.attr("to") == "seq":
             of = program.nodes[n.args[0]]
-            rows = t.frames[of.space].row_space if of.level == "token" else of.space
+            rows = t.frames[of.space].row_space if of.level in ("turn", "token") else of.space
             found |= {n.space} - {rows}
         elif n.op == "along":  # all prefixes of a response, next to its tokens
             found.add(t.frames[n.space].row_space)

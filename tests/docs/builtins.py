@@ -14,11 +14,12 @@ from rldsl import api
 from rldsl.plan.expr import LEVELS
 from tests.docs.pages import completed
 
-SAMPLE = {"batch": "b", "prompt": "p", "seq": "s", "token": "t"}
+SAMPLE = {"batch": "b", "prompt": "p", "seq": "s", "turn": "u", "token": "t"}
 CHECKS = "".join(f"fn is_{level}(x: {level}) -> {level} {{\n  return x\n}}\n" for level in LEVELS)
 VALUES = "b = mean(reward)\np = mean(reward by prompt)\ns = reward + 0\nt = gen.logprobs + 0\nkept = gen where s > 0\n" \
     "best = pick(gen, s)\nworst = pick(gen, -s)\ncuts = prefixes(gen, every=2)\n" \
-    "more = actor.generate(gen)\n"
+    "more = actor.generate(gen)\ntalk = actor.generate(prompt, env=Guess, n=4, max_tokens=4096)\n" \
+    "u = talk.turn_reward + 0\nw = talk.logprobs + 0\nheld = talk where talk.turns > 1\n"
 # arguments that no value of the level alone can be, and constants
 SPECIAL = {"over(x, gen, y)": "len(kept)", "along(v, gen)": "cuts.at"}
 CONSTANTS = {"at=TEXT": 'at="a"', "every=n": "every=2", "most=m": "most=2"}
@@ -49,12 +50,15 @@ def expression(call: str, kinds: list[str], to: str) -> str:
     if not inner:
         return f"{name}()"
     made, left = [], list(kinds)
+    talks = "turn" in (*kinds, to)  # only conversations have turns
+    sample = SAMPLE | ({"token": "w"} if talks else {})
     for part in inner.split(", "):
         if "=" in part:
             made.append(CONSTANTS.get(part, part))
             continue
         word, by, level = part.partition(" by ")
-        value = {"sequences": word, "prompts": word, "text": '"a"'}.get(kind := left.pop(0)) or SAMPLE[kind]
+        word = "held" if talks and word == "kept" else word
+        value = {"sequences": word, "prompts": word, "text": '"a"'}.get(kind := left.pop(0)) or sample[kind]
         made.append((f"({value} > 0)" if word == "c" else value) + (f" by {to or level}" if by else ""))
     if call in SPECIAL:
         made[0] = SPECIAL[call]

@@ -55,6 +55,7 @@ use std.ppo (gae, kl_rewards, ppo_clip, value_clip)
 use std.grpo (group_norm, grpo_free)
 use std.simpo (simpo)
 use py "rewards.py" (exact_match: gen -> seq, prefers: a, b -> seq)
+use py "envs.py" (Guess: env)
 cluster nodes=1 gpus=8
 data prompts = jsonl("p.jsonl", batch=8)
 model actor  = causal_lm("m")    train adamw(lr=1e-6)

@@ -39,7 +39,12 @@ TRAIN = "actor.train(gen, loss=pg(adv=per_token(gen.reward, gen.logprobs)))\n"
     "kept = gen where std(gen.reward by prompt) > 0 and gen.stopped == 0\nmetric x = mean(kept.reward + kept.turns)",
     "best = pick(gen, gen.reward)\nmetric x = mean(best.reward - max(gen.reward by prompt))",
     "metric x = mean(next(gen.logprobs) + at_end(gen.reward, gen))",
-    "more = actor.generate(prompt, env=Guess, max_tokens=80)\nboth = concat(gen, more)\nmetric x = mean(both.reward)",
+    "more = actor.generate(prompt, env=Guess, max_turns=3, max_tokens=80)\nboth = concat(gen, more)\nmetric x = mean(both.reward)\n"
+    "metric y = mean(both.turn_reward)",
+    "r = discount(gen.turn_reward, 0.9)\nmetric x = mean(r * gen.logprobs + mean(gen.logprobs by turn))",
+    "actor.train(gen, loss=pg(adv=cumsum(gen.turn_reward)))",
+    "metric x = mean(where(uniform(gen.turn_reward) > 0.5, 1, 0))",
+    "metric x = mean(sum(gen.turn_reward by seq) + max(gen.turn_reward by prompt))",
     "metric own = mean(len(gen))\nmetric lp = mean(actor.logprobs(gen))\nmetric fin = mean(where(gen.finished, 1, 0))",
 ])
 def test_fine(base: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +66,13 @@ def test_fine(base: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ("g = actor.generate(prompt, env=Guess, max_tokens=99, turn_timeout=0)", [("RL0205", "0")]),
     ("one = actor.generate(prompt)\nmetric x = mean(one.reward)", [("RL0112", "reward")]),
     ("x = Guess(gen)", [("RL0203", "Guess")]),
+    ("one = actor.generate(prompt)\nmetric x = mean(mean(one.logprobs by turn))", [("RL0201", "one.logprobs")]),
+    ("metric x = mean(last(gen.turn_reward))", [("RL0201", "gen.turn_reward")]),
+    ("metric x = mean(discount(gen.turn_reward, gen.reward))", [("RL0201", "gen.reward")]),
+    ("metric x = mean(sum(gen.reward by turn))", [("RL0208", "gen.reward")]),
+    ("more = actor.generate(prompt, env=Guess, max_tokens=80)\nboth = concat(gen, more)", [("RL0213", "more")]),
+    ("more = actor.generate(prompt, env=Guess, max_tokens=80)\nmetric x = mean(gen.turn_reward + more.turn_reward)",
+     [("RL0202", "gen.turn_reward + more.turn_reward")]),
 ])
 def test_mistakes(base: Path, body: str, expected: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(base, TALKED + body, monkeypatch) == expected

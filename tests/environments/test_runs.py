@@ -23,9 +23,20 @@ BODY = f"""
   metric own     = sum(len(gen))
   metric steps   = sum(discount(gen.logprobs, 0.9))
   metric kept    = count(kept.logprobs)
+  size           = count(gen.logprobs by turn)
+  late           = discount(gen.turn_reward, 0.5)
+  metric drawn   = mean(uniform(gen.turn_reward) * gen.logprobs)
+  metric heard   = sum(gen.turn_reward)
+  metric sizes   = sum(size) - sum(len(gen))
+  metric spoken  = max(count(size by seq)) - max(gen.turns)
+  metric late    = mean(late * gen.logprobs)
+  metric by_turn = mean(sum(late * size by seq) - sum(per_token(late, gen.logprobs) by seq))
+  metric shift   = sum(prev(next(size))) + sum(where(next(size) > 0, 0, size))
+  metric kept_t  = mean(kept.turn_reward + mean(kept.logprobs by turn))
   metric kept_lp = mean(kept.logprobs)
 """
-NAMES = ("gap", "reward", "turns", "stopped", "lp", "own", "steps", "kept", "kept_lp", "actor/loss", "actor/grad_norm")
+TURNS = ("drawn", "heard", "sizes", "spoken", "late", "by_turn", "shift", "kept_t")
+NAMES = (*TURNS, "gap", "reward", "turns", "stopped", "lp", "own", "steps", "kept", "kept_lp", "actor/loss", "actor/grad_norm")
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +60,12 @@ def test_sampled_log_probs_are_those_of_a_forward_pass(alone: list[dict[str, flo
     assert all(0 < step["kept"] < step["own"] for step in alone)
 
 
+def test_turns_add_up(alone: list[dict[str, float]]) -> None:
+    for step in alone:
+        assert step["sizes"] == step["spoken"] == 0 and step["by_turn"] == pytest.approx(0, abs=1e-5)
+        assert 0 < step["heard"] <= step["own"] and step["late"] < 0
+
+
 @pytest.mark.parametrize("delays, place", [
     (1, None), (2, "place actor.generate on mesh(0:1) mbs=3"), (3, "place *.* on mesh(0:2) dp=2"),
     (4, "place *.* on mesh(0:2) dp=2 mbs=2"),
@@ -58,7 +75,7 @@ def test_neither_the_order_of_answers_nor_slots_nor_dp_change_a_number(
     found = numbers(run(base, BODY, options=", invariant=true", delays=delays, place=place))
     if "dp" not in (place or ""):
         assert found == alone
-    first = ("gap", "reward", "turns", "stopped", "lp", "own", "steps", "kept", "kept_lp")
+    first = (*TURNS, "gap", "reward", "turns", "stopped", "lp", "own", "steps", "kept", "kept_lp")
     assert {n: found[0][n] for n in first} == {n: alone[0][n] for n in first}  # before anything is trained
     assert found[1] == {n: pytest.approx(v, rel=1e-4, abs=1e-6) for n, v in alone[1].items()}
 

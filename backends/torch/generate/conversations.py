@@ -46,7 +46,8 @@ class Slot:
     logprobs: list[float] = field(default_factory=list)  # of the model's tokens
     turns: int = 0  # of the model, begun
     in_turn: int = 0  # tokens of the turn under way
-    turn_rewards: list[float] = field(default_factory=list)  # those that the environment gave
+    turn_sizes: list[int] = field(default_factory=list)  # tokens of each turn that has ended
+    turn_rewards: dict[int, float] = field(default_factory=dict)  # turn, from 0 -> what the environment gave for it
     stopped: Stopped | None = None  # why it ended
 
     def append(self, ids: Sequence[int], own: bool) -> None:
@@ -65,7 +66,7 @@ def converse(stage: Stage, rows: torch.Tensor, sampling: Sampling, limits: Conve
                      StopStrings(sampling.stop, tokenizer) if sampling.stop else None, sampling, limits, talk,
                      frozenset(eos_ids), KVCache(min(max_num_seqs or len(numbers), len(numbers)), limits.max_tokens,
                                                  device))
-    done = engine.run(numbers)
+    done, turns = engine.run(numbers), limits.max_turns
     counts = torch.tensor([len(s.tokens) for s in done], dtype=torch.int64, device=device)
     responses = torch.tensor([len(s.logprobs) for s in done], dtype=torch.int64, device=device)
     batch = PackedBatch(rows, counts - responses, responses,
@@ -75,6 +76,9 @@ def converse(stage: Stage, rows: torch.Tensor, sampling: Sampling, limits: Conve
         batch, torch.tensor([x for s in done for x in s.logprobs], dtype=torch.float32, device=device),
         torch.tensor([engine.rewards[s.row] for s in done], dtype=torch.float32, device=device),
         torch.tensor([s.turns for s in done], dtype=torch.int64, device=device),
+        torch.tensor([s.turn_sizes + [0] * (turns - s.turns) for s in done], dtype=torch.int64, device=device),
+        torch.tensor([[s.turn_rewards.get(i, 0.0) for i in range(turns)] for s in done], dtype=torch.float32,
+                     device=device),
         torch.tensor([STOPPED[s.stopped or "done"] for s in done], dtype=torch.int64, device=device))
 
 
@@ -116,14 +120,14 @@ class _Engine:
         slot = self.slots.get(arrival.row)
         if slot is None or slot.ready:
             raise internal_error(f"an environment answers in row {arrival.row}, which was not asked", "generate")
-        if arrival.turn_reward is not None:
-            slot.turn_rewards.append(arrival.turn_reward)
+        if arrival.turn_reward is not None and slot.turns:
+            slot.turn_rewards[slot.turns - 1] = arrival.turn_reward
         if not slot.tokens:  # the first context stays, whatever ends the conversation
             slot.append(arrival.tokens[: self.limits.max_tokens], own=False)
             slot.ready = slot.ready if len(arrival.tokens) < self.limits.max_tokens and not arrival.ended else []
         if arrival.ended:
             slot.stopped = arrival.stopped
-            self.rewards[slot.row] = sum(slot.turn_rewards) if arrival.reward is None else arrival.reward
+            self.rewards[slot.row] = sum(slot.turn_rewards.values()) if arrival.reward is None else arrival.reward
             return self.slots.pop(slot.row)
         fits = len(slot.tokens) + len(arrival.tokens) < self.limits.max_tokens
         if 0 < slot.turns < self.limits.max_turns and fits:
@@ -171,6 +175,7 @@ class _Engine:
             ended = token in self.eos_ids or self._hits_stop_string(slot)
             if ended or slot.in_turn == self.sampling.max_new_tokens or len(slot.tokens) == self.limits.max_tokens:
                 slot.ready = []
+                slot.turn_sizes.append(slot.in_turn)
                 self.talk.said(slot.row, slot.tokens[-slot.in_turn :], ended_by_limit=not ended)
 
     def _hits_stop_string(self, slot: Slot) -> bool:

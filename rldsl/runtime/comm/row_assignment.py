@@ -101,6 +101,8 @@ class StepRows:
         """Entries of each of `ids`."""
         if value.extent in ("tokens", "response"):
             return self.lens[value.frame].of(value.extent)[ids]
+        if value.extent == "turn":
+            return torch.full_like(ids, self.frames[value.frame].max_turns)
         return torch.ones_like(ids)
 
     def _totals(self, spread: Spread, frames: Sequence[IndexedFrame]) -> dict[str, list[int]]:

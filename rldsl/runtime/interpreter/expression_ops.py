@@ -31,6 +31,8 @@ class FrameRows:
     lens: Tensor  # [S] int64, response lengths
     tokens: int | None = None  # the sum of lens, if it is known without synchronizing with the device
     prompt_lens: Tensor | None = None  # [S] int64, tokens before the response; None: not needed
+    # [S, most turns] int64: tokens of each turn, 0 behind the last one; None: not needed
+    turn_sizes: Tensor | None = None
 
     @property
     def total(self) -> int:
@@ -57,13 +59,27 @@ class RaggedIndex:
     def space(self, frame: str, level: Level) -> str:
         """The index set over which values of `level` of a frame range."""
         record = self.frames[frame]
-        return {"token": record.id, "seq": record.row_space, "prompt": record.prompt_space, "batch": ""}[level]
+        return {"token": record.id, "turn": record.id, "seq": record.row_space, "prompt": record.prompt_space,
+                "batch": ""}[level]
 
     def size(self, level: Level, space: str) -> int:
         """The number of elements at hand."""
         if level == "token":
             return self.frame_rows[self.frame(level, space)].total
+        if level == "turn":
+            return int(self.turn_counts(space).sum())
         return self.rows(level, space).numel()
+
+    def turn_sizes(self, frame: str) -> Tensor:
+        """[S, most turns]: see `FrameRows`."""
+        sizes = self.frame_rows[frame].turn_sizes
+        if sizes is None:
+            raise internal_error(f"the turns of {frame} are not at hand", "run")
+        return sizes
+
+    def turn_counts(self, frame: str) -> Tensor:
+        """[S]: turns of each row."""
+        return self._once((frame, "turns"), lambda: (self.turn_sizes(frame) > 0).sum(1))
 
     def prompts(self, space: str) -> Tensor:
         """The distinct prompt ids of a prompt space, ascending."""
@@ -84,6 +100,15 @@ class RaggedIndex:
         latter; "": that of the frame of the former."""
         frame = self.frame_below(level, space)
         target = target or self.space(frame, to)
+        if to == "turn":  # of tokens: turns of all rows are numbered one after another
+            sizes = self.turn_sizes(frame)
+            sizes = sizes[sizes > 0]
+            return self._once((frame, "turn of token"), lambda: torch.arange(
+                sizes.numel(), device=sizes.device).repeat_interleave(sizes))
+        if level == "turn":
+            counts, row_space = self.turn_counts(frame), self.frames[frame].row_space
+            row = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts)
+            return row if (to, target) == ("seq", row_space) else self.index("seq", row_space, to, target)[row]
         if level == "token":
             lens = self.frame_rows[frame].lens
             seqs = torch.arange(lens.numel(), device=lens.device)
@@ -269,7 +294,8 @@ _WHOLE: Mapping[str, Callable[[Tensor, Sequence[Tensor]], Tensor]] = {"median": 
 
 def sequence(node: Node, frame: str, args: Sequence[Tensor], ragged: RaggedIndex, dtype: torch.dtype) -> Tensor:
     """The operators that work inside each sequence of `frame`."""
-    lens = ragged.frame_rows[frame].lens
+    of_turns = node.level == "turn"
+    lens = ragged.turn_counts(frame) if of_turns else ragged.frame_rows[frame].lens
     match node.op:
         case "len":
             return lens.to(dtype)
@@ -285,7 +311,8 @@ def sequence(node: Node, frame: str, args: Sequence[Tensor], ragged: RaggedIndex
         case "last":
             return _last(args[0], frame, ragged)
         case "next" | "prev":
-            return neighbor(args[0], ragged.ends(frame), lens, 1 if node.op == "next" else -1)
+            ends = lens.cumsum(0) if of_turns else ragged.ends(frame)
+            return neighbor(args[0], ends, lens, 1 if node.op == "next" else -1)
         case "cumsum":
             return pad(args[0].to(torch.float64), lens).cumsum(1)[filled(lens)].to(dtype)
         case "discount":

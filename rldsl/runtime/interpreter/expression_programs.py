@@ -27,6 +27,7 @@ from rldsl.runtime.draws import uniform
 from rldsl.runtime.interpreter.exact_sums import exact_sum, exact_words
 from rldsl.runtime.interpreter.expression_ops import FrameRows, RaggedIndex, evaluate, of_all_elements
 from rldsl.runtime.interpreter.row_ops import evaluate_rows
+from rldsl.runtime.store import offsets_within
 from rldsl.sharding.partition import key_of, mix
 
 __all__ = ["Counts", "MinibatchLoss", "FrameRows", "loss_counts", "run_compute"]
@@ -179,6 +180,9 @@ def _drawn(node: Node, ragged: RaggedIndex, seed: int, step: int, batch: int) ->
     else:
         frame_rows = ragged.frame_rows[ragged.frame(node.level, node.space)]
         rows, positions = frame_rows.rows, torch.zeros_like(frame_rows.rows)
+        if node.level == "turn":
+            counts = ragged.turn_counts(node.space)
+            rows, positions = rows.repeat_interleave(counts), offsets_within(counts)
         if node.level == "token":
             seq_of_token = ragged.index("token", node.space, "seq")
             starts = (ragged.ends(node.space) - frame_rows.lens)[seq_of_token]

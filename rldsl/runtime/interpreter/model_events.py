@@ -146,7 +146,8 @@ def _write(step: StepState, event: Generate, rows: torch.Tensor, made: Conversat
     step.rows.lens[event.frame] = lens  # 0 for other ranks' rows, until the lengths are exchanged
     for name, data in (("tokens", marked(batch.tokens, batch.own)), ("logprobs", made.logprobs),
                        ("finished", made.stopped == 0), ("reward", made.rewards), ("turns", made.turns.float()),
-                       ("stopped", made.stopped.float())):
+                       ("stopped", made.stopped.float()), ("turn_sizes", made.turn_sizes.reshape(-1)),
+                       ("turn_reward", made.turn_rewards.reshape(-1))):
         step.write(f"{event.frame}.{name}", event.spread, rows, data)
 
 

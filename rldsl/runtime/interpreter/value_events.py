@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from rldsl.diag import present
 from rldsl.plan.events import Collect, Compute, Fetch, Free, Lengths, Transfer, split_buffer
 from rldsl.plan.expr import Node
 from rldsl.plan.function import frames_of_call
@@ -107,6 +108,8 @@ def compute(step: StepState, reader: DataReader, rewards: RewardPool, ring: Even
         record = context.values[value]
         ids = _ids(context, record.extent, record.frame, frame_rows)
         inputs[name] = step.read(event.reads, value).select(ids).data
+        if record.level == "turn":
+            inputs[name] = inputs[name][_turn_sizes(frame_rows, record.frame).reshape(-1) > 0]
 
     def call_python(node: Node) -> torch.Tensor:
         frame = str(node.attr("frame"))
@@ -124,6 +127,9 @@ def compute(step: StepState, reader: DataReader, rewards: RewardPool, ring: Even
         record, data = context.values[value], results[name]
         ids = _ids(context, record.extent, record.frame, frame_rows)
         data = data.reshape(-1)
+        if record.level == "turn":
+            there = _turn_sizes(frame_rows, record.frame).reshape(-1) > 0
+            data = torch.zeros_like(there, dtype=data.dtype).masked_scatter(there, data)
         exact = record.dtype == "bool" or record.level == "batch"  # one number per step may take eight bytes
         step.write(value, spread.id, ids, data if exact else data.float())
 
@@ -162,9 +168,17 @@ def make_empty(step: StepState, buffer: str) -> None:
 
 def _frame_rows(step: StepState, event: Compute, frame: str) -> FrameRows:
     rows = step.my_rows(step.context.spreads[event.spread], frame)
-    lens = step.rows.lens[frame]
+    lens, name = step.rows.lens[frame], f"{frame}.turn_sizes"
+    sizes = None
+    if any(split_buffer(b)[0] == name for b in event.reads):
+        sizes = step.read(event.reads, name).select(rows).data.view(len(rows), -1)
     return FrameRows(rows, rows // step.context.frames[frame].per_prompt, lens.response[rows],
-                     prompt_lens=lens.prompt[rows])
+                     prompt_lens=lens.prompt[rows], turn_sizes=sizes)
+
+
+def _turn_sizes(frame_rows: dict[str, FrameRows], frame: str) -> torch.Tensor:
+    """[S, most turns]"""
+    return present(frame_rows[frame].turn_sizes, f"turns of {frame}", "run")
 
 
 def _ids(context: RunContext, extent: str, frame: str, frame_rows: dict[str, FrameRows]) -> torch.Tensor:

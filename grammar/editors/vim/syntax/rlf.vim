@@ -21,9 +21,9 @@ syntax match rlfCall /\.\s*\(generate\|logprobs\|entropy\|values\|score\|train\|
 
 syntax match rlfOperator /\*\*\|->\|<=\|>=\|==\|!=\|[-+*\/<>=]/
 syntax match rlfWord /\<\(and\|or\|not\)\>/
-syntax match rlfWord /\<by\>\ze\s\+\(batch\|prompt\|seq\|token\)\>/ nextgroup=rlfLevel skipwhite
-syntax match rlfLevel /\<\(batch\|prompt\|seq\|token\)\>/ contained
-syntax match rlfLevel /\(:\s*\|->\s*(\?\)\@<=\<\(batch\|prompt\|seq\|token\|any\)\>/
+syntax match rlfWord /\<by\>\ze\s\+\(batch\|prompt\|seq\|turn\|token\)\>/ nextgroup=rlfLevel skipwhite
+syntax match rlfLevel /\<\(batch\|prompt\|seq\|turn\|token\)\>/ contained
+syntax match rlfLevel /\(:\s*\|->\s*(\?\)\@<=\<\(batch\|prompt\|seq\|turn\|token\|any\)\>/
 
 syntax match rlfKeyword /\([A-Za-z0-9_)"*\]]\s\+\)\@<=on\>\ze\s\+\h/
 syntax match rlfKeyword /\()\s\+\)\@<=train\>\ze\s\+\h/
