@@ -342,8 +342,8 @@ class Value:
     # number of the row in its data source; table: no rows of a frame, but one entry per row of a data source; cache:
     # keys and values of the sequence, in the form of the backend, on the ranks that computed them; stored: all rows of
     # a replay buffer
-    extent: Literal["tokens", "response", "turn", "row", "prompt", "batch", "columns", "lengths", "row_numbers", "table",
-                    "cache", "stored"]
+    extent: Literal["tokens", "response", "turn", "row", "prompt", "batch", "columns", "lengths", "row_numbers",
+                    "table", "cache", "stored"]
     dtype: Literal["f32", "i64", "bool", "text"] = "f32"  # of an element
     # what people call it, where its id is a name of the compiler's: "mean(r by prompt) (ppo.rlf:12)"
     label: str = ""

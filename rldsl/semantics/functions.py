@@ -104,7 +104,8 @@ class Functions:
     def declared(self, decl: ast.FnDecl, result: tuple[Term, ...], given: Iterable[Term] = ()) -> bool:
         """Whether the results are what `-> (...)` says. given: the arguments: what is `prompt` of one of them may be
         called that, also where it is `seq` of the sequences that the argument continues."""
-        prompts = {s for term in given if term.level in ("seq", "turn", "token") for s in self.exprs.spaces.chain(term)[1:2]}
+        below = [term for term in given if term.level in ("seq", "turn", "token")]
+        prompts = {s for term in below for s in self.exprs.spaces.chain(term)[1:2]}
         name = decl.name.name
         if decl.returns and len(decl.returns) != len(result):
             self.errors.add("RL0204", f"`{name}` returns {len(result)} values but declares {len(decl.returns)}",

@@ -1,8 +1,8 @@
 """Levels and index sets: what a value ranges over and when two values may meet.
 
 batch < prompt < seq < turn < token. These words are read relative to a frame: `token` its tokens, `turn` the turns of a
-conversation, `seq` its rows, `prompt` the parent of its rows (of a root: the rows themselves). The space of a value is a
-frame (token, turn), a space of the plan (seq, prompt) or "" (batch); broadcasting follows the chain of parents.
+conversation, `seq` its rows, `prompt` the parent of its rows (of a root: the rows themselves). The space of a value is
+a frame (token, turn), a space of the plan (seq, prompt) or "" (batch); broadcasting follows the chain of parents.
 """
 
 from __future__ import annotations

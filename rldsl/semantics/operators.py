@@ -408,7 +408,9 @@ class Operators:
         seq = Term("mul", (length, const(0.0, span)), "seq", frame.row_space, "f32", span)
         if level in ("turn", "token"):
             token = Term("at_end", (seq,), "token", frame.id, "f32", span, (("frame", frame.id),))
-            return token if level == "token" else Term("sum", (token,), "turn", frame.id, "f32", span, (("to", "turn"),))
+            if level == "token":
+                return token
+            return Term("sum", (token,), "turn", frame.id, "f32", span, (("to", "turn"),))
         if level == "prompt":
             made = self.spaces.level_of("prompt", frame.prompt_space)
             return Term("sum", (seq,), made, frame.prompt_space, "f32", span, (("to", made),))
