@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 from rldsl.diag import fail
@@ -47,6 +48,17 @@ def _write_device(path: str, data: bytes, help: str) -> None:
             stream.write(data)
     except OSError as error:
         raise fail("RL0094", f"cannot write {path}: {error.strerror}", place=path, help=help) from None
+
+
+def with_digest(text: bytes) -> bytes:
+    """A text below a line with its sha256, as files in the cache folder are kept."""
+    return sha256(text).hexdigest().encode() + b"\n" + text
+
+
+def without_digest(data: bytes) -> bytes | None:
+    """The text of such a file; None if it has changed since it was written."""
+    digest, _, text = data.partition(b"\n")
+    return text if digest == sha256(text).hexdigest().encode() else None
 
 
 def cache_folder() -> Path | None:

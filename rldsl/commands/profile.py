@@ -22,7 +22,7 @@ from typing import Any
 from rldsl.clusters.model import FIELDS, PASSES
 from rldsl.commands.inputs import plan_or_program
 from rldsl.diag import fail
-from rldsl.files import write
+from rldsl.files import with_digest, without_digest, write
 from rldsl.models.families import describe
 from rldsl.plan.codec import encode
 from rldsl.plan.events import ModelCall
@@ -66,7 +66,7 @@ def profile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides:
         known = {**known, **found, "measured": [*known.get("measured", ()), *found["measured"]]}
         if kept is not None:
             kept.parent.mkdir(parents=True, exist_ok=True)
-            write(str(kept), json.dumps(known).encode(), "")
+            write(str(kept), with_digest(json.dumps(known).encode()), "")
     write(target, _file(plan, facts, known).encode(), "choose another path with -o")
     refused = [str(d) for d in degrees if d not in {tp for _, tp, _ in asked}]
     left = f"; no model supports tp={', '.join(refused)}" if refused else ""
@@ -133,11 +133,13 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
+    """What is kept; nothing where it has changed since it was written, so that it is measured again."""
     try:
-        held = json.loads(file.read_text())
-    except (OSError, ValueError):
+        text = without_digest(file.read_bytes())
+    except OSError:
         return {}
-    return held if isinstance(held, dict) and isinstance(held.get("measured"), list) else {}
+    held: dict[str, Any] = json.loads(text) if text is not None else {}
+    return held
 
 
 def _file(plan: Plan, facts: Facts, known: Mapping[str, Any]) -> str:

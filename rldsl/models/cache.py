@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rldsl.diag import Failure
-from rldsl.files import cache_folder
+from rldsl.files import cache_folder, with_digest, without_digest
 from rldsl.plan import codec
 from rldsl.plan.codec import plain_record, read_record
 
@@ -43,8 +43,7 @@ def cached_record(cls: type[Record], key: str, make: Callable[[], Record]) -> Re
     file = folder / "models" / f"{key}.json"
     with suppress(OSError, ValueError, Failure, RecursionError):
         data = file.read_bytes() if file.is_file() else b""  # a pipe or a device might never end
-        digest, _, text = data.partition(b"\n")
-        if digest.decode() == sha256(text).hexdigest():
+        if (text := without_digest(data)) is not None:
             return read_record(cls, json.loads(text), str(file))
     made = make()
     with suppress(OSError, ValueError):
@@ -57,7 +56,7 @@ def _write(file: Path, text: bytes) -> None:
     handle, name = tempfile.mkstemp(prefix=".new-", dir=file.parent)
     try:
         with os.fdopen(handle, "wb") as out:
-            out.write(sha256(text).hexdigest().encode() + b"\n" + text)
+            out.write(with_digest(text))
         os.replace(name, file)
     except BaseException:
         with suppress(OSError):

@@ -172,10 +172,15 @@ def test_a_plan_may_be_given(asked: list[dict], folder: Path) -> None:
 
 
 def test_a_damaged_cache_is_measured_again(asked: list[dict], folder: Path) -> None:
+    """Wherever a byte has changed: a name, a number, the digest, or everything."""
     assert profile("score.rlf").exit_code == 0
     (kept,) = (folder / "cache").rglob("profile/*.json")
-    kept.write_text("{")
-    assert profile("score.rlf").exit_code == 0 and len(asked) == 2
+    whole, before = kept.read_bytes(), Path("profile.yaml").read_bytes()
+    damaged = [whole.replace(old, new, 1) for old, new in ((b'"config"', b'"confie"'), (b"50.0", b"90.0"), (b"[", b"{"))]
+    for done, data in enumerate([*damaged, b"0" + whole[1:], b"{}", b""], 1):
+        kept.write_bytes(data)
+        assert profile("score.rlf").exit_code == 0 and len(asked) == done + 1
+        assert Path("profile.yaml").read_bytes() == before and kept.read_bytes() == whole
 
 
 @pytest.mark.parametrize("args, status, word", [
