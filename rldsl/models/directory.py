@@ -57,7 +57,11 @@ def tensor_names(directory: Path, path: str, span: Span | None = None) -> frozen
                     raise ValueError(f"{file.name} has a header of {length} bytes")
                 names |= json.loads(stream.read(length)).keys() - {"__metadata__"}
         return frozenset(names)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error, OSError) as error:
+    except OSError as error:
+        raise fail("RL0302", f'the weights in "{path}" cannot be read', span,
+                   f"{Path(error.filename or directory).name}: {error.strerror}",
+                   help="check the permissions of the files") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise fail("RL0302", f'the weights in "{path}" cannot be read', span, f"{type(error).__name__}: {error}",
                    help="the safetensors files or their index are corrupted; copy them again") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -125,6 +126,21 @@ def test_damaged_weights(tmp_path: Path) -> None:
     path = make_model(tmp_path / "m")
     (path / "model.safetensors").write_bytes(b"\x05")
     assert refused(path).code == "RL0302"
+
+
+def test_weights_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not called corrupted: the user would copy them again."""
+    path, real = make_model(tmp_path / "m"), Path.open
+
+    def refuse(file: Path, *args: str, **more: str) -> object:
+        if file.suffix == ".safetensors":
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return real(file, *args, **more)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    d = refused(path)
+    assert (d.code, d.label) == ("RL0302", "model.safetensors: Permission denied") and "permissions" in d.help
+    assert "corrupted" not in d.help
 
 
 def test_index_of_shards(tmp_path: Path) -> None:
