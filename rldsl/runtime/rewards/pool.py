@@ -18,11 +18,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from rldsl.diag import Diagnostic, Failure, fail
+from rldsl.diag import Failure, fail
 from rldsl.plan.function import Function, Result
 from rldsl.runtime.rewards import user_functions, worker_process
 from rldsl.runtime.rewards.user_functions import Row
-from rldsl.runtime.rewards.worker import encoded
+from rldsl.runtime.rewards.worker import encoded, failure_from
 from rldsl.runtime.rewards.worker_process import LOAD, RowChunk, Worker
 
 SECONDS_PER_ROW = 60.0  # default time limit of a function
@@ -160,8 +160,7 @@ class RewardPool:
             return
         worker.print_output()
         chunk, worker.work = worker.working_on(), None
-        failure = Failure([Diagnostic(**{**answer["error"], "notes": tuple(answer["error"]["notes"])})]) \
-            if "error" in answer else None
+        failure = failure_from(answer["error"]) if "error" in answer else None
         if chunk == LOAD and failure is not None:
             raise failure
         if call is None or chunk == LOAD:

@@ -43,25 +43,31 @@ def function_path(path: str) -> Path:
 def load(function: Function) -> Callable[[list[Row]], Any]:
     """Execute the bytes of `function`'s file that were compared with its hash. The local modules that it imports are
     those of the plan (`hashed_modules.py`)."""
-    path = function_path(function.path)
-    data = read_hashed(path, function.path, function.sha256)
-    if not function.path.startswith(SHIPPED):
-        installed().add(function, path)
-    module = _import(function, path, data)
-    function_object: Any = getattr(module, function.name, None)
-    if function_object is None:
-        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        near = get_close_matches(function.name, names, n=1)
-        raise fail("RL0774", f"this file does not define a function `{function.name}`", place=function.path,
-                   help=f"did you mean `{near[0]}`?" if near else "define it at the top of the file")
-    if not callable(function_object):
-        raise fail("RL0774", f"`{function.name}` is {_type_name(function_object)}, not a function", place=function.path,
-                   help=f"`{function.name}` is called with a list of rows")
+    function_object = imported(function, "function", f"`{function.name}` is called with a list of rows")
     if (takes := _wrong_signature(function_object)) is not None:
         raise fail("RL0774", f"`{function.name}{takes}` does not take exactly one list of rows", place=function.path,
                    help=f"write `def {function.name}(rows): return [... for row in rows]`; a row is a dict")
     checked: Callable[[list[Row]], Any] = function_object
     return checked
+
+
+def imported(function: Function, kind: str, use: str) -> Any:
+    """What the file defines under the function's name, which can be called. kind: "function" or "class"; use: how it is
+    used, for messages. RL0770 .. RL0774."""
+    path = function_path(function.path)
+    data = read_hashed(path, function.path, function.sha256)
+    if not function.path.startswith(SHIPPED):
+        installed().add(function, path)
+    module = _import(function, path, data)
+    found: Any = getattr(module, function.name, None)
+    if found is None:
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        near = get_close_matches(function.name, names, n=1)
+        raise fail("RL0774", f"this file does not define a {kind} `{function.name}`", place=function.path,
+                   help=f"did you mean `{near[0]}`?" if near else "define it at the top of the file")
+    if not callable(found):
+        raise fail("RL0774", f"`{function.name}` is {type_name(found)}, not a {kind}", place=function.path, help=use)
+    return found
 
 
 def _wrong_signature(function: Callable[..., Any]) -> inspect.Signature | None:
@@ -96,7 +102,7 @@ def _import(function: Function, path: Path, data: bytes) -> Any:
         del sys.modules[name]
         raise_refused()
         missing = isinstance(error, ImportError)
-        raise _raised("RL0773", "this Python file fails on import", function, error,
+        raise raised("RL0773", "this Python file fails on import", function, error,
                       help="install the missing module in the Python environment of the run" if missing else
                       "`python FILE` shows the full traceback") from None
     raise_refused()
@@ -133,7 +139,7 @@ def _call_checked(function: Function, callable_: Callable[[list[Row]], Any], row
         raise_refused()
         about = describe(rows[0], names[0]) if len(rows) == 1 else ()
         advice = _advice(function, error, rows[0])
-        raise _raised("RL0775", f"`{function.name}` raised", function, error, about, advice) from None
+        raise raised("RL0775", f"`{function.name}` raised", function, error, about, advice) from None
     raise_refused()
     return _checked(function, rows, names, result)
 
@@ -163,7 +169,7 @@ def _checked(function: Function, rows: list[Row], names: Sequence[str], result: 
     if hasattr(result, "tolist"):  # an array or a tensor
         result = result.tolist()
     if not isinstance(result, Sequence) or isinstance(result, (str, bytes)):
-        raise _wrong(function, f"returned {_type_name(result)}, not one {_wanted(function)} per row",
+        raise _wrong(function, f"returned {type_name(result)}, not one {_wanted(function)} per row",
                      help="it receives a list of rows and must return a list of the same length")
     if len(result) != len(rows):
         many, (first, prompt) = len(rows) > 1, describe(rows[0], names[0])
@@ -186,7 +192,7 @@ def _text(function: Function, row: Row, name: str, value: Any) -> Text | None:
         fault = next(filter(None, (_message_fault(i, m) for i, m in enumerate(value))), fault)
         text = [] if fault else [part for m in value for part in (m["role"], m["content"])]
     else:
-        fault, text = _type_name(value), []
+        fault, text = type_name(value), []
     if not fault and any("\ud800" <= letter <= "\udfff" for part in text for letter in part):
         fault = "a string with half of a character (a lone surrogate)"
     if fault:
@@ -200,10 +206,10 @@ def _text(function: Function, row: Row, name: str, value: Any) -> Text | None:
 def _message_fault(number: int, message: Any) -> str:
     """What is wrong with a message of a list; "" for nothing."""
     if not isinstance(message, Mapping):
-        return f"a list whose item {number} is {_type_name(message)}"
+        return f"a list whose item {number} is {type_name(message)}"
     for key in ("role", "content"):
         if not isinstance(message.get(key), str):
-            found = _type_name(message[key]) if key in message else "missing"
+            found = type_name(message[key]) if key in message else "missing"
             return f"a list whose item {number} has a wrong '{key}' ({found})"
     return ""
 
@@ -216,7 +222,7 @@ def _number(function: Function, row: Row, name: str, value: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         number = None
     if number is None:
-        raise _wrong(function, f"returned {_type_name(value)} for row {name}, not a number", notes=about[1:],
+        raise _wrong(function, f"returned {type_name(value)} for row {name}, not a number", notes=about[1:],
                      help="return a float, an int or a bool for every row")
     if not math.isfinite(number) or abs(number) > LARGEST:
         raise _wrong(function, f"returned {number} for row {name}", notes=about[1:],
@@ -228,8 +234,8 @@ def _wrong(function: Function, what: str, *, help: str = "", notes: tuple[str, .
     return fail("RL0776", f"`{function.name}` {what}", place=function.path, help=help, notes=notes)
 
 
-def _raised(code: str, title: str, function: Function, error: BaseException, notes: tuple[str, ...] = (),
-            help: str = "") -> Failure:
+def raised(code: str, title: str, function: Function, error: BaseException, notes: tuple[str, ...] = (),
+           help: str = "") -> Failure:
     """The user's own error, at the innermost line of the user's file."""
     path = function_path(function.path)
     line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else None
@@ -238,11 +244,12 @@ def _raised(code: str, title: str, function: Function, error: BaseException, not
         if Path(step.tb_frame.f_code.co_filename).resolve() == path:
             line = step.tb_lineno
         step = step.tb_next
-    return fail(code, f"{title}: {_error_text(error)}", place=f"{function.path}:{line}" if line else function.path,
+    return fail(code, f"{title}: {error_text(error)}", place=f"{function.path}:{line}" if line else function.path,
                 notes=notes, help=help)
 
 
-def _error_text(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
+    """The type and the text of an error, shortened."""
     try:
         text = str(error)
     except Exception:  # an exception of the user's own class may fail to say anything
@@ -251,7 +258,8 @@ def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _type_name(value: Any) -> str:
+def type_name(value: Any) -> str:
+    """What messages call the type of a value, with its article."""
     if value is None:
         return "None"
     name = type(value).__name__

@@ -18,7 +18,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from rldsl.diag import Failure
+from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.function import Function
 from rldsl.runtime.rewards import user_functions
 
@@ -29,13 +29,7 @@ def main(channel: int, trace: int, rank: int) -> None:
     """channel: descriptor of the socket. trace: descriptor for stack traces, on request and in a crash. rank: process
     id of the rank."""
     end_with(rank)
-    for descriptor in (channel, trace):  # what the functions start must not keep them open
-        os.set_inheritable(descriptor, False)
-    faulthandler.enable(trace, all_threads=False)
-    faulthandler.register(STACK_SIGNAL, trace, all_threads=False)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # which it is from the start of a process
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace", write_through=True)
+    set_up(channel, trace)
     with socket.socket(fileno=channel) as peer:
         functions: dict[str, Function] = {}
         while (request := receive(peer)) is not None:
@@ -48,21 +42,42 @@ def main(channel: int, trace: int, rank: int) -> None:
                 return
 
 
+def set_up(channel: int, trace: int) -> None:
+    """Of a process that runs users' code: its stack traces go to `trace`, and its output is unbuffered text."""
+    for descriptor in (channel, trace):  # what the functions start must not keep them open
+        os.set_inheritable(descriptor, False)
+    faulthandler.enable(trace, all_threads=False)
+    faulthandler.register(STACK_SIGNAL, trace, all_threads=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # which it is from the start of a process
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace", write_through=True)
+
+
 def _answer(request: dict[str, Any], functions: dict[str, Function]) -> dict[str, Any]:
     try:
         if "load" in request:
-            functions.update((f["id"], _function(f)) for f in request["load"])
+            functions.update((f["id"], function_from(f)) for f in request["load"])
             for function in functions.values():
                 user_functions.loaded(function)
             return {}
         return {"values": user_functions.call(functions[request["function"]], request["rows"], request["names"])}
     except Failure as failure:
-        (diagnostic,) = failure.diagnostics
-        kept = ("code", "title", "place", "notes", "help")
-        return {"error": {k: v for k, v in asdict(diagnostic).items() if k in kept}}
+        return {"error": failure_fields(failure)}
 
 
-def _function(fields: dict[str, Any]) -> Function:
+def failure_fields(failure: Failure) -> dict[str, Any]:
+    """A failure of one diagnostic, for JSON."""
+    (diagnostic,) = failure.diagnostics
+    kept = ("code", "title", "place", "notes", "help")
+    return {k: v for k, v in asdict(diagnostic).items() if k in kept}
+
+
+def failure_from(fields: dict[str, Any]) -> Failure:
+    """The opposite of `failure_fields`, after JSON."""
+    return Failure([Diagnostic(**{**fields, "notes": tuple(fields["notes"])})])
+
+
+def function_from(fields: dict[str, Any]) -> Function:
     """A Function from JSON, which has no tuples."""
     return Function(**{**fields, "modules": tuple(map(tuple, fields["modules"]))})
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Protocol
 
 from rldsl.diag import present
 from rldsl.plan.function import Function
@@ -27,11 +27,18 @@ from rldsl.runtime.rewards.worker import STACK_SIGNAL, encoded, receive, send
 # `__spec__` names what multiprocessing runs first in processes that users' code spawns
 _BOOT = ("import json, sys; from importlib.machinery import ModuleSpec; sys.path[:] = json.loads(sys.argv[1]); "
          "__spec__ = ModuleSpec('rldsl.runtime.rewards.spawned_modules', None); "
-         "from rldsl.runtime.rewards.worker import main; main(*map(int, sys.argv[2:]))")
-
+         "from {} import main; main(*map(int, sys.argv[2:]))")
+MAIN = "rldsl.runtime.rewards.worker"
 
 LONGEST_LINE = 1 << 21  # bytes that are kept of one line of output; it may never end
 LARGEST_READ = 1 << 20  # bytes of output that are read at once: more than the system keeps of a process that ended
+
+
+class Process(Protocol):
+    """What a Worker needs of its process."""
+
+    pid: int  # its number
+    stdout: IO[bytes] | None  # the pipe for its output
 
 
 class RowChunk(NamedTuple):
@@ -54,13 +61,14 @@ class Worker:
     """One process."""
 
     name: str                                           # printed in front of its output
-    process: subprocess.Popen[bytes]                    # the interpreter that runs `worker.py`
+    process: Process                                    # the interpreter that runs `worker.py`
     peer: socket.socket                                 # this rank's end of the socket for requests and answers
     trace: int                                          # descriptor on which it writes its stack trace when asked
     work: RowChunk | None = None                        # what it does now, until `deadline`
     deadline: float = 0.0                               # on the clock of time.monotonic
     line: bytearray = field(default_factory=bytearray)  # the line of output that has not ended yet
     omitted: int = 0                                    # bytes of that line that were not kept
+    num_printed: int = 0                                # bytes of output so far
 
     @property
     def output(self) -> int:
@@ -96,7 +104,9 @@ class Worker:
 
     def print_output(self, ended: bool = False) -> None:
         """Print the lines that it has printed. ended: the process has, so print an unfinished line too."""
-        *lines, rest = _available(self.output).split(b"\n")
+        read = _available(self.output)
+        self.num_printed += len(read)
+        *lines, rest = read.split(b"\n")
         for line in lines:
             self._keep(line)
             self._end_line()
@@ -121,7 +131,7 @@ class Worker:
 
     def request_stack(self) -> str:
         """The stack trace of where it is now, as text."""
-        os.kill(self.process.pid, STACK_SIGNAL)
+        self._send_signal(STACK_SIGNAL)
         time.sleep(0.1)  # until it has written them
         return _available(self.trace).decode("utf-8", "replace")
 
@@ -133,27 +143,43 @@ class Worker:
     def end(self) -> int:
         """Kill the process and its descendants, and print its last lines. Returns the exit status, negative for a
         signal."""
-        if not self.ended:
-            os.kill(self.process.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)  # its number stays taken until it is reaped
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        status = self._kill()
         self.print_output(ended=True)
-        status = self.process.wait()
         self.peer.close()
         os.close(self.trace)
         self._stdout().close()
         return status
 
+    def _send_signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
 
-def start(name: str, functions: Sequence[Function], loading: float) -> Worker:
-    """Start a process that loads the functions. loading: time limit, in seconds. It ends with the thread that started
-    it."""
+    def _kill(self) -> int:
+        """Kill the process and its descendants. Returns the exit status, negative for a signal."""
+        status = kill_group(self.process.pid)
+        if isinstance(self.process, subprocess.Popen):
+            self.process.returncode = status  # it has been reaped
+        return status
+
+
+def kill_group(pid: int) -> int:
+    """Kill a child of this process and its descendants in the same session. Returns the exit status, negative for a
+    signal."""
+    if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its number stays taken until it is reaped
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def start(name: str, functions: Sequence[Function], loading: float, main: str = MAIN) -> Worker:
+    """Start a process that loads the functions. loading: time limit, in seconds. main: the module whose `main` it runs.
+    It ends with the thread that started it."""
     ours, theirs = socket.socketpair()
     trace, tracing = os.pipe()
     os.set_blocking(trace, False)
     numbers = (theirs.fileno(), tracing, os.getpid())
-    command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, numbers)]
+    command = [sys.executable, "-c", _BOOT.format(main), json.dumps(sys.path), *map(str, numbers)]
     # a session of its own: Ctrl-C and torchrun's signals are for the rank, which decides
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                pass_fds=(theirs.fileno(), tracing), start_new_session=True)

@@ -1,0 +1,181 @@
+"""The tokens of a conversation: its first context, and what each answer of an environment adds.
+
+In: a tokenizer with a chat template, messages. Out: context tokens. What the model said is never rendered: a reply is
+what the template writes after the stop token of a turn, read off a short conversation that ends with the same messages.
+Invariant: the context of each turn begins with the context of the turn before it. The template is probed before the run
+with conversations of three turns, with tools and with thinking, so that a template that rewrites earlier turns, as many
+do with thinking, is refused instead of training on texts that the model never sees.
+Codes: RL0718 the chat template cannot be used for conversations, RL0719 (`tool_calls.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from rldsl.diag import Failure, fail
+from rldsl.runtime.environments import Message
+from rldsl.runtime.environments.contract import Speaks
+from rldsl.runtime.environments.tool_calls import Turn, TurnReader
+
+SAID = "x7said7x"            # what the model says in a probe
+THOUGHT = "x7thought7x"      # what it thinks
+ANSWERED = "x7answered7x"    # what the environment says
+SHOWN = 160                  # characters of a rendering that a message shows on each side of a difference
+THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+
+
+class ChatTemplate:
+    """Conversations of one tokenizer with environments that have certain tools. It is probed when it is created."""
+
+    def __init__(self, tokenizer: Any, ends: Collection[int], directory: str, tools: Sequence[Mapping[str, Any]],
+                 speaks: Speaks):
+        """ends: ids at which a turn ends. directory: of the tokenizer, for messages. tools: JSON schemas. speaks: the
+        role of the environment's messages. RL0718, RL0719."""
+        self.tokenizer, self.directory, self.speaks = tokenizer, directory, speaks
+        self.ends = frozenset(ends)
+        self.tools = [dict(tool) for tool in tools] or None  # some templates write a heading for an empty list
+        if not tokenizer.chat_template:
+            raise self._refused("this tokenizer has no chat template", (),
+                                "use the tokenizer of a chat model: conversations are rendered by its template")
+        self.reader = TurnReader(tokenizer, directory, tools)
+        parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+        self.safe = {"sanitize_control_tokens": True} if "sanitize_control_tokens" in parameters else {}
+        self.end_texts = [str(text) for text in tokenizer.convert_ids_to_tokens(sorted(self.ends))]
+        self.many_calls = speaks == "tool" and self._takes_several_calls()
+        self._probe()
+
+    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The first context of a conversation."""
+        return self._ids(messages)
+
+    def reply(self, messages: Sequence[Message], cut: bool) -> tuple[int, ...]:
+        """The context that new messages add after a turn of the model. cut: the turn has no stop token, which then
+        belongs to the context."""
+        conversation = [{"role": "user", "content": "?"}, self._turn(messages), *map(self._addressed, messages)]
+        text = self._text(conversation)
+        said = text.find(SAID)
+        at = min((i for end in self.end_texts if (i := text.find(end, said)) >= 0), default=-1)
+        if said < 0 or at < 0 or any(str(m["content"]) in text[said:at] for m in messages if m["content"]):
+            raise self._refused("the chat template does not end a turn of the model with a stop token",
+                                (f"stop tokens: {', '.join(map(repr, self.end_texts))}", f"rendering: {text!r}"),
+                                "the tokens at which generation ends are `eos_token_id` of generation_config.json")
+        before = sum(text.count(end, 0, at) for end in self.end_texts)  # none of them is the environment's
+        ids = self._ids(conversation)
+        stop = next(itertools.islice((i for i, token in enumerate(ids) if token in self.ends), before, None))
+        return ids[stop:] if cut else ids[stop + 1 :]
+
+    def turn(self, ids: Sequence[int], context: Sequence[int]) -> Turn:
+        """What the model said."""
+        return self.reader.turn(ids, context)
+
+    def _turn(self, answers: Sequence[Message]) -> Message:
+        """A turn of the model that these messages answer."""
+        if self.speaks == "user" or not any(m["role"] == "tool" for m in answers):
+            return {"role": "assistant", "content": SAID}
+        names = [str(m.get("name") or "tool") for m in answers if m["role"] == "tool"]
+        return {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "id": f"call{i:05}", "function": {"name": name, "arguments": {"argument": SAID}}}
+            for i, name in enumerate(names if self.many_calls else names[:1])]}
+
+    @staticmethod
+    def _addressed(message: Message) -> Message:
+        """Some templates want the number of the call that a tool answers."""
+        return {"tool_call_id": "call00000", **message} if message["role"] == "tool" else message
+
+    def _text(self, messages: Sequence[Message], generation: bool = True) -> str:
+        try:
+            return str(self.tokenizer.apply_chat_template(
+                list(messages), tools=self.tools, add_generation_prompt=generation, tokenize=False))
+        except Exception as error:  # a template is a program: it may raise anything
+            raise self._refused(f"the chat template rejects these messages: {error}",
+                                ("roles: " + ", ".join(str(m["role"]) for m in messages),),
+                                "its messages of the environment have the role "
+                                f"`{self.speaks}`; use a model whose template has it") from None
+
+    def _ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The tokens of a context. Control tokens that messages spell are text."""
+        self._text(messages)  # so that an error of the template is reported as one
+        found = self.tokenizer.apply_chat_template(list(messages), tools=self.tools, add_generation_prompt=True,
+                                                   tokenize=True, return_dict=False, **self.safe)
+        return tuple(int(i) for i in found)
+
+    # probes
+
+    def _takes_several_calls(self) -> bool:
+        """Whether a turn may have several calls: Llama's template rejects them."""
+        self.many_calls = True
+        answers = self._answers("a", "b")
+        try:
+            text = self._text([{"role": "user", "content": "?"}, self._turn(answers), *map(self._addressed, answers)])
+        except Failure:
+            return False
+        return text.count(SAID) == 2
+
+    def _answers(self, *contents: str) -> list[Message]:
+        if self.speaks == "user":
+            return [{"role": "user", "content": contents[0]}]
+        name = str(self.tools[0]["function"]["name"]) if self.tools else "tool"
+        return [{"role": "tool", "name": name, "content": content} for content in contents]
+
+    def _probe(self) -> None:
+        """RL0718: the template rewrites what a conversation has had, or leaves something out."""
+        for turn in self._turns():
+            self._probe_with(turn)
+
+    def _turns(self) -> list[Message]:
+        """Turns of the model as its template may know them: without thinking, and with it in each way there is."""
+        plain = self._turn(self._answers(ANSWERED))
+        turns = [plain]
+        for name in THINKING_FIELDS:
+            turn = {**plain, name: THOUGHT}
+            if name in self.tokenizer.chat_template and THOUGHT in self._text(
+                    [{"role": "user", "content": "?"}, turn], generation=False):
+                turns.append(turn)
+        if "</think>" in self.tokenizer.chat_template:
+            turns.append({**plain, "content": f"<think>\n{THOUGHT}\n</think>\n\n{plain['content']}"})
+        return turns
+
+    def _probe_with(self, turn: Message) -> None:
+        answers = [self._addressed(m) for m in self._answers(ANSWERED)]
+        conversation: list[Message] = [{"role": "user", "content": "?"}]
+        before = self._text(conversation)
+        for _ in range(3):
+            conversation += [turn, *answers]
+            after = self._text(conversation)
+            if not after.startswith(before):
+                raise self._refused("the chat template rewrites earlier turns when a conversation continues",
+                                    _difference(before, after), _PRESERVING)
+            added = after[len(before):]
+            for text, what in ((ANSWERED, f"messages of the role `{self.speaks}`"), (SAID, "turns of the model"),
+                               (THOUGHT, "the thinking of earlier turns")):
+                if text not in added and (text != THOUGHT or THOUGHT in str(turn)):
+                    last = self._text([*conversation[: -len(answers)]], generation=False)
+                    raise self._refused(f"the chat template leaves out {what} when a conversation continues",
+                                        _both(last, after), _PRESERVING)
+            before = after
+        reply, ids = self.reply(self._answers(ANSWERED), cut=False), self._ids(conversation)
+        if ids[len(ids) - len(reply):] != reply:
+            raise self._refused("the chat template renders an answer differently in a longer conversation",
+                                _both(self.tokenizer.decode(list(reply)), before), _PRESERVING)
+
+    def _refused(self, what: str, notes: tuple[str, ...], help: str) -> Failure:
+        return fail("RL0718", what, place=self.directory, notes=notes, help=help)
+
+
+_PRESERVING = ("use a template that only adds to what it has rendered (many models have a variant for training, or one "
+               "that keeps thinking): edit chat_template.jinja in the model's directory")
+
+
+def _both(before: str, after: str) -> tuple[str, str]:
+    return f"before: {before!r}", f"after: {after!r}"
+
+
+def _difference(before: str, after: str) -> tuple[str, str]:
+    """The two renderings, from a little before the place where they differ."""
+    at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
+    cut = slice(max(0, at - SHOWN), at + SHOWN)
+    more = "... " if at > SHOWN else ""
+    return f"before: {more}{before[cut]!r}", f"after: {more}{after[cut]!r}"

@@ -1,0 +1,211 @@
+"""What a user's environment is, seen from the process that runs it: one object, one conversation.
+
+In: the class or factory of a plan's Function, called without arguments. Out: a `Talk`, whatever the form of the object:
+the form of TRL's `environment_factory` (here), the text form `init/step/close` (`text_form.py`), OpenEnv
+(`open_env.py`) or a taskset of verifiers (`verifiers_form.py`).
+Invariant: an environment in TRL's form sees the calls that TRL 1.16's GRPOTrainer makes, in the same order: the
+functions of a turn first, in the order of the calls, then its coroutines together. What a tool raises is answered to
+the model; what anything else raises is the environment's failure.
+Codes: RL0713 the object is no environment, RL0715 it returned the wrong thing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from rldsl.diag import Failure, fail
+from rldsl.plan.function import Function
+from rldsl.runtime.environments import Message
+from rldsl.runtime.rewards import user_functions
+from rldsl.runtime.rewards.user_functions import LARGEST, type_name
+
+Speaks = Literal["tool", "user"]
+NOT_TOOLS = ("reset", "get_reward")
+
+
+@dataclass(frozen=True)
+class Said:
+    """What an environment says to a turn of the model."""
+
+    messages: list[Message] = field(default_factory=list)  # to the model
+    done: bool = False                                     # whether it ends the conversation
+    turn_reward: float | None = None                       # of the turn that it answers
+
+
+class Talk(Protocol):
+    """One conversation with an environment."""
+
+    # the role of what it says: "tool" if it answers calls, and a turn without calls ends the conversation; "user" if it
+    # answers text
+    speaks: Speaks
+
+    def tools(self) -> list[dict[str, Any]]:
+        """The JSON schemas of its tools."""
+
+    def begin(self, messages: list[Message], columns: Mapping[str, Any], seed: int) -> list[Message]:
+        """Reset it. Returns the messages of the first context."""
+
+    def answer(self, content: str, calls: Sequence[Mapping[str, Any]]) -> Said:
+        """What it says to a turn. content: its text; calls: {"name", "arguments"}, or {"name", "error"} of a call that
+        cannot be read."""
+
+    def reward(self) -> float | None:
+        """The reward of the conversation; None if it gives none."""
+
+    def close(self) -> None:
+        """Release what it holds."""
+
+
+def open_talk(function: Function) -> Talk:
+    """A new environment. RL0713, and those of `user_functions.imported`."""
+    factory = user_functions.imported(function, "class", "an environment is a class, or a function that makes one")
+    try:
+        found = factory()
+    except Exception as error:
+        raise user_functions.raised("RL0713", f"`{function.name}()` raised", function, error,
+                                    help="an environment is created without arguments; what depends on the row belongs "
+                                         "in `reset`") from None
+    origins = {base.__module__.partition(".")[0] for base in type(found).__mro__}
+    if "openenv" in origins and hasattr(found, "step"):
+        from rldsl.runtime.environments.open_env import OpenEnv
+
+        return OpenEnv(function, found)
+    if "verifiers" in origins:
+        from rldsl.runtime.environments.verifiers_form import VerifiersTaskset
+
+        return VerifiersTaskset(function, found)
+    if hasattr(found, "init") and hasattr(found, "step"):
+        from rldsl.runtime.environments.text_form import TextForm
+
+        return TextForm(function, found)
+    return TrlForm(function, found)
+
+
+class TrlForm:
+    """TRL's `environment_factory`: `reset(**row)`, typed public methods as tools, `get_reward()`."""
+
+    speaks: Speaks = "tool"
+
+    def __init__(self, function: Function, environment: Any):
+        self.function, self.environment = function, environment
+        # of the class: `getmembers` of the object would evaluate its properties
+        names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
+        if "reset" not in names:
+            raise fail("RL0713", f"`{function.name}` is no environment: {type_name(environment)} has no method `reset`",
+                       place=function.path,
+                       help="define `reset(self, **row)`, which begins a conversation, and methods that are its tools")
+        self.scores = "get_reward" in names
+        self.methods = [getattr(environment, n) for n in names if n not in NOT_TOOLS and not n.startswith("_")]
+        self.tool_named: dict[str, Callable[..., Any]] = {method.__name__: method for method in self.methods}
+        self.loop = asyncio.new_event_loop()
+
+    def tools(self) -> list[dict[str, Any]]:
+        from transformers.utils import get_json_schema
+
+        schemas = []
+        for method in self.methods:
+            try:
+                schemas.append(get_json_schema(method))
+            except Exception as error:
+                line = method.__code__.co_firstlineno if hasattr(method, "__code__") else ""
+                raise fail("RL0713", f"the tool `{method.__name__}` of `{self.function.name}` has no schema: {error}",
+                           place=f"{self.function.path}:{line}".rstrip(":"),
+                           help="give every parameter a type, and describe it in the docstring, under `Args:`; a method "
+                                "that is no tool has a name that begins with `_`") from None
+        return schemas
+
+    def begin(self, messages: list[Message], columns: Mapping[str, Any], seed: int) -> list[Message]:
+        row = dict(columns)
+        accepted = inspect.signature(self.environment.reset).parameters.get("seed")
+        if accepted is not None and accepted.kind is not accepted.VAR_KEYWORD:
+            row.setdefault("seed", seed)
+        observation = self._awaited(self.environment.reset(**row))
+        if observation is None:
+            return messages
+        if not isinstance(observation, str):
+            raise wrong(self.function, f"`reset` returned {type_name(observation)}, not a string or None",
+                        "what it returns is appended to the last message of the prompt; images are not supported")
+        *before, last = messages
+        return [*before, {**last, "content": last["content"] + observation}]
+
+    def answer(self, content: str, calls: Sequence[Mapping[str, Any]]) -> Said:
+        results: list[tuple[str, Any]] = []
+        waiting: list[tuple[str, Coroutine[Any, Any, Any]]] = []
+        for call in calls:
+            name = str(call["name"])
+            try:
+                if "error" in call:
+                    raise ValueError(call["error"])
+                if name not in self.tool_named:
+                    raise ValueError(f"Tool {name} not found.")
+                result = self.tool_named[name](**call["arguments"])
+            except Exception as error:
+                user_functions.raise_refused()
+                results.append((name, {"error": str(error)}))
+                continue
+            if inspect.iscoroutine(result):
+                waiting.append((name, result))
+            else:
+                results.append((name, result))
+        if waiting:
+            found = self.loop.run_until_complete(_gathered([coroutine for _, coroutine in waiting]))
+            results += [(name, {"error": str(r)} if isinstance(r, Exception) else r)
+                        for (name, _), r in zip(waiting, found, strict=True)]
+        return Said([{"role": "tool", "name": n, "content": _content(self.function, n, r)} for n, r in results])
+
+    def reward(self) -> float | None:
+        if not self.scores:
+            return None
+        return number(self.function, "`get_reward` returned", self._awaited(self.environment.get_reward()))
+
+    def close(self) -> None:
+        self.loop.close()
+
+    def _awaited(self, result: Any) -> Any:
+        return self.loop.run_until_complete(result) if inspect.iscoroutine(result) else result
+
+
+async def _gathered(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    return await asyncio.gather(*coroutines, return_exceptions=True)
+
+
+def _content(function: Function, tool: str, result: Any) -> str:
+    """What a tool returned, as text: blocks of text are joined, and all else becomes what `str` makes of it."""
+    if isinstance(result, list) and result and all(isinstance(b, Mapping) and "type" in b for b in result):
+        if all(b["type"] == "text" and isinstance(b.get("text"), str) for b in result):
+            return "".join(b["text"] for b in result)
+        raise wrong(function, f"the tool `{tool}` returned a block that is not text", "images are not supported")
+    return str(result)
+
+
+def number(function: Function, what: str, value: Any) -> float:
+    """A reward, checked. RL0715."""
+    try:
+        found = None if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = None
+    if found is None:
+        raise wrong(function, f"{what} {type_name(value)}, not a number", "a reward is a float, an int or a bool")
+    if not math.isfinite(found) or abs(found) > LARGEST:
+        raise wrong(function, f"{what} {found}", "a reward is a finite float32")
+    return found
+
+
+def checked_messages(function: Function, what: str, value: Any) -> list[Message]:
+    """Messages that an environment wrote. RL0715."""
+    if isinstance(value, list) and all(
+            isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+            for m in value):
+        return [dict(m) for m in value]
+    raise wrong(function, f"{what} {type_name(value)}, not a list of messages",
+                "a message is {'role': ..., 'content': ...}, both strings")
+
+
+def wrong(function: Function, what: str, help: str) -> Failure:
+    """RL0715: an environment returned the wrong thing."""
+    return fail("RL0715", f"`{function.name}`: {what}", place=function.path, help=help)

@@ -1,0 +1,53 @@
+"""The text form of environments, as in SkyRL-gym: `init(prompt) -> (messages, info)`, `step(text) -> {"observations",
+"reward", "done", ...}`, `close()`. The reward of a conversation is the sum of its steps' rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rldsl.plan.function import Function
+from rldsl.runtime.environments import Message
+from rldsl.runtime.environments.contract import Said, Speaks, checked_messages, number, wrong
+from rldsl.runtime.rewards.user_functions import type_name
+
+
+class TextForm:
+    """A conversation with an environment that reads what the model writes and answers as the user."""
+
+    speaks: Speaks = "user"
+
+    def __init__(self, function: Function, environment: Any):
+        self.function, self.environment = function, environment
+        self.total = 0.0
+
+    def tools(self) -> list[dict[str, Any]]:
+        return []
+
+    def begin(self, messages: list[Message], columns: Mapping[str, Any], seed: int) -> list[Message]:
+        for name, value in columns.items():  # what SkyRL gives to the constructor as `extras`
+            if hasattr(self.environment, "extras") and isinstance(self.environment.extras, dict):
+                self.environment.extras[name] = value
+        found = self.environment.init(messages)
+        first = found[0] if isinstance(found, tuple) and found else found
+        return checked_messages(self.function, "`init` returned", first)
+
+    def answer(self, content: str, calls: Sequence[Mapping[str, Any]]) -> Said:
+        step = self.environment.step(content)
+        if not isinstance(step, Mapping) or "done" not in step:
+            raise wrong(self.function, f"`step` returned {type_name(step)}, not a dict with `done`",
+                        'return {"observations": [...], "reward": ..., "done": ...}')
+        reward = number(self.function, "`step` returned as reward", step.get("reward", 0.0))
+        self.total += reward
+        messages = checked_messages(self.function, "`step` returned as observations", step.get("observations") or [])
+        if not step["done"] and not messages:
+            raise wrong(self.function, "`step` said nothing, and did not end the conversation",
+                        'return "observations", or "done": True')
+        return Said([] if step["done"] else messages, bool(step["done"]), reward)
+
+    def reward(self) -> float | None:
+        return self.total
+
+    def close(self) -> None:
+        if hasattr(self.environment, "close"):
+            self.environment.close()
