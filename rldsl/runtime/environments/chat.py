@@ -58,7 +58,7 @@ class ChatTemplate:
         text = self._text(conversation)
         said = text.find(SAID)
         at = min((i for end in self.end_texts if (i := text.find(end, said)) >= 0), default=-1)
-        if said < 0 or at < 0 or any(str(m["content"]) in text[said:at] for m in messages if m["content"]):
+        if said < 0 or at < 0 or ANSWERED in text[said:at]:
             raise self._refused("the chat template does not end a turn of the model with a stop token",
                                 (f"stop tokens: {', '.join(map(repr, self.end_texts))}", f"rendering: {text!r}"),
                                 "the tokens at which generation ends are `eos_token_id` of generation_config.json")

@@ -1,8 +1,7 @@
 """What a user's environment is, seen from the process that runs it: one object, one conversation.
 
 In: the class or factory of a plan's Function, called without arguments. Out: a `Talk`, whatever the form of the object:
-the form of TRL's `environment_factory` (here), the text form `init/step/close` (`text_form.py`), OpenEnv
-(`open_env.py`) or a taskset of verifiers (`verifiers_form.py`).
+the form of TRL's `environment_factory` (here), or the text form `init/step/close` (`text_form.py`).
 Invariant: an environment in TRL's form sees the calls that TRL 1.16's GRPOTrainer makes, in the same order: the
 functions of a turn first, in the order of the calls, then its coroutines together. What a tool raises is answered to
 the model; what anything else raises is the environment's failure.
@@ -22,6 +21,7 @@ from rldsl.diag import Failure, fail
 from rldsl.plan.function import Function
 from rldsl.runtime.environments import Message
 from rldsl.runtime.rewards import user_functions
+from rldsl.runtime.rewards.hashed_modules import raise_refused
 from rldsl.runtime.rewards.user_functions import LARGEST, type_name
 
 Speaks = Literal["tool", "user"]
@@ -70,15 +70,6 @@ def open_talk(function: Function) -> Talk:
         raise user_functions.raised("RL0713", f"`{function.name}()` raised", function, error,
                                     help="an environment is created without arguments; what depends on the row belongs "
                                          "in `reset`") from None
-    origins = {base.__module__.partition(".")[0] for base in type(found).__mro__}
-    if "openenv" in origins and hasattr(found, "step"):
-        from rldsl.runtime.environments.open_env import OpenEnv
-
-        return OpenEnv(function, found)
-    if "verifiers" in origins:
-        from rldsl.runtime.environments.verifiers_form import VerifiersTaskset
-
-        return VerifiersTaskset(function, found)
     if hasattr(found, "init") and hasattr(found, "step"):
         from rldsl.runtime.environments.text_form import TextForm
 
@@ -105,7 +96,7 @@ class TrlForm:
         self.loop = asyncio.new_event_loop()
 
     def tools(self) -> list[dict[str, Any]]:
-        from transformers.utils import get_json_schema
+        from transformers.utils.chat_template_utils import get_json_schema
 
         schemas = []
         for method in self.methods:
@@ -115,8 +106,8 @@ class TrlForm:
                 line = method.__code__.co_firstlineno if hasattr(method, "__code__") else ""
                 raise fail("RL0713", f"the tool `{method.__name__}` of `{self.function.name}` has no schema: {error}",
                            place=f"{self.function.path}:{line}".rstrip(":"),
-                           help="give every parameter a type, and describe it in the docstring, under `Args:`; a method "
-                                "that is no tool has a name that begins with `_`") from None
+                           help="give every parameter a type, and describe it in the docstring, under `Args:`; a "
+                                "method that is no tool has a name that begins with `_`") from None
         return schemas
 
     def begin(self, messages: list[Message], columns: Mapping[str, Any], seed: int) -> list[Message]:
@@ -145,7 +136,7 @@ class TrlForm:
                     raise ValueError(f"Tool {name} not found.")
                 result = self.tool_named[name](**call["arguments"])
             except Exception as error:
-                user_functions.raise_refused()
+                raise_refused()
                 results.append((name, {"error": str(error)}))
                 continue
             if inspect.iscoroutine(result):

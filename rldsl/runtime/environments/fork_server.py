@@ -13,6 +13,7 @@ Codes: RL0714 the environment raised, RL0715 it returned the wrong thing, and th
 
 from __future__ import annotations
 
+import functools
 import os
 import selectors
 import signal
@@ -27,6 +28,7 @@ from rldsl.diag import Failure
 from rldsl.plan.function import Function
 from rldsl.runtime.environments.contract import Talk, open_talk
 from rldsl.runtime.rewards import user_functions
+from rldsl.runtime.rewards.hashed_modules import raise_refused
 from rldsl.runtime.rewards.worker import encoded, end_with, failure_fields, function_from, receive, send, set_up
 from rldsl.runtime.rewards.worker_process import kill_group
 
@@ -128,7 +130,7 @@ def _converse(peer: socket.socket, function: Function) -> None:
     while (request := receive(peer)) is not None:
         try:
             talk = talk or open_talk(function)
-            reply = _guarded(function, lambda request=request, talk=talk: _handle(talk, request))
+            reply = _guarded(function, functools.partial(_handle, talk, request))
         except Failure as failure:
             reply = {"error": failure_fields(failure)}
         sys.stdout.flush()
@@ -147,11 +149,11 @@ def _guarded(function: Function, call: Callable[[], dict[str, Any]]) -> dict[str
     except Failure:
         raise
     except Exception as error:
-        user_functions.raise_refused()
+        raise_refused()
         raise user_functions.raised("RL0714", f"`{function.name}` raised", function, error,
                                     help="only what a tool raises is answered to the model: handle this error in the "
                                          "environment, or let `on_error=end` end the conversation") from None
-    user_functions.raise_refused()
+    raise_refused()
     return result
 
 

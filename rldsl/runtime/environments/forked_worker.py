@@ -18,7 +18,7 @@ from typing import IO, Any
 from rldsl.plan.function import Function
 from rldsl.runtime.rewards import worker_process
 from rldsl.runtime.rewards.worker import encoded, failure_from, receive, send
-from rldsl.runtime.rewards.worker_process import LOAD, Worker
+from rldsl.runtime.rewards.worker_process import Worker
 
 SECONDS_TO_ANSWER = 30.0  # of the server, which does nothing that takes long
 SERVER = "rldsl.runtime.environments.fork_server"
@@ -55,7 +55,7 @@ class ForkServer:
             os.close(output)
             os.close(tracing)
         stream = io.FileIO(reading)
-        return ForkedWorker(name, Forked(pid, stream), ours, trace, server=self)  # type: ignore[arg-type]
+        return ForkedWorker(name, Forked(pid, stream), ours, trace, server=self)
 
     def signal(self, pid: int, number: int) -> None:
         """Signal a child; nothing if it has ended."""
@@ -63,8 +63,11 @@ class ForkServer:
 
     def has_ended(self, pid: int) -> bool:
         """Whether a child has ended."""
-        while self.worker.has_answer():
-            self._receive(None)
+        try:
+            while self.worker.has_answer():
+                self._receive(None)
+        except ConnectionError:  # the server has died, and its children with it
+            self.ended.setdefault(pid, -signal.SIGKILL)
         return pid in self.ended
 
     def kill(self, pid: int) -> int:
@@ -137,6 +140,3 @@ def start_server(name: str, function: Function, seconds: float) -> ForkServer:
         raise
     worker.work = None
     return ForkServer(worker)
-
-
-__all__ = ["LOAD", "ForkServer", "ForkedWorker", "start_server"]

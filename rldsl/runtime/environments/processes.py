@@ -18,10 +18,10 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from rldsl.diag import Diagnostic, Failure, fail, internal_error
+from rldsl.diag import Failure, fail, internal_error
 from rldsl.plan.function import Function
 from rldsl.runtime.environments import Arrival, Message, OnError, Stopped
 from rldsl.runtime.environments.contract import Speaks
@@ -73,7 +73,7 @@ class Row:
 @dataclass
 class EnvironmentProcesses:
     """The conversations of a rank with one environment. Create it on the rank's main thread: its processes end with
-    the thread that started them. After a Failure it can only be closed."""
+    the thread that started them. The row of a Failure is free again; the others live on."""
 
     function: Function                              # the environment's class
     turn_timeout: float                             # seconds for each of `reset`, the answer to a turn, the reward
@@ -85,6 +85,7 @@ class EnvironmentProcesses:
     ending: list[tuple[float, ForkedWorker]] = field(default_factory=list, init=False)  # (deadline, process)
     server: ForkServer | None = field(default=None, init=False)
     chat: Chat | None = field(default=None, init=False)
+    speaks: Speaks = field(default="tool", init=False)                         # role of the environment's messages
 
     def open(self, make_chat: ChatFactory) -> EnvironmentProcesses:
         """Import the file, create one environment to learn its tools, and check the chat template. A Failure if one of
@@ -157,14 +158,15 @@ class EnvironmentProcesses:
     def _described(self) -> tuple[list[dict[str, Any]], Speaks]:
         worker = self._server().fork(f"rank {self.rank} environment")
         self.rows[-1] = Row(worker, [], {})
-        worker.send_request(RowChunk(-1, 0), {"describe": True}, self.loading)
-        while not worker.has_answer() and time.monotonic() < worker.deadline:
-            self._wait_for([worker], worker.deadline - time.monotonic())
-            worker.print_output()
-        answer = self._answer_of(-1, self.loading)
-        del self.rows[-1]
-        worker.end()
-        self.speaks: Speaks = answer["speaks"]
+        try:
+            worker.send_request(RowChunk(-1, 0), {"describe": True}, self.loading)
+            while not worker.has_answer() and time.monotonic() < worker.deadline:
+                self._wait_for([worker], worker.deadline - time.monotonic())
+                worker.print_output()
+            answer = self._answer_of(-1, self.loading)
+        finally:
+            self._release(-1)
+        self.speaks = answer["speaks"]
         return answer["tools"], self.speaks
 
     def _ask(self, row: int, request: dict[str, Any]) -> None:
@@ -228,8 +230,7 @@ class EnvironmentProcesses:
                            "an environment must not exit" if status >= 0 else "a library that it uses crashed")
         if "error" in answer:
             (diagnostic,) = failure_from(answer["error"]).diagnostics
-            raise Failure([Diagnostic(diagnostic.code, diagnostic.title, diagnostic.place, help=diagnostic.help,
-                                      notes=(*diagnostic.notes, *self._notes(row)))])
+            raise Failure([replace(diagnostic, notes=(*diagnostic.notes, *self._notes(row)))])
         return dict(answer)
 
     def _arrival(self, row: int, answer: dict[str, Any]) -> Arrival:
@@ -243,6 +244,7 @@ class EnvironmentProcesses:
 
     def _failed(self, row: int, failure: Failure) -> Arrival:
         if self.on_error == "stop":
+            self._release(row)
             raise failure
         (diagnostic,) = failure.diagnostics
         print(f"{diagnostic.place}: {diagnostic.code} {diagnostic.title}; {'; '.join(self._notes(row)[:1])}: its "

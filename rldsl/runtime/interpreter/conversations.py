@@ -6,21 +6,25 @@ An environment gets a seed of its row, so that what it draws does not depend on 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rldsl.diag import internal_error
 from rldsl.plan.function import Function
 from rldsl.plan.payloads import Conversation
 from rldsl.runtime.data.tokens import Tokens
 from rldsl.runtime.environments import Arrival, Conversations, Stopped
+from rldsl.runtime.environments.chat import ChatTemplate
+from rldsl.runtime.environments.processes import EnvironmentProcesses
 from rldsl.sharding.partition import mix
 
 
 def open_conversations(function: Function, limits: Conversation, tokens: Tokens, count: int) -> Conversations:
-    """The environments of one call on this rank. count: the most conversations at once."""
-    raise internal_error(f"no environment of {function.name} can be opened", "run")
+    """The environments of one call on this rank. count: the most conversations at once; each has its own process, which
+    is forked when it begins. A Failure if the environment or the chat template cannot be used."""
+    chat = functools.partial(ChatTemplate, tokens.tokenizer, tokens.ends, tokens.directory)
+    return EnvironmentProcesses(function, limits.turn_timeout, limits.on_error).open(chat)
 
 
 @dataclass
