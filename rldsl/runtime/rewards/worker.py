@@ -79,7 +79,7 @@ def failure_from(fields: dict[str, Any]) -> Failure:
 
 def function_from(fields: dict[str, Any]) -> Function:
     """A Function from JSON, which has no tuples."""
-    return Function(**{**fields, "modules": tuple(map(tuple, fields["modules"]))})
+    return Function(**{**fields, "modules": tuple(map(tuple, fields["modules"])), "columns": tuple(fields["columns"])})
 
 
 def end_with(parent: int) -> None:
