@@ -191,9 +191,10 @@ class Modules:
                             f"line {line}: {getattr(error, 'msg', error)}" if line else str(error))
         body = tree.body if tree is not None else []
         for fn in use.functions:
-            is_class = fn.returns is None
-            what, kind = ("class", python.ClassDef) if is_class else ("function", python.FunctionDef)
-            defined = {n.name: n for n in body if isinstance(n, kind)}
+            is_env = fn.returns is None  # a class, or a function that returns an object of one
+            what = "class" if is_env else "function"
+            kinds = (python.FunctionDef, python.ClassDef) if is_env else (python.FunctionDef,)
+            defined = {n.name: n for n in body if isinstance(n, kinds)}
             returns = "env" if fn.returns is None else fn.returns.name + "?" * fn.optional
             if not self._may_return(fn):
                 self.bind(module, fn.name, BAD)
@@ -211,7 +212,7 @@ class Modules:
                 columns = _reset_columns(found) if isinstance(found, python.ClassDef) else ()
                 self.functions[key] = Function(key, path, fn.name.name, digest, cast(Returns, returns), modules,
                                                columns)
-                self.bind(module, fn.name, EnvRef(key, fn.span) if is_class else PyRef(
+                self.bind(module, fn.name, EnvRef(key, fn.span) if is_env else PyRef(
                     key, tuple(p.name for p in fn.params), cast(Returns, returns), fn.span, fn.options, module))
 
     def _may_return(self, fn: ast.PyFunction) -> bool:

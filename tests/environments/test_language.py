@@ -90,6 +90,13 @@ def test_declarations(base: Path, declared: str, code: str, monkeypatch: pytest.
     assert said(base, TALKED, monkeypatch, "Guess: env", declared)[0][0] == code
 
 
+def test_a_function_may_make_the_environment(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (base / "made.py").write_text("def make():\n    return object()\n")
+    text = source(TALKED).replace(source(TALKED).partition('use py "')[2].partition('"')[0], "made.py")
+    monkeypatch.chdir(base)
+    assert not api.check(text.replace("Guess", "make"), "page.rlf")
+
+
 @pytest.fixture(scope="module")
 def plan(base: Path) -> Plan:
     (base / "p.rlf").write_text(source(TALKED + TRAIN))

@@ -261,7 +261,7 @@ async def test_a_file_that_is_closed_in_the_midst_of_a_change_stays_without(clie
 
 async def test_levels_after_by(client: LanguageClient) -> None:
     text = PROGRAM.replace("lp by seq", "lp by ")
-    assert await completions(client, text, "lp by ") == ["batch", "prompt", "seq"]
+    assert await completions(client, text, "lp by ") == ["batch", "prompt", "seq", "turn"]
 
 
 async def test_nothing_in_comments_and_texts(client: LanguageClient) -> None:
