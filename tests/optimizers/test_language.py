@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ from rldsl import api
 from rldsl.diag import Failure
 from rldsl.memory.parameters import Copy, elements, largest_step, optimizer_state, trained
 from rldsl.plan.codec import decode, encode
+from rldsl.plan.events import Loop, Train
 from rldsl.plan.model import Model, Optimizer, ParamGroup
 from rldsl.plan.optimizers import param_options
 from rldsl.plan.model import Plan
 from rldsl.sharding.boxes import Cell, parameters
+from rldsl.verify import verify
 from tests.tiny import make_model
 
 LINE = """use std.sft (sft)
@@ -162,3 +165,16 @@ loss mine(logprobs: token) {
 }
 """
     assert [d.code for d in api.check(program, "x.rlf")] == ["RL0210"]
+
+
+@pytest.mark.parametrize(("rate", "code"), [("missing", "RL0610"), ("row.tokens", "RL0615"), ("", "RL0614")])
+def test_a_plan_with_another_learning_rate_is_refused(folder: Path, rate: str, code: str) -> None:
+    """A value that is not there, one of tokens, and none where one is brought."""
+    Path("x.rlf").write_text(text("adamw(1e-5)").replace("loss=sft()", "loss=sft(), lr=1e-6 * step_number()"))
+    plan = api.compile("x.rlf")
+    verify(plan)
+    (loop,) = [item for item in plan.body if isinstance(item, Loop)]
+    forged = tuple(replace(e, rate=rate) if isinstance(e, Train) else e for e in loop.body)
+    with pytest.raises(Failure) as caught:
+        verify(replace(plan, body=tuple(replace(loop, body=forged) if item is loop else item for item in plan.body)))
+    assert code in [d.code for d in caught.value.diagnostics]
