@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
 NUMERIC = frozenset({  # the directories of tests whose numbers come from kernels
     "backend_torch", "buffers", "checkpoint", "concat", "consistency", "context", "continued", "copies", "curriculum",
-    "data", "derive", "end_to_end", "evaluation", "fuzz", "generation", "interleaved", "lag", "library", "lora",
+    "data", "derive", "end_to_end", "environments", "evaluation", "fuzz", "generation", "interleaved", "lag", "library", "lora",
     "megatron", "moe", "numbers", "offload", "optimizers", "oracles", "papers", "prefixes", "relabelled", "runtime", "selection", "stop",
     "sync", "texts", "units", "zero"})
 

@@ -20,11 +20,11 @@ from rldsl.runtime.environments.processes import EnvironmentProcesses
 from rldsl.sharding.partition import mix
 
 
-def open_conversations(function: Function, limits: Conversation, tokens: Tokens, count: int) -> Conversations:
-    """The environments of one call on this rank. count: the most conversations at once; each has its own process, which
-    is forked when it begins. A Failure if the environment or the chat template cannot be used."""
+def open_conversations(function: Function, limits: Conversation, tokens: Tokens, rank: int) -> Conversations:
+    """The environments of one call on this rank; each has its own process, which is forked when it begins. A Failure if
+    the environment or the chat template cannot be used. rank: printed before each line that environments print."""
     chat = functools.partial(ChatTemplate, tokens.tokenizer, tokens.ends, tokens.directory)
-    return EnvironmentProcesses(function, limits.turn_timeout, limits.on_error).open(chat)
+    return EnvironmentProcesses(function, limits.turn_timeout, limits.on_error, rank).open(chat)
 
 
 @dataclass
@@ -33,9 +33,9 @@ class Environments:
 
     opened: dict[int, Conversations] = field(default_factory=dict)  # id of a generate event -> its conversations
 
-    def of(self, event: int, function: Function, limits: Conversation, tokens: Tokens, count: int) -> Conversations:
+    def of(self, event: int, function: Function, limits: Conversation, tokens: Tokens, rank: int) -> Conversations:
         if event not in self.opened:
-            self.opened[event] = open_conversations(function, limits, tokens, count)
+            self.opened[event] = open_conversations(function, limits, tokens, rank)
         return self.opened[event]
 
     def close(self) -> None:

@@ -128,7 +128,7 @@ def converse(models: ModelStore, step: StepState, reader: DataReader, environmen
     per_row = frame.count // frame.chain[-1].count
     data = context.data[frame.data]
     talk = RowTalk(environments.of(event.id, context.functions[limits.environment], limits, reader.tokens(frame),
-                                   min(event.mbs or len(rows), len(rows))),
+                                   context.rank),
                  {row + first: columns[row // per_row][1] for row in rows.tolist()}, dict(data.columns)["prompt"],
                  mix(seed, step.index))
     made = models.shard_to_read(event.model, event.layout).converse(

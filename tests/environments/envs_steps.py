@@ -1,0 +1,16 @@
+"""A game in the text form, played in a process of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Steps:
+    def init(self, prompt: Any) -> tuple[Any, dict[str, Any]]:
+        self.heard = 0
+        return prompt, {}
+
+    def step(self, text: str) -> dict[str, Any]:
+        self.heard += 1
+        return {"observations": [{"role": "user", "content": f"{self.heard}?"}], "reward": float(self.heard),
+                "done": self.heard == 2}

@@ -1,0 +1,52 @@
+"""A run whose environments live in processes of their own, with a chat template."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from tests.end_to_end.programs import compile_program
+from tests.environments.programs import folder, source
+from tests.environments.test_runs import numbers
+from tests.tiny import EOS
+from tests.world import run_world
+
+TEMPLATE = ("{% for m in messages %}{% if m.role == 'assistant' %}={{ m.content }}" + EOS +
+            "{% else %}*{{ m.content }}*{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}")
+BODY = """
+  prompt = prompts.next()
+  gen = actor.generate(prompt, env=Steps, n=2, max_turns=3, max_new_tokens=4, max_tokens=64)
+  actor.train(gen, loss=pg(adv=discount(gen.turn_reward, 0.5)))
+  metric turns   = mean(gen.turns)
+  metric reward  = mean(gen.reward)
+  metric stopped = mean(gen.stopped)
+  metric gap     = max(abs(gen.logprobs - actor.logprobs(gen)))
+"""
+
+
+def test_a_conversation_of_two_turns(tmp_path: Path) -> None:
+    folder(tmp_path)
+    config = tmp_path / "model" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
+    text = source(BODY, steps=1).replace("envs_scripted.py", "envs_steps.py").replace("Guess: env", "Steps: env")
+    (tmp_path / "program.rlf").write_text(text)
+    before = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        data = compile_program(tmp_path / "program.rlf", {}, "place *.* on mesh(0:2) dp=2", tmp_path)
+        run_world(2, _rank, data, str(tmp_path / "out"), str(tmp_path), timeout=120.0)
+    finally:
+        os.chdir(before)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    (found,) = numbers(lines, ("turns", "reward", "stopped"))
+    assert found == {"turns": 2.0, "reward": 3.0, "stopped": 0.0}
+
+
+def _rank(rank: int, data: bytes, out: str, cwd: str) -> None:
+    from rldsl.runtime.interpreter.interpreter import execute
+    from rldsl.runtime.interpreter.options import Options
+    from rldsl.runtime.plan_file import PlanFile
+
+    os.chdir(cwd)
+    execute(PlanFile.from_bytes(data, "test.plan"), out, options=Options())
