@@ -1,7 +1,8 @@
 """What a user's environment is, seen from the process that runs it: one object, one conversation.
 
 In: the class or factory of a plan's Function, called without arguments. Out: a `Talk`, whatever the form of the object:
-the form of TRL's `environment_factory` (here), or the text form `init/step/close` (`text_form.py`).
+the form of TRL's `environment_factory` (here), the text form `init/step/close` (`text_form.py`), or an environment of
+OpenEnv (`open_env.py`).
 Invariant: an environment in TRL's form sees the calls that TRL 1.16's GRPOTrainer makes, in the same order: the
 functions of a turn first, in the order of the calls, then its coroutines together. What a tool raises is answered to
 the model; what anything else raises is the environment's failure.
@@ -70,6 +71,10 @@ def open_talk(function: Function) -> Talk:
         raise user_functions.raised("RL0713", f"`{function.name}()` raised", function, error,
                                     help="an environment is created without arguments; what depends on the row belongs "
                                          "in `reset`") from None
+    if any(base.__module__.startswith("openenv.") for base in type(found).__mro__) and hasattr(found, "step"):
+        from rldsl.runtime.environments.open_env import OpenEnv
+
+        return OpenEnv(function, found)
     if hasattr(found, "init") and hasattr(found, "step"):
         from rldsl.runtime.environments.text_form import TextForm
 
@@ -172,6 +177,11 @@ def _content(function: Function, tool: str, result: Any) -> str:
             return "".join(b["text"] for b in result)
         raise wrong(function, f"the tool `{tool}` returned a block that is not text", "images are not supported")
     return str(result)
+
+
+def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as chat templates want it. parameters: a JSON schema."""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": dict(parameters)}}
 
 
 def number(function: Function, what: str, value: Any) -> float:
