@@ -29,15 +29,15 @@ def folder(base: Path) -> Path:
     return base
 
 
-def source(body: str, steps: int = 2, options: str = "") -> str:
-    return f"{HEAD.format(envs=HERE / 'envs_scripted.py', options=options)}\nflow f(steps={steps}) {{\n{body}\n}}\n"
+def source(body: str, steps: int | str = 2, options: str = "", top: str = "") -> str:
+    return f"{HEAD.format(envs=HERE / 'envs_scripted.py', options=options)}\n{top}\nflow f(steps={steps}) {{\n{body}\n}}\n"
 
 
-def run(base: Path, body: str, *, steps: int = 2, place: str | None = None, delays: int | None = None,
-        options: str = "") -> list[dict[str, Any]]:
+def run(base: Path, body: str, *, steps: int | str = 2, place: str | None = None, delays: int | None = None,
+        options: str = "", top: str = "") -> list[dict[str, Any]]:
     """The lines of the metrics. delays: seed of the order in which answers arrive; None: at once."""
     path = base / "program.rlf"
-    path.write_text(source(body, steps, options))
+    path.write_text(source(body, steps, options, top))
     before = os.getcwd()
     os.chdir(base)
     try:

@@ -88,3 +88,45 @@ def test_neither_the_order_of_answers_nor_slots_nor_dp_change_a_number(
 def test_training_is_divided_in_any_way(base: Path, alone: list[dict[str, float]], place: str) -> None:
     found = numbers(run(base, BODY, options=", invariant=true", place=place))
     assert found == [{n: pytest.approx(v, rel=1e-4, abs=1e-5) for n, v in step.items()} for step in alone]
+
+
+TRAIN = """
+  actor.train(gen, loss=pg(adv=per_token(group_norm(gen.reward + 0.1 * len(gen)), gen.logprobs)))
+  metric reward = mean(gen.reward)
+"""
+REPEAT = f"""
+  repeat {{
+    prompt = prompts.next()
+    {TALK}
+    kept = gen where gen.turns > 2
+  }} until count(kept) >= 6 max 3
+  actor.train(kept, loss=pg(adv=per_token(kept.reward, kept.logprobs)))
+  metric least = min(kept.turns) - min(count(mean(kept.logprobs by turn) by seq))
+  metric turns = min(kept.turns)
+"""
+EVAL = f"""
+  prompt = prompts.next()
+  {TALK}
+  {TRAIN}
+  every 2 {{ eval held {{
+    q = held.next()
+    h = actor.generate(q, env=Guess, greedy=true, max_turns=2, max_new_tokens=4, max_tokens=40)
+    metric most = max(h.turns)
+  }} }}
+"""
+
+
+def test_generated_ahead_of_the_step(base: Path) -> None:
+    found = run(base, f"prompt = prompts.next()\n{TALK}\n{TRAIN}", steps="3, lag=1",
+                place="place actor.generate on mesh(0:1)\nplace actor.train on mesh(1:2)")
+    assert len(found) == 3 and all(line["reward"] > 0 for line in found)
+
+
+def test_collected_until_there_are_enough(base: Path) -> None:
+    found = run(base, REPEAT, place="place *.* on mesh(0:2) dp=2")
+    assert [(line["turns"], line["least"]) for line in found] == [(3, 0), (3, 0)]
+
+
+def test_in_an_evaluation(base: Path) -> None:
+    found = run(base, EVAL, top='data held = jsonl("prompts.jsonl", batch=5, max_prompt_tokens=16)')
+    assert found[1]["most"] == 2 and "most" not in found[0]
