@@ -14,9 +14,11 @@ EXTRA_OF = {
     "numpy": "compile", "rich": "run",
     "pyarrow": "parquet", "matplotlib": "plot", "pandas": "notebook", "IPython": "notebook",
     "tensorboard": "tensorboard", "wandb": "wandb", "megatron": "megatron", "flash_attn": "flash",
+    "openenv": "openenv",
 }
 # import name -> the package's name for pip, where they differ
-DISTRIBUTION_OF = {"IPython": "ipython", "megatron": "megatron-core", "flash_attn": "flash-attn"}
+DISTRIBUTION_OF = {"IPython": "ipython", "megatron": "megatron-core", "flash_attn": "flash-attn",
+                   "openenv": "openenv-core"}
 
 
 def missing_package(error: ModuleNotFoundError, place: str = "") -> Diagnostic | None:

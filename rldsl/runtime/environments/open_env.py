@@ -45,8 +45,8 @@ class OpenEnv:
         everything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         given = {"seed": seed, **columns}
         said = self._text(self.environment.reset(**{k: v for k, v in given.items() if everything or k in parameters}))
-        *before, last = messages
-        return [*before, {**last, "content": f"{last['content']}\n\n{said}".strip()}] if said else messages
+        last = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{said}".strip()}
+        return [*messages[:-1], last] if said else messages
 
     def answer(self, content: str, calls: Sequence[Mapping[str, Any]]) -> Said:
         messages, reward, done = [], None, False
@@ -95,7 +95,6 @@ class OpenEnv:
     def _text(observation: Any) -> str:
         said = observation.model_dump(mode="json", exclude=NOT_SAID, exclude_none=True)
         if isinstance(said.get("result"), dict) and "data" in said["result"]:  # of a tool of an MCP server
-            said["result"] = said["result"]["data"]
-        said.pop("tool_name", None)
+            said = {"result": said["result"]["data"]}
         one = next(iter(said.values())) if len(said) == 1 else said
         return one if isinstance(one, str) else json.dumps(one) if said else ""
