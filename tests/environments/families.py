@@ -74,7 +74,8 @@ GEMMA = """{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}<start
 
 MISTRAL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{% if tools and loop.index0 == 0 %}
 {{- '[AVAILABLE_TOOLS]' }}{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ m.content }}[/INST]
-{%- elif m.tool_calls %}{% for call in m.tool_calls %}{% if call.id | length != 9 %}{{ raise_exception('id') }}{% endif %}
+{%- elif m.tool_calls %}{% for call in m.tool_calls %}{% if call.id | length != 9 %}{{ raise_exception('id') }}
+{%- endif %}
 {{- '[TOOL_CALLS]' }}{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}{{ eos_token }}
 {%- elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('id') }}{% endif %}[TOOL_RESULTS]
 {{- m.content }}[/TOOL_RESULTS]{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"""
@@ -99,7 +100,8 @@ HARMONY = """<|start|>system<|message|>Channels: analysis, commentary, final.<|e
 {{- m.content | tojson }}<|end|>{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 
-PHI = """{% for tool in tools or [] %}<|tool|>{{ tool | tojson }}<|/tool|>{% endfor %}{% for m in messages %}<|{{ m.role }}|>
+PHI = """{% for tool in tools or [] %}<|tool|>{{ tool | tojson }}<|/tool|>{% endfor %}{% for m in messages %}
+{{- '<|' ~ m.role ~ '|>' }}
 {{- m.content }}{% if m.tool_calls %}<|tool_call|>[{% for call in m.tool_calls %}{"name": "{{ call.function.name }}",
 {{- ' "arguments": ' }}{{ call.function.arguments | tojson }}}{{ ', ' if not loop.last }}{% endfor %}]<|/tool_call|>
 {%- endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""

@@ -129,6 +129,7 @@ def test_no_template_and_no_family() -> None:
 def test_a_short_answer_is_not_mistaken_for_the_turn() -> None:
     made = CHATS["Qwen2.5", "tool"]
     for content in ("x", "7", "", "x7said7x", "add"):
-        assert TOKENIZERS["Qwen2.5"].decode(list(made.reply([{"role": "tool", "name": "add", "content": content}], False))
-                                            ) == (f"\n<|im_start|>user<tool_response>\n{content}\n</tool_response>"
-                                                  "<|im_end|>\n<|im_start|>assistant\n")
+        reply = made.reply([{"role": "tool", "name": "add", "content": content}], False)
+        assert TOKENIZERS["Qwen2.5"].decode(list(reply)) == (
+            f"\n<|im_start|>user<tool_response>\n{content}\n</tool_response>"
+            "<|im_end|>\n<|im_start|>assistant\n")

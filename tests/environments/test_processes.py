@@ -114,7 +114,8 @@ def test_a_call_that_cannot_be_read_is_answered(calculator: EnvironmentProcesses
 
 def test_a_turn_that_was_cut_after_a_call_is_closed_by_the_context(calculator: EnvironmentProcesses) -> None:
     begun(calculator, 3)
-    assert text(answered(calculator, 3, call("add", a=1, b=2), cut=True)).startswith("<|im_end|>\n<|im_start|>user<tool")
+    found = answered(calculator, 3, call("add", a=1, b=2), cut=True)
+    assert text(found).startswith("<|im_end|>\n<|im_start|>user<tool")
     ended(calculator, 3)
 
 
@@ -169,7 +170,8 @@ def line(of: str) -> str:
 
 
 @pytest.mark.parametrize("columns, said, code, title, where, at", [
-    ({"fail": "reset"}, None, "RL0714", "raised: RuntimeError: cannot reset", "row 5, in `reset`", 'raise RuntimeError'),
+    ({"fail": "reset"}, None, "RL0714", "raised: RuntimeError: cannot reset", "row 5, in `reset`",
+     "raise RuntimeError"),
     ({"fail": "type"}, None, "RL0715", "`reset` returned an int, not a string", "row 5, in `reset`", ""),
     ({}, call("break_down", how="exit"), "RL0717", "ended its process (exit status 3)", "row 5, turn 1", ""),
     ({}, call("break_down", how="crash"), "RL0717", "killed by SIGSEGV", "row 5, turn 1", "os.kill"),

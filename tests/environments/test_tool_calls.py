@@ -27,8 +27,8 @@ def calls(name: str, text: str) -> list[dict[str, Any]]:
     ("Qwen2.5", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "g"}</tool_call>',
      [("f", {"a": 1}), ("g", {})]),
     ("Qwen2.5", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', [("f", {"a": 1})]),
-    ("Qwen2.5", "<tool_call>\n<function=f>\n<parameter=a>\n3\n</parameter>\n<parameter=b>\nx y\n</parameter>\n</function>"
-                "\n</tool_call>", [("f", {"a": 3, "b": "x y"})]),
+    ("Qwen2.5", "<tool_call>\n<function=f>\n<parameter=a>\n3\n</parameter>\n<parameter=b>\nx y\n</parameter>\n"
+                "</function>\n</tool_call>", [("f", {"a": 3, "b": "x y"})]),
     ("Llama 3.1", '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}<|eot_id|>',
      [("f", {"a": 1}), ("g", {})]),
     ("Mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]</s>',

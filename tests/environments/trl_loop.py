@@ -52,7 +52,8 @@ def theirs(chat):
     def parsed(tokenizer, ids, prefix=None, tools=None):
         turn = chat.turn(list(ids), ())
         message = {"role": "assistant", "content": turn.content}
-        return message | ({"tool_calls": [{"type": "function", "function": c} for c in turn.calls]} if turn.calls else {})
+        calls = [{"type": "function", "function": c} for c in turn.calls]
+        return message | ({"tool_calls": calls} if calls else {})
 
     grpo_trainer.parse_response = parsed
     environment = Calculator()
