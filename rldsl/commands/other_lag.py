@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rldsl.diag import Failure
-from rldsl.plan.events import Generate, Loop, ModelCall
 from rldsl.plan.model import Plan as Record
 from rldsl.plan.projection import event_paths
 from rldsl.python.plan import Plan
@@ -48,6 +47,6 @@ def _may_overlap(plan: Record) -> bool:
     meshes = {m.id: frozenset(m.members()) for m in plan.meshes}
     generating, working = set[int](), set[int]()
     for event, path in event_paths(plan):
-        if isinstance(event, ModelCall) and not any(isinstance(b, Loop) and b.over for b in path):
-            (generating if isinstance(event, Generate) else working).update(meshes[event.mesh])
+        if event.traits.family == "call" and not any(getattr(block, "over", "") for block in path):
+            (generating if event.new_rows else working).update(meshes[event.mesh])
     return bool(generating - working and working - generating)
