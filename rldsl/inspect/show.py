@@ -123,6 +123,8 @@ def _row(label: str, text: str) -> Iterator[str]:
 
 def field_text(value: Any) -> str:
     """A field's value without Python's brackets; "" for nothing."""
+    if value is None:
+        return ""
     if isinstance(value, Sampling):
         return " ".join(f"{name}={field_text(getattr(value, name)) or '[]'}" for name in Sampling.__dataclass_fields__)
     if isinstance(value, tuple):

@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 
+from rldsl.diag import Failure
+from rldsl.plan.function import Function
+from rldsl.runtime.environments.open_env import OpenEnv
+
 HERE = Path(__file__).parent
 PYTHON = os.environ.get("RLDSL_OPENENV_PYTHON", sys.executable)
 TALK = """
@@ -72,3 +76,27 @@ def test_tools_of_a_server() -> None:
     assert [t["function"]["name"] for t in tools] == ["add"]
     assert sums["messages"] == [{"role": "tool", "name": "add", "content": "3"}] and not sums["done"]
     assert "none" in unknown["messages"][0]["content"]
+
+
+class Duck:
+    """What OpenEnv asks of an action and of an environment, and nothing that it says."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, object]:
+        return {"properties": {}}
+
+    def reset(self) -> str:
+        return "hello"
+
+    def step(self, action: Duck) -> str:
+        return "well"
+
+
+def test_what_is_no_observation_is_refused() -> None:
+    talk = OpenEnv(Function("f", "envs.py", "Duck", "0", "env"), Duck())
+    for call in (lambda: talk.begin([{"role": "user", "content": "go"}], {}, 1),
+                 lambda: talk.answer("", [{"name": "step", "arguments": {}}])):
+        with pytest.raises(Failure) as refused:
+            call()
+        (found,) = refused.value.diagnostics
+        assert found.code == "RL0715" and "returned str, not an Observation" in found.title and found.place == "envs.py"

@@ -67,7 +67,7 @@ def test_every_event_is_shown_with_all_its_fields() -> None:
         text = show(SAMPLE, event=event.id)
         for name, value in view(SAMPLE, event.id).fields:
             label = {"frame": "sequences", "frames": "sequences"}.get(name, name)
-            assert re.search(rf"^  {label} ", text, re.MULTILINE) or value in ("", ()), (event, name)
+            assert re.search(rf"^  {label} ", text, re.MULTILINE) or value in ("", (), None), (event, name)
         for buffer in (*event.reads, *event.writes, event.because, event.at):
             assert buffer in text
 

@@ -1,8 +1,7 @@
 """Environments of OpenEnv (openenv-core), in the conversation's process: `reset()` and `step(action)`.
 
 An MCP environment gives its own tools. Any other has one tool, `step`, whose parameters are the fields of its action.
-What an observation says beyond `done`, `reward` and `metadata` is the answer: its text if it is one string, else JSON.
-The reward of a conversation is the sum of its steps' rewards.
+What an observation says beyond `done`, `reward` and `metadata` is the answer. The reward is the sum of the steps'.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from typing import Any, get_args, get_type_hints
 from rldsl.diag import fail
 from rldsl.plan.function import Function
 from rldsl.runtime.environments import Message
-from rldsl.runtime.environments.contract import Said, Speaks, number, tool_schema
-
-NOT_SAID = {"done", "reward", "metadata"}
+from rldsl.runtime.environments.contract import Said, Speaks, number, tool_schema, wrong
+from rldsl.runtime.rewards.user_functions import type_name
 
 
 class OpenEnv:
@@ -43,8 +41,8 @@ class OpenEnv:
     def begin(self, messages: list[Message], columns: Mapping[str, Any], seed: int) -> list[Message]:
         parameters = inspect.signature(self.environment.reset).parameters
         everything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        given = {"seed": seed, **columns}
-        said = self._text(self.environment.reset(**{k: v for k, v in given.items() if everything or k in parameters}))
+        given = {k: v for k, v in {"seed": seed, **columns}.items() if everything or k in parameters}
+        said = self._text("reset", self.environment.reset(**given))
         last = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{said}".strip()}
         return [*messages[:-1], last] if said else messages
 
@@ -52,14 +50,12 @@ class OpenEnv:
         messages, reward, done = [], None, False
         for call in calls:
             try:
-                if "error" in call:
-                    raise ValueError(call["error"])
-                action = self._acted(str(call["name"]), call["arguments"])
+                action = self._acted(call)
             except (ValueError, TypeError) as error:  # pydantic's are ValueErrors
                 messages.append({"role": "tool", "name": call["name"], "content": str({"error": str(error)})})
                 continue
             observation = self.environment.step(action)
-            messages.append({"role": "tool", "name": call["name"], "content": self._text(observation)})
+            messages.append({"role": "tool", "name": call["name"], "content": self._text("step", observation)})
             if observation.reward is not None:
                 reward = (reward or 0.0) + number(self.function, "the reward of a step is", observation.reward)
             if done := bool(observation.done):
@@ -74,7 +70,10 @@ class OpenEnv:
     def close(self) -> None:
         self.environment.close()
 
-    def _acted(self, name: str, arguments: Mapping[str, Any]) -> Any:
+    def _acted(self, call: Mapping[str, Any]) -> Any:
+        if "error" in call:
+            raise ValueError(call["error"])
+        name, arguments = str(call["name"]), call["arguments"]
         if self.action is None:
             from openenv.core.env_server.mcp_types import CallToolAction
             return CallToolAction(tool_name=name, arguments=dict(arguments))
@@ -82,8 +81,7 @@ class OpenEnv:
             raise ValueError(f"Tool {name} not found.")
         return self.action(**arguments)
 
-    def _action(self) -> Any:
-        """The class of its actions: a parameter of `Environment[...]`, or the annotation of `step`."""
+    def _action(self) -> Any:  # a parameter of `Environment[...]`, or the annotation of `step`
         found = [a for base in type(self.environment).__mro__ for b in getattr(base, "__orig_bases__", ())
                  for a in get_args(b)[:1]] + [get_type_hints(self.environment.step).get("action")]
         if (actions := [a for a in found if hasattr(a, "model_json_schema")]):
@@ -91,9 +89,11 @@ class OpenEnv:
         raise fail("RL0713", f"`{self.function.name}` does not say which actions it takes", place=self.function.path,
                    help="derive it from `Environment[MyAction, MyObservation, MyState]`, or annotate `step`")
 
-    @staticmethod
-    def _text(observation: Any) -> str:
-        said = observation.model_dump(mode="json", exclude=NOT_SAID, exclude_none=True)
+    def _text(self, method: str, observation: Any) -> str:
+        if not all(hasattr(observation, name) for name in ("model_dump", "done", "reward")):
+            what = f"`{method}` returned {type_name(observation)}, not an Observation"
+            raise wrong(self.function, what, "return an Observation of OpenEnv, with `done` and `reward`")
+        said = observation.model_dump(mode="json", exclude={"done", "reward", "metadata"}, exclude_none=True)
         if isinstance(said.get("result"), dict) and "data" in said["result"]:  # of a tool of an MCP server
             said = {"result": said["result"]["data"]}
         one = next(iter(said.values())) if len(said) == 1 else said
