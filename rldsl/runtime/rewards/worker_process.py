@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol, cast
 
 from rldsl.diag import present
 from rldsl.plan.function import Function
@@ -156,8 +156,7 @@ class Worker:
     def _kill(self) -> int:
         """Kill the process and its descendants. Returns the exit status, negative for a signal."""
         status = kill_group(self.process.pid)
-        if isinstance(self.process, subprocess.Popen):
-            self.process.returncode = status  # it has been reaped
+        cast("subprocess.Popen[bytes]", self.process).returncode = status  # it has been reaped
         return status
 
 
