@@ -66,12 +66,12 @@ def test_it_is_short() -> None:
 
 
 def test_it_has_what_the_protocol_asks_for() -> None:
-    """But for the call that its description leaves out."""
+    """But for the calls that its description leaves out."""
     from rldsl.backends.plain import Plain, build
     from rldsl.runtime.backend import Shard
 
     asked = {name for name in vars(Shard) if not name.startswith("_")}
-    assert asked - set(vars(Plain)) == {"generate"} and callable(build)
+    assert asked - set(vars(Plain)) == {"generate", "converse"} and callable(build)
 
 
 def test_it_trains_as_the_others_do(tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ def test_a_line_is_written_once_whatever_showing_it_raises(place: Path, monkeypa
     context: Any = SimpleNamespace(plan=decode(plan(place), "p"), rank=0, out=place)
     made = reporting.Reporter(context, cast(Any, SimpleNamespace(number=0)), cast(Any, None),
                               starting._reporting(starting._arguments(None)))
-    made._lines.append(reporting._Line(1, (), 1.0, 0, {}))
+    made._lines.append(reporting._Line(1, (), 0.0, 1.0, 0, {}))
     with pytest.raises(BrokenPipeError), made:
         made.write_lines()
     assert [line["step"] for line in lines(place / "metrics.jsonl")] == [1]
@@ -259,8 +259,9 @@ def test_a_line_is_written_once_whatever_showing_it_raises(place: Path, monkeypa
 def test_a_step_ends_when_its_numbers_have_arrived() -> None:
     """A rank that generates ahead has nothing to do in the last step, and the others still train."""
     late = Arrival()
-    line = reporting._Line(3, (LoggedNumbers((), (), {}, late, late.wait),), 11.0, 40, {"time/generate": 0.5})
+    line = reporting._Line(3, (LoggedNumbers((), (), {}, late, late.wait),), 10.0, 11.0, 40, {"time/generate": 0.5})
     late.complete(lambda: None)
     late.at = 14.0
     assert line.numbers(since=10.0) == {"step": 3, "seconds": 4.0, "tokens_per_second": 10.0, "time/generate": 0.5,
                                         "time/rest": 3.5}
+    assert line.numbers(since=13.9)["seconds"] == pytest.approx(1.0), "numbers of the step before came late"

@@ -52,7 +52,8 @@ class _Line:
 
     step: int                          # its number, from 1
     logged: tuple[LoggedNumbers, ...]  # what the program logs, perhaps still on its way to this rank
-    ended: float                       # when this rank ended it, by `time.monotonic`
+    began: float                       # when this rank ended the step before, by `time.monotonic`
+    ended: float                       # when this rank ended it
     tokens: int                        # of its sequences
     measured: Mapping[str, float]      # what this rank measured
 
@@ -67,7 +68,7 @@ class _Line:
         for numbers in self.logged:
             for name, number in numbers.numbers().items():
                 found.setdefault(name, []).append(number)
-        seconds = max(self.ended_everywhere() - since, 1e-9)
+        seconds = max(self.ended_everywhere() - since, self.ended - self.began, 1e-9)
         line: dict[str, float] = {"step": self.step, **{name: sum(x) / len(x) for name, x in found.items()}}
         line["seconds"] = round(seconds, 4)
         if self.tokens:
@@ -90,7 +91,8 @@ class Reporter:
         self._steps, self._stream = header.steps, stream or sys.stderr
         self._labels = Labels.of(context.plan.values, context.plan.frames)
         self.meter = Meter(context.plan) if context.rank in logs else None
-        self._since, self._done = time.monotonic(), step.number
+        self._since = self._ended = time.monotonic()  # when the last step had ended everywhere, and on this rank
+        self._done = step.number
         self._begun = False
         self._lines: deque[_Line] = deque()  # of steps that have ended, whose metrics are on their way
         self._view: LiveView | None = None
@@ -115,7 +117,7 @@ class Reporter:
                 self._view = LiveView(self._stream, header.flow, header.steps, step.number)
 
     def __enter__(self) -> Reporter:
-        self._since = time.monotonic()
+        self._since = self._ended = time.monotonic()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -161,7 +163,8 @@ class Reporter:
         if self.meter is None:
             return
         measured = self.meter.finish(step)
-        self._lines.append(_Line(step.number, tuple(logged), time.monotonic(), step.tokens, measured))
+        began, self._ended = self._ended, time.monotonic()
+        self._lines.append(_Line(step.number, tuple(logged), began, self._ended, step.tokens, measured))
         self.write_lines()
 
     def write_lines(self, wait: bool = False) -> None:
