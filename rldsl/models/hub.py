@@ -32,7 +32,7 @@ def resolve(path: str, span: Span | None = None) -> str:
     """What a plan records for a model: `hf:NAME@COMMIT`, or the path itself where it is a directory, or cannot be a
     name on the Hub. Its small files are in the cache then."""
     found = NAME.fullmatch(path)
-    if found is None or Path(path).exists() or Path(path).parts[0] != "." and Path(Path(path).parts[0]).is_dir():
+    if found is None or Path(path).exists() or Path(path).parent.is_dir():
         return path
     name, revision = found["name"], found["revision"] or "main"
     stage(f"reading {name} from the Hub")

@@ -29,7 +29,7 @@ from rldsl.plan.function import Function
 from rldsl.runtime.environments.contract import Talk, open_talk
 from rldsl.runtime.rewards import user_functions
 from rldsl.runtime.rewards.hashed_modules import raise_refused
-from rldsl.runtime.rewards.worker import encoded, end_with, failure_fields, function_from, receive, send, set_up
+from rldsl.runtime.rewards.worker import encoded, end_with, failure_fields, function_from, receive, send, serve, set_up
 from rldsl.runtime.rewards.worker_process import kill_group
 
 
@@ -127,18 +127,16 @@ def _leave() -> NoReturn:
 
 def _converse(peer: socket.socket, function: Function) -> None:
     talk: Talk | None = None
-    while (request := receive(peer)) is not None:
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        nonlocal talk
         try:
             talk = talk or open_talk(function)
-            reply = _guarded(function, functools.partial(_handle, talk, request))
+            return _guarded(function, functools.partial(_handle, talk, request))
         except Failure as failure:
-            reply = {"error": failure_fields(failure)}
-        sys.stdout.flush()
-        sys.stderr.flush()
-        try:
-            send(peer, encoded(reply))
-        except ConnectionError:  # the rank no longer wants it
-            return
+            return {"error": failure_fields(failure)}
+
+    serve(peer, answer)
     if talk is not None:
         talk.close()
 

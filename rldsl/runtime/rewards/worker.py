@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -32,14 +33,19 @@ def main(channel: int, trace: int, rank: int) -> None:
     set_up(channel, trace)
     with socket.socket(fileno=channel) as peer:
         functions: dict[str, Function] = {}
-        while (request := receive(peer)) is not None:
-            reply = _answer(request, functions)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            try:
-                send(peer, encoded(reply))
-            except ConnectionError:  # the rank no longer wants it
-                return
+        serve(peer, lambda request: _answer(request, functions))
+
+
+def serve(peer: socket.socket, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Answer requests until the other side closes. What was printed comes before the answer."""
+    while (request := receive(peer)) is not None:
+        reply = answer(request)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            send(peer, encoded(reply))
+        except ConnectionError:  # the rank no longer wants it
+            return
 
 
 def set_up(channel: int, trace: int) -> None:
