@@ -83,7 +83,7 @@ class Talk(Protocol):
     def begin(self, row: int) -> None:
         """Begin the conversation of a row; its first arrival holds the first context."""
 
-    def said(self, row: int, ids: Sequence[int], ended_by_limit: bool) -> None:
+    def said(self, row: int, ids: Sequence[int], ended_by_limit: bool, logprobs: Sequence[float]) -> None:
         """As in `Conversations`, and so are the others."""
 
     def finish(self, row: int, why: Stopped) -> None: ...

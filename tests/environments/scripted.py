@@ -25,7 +25,8 @@ class Scripted:
         self.live[row].reset(**columns)
         self._say(row, messages)
 
-    def said(self, row: int, ids: Sequence[int], ended_by_limit: bool) -> None:
+    def said(self, row: int, ids: Sequence[int], ended_by_limit: bool, logprobs: Sequence[float] = ()) -> None:
+        assert len(logprobs) == len(ids)
         self.calls.append(("said", row, tuple(ids), ended_by_limit))
         reply = self.live[row].reply(self.tokenizer.decode(ids))
         if reply is None:

@@ -176,7 +176,7 @@ class _Engine:
             if ended or slot.in_turn == self.sampling.max_new_tokens or len(slot.tokens) == self.limits.max_tokens:
                 slot.ready = []
                 slot.turn_sizes.append(slot.in_turn)
-                self.talk.said(slot.row, slot.tokens[-slot.in_turn :], ended_by_limit=not ended)
+                self.talk.said(slot.row, slot.tokens[-slot.in_turn :], not ended, slot.logprobs[-slot.in_turn :])
 
     def _hits_stop_string(self, slot: Slot) -> bool:
         if self.stop_strings is None or slot.in_turn < self.sampling.min_new_tokens:

@@ -45,9 +45,9 @@ class Conversations(Protocol):
 
         messages: the prompt; a string is one message of the user. seed: passed to `reset` if it accepts one."""
 
-    def said(self, row: int, ids: Sequence[int], ended_by_limit: bool) -> None:
+    def said(self, row: int, ids: Sequence[int], ended_by_limit: bool, logprobs: Sequence[float] = ()) -> None:
         """The model's turn has ended, with these sampled ids, the stop token included. ended_by_limit: it was cut off
-        and has no stop token."""
+        and has no stop token. logprobs: of the ids, for an agent that asks for them."""
 
     def finish(self, row: int, why: Stopped) -> None:
         """Decoding ends the conversation after the turn that `said` has reported last, or after `begin`; or in the

@@ -119,7 +119,7 @@ class EnvironmentProcesses:
         self.rows[row] = Row(worker, prompt, columns)
         self._ask(row, {"begin": {"messages": prompt, "columns": columns, "seed": seed}})
 
-    def said(self, row: int, ids: Sequence[int], ended_by_limit: bool) -> None:
+    def said(self, row: int, ids: Sequence[int], ended_by_limit: bool, logprobs: Sequence[float] = ()) -> None:
         state = self._idle(row)
         state.turn += 1
         state.cut = ended_by_limit

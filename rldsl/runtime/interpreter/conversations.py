@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rldsl.plan.function import Function
-from rldsl.plan.payloads import Conversation
+from rldsl.plan.payloads import Conversation, Sampling
 from rldsl.runtime.data.tokens import Tokens
 from rldsl.runtime.environments import Arrival, Conversations, Stopped
 from rldsl.runtime.environments.chat import ChatTemplate
@@ -20,9 +20,11 @@ from rldsl.runtime.environments.processes import EnvironmentProcesses
 from rldsl.sharding.partition import mix
 
 
-def open_conversations(function: Function, limits: Conversation, tokens: Tokens, rank: int) -> Conversations:
+def open_conversations(function: Function, limits: Conversation, sampling: Sampling, tokens: Tokens, rank: int
+                       ) -> Conversations:
     """The environments of one call on this rank; each has its own process, which is forked when it begins. A Failure if
-    the environment or the chat template cannot be used. rank: printed before each line that environments print."""
+    the environment or the chat template cannot be used. sampling: of a turn, which the requests of an agent are held
+    against. rank: printed before each line that environments print."""
     chat = functools.partial(ChatTemplate, tokens.tokenizer, tokens.ends, tokens.directory)
     return EnvironmentProcesses(function, limits.turn_timeout, limits.on_error, rank).open(chat)
 
@@ -33,9 +35,10 @@ class Environments:
 
     opened: dict[int, Conversations] = field(default_factory=dict)  # id of a generate event -> its conversations
 
-    def of(self, event: int, function: Function, limits: Conversation, tokens: Tokens, rank: int) -> Conversations:
+    def of(self, event: int, function: Function, limits: Conversation, sampling: Sampling, tokens: Tokens, rank: int
+           ) -> Conversations:
         if event not in self.opened:
-            self.opened[event] = open_conversations(function, limits, tokens, rank)
+            self.opened[event] = open_conversations(function, limits, sampling, tokens, rank)
         return self.opened[event]
 
     def close(self) -> None:
@@ -58,8 +61,8 @@ class RowTalk:
         messages = columns[self.prompt]
         self.conversations.begin(row, columns, messages, mix(self.seed, row) >> 1)
 
-    def said(self, row: int, ids: Sequence[int], ended_by_limit: bool) -> None:
-        self.conversations.said(row, ids, ended_by_limit)
+    def said(self, row: int, ids: Sequence[int], ended_by_limit: bool, logprobs: Sequence[float]) -> None:
+        self.conversations.said(row, ids, ended_by_limit, logprobs)
 
     def finish(self, row: int, why: Stopped) -> None:
         self.conversations.finish(row, why)

@@ -127,8 +127,8 @@ def converse(models: ModelStore, step: StepState, reader: DataReader, environmen
     columns = next(step.buffers.get(b) for b in event.reads if split_buffer(b)[0].endswith(".columns"))
     per_row = frame.count // frame.chain[-1].count
     data = context.data[frame.data]
-    talk = RowTalk(environments.of(event.id, context.functions[limits.environment], limits, reader.tokens(frame),
-                                   context.rank),
+    talk = RowTalk(environments.of(event.id, context.functions[limits.environment], limits, event.sampling,
+                                   reader.tokens(frame), context.rank),
                  {row + first: columns[row // per_row][1] for row in rows.tolist()}, dict(data.columns)["prompt"],
                  mix(seed, step.index))
     made = models.shard_to_read(event.model, event.layout).converse(
