@@ -6,12 +6,14 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rldsl.runtime.environments import Arrival, Stopped
+from rldsl.runtime.environments import Arrival, ResetParameters, Stopped
 from tests.environments.envs_scripted import Guess
 
 
 class Scripted:
     """`Conversations` with `Guess`. delays: of answers; without, each arrives at once."""
+
+    takes = ResetParameters()
 
     def __init__(self, tokenizer: Any, delays: int | None = None):
         self.tokenizer, self.random = tokenizer, None if delays is None else random.Random(delays)

@@ -35,10 +35,22 @@ class Arrival:
     turn_reward: float | None   # reward of the turn that this answers, if the environment gives one
 
 
+@dataclass(frozen=True, slots=True)
+class ResetParameters:
+    """The columns that `reset` takes."""
+
+    required: tuple[str, ...] = ()          # parameters without a default, without `seed`, which the run gives
+    accepted: tuple[str, ...] | None = None  # all parameters; None: any column
+
+
 class Conversations(Protocol):
     """The conversations of one data-parallel shard, on the rank that owns its environments. Each call of `begin`,
     `said` and `finish` brings exactly one arrival of its row; no second call for a row is made before that. After a
     row's last arrival the row may begin again."""
+
+    @property
+    def takes(self) -> ResetParameters:
+        """What `reset` of the environment takes."""
 
     def begin(self, row: int, columns: Mapping[str, object], messages: str | Sequence[Message], seed: int) -> None:
         """Start a conversation: `reset(**columns)`. Its arrival has the tokens of the whole first context.

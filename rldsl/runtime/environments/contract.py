@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 from rldsl.diag import Failure, fail
 from rldsl.plan.function import Function
-from rldsl.runtime.environments import Message
+from rldsl.runtime.environments import Message, ResetParameters
 from rldsl.runtime.rewards import user_functions
 from rldsl.runtime.rewards.hashed_modules import raise_refused
 from rldsl.runtime.rewards.user_functions import LARGEST, type_name
@@ -44,6 +44,7 @@ class Talk(Protocol):
     # the role of what it says: "tool" if it answers calls, and a turn without calls ends the conversation; "user" if it
     # answers text
     speaks: Speaks
+    takes: ResetParameters  # the columns that its beginning takes
 
     def tools(self) -> list[dict[str, Any]]:
         """The JSON schemas of its tools."""
@@ -95,6 +96,7 @@ class TrlForm:
             raise fail("RL0713", f"`{function.name}` is no environment: {type_name(environment)} has no method `reset`",
                        place=function.path,
                        help="define `reset(self, **row)`, which begins a conversation, and methods that are its tools")
+        self.takes = reset_parameters(environment.reset)
         self.scores = "get_reward" in names
         self.methods = [getattr(environment, n) for n in names if n not in NOT_TOOLS and not n.startswith("_")]
         self.tool_named: dict[str, Callable[..., Any]] = {method.__name__: method for method in self.methods}
@@ -164,6 +166,16 @@ class TrlForm:
 
     def _awaited(self, result: Any) -> Any:
         return self.loop.run_until_complete(result) if inspect.iscoroutine(result) else result
+
+
+def reset_parameters(reset: Callable[..., Any]) -> ResetParameters:
+    """What a bound `reset` takes by name."""
+    parameters = inspect.signature(reset).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = tuple(p.name for p in parameters if p.default is p.empty and p.name != "seed"
+                     and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return ResetParameters(required, None if everything else tuple(p.name for p in named))
 
 
 async def _gathered(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -157,7 +157,7 @@ def _guarded(function: Function, call: Callable[[], dict[str, Any]]) -> dict[str
 
 def _handle(talk: Talk, request: dict[str, Any]) -> dict[str, Any]:
     if "describe" in request:
-        return {"speaks": talk.speaks, "tools": talk.tools()}
+        return {"speaks": talk.speaks, "tools": talk.tools(), "takes": asdict(talk.takes)}
     if "begin" in request:
         row = request["begin"]
         return {"messages": talk.begin(row["messages"], row["columns"], row["seed"])}

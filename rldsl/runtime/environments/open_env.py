@@ -13,8 +13,8 @@ from typing import Any, get_args, get_type_hints
 
 from rldsl.diag import fail
 from rldsl.plan.function import Function
-from rldsl.runtime.environments import Message
-from rldsl.runtime.environments.contract import Said, Speaks, number, tool_schema, wrong
+from rldsl.runtime.environments import Message, ResetParameters
+from rldsl.runtime.environments.contract import Said, Speaks, number, reset_parameters, tool_schema, wrong
 from rldsl.runtime.rewards.user_functions import type_name
 
 
@@ -26,6 +26,8 @@ class OpenEnv:
     def __init__(self, function: Function, environment: Any):
         self.function, self.environment = function, environment
         self.total: float | None = None
+        self.accepted = (parameters := reset_parameters(environment.reset)).accepted
+        self.takes = ResetParameters(parameters.required)  # it is given no others
         self.serves_tools = any(base.__name__ == "MCPEnvironment" for base in type(environment).__mro__)
         self.action = None if self.serves_tools else self._action()
 
@@ -39,9 +41,7 @@ class OpenEnv:
         return [tool_schema(t.name, t.description, t.input_schema) for t in served]
 
     def begin(self, messages: list[Message], columns: Mapping[str, Any], seed: int) -> list[Message]:
-        parameters = inspect.signature(self.environment.reset).parameters
-        everything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        given = {k: v for k, v in {"seed": seed, **columns}.items() if everything or k in parameters}
+        given = {k: v for k, v in {"seed": seed, **columns}.items() if self.accepted is None or k in self.accepted}
         said = self._text("reset", self.environment.reset(**given))
         last = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{said}".strip()}
         return [*messages[:-1], last] if said else messages
@@ -91,8 +91,8 @@ class OpenEnv:
 
     def _text(self, method: str, observation: Any) -> str:
         if not all(hasattr(observation, name) for name in ("model_dump", "done", "reward")):
-            what = f"`{method}` returned {type_name(observation)}, not an Observation"
-            raise wrong(self.function, what, "return an Observation of OpenEnv, with `done` and `reward`")
+            raise wrong(self.function, f"`{method}` returned {type_name(observation)}, not an Observation",
+                        "return an Observation of OpenEnv, with `done` and `reward`")
         said = observation.model_dump(mode="json", exclude={"done", "reward", "metadata"}, exclude_none=True)
         if isinstance(said.get("result"), dict) and "data" in said["result"]:  # of a tool of an MCP server
             said = {"result": said["result"]["data"]}

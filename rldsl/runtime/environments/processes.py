@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from rldsl.diag import Failure, fail, internal_error
 from rldsl.plan.function import Function
-from rldsl.runtime.environments import Arrival, Message, OnError, Stopped
+from rldsl.runtime.environments import Arrival, Message, OnError, ResetParameters, Stopped
 from rldsl.runtime.environments.contract import Speaks
 from rldsl.runtime.environments.forked_worker import ForkedWorker, ForkServer, start_server
 from rldsl.runtime.environments.tool_calls import Turn
@@ -86,6 +86,7 @@ class EnvironmentProcesses:
     server: ForkServer | None = field(default=None, init=False)
     chat: Chat | None = field(default=None, init=False)
     speaks: Speaks = field(default="tool", init=False)                         # role of the environment's messages
+    takes: ResetParameters = field(default=ResetParameters(), init=False)      # the columns that `reset` takes
 
     def open(self, make_chat: ChatFactory) -> EnvironmentProcesses:
         """Import the file, create one environment to learn its tools, and check the chat template. A Failure if one of
@@ -166,7 +167,9 @@ class EnvironmentProcesses:
             answer = self._answer_of(-1, self.loading)
         finally:
             self._release(-1)
-        self.speaks = answer["speaks"]
+        self.speaks, takes = answer["speaks"], answer["takes"]
+        self.takes = ResetParameters(tuple(takes["required"]),
+                                     None if takes["accepted"] is None else tuple(takes["accepted"]))
         return answer["tools"], self.speaks
 
     def _ask(self, row: int, request: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rldsl.plan.function import Function
-from rldsl.runtime.environments import Message
+from rldsl.runtime.environments import Message, ResetParameters
 from rldsl.runtime.environments.contract import Said, Speaks, checked_messages, number, wrong
 from rldsl.runtime.rewards.user_functions import type_name
 
@@ -16,6 +16,7 @@ class TextForm:
     """A conversation with an environment that reads what the model writes and answers as the user."""
 
     speaks: Speaks = "user"
+    takes = ResetParameters()  # `init` gets the prompt
 
     def __init__(self, function: Function, environment: Any):
         self.function, self.environment = function, environment

@@ -1,7 +1,8 @@
-"""The environments of a rank: opened at the first call that talks with them, and kept for the next steps.
+"""The environments of a rank: opened before the run begins, and kept for all of its steps.
 
 In: the class, limits and tokenizer of a generate call; rows with the columns of their data. Out: conversations by row.
 An environment gets a seed of its row, so that what it draws does not depend on the placement.
+Code, besides those of `runtime/environments`: RL0720 the columns of the data are not those that `reset` takes.
 """
 
 from __future__ import annotations
@@ -9,14 +10,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
+from rldsl.diag import Failure, fail
+from rldsl.plan.events import Generate
 from rldsl.plan.function import Function
 from rldsl.plan.payloads import Conversation, Sampling
+from rldsl.runtime.data import Source
+from rldsl.runtime.data.row_schema import Row
 from rldsl.runtime.data.tokens import Tokens
-from rldsl.runtime.environments import Arrival, Conversations, Stopped
+from rldsl.runtime.environments import Arrival, Conversations, ResetParameters, Stopped
 from rldsl.runtime.environments.chat import ChatTemplate
 from rldsl.runtime.environments.processes import EnvironmentProcesses
+from rldsl.runtime.state.context import RunContext
+from rldsl.runtime.state.data_reader import ROWS_AT_ONCE, DataReader
 from rldsl.sharding.partition import mix
 
 
@@ -31,20 +39,58 @@ def open_conversations(function: Function, limits: Conversation, sampling: Sampl
 
 @dataclass
 class Environments:
-    """The environments that this rank has opened; they stay for the next steps."""
+    """The environments that this rank has opened; they stay for all steps."""
 
     opened: dict[int, Conversations] = field(default_factory=dict)  # id of a generate event -> its conversations
 
-    def of(self, event: int, function: Function, limits: Conversation, sampling: Sampling, tokens: Tokens, rank: int
-           ) -> Conversations:
-        if event not in self.opened:
-            self.opened[event] = open_conversations(function, limits, sampling, tokens, rank)
+    def open(self, context: RunContext, reader: DataReader, events: Sequence[Generate]) -> None:
+        """Open the environments of this rank, and check that they fit the tokenizer and every row of the data: what is
+        wrong with them ends the run before it trains. Codes: RL0713, RL0716 .. RL0720, RL0770 .. RL0774."""
+        for event in events:
+            limits, frame = event.conversation, context.frames[event.frame]
+            if limits is None:
+                continue
+            function = context.functions[limits.environment]
+            opened = self.opened[event.id] = open_conversations(
+                function, limits, event.sampling, reader.tokens(frame), context.rank)
+            if context.world.axes(context.world.layouts[event.layout]).dp.index == 0:  # the others read the same rows
+                check_columns(function, opened.takes, reader.source(frame.data))
+
+    def of(self, event: int) -> Conversations:
+        """The conversations of a generate event."""
         return self.opened[event]
 
     def close(self) -> None:
         for conversations in self.opened.values():
             conversations.close()
         self.opened.clear()
+
+
+def check_columns(function: Function, takes: ResetParameters, source: Source) -> None:
+    """RL0720: the first row that `reset` cannot be called with."""
+    if takes.accepted is None and set(takes.required) <= set(source.tokens.roles.values()):
+        return  # every row has its prompt
+    for first in range(0, len(source.table), ROWS_AT_ONCE):
+        numbers = range(first, min(first + ROWS_AT_ONCE, len(source.table)))
+        for number, row in zip(numbers, source.table.read(numbers), strict=True):
+            if wrong := _not_taken(function, takes, row, source.table.place(number)):
+                raise wrong
+
+
+def _not_taken(function: Function, takes: ResetParameters, row: Row, place: str) -> Failure | None:
+    shown = (f"`reset` of `{function.name}` in {function.path}; columns of this row: "
+             + ", ".join(f"`{c}`" for c in row),)
+    for name in takes.required:
+        if name not in row:
+            near = get_close_matches(name, row, n=1)
+            return fail("RL0720", f"`reset` needs the column `{name}`, which this row does not have", place=place,
+                        notes=shown, help=f"did you mean `{near[0]}`?" if near else
+                        "add the column, or give the parameter a default")
+    for name in row:
+        if takes.accepted is not None and name not in takes.accepted:
+            return fail("RL0720", f"`reset` does not take the column `{name}`", place=place, notes=shown,
+                        help="it gets all columns: add `**row` to its parameters")
+    return None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from rldsl.runtime.comm.row_assignment import RowLengths
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.interpreter.conversations import Environments, RowTalk
 from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint
-from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.state.step import StepState
 from rldsl.runtime.state.turns import marked
@@ -115,8 +114,7 @@ def generate(models: ModelStore, step: StepState, event: Generate) -> None:
         step.write(f"{event.frame}.{name}", spread.id, rows, data)
 
 
-def converse(models: ModelStore, step: StepState, reader: DataReader, environments: Environments, event: Generate
-             ) -> None:
+def converse(models: ModelStore, step: StepState, environments: Environments, event: Generate) -> None:
     """A generate event with an environment."""
     context, limits = step.context, event.conversation
     if limits is None:
@@ -127,8 +125,7 @@ def converse(models: ModelStore, step: StepState, reader: DataReader, environmen
     columns = next(step.buffers.get(b) for b in event.reads if split_buffer(b)[0].endswith(".columns"))
     per_row = frame.count // frame.chain[-1].count
     data = context.data[frame.data]
-    talk = RowTalk(environments.of(event.id, context.functions[limits.environment], limits, event.sampling,
-                                   reader.tokens(frame), context.rank),
+    talk = RowTalk(environments.of(event.id),
                  {row + first: columns[row // per_row][1] for row in rows.tolist()}, dict(data.columns)["prompt"],
                  mix(seed, step.index))
     made = models.shard_to_read(event.model, event.layout).converse(

@@ -268,9 +268,8 @@ def _sources(context: RunContext, items: Sequence[Item]) -> Iterator[str]:
 
 def _texts(context: RunContext, items: Sequence[Item]) -> Iterator[str]:
     """The frames whose tokens become text on this rank, or are made of it."""
+    yield from (event.frame for event in conversing(items))
     for event in _events(items):
-        if isinstance(event, Generate) and event.conversation is not None:
-            yield event.frame
         if isinstance(event, Derive) and event.function:
             yield event.frame
             yield from (frame for _, frame in event.given)
@@ -286,6 +285,11 @@ def called_functions(context: RunContext, items: Sequence[Item]) -> list[Functio
               for node in context.programs[event.program].nodes if node.op == "py"]
     called += [event.function for event in _events(items) if isinstance(event, Derive) and event.function]
     return [context.functions[name] for name in dict.fromkeys(called)]
+
+
+def conversing(items: Sequence[Item]) -> list[Generate]:
+    """The events of this rank that talk with environments."""
+    return [e for e in _events(items) if isinstance(e, Generate) and e.conversation is not None]
 
 
 def _check_files(context: RunContext, options: Options) -> None:

@@ -1,0 +1,113 @@
+"""What is wrong with an environment or a chat template ends the run before it begins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rldsl import api
+from rldsl.diag import Failure
+from rldsl.plan.codec import encode
+from rldsl.plan.function import Function
+from rldsl.plan.model import Data
+from rldsl.runtime.data import Source, open_source
+from rldsl.runtime.environments import ResetParameters
+from rldsl.runtime.environments.contract import reset_parameters
+from rldsl.runtime.interpreter.conversations import check_columns
+from tests.environments.programs import folder, source
+from tests.environments.test_processes_of_runs import TEMPLATE
+from tests.forked import command
+from tests.tiny import EOS
+
+CALLS = TEMPLATE.replace("{{ m.content }}" + EOS, "{{ m.content }}<tool_call>{{ m.tool_calls }}</tool_call>" + EOS)
+REWRITES = "{% for m in messages[-1:] %}{{ m.content }}{% endfor %}"
+BODY = """
+  prompt = prompts.next()
+  gen = actor.generate(prompt, env=Guess, max_turns=2, max_new_tokens=4, max_tokens=64)
+  actor.train(gen, loss=pg(adv=per_token(gen.reward, gen.logprobs)))
+"""
+GUESS = '''
+class Guess:
+    def reset(self, {takes}):
+        return None
+
+    def {tool} -> int:
+        """Tells.
+
+        Args:
+            a: What.
+        """
+        return a
+'''
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder(tmp_path_factory.mktemp("start"))
+
+
+@pytest.mark.parametrize("takes, tool, template, code, place", [
+    ("target, **row", "hint(self, a: int)", CALLS, "RL0720", "prompts.jsonl:1"),
+    ("number, **row", "hint(self, a)", CALLS, "RL0713", "envs.py"),
+    ("number, **row", "_hint(self, a: int)", REWRITES, "RL0718", "model"),
+    ("number, **row", "hint(self, a: int)", TEMPLATE, "RL0719", "model"),
+])
+def test_refused_with_one_message_before_anything_is_written(
+        base: Path, takes: str, tool: str, template: str, code: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(base)
+    config = base / "model" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
+    (base / "envs.py").write_text(GUESS.format(takes=takes, tool=tool))
+    text = source(BODY)
+    path = text.partition('use py "')[2].partition('"')[0]
+    (base / "p.rlf").write_text(text.replace(path, "envs.py"))
+    (base / "rules.rlf").write_text("place *.* on mesh(0:2) dp=2")
+    (base / "p.plan").write_bytes(encode(api.compile("p.rlf", {}, "rules.rlf")))
+    done = command("rldsl.runtime.launch", "--nproc-per-node", "2", "-m", "rldsl.run", "p.plan", "--out", code,
+                   "--device", "cpu")
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count("error[") == 1 and f"error[{code}]" in done.stderr and place in done.stderr, done.stderr
+    assert not (base / code / "metrics.jsonl").exists()
+
+
+def opened(tmp_path: Path, *rows: dict[str, object]) -> Source:
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return open_source(Data("d", "jsonl", str(tmp_path / "d.jsonl"), "prompts", 1, (), str(tmp_path / "model")), 1)
+
+
+@pytest.mark.parametrize("takes, rows, message", [
+    (ResetParameters(), [{"prompt": "a"}], ""),
+    (ResetParameters(("prompt",)), [{"prompt": "a", "x": 1}], ""),
+    (ResetParameters(("x",)), [{"prompt": "a", "x": 1}, {"prompt": "b", "x": None}], ""),
+    (ResetParameters(("prompt", "x"), ("prompt", "x", "y")), [{"prompt": "a", "x": 1}], ""),
+    (ResetParameters(("x",)), [{"prompt": "a", "x": 1}, {"prompt": "b", "xs": 1}], "d.jsonl:2"),
+    (ResetParameters((), ("prompt",)), [{"prompt": "a"}, {"prompt": "b", "x": 1}], "d.jsonl:2"),
+])
+def test_every_row_is_compared(tmp_path: Path, base: Path, takes: ResetParameters, rows: list[dict[str, object]],
+                               message: str) -> None:
+    (tmp_path / "model").symlink_to(base / "model")
+    function = Function("Guess", "envs.py", "Guess", "", "env")
+    data = opened(tmp_path, *rows)
+    if not message:
+        return check_columns(function, takes, data)
+    with pytest.raises(Failure) as caught:
+        check_columns(function, takes, data)
+    (found,) = caught.value.diagnostics
+    assert found.code == "RL0720" and found.place.endswith(message)
+
+
+class Forms:
+    def none(self): ...
+    def row(self, **row): ...
+    def seed(self, seed, **row): ...
+    def some(self, a, b=1, *, c, d=2): ...
+
+
+@pytest.mark.parametrize("method, expected", [
+    ("none", ResetParameters((), ())), ("row", ResetParameters()), ("seed", ResetParameters()),
+    ("some", ResetParameters(("a", "c"), ("a", "b", "c", "d"))),
+])
+def test_parameters_of_reset(method: str, expected: ResetParameters) -> None:
+    assert reset_parameters(getattr(Forms(), method)) == expected
