@@ -14,7 +14,6 @@ from difflib import get_close_matches
 from typing import Any
 
 from rldsl.diag import Failure, fail
-from rldsl.plan.events import Generate
 from rldsl.plan.function import Function
 from rldsl.plan.payloads import Conversation, Sampling
 from rldsl.runtime.data import Source
@@ -23,8 +22,7 @@ from rldsl.runtime.data.tokens import Tokens
 from rldsl.runtime.environments import Arrival, Conversations, ResetParameters, Stopped
 from rldsl.runtime.environments.chat import ChatTemplate
 from rldsl.runtime.environments.processes import EnvironmentProcesses
-from rldsl.runtime.state.context import RunContext
-from rldsl.runtime.state.data_reader import ROWS_AT_ONCE, DataReader
+from rldsl.runtime.state.data_reader import ROWS_AT_ONCE
 from rldsl.sharding.partition import mix
 
 
@@ -43,18 +41,13 @@ class Environments:
 
     opened: dict[int, Conversations] = field(default_factory=dict)  # id of a generate event -> its conversations
 
-    def open(self, context: RunContext, reader: DataReader, events: Sequence[Generate]) -> None:
-        """Open the environments of this rank, and check that they fit the tokenizer and every row of the data: what is
-        wrong with them ends the run before it trains. Codes: RL0713, RL0716 .. RL0720, RL0770 .. RL0774."""
-        for event in events:
-            limits, frame = event.conversation, context.frames[event.frame]
-            if limits is None:
-                continue
-            function = context.functions[limits.environment]
-            opened = self.opened[event.id] = open_conversations(
-                function, limits, event.sampling, reader.tokens(frame), context.rank)
-            if context.world.axes(context.world.layouts[event.layout]).dp.index == 0:  # the others read the same rows
-                check_columns(function, opened.takes, reader.source(frame.data))
+    def open(self, event: int, function: Function, limits: Conversation, sampling: Sampling, tokens: Tokens, rank: int,
+             rows: Source | None) -> None:
+        """Open those of a generate event, and check that they fit the tokenizer and the data. Codes: RL0713, RL0716 ..
+        RL0720, RL0770 .. RL0774. rows: of the data, if this rank compares them with what `reset` takes."""
+        opened = self.opened[event] = open_conversations(function, limits, sampling, tokens, rank)
+        if rows is not None:
+            check_columns(function, opened.takes, rows)
 
     def of(self, event: int) -> Conversations:
         """The conversations of a generate event."""

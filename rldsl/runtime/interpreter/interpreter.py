@@ -60,7 +60,7 @@ from rldsl.runtime.interpreter.derive import derive
 from rldsl.runtime.interpreter.metric_log import end_step, log
 from rldsl.runtime.interpreter.options import Options
 from rldsl.runtime.interpreter.rank_state import RankState, Services
-from rldsl.runtime.interpreter.startup import begin_run, called_functions, conversing, prepare, run_record
+from rldsl.runtime.interpreter.startup import begin_run, called_functions, open_environments, prepare, run_record
 from rldsl.runtime.interpreter.timeline import TimelineRecorder, synchronize, write_timeline
 from rldsl.runtime.interpreter.train_event import train
 from rldsl.runtime.metrics.reporter import Reporter
@@ -280,9 +280,7 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
     ring.begin_startup("loading the Python functions" if functions else "waiting for the start of all ranks")
     with (RewardPool(functions, options.reward_workers, options.reward_seconds, context.rank) as rewards,
           closing(Environments()) as environments):
-        if talks := conversing(start.items):
-            ring.begin_startup("opening the environments")
-            environments.open(context, start.data, talks)
+        open_environments(context, start.data, start.items, environments, ring.begin_startup)
         begin_run(context, start.resumed, options, begun)
         if watchdog is not None:  # dumps are written to the directory of a run, which now exists
             watchdog.out = context.out

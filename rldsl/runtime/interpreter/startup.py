@@ -33,6 +33,7 @@ from rldsl.runtime.data.read_positions import SourceReading, compare_readings, u
 from rldsl.runtime.files import check_writable, refuse_link_out, refuse_links_out
 from rldsl.runtime.health.dump_files import remove_dumps
 from rldsl.runtime.health.watchdog import Watchdog
+from rldsl.runtime.interpreter.conversations import Environments
 from rldsl.runtime.interpreter.eval_loops import check_evaluations
 from rldsl.runtime.interpreter.options import Options
 from rldsl.runtime.message_file import report
@@ -268,8 +269,9 @@ def _sources(context: RunContext, items: Sequence[Item]) -> Iterator[str]:
 
 def _texts(context: RunContext, items: Sequence[Item]) -> Iterator[str]:
     """The frames whose tokens become text on this rank, or are made of it."""
-    yield from (event.frame for event in conversing(items))
     for event in _events(items):
+        if isinstance(event, Generate) and event.conversation is not None:
+            yield event.frame
         if isinstance(event, Derive) and event.function:
             yield event.frame
             yield from (frame for _, frame in event.given)
@@ -287,9 +289,17 @@ def called_functions(context: RunContext, items: Sequence[Item]) -> list[Functio
     return [context.functions[name] for name in dict.fromkeys(called)]
 
 
-def conversing(items: Sequence[Item]) -> list[Generate]:
-    """The events of this rank that talk with environments."""
-    return [e for e in _events(items) if isinstance(e, Generate) and e.conversation is not None]
+def open_environments(context: RunContext, reader: DataReader, items: Sequence[Item], environments: Environments,
+                      note: Callable[[str], None]) -> None:
+    """Open the environments of this rank: what is wrong with them ends the run before it trains. note: called with
+    each before it is opened."""
+    for event in _events(items):
+        if isinstance(event, Generate) and event.conversation is not None:
+            function, frame = context.functions[event.conversation.environment], context.frames[event.frame]
+            note(f"opening the environment `{function.name}`")
+            first = context.world.axes(context.world.layouts[event.layout]).dp.index == 0  # others have the same rows
+            environments.open(event.id, function, event.conversation, event.sampling, reader.tokens(frame),
+                              context.rank, reader.source(frame.data) if first else None)
 
 
 def _check_files(context: RunContext, options: Options) -> None:
