@@ -193,7 +193,8 @@ class Modules:
         for fn in use.functions:
             is_env = fn.returns is None  # a class, or a function that returns an object of one
             what = "class" if is_env else "function"
-            kinds = (python.FunctionDef, python.ClassDef) if is_env else (python.FunctionDef,)
+            functions = (python.FunctionDef, python.AsyncFunctionDef) if is_env else (python.FunctionDef,)
+            kinds = (*functions, python.ClassDef) if is_env else functions
             defined = {n.name: n for n in body if isinstance(n, kinds)}
             returns = "env" if fn.returns is None else fn.returns.name + "?" * fn.optional
             if not self._may_return(fn):

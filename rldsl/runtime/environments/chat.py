@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from rldsl.diag import Failure, fail
 from rldsl.runtime.environments import Message
@@ -27,13 +27,36 @@ SHOWN = 160                  # characters of a rendering that a message shows on
 THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
+class Chat(Protocol):
+    """How a conversation becomes tokens."""
+
+    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The first context."""
+
+    def reply(self, messages: Sequence[Message], cut: bool) -> tuple[int, ...]:
+        """The context that these new messages add after a turn of the model. cut: the turn has no stop token."""
+
+    def turn(self, ids: Sequence[int], context: Sequence[int]) -> Turn:
+        """What the model said. context: the tokens before it, as `first` or `reply` returned them."""
+
+    def text(self, ids: Sequence[int], special: bool) -> str:
+        """Ids as text. special: whether it has control tokens."""
+
+
+class ChatFactory(Protocol):
+    """Makes a Chat once it is known what the environment says. A Failure if the tokenizer cannot be used for it."""
+
+    def __call__(self, tools: Sequence[Mapping[str, Any]], speaks: Speaks | None) -> Chat:
+        """tools: JSON schemas; speaks: the role of the environment's messages; None: it says only the first ones."""
+
+
 class ChatTemplate:
     """Conversations of one tokenizer with environments that have certain tools. It is probed when it is created."""
 
     def __init__(self, tokenizer: Any, ends: Collection[int], directory: str, tools: Sequence[Mapping[str, Any]],
-                 speaks: Speaks):
+                 speaks: Speaks | None):
         """ends: ids at which a turn ends. directory: of the tokenizer, for messages. tools: JSON schemas. speaks: the
-        role of the environment's messages. RL0718, RL0719."""
+        role of the environment's messages; None: it says only the first ones, which is not probed. RL0718, RL0719."""
         self.tokenizer, self.directory, self.speaks = tokenizer, directory, speaks
         self.ends = frozenset(ends)
         self.tools = [dict(tool) for tool in tools] or None  # some templates write a heading for an empty list
@@ -45,7 +68,8 @@ class ChatTemplate:
         self.safe = {"sanitize_control_tokens": True} if "sanitize_control_tokens" in parameters else {}
         self.end_texts = [str(text) for text in tokenizer.convert_ids_to_tokens(sorted(self.ends))]
         self.many_calls = speaks == "tool" and self._takes_several_calls()
-        self._probe()
+        if speaks is not None:
+            self._probe()
 
     def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The first context of a conversation."""
@@ -71,6 +95,10 @@ class ChatTemplate:
         """What the model said."""
         return self.reader.turn(ids, context)
 
+    def text(self, ids: Sequence[int], special: bool) -> str:
+        """Ids as text. special: whether it has control tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=not special))
+
     def _turn(self, answers: Sequence[Message]) -> Message:
         """A turn of the model that these messages answer."""
         if self.speaks == "user" or not any(m["role"] == "tool" for m in answers):
@@ -92,8 +120,8 @@ class ChatTemplate:
         except Exception as error:  # a template is a program: it may raise anything
             raise self._refused(f"the chat template rejects these messages: {error}",
                                 ("roles: " + ", ".join(str(m["role"]) for m in messages),),
-                                "its messages of the environment have the role "
-                                f"`{self.speaks}`; use a model whose template has it") from None
+                                f"its messages of the environment have the role `{self.speaks}`; use a model whose "
+                                "template has it" if self.speaks else "say what its template can render") from None
 
     def _ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The tokens of a context. Control tokens that messages spell are text."""

@@ -2,7 +2,7 @@
 
 In: the class or factory of a plan's Function, called without arguments. Out: a `Talk`, whatever the form of the object:
 the form of TRL's `environment_factory` (here), the text form `init/step/close` (`text_form.py`), or an environment of
-OpenEnv (`open_env.py`).
+OpenEnv (`open_env.py`); or an agent, which has a loop of its own (`agent_form.py`).
 Invariant: an environment in TRL's form sees the calls that TRL 1.16's GRPOTrainer makes, in the same order: the
 functions of a turn first, in the order of the calls, then its coroutines together. What a tool raises is answered to
 the model; what anything else raises is the environment's failure.
@@ -16,7 +16,7 @@ import inspect
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rldsl.diag import Failure, fail
 from rldsl.plan.function import Function
@@ -24,6 +24,9 @@ from rldsl.runtime.environments import Message, ResetParameters
 from rldsl.runtime.rewards import user_functions
 from rldsl.runtime.rewards.hashed_modules import raise_refused
 from rldsl.runtime.rewards.user_functions import LARGEST, type_name
+
+if TYPE_CHECKING:
+    from rldsl.runtime.environments.agent_form import AgentForm
 
 Speaks = Literal["tool", "user"]
 NOT_TOOLS = ("reset", "get_reward")
@@ -63,9 +66,13 @@ class Talk(Protocol):
         """Release what it holds."""
 
 
-def open_talk(function: Function) -> Talk:
+def open_talk(function: Function) -> Talk | AgentForm:
     """A new environment. RL0713, and those of `user_functions.imported`."""
+    from rldsl.runtime.environments.agent_form import AgentForm, agent_function, agent_method
+
     factory = user_functions.imported(function, "class", "an environment is a class, or a function that makes one")
+    if (run := agent_function(function, factory)) is not None:
+        return AgentForm(function, run)
     try:
         found = factory()
     except Exception as error:
@@ -80,6 +87,8 @@ def open_talk(function: Function) -> Talk:
         from rldsl.runtime.environments.text_form import TextForm
 
         return TextForm(function, found)
+    if (run := agent_method(function, found)) is not None:
+        return AgentForm(function, run)
     return TrlForm(function, found)
 
 

@@ -2,8 +2,8 @@
 
 In: on a socket, first the function to load, then requests with descriptors: "fork" (the child's socket, output and
 trace), "signal" and "kill" of a child. Out: an answer to each "fork", and the exit status of each child that ended.
-Each child runs one conversation (`_converse`): requests "describe", "begin", "answer" and "reward", each answered with
-a result or an error, and ends when its socket is closed.
+Each child runs one conversation (`_converse`): requests "describe", "begin", "answer" and "reward", or "run" of an
+agent, each answered with a result or an error, and ends when its socket is closed.
 Invariant: the environment is created in the child, so that nothing of a conversation is seen by another one: a child
 begins with what importing the file left, and the server runs no more of the user's code than that import. All children
 end with the server, which ends with its rank. A child is signaled by its parent alone, before it is reaped, so that no
@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 from rldsl.diag import Failure
 from rldsl.plan.function import Function
+from rldsl.runtime.environments.agent_form import AgentForm
 from rldsl.runtime.environments.contract import Talk, open_talk
 from rldsl.runtime.rewards import user_functions
 from rldsl.runtime.rewards.hashed_modules import raise_refused
@@ -126,7 +127,7 @@ def _leave() -> NoReturn:
 
 
 def _converse(peer: socket.socket, function: Function) -> None:
-    talk: Talk | None = None
+    talk: Talk | AgentForm | None = None
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         nonlocal talk
@@ -155,7 +156,9 @@ def _guarded(function: Function, call: Callable[[], dict[str, Any]]) -> dict[str
     return result
 
 
-def _handle(talk: Talk, request: dict[str, Any]) -> dict[str, Any]:
+def _handle(talk: Talk | AgentForm, request: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(talk, AgentForm):
+        return {"agent": True} if "describe" in request else {"reward": talk.run(**request["run"])}
     if "describe" in request:
         return {"speaks": talk.speaks, "tools": talk.tools(), "takes": asdict(talk.takes)}
     if "begin" in request:

@@ -1,12 +1,13 @@
 """Conversations with environments that run in processes of their own, one live conversation per process.
 
 In: an environment's Function, how its conversations become tokens (`chat.py`), and limits. Out: an implementation of
-`Conversations`.
+`Conversations`. An environment is asked what it says to each turn; an agent is asked once, to run, and asks the model
+itself (`endpoint.py`).
 Invariant: nothing here waits longer than `turn_timeout`, and what one conversation does to its process, memory, output
 or arguments reaches no other one. An error names file, line, row and turn; with `on_error="end"` it ends the
 conversation and is printed.
 Codes, besides those of `contract.py`, `fork_server.py` and `chat.py`: RL0716 it took too long, RL0717 its process ended
-or printed without end.
+or printed without end, RL0739 an agent that has not asked the model.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-from rldsl.diag import Failure, fail, internal_error
+from rldsl.diag import Failure, fail, internal_error, present
 from rldsl.plan.function import Function
 from rldsl.runtime.environments import Arrival, Message, OnError, ResetParameters, Stopped
+from rldsl.runtime.environments.chat import Chat, ChatFactory
 from rldsl.runtime.environments.contract import Speaks
+from rldsl.runtime.environments.endpoint import Endpoint
 from rldsl.runtime.environments.forked_worker import ForkedWorker, ForkServer, start_server
-from rldsl.runtime.environments.tool_calls import Turn
+from rldsl.runtime.environments.requests import Refused, Rules
 from rldsl.runtime.rewards import user_functions
 from rldsl.runtime.rewards.pool import SECONDS_TO_LOAD
 from rldsl.runtime.rewards.worker import failure_from
@@ -34,26 +37,6 @@ from rldsl.runtime.rewards.worker_process import RowChunk
 
 SECONDS_TO_END = 1.0      # that a process has after its conversation
 LARGEST_OUTPUT = 1 << 22  # bytes that an environment may print in a turn
-
-
-class Chat(Protocol):
-    """How a conversation becomes tokens (`rldsl.runtime.environments.chat`)."""
-
-    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The first context."""
-
-    def reply(self, messages: Sequence[Message], cut: bool) -> tuple[int, ...]:
-        """The context that these new messages add after a turn of the model. cut: the turn has no stop token."""
-
-    def turn(self, ids: Sequence[int], context: Sequence[int]) -> Turn:
-        """What the model said. context: the tokens before it, as `first` or `reply` returned them."""
-
-
-class ChatFactory(Protocol):
-    """Makes a Chat once it is known what the environment says. A Failure if the tokenizer cannot be used for it."""
-
-    def __call__(self, tools: Sequence[Mapping[str, Any]], speaks: Speaks) -> Chat:
-        """tools: JSON schemas; speaks: the role of the environment's messages."""
 
 
 @dataclass
@@ -79,12 +62,14 @@ class EnvironmentProcesses:
     turn_timeout: float                             # seconds for each of `reset`, the answer to a turn, the reward
     on_error: OnError = "stop"                      # what an error of an environment does
     rank: int = 0                                   # printed before each line of output
+    rules: Rules | None = None                      # for the requests of an agent
     loading: float = SECONDS_TO_LOAD                # seconds for importing the file
     rows: dict[int, Row] = field(default_factory=dict, init=False)
     ready: list[Arrival] = field(default_factory=list, init=False)             # not yet asked for
     ending: list[tuple[float, ForkedWorker]] = field(default_factory=list, init=False)  # (deadline, process)
     server: ForkServer | None = field(default=None, init=False)
     chat: Chat | None = field(default=None, init=False)
+    endpoint: Endpoint | None = field(default=None, init=False)                # of agents
     speaks: Speaks = field(default="tool", init=False)                         # role of the environment's messages
     takes: ResetParameters = field(default=ResetParameters(), init=False)      # the columns that `reset` takes
 
@@ -100,7 +85,15 @@ class EnvironmentProcesses:
             raise self._at("RL0717", "ended its process during import", "",
                            help="a library that it uses crashed, or it calls `exit`") from None
         try:
-            self.chat = make_chat(*self._described())
+            answer = self._described()
+            if "agent" in answer:
+                self.chat = make_chat([], None)
+                self.endpoint = Endpoint(make_chat, present(self.rules, "rules for requests", place="run"))
+            else:
+                self.speaks, takes = answer["speaks"], answer["takes"]
+                self.takes = ResetParameters(tuple(takes["required"]),
+                                             None if takes["accepted"] is None else tuple(takes["accepted"]))
+                self.chat = make_chat(answer["tools"], self.speaks)
         except BaseException:
             self.close()
             raise
@@ -118,12 +111,20 @@ class EnvironmentProcesses:
         prompt = _as_messages(messages)
         worker = self._server().fork(f"rank {self.rank} environment {row}")
         self.rows[row] = Row(worker, prompt, columns)
-        self._ask(row, {"begin": {"messages": prompt, "columns": columns, "seed": seed}})
+        if self.endpoint is not None:
+            self._ask(row, {"run": {"row": columns, "seed": seed, **self.endpoint.begin(row)}})
+        else:
+            self._ask(row, {"begin": {"messages": prompt, "columns": columns, "seed": seed}})
 
     def said(self, row: int, ids: Sequence[int], ended_by_limit: bool, logprobs: Sequence[float] = ()) -> None:
         state = self._idle(row)
         state.turn += 1
         state.cut = ended_by_limit
+        if self.endpoint is not None:
+            if not state.worker.has_answer():  # otherwise it has ended, and did not wait
+                self.endpoint.answer(row, ids, logprobs, ended_by_limit)
+            self._resume(row)
+            return
         turn = self._chat().turn(ids, state.context)
         if self.speaks == "tool" and (not turn.calls or ended_by_limit and any("error" in c for c in turn.calls)):
             state.why = "max_new_tokens" if ended_by_limit else "no_call"
@@ -133,7 +134,11 @@ class EnvironmentProcesses:
 
     def finish(self, row: int, why: Stopped) -> None:
         self._idle(row).why = why
-        self._ask(row, {"reward": True})
+        if self.endpoint is not None:
+            self.endpoint.stop(row, why)
+            self._resume(row)
+        else:
+            self._ask(row, {"reward": True})
 
     def arrivals(self, wait: bool) -> list[Arrival]:
         if wait and not self.ready and not self._busy():
@@ -150,13 +155,15 @@ class EnvironmentProcesses:
             worker.end()
         self.rows.clear()
         self.ending.clear()
+        if self.endpoint is not None:
+            self.endpoint.close()
         if self.server is not None:
             self.server.close()
             self.server = None
 
     # requests and answers
 
-    def _described(self) -> tuple[list[dict[str, Any]], Speaks]:
+    def _described(self) -> dict[str, Any]:
         worker = self._server().fork(f"rank {self.rank} environment")
         self.rows[-1] = Row(worker, [], {})
         try:
@@ -164,13 +171,9 @@ class EnvironmentProcesses:
             while not worker.has_answer() and time.monotonic() < worker.deadline:
                 self._wait_for([worker], worker.deadline - time.monotonic())
                 worker.print_output()
-            answer = self._answer_of(-1, self.loading)
+            return self._answer_of(-1, self.loading)
         finally:
             self._release(-1)
-        self.speaks, takes = answer["speaks"], answer["takes"]
-        self.takes = ResetParameters(tuple(takes["required"]),
-                                     None if takes["accepted"] is None else tuple(takes["accepted"]))
-        return answer["tools"], self.speaks
 
     def _ask(self, row: int, request: dict[str, Any]) -> None:
         state = self.rows[row]
@@ -180,12 +183,21 @@ class EnvironmentProcesses:
         except (ConnectionError, TimeoutError):
             state.worker.deadline = time.monotonic()  # the next look finds out why
 
+    def _resume(self, row: int) -> None:
+        """An agent goes on: it has `turn_timeout` until it asks again or returns."""
+        state = self.rows[row]
+        state.printed = state.worker.num_printed
+        state.worker.work = RowChunk(row, row + 1)
+        state.worker.deadline = time.monotonic() + self.turn_timeout
+
     def _busy(self) -> list[tuple[int, ForkedWorker]]:
         return [(row, state.worker) for row, state in self.rows.items() if state.worker.work is not None]
 
     def _look(self, seconds: float) -> None:
         """Wait until an environment needs attention, and handle all that do."""
-        self._wait_for([worker for _, worker in self._busy()], seconds)
+        heard = self.endpoint is not None and self.endpoint.heard
+        self._wait_for([worker for _, worker in self._busy()], 0.0 if heard else seconds)
+        self._hear()
         for row, worker in self._busy():
             worker.print_output()
             state = self.rows[row]
@@ -197,12 +209,33 @@ class EnvironmentProcesses:
                 arrival = self._arrival(row, answer)
             except Failure as failure:
                 arrival = self._failed(row, failure)
-            if arrival.ended:
-                self._release(row)
-            else:
-                state.context = arrival.tokens
-            self.ready.append(arrival)
+            self._arrived(arrival)
         self._reap()
+
+    def _hear(self) -> None:
+        """Take what agents have asked."""
+        if self.endpoint is None:
+            return
+        self.endpoint.poll()
+        while (event := self.endpoint.next()) is not None:
+            row, heard = event
+            if isinstance(heard, tuple):
+                self.rows[row].worker.work = None  # it waits for the model
+                self._arrived(Arrival(row, heard, False, None, None, None))
+                continue
+            if isinstance(heard, Refused):
+                failure = self._at(heard.code, heard.what, "", row, heard.help)
+            else:
+                (diagnostic,) = heard.diagnostics
+                failure = Failure([replace(diagnostic, notes=(*diagnostic.notes, *self._notes(row)))])
+            self._arrived(self._failed(row, failure))
+
+    def _arrived(self, arrival: Arrival) -> None:
+        if arrival.ended:
+            self._release(arrival.row)
+        else:
+            self.rows[arrival.row].context = arrival.tokens
+        self.ready.append(arrival)
 
     def _answer_of(self, row: int, seconds: float) -> dict[str, Any]:
         """What has arrived from a process. A Failure if it is an error, or if nothing will arrive."""
@@ -238,6 +271,8 @@ class EnvironmentProcesses:
 
     def _arrival(self, row: int, answer: dict[str, Any]) -> Arrival:
         state, chat = self.rows[row], self._chat()
+        if self.endpoint is not None:
+            return self._returned(row, self.endpoint, answer["reward"])
         if state.why is not None:
             return Arrival(row, (), True, state.why, answer["reward"], None)
         if answer.get("done"):
@@ -245,11 +280,28 @@ class EnvironmentProcesses:
         tokens = chat.reply(answer["messages"], state.cut) if state.turn else chat.first(answer["messages"])
         return Arrival(row, tokens, False, None, None, answer.get("turn_reward"))
 
+    def _returned(self, row: int, endpoint: Endpoint, reward: float) -> Arrival:
+        """The end of a conversation whose agent has returned."""
+        state = self.rows[row]
+        endpoint.poll()  # what it has asked before it returned is here by now
+        if endpoint.waits(row):
+            raise self._at("RL0737", "returned before its request was answered", "", row,
+                           "wait for each answer before asking again, and before returning")
+        if not endpoint.asked(row):
+            raise self._at("RL0739", "returned without asking the model", "", row,
+                           "ask it at `base_url` with `api_key`; a row without a turn cannot be trained")
+        return Arrival(row, (), True, state.why or ("max_new_tokens" if state.cut else "done"), reward, None)
+
     def _failed(self, row: int, failure: Failure) -> Arrival:
+        (diagnostic,) = failure.diagnostics
+        if self.endpoint is not None and self.rows[row].why is not None and diagnostic.code == "RL0714":
+            # most likely it has let the error pass that told it so
+            print(f"{diagnostic.place}: {diagnostic.title}; {self._notes(row)[0]}: its conversation had reached its "
+                  f"{self.rows[row].why}, and has no reward", file=sys.stderr, flush=True)
+            return Arrival(row, (), True, self.rows[row].why, None, None)
         if self.on_error == "stop":
             self._release(row)
             raise failure
-        (diagnostic,) = failure.diagnostics
         print(f"{diagnostic.place}: {diagnostic.code} {diagnostic.title}; {'; '.join(self._notes(row)[:1])}: its "
               "conversation ends (on_error=end)", file=sys.stderr, flush=True)
         state = self.rows[row]
@@ -264,11 +316,15 @@ class EnvironmentProcesses:
                 if worker.peer.fileno() >= 0:
                     selector.register(worker.peer, selectors.EVENT_READ)
                     selector.register(worker.output, selectors.EVENT_READ)
+            if self.endpoint is not None:
+                self.endpoint.register(selector)
             selector.select(max(0.0, seconds))
 
     def _release(self, row: int) -> None:
         """Let the process of a conversation end."""
         worker = self.rows.pop(row).worker
+        if self.endpoint is not None:
+            self.endpoint.end(row)
         if worker.peer.fileno() >= 0:
             worker.peer.close()  # it closes its environment and ends
             self.ending.append((time.monotonic() + SECONDS_TO_END, worker))
@@ -302,7 +358,8 @@ class EnvironmentProcesses:
             return ("when it was created, before the first conversation",)
         state = self.rows[row]
         last = state.messages[-1]["content"] if state.messages else ""
-        where = "in `reset`" if not state.turn and not state.context else f"turn {state.turn}"
+        first = "in `reset`" if self.endpoint is None else "before its first turn"
+        where = first if not state.turn and not state.context else f"turn {state.turn}"
         name, *prompt = user_functions.describe({"prompt": last}, str(row))
         return f"{name}, {where}", *prompt
 

@@ -22,6 +22,7 @@ from rldsl.runtime.data.tokens import Tokens
 from rldsl.runtime.environments import Arrival, Conversations, ResetParameters, Stopped
 from rldsl.runtime.environments.chat import ChatTemplate
 from rldsl.runtime.environments.processes import EnvironmentProcesses
+from rldsl.runtime.environments.requests import Rules
 from rldsl.runtime.state.data_reader import ROWS_AT_ONCE
 from rldsl.sharding.partition import mix
 
@@ -32,7 +33,8 @@ def open_conversations(function: Function, limits: Conversation, sampling: Sampl
     the environment or the chat template cannot be used. sampling: of a turn, which the requests of an agent are held
     against. rank: printed before each line that environments print."""
     chat = functools.partial(ChatTemplate, tokens.tokenizer, tokens.ends, tokens.directory)
-    return EnvironmentProcesses(function, limits.turn_timeout, limits.on_error, rank).open(chat)
+    rules = Rules(sampling, frozenset(tokens.ends), limits.max_turns, limits.max_tokens)
+    return EnvironmentProcesses(function, limits.turn_timeout, limits.on_error, rank, rules).open(chat)
 
 
 @dataclass
