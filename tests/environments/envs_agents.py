@@ -119,3 +119,49 @@ def no_key(row: dict[str, Any], base_url: str) -> float:
 class RunsOtherwise:
     def run(self, task: str) -> float:
         return 0.0
+
+
+async def asks_twice(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """What `Steps` of envs_steps.py is, the other way round."""
+    messages = [{"role": "user", "content": row["prompt"]}]
+    messages.append(said(chat(base_url, api_key, messages)))
+    messages.append({"role": "user", "content": "1?"})
+    answer = chat(base_url, api_key, messages, logprobs=True)
+    assert all(token["logprob"] <= 0 for token in answer["choices"][0]["logprobs"]["content"])
+    return 3.0
+
+
+def adds(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """What `Adder` is, the other way round."""
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    environment = Adder()
+    environment.reset()
+    messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    while True:
+        messages.append(said(chat(base_url, api_key, messages, tools=[get_json_schema(Adder.add)])))
+        if "tool_calls" not in messages[-1]:
+            return environment.get_reward()
+        for call in messages[-1]["tool_calls"]:
+            result = environment.add(**json.loads(call["function"]["arguments"]))
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(result)})
+
+
+class Adder:
+    """TRL's form."""
+
+    def reset(self, **row: Any) -> None:
+        self.sum = 0.0
+
+    def add(self, a: int, b: int) -> int:
+        """Adds two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        self.sum += a + b
+        return a + b
+
+    def get_reward(self) -> float:
+        return self.sum

@@ -269,3 +269,104 @@ def test_what_is_no_agent_is_refused_before_the_run(name: str, title: str) -> No
         opened(name)
     (found,) = caught.value.diagnostics
     assert found.code == "RL0713" and found.title == title
+
+
+def test_time_limits(agents: EnvironmentProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between a request's answer and the next one, and before the first; not while the model works."""
+    monkeypatch.setattr(agents, "turn_timeout", 0.5)
+    begin(agents, ("ask", {}), ("sleep", 60))
+    only(agents)
+    time.sleep(0.6)
+    with pytest.raises(Failure, match="took more than 0.5 s to answer") as caught:
+        answered(agents, "x")
+    (found,) = caught.value.diagnostics
+    assert found.code == "RL0716" and f":{line('time.sleep(argument)')}" in str(found.place)
+    assert found.notes[0] == "row 0, turn 1"
+    begin(agents, ("sleep", 60))
+    with pytest.raises(Failure) as caught:
+        only(agents)
+    assert caught.value.diagnostics[0].notes[0] == "row 0, before its first turn"
+
+
+def line(of: str) -> int:
+    return next(i for i, text in enumerate(FILE.read_text().splitlines(), 1) if of in text)
+
+
+def test_limits_of_the_program(agents: EnvironmentProcesses, capfd: pytest.CaptureFixture[str]) -> None:
+    """The agent hears of a limit as an error of its request, and still gives its reward; if the error ends it, the
+    conversation has none."""
+    for what, reward in (("ask", 0.5), ("must ask", None)):
+        for why, code in (("max_turns", "max_turns"), ("max_tokens", "context_length_exceeded")):
+            begin(agents, ("ask", {}), ("say", "b"), (what, {}), reward=0.5)
+            only(agents)
+            assert not answered(agents, "x").ended
+            agents.finish(0, why)  # type: ignore[arg-type]
+            assert only(agents) == Arrival(0, (), True, why, reward, None)
+            printed = capfd.readouterr().err
+            assert (code if reward else f"{why}=") in printed and ("has no reward" in printed) == (reward is None)
+    begin(agents, ("ask", {}), ("ask", {}))  # a request after the end is answered, too
+    only(agents)
+    agents.finish(0, "max_tokens")
+    assert only(agents).stopped == "max_tokens"
+    (_, first), (_, second) = heard(capfd)
+    assert first == second and first["error"]["message"].startswith("This model's maximum context length is 2000 tokens")
+
+
+def test_on_error_end(agents: EnvironmentProcesses, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+                      ) -> None:
+    monkeypatch.setattr(agents, "on_error", "end")
+    begin(agents, ("ask", {}), ("say", "b"), ("ask", {}), row=1)
+    only(agents)
+    begin(agents, ("ask", {"n": 3}))
+    first = only(agents)
+    assert (first.ended, first.stopped, first.reward) == (True, "error", None) and "What?" in text(first)
+    begin(agents)
+    assert only(agents).stopped == "error"  # it has not asked
+    begin(agents, ("ask", {}), ("edit", [0, USER]), ("say", "b"), ("ask", {}))
+    only(agents)
+    assert answered(agents, "x") == Arrival(0, (), True, "error", None, None)
+    assert not answered(agents, "x", row=1).ended
+    assert answered(agents, "x", row=1).stopped == "done"
+    printed = capfd.readouterr().err
+    assert all(f"{code} `scripted` " in printed for code in ("RL0730", "RL0739", "RL0736"))
+
+
+@pytest.mark.parametrize("reward, title", [("much", "`scripted`: it returned a str, not a number"),
+                                           (None, "`scripted`: it returned None, not a number"),
+                                           (float("inf"), "`scripted`: it returned inf"), ({"a": 1}, "a dict, not a")])
+def test_what_it_returns_is_checked(agents: EnvironmentProcesses, reward: Any, title: str) -> None:
+    begin(agents, ("ask", {}), reward=reward)
+    only(agents)
+    with pytest.raises(Failure) as caught:
+        answered(agents, "x")
+    assert caught.value.diagnostics[0].code == "RL0715" and title in caught.value.diagnostics[0].title
+
+
+def test_a_key_ends_with_its_conversation(agents: EnvironmentProcesses) -> None:
+    assert agents.endpoint is not None
+    keys = []
+    for row in (0, 1):
+        begin(agents, ("ask", {}), row=row)
+        only(agents)
+        keys.append(agents.endpoint.dialogues[row].key)
+    assert keys[0] != keys[1] and all(len(key) >= 43 for key in keys)
+    answered(agents, "x")
+    assert list(agents.endpoint.row_of) == keys[1:]
+    answered(agents, "x", row=1)
+
+
+def test_templates_that_rewrite_turns_are_refused_when_it_matters() -> None:
+    """Qwen3 drops thinking when the user speaks again: one turn, and tools, can be used."""
+    with opened("scripted", "Qwen3") as talk:
+        begin(talk, ("ask", {}))
+        only(talk)
+        assert answered(talk, "x").stopped == "done"
+        begin(talk, ("ask", {"tools": CALCULATOR}), ("call", ["3"]), ("ask", {"tools": CALCULATOR}))
+        only(talk)
+        assert "3\n</tool_response>" in text(answered(talk, CALL))
+        answered(talk, "x")
+        begin(talk, ("ask", {}), ("say", "b"), ("ask", {}))
+        only(talk)
+        with pytest.raises(Failure) as caught:
+            answered(talk, "x")
+        assert caught.value.diagnostics[0].code == "RL0718"
