@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from rldsl.diag import Diagnostic, Failure
-from rldsl.graph import declare, lora
+from rldsl.graph import carried, declare, lora
 from rldsl.graph import model as g
 from rldsl.graph.buffers import declared, with_stored
 from rldsl.graph.flow import FlowBuilder
@@ -104,7 +104,7 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
             exprs.elsewhere.setdefault(target.name, node.span)
     known: dict[str, Meaning] = {s.name: input_(s.name, "batch", "", s.span) for s in top.states.values()
                                  if not s.data}
-    body = builder.block(flow.body, Scope(module, scope, known), "flow")
+    body = carried.with_strides(builder.block(flow.body, Scope(module, scope, known), "flow"), errors)
     lora.check(top.models.values(), {n.model for n in g.nodes(body) if isinstance(n, g.Sync)}, errors)
     rules = top.placements()
     if isinstance(given, Bad) or any(isinstance(i, ast.Cluster) for i in items) and top.cluster is None:

@@ -8,6 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
 from rldsl.diag import Label
+from rldsl.graph import carried
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
 from rldsl.graph.minibatch import minibatches
@@ -180,7 +181,10 @@ class CallsOfFlow:
         if target is None:
             return self.errors.add("RL0212", "the result of `generate` is not used", span,
                                    help="assign it to a name: `gen = ...`")
+        per_step = cast(int | None, given.pop("per_step"))
         sampling = Sampling(**cast(dict[str, Any], given))
+        if per_step is not None and per_step < sampling.max_new_tokens:
+            return carried.generate(self.flow, owner, call, prompts, sampling, per_step, target, clause, span)
         source = prompts.frame
         longest = source.max_prompt_tokens + source.max_response_tokens  # the whole text so far
         frame = self.flow.spaces.add(replace(

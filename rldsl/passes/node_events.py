@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, assert_never
+from typing import Any, Literal, assert_never
 
 from rldsl.diag import fail, internal_error
 from rldsl.graph import model as g
@@ -78,8 +78,9 @@ def spread_of(node: g.Node, place: Place, frames: Mapping[str, IndexedFrame]) ->
     prompts of others)."""
     mesh, layout = place.mesh.id, place.layout.id
     match node:
-        case g.Generate():
-            return _named(Spread("", mesh, layout, (node.frame,), "prompt", "count"))
+        case g.Generate():  # with `per_step`, a response stays where it began
+            how: Literal["count", "slot"] = "slot" if node.per_step else "count"
+            return _named(Spread("", mesh, layout, (node.frame,), "prompt", how))
         case g.Infer():
             return _named(Spread("", mesh, layout, (node.frame,), "row", "tokens"))
         case g.Train():
@@ -268,7 +269,8 @@ class _EventBuilder:
         if isinstance(node, g.Fetch):
             spread_id = replicated_spread_id(self.frames[node.frames[0]].row_space)
             self.replicated |= dict.fromkeys(node.writes, spread_id)
-            return Fetch(id=0, mesh=self.world.id, reads=tuple(f"{v}@{spread_id}" for v in node.reads),
+            source = replicated_spread_id(self.frames[node.newest or node.frames[0]].row_space)
+            return Fetch(id=0, mesh=self.world.id, reads=tuple(f"{v}@{source}" for v in node.reads),
                          writes=tuple(f"{v}@{spread_id}" for v in node.writes), at=at, **payload(node, FetchSpec))
         if isinstance(node, g.Draw | g.Lookup):
             base = self.frames[node.frame]

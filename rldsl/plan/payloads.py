@@ -41,6 +41,10 @@ class FetchSpec:
     __slots__ = ()
     data: DataName  # the source
     frames: tuple[FrameId, ...]  # what its rows become: one frame, or the two sides of pairs
+    # the frame that the batch of this step became: its rows are read again, and with them those of as many batches as
+    # the frame has iterations, the newest first; "": the next batch of the source
+    newest: FrameId = ""
+    stride: int = 1  # with `newest`: batches of the source in a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,9 @@ class Conversation:
     on_error: Literal["stop", "end"] = "stop"
 
 
+ROLLOUTS = ".rollouts"  # ends the id of the frame that a generate with `per_step` makes, with what has not ended
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateSpec:
     """Completions of prompts."""
@@ -99,6 +106,14 @@ class GenerateSpec:
     frame: FrameId  # the completions
     sampling: Sampling  # how tokens are drawn; of a conversation, those of one turn
     conversation: Conversation | None = None  # None: a completion is one response
+    # tokens of a response in one step; the rest follows in the next steps, and the prompts are those of several steps.
+    # 0: all in one step
+    per_step: int = 0
+
+    @property
+    def draws_as(self) -> str:
+        """The name that its random numbers are keyed by: with `per_step` a token is drawn as it would be without."""
+        return self.frame.removesuffix(ROLLOUTS) if self.per_step else self.frame
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,7 +146,9 @@ class Shard(Protocol):
         """Completions of `prompts`, the same on every rank of the shard (all tp, all pp). Random numbers depend only on
         (seed, step, row, position).
 
-        prompts: response_lens are 0; already repeated n times, with rows numbered in the new frame.
+        prompts: already repeated n times, with rows numbered in the new frame. response_lens: tokens of each response
+            that earlier calls sampled: they are run with the prompt, positions and `min_new_tokens` count them, and the
+            completions, of up to max_new_tokens, follow them.
         max_num_seqs: the most sequences that decode at the same time (0: all).
         max_prompt_len: tokens of the longest prompt of any call, which sizes the KV cache (0: unknown).
         continues: the prompts are sequences with responses. One that ends with an end-of-sequence token is complete:

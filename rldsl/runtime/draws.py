@@ -31,6 +31,14 @@ def bits(seed: int, step: int, rows: torch.Tensor, positions: torch.Tensor) -> t
     return _finalised(state + _GAMMA)
 
 
+def as_if_in_step(rows: torch.Tensor, of: torch.Tensor, seed: int, step: int) -> torch.Tensor:
+    """[S] int64: row numbers that draw in `step` what `rows` [S] draw in the steps `of` [S] int64."""
+    numbers = rows.clone()
+    for own in of.unique().tolist():
+        numbers[of == own] ^= _signed(mix(seed, own)) ^ _signed(mix(seed, step))
+    return numbers
+
+
 def _finalised(state: torch.Tensor) -> torch.Tensor:
     state = (state ^ _shift(state, 30)) * _MIX1
     state = (state ^ _shift(state, 27)) * _MIX2

@@ -18,6 +18,7 @@ from rldsl.plan.heads import OUTPUTS, heads_with
 from rldsl.plan.model import CONVERSATION_VALUES, Layout, Mesh, Model, Ranges
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.sharding.sum_blocks import undividable
+from rldsl.verify import carried
 from rldsl.verify.tables import Tables, name, problem
 
 
@@ -116,6 +117,10 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
     if e.conversation is not None:
         made |= {f"{e.frame}.turn_sizes": ("turn", "i64")}
         made |= {f"{e.frame}.{x}": ("turn" if level == "turn" else "row", "f32") for x, level in CONVERSATION_VALUES}
+    if e.per_step:
+        made |= {f"{e.frame}.{x}": of for x, of in carried.MADE.items()}
+        if wrong := carried.wrong_generate(t, e):
+            yield problem("RL0615", f"{name(e)} continues responses in later steps, but {wrong}", e)
     yield from writes(t, e, {*made}, {f"{e.frame}.cache"}, e.spread)
     yield from _cache(t, e)
     if fault := _conversation(t, e):
@@ -125,7 +130,8 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
         if v is not None and (v.frame, v.extent, v.dtype) != (e.frame, extent, dtype):
             yield problem("RL0615", f"{name(e)} writes {id}, which is not {extent} of {e.frame} in {dtype}", e)
     f, p, s = t.frames[e.frame], t.frames[e.prompts], e.sampling
-    if (f.chain[0].parent, f.chain[0].fan, f.data, f.present_in) != (p.row_space, s.n, p.data, p.present_in):
+    present_in = f.id if e.per_step else p.present_in
+    if (f.chain[0].parent, f.chain[0].fan, f.data, f.present_in) != (p.row_space, s.n, p.data, present_in):
         yield problem("RL0615", f"{name(e)}: frame {e.frame} is not {s.n} completions for each row of {e.prompts}", e)
     if f.temperature != s.logprob_temperature or f.max_response_tokens < s.max_new_tokens:
         yield problem(

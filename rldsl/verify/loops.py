@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Collect, Derive, Event, Generate, Item, Loop, Train, split_buffer
+from rldsl.plan.events import Collect, Derive, Event, Fetch, Generate, Item, Loop, Train, split_buffer
 from rldsl.plan.projection import times, walk
 from rldsl.sharding.rank_sets import union
 from rldsl.verify.tables import Tables, problem
@@ -28,6 +28,7 @@ def check_loops(t: Tables) -> Iterator[Diagnostic]:
     yield from _inside(t, t.plan.body)
     collected = {e.into for e, _ in t.events if isinstance(e, Collect)}
     made_of = {e.frame for e, _ in t.events if isinstance(e, Generate | Derive)}  # of rows that a loop collects
+    made_of |= {f for e, _ in t.events if isinstance(e, Fetch) and e.newest for f in e.frames}
     valued = {t.values[v].frame for e, _ in t.events for v, _ in map(split_buffer, e.writes) if v in t.values}
     for f in t.frames.values():  # a frame that nothing reads has no values, and no loop collects it
         if f.iterations > 1 and f.id not in collected | made_of and f.id in valued:

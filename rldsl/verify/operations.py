@@ -40,7 +40,7 @@ from rldsl.plan.model import Model, Value
 from rldsl.plan.references import Reference, Role, named
 from rldsl.plan.traits import expand, rule_for
 from rldsl.sharding.rank_sets import Ranks, union
-from rldsl.verify import calls, collect, derive, evaluations, replay, row_states
+from rldsl.verify import calls, carried, collect, derive, evaluations, replay, row_states
 from rldsl.verify.tables import Tables, name, problem
 from rldsl.verify.transfer_slices import MeshCells
 
@@ -234,7 +234,9 @@ def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
     more = {f"{f}.{part}" for f in e.frames for part in ("columns", *t.data[e.data].numbers)}
     drawn = {d.writes for d, _ in t.events if isinstance(d, Draw) and d.data == e.data}
     more |= set() if e.reads else {f"{e.frames[0]}.row_numbers"} if e.frames else set()
-    if e.reads and (once or e.reads not in drawn) or not must <= {*values} <= must | more \
+    if e.newest and (wrong := carried.wrong_fetch(t, e)):
+        yield problem("RL0615", f"{name(e)} reads batches of earlier steps, but {wrong}", e)
+    if not e.newest and e.reads and (once or e.reads not in drawn) or not must <= {*values} <= must | more \
             or len({*values}) != len(values):
         yield problem("RL0614", f"{name(e)} must read nothing but drawn row numbers, and write tokens and lengths of "
                       f"{', '.join(e.frames)}", e)
@@ -253,7 +255,7 @@ def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
         frame = t.frames[f]
         shape = (frame.tokenizer, frame.present_in, frame.selected_from or frame.picked_from, frame.data,
                  frame.chain[0].parent, frame.count, frame.iterations)
-        if shape != ("", f if once else "", "", e.data, "", t.data[e.data].batch, 1):
+        if not e.newest and shape != ("", f if once else "", "", e.data, "", t.data[e.data].batch, 1):
             yield problem("RL0615", f"{name(e)} fetches frame {f}, which is not a batch of {e.data}", e)
         if (frame.max_prompt_tokens, frame.max_response_tokens) != (data.max_prompt_tokens, data.max_answer_tokens):
             yield problem("RL0615", f"{name(e)} fetches frame {f}, whose limits are not those of {e.data}", e)

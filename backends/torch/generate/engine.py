@@ -41,6 +41,7 @@ class Engine:
     max_new_tokens: int               # tokens after which a response ends
     scheduler: Scheduler              # decides what each group runs next, on the host
     state: DecodeState                # everything on the device that the call writes
+    sampled_before: torch.Tensor      # [N] int64: tokens of each response that earlier calls sampled
     keeper: CacheKeeper | None = None  # collects keys and values of what has finished, for a later call
     prefix: Prefix | None = None      # where the keys and values of the prompts lie; None: they are computed
 
@@ -106,7 +107,8 @@ class Engine:
         count = count + active
         finished = (tokens[:, None] == self.state.eos_ids).any(-1)
         if self.stop_strings is not None:
-            finished |= self.stop_strings.hit(responses.tokens[seq_id], count) & (count >= self.min_new_tokens)
+            long_enough = count + self.sampled_before[seq_id] >= self.min_new_tokens
+            finished |= self.stop_strings.hit(responses.tokens[seq_id], count, seq_id) & long_enough
         finished &= active
         slots.finished[at] = slots.finished[at] | finished
         slots.num_generated[at] = count
@@ -161,8 +163,10 @@ class Engine:
         slots = self.state.slots
         slots.seq_id[at], slots.last_prompt_pos[at] = seq_ids, self.prompts.prompt_lens[seq_ids] - 1
         slots.num_generated[at], slots.active[at], slots.finished[at] = 0, True, False
+        slots.sampled_before[at] = self.sampled_before[seq_ids]
         if len(slots.draws):
-            slots.draws[at] = self._last_stage_sampler().draws(self.prompts.rows[seq_ids], self.max_new_tokens + 1)
+            slots.draws[at] = self._last_stage_sampler().draws(
+                self.prompts.rows[seq_ids], self.sampled_before[seq_ids], self.max_new_tokens + 1)
 
     def _attach(self, attached: tuple[tuple[int, int], ...]) -> None:
         """Admit sequences whose prompts are in a kept cache, up to their last tokens: the next step runs these."""
@@ -198,7 +202,8 @@ class Engine:
     def _sample(self, hidden: torch.Tensor, at: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         slots, count = self.state.slots, self.state.slots.num_generated[at]
         draws = slots.draws[at].gather(1, count[:, None])[:, 0] if len(slots.draws) else None
-        return self._last_stage_sampler().sample(hidden, count, draws)
+        in_response = count + slots.sampled_before[at] if self.min_new_tokens else count
+        return self._last_stage_sampler().sample(hidden, in_response, draws)
 
     def _last_stage_sampler(self) -> Sampler:
         if self.sampler is None:

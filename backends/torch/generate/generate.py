@@ -2,7 +2,7 @@
 
 Every rank of the shard runs the same batches in the same order: the last pipeline stage samples, and the tokens go to
 all stages. Neighboring sequences with the same prompt share its prefill.
-Invariant: what is sampled for a row depends only on (seed, step, row, position) and the model.
+Invariant: what is sampled for a row depends only on (seed, step, row, position in its response) and the model.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling,
     states: where captured steps are kept for later calls, which is valid while parameters stay where they are.
     Errors: RL0732 for an empty prompt."""
     count, device = len(prompts), prompts.tokens.device
+    sampled, prompts = prompts.response_lens, _as_prompts(prompts)
     if count and int(prompts.prompt_lens.min()) == 0:
         raise fail("RL0732", "a sequence has an empty prompt", help="every prompt needs at least one token")
     if not count and axes.ep.size == 1:
@@ -70,15 +71,23 @@ def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling,
             capture=capture and axes.tp.size == 1,  # a captured step holds no communication
             device=device)
     state.allocate_memory()
+    if stop_strings is not None and bool(sampled.any()):
+        stop_strings = stop_strings.after(prompts, sampled)
     sampler = Sampler(stage, sampling, seed, step, state.eos_ids) if stage.last else None
     engine = Engine(stage, prompts, sampler, stop_strings, sampling.min_new_tokens, sampling.max_new_tokens, scheduler,
-                    state, CacheKeeper(count) if keep_cache else None, prefix)
+                    state, sampled, CacheKeeper(count) if keep_cache else None, prefix)
     run_to_completion(engine, axes)
     output = _output(prompts, state.responses, None if engine.keeper is None else engine.keeper.kept(device),
                      engine.num_prefilled)
     if states is not None:
         keep_released(states, key, state)
     return output
+
+
+def _as_prompts(batch: PackedBatch) -> PackedBatch:
+    """Sequences as prompts, with what was sampled of their responses."""
+    lens = batch.prompt_lens + batch.response_lens
+    return PackedBatch(batch.rows, lens, torch.zeros_like(lens), batch.tokens)
 
 
 def _some(batch: PackedBatch, chosen: torch.Tensor) -> PackedBatch:

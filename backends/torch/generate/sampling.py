@@ -122,9 +122,10 @@ class Sampler:
         self.vocab_cuts = local_cuts(vocab, 1, 1, 0) if self.stage.vocab_cuts is not None else None
         self.head = None if self.stage.head is None else self.stage.head.to(self.stage.matmul_dtype)  # cast once
 
-    def draws(self, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """[S, count] float64: the random numbers of rows [S] of the frame, one for each position of a response."""
-        return uniform(self.seed, self.step, rows[:, None], torch.arange(count, device=rows.device))
+    def draws(self, rows: torch.Tensor, first: torch.Tensor, count: int) -> torch.Tensor:
+        """[S, count] float64: the random numbers of rows [S] of the frame, one for each position of a response from
+        first [S] on."""
+        return uniform(self.seed, self.step, rows[:, None], first[:, None] + torch.arange(count, device=rows.device))
 
     def sample(self, hidden: torch.Tensor, num_generated: torch.Tensor, draws: torch.Tensor | None
                ) -> tuple[torch.Tensor, torch.Tensor]:

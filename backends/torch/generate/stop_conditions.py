@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.data.tokens import end_tokens
 
 
@@ -18,9 +19,24 @@ class StopStrings:
         self.stop, self.tokenizer = stop, tokenizer
         # tokens that are decoded: one may be a single byte of a character; 8 more for tokens without text
         self.tail = max(len(text.encode()) for text in stop) + 8
+        self.before: torch.Tensor | None = None  # [N, tail] int64: the last tokens of earlier calls, -1 for none
 
-    def hit(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """tokens: [S, M] int64 sampled so far; lengths: [S] of them -> [S] bool."""
+    def after(self, sequences: PackedBatch, sampled: torch.Tensor) -> StopStrings:
+        """These strings for responses of which earlier calls sampled some tokens, which end the sequences ([N] of each
+        response)."""
+        found = StopStrings(self.stop, self.tokenizer)
+        back = torch.arange(-self.tail, 0, device=sampled.device)
+        ends = sequences.prompt_lens.cumsum(0)
+        if len(sampled):
+            found.before = torch.where(back >= -sampled[:, None],
+                                       sequences.tokens[(ends[:, None] + back).clamp(min=0)], -1)
+        return found
+
+    def hit(self, tokens: torch.Tensor, lengths: torch.Tensor, seq_id: torch.Tensor | None = None) -> torch.Tensor:
+        """tokens: [S, M] int64 sampled so far; lengths: [S] of them -> [S] bool. seq_id: [S], the sequences, where
+        earlier calls sampled a part."""
+        if self.before is not None and seq_id is not None:
+            tokens, lengths = torch.cat([self.before[seq_id], tokens], 1), lengths + self.tail
         at = lengths[:, None] + torch.arange(-self.tail, 0, device=tokens.device)
         last = torch.where(at >= 0, tokens.gather(1, at.clamp(min=0)), -1).tolist()
         tails = [[token for token in row if token >= 0] for row in last]

@@ -55,6 +55,7 @@ from rldsl.plan.traits import rule_for
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.health.watchdog import Watchdog
 from rldsl.runtime.interpreter import eval_loops, model_events, replay_events, row_states, value_events
+from rldsl.runtime.interpreter.carried import generate_a_part
 from rldsl.runtime.interpreter.conversations import Environments
 from rldsl.runtime.interpreter.derive import derive
 from rldsl.runtime.interpreter.metric_log import end_step, log
@@ -75,7 +76,9 @@ from rldsl.runtime.state.model_store import ModelStore
 
 
 def _generate(state: RankState, event: Generate) -> None:
-    if event.conversation is None:
+    if event.per_step:
+        generate_a_part(state.models, state.step, event)
+    elif event.conversation is None:
         model_events.generate(state.models, state.step, event)
     else:
         model_events.converse(state.models, state.step, state.services.environments, event)

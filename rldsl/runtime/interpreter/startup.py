@@ -54,6 +54,7 @@ from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint, drop_later
 from rldsl.runtime.persist.checkpoint_writer import CheckpointWriter, drop_unfinished, open_writer
 from rldsl.runtime.persist.run_identity import program_identity
 from rldsl.runtime.plan_file import PlanFile
+from rldsl.runtime.state import carried
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.replay import ReplayRows
@@ -90,6 +91,7 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Wat
     if resumed is not None:
         step.number = resumed.step
         reader.position.update(resumed.data)
+        step.carried.update(carried.restored(context, resumed))
     for state in plan.states:
         if context.holds(f"{state.value}@{state.spread}") and not state.data:
             step.write_number(state.value, state.spread, resumed.states[state.value] if resumed else state.initial)

@@ -59,11 +59,18 @@ def fetch(step: StepState, reader: DataReader, event: Fetch) -> None:
 
 
 def _row_numbers(step: StepState, reader: DataReader, event: Fetch) -> list[int]:
-    """The rows of the batch: those that were drawn, or the next ones of the source."""
+    """The rows of the batch: those that were drawn, the next ones of the source, or those of this step and of the steps
+    before it, as far as there were any."""
+    if event.newest:
+        source, newest = reader.source(event.data), step.batches[event.newest]
+        count = step.context.frames[event.frames[0]].iterations
+        earlier = (newest - age * event.stride for age in range(count))
+        return [row for batch in earlier if batch >= 0 for row in source.batch(batch, step.context.seed)]
     if event.reads:
         drawn: list[int] = step.buffers.get(event.reads[0]).data.tolist()
         return drawn
     source, batch = next_rows(step, reader, event.data)
+    step.batches |= dict.fromkeys(event.frames, batch)
     return source.batch(batch, step.context.seed)
 
 

@@ -34,14 +34,15 @@ from rldsl.runtime.files import digest
 from rldsl.runtime.persist.checkpoint_writer import checkpoints, complete_box, row_state_key, step_of
 from rldsl.runtime.persist.manifest import MANIFEST, Manifest, read_manifest
 from rldsl.runtime.persist.run_identity import program_changes
-from rldsl.runtime.state import in_flight
+from rldsl.runtime.state import carried, in_flight
 from rldsl.runtime.state.replay import COUNT, LENGTHS, PREFIX, TEMPERATURE, OtherRows, ReplayRows, join_parts
 from rldsl.runtime.store import RaggedRows
 from rldsl.sharding.boxes import Box, intersect, local_slice, parameters, pieces_of_rank, slices_within, subtract
 
 StoredBoxes = list[tuple[Box, Path, str]]  # box, file, key in it
 FLOATS = ("F64", "F32", "F16", "BF16")
-ROWS = ("I64", "F32", "BOOL")  # of the rows of replay buffers
+ROWS = ("I64", "F32", "BOOL")  # of the rows of replay buffers, and of ragged values
+RAGGED = (in_flight.PREFIX, carried.PREFIX)  # of ragged values, by the first part of a name
 DAMAGE = (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
@@ -62,7 +63,7 @@ class LoadedCheckpoint:
     def names(self) -> list[str]:
         """The models, the states of rows and the buffers that it holds."""
         owners = (key.split("|") for key in self.stored)
-        return list(dict.fromkeys(name[name[0] == PREFIX] for name in owners if name[0] != in_flight.PREFIX))
+        return list(dict.fromkeys(name[name[0] == PREFIX] for name in owners if name[0] not in RAGGED))
 
     def has(self, model: str) -> bool:
         return model in self.names
@@ -111,12 +112,17 @@ class LoadedCheckpoint:
         """The later steps of which it holds what was generated ahead."""
         return {int(key.split("|")[1]) for key in self.stored if key.startswith(f"{in_flight.PREFIX}|")}
 
+    @property
+    def frames_carried(self) -> set[str]:
+        """The generated frames of which it holds responses that the next step continues."""
+        return {key.split("|")[1] for key in self.stored if key.startswith(f"{carried.PREFIX}|")}
+
     def has_rows_of(self, key: str) -> bool:
         """Whether it holds a value of a later step. key: as of `in_flight.key_of`."""
         return any(name.startswith(f"{key}|") for name in self.stored)
 
     def rows_of(self, key: str) -> RaggedRows:
-        """All rows of a value of a later step, from what all ranks wrote. RL0761."""
+        """All rows of a ragged value, from what all ranks wrote. key: all of its name before the part. RL0761."""
         parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)  # rank -> part -> tensor
         try:
             for name in (k for k in self.stored if k.startswith(f"{key}|")):
@@ -274,7 +280,7 @@ def _keys(file: Path) -> list[str]:
             box, tensor = _box(key.rpartition("|")[2]), opened.get_slice(key)
             if [b - a for a, b in box] != tensor.get_shape() or min(a for a, _ in box) < 0:
                 raise ValueError(f"{file.name}: {key} has shape {tensor.get_shape()}")
-            if tensor.get_dtype() not in (ROWS if key.startswith((f"{PREFIX}|", f"{in_flight.PREFIX}|")) else FLOATS):
+            if tensor.get_dtype() not in (ROWS if key.partition("|")[0] in (PREFIX, *RAGGED) else FLOATS):
                 raise ValueError(f"{file.name}: {key} has the type {tensor.get_dtype()}")
     return keys
 

@@ -9,7 +9,8 @@ that hold it, and nothing is gathered. The names of the tensors:
 - `MODEL|PART|PARAMETER|START:STOP,...`, with the parts "param", "exp_avg" and "exp_avg_sq";
 - `STATE|state|rows|0:COUNT`, of states of rows;
 - `rows of buffer|NAME|FIELD|START:STOP`, of replay buffers (`state/replay.py`);
-- `later step|STEP|VALUE|...`, of what was generated ahead of later steps (`state/in_flight.py`).
+- `later step|STEP|VALUE|...`, of what was generated ahead of later steps (`state/in_flight.py`);
+- `carried|FRAME|VALUE|...`, of responses that the next step continues (`state/carried.py`).
 
 A step waits only for the copy to host memory; a thread writes. The first rank gives the directory its name when every
 rank has reported to the store of the process group, in a directory next to it that no other run uses.
@@ -40,7 +41,7 @@ from rldsl.runtime.comm.agreement import any_rank
 from rldsl.runtime.files import digest, sync
 from rldsl.runtime.persist.manifest import FORMAT, MANIFEST, manifest_text
 from rldsl.runtime.persist.run_identity import program_identity
-from rldsl.runtime.state import in_flight
+from rldsl.runtime.state import carried, in_flight
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.model_store import ModelStore
@@ -80,7 +81,7 @@ def checkpoint(models: ModelStore, step: StepState, data: DataReader, writer: Ch
         writer.join()
     if due or stop:
         tensors = _tensors(models, writer, event) | _row_states(step, event) | _buffers(step)
-        tensors |= in_flight.tensors(step.begun, context.rank)
+        tensors |= in_flight.tensors(step.begun, context.rank) | carried.tensors(context, step.carried)
         writer.begin(step.number, event.keep_last, tensors, _facts(models, step, data, event))
     return stop
 

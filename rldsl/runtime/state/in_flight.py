@@ -129,4 +129,4 @@ def _set_lengths(step: StepState, event: Event, frame: str, stored: RaggedRows) 
     if event.traits.family == "data":
         step.set_lengths(frame, lens)
     else:
-        step.rows.lens[frame] = lens
+        step.rows.set_lengths(frame, lens)

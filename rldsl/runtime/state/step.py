@@ -14,6 +14,7 @@ from rldsl.plan.events import split_buffer
 from rldsl.plan.model import Spread
 from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.comm.row_assignment import RowLengths, StepRows
+from rldsl.runtime.state.carried import CarriedRows
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.logged_numbers import Arrivals, LoggedNumbers, SentLogs
 from rldsl.runtime.state.turns import unmarked
@@ -55,6 +56,10 @@ class StepState:
     ended: bool = False
     # steps of which events that run ahead have made something, by their numbers
     begun: dict[int, StepState] = field(default_factory=dict)
+    # fetched frame -> the number of its batch, from 0
+    batches: dict[str, int] = field(default_factory=dict)
+    # generated frame -> the responses that the next step continues; the same object for all steps
+    carried: dict[str, CarriedRows] = field(default_factory=dict)
     # of a later step: the values of events that run ahead, for checkpoints (`in_flight.py`)
     made: dict[str, RaggedRows] = field(default_factory=dict)
 
@@ -73,16 +78,18 @@ class StepState:
         if begun is None:
             self.tokens = 0
             self.draws.clear()
+            self.batches.clear()
             self.rows = StepRows(self.context.plan, self.context.world, self.index)
             return
-        self.tokens, self.draws, self.rows = begun.tokens, begun.draws, begun.rows
+        self.tokens, self.draws, self.rows, self.batches = begun.tokens, begun.draws, begun.rows, begun.batches
         self.ragged_bytes += begun.ragged_bytes
         self.buffers.take(begun.buffers)
 
     def later(self, number: int) -> StepState:
         """The state of a later step, for events that run ahead: what lasts from step to step is the same."""
         if number not in self.begun:
-            step = StepState(self.context, number, buffers=BufferStore(self.buffers, self.context.plan.lasting))
+            step = StepState(self.context, number, buffers=BufferStore(self.buffers, self.context.plan.lasting),
+                             carried=self.carried)
             step.rows = StepRows(self.context.plan, self.context.world, step.index)
             self.begun[number] = step
         return self.begun[number]
