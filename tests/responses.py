@@ -33,9 +33,10 @@ def recorded(file: Path) -> Iterator[None]:
     def generate(self: Any, *args: Any, seed: int, step: int, **more: Any) -> Any:
         made = real(self, *args, seed=seed, step=step, **more)
         batch, at = made.batch, 0
-        lens = zip(batch.rows, batch.prompt_lens.tolist(), batch.response_lens.tolist(), strict=True)
-        for row, prompt, response in lens:
-            draws = uniform(seed, step, row, torch.arange(response))
+        before = args[0].response_lens  # that earlier calls sampled
+        lens = zip(batch.rows, batch.prompt_lens.tolist(), batch.response_lens.tolist(), before, strict=True)
+        for row, prompt, response, first in lens:
+            draws = uniform(seed, step, row, first + torch.arange(response))
             found.append((draws, batch.tokens[at + prompt : at + prompt + response].clone()))
             at += prompt + response
         return made

@@ -131,7 +131,7 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
         buffers=tuple(b for b in with_stored(buffers, builder.buffers).values()
                       if any(isinstance(n, g.Store) and n.buffer == b.name for n in g.nodes(body))),
         checkpoint=builder.checkpoint, stop=builder.stop, lag=lag, ahead=ahead,
-        may_run_ahead=nodes_that_may(body, lasting, ahead) if lag else frozenset())
+        may_run_ahead=nodes_that_may(body, lasting, ahead, values) if lag else frozenset())
     return graph, tuple(errors.found)
 
 

@@ -8,9 +8,11 @@ log-probs of a frozen model, may run earlier: it changes no number, and where th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rldsl.graph import model as g
+from rldsl.plan.derive_ops import DERIVE_OPS
+from rldsl.plan.model import Value
 from rldsl.semantics.errors import Errors
 from rldsl.source import Span
 
@@ -55,19 +57,34 @@ def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, c
     return frozenset(found)
 
 
-def nodes_that_may(items: tuple[g.Item, ...], lasting: frozenset[str], ahead: frozenset[str]) -> frozenset[str]:
+def nodes_that_may(items: tuple[g.Item, ...], lasting: frozenset[str], ahead: frozenset[str],
+                   values: Sequence[Value]) -> frozenset[str]:
     """The nodes that may run up to `lag` steps ahead although no generation needs them: all that they are made from
     runs ahead or may, and is the same in every step in which it could be read. ahead: of `nodes_ahead`."""
+    inputs = inputs_of(items, values)
     changing = {n.model for n in g.nodes(items) if isinstance(n, g.Train | g.Sync)}
     early = {v for n in g.nodes(items) if n.id in ahead for v in n.writes}
     found = set[str]()
     for node in items:
         if (isinstance(node, g.Compute | g.Infer | g.Derive) and node.id not in ahead
                 and not (isinstance(node, g.Infer) and node.model in changing)
-                and lasting.isdisjoint((*node.reads, *node.writes)) and early.issuperset(node.reads)):
+                and lasting.isdisjoint((*node.reads, *node.writes)) and early.issuperset(inputs(node))):
             found.add(node.id)
             early.update(node.writes)
     return frozenset(found)
+
+
+def inputs_of(items: Iterable[g.Item], values: Iterable[Value]) -> Callable[[g.Node], frozenset[str]]:
+    """A function that says what a node needs: what it reads, and the tokens of the derived frames whose values it reads
+    or writes, since these say which rows there are."""
+    frame_of = {v.id: v.frame for v in values}
+    derived = {n.frame for n in g.nodes(items) if isinstance(n, g.Derive) and DERIVE_OPS[n.op].makes_rows}
+
+    def inputs(node: g.Node) -> frozenset[str]:
+        frames = {frame_of.get(v, "") for v in (*node.reads, *node.writes)} & derived
+        return frozenset({*node.reads, *(f"{f}.tokens" for f in frames)}.difference(node.writes))
+
+    return inputs
 
 
 def _with_blocks(items: Iterable[g.Item], block: Block | None = None) -> Iterator[tuple[g.Node, Block | None]]:

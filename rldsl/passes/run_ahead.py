@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from rldsl.diag import internal_error
 from rldsl.graph import model as g
+from rldsl.graph.lag import inputs_of
 from rldsl.passes.draft import Draft, LengthsSpreads, events, uses
 from rldsl.plan.events import EVERY_TURN, Event, Item, ahead_of
 
@@ -40,12 +41,17 @@ def steps_ahead(graph: g.Graph, ranks: Mapping[str, RankSet]) -> dict[str, int]:
                if isinstance(n, g.Train | g.Infer) and n.id not in graph.ahead | graph.may_run_ahead]
     generating = [ranks[n.id] for n in top if isinstance(n, g.Generate)]
     made = {v: graph.lag for n in top if n.id in graph.ahead for v in n.writes}
+    inputs, held_by = inputs_of(graph.items, graph.values), dict[str, RankSet]()
     for node in top:
         own = ranks.get(node.id)
+        if isinstance(node, g.Derive):  # where the rows are that it is made of
+            own = held_by.get(node.values[0][0], own)
+        if own is not None:
+            held_by |= dict.fromkeys(node.writes, own)
         if node.id not in graph.may_run_ahead or own is not None and any(own & x for x in working):
             continue
         most = graph.lag if own is None or any(own & x for x in generating) else max(graph.lag - 1, 1)
-        found[node.id] = min([most, *(made.get(v, 0) for v in node.reads)])
+        found[node.id] = min([most, *(made.get(v, 0) for v in inputs(node))])
         made |= dict.fromkeys(node.writes, found[node.id])
     return {id: ahead for id, ahead in found.items() if ahead}
 

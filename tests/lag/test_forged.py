@@ -28,7 +28,7 @@ from rldsl.plan.events import (
     Train,
     Transfer,
 )
-from rldsl.plan.model import Plan
+from rldsl.plan.model import Plan, Value
 from rldsl.verify import verify
 from tests.end_to_end.test_invariance import HERE, placement
 from tests.tiny import make_all
@@ -140,8 +140,9 @@ def test_log_probs_of_a_model_that_changes_run_in_their_own_step(
     right = api.compile(str(tmp_path / "lagged.rlf"), sets, str(tmp_path / "place.rlf"))
     assert {e.ahead for e in loop_of(right).body if isinstance(e, Infer)} == {0}
 
-    def careless(items: tuple[g.Item, ...], lasting: frozenset[str], ahead: frozenset[str]) -> frozenset[str]:
-        return nodes_that_may(items, lasting, ahead) | {n.id for n in g.nodes(items) if isinstance(n, g.Infer)}
+    def careless(items: tuple[g.Item, ...], lasting: frozenset[str], ahead: frozenset[str], values: tuple[Value, ...]
+                 ) -> frozenset[str]:
+        return nodes_that_may(items, lasting, ahead, values) | {n.id for n in g.nodes(items) if isinstance(n, g.Infer)}
     monkeypatch.setattr(build, "nodes_that_may", careless)
     with pytest.raises(InternalError, match="RL0539 .* it reads actor, which changes, and belongs in its own step"):
         api.compile(str(tmp_path / "lagged.rlf"), sets, str(tmp_path / "place.rlf"))

@@ -121,6 +121,10 @@ class LoadedCheckpoint:
         """Whether it holds a value of a later step. key: as of `in_flight.key_of`."""
         return any(name.startswith(f"{key}|") for name in self.stored)
 
+    def damaged(self, why: str) -> Failure:
+        """RL0761"""
+        return _damaged(self.path, why)
+
     def rows_of(self, key: str) -> RaggedRows:
         """All rows of a ragged value, from what all ranks wrote. key: all of its name before the part. RL0761."""
         parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)  # rank -> part -> tensor

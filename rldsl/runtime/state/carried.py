@@ -20,6 +20,7 @@ from rldsl.plan.projection import event_paths
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.store import RaggedRows
 from rldsl.sharding.layout import coordinate
+from rldsl.sharding.partition import rows_by_dp
 
 PREFIX = "carried"  # of the names of tensors in a checkpoint
 SETTINGS = "settings"  # rows of a step, `per_step`, `max_new_tokens`: what must not change when a run resumes
@@ -61,6 +62,8 @@ class Stored(Protocol):
 
     def rows_of(self, key: str) -> RaggedRows: ...
 
+    def damaged(self, why: str) -> Exception: ...
+
 
 def calls(context: RunContext) -> tuple[Generate, ...]:
     """The calls of the plan whose responses are carried."""
@@ -96,7 +99,7 @@ def tensors(context: RunContext, carried: Mapping[str, CarriedRows]) -> dict[str
 
 
 def restored(context: RunContext, checkpoint: Stored) -> dict[str, CarriedRows]:
-    """What the next step of a resumed run continues: all rows, of which each rank takes its own. RL0762."""
+    """What the next step of a resumed run continues, on this rank. RL0761, RL0762."""
     wanted = {e.frame: e for e in calls(context)}
     header = context.plan.header
     if checkpoint.frames_carried != wanted.keys():
@@ -116,8 +119,28 @@ def restored(context: RunContext, checkpoint: Stored) -> dict[str, CarriedRows]:
         values = {name: checkpoint.rows_of(f"{PREFIX}|{frame}|{name}") for name in FIELDS}
         moved = {name: RaggedRows(*(x.to(context.device) for x in (v.ids, v.sizes, v.data.to(FIELDS[name]))))
                  for name, v in values.items()}
-        found[frame] = CarriedRows(min(checkpoint.step + event.ahead, header.steps), **moved)
+        rows = CarriedRows(min(checkpoint.step + event.ahead, header.steps), **moved)
+        if not _is_sound(rows, context.frames[frame].count, event.sampling.max_new_tokens):
+            raise checkpoint.damaged(f"the responses of {frame} contradict each other")
+        found[frame] = rows.among(_own_slots(context, event))
     return found
+
+
+def _own_slots(context: RunContext, event: Generate) -> torch.Tensor:
+    """[S] int64, ascending: the rows that this rank works on, whether they exist or not."""
+    spread, frame = context.spreads[event.spread], replace(context.frames[event.frame], present_in="")
+    layout = context.world.layouts[event.layout]
+    own = coordinate(layout, context.world.meshes[layout.mesh], context.rank).dp
+    rows = rows_by_dp(spread, layout.dp, [frame], {}, seed=0, step=0)[own][frame.id]
+    return torch.tensor(rows, dtype=torch.int64, device=context.device)
+
+
+def _is_sound(rows: CarriedRows, count: int, longest: int) -> bool:
+    """Whether the parts of some rows fit together. count: rows of the frame. longest: tokens of a response."""
+    ids, sizes = rows.finished.ids, rows.tokens.sizes
+    same = all(torch.equal(x.ids, ids) for x in (rows.tokens, rows.logprobs))
+    within = not ids.numel() or 0 <= int(ids.min()) and int(ids.max()) < count and int(sizes.max()) <= longest
+    return same and within and torch.equal(rows.logprobs.sizes, sizes) and bool((rows.finished.sizes == 1).all())
 
 
 def _differs(checkpoint: Stored, note: str) -> Exception:
