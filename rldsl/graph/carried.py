@@ -17,7 +17,7 @@ from rldsl.diag import Label
 from rldsl.graph import model as g
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Frame, Space
-from rldsl.plan.payloads import ROLLOUTS
+from rldsl.plan.payloads import ROLLOUTS, WINDOW
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.errors import Bad, Errors
 from rldsl.semantics.levels import source_name
@@ -44,7 +44,7 @@ def generate(flow: FlowBuilder, owner: ModelRef, call: ast.Call, prompts: FrameR
                                "its environment would have to wait for it",
                                help="remove `per_step`, or bound the conversation with `max_turns` and `max_tokens`")
     steps, id_ = -(-sampling.max_new_tokens // per_step), target + ROLLOUTS
-    window = _prompts(flow, found, prompts, steps, id_, span)
+    window = _prompts(flow, found, prompts, steps, target, span)
     frame = flow.spaces.add(
         replace(window.record, id=id_, row_space=id_, present_in=id_,
                 max_response_tokens=sampling.max_new_tokens, temperature=sampling.logprob_temperature,
@@ -84,7 +84,7 @@ def _fetch_of(flow: FlowBuilder, prompts: FrameRef, call: ast.Call) -> g.Fetch |
 
 def _prompts(flow: FlowBuilder, fetch: g.Fetch, prompts: FrameRef, steps: int, owner: str, span: Span) -> IndexedFrame:
     """The prompts of this step and of those before it, in which a response may have begun."""
-    base, id = prompts.frame, f"{owner}.prompts"
+    base, id = prompts.frame, owner + WINDOW
     frame = flow.spaces.add(
         Frame(id, id, base.data, base.max_prompt_tokens, 0, present_in=id, label=f"prompts of {source_name(base)}, "
               f"of {steps} steps"), Space(id, base.count * steps, iterations=steps))

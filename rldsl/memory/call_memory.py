@@ -159,6 +159,8 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
     sizes, tp = copy.model.sizes, copy.layout.tp
     heads, groups = -(-sizes.heads // tp), -(-sizes.kv_heads // tp)
     longest = width(prompts)
+    if e.per_step:  # all but the last part of a response is run with the prompt
+        new, longest = e.per_step, longest + (prompts.iterations - 1) * e.per_step
     wide = longest + new
     each = 2 * sizes.head_dim * wide * copy.compute  # keys and values of a sequence in one head of one layer
     prefill = min(slots * longest, max(MAX_PREFILL_TOKENS, longest))

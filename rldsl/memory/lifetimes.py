@@ -16,7 +16,7 @@ from rldsl.memory.curve import Curve, Holding
 from rldsl.memory.holder_classes import HolderClass
 from rldsl.memory.parameters import FLOAT, Copy, elements, largest, new_bytes, resting
 from rldsl.memory.reshard_buffers import realloc_bytes, saved_bytes
-from rldsl.memory.values import Tables, buffer_bytes, flow_gather_bytes, loss_gather_bytes
+from rldsl.memory.values import Tables, buffer_bytes, carried_bytes, flow_gather_bytes, loss_gather_bytes
 from rldsl.plan.events import (
     AnyCall,
     Checkpoint,
@@ -221,6 +221,9 @@ class _Lifetimes:
         until = {loop.until: 2 * last for loop, _, last in self.spans if loop.until}
         for buffer in sorted(lasting):
             self._value(buffer, 0, self.end)
+        for e in self.events:
+            if isinstance(e, Generate) and e.per_step:
+                self._hold(f"responses of {self.labels.name(e.frame)}", carried_bytes(self.t, e), 0, self.end)
         live = {b: start for b, start in collected.items() if self._holds(b)}
         ahead = self._values_of_later_steps() if self.plan.header.lag else set()
         for i, e in enumerate(self.events):

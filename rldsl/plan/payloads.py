@@ -94,6 +94,7 @@ class Conversation:
 
 
 ROLLOUTS = ".rollouts"  # ends the id of the frame that a generate with `per_step` makes, with what has not ended
+WINDOW = f"{ROLLOUTS}.prompts"  # ends the id of the frame of its prompts, which are those of several steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 
 from rldsl.plan.model import Frame, Plan, Space
+from rldsl.plan.payloads import WINDOW
 
 MAX_DEPTH = 1000  # spaces from one to its root, and selections of selections: bounds what a forged plan costs
 
@@ -63,6 +64,11 @@ class IndexedFrame(Frame):
         """How many batches a `repeat ... until` or an `eval` may collect into it; 1 for a frame that is not
         collected."""
         return self.chain[-1].iterations
+
+    @property
+    def steps_of_a_response(self) -> int:
+        """In how many steps a response is sampled, at most: 1 but with `per_step`."""
+        return self.iterations if self.root_origin.endswith(WINDOW) else 1
 
     def among(self, whole: IndexedFrame) -> tuple[int, int] | None:
         """Where the rows of this frame are among those that the root of `whole` concatenates: the index in `chain` of

@@ -7,13 +7,14 @@ Errors: RL0091 no metrics there, RL0205 metrics without lengths, RL0784 metrics 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 
 from rldsl.diag import fail
 from rldsl.plan.metrics_file import METRICS, read
 from rldsl.plan.model import Plan
+from rldsl.plan.payloads import ROLLOUTS, WINDOW
 from rldsl.plan.projection import event_paths, times
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
 
@@ -43,7 +44,26 @@ class Lengths:
         bound = frame.max_response_tokens
         response = min(self.response or bound, bound)
         longest = max(min(self.longest or bound, bound), response)
-        return Row(min(self.prompt or frame.max_prompt_tokens, frame.max_prompt_tokens), response, longest)
+        prompt = min(self.prompt or frame.max_prompt_tokens, frame.max_prompt_tokens)
+        if not frame.id.endswith(ROLLOUTS):
+            return Row(prompt, response, longest)
+        parts, each = self.parts(frame), bound / frame.steps_of_a_response
+        return Row(prompt + (parts - 1) / 2 * each, response / parts, min(longest, each))
+
+    def parts(self, frame: IndexedFrame) -> float:
+        """In how many steps a response is sampled, on average: of lengths that are spread about evenly between the
+        cuts, a mean response ends in the middle of its last part."""
+        most, bound = frame.steps_of_a_response, frame.max_response_tokens
+        if most == 1 or not self.response or self.response >= bound:
+            return float(most)
+        return min(max(self.response / (bound / most) + 0.5, 1.0), float(most))
+
+    def share(self, frame: IndexedFrame) -> float:
+        """Which part of the rows of a frame there are in a step, on average: with `per_step` those that are sampled in
+        it, of what has ended those of one batch."""
+        if frame.id.endswith(WINDOW):
+            return 1.0
+        return (self.parts(frame) if frame.id.endswith(ROLLOUTS) else 1.0) / frame.steps_of_a_response
 
 
 AT_MOST = Lengths()  # every sequence as long as its bounds allow
@@ -62,7 +82,7 @@ def observed_lengths(plan: Plan, folder: str) -> Lengths:
         raise fail("RL0205", f"{file} contains no lengths", place=str(file),
                    help="only programs that generate record lengths; use --prompt-tokens and --response-tokens")
     response = sum(x["length/response"] for x in measured) / len(measured)
-    rows = sum(f.count * times for f, times in token_frames(plan))
+    rows = sum(count for _, count in token_frames(plan))
     counted = [x.get("tokens_per_second", 0.0) * x.get("seconds", 0.0) for x in measured]
     finite = [x for x in counted if isfinite(x)]
     tokens = sum(finite) / len(finite) if finite else 0.0
@@ -70,13 +90,14 @@ def observed_lengths(plan: Plan, folder: str) -> Lengths:
 
 
 def token_frames(plan: Plan) -> tuple[tuple[IndexedFrame, int], ...]:
-    """The frames whose tokens a step makes or reads, and how often: not what happens in some steps alone, as an
-    evaluation does, and of a loop that ends early as many iterations as it may have."""
+    """The frames whose tokens a step makes or reads, and how many of their rows: not what happens in some steps alone,
+    as an evaluation does, and of a loop that ends early as many iterations as it may have. Of responses that several
+    steps sample as many as begin in one, complete."""
     frames = indexed_frames(plan)
     found: Counter[str] = Counter()
     for event, path in event_paths(plan):
         for name in event.new_rows:
             found[name] += times(path[1:])
-    return tuple((frames[name], count) for name, count in found.items()
-                 if count and frames[name].max_response_tokens)
+    return tuple((replace(f, id=name.removesuffix(ROLLOUTS)), count * f.count // f.steps_of_a_response)
+                 for name, count in found.items() if count and (f := frames[name]).max_response_tokens)
 

@@ -189,12 +189,12 @@ class _OpBuilder:
     def derive(self, event: Derive, key: Hashable) -> None:
         self.pick(event, key)
         if DERIVE_OPS[event.op].calls_python:
-            rows = self.world.frames[event.frame].count / max(1, self.world.size(event.mesh))
+            rows = self.world.count(event.frame) / max(1, self.world.size(event.mesh))
             self.run(self.world.machine.rows(CALL_ROWS * rows))
 
     def pick(self, event: Derive | Collect, key: Hashable) -> None:
         world = self.world
-        self.run(world.machine.rows(world.frames[event.frame].count / max(1, world.size(event.mesh))))
+        self.run(world.machine.rows(world.count(event.frame) / max(1, world.size(event.mesh))))
 
     def log(self, event: Log, key: Hashable) -> None:
         self.run(self.world.machine.kernels(MOVE_KERNELS))  # posted, and awaited by no event
@@ -257,7 +257,7 @@ class _OpBuilder:
         world, machine = self.world, self.world.machine
         program, spread = world.programs[event.program], world.spreads[event.spread]
         ranks = 1 if spread.granularity == "all" else world.size(event.mesh)
-        rows = max((world.frames[f].count / ranks for f in event.frames), default=1.0)
+        rows = max((world.count(f) / ranks for f in event.frames), default=1.0)
         entries = max((rows * world.row(f).response for f in event.frames), default=1.0)
         self.run(machine.rows(rows) + machine.compute(len(program.nodes), entries))
         self.run(machine.rows(CALL_ROWS * rows) * sum(n.op == "py" for n in program.nodes))

@@ -132,7 +132,7 @@ def _idle(world: World, timelines: Timelines, begin: float, end: float) -> tuple
 
 
 def _token_count(world: World) -> int:
-    return round(sum(times * f.count * world.lengths.of(f).tokens for f, times in token_frames(world.plan)))
+    return round(sum(rows * world.lengths.of(f).tokens for f, rows in token_frames(world.plan)))
 
 
 def _estimated_models(world: World) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: L
         f"{plan.header.world} of {counted(cluster.world, 'device')}"
     lines = [f"{name} on {cluster.name}: {used}", ""]
     lines.append(f"  step      {seconds_text(timeline.seconds):>10}      {timeline.tokens_per_second:,.0f} tokens/s")
-    rows = [(times * f.count, lengths.of(f)) for f, times in token_frames(plan)]
+    rows = [(count, lengths.of(f)) for f, count in token_frames(plan)]
     if rows:
         texts = dict.fromkeys(f"{n:,} x ({r.prompt:g} + {r.response:g})" for n, r in rows)
         lines.append(f"  lengths   {', '.join(texts)} tokens" + (" (maximum lengths)" if lengths == Lengths() else ""))

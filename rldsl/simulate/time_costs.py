@@ -226,7 +226,7 @@ def _infer_passes(world: World, event: Infer, stage: Stage) -> StagePasses:
 
 def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
     layout, spread = world.layouts[event.layout], world.spreads[event.spread]
-    rows = ceil(world.frames[event.frames[0]].count / spread.minibatches / layout.dp)
+    rows = ceil(world.count(event.frames[0]) / spread.minibatches / layout.dp)
     count = _micro_batches(event, rows, sum(world.row(f).tokens for f in event.frames), layout.pp)
     if not count:
         return StagePasses(0, (), 0.0)

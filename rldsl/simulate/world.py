@@ -71,9 +71,15 @@ class World:
     def dp(self, spread: Spread) -> int:
         return 1 if spread.granularity == "all" or not spread.layout else self.layouts[spread.layout].dp
 
+    def count(self, frame: str) -> int:
+        """Sequences of a frame in a step."""
+        record = self.frames[frame]
+        return max(1, round(record.count * self.lengths.share(record)))
+
     def rows(self, spread: Spread, frame: str) -> int:
         """Sequences of a frame on the dp rank of a spread that has most."""
-        return rows(self.frames[frame], spread, self.layouts, self.frames)
+        found = rows(self.frames[frame], spread, self.layouts, self.frames)
+        return min(found, max(1, round(found * self.lengths.share(self.frames[frame]))))
 
     def entries(self, value: Value, rows: float) -> float:
         """Numbers of a value on so many rows of its frame."""

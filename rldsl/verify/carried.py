@@ -40,7 +40,8 @@ def wrong_fetch(t: Tables, e: Fetch) -> str:
 
 def wrong_generate(t: Tables, e: Generate) -> str:
     """What contradicts a generate with `per_step`; "" if nothing does."""
-    frame, prompts, spread, most = t.frames[e.frame], t.frames[e.prompts], t.spreads[e.spread], e.sampling.max_new_tokens
+    frame, prompts, spread = t.frames[e.frame], t.frames[e.prompts], t.spreads[e.spread]
+    most = e.sampling.max_new_tokens
     if not any(isinstance(f, Fetch) and f.newest and e.prompts in f.frames for f, _ in t.events):
         return f"its prompts {e.prompts} are not those of several steps"
     if not 0 < e.per_step < most or prompts.iterations != -(-most // e.per_step):

@@ -139,7 +139,7 @@ def _is_sound(rows: CarriedRows, count: int, longest: int) -> bool:
     """Whether the parts of some rows fit together. count: rows of the frame. longest: tokens of a response."""
     ids, sizes = rows.finished.ids, rows.tokens.sizes
     same = all(torch.equal(x.ids, ids) for x in (rows.tokens, rows.logprobs))
-    within = not ids.numel() or 0 <= int(ids.min()) and int(ids.max()) < count and int(sizes.max()) <= longest
+    within = not ids.numel() or int(ids.min()) >= 0 and int(ids.max()) < count and int(sizes.max()) <= longest
     return same and within and torch.equal(rows.logprobs.sizes, sizes) and bool((rows.finished.sizes == 1).all())
 
 
