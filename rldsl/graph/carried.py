@@ -19,9 +19,9 @@ from rldsl.plan.events import Sampling
 from rldsl.plan.model import Frame, Space
 from rldsl.plan.payloads import ROLLOUTS, WINDOW
 from rldsl.plan.spaces import IndexedFrame
-from rldsl.semantics.errors import Bad, Errors
+from rldsl.semantics.errors import BAD, Bad, Errors
 from rldsl.semantics.levels import source_name
-from rldsl.semantics.terms import input_
+from rldsl.semantics.terms import const, input_
 from rldsl.semantics.values import FrameRef, Meaning, ModelRef
 from rldsl.source import Span
 from rldsl.syntax import ast
@@ -35,6 +35,8 @@ ENDED, VERSION = "ended", "version"  # values of the generated frame, besides th
 def generate(flow: FlowBuilder, owner: ModelRef, call: ast.Call, prompts: FrameRef, sampling: Sampling, per_step: int,
              target: str, clause: g.Clause | None, span: Span) -> Meaning:
     """The nodes of a call with `per_step` below `max_new_tokens`, and what it stands for. Errors: RL0213, RL0205."""
+    if flow.inside != "flow":
+        return _in_a_block(span, flow.errors)
     found = _fetch_of(flow, prompts, call)
     if isinstance(found, Bad):
         return found
@@ -65,7 +67,20 @@ def generate(flow: FlowBuilder, owner: ModelRef, call: ast.Call, prompts: FrameR
     made = flow.selections.selected(FrameRef(frame, "generated", fields=((VERSION, version), *columns)), target, target,
                                     f"{frame.id}.{ENDED}", span)
     flow.calls.prompts_of[frame.id] = window.id
+    _count_waiting(flow, frame, target, span)
     return made
+
+
+def _count_waiting(flow: FlowBuilder, frame: IndexedFrame, target: str, span: Span) -> None:
+    """The metric `NAME/waiting`: how many prompts the next step continues."""
+    ops = flow.exprs.ops
+    ended = input_(f"{frame.id}.{ENDED}", "seq", frame.row_space, span, "bool")
+    each = ops.apply("where", (ended, const(0.0, span), const(1.0, span)), span)
+    total = BAD if isinstance(each, Bad) else ops.reduce("sum", each, "batch", span)
+    total = total if isinstance(total, Bad) else ops.apply("div", (total, const(float(frame.per_prompt), span)), span)
+    if not isinstance(total, Bad):
+        name = f"{target}/waiting"
+        flow.metrics.append((name, flow.materialize(total, name, span, force=True, text=f"metric {name}").name))
 
 
 def _fetch_of(flow: FlowBuilder, prompts: FrameRef, call: ast.Call) -> g.Fetch | Bad:
@@ -105,9 +120,7 @@ def with_strides(items: tuple[g.Item, ...], errors: Errors) -> tuple[g.Item, ...
     inner = [n for i in items if not isinstance(i, g.Node) for n in g.nodes([i])]
     for node in inner:
         if isinstance(node, g.Generate) and node.per_step:
-            errors.add("RL0213", "`per_step` inside a block", node.span,
-                       "what has not ended in a step is continued in the next one",
-                       help="move the call to the flow, or remove `per_step`")
+            _in_a_block(node.span, errors)
     evaluated = {n for i in items for n in _in_evaluations(i)}
     for node in inner:
         if isinstance(node, g.Fetch) and not node.newest and node.id not in evaluated and node.data in again:
@@ -117,6 +130,12 @@ def with_strides(items: tuple[g.Item, ...], errors: Errors) -> tuple[g.Item, ...
                        help="read it at the top level of the flow, or declare a second `data`")
     stride = {data: sum(isinstance(n, g.Fetch) and n.data == data and not n.newest for n in items) for data in again}
     return tuple(replace(n, stride=stride[n.data]) if isinstance(n, g.Fetch) and n.newest else n for n in items)
+
+
+def _in_a_block(span: Span, errors: Errors) -> Bad:
+    return errors.add("RL0213", "`per_step` inside a block", span,
+                      "what has not ended in a step is continued in the next one",
+                      help="move the call to the flow, or remove `per_step`")
 
 
 def _in_evaluations(item: g.Item) -> Iterable[str]:

@@ -28,7 +28,7 @@ from rldsl.memory.parameters import (
     trained,
     vocabulary,
 )
-from rldsl.memory.values import Tables, rows, width
+from rldsl.memory.values import ROW, WIDE, Tables, rows, width
 from rldsl.plan.backends import costs, unusable
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
 from rldsl.plan.heads import OUTPUTS
@@ -184,6 +184,16 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
                                       max(step, sampling - cast) + captured),
             "half-precision weights": _half_precision_bytes(copy),
             "progress": drawn + count * (12 * new + INDEX + 8 * width(frame) + 8 * longest)}
+
+
+def carried_bytes(t: Tables, e: Generate) -> int:
+    """Bytes of the responses that a later step continues, at most: all but those of the oldest prompts, with their
+    log-probs and whether they have ended."""
+    frame = t.frames[e.frame]
+    num_rows = rows(frame, t.spreads[e.spread], t.layouts, t.frames)
+    waiting = num_rows - num_rows // frame.iterations
+    longest = (frame.iterations - 1) * e.per_step
+    return waiting * (longest * (WIDE + FLOAT) + 1 + 3 * ROW)
 
 
 def kept_cache_bytes(t: Tables, e: Generate, copy: Copy) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rldsl.plan.events import Generate
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Layout, Plan, ReplayBuffer, Spread, Value
 from rldsl.plan.operators import OPERATORS
@@ -72,16 +71,6 @@ def buffer_bytes(t: Tables, value: str, spread: str) -> int:
     entries = {"tokens": width(frame), "response": frame.max_response_tokens, "turn": frame.max_turns, "row": 1,
                "row_numbers": 1}[v.extent]
     return num_rows * (entries * SIZES[v.dtype] + ROW)
-
-
-def carried_bytes(t: Tables, e: Generate) -> int:
-    """Bytes of the responses that a later step continues, at most: all but those of the oldest prompts, with their
-    log-probs and whether they have ended."""
-    frame = t.frames[e.frame]
-    num_rows = rows(frame, t.spreads[e.spread], t.layouts, t.frames)
-    waiting = num_rows - num_rows // frame.iterations
-    longest = (frame.iterations - 1) * e.per_step
-    return waiting * (longest * (SIZES["i64"] + SIZES["f32"]) + SIZES["bool"] + 3 * ROW)
 
 
 def buffer_bound(b: ReplayBuffer) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rldsl.plan.expr import LEVELS, Level
 from rldsl.plan.model import Frame, Space
+from rldsl.plan.payloads import WINDOW
 from rldsl.plan.spaces import IndexedFrame, ancestors, indexed
 from rldsl.semantics.terms import Term
 
@@ -134,6 +135,12 @@ class Spaces:
         if not frames or not frames[0].data:
             return ""
         return "pairs" if len(frames) > 1 else "sequences" if frames[0].max_response_tokens else "prompts"
+
+    def carried(self, term: Term) -> str:
+        """The generated frame with `per_step` to whose prompts a value belongs; "" if to none."""
+        roots = self.chain(term)[-1:]
+        frames = (f for f in self.frames.values() if f.steps_of_a_response > 1 and f.chain[-1].id in roots)
+        return next((f.root_origin.removesuffix(WINDOW) for f in frames), "")
 
     def shown(self, term: Term) -> str:
         """The frame or frames that a value ranges over, for messages."""

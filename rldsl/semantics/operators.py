@@ -145,12 +145,17 @@ class Operators:
 
     def _mixed(self, mismatch: Mismatch, span: Span) -> Bad:
         a, b = mismatch.a, mismatch.b
+        help_ = "reduce both to a level that they share, for example with `sum(x by seq)` or `mean(x)`"
+        carried = self.spaces.carried(a), self.spaces.carried(b)
+        if any(carried) and not all(carried):
+            name = next(filter(None, carried))
+            help_ = f"the prompts of `{name}` are those of several steps: a column of their data is `{name}.COLUMN`"
         return self.errors.add(
             "RL0202", f"values of {self.spaces.shown(a)} and {self.spaces.shown(b)} cannot be combined", span,
             "these are values of different batches",
             labels=(Label(a.at, f"{a.level} value of {self.spaces.shown(a)}"),
                     Label(b.at, f"{b.level} value of {self.spaces.shown(b)}")),
-            help="reduce both to a level that they share, for example with `sum(x by seq)` or `mean(x)`")
+            help=help_)
 
     # ------------------------------------------------------------------------------------------- reductions
 

@@ -91,6 +91,6 @@ def test_turns_count_and_what_is_not_in_every_step_does_not() -> None:
     with folder() as here:
         (here / "p.rlf").write_text(TURNS)
         plan = api.compile("p.rlf")
-    assert [(f.id, f.count, times) for f, times in token_frames(plan)] == [("row", 6, 3)]
+    assert [(f.id, rows) for f, rows in token_frames(plan)] == [("row", 18)]
     said = format_timeline(plan, simulate(plan, ROUND, Lengths()), ROUND, Lengths(), "p.plan")
     assert "18 x (" in said and "loops     eval heldout: 4 batches (the maximum)" in said

@@ -50,8 +50,8 @@ class _Parts:
         more = [RaggedRows(rows, batch.response_lens, x) for x in (batch.tokens[of_response], made.logprobs)]
         finished = self.finished.clone()
         finished[chosen] = made.finished
-        old = self.tokens, self.logprobs
-        return _Parts(self.rows, *(_appended(a, b, chosen) for a, b in zip(old, more, strict=True)), finished)
+        tokens, logprobs = _appended(self.tokens, more[0], chosen), _appended(self.logprobs, more[1], chosen)
+        return _Parts(self.rows, tokens, logprobs, finished)
 
 
 def _appended(rows: RaggedRows, more: RaggedRows, chosen: torch.Tensor) -> RaggedRows:
@@ -103,8 +103,9 @@ def _under_way(step: StepState, event: Generate, frame: IndexedFrame, prompt_row
     if before is None:
         if step.number > 1:
             raise internal_error(f"nothing is known of the responses of step {step.number - 1}", "generate")
-        return _Parts(new, *(RaggedRows(new, torch.zeros_like(new), torch.empty(0, dtype=d, device=new.device))
-                             for d in (torch.int64, torch.float32)), torch.zeros_like(new, dtype=torch.bool))
+        tokens, logprobs = (RaggedRows(new, torch.zeros_like(new), torch.empty(0, dtype=d, device=new.device))
+                            for d in (torch.int64, torch.float32))
+        return _Parts(new, tokens, logprobs, torch.zeros_like(new, dtype=torch.bool))
     if before.step != step.number - 1:
         raise internal_error(f"step {step.number} continues the responses of step {before.step}", "generate")
     old = before.numbered(frame.count // frame.iterations).among(mine)

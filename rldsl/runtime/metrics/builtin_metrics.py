@@ -16,6 +16,7 @@ import torch
 
 from rldsl.plan.events import Event, Fetch, Generate, Infer, Item, Lengths, Loop, Train
 from rldsl.plan.model import Plan
+from rldsl.plan.payloads import ROLLOUTS
 from rldsl.runtime.state.step import StepState
 
 PHASES: Mapping[type[Event], str] = {Generate: "generate", Infer: "infer", Train: "train"}
@@ -56,13 +57,17 @@ class Meter:
     def _lengths(self, step: StepState, frame: str) -> None:
         record = step.context.frames[frame]
         # a selection's rows are those of its frame; or prompts alone
-        if record.selected_from or frame in step.context.derived or not record.max_response_tokens:
+        ended = record.selected_from.endswith(ROLLOUTS)  # of responses that several steps sample
+        made_before = (record.selected_from or frame in step.context.derived) and not ended
+        if made_before or not record.max_response_tokens:
             return
         lens = step.rows.lens[frame]
         total = int(lens.response.sum())
         if frame in self._generated:  # another rank's call takes none of this one's time
             self._generated.remove(frame)
-            self._tokens["generate"] += total
+            self._tokens["generate"] += step.sampled.get(frame, total)
+        if frame in step.sampled:
+            return
         if not step.evaluated_source:  # the lengths of training are those of its own rows
             self._responses[step.number] += total
             # a row that a selection left out has no tokens at all

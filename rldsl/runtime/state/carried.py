@@ -15,8 +15,6 @@ from typing import Protocol
 import torch
 
 from rldsl.diag import fail
-from rldsl.plan.events import Generate
-from rldsl.plan.projection import event_paths
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.store import RaggedRows
 from rldsl.sharding.layout import coordinate
@@ -65,49 +63,42 @@ class Stored(Protocol):
     def damaged(self, why: str) -> Exception: ...
 
 
-def calls(context: RunContext) -> tuple[Generate, ...]:
-    """The calls of the plan whose responses are carried."""
-    return tuple(e for e, _ in event_paths(context.plan) if isinstance(e, Generate) and e.per_step)
-
-
-def settings(context: RunContext, event: Generate) -> torch.Tensor:
-    """[3] int64: see `SETTINGS`."""
-    frame = context.frames[event.frame]
+def settings(context: RunContext, id: str) -> torch.Tensor:
+    """[3] int64: see `SETTINGS`. id: of a generated frame."""
+    frame, event = context.frames[id], context.continued[id]
     return torch.tensor([frame.count // frame.iterations, event.per_step, event.sampling.max_new_tokens])
 
 
 def tensors(context: RunContext, carried: Mapping[str, CarriedRows]) -> dict[str, torch.Tensor]:
     """What this rank writes to a checkpoint: of the ranks that hold the same rows, the first writes them."""
     found: dict[str, torch.Tensor] = {}
-    for event in calls(context):
+    for frame, event in context.continued.items():
         layout = context.world.layouts[event.layout]
         mesh = context.world.meshes[layout.mesh]
-        if event.frame not in carried or context.rank not in mesh.members():
+        if frame not in carried or context.rank not in mesh.members():
             continue
         at = coordinate(layout, mesh, context.rank)
         if at.tp == at.pp == at.cp == 0:
-            rows, chosen = carried[event.frame], settings(context, event)
+            rows, chosen = carried[frame], settings(context, frame)
             one = torch.zeros(1, dtype=torch.int64)
             values = {name: getattr(rows, name) for name in FIELDS}
             if at.dp == 0:
                 values[SETTINGS] = RaggedRows(one, torch.full_like(one, chosen.numel()), chosen)
             for name, value in values.items():
                 for part, data in (("ids", value.ids), ("sizes", value.sizes), ("data", value.data)):
-                    key = f"{PREFIX}|{event.frame}|{name}|{part}.{context.rank}|0:{data.numel()}"
+                    key = f"{PREFIX}|{frame}|{name}|{part}.{context.rank}|0:{data.numel()}"
                     found[key] = data.to("cpu", copy=True)
     return found
 
 
 def restored(context: RunContext, checkpoint: Stored) -> dict[str, CarriedRows]:
     """What the next step of a resumed run continues, on this rank. RL0761, RL0762."""
-    wanted = {e.frame: e for e in calls(context)}
-    header = context.plan.header
-    if checkpoint.frames_carried != wanted.keys():
+    if checkpoint.frames_carried != context.continued.keys():
         raise _differs(checkpoint, "responses that continue in the next step: " + (
             ", ".join(sorted(checkpoint.frames_carried)) or "none"))
     found: dict[str, CarriedRows] = {}
-    for frame, event in wanted.items():
-        then, now = checkpoint.rows_of(f"{PREFIX}|{frame}|{SETTINGS}").data.tolist(), settings(context, event).tolist()
+    for frame, event in context.continued.items():
+        then, now = checkpoint.rows_of(f"{PREFIX}|{frame}|{SETTINGS}").data.tolist(), settings(context, frame).tolist()
         if then != now:
             raise _differs(checkpoint, "; ".join(
                 f"{what}: {a} -> {b}" for what, a, b in zip(
@@ -119,15 +110,16 @@ def restored(context: RunContext, checkpoint: Stored) -> dict[str, CarriedRows]:
         values = {name: checkpoint.rows_of(f"{PREFIX}|{frame}|{name}") for name in FIELDS}
         moved = {name: RaggedRows(*(x.to(context.device) for x in (v.ids, v.sizes, v.data.to(FIELDS[name]))))
                  for name, v in values.items()}
-        rows = CarriedRows(min(checkpoint.step + event.ahead, header.steps), **moved)
+        rows = CarriedRows(min(checkpoint.step + event.ahead, context.plan.header.steps), **moved)
         if not _is_sound(rows, context.frames[frame].count, event.sampling.max_new_tokens):
             raise checkpoint.damaged(f"the responses of {frame} contradict each other")
-        found[frame] = rows.among(_own_slots(context, event))
+        found[frame] = rows.among(_own_slots(context, frame))
     return found
 
 
-def _own_slots(context: RunContext, event: Generate) -> torch.Tensor:
-    """[S] int64, ascending: the rows that this rank works on, whether they exist or not."""
+def _own_slots(context: RunContext, id: str) -> torch.Tensor:
+    """[S] int64, ascending: the rows of a generated frame that this rank works on, whether they exist or not."""
+    event = context.continued[id]
     spread, frame = context.spreads[event.spread], replace(context.frames[event.frame], present_in="")
     layout = context.world.layouts[event.layout]
     own = coordinate(layout, context.world.meshes[layout.mesh], context.rank).dp

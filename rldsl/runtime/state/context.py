@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from rldsl.plan.events import Derive, Lengths, Load, Offload, split_buffer
+from rldsl.plan.events import Derive, Generate, Lengths, Load, Offload, split_buffer
 from rldsl.plan.expr import Program
 from rldsl.plan.function import Function
 from rldsl.plan.model import Data, Model, Plan, Spread, Value
@@ -92,6 +92,11 @@ class RunContext:
         """The frames whose lengths this rank gets ahead of their step, so that an exchange in it tells nothing new."""
         return frozenset(e.frame for e, _ in event_paths(self.plan)
                          if isinstance(e, Lengths) and e.ahead > 0 and self.rank in self.world.meshes[e.mesh].members())
+
+    @cached_property
+    def continued(self) -> Mapping[str, Generate]:
+        """Generated frame whose responses continue in later steps -> the call that makes it."""
+        return {e.frame: e for e, _ in event_paths(self.plan) if isinstance(e, Generate) and e.per_step}
 
     @cached_property
     def changing_models(self) -> frozenset[str]:

@@ -12,6 +12,7 @@ import torch
 
 from rldsl.plan.events import split_buffer
 from rldsl.plan.model import Spread
+from rldsl.plan.payloads import ROLLOUTS
 from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.comm.row_assignment import RowLengths, StepRows
 from rldsl.runtime.state.carried import CarriedRows
@@ -60,6 +61,11 @@ class StepState:
     batches: dict[str, int] = field(default_factory=dict)
     # generated frame -> the responses that the next step continues; the same object for all steps
     carried: dict[str, CarriedRows] = field(default_factory=dict)
+    # generated frame -> [count] int64: tokens of its responses in the step that made it last; the same object for all
+    # steps. Unknown in the first step of a resumed run
+    lens_before: dict[str, torch.Tensor] = field(default_factory=dict)
+    # generated frame whose responses continue in later steps -> tokens that this step sampled, where they are known
+    sampled: dict[str, int] = field(default_factory=dict)
     # of a later step: the values of events that run ahead, for checkpoints (`in_flight.py`)
     made: dict[str, RaggedRows] = field(default_factory=dict)
 
@@ -79,9 +85,11 @@ class StepState:
             self.tokens = 0
             self.draws.clear()
             self.batches.clear()
+            self.sampled.clear()
             self.rows = StepRows(self.context.plan, self.context.world, self.index)
             return
         self.tokens, self.draws, self.rows, self.batches = begun.tokens, begun.draws, begun.rows, begun.batches
+        self.sampled = begun.sampled
         self.ragged_bytes += begun.ragged_bytes
         self.buffers.take(begun.buffers)
 
@@ -89,7 +97,7 @@ class StepState:
         """The state of a later step, for events that run ahead: what lasts from step to step is the same."""
         if number not in self.begun:
             step = StepState(self.context, number, buffers=BufferStore(self.buffers, self.context.plan.lasting),
-                             carried=self.carried)
+                             carried=self.carried, lens_before=self.lens_before)
             step.rows = StepRows(self.context.plan, self.context.world, step.index)
             self.begun[number] = step
         return self.begun[number]
@@ -146,8 +154,17 @@ class StepState:
         self.rows.set_lengths(frame, lens)
         record = self.context.frames[frame]
         made_before = record.selected_from or frame in self.context.derived  # these tokens are counted already
-        if not made_before and record.max_response_tokens:
+        if made_before or not record.max_response_tokens:
+            return
+        if not frame.endswith(ROLLOUTS):
             self.tokens += int(lens.of("tokens").sum())
+            return
+        begun = record.count // record.iterations
+        before = self.lens_before.get(frame, torch.zeros_like(lens.response))
+        still = torch.cat([torch.zeros_like(before[:begun]), before[:-begun]])  # as this step numbers them
+        self.sampled[frame] = int((lens.response - still)[lens.response > 0].sum())
+        self.lens_before[frame] = lens.response
+        self.tokens += int(lens.prompt[:begun].sum()) + self.sampled[frame]
 
     def packed(self, frame: str, tokens: RaggedRows, rows: torch.Tensor) -> PackedBatch:
         """The sequences of some rows, packed."""
