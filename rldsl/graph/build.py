@@ -104,6 +104,7 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
             exprs.elsewhere.setdefault(target.name, node.span)
     known: dict[str, Meaning] = {s.name: input_(s.name, "batch", "", s.span) for s in top.states.values()
                                  if not s.data}
+    builder.lag = 0 if isinstance(given, Bad) else cast(int, given["lag"])
     body = carried.with_strides(builder.block(flow.body, Scope(module, scope, known), "flow"), errors)
     lora.check(top.models.values(), {n.model for n in g.nodes(body) if isinstance(n, g.Sync)}, errors)
     rules = top.placements()
@@ -113,7 +114,7 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
     used |= {n.function for n in g.nodes(body) if isinstance(n, g.Derive)}
     used |= {n.conversation.environment for n in g.nodes(body) if isinstance(n, g.Generate) and n.conversation}
     values, frames = tuple(builder.values.values()), tuple(exprs.spaces.frames.values())
-    lag, ahead = 0 if isinstance(given, Bad) else cast(int, given["lag"]), frozenset[str]()
+    lag, ahead = builder.lag, frozenset[str]()
     lasting = frozenset((*(s.name for s in top.states.values()), *buffers))
     if lag:
         ahead = nodes_ahead(body, lasting, flow.name.span, builder.checkpoint, errors)

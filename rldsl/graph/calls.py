@@ -23,7 +23,7 @@ from rldsl.semantics.errors import BAD, NO_VALUE, Bad, suggest
 from rldsl.semantics.levels import source_name
 from rldsl.semantics.losses import bind_loss
 from rldsl.semantics.scope import Scope
-from rldsl.semantics.terms import Term, input_
+from rldsl.semantics.terms import Term, const, input_
 from rldsl.semantics.values import (
     BufferRef,
     DataRef,
@@ -205,6 +205,9 @@ class CallsOfFlow:
                 value(f"{target}.{name}", level, target) for name, level in CONVERSATION_VALUES))
             fields = tuple((name, input_(f"{target}.{name}", level, self.flow.spaces.of(frame, level), span))
                            for name, level in CONVERSATION_VALUES)
+        if per_step is not None:  # no response continues, but the program may still ask
+            as_old = self.flow.exprs.ops.broadcast(const(float(self.flow.lag), span), "token", frame)
+            fields += ((carried.VERSION, as_old),)
         self.flow.items.append(g.Generate(
             id=self.flow.unique(target), reads=reads, writes=writes, span=span, clause=clause, model=owner.name,
             prompts=source.id, frame=target, sampling=sampling, conversation=talk))

@@ -61,6 +61,7 @@ class FlowBuilder(Computations):
         self.row_states = RowStates(self, [s for s in states.values() if s.data], data.values())
         self.buffers = Buffers(self, buffers)
         self.inside = "flow"  # the block that is being built
+        self.lag = 0  # of the flow
         exprs.calls = self.calls.nested
         exprs.frames = self.derivations.call
         exprs.selections = self.selections.argument

@@ -33,6 +33,7 @@ CALLS: dict[str, tuple[str, str]] = {
 FIELDS: dict[str, tuple[str, str]] = {
     "logprobs": ("gen.logprobs", "token: log-probabilities of the sampled tokens"),
     "finished": ("gen.finished", "seq: the response ended with an end-of-sequence token or stop string"),
+    "version": ("gen.version", "token, with `per_step`: how many steps old the parameters were that sampled it"),
     "reward": ("gen.reward", "seq, of a conversation: what the environment's `get_reward` returned"),
     "turns": ("gen.turns", "seq, of a conversation: turns of the model"),
     "stopped": ("gen.stopped", "seq, of a conversation: 0 if it ended of itself, else a number that says why"),
