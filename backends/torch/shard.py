@@ -87,11 +87,11 @@ class TorchShard:
                             states=self.decode_states if self._can_keep_captures() else None, keep_cache=keep_cache,
                             prefix=prefix)
 
-    def converse(self, rows: torch.Tensor, sampling: Sampling, limits: Conversation, talk: Talk, *, seed: int,
+    def converse(self, rows: torch.Tensor, sampling: Sampling, limits: Conversation, talk: Talk | None, *, seed: int,
                  step: int, max_num_seqs: int) -> ConversationOutput:
         with self._numerics():
-            return converse(self.stage, rows, sampling, limits, talk, tokenizer_dir=self.model.path, seed=seed,
-                            step=step, max_num_seqs=max_num_seqs)
+            return converse(self.stage, self.axes, rows, sampling, limits, talk,
+                            tokenizer_dir=self.model.path, seed=seed, step=step, max_num_seqs=max_num_seqs)
 
     @torch.no_grad()
     def infer(self, batches: Sequence[PackedBatch], output: str, temperature: float) -> torch.Tensor:

@@ -169,6 +169,8 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
         sampling = slots * b.hidden + logits.sampling(_head(copy), slots, e.sampling, tp if vocabulary(copy)[1] else 1)
     # CUDA's kernels for grouped-query attention get repeated keys and values; others read the KV cache in place
     read = each * heads if device == "cuda" and heads != groups else 0
+    if e.conversation is not None:  # slots of a pass need not be neighbors: what they hold is copied
+        read = max(read, each * groups)
     masked = 5 * wide
     step = slots * (read + b.forward + masked)
     captured = 0

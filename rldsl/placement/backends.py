@@ -2,7 +2,7 @@
 
 In: a name as written; calls with their places, and the families of their models where these are known. Out: nothing,
 or RL0312 no such backend, RL0326 one whose package is not installed, or in another version, RL0327 a feature that it
-cannot express, RL0333 a layout under which it cannot talk with environments.
+cannot express.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
-from rldsl.diag import Diagnostic, Failure, Fix, fail, present
+from rldsl.diag import Diagnostic, Failure, Fix, present
 from rldsl.graph import model as g
 from rldsl.models.families import Family
 from rldsl.placement.model import Call, Place, label
 from rldsl.placement.rules import option_span
-from rldsl.plan.backends import described, lacking, names, no_conversations, unable, unfit
+from rldsl.plan.backends import described, lacking, names, unable, unfit
 from rldsl.plan.model import DEFAULT_BACKEND
 from rldsl.source import Span
 
@@ -41,7 +41,8 @@ def check_backends(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, P
         place = places[node.id]
         x, family = place.layout, families.get(node.model)
         known = present(described(x.backend), f"description of the backend `{x.backend}`", str(place.span or x.id))
-        why = unable(known, kinds[type(node)], x, node.model in adapted, optimizers[node.model])
+        talks = isinstance(node, g.Generate) and node.conversation is not None
+        why = unable(known, kinds[type(node)], x, node.model in adapted, optimizers[node.model], talks)
         if not why and family is not None:
             why = known.problem(family, x)
         span = option_span(place.span, "backend")
@@ -54,18 +55,3 @@ def check_backends(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, P
                                        help=f"install it with `{line}`, or write `backend={DEFAULT_BACKEND}`"))
     if problems:
         raise Failure(dict.fromkeys(problems))
-
-
-def check_conversations(calls: Iterable[Call], places: Mapping[str, Place]) -> None:
-    """RL0333: a conversation lives on one rank, which owns its environment; dp divides conversations. The train call
-    and the inference on what was said may be divided in any way."""
-    for node in calls:
-        if not isinstance(node, g.Generate) or node.conversation is None:
-            continue
-        x, span = places[node.id].layout, places[node.id].span
-        if why := no_conversations(x, described(x.backend)):
-            option = next((d for d in ("tp", "pp", "ep") if getattr(x, d) > 1), "backend")
-            raise fail("RL0333", f"`{label(node)}` cannot talk with an environment here", option_span(span, option),
-                       why,
-                       help=f"place it with dp alone: `place {label(node)} on mesh(...) dp=...`; other calls may keep "
-                            "their places")

@@ -85,7 +85,6 @@ def _places(graph: g.Graph, choices: Mapping[str, Choice], families: Mapping[str
     budget.check_token_budgets(graph, calls, places)
     backends.check_backends(graph, calls, places, families)
     invariant.check_invariance(graph, calls, places, families)
-    backends.check_conversations(calls, places)
     positions.check_positions(graph, calls, families)
     sync.sync_places(graph, places, train_layouts)
     return places, train_layouts

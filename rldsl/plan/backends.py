@@ -77,14 +77,6 @@ class Description:
     issue_order: object = None  # its communication inside calls: a `rldsl.verify.issue_order.IssueOrder`
 
 
-def no_conversations(x: Layout, known: Description | None) -> str:
-    """Why a `generate` under a layout cannot talk with an environment, or ""."""
-    if known is None or not known.conversations:
-        return f"the backend {x.backend!r} cannot talk with environments"
-    divided = next((f"{d}={n}" for d, n in (("tp", x.tp), ("pp", x.pp), ("ep", x.ep)) if n > 1), "")
-    return f"{divided}: a conversation lives on one rank" if divided else ""
-
-
 def names() -> tuple[str, ...]:
     """The installed backends, in alphabetical order."""
     return tuple(sorted({*_own(), *_entry_points()}))
@@ -210,10 +202,13 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def unable(description: Description, call: str, layout: Layout, adapters: bool,
-           optimizer: Optimizer | None = None) -> str:
-    """Why a backend cannot run a call under a layout, whatever the model; "" if it can. optimizer: of the model."""
+           optimizer: Optimizer | None = None, talks: bool = False) -> str:
+    """Why a backend cannot run a call under a layout, whatever the model; "" if it can. optimizer: of the model.
+    talks: whether environments answer a `generate`."""
     if call not in description.calls:
         return f"it does not support `{call}`"
+    if talks and not description.conversations:
+        return "it cannot talk with environments"
     divided = next((d for d in DIVISIONS if getattr(layout, d) > 1 and d not in description.divisions), "")
     if divided:
         return f"it does not support `{divided}`"

@@ -49,6 +49,12 @@ class Axes:
     ep: Axis = SINGLE_RANK      # expert parallel: ranks along dp that divide the experts of a layer among themselves
     expert_dp: Axis = SINGLE_RANK  # expert data parallel: ranks along dp that hold the same experts
 
+    @property
+    def talks(self) -> bool:
+        """Whether this rank is the one of its shard that talks with environments: it is among the first to know what is
+        sampled."""
+        return self.tp.index == 0 and self.pp.index == self.pp.size - 1
+
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
@@ -157,13 +163,15 @@ class Shard(Protocol):
         prefix: the prompts are (prefixes of) sequences of an earlier call, after which the parameters have not
             changed: only the last token of each prompt is run."""
 
-    def converse(self, rows: torch.Tensor, sampling: Sampling, limits: Conversation, talk: Talk, *, seed: int,
+    def converse(self, rows: torch.Tensor, sampling: Sampling, limits: Conversation, talk: Talk | None, *, seed: int,
                  step: int, max_num_seqs: int) -> ConversationOutput:
-        """One conversation for each row. Random numbers depend only on (seed, step, row, position among the model's own
-        tokens), so that the order in which environments answer decides nothing that is sampled.
+        """One conversation for each row, the same on every rank of the shard. Random numbers depend only on (seed,
+        step, row, position among the model's own tokens), so that the order in which environments answer decides
+        nothing that is sampled.
 
         rows: [S] int64, ascending. sampling: of one turn. max_num_seqs: the most conversations at the same time (0:
-        all). Only backends whose description says so are asked."""
+        all). talk: on the rank of the shard for which `Axes.talks` is true, None on the others. Only backends whose
+        description says so are asked."""
 
     def infer(self, batches: Sequence[PackedBatch], output: str, temperature: float) -> torch.Tensor:
         """One output of the model for all micro-batches, joined in order; the same on every rank of the shard.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.backends import described, no_conversations
+from rldsl.plan.backends import described
 from rldsl.plan.derive_ops import DERIVE_OPS, continued_frame
 from rldsl.plan.events import AnyCall, Compute, Derive, Event, Fetch, Generate, Infer, Train, split_buffer
 from rldsl.plan.function import frames_of_call
@@ -161,8 +161,9 @@ def _conversation(t: Tables, e: Generate) -> str:
                 f"{talk.max_turns} and {talk.max_tokens}")
     if talk.max_turns < 1 or talk.turn_timeout <= 0 or p.max_turns or p.tokenizer:
         return f"a conversation of {talk.max_turns} turns and {talk.turn_timeout:g} s for each, from {p.id}"
-    if why := no_conversations(x, described(x.backend)):
-        return why
+    known = described(x.backend)
+    if known is None or not known.conversations:
+        return f"the backend {x.backend!r} cannot talk with environments"
     return "it reads and writes KV caches" if e.cache_of or f"{e.frame}.cache" in t.values else ""
 
 

@@ -55,9 +55,10 @@ def check_issue_order(t: Tables) -> Iterator[Diagnostic]:
         if not e.traits.backend_communicates:
             continue
         layout = t.layouts[next(r.id for r in references(e) if r.role is Role.LAYOUT)]
-        key = _case(type(e), layout)
+        talks = isinstance(e, Generate) and e.conversation is not None
+        key = (*_case(type(e), layout), talks)
         if key not in faults:
-            faults[key] = _unsupported_or_deadlocked(type(e), layout)
+            faults[key] = _unsupported_or_deadlocked(type(e), layout, talks)
         if faults[key]:
             yield problem("RL0537", f"{name(e)} under layout {layout.id} {faults[key]}", e, ranks=t.event_ranks(e))
 
@@ -67,7 +68,8 @@ def _case(kind: type[Event], x: Layout) -> tuple[object, ...]:
     return kind, x.backend, x.tp > 1, x.pp, _dp_coordinates_to_check(x), x.ep < x.dp, x.cp, x.ep, x.zero, x.vpp
 
 
-def _unsupported_or_deadlocked(kind: type[Event], layout: Layout) -> str:
+def _unsupported_or_deadlocked(kind: type[Event], layout: Layout, talks: bool) -> str:
+    """talks: of a `generate`, whether environments answer."""
     if layout.zero and kind in (Generate, Infer):
         return f"has zero={layout.zero}, which is supported only in training"
     if layout.vpp > 1 and kind in (Generate, Infer):
@@ -77,7 +79,8 @@ def _unsupported_or_deadlocked(kind: type[Event], layout: Layout) -> str:
     backend = described(layout.backend)
     if backend is None:
         return f"uses backend {layout.backend!r}, whose communication is unknown"
-    sequence = costs(layout.backend, "issue_order", IssueOrder).sequence_of(kind)
+    order = costs(layout.backend, "issue_order", IssueOrder)
+    sequence = order.converse if talks else order.sequence_of(kind)
     if issubclass(kind, ModelCall):  # any other kind only reads parameters, which every backend supports
         unsupported = [d for d in DIVISIONS if getattr(layout, d) > 1 and d not in backend.divisions]
         if kind.kind not in backend.calls or unsupported or layout.zero > backend.zero:
@@ -155,6 +158,28 @@ class IssueOrder:
             for s in range(last):
                 if t - last in passes and at.pp in (s, last):
                     yield CommOp("tokens", s, at.dp)
+
+    def converse(self, x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:
+        """A `generate` with environments. After its pass the first tp rank of the last pp rank tells the others there
+        what has arrived: how much, and then what. With what was sampled it goes to all pp ranks, in a message of its
+        own that follows. A rank that knows of a message from what it knows of the pass always takes part, so those that
+        a pass does not have are left out on all ranks alike."""
+        last, passes = x.pp - 1, range(count * x.pp)
+        for t in range(len(passes) + last):
+            if t - at.pp in passes:
+                yield from _over(x, at, "ep")  # whether any of its ranks has more conversations, and tokens
+                yield from _inside(x, at)
+                if at.pp == last and x.tp > 1:
+                    yield from [CommOp("tp", last, at.dp)] * 2
+            for s in range(last):
+                if t - s in passes and at.pp in (s, s + 1):
+                    yield CommOp("link", s, at.dp, "down")
+            for s in range(last) if t - last in passes else ():
+                if at.pp in (s, last):
+                    yield CommOp("tokens", s, at.dp, "samples")
+            for s in range(last) if t - last in passes else ():
+                if at.pp in (s, last):
+                    yield CommOp("tokens", s, at.dp, "arrivals")
 
     def infer(self, x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:
         """Micro-batch by micro-batch; then the results."""

@@ -15,7 +15,9 @@ from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Generate
 from rldsl.plan.model import Plan
 from rldsl.verify import verify
+from rldsl.verify.issue_order import IssueOrder
 from tests.environments.programs import TALK, folder, source
+from tests.verify.test_issue import crossed, unequal
 
 
 @pytest.fixture(scope="module")
@@ -151,11 +153,29 @@ def test_forged_frames(plan: Plan) -> None:
     assert {d.code for d in caught.value.diagnostics} == {"RL0615"}
 
 
-@pytest.mark.parametrize("degree", ["tp", "pp"])
-def test_a_conversation_lives_on_one_rank(base: Path, degree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("degrees, code", [
+    ("backend=megatron", "RL0327"), ("tp=2", ""), ("pp=2", ""), ("cp=2", "RL0318"), ("tp=2 backend=megatron", "RL0327"),
+])
+def test_where_conversations_can_be(base: Path, degrees: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(base)
     (base / "p.rlf").write_text(source(TALKED + TRAIN))
-    (base / "rules.rlf").write_text(f"place actor.* on mesh(0:2) {degree}=2")
-    with pytest.raises(Failure) as caught:
+    (base / "rules.rlf").write_text(f"place actor.generate on mesh(0:2) {degrees}\nplace actor.train on mesh(0:2)")
+    found = []
+    try:
         api.compile("p.rlf", {}, "rules.rlf")
-    assert [d.code for d in caught.value.diagnostics] == ["RL0333"]
+    except Failure as failure:
+        found = [d.code for d in failure.diagnostics]
+    assert found == ([code] if code else [])
+
+
+@pytest.mark.parametrize("wrong", ["crossed", "unequal"])
+def test_the_issue_order_of_conversations_is_proved(base: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(base)
+    (base / "p.rlf").write_text(source(TALKED + TRAIN))
+    (base / "rules.rlf").write_text("place actor.generate on mesh(0:2) tp=2\nplace actor.train on mesh(0:1)")
+    plan = api.compile("p.rlf", {}, "rules.rlf")
+    protocol = {"crossed": crossed, "unequal": unequal}[wrong]
+    monkeypatch.setattr(IssueOrder, "converse", lambda self, x, at, count: protocol(x, at, count))
+    with pytest.raises(Failure) as caught:
+        verify(plan)
+    assert {d.code for d in caught.value.diagnostics} == {"RL0537"}

@@ -80,6 +80,17 @@ def test_neither_the_order_of_answers_nor_slots_nor_dp_change_a_number(
     assert found[1] == {n: pytest.approx(v, rel=1e-4, abs=1e-6) for n, v in alone[1].items()}
 
 
+@pytest.mark.parametrize("delays, place", [
+    (5, "mesh(0:2) tp=2"), (6, "mesh(0:2) pp=2 mbs=3"), (None, "mesh(0:4) tp=2 pp=2"), (7, "mesh(0:4) dp=4 mbs=1"),
+])
+def test_neither_do_degrees_of_the_generate(base: Path, alone: list[dict[str, float]], delays: int | None, place: str
+                                            ) -> None:
+    """The losses, too: training stays on one rank."""
+    rest = "place actor.train on mesh(0:1)\nplace actor.logprobs on mesh(0:1)"
+    assert numbers(run(base, BODY, options=", invariant=true", delays=delays,
+                       place=f"place actor.generate on {place}\n{rest}")) == alone
+
+
 @pytest.mark.parametrize("place", [
     "place actor.generate on mesh(0:2) dp=2\nplace actor.logprobs on mesh(0:2) tp=2\n"
     "place actor.train on mesh(0:2) pp=2",

@@ -72,6 +72,34 @@ def test_refused_with_one_message_before_anything_is_written(
     assert not (base / code / "metrics.jsonl").exists()
 
 
+FAILS = """
+class Guess:
+    def init(self, prompt):
+        return prompt, {}
+
+    def step(self, text):
+        raise RuntimeError("lost")
+"""
+
+
+@pytest.mark.parametrize("degree", ["tp", "pp"])
+def test_an_environment_that_fails_ends_all_ranks_of_the_shard(base: Path, degree: str, monkeypatch: pytest.MonkeyPatch
+                                                               ) -> None:
+    """Those that wait for what it says, too."""
+    monkeypatch.chdir(base)
+    config = base / "model" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
+    (base / "envs.py").write_text(FAILS)
+    text = source(BODY)
+    (base / "p.rlf").write_text(text.replace(text.partition('use py "')[2].partition('"')[0], "envs.py"))
+    (base / "rules.rlf").write_text(f"place *.* on mesh(0:2) {degree}=2")
+    (base / "p.plan").write_bytes(encode(api.compile("p.rlf", {}, "rules.rlf")))
+    done = command("rldsl.runtime.launch", "--nproc-per-node", "2", "-m", "rldsl.run", "p.plan", "--out", degree,
+                   "--device", "cpu")
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count("error[") == 1 and "error[RL0714]" in done.stderr and "envs.py:7" in done.stderr, done.stderr
+
+
 def opened(tmp_path: Path, *rows: dict[str, object]) -> Source:
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     return open_source(Data("d", "jsonl", str(tmp_path / "d.jsonl"), "prompts", 1, (), str(tmp_path / "model")), 1)

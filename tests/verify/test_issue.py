@@ -50,6 +50,11 @@ def test_ranks_that_share_experts_cannot_stop_for_ever(kind: type) -> None:
         assert not deadlock_reason(TORCH.sequence_of(kind), x, count), (x, count)
 
 
+def test_conversations_cannot_stop_for_ever() -> None:
+    for pp, tp, (dp, ep), count in product((1, 2, 3, 5), (1, 2), ((1, 1), (2, 1), (2, 2), (4, 2)), (1, 2, 7)):
+        assert not deadlock_reason(TORCH.converse, replace(X, pp=pp, tp=tp, dp=dp, ep=ep), count), (pp, tp, ep, count)
+
+
 def link(x: Layout, at: Coordinate, to: int, flow: str) -> Iterator[CommOp]:
     if 0 <= at.pp + to < x.pp:
         yield CommOp("link", min(at.pp, at.pp + to), at.dp, flow)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rldsl.backends.torch.generate.engine import Engine, ScheduledBatch
+from rldsl.backends.torch.generate.engine import Engine, ScheduledBatch, dummy_pass
 from rldsl.backends.torch.generate.scheduler import MicroBatchGroup
 from rldsl.runtime.backend import Axes, Axis
 
@@ -41,7 +41,7 @@ def run_to_completion(engine: Engine, axes: Axes) -> None:
                 return
             output = items.run(tick, received)
             if ep.size > 1 and (batch is None or not engine.num_tokens(batch)):
-                engine.dummy_pass()
+                dummy_pass(engine.stage)
         received = items.exchange(tick, output) if pp.size > 1 else None
         tick += 1
 

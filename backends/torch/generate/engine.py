@@ -210,10 +210,9 @@ class Engine:
             raise RuntimeError("only the last pipeline stage samples")
         return self.sampler
 
-    def dummy_pass(self) -> None:
-        """A pass of one token whose result is dropped: other ranks need this rank's experts."""
-        one = torch.ones(1, dtype=torch.long, device=self.stage.device)
-        stage = self.stage
-        hidden = None if stage.first else torch.zeros(1, stage.hidden_size, dtype=stage.residual_dtype,
-                                                      device=stage.device)
-        stage.forward(one - 1, one - 1, VarlenAttention(one), hidden)
+
+def dummy_pass(stage: Stage) -> None:
+    """A pass of one token whose result is dropped: other ranks need this rank's experts."""
+    one = torch.ones(1, dtype=torch.long, device=stage.device)
+    hidden = None if stage.first else torch.zeros(1, stage.hidden_size, dtype=stage.residual_dtype, device=stage.device)
+    stage.forward(one - 1, one - 1, VarlenAttention(one), hidden)

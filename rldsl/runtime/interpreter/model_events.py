@@ -125,9 +125,11 @@ def converse(models: ModelStore, step: StepState, environments: Environments, ev
     columns = next(step.buffers.get(b) for b in event.reads if split_buffer(b)[0].endswith(".columns"))
     per_row = frame.count // frame.chain[-1].count
     data = context.data[frame.data]
-    talk = RowTalk(environments.of(event.id),
-                 {row + first: columns[row // per_row][1] for row in rows.tolist()}, dict(data.columns)["prompt"],
-                 mix(seed, step.index))
+    talk = None
+    if context.world.axes(context.world.layouts[event.layout]).talks:
+        talk = RowTalk(environments.of(event.id),
+                       {row + first: columns[row // per_row][1] for row in rows.tolist()},
+                       dict(data.columns)["prompt"], mix(seed, step.index))
     made = models.shard_to_read(event.model, event.layout).converse(
         rows + first, event.sampling, limits, talk, seed=seed, step=step.index, max_num_seqs=event.mbs)
     _write(step, event, rows, made)

@@ -298,10 +298,13 @@ def open_environments(context: RunContext, reader: DataReader, items: Sequence[I
     for event in _events(items):
         if isinstance(event, Generate) and event.conversation is not None:
             function, frame = context.functions[event.conversation.environment], context.frames[event.frame]
+            axes = context.world.axes(context.world.layouts[event.layout])
+            if not axes.talks:
+                continue
             note(f"opening the environment `{function.name}`")
-            first = context.world.axes(context.world.layouts[event.layout]).dp.index == 0  # others have the same rows
+            rows = reader.source(frame.data) if axes.dp.index == 0 else None  # other ranks read the same
             environments.open(event.id, function, event.conversation, event.sampling, reader.tokens(frame),
-                              context.rank, reader.source(frame.data) if first else None)
+                              context.rank, rows)
 
 
 def _check_files(context: RunContext, options: Options) -> None:

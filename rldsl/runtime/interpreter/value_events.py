@@ -178,7 +178,7 @@ def _frame_rows(step: StepState, event: Compute, frame: str) -> FrameRows:
     lens, name = step.rows.lens[frame], f"{frame}.turn_sizes"
     sizes = None
     if any(split_buffer(b)[0] == name for b in event.reads):
-        sizes = step.read(event.reads, name).select(rows).data.view(len(rows), -1)
+        sizes = step.read(event.reads, name).select(rows).data.view(-1, step.context.frames[frame].max_turns)
     return FrameRows(rows, rows // step.context.frames[frame].per_prompt, lens.response[rows],
                      prompt_lens=lens.prompt[rows], turn_sizes=sizes)
 
