@@ -112,7 +112,8 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
         return None, tuple(errors.found)
     used = {str(n.attr("function")) for p in builder.programs for n in p.nodes if n.op == "py"}
     used |= {n.function for n in g.nodes(body) if isinstance(n, g.Derive)}
-    used |= {n.conversation.environment for n in g.nodes(body) if isinstance(n, g.Generate) and n.conversation}
+    used |= {e for n in g.nodes(body) if isinstance(n, g.Generate) and n.conversation
+             for e in n.conversation.environments}
     values, frames = tuple(builder.values.values()), tuple(exprs.spaces.frames.values())
     lag, ahead = builder.lag, frozenset[str]()
     lasting = frozenset((*(s.name for s in top.states.values()), *buffers))

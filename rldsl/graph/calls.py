@@ -228,11 +228,9 @@ class CallsOfFlow:
                                    help="raise `max_turns` of the call that made it, or generate from its prompts")
         if env is None:
             return None
-        ref = self.flow.exprs.build(env.value, scope)
-        if not isinstance(ref, EnvRef):
-            return BAD if isinstance(ref, Bad) else self.errors.add(
-                "RL0203", f"`env` must be an environment, not {describe(ref)}", env.value.span,
-                help="declare it: `use py \"envs.py\" (Calculator: env)`")
+        environments = self._environments(env.value, scope)
+        if isinstance(environments, Bad):
+            return BAD
         read = options.read(options.ENVIRONMENT, given, "`generate` with an environment", call.span, self.flow.exprs,
                             scope)
         if isinstance(read, Bad):
@@ -243,7 +241,7 @@ class CallsOfFlow:
                                    f"`{source_name(frame)}` contains others",
                                    help="`reset` gets the columns of a row of data: use `data.next()`, or a selection "
                                         "of it")
-        talk = Conversation(ref.id, **cast(dict[str, Any], read))
+        talk = Conversation(environments, **cast(dict[str, Any], read))
         longest = frame.max_prompt_tokens + frame.max_response_tokens
         if talk.max_tokens <= longest:
             at = next(value.span for name, value in given if name.name == "max_tokens")
@@ -252,6 +250,25 @@ class CallsOfFlow:
                                    help=f"raise it above {longest}: it counts the prompt, what the environment says "
                                         "and what the model says; or lower `max_prompt_tokens` of the data")
         return talk
+
+    def _environments(self, value: ast.Expr, scope: Scope) -> tuple[str, ...] | Bad:
+        """The classes that `env=` names: one, or a list."""
+        found: list[str] = []
+        for item in value.items if isinstance(value, ast.ListOf) else (value,):
+            ref = self.flow.exprs.build(item, scope)
+            if isinstance(ref, Bad):
+                return BAD
+            if not isinstance(ref, EnvRef):
+                return self.errors.add("RL0203", f"`env` must be an environment, not {describe(ref)}", item.span,
+                                       help="declare it: `use py \"envs.py\" (Calculator: env)`")
+            if ref.id in found:
+                return self.errors.add("RL0205", "`env` names this environment twice", item.span,
+                                       help="remove it: a row of data names its environment in the column `env`")
+            found.append(ref.id)
+        if not found:
+            return self.errors.add("RL0205", "`env` names no environment", value.span,
+                                   help="name a class that `use py` declares: `env=Calculator`")
+        return tuple(found)
 
     def _answered(self, span: Span) -> Bad:
         """`generate` on sequences whose responses are data."""

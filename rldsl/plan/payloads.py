@@ -85,7 +85,8 @@ class UpdateSpec:
 class Conversation:
     """What a model talks with, in turns, and how long."""
 
-    environment: str  # id of the function that is its class
+    # ids of the functions that are their classes; of several, each row of data names one in the column `env`
+    environments: tuple[str, ...]
     max_turns: int  # of the model
     max_tokens: int  # of a row: what the environment says and what the model says
     turn_timeout: float  # seconds in which the environment must answer

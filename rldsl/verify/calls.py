@@ -153,9 +153,12 @@ def _conversation(t: Tables, e: Generate) -> str:
     f, p, x, talk = t.frames[e.frame], t.frames[e.prompts], t.layouts[e.layout], e.conversation
     if talk is None:
         return ""
-    function = t.functions.get(talk.environment)
-    if function is None or function.returns != "env":
-        return f"{talk.environment!r} is no environment"
+    for id in talk.environments:
+        if id not in t.functions or t.functions[id].returns != "env":
+            return f"{id!r} is no environment"
+    named = [t.functions[id].name for id in talk.environments]
+    if not named or len({*named}) < len(named):
+        return f"environments with the names {', '.join(named) or '(none)'}"
     if f.max_turns != talk.max_turns or f.max_prompt_tokens + f.max_response_tokens != talk.max_tokens:
         return (f"frame {f.id} has {f.max_turns} turns and {f.max_prompt_tokens} + {f.max_response_tokens} tokens, not "
                 f"{talk.max_turns} and {talk.max_tokens}")

@@ -68,6 +68,9 @@ def test_fine(base: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ("g = actor.generate(prompt, env=Guess, max_tokens=99, turn_timeout=0)", [("RL0205", "0")]),
     ("one = actor.generate(prompt)\nmetric x = mean(one.reward)", [("RL0112", "reward")]),
     ("x = Guess(gen)", [("RL0203", "Guess")]),
+    ("g = actor.generate(prompt, env=[Guess, actor], max_tokens=99)", [("RL0203", "actor")]),
+    ("g = actor.generate(prompt, env=[Guess, Guess], max_tokens=99)", [("RL0205", "Guess")]),
+    ("g = actor.generate(prompt, env=[], max_tokens=99)", [("RL0205", "[]")]),
     ("one = actor.generate(prompt)\nmetric x = mean(mean(one.logprobs by turn))", [("RL0201", "one.logprobs")]),
     ("metric x = mean(last(gen.turn_reward))", [("RL0201", "gen.turn_reward")]),
     ("metric x = mean(discount(gen.turn_reward, gen.reward))", [("RL0201", "gen.reward")]),
@@ -133,7 +136,9 @@ def _mutated(plan: Plan, change: Callable[[Generate], Generate]) -> Plan:
 
 @pytest.mark.parametrize("change", [
     lambda e: replace(e, conversation=None),
-    lambda e: replace(e, conversation=replace(e.conversation, environment="other")),
+    lambda e: replace(e, conversation=replace(e.conversation, environments=("other",))),
+    lambda e: replace(e, conversation=replace(e.conversation, environments=())),
+    lambda e: replace(e, conversation=replace(e.conversation, environments=2 * e.conversation.environments)),
     lambda e: replace(e, conversation=replace(e.conversation, max_turns=4)),
     lambda e: replace(e, conversation=replace(e.conversation, max_tokens=65)),
     lambda e: replace(e, conversation=replace(e.conversation, turn_timeout=0.0)),

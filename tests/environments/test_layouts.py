@@ -21,7 +21,7 @@ from tests.moe.shards import make
 from tests.tiny import make_model
 from tests.world import run_world
 
-LIMITS = Conversation("Guess", max_turns=3, max_tokens=48, turn_timeout=60.0)
+LIMITS = Conversation(("Guess",), max_turns=3, max_tokens=48, turn_timeout=60.0)
 SAMPLING = Sampling(max_new_tokens=5, temperature=0.9)
 ROWS = 8
 LAYOUTS = [dict(), dict(pp=4), dict(tp=2, pp=2), dict(dp=4), dict(dp=2, tp=2), dict(dp=2, pp=2)]

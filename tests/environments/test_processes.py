@@ -18,6 +18,7 @@ from rldsl.plan.function import Function
 from rldsl.runtime.environments import Arrival
 from rldsl.runtime.environments.chat import ChatTemplate
 from rldsl.runtime.environments.processes import EnvironmentProcesses
+from rldsl.runtime.environments.several import SeveralEnvironments
 from tests.environments.families import FAMILIES, ends, make
 
 FILE = Path(__file__).parent / "envs_calculator.py"
@@ -253,6 +254,28 @@ def test_the_text_form(capfd: pytest.CaptureFixture[str]) -> None:
             talk.arrivals(wait=False)
             time.sleep(0.01)
     assert "environment 0 | closed" in capfd.readouterr().err
+
+
+def test_several_environments_wait_for_each_other_no_longer_than_for_one() -> None:
+    with opened("Calculator") as tools, opened("Echo") as texts:
+        talk = SeveralEnvironments({"Calculator": tools, "Echo": texts})
+        for row, name in enumerate(("Calculator", "Echo")):
+            talk.begin(row, {"prompt": "What?", "env": name}, "What?", 7)
+        seen: list[int] = []
+        while len(seen) < 2:
+            seen += [a.row for a in talk.arrivals(wait=True)]
+        assert sorted(seen) == [0, 1]
+        talk.said(0, ids(call("slowly", seconds=30.0) + "<|im_end|>"), ended_by_limit=False)
+        talk.said(1, ids("well, bye<|im_end|>"), ended_by_limit=False)
+        (arrival,) = talk.arrivals(wait=True)
+        assert (arrival.row, arrival.ended, arrival.reward) == (1, True, 0.5)
+        with pytest.raises(KeyError):
+            talk.said(1, (), False)
+
+
+def test_nobody_waits_for_nothing() -> None:
+    with pytest.raises(InternalError):
+        SeveralEnvironments({}).arrivals(wait=True)
 
 
 def test_calls_at_the_wrong_time(calculator: EnvironmentProcesses) -> None:

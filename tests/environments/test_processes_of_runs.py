@@ -43,6 +43,37 @@ def test_a_conversation_of_two_turns(tmp_path: Path) -> None:
     assert found == {"turns": 2.0, "reward": 3.0, "stopped": 0.0}
 
 
+SEVERAL = """
+  prompt = prompts.next()
+  gen = actor.generate(prompt, env=[Steps, Once], n=2, max_turns=3, max_new_tokens=4, max_tokens=64)
+  actor.train(gen, loss=pg(adv=per_token(gen.reward, gen.logprobs)))
+  metric turns  = sum(gen.turns)
+  metric reward = sum(gen.reward)
+  metric once   = max(gen.reward)
+"""
+
+
+def test_each_row_names_its_environment(tmp_path: Path) -> None:
+    """Steps: two turns and a reward of 3; Once: one and 10."""
+    folder(tmp_path)
+    config = tmp_path / "model" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
+    rows = [{"prompt": f"{i} + {i}", "env": "Once" if i in (1, 4, 6) else "Steps"} for i in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    text = source(SEVERAL, steps=2).replace("envs_scripted.py", "envs_steps.py").replace("Guess: env", "Steps: env, Once: env")
+    (tmp_path / "program.rlf").write_text(text)
+    before = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        data = compile_program(tmp_path / "program.rlf", {}, "place actor.generate on mesh(0:2) tp=2\nplace actor.train on mesh(0:1)", tmp_path)
+        run_world(2, _rank, data, str(tmp_path / "out"), str(tmp_path), timeout=120.0)
+    finally:
+        os.chdir(before)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert numbers(lines, ("turns", "reward", "once")) == [{"turns": 14.0, "reward": 38.0, "once": 10.0},
+                                                           {"turns": 12.0, "reward": 52.0, "once": 10.0}]
+
+
 def _rank(rank: int, data: bytes, out: str, cwd: str) -> None:
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options

@@ -16,7 +16,7 @@ from tests.environments.scripted import Scripted
 from tests.tiny import make_model
 from tests.world import run_world
 
-LIMITS = Conversation("Guess", max_turns=3, max_tokens=40, turn_timeout=60.0)
+LIMITS = Conversation(("Guess",), max_turns=3, max_tokens=40, turn_timeout=60.0)
 SAMPLING = Sampling(max_new_tokens=6, temperature=0.7)
 PROMPTS = ["2 + 2 = ", "7 + 1 = xx", "x", "9 + 9 = xxxx", "3 + " * 12]
 

@@ -100,6 +100,9 @@ def test_an_environment_that_fails_ends_all_ranks_of_the_shard(base: Path, degre
     assert done.stderr.count("error[") == 1 and "error[RL0714]" in done.stderr and "envs.py:7" in done.stderr, done.stderr
 
 
+TWO = {"A": ResetParameters(("x",)), "B": ResetParameters()}
+
+
 def opened(tmp_path: Path, *rows: dict[str, object]) -> Source:
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     return open_source(Data("d", "jsonl", str(tmp_path / "d.jsonl"), "prompts", 1, (), str(tmp_path / "model")), 1)
@@ -112,16 +115,22 @@ def opened(tmp_path: Path, *rows: dict[str, object]) -> Source:
     (ResetParameters(("prompt", "x"), ("prompt", "x", "y")), [{"prompt": "a", "x": 1}], ""),
     (ResetParameters(("x",)), [{"prompt": "a", "x": 1}, {"prompt": "b", "xs": 1}], "d.jsonl:2"),
     (ResetParameters((), ("prompt",)), [{"prompt": "a"}, {"prompt": "b", "x": 1}], "d.jsonl:2"),
+    (TWO, [{"prompt": "a", "env": "A", "x": 1}, {"prompt": "b", "env": "B"}], ""),
+    (TWO, [{"prompt": "a", "env": "B"}, {"prompt": "b"}], "d.jsonl:2"),
+    (TWO, [{"prompt": "a", "env": "B"}, {"prompt": "b", "env": None}], "d.jsonl:2"),
+    (TWO, [{"prompt": "a", "env": "C"}], "d.jsonl:1"),
+    (TWO, [{"prompt": "a", "env": "B"}, {"prompt": "b", "env": "A"}], "d.jsonl:2"),
 ])
-def test_every_row_is_compared(tmp_path: Path, base: Path, takes: ResetParameters, rows: list[dict[str, object]],
-                               message: str) -> None:
+def test_every_row_is_compared(tmp_path: Path, base: Path, takes: ResetParameters | dict[str, ResetParameters],
+                               rows: list[dict[str, object]], message: str) -> None:
     (tmp_path / "model").symlink_to(base / "model")
-    function = Function("Guess", "envs.py", "Guess", "", "env")
+    environments = [(Function(name, "envs.py", name, "", "env"), t) for name, t in (
+        takes if isinstance(takes, dict) else {"Guess": takes}).items()]
     data = opened(tmp_path, *rows)
     if not message:
-        return check_columns(function, takes, data)
+        return check_columns(environments, data)
     with pytest.raises(Failure) as caught:
-        check_columns(function, takes, data)
+        check_columns(environments, data)
     (found,) = caught.value.diagnostics
     assert found.code == "RL0720" and found.place.endswith(message)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from selectors import BaseSelector
 from typing import Any, Literal, Protocol
 
 # Why a conversation ended: the environment said so; the model called no tool; a limit of decoding was reached (of
@@ -68,6 +69,10 @@ class Conversations(Protocol):
     def arrivals(self, wait: bool) -> list[Arrival]:
         """What has arrived since the last call. wait: block until there is at least one. Errors: InternalError if
         `wait` and no environment has anything to answer."""
+
+    def watch(self, selector: BaseSelector) -> float | None:
+        """Register what shows that an environment needs attention. Returns the seconds after which `arrivals` must be
+        called even if nothing does; None if no environment has anything to answer."""
 
     def close(self) -> None:
         """End all conversations, and the processes that they run in. It may be called again."""

@@ -145,9 +145,16 @@ class EnvironmentProcesses:
             raise internal_error("no conversation waits for its environment", "run")
         self._look(0.0)
         while wait and not self.ready:
-            self._look(max(0.0, min(w.deadline for _, w in self._busy()) - time.monotonic()))
+            self._look(self._seconds_left())
         arrived, self.ready = self.ready, []
         return arrived
+
+    def watch(self, selector: selectors.BaseSelector) -> float | None:
+        workers = [worker for _, worker in self._busy()]
+        if not (workers or self.ready):
+            return None
+        self._register(selector, workers)
+        return self._seconds_left()
 
     def close(self) -> None:
         """End all processes. It may be called again."""
@@ -195,8 +202,7 @@ class EnvironmentProcesses:
 
     def _look(self, seconds: float) -> None:
         """Wait until an environment needs attention, and handle all that do."""
-        heard = self.endpoint is not None and self.endpoint.heard
-        self._wait_for([worker for _, worker in self._busy()], 0.0 if heard else seconds)
+        self._wait_for([worker for _, worker in self._busy()], min(seconds, self._seconds_left()))
         self._hear()
         for row, worker in self._busy():
             worker.print_output()
@@ -312,13 +318,23 @@ class EnvironmentProcesses:
 
     def _wait_for(self, workers: Sequence[ForkedWorker], seconds: float) -> None:
         with selectors.DefaultSelector() as selector:
-            for worker in workers:
-                if worker.peer.fileno() >= 0:
-                    selector.register(worker.peer, selectors.EVENT_READ)
-                    selector.register(worker.output, selectors.EVENT_READ)
-            if self.endpoint is not None:
-                self.endpoint.register(selector)
+            self._register(selector, workers)
             selector.select(max(0.0, seconds))
+
+    def _register(self, selector: selectors.BaseSelector, workers: Sequence[ForkedWorker]) -> None:
+        for worker in workers:
+            if worker.peer.fileno() >= 0:
+                selector.register(worker.peer, selectors.EVENT_READ)
+                selector.register(worker.output, selectors.EVENT_READ)
+        if self.endpoint is not None:
+            self.endpoint.register(selector)
+
+    def _seconds_left(self) -> float:
+        """Until the first deadline; 0 if there is something to take already."""
+        if self.ready or self.endpoint is not None and self.endpoint.heard:
+            return 0.0
+        first = min((w.deadline for _, w in self._busy()), default=0.0)
+        return max(0.0, first - time.monotonic())
 
     def _release(self, row: int) -> None:
         """Let the process of a conversation end."""

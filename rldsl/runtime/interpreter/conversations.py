@@ -8,7 +8,7 @@ Code, besides those of `runtime/environments`: RL0720 the columns of the data ar
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -23,6 +23,7 @@ from rldsl.runtime.environments import Arrival, Conversations, ResetParameters, 
 from rldsl.runtime.environments.chat import ChatTemplate
 from rldsl.runtime.environments.processes import EnvironmentProcesses
 from rldsl.runtime.environments.requests import Rules
+from rldsl.runtime.environments.several import COLUMN, SeveralEnvironments
 from rldsl.runtime.state.data_reader import ROWS_AT_ONCE
 from rldsl.sharding.partition import mix
 
@@ -43,13 +44,18 @@ class Environments:
 
     opened: dict[int, Conversations] = field(default_factory=dict)  # id of a generate event -> its conversations
 
-    def open(self, event: int, function: Function, limits: Conversation, sampling: Sampling, tokens: Tokens, rank: int,
-             rows: Source | None) -> None:
+    def open(self, event: int, functions: Sequence[Function], limits: Conversation, sampling: Sampling, tokens: Tokens,
+             rank: int, rows: Source | None) -> None:
         """Open those of a generate event, and check that they fit the tokenizer and the data. Codes: RL0713, RL0716 ..
         RL0720, RL0770 .. RL0774. rows: of the data, if this rank compares them with what `reset` takes."""
-        opened = self.opened[event] = open_conversations(function, limits, sampling, tokens, rank)
+        named: dict[str, Conversations] = {}
+        self.opened[event] = SeveralEnvironments(named)
+        for function in functions:
+            named[function.name] = open_conversations(function, limits, sampling, tokens, rank)
+        if len(named) == 1:
+            self.opened[event] = named[functions[0].name]
         if rows is not None:
-            check_columns(function, opened.takes, rows)
+            check_columns([(function, named[function.name].takes) for function in functions], rows)
 
     def of(self, event: int) -> Conversations:
         """The conversations of a generate event."""
@@ -61,15 +67,31 @@ class Environments:
         self.opened.clear()
 
 
-def check_columns(function: Function, takes: ResetParameters, source: Source) -> None:
-    """RL0720: the first row that `reset` cannot be called with."""
-    if takes.accepted is None and set(takes.required) <= set(source.tokens.roles.values()):
-        return  # every row has its prompt
+def check_columns(environments: Sequence[tuple[Function, ResetParameters]], source: Source) -> None:
+    """RL0720: the first row that names no environment, or that `reset` of its environment cannot be called with.
+    environments: those of a call, and what each takes."""
+    named = {function.name: (function, takes) for function, takes in environments}
+    have = set(source.tokens.roles.values())  # every row has its prompt
+    if len(named) == 1 and all(t.accepted is None and set(t.required) <= have for _, t in environments):
+        return
     for first in range(0, len(source.table), ROWS_AT_ONCE):
         numbers = range(first, min(first + ROWS_AT_ONCE, len(source.table)))
         for number, row in zip(numbers, source.table.read(numbers), strict=True):
-            if wrong := _not_taken(function, takes, row, source.table.place(number)):
+            place = source.table.place(number)
+            name = str(row.get(COLUMN)) if len(named) > 1 else environments[0][0].name
+            wrong = _not_taken(*named[name], row, place) if name in named else _unnamed(row, named, place)
+            if wrong is not None:
                 raise wrong
+
+
+def _unnamed(row: Row, named: Collection[str], place: str) -> Failure:
+    shown = ", ".join(f"`{name}`" for name in named)
+    if COLUMN not in row:
+        return fail("RL0720", f"this row does not name its environment: it has no column `{COLUMN}`", place=place,
+                    notes=(f"environments of the call: {shown}",), help="add the column, with the name of a class")
+    near = get_close_matches(str(row[COLUMN]), named, n=1)
+    return fail("RL0720", f"the column `{COLUMN}` is {row[COLUMN]!r}, which is no environment of the call", place=place,
+                help=f"did you mean `{near[0]}`?" if near else f"environments of the call: {shown}")
 
 
 def _not_taken(function: Function, takes: ResetParameters, row: Row, place: str) -> Failure | None:

@@ -297,13 +297,14 @@ def open_environments(context: RunContext, reader: DataReader, items: Sequence[I
     each before it is opened."""
     for event in _events(items):
         if isinstance(event, Generate) and event.conversation is not None:
-            function, frame = context.functions[event.conversation.environment], context.frames[event.frame]
+            functions = [context.functions[id] for id in event.conversation.environments]
+            frame = context.frames[event.frame]
             axes = context.world.axes(context.world.layouts[event.layout])
             if not axes.talks:
                 continue
-            note(f"opening the environment `{function.name}`")
+            note(f"opening the environment {', '.join(f'`{f.name}`' for f in functions)}")
             rows = reader.source(frame.data) if axes.dp.index == 0 else None  # other ranks read the same
-            environments.open(event.id, function, event.conversation, event.sampling, reader.tokens(frame),
+            environments.open(event.id, functions, event.conversation, event.sampling, reader.tokens(frame),
                               context.rank, rows)
 
 
