@@ -37,7 +37,8 @@ FILES = {  # what programs of the documentation read
     "rewards.py": "def exact_match(rows):\n    return [0.0 for _ in rows]\n\n\n"
                   "def checked(rows):\n    return [0.0 for _ in rows]\n\n\n"
                   "def prefers(rows):\n    return [0.0 for _ in rows]\n",
-    "envs.py": "class Guess:\n    def reset(self, **row):\n        return None\n",
+    "envs.py": "".join(f"class {name}:\n    def reset(self, **row):\n        return None\n\n\n"
+                       for name in ("Guess", "Calculator", "WordGame")),
     "judge.py": "def ask(rows):\n    return ['?' for _ in rows]\n\n\ndef grade(rows):\n    return [0.0 for _ in rows]\n",
     "objectives.rlf": "loss careful(logprobs: token) {\n  return -mean(logprobs)\n}\n",
 }
