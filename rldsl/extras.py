@@ -15,6 +15,7 @@ EXTRA_OF = {
     "pyarrow": "parquet", "matplotlib": "plot", "pandas": "notebook", "IPython": "notebook",
     "tensorboard": "tensorboard", "wandb": "wandb", "megatron": "megatron", "flash_attn": "flash",
     "openenv": "openenv",
+    "verifiers": "verifiers",
 }
 # import name -> the package's name for pip, where they differ
 DISTRIBUTION_OF = {"IPython": "ipython", "megatron": "megatron-core", "flash_attn": "flash-attn",

@@ -83,6 +83,10 @@ def open_talk(function: Function) -> Talk | AgentForm:
         from rldsl.runtime.environments.open_env import OpenEnv
 
         return OpenEnv(function, found)
+    if any(base.__module__.startswith("verifiers.") for base in type(found).__mro__) and hasattr(found, "run_slot"):
+        from rldsl.runtime.environments.verifiers_env import VerifiersEnv
+
+        return AgentForm(function, VerifiersEnv(function, found).run)
     if hasattr(found, "init") and hasattr(found, "step"):
         from rldsl.runtime.environments.text_form import TextForm
 
