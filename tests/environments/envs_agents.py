@@ -131,15 +131,20 @@ async def asks_twice(row: dict[str, Any], base_url: str, api_key: str) -> float:
     return 3.0
 
 
+SCHEMA = [{"type": "function", "function": {  # as transformers makes it of `Adder.add`
+    "name": "add", "description": "Adds two numbers.", "parameters": {
+        "type": "object", "properties": {"a": {"type": "integer", "description": "The first number."},
+                                         "b": {"type": "integer", "description": "The second number."}},
+        "required": ["a", "b"]}, "return": {"type": "integer"}}}]
+
+
 def adds(row: dict[str, Any], base_url: str, api_key: str) -> float:
     """What `Adder` is, the other way round."""
-    from transformers.utils.chat_template_utils import get_json_schema
-
     environment = Adder()
     environment.reset()
     messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
     while True:
-        messages.append(said(chat(base_url, api_key, messages, tools=[get_json_schema(Adder.add)])))
+        messages.append(said(chat(base_url, api_key, messages, tools=SCHEMA)))
         if "tool_calls" not in messages[-1]:
             return environment.get_reward()
         for call in messages[-1]["tool_calls"]:

@@ -53,7 +53,7 @@ BODY = """
 def run(base: Path, file: str, env: str, place: str | None) -> list[dict[str, float]]:
     text = source(BODY, steps=2, options=", invariant=true").replace("envs_scripted.py", file)
     (base / "program.rlf").write_text(text.replace("Guess: env", f"{env}: env").replace("env=ENV", f"env={env}"))
-    out, before = base / f"out-{env}-{place is None}", os.getcwd()
+    out, before = base / f"out-{env}-{len(place or '')}", os.getcwd()
     os.chdir(base)
     try:
         data = compile_program(base / "program.rlf", {}, place, base)
@@ -66,7 +66,7 @@ def run(base: Path, file: str, env: str, place: str | None) -> list[dict[str, fl
 
 
 def test_a_run_is_the_same(tmp_path: Path) -> None:
-    """Bit for bit on one rank, with dp before anything is trained, and the log-probs are those of a forward pass."""
+    """Bit for bit on one rank, with dp and tp before anything is trained; log-probs are those of a forward pass."""
     folder(tmp_path)
     config = tmp_path / "model" / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
@@ -75,7 +75,8 @@ def test_a_run_is_the_same(tmp_path: Path) -> None:
     assert [{k: v for k, v in line.items() if k != "stopped"} for line in agent] == [
         {k: v for k, v in line.items() if k != "stopped"} for line in form]
     assert all(line["gap"] == 0.0 and line["turns"] == 16 and line["reward"] == 3.0 for line in agent)
-    divided = run(tmp_path, "envs_agents.py", "asks_twice", "place *.* on mesh(0:2) dp=2")
     first = [name for name in agent[0] if not name.startswith("actor/")]
-    assert {name: divided[0][name] for name in first} == {name: agent[0][name] for name in first}
-    assert divided[1] == {name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in agent[1].items()}
+    for place in ("place *.* on mesh(0:2) dp=2", "place actor.generate on mesh(0:2) tp=2\nplace actor.* on mesh(0:1)"):
+        divided = run(tmp_path, "envs_agents.py", "asks_twice", place)
+        assert {name: divided[0][name] for name in first} == {name: agent[0][name] for name in first}
+        assert divided[1] == {name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in agent[1].items()}
