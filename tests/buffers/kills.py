@@ -1,6 +1,6 @@
 """Runs that die by SIGKILL at a stated event of a stated step, one rank or all of them, and are started again.
 
-    python -m tests.buffers.kills [--every N] [--lag K]
+    python -m tests.buffers.kills [--every N] [--lag K] [--per-step]
 
 kills a run of `BODY` in every step and at every event of a step, once a rank and once all ranks, and compares each with
 the undisturbed run, bit for bit; and once in every step, to start it again under another placement. `make test` does
@@ -71,6 +71,15 @@ BODY = """
 """
 
 
+# responses continue in later steps; then nothing can be kept for the prompts of one step
+PER_STEP = {
+    "prompts.next(weight=1.5 - prompts.rate)": "prompts.next()",
+    "n=3, max_new_tokens=4": "n=3, max_new_tokens=5, per_step=2",
+    "  prompt.rate = 0.5 * prompt.rate + 0.5 * mean(parity(gen) by prompt)\n": "",
+    "mean(prompt.rate) * heat": "mean(gen.version) * heat",
+}
+
+
 @dataclass(frozen=True)
 class Kill:
     """A death. scope: "rank": of the last rank, with which the others lose contact. event: how many events of the step
@@ -81,13 +90,16 @@ class Kill:
     scope: Scope
 
 
-def prepared(base: Path, lag: int = 0) -> Path:
+def prepared(base: Path, lag: int = 0, per_step: bool = False) -> Path:
     """A directory with the program, a model and data; the Python functions write down each row."""
-    base = folder(base)
+    base, body, top = folder(base), BODY, TOP
+    for old, new in PER_STEP.items() if per_step else ():
+        assert old in body, old
+        body, top = body.replace(old, new), top.replace("state rate of prompts = 0.5\n", "")
     (base / "noted.py").write_text((HERE / "rewards_sel.py").read_text() + RECORDER)
     head = "\n".join(line for line in HEAD.format(rewards="noted.py", batch=3).splitlines()
                      if not line.startswith(("data answers", "data pairs"))).replace(", shuffle=false", "")
-    (base / "p.rlf").write_text(f"{head}\n{TOP}\nflow f(steps={STEPS}, seed=3, lag={lag}) {{\n{BODY}\n}}\n")
+    (base / "p.rlf").write_text(f"{head}\n{top}\nflow f(steps={STEPS}, seed=3, lag={lag}) {{\n{body}\n}}\n")
     return base
 
 
@@ -242,9 +254,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=1, metavar="N", help="of the events of step 3, each N-th")
     parser.add_argument("--lag", type=int, default=0, metavar="K", help="of the flow: generation runs K steps ahead")
+    parser.add_argument("--per-step", action="store_true", help="responses continue in later steps")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        base = prepared(Path(place), given.lag)
+        base = prepared(Path(place), given.lag, given.per_step)
         plan = compiled(base, "two")
         start(plan, base, "whole")
         wrong, deaths, count = list[str](), 0, num_events(plan)
