@@ -79,11 +79,12 @@ class TorchShard:
         return {name: p.data for name, p in self.stage.parameters.items()}
 
     def generate(self, prompts: PackedBatch, sampling: Sampling, *, seed: int, step: int, max_num_seqs: int,
-                 max_prompt_len: int = 0, continues: bool = False, keep_cache: bool = False,
+                 max_prompt_len: int = 0, max_prompts: int = 0, continues: bool = False, keep_cache: bool = False,
                  prefix: Prefix | None = None) -> GenerationOutput:
         with self._numerics():
             return generate(self.stage, self.axes, prompts, sampling, tokenizer_dir=self.model.path, seed=seed,
-                            step=step, max_num_seqs=max_num_seqs, max_prompt_len=max_prompt_len, continues=continues,
+                            step=step, max_num_seqs=max_num_seqs, max_prompt_len=max_prompt_len,
+                            max_prompts=max_prompts, continues=continues,
                             states=self.decode_states if self._can_keep_captures() else None, keep_cache=keep_cache,
                             prefix=prefix)
 

@@ -57,7 +57,7 @@ def generate(flow: FlowBuilder, owner: ModelRef, call: ast.Call, prompts: FrameR
               value(f"{frame.id}.logprobs", "token", frame.id),
               value(f"{frame.id}.finished", "seq", frame.id, "bool"),
               value(f"{frame.id}.{ENDED}", "seq", frame.id, "bool"),
-              value(f"{frame.id}.{VERSION}", "token", frame.id))
+              value(f"{frame.id}.{VERSION}", "token", frame.id, label=f"{target}.{VERSION}"))
     value(f"{frame.id}.lengths", "seq", frame.id, "i64", "lengths")
     flow.items.append(g.Generate(
         id=flow.unique(target), reads=(f"{window.id}.tokens",), writes=writes, span=span, clause=clause,

@@ -64,16 +64,18 @@ def _bar(chart: Chart, bar: Bar, y: float, event: Drawn) -> Markup:
     tooltip = f"{event.about}: {seconds_text(length)}, from {seconds_text(bar.start)}"
     tooltip += f", busy {bar.busy:.0%} of the time" if bar.busy is not None else ""
     tooltip += f", iteration {bar.turn + 1}" if bar.turn else ""
+    tooltip += f", of step {bar.step}" if bar.step else ""
+    label = f"{bar.step} · {event.label}" if bar.step else event.label
     full = bar.busy is None or bar.busy > 0.995
     inside = [element("rect", class_="wait", width="100%", height=BAR, rx=3)]
     if full or bar.busy:
         high = BAR * (1.0 if full else bar.busy or 0.0)
         inside.append(element("rect", class_="work", width="100%", y=BAR - high, height=high, rx=3))
-    room = len(event.label) * LETTER + 10
-    inside.append(element("text", event.label, x=6, y=BAR / 2 + 4, class_="tight" if share * WIDE < room else None))
+    room = len(label) * LETTER + 10
+    inside.append(element("text", label, x=6, y=BAR / 2 + 4, class_="tight" if share * WIDE < room else None))
     box = element("svg", *inside, x=_at(chart, bar.start), y=y, width=percent(share), height=BAR)
     return element("a", element("title", tooltip), box, href=f"#e{bar.event}", data_event=bar.event, tabindex=-1,
-                   class_=f"slot {event.style}")
+                   class_=f"slot {event.style}{' other' if bar.step % 2 else ''}")
 
 
 def _at(chart: Chart, seconds: float) -> str:

@@ -23,7 +23,7 @@ from rldsl.pages.details import Sources, details
 from rldsl.pages.facts import calls, held, legend, models, tiles, waits
 from rldsl.pages.graph import graph
 from rldsl.pages.recorded import Recorded, on_simulated_rows
-from rldsl.pages.rows import Chart, simulated
+from rldsl.pages.rows import Chart, several, simulated
 from rldsl.pages.templates import template
 from rldsl.pages.texts import ranges_text
 from rldsl.plan.events import Event
@@ -36,6 +36,7 @@ from rldsl.simulate.lengths import token_frames
 from rldsl.verify import Proof
 
 MANY = 40  # rows of a chart; of more, the first
+STEPS_SHOWN = 3  # with a lag
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,10 @@ def _lengths(given: Given) -> str:
 def _figures(given: Given, steps: Chart, known: Mapping[int, gantt.Drawn]) -> list[Figure]:
     """The simulated step, and the recorded one."""
     charts = [("simulated", f"Simulated on {given.cluster.name}", steps)]
+    if given.plan.header.lag:
+        ahead = {e.id: e.ahead for e, path in event_paths(given.plan) if path and e.ahead >= 0}
+        charts.append(("steps", f"{STEPS_SHOWN} steps in a row: the number in a bar is the step that it belongs to",
+                       several(steps, given.timeline.seconds, STEPS_SHOWN, ahead)))
     if given.recorded is not None:
         r = given.recorded
         charts.append(("recorded", f"{r.what.capitalize()}: step {r.step} of {r.steps}", on_simulated_rows(r, steps)))

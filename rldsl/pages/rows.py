@@ -5,8 +5,8 @@ In: a simulated `Timeline`. Out: `Row`s, in the order of their first ranks; ten 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rldsl.plan.model import Ranges
 from rldsl.plan.projection import to_ranges
@@ -25,6 +25,7 @@ class Bar:
     stop: float  # seconds
     busy: float | None = None  # the share of it in which its ranks compute; None: unknown
     turn: int = 0  # how often the event ran before in the step
+    step: int = 0  # of several that are shown, the one that it belongs to; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,21 @@ def simulated(timeline: Timeline) -> Chart:
                           s.iteration) for s in by[row[0]]),
                 _joined([x for c in row for x in critical.get(c, [])], (stop - start) * SEEN)) for row in alike]
     return chart(made, start, stop)
+
+
+def several(one: Chart, seconds: float, count: int, ahead: Mapping[int, int]) -> Chart:
+    """So many turns of the step loop, from turn 1 on, where one follows another after `seconds`. ahead: by how many
+    steps each event runs ahead, of those that belong to a step."""
+    def at(bar: Bar, turn: int) -> Bar:
+        after = (turn - 1) * seconds
+        return replace(bar, start=bar.start + after, stop=bar.stop + after,
+                       step=turn + ahead[bar.event] if bar.event in ahead else 0)
+
+    turns = range(1, count + 1)
+    starts = [(t - 1) * seconds for t in turns]
+    rows = (replace(row, bars=tuple(at(b, t) for t in turns for b in row.bars),
+                    critical=tuple((a + s, b + s) for s in starts for a, b in row.critical)) for row in one.rows)
+    return Chart(tuple(rows), one.start, one.stop + (count - 1) * seconds, one.hidden)
 
 
 def chart(rows: Iterable[Row], start: float, stop: float) -> Chart:

@@ -147,7 +147,7 @@ class Shard(Protocol):
         Writing into a tensor changes the model."""
 
     def generate(self, prompts: PackedBatch, sampling: Sampling, *, seed: int, step: int, max_num_seqs: int,
-                 max_prompt_len: int = 0, continues: bool = False, keep_cache: bool = False,
+                 max_prompt_len: int = 0, max_prompts: int = 0, continues: bool = False, keep_cache: bool = False,
                  prefix: Prefix | None = None) -> GenerationOutput:
         """Completions of `prompts`, the same on every rank of the shard (all tp, all pp). Random numbers depend only on
         (seed, step, row, position).
@@ -157,6 +157,7 @@ class Shard(Protocol):
             completions, of up to max_new_tokens, follow them.
         max_num_seqs: the most sequences that decode at the same time (0: all).
         max_prompt_len: tokens of the longest prompt of any call, which sizes the KV cache (0: unknown).
+        max_prompts: the most prompts of any call, where their number varies (0: it does not).
         continues: the prompts are sequences with responses. One that ends with an end-of-sequence token is complete:
             its completion is empty, and finished.
         keep_cache: the output has the keys and values of all sequences, for `prefix` of a later call.

@@ -11,7 +11,7 @@ from rldsl.memory.curve import Curve, Holding, peak
 from rldsl.pages.gantt import tick
 from rldsl.pages.markup import element, number, percent
 from rldsl.pages.memory import category, panels, scale
-from rldsl.pages.rows import SEEN, simulated
+from rldsl.pages.rows import SEEN, several, simulated
 from rldsl.pages.texts import ranges_text
 from rldsl.plan.notation import cut, seconds_text
 from rldsl.simulate import PathSegment, Span, Timeline, simulate
@@ -41,6 +41,17 @@ def test_a_rank_with_one_event_more_has_a_row_of_its_own() -> None:
 def test_what_is_too_short_is_counted() -> None:
     chart = simulated(timeline(Span(0, 5, 0, 9, 9), Span(0, 6, 9, 9 + 10 * SEEN / 2, 0), classes=1))
     assert (len(chart.rows[0].bars), chart.hidden) == (1, 1)
+
+
+def test_several_steps_follow_one_another() -> None:
+    """An event that runs ahead is of a later step than its neighbors; a copy of parameters of none."""
+    one = simulated(timeline(Span(0, 5, 0, 9, 9), Span(1, 6, -1, 8, 9), Span(1, 7, 8, 9, 1),
+                             critical=(PathSegment(0, 5, 0, 9, "work"),)))
+    shown = several(one, 10.0, 3, {5: 0, 6: 1})
+    first, second = ([(b.event, b.start, b.step) for b in row.bars] for row in shown.rows)
+    assert first == [(5, 0, 1), (5, 10, 2), (5, 20, 3)] and shown.rows[0].critical == ((0, 9), (10, 19), (20, 29))
+    assert second == [(6, -1, 2), (7, 8, 0), (6, 9, 3), (7, 18, 0), (6, 19, 4), (7, 28, 0)]
+    assert (shown.start, shown.stop) == (one.start, one.stop + 20)
 
 
 def test_the_picture_begins_with_the_first_and_ends_with_the_last() -> None:

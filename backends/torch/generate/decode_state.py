@@ -28,6 +28,10 @@ class Responses:
     lengths: torch.Tensor   # [N] int64, tokens sampled
     finished: torch.Tensor  # [N] bool, ended before its maximum length
 
+    def first(self, count: int) -> Responses:
+        """Those of the first sequences."""
+        return Responses(*(x[:count] for x in (self.tokens, self.logprobs, self.lengths, self.finished)))
+
     @staticmethod
     def empty(count: int, max_new_tokens: int, device: torch.device) -> Responses:
         return Responses(torch.zeros(count, max_new_tokens + 1, dtype=torch.long, device=device),

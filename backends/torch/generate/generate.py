@@ -19,6 +19,7 @@ from rldsl.backends.torch.generate.sampling import Sampler
 from rldsl.backends.torch.generate.scheduler import Scheduler
 from rldsl.backends.torch.generate.stop_conditions import StopStrings, tokenizer_of
 from rldsl.diag import fail
+from rldsl.memory.decode_shapes import round_to_bucket
 from rldsl.plan.events import Sampling
 from rldsl.runtime.backend import Axes, GenerationOutput, PackedBatch, Prefix
 from rldsl.runtime.store import offsets_within
@@ -31,8 +32,8 @@ POLL_EVERY = {"cuda": 8}  # decode steps between polls for finished sequences, w
 
 @torch.no_grad()
 def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling, *, tokenizer_dir: str, seed: int,
-             step: int, max_num_seqs: int, max_prompt_len: int = 0, continues: bool = False, poll_every: int = 0,
-             capture: bool = True, states: DecodeStates | None = None, keep_cache: bool = False,
+             step: int, max_num_seqs: int, max_prompt_len: int = 0, max_prompts: int = 0, continues: bool = False,
+             poll_every: int = 0, capture: bool = True, states: DecodeStates | None = None, keep_cache: bool = False,
              prefix: Prefix | None = None) -> GenerationOutput:
     """See `Shard.generate`. These three arguments change no number:
 
@@ -58,15 +59,16 @@ def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling,
         return _with_complete(prompts, incomplete, generated)
     stop_strings = StopStrings(sampling.stop, tokenizer) if sampling.stop else None
     waits_anyway = axes.ep.size > 1 or stop_strings is not None  # the host reads from the device in every step
+    room = max(min(round_to_bucket(count), max_prompts), count)  # calls of nearly as many share captured steps
     scheduler = Scheduler(
-        prompts.prompt_lens.tolist(), shares_prompt(prompts), min(max_num_seqs or count, count), axes.pp.size,
+        prompts.prompt_lens.tolist(), shares_prompt(prompts), min(max_num_seqs or room, room), axes.pp.size,
         sampling.max_new_tokens, 1 if waits_anyway else poll_every or POLL_EVERY.get(device.type, 1), max_prompt_len,
         prefix is not None)
-    key = (count, scheduler.num_slots, sampling, tuple(eos_ids))
+    key = (room, scheduler.num_slots, sampling, tuple(eos_ids))
     state = None if states is None else states.pop(key, None)
     if state is None or state.cache.width < scheduler.kv_width:
         state = DecodeState.allocate(
-            count, scheduler.num_slots, scheduler.kv_width, sampling.max_new_tokens, eos_ids,
+            room, scheduler.num_slots, scheduler.kv_width, sampling.max_new_tokens, eos_ids,
             draws=stage.last and not sampling.greedy, num_groups=axes.pp.size,
             capture=capture and axes.tp.size == 1,  # a captured step holds no communication
             device=device)
@@ -77,7 +79,7 @@ def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling,
     engine = Engine(stage, prompts, sampler, stop_strings, sampling.min_new_tokens, sampling.max_new_tokens, scheduler,
                     state, sampled, CacheKeeper(count) if keep_cache else None, prefix)
     run_to_completion(engine, axes)
-    output = _output(prompts, state.responses, None if engine.keeper is None else engine.keeper.kept(device),
+    output = _output(prompts, state.responses.first(count), None if engine.keeper is None else engine.keeper.kept(device),
                      engine.num_prefilled)
     if states is not None:
         keep_released(states, key, state)

@@ -74,7 +74,8 @@ def generate_a_part(models: ModelStore, step: StepState, event: Generate) -> Non
         chosen = begun & (allowed == new)
         batch = _batch(step, frame, prompts, parts, chosen, seed)
         made = shard.generate(batch, replace(event.sampling, max_new_tokens=new), seed=seed, step=step.index,
-                              max_num_seqs=event.mbs, max_prompt_len=frame.max_prompt_tokens + most - new)
+                              max_num_seqs=event.mbs, max_prompt_len=frame.max_prompt_tokens + most - new,
+                              max_prompts=len(prompt_rows) * frame.per_prompt)
         parts = parts.with_more(chosen, made)
     by_prompt = parts.rows // frame.per_prompt
     waits = torch.isin(by_prompt, by_prompt[parts.incomplete(event)])
