@@ -9,7 +9,7 @@ from pygments.lexer import RegexLexer, bygroups
 from pygments.token import Comment, Keyword, Name, Number, Operator, Punctuation, String, Whitespace
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
-LEVEL = r"(?:batch|prompt|seq|turn|token|any)\b"
+LEVEL = r"(?:batch|prompt|seq|turn|token|entry|any)\b"
 
 
 class RlfLexer(RegexLexer):

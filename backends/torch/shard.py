@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,14 @@ from rldsl.backends.torch.model.invariant import Invariant
 from rldsl.backends.torch.model.invariant_probe import check_kernels
 from rldsl.backends.torch.model.load_weights import WeightReads, load
 from rldsl.backends.torch.model.lora import init_lora
-from rldsl.backends.torch.model.model_inputs import pack_inputs
+from rldsl.backends.torch.model.model_inputs import ModelInputs, pack_inputs
 from rldsl.backends.torch.model.offload import HostMemory
-from rldsl.backends.torch.model.outputs import model_outputs
+from rldsl.backends.torch.model.outputs import model_outputs, top_tokens
 from rldsl.backends.torch.model.stage import Stage
 from rldsl.backends.torch.train.optimizer import ShardOptimizer
 from rldsl.backends.torch.train.pipeline import pipeline_forward, pipeline_forward_backward
 from rldsl.plan.events import CopyPart, Sampling
+from rldsl.plan.expr import Level
 from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.payloads import Conversation
@@ -43,6 +44,20 @@ from rldsl.sharding.dtypes import storage_dtype
 
 # one token, for ranks without rows that must run a pass
 DUMMY_BATCH = PackedBatch(torch.tensor([0]), torch.tensor([1]), torch.tensor([0]), torch.tensor([0]))
+
+
+class OutputShape(NamedTuple):
+    """Of what is read of hidden states, on ranks that have none."""
+
+    level: Level  # of the rows: tokens and entries, or sequences
+    dtype: torch.dtype  # of a number
+    width: int = 0  # numbers of a row, as a second dimension; 0: none
+
+    def of(self, inputs: Sequence[ModelInputs]) -> tuple[int, ...]:
+        if self.level == "entry":
+            return (sum(x.responses[0] * x.ids.shape[1] for x in inputs if x.ids is not None),)
+        rows = sum(x.sequences[0] if self.level == "seq" else x.responses[0] for x in inputs)
+        return (rows, self.width) if self.width else (rows,)
 
 
 class TorchShard:
@@ -94,27 +109,47 @@ class TorchShard:
             return converse(self.stage, self.axes, rows, sampling, limits, talk,
                             tokenizer_dir=self.model.path, seed=seed, step=step, max_num_seqs=max_num_seqs)
 
-    @torch.no_grad()
     def infer(self, batches: Sequence[PackedBatch], output: str, temperature: float) -> torch.Tensor:
+        def read(hidden: torch.Tensor, inputs: ModelInputs) -> tuple[torch.Tensor, ...]:
+            return model_outputs(self.stage, hidden, inputs, (output,), temperature)[output]
+
+        (result,) = self._forward(batches, read, (OutputShape(OUTPUTS[output].level, torch.float32),))
+        return result
+
+    def top(self, batches: Sequence[PackedBatch], k: int, temperature: float, words: int = 0
+            ) -> tuple[torch.Tensor, torch.Tensor]:
+        def read(hidden: torch.Tensor, inputs: ModelInputs) -> tuple[torch.Tensor, ...]:
+            return top_tokens(self.stage, hidden, inputs, k, temperature, words)
+
+        ids, logprobs = self._forward(batches, read, (OutputShape("token", torch.int64, k),
+                                                      OutputShape("token", torch.float32, k)))
+        return ids, logprobs
+
+    @torch.no_grad()
+    def _forward(self, batches: Sequence[PackedBatch],
+                 read: Callable[[torch.Tensor, ModelInputs], tuple[torch.Tensor, ...]],
+                 shapes: tuple[OutputShape, ...]) -> tuple[torch.Tensor, ...]:
+        """One forward pass of all micro-batches, and what `read` computes of the last hidden states of each, joined;
+        the same on every rank of the shard."""
         passes_must_match = self.axes.ep.size > 1  # ranks that share experts make the same passes
         batches = [b for b in batches if passes_must_match or len(b)]
         inputs = [pack_inputs((b if len(b) else DUMMY_BATCH,), self.device, self.axes.cp, self.stage.sequence_parallel)
                   for b in batches]
-        results: list[torch.Tensor] = []
+        results: list[tuple[torch.Tensor, ...]] = []
 
-        def read(i: int, hidden: torch.Tensor) -> None:
+        def finish(i: int, hidden: torch.Tensor) -> None:
             if len(batches[i]):
-                results.append(model_outputs(self.stage, hidden, inputs[i], (output,), temperature)[output][0])
+                results.append(read(hidden, inputs[i]))
 
         with self._numerics(), self.stage.sequence_parallel.region():
-            pipeline_forward(self.stage, self.axes.pp, inputs, read)
-        by_seq = OUTPUTS[output].level == "seq"
-        size = sum(x.sequences[0] if by_seq else x.responses[0]
-                   for x, batch in zip(inputs, batches, strict=True) if len(batch))
-        result = torch.cat(results) if results else torch.empty(size, device=self.device)
+            pipeline_forward(self.stage, self.axes.pp, inputs, finish)
+        present = [x for x, batch in zip(inputs, batches, strict=True) if len(batch)]
+        joined = tuple(map(torch.cat, zip(*results, strict=True))) or tuple(
+            torch.empty(s.of(present), dtype=s.dtype, device=self.device) for s in shapes)
         if self.axes.pp.size > 1:
-            dist.broadcast(result, src=self.axes.pp.ranks[-1], group=self.axes.pp.group)
-        return result
+            for result in joined:
+                dist.broadcast(result, src=self.axes.pp.ranks[-1], group=self.axes.pp.group)
+        return joined
 
     def train(self, minibatch: Sequence[MicroBatch], outputs: Sequence[Sequence[str]], temperature: float,
               loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none",

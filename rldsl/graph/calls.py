@@ -11,10 +11,11 @@ from rldsl.diag import Label
 from rldsl.graph import carried
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
+from rldsl.graph.distributions import logprobs_at, same_tokens, top, without_ids
 from rldsl.graph.minibatch import minibatches
 from rldsl.graph.row_states import ROW_NUMBERS
 from rldsl.plan.events import Sampling
-from rldsl.plan.heads import CALLS, GENERATE, SKIPPED, TRAIN, heads_with
+from rldsl.plan.heads import CALLS, GENERATE, LOGPROBS_AT, SKIPPED, TOP, TRAIN, heads_with
 from rldsl.plan.metrics_file import BUILT_IN, METRICS
 from rldsl.plan.model import CONVERSATION_VALUES, Frame, Space
 from rldsl.plan.payloads import Conversation
@@ -80,6 +81,12 @@ class CallsOfFlow:
             return self.errors.add(code, f"a {owner.head_name} has no call `{call_name}`", ident.span,
                                    f"`{owner.name}` is a {owner.head_name}", labels=self._declared(owner),
                                    help=f"`{call_name}` needs a {other[0]}" if other else suggest(call_name, legal))
+        ids: Term | None = None
+        if call_name == LOGPROBS_AT:
+            both = without_ids(self.flow, call, scope)
+            if isinstance(both, Bad):
+                return BAD
+            call, ids = both
         refs = self._refs(call, call_name, scope)
         if isinstance(refs, Bad):
             return BAD
@@ -89,7 +96,9 @@ class CallsOfFlow:
             return self.errors.add("RL0204", f"`{call_name}` takes one batch, not {len(refs)}", call.span)
         if call_name == GENERATE:
             return self._generate(owner, call, refs[0], scope, target, clause, span)
-        return self._infer(owner, call_name, call, refs[0], scope, target, clause, span)
+        if ids is not None and not same_tokens(self.flow, refs[0].frame, ids):
+            return BAD
+        return self._infer(owner, call_name, call, refs[0], scope, target, clause, span, ids)
 
     def _declared(self, owner: ModelRef) -> tuple[Label, ...]:
         return (Label(self.flow.models[owner.name].span, "declared here"),) if owner.name in self.flow.models else ()
@@ -284,8 +293,8 @@ class CallsOfFlow:
         return ref.contents != "prompts"
 
     def _infer(self, owner: ModelRef, call_name: str, call: ast.Call, ref: FrameRef, scope: Scope, target: str | None,
-               clause: g.Clause | None, span: Span) -> Meaning:
-        given = self._options({}, call, call_name, scope)
+               clause: g.Clause | None, span: Span, ids: Term | None = None) -> Meaning:
+        given = self._options(options.TOP if call_name == TOP else {}, call, call_name, scope)
         if not self._responses(ref, call_name, call.args[0].span) or isinstance(given, Bad):
             return BAD
         output = owner.head.output_of(call_name)
@@ -293,6 +302,10 @@ class CallsOfFlow:
         known = ""
         if target is None:
             target, known = self.flow.anonymous("expr"), label(call.span)
+        if call_name == TOP:
+            return top(self.flow, owner, frame, cast(int, given["k"]), target, clause, span, known)
+        if ids is not None:
+            return logprobs_at(self.flow, owner, frame, ids, target, clause, span, known)
         self.flow.value(target, output.level, frame.id, label=known)
         self.flow.items.append(g.Infer(
             id=self.flow.unique(target), reads=(f"{frame.id}.tokens",), writes=(target,), span=span, clause=clause,
@@ -350,14 +363,15 @@ class CallsOfFlow:
                                    help="choose another name for the metric of the loss, or for the model")
         self.flow.metrics += [(f"{shown}/{m}", v) for m, v in outputs]
         self.flow.programs.append(made.program)
-        reads = dict.fromkeys([*(f"{f.id}.tokens" for f in frames), *(v for _, v in data), *([rate] if rate else [])])
+        reads = dict.fromkeys([*(f"{f.id}.tokens" for f in frames), *(v for _, v in data),
+                               *filter(None, (rate, made.ids))])
         self.flow.items.append(g.Train(
             id=node, reads=tuple(reads), writes=tuple(v for _, v in outputs), span=span, clause=clause,
             model=owner.name, frames=tuple(f.id for f in frames), loss=made.program.id,
             model_outputs=made.model_outputs, data_inputs=data,
             outputs=outputs, minibatches=parts, epochs=cast(int, given["epochs"]),
             shuffle=bool(given["shuffle"]) and parts > 1, call=number,
-            nonfinite="skip" if skips else "stop", rate=rate))
+            nonfinite="skip" if skips else "stop", rate=rate, ids=made.ids))
         return NO_VALUE
 
     def _rate(self, call: ast.Call, scope: Scope) -> str | Bad:

@@ -18,12 +18,12 @@ from rldsl.plan.function import frames_of_call
 from rldsl.plan.model import Value
 from rldsl.plan.naming import line_suffix
 from rldsl.plan.spaces import IndexedFrame, coarsest
-from rldsl.semantics.levels import Spaces, depth
+from rldsl.semantics.levels import FINE, Spaces, depth
 from rldsl.semantics.terms import Term, input_, program, walk
 from rldsl.source import Span
 
 LONGEST = 40  # letters of source text in a label
-EXTENT = {"token": "response", "turn": "turn", "seq": "row", "prompt": "prompt", "batch": "batch"}
+EXTENT = {"entry": "entry", "token": "response", "turn": "turn", "seq": "row", "prompt": "prompt", "batch": "batch"}
 
 
 class Computations:
@@ -59,11 +59,13 @@ class Computations:
         name = self.anonymous(hint)
         return self.compute([(name, term)], name, span, force=force, labels={name: full_label(span, text)})[name]
 
-    def value(self, id_: str, level: str, frame: str, dtype: str = "f32", extent: str = "", label: str = "") -> str:
-        """Record a value, and return its id. level, dtype, extent: as of `plan.model.Value`; extent "": that of the
-        level."""
+    def value(self, id_: str, level: str, frame: str, dtype: str = "f32", extent: str = "", label: str = "",
+              width: int = 1, entries: str = "") -> str:
+        """Record a value, and return its id. level, dtype, extent, width, entries: as of `plan.model.Value`; extent "":
+        that of the level."""
         # callers pass words of the `Literal`s, as text
-        self.values[id_] = Value(id_, frame, level, extent or EXTENT[level], dtype, label)  # type: ignore[arg-type]
+        self.values[id_] = Value(id_, frame, level, extent or EXTENT[level], dtype, label,  # type: ignore[arg-type]
+                                 width, entries)
         return id_
 
     def compute(self, terms: list[tuple[str, Term]], id_: str, span: Span, force: bool = False,
@@ -89,9 +91,11 @@ class Computations:
                 reads.append(f"{t.space}.turn_sizes")
         out = dict(terms)
         for name, t in work:
-            over = [f for f in frames if t.level != "batch" and self.spaces.of(f, t.level) == t.space]
-            self.value(name, t.level, over[0].id if over else "", t.dtype,
-                       label=elided((labels or {}).get(name, "")))
+            entries = self.spaces.entries.get(t.space)
+            over = [f for f in frames if t.space and not entries and self.spaces.of(f, t.level) == t.space]
+            frame = entries.frame if entries else over[0].id if over else ""
+            self.value(name, t.level, frame, t.dtype, label=elided((labels or {}).get(name, "")),
+                       width=entries.width if entries else 1, entries=t.space if entries else "")
             out[name] = input_(name, t.level, t.space, span, t.dtype, t.unit)
         self.programs.append(made)
         source = (labels or {}).get(work[0][0], "")
@@ -122,7 +126,7 @@ class Computations:
         """Frames whose rows the terms range over: each token space, then one frame for each space left."""
         named = [str(dict(t.attrs)["frame"]) for t in terms if dict(t.attrs).get("frame")]
         named += [frame for t in terms if t.op == "py" for _, frame in frames_of_call(t.attrs)]
-        named += [t.space for t in terms if t.level in ("turn", "token")]
+        named += [self.spaces.frame_of(t) for t in terms if t.level in FINE]
         frames = [f for f in self.spaces.frames.values() if f.id in named]
         for t in sorted(terms, key=lambda t: -depth(t.level)):
             if t.level in ("seq", "prompt") and not any(self.spaces.of(f, t.level) == t.space for f in frames):

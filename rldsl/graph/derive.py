@@ -315,6 +315,11 @@ class Derivations:
         if term.dtype == "text":
             self.errors.add("RL0203", "`with` names numbers and conditions, not strings", expr.span)
             return None
+        if term.level == "entry":
+            self.errors.add("RL0201", "`with` names values of tokens, sequences or prompts, not entry values",
+                            expr.span, f"this is {describe(term)}",
+                            help="reduce it, for example with `sum(x by token)`")
+            return None
         here = self.flow.exprs.ops.on_selection(term, self.spaces.of(ref.frame, term.level))
         above = {s.id for s in ref.frame.chain}
         if here is None and term.level != "token" and term.space in above:

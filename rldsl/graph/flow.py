@@ -29,7 +29,7 @@ from rldsl.semantics.modules import RESERVED
 from rldsl.semantics.options import positive_integer
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term
-from rldsl.semantics.values import BufferRef, DataRef, Meaning, ModelRef, Several, describe
+from rldsl.semantics.values import BufferRef, DataRef, Meaning, ModelRef, Several, describe, level_value
 from rldsl.source import Span
 from rldsl.syntax import ast
 
@@ -246,7 +246,7 @@ class FlowBuilder(Computations):
             self.errors.add("RL0212", "a metric inside `repeat ... until`", s.span,
                             help="move it after the block, where the names refer to everything that was collected")
         elif term.level != "batch":
-            self.errors.add("RL0201", f"a metric must be a single number, not a {term.level} value", value.span,
+            self.errors.add("RL0201", f"a metric must be a single number, not {level_value(term.level)}", value.span,
                             f"this is {describe(term)}", help="reduce it over the batch: `mean(x)`")
         elif name.name in BUILT_IN:
             self.errors.add("RL0111", f"`{name.name}` is a built-in field of {METRICS}", name.span,
@@ -303,7 +303,8 @@ class FlowBuilder(Computations):
                             f"this is {describe(condition)}",
                             help="use a comparison, for example `stop when mean(reward) > 0.95`")
         elif condition.level != "batch":
-            self.errors.add("RL0201", f"`stop when` needs a single condition per step, not a {condition.level} value",
+            level = level_value(condition.level)
+            self.errors.add("RL0201", f"`stop when` needs a single condition per step, not {level}",
                             s.condition.span, f"this is {describe(condition)}",
                             help="reduce it first, for example `mean(reward) > 0.95`")
         else:

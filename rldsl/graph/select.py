@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
+from rldsl.plan.entries import ENTRIES, HIDDEN, EntrySpace
 from rldsl.plan.model import SEQUENCE_VALUES, Space, Value
 from rldsl.plan.naming import collected
 from rldsl.plan.spaces import IndexedFrame
@@ -26,7 +27,7 @@ from rldsl.semantics.options import positive_integer
 from rldsl.semantics.row_operators import cut_length
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_, walk
-from rldsl.semantics.values import FrameRef, Meaning, Pairs, describe
+from rldsl.semantics.values import FrameRef, Meaning, Pairs, describe, level_value
 from rldsl.source import Span
 from rldsl.syntax import ast
 
@@ -110,9 +111,9 @@ class Selections:
         if term.dtype != "bool":
             self.errors.add("RL0203", "`where` needs a condition", tree.span, f"this is {describe(term)}",
                             help="use a comparison, for example `std(r by prompt) > 0`")
-        elif term.level in ("batch", "token"):
-            help_ = "for example `where mean(x by seq) > 0`" if term.level == "token" else ""
-            self.errors.add("RL0201", f"a selection needs a prompt or seq condition, not a {term.level} value",
+        elif term.level in ("batch", "token", "entry"):
+            help_ = "for example `where mean(x by seq) > 0`" if term.level != "batch" else ""
+            self.errors.add("RL0201", f"a selection needs a prompt or seq condition, not {level_value(term.level)}",
                             tree.span,
                             f"this is {describe(term)}", help=help_)
         else:
@@ -152,14 +153,28 @@ class Selections:
         for node in self.flow.items:  # in this block: the same values once
             if isinstance(node, g.Derive) and node.op == "restrict" and node.frame == frame.id \
                     and node.reads == (value.name,):
-                return input_(node.writes[0], term.level, space, term.span, term.dtype, term.unit)
+                entries = self.flow.values[node.writes[0]].entries
+                return input_(node.writes[0], term.level, entries or space, term.span, term.dtype, term.unit)
         name = self.flow.unique(f"{value.name}|{frame.id}")
         record = self.flow.values.get(value.name)
         known = (record.label if record is not None else "") or value.name
-        self.flow.value(name, term.level, frame.id, term.dtype, label=f"{known} of {frame.label or frame.id}")
+        entries, width = self._entries(term, frame, name)
+        self.flow.value(name, term.level, frame.id, "i64" if term.dtype == "id" else term.dtype,
+                        label=f"{known} of {frame.label or frame.id}", width=width, entries=entries)
         self.flow.items.append(g.Derive(id=name, reads=(value.name,), writes=(name,), span=term.span, op="restrict",
                                         source=frame.selected_from, frame=frame.id, values=((value.name, name),)))
-        return input_(name, term.level, space, term.span, term.dtype, term.unit)
+        return input_(name, term.level, entries or space, term.span, term.dtype, term.unit)
+
+    def _entries(self, term: Term, frame: IndexedFrame, name: str) -> tuple[str, int]:
+        """The entry space of what the value `term` becomes in a selection, and its width; ("", 1) below that level.
+        name: of the new value."""
+        if term.level != "entry":
+            return "", 1
+        width = self.spaces.entries[term.space].width
+        ids = name if term.dtype == "id" else \
+            self.restrict(input_(term.space, "entry", term.space, term.span, "id"), frame.id).space
+        self.spaces.entries[ids] = EntrySpace(frame.id, width)
+        return ids, width
 
     # ------------------------------------------------------------------------------------------ collections
 
@@ -214,7 +229,8 @@ class Selections:
             picked_from=f"{f.picked_from}.all" if f.picked_from and f.picked_from not in before else "",
             present_in=f"{f.id}.all", label=collected(f.label or f.id)),
             *_collected_spaces(f, iterations, outside)) for f in new}
-        values = [v for v in self.flow.values.values() if v.frame in all_rows and v.extent != "lengths"]
+        left_out = ("lengths", ENTRIES, HIDDEN)
+        values = [v for v in self.flow.values.values() if v.frame in all_rows and v.extent not in left_out]
         for frame in new:
             into = all_rows[frame.id]
             self.flow.value(f"{into.id}.lengths", "seq", into.id, "i64", "lengths", f"{into.label}.lengths")
@@ -246,6 +262,8 @@ class Selections:
                 return self._collected_ref(value, all_rows)
             case Pairs(chosen=a, rejected=b):
                 return Pairs(self._collected_ref(a, all_rows), self._collected_ref(b, all_rows))
+            case Term(level="entry"):
+                return None
             case Term(op="input", level=level) if level != "batch":
                 record = self.flow.values[value.name]
                 if record.frame not in all_rows:

@@ -37,6 +37,8 @@ from rldsl.sharding.partition import count_without_token_limit
 from rldsl.sharding.pipeline_schedule import actions, max_activations_in_flight, max_waiting_messages, rank_passes
 
 INDEX = 48  # bytes of indices per token of a call: token ids, positions, offsets
+# Bytes for each entry: of ids and log-probs that are made and joined; and of what a loss keeps of them
+TOP_ENTRY, LOSS_ENTRY = 12, 96
 Needs = Mapping[str, int]  # holder -> bytes
 
 
@@ -214,10 +216,17 @@ def _infer(t: Tables, e: Infer, copy: Copy, b: LayerActivations, device: str) ->
         head = (m.tokens + m.responses) * b.hidden
         if OUTPUTS[e.output_name].logits:
             head += logits.forward(_head(copy), m.responses, OUTPUTS[e.output_name].reads == "distribution", device)
+        head += m.responses * TOP_ENTRY * _width(t, e.ids)
     passed = 0 if copy.last else m.tokens * b.stream  # the message of the micro-batch before
     most = max(m.tokens * b.forward + 3 * m.cp_tokens * b.seen, head)
     return {"activations": passed + most, "half-precision weights": _half_precision_bytes(copy),
-            "rows": count * width(t.frames[e.frame]) * INDEX}
+            "rows": count * (width(t.frames[e.frame]) * INDEX
+                             + t.frames[e.frame].max_response_tokens * TOP_ENTRY * _width(t, e.ids))}
+
+
+def _width(t: Tables, ids: str) -> int:
+    """How many ids of tokens a value has for each response token; 0 without one."""
+    return t.values[ids].width if ids else 0
 
 
 def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) -> Needs:
@@ -244,7 +253,7 @@ def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) ->
     head = 0
     if copy.last:
         head = max_activations_in_flight(order, each, layout.vpp - 1) + m.tokens * b.final
-        head += max(m.tokens * b.norm, _loss(e, copy, b, m, device))
+        head += max(m.tokens * b.norm, _loss(e, copy, b, m, device)) + m.responses * LOSS_ENTRY * _width(t, e.ids)
     whole = count * sum(map(width, frames)) * INDEX
     most = max(passed + max(inside, embedding, head), largest_step(copy))
     return {"activations": most, "half-precision weights": _half_precision_bytes(copy), "rows": whole, **gathered(copy)}

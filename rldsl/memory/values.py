@@ -7,8 +7,9 @@ In: the tables of a plan. Out: bytes of a buffer `value@spread` on a rank that h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from rldsl.plan.entries import ENTRIES, HIDDEN, EntrySpace, entry_spaces
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Layout, Plan, ReplayBuffer, Spread, Value
 from rldsl.plan.operators import OPERATORS
@@ -27,11 +28,12 @@ class Tables:
     values: Mapping[str, Value]  # by id
     spreads: Mapping[str, Spread]  # by id
     layouts: Mapping[str, Layout]  # by id
+    entries: Mapping[str, EntrySpace] = field(default_factory=dict)  # by name
 
     @staticmethod
     def of(plan: Plan) -> Tables:
         return Tables(indexed_frames(plan), {v.id: v for v in plan.values}, {s.id: s for s in plan.spreads},
-                      {x.id: x for x in plan.layouts})
+                      {x.id: x for x in plan.layouts}, entry_spaces(plan.values))
 
 
 def rows(frame: IndexedFrame, spread: Spread, layouts: Mapping[str, Layout],
@@ -68,8 +70,9 @@ def buffer_bytes(t: Tables, value: str, spread: str) -> int:
     num_rows = rows(frame, t.spreads[spread], t.layouts, t.frames)
     if v.extent == "prompt":
         return -(-num_rows // frame.per_prompt) * (SIZES[v.dtype] + ROW)
+    several = frame.max_response_tokens * v.width
     entries = {"tokens": width(frame), "response": frame.max_response_tokens, "turn": frame.max_turns, "row": 1,
-               "row_numbers": 1}[v.extent]
+               "row_numbers": 1, ENTRIES: several, HIDDEN: several}[v.extent]
     return num_rows * (entries * SIZES[v.dtype] + ROW)
 
 
@@ -108,6 +111,11 @@ def _gathered_elements(t: Tables, program: Program, num_rows: Callable[[IndexedF
         if node.op not in OPERATORS or OPERATORS[node.op].combine != "gather" or node.attr("to") != "batch":
             continue
         of = program.nodes[node.args[0]]
+        if of.level == "entry":
+            entries = t.entries[of.space]
+            tokens = num_rows(t.frames[entries.frame]) * t.frames[entries.frame].max_response_tokens
+            total += tokens * entries.width
+            continue
         frame = next((f for f in t.frames.values() if of.space == {
             "token": f.id, "turn": f.id, "seq": f.row_space, "prompt": f.prompt_space}.get(of.level)), None)
         if frame is not None:

@@ -118,7 +118,7 @@ def _frame(reference: Reference, values: Mapping[str, Value]) -> str:
     if reference.role is Role.FRAME:
         return str(reference.id)
     value = values[reference.id]
-    return value.frame if value.extent in ("tokens", "response") else ""
+    return value.frame if value.ragged else ""
 
 
 def replicated_spread_id(name: str) -> str:

@@ -15,7 +15,18 @@ from rldsl.diag import Diagnostic, Failure, Label, fail
 from rldsl.graph import model as g
 from rldsl.models import hub
 from rldsl.models.families import Family, describe, sizes_of
-from rldsl.placement import backends, budget, free, invariant, positions, resident, reuse, sync, tokenizers
+from rldsl.placement import (
+    backends,
+    budget,
+    distributions,
+    free,
+    invariant,
+    positions,
+    resident,
+    reuse,
+    sync,
+    tokenizers,
+)
 from rldsl.placement.degrees import DEGREES, Cluster, mesh_ranks, place
 from rldsl.placement.lora import split_adapter_parameters
 from rldsl.placement.model import Call, Local, Place, Placed, label, layout_of, mesh_of_range
@@ -41,6 +52,7 @@ def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = descr
     families = _families(graph, describe)
     sync.check_sync_parameters(graph, families)
     tokenizers.check_tokenizers(graph, families)
+    graph = distributions.with_known_tokens(graph, families)
     places, train_layouts = _places(graph, choices, families, cluster)
     memory = int((graph.cluster.memory_gb if graph.cluster else 0) * 1e9)
     ema_layouts = sync.ema_layouts(graph, places, train_layouts)

@@ -3,8 +3,9 @@
 A `Program` is what remains of `fn`s, `loss`es and flow expressions after the compiler has inlined them. The compiler
 writes it, `runtime/interpreter/expression_programs.py` runs it with torch, and it travels inside the plan as JSON.
 
-Levels, coarse to fine: `batch` < `prompt` < `seq` < `turn` < `token`. A node's `space` says which index set it ranges
-over: "" at batch level, a prompt space at prompt level, a row space at seq level, a frame at turn and token level.
+Levels, coarse to fine: `batch` < `prompt` < `seq` < `turn` < `token` < `entry`. A node's `space` says which index set
+it ranges over: "" at batch level, a prompt space at prompt level, a row space at seq level, a frame at turn and token
+level, and at entry level what `plan/entries.py` says.
 Arithmetic broadcasts a coarser argument to the finer level through the frame's row and prompt indices; it never goes
 coarser without a reduction. The operators are those of `operators.py`.
 
@@ -16,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Level = Literal["batch", "prompt", "seq", "turn", "token"]
-LEVELS: tuple[Level, ...] = ("batch", "prompt", "seq", "turn", "token")
+Level = Literal["batch", "prompt", "seq", "turn", "token", "entry"]
+LEVELS: tuple[Level, ...] = ("batch", "prompt", "seq", "turn", "token", "entry")
 
 Scalar = float | int | bool | str
 

@@ -16,6 +16,8 @@ from rldsl.plan.expr import Level
 
 GENERATE, TRAIN = "generate", "train"  # the calls that compute no output
 
+TOP, LOGPROBS_AT = "top", "logprobs_at"  # outputs of level entry
+
 SCORE_WEIGHT = "score.weight"  # [1, H], the last tensor of a model without output embedding, as HuggingFace names it
 
 
@@ -25,9 +27,11 @@ class Output:
 
     call: str  # the call that computes it: "score"
     name: str  # its name in a loss, in the plan and in a backend: "scores"
-    level: Level  # token: one per token of the response, seq: one per sequence, read at its last token
+    # token: one per token of the response, entry: several per token, seq: one per sequence, read at its last token
+    level: Level
     reads: Literal["hidden", "token", "distribution"]  # last hidden states; or logits: of the tokens drawn, or all
     meaning: str  # for editors
+    in_loss: bool = True  # whether a loss can have it as an output of the model in training
 
     @property
     def logits(self) -> bool:
@@ -67,6 +71,9 @@ _HEADS = (
         Output("entropy", "entropy", "token", "distribution", "the entropy of the model's distribution at each token"),
         Output("sum_squares", "sum_squares", "token", "distribution", "the sum of the squared probabilities of all "
                "tokens at each token"),
+        Output(LOGPROBS_AT, LOGPROBS_AT, "entry", "token", "log-probabilities of given tokens at each token"),
+        Output(TOP, TOP, "entry", "distribution", "the most likely tokens at each token, with their "
+               "log-probabilities", in_loss=False),
     ), vocabulary=True, generates=True),
     Head("value_model", "A model with one value per token.", (
         Output("values", "values", "token", "hidden", "the value of the state before each token"),

@@ -335,18 +335,27 @@ class Value:
 
     id: str  # unique in a plan
     frame: str  # id
-    level: Level  # what it has one element for: a token, a turn, a sequence, a prompt, or the whole batch
+    level: Level  # what it has one element for: an entry, a token, a turn, a sequence, a prompt, or the whole batch
     # the entries of a row. tokens: one per prompt and response token; response: one per response token; turn: as many
     # as the frame may have turns, those behind the last turn are padding; row, prompt,
     # batch: one each; columns: the data columns as text; lengths: prompt length, response length; row_numbers: the
     # number of the row in its data source; table: no rows of a frame, but one entry per row of a data source; cache:
     # keys and values of the sequence, in the form of the backend, on the ranks that computed them; stored: all rows of
-    # a replay buffer
+    # a replay buffer; entry: `width` per response token; hidden: the last hidden state before each response token, from
+    # which the log-probs of the whole vocabulary follow
     extent: Literal["tokens", "response", "turn", "row", "prompt", "batch", "columns", "lengths", "row_numbers",
-                    "table", "cache", "stored"]
+                    "table", "cache", "stored", "entry", "hidden"]
     dtype: Literal["f32", "i64", "bool", "text"] = "f32"  # of an element
     # what people call it, where its id is a name of the compiler's: "mean(r by prompt) (ppo.rlf:12)"
     label: str = ""
+    width: int = 1  # numbers for each response token, of extents "entry" and "hidden"
+    entries: str = ""  # at level entry: its space (`plan/entries.py`)
+
+
+    @property
+    def ragged(self) -> bool:
+        """Whether rows have different numbers of entries, by the lengths of their sequences."""
+        return self.extent in ("tokens", "response", "entry", "hidden")
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,8 @@ class Labels:
         def node(n: Node) -> Node:
             renames = {"input": {"name", "frame"}, "py": {k for k, _ in n.attrs} - {"function"}}.get(n.op, {"frame"})
             attrs = tuple((k, self.name(v) if k in renames and isinstance(v, str) else v) for k, v in n.attrs)
-            return replace(n, attrs=attrs, space=self.name(n.space) if n.level in ("turn", "token") else n.space)
+            fine = n.level in ("turn", "token", "entry")
+            return replace(n, attrs=attrs, space=self.name(n.space) if fine else n.space)
 
         return replace(program, id=self.program(program.id), nodes=tuple(map(node, program.nodes)),
                        outputs=tuple((self.name(name), index) for name, index in program.outputs))

@@ -226,6 +226,9 @@ _FUNCTIONS = (
         ("var(x, unbiased=true)", "F -> batch",
          "the variance, divided by n - 1 (`unbiased=false`: by n); 0 for a single element"),
         ("var(x by M, unbiased=true)", "F -> M", "the same within each M")), options=("unbiased",)),
+    Builtin("logsumexp", "reduction", (
+        ("logsumexp(x)", "F -> batch", "log(sum(exp(x))), numerically stable"),
+        ("logsumexp(x by M)", "F -> M", "the same within each M"))),
     Builtin("median", "reduction", (
         ("median(x)", "F -> batch", "the median of all elements, across all ranks; of an even number, the mean of the "
          "two in the middle"),

@@ -128,6 +128,8 @@ class InferSpec:
     output_name: What  # the output that it computes
     value: ValueId  # that it makes
     temperature: float = 1.0  # divides the logits
+    ids: ValueId = ""  # at level entry: the ids of the tokens, which `top` makes and `logprobs_at` reads
+    words: int = 0  # of `top`: only tokens with smaller ids are looked at, which all readers know; 0: all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +144,7 @@ class TrainSpec:
     model_outputs: tuple[tuple[str, FrameId, What], ...]
     data_inputs: tuple[tuple[str, ValueId], ...]  # (program input, value): inputs without gradient
     outputs: tuple[tuple[str, ValueId], ...]  # metric -> the value that it is written to
+    ids: ValueId = ""  # the ids of the tokens whose log-probs the output `logprobs_at` has
     rate: ValueId = ""  # a batch value, the learning rate of this call; "": that of the optimizer's schedule
     nonfinite: Literal["stop", "skip"] = "stop"  # of a minibatch whose gradient is not finite: stop the run, or skip it
 

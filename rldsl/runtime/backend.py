@@ -67,6 +67,7 @@ class PackedBatch:
     # [T] bool, of conversations: which tokens are responses. Pieces of prompt and response alternate, the prompt first.
     # None: each prompt precedes its response
     own: torch.Tensor | None = None
+    ids: torch.Tensor | None = None  # [R, k] int64: the tokens whose log-probs are asked for at each response token
 
     def __len__(self) -> int:
         return self.rows.numel()
@@ -179,9 +180,15 @@ class Shard(Protocol):
 
         output: "logprobs", "entropy", "sum_squares" or "values": [R] float32, aligned with response tokens (the one at
         position t is predicted from the tokens before t); "scores" or "end_values": [S] float32, read at the last
-        token.
+        token; "logprobs_at": [R * k] float32, of the `ids` of the batches.
         Under a layout with `ep` all shards that share experts get the same number of batches, some of them without
         rows."""
+
+    def top(self, batches: Sequence[PackedBatch], k: int, temperature: float, words: int = 0
+            ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The k most likely tokens at each response token, the most likely first and of equal ones the smaller id, and
+        their log-probs: [R, k] int64 and [R, k] float32. words: only tokens with smaller ids are looked at (0: all).
+        Otherwise as `infer`."""
 
     def train(self, minibatch: Sequence[MicroBatch], outputs: Sequence[Sequence[str]], temperature: float,
               loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none",

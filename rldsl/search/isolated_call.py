@@ -44,7 +44,7 @@ class IsolatedCall(World):
         self.meshes, self.layouts, self.spreads = {mesh.id: mesh}, {layout.id: layout}, {spread.id: spread}
         self.model = with_home(problem.models[job.model], layout, own)
         self.models, self.frames = {job.model: self.model}, dict(problem.frames)
-        self.programs = problem.programs
+        self.programs, self.values = problem.programs, problem.values
         self.layout, self.spread, self.mesh = layout, spread, mesh
         self.groups = {layout.id: stage_groups(layout, size, self.per_node)}  # in place of the property of that name
         self.node = job.node
@@ -63,7 +63,7 @@ class IsolatedCall(World):
 
     @cached_property
     def tables(self) -> Tables:
-        return Tables(self.frames, {}, self.spreads, self.layouts)
+        return Tables(self.frames, self.values, self.spreads, self.layouts)
 
 
 def machine_of(problem: Problem) -> Machine:

@@ -19,7 +19,7 @@ from rldsl.placement.model import Call, Placed, label
 from rldsl.placement.place import Flow
 from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.expr import Program
-from rldsl.plan.model import Model
+from rldsl.plan.model import Model, Value
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.search.space import Block, BlockTree, Kind, Strategy
 from rldsl.simulate.lengths import AT_MOST, Lengths
@@ -124,6 +124,10 @@ class Problem:
     @cached_property
     def frames(self) -> Mapping[str, IndexedFrame]:
         return {f.id: f for f in self.graph.frames}
+
+    @cached_property
+    def values(self) -> dict[str, Value]:
+        return {v.id: v for v in self.graph.values}
 
     @cached_property
     def programs(self) -> dict[str, Program]:

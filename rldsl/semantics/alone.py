@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from rldsl.plan.entries import EntrySpace
 from rldsl.plan.model import Frame, Space
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.errors import BAD, Bad, Errors
@@ -18,6 +19,8 @@ from rldsl.semantics.terms import Term, const, input_
 from rldsl.semantics.values import Module
 from rldsl.syntax import ast
 
+ENTRIES = "entries"  # the entry space of a function that is checked on its own
+
 
 def check_alone(module: Module, file: ast.File, errors: Errors, prelude: Module) -> None:
     """Check the bodies of functions and losses on their own, over rows of no data. A broken one is marked, so that its
@@ -27,6 +30,7 @@ def check_alone(module: Module, file: ast.File, errors: Errors, prelude: Module)
             continue
         exprs = ExpressionBuilder(Spaces(), errors, prelude)
         frame = exprs.spaces.add(Frame("rows", "rows", "", 0, 0), Space("prompts", 1), Space("rows", 1, "prompts"))
+        exprs.spaces.entries[ENTRIES] = EntrySpace("rows", 1)
         before = len(errors.found)
         if isinstance(item, ast.FnDecl):
             exprs.functions.active.append(item)
@@ -51,7 +55,8 @@ def _inputs(params: tuple[ast.Parameter, ...], frame: IndexedFrame, exprs: Expre
         elif level is None:
             value = BAD
         else:
-            value = input_(p.name.name, level, exprs.spaces.of(frame, level), p.span)
+            space = ENTRIES if level == "entry" else exprs.spaces.of(frame, level)
+            value = input_(p.name.name, level, space, p.span)
         if isinstance(value, Term) and value.constant:
             value = const(value.value, p.span, value.unit)
         exprs.functions.bind(p.name, cast(Term, value), scope)

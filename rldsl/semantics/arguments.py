@@ -11,7 +11,7 @@ from rldsl.semantics.errors import BAD, Bad, Errors, suggest
 from rldsl.semantics.levels import ANY, depth
 from rldsl.semantics.operators import Operators
 from rldsl.semantics.terms import Term
-from rldsl.semantics.values import describe
+from rldsl.semantics.values import describe, level_value
 from rldsl.source import Span
 from rldsl.syntax import ast
 
@@ -79,7 +79,7 @@ def _fit(param: ast.Parameter, value: Term, span: Span, ops: Operators, broadcas
     if param.level is None:
         if value.level == "batch":
             return value
-        return errors.add("RL0201", f"`{name}` must be a single number, not a {value.level} value", span,
+        return errors.add("RL0201", f"`{name}` must be a single number, not {level_value(value.level)}", span,
                           f"this is {describe(value)}", labels=(declared,),
                           help="reduce it over the batch, for example with `mean(x)`")
     if param.level.name not in (*LEVELS, ANY):
@@ -91,6 +91,10 @@ def _fit(param: ast.Parameter, value: Term, span: Span, ops: Operators, broadcas
     if value.level == level or param.level.name == ANY:
         return value
     coarser = depth(value.level) < depth(level)
+    if level == "entry":  # which tokens would it be about?
+        return errors.add("RL0201", f"`{name}` must be an entry value, not {level_value(value.level)}", span,
+                          f"this is {describe(value)}", labels=(declared,),
+                          help="pass log-probs of several tokens: `t = teacher.top(gen, k=64)`, then `t.logprobs`")
     if coarser and frame is not None and (broadcast or value.level == "batch"):
         here = ops.on_frame(value, frame)
         if here is not None:
@@ -98,6 +102,7 @@ def _fit(param: ast.Parameter, value: Term, span: Span, ops: Operators, broadcas
     if coarser:
         help_ = "`at_end(x)` puts a seq value at the last token" if (value.level, level) == ("seq", "token") else ""
     else:
-        help_ = f"reduce it, for example with `mean(x by {level})`" if level != "batch" else "reduce it: `mean(x)`"
-    return errors.add("RL0201", f"`{name}` must be a {level} value, not a {value.level} value", span,
+        how = "sum" if level == "token" else "mean"
+        help_ = f"reduce it, for example with `{how}(x by {level})`" if level != "batch" else "reduce it: `mean(x)`"
+    return errors.add("RL0201", f"`{name}` must be a {level} value, not {level_value(value.level)}", span,
                       f"this is {describe(value)}", labels=(declared,), help=help_)

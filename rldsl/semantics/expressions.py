@@ -41,6 +41,7 @@ from rldsl.semantics.values import (
     PyRef,
     Several,
     StateRef,
+    TopTokens,
     describe,
 )
 from rldsl.source import Span
@@ -203,18 +204,22 @@ class ExpressionBuilder:
                                            (("name", f"{f.id}.logprobs"),)),
                           "finished": Term("input", (), "seq", f.row_space, "bool", expr.span,
                                            (("name", f"{f.id}.finished"),))}
+            case TopTokens(ids=ids, logprobs=logprobs):
+                fields = {"ids": replace(ids, used=expr.span), "logprobs": replace(logprobs, used=expr.span)}
+                if what == "rest":
+                    return self.ops.rest(logprobs, expr.span)
         if what in fields:
             return fields[what]
         first = owner.chosen if isinstance(owner, Pairs) else owner
         names = (*first.numbers, *first.states, *dict(first.fields)) if isinstance(first, FrameRef) else ()
-        help_ = suggest(what, [*fields, *names])
+        help_ = suggest(what, [*fields, *names, *(("rest",) if isinstance(owner, TopTokens) else ())])
         if isinstance(owner, FrameRef):
             help_ = _made_by_a_call(owner, what, expr.value.span.text) or help_
         if isinstance(first, FrameRef) and first.contents != "generated" and not help_:
             help_ = f"to use a column of the data, declare it: `numbers=[\"{what}\"]`"
         if isinstance(owner, ModelRef):
             help_ = f"call it: `{owner.name}.{what}(...)`"
-        has = "have" if isinstance(owner, (FrameRef, Several)) else "has"
+        has = "have" if isinstance(owner, (FrameRef, Several, TopTokens)) else "has"
         return self.errors.add("RL0112", f"{describe(owner)} {has} no field `{what}`", expr.name.span, help=help_)
 
     def field(self, ref: FrameRef, term: Term, span: Span) -> Term:

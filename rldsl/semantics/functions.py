@@ -15,7 +15,7 @@ from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.levels import ANY, depth
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term
-from rldsl.semantics.values import FnRef, LossRef, LossUse, Meaning, Module, Several, describe
+from rldsl.semantics.values import FnRef, LossRef, LossUse, Meaning, Module, Several, describe, level_value
 from rldsl.source import Span
 from rldsl.syntax import ast
 
@@ -118,7 +118,7 @@ class Functions:
             called = "prompt" if level == "prompt" and value.level == "seq" and value.space in prompts else value.level
             if level is not None and depth(called) > depth(level):
                 self.errors.add("RL0201", f"`{name}` declares {level} but returns {describe(value)}", ident.span,
-                                labels=(Label(value.span, f"a {value.level} value"),))
+                                labels=(Label(value.span, level_value(value.level)),))
                 return False
         return True
 

@@ -1,20 +1,23 @@
 """Levels and index sets: what a value ranges over and when two values may meet.
 
-batch < prompt < seq < turn < token. These words are read relative to a frame: `token` its tokens, `turn` the turns of a
-conversation, `seq` its rows, `prompt` the parent of its rows (of a root: the rows themselves). The space of a value is
-a frame (token, turn), a space of the plan (seq, prompt) or "" (batch); broadcasting follows the chain of parents.
+batch < prompt < seq < turn < token < entry. These words are read relative to a frame: `token` its tokens, `turn` the
+turns of a conversation, `seq` its rows, `prompt` the parent of its rows (of a root: the rows themselves). The space of
+a value is an entry space (`plan/entries.py`), a frame (token, turn), a space of the plan (seq, prompt) or "" (batch);
+broadcasting follows the chain of parents.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rldsl.plan.entries import EntrySpace
 from rldsl.plan.expr import LEVELS, Level
 from rldsl.plan.model import Frame, Space
 from rldsl.plan.payloads import WINDOW
 from rldsl.plan.spaces import IndexedFrame, ancestors, indexed
 from rldsl.semantics.terms import Term
 
+FINE: tuple[Level, ...] = ("turn", "token", "entry")  # levels below the rows: their values belong to one frame
 ANY = "any"  # a parameter or result of a fn that takes every level
 
 
@@ -24,6 +27,11 @@ def source_name(frame: Frame) -> str:
     if "#" in frame.id and frame.label:
         return frame.label.rpartition(" (")[0]
     return frame.id.removesuffix(".all")
+
+
+def entries_shown(space: str, entries: EntrySpace) -> str:
+    """The tokens of an entry space, for messages."""
+    return f"the tokens of `{space.removesuffix('.ids')}`" if entries.width else f"the vocabulary at `{entries.frame}`"
 
 
 def depth(level: Level) -> int:
@@ -47,6 +55,7 @@ class Spaces:
         self.without_columns: dict[str, str] = {}  # root without columns of data -> where its rows come from
         # row space of a `concat` whose rows have no prompts in common -> how many rows of a prompt each part has
         self.ungrouped: dict[str, str] = {}
+        self.entries: dict[str, EntrySpace] = {}  # by name
 
     def add(self, frame: Frame, *spaces: Space) -> IndexedFrame:
         """A frame, and the spaces that come with it."""
@@ -55,12 +64,15 @@ class Spaces:
         return made
 
     def of(self, frame: IndexedFrame, level: Level) -> str:
-        """The space that values of `level` over this frame have."""
+        """The space that values of `level` over this frame have; at entry level, where there may be several, the frame
+        (see `rows_of`)."""
         return {"token": frame.id, "turn": frame.id, "seq": frame.row_space, "prompt": frame.prompt_space,
-                "batch": ""}[level]
+                "batch": "", "entry": frame.id}[level]
 
     def frames_with_space(self, level: Level, space: str) -> tuple[IndexedFrame, ...]:
         """The frames that have `space` at `level`."""
+        if level == "entry":
+            return (self.frames[self.entries[space].frame],)
         return tuple(f for f in self.frames.values() if level != "batch" and self.of(f, level) == space)
 
     def with_responses(self, level: Level, space: str) -> tuple[IndexedFrame, ...]:
@@ -86,29 +98,39 @@ class Spaces:
             space = self.tree[space].of
         return self.ungrouped.get(space, "")
 
+    def frame_of(self, term: Term) -> str:
+        """The frame of a value of a level in `FINE`."""
+        return self.entries[term.space].frame if term.level == "entry" else term.space
+
     def chain(self, term: Term) -> tuple[str, ...]:
         """The spaces from that of a value up to the root, for a token value from that of its rows; () at batch
         level."""
         if term.level == "batch":
             return ()
-        if term.level in ("turn", "token"):
-            return tuple(s.id for s in self.frames[term.space].chain)
+        if term.level in FINE:
+            return tuple(s.id for s in self.frames[self.frame_of(term)].chain)
         return tuple(s.id for s in ancestors(term.space, self.tree))
 
     def join(self, terms: tuple[Term, ...]) -> tuple[Level, str] | Mismatch:
         """The level and space that elementwise arithmetic on `terms` has: the finest space, if all others are among its
         ancestors."""
-        finest = max(terms, key=lambda t: (t.level == "token", t.level == "turn", len(self.chain(t)), depth(t.level)))
+        finest = max(terms, key=lambda t: (*(t.level == x for x in reversed(FINE)), len(self.chain(t)), depth(t.level)))
         above = self.chain(finest)
         for term in terms:
-            tokens = term.level in ("turn", "token") and term.space != finest.space
-            if tokens or term.level not in ("batch", "turn", "token") and term.space not in above:
+            if term.level == finest.level == "entry" and term.space != finest.space:
+                return Mismatch(finest, term)
+            tokens = term.level in FINE and self.frame_of(term) != self.frame_of(finest)
+            if tokens or term.level not in ("batch", *FINE) and term.space not in above:
                 return Mismatch(finest, term)
         return finest.level, finest.space
 
+    def rows_of(self, term: Term) -> str:
+        """The space of a value, by which selections are found: of an entry value its frame."""
+        return self.frame_of(term) if term.level == "entry" else term.space
+
     def selected_space(self, level: Level, space: str) -> str:
-        """The space that `space` was selected from; "" if it is not a selection."""
-        if level in ("turn", "token"):
+        """The space that `space`, as of `rows_of`, was selected from; "" if it is not a selection."""
+        if level in FINE:
             return self.frames[space].selected_from
         return self.tree[space].of if level != "batch" else ""
 
@@ -128,7 +150,7 @@ class Spaces:
         """What `count` counts in a value: its tokens, its prompts, or its rows, which are pairs where two frames share
         them and prompts where they have no response. "" for the rows of a function that is checked on its own."""
         if term.level != "seq":
-            return {"token": "tokens", "turn": "", "prompt": "prompts", "batch": ""}[term.level]
+            return {"entry": "", "token": "tokens", "turn": "", "prompt": "prompts", "batch": ""}[term.level]
         frames = self.frames_with_space("seq", term.space)
         frames = tuple(f for f in frames if not f.picked_from) or frames  # picks share the space of their prompts
         frames = tuple(f for f in frames if f.max_response_tokens) or frames
@@ -146,6 +168,8 @@ class Spaces:
         """The frame or frames that a value ranges over, for messages."""
         if term.level == "batch":
             return "the whole batch"
+        if term.level == "entry":
+            return entries_shown(term.space, self.entries[term.space])
         frames = self.frames_with_space(term.level, term.space)
         if not frames:  # above a selection
             below = next(f for f in self.frames.values() if any(s.id == term.space for s in f.chain))

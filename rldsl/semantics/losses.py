@@ -12,7 +12,7 @@ from enum import IntEnum
 
 from rldsl.diag import Label
 from rldsl.plan.expr import Program
-from rldsl.plan.heads import OUTPUTS, SKIPPED, STOP, UPDATES, Head
+from rldsl.plan.heads import LOGPROBS_AT, OUTPUTS, SKIPPED, STOP, UPDATES, Head
 from rldsl.plan.operators import OPERATORS
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.arguments import accept
@@ -21,7 +21,7 @@ from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.levels import source_name
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_, program, walk
-from rldsl.semantics.values import LossUse, describe
+from rldsl.semantics.values import LossUse, describe, level_value
 from rldsl.syntax import ast
 
 
@@ -33,6 +33,7 @@ class BoundLoss:
     model_outputs: tuple[tuple[str, str, str], ...]  # (input, frame, name of the output); these have a gradient
     data: tuple[tuple[str, Term], ...]  # (input, argument) of what the program reads; these have none
     metrics: tuple[str, ...]  # besides those that every train call has
+    ids: str = ""  # the value with the ids of the tokens at which the output `logprobs_at` is
 
 
 def bind_loss(use: LossUse, head: Head, frames: tuple[IndexedFrame, ...], id_: str,
@@ -46,7 +47,9 @@ def bind_loss(use: LossUse, head: Head, frames: tuple[IndexedFrame, ...], id_: s
         here = next((t for t in found if t is not None), None)
         if here is None:
             errors.add("RL0202", f"`{name}` ranges over {exprs.spaces.shown(term)}, and the loss over "
-                       + " and ".join(f"`{source_name(f)}`" for f in frames), use.spans[name])
+                       + " and ".join(f"`{source_name(f)}`" for f in frames), use.spans[name],
+                       help=f"make it of these sequences: `{exprs.spaces.shown(term).rpartition(' ')[2].strip('`')} = "
+                            f"teacher.top({source_name(frames[0])}, k=...)`" if term.level == "entry" else "")
             return BAD
         if here.level == "seq" and here.space not in [f.row_space for f in frames]:
             here = exprs.ops.broadcast(here, "seq", frames[0])  # of the sequences that these continue
@@ -60,10 +63,16 @@ def bind_loss(use: LossUse, head: Head, frames: tuple[IndexedFrame, ...], id_: s
         return BAD
     spaces_of = {f.id: f for f in frames}
     scope = Scope(use.ref.module, names=dict(data))
+    entries = ""
+    if any(OUTPUTS[output].level == "entry" for _, _, output in model_outputs):
+        of_data = _entries_of_data(decl, data, use, exprs)
+        if isinstance(of_data, Bad):
+            return BAD
+        entries = of_data
     for name, frame, output in model_outputs:
         level = OUTPUTS[output].level
-        f = spaces_of[frame]
-        scope.names[name] = input_(name, level, exprs.spaces.of(f, level), decl.span)
+        space = entries if level == "entry" else exprs.spaces.of(spaces_of[frame], level)
+        scope.names[name] = input_(name, level, space, decl.span)
     errors.trail.append(use.span)
     try:
         outputs = check_body(decl, scope, {n for n, _, _ in model_outputs}, exprs)
@@ -74,7 +83,28 @@ def bind_loss(use: LossUse, head: Head, frames: tuple[IndexedFrame, ...], id_: s
     made = program(id_, outputs, str(use.span))
     read = set(made.inputs())
     return BoundLoss(made, model_outputs, tuple((n, t) for n, t in args.items() if n in read),
-                   tuple(UPDATES if n == STOP else n for n, _ in outputs[1:]))
+                   tuple(UPDATES if n == STOP else n for n, _ in outputs[1:]), entries)
+
+
+def _entries_of_data(decl: ast.LossDecl, data: dict[str, Term], use: LossUse, exprs: ExpressionBuilder) -> str | Bad:
+    """The entry space of the data of a loss, which says at which tokens the model in training is asked."""
+    given = {p.name.name: data[p.name.name].space for p in decl.data if data[p.name.name].level == "entry"}
+    output = next(p for p in decl.model_outputs if p.name.name == LOGPROBS_AT)
+    if not given:
+        return exprs.errors.add("RL0346", f"nothing says at which tokens `{LOGPROBS_AT}` is", use.span,
+                                "this loss has no entry value among its data",
+                                labels=(Label(output.span, "needed here"),),
+                                help="pass log-probs of the same tokens: declare `teacher: entry` after `;`, and pass "
+                                     "`teacher=t.logprobs` with `t = teacher.top(gen, k=64)`")
+    if len(set(given.values())) > 1:
+        first, *rest = given
+        other = next(n for n in rest if given[n] != given[first])
+        return exprs.errors.add("RL0346", f"`{first}` and `{other}` are log-probs of different tokens",
+                                use.spans[other], f"at {exprs.spaces.shown(data[other])}",
+                                labels=(Label(use.spans[first], f"at {exprs.spaces.shown(data[first])}"),),
+                                help=f"`{LOGPROBS_AT}` has one set of tokens: ask the other model for the log-probs of "
+                                     "these, `model.logprobs_at(gen, t.ids)`")
+    return next(iter(given.values()))
 
 
 def check_body(decl: ast.LossDecl, scope: Scope, model_outputs: set[str],
@@ -106,8 +136,8 @@ def check_body(decl: ast.LossDecl, scope: Scope, model_outputs: set[str],
     for name, term in outputs:
         if term.level != "batch":
             kind = "loss" if name == "loss" else "metric"
-            exprs.errors.add("RL0201", f"a {kind} must be a single number, not a {term.level} value", term.at,
-                             f"this is a {term.level} value",
+            exprs.errors.add("RL0201", f"a {kind} must be a single number, not {level_value(term.level)}", term.at,
+                             f"this is {level_value(term.level)}",
                              help="reduce it over the batch, for example with `mean(x)`")
     outputs += [(STOP, stop)] if stop is not None else []
     if len(exprs.errors.found) == before:
@@ -123,8 +153,9 @@ def _stop(conditions: list[Term], exprs: ExpressionBuilder) -> Term | None:
             exprs.errors.add("RL0203", "`stop when` needs a condition", term.at, f"this is {describe(term)}",
                              help="use a comparison, for example `stop when mean(ratio) > 5`")
         elif term.level != "batch":
-            exprs.errors.add("RL0201", f"`stop when` needs a single condition per minibatch, not a {term.level} value",
-                             term.at, f"this is {describe(term)}", help="reduce it first, for example `max(x) > 5`")
+            level = level_value(term.level)
+            exprs.errors.add("RL0201", f"`stop when` needs a single condition per minibatch, not {level}", term.at,
+                              f"this is {describe(term)}", help="reduce it first, for example `max(x) > 5`")
         else:
             both = term if found is None else exprs.ops.apply("or", (found, term), term.span)
             found = both if isinstance(both, Term) else found
@@ -134,7 +165,7 @@ def _stop(conditions: list[Term], exprs: ExpressionBuilder) -> Term | None:
 def _bind_model_outputs(decl: ast.LossDecl, head: Head, frames: tuple[IndexedFrame, ...], use: LossUse,
                         errors: Errors) -> tuple[tuple[str, str, str], ...] | Bad:
     """(input, frame, name of the output) of each parameter before the `;`."""
-    has = {o.name: o.level for o in head.outputs}
+    has = {o.name: o.level for o in head.outputs if o.in_loss}
     if not decl.model_outputs:
         return errors.add("RL0204", f"the loss `{decl.name.name}` uses no output of the model", use.span,
                           labels=(Label(decl.span, "declared here"),),
@@ -156,7 +187,7 @@ def _bind_model_outputs(decl: ast.LossDecl, head: Head, frames: tuple[IndexedFra
                        labels=(Label(param.span, "declared here"),), help=f"its outputs: {', '.join(has)}")
             bad = True
         elif declared != has[what]:
-            errors.add("RL0201", f"`{what}` of a {head.name} is a {has[what]} value, not a {declared} value",
+            errors.add("RL0201", f"`{what}` of a {head.name} is {level_value(has[what])}, not {level_value(declared)}",
                        param.span, help=f"declare `{param.name.name}: {has[what]}`")
             bad = True
     return BAD if bad else tuple((p.name.name, f.id, what) for p, f, what in pairs)

@@ -16,9 +16,9 @@ from rldsl.plan.operators import BUILTINS, OPERATORS
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics import row_operators, units
 from rldsl.semantics.errors import BAD, Bad, Errors
-from rldsl.semantics.levels import Mismatch, Spaces, depth, source_name
+from rldsl.semantics.levels import FINE, Mismatch, Spaces, depth, source_name
 from rldsl.semantics.terms import Term, const, fold
-from rldsl.semantics.values import FrameRef, Meaning, describe
+from rldsl.semantics.values import FrameRef, Meaning, describe, level_value
 from rldsl.source import Span
 
 INFIX = {"+": "add", "-": "sub", "*": "mul", "/": "div", "**": "pow", "<": "lt", "<=": "le", ">": "gt", ">=": "ge",
@@ -85,16 +85,17 @@ class Operators:
     def _restricted(self, args: tuple[Term, ...], a: Term, b: Term) -> tuple[Term, ...] | None:
         """`args` with one of a and b restricted to the selection that the other ranges over; None if neither ranges
         over a selection of the other's rows."""
-        above = (a.space,) if b.level in ("turn", "token") else self.spaces.chain(a)
-        meeting = next((s for s in above if self.spaces.selected(b.level, s, b.space)), None)
+        mine, theirs = map(self.spaces.rows_of, (a, b))
+        above = (mine,) if b.level in FINE else self.spaces.chain(a)
+        meeting = next((s for s in above if self.spaces.selected(b.level, s, theirs)), None)
         if meeting is not None:
             old, new = b, self.on_selection(b, meeting)
             if new is None and a.level == "seq":
                 new = next((self.on_frame(b, f) for f in self.spaces.frames_with_space("seq", a.space)), None)
         else:
             chosen = next((f for f in self.spaces.frames.values()
-                           if f.selected_from and self.spaces.of(f, b.level) == b.space
-                           and self.spaces.selected(a.level, self.spaces.of(f, a.level), a.space)), None)
+                           if f.selected_from and self.spaces.of(f, b.level) == theirs
+                           and self.spaces.selected(a.level, self.spaces.of(f, a.level), mine)), None)
             if chosen is None:
                 return None
             old, new = a, self.on_selection(a, self.spaces.of(chosen, a.level))
@@ -102,9 +103,9 @@ class Operators:
 
     def on_selection(self, x: Term, space: str) -> Term | None:
         """x itself, or its values for the rows of the selection `space`; None where it does not range over them."""
-        if x.level == "batch" or x.space == space:
+        if x.level == "batch" or self.spaces.rows_of(x) == space:
             return x
-        if self.restrict is None or not self.spaces.selected(x.level, space, x.space):
+        if self.restrict is None or not self.spaces.selected(x.level, space, self.spaces.rows_of(x)):
             return None
         if not any(f.selected_from and self.spaces.of(f, x.level) == space for f in self.spaces.frames.values()):
             return None  # what the rows of a selection continue has no frame of its own
@@ -113,7 +114,7 @@ class Operators:
     def on_frame(self, x: Term, frame: IndexedFrame) -> Term | None:
         """x itself if each row of `frame` belongs to one of its elements; else its values for the rows of the
         selection that they belong to; None where there is no such."""
-        if x.level in ("batch", "turn", "token"):
+        if x.level == "batch" or x.level in FINE:
             return self.on_selection(x, frame.id)
         if any(s.id == x.space for s in frame.chain):
             return x
@@ -127,6 +128,9 @@ class Operators:
 
     def _types(self, op: str, args: tuple[Term, ...], span: Span) -> bool:
         for arg in args:
+            if arg.dtype == "id":
+                self._no_ids(arg)
+                return False
             if arg.dtype == "text" and not (op in ("add", "eq", "ne") and all(a.dtype == "text" for a in args)):
                 self.errors.add("RL0203", "arithmetic on a string", arg.at, "this is a string")
                 return False
@@ -142,6 +146,12 @@ class Operators:
                             help="convert a condition to a number with `where(c, 1, 0)`")
             return False
         return True
+
+    def _no_ids(self, x: Term) -> Bad:
+        return self.errors.add("RL0345", "arithmetic on the ids of tokens", x.at,
+                               "these say which tokens, not how much", labels=x.origin,
+                               help="use their log-probs: `.logprobs`, or those of another model: "
+                                    "`model.logprobs_at(gen, t.ids)`")
 
     def _mixed(self, mismatch: Mismatch, span: Span) -> Bad:
         a, b = mismatch.a, mismatch.b
@@ -162,6 +172,8 @@ class Operators:
     def reduce(self, name: str, x: Term, to: Target, span: Span,
                options: Options = MappingProxyType({})) -> Term | Bad:
         """`name(x by to, OPTION=...)`."""
+        if x.dtype == "id":
+            return self._no_ids(x)
         if isinstance(to, FrameRef):
             fault = self._loss_has_no_rows(to, span) or row_operators.check_above(self, x, to)
             if fault is not None:
@@ -169,11 +181,11 @@ class Operators:
         elif to == "prompt" and depth(x.level) > depth(to) and (fault := self._no_prompts(x)) is not None:
             return fault
         elif depth(to) >= depth(x.level):
-            what = "a constant" if x.constant else f"a {x.level} value"
+            what = "a constant" if x.constant else level_value(x.level)
             return self.errors.add("RL0208", f"{what} cannot be reduced with `{name}` by {to}", x.at,
                                    f"it has no level finer than {to}",
                                    help="a reduction goes from a finer level to a coarser one; from coarse to fine: "
-                                        "batch, prompt, seq, turn, token")
+                                        "batch, prompt, seq, turn, token, entry")
         elif to == "turn" and (fault := self._no_turns(x, span)) is not None:
             return fault
         if name in COMPOSITES:
@@ -196,7 +208,7 @@ class Operators:
                                    "a loss computes with values of tokens and of sequences",
                                    help="compute it in the flow and pass the result as a token value: "
                                         "`per_token(x, gen.logprobs)`")
-        frame = self.spaces.frames[x.space]
+        frame = self.spaces.frames[self.spaces.frame_of(x)]
         return None if frame.max_turns else self.errors.add(
             "RL0201", f"`{source_name(frame)}` has no turns", x.at, "each of its sequences is one response",
             labels=x.origin, help="reduce `by seq`; turns come from `generate` with `env=`")
@@ -227,6 +239,19 @@ class Operators:
         made = self._variance(x, to, span, bool(options.get("unbiased", True)))
         return BAD if isinstance(made, Bad) else replace(made, unit=units.squared(x.unit))
 
+    def logsumexp(self, x: Term, to: Target, span: Span, options: Options) -> Term | Bad:
+        """log(sum(exp(x - m))) + m, where m is the largest element, as a constant."""
+        x = replace(x, unit=units.PLAIN)
+        largest = self.reduce("max", x, to, span)
+        shift = BAD if isinstance(largest, Bad) else self.apply("stop_gradient", (largest,), span)
+        shifted = BAD if isinstance(shift, Bad) else self.apply("sub", (x, shift), span)
+        each = BAD if isinstance(shifted, Bad) else self.apply("exp", (shifted,), span)
+        total = BAD if isinstance(each, Bad) else self.reduce("sum", replace(each, unit=units.PLAIN), to, span)
+        made = BAD if isinstance(total, Bad) else self.apply("log", (total,), span)
+        if isinstance(made, Bad) or isinstance(shift, Bad):
+            return BAD
+        return self.apply("add", (made, shift), span)
+
     def _variance(self, x: Term, to: Target, span: Span, unbiased: bool) -> Term | Bad:
         """sum((x-mean)^2) / max(count-1, 1), or over the count; without a unit.
 
@@ -253,6 +278,13 @@ class Operators:
         number = go("max", go("sub", count, one), one) if unbiased else go("max", count, one)
         return go("div", total, number)
 
+    def rest(self, logprobs: Term, span: Span) -> Term | Bad:
+        """The probability of all tokens but those whose log-probs are given: a token value."""
+        made: Term | Bad = self.apply("exp", (logprobs,), span)
+        made = self.reduce("sum", made, "token", span) if isinstance(made, Term) else BAD
+        made = self.apply("sub", (const(1.0, span), made), span) if isinstance(made, Term) else BAD
+        return self.apply("max", (made, const(0.0, span)), span) if isinstance(made, Term) else BAD
+
     def quantile(self, x: Term, share: Term, span: Span) -> Term | Bad:
         """The number below which `share` of the elements of x lie."""
         if x.level == "batch":
@@ -268,13 +300,13 @@ class Operators:
     def uniform(self, x: Term, span: Span) -> Term | Bad:
         """A random number for each element of x; each call of the program has its own."""
         if x.level == "batch":
-            return self.errors.add("RL0201", "`uniform` needs a prompt, seq or token value",
+            return self.errors.add("RL0201", "`uniform` needs a value with several elements",
                                    x.at, f"this is {describe(x)}",
                                    help="it draws a random number for each prompt, sequence or token of its argument")
         self._draws[self.statement] += 1
         number = self._draws[self.statement]
         call = f"{self.statement or 'uniform'}{f'#{number}' if number > 1 else ''}"
-        frame = (("frame", x.space),) if x.level in ("turn", "token") else ()
+        frame = (("frame", self.spaces.frame_of(x)),) if x.level in FINE else ()
         return Term("uniform", (), x.level, x.space, "f32", span, (("call", call), *frame))
 
     # -------------------------------------------------------------------------------------------- sequences
@@ -425,7 +457,7 @@ class Operators:
 # Reductions that several operators compute: (operators, value, level, span, options) -> result. A new one also needs
 # a decision about its unit. Only these can have options (named arguments).
 COMPOSITES: Mapping[str, Callable[[Operators, Term, Target, Span, Options], Term | Bad]] = {
-    "std": Operators.std, "var": Operators.var,
+    "std": Operators.std, "var": Operators.var, "logsumexp": Operators.logsumexp,
 }
 if wrong := {b.name for b in BUILTINS.values() if b.form == "reduction" and not b.operator} ^ COMPOSITES.keys():
     raise TypeError(f"reductions without an operator are those in COMPOSITES: {', '.join(sorted(wrong))}")

@@ -76,6 +76,7 @@ DATA = {
     "over_long": Opt("text", "truncate", choices=("truncate", "drop", "error")),
     **{c: Opt("text", c) for c in COLUMNS},
 }
+TOP = {"k": Opt("int", low=1, needed=True)}
 GENERATE = {
     "n": Opt("int", 1, 1, unit="sequences"), "max_new_tokens": Opt("int", 256, 1, unit="tokens"),
     "min_new_tokens": Opt("int", 0, 0, unit="tokens"),

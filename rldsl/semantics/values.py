@@ -36,6 +36,14 @@ class FrameRef:
 
 
 @dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The most likely tokens at each token of some responses."""
+
+    ids: Term  # entry: which they are
+    logprobs: Term  # entry: their log-probs, the largest first
+
+
+@dataclass(frozen=True, slots=True)
 class Pairs:
     """A batch of pairs."""
 
@@ -152,7 +160,12 @@ class Module:
 
 
 Meaning = (Term | Items | FrameRef | Pairs | ModelRef | DataRef | BufferRef | StateRef | Several | MeshValue | FnRef
-           | LossRef | LossUse | PyRef | EnvRef | Bad)
+           | LossRef | LossUse | PyRef | EnvRef | TopTokens | Bad)
+
+
+def level_value(level: str) -> str:
+    """"a token value", "an entry value"."""
+    return f"{'an' if level == 'entry' else 'a'} {level} value"
 
 
 def describe(value: Meaning) -> str:
@@ -160,10 +173,14 @@ def describe(value: Meaning) -> str:
     match value:
         case Term(op="const", dtype=dtype):
             return {"text": "a string", "bool": "true or false", "f32": "a number"}[dtype]
+        case Term(dtype="id"):
+            return "the ids of tokens"
         case Term(level=level):
-            return f"a {level} value"
+            return level_value(level)
         case Items():
             return "a list"
+        case TopTokens():
+            return "the most likely tokens"
         case FrameRef(frame=frame, contents=contents):
             return f"the {'prompts' if contents == 'prompts' else 'sequences'} `{source_name(frame)}`"
         case Pairs():

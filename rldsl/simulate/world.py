@@ -86,7 +86,8 @@ class World:
         if value.level == "batch" or not value.frame:
             return 1.0
         row, frame = self.row(value.frame), self.frames[value.frame]
-        return {"tokens": rows * row.tokens, "response": rows * row.response, "row": rows,
+        return value.width * {"tokens": rows * row.tokens, "entry": rows * row.response, "hidden": rows * row.response,
+                "response": rows * row.response, "row": rows,
                 "turn": rows * frame.max_turns, "batch": 1.0,
                 "prompt": rows / frame.per_prompt, "columns": rows, "row_numbers": rows,
                 "lengths": 2.0 * rows, "cache": rows}[value.extent]

@@ -14,8 +14,8 @@ from rldsl.plan.backends import described
 from rldsl.plan.derive_ops import DERIVE_OPS, continued_frame
 from rldsl.plan.events import AnyCall, Compute, Derive, Event, Fetch, Generate, Infer, Train, split_buffer
 from rldsl.plan.function import frames_of_call
-from rldsl.plan.heads import OUTPUTS, heads_with
-from rldsl.plan.model import CONVERSATION_VALUES, Layout, Mesh, Model, Ranges
+from rldsl.plan.heads import OUTPUTS, TOP, heads_with
+from rldsl.plan.model import CONVERSATION_VALUES, Layout, Mesh, Model, Ranges, Value
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.sharding.sum_blocks import undividable
 from rldsl.verify import carried
@@ -211,10 +211,18 @@ def _cache(t: Tables, e: Generate) -> Iterator[Diagnostic]:
 
 def check_infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
     yield from _call(t, e)
-    yield from reads(t, e, {f"{e.frame}.tokens"}, own(e.frame), e.spread, f"{e.model}@{e.layout}")
-    yield from writes(t, e, {e.value}, set(), e.spread)
     v, output, head = t.values[e.value], OUTPUTS[e.output_name], t.models[e.model].head
-    extent = "row" if output.level == "seq" else "response"
+    makes_ids = e.output_name == TOP
+    given = {e.ids} if e.ids and not makes_ids else set()
+    yield from reads(t, e, {f"{e.frame}.tokens"} | given, own(e.frame), e.spread, f"{e.model}@{e.layout}")
+    yield from writes(t, e, {e.value, e.ids} - {""} - given, set(), e.spread)
+    extent = {"seq": "row", "entry": "entry"}.get(output.level, "response")
+    if (output.level == "entry") != bool(e.ids) or e.ids and not _ids_of(t, e.ids, v):
+        yield problem("RL0615", f"{name(e)}: {e.ids or 'nothing'} has the ids of the tokens of {v.id}", e)
+    elif e.ids and not _has_entries(t, e):
+        yield problem("RL0615", f"{name(e)}: the backend of layout {e.layout} has no entry values", e)
+    elif makes_ids and (fault := _known_tokens(t, e)):
+        yield problem("RL0615", f"{name(e)} {fault}", e)
     if v.frame != e.frame or v.extent != extent or v.dtype != "f32":
         yield problem(
             "RL0615",
@@ -235,10 +243,33 @@ def check_infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
         )
 
 
+def _known_tokens(t: Tables, e: Infer) -> str:
+    """Why a `top` may find tokens that a reader of its ids does not know, or ""."""
+    vocab = t.models[e.model].sizes.vocab
+    words = e.words or vocab
+    if not t.values[e.ids].width <= words <= vocab:
+        return f"looks for {t.values[e.ids].width} of {words} tokens of {vocab}"
+    for other, _ in t.events:
+        if isinstance(other, Infer | Train) and other.ids == e.ids and t.models[other.model].sizes.vocab < words:
+            return f"finds tokens that {other.model} does not know"
+    return ""
+
+
+def _has_entries(t: Tables, e: Infer | Train) -> bool:
+    backend = described(t.layouts[e.layout].backend)
+    return backend is not None and backend.entries
+
+
+def _ids_of(t: Tables, ids: str, v: Value) -> bool:
+    """Whether a value has the ids of the tokens of an entry value."""
+    of = t.values[ids]
+    return v.entries == ids and (of.extent, of.dtype, of.frame, of.width) == ("entry", "i64", v.frame, v.width)
+
+
 def check_train(t: Tables, e: Train) -> Iterator[Diagnostic]:
     yield from _call(t, e)
     copy = f"{e.model}@{e.layout}"
-    must = {f"{f}.tokens" for f in e.frames} | {v for _, v in e.data_inputs} | ({e.rate} if e.rate else set())
+    must = {f"{f}.tokens" for f in e.frames} | {v for _, v in e.data_inputs} | ({e.rate, e.ids} - {""})
     yield from reads(t, e, must, own(*e.frames), e.spread, copy)
     if e.rate and (t.values[e.rate].level, t.values[e.rate].dtype) != ("batch", "f32"):
         yield problem("RL0615", f"{name(e)}: the learning rate {e.rate} is not a number of the batch level", e)
@@ -247,6 +278,11 @@ def check_train(t: Tables, e: Train) -> Iterator[Diagnostic]:
         if frame not in e.frames or OUTPUTS.get(what) not in t.models[e.model].head.outputs:
             yield problem("RL0615", f"{name(e)}: the head of {e.model} has no output {what}, or {frame} is not a frame "
                                     "of the call", e)
+    asked = {frame for _, frame, what in e.model_outputs if OUTPUTS[what].level == "entry"}
+    if e.ids and not _has_entries(t, e):
+        yield problem("RL0615", f"{name(e)}: the backend of layout {e.layout} has no entry values", e)
+    if bool(asked) != bool(e.ids) or e.ids and (t.values[e.ids].entries != e.ids or asked != {t.values[e.ids].frame}):
+        yield problem("RL0615", f"{name(e)}: {e.ids or 'nothing'} has the ids of the tokens that the loss asks for", e)
     if not e.frames or any((t.values[v].level, t.values[v].dtype) != ("batch", "f32") for _, v in e.outputs):
         yield problem("RL0615", f"{name(e)} needs a frame, and outputs at the batch level", e)
 

@@ -236,7 +236,7 @@ def _frames_with_needed_lengths(t: Tables, e: Event) -> set[str]:
         elif field in e.traits.needs_lengths_of and t.values[id].frame:
             value = t.values[id]
             frames |= {t.frames[value.frame].present_in} - {""}  # which of its rows there are
-            frames |= {value.frame} if value.extent in ("tokens", "response") else set()
+            frames |= {value.frame} if value.ragged else set()
     if isinstance(e, Derive) and e.makes_rows:
         frames.discard(e.frame)
     spreads = [id for _, role, id in references(e) if role is Role.SPREAD]

@@ -30,8 +30,8 @@ def _fault(t: Tables, e: Train, program: Program) -> str:
     if malformed or not 0 <= outputs.get("loss", -1) < len(nodes):
         return ""  # another check's
     frames = [t.frames[f] for f in e.frames]
-    spaces = {"": 0, **{f.id: 0 for f in frames}, **{f.row_space: 0 for f in frames},
-              **{f.prompt_space: 0 for f in frames}}
+    spaces = {"", *(x for f in frames for x in (f.id, f.row_space, f.prompt_space)),
+              *(x for x, of in t.entries.items() if of.frame in e.frames)}
     if strange := next((n.space for n in nodes if n.space not in spaces), None):
         return f"uses {strange}, which is not a training input"
     if any(in_family(n.op, "reduction") and n.attr("to") in ("prompt", nodes[n.args[0]].level) for n in nodes):

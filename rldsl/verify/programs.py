@@ -166,6 +166,8 @@ def _has_space(t: Tables, level: str, space: str) -> bool:
             return any(f.row_space == space for f in t.frames.values())
         case "turn":
             return space in t.frames and t.frames[space].max_turns > 0
+        case "entry":
+            return space in t.entries
     return space in t.frames
 
 
@@ -179,6 +181,9 @@ def _broadcast(t: Tables, coarse: Node, fine: Node, reduced: bool = False) -> st
         return ""
     if coarse.level == "turn" and coarse.space == fine.space:
         return ""
+    if fine.level == "entry":  # of the tokens of a frame
+        fine = replace(fine, level="token", space=t.entries[fine.space].frame)
+        return "" if (coarse.level, coarse.space) == ("token", fine.space) else _broadcast(t, coarse, fine, reduced)
     if coarse.level == fine.level != "seq" or coarse.level == "turn":
         return f"spaces {coarse.space} and {fine.space} differ"
     of = [f for f in t.frames.values() if fine.space == (f.id if fine.level in ("turn", "token") else f.row_space)]
@@ -194,7 +199,8 @@ def _compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
         yield from _fits(t, e, program, input, t.values[value])
     frames = [t.frames[f] for f in e.frames]
     known = {"batch": {""}, "prompt": {f.prompt_space for f in frames}, "seq": {f.row_space for f in frames},
-             "turn": {*e.frames}, "token": {*e.frames}}
+             "turn": {*e.frames}, "token": {*e.frames},
+             "entry": {x for x, of in t.entries.items() if of.frame in e.frames}}
     strange = [n.space for n in program.nodes if n.space not in known[n.level]]
     strange += [str(n.attr("frame")) for n in program.nodes if n.attr("frame") and n.attr("frame") not in e.frames]
     if strange:
@@ -224,7 +230,7 @@ def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
     for node in program.nodes:
         for input, frame, what in e.model_outputs:
             level = OUTPUTS[what].level
-            space = t.frames[frame].row_space if level == "seq" else frame
+            space = t.frames[frame].row_space if level == "seq" else e.ids if level == "entry" else frame
             if (
                 node.op == "input"
                 and node.attr("name") == input
@@ -284,6 +290,8 @@ def _fits(t: Tables, e: Event, program: Program, input: str, value: Value) -> It
 
 def _alike(t: Tables, e: Event, slot: str, node: Node, v: Value) -> Iterator[Diagnostic]:
     space = _space(t, v)
+    if v.level == "entry" and v.dtype == "i64":
+        yield problem("RL0617", f"{name(e)}: {slot} would calculate with {v.id}, which has the ids of tokens", e)
     if (v.level, space) != (node.level, node.space):
         yield problem(
             "RL0617",
@@ -300,6 +308,8 @@ def _space(t: Tables, v: Value) -> str:
             return t.frames[v.frame].prompt_space
         case "seq":
             return t.frames[v.frame].row_space
+        case "entry":
+            return v.entries
     return v.frame
 
 

@@ -11,6 +11,7 @@ from typing import get_args
 from rldsl.diag import Diagnostic
 from rldsl.plan.backends import described
 from rldsl.plan.disk_paths import in_kernel_files
+from rldsl.plan.entries import ENTRIES, HIDDEN, vocabulary_space
 from rldsl.plan.events import Generate, Sampling
 from rldsl.plan.expr import LEVELS
 from rldsl.plan.function import Returns
@@ -18,9 +19,11 @@ from rldsl.plan.model import ROLES, Data, Layout, Model, Optimizer, ParamSpec, V
 from rldsl.verify.tables import Tables, name, problem
 
 LEVEL_OF = {"tokens": "token", "response": "token", "turn": "turn", "row": "seq", "prompt": "prompt", "batch": "batch",
-            "row_numbers": "seq", "table": "batch", "cache": "seq", "stored": "batch"}
+            "row_numbers": "seq", "table": "batch", "cache": "seq", "stored": "batch", "entry": "entry",
+            "hidden": "entry"}
 DTYPES_OF = {"tokens": ("i64",), "lengths": ("i64",), "columns": ("text",), "row_numbers": ("i64",),
-             "table": ("f32",), "stored": ("i64",), "turn": ("f32", "bool", "i64")}
+             "table": ("f32",), "stored": ("i64",), "turn": ("f32", "bool", "i64"),
+             "entry": ("f32", "bool", "i64"), "hidden": ("f32",)}
 # style of a parameter -> the dimension along which it is divided
 DIVIDED = {"colwise": (0,), "rowwise": (1,), "vocab": (0,), "head": (0,), "experts": (1, 2), "replicated": ()}
 FACTORS = (".lora_A.weight", ".lora_B.weight")  # they are divided as their modules are, which is another check's
@@ -36,7 +39,7 @@ def check_records(t: Tables) -> Iterator[Diagnostic]:
     for d in t.plan.data:
         yield from _bad(f"data {d.name}", _data(d))
     for v in t.plan.values:
-        yield from _bad(f"value {v.id}", _value(v))
+        yield from _bad(f"value {v.id}", _value(v) or _entries(t, v))
     for b in t.plan.buffers:
         yield from _bad(f"replay buffer {b.value}", _reads(b.tokenizer or "-"))
     for frame in t.plan.frames:
@@ -140,6 +143,23 @@ def _data(d: Data) -> str:
 def _reads(*paths: str) -> str:
     """What a record names to be read."""
     return next((f"reads {path}, which is not data" for path in paths if "\0" in path or in_kernel_files(path)), "")
+
+
+def _entries(t: Tables, v: Value) -> str:
+    """The entry space of a value, and how many numbers it has for each token."""
+    if v.extent not in (ENTRIES, HIDDEN):
+        plain = not v.entries and v.width == 1
+        return "" if plain else f"of extent {v.extent} has width {v.width} and entries {v.entries!r}"
+    if v.width < 1:
+        return f"has {v.width} numbers for each token"
+    ids = t.values.get(v.entries)
+    if v.extent == HIDDEN:
+        fits = v.entries == vocabulary_space(v.frame)
+    else:
+        fits = ids is not None and (ids.entries, ids.extent, ids.dtype, ids.frame, ids.width) == (
+            v.entries, ENTRIES, "i64", v.frame, v.width)
+        fits = fits and (v.dtype != "i64" or v.id == v.entries)
+    return "" if fits else f"has entries {v.entries!r}, which are not those of its tokens"
 
 
 def _value(v: Value) -> str:

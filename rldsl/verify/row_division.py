@@ -137,7 +137,8 @@ def _reduced_to(t: Tables, program: Program) -> set[str]:
     for n in program.nodes:
         if n.attr("to") == "seq":
             of = program.nodes[n.args[0]]
-            rows = t.frames[of.space].row_space if of.level in ("turn", "token") else of.space
+            frame = t.entries[of.space].frame if of.level == "entry" else of.space
+            rows = t.frames[frame].row_space if of.level in ("turn", "token", "entry") else of.space
             found |= {n.space} - {rows}
         elif n.op == "along":  # all prefixes of a response, next to its tokens
             found.add(t.frames[n.space].row_space)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rldsl.diag import Diagnostic
+from rldsl.plan.entries import EntrySpace, entry_spaces
 from rldsl.plan.events import Event
 from rldsl.plan.expr import Program
 from rldsl.plan.function import Function
@@ -35,6 +36,7 @@ class Tables:
     values: Mapping[str, Value]  # by id
     functions: Mapping[str, Function]  # by id
     programs: Mapping[str, Program]  # by id
+    entries: Mapping[str, EntrySpace]  # by name
 
     def event_ranks(self, event: Event) -> Ranks:
         return self.ranks[event.mesh]
@@ -60,6 +62,7 @@ def tables(plan: Plan) -> Tables:
         {v.id: v for v in plan.values},
         {f.id: f for f in plan.functions},
         {p.id: p for p in plan.programs},
+        entry_spaces(plan.values),
     )
 
 

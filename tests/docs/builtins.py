@@ -14,12 +14,13 @@ from rldsl import api
 from rldsl.plan.expr import LEVELS
 from tests.docs.pages import completed
 
-SAMPLE = {"batch": "b", "prompt": "p", "seq": "s", "turn": "u", "token": "t"}
+SAMPLE = {"batch": "b", "prompt": "p", "seq": "s", "turn": "u", "token": "t", "entry": "e"}
 CHECKS = "".join(f"fn is_{level}(x: {level}) -> {level} {{\n  return x\n}}\n" for level in LEVELS)
 VALUES = "b = mean(reward)\np = mean(reward by prompt)\ns = reward + 0\nt = gen.logprobs + 0\nkept = gen where s > 0\n" \
     "best = pick(gen, s)\nworst = pick(gen, -s)\ncuts = prefixes(gen, every=2)\n" \
     "more = actor.generate(gen)\ntalk = actor.generate(prompt, env=Guess, n=4, max_tokens=4096)\n" \
-    "u = talk.turn_reward + 0\nw = talk.logprobs + 0\nheld = talk where talk.turns > 1\n"
+    "u = talk.turn_reward + 0\nw = talk.logprobs + 0\nheld = talk where talk.turns > 1\n" \
+    "top = actor.top(gen, k=2)\ne = top.logprobs + 0\nf = actor.top(talk, k=2).logprobs + 0\n"
 # arguments that no value of the level alone can be, and constants
 SPECIAL = {"over(x, gen, y)": "len(kept)", "along(v, gen)": "cuts.at"}
 CONSTANTS = {"at=TEXT": 'at="a"', "every=n": "every=2", "most=m": "most=2"}
@@ -41,7 +42,8 @@ def cases(call: str, type_: str) -> Iterator[Case]:
             made, result = f"count({made})", "batch"
         if result == "text":
             made, result = f'where({made} == "a", b, b)', "batch"
-        yield made, level.get(result, result) if finer and coarser else None
+        fits = "L" not in level or result not in LEVELS or LEVELS.index(level["L"]) <= LEVELS.index(result)
+        yield made, level.get(result, result) if finer and coarser and fits else None
 
 
 def expression(call: str, kinds: list[str], to: str) -> str:
@@ -51,7 +53,7 @@ def expression(call: str, kinds: list[str], to: str) -> str:
         return f"{name}()"
     made, left = [], list(kinds)
     talks = "turn" in (*kinds, to)  # only conversations have turns
-    sample = SAMPLE | ({"token": "w"} if talks else {})
+    sample = SAMPLE | ({"token": "w", "entry": "f"} if talks else {})
     for part in inner.split(", "):
         if "=" in part:
             made.append(CONSTANTS.get(part, part))

@@ -9,7 +9,7 @@ from rldsl.syntax import ast
 from rldsl.syntax.parse import parse
 from tests.tiny import make_all
 
-SMALL = {"steps": 2, "batch": 8, "tokens": 6, "wanted": 8, "buffer": 2, "part": 3}  # of the params that an example has
+SMALL = {"steps": 2, "batch": 8, "tokens": 6, "wanted": 8, "buffer": 2, "part": 3, "k": 8}  # of an example's params
 
 
 def make_data(root: Path) -> Path:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from rldsl.plan.entries import EntrySpace
 from rldsl.plan.expr import Level, Program
 from rldsl.plan.heads import HEADS
 from rldsl.plan.model import Spread
@@ -63,6 +64,7 @@ class Batch:
 
     lens: dict[str, list[int]]
     n: int = 1
+    width: int = 0  # alternatives at each token of the frame `gen`, whose entry space is "t.ids"
 
     @staticmethod
     def random(seed: int = 0, prompts: int = 4, n: int = 3, max_len: int = 9, edge: str = "") -> Batch:
@@ -95,6 +97,15 @@ class Batch:
         """Negative numbers, one for each token."""
         given = self.tokens(seed, frame, scale)
         return Given("token", given.frame, -given.data.abs() - 1e-3)
+
+    @property
+    def entries(self) -> dict[str, EntrySpace]:
+        return {"t.ids": EntrySpace("gen", self.width)} if self.width else {}
+
+    def alternatives(self, seed: int, scale: float = 1.0) -> Given:
+        """Log-probs of some alternatives at each token; there are others."""
+        scores = scale * _normal(seed, sum(self.lens["gen"]) * (self.width + 1)).view(-1, self.width + 1)
+        return Given("entry", "gen", scores.log_softmax(-1)[:, 1:].flatten())
 
     def seqs(self, seed: int, scale: float = 1.0) -> Given:
         return Given("seq", next(iter(self.lens)), scale * _normal(seed, self.rows))
@@ -159,6 +170,7 @@ def _compile(modules: str, call: str, batch: Batch, data: dict[str, Given | floa
     exprs = ExpressionBuilder(Spaces(), errors, loader.prelude())
     frames = {f: exprs.spaces.add(record, *record.chain) for f, record in batch.frames.items()}
     scope = Scope(module, names={n: _term(n, v, frames, file) for n, v in data.items()})
+    exprs.spaces.entries.update(batch.entries)
     if "gen" in frames:
         scope.names["gen"] = FrameRef(frames["gen"], "generated")
     else:
@@ -182,7 +194,7 @@ def _term(name: str, value: Given | float, frames: dict[str, IndexedFrame], file
     if not isinstance(value, Given):
         return input_(name, "batch", "", span)
     frame = frames[value.frame]
-    space = {"token": frame.id, "seq": frame.row_space, "prompt": frame.prompt_space, "batch": ""}[value.level]
+    space = {"entry": "t.ids", "token": frame.id, "seq": frame.row_space, "prompt": frame.prompt_space, "batch": ""}[value.level]
     return input_(name, value.level, space, span, "bool" if value.data.dtype == torch.bool else "f32")
 
 
@@ -199,7 +211,7 @@ def run_fn(modules: str, call: str, batch: Batch, *, dp: int = 1, text: str = ""
     shards = _shards(batch, dp, "prompt")
     outputs = _on_ranks(dp, lambda rank, group: run_compute(
         code, {n: _part(batch, data[n], shards[rank]) for n in code.inputs()}, _views(batch, shards[rank]), batch.frames,
-        group, None))
+        group, None, entries=batch.entries))
     joined = tuple(_join(batch, t, [o[f"y{i}"] for o in outputs], shards) for i, t in enumerate(results))
     return joined if isinstance(meaning, Several) else joined[0]
 
@@ -211,7 +223,8 @@ def run_loss(modules: str, call: str, batch: Batch, fresh: dict[str, Given], *, 
     code, inputs = compile_loss(modules, call, batch, head, text, data)
     leaves = {n: g.data.clone().requires_grad_(True) for n, g in fresh.items()}
     known = inputs | {n: Given(fresh[n].level, fresh[n].frame, x) for n, x in leaves.items()}
-    run_of = lambda: MinibatchLoss(code, loss_counts(code, batch.frames, range(batch.rows), batch.lens))  # noqa: E731
+    run_of = lambda: MinibatchLoss(  # noqa: E731
+        code, loss_counts(code, batch.frames, range(batch.rows), batch.lens, batch.entries))
     totals = [sum(x) for x in zip(*batch.lens.values())]
     vectors, sums = [], 0
     for rows in _shards(batch, dp, "row"):
@@ -247,7 +260,7 @@ def _evaluated(term: Term, batch: Batch, data: dict[str, Given | float]) -> Tens
     rows = range(batch.rows)
     code = program("argument", [("y", term)])
     return run_compute(code, {n: _part(batch, data[n], rows) for n in code.inputs()}, _views(batch, rows), batch.frames,
-                       None, None)["y"]
+                       None, None, entries=batch.entries)["y"]
 
 
 def _frame(batch: Batch, term: Term) -> str:
@@ -276,6 +289,8 @@ def _part(batch: Batch, value: Given | float, rows: Sequence[int]) -> Tensor:
 
 
 def _elements(batch: Batch, level: Level, frame: str, data: Tensor) -> list[Tensor]:
+    if level == "entry":
+        return list(data.split([n * batch.width for n in batch.lens[frame]]))
     return list(data.split(batch.lens[frame] if level == "token" else 1))
 
 
@@ -287,7 +302,8 @@ def _join(batch: Batch, term: Term, outputs: list[Tensor], shards: list[Sequence
     parts: dict[int, Tensor] = {}
     for output, rows in zip(outputs, shards):
         ids = list(rows) if term.level != "prompt" else sorted({r // batch.n for r in rows})
-        sizes = [batch.lens[term.space][r] if term.level == "token" else 1 for r in ids]
+        each = {"token": lambda r: batch.lens[term.space][r], "entry": lambda r: batch.lens["gen"][r] * batch.width}
+        sizes = [each.get(term.level, lambda r: 1)(r) for r in ids]
         parts |= dict(zip(ids, output.split(sizes)))
     return torch.cat([parts[i] for i in sorted(parts)])
 

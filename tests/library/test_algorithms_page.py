@@ -66,6 +66,8 @@ flow f(steps=1) {{
   greedy = score(best)
   old    = gen.logprobs
   lp     = actor.logprobs(gen)
+  t      = model2.top(gen, k=4)
+  at     = model2.logprobs_at(gen, t.ids)
   ref    = model2.logprobs(gen)
   v      = critic.values(gen)
   rt     = at_end(r)
@@ -95,7 +97,7 @@ def test_a_wrong_call_would_be_seen(call: str, code: str, tmp_path: Path) -> Non
 
 
 ALGORITHMS = {  # example -> what it stands on in the library
-    "sft": "sft", "reward_model": "reward_model", "distill": "distill", "generate": "", "best_of_n": "best_of_n",
+    "sft": "sft", "reward_model": "reward_model", "distill": "distill", "gkd": "gkd", "generate": "", "best_of_n": "best_of_n",
     "raft_replay": "sft",
     "online_dpo": "dpo", "online_ipo": "ipo", "self_rewarding": "dpo", "sppo": "sppo",
     "dpo": "dpo", "ipo": "ipo", "simpo": "simpo", "kto": "kto", "orpo": "orpo", "cdpo": "cdpo", "ppo": "ppo",

@@ -526,13 +526,19 @@ ROWS = {  # calls that choose rows of responses: tests/papers and below
     "best_only(r)", "best_random(r)", "best_worst(r)", "log(uniform(r)) / w", "sppo(old=old, win=win_rate(won, 5))",
 }
 
+DISTRIBUTIONS = {  # tests/distributions/test_gkd.py
+    "gkd(teacher=t.logprobs, beta=0)", "gkd(teacher=t.logprobs, beta=0.5)", "gkd(teacher=at, beta=1)",
+    *(f'gkd(teacher=t.logprobs, beta=0, others="{way}")' for way in ("rest", "renormalize")),
+    "minillm(teacher=t.logprobs, old=old, sampled=teacher)",
+}
+
 
 def test_the_page_shows_calls_that_are_tested_here() -> None:
     page = (Path(__file__).parents[2] / "docs/algorithms.md").read_text()
     shown = set(re.findall(r"^\| [^|]+ \| `([^`]+)` \|", page.partition("## Supervised and preference")[2], re.M))
     papers = {case.call for case in CASES.values()}
-    assert {call for _, _, call in PEERS.values()} | {*ALONE.values()} | ROWS <= shown
-    assert shown <= papers | {call for _, _, call in PEERS.values()} | {*ALONE.values()} | ROWS
+    assert {call for _, _, call in PEERS.values()} | {*ALONE.values()} | ROWS | DISTRIBUTIONS <= shown
+    assert shown <= papers | {call for _, _, call in PEERS.values()} | {*ALONE.values()} | ROWS | DISTRIBUTIONS
 
 
 @pytest.mark.parametrize("name", PEERS)

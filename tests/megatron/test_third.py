@@ -71,7 +71,7 @@ def test_it_has_what_the_protocol_asks_for() -> None:
     from rldsl.runtime.backend import Shard
 
     asked = {name for name in vars(Shard) if not name.startswith("_")}
-    assert asked - set(vars(Plain)) == {"generate", "converse"} and callable(build)
+    assert asked - set(vars(Plain)) == {"generate", "converse", "top"} and callable(build)
 
 
 def test_it_trains_as_the_others_do(tmp_path: Path) -> None:

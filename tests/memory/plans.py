@@ -110,6 +110,21 @@ flow run(steps=2) {{
 """
 
 
+TOP = """
+use std.gkd (gkd)
+data prompts = jsonl("prompts.jsonl", batch={batch}, max_prompt_tokens={prompt})
+model actor = causal_lm("m", dtype={dtype}{adapters}) train adamw(lr=1e-4)
+model ref   = causal_lm("m", dtype={dtype})
+flow run(steps=2) {{
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n={n}, max_new_tokens={response}, min_new_tokens={response}, {sampling})
+  t      = ref.top(gen, k=256)
+  actor.train(gen, loss=gkd(teacher=t.logprobs), minibatches={minibatches})
+{more}
+}}
+"""
+
+
 @dataclass(frozen=True)
 class Case:
     """place: rules of placement. sizes: of the model, where they are not `SIZES`."""
@@ -167,6 +182,8 @@ CASES = (
     Case("top_k", batch=64, prompt=8, response=8, sampling="top_k=10", place=ONE + "mbs=2"),
     Case("greedy, slots", batch=64, prompt=8, response=8, sampling="greedy=true",
          place="place actor.generate on mesh(0:1) mbs=16\n" + ONE + "mbs=8"),
+    Case("top k", program=TOP, batch=16, place=ONE + "mbs=4\nplace ref.* on mesh(0:1) mbs=4"),
+    Case("top k, tp=2", 2, on(2, "tp=2", "tp=2", "tp=2"), program=TOP, batch=16, response=48),
     Case("sft", program=SFT, batch=16, place=ONE + "mbs=4"),
     Case("dpo", program=DPO),
     Case("ppo", program=PPO, minibatches=2),

@@ -49,19 +49,22 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Te
 
 @torch.no_grad()
 def top_logprobs(hidden: torch.Tensor, weight: torch.Tensor, k: int, temperature: float, tp: Axis, vocab_start: int,
-                 chunk: int = 1024, cuts: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+                 chunk: int = 1024, cuts: Sequence[int] | None = None, words: int = 0
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The k most likely tokens of each distribution, the most likely first and of equal ones the smaller id, and their
-    log-probabilities. Arguments as of `token_logprobs`; k is at most the size of the vocabulary. Returns [N, k] int64
-    and [N, k] float32. Between tp ranks k candidates of each travel, and never a row of logits."""
+    log-probabilities. Arguments as of `token_logprobs`; k is at most the size of the vocabulary. words: only tokens
+    with smaller ids are looked at, at least k; 0: all. Returns [N, k] int64 and [N, k] float32. Between tp ranks k
+    candidates of each travel, and never a row of logits."""
     count = hidden.shape[0]
     ids = torch.empty(count, k, dtype=torch.int64, device=hidden.device)
     logprobs = torch.empty(count, k, dtype=_statistics(hidden), device=hidden.device)
     head = weight.to(hidden.dtype)
     none = ids.new_empty(0)
+    own = head.shape[0] if not words else min(max(words - vocab_start, 0), head.shape[0])
     for start in range(0, count, chunk):
         part = slice(start, start + chunk)
         logits = _logits(hidden[part], head, temperature)
-        values, at = logits.topk(min(k, logits.shape[1]), dim=-1)
+        values, at = logits[:, :own].topk(min(k, own), dim=-1)
         values, at = _candidates(values, at + vocab_start, k, tp)
         order = at.argsort(dim=-1)
         order = order.gather(1, values.gather(1, order).argsort(dim=-1, descending=True, stable=True)[:, :k])

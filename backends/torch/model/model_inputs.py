@@ -28,6 +28,7 @@ class ModelInputs:
     attention: PackedAttention                  # which tokens see each other
     predict_at: torch.Tensor                    # [R] where the hidden states that predict response tokens are
     targets: torch.Tensor                       # [R] int64, these response tokens
+    ids: torch.Tensor | None                    # [R, k] int64, other tokens whose log-probs are asked for there
     last_at: torch.Tensor                       # [S] where the last token of each sequence is
     responses: tuple[int, ...]                  # response tokens of each frame, on all ranks of cp together
     sequences: tuple[int, ...]                  # sequences of each frame, on all ranks of cp together
@@ -76,12 +77,15 @@ def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis) -> 
     else:
         predict_at = (starts + prompts - 1).repeat_interleave(responses) + offsets_within(responses)
     targets, last_at = tokens[predict_at + 1], starts + lengths - 1
+    given = [f.ids for f in frames if f.ids is not None]
+    ids = torch.cat(given).to(device) if given else None
     sizes = tuple(int(f.response_lens.sum()) for f in frames), tuple(len(f) for f in frames)
     if cp.size == 1:
-        return ModelInputs(tokens, VarlenAttention(lengths), predict_at, targets, last_at, *sizes)
+        return ModelInputs(tokens, VarlenAttention(lengths), predict_at, targets, ids, last_at, *sizes)
     attention = ContextParallelAttention(lengths, cp)
     partition = attention.partition
     predict, last = Partition.of(attention.owner[predict_at], cp), Partition.of(attention.owner[last_at], cp)
     return ModelInputs(
         partition.pad(tokens[partition.own_items]), attention, partition.local_index[predict_at[predict.own_items]],
-        targets[predict.own_items], partition.local_index[last_at[last.own_items]], *sizes, predict, last)
+        targets[predict.own_items], None if ids is None else ids[predict.own_items],
+        partition.local_index[last_at[last.own_items]], *sizes, predict, last)

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 
+from rldsl.plan.entries import ENTRIES, HIDDEN
 from rldsl.plan.model import Plan, Spread, Value
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
 from rldsl.runtime.comm.world import World
@@ -27,10 +28,10 @@ class RowLengths:
     response: torch.Tensor  # tokens of each row's response
 
     def of(self, extent: str) -> torch.Tensor:
-        """[count]: entries of each row of a value with this extent."""
+        """[count]: entries of each row of a value with this extent, times its width."""
         if extent == "tokens":
             return self.prompt + self.response
-        return self.response if extent == "response" else torch.ones_like(self.prompt)
+        return self.response if extent in ("response", ENTRIES, HIDDEN) else torch.ones_like(self.prompt)
 
 
 @dataclass
@@ -99,8 +100,8 @@ class StepRows:
 
     def sizes(self, value: Value, ids: torch.Tensor) -> torch.Tensor:
         """Entries of each of `ids`."""
-        if value.extent in ("tokens", "response"):
-            return self.lens[value.frame].of(value.extent)[ids]
+        if value.ragged:
+            return self.lens[value.frame].of(value.extent)[ids] * value.width
         if value.extent == "turn":
             return torch.full_like(ids, self.frames[value.frame].max_turns)
         return torch.ones_like(ids)

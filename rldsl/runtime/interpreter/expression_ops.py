@@ -1,10 +1,10 @@
 """One node of a plan's arithmetic on ragged batches, with torch.
 
 In: a node of `plan/expr.py`, its arguments' values and the index of the ragged rows at hand. Out: its value.
-Invariant: a value of level token is flat [sum of lens], seq is [S], prompt has one entry for each distinct prompt id
-in ascending order, batch has no dimension. What one sequence gets never depends on the others. An empty set of
-elements has sum, mean, amax, amin, median and quantile 0; NaN among the elements makes a reduction NaN, as in torch.
-Everything is differentiable where the mathematics is.
+Invariant: a value of level token is flat [sum of lens], entry is [sum of lens * width], token by token, seq is [S],
+prompt has one entry for each distinct prompt id in ascending order, batch has no dimension. What one sequence gets
+never depends on the others. An empty set of elements has sum, mean, amax, amin, median and quantile 0; NaN among the
+elements makes a reduction NaN, as in torch. Everything is differentiable where the mathematics is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rldsl.diag import internal_error
+from rldsl.plan.entries import EntrySpace
 from rldsl.plan.expr import LEVELS, Level, Node
 from rldsl.plan.operators import in_family
 from rldsl.plan.spaces import IndexedFrame
@@ -46,6 +47,7 @@ class RaggedIndex:
 
     frame_rows: Mapping[str, FrameRows]  # frame -> its rows at hand
     frames: Mapping[str, IndexedFrame]  # frame -> its record in the plan
+    entries: Mapping[str, EntrySpace] = field(default_factory=dict)  # by name
     _cache: dict[tuple[str, ...], Tensor] = field(default_factory=dict)  # what `_once` has computed
 
     @property
@@ -54,16 +56,20 @@ class RaggedIndex:
 
     def frame(self, level: Level, space: str) -> str:
         """A frame that ranges over `space` at `level`."""
+        if level == "entry":
+            return self.entries[space].frame
         return next(f for f in self.frame_rows if self.space(f, level) == space)
 
     def space(self, frame: str, level: Level) -> str:
         """The index set over which values of `level` of a frame range."""
         record = self.frames[frame]
         return {"token": record.id, "turn": record.id, "seq": record.row_space, "prompt": record.prompt_space,
-                "batch": ""}[level]
+                "batch": "", "entry": ""}[level]
 
     def size(self, level: Level, space: str) -> int:
         """The number of elements at hand."""
+        if level == "entry":
+            return self.frame_rows[self.entries[space].frame].total * self.entries[space].width
         if level == "token":
             return self.frame_rows[self.frame(level, space)].total
         if level == "turn":
@@ -98,6 +104,8 @@ class RaggedIndex:
     def index(self, level: Level, space: str, to: Level, target: str = "") -> Tensor:
         """For each element of `level`, the number of the element of `to` that it lies in. target: the space of the
         latter; "": that of the frame of the former."""
+        if level == "entry":
+            return self._of_entries(space, to, target)
         frame = self.frame_below(level, space)
         target = target or self.space(frame, to)
         if to == "turn":  # of tokens: turns of all rows are numbered one after another
@@ -123,6 +131,14 @@ class RaggedIndex:
         per_row = self._count(frame, space) // self._count(frame, target)
         return self._once((frame, level, space, to, target), lambda: torch.searchsorted(
             self.rows(to, target), self.rows(level, space) // per_row))
+
+    def _of_entries(self, space: str, to: Level, target: str) -> Tensor:
+        """`index` for the entries of a space: those of a token are next to each other."""
+        frame, width = self.entries[space]
+        tokens = self.frame_rows[frame].total
+        token = self._once(("", "entries", space), lambda: torch.arange(
+            tokens, device=self.device).repeat_interleave(width, output_size=tokens * width))
+        return token if to == "token" else self.index("token", frame, to, target)[token]
 
     def frame_below(self, level: Level, space: str) -> str:
         """A frame that ranges over `space` at `level`, or else one whose rows lie below."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rldsl.diag import internal_error
+from rldsl.plan.entries import EntrySpace
 from rldsl.plan.expr import Level, Node, Program
 from rldsl.plan.operators import OPERATORS, in_family
 from rldsl.plan.spaces import IndexedFrame
@@ -35,16 +37,18 @@ __all__ = ["Counts", "MinibatchLoss", "FrameRows", "loss_counts", "run_compute"]
 
 def run_compute(program: Program, inputs: Mapping[str, Tensor], frame_rows: Mapping[str, FrameRows],
                 frames: Mapping[str, IndexedFrame], group: Any, call_py: Callable[[Node], Tensor],
-                seed: int = 0, step: int = 0, batch: int = 0) -> dict[str, Tensor]:
+                seed: int = 0, step: int = 0, batch: int = 0,
+                entries: Mapping[str, EntrySpace] = MappingProxyType({})) -> dict[str, Tensor]:
     """The outputs of `program`, each of the level of its node (see `FrameRows` for the shapes).
 
     group: the ranks that share the work (None: this one alone). Each row is on exactly one of them, all sequences of a
     prompt on the same. Every rank takes part in every all-reduce, one for each reduction to batch, with or without
     rows. call_py: the result of a user's function for the rows of the node's frame. seed, step: of random numbers;
-    steps count from 0. batch: which batch of an evaluation these rows are, for their random numbers.
+    steps count from 0. batch: which batch of an evaluation these rows are, for their random numbers. entries: the entry
+    spaces of the plan.
     Numbers have the widest float type of the inputs (float32 if there is none); batch-level arithmetic runs in
     float64."""
-    ragged, dtype = RaggedIndex(frame_rows, frames), _float_type(inputs)
+    ragged, dtype = RaggedIndex(frame_rows, frames, entries), _float_type(inputs)
     done: list[Tensor] = []
     with torch.no_grad():
         for node in program.nodes:
@@ -177,6 +181,12 @@ def _drawn(node: Node, ragged: RaggedIndex, seed: int, step: int, batch: int) ->
     if node.level == "prompt":
         rows = ragged.prompts(node.space)
         positions = torch.zeros_like(rows)
+    elif node.level == "entry":
+        name, width = ragged.entries[node.space]
+        index = ragged.index("entry", node.space, "token")
+        lens = ragged.frame_rows[name].lens
+        rows = ragged.frame_rows[name].rows[ragged.index("token", name, "seq")[index]]
+        positions = offsets_within(lens)[index] * width + torch.arange(len(index), device=index.device) % width
     else:
         frame_rows = ragged.frame_rows[ragged.frame(node.level, node.space)]
         rows, positions = frame_rows.rows, torch.zeros_like(frame_rows.rows)
@@ -201,13 +211,15 @@ class Counts:
     sizes: Mapping[tuple[Level, str], int]  # (level, space) -> number of elements, on all ranks together
     rows: Sequence[int]                     # all rows of the minibatch, ascending
     starts: Mapping[str, Sequence[int]]     # frame -> response tokens of the minibatch before each of `rows`
+    entries: Mapping[str, EntrySpace]       # by name: those of the loss
 
 
 def loss_counts(program: Program, frames: Mapping[str, IndexedFrame], rows: Sequence[int],
-                response_lens: Mapping[str, Sequence[int]]) -> Counts:
+                response_lens: Mapping[str, Sequence[int]],
+                entries: Mapping[str, EntrySpace] = MappingProxyType({})) -> Counts:
     """The global counts of a minibatch. rows: all its rows, on whatever rank, the same of every frame.
     response_lens: frame -> response length of each row of the whole frame. program: all its index sets must be those
-    of `frames`."""
+    of `frames`. entries: the entry spaces of the plan."""
     rows = sorted(rows)
     sizes: dict[tuple[Level, str], int] = {}
     starts: dict[str, Sequence[int]] = {}
@@ -215,10 +227,11 @@ def loss_counts(program: Program, frames: Mapping[str, IndexedFrame], rows: Sequ
         ends = list(accumulate((int(response_lens[frame.id][r]) for r in rows), initial=0))
         starts[frame.id], sizes["token", frame.id] = ends[:-1], ends[-1]
         sizes["seq", frame.row_space] = len(rows)
+        sizes |= {("entry", name): ends[-1] * e.width for name, e in entries.items() if e.frame == frame.id}
         sizes["prompt", frame.prompt_space] = len({r // frame.per_prompt for r in rows})
     if unknown := {n.space for n in program.nodes if n.level != "batch" and (n.level, n.space) not in sizes}:
         raise internal_error(f"{program.id}: unknown frame of {', '.join(sorted(unknown))}", "run")
-    return Counts(frames, sizes, rows, starts)
+    return Counts(frames, sizes, rows, starts, entries)
 
 
 class MinibatchLoss:
@@ -267,7 +280,7 @@ class MinibatchLoss:
     def __call__(self, inputs: Mapping[str, Tensor], frame_rows: Mapping[str, FrameRows]) -> Tensor:
         """This micro-batch's share of the loss: a float64 scalar whose gradients add up to the loss's over all
         micro-batches of all ranks. A constant term of the loss is left out, so the values add up to the rest."""
-        ragged = RaggedIndex(frame_rows, self._counts.frames)
+        ragged = RaggedIndex(frame_rows, self._counts.frames, self._counts.entries)
         done = self._elements(inputs, ragged)
         locals_ = {i: _local(self._program.nodes[i].op, done[self._program.nodes[i].args[0]])
                    for i in (*self._summed, *self._maxima)}
@@ -347,7 +360,11 @@ class MinibatchLoss:
         return self._counts.sizes[reduced.level, reduced.space]
 
     def _positions(self, node: Node, ragged: RaggedIndex) -> Tensor:
-        """Where the elements of `node` at hand, a seq or token value, are among those of the whole minibatch."""
+        """Where the elements of `node` at hand, a seq, token or entry value, are among those of the whole minibatch."""
+        if node.level == "entry":
+            frame, width = self._counts.entries[node.space]
+            tokens = self._positions(Node("input", level="token", space=frame), ragged)
+            return (tokens[:, None] * width + torch.arange(width, device=tokens.device)).flatten()
         frame = ragged.frame(node.level, node.space)
         rows = ragged.frame_rows[frame]
         row = torch.searchsorted(torch.tensor(self._counts.rows, device=rows.rows.device), rows.rows)

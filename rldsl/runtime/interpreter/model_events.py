@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from rldsl.diag import internal_error
 from rldsl.plan.events import Generate, Infer, Load, Offload, Onload, Realloc, split_buffer
+from rldsl.plan.heads import TOP
 from rldsl.runtime.backend import ConversationOutput, PackedBatch, Prefix
 from rldsl.runtime.comm.exchange import message_tag
 from rldsl.runtime.comm.reshard import RankReshard, Tensors, reshard
@@ -169,12 +171,21 @@ def infer(models: ModelStore, step: StepState, event: Infer) -> None:
         count = max(num_micro_batches(rows[event.frame], totals, *bounds) for rows in step.rows.rows_by_dp(spread))
         parts += [torch.zeros(0, dtype=torch.int64, device=context.device)] * (count - len(parts))
     batches = [step.packed(event.frame, tokens, part) for part in parts]
-    result = models.shard_to_read(event.model, event.layout).infer(batches, event.output_name, event.temperature)
+    shard = models.shard_to_read(event.model, event.layout)
+    if event.output_name == TOP:
+        ids, logprobs = shard.top(batches, context.values[event.ids].width, event.temperature, event.words)
+        results = {event.ids: ids.flatten(), event.value: logprobs.flatten()}
+    else:
+        if event.ids:
+            batches = [replace(batch, ids=step.ids_of_tokens(event.reads, event.ids, part))
+                       for batch, part in zip(batches, parts, strict=True)]
+        results = {event.value: shard.infer(batches, event.output_name, event.temperature)}
     order = torch.cat(parts) if parts else rows
-    sizes = step.rows.sizes(context.values[event.value], order)
-    results = _by_micro_batch(parts, sizes, result)
-    joined = RaggedRows.join(results) if results else RaggedRows(order, sizes, result)
-    step.write(event.value, spread.id, joined.ids, joined.data)
+    for value, result in results.items():
+        sizes = step.rows.sizes(context.values[value], order)
+        by_part = _by_micro_batch(parts, sizes, result)
+        joined = RaggedRows.join(by_part) if by_part else RaggedRows(order, sizes, result)
+        step.write(value, spread.id, joined.ids, joined.data)
 
 
 def _by_micro_batch(parts: Sequence[torch.Tensor], sizes: torch.Tensor, data: torch.Tensor) -> list[RaggedRows]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -146,13 +147,13 @@ class _TrainCall:
         rows: of each dp rank. pad_count: add empty micro-batches, so that all dp ranks have as many."""
         step, event, frames = self.step, self.event, self.frames
         minibatch_loss = MinibatchLoss(self.program, loss_counts(
-            self.program, frames, sorted(r for dp_rows in rows for r in dp_rows), self.responses))
+            self.program, frames, sorted(r for dp_rows in rows for r in dp_rows), self.responses, step.context.entries))
         bounds = event.mbs, pp, event.mbt
         divided = micro_batches(rows[dp_index], self.totals, *bounds)
         if pad_count:
             divided += ((),) * (max(num_micro_batches(r, self.totals, *bounds) for r in rows) - len(divided))
         parts = [torch.tensor(p, dtype=torch.int64, device=step.context.device) for p in divided]
-        batches = [tuple(step.packed(f, self.tokens[f], part) for f in event.frames) for part in parts]
+        batches = [tuple(self._packed(f, part) for f in event.frames) for part in parts]
 
         def loss(i: int, model_outputs: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
             frame_rows = {f: FrameRows(parts[i], parts[i] // frames[f].per_prompt, self.lens[f].response[parts[i]],
@@ -163,6 +164,11 @@ class _TrainCall:
             return minibatch_loss(inputs, frame_rows)
 
         return minibatch_loss, batches, loss
+
+    def _packed(self, frame: str, rows: torch.Tensor) -> PackedBatch:
+        packed = self.step.packed(frame, self.tokens[frame], rows)
+        ids = self.event.ids
+        return replace(packed, ids=self.step.ids_of_tokens(self.event.reads, ids, rows)) if ids else packed
 
 
 def _mean(numbers: Sequence[float]) -> float:

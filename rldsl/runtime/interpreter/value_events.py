@@ -129,7 +129,7 @@ def compute(step: StepState, reader: DataReader, rewards: RewardPool, ring: Even
 
     results = run_compute(program, inputs, frame_rows, {f: context.frames[f] for f in event.frames},
                           context.world.group(spread.mesh), call_python, step.compute_seed(event.id), step.index,
-                          step.iteration if step.evaluated_source else 0)
+                          step.iteration if step.evaluated_source else 0, context.entries)
     for name, value in event.outputs:
         record, data = context.values[value], results[name]
         ids = _ids(context, record.extent, record.frame, frame_rows)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from rldsl.plan.entries import EntrySpace, entry_spaces
 from rldsl.plan.events import Derive, Generate, Lengths, Load, Offload, split_buffer
 from rldsl.plan.expr import Program
 from rldsl.plan.function import Function
@@ -63,6 +64,10 @@ class RunContext:
     @cached_property
     def values(self) -> Mapping[str, Value]:
         return {v.id: v for v in self.plan.values}
+
+    @cached_property
+    def entries(self) -> Mapping[str, EntrySpace]:
+        return entry_spaces(self.plan.values)
 
     @cached_property
     def spreads(self) -> Mapping[str, Spread]:

@@ -166,6 +166,11 @@ class StepState:
         self.lens_before[frame] = lens.response
         self.tokens += int(lens.prompt[:begun].sum()) + self.sampled[frame]
 
+    def ids_of_tokens(self, reads: tuple[str, ...], value: str, rows: torch.Tensor) -> torch.Tensor:
+        """[R, k] int64: a value of ids at entry level, among an event's reads, at the response tokens of some rows."""
+        ids: torch.Tensor = self.read(reads, value).select(rows).data
+        return ids.view(-1, self.context.values[value].width)
+
     def packed(self, frame: str, tokens: RaggedRows, rows: torch.Tensor) -> PackedBatch:
         """The sequences of some rows, packed."""
         lens, data = self.rows.lens[frame], tokens.select(rows).data

@@ -14,16 +14,16 @@ syntax keyword rlfUnit contained prompts sequences pairs tokens
 syntax match rlfBoolean /\<\(true\|false\)\>/
 
 syntax match rlfFunction /\<\h\w*\ze\s*(/
-syntax match rlfBuiltin /\<\(exp\|log\|expm1\|log1p\|sqrt\|abs\|sigmoid\|logsigmoid\|min\|max\|clip\|where\|stop_gradient\|sum\|mean\|count\|std\|var\|median\|quantile\|len\|next\|prev\|cumsum\|discount\|last\|at_end\|over\|along\|prefixes\|pick\|whole\|others\|pair\|concat\|uniform\|step_number\|choice\)\ze\s*(/
+syntax match rlfBuiltin /\<\(exp\|log\|expm1\|log1p\|sqrt\|abs\|sigmoid\|logsigmoid\|min\|max\|clip\|where\|stop_gradient\|sum\|mean\|count\|std\|var\|logsumexp\|median\|quantile\|len\|next\|prev\|cumsum\|discount\|last\|at_end\|over\|along\|prefixes\|pick\|whole\|others\|pair\|concat\|uniform\|step_number\|choice\)\ze\s*(/
 syntax match rlfSource /\<\(causal_lm\|value_model\|reward_model\|jsonl\|parquet\|hf\|adamw\|lora\|mesh\)\ze\s*(/
 syntax match rlfMember /\.\s*\h\w*/
 syntax match rlfCall /\.\s*\(generate\|logprobs\|entropy\|values\|score\|train\|next\)\ze\s*(/
 
 syntax match rlfOperator /\*\*\|->\|<=\|>=\|==\|!=\|[-+*\/<>=]/
 syntax match rlfWord /\<\(and\|or\|not\)\>/
-syntax match rlfWord /\<by\>\ze\s\+\(batch\|prompt\|seq\|turn\|token\)\>/ nextgroup=rlfLevel skipwhite
-syntax match rlfLevel /\<\(batch\|prompt\|seq\|turn\|token\)\>/ contained
-syntax match rlfLevel /\(:\s*\|->\s*(\?\)\@<=\<\(batch\|prompt\|seq\|turn\|token\|any\)\>/
+syntax match rlfWord /\<by\>\ze\s\+\(batch\|prompt\|seq\|turn\|token\|entry\)\>/ nextgroup=rlfLevel skipwhite
+syntax match rlfLevel /\<\(batch\|prompt\|seq\|turn\|token\|entry\)\>/ contained
+syntax match rlfLevel /\(:\s*\|->\s*(\?\)\@<=\<\(batch\|prompt\|seq\|turn\|token\|entry\|any\)\>/
 
 syntax match rlfKeyword /\([A-Za-z0-9_)"*\]]\s\+\)\@<=on\>\ze\s\+\h/
 syntax match rlfKeyword /\()\s\+\)\@<=train\>\ze\s\+\h/

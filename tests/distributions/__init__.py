@@ -1,0 +1,1 @@
+"""Distributions in programs: several tokens at each token of a response."""
