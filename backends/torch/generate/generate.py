@@ -79,8 +79,8 @@ def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling,
     engine = Engine(stage, prompts, sampler, stop_strings, sampling.min_new_tokens, sampling.max_new_tokens, scheduler,
                     state, sampled, CacheKeeper(count) if keep_cache else None, prefix)
     run_to_completion(engine, axes)
-    output = _output(prompts, state.responses.first(count), None if engine.keeper is None else engine.keeper.kept(device),
-                     engine.num_prefilled)
+    kept = None if engine.keeper is None else engine.keeper.kept(device)
+    output = _output(prompts, state.responses.first(count), kept, engine.num_prefilled)
     if states is not None:
         keep_released(states, key, state)
     return output
