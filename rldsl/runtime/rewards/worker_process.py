@@ -30,6 +30,7 @@ _BOOT = ("import json, sys; from importlib.machinery import ModuleSpec; sys.path
          "from {} import main; main(*map(int, sys.argv[2:]))")
 MAIN = "rldsl.runtime.rewards.worker"
 
+SECONDS_TO_TRACE = 2.0  # that a worker on a busy machine may take to begin its stack trace
 LONGEST_LINE = 1 << 21  # bytes that are kept of one line of output; it may never end
 LARGEST_READ = 1 << 20  # bytes of output that are read at once: more than the system keeps of a process that ended
 
@@ -132,7 +133,8 @@ class Worker:
     def request_stack(self) -> str:
         """The stack trace of where it is now, as text."""
         self._send_signal(STACK_SIGNAL)
-        time.sleep(0.1)  # until it has written them
+        _readable(self.trace, SECONDS_TO_TRACE)
+        time.sleep(0.1)  # until it has written all of it
         return _available(self.trace).decode("utf-8", "replace")
 
     def crash_stack(self) -> str:
@@ -223,7 +225,7 @@ def _available(descriptor: int) -> bytes:
     return bytes(read)
 
 
-def _readable(peer: socket.socket, seconds: float = 0.0) -> bool:
+def _readable(peer: socket.socket | int, seconds: float = 0.0) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(peer, selectors.EVENT_READ)
         return bool(selector.select(seconds))
