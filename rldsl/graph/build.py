@@ -20,6 +20,7 @@ from rldsl.graph.lag import nodes_ahead, nodes_that_may
 from rldsl.graph.params import param, supplied
 from rldsl.graph.prune import prune, tables
 from rldsl.plan.expr import Scalar
+from rldsl.plan.heads import GENERATE
 from rldsl.semantics import options
 from rldsl.semantics.alone import check_alone
 from rldsl.semantics.errors import BAD, Bad, Errors
@@ -104,7 +105,8 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
             exprs.elsewhere.setdefault(target.name, node.span)
     known: dict[str, Meaning] = {s.name: input_(s.name, "batch", "", s.span) for s in top.states.values()
                                  if not s.data}
-    builder.lag = 0 if isinstance(given, Bad) else cast(int, given["lag"])
+    builder.own_lag = 0 if isinstance(given, Bad) else cast(int, given["lag"])
+    builder.lag = max(builder.own_lag, *_lags_of_calls(flow, exprs, scope), 0)
     body = carried.with_strides(builder.block(flow.body, Scope(module, scope, known), "flow"), errors)
     lora.check(top.models.values(), {n.model for n in g.nodes(body) if isinstance(n, g.Sync)}, errors)
     rules = top.placements()
@@ -135,6 +137,18 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
         checkpoint=builder.checkpoint, stop=builder.stop, lag=lag, ahead=ahead,
         may_run_ahead=nodes_that_may(body, lasting, ahead, values) if lag else frozenset())
     return graph, tuple(errors.found)
+
+
+def _lags_of_calls(flow: ast.Flow, exprs: ExpressionBuilder, scope: Scope) -> list[int]:
+    """What calls of `generate` say, as far as it is sound; what is not, is reported where the call is built."""
+    known, found = list(exprs.errors.found), list[int]()
+    for call in (n for n in ast.walk(flow) if isinstance(n, ast.Call)):
+        generates = isinstance(call.func, ast.Attribute) and call.func.name.name == GENERATE
+        for arg in (a for a in call.args if generates and a.name is not None and a.name.name == "lag"):
+            value = exprs.scalar(arg.value, scope)
+            found += [value] if type(value) is int else []
+    exprs.errors.found[:] = known
+    return found
 
 
 def _only_flow(file: ast.File, errors: Errors) -> ast.Flow | None:

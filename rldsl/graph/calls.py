@@ -191,9 +191,13 @@ class CallsOfFlow:
             return self.errors.add("RL0212", "the result of `generate` is not used", span,
                                    help="assign it to a name: `gen = ...`")
         per_step = cast(int | None, given.pop("per_step"))
+        in_step = self._in_step(cast(int | None, given.pop("lag")), call)
+        if in_step is None:
+            return BAD
         sampling = Sampling(**cast(dict[str, Any], given))
         if per_step is not None and per_step < sampling.max_new_tokens:
-            return carried.generate(self.flow, owner, call, prompts, sampling, per_step, target, clause, span)
+            return carried.generate(self.flow, owner, call, prompts, sampling, per_step, in_step, target, clause,
+                                    span)
         source = prompts.frame
         longest = source.max_prompt_tokens + source.max_response_tokens  # the whole text so far
         frame = self.flow.spaces.add(replace(
@@ -215,13 +219,27 @@ class CallsOfFlow:
             fields = tuple((name, input_(f"{target}.{name}", level, self.flow.spaces.of(frame, level), span))
                            for name, level in CONVERSATION_VALUES)
         if per_step is not None:  # no response continues, but the program may still ask
-            as_old = self.flow.exprs.ops.broadcast(const(float(self.flow.lag), span), "token", frame)
-            fields += ((carried.VERSION, as_old),)
+            old = const(0.0 if in_step else float(self.flow.lag), span)
+            fields += ((carried.VERSION, self.flow.exprs.ops.broadcast(old, "token", frame)),)
         self.flow.items.append(g.Generate(
             id=self.flow.unique(target), reads=reads, writes=writes, span=span, clause=clause, model=owner.name,
-            prompts=source.id, frame=target, sampling=sampling, conversation=talk))
+            prompts=source.id, frame=target, sampling=sampling, conversation=talk, in_step=in_step))
         self.prompts_of[target] = source.id
         return FrameRef(frame, "generated", fields=fields)
+
+    def _in_step(self, lag: int | None, call: ast.Call) -> bool | None:
+        """Whether a generate runs in its own step although others run ahead. lag: its option. None after an error."""
+        own, most = self.flow.own_lag if lag is None else lag, self.flow.lag
+        at = next((a.span for a in call.args if a.name is not None and a.name.name == "lag"), call.span)
+        if lag and self.flow.inside != "flow":
+            self.errors.add("RL0205", "`lag` of a call inside a block", at, "what runs ahead is at the top level",
+                            help="remove it, or move the call to the flow")
+            return None
+        if own not in (0, most):
+            self.errors.add("RL0205", f"a call runs ahead by {own} steps, another one by {most}", at,
+                            help=f"use the same lag, or 0: write `lag={most}`")
+            return None
+        return own < most
 
     def _conversation(self, call: ast.Call, prompts: FrameRef, scope: Scope) -> Conversation | None | Bad:
         """What `env=` and its options say; None for a call without."""

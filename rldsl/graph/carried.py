@@ -33,8 +33,9 @@ ENDED, VERSION = "ended", "version"  # values of the generated frame, besides th
 
 
 def generate(flow: FlowBuilder, owner: ModelRef, call: ast.Call, prompts: FrameRef, sampling: Sampling, per_step: int,
-             target: str, clause: g.Clause | None, span: Span) -> Meaning:
-    """The nodes of a call with `per_step` below `max_new_tokens`, and what it stands for. Errors: RL0213, RL0205."""
+             in_step: bool, target: str, clause: g.Clause | None, span: Span) -> Meaning:
+    """The nodes of a call with `per_step` below `max_new_tokens`, and what it stands for. in_step: as of
+    `GenerateSpec`. Errors: RL0213, RL0205."""
     if flow.inside != "flow":
         return _in_a_block(span, flow.errors)
     found = _fetch_of(flow, prompts, call)
@@ -61,7 +62,7 @@ def generate(flow: FlowBuilder, owner: ModelRef, call: ast.Call, prompts: FrameR
     value(f"{frame.id}.lengths", "seq", frame.id, "i64", "lengths")
     flow.items.append(g.Generate(
         id=flow.unique(target), reads=(f"{window.id}.tokens",), writes=writes, span=span, clause=clause,
-        model=owner.name, prompts=window.id, frame=frame.id, sampling=sampling, per_step=per_step))
+        model=owner.name, prompts=window.id, frame=frame.id, sampling=sampling, per_step=per_step, in_step=in_step))
     version = input_(f"{frame.id}.{VERSION}", "token", frame.id, span)
     columns = tuple((name, input_(f"{window.id}.{name}", "prompt", window.row_space, span)) for name in prompts.numbers)
     made = flow.selections.selected(FrameRef(frame, "generated", fields=((VERSION, version), *columns)), target, target,

@@ -61,7 +61,8 @@ class FlowBuilder(Computations):
         self.row_states = RowStates(self, [s for s in states.values() if s.data], data.values())
         self.buffers = Buffers(self, buffers)
         self.inside = "flow"  # the block that is being built
-        self.lag = 0  # of the flow
+        self.lag = 0  # of the flow, or of its calls
+        self.own_lag = 0  # of calls that do not say it
         exprs.calls = self.calls.nested
         exprs.frames = self.derivations.call
         exprs.selections = self.selections.argument

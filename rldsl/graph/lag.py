@@ -24,7 +24,8 @@ def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, c
     """lasting: values that live from step to step. where: the flow's name. Errors: RL0223."""
     placed = list(_with_blocks(items))
     writer = {v: at for at in placed for v in at[0].writes if v not in lasting}
-    waiting = [at for at in placed if isinstance(at[0], g.Generate) and not isinstance(at[1], g.Eval)]
+    waiting = [at for at in placed if isinstance(at[0], g.Generate) and not at[0].in_step
+               and not isinstance(at[1], g.Eval)]
     if not waiting:
         errors.add("RL0223", "`lag` has no effect: no step generates anything", where,
                    help="remove `lag`, or generate responses in the flow")
@@ -41,7 +42,11 @@ def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, c
             named.append(block)
             errors.add("RL0223", f"with `lag`, `{node.id}` must be at the top level of the flow", node.span,
                        "generation, and what it is made from, runs ahead of the rest of its step",
-                       help="move it out of its block, or remove `lag`")
+                       help="move it out of its block, or give the call `lag=0`"
+                       if isinstance(node, g.Generate) else "move it out of its block, or remove `lag`")
+        elif isinstance(node, g.Generate) and node.in_step:
+            errors.add("RL0223", f"`{first.id}` runs ahead, but `{node.id}`, from which it is made, does not",
+                       node.span, "this call runs in its own step", help="give both the same `lag`")
         elif isinstance(node, g.Train | g.Sync | g.Update | g.Store):
             errors.add("RL0223", f"with `lag`, what is generated cannot depend on `{node.id}` of the same step",
                        node.span, f"`{first.id}` runs ahead of the rest of its step",

@@ -111,6 +111,7 @@ class GenerateSpec:
     # tokens of a response in one step; the rest follows in the next steps, and the prompts are those of several steps.
     # 0: all in one step
     per_step: int = 0
+    in_step: bool = False  # with a lag: it runs in its own step, as the program says of this call
 
     @property
     def draws_as(self) -> str:

@@ -82,7 +82,7 @@ GENERATE = {
     "min_new_tokens": Opt("int", 0, 0, unit="tokens"),
     "temperature": Opt("float", 1.0, 0, above=True), "top_p": Opt("float", 1.0, 0, 1, above=True),
     "top_k": Opt("int", 0, 0), "min_p": Opt("float", 0.0, 0, 1), "greedy": Opt("bool", False), "stop": Opt("texts", ()),
-    "per_step": Opt("int", None, 1, unit="tokens"),
+    "per_step": Opt("int", None, 1, unit="tokens"), "lag": Opt("int", None, 0),
 }
 ENVIRONMENT = {
     "max_turns": Opt("int", 8, 1), "max_tokens": Opt("int", low=2, needed=True, unit="tokens"),

@@ -3,7 +3,7 @@
 In: tables with sound references. Out: diagnostics RL0539. Rules:
 - the step loop begins `lag` turns early, and no other loop does;
 - every generate of a step runs ahead by exactly the lag, so the policy that samples the rows of step s is the one of
-  its place in turn s - lag;
+  its place in turn s - lag; one that says so runs in its own step;
 - so does what generation is made from and what reads a model, state or buffer that changes during the run; nothing else
   that reads one runs ahead. Where a Python reward or the log-probs of a frozen model run changes no number: they may
   run up to the lag ahead;
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import EVERY_TURN, Event, Loop, split_buffer
+from rldsl.plan.events import EVERY_TURN, Event, Generate, Loop, split_buffer
 from rldsl.plan.projection import Path
 from rldsl.plan.references import Role, references
 from rldsl.verify.tables import Tables, name, problem
@@ -66,8 +66,8 @@ def _wrong(t: Tables, e: Event, path: Path, lag: int) -> str:
     if lag and _is_of_copies(t, e) != (e.ahead == EVERY_TURN):
         return ("it moves a copy of parameters, which belongs to no step" if e.ahead != EVERY_TURN
                 else "it belongs to a step")
-    if e.traits.family == "call" and e.new_rows and e.ahead != lag:
-        return f"responses are generated {lag} steps ahead"
+    if isinstance(e, Generate) and e.ahead != (0 if e.in_step else lag):
+        return f"its responses are generated {_shown(0 if e.in_step else lag)}"
     if e.ahead > 0:
         if e.versions().defs or e.logged or e.traits.family == "disk":
             return "it belongs to its own step"
@@ -80,7 +80,7 @@ def _needed_for_generation(t: Tables) -> frozenset[str]:
     """The values that some generation of the step loop is made from, directly or not, and those that it makes."""
     makers = {v: e for e, path in t.events if len(path) == 1 for v in _values(t, e.writes)}
     found = set[str]()
-    waiting = [v for e, path in t.events if len(path) == 1 and e.traits.family == "call" and e.new_rows
+    waiting = [v for e, path in t.events if len(path) == 1 and isinstance(e, Generate) and not e.in_step
                for v in _values(t, (*e.reads, *e.writes))]
     while waiting:
         if (value := waiting.pop()) not in found:

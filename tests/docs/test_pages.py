@@ -45,7 +45,7 @@ PROGRAMS = [p for page in PAGES for p in programs(page.name, page.read_text())]
 TABLES = {"data": known.DATA, "models": known.MODEL, "lora": known.LORA, "generate": known.GENERATE, "conversation": known.ENVIRONMENT,
           "optimizer": known.OPTIMIZER, **known.OPTIMIZERS, "group": known.GROUP,
           "train": known.TRAIN, "checkpoint": known.CHECKPOINT, "flow": known.FLOW, "cluster": known.CLUSTER}
-TOLD = {"per_step": "all", "kind": "by use", "minibatch": "", "adamw_lr": "lr", "group": "as without it", **dict.fromkeys(known.COLUMNS, "their own names")}  # defaults by rule
+TOLD = {"per_step": "all", "lag": "that of the flow", "kind": "by use", "minibatch": "", "adamw_lr": "lr", "group": "as without it", **dict.fromkeys(known.COLUMNS, "their own names")}  # defaults by rule
 BUILT_INS = [(call, row[1]) for row in table(LANGUAGE, "built-ins") for call in words(row[0])]
 STATEMENT_WORDS = re.search(r"A\s+line\s+that\s+begins\s+with\s(.*?)\sis\s+always", LANGUAGE, re.DOTALL)
 
@@ -91,7 +91,7 @@ def shown(name: str, option: known.Opt) -> str:
     """The default as the page writes it."""
     if option.default is None and name in ("lr_scale", "weight_decay"):  # of a group
         return TOLD["group"]
-    if name in TOLD or option.needed:
+    if name in TOLD and option.default != 0 or option.needed:
         return TOLD.get(name, "required")
     if isinstance(option.default, bool):
         return str(option.default).lower()

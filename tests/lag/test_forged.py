@@ -29,6 +29,7 @@ from rldsl.plan.events import (
     Transfer,
 )
 from rldsl.plan.model import Plan, Value
+from rldsl.source import SourceFile
 from rldsl.verify import verify
 from tests.end_to_end.test_invariance import HERE, placement
 from tests.tiny import make_all
@@ -171,3 +172,33 @@ def test_a_mistake_is_explained(name: str) -> None:
     found = api.check(f"{HEAD}flow f(steps=4, lag={lag}) {{\n {body}\n}}\n", "x.rlf")
     errors = [d for d in found if d.code in ("RL0223", "RL0203", "RL0205", "RL0206", "RL0201")]
     assert errors and part in " ".join((errors[0].title, errors[0].help)), found
+
+
+TWO = HEAD + '''flow f(steps=4{flow}) {{
+ prompt = prompts.next()
+ gen = actor.generate(prompt{first})
+ more = actor.generate({source}{second})
+ actor.train(gen, loss=sft())
+ metric m = mean(len(more))
+}}
+'''
+
+
+@pytest.mark.parametrize(("flow", "first", "second", "ahead"), [
+    (", lag=2", "", ", lag=0", {"gen"}), ("", ", lag=2", "", {"gen"}), (", lag=1", "", ", lag=1", {"gen", "more"}),
+    ("", ", lag=2", ", lag=2", {"gen", "more"}), (", lag=1", ", lag=0", ", lag=0", set())])
+def test_a_call_says_whether_it_runs_ahead(flow: str, first: str, second: str, ahead: set[str]) -> None:
+    text = TWO.format(flow=flow, first=first, second=second, source="prompt")
+    found = api.check(text, "x.rlf")
+    assert [d.code for d in found] == ([] if ahead else ["RL0223"]), found
+    if ahead:
+        made = api.build_graph(SourceFile("x.rlf", text))
+        assert ahead | {"prompt"} == made.ahead
+
+
+@pytest.mark.parametrize(("flow", "first", "second", "source", "code"), [
+    (", lag=1", "", ", lag=2", "prompt", "RL0205"), ("", ", lag=1", ", lag=3", "prompt", "RL0205"),
+    (", lag=1", ", lag=0", "", "gen", "RL0223"), (", lag=1", ", lag=-1", "", "prompt", "RL0205")])
+def test_calls_with_lags_that_do_not_fit(flow: str, first: str, second: str, source: str, code: str) -> None:
+    found = api.check(TWO.format(flow=flow, first=first, second=second, source=source), "x.rlf")
+    assert code in [d.code for d in found], found

@@ -81,3 +81,17 @@ def test_programs_are_the_same_on_every_placement(name: str, lag: int, tiny: Pat
     one = run(tiny, tmp_path / "one", text, "cluster nodes=1 gpus=1\nplace *.* on mesh(0:1)\n")
     for i, place in enumerate(MORE[name, lag]):
         compare(run(tiny, tmp_path / str(i), text, place, one), one)
+
+
+def test_a_call_in_its_own_step(tiny: Path, tmp_path: Path) -> None:
+    """With the policy of the step, also in a block; what else is generated runs ahead."""
+    text = grpo(1).replace("  metric length", """  now    = actor.generate(prompt, greedy=true, max_new_tokens=5, lag=0)
+  metric now = mean(digits(now))
+  every 2 {
+    more = actor.generate(now, max_new_tokens=3, lag=0)
+    metric more = mean(digits(more))
+  }
+  metric length""", 1)
+    one = run(tiny, tmp_path / "one", text, everywhere(1, "dp=1", "actor", "ref"))
+    assert "now" in one[0] and "more" in one[1]
+    compare(run(tiny, tmp_path / "apart", text, GRPO["disjoint"], one), one)
