@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime.state": PLACED | {"runtime", "runtime.comm", "runtime.data"},
     "runtime.health": PLAN | {"postmortem", "report", "runtime", "runtime.message_file", "runtime.parent"},
     "runtime.persist": PLACED | {"runtime", "runtime.comm", "runtime.data", "runtime.rewards", "runtime.state"},
-    "runtime.metrics": PLAN | {"runtime", "runtime.rewards", "runtime.state"},
+    "runtime.metrics": PLAN | {"runtime", "runtime.data", "runtime.environments", "runtime.rewards", "runtime.state"},
     "runtime.interpreter": PLACED | {"models", "report", "verify"} | RUNTIME,
     "run": PLAN | {"report"} | RUNTIME,
     "measure": PLAN | {"sharding"} | RUNTIME,

@@ -137,7 +137,12 @@ def _samples(folder: Path) -> dict[Key, dict[str, Any]]:
 
 
 def _values(line: Mapping[str, Any]) -> dict[str, float]:
-    return {name: x for name, x in line.items() if name not in ("step", "row") and type(x) in (int, float)}
+    found = {name: x for name, x in line.items() if name not in ("step", "row") and type(x) in (int, float)}
+    try:
+        earned = [turn["reward"] for turn in line["conversation"]["turns"] if "reward" in turn]
+    except (KeyError, TypeError):  # it is no conversation
+        earned = []
+    return found | {f"turns.{i}.reward": x for i, x in enumerate(earned) if type(x) in (int, float)}
 
 
 def _pairs(one: Mapping[str, float], two: Mapping[str, float]) -> Iterator[tuple[str, float | None, float | None]]:

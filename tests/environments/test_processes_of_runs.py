@@ -41,6 +41,15 @@ def test_a_conversation_of_two_turns(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     (found,) = numbers(lines, ("turns", "reward", "stopped"))
     assert found == {"turns": 2.0, "reward": 3.0, "stopped": 0.0}
+    samples = [json.loads(line) for line in (tmp_path / "out" / "samples" / "gen.jsonl").read_text().splitlines()]
+    assert [sample["row"] for sample in samples] == [0, 1, 2]
+    for sample in samples:
+        talk = sample["conversation"]
+        assert talk["stopped"] == "done" and sample["gen.turns"] == 2 and sample["gen.reward"] == 3
+        one, answer, two = talk["turns"]
+        assert [t["role"] for t in talk["turns"]] == ["assistant", "environment", "assistant"]
+        assert (one["reward"], two["reward"]) == (1, 2) and "1?" in answer["content"] and "calls" not in one
+        assert sample["completion"] == one["content"] + answer["content"] + two["content"]
 
 
 SEVERAL = """
@@ -77,7 +86,8 @@ def test_each_row_names_its_environment(tmp_path: Path) -> None:
 def _rank(rank: int, data: bytes, out: str, cwd: str) -> None:
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options
+    from rldsl.runtime.metrics.reporter import ReportOptions
     from rldsl.runtime.plan_file import PlanFile
 
     os.chdir(cwd)
-    execute(PlanFile.from_bytes(data, "test.plan"), out, options=Options())
+    execute(PlanFile.from_bytes(data, "test.plan"), out, options=Options(reporting=ReportOptions(samples=3)))

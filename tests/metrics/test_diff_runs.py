@@ -115,3 +115,17 @@ def test_what_cannot_be_compared(one: str, tmp_path: Path, rows: list[dict[str, 
 
 def test_a_directory_without_a_run(one: str, tmp_path: Path) -> None:
     assert rlc(one, str(tmp_path / "none"))[0] == 2 and "RL0783" in rlc(one, str(tmp_path))[1]
+
+
+def test_rewards_of_turns(tmp_path: Path) -> None:
+    """Of conversations, they are compared one by one; other lines are as before."""
+    def talk(*rewards: float) -> dict[str, Any]:
+        return {"conversation": {"stopped": "done", "turns": [
+            {"role": "environment", "content": "x"}, *({"role": "assistant", "reward": r} for r in rewards)]}}
+
+    one = make(tmp_path / "one", rows=changed(ROWS, 5, **talk(0.0, 1.0)))
+    assert diff_runs(one, make(tmp_path / "same", rows=changed(ROWS, 5, **talk(0.0, 1.0)))).same
+    (found,) = diff_runs(one, make(tmp_path / "two", rows=changed(ROWS, 5, **talk(0.0, 3.0)))).numbers
+    assert (found.name, found.one, found.two) == ("gen.turns.1.reward", 1.0, 3.0)
+    (found,) = diff_runs(one, make(tmp_path / "odd", rows=changed(ROWS, 5, conversation=[3]))).numbers[:1]
+    assert found.two is None

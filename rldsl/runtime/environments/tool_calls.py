@@ -210,6 +210,10 @@ class TurnReader:
         """What the model said. context: the tokens before the turn, at least those of the generation prompt."""
         if not self.tools:
             return Turn(str(self.tokenizer.decode(list(ids), skip_special_tokens=True)))
+        return self.with_calls(ids, context)
+
+    def with_calls(self, ids: Sequence[int], context: Sequence[int]) -> Turn:
+        """As `turn`, and calls are read even if no tools are known."""
         if self.own:
             return self._by_template(ids, context)
         text = str(self.tokenizer.decode(list(ids), skip_special_tokens=False))

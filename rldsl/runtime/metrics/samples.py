@@ -1,6 +1,7 @@
 """A few sequences of each step as text, with what is known of them: OUT/samples/FRAME.jsonl, one line per sequence.
 
-In: the buffers of one rank, seen just before they are freed. Out: lines {step, row, prompt, completion, VALUE: number}.
+In: the buffers of one rank, seen just before they are freed. Out: lines {step, row, prompt, completion, VALUE: number};
+of a conversation also what ended it and its turns (`sampled_turns.py`).
 No message is sent for it: of each generated frame one rank writes rows that it holds. That rank, and the spread, are
 those where most values of sequences (rewards, scores) are held together with the tokens. Every rank derives the same
 from the plan.
@@ -22,8 +23,10 @@ from rldsl.plan.metrics_file import SAMPLES
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
+from rldsl.runtime.data.tokens import Tokens
 from rldsl.runtime.files import written
 from rldsl.runtime.metrics.json_lines import encoded, truncate
+from rldsl.runtime.metrics.sampled_turns import REASONS, turns_of
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.step import StepState
@@ -77,9 +80,11 @@ class Samples:
         self._mine = [s for s in sample_sources(context.plan) if s.rank == context.rank]
         # by step: what is taken of steps that events run ahead for, too
         self._tokens: dict[int, dict[str, tuple[RaggedRows, Any]]] = defaultdict(dict)
-        self._values: dict[int, dict[str, RaggedRows]] = defaultdict(dict)
+        # value -> spread -> what this rank held there last; spreads may divide rows differently
+        self._values: dict[int, dict[str, dict[str, RaggedRows]]] = defaultdict(lambda: defaultdict(dict))
         self._begun: set[Path] = set()
         self._names = value_names(context.plan, {context.frames[s.frame].row_space for s in self._mine})
+        self._turn_values = {f"{s.frame}.turn_reward" for s in self._mine}
         for source in self._mine:
             data.tokens(context.frames[source.frame])  # its tokenizer; what is wrong with it is found now
 
@@ -90,12 +95,9 @@ class Samples:
 
     def _keep(self, step: StepState, buffer: str) -> None:
         value, spread = split_buffer(buffer)
-        if value in self._names:
+        if value in self._names or value in self._turn_values:
             if self._context.holds(buffer):
-                column = step.buffers.get(buffer)
-                taken = self._values[step.number]
-                before = taken.get(value)
-                taken[value] = column if before is None or column.ids.numel() >= before.ids.numel() else before
+                self._values[step.number][value][spread] = step.buffers.get(buffer)
             return
         for source in self._mine:
             if value == f"{source.frame}.tokens" and spread == source.spread:
@@ -108,22 +110,26 @@ class Samples:
             self._write(step.number, self._context.frames[frame], tokens, lens, values)
 
     def _write(self, step: int, frame: IndexedFrame, tokens: RaggedRows, lens: Any,
-               values: Mapping[str, RaggedRows]) -> None:
+               values: Mapping[str, Mapping[str, RaggedRows]]) -> None:
         rows = tokens.ids[lens.of("tokens")[tokens.ids] > 0][: self._max_samples]
-        tokenizer = self._data.tokens(frame).tokenizer
-        numbers = {self._names[value]: _numbers(column, rows) for value, column in sorted(values.items())
-                 if self._context.frames[self._context.values[value].frame].row_space == frame.row_space}
+        source = self._data.tokens(frame)
+        tokenizer = source.tokenizer
+        row_spaces = {v: self._context.frames[self._context.values[v].frame].row_space for v in values}
+        numbers = {self._names[value]: _numbers(columns, rows) for value, columns in sorted(values.items())
+                   if value in self._names and row_spaces[value] == frame.row_space}
         lines = []
         for i, row in enumerate(rows.tolist()):
             stored = tokens.select(rows[i : i + 1]).data
             prompt = int(lens.prompt[row])
+            talk: dict[str, Any] = {}
             if frame.max_turns:  # the completion begins with the first turn
+                talk = _talk(frame, row, stored, source, values)
                 stored, own = unmarked(stored)
                 prompt = own.tolist().index(True) if prompt < len(own) else prompt
             ids = stored.tolist()
             text = {"step": step, "row": row, "prompt": tokenizer.decode(ids[:prompt], skip_special_tokens=True),
                     "completion": tokenizer.decode(ids[prompt:], skip_special_tokens=True)}
-            lines.append(encoded(text | {v: n[row] for v, n in numbers.items() if row in n}))
+            lines.append(encoded(text | {v: n[row] for v, n in numbers.items() if row in n} | talk))
         file = samples_file(self._context.out, frame.id)
         with written(file):
             if file not in self._begun:
@@ -134,12 +140,26 @@ class Samples:
                 opened.writelines(f"{line}\n" for line in lines)
 
 
+def _talk(frame: IndexedFrame, row: int, stored: torch.Tensor, tokens: Tokens,
+          values: Mapping[str, Mapping[str, RaggedRows]]) -> dict[str, Any]:
+    """What ended a conversation, where that is known, and its turns."""
+    at = torch.tensor([row], device=stored.device)
+
+    def of(name: str) -> list[float]:
+        columns = values.get(f"{frame.id}.{name}", {}).values()
+        return next((c.gather(at).data.tolist() for c in columns if row in c.ids), [])
+
+    stopped = of("stopped")
+    return {"conversation": ({"stopped": REASONS[int(stopped[0])]} if stopped else {}) | {
+        "turns": turns_of(stored, tokens, of("turn_reward"))}}
+
+
 def samples_file(out: Path, frame: str) -> Path:
     return out / SAMPLES / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', frame)}.jsonl"
 
 
-def _numbers(column: RaggedRows, rows: torch.Tensor) -> Mapping[int, float]:
-    """The values of those rows that the column has."""
+def _numbers(columns: Mapping[str, RaggedRows], rows: torch.Tensor) -> Mapping[int, float]:
+    """The values of those rows that the columns have."""
     wanted = set(rows.tolist())
-    pairs = zip(column.ids.tolist(), column.data.reshape(-1).tolist(), strict=True)
-    return {i: x for i, x in pairs if i in wanted}
+    return {i: x for column in columns.values()
+            for i, x in zip(column.ids.tolist(), column.data.reshape(-1).tolist(), strict=True) if i in wanted}
