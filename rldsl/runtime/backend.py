@@ -109,6 +109,8 @@ class ConversationOutput:
     turn_sizes: torch.Tensor  # [S, max_turns] int64: tokens of each turn of the model, 0 behind the last one
     turn_rewards: torch.Tensor  # [S, max_turns] float32: 0 where the environment gave none
     stopped: torch.Tensor  # [S] int64: what ended a conversation, if not itself (`plan/turns.py`)
+    waited: float = 0.0  # seconds that conversations waited for their environments, as this rank saw it
+    held: float = 0.0  # seconds that they had a slot, waiting or not
 
 
 class Prefix(NamedTuple):

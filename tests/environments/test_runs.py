@@ -101,6 +101,21 @@ def test_training_is_divided_in_any_way(base: Path, alone: list[dict[str, float]
     assert found == [{n: pytest.approx(v, rel=1e-4, abs=1e-5) for n, v in step.items()} for step in alone]
 
 
+@pytest.mark.parametrize("place", [None, "place actor.generate on mesh(0:2) pp=2\nplace actor.train on mesh(0:2) tp=2"])
+def test_what_conversations_did_is_measured(base: Path, place: str | None) -> None:
+    found = run(base, f"prompt = prompts.next()\n{TALK}\n{TRAIN}\nmetric mean_turns = mean(gen.turns)", place=place)
+    assert len(found) == 2
+    for line in found:
+        assert line["conversation/turns"] == line["mean_turns"] and line["conversation/errors"] == 0
+        assert 0 < line["conversation/waiting"] < 1 and line["conversation/tool_seconds"] > 0
+
+
+def test_a_run_without_conversations_measures_none(base: Path) -> None:
+    found = run(base, "prompt = prompts.next()\ngen = actor.generate(prompt, max_new_tokens=4)\nmetric n = mean(len(gen))",
+                steps=1)
+    assert not any(name.startswith("conversation/") for name in found[0])
+
+
 TRAIN = """
   actor.train(gen, loss=pg(adv=per_token(group_norm(gen.reward + 0.1 * len(gen)), gen.logprobs)))
   metric reward = mean(gen.reward)

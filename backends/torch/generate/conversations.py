@@ -12,6 +12,7 @@ environments answer, except for the rounding of passes of other shapes, which `i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -52,6 +53,10 @@ class Slot:
     turn_sizes: list[int] = field(default_factory=list)  # tokens of each turn that has ended
     turn_rewards: dict[int, float] = field(default_factory=dict)  # turn, from 0 -> what the environment gave for it
     stopped: Stopped | None = None  # why it ended
+    begun: float = 0.0  # when it got its place, of a clock in seconds
+    asked: float = 0.0  # when its environment was asked last
+    waited: float = 0.0  # seconds that it has waited for its environment
+    held: float = 0.0  # seconds that it had its place
 
     @property
     def waits(self) -> bool:
@@ -89,7 +94,8 @@ def converse(stage: Stage, axes: Axes, rows: torch.Tensor, sampling: Sampling, l
         torch.tensor([s.turn_sizes + [0] * (turns - s.turns) for s in done], dtype=torch.int64, device=device),
         torch.tensor([[s.turn_rewards.get(i, 0.0) for i in range(turns)] for s in done], dtype=torch.float32,
                      device=device),
-        torch.tensor([STOPPED[s.stopped or "done"] for s in done], dtype=torch.int64, device=device))
+        torch.tensor([STOPPED[s.stopped or "done"] for s in done], dtype=torch.int64, device=device),
+        waited=sum(s.waited for s in done), held=sum(s.held for s in done))
 
 
 @dataclass
@@ -137,6 +143,7 @@ class Engine:
         while self.free and self.expected:
             slot = self.expected.pop()
             slot.index = self.free.pop()
+            slot.begun = slot.asked = time.monotonic()
             self.slots[slot.row] = slot
             if self.talk is not None:
                 self.talk.begin(slot.row)
@@ -196,6 +203,7 @@ class Engine:
             slot.append([int(token)], own=True)
             if ended is not None:
                 slot.ready = []
+                slot.asked = time.monotonic()
                 slot.turn_sizes.append(slot.in_turn)
 
     def arrived(self, arrival: Arrival, number: int) -> None:
@@ -203,14 +211,15 @@ class Engine:
         slot = self.slots.get(arrival.row)
         if slot is None or not slot.waits:
             raise internal_error(f"an environment answers in row {arrival.row}, which was not asked", "generate")
-        slot.since = number
+        now = time.monotonic()
+        slot.since, slot.asked, slot.waited = number, now, slot.waited + now - slot.asked
         if arrival.turn_reward is not None and slot.turns:
             slot.turn_rewards[slot.turns - 1] = arrival.turn_reward
         if not slot.tokens:  # the first context stays, whatever ends the conversation
             slot.append(arrival.tokens[: self.limits.max_tokens], own=False)
             slot.ready = slot.ready if len(arrival.tokens) < self.limits.max_tokens and not arrival.ended else []
         if arrival.ended:
-            slot.stopped = arrival.stopped
+            slot.stopped, slot.held = arrival.stopped, now - slot.begun
             self.rewards[slot.row] = sum(slot.turn_rewards.values()) if arrival.reward is None else arrival.reward
             self.done.append(self.slots.pop(slot.row))
             self.free.append(slot.index)

@@ -24,6 +24,13 @@ def any_rank(flags: Sequence[bool], group: Any, device: torch.device) -> tuple[b
     return tuple(bool(x) for x in table.tolist())
 
 
+def sum_of_ranks(count: int, device: torch.device) -> int:
+    """The sum over all ranks of the world."""
+    total = torch.tensor(count, device=device)
+    dist.all_reduce(total)
+    return int(total)
+
+
 def raise_together(diagnostics: Sequence[Diagnostic], group: Any, device: torch.device) -> None:
     """If any rank has diagnostics, all ranks raise a Failure; each reports its own."""
     if any_rank((bool(diagnostics),), group, device)[0]:

@@ -43,6 +43,8 @@ class Environments:
     """The environments that this rank has opened; they stay for all steps."""
 
     opened: dict[int, Conversations] = field(default_factory=dict)  # id of a generate event -> its conversations
+    # conversations that a time limit ended: of this rank, and on rank 0 also those before the checkpoint resumed from
+    timeouts: int = 0
 
     def open(self, event: int, functions: Sequence[Function], limits: Conversation, sampling: Sampling, tokens: Tokens,
              rank: int, rows: Source | None) -> None:
@@ -56,10 +58,6 @@ class Environments:
             self.opened[event] = named[functions[0].name]
         if rows is not None:
             check_columns([(function, named[function.name].takes) for function in functions], rows)
-
-    def of(self, event: int) -> Conversations:
-        """The conversations of a generate event."""
-        return self.opened[event]
 
     def close(self) -> None:
         for conversations in self.opened.values():
@@ -114,10 +112,15 @@ def _not_taken(function: Function, takes: ResetParameters, row: Row, place: str)
 class RowTalk:
     """The conversations of some rows, with what each begins with (`rldsl.runtime.backend.Talk`)."""
 
-    conversations: Conversations  # of the call
+    environments: Environments  # of this rank
+    event: int  # the generate event
     columns: dict[int, dict[str, Any]]  # row -> the columns of its data
     prompt: str  # the column that has the prompt
     seed: int  # of this call in this step
+
+    @property
+    def conversations(self) -> Conversations:
+        return self.environments.opened[self.event]
 
     def begin(self, row: int) -> None:
         columns = self.columns[row]
@@ -131,4 +134,6 @@ class RowTalk:
         self.conversations.finish(row, why)
 
     def arrivals(self, wait: bool) -> list[Arrival]:
-        return self.conversations.arrivals(wait)
+        found = self.conversations.arrivals(wait)
+        self.environments.timeouts += sum(a.stopped == "timeout" for a in found)
+        return found

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rldsl.diag import present
+from rldsl.diag import counted, present
 from rldsl.plan.events import (
     EVERY_TURN,
     Checkpoint,
@@ -52,6 +52,7 @@ from rldsl.plan.events import (
 )
 from rldsl.plan.naming import Labels
 from rldsl.plan.traits import rule_for
+from rldsl.runtime.comm.agreement import sum_of_ranks
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.health.watchdog import Watchdog
 from rldsl.runtime.interpreter import eval_loops, model_events, replay_events, row_states, value_events
@@ -61,7 +62,14 @@ from rldsl.runtime.interpreter.derive import derive
 from rldsl.runtime.interpreter.metric_log import end_step, log
 from rldsl.runtime.interpreter.options import Options
 from rldsl.runtime.interpreter.rank_state import RankState, Services
-from rldsl.runtime.interpreter.startup import begin_run, called_functions, open_environments, prepare, run_record
+from rldsl.runtime.interpreter.startup import (
+    begin_run,
+    called_functions,
+    ends_late_conversations,
+    open_environments,
+    prepare,
+    run_record,
+)
 from rldsl.runtime.interpreter.timeline import TimelineRecorder, synchronize, write_timeline
 from rldsl.runtime.interpreter.train_event import train
 from rldsl.runtime.metrics.reporter import Reporter
@@ -90,7 +98,8 @@ def _checkpoint(state: RankState, event: Checkpoint) -> None:
     end_step(state.step, services.reporter)
     services.reporter.write_lines(wait=True)
     writer = present(services.writer, "checkpoint writer", place="run")
-    state.step.stopped = checkpoint(state.models, state.step, services.data, writer, event)
+    state.step.stopped = checkpoint(state.models, state.step, services.data, writer, event,
+                                    services.environments.timeouts)
 
 
 # the handler of each kind of event, which gets only the parts of the rank's state that it needs
@@ -284,11 +293,14 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
     with (RewardPool(functions, options.reward_workers, options.reward_seconds, context.rank) as rewards,
           closing(Environments()) as environments):
         open_environments(context, start.data, start.items, environments, ring.begin_startup)
+        if start.resumed is not None and context.rank == 0:
+            environments.timeouts = start.resumed.timeouts
         begin_run(context, start.resumed, options, begun)
         if watchdog is not None:  # dumps are written to the directory of a run, which now exists
             watchdog.out = context.out
         with (Reporter(context, step, start.data, options.reporting) as reporter,
-              run_record(context, step, file, options.reporting.command, options.continues) as interruption):
+              run_record(context, step, file, options.reporting.command, options.continues,
+                         environments) as interruption):
             if watchdog is not None:
                 watchdog.interruption = interruption
             services = Services(start.data, rewards, reporter, ring, start.writer, start.resumed, environments)
@@ -313,6 +325,9 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
             until = next(x.until for x in context.plan.body if isinstance(x, Loop))
             print(f"ended after step {step.number}: {context.values[split_buffer(until)[0]].label}",
                   file=sys.stderr, flush=True)
+        if environments.timeouts:
+            print(f"not exact: {counted(environments.timeouts, 'conversation')} ended after `turn_timeout` "
+                  "(on_error=end), so another run may compute other numbers", file=sys.stderr, flush=True)
         steps = step.number - first
         write_summary(context.plan, context.out, summarise(context.plan, context.out, step.number, steps, seconds))
 
@@ -326,4 +341,7 @@ def _finish(state: RankState) -> None:
     state.services.ring.finish()
     if state.services.writer is not None:
         state.services.writer.finish(state.context)
+    if ends_late_conversations(state.context.plan):
+        environments = state.services.environments
+        environments.timeouts = sum_of_ranks(environments.timeouts, state.context.device)
     dist.barrier()

@@ -10,6 +10,7 @@ import torch
 from rldsl.diag import internal_error
 from rldsl.plan.events import Generate, Infer, Load, Offload, Onload, Realloc, split_buffer
 from rldsl.plan.heads import TOP
+from rldsl.plan.turns import STOPPED
 from rldsl.runtime.backend import ConversationOutput, PackedBatch, Prefix
 from rldsl.runtime.comm.exchange import message_tag
 from rldsl.runtime.comm.reshard import RankReshard, Tensors, reshard
@@ -18,7 +19,7 @@ from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.interpreter.conversations import Environments, RowTalk
 from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint
 from rldsl.runtime.state.model_store import ModelStore
-from rldsl.runtime.state.step import StepState
+from rldsl.runtime.state.step import StepState, TalkTotals
 from rldsl.runtime.state.turns import marked
 from rldsl.runtime.store import Pending, RaggedRows, ragged_indices
 from rldsl.sharding.dtypes import in_wire_dtype
@@ -129,7 +130,7 @@ def converse(models: ModelStore, step: StepState, environments: Environments, ev
     data = context.data[frame.data]
     talk = None
     if context.world.axes(context.world.layouts[event.layout]).talks:
-        talk = RowTalk(environments.of(event.id),
+        talk = RowTalk(environments, event.id,
                        {row + first: columns[row // per_row][1] for row in rows.tolist()},
                        dict(data.columns)["prompt"], mix(seed, step.index))
     made = models.shard_to_read(event.model, event.layout).converse(
@@ -142,6 +143,8 @@ def _write(step: StepState, event: Generate, rows: torch.Tensor, made: Conversat
     if batch.own is None:
         raise internal_error("conversations without turns", "generate")
     count = context.frames[event.frame].count
+    errors = made.stopped >= min(STOPPED["timeout"], STOPPED["error"])
+    step.talked.append(TalkTotals(len(rows), int(made.turns.sum()), int(errors.sum()), made.waited, made.held))
     lens = RowLengths(*(torch.zeros(count, dtype=torch.int64, device=context.device) for _ in range(2)))
     lens.prompt[rows], lens.response[rows] = batch.prompt_lens, batch.response_lens
     step.rows.lens[event.frame] = lens  # 0 for other ranks' rows, until the lengths are exchanged

@@ -291,6 +291,12 @@ def called_functions(context: RunContext, items: Sequence[Item]) -> list[Functio
     return [context.functions[name] for name in dict.fromkeys(called)]
 
 
+def ends_late_conversations(plan: Plan) -> bool:
+    """Whether a time limit may end a conversation, so that the clock decides what is trained on."""
+    return any(isinstance(e, Generate) and e.conversation is not None and e.conversation.on_error == "end"
+               for e in _events(plan.body))
+
+
 def open_environments(context: RunContext, reader: DataReader, items: Sequence[Item], environments: Environments,
                       note: Callable[[str], None]) -> None:
     """Open the environments of this rank: what is wrong with them ends the run before it trains. note: called with
@@ -328,9 +334,10 @@ def _events(items: Sequence[Item]) -> Iterator[Event]:
 
 @contextmanager
 def run_record(context: RunContext, step: StepState, file: PlanFile, command: Sequence[str],
-               continues: bool) -> Iterator[Callable[[str], str] | None]:
-    """Rank 0 keeps the record of the run: how it began, and how it ended. Yields, on rank 0, a function that ends the
-    record after a signal ("interrupted", "terminated") and returns the line that says how to resume."""
+               continues: bool, environments: Environments) -> Iterator[Callable[[str], str] | None]:
+    """Rank 0 keeps the record of the run: how it began, how it ended, and whether the clock decided anything. Yields,
+    on rank 0, a function that ends the record after a signal ("interrupted", "terminated") and returns the line that
+    says how to resume."""
     if context.rank != 0:
         yield None
         return
@@ -338,15 +345,20 @@ def run_record(context: RunContext, step: StepState, file: PlanFile, command: Se
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else ["cpu"]
     record = RunRecord(context.out, file, context.plan, devices, command, continues)
 
+    def exact(ended: bool) -> bool | None:
+        if environments.timeouts:
+            return False
+        return True if ended or not ends_late_conversations(context.plan) else None  # other ranks may know of some
+
     def interruption(what: str) -> str:
         with suppress(Failure):
-            record.end(STOPPED, step.number)
+            record.end(STOPPED, step.number, exact(False))
         return interruption_text(context.out, step.number, context.plan.header.steps, command, what)
 
     try:
         yield interruption
     except BaseException as error:
         with suppress(Failure):  # if the disk is full, report the first error, not that the record was not written
-            record.end(STOPPED if isinstance(error, KeyboardInterrupt) else FAILED, step.number)
+            record.end(STOPPED if isinstance(error, KeyboardInterrupt) else FAILED, step.number, exact(False))
         raise
-    record.end(STOPPED if step.stopped else FINISHED, step.number)
+    record.end(STOPPED if step.stopped else FINISHED, step.number, exact(True))

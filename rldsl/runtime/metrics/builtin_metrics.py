@@ -17,7 +17,7 @@ import torch
 from rldsl.plan.events import Event, Fetch, Generate, Infer, Item, Lengths, Loop, Train
 from rldsl.plan.model import Plan
 from rldsl.plan.payloads import ROLLOUTS
-from rldsl.runtime.state.step import StepState
+from rldsl.runtime.state.step import StepState, TalkTotals
 
 PHASES: Mapping[type[Event], str] = {Generate: "generate", Infer: "infer", Train: "train"}
 
@@ -33,6 +33,7 @@ class Meter:
         self._rows: dict[int, int] = defaultdict(int)
         # loop -> how many iterations it made, each time it was entered
         self._iterations: dict[str, list[int]] = defaultdict(list)
+        self._talked = TalkTotals()  # of the conversations of this step
         self._generated: set[str] = set()  # frames that this rank has helped to generate, whose lengths come next
         loop = next((x for x in plan.body if isinstance(x, Loop)), None)
         self._priced = _priced(loop.body) if loop is not None else ()
@@ -45,6 +46,8 @@ class Meter:
             self.seconds[phase] += max(seconds, 0.0)
         if isinstance(event, Generate):
             self._generated.add(event.frame)
+            self._talked = sum(step.talked, self._talked)
+            step.talked.clear()
         elif isinstance(event, Infer):
             self._tokens["infer"] += _tokens(step, event.frame)
         elif isinstance(event, Train):
@@ -91,6 +94,12 @@ class Meter:
         responses, rows = self._responses.pop(step.number, 0), self._rows.pop(step.number, 0)
         if rows:
             numbers["length/response"] = responses / rows
+        if talked := self._talked.conversations:
+            numbers |= {"conversation/turns": self._talked.turns / talked,
+                        "conversation/tool_seconds": round(self._talked.waited / talked, 4),
+                        "conversation/waiting": round(self._talked.waited / max(self._talked.held, 1e-9), 4),
+                        "conversation/errors": float(self._talked.errors)}
+        self._talked = TalkTotals()
         if self._world > 1:
             iterations = {loop: list(counts) for loop, counts in self._iterations.items()}
             numbers["moved/bytes"] = _bytes(self._priced, step.number, iterations) + step.ragged_bytes

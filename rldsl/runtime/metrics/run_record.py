@@ -219,8 +219,9 @@ class RunRecord:
             (out / PLAN).write_bytes(file.data)
         self._write()
 
-    def end(self, state: str, step: int) -> None:
-        self._held |= {"state": state, "step": step, "ended": _now()}
+    def end(self, state: str, step: int, exact: bool | None = True) -> None:
+        """exact: False if the clock decided anything of what was computed; None if that is not known."""
+        self._held |= {"state": state, "step": step, "ended": _now(), "exact": exact}
         self._write()
 
     def _write(self) -> None:

@@ -57,6 +57,7 @@ class LoadedCheckpoint:
     readings: Mapping[str, SourceReading]                  # data source -> how it was read
     models: Mapping[str, Mapping[str, int]]                # model -> `Shard.schedule_state`
     stored: Mapping[str, StoredBoxes] = field(repr=False)  # "MODEL|PART|PARAMETER" -> boxes, and where each is stored
+    timeouts: int = 0                                      # conversations that a time limit ended
     changes: tuple[str, ...] = ()                          # what has changed in the program since, for the user
 
     @property
@@ -295,7 +296,7 @@ def _loaded(path: Path, manifest: Manifest, header: Mapping[str, Any], keys: Seq
     try:
         changes = tuple(program_changes(manifest.program, json.loads(json.dumps(header))))
         return LoadedCheckpoint(path, manifest.step, manifest.states, manifest.data, manifest.readings,
-                                manifest.models, _stored(path, keys), changes)
+                                manifest.models, _stored(path, keys), sum(manifest.timeouts.values()), changes)
     except DAMAGE as error:
         raise _damaged(path, str(error)) from None
 

@@ -39,7 +39,7 @@ from rldsl.plan.optimizers import COMPLETE_STATE
 from rldsl.plan.projection import event_paths
 from rldsl.runtime.comm.agreement import any_rank
 from rldsl.runtime.files import digest, sync
-from rldsl.runtime.persist.manifest import FORMAT, MANIFEST, manifest_text
+from rldsl.runtime.persist.manifest import FORMAT, MANIFEST, OPTIONAL, manifest_text
 from rldsl.runtime.persist.run_identity import program_identity
 from rldsl.runtime.state import carried, in_flight
 from rldsl.runtime.state.context import RunContext
@@ -65,10 +65,10 @@ def row_state_key(state: str) -> str:
     return f"{state}|state|rows"
 
 
-def checkpoint(models: ModelStore, step: StepState, data: DataReader, writer: CheckpointWriter,
-               event: Checkpoint) -> bool:
+def checkpoint(models: ModelStore, step: StepState, data: DataReader, writer: CheckpointWriter, event: Checkpoint,
+               timeouts: int = 0) -> bool:
     """Agree with the other ranks whether the run was asked to stop, which is returned; begin to write a checkpoint
-    where one is due, and where the run ends early."""
+    where one is due, and where the run ends early. timeouts: conversations that a time limit ended on this rank."""
     context = models.context
     due = step.number % event.every == 0 or bool(event.until) and bool(step.buffers.get(event.until).data)
     if due:
@@ -82,7 +82,8 @@ def checkpoint(models: ModelStore, step: StepState, data: DataReader, writer: Ch
     if due or stop:
         tensors = _tensors(models, writer, event) | _row_states(step, event) | _buffers(step)
         tensors |= in_flight.tensors(step.begun, context.rank) | carried.tensors(context, step.carried)
-        writer.begin(step.number, event.keep_last, tensors, _facts(models, step, data, event))
+        counted = {OPTIONAL: {str(context.rank): timeouts} if timeouts else {}}
+        writer.begin(step.number, event.keep_last, tensors, _facts(models, step, data, event) | counted)
     return stop
 
 
@@ -256,7 +257,8 @@ class CheckpointWriter:
         if any("problem" in r for r in reports):
             shutil.rmtree(partial, ignore_errors=True)
             return
-        merged: dict[str, dict[str, Any]] = {"files": {}, "states": {}, "data": {}, "readings": {}, "models": {}}
+        merged: dict[str, dict[str, Any]] = {"files": {}, "states": {}, "data": {}, "readings": {}, "models": {},
+                                             OPTIONAL: {}}
         for report in reports:
             merged["files"] |= report["files"]
             for kind, more in report["facts"].items():

@@ -23,6 +23,7 @@ EARLIER = "written by an earlier version, without a digest of its contents"
 MAX_COUNT = 1 << 62
 KEYS = frozenset({"format", "step", "plan", "sources", "functions", "params", "seed", "files", "states", "data",
                   "readings", "models", DIGEST})
+OPTIONAL = "timeouts"  # a key that earlier versions do not write
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class Manifest:
     readings: Mapping[str, SourceReading]
     # trained model -> counts of its schedule
     models: Mapping[str, Mapping[str, int]]
+    # conversations that a time limit ended, by the rank that counted them
+    timeouts: Mapping[str, int]
 
 
 def manifest_text(facts: Mapping[str, Any]) -> str:
@@ -64,8 +67,8 @@ def read_manifest(data: bytes) -> Manifest:
         raise ValueError(EARLIER)
     if type(content.get("format")) is not int or content["format"] != FORMAT:
         raise ValueError(f"format {content.get('format')!r}, expected {FORMAT}")
-    if content.keys() != KEYS:
-        names = sorted(KEYS ^ content.keys())
+    if content.keys() - {OPTIONAL} != KEYS:
+        names = sorted(KEYS ^ (content.keys() - {OPTIONAL}))
         raise ValueError(f"{'missing' if names[0] in KEYS else 'unexpected'} key {names[0]!r}")
     digest = content.pop(DIGEST)
     if digest != _digest(content):
@@ -83,7 +86,8 @@ def read_manifest(data: bytes) -> Manifest:
         {name: _number(value) for name, value in _object(content, "states").items()},
         {name: _count(value) for name, value in _object(content, "data").items()},
         {name: _reading(value) for name, value in _object(content, "readings").items()},
-        {name: {key: _count(count) for key, count in _object(models, name).items()} for name in models})
+        {name: {key: _count(count) for key, count in _object(models, name).items()} for name in models},
+        {name: _count(value) for name, value in _object({OPTIONAL: {}, **content}, OPTIONAL).items()})
 
 
 def _digest(facts: Mapping[str, Any]) -> str:

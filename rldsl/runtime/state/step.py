@@ -25,6 +25,21 @@ from rldsl.sharding.partition import key_of, mix
 COMPUTE_SEEDS = key_of("")  # keeps the seeds of computations apart from those of generated frames
 
 
+@dataclass(frozen=True, slots=True)
+class TalkTotals:
+    """Sums over the conversations of a call on this rank's shard."""
+
+    conversations: int = 0  # how many there were
+    turns: int = 0  # of the model
+    errors: int = 0  # those that an error or a time limit of their environment ended
+    waited: float = 0.0  # seconds that they waited for their environments
+    held: float = 0.0  # seconds that they had a slot
+
+    def __add__(self, other: TalkTotals) -> TalkTotals:
+        return TalkTotals(self.conversations + other.conversations, self.turns + other.turns,
+                          self.errors + other.errors, self.waited + other.waited, self.held + other.held)
+
+
 @dataclass
 class StepState:
     """One rank's state of the step under way. Buffers live until the plan frees them, which may be longer than a
@@ -66,6 +81,8 @@ class StepState:
     lens_before: dict[str, torch.Tensor] = field(default_factory=dict)
     # generated frame whose responses continue in later steps -> tokens that this step sampled, where they are known
     sampled: dict[str, int] = field(default_factory=dict)
+    # what conversations did that have ended, and no metric counts yet
+    talked: list[TalkTotals] = field(default_factory=list)
     # of a later step: the values of events that run ahead, for checkpoints (`in_flight.py`)
     made: dict[str, RaggedRows] = field(default_factory=dict)
 
