@@ -34,6 +34,7 @@ class Connection:
     received: bytearray = field(default_factory=bytearray)  # that was not used yet
     unsent: bytearray = field(default_factory=bytearray)    # of answers
     request: Request | None = None                          # that is not answered yet
+    invited: bool = False                                   # it was told to send the body of this request
     closed: bool = False                                    # the client has closed it
     last: bool = False                                      # it ends when everything was sent, and
     ended: bool = False                                     # now only the client's end is waited for
@@ -174,9 +175,11 @@ class LoopbackServer:
         head = self._head(bytes(connection.received[: end + 4]))
         body = connection.received[end + 4 : end + 4 + head.size]
         if len(body) < head.size:
-            if head.waits and not body and not connection.unsent:
+            if head.waits and not connection.invited:
+                connection.invited = True
                 connection.unsent += b"HTTP/1.1 100 Continue\r\n\r\n"
             return None
+        connection.invited = False
         del connection.received[: end + 4 + head.size]
         connection.last = head.last
         return Request(connection, head.row, head.method, head.path, bytes(body))
