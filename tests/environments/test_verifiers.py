@@ -24,21 +24,43 @@ PYTHON = os.environ.get("RLDSL_VERIFIERS_PYTHON", sys.executable)
 CALL = '<tool_call>\n{"name": "calculator_add", "arguments": {"a": 20, "b": 1}}\n</tool_call>'
 
 
-@pytest.mark.skipif(PYTHON == sys.executable and importlib.util.find_spec("verifiers") is None,
-                    reason="verifiers is not installed, and RLDSL_VERIFIERS_PYTHON does not name a Python that has it")
+needs_verifiers = pytest.mark.skipif(
+    PYTHON == sys.executable and importlib.util.find_spec("verifiers") is None,
+    reason="verifiers is not installed, and RLDSL_VERIFIERS_PYTHON does not name a Python that has it")
+
+
+def played(file: Path, name: str, conversations: list[Any]) -> list[Any]:
+    """What came of conversations, each a row and the turns of the model."""
+    paths = [str(HERE.parents[1]), str(HERE / "verifiers_package")]  # as if the taskset was installed
+    done = subprocess.run(
+        [PYTHON, "-m", "tests.environments.verifiers_loop", str(file), name, json.dumps(conversations)],
+        cwd=HERE.parents[1], text=True, capture_output=True, timeout=500,
+        env={**os.environ, "PYTHONPATH": ":".join(paths), "PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[Any] = json.loads(done.stdout.split("RESULT")[1])
+    return found
+
+
+@needs_verifiers
+def test_the_agent_of_the_documentation(tmp_path: Path) -> None:
+    """With OpenAI's own client, which verifiers brings."""
+    page = (HERE.parents[1] / "docs/environments.md").read_text()
+    (tmp_path / "agent.py").write_text(page.split("## An agent with its own loop")[1].split("```")[1].split("\n", 1)[1])
+    row = {"prompt": "20 + 1 = ", "answer": "21"}
+    right, wrong = played(tmp_path / "agent.py", "solve", [[row, ["It is 4.", "It is 21."]], [row, ["4", "5", "6"]]])
+    assert (len(right["contexts"]), right["stopped"], right["reward"]) == (2, "done", 1.0)
+    assert right["contexts"][1] == "\n<|im_start|>user\nNo. Try again.<|im_end|>\n<|im_start|>assistant\n"
+    assert (len(wrong["contexts"]), wrong["stopped"], wrong["reward"]) == (3, "done", 0.0)
+
+
+@needs_verifiers
 def test_a_taskset_with_a_tool() -> None:
     """The library's own harness asks, with its own tool server, rewards and limits."""
     conversations = [[{"prompt": "20 + 1 = ", "answer": 21, "level": 3}, [CALL, "It is 21."]],
                      [{"prompt": "1 + 2 = ", "answer": 3}, ["It is 4."]],
                      [{"prompt": "1 + 2 = ", "answer": 3}, [CALL]],
                      [{"prompt": "1 + 2 = ", "answer": -1}, ["It is 4."]]]
-    paths = [str(HERE.parents[1]), str(HERE / "verifiers_package")]  # as if the taskset was installed
-    done = subprocess.run(
-        [PYTHON, "-m", "tests.environments.verifiers_loop", str(HERE / "envs_verifiers.py"), "sums",
-         json.dumps(conversations)], cwd=HERE.parents[1], text=True, capture_output=True, timeout=500,
-        env={**os.environ, "PYTHONPATH": ":".join(paths), "PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    tool, single, limited, failing = json.loads(done.stdout.split("RESULT")[1])
+    tool, single, limited, failing = played(HERE / "envs_verifiers.py", "sums", conversations)
     assert '"name": "calculator_add"' in tool["contexts"][0] and "20 + 1 = <|im_end|>" in tool["contexts"][0]
     assert "<tool_response>\n21\n</tool_response>" in tool["contexts"][1] and len(tool["contexts"]) == 2
     assert (tool["stopped"], tool["reward"]) == ("done", 1.0)

@@ -48,5 +48,5 @@ if __name__ == "__main__":
     path, name = sys.argv[1:3]
     function = Function("f", os.path.relpath(path), name, digest(path), "env")
     rules = Rules(Sampling(max_new_tokens=100), frozenset(ENDS), 3, 2000)
-    with EnvironmentProcesses(function, 40.0, rules=rules).open(partial(ChatTemplate, TOKENIZER, ENDS, "tok")) as talk:
+    with EnvironmentProcesses(function, 240.0, rules=rules).open(partial(ChatTemplate, TOKENIZER, ENDS, "tok")) as talk:
         print("RESULT" + json.dumps([conversation(talk, *one) for one in json.loads(sys.argv[3])]))
