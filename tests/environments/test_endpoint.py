@@ -160,6 +160,32 @@ def test_a_call_that_cannot_be_read_is_text(agents: EnvironmentProcesses, capfd:
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("value", ["NaN", "[1.0, true, -Infinity, \"\\ud800\"]", "{\"b\": " * 200 + "1" + "}" * 200])
+def test_calls_come_back_as_they_were(agents: EnvironmentProcesses, value: str) -> None:
+    """The agent repeats the model's call, whatever its arguments are."""
+    begin(agents, ("ask", {"tools": CALCULATOR}), ("call", ["3"]), ("ask", {"tools": CALCULATOR}))
+    only(agents)
+    assert not answered(agents, CALL.replace("2}", f"{value}}}")).ended
+    assert answered(agents, "x").stopped == "done"
+
+
+@pytest.mark.parametrize("value", ["[" * 800 + "]" * 800, "[" * 5000 + "]" * 5000])
+def test_what_is_nested_too_deeply(agents: EnvironmentProcesses, capfd: pytest.CaptureFixture[str], value: str) -> None:
+    begin(agents, ("ask", {"tools": CALCULATOR}))
+    only(agents)
+    assert answered(agents, CALL.replace("2}", f"{value}}}")).stopped == "done"
+    (answer,) = [answer for _, answer in heard(capfd) if "choices" in answer]
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    begin(agents, ("raw", {"path": "/v1/chat/completions", "text": f'{{"messages": {value}, "tools": {value}}}'}),
+          ("ask", {}))
+    if len(value) < 5000:
+        with pytest.raises(Failure, match="RL0730|is no list"):
+            agents.arrivals(wait=True)
+        return
+    only(agents)
+    assert answered(agents, "x").stopped == "done"
+
+
 @pytest.mark.parametrize("request_, status, code", [
     ({"path": "/v1/chat/completions", "key": "wrong", "body": {"messages": []}}, 401, "invalid_api_key"),
     ({"path": "/v1/models", "key": "", "method": "GET"}, 401, "invalid_api_key"),

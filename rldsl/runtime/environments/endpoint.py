@@ -100,6 +100,8 @@ class Endpoint:
             dialogue = self.dialogues[request.row]
             try:
                 self._take(dialogue, request)
+            except RecursionError:
+                self.server.answer(request, 400, error_body("invalid_json", "the body is nested too deeply"))
             except HttpError as error:
                 self.server.answer(request, error.status, error_body(error.code, str(error)))
             except Refused as refused:
@@ -240,7 +242,7 @@ class Endpoint:
     def _said(self, chat: Chat, dialogue: Dialogue, ids: Sequence[int]) -> Message:
         """The model's turn as a message. A turn with a call that cannot be read is text, all of it."""
         turn = chat.turn(ids, dialogue.context)
-        if any("error" in call for call in turn.calls):
+        if any("error" in call or not _has_json(call["arguments"]) for call in turn.calls):
             turn = Turn(chat.text(ids[:-1] if ids[-1] in self.rules.ends else ids, special=True))
         message: Message = {"role": "assistant", "content": turn.content}
         if turn.calls:
@@ -262,8 +264,22 @@ def _kind(message: Message) -> Speaks:
 
 
 def _compared(message: Message) -> tuple[Any, ...]:
-    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])]
+    calls = [(c["function"]["name"], _comparable(c["function"]["arguments"])) for c in message.get("tool_calls", [])]
     return message["role"], message["content"], message.get("name"), calls, message.get("tool_call_id")
+
+
+def _has_json(arguments: Any) -> bool:
+    """Whether arguments can be given to the agent: a model may nest them deeper than they can be written."""
+    try:
+        json.dumps(arguments)
+    except RecursionError:
+        return False
+    return True
+
+
+def _comparable(arguments: Any) -> Any:
+    """Arguments that are equal to themselves: a model may write NaN."""
+    return json.loads(json.dumps(arguments), parse_constant=str)
 
 
 def _rendered(message: Message, names: Mapping[str, str]) -> Message:

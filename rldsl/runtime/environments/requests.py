@@ -272,7 +272,7 @@ def _call(name: str, call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _wrong(name, f"has arguments that are no JSON: {_shown(arguments)}") from None
     return {"id": str(call.get("id", "")), "type": "function",
             "function": {"name": function["name"], "arguments": arguments}}
