@@ -1,6 +1,6 @@
 """Creates tiny models and data for the examples: HuggingFace directories and data files.
 
-    python examples/tiny.py runs/tiny        # models/sft, models/rm, data/prompts.jsonl, data/pairs.jsonl
+    python examples/tiny.py runs/tiny        # models/sft, models/chat, data/prompts.jsonl, data/pairs.jsonl, ...
 """
 
 from __future__ import annotations
@@ -8,42 +8,57 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import string
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 CHARACTERS = "0123456789+-*=abcdefghijklmnopqrstuvwxyz ?.,"
 PAD, EOS = "<pad>", "<eos>"
+# of a chat model: tokens besides characters, the last of which end a turn, and a template that only adds. It writes
+# tools by name alone, since every character is a token
+CHAT_TOKENS = ("<|start|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+CHAT_TEMPLATE = """{% if tools %}<|start|>tools{% for tool in tools %} {{ tool.function.name }}{% endfor %}
+{% endif %}{% for m in messages %}{% if m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>
+{%- else %}<|start|>{{ m.role }}
+{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments":
+{{- ' ' }}{{ call.function.arguments | tojson }}}</tool_call>{% endfor %}<eos>{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant
+{% endif %}"""
 
 _SIZES: dict[str, Any] = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
                               num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False)
 _GPT2: dict[str, Any] = dict(n_embd=32, n_layer=4, n_head=4, n_positions=256)
 
 
-def make_tokenizer(directory: str | Path, characters: str = CHARACTERS) -> Any:
-    """A tokenizer with one token per character, after <pad> (0) and <eos> (1)."""
+def make_tokenizer(directory: str | Path, characters: str = CHARACTERS, chat: str = "") -> Any:
+    """A tokenizer with one token per character, after <pad> (0) and <eos> (1). chat: a chat template, which may have
+    CHAT_TOKENS."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {PAD: 0, EOS: 1} | {c: i + 2 for i, c in enumerate(characters)}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]" if chat else "."), "isolated")
     raw.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=PAD, eos_token=EOS)
+    more = {"additional_special_tokens": [t for t in CHAT_TOKENS if t in chat]} if chat else {}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=PAD, eos_token=EOS, **more)
+    if chat:
+        tokenizer.chat_template = chat
     tokenizer.save_pretrained(str(directory))
     return tokenizer
 
 
 def make_model(directory: str | Path, family: str = "qwen3", head: str = "causal_lm", seed: int = 0,
-               characters: str = CHARACTERS, scale: float = 0.15, **overrides: Any) -> Path:
+               characters: str = CHARACTERS, scale: float = 0.15, chat: str = "", **overrides: Any) -> Path:
     """Write a random model of `family` ("qwen3", "llama", "gpt2", ...) with its tokenizer; returns the directory.
 
-    scale: standard deviation of the matrices (0: the family's own initialization). HF's 0.02 leaves a tiny model's
+    chat: see `make_tokenizer`. scale: standard deviation of the matrices (0: the family's own initialization). HF's 0.02 leaves a tiny model's
     outputs nearly uniform; a wider one makes differences visible."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    tokenizer = make_tokenizer(directory, characters)
+    tokenizer = make_tokenizer(directory, characters, chat)
     sizes = dict(_GPT2 if family == "gpt2" else _SIZES)
     if family == "qwen3":
         sizes["head_dim"] = 8
@@ -98,14 +113,45 @@ def make_labelled(count: int, seed: int = 0) -> list[dict[str, Any]]:
             for i, row in enumerate(rows)]
 
 
+def make_calculations(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """For a calculator: {"prompt": "(12 + 3) * 4", "answer": 60}."""
+    draw = random.Random(seed)
+    triples = [[draw.randint(2, 99) for _ in range(3)] for _ in range(count)]
+    return [{"prompt": f"({a} + {b}) * {c}", "answer": (a + b) * c} for a, b, c in triples]
+
+
+def make_words(count: int, seed: int = 0) -> list[dict[str, str]]:
+    """For a word-guessing game: {"prompt", "word"}."""
+    words = "apple beach chair dance eagle flame grape house igloo joker knife lemon mango night ocean piano".split()
+    draw = random.Random(seed)
+    return [{"prompt": "Guess a word of 5 letters.", "word": draw.choice(words)} for _ in range(count)]
+
+
+def make_repairs(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """For code repair: {"prompt", "tests"}, with one of three mistakes each."""
+    draw = random.Random(seed)
+    kinds = (("total", "Add the numbers of a list.", "def total(xs):\n    return xs[0]",
+              ["assert total([1, 2, 3]) == 6", "assert total([]) == 0"]),
+             ("last", "Return the last character of a text, or '' if it is empty.", "def last(t):\n    return t[0]",
+              ["assert last('abc') == 'c'", "assert last('') == ''"]),
+             ("even", "Whether a number is even.", "def even(n):\n    return n % 2",
+              ["assert even(4) is True", "assert even(7) is False"]))
+    chosen = [draw.choice(kinds) for _ in range(count)]
+    return [{"prompt": f"{what} Repair this code:\n{code}\n", "tests": tests} for _, what, code, tests in chosen]
+
+
 def make_all(root: str | Path, **overrides: Any) -> Path:
     """Write every model and data file that the examples use by default, under `root`."""
     root = Path(root)
     for seed, name in enumerate(("sft", "base", "teacher")):
         make_model(root / "models" / name, seed=seed, **overrides)
+    make_model(root / "models/chat", seed=3, characters=string.printable, chat=CHAT_TEMPLATE,
+               **{"max_position_embeddings": 8192} | overrides)
     make_model(root / "models/rm", head="reward_model", seed=1, **overrides)
     for name, rows in (("prompts", make_sums(256)), ("heldout", make_sums(32, seed=1)), ("answers", make_sums(256)),
-                       ("pairs", make_pairs(256)), ("rated_pairs", make_rated(256)), ("labelled", make_labelled(256))):
+                       ("pairs", make_pairs(256)), ("rated_pairs", make_rated(256)), ("labelled", make_labelled(256)),
+                       ("calculations", make_calculations(256)), ("words", make_words(256)),
+                       ("repairs", make_repairs(64))):
         write_jsonl(root / "data" / f"{name}.jsonl", rows)
     return root
 

@@ -15,8 +15,8 @@ from rldsl.diag import fail
 
 
 def files(name: str, target: str | None, force: bool) -> list[tuple[str, str]]:
-    """(path, text): the program, then the Python files that it needs; those that exist are never overwritten. target: a
-    file, a directory, or None for NAME.rlf here. Error: RL0094 the program exists already."""
+    """(path, text): the program, then the Python and data files that it needs; those that exist are never overwritten.
+    target: a file, a directory, or None for NAME.rlf here. Error: RL0094 the program exists already."""
     path = target or f"{name}.rlf"
     if os.path.isdir(path):
         path = str(Path(path) / f"{name}.rlf")

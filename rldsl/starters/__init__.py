@@ -1,4 +1,5 @@
-"""Programs to begin with: NAME.rlf, each formatted, commented and correct as it is, and the Python that they use.
+"""Programs to begin with: NAME.rlf, each formatted, commented and correct as it is, and the Python and data that they
+use.
 
 In: a name. Out: texts. The first line of a starter says in a sentence what it is.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import re
 from importlib import resources
 
-_USED = re.compile(r'^use py "([^"]+)"', re.MULTILINE)
+_USED = re.compile(r'^(?:use py|param rows +=) "([^"/]+)"', re.MULTILINE)  # data of its own is in no folder
 
 
 def names() -> tuple[str, ...]:
@@ -28,7 +29,7 @@ def line(name: str) -> str:
 
 
 def used(name: str) -> tuple[tuple[str, str], ...]:
-    """(file, text) of the Python that it uses, which belongs next to it."""
+    """(file, text) of the Python and the data that it uses, which belong next to it."""
     return tuple((file, _read(file)) for file in _USED.findall(text(name)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import string
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,10 @@ from rldsl.syntax.format import format
 from rldsl.syntax.parse import parse
 from rldsl.verify import verify
 from tests.end_to_end.programs import run_program
-from tests.tiny import make_model, make_pairs, make_sums, make_tokenizer, write_jsonl
+from tests.tiny import CHAT_TEMPLATE, make_model, make_pairs, make_sums, make_tokenizer, write_jsonl
 
 NAMES = starters.names()
-MODELS = ("sft", "base", "teacher", "rm", "rm_start")
+MODELS = ("sft", "base", "teacher", "rm", "rm_start", "chat")
 SEVEN_B = dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
                num_key_value_heads=4, vocab_size=152064, max_position_embeddings=32768, tie_word_embeddings=False)
 
@@ -33,7 +34,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with everything that the starters name."""
     root = tmp_path_factory.mktemp("starters")
     for name in MODELS:
-        make_model(root / "models" / name, head="reward" if "rm" in name else "causal_lm", num_key_value_heads=4)
+        chat = dict(characters=string.printable, chat=CHAT_TEMPLATE, max_position_embeddings=8192)
+        make_model(root / "models" / name, head="reward" if "rm" in name else "causal_lm", num_key_value_heads=4,
+                   **(chat if name == "chat" else {}))
     write_jsonl(root / "data/prompts.jsonl", make_sums(32))
     write_jsonl(root / "data/answers.jsonl", make_sums(32))
     write_jsonl(root / "data/pairs.jsonl", make_pairs(32))
@@ -134,7 +137,7 @@ def test_list() -> None:
     assert result.exit_code == 0
     assert [row.split()[0] for row in result.output.splitlines()] == list(NAMES)
     assert {"ppo", "grpo", "dpo", "sft", "rloo", "reward_model"} <= set(NAMES) and len(NAMES) <= 16
-    assert {"async", "self_rewarding", "replay", "vineppo"} <= set(NAMES)
+    assert {"agent", "async", "self_rewarding", "replay", "vineppo"} <= set(NAMES)
 
 
 def test_writes_the_python_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +152,25 @@ def test_writes_the_python_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(os.listdir("sub")) == ["mine.rlf", "rewards.py"]
     text = (tmp_path / "sub/mine.rlf").read_text()
     assert "rlc check sub/mine.rlf" in text and " grpo.rlf" not in text
+
+
+def test_the_agent_has_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer is right, and is what the environment rewards."""
+    monkeypatch.chdir(tmp_path)
+    assert rlc("new", "agent").exit_code == 0
+    assert sorted(os.listdir()) == ["agent.rlf", "envs.py", "tasks.jsonl"]
+    scope: dict = {}
+    exec(Path("envs.py").read_text(), scope)
+    rows = [json.loads(line) for line in Path("tasks.jsonl").read_text().splitlines()]
+    assert len(rows) == 64
+    for row in rows:
+        a, b, c = (int(x) for x in re.findall(r"\d+", row["prompt"]))
+        env = scope["Calculator"]()
+        env.reset(**row)
+        assert env.get_reward() == 0
+        env.submit(env.multiply(env.add(a, b), c))
+        env.submit(0)
+        assert env.get_reward() == 1
 
 
 def test_the_python_is_right(tiny: Path) -> None:
