@@ -97,6 +97,7 @@ class StepState:
     def begin(self) -> None:
         """Begin the next step, with what events that run ahead have made of it."""
         self.number += 1
+        self.talked.clear()  # only the rank that measures takes them
         begun = self.begun.pop(self.number, None)
         if begun is None:
             self.tokens = 0
