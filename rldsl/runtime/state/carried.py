@@ -66,7 +66,7 @@ class Stored(Protocol):
 def settings(context: RunContext, id: str) -> torch.Tensor:
     """[3] int64: see `SETTINGS`. id: of a generated frame."""
     frame, event = context.frames[id], context.continued[id]
-    return torch.tensor([frame.count // frame.iterations, event.per_step, event.sampling.max_new_tokens])
+    return torch.tensor([frame.count // frame.iterations, event.per_step, event.sampling.max_new_tokens], device="cpu")
 
 
 def tensors(context: RunContext, carried: Mapping[str, CarriedRows]) -> dict[str, torch.Tensor]:
@@ -80,7 +80,7 @@ def tensors(context: RunContext, carried: Mapping[str, CarriedRows]) -> dict[str
         at = coordinate(layout, mesh, context.rank)
         if at.tp == at.pp == at.cp == 0:
             rows, chosen = carried[frame], settings(context, frame)
-            one = torch.zeros(1, dtype=torch.int64)
+            one = torch.zeros(1, dtype=torch.int64, device="cpu")
             values = {name: getattr(rows, name) for name in FIELDS}
             if at.dp == 0:
                 values[SETTINGS] = RaggedRows(one, torch.full_like(one, chosen.numel()), chosen)
