@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from rldsl.backends.torch.train.optimizer import ShardOptimizer
 from rldsl.backends.torch.train.pipeline import pipeline_forward, pipeline_forward_backward
 from rldsl.plan.events import CopyPart, Sampling
 from rldsl.plan.expr import Level
-from rldsl.plan.heads import OUTPUTS
+from rldsl.plan.heads import DISTRIBUTION, OUTPUTS
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.payloads import Conversation
 from rldsl.runtime.backend import (
@@ -113,8 +113,10 @@ class TorchShard:
         def read(hidden: torch.Tensor, inputs: ModelInputs) -> tuple[torch.Tensor, ...]:
             return model_outputs(self.stage, hidden, inputs, (output,), temperature)[output]
 
-        (result,) = self._forward(batches, read, (OutputShape(OUTPUTS[output].level, torch.float32),))
-        return result
+        shape = OutputShape("token", torch.float32, self.stage.hidden_size) if output == DISTRIBUTION else \
+            OutputShape(OUTPUTS[output].level, torch.float32)
+        (result,) = self._forward(batches, read, (shape,))
+        return result.flatten()
 
     def top(self, batches: Sequence[PackedBatch], k: int, temperature: float, words: int = 0
             ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,7 +155,7 @@ class TorchShard:
 
     def train(self, minibatch: Sequence[MicroBatch], outputs: Sequence[Sequence[str]], temperature: float,
               loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none",
-              rate: float | None = None) -> Mapping[str, float] | None:
+              rate: float | None = None, heads: Sequence[Shard] = ()) -> Mapping[str, float] | None:
         trainer, zero = self._trainer(), self.stage.zero
         has_rows = [any(len(frame) for frame in frames) for frames in minibatch]
         # other ranks wait for the passes of this one under `zero` and `ep`: one without rows runs a token
@@ -161,11 +163,12 @@ class TorchShard:
         inputs = [pack_inputs(minibatch[i] if has_rows[i] else (DUMMY_BATCH,), self.device, self.axes.cp,
                               self.stage.sequence_parallel) for i in passes]
         wanted = {name for names in outputs for name in names}
+        others = [cast(TorchShard, head).stage for head in heads]
 
         def loss_share(i: int, hidden: torch.Tensor) -> torch.Tensor:
             if not has_rows[passes[i]]:
                 return hidden.float().sum() * 0
-            computed = model_outputs(self.stage, hidden, inputs[i], wanted, temperature)
+            computed = model_outputs(self.stage, hidden, inputs[i], wanted, temperature, others)
             return loss_fn(passes[i], [{name: computed[name][frame] for name in names}
                                        for frame, names in enumerate(outputs)])
 

@@ -11,11 +11,11 @@ from rldsl.diag import Label
 from rldsl.graph import carried
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
-from rldsl.graph.distributions import logprobs_at, same_tokens, top, without_ids
+from rldsl.graph.distributions import distribution, logprobs_at, same_tokens, top, without_ids
 from rldsl.graph.minibatch import minibatches
 from rldsl.graph.row_states import ROW_NUMBERS
 from rldsl.plan.events import Sampling
-from rldsl.plan.heads import CALLS, GENERATE, LOGPROBS_AT, SKIPPED, TOP, TRAIN, heads_with
+from rldsl.plan.heads import CALLS, DISTRIBUTION, GENERATE, LOGPROBS_AT, SKIPPED, TOP, TRAIN, heads_with
 from rldsl.plan.metrics_file import BUILT_IN, METRICS
 from rldsl.plan.model import CONVERSATION_VALUES, Frame, Space
 from rldsl.plan.payloads import Conversation
@@ -322,6 +322,8 @@ class CallsOfFlow:
             target, known = self.flow.anonymous("expr"), label(call.span)
         if call_name == TOP:
             return top(self.flow, owner, frame, cast(int, given["k"]), target, clause, span, known)
+        if call_name == DISTRIBUTION:
+            return distribution(self.flow, owner, frame, target, clause, span, known)
         if ids is not None:
             return logprobs_at(self.flow, owner, frame, ids, target, clause, span, known)
         self.flow.value(target, output.level, frame.id, label=known)
@@ -369,6 +371,8 @@ class CallsOfFlow:
         if isinstance(made, Bad):
             return BAD
         data = tuple((n, self.flow.materialize(t, "expr", use.spans[n]).name) for n, t in made.data)
+        made_by = self.flow.distributions
+        heads = tuple((v, made_by[v]) for v in dict.fromkeys(v for _, v in data) if v in made_by)
         rate = self._rate(call, scope)
         if isinstance(rate, Bad):
             return BAD
@@ -389,7 +393,7 @@ class CallsOfFlow:
             model_outputs=made.model_outputs, data_inputs=data,
             outputs=outputs, minibatches=parts, epochs=cast(int, given["epochs"]),
             shuffle=bool(given["shuffle"]) and parts > 1, call=number,
-            nonfinite="skip" if skips else "stop", rate=rate, ids=made.ids))
+            nonfinite="skip" if skips else "stop", rate=rate, ids=made.ids, heads=heads))
         return NO_VALUE
 
     def _rate(self, call: ast.Call, scope: Scope) -> str | Bad:

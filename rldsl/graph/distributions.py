@@ -1,4 +1,4 @@
-"""Calls that ask a model for its distribution at each token of some responses: `top` and `logprobs_at`.
+"""Calls that ask a model for its distribution at each token of some responses: `top`, `logprobs_at`, `distribution`.
 
 In: a call of the flow. Out: a node of the graph, and the entry values that it makes (`plan/entries.py`).
 Errors: RL0202, RL0203, RL0204, each with its position.
@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rldsl.graph import model as g
-from rldsl.plan.entries import EntrySpace
-from rldsl.plan.heads import LOGPROBS_AT, TOP
+from rldsl.plan.entries import HIDDEN, EntrySpace, vocabulary_space
+from rldsl.plan.heads import DISTRIBUTION, LOGPROBS_AT, TOP
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.levels import source_name
@@ -48,6 +48,20 @@ def logprobs_at(flow: FlowBuilder, owner: ModelRef, frame: IndexedFrame, ids: Te
         id=flow.unique(target), reads=(f"{frame.id}.tokens", space), writes=(target,), span=span, clause=clause,
         model=owner.name, frame=frame.id, output_name=LOGPROBS_AT, value=target, ids=space,
         temperature=frame.temperature))
+    return input_(target, "entry", space, span)
+
+
+def distribution(flow: FlowBuilder, owner: ModelRef, frame: IndexedFrame, target: str, clause: g.Clause | None,
+                 span: Span, label: str) -> Term:
+    """The whole distribution at each token of the responses of `frame`: what a loss compares with that of the model in
+    training. The placement says how wide its hidden states are. label: as of `top`."""
+    space = vocabulary_space(frame.id)
+    flow.value(target, "entry", frame.id, extent=HIDDEN, label=label, entries=space)
+    flow.spaces.entries[space] = EntrySpace(frame.id, 0)
+    flow.distributions[target] = owner.name
+    flow.items.append(g.Infer(
+        id=flow.unique(target), reads=(f"{frame.id}.tokens",), writes=(target,), span=span, clause=clause,
+        model=owner.name, frame=frame.id, output_name=DISTRIBUTION, value=target, temperature=frame.temperature))
     return input_(target, "entry", space, span)
 
 

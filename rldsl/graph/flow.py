@@ -50,6 +50,7 @@ class FlowBuilder(Computations):
         self._bound: dict[str, Span] = {}  # name -> where the flow binds it
         self._shown: set[str] = set()  # names of metrics
         self.checkpoint: g.Checkpoint | None = None
+        self.distributions: dict[str, str] = {}  # value -> the model whose whole distribution it is
         self.stops: list[Term] = []  # the conditions that end the run, each computed at its place in the step
         self.stop = ""  # the value that ends the run where it is true; "" if nothing does
         self._iterations: int | None = None  # of the enclosing `repeat`

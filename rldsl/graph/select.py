@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
-from rldsl.plan.entries import ENTRIES, HIDDEN, EntrySpace
+from rldsl.plan.entries import ENTRIES, HIDDEN, EntrySpace, vocabulary_space
 from rldsl.plan.model import SEQUENCE_VALUES, Space, Value
 from rldsl.plan.naming import collected
 from rldsl.plan.spaces import IndexedFrame
@@ -160,7 +160,10 @@ class Selections:
         known = (record.label if record is not None else "") or value.name
         entries, width = self._entries(term, frame, name)
         self.flow.value(name, term.level, frame.id, "i64" if term.dtype == "id" else term.dtype,
+                        HIDDEN if entries == vocabulary_space(frame.id) else "",
                         label=f"{known} of {frame.label or frame.id}", width=width, entries=entries)
+        if value.name in self.flow.distributions:
+            self.flow.distributions[name] = self.flow.distributions[value.name]
         self.flow.items.append(g.Derive(id=name, reads=(value.name,), writes=(name,), span=term.span, op="restrict",
                                         source=frame.selected_from, frame=frame.id, values=((value.name, name),)))
         return input_(name, term.level, entries or space, term.span, term.dtype, term.unit)
@@ -171,6 +174,10 @@ class Selections:
         if term.level != "entry":
             return "", 1
         width = self.spaces.entries[term.space].width
+        if not width:
+            space = vocabulary_space(frame.id)
+            self.spaces.entries[space] = EntrySpace(frame.id, 0)
+            return space, 1
         ids = name if term.dtype == "id" else \
             self.restrict(input_(term.space, "entry", term.space, term.span, "id"), frame.id).space
         self.spaces.entries[ids] = EntrySpace(frame.id, width)

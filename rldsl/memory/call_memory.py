@@ -31,7 +31,7 @@ from rldsl.memory.parameters import (
 from rldsl.memory.values import ROW, WIDE, Tables, rows, width
 from rldsl.plan.backends import costs, unusable
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
-from rldsl.plan.heads import OUTPUTS
+from rldsl.plan.heads import DISTRIBUTION, LOGPROBS_AT, OUTPUTS
 from rldsl.plan.model import Layout
 from rldsl.sharding.partition import count_without_token_limit
 from rldsl.sharding.pipeline_schedule import actions, max_activations_in_flight, max_waiting_messages, rank_passes
@@ -217,6 +217,7 @@ def _infer(t: Tables, e: Infer, copy: Copy, b: LayerActivations, device: str) ->
         if OUTPUTS[e.output_name].logits:
             head += logits.forward(_head(copy), m.responses, OUTPUTS[e.output_name].reads == "distribution", device)
         head += m.responses * TOP_ENTRY * _width(t, e.ids)
+        head += m.responses * 2 * FLOAT * copy.model.sizes.hidden * (e.output_name == DISTRIBUTION)
     passed = 0 if copy.last else m.tokens * b.stream  # the message of the micro-batch before
     most = max(m.tokens * b.forward + 3 * m.cp_tokens * b.seen, head)
     return {"activations": passed + most, "half-precision weights": _half_precision_bytes(copy),
@@ -253,7 +254,7 @@ def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) ->
     head = 0
     if copy.last:
         head = max_activations_in_flight(order, each, layout.vpp - 1) + m.tokens * b.final
-        head += max(m.tokens * b.norm, _loss(e, copy, b, m, device)) + m.responses * LOSS_ENTRY * _width(t, e.ids)
+        head += max(m.tokens * b.norm, _loss(t, e, copy, b, m, device)) + m.responses * LOSS_ENTRY * _width(t, e.ids)
     whole = count * sum(map(width, frames)) * INDEX
     most = max(passed + max(inside, embedding, head), largest_step(copy))
     return {"activations": most, "half-precision weights": _half_precision_bytes(copy), "rows": whole, **gathered(copy)}
@@ -280,10 +281,13 @@ def _waiting(pp: int, chunks: int, count: int, rank: int) -> int:
     return max_waiting_messages(actions(pp, chunks, count)[rank])
 
 
-def _loss(e: Train, copy: Copy, b: LayerActivations, m: MicroBatch, device: str) -> int:
+def _loss(t: Tables, e: Train, copy: Copy, b: LayerActivations, m: MicroBatch, device: str) -> int:
     """The last hidden states, those of response tokens, their gradient, and logits."""
     hidden = (m.tokens + 2 * m.responses) * b.hidden
-    read = {OUTPUTS[what] for _, _, what in e.model_outputs}
+    if e.heads:
+        hidden += m.responses * sum(2 * FLOAT * t.values[v].width for v, _ in e.heads)
+        hidden += logits.over_vocabulary(_head(copy), m.responses, len(e.heads), not copy.model.base, device)
+    read = {OUTPUTS[what] for _, _, what in e.model_outputs if not (e.heads and what == LOGPROBS_AT)}
     if not any(output.logits for output in read):
         return hidden
     entropy = any(output.reads == "distribution" for output in read)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from rldsl.plan.events import Sampling
 
 MAX_ROWS, MIN_ROWS = 1024, 32  # tokens whose logits exist at once
+MIN_VOCABULARY_ROWS = 4
+VOCABULARY_TABLES = 24  # of a generalized Jensen-Shannon divergence, as autograd keeps them
 CPU_LOGITS = 1 << 21  # logits that exist at once on a CPU: as many as its caches hold
 
 
@@ -18,6 +20,12 @@ def rows_at_once(words: int, device: str) -> int:
     """The number of tokens whose logits over `words` vocabulary entries exist at once. On a GPU the product needs many
     rows to be fast; on a CPU it is as fast with few, and what follows it is faster. device: "cuda" or "cpu"."""
     return MAX_ROWS if device == "cuda" else max(MIN_ROWS, min(MAX_ROWS, CPU_LOGITS // max(words, 1)))
+
+
+def vocabulary_rows_at_once(words: int, tokens: int, device: str) -> int:
+    """The same where a loss computes with the whole vocabulary, which takes `VOCABULARY_TABLES` tables: so few that all
+    of them have at most 0.05 of the rows of one table for all tokens."""
+    return min(rows_at_once(words, device) // 8, max(MIN_VOCABULARY_ROWS, tokens // (20 * (VOCABULARY_TABLES + 4))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,14 @@ def backward(head: Head, tokens: int, trained: bool, entropy: bool, device: str)
     sloping = max(head.making, 8 if entropy else 4, 4 + 2 * half) * chunk
     product = head.compute * weight if trained and half else 0
     return head.cast + gradient + max(sloping, head.compute * chunk + product)
+
+
+def over_vocabulary(head: Head, tokens: int, others: int, trained: bool, device: str) -> int:
+    """Bytes of the tables of a chunk, as a loss computes with whole distributions, and of the gradient of the weight
+    where it is trained. others: models that the distribution is compared with, whose heads are cast, too."""
+    chunk = min(tokens, vocabulary_rows_at_once(head.rows, tokens, device)) * head.rows
+    weight = head.rows * head.hidden
+    return head.cast * (1 + others) + (VOCABULARY_TABLES + 2 * others) * 4 * chunk + (4 * weight if trained else 0)
 
 
 def sampling(head: Head, sequences: int, options: Sampling, tp: int) -> int:

@@ -41,6 +41,7 @@ from rldsl.plan.events import (
     When,
     split_buffer,
 )
+from rldsl.plan.heads import DISTRIBUTION
 from rldsl.plan.model import Layout, Mesh, ReplayBuffer, Spread, State, Value
 from rldsl.plan.payloads import (
     CollectSpec,
@@ -130,6 +131,8 @@ class _EventBuilder:
         self.train_layouts = {m.name: m.train_layout for m in placed.models}
         self.sync_places = sync_places(placed.graph, self.places, self.train_layouts)  # of models in syncs
         self.written_at: dict[str, str] = {}  # model -> position of what made its version, in program order
+        self.head_makers = {n.model: n.id for n in g.nodes(placed.graph.items)
+                            if isinstance(n, g.Infer) and n.output_name == DISTRIBUTION}
         self.updated_at: dict[str, str] = {}  # state of rows -> position of its last update, in program order
         self.stored_at: dict[str, str] = {}  # buffer -> position of what added rows last, in program order
         self.layouts: dict[str, Layout] = {}
@@ -314,8 +317,11 @@ class _EventBuilder:
                              **payload(node, InferSpec))
             case g.Train():
                 self.written_at[node.model] = at
-                return Train(**common, layout=layout, reads=(copy, *reads), writes=(copy, *writes), mbs=place.mbs,
-                             mbt=place.mbt, recompute=place.recompute, **payload(node, TrainSpec))
+                heads = tuple(self.places[self.head_makers[model]].layout.id for _, model in node.heads)
+                read = dict.fromkeys(f"{model}@{x}" for (_, model), x in zip(node.heads, heads, strict=True))
+                return Train(**common, layout=layout, reads=(copy, *read, *reads), writes=(copy, *writes),
+                             mbs=place.mbs, mbt=place.mbt, recompute=place.recompute, head_layouts=heads,
+                             **payload(node, TrainSpec))
         assert_never(node)
 
     def broadcast(self, node: g.Broadcast, at: str) -> Event:

@@ -2,7 +2,7 @@
 
 In: a graph and families. Out: the graph, in which each `top` looks only at tokens that all readers of its ids know.
 Models of one tokenizer often have output embeddings of different sizes, since rows are added that no token has.
-Errors: RL0347 more tokens than there are.
+Errors: RL0347 more tokens than there are, RL0349 whole distributions that cannot be compared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,52 @@ from dataclasses import replace
 from rldsl.diag import Diagnostic, Failure
 from rldsl.graph import model as g
 from rldsl.models.families import Family
-from rldsl.plan.heads import TOP
+from rldsl.placement.model import Place, label
+from rldsl.placement.sync import sync_sources
+from rldsl.plan.heads import DISTRIBUTION, TOP
+
+
+def with_hidden_sizes(graph: g.Graph, families: Mapping[str, Family]) -> g.Graph:
+    """The graph, whose values that are whole distributions say how wide hidden states are. Errors: RL0349, for models
+    that cannot be compared."""
+    models = {m.name: m for m in graph.models}
+    made: dict[str, str] = {}  # value -> the model that made it
+    for node in g.nodes(graph.items):
+        if isinstance(node, g.Infer) and node.output_name == DISTRIBUTION:
+            made[node.value] = node.model
+        elif isinstance(node, g.Derive):
+            made |= {new: made[old] for old, new in node.values if old in made}
+        elif isinstance(node, g.Train):
+            for _, other in node.heads:
+                mine, theirs = families[node.model].vocab, families[other].vocab
+                changed = models[other].optimizer is not None or sync_sources(graph, other)
+                if mine != theirs or changed:
+                    why = f"`{node.model}` has {mine} tokens, and `{other}` {theirs}" if mine != theirs else \
+                        f"`{other}` changes during the run"
+                    raise Failure([Diagnostic(
+                        "RL0349", f"the whole distributions of `{node.model}` and `{other}` cannot be compared",
+                        node.span, why, help=f"compare its most likely tokens: `t = {other}.top(gen, k=64)`, then "
+                                             "`t.logprobs`")])
+    return replace(graph, values=tuple(
+        replace(v, width=families[made[v.id]].hidden) if v.id in made else v for v in graph.values))
+
+
+def check_heads(graph: g.Graph, places: Mapping[str, Place]) -> None:
+    """RL0349: the head of a model whose distributions a loss compares is read where the student is trained."""
+    makers = [n for n in g.nodes(graph.items) if isinstance(n, g.Infer) and n.output_name == DISTRIBUTION]
+    for node in g.nodes(graph.items):
+        heads = {other for _, other in node.heads} if isinstance(node, g.Train) else set()
+        for maker in (m for m in makers if m.model in heads):
+            mine, theirs = places[node.id], places[maker.id]
+            a, b = mine.layout, theirs.layout
+            same = (a.dp, a.tp, a.pp, a.cp, a.ep, a.backend) == (b.dp, b.tp, b.pp, b.cp, b.ep, b.backend)
+            if mine.mesh.ranks != theirs.mesh.ranks or not same:
+                degrees = " ".join(f"{d}={getattr(a, d)}" for d in ("dp", "tp", "pp", "cp") if getattr(a, d) > 1)
+                raise Failure([Diagnostic(
+                    "RL0349", f"`{label(maker)}` is not placed as `{label(node)}` is", theirs.span,
+                    "whole distributions are compared where both models are, divided alike",
+                    help=f"place it on the same ranks{f' with {degrees}' if degrees else ''}; or compare its most "
+                         f"likely tokens, which travel: `t = {maker.model}.top(gen, k=64)`")])
 
 
 def with_known_tokens(graph: g.Graph, families: Mapping[str, Family]) -> g.Graph:

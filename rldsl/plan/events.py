@@ -350,10 +350,19 @@ class Train(TrainSpec, ModelCall):
     mbs: int = 0  # most sequences in a micro-batch, of all frames together; 0: all
     mbt: int = 0  # most tokens in a micro-batch; 0: all
     recompute: Literal["none", "full"] = "none"  # full: keep each layer's input alone (Chen et al. 2016)
+    head_layouts: tuple[LayoutId, ...] = ()  # of the models in `heads`
 
     @property
     def called(self) -> str:
         return f"{self.model}.train"
+
+    def copies(self) -> tuple[Copy, ...]:
+        return ((self.model, self.layout), *self.head_copies)
+
+    @property
+    def head_copies(self) -> tuple[Copy, ...]:
+        """The copies whose output embeddings are read."""
+        return tuple((model, layout) for (_, model), layout in zip(self.heads, self.head_layouts, strict=False))
 
     @property
     def subject(self) -> str:

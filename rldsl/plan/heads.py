@@ -16,7 +16,7 @@ from rldsl.plan.expr import Level
 
 GENERATE, TRAIN = "generate", "train"  # the calls that compute no output
 
-TOP, LOGPROBS_AT = "top", "logprobs_at"  # outputs of level entry
+TOP, LOGPROBS_AT, DISTRIBUTION = "top", "logprobs_at", "distribution"  # outputs of level entry
 
 SCORE_WEIGHT = "score.weight"  # [1, H], the last tensor of a model without output embedding, as HuggingFace names it
 
@@ -74,6 +74,8 @@ _HEADS = (
         Output(LOGPROBS_AT, LOGPROBS_AT, "entry", "token", "log-probabilities of given tokens at each token"),
         Output(TOP, TOP, "entry", "distribution", "the most likely tokens at each token, with their "
                "log-probabilities", in_loss=False),
+        Output(DISTRIBUTION, DISTRIBUTION, "entry", "hidden", "the whole distribution at each token, for losses",
+               in_loss=False),
     ), vocabulary=True, generates=True),
     Head("value_model", "A model with one value per token.", (
         Output("values", "values", "token", "hidden", "the value of the state before each token"),

@@ -146,6 +146,9 @@ class TrainSpec:
     data_inputs: tuple[tuple[str, ValueId], ...]  # (program input, value): inputs without gradient
     outputs: tuple[tuple[str, ValueId], ...]  # metric -> the value that it is written to
     ids: ValueId = ""  # the ids of the tokens whose log-probs the output `logprobs_at` has
+    # (value, model) of data inputs that are whole distributions: last hidden states, and the model whose head makes
+    # log-probs of them. Then the output `logprobs_at` has those of the whole vocabulary
+    heads: tuple[tuple[ValueId, ModelName], ...] = ()
     rate: ValueId = ""  # a batch value, the learning rate of this call; "": that of the optimizer's schedule
     nonfinite: Literal["stop", "skip"] = "stop"  # of a minibatch whose gradient is not finite: stop the run, or skip it
 

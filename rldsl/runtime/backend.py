@@ -68,6 +68,8 @@ class PackedBatch:
     # None: each prompt precedes its response
     own: torch.Tensor | None = None
     ids: torch.Tensor | None = None  # [R, k] int64: the tokens whose log-probs are asked for at each response token
+    # [R, H] float32 each: last hidden states of other models, to compare the whole vocabulary with; see `train`
+    hidden: tuple[torch.Tensor, ...] = ()
 
     def __len__(self) -> int:
         return self.rows.numel()
@@ -122,8 +124,25 @@ class Prefix(NamedTuple):
 
 # One PackedBatch for each frame of the call, in the call's order (one frame, or two for preference pairs).
 MicroBatch = tuple[PackedBatch, ...]
-# (micro-batch index, outputs of each frame: name -> flat tensor) -> the micro-batch's share of the loss, a scalar.
-LossFn = Callable[[int, Sequence[Mapping[str, torch.Tensor]]], torch.Tensor]
+class VocabularyReduction(Protocol):
+    """What arithmetic over a whole vocabulary needs of a backend, which may divide it. Both are differentiable."""
+
+    def __call__(self, op: str, x: torch.Tensor) -> torch.Tensor:
+        """[C, V_local] -> [C], over all words. op: "sum", "mean", "amax", "amin" or "count"."""
+
+    def entries(self, x: torch.Tensor) -> torch.Tensor:
+        """[C] -> [C, 1], to compute with [C, V_local]."""
+
+
+# (log-probs of the model in training [C, V_local], those of each other model, numbers of each token [C] or of all [],
+# reduction) -> results [C], for a few tokens at once.
+VocabularyTerms = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor], VocabularyReduction],
+                           tuple[torch.Tensor, ...]]
+# (arithmetic, numbers of each token [R] or of all []) -> its results [R], with gradient.
+OverVocabulary = Callable[[VocabularyTerms, Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
+# (micro-batch index, outputs of each frame: name -> flat tensor; "logprobs_at" over the whole vocabulary: what computes
+# with it) -> the micro-batch's share of the loss, a scalar.
+LossFn = Callable[[int, Sequence[Mapping[str, Any]]], torch.Tensor]
 
 
 class WeightDigest(NamedTuple):
@@ -182,7 +201,8 @@ class Shard(Protocol):
 
         output: "logprobs", "entropy", "sum_squares" or "values": [R] float32, aligned with response tokens (the one at
         position t is predicted from the tokens before t); "scores" or "end_values": [S] float32, read at the last
-        token; "logprobs_at": [R * k] float32, of the `ids` of the batches.
+        token; "logprobs_at": [R * k] float32, of the `ids` of the batches; "distribution": [R * H] float32, the last
+        hidden states, from which a head makes the distributions.
         Under a layout with `ep` all shards that share experts get the same number of batches, some of them without
         rows."""
 
@@ -194,7 +214,7 @@ class Shard(Protocol):
 
     def train(self, minibatch: Sequence[MicroBatch], outputs: Sequence[Sequence[str]], temperature: float,
               loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none",
-              rate: float | None = None) -> Mapping[str, float] | None:
+              rate: float | None = None, heads: Sequence[Shard] = ()) -> Mapping[str, float] | None:
         """Forward and backward passes of every micro-batch, one gradient reduction (a *sum* over dp and cp: the loss
         already carries the global normalization), clipping over all shards, one optimizer step.
 
@@ -207,6 +227,8 @@ class Shard(Protocol):
             gradient is dropped, nothing changes (no weight decay, no moments), and the result is None.
         recompute: as in `plan.events.Train`; it changes no number.
         rate: the learning rate, before the scales of groups; None: that of the schedule.
+        heads: shards of other models on the same ranks under the same degrees, one for each of `PackedBatch.hidden`:
+            then the output "logprobs_at" is an `OverVocabulary`, whose arithmetic gets their log-probs, too.
         Returns "grad_norm" (before clipping) and "lr", equal on all ranks. If "grad_norm" is not finite, nothing was
             updated, and the schedule has not advanced."""
 

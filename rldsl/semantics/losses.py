@@ -63,12 +63,13 @@ def bind_loss(use: LossUse, head: Head, frames: tuple[IndexedFrame, ...], id_: s
         return BAD
     spaces_of = {f.id: f for f in frames}
     scope = Scope(use.ref.module, names=dict(data))
-    entries = ""
+    entries = ids = ""
     if any(OUTPUTS[output].level == "entry" for _, _, output in model_outputs):
         of_data = _entries_of_data(decl, data, use, exprs)
         if isinstance(of_data, Bad):
             return BAD
         entries = of_data
+        ids = entries if exprs.spaces.entries[entries].width else ""
     for name, frame, output in model_outputs:
         level = OUTPUTS[output].level
         space = entries if level == "entry" else exprs.spaces.of(spaces_of[frame], level)
@@ -80,10 +81,12 @@ def bind_loss(use: LossUse, head: Head, frames: tuple[IndexedFrame, ...], id_: s
         errors.trail.pop()
     if isinstance(outputs, Bad):
         return BAD
+    if entries and not ids and not _within_tokens([t for _, t in outputs], exprs):
+        return BAD
     made = program(id_, outputs, str(use.span))
     read = set(made.inputs())
     return BoundLoss(made, model_outputs, tuple((n, t) for n, t in args.items() if n in read),
-                   tuple(UPDATES if n == STOP else n for n, _ in outputs[1:]), entries)
+                   tuple(UPDATES if n == STOP else n for n, _ in outputs[1:]), ids)
 
 
 def _entries_of_data(decl: ast.LossDecl, data: dict[str, Term], use: LossUse, exprs: ExpressionBuilder) -> str | Bad:
@@ -105,6 +108,26 @@ def _entries_of_data(decl: ast.LossDecl, data: dict[str, Term], use: LossUse, ex
                                 help=f"`{LOGPROBS_AT}` has one set of tokens: ask the other model for the log-probs of "
                                      "these, `model.logprobs_at(gen, t.ids)`")
     return next(iter(given.values()))
+
+
+def _within_tokens(outputs: list[Term], exprs: ExpressionBuilder) -> bool:
+    """Whether arithmetic over the whole vocabulary at a token needs that token alone; else RL0348."""
+    every = walk(outputs)
+    whole = {id(t) for t in every if exprs.ops.whole(t)}
+    after = set(whole)
+    for term in every:  # arguments first
+        if any(id(a) in after for a in term.args):
+            after.add(id(term))
+    before = {id(t) for t in walk([t for t in every if id(t) in whole])}
+    for term in every:
+        between = id(term) in after & before - whole
+        reduced = any(id(a) in whole for a in term.args)
+        if between and not reduced and (term.level != "token" or OPERATORS[term.op].family != "elementwise"):
+            exprs.errors.add("RL0348", "arithmetic over the vocabulary that depends on other tokens", term.at,
+                             "the vocabulary is looked at for a few tokens at once", labels=term.origin,
+                             help="use values of the token itself there")
+            return False
+    return True
 
 
 def check_body(decl: ast.LossDecl, scope: Scope, model_outputs: set[str],

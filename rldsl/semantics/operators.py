@@ -30,6 +30,7 @@ Options = Mapping[str, Scalar]  # the named arguments of a built-in function: co
 Restrict = Callable[[Term, str], Term]  # (value, space of a selection) -> the value of the selected rows
 
 
+OF_VOCABULARY = ("sum", "mean", "min", "max", "count", "logsumexp", "std", "var")  # reductions of whole distributions
 OF_TURNS = ("next", "prev", "cumsum", "discount")  # sequence functions that turns have, too
 
 
@@ -55,7 +56,7 @@ class Operators:
 
     def apply(self, op: str, args: tuple[Term, ...], span: Span) -> Term | Bad:
         """An elementwise operator, with broadcasting and folding."""
-        if not self._types(op, args, span):
+        if not self._types(op, args, span) or not self._in_a_loss(args):
             return BAD
         clash = units.clash(op, args)
         if clash is not None:
@@ -147,6 +148,20 @@ class Operators:
             return False
         return True
 
+    def whole(self, x: Term) -> bool:
+        """Whether it ranges over the whole vocabulary at each token."""
+        return x.level == "entry" and not self.spaces.entries[x.space].width
+
+    def _in_a_loss(self, args: tuple[Term, ...]) -> bool:
+        """Whether whole distributions are used where they exist; else RL0348."""
+        x = next((a for a in args if self.whole(a)), None)
+        if x is None or self.in_loss:
+            return True
+        self.errors.add("RL0348", "a whole distribution is used outside a loss", x.at, "it has no table of numbers",
+                        labels=x.origin, help="pass it to a loss as it is; for a metric, `top` gives numbers: "
+                                              "`t = teacher.top(gen, k=64)`")
+        return False
+
     def _no_ids(self, x: Term) -> Bad:
         return self.errors.add("RL0345", "arithmetic on the ids of tokens", x.at,
                                "these say which tokens, not how much", labels=x.origin,
@@ -174,6 +189,12 @@ class Operators:
         """`name(x by to, OPTION=...)`."""
         if x.dtype == "id":
             return self._no_ids(x)
+        if not self._in_a_loss((x,)):
+            return BAD
+        if self.whole(x) and (to != "token" or name not in OF_VOCABULARY):
+            return self.errors.add("RL0348", "what ranges over the whole vocabulary must be reduced to tokens first",
+                                   span, f"this is {describe(x)} of {self.spaces.shown(x)}",
+                                   help=f"for example `sum(x by token)`; reductions: {', '.join(OF_VOCABULARY)}")
         if isinstance(to, FrameRef):
             fault = self._loss_has_no_rows(to, span) or row_operators.check_above(self, x, to)
             if fault is not None:

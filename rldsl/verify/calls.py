@@ -8,13 +8,14 @@ RL0615 (fields that contradict each other). Extra reads are allowed where they c
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.backends import described
 from rldsl.plan.derive_ops import DERIVE_OPS, continued_frame
 from rldsl.plan.events import AnyCall, Compute, Derive, Event, Fetch, Generate, Infer, Train, split_buffer
 from rldsl.plan.function import frames_of_call
-from rldsl.plan.heads import OUTPUTS, TOP, heads_with
+from rldsl.plan.heads import DISTRIBUTION, OUTPUTS, TOP, heads_with
 from rldsl.plan.model import CONVERSATION_VALUES, Layout, Mesh, Model, Ranges, Value
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.sharding.sum_blocks import undividable
@@ -216,8 +217,12 @@ def check_infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
     given = {e.ids} if e.ids and not makes_ids else set()
     yield from reads(t, e, {f"{e.frame}.tokens"} | given, own(e.frame), e.spread, f"{e.model}@{e.layout}")
     yield from writes(t, e, {e.value, e.ids} - {""} - given, set(), e.spread)
-    extent = {"seq": "row", "entry": "entry"}.get(output.level, "response")
-    if (output.level == "entry") != bool(e.ids) or e.ids and not _ids_of(t, e.ids, v):
+    whole = e.output_name == DISTRIBUTION
+    extent = "hidden" if whole else {"seq": "row", "entry": "entry"}.get(output.level, "response")
+    if whole and v.width != t.models[e.model].sizes.hidden:
+        yield problem("RL0615", f"{name(e)}: {v.id} has {v.width} numbers for each token, but hidden states have "
+                                f"{t.models[e.model].sizes.hidden}", e)
+    if (output.level == "entry" and not whole) != bool(e.ids) or e.ids and not _ids_of(t, e.ids, v):
         yield problem("RL0615", f"{name(e)}: {e.ids or 'nothing'} has the ids of the tokens of {v.id}", e)
     elif e.ids and not _has_entries(t, e):
         yield problem("RL0615", f"{name(e)}: the backend of layout {e.layout} has no entry values", e)
@@ -255,6 +260,31 @@ def _known_tokens(t: Tables, e: Infer) -> str:
     return ""
 
 
+def _heads(t: Tables, e: Train, copies: set[str]) -> str:
+    """What is wrong with the models whose whole distributions a loss compares, or "": they are where the student is,
+    divided alike, do not change, and made what the loss gets."""
+    whole = {v for _, v in e.data_inputs if t.values[v].extent == "hidden"}
+    if whole != {v for v, _ in e.heads} or len(whole) != len(e.heads) or len(e.head_layouts) != len(e.heads):
+        return "does not say whose distributions it gets"
+    if not copies <= {*e.reads}:
+        return f"does not read {sorted(copies - {*e.reads})[0]}"
+    makers = {i.value: i.model for i, _ in t.events if isinstance(i, Infer) and i.output_name == DISTRIBUTION}
+    for d, _ in t.events:
+        if isinstance(d, Derive):
+            makers |= {new: makers[old] for old, new in d.values if old in makers}
+    mine, a = t.models[e.model], t.layouts[e.layout]
+    for (value, name_), layout in zip(e.heads, e.head_layouts, strict=True):
+        model, b = t.models[name_], t.layouts[layout]
+        if makers.get(value) != name_ or model.head is not mine.head or model.sizes.vocab != mine.sizes.vocab:
+            return f"gets {value}, which is not a distribution of {name_} over the tokens of {e.model}"
+        if model.train_layout or model.updated_from:
+            return f"reads the head of {name_}, which changes"
+        if _ordered(t.meshes[a.mesh]) != _ordered(t.meshes[b.mesh]) or _degrees(a) != _degrees(b) \
+                or a.backend != b.backend:
+            return f"reads the head of {name_} in layout {layout}, which divides it otherwise than {e.layout}"
+    return ""
+
+
 def _has_entries(t: Tables, e: Infer | Train) -> bool:
     backend = described(t.layouts[e.layout].backend)
     return backend is not None and backend.entries
@@ -270,7 +300,11 @@ def check_train(t: Tables, e: Train) -> Iterator[Diagnostic]:
     yield from _call(t, e)
     copy = f"{e.model}@{e.layout}"
     must = {f"{f}.tokens" for f in e.frames} | {v for _, v in e.data_inputs} | ({e.rate, e.ids} - {""})
-    yield from reads(t, e, must, own(*e.frames), e.spread, copy)
+    read_heads = {f"{model}@{layout}" for model, layout in zip((m for _, m in e.heads), e.head_layouts, strict=False)}
+    yield from reads(t, replace(e, reads=tuple(b for b in e.reads if b not in read_heads)), must, own(*e.frames),
+                     e.spread, copy)
+    if fault := _heads(t, e, read_heads):
+        yield problem("RL0615", f"{name(e)} {fault}", e)
     if e.rate and (t.values[e.rate].level, t.values[e.rate].dtype) != ("batch", "f32"):
         yield problem("RL0615", f"{name(e)}: the learning rate {e.rate} is not a number of the batch level", e)
     yield from writes(t, e, {v for _, v in e.outputs}, set(), e.spread, copy)
@@ -279,9 +313,10 @@ def check_train(t: Tables, e: Train) -> Iterator[Diagnostic]:
             yield problem("RL0615", f"{name(e)}: the head of {e.model} has no output {what}, or {frame} is not a frame "
                                     "of the call", e)
     asked = {frame for _, frame, what in e.model_outputs if OUTPUTS[what].level == "entry"}
-    if e.ids and not _has_entries(t, e):
+    if (e.ids or e.heads) and not _has_entries(t, e):
         yield problem("RL0615", f"{name(e)}: the backend of layout {e.layout} has no entry values", e)
-    if bool(asked) != bool(e.ids) or e.ids and (t.values[e.ids].entries != e.ids or asked != {t.values[e.ids].frame}):
+    one = bool(e.ids) + bool(e.heads)
+    if one != bool(asked) or e.ids and (t.values[e.ids].entries != e.ids or asked != {t.values[e.ids].frame}):
         yield problem("RL0615", f"{name(e)}: {e.ids or 'nothing'} has the ids of the tokens that the loss asks for", e)
     if not e.frames or any((t.values[v].level, t.values[v].dtype) != ("batch", "f32") for _, v in e.outputs):
         yield problem("RL0615", f"{name(e)} needs a frame, and outputs at the batch level", e)

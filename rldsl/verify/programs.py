@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, assert_never
 
 from rldsl.diag import Diagnostic
+from rldsl.plan.entries import vocabulary_space
 from rldsl.plan.events import Compute, Draw, Event, Sample, Train
 from rldsl.plan.expr import LEVELS, Node, Program
 from rldsl.plan.function import frames_of_call
@@ -67,6 +68,9 @@ def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
         case "reduction":
             coarser = LEVELS.index(node.level) < LEVELS.index(args[0].level) or \
                 node.level == args[0].level == "seq" and node.space != args[0].space
+            if args[0].level == "entry" and not t.entries[args[0].space].width and (
+                    node.level != "token" or operator.combine == "gather"):
+                return "what ranges over the whole vocabulary is reduced to tokens first"
             if node.attr("to") != node.level or not coarser:
                 return f"reduces {args[0].level} to {node.attr('to')}, but its result is at level {node.level}"
             if operator.to_batch_only and {node.level, *(a.level for a in args[1:])} != {"batch"}:
@@ -201,7 +205,8 @@ def _compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
     known = {"batch": {""}, "prompt": {f.prompt_space for f in frames}, "seq": {f.row_space for f in frames},
              "turn": {*e.frames}, "token": {*e.frames},
              "entry": {x for x, of in t.entries.items() if of.frame in e.frames}}
-    strange = [n.space for n in program.nodes if n.space not in known[n.level]]
+    strange = [n.space for n in program.nodes if n.space not in known[n.level]
+               or n.level == "entry" and not t.entries[n.space].width]
     strange += [str(n.attr("frame")) for n in program.nodes if n.attr("frame") and n.attr("frame") not in e.frames]
     if strange:
         yield problem("RL0617",
@@ -230,7 +235,8 @@ def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
     for node in program.nodes:
         for input, frame, what in e.model_outputs:
             level = OUTPUTS[what].level
-            space = t.frames[frame].row_space if level == "seq" else e.ids if level == "entry" else frame
+            entries = e.ids or vocabulary_space(frame)
+            space = t.frames[frame].row_space if level == "seq" else entries if level == "entry" else frame
             if (
                 node.op == "input"
                 and node.attr("name") == input

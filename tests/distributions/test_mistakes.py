@@ -9,12 +9,9 @@ import pytest
 
 from rldsl import api
 from rldsl.diag import Diagnostic, Failure
-from rldsl.graph.build import build
 from rldsl.plan.events import Infer, Train
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
-from rldsl.source import SourceFile
-from rldsl.syntax.parse import parse
 from tests.tiny import make_model, write_jsonl
 from tests.verify.faults import change, codes
 
@@ -28,6 +25,12 @@ loss alone(logprobs_at: entry; w: token) {{ return mean(sum(logprobs_at * w by t
 loss likely(top: entry; t: entry) {{ return mean(top * t) }}
 loss ids(logprobs_at: entry; t: entry, i: entry) {{ return mean(logprobs_at * t * i) }}
 loss prefer(logprobs_at: entry, other: entry; t: entry) {{ return mean(logprobs_at * t) }}
+loss both(logprobs_at: entry; t: entry, w: entry) {{ return mean(sum(logprobs_at * t * w by token)) }}
+loss total(logprobs_at: entry; t: entry) {{ return mean(logprobs_at * t) }}
+loss median_of(logprobs_at: entry; t: entry) {{ return mean(median(logprobs_at * t by token)) }}
+loss of_others(logprobs_at: entry; t: entry) {{
+  return mean(sum(exp(t) * next(sum(exp(logprobs_at) * t by token)) by token))
+}}
 flow run(steps=2) {{
   p = d.next()
   gen   = student.generate(p, n=2)
@@ -41,11 +44,7 @@ GOOD = "  student.train(gen, loss=gkd(teacher=t.logprobs))\n  metric r = mean(t.
 
 
 def check(body: str) -> tuple[Diagnostic, ...]:
-    try:
-        build(parse(SourceFile("main.rlf", PROGRAM.format(body=body, k=4, teacher="m"))), {})
-    except Failure as failure:
-        return failure.diagnostics
-    return ()
+    return tuple(api.check(PROGRAM.format(body=body, k=4, teacher="m"), "main.rlf"))
 
 
 def test_the_program_is_right() -> None:
@@ -80,6 +79,18 @@ def test_the_program_is_right() -> None:
     ("  s = student.top(gen, k=4)\n  student.train(gen, loss=ids(t=t.logprobs, i=s.logprobs))", "RL0346", "s.logprobs"),
     ("  student.train(gen, other, loss=prefer(t=t.logprobs))", "RL0202", None),
     ('  student.train(gen, loss=gkd(teacher=t.logprobs, others="drop"))', "RL0205", None),
+    ("  w = teacher.distribution(gen)\n  metric m = mean(sum(exp(w) by token))", "RL0348", "w"),
+    ("  w = teacher.distribution(gen)\n  student.train(gen, loss=gkd(teacher=w + 1))", "RL0348", "w"),
+    ("  w = teacher.distribution(gen)\n  metric m = mean(w)", "RL0348", "w"),
+    ("  w = teacher.distribution(other)\n  student.train(gen, loss=gkd(teacher=w))", "RL0202", "w"),
+    ("  w = teacher.distribution(gen)\n  student.train(gen, loss=both(t=t.logprobs, w=w))", "RL0346", "w"),
+    ("  w = teacher.distribution(gen)\n  student.train(gen, loss=total(t=w))", "RL0348", None),
+    ("  w = teacher.distribution(gen)\n  student.train(gen, loss=median_of(t=w))", "RL0348", None),
+    ("  w = teacher.distribution(gen)\n  student.train(gen, loss=of_others(t=w))", "RL0348", None),
+    ("  w = teacher.distribution(gen) on mesh(0:2) dp=2\n  student.train(gen, loss=gkd(teacher=w)) on mesh(0:2) tp=2",
+     "RL0349", None),
+    ("  w = teacher.distribution(gen) on mesh(2:4) dp=2\n  student.train(gen, loss=gkd(teacher=w)) on mesh(0:2) dp=2",
+     "RL0349", None),
 ])
 def test_one_message_at_its_place(body: str, code: str, where: str | None) -> None:
     found = check(body)
@@ -115,6 +126,39 @@ def test_a_teacher_finds_only_tokens_that_the_student_knows(folder: Path, monkey
     plan = compiled(folder, monkeypatch, teacher="wide")
     tops = {e.ids: e.words for e, _ in event_paths(plan) if isinstance(e, Infer) and e.output_name == "top"}
     assert tops == {"t.ids": 46, "o.ids": 0}  # nobody reads the ids of the other one
+
+
+def test_a_teacher_of_other_tokens_or_one_that_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for teacher, body in (("wide", "  w = teacher.distribution(gen)\n  student.train(gen, loss=gkd(teacher=w))"),
+                          ("m", "  w = student.distribution(gen)\n  student.train(gen, loss=gkd(teacher=w))")):
+        (folder / "main.rlf").write_text(PROGRAM.format(body=body, k=4, teacher=teacher))
+        with pytest.raises(Failure) as caught:
+            api.compile(str(folder / "main.rlf"))
+        assert [d.code for d in caught.value.diagnostics] == ["RL0349"]
+
+
+def test_the_verifier_knows_whole_distributions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    body = "  w = teacher.distribution(gen)\n  student.train(gen, loss=gkd(teacher=w))\n" \
+        "  x = teacher.top(gen, k=3)\n  metric x = mean(x.rest)"
+    (folder / "main.rlf").write_text(PROGRAM.format(body=body, k=4, teacher="m"))
+    plan = api.compile(str(folder / "main.rlf"))
+    assert codes(plan) == set()
+    train = next(e for e, _ in event_paths(plan) if isinstance(e, Train))
+    made = next(e for e, _ in event_paths(plan) if isinstance(e, Infer) and e.output_name == "distribution")
+    assert "RL0615" in codes(change(plan, train.id, heads=(("w", "student"),)))
+    assert "RL0615" in codes(change(plan, train.id, heads=(), head_layouts=()))
+    assert "RL0614" in codes(change(plan, train.id, reads=tuple(b for b in train.reads if "teacher" not in b))) | \
+        codes(change(plan, train.id, reads=tuple(b for b in train.reads if "w@" not in b)))
+    assert codes(change(plan, train.id, reads=tuple(b for b in train.reads if "teacher" not in b)))
+    assert codes(change(plan, made.id, output_name="top")) & {"RL0614", "RL0615"}
+
+    def value(**new: object) -> Plan:
+        return replace(plan, values=tuple(replace(v, **new) if v.id == "w" else v for v in plan.values))
+
+    for mutated in (value(width=3), value(entries="t.ids"), value(extent="entry"), value(entries="")):
+        assert codes(mutated)
 
 
 def test_the_verifier_knows_entry_values(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,46 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"base": str(root / "models/sft"), "rows": str(root / "data/prompts.jsonl")}
 
 
+WHOLE = Path(__file__).parent / "whole.rlf"
+ALIKE = """
+place student.train        on mesh(0:4) {degrees} mbs=2
+place teacher.distribution on mesh(0:4) {like}
+place student.generate     on mesh(0:1)
+place other.*              on mesh(2:4) dp=2
+"""
+OFFLOADED = """
+place student.* on mesh(0:2) dp=2 offload=true
+place teacher.* on mesh(0:2) dp=2 offload=true
+"""
+
+
 @pytest.fixture(scope="module")
 def alone(sets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Metrics:
     return run_program(PROGRAM, sets, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def whole(sets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Metrics:
+    return run_program(WHOLE, sets | {"strong": sets["base"].replace("sft", "teacher")},
+                       tmp_path_factory.mktemp("whole"))
+
+
+def test_a_whole_distribution_is_all_entries(whole: Metrics) -> None:
+    for step in whole:
+        for name in ("loss", "grad_norm"):
+            for call in ("", "#2"):
+                assert step[f"student{call}/{name}"] == pytest.approx(step[f"other{call}/{name}"], rel=1e-5)
+                assert step[f"student{call}/{name}"] > 0.1
+
+
+@pytest.mark.parametrize("place", [
+    ALIKE.format(degrees="dp=2 tp=2 zero=1", like="dp=2 tp=2"), ALIKE.format(degrees="tp=4", like="tp=4 mbs=3"),
+    ALIKE.format(degrees="pp=2 cp=2 recompute=full", like="pp=2 cp=2"), OFFLOADED])
+def test_a_placement_changes_no_number_of_whole_distributions(sets: dict[str, str], whole: Metrics, place: str,
+                                                              tmp_path: Path) -> None:
+    there = run_program(WHOLE, sets | {"strong": sets["base"].replace("sft", "teacher")}, tmp_path, place, like=whole)
+    for a, b in zip(whole, there, strict=True):
+        assert a == pytest.approx(b, rel=2e-4, abs=2e-6)
 
 
 def test_entries_are_the_distribution(alone: Metrics) -> None:

@@ -68,6 +68,7 @@ flow f(steps=1) {{
   lp     = actor.logprobs(gen)
   t      = model2.top(gen, k=4)
   at     = model2.logprobs_at(gen, t.ids)
+  d      = model2.distribution(gen)
   ref    = model2.logprobs(gen)
   v      = critic.values(gen)
   rt     = at_end(r)

@@ -125,6 +125,9 @@ flow run(steps=2) {{
 """
 
 
+WHOLE = TOP.replace("t      = ref.top(gen, k=256)", "t      = ref.distribution(gen)").replace("t.logprobs", "t")
+
+
 @dataclass(frozen=True)
 class Case:
     """place: rules of placement. sizes: of the model, where they are not `SIZES`."""
@@ -184,6 +187,8 @@ CASES = (
          place="place actor.generate on mesh(0:1) mbs=16\n" + ONE + "mbs=8"),
     Case("top k", program=TOP, batch=16, place=ONE + "mbs=4\nplace ref.* on mesh(0:1) mbs=4"),
     Case("top k, tp=2", 2, on(2, "tp=2", "tp=2", "tp=2"), program=TOP, batch=16, response=48),
+    Case("whole vocabulary", program=WHOLE, batch=16, response=96,
+         place=ONE + "mbs=8\nplace ref.* on mesh(0:1) mbs=8"),
     Case("sft", program=SFT, batch=16, place=ONE + "mbs=4"),
     Case("dpo", program=DPO),
     Case("ppo", program=PPO, minibatches=2),

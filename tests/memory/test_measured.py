@@ -16,7 +16,7 @@ from tests.memory.accounting import measured
 from tests.memory.plans import CASES, Case, plan_of
 
 GATE = 0.10
-SMALL = ("gpt2", "top k", "half, recompute", "adapters, half", "greedy, slots", "top_p", "save, checkpoint", "dpo pp=2", "continued, dp=2",
+SMALL = ("gpt2", "top k", "whole vocabulary", "half, recompute", "adapters, half", "greedy, slots", "top_p", "save, checkpoint", "dpo pp=2", "continued, dp=2",
          "pp=4, dp=2 tp=2", "ppo, as ReaL")
 
 

@@ -29,6 +29,7 @@ class ModelInputs:
     predict_at: torch.Tensor                    # [R] where the hidden states that predict response tokens are
     targets: torch.Tensor                       # [R] int64, these response tokens
     ids: torch.Tensor | None                    # [R, k] int64, other tokens whose log-probs are asked for there
+    hidden: tuple[torch.Tensor, ...]            # [R, H] each, last hidden states of other models there
     last_at: torch.Tensor                       # [S] where the last token of each sequence is
     responses: tuple[int, ...]                  # response tokens of each frame, on all ranks of cp together
     sequences: tuple[int, ...]                  # sequences of each frame, on all ranks of cp together
@@ -38,6 +39,10 @@ class ModelInputs:
     def gather_predictions(self, x: torch.Tensor) -> torch.Tensor:
         """[R, ...] read at `predict_at` -> those of all ranks of cp."""
         return x if self.predict_partition is None else self.predict_partition.gather(x)
+
+    def own_predictions(self, x: torch.Tensor) -> torch.Tensor:
+        """The part of [R, ...] that belongs to this rank of cp."""
+        return x if self.predict_partition is None else x[self.predict_partition.own_items]
 
     def gather_last(self, x: torch.Tensor) -> torch.Tensor:
         """[S, ...] read at `last_at` -> those of all ranks of cp."""
@@ -79,13 +84,15 @@ def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis) -> 
     targets, last_at = tokens[predict_at + 1], starts + lengths - 1
     given = [f.ids for f in frames if f.ids is not None]
     ids = torch.cat(given).to(device) if given else None
+    hidden = tuple(torch.cat(x).to(device) for x in zip(*(f.hidden for f in frames if f.hidden), strict=True))
     sizes = tuple(int(f.response_lens.sum()) for f in frames), tuple(len(f) for f in frames)
     if cp.size == 1:
-        return ModelInputs(tokens, VarlenAttention(lengths), predict_at, targets, ids, last_at, *sizes)
+        return ModelInputs(tokens, VarlenAttention(lengths), predict_at, targets, ids, hidden, last_at, *sizes)
     attention = ContextParallelAttention(lengths, cp)
     partition = attention.partition
     predict, last = Partition.of(attention.owner[predict_at], cp), Partition.of(attention.owner[last_at], cp)
     return ModelInputs(
         partition.pad(tokens[partition.own_items]), attention, partition.local_index[predict_at[predict.own_items]],
         targets[predict.own_items], None if ids is None else ids[predict.own_items],
+        tuple(x[predict.own_items] for x in hidden),
         partition.local_index[last_at[last.own_items]], *sizes, predict, last)

@@ -17,10 +17,12 @@ import torch.distributed as dist
 
 from rldsl.diag import fail
 from rldsl.plan.events import Train
-from rldsl.plan.heads import SKIPPED, STOP, UPDATES
+from rldsl.plan.heads import LOGPROBS_AT, SKIPPED, STOP, UPDATES
 from rldsl.runtime.backend import LossFn, PackedBatch
+from rldsl.runtime.interpreter.expression_ops import RaggedIndex
 from rldsl.runtime.interpreter.expression_programs import FrameRows, MinibatchLoss, loss_counts
 from rldsl.runtime.interpreter.nonfinite import refuse_minibatch
+from rldsl.runtime.interpreter.vocabulary import split
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.state.step import StepState
@@ -46,6 +48,7 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
     # of the tp * cp * pp ranks that have the same rows, the one with the loss reports metrics
     counts_in_metrics = axes.tp.index == axes.cp.index == 0 and axes.pp.index == axes.pp.size - 1
     call = _TrainCall(step, event)
+    heads = [models.shard_to_read(*copy) for copy in event.head_copies]
     given_rate = _learning_rate(step, event)
     losses: list[MinibatchLoss] = []
     metrics: list[dict[str, float]] = []
@@ -70,7 +73,7 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
         losses.append(minibatch_loss)
         result = shard.train(batches, call.model_outputs_by_frame, call.temperature, loss,
                              record_metrics_and_ask_to_stop if STOP in program_outputs else None, event.recompute,
-                             given_rate)
+                             given_rate, **({"heads": heads} if heads else {}))
         if result is None:
             stopped = True
             rate = skip_update()
@@ -116,6 +119,10 @@ class _TrainCall:
 
     def __init__(self, step: StepState, event: Train):
         self.step, self.event, self.program = step, event, step.context.programs[event.loss]
+        self.over_vocabulary = split(self.program, {x: of.frame for x, of in step.context.entries.items()
+                                                    if not of.width})
+        if self.over_vocabulary is not None:
+            self.program = self.over_vocabulary.rest
         self.frames = {f: step.context.frames[f] for f in event.frames}
         self.temperature = self.frames[event.frames[0]].temperature
         # the model outputs that the loss reads, for each of `event.frames`
@@ -126,6 +133,9 @@ class _TrainCall:
         self.totals = [sum(x) for x in zip(*(x.of("tokens").tolist() for x in lens.values()), strict=True)]
         self.tokens = {f: step.read(event.reads, f"{f}.tokens") for f in event.frames}
         self.data = {name: step.read(event.reads, value) for name, value in event.data_inputs}
+        self.head_of = dict(event.heads)
+        # the data inputs that are whole distributions, in the order of `event.heads`
+        self.teachers = [name for value in self.head_of for name, v in event.data_inputs if v == value]
 
     def dump_tensors(self, rows: Rows) -> dict[str, torch.Tensor]:
         """What the loss sees of some rows, by name, for a dump (`nonfinite.py` says what the names are)."""
@@ -160,7 +170,11 @@ class _TrainCall:
                              sum(self.responses[f][r] for r in divided[i])) for f in event.frames}
             inputs = {name: model_outputs[event.frames.index(f)][output] for name, f, output in event.model_outputs}
             inputs |= {name: _data(step.context, value, self.data[name], parts[i], frames[event.frames[0]].per_prompt)
-                       for name, value in event.data_inputs}
+                       for name, value in event.data_inputs if value not in self.head_of}
+            if self.over_vocabulary is not None:
+                inputs |= self.over_vocabulary.inputs(
+                    inputs.pop(LOGPROBS_AT), LOGPROBS_AT, self.teachers, inputs,
+                    RaggedIndex(frame_rows, frames, step.context.entries))
             return minibatch_loss(inputs, frame_rows)
 
         return minibatch_loss, batches, loss
@@ -168,6 +182,10 @@ class _TrainCall:
     def _packed(self, frame: str, rows: torch.Tensor) -> PackedBatch:
         packed = self.step.packed(frame, self.tokens[frame], rows)
         ids = self.event.ids
+        if self.head_of:
+            values = self.step.context.values
+            return replace(packed, hidden=tuple(
+                self.step.read(self.event.reads, v).select(rows).data.view(-1, values[v].width) for v in self.head_of))
         return replace(packed, ids=self.step.ids_of_tokens(self.event.reads, ids, rows)) if ids else packed
 
 
