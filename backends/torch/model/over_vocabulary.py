@@ -118,11 +118,11 @@ class _OverVocabulary(Function):
             found = torch.autograd.grad([r for r, _ in pairs], [logprobs, *(mine[i] for i in wanted)],
                                         [g for _, g in pairs], allow_unused=True) if pairs else [None] * (
                                             1 + len(wanted))
-            for i, slope in zip(wanted, found[1:], strict=True):
-                if slope is not None and grad_given[i].dim():
-                    grad_given[i][part] = slope
-                elif slope is not None:
-                    grad_given[i] += slope
+            for i, grad in zip(wanted, found[1:], strict=True):
+                if grad is not None and grad_given[i].dim():
+                    grad_given[i][part] = grad
+                elif grad is not None:
+                    grad_given[i] += grad
             del others, results, pairs, mine
             _add_head_gradients(part, found[0], logprobs.detach(), hidden, head, temperature, tp, grad_hidden,
                                 grad_weight)
@@ -130,16 +130,16 @@ class _OverVocabulary(Function):
                 *(grad_given.get(i) for i in range(len(given))))
 
 
-def _add_head_gradients(part: slice, slope: torch.Tensor | None, logprobs: torch.Tensor, hidden: torch.Tensor,
+def _add_head_gradients(part: slice, grad_logprobs: torch.Tensor | None, logprobs: torch.Tensor, hidden: torch.Tensor,
                         head: torch.Tensor, temperature: float, tp: Axis, grad_hidden: torch.Tensor,
                         grad_weight: torch.Tensor | None) -> None:
-    """Those of a chunk. slope: of its log-probs [C, V_local]; log_softmax has the gradient g - p * sum(g). Overwrites
-    both tables."""
-    if slope is None:
+    """Those of a chunk. grad_logprobs: of its log-probs [C, V_local]; log_softmax has the gradient g - p * sum(g).
+    Overwrites both tables."""
+    if grad_logprobs is None:
         grad_hidden[part] = 0
         return
-    total = _all_reduce(slope.sum(-1), dist.ReduceOp.SUM, tp)
-    grad = slope.sub_(logprobs.exp_().mul_(total[:, None]))
+    total = _all_reduce(grad_logprobs.sum(-1), dist.ReduceOp.SUM, tp)
+    grad = grad_logprobs.sub_(logprobs.exp_().mul_(total[:, None]))
     grad = (grad.div_(temperature) if temperature != 1 else grad).to(hidden.dtype)
     grad_hidden[part] = grad @ head
     if grad_weight is not None:

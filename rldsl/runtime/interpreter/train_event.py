@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from rldsl.diag import fail
 from rldsl.plan.events import Train
 from rldsl.plan.heads import LOGPROBS_AT, SKIPPED, STOP, UPDATES
-from rldsl.runtime.backend import LossFn, PackedBatch
+from rldsl.runtime.backend import LossFn, OverVocabulary, PackedBatch
 from rldsl.runtime.interpreter.expression_ops import RaggedIndex
 from rldsl.runtime.interpreter.expression_programs import FrameRows, MinibatchLoss, loss_counts
 from rldsl.runtime.interpreter.nonfinite import refuse_minibatch
@@ -173,7 +174,7 @@ class _TrainCall:
                        for name, value in event.data_inputs if value not in self.head_of}
             if self.over_vocabulary is not None:
                 inputs |= self.over_vocabulary.inputs(
-                    inputs.pop(LOGPROBS_AT), LOGPROBS_AT, self.teachers, inputs,
+                    cast(OverVocabulary, inputs.pop(LOGPROBS_AT)), LOGPROBS_AT, self.teachers, inputs,
                     RaggedIndex(frame_rows, frames, step.context.entries))
             return minibatch_loss(inputs, frame_rows)
 
