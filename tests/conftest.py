@@ -21,8 +21,8 @@ from tests.cpu import GARBAGE, Cpu
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
 NUMERIC = frozenset({  # the directories of tests whose numbers come from kernels
-    "backend_torch", "buffers", "checkpoint", "concat", "consistency", "context", "continued", "copies", "curriculum",
-    "data", "derive", "end_to_end", "environments", "evaluation", "fuzz", "generation", "interleaved", "lag", "library", "lora",
+    "backend_torch", "buffers", "carried", "checkpoint", "concat", "consistency", "context", "continued", "copies", "curriculum",
+    "data", "derive", "distributions", "end_to_end", "environments", "evaluation", "fuzz", "generation", "interleaved", "lag", "library", "lora",
     "megatron", "moe", "numbers", "offload", "optimizers", "oracles", "papers", "prefixes", "relabelled", "runtime", "selection", "stop",
     "sync", "texts", "units", "zero"})
 

@@ -12,7 +12,7 @@ data prompts = jsonl(rows, batch=5, max_prompt_tokens=16)
 """
 # responses of 1 to 11 tokens, in three parts; 11 is no multiple of 4
 GRPO = HEAD + f"""
-model actor = causal_lm(base) train adamw(lr={{lr}}, eps=1e-4, clip_grad=0)
+model actor = causal_lm(base{{exact}}) train adamw(lr={{lr}}, eps=1e-4, clip_grad=0)
 flow grpo(steps={{steps}}, seed=3{{flow}}) {{{{
   prompt = prompts.next()
   gen    = actor.generate(prompt, n=2, max_new_tokens=11, min_new_tokens=2, {STOP}{{per_step}})
@@ -50,7 +50,8 @@ flow run(steps=6, seed=5{{flow}}) {{{{
 """
 
 
-def grpo(per_step: int = 4, lr: float = 2e-3, steps: int = 6, flow: str = "", more: str = "") -> str:
-    """per_step: 0 for all in one step."""
-    return GRPO.format(per_step=f", per_step={per_step}" if per_step else "", lr=lr, steps=steps, flow=flow,
+def grpo(per_step: int = 4, lr: float = 2e-3, steps: int = 6, flow: str = "", more: str = "",
+         exact: bool = False) -> str:
+    """per_step: 0 for all in one step. exact: a prefill has the bits of decoding, so that no draw moves."""
+    return GRPO.format(per_step=f", per_step={per_step}" if per_step else "", lr=lr, steps=steps, flow=flow, exact=", invariant=true" if exact else "",
                        more="\n  ".join(filter(None, [AGE if per_step else "", more])))
