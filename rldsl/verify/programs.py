@@ -43,6 +43,7 @@ def _malformed(t: Tables) -> Iterator[Diagnostic]:
                     f"program {program.id}, node {index} ({node.op}): {fault}",
                     notes=(program.at,) if program.at else (),
                 )
+                break  # nodes after it may rely on what it lacks
         names = [n for n, _ in program.outputs]
         if len({*names}) != len(names) or any(not 0 <= i < len(program.nodes) for _, i in program.outputs):
             yield problem("RL0616", f"program {program.id} has outputs {program.outputs} of {len(program.nodes)} nodes")
