@@ -137,6 +137,10 @@ class Event:
         """The directory that it writes, as the program names it; None for none."""
         return None
 
+    def wanted_ahead(self, lag: int) -> int | None:
+        """By how many steps it runs ahead in a run with this lag, as the program says; None where it does not say."""
+        return None
+
     def copies(self) -> tuple[Copy, ...]:
         """The copies of parameters that it works on, as they are on the device."""
         return ()
@@ -310,6 +314,9 @@ class Generate(GenerateSpec, ModelCall):
     @property
     def subject(self) -> str:
         return f"{self.frame} = {self.called}"
+
+    def wanted_ahead(self, lag: int) -> int:
+        return 0 if self.in_step else lag
 
 
 @event_kind(Traits(family="call", stored_ahead=True, blocking="dp_rank", participants=("layout",),

@@ -19,8 +19,10 @@ from rldsl.plan.heads import DISTRIBUTION, OUTPUTS, TOP, heads_with
 from rldsl.plan.model import CONVERSATION_VALUES, Layout, Mesh, Model, Ranges, Value
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.sharding.sum_blocks import undividable
-from rldsl.verify import carried
 from rldsl.verify.tables import Tables, name, problem
+
+# what a generate with `per_step` writes besides: value -> extent, dtype
+PARTS = {"ended": ("row", "bool"), "version": ("response", "f32")}
 
 
 def own(*frames: str) -> set[str]:
@@ -119,8 +121,8 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
         made |= {f"{e.frame}.turn_sizes": ("turn", "i64")}
         made |= {f"{e.frame}.{x}": ("turn" if level == "turn" else "row", "f32") for x, level in CONVERSATION_VALUES}
     if e.per_step:
-        made |= {f"{e.frame}.{x}": of for x, of in carried.MADE.items()}
-        if wrong := carried.wrong_generate(t, e):
+        made |= {f"{e.frame}.{x}": of for x, of in PARTS.items()}
+        if wrong := _wrong_parts(t, e):
             yield problem("RL0615", f"{name(e)} continues responses in later steps, but {wrong}", e)
     yield from writes(t, e, {*made}, {f"{e.frame}.cache"}, e.spread)
     yield from _cache(t, e)
@@ -147,6 +149,29 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
     if f.max_prompt_tokens != p.max_prompt_tokens + p.max_response_tokens:
         yield problem("RL0615", f"{name(e)}: the rows of {e.frame} begin with those of {e.prompts}, which have at most "
                                 f"{p.max_prompt_tokens} + {p.max_response_tokens} tokens, not {f.max_prompt_tokens}", e)
+
+
+def _wrong_parts(t: Tables, e: Generate) -> str:
+    """What contradicts a generate with `per_step`, whose responses continue in later steps; "" if nothing does.
+
+    - There are as many steps as the longest response takes, so a response that begins has ended when its prompt leaves:
+      none is lost, and none waits longer.
+    - It is at the top level of the step loop, as is the fetch of its prompts, so every step continues what the one
+      before it left.
+    - A response stays on the ranks that began it: its rows are divided by slots, the same in every step."""
+    frame, prompts, spread = t.frames[e.frame], t.frames[e.prompts], t.spreads[e.spread]
+    most = e.sampling.max_new_tokens
+    if not any(isinstance(f, Fetch) and f.newest and e.prompts in f.frames for f, _ in t.events):
+        return f"its prompts {e.prompts} are not those of several steps"
+    if not 0 < e.per_step < most or prompts.iterations != -(-most // e.per_step):
+        return (f"responses of up to {most} tokens, {e.per_step} in a step, do not take {prompts.iterations} steps")
+    if frame.present_in != frame.id or frame.max_response_tokens != most:
+        return f"frame {frame.id} does not say which of its rows there are, or has room for other than {most} tokens"
+    if spread.balance_by != "slot" or spread.frames != (e.frame,):
+        return f"spread {spread.id} may move a response to other ranks"
+    if e.conversation is not None or e.cache_of or any(b.startswith(f"{e.frame}.cache@") for b in e.writes):
+        return "it has an environment, or uses a KV cache of another step"
+    return "" if t.at_top(e) else "it is in a block"
 
 
 def _conversation(t: Tables, e: Generate) -> str:

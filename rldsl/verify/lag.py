@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import EVERY_TURN, Event, Generate, Loop, split_buffer
+from rldsl.plan.events import EVERY_TURN, Event, Loop, split_buffer
 from rldsl.plan.projection import Path
 from rldsl.plan.references import Role, references
 from rldsl.verify.tables import Tables, name, problem
@@ -66,8 +66,9 @@ def _wrong(t: Tables, e: Event, path: Path, lag: int) -> str:
     if lag and _is_of_copies(t, e) != (e.ahead == EVERY_TURN):
         return ("it moves a copy of parameters, which belongs to no step" if e.ahead != EVERY_TURN
                 else "it belongs to a step")
-    if isinstance(e, Generate) and e.ahead != (0 if e.in_step else lag):
-        return f"its responses are generated {_shown(0 if e.in_step else lag)}"
+    wanted = e.wanted_ahead(lag)
+    if wanted is not None and e.ahead != wanted:
+        return f"its responses are generated {_shown(wanted)}"
     if e.ahead > 0:
         if e.versions().defs or e.logged or e.traits.family == "disk":
             return "it belongs to its own step"
@@ -80,7 +81,7 @@ def _needed_for_generation(t: Tables) -> frozenset[str]:
     """The values that some generation of the step loop is made from, directly or not, and those that it makes."""
     makers = {v: e for e, path in t.events if len(path) == 1 for v in _values(t, e.writes)}
     found = set[str]()
-    waiting = [v for e, path in t.events if len(path) == 1 and isinstance(e, Generate) and not e.in_step
+    waiting = [v for e, path in t.events if len(path) == 1 and e.wanted_ahead(t.plan.header.lag)
                for v in _values(t, (*e.reads, *e.writes))]
     while waiting:
         if (value := waiting.pop()) not in found:

@@ -40,7 +40,7 @@ from rldsl.plan.model import Model, Value
 from rldsl.plan.references import Reference, Role, named
 from rldsl.plan.traits import expand, rule_for
 from rldsl.sharding.rank_sets import Ranks, union
-from rldsl.verify import calls, carried, collect, derive, evaluations, replay, row_states
+from rldsl.verify import calls, collect, derive, evaluations, replay, row_states
 from rldsl.verify.tables import Tables, name, problem
 from rldsl.verify.transfer_slices import MeshCells
 
@@ -234,7 +234,7 @@ def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
     more = {f"{f}.{part}" for f in e.frames for part in ("columns", *t.data[e.data].numbers)}
     drawn = {d.writes for d, _ in t.events if isinstance(d, Draw) and d.data == e.data}
     more |= set() if e.reads else {f"{e.frames[0]}.row_numbers"} if e.frames else set()
-    if e.newest and (wrong := carried.wrong_fetch(t, e)):
+    if e.newest and (wrong := _wrong_batches(t, e)):
         yield problem("RL0615", f"{name(e)} reads batches of earlier steps, but {wrong}", e)
     if not e.newest and e.reads and (once or e.reads not in drawn) or not must <= {*values} <= must | more \
             or len({*values}) != len(values):
@@ -263,6 +263,29 @@ def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
             v = t.values.get(f"{f}.{part}")
             if v is not None and (v.frame, v.extent) != (f, part):
                 yield problem("RL0615", f"{name(e)} writes {v.id}, which is not the {part} of {f}", e)
+
+
+def _wrong_batches(t: Tables, e: Fetch) -> str:
+    """What contradicts a fetch of the batches of several steps (`newest`); "" if nothing does. They are those of this
+    step and of the steps before it, one for each iteration of their frame: the newest is what a fetch of the same step
+    reads, and the stride is the number of batches that each step reads."""
+    newest = t.frames[e.newest]
+    source = [f for f, path in t.events if isinstance(f, Fetch) and e.newest in f.frames and not f.newest
+              and f.data == e.data and len(path) == 1]
+    if len(source) != 1 or len(e.frames) != 1 or newest.count != t.data[e.data].batch:
+        return f"{e.newest} is not a batch of {e.data} that a step reads"
+    if [split_buffer(b)[0] for b in e.reads] != [f"{e.newest}.lengths"]:
+        return f"it must read the lengths of {e.newest} alone"
+    plain = [path for f, path in t.events if isinstance(f, Fetch) and f.data == e.data and not f.newest
+             and not any(isinstance(x, Loop) and x.over == e.data for x in path)]
+    if any(len(path) != 1 for path in plain) or e.stride != len(plain):
+        return f"its stride is {e.stride}, but a step reads {len(plain)} batches of {e.data}, or not the same number"
+    frame = t.frames[e.frames[0]]
+    shape = (frame.row_space, frame.present_in, frame.tokenizer, frame.chain[0].parent, frame.data,
+             frame.selected_from or frame.picked_from, frame.count)
+    if shape != (frame.id, frame.id, "", "", e.data, "", newest.count * frame.iterations):
+        return f"frame {frame.id} does not have {frame.iterations} batches of {e.data}"
+    return "" if t.at_top(e) else "it is in a block"
 
 
 def _transfer(t: Tables, e: Transfer) -> Iterator[Diagnostic]:

@@ -47,6 +47,10 @@ class Tables:
     def spread_ranks(self, spread: str) -> Ranks:
         return self.ranks[self.spreads[spread].mesh]
 
+    def at_top(self, event: Event) -> bool:
+        """Whether it is in the step loop itself, in no block of it."""
+        return all(len(path) == 1 for e, path in self.events if e is event)
+
 
 def tables(plan: Plan) -> Tables:
     return Tables(

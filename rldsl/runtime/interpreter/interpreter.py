@@ -56,7 +56,6 @@ from rldsl.runtime.comm.agreement import sum_of_ranks
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.health.watchdog import Watchdog
 from rldsl.runtime.interpreter import eval_loops, model_events, replay_events, row_states, value_events
-from rldsl.runtime.interpreter.carried import generate_a_part
 from rldsl.runtime.interpreter.conversations import Environments
 from rldsl.runtime.interpreter.derive import derive
 from rldsl.runtime.interpreter.metric_log import end_step, log
@@ -85,7 +84,7 @@ from rldsl.runtime.state.model_store import ModelStore
 
 def _generate(state: RankState, event: Generate) -> None:
     if event.per_step:
-        generate_a_part(state.models, state.step, event)
+        model_events.generate_a_part(state.models, state.step, event)
     elif event.conversation is None:
         model_events.generate(state.models, state.step, event)
     else:

@@ -10,18 +10,20 @@ import torch
 from rldsl.diag import internal_error
 from rldsl.plan.events import Generate, Infer, Load, Offload, Onload, Realloc, split_buffer
 from rldsl.plan.heads import TOP
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.plan.turns import STOPPED
 from rldsl.runtime.backend import ConversationOutput, PackedBatch, Prefix
 from rldsl.runtime.comm.exchange import message_tag
 from rldsl.runtime.comm.reshard import RankReshard, Tensors, reshard
 from rldsl.runtime.comm.row_assignment import RowLengths
 from rldsl.runtime.health.event_ring import EventRing
+from rldsl.runtime.interpreter.carried import Parts, batch_of, interleaved, steps_ago, under_way
 from rldsl.runtime.interpreter.conversations import Environments, RowTalk
 from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint
 from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.state.step import StepState, TalkTotals
 from rldsl.runtime.state.turns import marked
-from rldsl.runtime.store import Pending, RaggedRows, ragged_indices
+from rldsl.runtime.store import Pending, RaggedRows, offsets_within, ragged_indices
 from rldsl.sharding.dtypes import in_wire_dtype
 from rldsl.sharding.partition import micro_batches, mix, num_micro_batches
 
@@ -152,6 +154,43 @@ def _write(step: StepState, event: Generate, rows: torch.Tensor, made: Conversat
                        ("finished", made.stopped == 0), ("reward", made.rewards), ("turns", made.turns.float()),
                        ("stopped", made.stopped.float()), ("turn_sizes", made.turn_sizes.reshape(-1)),
                        ("turn_reward", made.turn_rewards.reshape(-1))):
+        step.write(f"{event.frame}.{name}", event.spread, rows, data)
+
+
+def generate_a_part(models: ModelStore, step: StepState, event: Generate) -> None:
+    """A generate event with `per_step`: the next part of each response that has not ended, and new responses. Writes
+    all that are under way, and which prompts have only responses that ended; the rest stays for the next step."""
+    frame = step.context.frames[event.frame]
+    prompt_rows = step.my_rows(step.context.spreads[event.spread], event.prompts)
+    prompts = step.read(event.reads, f"{event.prompts}.tokens").gather(prompt_rows)
+    parts = under_way(step, event.frame, frame, prompt_rows)
+    shard, seed = models.shard_to_read(event.model, event.layout), step.sampling_seed(event.id, event.draws_as)
+    most = event.sampling.max_new_tokens
+    begun, last = parts.incomplete(most), most - (frame.iterations - 1) * event.per_step
+    allowed = torch.where(steps_ago(parts.rows, frame) == frame.iterations - 1, last, event.per_step)
+    for new in dict.fromkeys((event.per_step, last)):  # every rank makes the same calls
+        chosen = begun & (allowed == new)
+        batch = batch_of(step, frame, prompts, parts, chosen, seed)
+        made = shard.generate(batch, replace(event.sampling, max_new_tokens=new), seed=seed, step=step.index,
+                              max_num_seqs=event.mbs, max_prompt_len=frame.max_prompt_tokens + most - new,
+                              max_prompts=len(prompt_rows) * frame.per_prompt)
+        parts = parts.with_more(chosen, made)
+    waits, step.carried[event.frame] = parts.left_for(step.number, frame, most)
+    _write_parts(step, event, frame, prompts, parts, ~waits)
+
+
+def _write_parts(step: StepState, event: Generate, frame: IndexedFrame, prompts: RaggedRows, parts: Parts,
+                 ended: torch.Tensor) -> None:
+    """The values of the step. ended: [S] bool, of all responses of a prompt."""
+    rows, device = parts.rows, parts.rows.device
+    behind = prompts.gather(rows // frame.per_prompt)
+    lens = RowLengths(*(torch.zeros(frame.count, dtype=torch.int64, device=device) for _ in range(2)))
+    lens.prompt[rows], lens.response[rows] = behind.sizes, parts.sizes
+    step.rows.set_lengths(event.frame, lens)  # 0 for other ranks' rows, until the lengths are exchanged
+    ages = steps_ago(rows, frame).repeat_interleave(parts.sizes)
+    behind_by = event.ahead + ages - offsets_within(parts.sizes) // event.per_step
+    for name, data in (("tokens", interleaved(behind, parts.tokens)), ("logprobs", parts.logprobs.data),
+                       ("finished", parts.finished), ("ended", ended), ("version", behind_by.float())):
         step.write(f"{event.frame}.{name}", event.spread, rows, data)
 
 
