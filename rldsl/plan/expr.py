@@ -14,6 +14,7 @@ Token-level arrays hold one entry for each *response* token (generated, or super
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,3 +54,15 @@ class Program:
 
     def inputs(self) -> tuple[str, ...]:
         return tuple(str(n.attr("name")) for n in self.nodes if n.op == "input")
+
+
+def nodes_under(nodes: Sequence[Node], roots: Iterable[int], args: Callable[[Node], Sequence[int]] = lambda n: n.args
+                ) -> set[int]:
+    """`roots` and all that they are made of. args: the arguments of a node that count."""
+    found: set[int] = set()
+    waiting = list(roots)
+    while waiting:
+        if (i := waiting.pop()) not in found:
+            found.add(i)
+            waiting += args(nodes[i])
+    return found

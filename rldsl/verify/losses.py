@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Train
-from rldsl.plan.expr import Node, Program
+from rldsl.plan.expr import Node, Program, nodes_under
 from rldsl.plan.operators import OPERATORS, in_family
 from rldsl.verify.tables import Tables, name, problem
 
@@ -36,7 +36,7 @@ def _fault(t: Tables, e: Train, program: Program) -> str:
         return f"uses {strange}, which is not a training input"
     if any(in_family(n.op, "reduction") and n.attr("to") in ("prompt", nodes[n.args[0]].level) for n in nodes):
         return "reduces by prompt, but a minibatch may contain only part of a prompt's sequences"
-    inner = _under(nodes, [a for n in nodes if _reduces(n) for a in n.args[:1]])
+    inner = nodes_under(nodes, [a for n in nodes if _reduces(n) for a in n.args[:1]])
     if any(_reduces(nodes[i]) for i in inner):
         return "uses a reduction over the batch elementwise"
     return _affine(nodes, outputs["loss"], {n for n, _, _ in e.model_outputs})
@@ -44,18 +44,6 @@ def _fault(t: Tables, e: Train, program: Program) -> str:
 
 def _reduces(n: Node) -> bool:
     return in_family(n.op, "reduction") and n.attr("to") == "batch"
-
-
-def _under(nodes: Sequence[Node], roots: Sequence[int]) -> set[int]:
-    """These nodes and all that they are made of."""
-    found: set[int] = set()
-    waiting = list(roots)
-    while waiting:
-        i = waiting.pop()
-        if i not in found:
-            found.add(i)
-            waiting += nodes[i].args
-    return found
 
 
 def _affine(nodes: Sequence[Node], loss: int, model_outputs: set[str]) -> str:
@@ -80,5 +68,5 @@ def _affine(nodes: Sequence[Node], loss: int, model_outputs: set[str]) -> str:
         if not linear:
             return f"is not a sum of reductions: it applies {n.op} to them"
         waiting += n.args
-    used = {nodes[i].attr("name") for i in _under(nodes, terms) if nodes[i].op == "input"}
+    used = {nodes[i].attr("name") for i in nodes_under(nodes, terms) if nodes[i].op == "input"}
     return "" if used & model_outputs else "has a loss that does not depend on the model"

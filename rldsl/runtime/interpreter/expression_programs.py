@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rldsl.diag import internal_error
 from rldsl.plan.entries import EntrySpace
-from rldsl.plan.expr import Level, Node, Program
+from rldsl.plan.expr import Level, Node, Program, nodes_under
 from rldsl.plan.operators import OPERATORS, in_family
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.runtime.draws import uniform
@@ -260,7 +260,7 @@ class MinibatchLoss:
         # inputs of batch level
         self._scalars = [i for i, n in enumerate(nodes) if n.op == "input" and n.level == "batch"]
         # everything below batch level: what the reductions are computed from
-        self._per_element_nodes = _ancestors(nodes, [nodes[i].args[0] for i in reductions], lambda n: n.args)
+        self._per_element_nodes = nodes_under(nodes, [nodes[i].args[0] for i in reductions])
         if self._per_element_nodes & set(reductions):
             raise internal_error(f"{program.id}: a batch-level reduction is used for each element", "run")
         # Squares that only sums over the minibatch read, as in the variance of a metric, are exact in float64: the
@@ -338,7 +338,7 @@ class MinibatchLoss:
     def _metric_squares(self) -> set[int]:
         """The nodes x * x that sums to batch level read and nothing else, the loss included."""
         nodes = self._program.nodes
-        in_loss = _ancestors(nodes, [dict(self._program.outputs)["loss"]], lambda n: n.args)
+        in_loss = nodes_under(nodes, [dict(self._program.outputs)["loss"]])
         read_elsewhere = {a for i, n in enumerate(nodes) if i not in self._summed for a in n.args}
         return {i for i in self._per_element_nodes - in_loss - read_elsewhere
                 if nodes[i].op == "mul" and len(set(nodes[i].args)) == 1}
@@ -384,22 +384,10 @@ class MinibatchLoss:
         elements of each reduction that needs them at once."""
         nodes, done = self._program.nodes, dict(leaves)
         device = next((x.device for x in leaves.values()), torch.device("cpu"))
-        for i in sorted(_ancestors(nodes, roots, lambda n: n.args[1:] if _to_batch(n) else n.args) - set(leaves)):
+        for i in sorted(nodes_under(nodes, roots, lambda n: n.args[1:] if _to_batch(n) else n.args) - set(leaves)):
             if tables is not None and i in tables:
                 done[i] = of_all_elements(nodes[i].op, tables[i], [done[a] for a in nodes[i].args[1:]])
                 continue
             inner, args = [nodes[a] for a in nodes[i].args], [done[a] for a in nodes[i].args]
             done[i] = evaluate(nodes[i], inner, args, RaggedIndex({}, {}), torch.float64).to(device)
         return done
-
-
-def _ancestors(nodes: Sequence[Node], roots: Sequence[int], args: Callable[[Node], Sequence[int]]) -> set[int]:
-    """`roots` and the nodes that they are computed from. args: the arguments of a node that count."""
-    ancestors: set[int] = set()
-    to_visit = list(roots)
-    while to_visit:
-        i = to_visit.pop()
-        if i not in ancestors:
-            ancestors.add(i)
-            to_visit.extend(args(nodes[i]))
-    return ancestors

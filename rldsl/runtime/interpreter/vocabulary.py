@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rldsl.diag import internal_error
-from rldsl.plan.expr import Node, Program
+from rldsl.plan.expr import Node, Program, nodes_under
 from rldsl.plan.operators import in_family
 from rldsl.runtime.backend import OverVocabulary, VocabularyReduction
 from rldsl.runtime.interpreter.expression_ops import RaggedIndex, broadcast, elementwise, evaluate
@@ -40,7 +40,7 @@ class VocabularyPart:
         tokens = Node("input", level="token", space=self.frame)
         dtype = next((x.dtype for x in inputs.values() if x.is_floating_point() and x.dim()), torch.float32)
         done: dict[int, Tensor] = {}
-        for i in sorted(ancestors(nodes, self.given)):
+        for i in sorted(nodes_under(nodes, self.given)):
             if nodes[i].op == "input":
                 done[i] = inputs[str(nodes[i].attr("name"))]
                 done[i] = done[i].reshape(()) if nodes[i].level == "batch" else done[i]
@@ -92,7 +92,7 @@ def split(program: Program, spaces: Mapping[str, str]) -> VocabularyPart | None:
         if after.intersection(n.args):
             after.add(i)
     reduced = {i for i in after - tables if tables.intersection(nodes[i].args)}
-    inner = tables | reduced | (after & ancestors(nodes, tuple(tables)))
+    inner = tables | reduced | (after & nodes_under(nodes, tuple(tables)))
     given = dict.fromkeys(a for i in sorted(inner) for a in nodes[i].args if a not in inner)
     outputs = {i for _, i in program.outputs}
     read = {a for i, n in enumerate(nodes) if i not in inner for a in n.args} | outputs
@@ -109,15 +109,3 @@ def split(program: Program, spaces: Mapping[str, str]) -> VocabularyPart | None:
     return VocabularyPart(
         program, Program(program.id, tuple(rest), tuple((name, numbers[i]) for name, i in program.outputs), program.at),
         tuple(sorted(inner)), tuple(given), results, space, spaces[space])
-
-
-def ancestors(nodes: Sequence[Node], roots: Sequence[int]) -> set[int]:
-    """`roots` and all that they are made of."""
-    found: set[int] = set()
-    waiting = list(roots)
-    while waiting:
-        i = waiting.pop()
-        if i not in found:
-            found.add(i)
-            waiting += nodes[i].args
-    return found
