@@ -38,7 +38,7 @@ class Calculator:
 
 
 def value_of(node: ast.expr) -> float:
-    """Of numbers and four operators; nothing that is written is executed. What it raises is told to the model."""
+    """Of numbers and four operators; nothing that is written is executed. The model reads what it raises."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return float(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

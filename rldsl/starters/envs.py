@@ -1,7 +1,7 @@
 """Environments: what the model talks with. A class is an environment, an object of it one conversation.
 
 `reset` gets the columns of a row of data. Every other public method is a tool: its types and docstring are what the
-model reads about it. What a tool returns, or raises, is told to the model. `rlc` never imports this file; the run does.
+model reads about it, as it reads what a tool returns or raises. `rlc` never imports this file; the run does.
 """
 
 from typing import Any

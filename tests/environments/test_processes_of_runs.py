@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from tests.end_to_end.programs import compile_program
 from tests.environments.programs import folder, source
@@ -25,20 +26,25 @@ BODY = """
 """
 
 
-def test_a_conversation_of_two_turns(tmp_path: Path) -> None:
-    folder(tmp_path)
-    config = tmp_path / "model" / "tokenizer_config.json"
+def logged(here: Path, body: str, steps: int, classes: str, placement: str) -> list[dict[str, Any]]:
+    """The metrics of a run on two ranks with environments of envs_steps.py, in a folder that is ready."""
+    config = here / "model" / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
-    text = source(BODY, steps=1).replace("envs_scripted.py", "envs_steps.py").replace("Guess: env", "Steps: env")
-    (tmp_path / "program.rlf").write_text(text)
+    text = source(body, steps=steps).replace("envs_scripted.py", "envs_steps.py").replace("Guess: env", classes)
+    (here / "program.rlf").write_text(text)
     before = os.getcwd()
-    os.chdir(tmp_path)
+    os.chdir(here)
     try:
-        data = compile_program(tmp_path / "program.rlf", {}, "place *.* on mesh(0:2) dp=2", tmp_path)
-        run_world(2, _rank, data, str(tmp_path / "out"), str(tmp_path), timeout=120.0)
+        data = compile_program(here / "program.rlf", {}, placement, here)
+        run_world(2, _rank, data, str(here / "out"), str(here), timeout=120.0)
     finally:
         os.chdir(before)
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (here / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_conversation_of_two_turns(tmp_path: Path) -> None:
+    folder(tmp_path)
+    lines = logged(tmp_path, BODY, 1, "Steps: env", "place *.* on mesh(0:2) dp=2")
     (found,) = numbers(lines, ("turns", "reward", "stopped"))
     assert found == {"turns": 2.0, "reward": 3.0, "stopped": 0.0}
     samples = [json.loads(line) for line in (tmp_path / "out" / "samples" / "gen.jsonl").read_text().splitlines()]
@@ -65,20 +71,10 @@ SEVERAL = """
 def test_each_row_names_its_environment(tmp_path: Path) -> None:
     """Steps: two turns and a reward of 3; Once: one and 10."""
     folder(tmp_path)
-    config = tmp_path / "model" / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
     rows = [{"prompt": f"{i} + {i}", "env": "Once" if i in (1, 4, 6) else "Steps"} for i in range(8)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    text = source(SEVERAL, steps=2).replace("envs_scripted.py", "envs_steps.py").replace("Guess: env", "Steps: env, Once: env")
-    (tmp_path / "program.rlf").write_text(text)
-    before = os.getcwd()
-    os.chdir(tmp_path)
-    try:
-        data = compile_program(tmp_path / "program.rlf", {}, "place actor.generate on mesh(0:2) tp=2\nplace actor.train on mesh(0:1)", tmp_path)
-        run_world(2, _rank, data, str(tmp_path / "out"), str(tmp_path), timeout=120.0)
-    finally:
-        os.chdir(before)
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    lines = logged(tmp_path, SEVERAL, 2, "Steps: env, Once: env",
+                   "place actor.generate on mesh(0:2) tp=2\nplace actor.train on mesh(0:1)")
     assert numbers(lines, ("turns", "reward", "once")) == [{"turns": 14.0, "reward": 38.0, "once": 10.0},
                                                            {"turns": 12.0, "reward": 52.0, "once": 10.0}]
 

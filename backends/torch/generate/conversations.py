@@ -236,7 +236,7 @@ class Engine:
         return slot.tokens[len(slot.tokens) - slot.in_turn :]
 
     def _ended(self, slot: Slot, turn: list[int]) -> bool | None:
-        """Whether a turn that has just got its last token ended of itself; None if it goes on."""
+        """Whether a turn that has just got its last token ended of itself; None if it continues."""
         if turn[-1] in self.eos_ids or self._hits_stop_string(turn):
             return True
         full = len(slot.tokens) + 1 == self.limits.max_tokens

@@ -191,7 +191,7 @@ class EnvironmentProcesses:
             state.worker.deadline = time.monotonic()  # the next look finds out why
 
     def _resume(self, row: int) -> None:
-        """An agent goes on: it has `turn_timeout` until it asks again or returns."""
+        """An agent continues: it has `turn_timeout` until it asks again or returns."""
         state = self.rows[row]
         state.printed = state.worker.num_printed
         state.worker.work = RowChunk(row, row + 1)
