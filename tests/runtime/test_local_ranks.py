@@ -62,7 +62,11 @@ def test_what_ranks_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what, code", [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 1)])
 def test_the_first_failure_ends_the_others(tmp_path: Path, what: str, code: int) -> None:
-    process = start(tmp_path, 2, f"{READY}if rank: {what}\ntime.sleep(600)")
+    process = start(tmp_path, 2, f"""{READY}if rank:
+    while not (Path("ready0").is_file() and Path("ready0").read_text()):  # a rank that is ended before it begins tells nothing
+        time.sleep(0.01)
+    {what}
+time.sleep(600)""")
     ranks = until_ready(tmp_path, 2)
     said = process.communicate(timeout=60)[0]
     assert process.returncode == code and all(map(gone, ranks))
