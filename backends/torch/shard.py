@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -155,29 +156,37 @@ class TorchShard:
 
     def train(self, minibatch: Sequence[MicroBatch], outputs: Sequence[Sequence[str]], temperature: float,
               loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none",
-              rate: float | None = None, heads: Sequence[Shard] = ()) -> Mapping[str, float] | None:
+              rate: float | None = None, heads: Sequence[Shard] = (), leaves: Sequence[int] = ()
+              ) -> Mapping[str, float] | None:
         trainer, zero = self._trainer(), self.stage.zero
         has_rows = [any(len(frame) for frame in frames) for frames in minibatch]
         # other ranks wait for the passes of this one under `zero` and `ep`: one without rows runs a token
         passes = [i for i, some in enumerate(has_rows) if some or zero or self.axes.ep.size > 1]
-        inputs = [pack_inputs(minibatch[i] if has_rows[i] else (DUMMY_BATCH,), self.device, self.axes.cp,
-                              self.stage.sequence_parallel) for i in passes]
+        inputs = {i: pack_inputs(minibatch[i] if has_rows[i] else (DUMMY_BATCH,), self.device, self.axes.cp,
+                                 self.stage.sequence_parallel) for i in passes}
         wanted = {name for names in outputs for name in names}
         others = [cast(TorchShard, head).stage for head in heads]
 
         def loss_share(i: int, hidden: torch.Tensor) -> torch.Tensor:
-            if not has_rows[passes[i]]:
+            if not has_rows[i]:
                 return hidden.float().sum() * 0
             computed = model_outputs(self.stage, hidden, inputs[i], wanted, temperature, others)
-            return loss_fn(passes[i], [{name: computed[name][frame] for name in names}
-                                       for frame, names in enumerate(outputs)])
+            return loss_fn(i, [{name: computed[name][frame] for name in names} for frame, names in enumerate(outputs)])
+
+        def run(together: Sequence[int]) -> None:
+            pipeline_forward_backward(self.stage, self.axes.pp, [inputs[i] for i in together],
+                                      lambda i, hidden: loss_share(together[i], hidden))
 
         trainer.zero_grad()
         with (self._numerics(), self.stage.sequence_parallel.region(),
               self.stage.recomputing(recompute == "full")):
             if zero:
                 zero.begin_minibatch()
-            pipeline_forward_backward(self.stage, self.axes.pp, inputs, loss_share)
+            for start, count in zip(accumulate(leaves, initial=0), leaves, strict=False):
+                run([i for i in passes if start <= i < start + count])
+                trainer.end_leaf()
+            if not leaves:
+                run(passes)
         if should_stop is not None and should_stop():
             if zero:
                 zero.end_minibatch(use_grads=False)

@@ -393,6 +393,7 @@ class CallsOfFlow:
             model_outputs=made.model_outputs, data_inputs=data,
             outputs=outputs, minibatches=parts, epochs=cast(int, given["epochs"]),
             shuffle=bool(given["shuffle"]) and parts > 1, call=number,
+            invariant=self.flow.models[owner.name].invariant_training,
             nonfinite="skip" if skips else "stop", rate=rate, ids=made.ids, heads=heads))
         return NO_VALUE
 

@@ -114,7 +114,7 @@ def model(decl: ast.ModelDecl, exprs: ExpressionBuilder, scope: Scope) -> g.Mode
     record, patterns = (optimizer.record, optimizer.patterns) if optimizer else (None, ())
     return g.Model(decl.name.name, source[0], source[1], record, str(given["dtype"]), decl.span,
                    lora, next((a.span for a in decl.value.args if a not in call.args), None), bool(given["invariant"]),
-                   call.args[0].value.span, patterns)
+                   call.args[0].value.span, patterns, given["invariant"] == "training")
 
 
 def data(decl: ast.DataDecl, exprs: ExpressionBuilder, scope: Scope) -> g.Data | Bad:

@@ -51,6 +51,7 @@ class Model:
     invariant: bool = False  # as in `plan.model.Model`
     path_span: Span | None = None  # the path argument
     patterns: tuple[tuple[str, Span], ...] = ()  # that its optimizer has for names of parameters, and where
+    invariant_training: bool = False  # as in `plan.model.Model`
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,7 @@ class Train(TrainSpec, Node):
     epochs: int  # passes over the rows
     shuffle: bool  # rows are divided into minibatches at random
     call: int = 0  # which of the `train` calls of its model, from 0
+    invariant: bool = False  # gradients are summed in one order: its model has `invariant_training`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

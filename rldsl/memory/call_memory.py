@@ -25,6 +25,7 @@ from rldsl.memory.parameters import (
     largest_weight,
     linear_elements,
     optimizer_state,
+    summed_in_leaves,
     trained,
     vocabulary,
 )
@@ -257,7 +258,8 @@ def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) ->
         head += max(m.tokens * b.norm, _loss(t, e, copy, b, m, device)) + m.responses * LOSS_ENTRY * _width(t, e.ids)
     whole = count * sum(map(width, frames)) * INDEX
     most = max(passed + max(inside, embedding, head), largest_step(copy))
-    return {"activations": most, "half-precision weights": _half_precision_bytes(copy), "rows": whole, **gathered(copy)}
+    return {"activations": most, "half-precision weights": _half_precision_bytes(copy), "rows": whole, **gathered(copy),
+            **summed_in_leaves(copy)}
 
 
 def _num_boundary_states(copy: Copy, chunk: int) -> int:

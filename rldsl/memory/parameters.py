@@ -15,6 +15,7 @@ from rldsl.plan.model import Layout, Model, ParamSpec
 from rldsl.plan.optimizers import NEEDS_COMPLETE, ParamOptions, param_options, state_numel
 from rldsl.sharding.boxes import Box, Cell, itemsize, pieces_at, volume
 from rldsl.sharding.dtypes import storage_dtype
+from rldsl.sharding.gradient_leaves import LEAVES
 from rldsl.sharding.layout import own_layers, stage_layers
 
 FLOAT = 4  # bytes of float32
@@ -196,9 +197,26 @@ def gathered(copy: Copy) -> dict[str, int]:
     layer_gradient, outside_gradient = _group_bytes(layers, copy, FLOAT), _group_bytes(rest, copy, FLOAT)
     there = outside + (copy.layers if level < 3 else min(2, copy.layers)) * layer  # 3: and the next one
     largest_group = max(layer_gradient, outside_gradient)
-    whole = outside_gradient + copy.layers * layer_gradient if level == 1 else largest_group
+    sums = _leaf_sums(copy)
+    whole = outside_gradient + copy.layers * layer_gradient if level == 1 or sums else largest_group
+    whole *= 1 + sums
     # an all-gather has an output besides the rows it copies from; a reduce-scatter has an input, and one is under way
     return {"gathered parameters": there + max(layer, outside), "gradients being reduced": whole + 2 * largest_group}
+
+
+def summed_in_leaves(copy: Copy) -> dict[str, int]:
+    """Holder -> bytes of the sums of gradients that a train call keeps of a model with `invariant_training`, besides
+    the gradients themselves (`backends/torch/model/leaf_sums.py`). Those under `zero` are in `gathered`."""
+    sums, tied = _leaf_sums(copy), [s for s in copy.model.params if s.stage == "ends"] if copy.last else []
+    if not sums:
+        return {}
+    head = (1 + sums) * _group_bytes(tied, copy, FLOAT)
+    return {"sums of gradients": head + (0 if copy.layout.zero else sums * FLOAT * trained(copy))}
+
+
+def _leaf_sums(copy: Copy) -> int:
+    """The most sums of leaves that exist at a time, besides the gradients of the leaf under way."""
+    return max(1, (LEAVES // copy.layout.dp).bit_length() - 1) if copy.model.invariant_training else 0
 
 
 def _group_bytes(specs: Iterable[ParamSpec], copy: Copy, matrix: int) -> int:

@@ -60,6 +60,7 @@ from rldsl.plan.payloads import (
     payload,
 )
 from rldsl.plan.spaces import IndexedFrame, coarsest
+from rldsl.sharding.gradient_leaves import LEAVES, pass_tokens
 from rldsl.sharding.rank_sets import Ranks, union
 
 
@@ -86,7 +87,8 @@ def spread_of(node: g.Node, place: Place, frames: Mapping[str, IndexedFrame]) ->
             return _named(Spread("", mesh, layout, (node.frame,), "row", "tokens"))
         case g.Train():
             return _named(Spread("", mesh, layout, node.frames, "row", "tokens", node.minibatches, node.epochs,
-                                 node.shuffle, node.call if node.shuffle else 0))
+                                 node.shuffle, node.call if node.shuffle else 0,
+                                 LEAVES if node.invariant else 0))
         case g.Compute():
             if not node.frames:
                 return on_every_rank(place.mesh)
@@ -94,6 +96,11 @@ def spread_of(node: g.Node, place: Place, frames: Mapping[str, IndexedFrame]) ->
         case g.Collect():  # the same share of every iteration, wherever the rows of an iteration were made
             return _named(Spread("", mesh, layout, (node.frame,), "prompt", "slot"))
     raise internal_error(f"no spread for {type(node).__name__} {node.id}", "pass node_events")
+
+
+def tokens_per_pass(node: g.Train, frames: Mapping[str, IndexedFrame]) -> int:
+    """Tokens of a pass, at most, where that may not depend on the placement; else 0."""
+    return pass_tokens(frames[f] for f in node.frames) if node.invariant else 0
 
 
 def _by_prompts(place: Place, of: Iterable[str], frames: Mapping[str, IndexedFrame]) -> Spread:
@@ -119,7 +126,8 @@ def _named(s: Spread) -> Spread:
     """`s` with an id made of its content, so that equal spreads have one id."""
     shuffled = f" shuffled {s.call}" if s.shuffle else ""
     batches = f" x{s.minibatches} x{s.epochs}{shuffled}" if s.minibatches * s.epochs > 1 else ""
-    id = f"{s.layout} {s.granularity} {s.balance_by} {' '.join(s.frames)}{batches}"
+    leaves = f" in {s.leaves}" if s.leaves else ""
+    id = f"{s.layout} {s.granularity} {s.balance_by} {' '.join(s.frames)}{batches}{leaves}"
     return replace(s, id=id)
 
 
@@ -320,7 +328,8 @@ class _EventBuilder:
                 heads = tuple(self.places[self.head_makers[model]].layout.id for _, model in node.heads)
                 read = dict.fromkeys(f"{model}@{x}" for (_, model), x in zip(node.heads, heads, strict=True))
                 return Train(**common, layout=layout, reads=(copy, *read, *reads), writes=(copy, *writes),
-                             mbs=place.mbs, mbt=place.mbt, recompute=place.recompute, head_layouts=heads,
+                             mbs=place.mbs, mbt=tokens_per_pass(node, self.frames) or place.mbt,
+                             recompute=place.recompute, head_layouts=heads,
                              **payload(node, TrainSpec))
         assert_never(node)
 

@@ -1,20 +1,23 @@
-"""Where a model can keep to `invariant=true`: the same numbers for a token whatever is computed with it, and wherever.
+"""Where a model can keep to `invariant=true`, the same numbers for a token whatever is computed with it, and wherever,
+and to `invariant=training`, the same parameters after an update.
 
 In: calls with their places, and the families of their models where these are known. Out: nothing, or RL0330. dp, pp,
-cp, ep, zero and recomputation leave each sum as it is; tp divides sums, which are cut into blocks
-(`sharding/sum_blocks.py`), so its degree must divide their number.
+cp, ep, zero and recomputation leave each sum of a forward pass as it is; tp divides sums, which are cut into blocks
+(`sharding/sum_blocks.py`), so its degree must divide their number. Gradients are sums over tokens besides: over passes
+of fixed rows, in leaves that dp must divide (`sharding/gradient_leaves.py`). tp, cp and ep would divide them further.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from rldsl.diag import fail
+from rldsl.diag import Diagnostic, Label, fail
 from rldsl.graph import model as g
 from rldsl.models.families import Family
 from rldsl.placement.model import Call, Place, label
 from rldsl.placement.rules import option_span
 from rldsl.plan.backends import described
+from rldsl.sharding.gradient_leaves import LEAVES, PASS_TOKENS, divides
 from rldsl.sharding.sum_blocks import BLOCKS, undividable
 
 
@@ -35,11 +38,58 @@ def check_invariance(graph: g.Graph, calls: Iterable[Call], places: Mapping[str,
         if blocks:
             label_text = f"tp={x.tp} does not divide the {blocks} blocks in which {name or 'a model'} is summed"
             raise fail("RL0330", f"`{label(node)}` cannot be invariant", option_span(span, "tp"), label_text,
-                       help=f"use {_degrees(blocks)}, with more dp or pp, or remove `invariant=true` from "
+                       help=f"use {_degrees('tp', blocks)}, with more dp or pp, or remove `invariant=true` from "
                             f"`{node.model}`")
+        if isinstance(node, g.Train) and node.invariant:
+            _check_gradients(node, places[node.id])
 
 
-def _degrees(blocks: int) -> str:
-    """The degrees that divide so many blocks."""
-    *most, last = [f"tp={d}" for d in range(1, blocks + 1) if blocks % d == 0]
+def _check_gradients(node: g.Train, place: Place) -> None:
+    x = place.layout
+    divided = next((d for d in ("tp", "cp", "ep") if getattr(x, d) > 1), "")
+    passes = next((o for o in ("mbs", "mbt") if getattr(place, o)), "")
+    if divided:
+        option, why = divided, f"{divided}={getattr(x, divided)} divides sums over tokens"
+        help = f"use dp, pp and `zero` in training, or `invariant=true` for `{node.model}`, which other calls keep"
+    elif not divides(x.dp):
+        option, why = "dp", f"dp={x.dp} does not divide the {LEAVES} parts in which a minibatch is summed"
+        help = f"use {_degrees('dp', LEAVES)}, with more pp, or `invariant=true` for `{node.model}`"
+    elif passes:
+        option, why = passes, "which rows are in a pass must not depend on the placement"
+        help = f"remove `{passes}`: a pass has up to {PASS_TOKENS} tokens, or one longer row"
+    else:
+        return
+    raise fail("RL0330", f"the gradients of `{label(node)}` cannot be invariant", option_span(place.span, option), why,
+               help=help)
+
+
+def varying_inputs(graph: g.Graph) -> Iterator[Diagnostic]:
+    """A warning for each model that is not invariant, though what it computes reaches the training of one with
+    `invariant=training`."""
+    every = tuple(g.nodes(graph.items))
+    made_by = {value: node for node in every for value in node.writes}
+    models = {m.name: m for m in graph.models}
+    reported: set[str] = set()
+    for train in every:
+        if not isinstance(train, g.Train) or not train.invariant:
+            continue
+        seen, todo = {train.id}, [*train.reads]
+        while todo:
+            node = made_by.get(todo.pop())
+            if node is None or node.id in seen:
+                continue
+            seen.add(node.id)
+            todo += node.reads
+            if isinstance(node, Call) and not models[node.model].invariant and node.model not in reported:
+                reported.add(node.model)
+                yield Diagnostic(
+                    "RL0908", f"`{node.model}` is not invariant, so the training of `{train.model}` is not either",
+                    models[node.model].span, "its results depend on the placement by rounding",
+                    (Label(node.span, "this computes with it"), Label(train.span, "this trains on the result")),
+                    help=f"declare `{node.model}` with `invariant=true`", severity="warning")
+
+
+def _degrees(degree: str, blocks: int) -> str:
+    """Those that divide so many blocks."""
+    *most, last = [f"{degree}={d}" for d in range(1, blocks + 1) if blocks % d == 0]
     return f"{', '.join(most)} or {last}" if most else last

@@ -138,7 +138,8 @@ def _model(m: g.Model, family: Family, train_layout: str, sources: tuple[str, ..
     check_patterns(m, own.params, family.layers)
     return Model(m.name, m.head_name, m.path, dtype, own.params, family.layers, family.config_digest,
                  train_layout, m.optimizer if train_layout else None, updated_from=sources, base=own.base,
-                 lora=own.lora, sizes=sizes_of(family), invariant=m.invariant)
+                 lora=own.lora, sizes=sizes_of(family), invariant=m.invariant,
+                 invariant_training=m.invariant_training)
 
 
 # ------------------------------------------------------------------------------------------------ calls

@@ -122,6 +122,9 @@ class Spread:
     epochs: int = 1  # per call
     shuffle: bool = False  # rows are divided into minibatches at random
     call: int = 0  # which of the `train` calls of its model, from 0: each divides at random in its own way
+    # each minibatch is first divided into so many parts, the same under every degree, and a dp rank has consecutive
+    # ones (`sharding/gradient_leaves.py`); 0: it is divided over the dp ranks
+    leaves: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +252,8 @@ class Model:
     lora: Lora | None = None  # its adapters
     sizes: Sizes = Sizes()  # for estimates of work and memory
     invariant: bool = False  # the outputs of a token are bitwise equal for every batch that it is computed in
+    # besides, gradients are summed in one order (`sharding/gradient_leaves.py`): parameters are equal on any placement
+    invariant_training: bool = False
 
     @property
     def head(self) -> heads.Head:

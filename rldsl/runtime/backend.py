@@ -214,7 +214,8 @@ class Shard(Protocol):
 
     def train(self, minibatch: Sequence[MicroBatch], outputs: Sequence[Sequence[str]], temperature: float,
               loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none",
-              rate: float | None = None, heads: Sequence[Shard] = ()) -> Mapping[str, float] | None:
+              rate: float | None = None, heads: Sequence[Shard] = (), leaves: Sequence[int] = ()
+              ) -> Mapping[str, float] | None:
         """Forward and backward passes of every micro-batch, one gradient reduction (a *sum* over dp and cp: the loss
         already carries the global normalization), clipping over all shards, one optimizer step.
 
@@ -229,6 +230,9 @@ class Shard(Protocol):
         rate: the learning rate, before the scales of groups; None: that of the schedule.
         heads: shards of other models on the same ranks under the same degrees, one for each of `PackedBatch.hidden`:
             then the output "logprobs_at" is an `OverVocabulary`, whose arithmetic gets their log-probs, too.
+        leaves: of a model with `invariant_training`, how many micro-batches each of this shard's leaves has, one leaf
+            after the other. Gradients of a leaf are added in order, and leaves in a binary tree, those of the shard
+            first and then those of all shards of dp (`sharding/gradient_leaves.py`).
         Returns "grad_norm" (before clipping) and "lr", equal on all ranks. If "grad_norm" is not finite, nothing was
             updated, and the schedule has not advanced."""
 

@@ -159,6 +159,7 @@ class PipelineTimes:
     slowest: float  # of the slowest stage
     message: float  # between two stages
     chunks: int = 1  # of layers per stage (vpp)
+    leaves: int = 1  # as in `StagePasses`
 
 
 def _pipeline_times(each: list[tuple[Stage, int]], found: list[StagePasses]) -> PipelineTimes:
@@ -168,7 +169,8 @@ def _pipeline_times(each: list[tuple[Stage, int]], found: list[StagePasses]) -> 
     message = first.machine.message(found[0].message, first.groups.crosses["pp"]) if stages > 1 else 0.0
     both = [sum(map(sum, p.durations)) for p in found]
     total = sum(t * n for t, (_, n) in zip(both, each, strict=True))
-    return PipelineTimes(stages, found[0].count, total, max(both), message, len(found[0].durations))
+    return PipelineTimes(stages, found[0].count, total, max(both), message, len(found[0].durations),
+                         found[0].leaves)
 
 
 def inference_seconds(p: PipelineTimes) -> float:
@@ -182,8 +184,9 @@ def training_seconds(p: PipelineTimes) -> float:
     for each further one. With chunks of layers the fill is divided by their number, and each chunk has its messages.
     The full simulation takes up to 1 % longer, since messages also delay each other while a pipeline fills."""
     fill = (p.stages - 1) * (2 if p.stages > 2 else 1)
-    further = p.count * p.chunks - 1 if p.stages > 1 else 0
-    return p.count * p.slowest + (p.total - p.slowest) / p.chunks + (fill + further) * p.message
+    further = p.count * p.chunks - p.leaves if p.stages > 1 else 0
+    filled = p.leaves * ((p.total - p.slowest) / p.chunks + fill * p.message)
+    return p.count * p.slowest + filled + further * p.message
 
 
 def _compute_seconds(ops: list[Op]) -> float:

@@ -19,6 +19,7 @@ from rldsl.search.call_costs import CallMemory, Candidate, build_candidate, call
 from rldsl.search.isolated_call import IsolatedCall
 from rldsl.search.problem import FixedCall, Job, Problem
 from rldsl.search.space import Block, Kind, Strategy, divisions, micro_batch_sizes, with_chunks, zero_levels
+from rldsl.sharding.gradient_leaves import divides
 
 DEFAULT_VPP = (1,)  # chunks of layers per stage, where the program does not say
 GENERATED = ("mbs", "mbt", "vpp", "backend")  # options whose given value is the only one that is generated
@@ -99,7 +100,7 @@ class CandidateTable:
                       for x in self._with_recompute_and_offload(job, z)):
                 as_given = all(_option_value(s, name) == value for name, value in given.items()
                                if name not in GENERATED)
-                if as_given and self._backend_supports(job, s):
+                if as_given and self._backend_supports(job, s) and _keeps_gradients(job.node, s):
                     sizes = self._largest_that_fit(self._with_micro_batches(job, s, given), job, size,
                                                    NUM_SIZES if s.pp == 1 else NUM_PIPELINE_SIZES)
                     yield from (self.candidate(job, x, size) for x in sizes)
@@ -121,6 +122,8 @@ class CandidateTable:
         if job.kind == "generate" and tokens:
             fit = max(tokens // self.problem.max_tokens(job), 1)
             return [replace(s, mbs=min(mbs or fit, fit))]
+        if isinstance(job.node, g.Train) and job.node.invariant:  # its passes do not depend on the placement
+            return [s]
         sizes = (mbs,) if tokens or "mbs" in given else micro_batch_sizes(self._max_rows(job, s.dp), s.pp)
         return [replace(s, mbs=m, mbt=tokens) for m in sizes]
 
@@ -161,6 +164,11 @@ def undominated(entries: list[Candidate]) -> list[Candidate]:
                    and k.onload_seconds <= e.onload_seconds and k.sync_ranks <= e.sync_ranks for k in kept):
             kept.append(e)
     return kept
+
+
+def _keeps_gradients(node: g.Node, s: Strategy) -> bool:
+    """Whether the gradients of a model with `invariant=training` stay the same under a strategy."""
+    return not (isinstance(node, g.Train) and node.invariant) or max(s.tp, s.cp, s.ep) == 1 and divides(s.dp)
 
 
 def _option_value(s: Strategy, name: str) -> object:

@@ -7,7 +7,7 @@ and its groups follow in closed form.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import lcm
@@ -17,11 +17,12 @@ from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.memory.parameters import Copy
 from rldsl.memory.values import Tables
-from rldsl.passes.node_events import spread_of
+from rldsl.passes.node_events import spread_of, tokens_per_pass
 from rldsl.placement.model import Place
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
 from rldsl.plan.model import Layout, Model
 from rldsl.plan.payloads import GenerateSpec, InferSpec, TrainSpec, payload
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.search.problem import Job, Problem
 from rldsl.search.space import Block, Strategy
 from rldsl.sharding.boxes import Cell
@@ -50,7 +51,7 @@ class IsolatedCall(World):
         self.node = job.node
 
     def event(self, s: Strategy) -> AnyCall:
-        return call_event(self.node, self.layout, self.spread.id, s)
+        return call_event(self.node, self.layout, self.spread.id, s, self.frames)
 
     @cached_property
     def fullest_stages(self) -> tuple[Copy, ...]:
@@ -76,7 +77,7 @@ def with_home(model: Model, layout: Layout, own: bool) -> Model:
     return replace(model, train_layout=layout.id if own and model.train_layout else model.train_layout)
 
 
-def call_event(node: g.Node, layout: Layout, spread: str, s: Strategy) -> AnyCall:
+def call_event(node: g.Node, layout: Layout, spread: str, s: Strategy, frames: Mapping[str, IndexedFrame]) -> AnyCall:
     common: dict[str, Any] = {"id": 0, "mesh": layout.mesh, "layout": layout.id, "spread": spread, "mbs": s.mbs}
     match node:
         case g.Generate():
@@ -84,7 +85,8 @@ def call_event(node: g.Node, layout: Layout, spread: str, s: Strategy) -> AnyCal
         case g.Infer():
             return Infer(**common, mbt=s.mbt, **payload(node, InferSpec))
         case g.Train():
-            return Train(**common, mbt=s.mbt, recompute="full" if s.recompute else "none", **payload(node, TrainSpec))
+            return Train(**common, mbt=tokens_per_pass(node, frames) or s.mbt,
+                         recompute="full" if s.recompute else "none", **payload(node, TrainSpec))
         case _:
             raise internal_error(f"{node.id} is not a call", "search")
 

@@ -32,7 +32,7 @@ class Opt:
     high: float = math.inf  # the largest value
     above: bool = False  # the value must be larger than `low`
     below: bool = False  # the value must be smaller than `high`
-    choices: tuple[str, ...] = ()  # the words allowed, which may be written without quotes
+    choices: tuple[str, ...] = ()  # the words allowed, which may be written without quotes; of a bool: besides it
     needed: bool = False  # has no default
     unit: str = ""  # what it counts; "rows": prompts, sequences or pairs, for the caller to judge
 
@@ -66,7 +66,8 @@ OPTIMIZERS: dict[OptimizerKind, dict[str, Opt]] = {
              "adamw_lr": Opt("float", None, 0, above=True), **_ADAM},
 }
 GROUP = {"lr_scale": Opt("float", None, 0), "weight_decay": Opt("float", None, 0)}
-MODEL = {"dtype": Opt("text", "float32", choices=("float32", "bfloat16")), "invariant": Opt("bool", False)}
+MODEL = {"dtype": Opt("text", "float32", choices=("float32", "bfloat16")),
+         "invariant": Opt("bool", False, choices=("training",))}
 LORA = {"r": Opt("int", 8, 1), "alpha": Opt("float", 16.0, 0, above=True), "targets": Opt("texts", ())}
 COLUMNS = ("prompt", "answer", "chosen", "rejected")
 DATA = {
@@ -188,10 +189,12 @@ def shown(value: Value) -> str:
 def check(name: str, option: Opt, value: Scalar | tuple[Scalar, ...], span: Span,
           exprs: ExpressionBuilder) -> Value | Bad:
     """One value against its row: type, then range or choice."""
-    typed = _typed(option.kind, value)
+    typed = value if isinstance(value, str) and value in option.choices else _typed(option.kind, value)
     if isinstance(typed, Bad):
-        return exprs.errors.add("RL0205", f"`{name}` must be {SHOWN[option.kind]}", span, f"this is {shown(value)}")
-    if option.choices and typed not in option.choices:
+        also = "".join(f", or {choice}" for choice in option.choices)
+        return exprs.errors.add("RL0205", f"`{name}` must be {SHOWN[option.kind]}{also}", span,
+                                f"this is {shown(value)}")
+    if option.choices and option.kind != "bool" and typed not in option.choices:
         return exprs.errors.add("RL0205", f"`{name}` cannot be {shown(value)}", span,
                                 help=f"one of: {', '.join(option.choices)}")
     if option.kind == "floats" and name == "betas" and isinstance(typed, tuple) and len(typed) != 2:

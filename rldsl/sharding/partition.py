@@ -13,6 +13,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heapreplace
 from itertools import groupby
 from typing import Literal
@@ -112,7 +113,7 @@ def rows_by_dp(spread: Spread, dp: int, frames: Sequence[IndexedFrame], lengths:
 
 
 def minibatch_rows_by_dp(spread: Spread, dp: int, frames: Sequence[IndexedFrame], lengths: Lengths, seed: int,
-                   step: int) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
+                         step: int) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
     """[epoch][minibatch][dp rank] -> rows, the same of every frame of the spread. frames: as for `rows_by_dp`."""
     known = {f.id: f for f in frames}
     first, *others = _spread_frames(spread, known)
@@ -149,13 +150,32 @@ def _units_by_dp(spread: Spread, dp: int, known: Mapping[str, IndexedFrame], len
     weights = _weights(spread, frames, lengths)
     unit_ids = tuple(weights)
     # three numberings: index in the minibatch -> position among the present units -> unit id
+    divide = partition if not spread.leaves else partial(_in_leaves, spread.leaves)
     return tuple(
         tuple(tuple(tuple(unit_ids[positions[i]] for i in chosen)
-                    for chosen in partition([weights[unit_ids[p]] for p in positions], dp, balance_by))
+                    for chosen in divide([weights[unit_ids[p]] for p in positions], dp, balance_by))
               for positions in epoch)
         for epoch in minibatch_positions(len(unit_ids), spread.minibatches, spread.epochs, spread.shuffle, seed, step,
                                          spread.call)
     )
+
+
+def _in_leaves(leaves: int, weights: Sequence[int], dp: int, balance_by: Literal["count", "tokens"]
+               ) -> tuple[Rows, ...]:
+    """Item numbers of each dp rank: those of its leaves. The heaviest leaves lie as far apart as possible, so that the
+    ranks of every degree have about equal work, also where there are fewer items than leaves."""
+    if leaves % dp:
+        raise internal_error(f"{leaves} leaves cannot be divided over {dp} dp ranks", place=PLACE)
+    parts = sorted(partition(weights, leaves, balance_by), key=lambda part: (-sum(weights[i] for i in part), part))
+    in_order = [parts[_reversed_bits(at, leaves)] for at in range(leaves)]
+    each = leaves // dp
+    return tuple(tuple(sorted(i for part in in_order[r * each : (r + 1) * each] for i in part)) for r in range(dp))
+
+
+def _reversed_bits(number: int, count: int) -> int:
+    """The bits of a number below `count`, a power of two, in reverse."""
+    bits = count.bit_length() - 1
+    return sum((number >> i & 1) << bits - 1 - i for i in range(bits))
 
 
 def _slots(frame: IndexedFrame, granularity: str, dp: int) -> tuple[Rows, ...]:

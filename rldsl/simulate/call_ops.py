@@ -113,7 +113,10 @@ def train_ops(world: World, event: Train, c: int, key: Hashable) -> list[Op]:
     ops: list[Op] = []
     for m in range(spread.minibatches * spread.epochs if found.count else 0):
         step = replace(stage, key=(key, m))
-        ops += pipeline_ops(step, found.count, found.durations, found.message)
+        for leaf in range(found.leaves):
+            count = (leaf + 1) * found.count // found.leaves - leaf * found.count // found.leaves
+            ops += pipeline_ops(replace(stage, key=(key, m, leaf)) if leaf else step, count, found.durations,
+                                found.message)
         ops += update_ops(step, layout.zero)
     return [*ops, *stage.collective_ops("mesh", "metrics", metrics_seconds(stage))] if found.count else []
 

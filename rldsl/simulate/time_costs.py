@@ -127,6 +127,7 @@ class StagePasses:
     count: int  # micro-batches; 0: the call does nothing
     durations: tuple[tuple[float, float], ...]  # (forward, backward) seconds of one micro-batch, per chunk of layers
     message: float  # bytes of a message to a neighboring stage
+    leaves: int = 1  # that they belong to, about equally many to each: the pipeline runs dry after a leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +228,10 @@ def _infer_passes(world: World, event: Infer, stage: Stage) -> StagePasses:
 def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
     layout, spread = world.layouts[event.layout], world.spreads[event.spread]
     rows = ceil(world.count(event.frames[0]) / spread.minibatches / layout.dp)
-    count = _micro_batches(event, rows, sum(world.row(f).tokens for f in event.frames), layout.pp)
+    width = sum(world.row(f).tokens for f in event.frames)
+    leaves = min(rows, spread.leaves // layout.dp) if spread.leaves else 1
+    count = leaves * _micro_batches(event, ceil(rows / leaves), width, 1) if leaves > 1 else \
+        _micro_batches(event, rows, width, 1 if spread.leaves else layout.pp)
     if not count:
         return StagePasses(0, (), 0.0)
     by_seq = all(OUTPUTS[what].level == "seq" for _, _, what in event.model_outputs)
@@ -249,11 +253,12 @@ def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
         share = held.layers / max(stage.shard.layers, 1)  # of the parameters and gradients that move layer by layer
         gather = share * _gather_seconds(stage) if layout.zero >= 3 else 0.0
         scatter = _scatter_seconds(stage, share) if layout.zero >= 2 else 0.0
+        scatter /= count if spread.leaves else 1  # once in all passes
         loss = world.machine.compute(operators, one.outputs) if held.last else 0.0
         overlapped = world.machine.overlapped
         durations.append((overlapped(forward + comm + loss, gather),
                           overlapped(backward + comm + recomputed + 2 * loss, gather + scatter)))
-    return StagePasses(count, tuple(durations), stage.hidden_bytes(tokens))
+    return StagePasses(count, tuple(durations), stage.hidden_bytes(tokens), leaves)
 
 
 def _stage_per_chunk(stage: Stage, layout: Layout) -> list[Stage]:

@@ -18,6 +18,7 @@ from rldsl.plan.function import frames_of_call
 from rldsl.plan.heads import DISTRIBUTION, OUTPUTS, TOP, heads_with
 from rldsl.plan.model import CONVERSATION_VALUES, Layout, Mesh, Model, Ranges, Value
 from rldsl.plan.spaces import IndexedFrame
+from rldsl.sharding.gradient_leaves import LEAVES, divides, pass_tokens
 from rldsl.sharding.sum_blocks import undividable
 from rldsl.verify.tables import Tables, name, problem
 
@@ -77,6 +78,8 @@ def _call(t: Tables, e: AnyCall) -> Iterator[Diagnostic]:
         yield problem("RL0615", f"{name(e)} has mbs {e.mbs}", e)
     if t.models[e.model].invariant and (why := _varies(t.models[e.model], t.layouts[e.layout])):
         yield problem("RL0615", f"{name(e)}: {e.model} is invariant, but {why}", e)
+    if isinstance(e, Train) and (why := _gradients_vary(t, e)):
+        yield problem("RL0615", f"{name(e)}: {why}", e)
     if isinstance(e, Generate) or e.mbt == 0:
         return
     frames = [t.frames[f] for f in (e.frames if isinstance(e, Train) else (e.frame,)) if f in t.frames]
@@ -91,6 +94,21 @@ def _varies(m: Model, x: Layout) -> str:
         return f"tp={x.tp} of layout {x.id} does not divide the {found[1]} blocks in which {found[0]} is summed"
     backend = described(x.backend)
     return "" if backend is not None and backend.invariant else f"backend {x.backend!r} does not support it"
+
+
+def _gradients_vary(t: Tables, e: Train) -> str:
+    """Why the gradients of a model with `invariant_training` depend on where it is trained, or ""."""
+    x, s, wanted = t.layouts[e.layout], t.spreads[e.spread], t.models[e.model].invariant_training
+    if s.leaves != (LEAVES if wanted else 0):
+        return f"spread {e.spread} has {s.leaves} leaves"
+    if not wanted:
+        return ""
+    if not t.models[e.model].invariant:
+        return f"the gradients of {e.model} are invariant, but not what they are computed from"
+    if max(x.tp, x.cp, x.ep) > 1 or not divides(x.dp):
+        return f"layout {e.layout} divides the sums of its gradients"
+    passes = pass_tokens(t.frames[f] for f in e.frames if f in t.frames)
+    return "" if (e.mbs, e.mbt) == (0, passes) else f"its passes have mbs {e.mbs} and mbt {e.mbt}, not 0 and {passes}"
 
 
 def _ordered(mesh: Mesh) -> Ranges:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rldsl.diag import Diagnostic, internal_error
 from rldsl.plan.backends import DIVISIONS, costs, described
@@ -46,6 +46,8 @@ class CommOp(NamedTuple):
 
 # Coordinates along cp and tp that a communicator does not join: there is one communicator for each combination.
 GroupCoordinates = tuple[int, ...]
+# what a call does besides: environments answer in a `generate`, gradients of a `train` are summed leaf by leaf
+Variant = Literal["", "converse", "train_in_leaves"]
 CommSequence = Callable[[Layout, Coordinate, int], Iterator[CommOp]]  # layout, coordinates, count -> what a rank issues
 
 
@@ -55,12 +57,18 @@ def check_issue_order(t: Tables) -> Iterator[Diagnostic]:
         if not e.traits.backend_communicates:
             continue
         layout = t.layouts[next(r.id for r in references(e) if r.role is Role.LAYOUT)]
-        talks = isinstance(e, Generate) and e.conversation is not None
-        key = (*_case(type(e), layout), talks)
+        variant = _variant(t, e)
+        key = (*_case(type(e), layout), variant)
         if key not in faults:
-            faults[key] = _unsupported_or_deadlocked(type(e), layout, talks)
+            faults[key] = _unsupported_or_deadlocked(type(e), layout, variant)
         if faults[key]:
             yield problem("RL0537", f"{name(e)} under layout {layout.id} {faults[key]}", e, ranks=t.event_ranks(e))
+
+
+def _variant(t: Tables, e: Event) -> Variant:
+    if isinstance(e, Generate) and e.conversation is not None:
+        return "converse"
+    return "train_in_leaves" if isinstance(e, Train) and t.spreads[e.spread].leaves else ""
 
 
 def _case(kind: type[Event], x: Layout) -> tuple[object, ...]:
@@ -68,8 +76,7 @@ def _case(kind: type[Event], x: Layout) -> tuple[object, ...]:
     return kind, x.backend, x.tp > 1, x.pp, _dp_coordinates_to_check(x), x.ep < x.dp, x.cp, x.ep, x.zero, x.vpp
 
 
-def _unsupported_or_deadlocked(kind: type[Event], layout: Layout, talks: bool) -> str:
-    """talks: of a `generate`, whether environments answer."""
+def _unsupported_or_deadlocked(kind: type[Event], layout: Layout, variant: Variant) -> str:
     if layout.zero and kind in (Generate, Infer):
         return f"has zero={layout.zero}, which is supported only in training"
     if layout.vpp > 1 and kind in (Generate, Infer):
@@ -80,7 +87,8 @@ def _unsupported_or_deadlocked(kind: type[Event], layout: Layout, talks: bool) -
     if backend is None:
         return f"uses backend {layout.backend!r}, whose communication is unknown"
     order = costs(layout.backend, "issue_order", IssueOrder)
-    sequence = order.converse if talks else order.sequence_of(kind)
+    variants: dict[Variant, CommSequence] = {"converse": order.converse, "train_in_leaves": order.train_in_leaves}
+    sequence = variants.get(variant) or order.sequence_of(kind)
     if issubclass(kind, ModelCall):  # any other kind only reads parameters, which every backend supports
         unsupported = [d for d in DIVISIONS if getattr(layout, d) > 1 and d not in backend.divisions]
         if kind.kind not in backend.calls or unsupported or layout.zero > backend.zero:
@@ -194,11 +202,7 @@ class IssueOrder:
         for _ in range(2):
             if x.zero:
                 yield from _over_zero_shards(x, at)  # parameters outside the layers
-            for action in actions(x.pp, x.vpp, count)[at.pp]:
-                if isinstance(action, Exchange):
-                    yield from _exchange(x, at, action)
-                else:
-                    yield from _backward(x, at) if action.backward else _forward(x, at)
+            yield from _passes(x, at, count)
             yield from _over(x, at, "mesh")  # whether to stop
             if x.zero == 1:
                 yield from _over_zero_shards(x, at)
@@ -208,6 +212,21 @@ class IssueOrder:
             yield from _over(x, at, "cp")
             if not x.zero:
                 yield from _over_zero_shards(x, at)
+            yield from _over(x, at, "mesh")  # the norm of the gradient
+        yield from _over(x, at, "mesh")  # metrics
+
+    def train_in_leaves(self, x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:
+        """Two minibatches of two leaves each: the pipeline runs dry after a leaf, and gradients are reduced at the end.
+        Such a layout has neither tp nor cp nor ep."""
+        for _ in range(2):
+            if x.zero:
+                yield from _over(x, at, "dp")  # parameters outside the layers
+            for _ in range(2):
+                yield from _passes(x, at, count, reduces=False)
+            yield from _over(x, at, "mesh")  # whether to stop
+            yield from _over(x, at, "dp")  # gradients
+            yield from _over(x, at, "dp")  # that of a tied head
+            yield from _over(x, at, "pp")  # gradients of tied embeddings
             yield from _over(x, at, "mesh")  # the norm of the gradient
         yield from _over(x, at, "mesh")  # metrics
 
@@ -224,6 +243,17 @@ def _inside(x: Layout, at: Coordinate) -> Iterator[CommOp]:
     if x.cp > 1:
         yield CommOp("cp", at.pp, at.dp)
     yield from _over(x, at, "ep")  # tokens, to their experts and back
+
+
+def _passes(x: Layout, at: Coordinate, count: int, reduces: bool = True) -> Iterator[CommOp]:
+    """Of training, by the schedule of the pipeline. reduces: gradients, under zero=2 and 3."""
+    for action in actions(x.pp, x.vpp, count)[at.pp]:
+        if isinstance(action, Exchange):
+            yield from _exchange(x, at, action)
+        else:
+            yield from _forward(x, at)
+            if action.backward and reduces and x.zero > 1:
+                yield from _over_zero_shards(x, at)  # gradients
 
 
 def _link(x: Layout, at: Coordinate, to: int, message: str) -> Iterator[CommOp]:
@@ -268,9 +298,3 @@ def _over_zero_shards(x: Layout, at: Coordinate) -> Iterator[CommOp]:
     """Over the ranks that `zero` divides parameters among; experts have ranks of their own."""
     yield from _over(x, at, "dp")
     yield from _over(x, at, "expert_dp")
-
-
-def _backward(x: Layout, at: Coordinate) -> Iterator[CommOp]:
-    yield from _forward(x, at)
-    if x.zero > 1:
-        yield from _over_zero_shards(x, at)  # gradients

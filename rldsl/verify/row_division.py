@@ -20,6 +20,7 @@ from rldsl.plan.model import Spread
 from rldsl.plan.operators import in_family
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.plan.traits import rule_for
+from rldsl.sharding.gradient_leaves import LEAVES, divides
 from rldsl.verify.tables import Tables, name, problem
 
 
@@ -40,6 +41,8 @@ def _spread(t: Tables, s: Spread) -> str:
         return "divides rows but has no frame"
     if len({_units(f, s) for f in frames}) > 1 or len({*s.frames}) != len(frames):
         return f"divides frames with different numbers of {s.granularity}s: {', '.join(s.frames)}"
+    if s.leaves and (s.leaves != LEAVES or not s.layout or not divides(t.layouts[s.layout].dp)):
+        return f"has {s.leaves} leaves, which the dp ranks of its layout cannot share"
     if s.balance_by == "slot" and (len(frames) > 1 or s.minibatches * s.epochs > 1):
         return "has slots for several frames or minibatches"
     return ""

@@ -58,7 +58,8 @@ def test_a_loss_holds_what_the_estimate_says(minibatches: int, epochs: int) -> N
                 for r in range(first, first + size, PART):
                     losses[-1]({"lp": INPUT[r * TOKENS : (r + PART) * TOKENS]}, {"gen": views[r]})
         minibatch_metrics(losses, True, None, torch.device("cpu"))
-    assert 0.75 * said < storages.most - INPUT.nbytes <= said
+    words = 3 * len(losses) * losses[0].num_words * 8  # of exact sums: a few hundred bytes, which the estimate leaves out
+    assert 0.75 * said < storages.most - INPUT.nbytes <= said + words
 
 
 def test_a_computation_holds_what_the_estimate_says() -> None:

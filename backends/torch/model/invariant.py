@@ -61,8 +61,8 @@ class _Product(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, right = ctx.saved_tensors
-        grad_x = grad @ right.T if ctx.needs_input_grad[0] else None
-        return grad_x, x.T @ grad if ctx.needs_input_grad[1] else None
+        grad_x = multiply(grad, right.T) if ctx.needs_input_grad[0] else None
+        return grad_x, multiply(x.T, grad) if ctx.needs_input_grad[1] else None
 
 
 def product(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

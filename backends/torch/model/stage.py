@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
+from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.rms_norms import fuse_norms
 from rldsl.backends.torch.model import attention
 from rldsl.backends.torch.model.attention import PackedAttention
@@ -53,6 +54,20 @@ class PassThroughLayer(nn.Module):
         return hidden_states if self.received is None else self.received
 
 
+class _WithGradApart(Function):
+    """A parameter whose gradient is added to a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        ctx.total = total
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        ctx.total.add_(grad)
+        return None, None
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A run of layers, and the family's model with only these."""
@@ -78,7 +93,7 @@ class Stage(ActivationCheckpointing):
     last: bool  # whether it is the last of the pipeline
     hidden_size: int             # H
     vocab_size: int              # V, of the whole model
-    head: torch.Tensor | None    # [V_local, H] rows of the output embedding on the last stage, if the model has one
+    head_grad: torch.Tensor | None  # [V_local, H] float32: gradient of the head, where it is kept apart
     vocab_start: int             # the first of these rows
     head_axis: Axis              # over which ranks the head's rows are divided
     vocab_cuts: tuple[int, ...] | None  # of the head's rows, for sums of an invariant model (`tree_sums.py`)
@@ -131,7 +146,7 @@ class Stage(ActivationCheckpointing):
         self.zero = None
         if layout.zero:
             self.unsharded = {name: self._allocate_unsharded(name, skeleton) for name in self.held}
-            self.zero = self._zero_sharding(layout.zero, axes)
+            self.zero = self._zero_sharding(layout.zero, axes, model.invariant_training)
         gathered = gathered_children((*model.params, *model.base))
         self.sequence_parallel = SequenceParallel(tp, bool(gathered))
         fuse_norms(body, device)
@@ -146,6 +161,19 @@ class Stage(ActivationCheckpointing):
             self.sequence_parallel.install([layer for _, layer in chunk.own_layers()], gathered)
         self.invariant = model.invariant
         self._wrap_layers()
+
+    @property
+    def head(self) -> torch.Tensor | None:
+        """[V_local, H] rows of the output embedding on the last stage, if the model has one."""
+        if self._head is None or self.head_grad is None:
+            return self._head
+        head: torch.Tensor = _WithGradApart.apply(self._head, self.head_grad)
+        return head
+
+    def keep_head_grad(self) -> None:
+        """From now on the gradient of the head is added to `head_grad`, and not to that of its weight."""
+        if self._head is not None:
+            self.head_grad = torch.zeros(self._head.shape, device=self.device)
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """torch's backward pass runs without our modes, so the second forward enters it again."""
@@ -182,12 +210,12 @@ class Stage(ActivationCheckpointing):
         dtype = self.matmul_dtype if matrix else self.parameters[name].dtype
         return nn.Parameter(torch.empty(local_shape(parameter, pieces), dtype=dtype, device=self.device))
 
-    def _zero_sharding(self, level: int, axes: Axes) -> ZeroSharding:
+    def _zero_sharding(self, level: int, axes: Axes, in_leaves: bool) -> ZeroSharding:
         def part(layer: int | None, divided_experts: bool) -> ParamGroup | None:
             names = [n for n, (p, _) in self.held.items()
                      if p.layer == layer and divided_experts == (axes.ep.size > 1 and p.spec.experts > 0)]
             return ParamGroup([self.parameters[n] for n in names], [self.unsharded[n] for n in names],
-                              axes.expert_dp if divided_experts else axes.dp) if names else None
+                              axes.expert_dp if divided_experts else axes.dp, in_leaves) if names else None
 
         def group_of(layer: int | None) -> ParamGroup | ParamGroups:
             groups = [g for divided in (False, True) if (g := part(layer, divided)) is not None]
@@ -195,11 +223,12 @@ class Stage(ActivationCheckpointing):
 
         numbers = dict.fromkeys(p.layer for p, _ in self.held.values())
         return ZeroSharding(level, {x: group_of(x) for x in sorted(x for x in numbers if x is not None)},
-                            [group_of(None)] if None in numbers else [])
+                            [group_of(None)] if None in numbers else [], in_leaves)
 
     def _install_parameters(self, skeleton: Any, model: Model, tp: Axis, ep: Axis) -> None:
         """Put local parameters into the modules of the whole model, with their collectives."""
-        self.head, self.score = None, self.unsharded.get(SCORE_WEIGHT)
+        self._head: torch.Tensor | None = None
+        self.head_grad, self.score = None, self.unsharded.get(SCORE_WEIGHT)
         self.vocab_start, self.head_axis = 0, Axis((tp.ranks[tp.index],), 0, None)
         self.vocab_cuts = local_cuts(self.vocab_size, 1, 1, 0) if model.invariant else None
         output = skeleton.get_output_embeddings()
@@ -224,7 +253,7 @@ class Stage(ActivationCheckpointing):
             if attribute == "weight":
                 parallelize(module, parameter.spec.style, tp, start, column_input, adapters.get(path), cuts)
             if attribute == "weight" and self.last and (module is output or (tied and module is embedding)):
-                self.head, self.vocab_start = local[name], start
+                self._head, self.vocab_start = local[name], start
                 if parameter.spec.split is not None:
                     self.head_axis = tp
                     if model.invariant:

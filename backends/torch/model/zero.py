@@ -25,8 +25,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
+from rldsl.backends.torch.model.collectives import tree_reduce_scatter
+from rldsl.backends.torch.model.leaf_sums import LeafSums
 from rldsl.runtime.backend import Axis
 
 # torch 2.13 renames both
@@ -37,10 +40,11 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 class ParamGroup:
     """Parameters that are unsharded together, and whose gradients are reduced together."""
 
-    def __init__(self, sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter], dp: Axis):
+    def __init__(self, sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter], dp: Axis,
+                 in_leaves: bool = False):
         """sharded: this rank's rows. unsharded: leaves with the shape that modules see, without memory until `unshard`;
         their dtype is the one in which they are gathered. Rows are padded to those of the first rank, which has the
-        most."""
+        most. in_leaves: gradients are summed in one order (`leaf_sums.py`)."""
         self.sharded, self.unsharded, self.dp = sharded, unsharded, dp
         self.shard_numel = [-(-w.shape[0] // dp.size) * w[0].numel() if w.dim() else 1 for w in unsharded]  # padded
         self.by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)  # one all-gather for each
@@ -51,6 +55,7 @@ class ParamGroup:
         self._gathers: list[tuple[dist.Work | None, torch.Tensor, list[int]]] = []  # under way
         self._reduction: tuple[dist.Work | None, torch.Tensor] | None = None        # under way
         self.unsharded_grads: dict[int, torch.Tensor] = {}  # float32, not reduced yet, by parameter
+        self.leaf_sums = LeafSums() if in_leaves else None  # of the gradients of all parameters, joined
         for i, w in enumerate(unsharded):
             w.untyped_storage().resize_(0)
             w.requires_grad_(True)
@@ -99,7 +104,9 @@ class ParamGroup:
         self.is_unsharded = False
 
     def accumulate_grad(self, i: int, w: torch.Tensor) -> None:
-        """The hook that autograd calls with parameter i when its gradient is there."""
+        """The hook that autograd calls with parameter i when its gradient is there. A head's may be kept apart."""
+        if w.grad is None and self.leaf_sums is not None:
+            return
         if w.grad is None:
             raise RuntimeError("autograd called the hook of a parameter without a gradient")
         grad = w.grad.float()
@@ -107,18 +114,29 @@ class ParamGroup:
         w.grad = None
 
     @torch.no_grad()
+    def end_leaf(self) -> None:
+        """Add the gradients to those of the leaves before."""
+        if self.leaf_sums is None:
+            raise RuntimeError("gradients without leaves")
+        device = self.sharded[0].device
+        joined = torch.cat([self.unsharded_grads.pop(i).reshape(-1) if i in self.unsharded_grads else
+                            torch.zeros(w.numel(), device=device) for i, w in enumerate(self.unsharded)])
+        self.leaf_sums.add(joined.add_(0.0))  # -0.0 becomes 0.0, as in a buffer of zeros that gradients are added to
+
+    @torch.no_grad()
     def reduce_scatter(self) -> None:
         """Start to sum the gradients over dp; those that autograd did not compute are 0."""
+        if self.leaf_sums is not None:
+            self.unsharded_grads = dict(enumerate(self.leaf_sums.take().split([w.numel() for w in self.unsharded])))
         padded = torch.zeros(self.dp.size, sum(self.shard_numel), device=self.sharded[0].device)
         for i, part in enumerate(padded.split(self.shard_numel, dim=1)):
             if i in self.unsharded_grads:
-                grad = self.unsharded_grads[i].reshape(-1)
-                rows = grad.new_zeros(self.dp.size * self.shard_numel[i])
-                rows[: grad.numel()] = grad
-                part.copy_(rows.view(self.dp.size, -1))
+                part.copy_(_padded_rows(self.unsharded_grads[i], self.shard_numel[i], self.dp.size))
         self.unsharded_grads.clear()
         if self.dp.size == 1:
             self._reduction = None, padded.view(-1)
+        elif self.leaf_sums is not None:
+            self._reduction = None, tree_reduce_scatter(padded.view(-1), self.dp)
         else:
             summed = padded.new_empty(sum(self.shard_numel))
             self._reduction = REDUCE_SCATTER(summed, padded.view(-1), group=self.dp.group, async_op=True), summed
@@ -143,10 +161,23 @@ class ParamGroup:
     def discard_grads(self) -> None:
         """Drop gradients that were not reduced."""
         self.unsharded_grads.clear()
+        if self.leaf_sums is not None:
+            self.leaf_sums.clear()
 
     @property
     def has_unreduced_grads(self) -> bool:
         return bool(self.unsharded_grads)
+
+
+def _padded_rows(grad: torch.Tensor, numel: int, ranks: int) -> torch.Tensor:
+    """[ranks, numel]: the rows of each rank of a complete gradient."""
+    return F.pad(grad.reshape(-1), (0, ranks * numel - grad.numel())).view(ranks, numel)
+
+
+def rows_of_tree_sum(grad: torch.Tensor, dp: Axis) -> torch.Tensor:
+    """This rank's rows of the tree sum over dp of a complete gradient, flat and padded."""
+    padded = _padded_rows(grad, -(-grad.shape[0] // dp.size) * grad[0].numel(), dp.size).reshape(-1)
+    return padded if dp.size == 1 else tree_reduce_scatter(padded, dp)
 
 
 class ParamGroups:
@@ -178,6 +209,10 @@ class ParamGroups:
         for group in self.groups:
             group.wait_reduce_scatter()
 
+    def end_leaf(self) -> None:
+        for group in self.groups:
+            group.end_leaf()
+
     def discard_grads(self) -> None:
         for group in self.groups:
             group.discard_grads()
@@ -191,9 +226,10 @@ class ZeroSharding:
     """All parameter groups of a rank, and when they are unsharded, resharded and reduced."""
 
     def __init__(self, level: int, layers: dict[int, ParamGroup | ParamGroups],
-                 non_layer: Sequence[ParamGroup | ParamGroups]):
-        """level: 1 to 3. layers: by number, in order. non_layer: groups that belong to no layer."""
-        self.level, self.layers, self.non_layer = level, layers, list(non_layer)
+                 non_layer: Sequence[ParamGroup | ParamGroups], in_leaves: bool = False):
+        """level: 1 to 3. layers: by number, in order. non_layer: groups that belong to no layer. in_leaves: as of their
+        groups; then gradients are reduced at the end of a minibatch, whatever the level."""
+        self.level, self.layers, self.non_layer, self.in_leaves = level, layers, list(non_layer), in_leaves
         self.groups = [*layers.values(), *non_layer]
         self.stay_unsharded = self.groups if level < 3 else self.non_layer  # during a minibatch
         self._reducing: ParamGroup | ParamGroups | None = None  # whose reduce-scatter is under way
@@ -211,9 +247,18 @@ class ZeroSharding:
         if self.level > 1:
             self._reduce_remaining([group for i, group in self.layers.items() if i in layers] + self.non_layer)
 
+    def end_leaf(self) -> None:
+        """After the passes of a leaf."""
+        for group in self.groups:
+            group.end_leaf()
+
     def end_minibatch(self, use_grads: bool) -> None:
         """After the passes of a minibatch. use_grads: False if its gradients are dropped."""
-        if use_grads and self.level == 1:
+        if use_grads and self.in_leaves:
+            for group in self.groups:
+                self._start_to_reduce(group)
+                group.is_reduced = False
+        elif use_grads and self.level == 1:
             self._reduce_remaining(self.groups)
         if self._reducing is not None:
             self._reducing.wait_reduce_scatter()
@@ -257,13 +302,20 @@ class ZeroSharding:
         self._unshard(layer, prefetch=layer - 1)
 
     def _reduce(self, group: ParamGroup | ParamGroups) -> None:
+        """What comes after the backward pass of a group."""
+        if self.in_leaves:
+            group.is_reduced = True
+        else:
+            self._start_to_reduce(group)
+        if group not in self.stay_unsharded:
+            group.reshard()
+
+    def _start_to_reduce(self, group: ParamGroup | ParamGroups) -> None:
         """One reduce-scatter is under way at a time."""
         group.reduce_scatter()
         if self._reducing is not None:
             self._reducing.wait_reduce_scatter()
         self._reducing = group
-        if group not in self.stay_unsharded:
-            group.reshard()
 
     def _reduce_remaining(self, groups: Sequence[ParamGroup | ParamGroups]) -> None:
         for group in groups:

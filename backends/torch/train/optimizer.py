@@ -7,6 +7,10 @@ summed over cp and dp. The gradient of an expert that ep divides comes from the 
 and is summed only over the ranks with the same experts. Under `zero` the buffer has this rank's rows only, and holds
 sums over dp already (`model/zero.py`). The norm counts each element of the model once.
 
+Of a model with `invariant=training` gradients are summed leaf by leaf (`model/leaf_sums.py`): a rank's leaves, then
+those of all ranks of dp, in one tree. That of a tied embedding is kept apart from that of the head, and added last, as
+where a pipeline has them on different ranks. Its layouts have neither tp nor cp nor ep.
+
 The learning rate is a function of the update's place among those planned for the run (`plan.Model.planned_updates`),
 taken or skipped: a train call that stops early does not stretch the schedule.
 """
@@ -14,20 +18,25 @@ taken or skipped: a train call that stops early does not stretch the schedule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
+from rldsl.backends.torch.model.collectives import tree_all_reduce
+from rldsl.backends.torch.model.leaf_sums import LeafSums, exact_norm
 from rldsl.backends.torch.model.offload import HostMemory
 from rldsl.backends.torch.model.stage import Stage
+from rldsl.backends.torch.model.zero import rows_of_tree_sum
 from rldsl.backends.torch.train.complete_tensors import CompleteTensors
 from rldsl.backends.torch.train.updates import Updates
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.plan.optimizers import param_options
-from rldsl.runtime.backend import Axes
-from rldsl.sharding.boxes import local_slice, pieces_at, slices, volume
+from rldsl.runtime.backend import Axes, Axis
+from rldsl.sharding.boxes import first_holder, local_slice, pieces_at, slices, volume
 from rldsl.sharding.boxes import replicas as num_replicas
+
+PART = 1 << 24  # elements that a sum over ranks in one order has at a time, which needs several copies of them
 
 
 class ShardOptimizer:
@@ -56,6 +65,8 @@ class ShardOptimizer:
             p.numel() for p, expert in zip(self.parameters, self.is_divided_expert, strict=True) if not expert)
         for parameter in self.parameters:
             parameter.requires_grad_(True)
+        # the gradient of the head of a tied embedding, where it is kept apart
+        self.head_sums = LeafSums() if model.invariant_training and _has_tied_head(stage, named) else None
         self._allocate_grads()
         # of each parameter: how many ranks of the mesh hold this rank's part of it
         self.num_replicas = [max(1, num_replicas(p, model.layers, layout, mesh, rank)) for p, _ in held]
@@ -70,7 +81,12 @@ class ShardOptimizer:
         self.tied_embeddings = [i for i, (p, _) in enumerate(held) if p.spec.stage == "ends"]
         self.tied_size = _tied_size(model, self.options, layout, axes)
         self.held = held
-        self.optimizer = Updates(self.options, named, stage.held, CompleteTensors(layout, axes))
+        self.leaf_sums = LeafSums() if model.invariant_training else None
+        # of this rank's parameters: those that count in the norm of such a model
+        self.counted = [i for i, (p, _) in enumerate(held)
+                        if model.invariant_training and first_holder(p, model.layers, layout, mesh, rank) == rank]
+        self.optimizer = Updates(self.options, named, stage.held, CompleteTensors(layout, axes),
+                                 model.invariant_training)
 
     def _allocate_grads(self) -> None:
         """Allocate the buffer, and make each parameter's gradient a view of it."""
@@ -79,6 +95,8 @@ class ShardOptimizer:
         for parameter, expert in zip(self.parameters, self.is_divided_expert, strict=True):
             parameter.grad = self.grad_buffer[at[expert] : at[expert] + parameter.numel()].view(parameter.shape)
             at[expert] += parameter.numel()
+        if self.head_sums is not None:
+            self.stage.keep_head_grad()
 
     def offload(self, host: HostMemory) -> None:
         """Move the optimizer state to host memory, and free the gradients, which no step keeps."""
@@ -86,6 +104,7 @@ class ShardOptimizer:
         for parameter in self.parameters:
             parameter.grad = None
         self.grad_buffer = self.grad_buffer.new_empty(0)
+        self.stage.head_grad = None
 
     def onload(self, host: HostMemory) -> Callable[[], None]:
         """Start the copy back to the device. The returned function must be called before the state is used."""
@@ -96,12 +115,33 @@ class ShardOptimizer:
 
     def zero_grad(self) -> None:
         self.grad_buffer.zero_()
+        if self.stage.head_grad is not None:
+            self.stage.head_grad.zero_()
+        for sums in (self.leaf_sums, self.head_sums):
+            if sums is not None:
+                sums.clear()
+
+    def end_leaf(self) -> None:
+        """After the passes of a leaf, of a model with `invariant=training`."""
+        if self.stage.zero:
+            self.stage.zero.end_leaf()
+        elif self.leaf_sums is not None:
+            self.leaf_sums.add(self.grad_buffer)
+            self.grad_buffer.zero_()
+        if self.head_sums is not None and self.stage.head_grad is not None:
+            self.head_sums.add(self.stage.head_grad)
+            self.stage.head_grad.zero_()
 
     def step(self, rate: float | None = None) -> dict[str, float]:
         """Reduce, clip, update. Returns "grad_norm", before clipping, and "lr". If the norm is not finite, nothing is
         updated and "lr" is 0. rate: the learning rate; None: that of the schedule."""
-        self._reduce_grads()
-        norm = self._grad_norm()
+        if self.leaf_sums is None:
+            self._reduce_grads()
+            norm = self._grad_norm()
+        else:
+            self._reduce_leaves(self.leaf_sums)
+            grads = self._grads()
+            norm = exact_norm([grads[i] for i in self.counted], self.axes.mesh.group, self.stage.device)
         if not math.isfinite(norm):
             return {"grad_norm": norm, "lr": 0.0}
         limit = self.options.clip_grad
@@ -137,7 +177,7 @@ class ShardOptimizer:
         return grads
 
     def _reduce_grads(self) -> None:
-        tp, pp, dp, cp, expert_dp = self.axes.tp, self.axes.pp, self.axes.dp, self.axes.cp, self.axes.expert_dp
+        tp, dp, cp, expert_dp = self.axes.tp, self.axes.dp, self.axes.cp, self.axes.expert_dp
         if self.stage.zero:
             self.stage.zero.end_minibatch(use_grads=True)
         grads = self._grads()
@@ -145,15 +185,36 @@ class ShardOptimizer:
             _all_reduce_joined([grads[i] for i in self.tp_partial_grads], tp.group)
         for i in self.tp_replicated_units:
             self._sum_duplicates(i, grads[i])
-        if self.tied_size and pp.size > 1:  # stages between the ends add zeros
-            tied = [grads[i] for i in self.tied_embeddings] or [self.grad_buffer.new_zeros(self.tied_size)]
-            _all_reduce_joined(tied, pp.group)
+        self._sum_tied_embeddings(grads)
         if cp.size > 1:  # each rank has seen only its tokens
             dist.all_reduce(self.grad_buffer, group=cp.group)
         if dp.size > 1 and not self.stage.zero:
             dist.all_reduce(self.grad_buffer[: self.dense_numel], group=dp.group)
             if self.axes.ep.size > 1 and expert_dp.size > 1:
                 dist.all_reduce(self.grad_buffer[self.dense_numel :], group=expert_dp.group)
+
+    def _reduce_leaves(self, leaf_sums: LeafSums) -> None:
+        """As `_reduce_grads`, in one order: over the leaves of all ranks first, the ends of the pipeline last."""
+        dp, zero = self.axes.dp, self.stage.zero
+        if zero:
+            zero.end_minibatch(use_grads=True)
+        else:
+            self.grad_buffer.copy_(_tree_over_ranks(leaf_sums.take(), dp))
+        grads = self._grads()
+        if self.head_sums is not None:
+            (tied,) = (grads[i] for i in self.tied_embeddings)
+            total = self.head_sums.take()
+            total = rows_of_tree_sum(total, dp)[: tied.numel()] if zero else \
+                _tree_over_ranks(total.view(-1), dp)
+            tied.add_(total.view(tied.shape))
+        self._sum_tied_embeddings(grads)
+
+    def _sum_tied_embeddings(self, grads: Sequence[torch.Tensor]) -> None:
+        """Over the ends of the pipeline; stages between them add zeros."""
+        pp = self.axes.pp
+        if self.tied_size and pp.size > 1:
+            tied = [grads[i] for i in self.tied_embeddings] or [self.grad_buffer.new_zeros(self.tied_size)]
+            _all_reduce_joined(tied, pp.group)
 
     def _sum_duplicates(self, i: int, grad: torch.Tensor) -> None:
         """Sum the gradient of parameter i over the tp ranks that hold the same units, by way of the whole parameter."""
@@ -178,6 +239,11 @@ class ShardOptimizer:
         return math.sqrt(total.item())
 
 
+def _has_tied_head(stage: Stage, trained: Collection[str]) -> bool:
+    """Whether the head of this stage is a trained embedding."""
+    return any(stage.held[name][0].spec.stage == "ends" for name in trained) and stage.head is not None
+
+
 def _freeze(stage: Stage, name: str) -> None:
     """Let a parameter, and what modules compute with in its place under `zero`, have no gradient."""
     stage.parameters[name].requires_grad_(False)
@@ -194,6 +260,13 @@ def _tied_size(model: Model, options: Optimizer, layout: Layout, axes: Axes) -> 
     part = axes.ep.index * layout.tp + axes.tp.index
     held = pieces_at(spec, layout, part, axes.dp.index // layout.ep if layout.zero else 0)
     return sum(volume(piece.box) for piece in held)
+
+
+def _tree_over_ranks(total: torch.Tensor, dp: Axis) -> torch.Tensor:
+    """The tree sum over dp, in place. total: flat."""
+    for part in total.split(PART) if dp.size > 1 else ():
+        part.copy_(tree_all_reduce(part, dp))
+    return total
 
 
 def _all_reduce_joined(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -30,11 +30,13 @@ class Updates:
     """The optimizers of one shard."""
 
     def __init__(self, options: Optimizer, parameters: Mapping[str, nn.Parameter],
-                 held: Mapping[str, tuple[Parameter, tuple[Piece, ...]]], complete: CompleteTensors):
-        """parameters: that are trained, by name. held: this rank's pieces of them."""
+                 held: Mapping[str, tuple[Parameter, tuple[Piece, ...]]], complete: CompleteTensors,
+                 invariant: bool = False):
+        """parameters: that are trained, by name. held: this rank's pieces of them. invariant: an element's update does
+        not depend on how many a rank has, to the last bit."""
         self.options, self.parameters, self.held, self.complete = options, parameters, held, complete
         self.param_options = {name: param_options(options, name, held[name][0].spec) for name in parameters}
-        self.num_updates = 0  # made so far
+        self.num_updates, self.fused = 0, not invariant  # updates made so far
         self.gathered: dict[str, State] = {}  # name -> state, of parameters that are updated as complete tensors
         by_rule: dict[OptimizerKind, dict[tuple[float, float], list[nn.Parameter]]] = defaultdict(
             lambda: defaultdict(list))
@@ -46,7 +48,8 @@ class Updates:
             else:
                 by_rule[own.rule][own.lr_scale, own.weight_decay].append(parameter)
         self.optimizers = {rule: make_optimizer(options, rule, [
-            {"params": members, LR_SCALE: scale, "weight_decay": decay} for (scale, decay), members in groups.items()])
+            {"params": members, LR_SCALE: scale, "weight_decay": decay} for (scale, decay), members in groups.items()],
+            self.fused)
             for rule, groups in by_rule.items()}
 
     @torch.no_grad()
@@ -82,7 +85,7 @@ class Updates:
         if not state:
             shapes = state_shapes(self.options, rule, record.spec.shape, tuple(parameter.shape))
             if rule in ("adamw", "adafactor"):  # the fused AdamW counts on the device, Adafactor on the host
-                state[STEP] = torch.zeros((), device=parameter.device if rule == "adamw" else "cpu")
+                state[STEP] = torch.zeros((), device=parameter.device if rule == "adamw" and self.fused else "cpu")
             state |= {kind: torch.zeros(shape, device=parameter.device) for kind, shape in shapes.items()}
         return state
 
@@ -150,14 +153,16 @@ class Updates:
         self.complete.read_part(record, pieces, stand_in, parameter)
 
 
-def make_optimizer(options: Optimizer, rule: OptimizerKind, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """torch's optimizer over some groups of parameters."""
+def make_optimizer(options: Optimizer, rule: OptimizerKind, groups: list[dict[str, Any]],
+                   fused: bool = True) -> torch.optim.Optimizer:
+    """torch's optimizer over some groups of parameters. fused: in one kernel, which on CPUs rounds the last elements of
+    a tensor otherwise than the rest."""
     match rule:
         case "adamw":
-            return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True)
+            return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=fused)
         case "sgd":
             return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov,
-                                   fused=True)
+                                   fused=fused)
         case "muon":
             return torch.optim.Muon(groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov,
                                     ns_steps=options.ns_steps, adjust_lr_fn=options.adjust_lr)

@@ -69,12 +69,13 @@ class StepRows:
                 self.step_index)
         return self._rows_by_dp[spread.id]
 
-    def minibatch_rows_by_dp(self, spread: Spread) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
-        """[epoch][minibatch][dp rank] -> rows of a training spread."""
+    def minibatch_parts(self, spread: Spread) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
+        """[epoch][minibatch][part] -> rows of a training spread. A part is a dp rank's, or if the spread has leaves, a
+        leaf's: then a dp rank has consecutive ones, equally many on all ranks."""
         frames = tuple(self.frames.values())
         totals = self._totals(spread, [self.frames[f] for f in spread.frames])
-        return minibatch_rows_by_dp(spread, self.world.dp(spread), frames, totals, self.plan.header.seed,
-                                    self.step_index)
+        return minibatch_rows_by_dp(spread, spread.leaves or self.world.dp(spread), frames, totals,
+                                    self.plan.header.seed, self.step_index)
 
     def dp_index(self, spread: Spread, rank: int) -> int:
         """The index along dp, in the spread's layout, of a rank of its mesh; 0 if the spread has no layout."""

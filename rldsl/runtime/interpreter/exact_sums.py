@@ -10,6 +10,7 @@ the long accumulator of Kulisch (Computer Arithmetic and Validity, 2008, chapter
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -39,16 +40,31 @@ def exact_words(x: Tensor) -> Tensor:
     return words
 
 
+def as_floats(words: Tensor) -> Tensor:
+    """[WORDS + SPECIAL] float64 of the same sum, for messages of float64: none is 2^BITS or more, so that those of 2^20
+    ranks add exactly."""
+    numbers: list[int] = words.tolist()
+    total = _whole(numbers[:WORDS])
+    sign, rest = -1 if total < 0 else 1, abs(total)
+    digits = [sign * (rest >> BITS * i & (1 << BITS) - 1) for i in range(WORDS)]
+    return torch.tensor([*digits, *numbers[WORDS:]], dtype=torch.float64, device=words.device)
+
+
 def exact_sum(words: Tensor) -> float:
     """The float64 nearest to the sum, from the words of all ranks: NaN and infinities as adding the terms gives."""
-    numbers: list[int] = words.tolist()
+    numbers: list[int] = words.to(torch.int64).tolist()
     *parts, nans, above, below = numbers
     if nans or above and below:
         return math.nan
     if above or below:
         return math.inf if above else -math.inf
-    total = sum(part << BITS * i for i, part in enumerate(parts))
+    total = _whole(parts)
     try:
         return total / (1 << -LOWEST)  # division of integers rounds once
     except OverflowError:
         return math.inf if total > 0 else -math.inf
+
+
+def _whole(parts: Sequence[int]) -> int:
+    """The sum as a multiple of 2^LOWEST."""
+    return sum(part << BITS * i for i, part in enumerate(parts))

@@ -3,9 +3,10 @@
 
 In: a Program, inputs and the rows at hand (a `FrameRows` per frame). Out: its outputs, or a share of the loss with its
 gradient.
-Invariant: results do not depend on how rows are divided over ranks and micro-batches: flow arithmetic reduces to batch
-level exactly (`exact_sums.py`), losses and their metrics but for rounding of float64. On CUDA `index_add` adds in no
-fixed order, so there losses under one placement may differ by that rounding too.
+Invariant: results do not depend on how rows are divided over ranks and micro-batches: flow arithmetic and the metrics
+of losses reduce to batch level exactly (`exact_sums.py`), shares of a loss, of which gradients are made, but for
+rounding of float64. On CUDA `index_add` adds in no fixed order, so there results under one placement may differ by that
+rounding too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rldsl.plan.expr import Level, Node, Program, nodes_under
 from rldsl.plan.operators import OPERATORS, in_family
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.runtime.draws import uniform
-from rldsl.runtime.interpreter.exact_sums import exact_sum, exact_words
+from rldsl.runtime.interpreter.exact_sums import SPECIAL, WORDS, as_floats, exact_sum, exact_words
 from rldsl.runtime.interpreter.expression_ops import FrameRows, RaggedIndex, evaluate, of_all_elements
 from rldsl.runtime.interpreter.row_ops import evaluate_rows
 from rldsl.runtime.store import offsets_within
@@ -238,9 +239,10 @@ class MinibatchLoss:
     """The loss and the metrics of one minibatch, computed micro-batch by micro-batch.
 
     Call it once for each micro-batch; then combine `partials` over the ranks that hold different rows and hand the
-    result to `finish`. The vector has two parts: the first `num_summed` entries add (all-reduce with SUM), the others
-    take the maximum (all-reduce with MAX; minima are negated, and batch-level inputs are among them so that ranks
-    without rows learn them; each with a mark of NaN). Without a micro-batch, the vector is the neutral element of both.
+    result to `finish`. The vector has two parts: the first `num_summed` entries add (all-reduce with SUM), the words of
+    exact sums first, and the others take the maximum (all-reduce with MAX; minima are negated, and batch-level inputs
+    are among them so that ranks without rows learn them; each with a mark of NaN). Without a micro-batch, the vector is
+    the neutral element of both.
 
     A median or quantile of a metric needs all elements of the minibatch. Each has a table among the entries that add,
     with one float64 per element in the order of the rows: a rank fills in its own, and the others are 0."""
@@ -266,16 +268,21 @@ class MinibatchLoss:
         # Squares that only sums over the minibatch read, as in the variance of a metric, are exact in float64: the
         # variance is the small difference of two such sums.
         self._exact_squares = self._metric_squares()
-        # partial results so far: those of `_summed`, of `_maxima`, and the values of `_scalars`
-        self._partials = torch.tensor([0.0] * len(self._summed) + [-torch.inf] * (
-            len(self._maxima) + len(self._scalars)), dtype=torch.float64)
+        # partial results so far: the words of `_summed`, then those of `_maxima` and the values of `_scalars`
+        self._words = torch.zeros(len(self._summed), WORDS + SPECIAL, dtype=torch.int64)
+        self._partials = torch.full((len(self._maxima) + len(self._scalars),), -torch.inf, dtype=torch.float64)
         # (positions, elements) of each micro-batch so far, for each of `_gathered`
         self._elements_of: dict[int, list[tuple[Tensor, Tensor]]] = {i: [] for i in self._gathered}
 
     @property
     def num_summed(self) -> int:
         """How many leading entries of `partials` add; the others take the maximum."""
-        return len(self._summed) + sum(map(self._size, self._gathered))
+        return self.num_words + sum(map(self._size, self._gathered))
+
+    @property
+    def num_words(self) -> int:
+        """How many of them are words of exact sums."""
+        return self._words.numel()
 
     def __call__(self, inputs: Mapping[str, Tensor], frame_rows: Mapping[str, FrameRows]) -> Tensor:
         """This micro-batch's share of the loss: a float64 scalar whose gradients add up to the loss's over all
@@ -285,7 +292,7 @@ class MinibatchLoss:
         locals_ = {i: _local(self._program.nodes[i].op, done[self._program.nodes[i].args[0]])
                    for i in (*self._summed, *self._maxima)}
         scalars = {i: done[i] for i in self._scalars}
-        self._record(locals_, scalars)
+        self._record(done, locals_, scalars)
         for i, elements in self._elements_of.items():
             of = self._program.nodes[i].args[0]
             elements.append((self._positions(self._program.nodes[of], ragged), done[of].detach().to(torch.float64)))
@@ -305,13 +312,14 @@ class MinibatchLoss:
         for table, i in zip(tables, self._gathered, strict=True):
             for positions, elements in self._elements_of[i]:
                 table[positions.to(device)] = elements.to(device)
-        sums, others = self._partials.to(device).tensor_split([len(self._summed)])
-        return torch.cat([sums, *tables, _without_nan(others).flatten()])
+        words = [as_floats(words).to(device) for words in self._words]
+        return torch.cat([*words, *tables, _without_nan(self._partials.to(device)).flatten()])
 
     def finish(self, vector: Tensor) -> dict[str, float]:
         """"loss" and every metric of the whole minibatch, from the partials of all ranks."""
-        sizes = [len(self._summed), *map(self._size, self._gathered), 2 * (len(self._maxima) + len(self._scalars))]
-        sums, *tables, marked = vector.cpu().split(sizes)
+        sizes = [self.num_words, *map(self._size, self._gathered), 2 * len(self._partials)]
+        words, *tables, marked = vector.cpu().split(sizes)
+        sums = words.new_tensor([exact_sum(x) for x in words.view(self._words.shape)])
         maxima, scalars = _with_nan(marked.view(-1, 2)).tensor_split([len(self._maxima)])
         leaves = {i: x / self._divisor(i) for i, x in zip(self._summed, sums, strict=True)}
         leaves |= {i: _extremum(self._program.nodes[i].op, x) if self._size(i) else x.new_zeros(())
@@ -343,16 +351,18 @@ class MinibatchLoss:
         return {i for i in self._per_element_nodes - in_loss - read_elsewhere
                 if nodes[i].op == "mul" and len(set(nodes[i].args)) == 1}
 
-    def _record(self, locals_: Mapping[int, Tensor], scalars: Mapping[int, Tensor]) -> None:
+    def _record(self, done: Mapping[int, Tensor], locals_: Mapping[int, Tensor], scalars: Mapping[int, Tensor]) -> None:
         """Combine the partial results of a micro-batch with those of the micro-batches before."""
-        new = [locals_[i].detach() for i in (*self._summed, *self._maxima)]
+        for at, i in enumerate(self._summed):
+            node = self._program.nodes[i]
+            terms = locals_[i][None] if node.op == "count" else done[node.args[0]]
+            words = exact_words(terms.detach())
+            self._words = self._words.to(words.device)
+            self._words[at] += words
+        new = [locals_[i].detach() for i in self._maxima]
         new += [scalars[i].detach().to(torch.float64) for i in self._scalars]
         if new:
-            combined, n = torch.stack(new), len(self._summed)
-            before = self._partials.to(combined.device)
-            combined[:n] += before[:n]
-            combined[n:] = torch.maximum(combined[n:], before[n:])
-            self._partials = combined
+            self._partials = torch.maximum(torch.stack(new), self._partials.to(new[0].device))
 
     def _size(self, reduction: int) -> int:
         """The global number of elements that a reduction to batch level reduces."""

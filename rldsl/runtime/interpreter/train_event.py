@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rldsl.diag import fail
 from rldsl.plan.events import Train
 from rldsl.plan.heads import LOGPROBS_AT, SKIPPED, STOP, UPDATES
-from rldsl.runtime.backend import LossFn, OverVocabulary, PackedBatch
+from rldsl.runtime.backend import Axis, LossFn, OverVocabulary, PackedBatch
 from rldsl.runtime.interpreter.expression_ops import RaggedIndex
 from rldsl.runtime.interpreter.expression_programs import FrameRows, MinibatchLoss, loss_counts
 from rldsl.runtime.interpreter.nonfinite import refuse_minibatch
@@ -28,6 +28,7 @@ from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.state.step import StepState
 from rldsl.runtime.store import RaggedRows
+from rldsl.sharding.gradient_leaves import passes_of_rank
 from rldsl.sharding.partition import Rows, micro_batches, num_micro_batches
 
 
@@ -65,23 +66,26 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
         return scheduled if given_rate is None else given_rate
 
     stopped, skipped, rate = False, 0, 0.0
-    for minibatch in chain.from_iterable(step.rows.minibatch_rows_by_dp(spread)):
+    for minibatch in chain.from_iterable(step.rows.minibatch_parts(spread)):
         if stopped or not any(minibatch):
             rate = skip_update()
             continue
-        minibatch_loss, batches, loss = call.minibatch(minibatch, axes.dp.index, axes.pp.size,
-                                                       pad_count=layout.zero > 0 or layout.ep > 1)
+        passes = call.passes(minibatch, axes.dp, axes.pp.size, pad_count=layout.zero > 0 or layout.ep > 1)
+        minibatch_loss, batches, loss = call.minibatch(minibatch, [p for leaf in passes for p in leaf])
         losses.append(minibatch_loss)
+        leaves = [len(leaf) for leaf in passes] if spread.leaves else ()
+        # only where they are needed: a backend may not know them
+        special: dict[str, Any] = ({"heads": heads} if heads else {}) | ({"leaves": leaves} if leaves else {})
         result = shard.train(batches, call.model_outputs_by_frame, call.temperature, loss,
                              record_metrics_and_ask_to_stop if STOP in program_outputs else None, event.recompute,
-                             given_rate, **({"heads": heads} if heads else {}))
+                             given_rate, **special)
         if result is None:
             stopped = True
             rate = skip_update()
         elif math.isfinite(result["grad_norm"]):
             step_results.append(result)
         elif event.nonfinite == "stop":
-            tensors = call.dump_tensors(minibatch[axes.dp.index]) if counts_in_metrics else {}
+            tensors = call.dump_tensors(call.rows_of(minibatch, axes.dp)) if counts_in_metrics else {}
             refuse_minibatch(context, step.number, event, tensors, result["grad_norm"], axes.mesh.group)
         else:
             skipped += 1
@@ -120,6 +124,7 @@ class _TrainCall:
 
     def __init__(self, step: StepState, event: Train):
         self.step, self.event, self.program = step, event, step.context.programs[event.loss]
+        self.in_leaves = step.context.spreads[event.spread].leaves > 0
         self.over_vocabulary = split(self.program, {x: of.frame for x, of in step.context.entries.items()
                                                     if not of.width})
         if self.over_vocabulary is not None:
@@ -151,18 +156,30 @@ class _TrainCall:
             tensors[f"data.{name}"] = _data(self.step.context, value, self.data[name], part, per_prompt).reshape(-1)
         return tensors if rows else {}
 
-    def minibatch(self, rows: Sequence[Rows], dp_index: int, pp: int, pad_count: bool
-                  ) -> tuple[MinibatchLoss, list[tuple[PackedBatch, ...]], LossFn]:
-        """The loss and metrics of a minibatch, this dp rank's micro-batches, and the loss of one of them.
+    def rows_of(self, parts: Sequence[Rows], dp: Axis) -> Rows:
+        """A dp rank's rows of a minibatch. parts: as of `StepRows.minibatch_parts`."""
+        each = len(parts) // dp.size
+        return tuple(r for part in parts[dp.index * each : (dp.index + 1) * each] for r in part)
 
-        rows: of each dp rank. pad_count: add empty micro-batches, so that all dp ranks have as many."""
+    def passes(self, parts: Sequence[Rows], dp: Axis, pp: int, pad_count: bool) -> list[tuple[Rows, ...]]:
+        """[leaf] -> the micro-batches of a dp rank; without leaves, all in one. pad_count: add empty ones, so that all
+        dp ranks have as many."""
+        if self.in_leaves:
+            return passes_of_rank(parts, dp.size, dp.index, self.totals, self.event.mbt, pad_count)
+        bounds = self.event.mbs, pp, self.event.mbt
+        divided = micro_batches(parts[dp.index], self.totals, *bounds)
+        if pad_count:
+            divided += ((),) * (max(num_micro_batches(r, self.totals, *bounds) for r in parts) - len(divided))
+        return [divided]
+
+    def minibatch(self, rows: Sequence[Rows], divided: Sequence[Rows]
+                  ) -> tuple[MinibatchLoss, list[tuple[PackedBatch, ...]], LossFn]:
+        """The loss and metrics of a minibatch, the micro-batches of this dp rank, and the loss of one of them.
+
+        rows: of the whole minibatch, in any parts. divided: of each micro-batch."""
         step, event, frames = self.step, self.event, self.frames
         minibatch_loss = MinibatchLoss(self.program, loss_counts(
-            self.program, frames, sorted(r for dp_rows in rows for r in dp_rows), self.responses, step.context.entries))
-        bounds = event.mbs, pp, event.mbt
-        divided = micro_batches(rows[dp_index], self.totals, *bounds)
-        if pad_count:
-            divided += ((),) * (max(num_micro_batches(r, self.totals, *bounds) for r in rows) - len(divided))
+            self.program, frames, sorted(r for part in rows for r in part), self.responses, step.context.entries))
         parts = [torch.tensor(p, dtype=torch.int64, device=step.context.device) for p in divided]
         batches = [tuple(self._packed(f, part) for f in event.frames) for part in parts]
 

@@ -1,0 +1,73 @@
+"""Gradients that do not depend on a placement (`invariant=training`): sums in one order, and an exact norm.
+
+In: the gradients of each leaf of a minibatch (`sharding/gradient_leaves.py`), one leaf after the other. Out: their sum
+as a binary tree over the leaves, first those of a rank, then (`collectives.py`) those of all ranks of dp; and the
+2-norm of gradients that are divided over ranks in any way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+LIMB = 28  # bits: 2^35 squares of a limb fit into an int64
+CHUNK = 1 << 20  # elements whose squares are added in float64: sums of so many limbs are exact
+
+
+class LeafSums:
+    """The tree over the leaves of one rank. As many tensors exist as a binary counter of the leaves has ones."""
+
+    def __init__(self) -> None:
+        self._nodes: list[tuple[int, torch.Tensor]] = []  # (leaves in it, their sum), from the left
+
+    def add(self, leaf: torch.Tensor) -> None:
+        """The next leaf, which is not kept."""
+        size = 1
+        if not self._nodes or self._nodes[-1][0] != size:
+            self._nodes.append((size, leaf.clone()))
+            return
+        total = leaf
+        while self._nodes and self._nodes[-1][0] == size:
+            total = self._nodes.pop()[1].add_(total)
+            size *= 2
+        self._nodes.append((size, total))
+
+    def take(self) -> torch.Tensor:
+        """The sum of all leaves, whose number is a power of two. Then there are none."""
+        ((_, total),) = self._nodes
+        self._nodes.clear()
+        return total
+
+    def clear(self) -> None:
+        self._nodes.clear()
+
+
+def exact_norm(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """The 2-norm of all gradients on all ranks of a group (None: this one alone), each element on one of them: the same
+    however they are divided. inf if an element is not finite.
+
+    Squares are numbers of fixed point relative to the largest, with 56 bits behind the point; integers are added."""
+    gradients = [g for g in gradients if g.numel()]
+    peak = torch.zeros(1, dtype=torch.float64, device=device)
+    for g in gradients:
+        peak = torch.maximum(peak, g.abs().max().double())  # keeps a NaN
+    peak = torch.where(peak.isnan(), torch.inf, peak)
+    if group is not None:
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    largest = float(peak)
+    if largest in (0.0, math.inf):
+        return largest
+    exponent = math.frexp(largest)[1]  # largest < 2^exponent
+    limbs = torch.zeros(2, dtype=torch.int64, device=device)
+    for part in (part for g in gradients for part in g.reshape(-1).split(CHUNK)):
+        squares = (part.double() * 2.0 ** -exponent).square_().mul_(2.0**LIMB)
+        high = squares.floor()
+        low = squares.sub_(high).mul_(2.0**LIMB).floor_()
+        limbs += torch.stack((high.sum(), low.sum())).to(torch.int64)
+    if group is not None:
+        dist.all_reduce(limbs, group=group)
+    high_sum, low_sum = map(int, limbs.tolist())
+    return math.sqrt(((high_sum << LIMB) + low_sum) / (1 << 2 * LIMB)) * 2.0**exponent

@@ -1,0 +1,42 @@
+"""How the rows of a minibatch are divided where gradients must not depend on a placement (`invariant=training`).
+
+In: the rows of a minibatch, with their tokens. Out: leaves, and in each leaf its passes. The gradient of a pass is
+added to those of the leaf's passes before it; the leaves are added in a binary tree. The dp ranks hold consecutive
+leaves, which are a subtree for every degree that divides their number; `partition.py` divides a `Spread` with `leaves`.
+
+Invariant: leaves and passes follow from the rows, their lengths and the program alone, never from a placement. So each
+product of a backward pass has the same rows in the same order everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rldsl.plan.spaces import IndexedFrame
+from rldsl.sharding.partition import Rows, micro_batches
+
+LEAVES = 8  # of a minibatch: the highest degree of dp
+PASS_TOKENS = 1024  # of a pass, unless one row has more: enough to fill the products of a layer
+
+
+def pass_tokens(frames: Iterable[IndexedFrame]) -> int:
+    """The most tokens of a pass over the rows of some frames, which are trained on together: a row is never cut."""
+    return max(PASS_TOKENS, sum(f.max_prompt_tokens + f.max_response_tokens for f in frames))
+
+
+def divides(dp: int) -> bool:
+    """Whether every one of `dp` ranks can have a subtree of the leaves."""
+    return LEAVES % dp == 0
+
+
+def passes_of_rank(leaves: Sequence[Rows], dp: int, index: int, lengths: Sequence[int], mbt: int, pad: bool
+                   ) -> list[tuple[Rows, ...]]:
+    """[leaf] -> passes of a dp rank, of at most `mbt` tokens each. leaves: of the whole minibatch. lengths: tokens, by
+    row number. pad: with empty passes, so that all ranks make as many at the same time."""
+    each = len(leaves) // dp
+    passes = [micro_batches(leaf, lengths, 0, 1, mbt) for leaf in leaves]
+    mine = passes[index * each : (index + 1) * each]
+    if not pad:
+        return mine
+    most = [max(len(passes[r * each + i]) for r in range(dp)) for i in range(each)]
+    return [own + ((),) * (count - len(own)) for own, count in zip(mine, most, strict=True)]

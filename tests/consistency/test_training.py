@@ -1,0 +1,287 @@
+"""`invariant=training`: parameters after a whole run have the same bits under every placement that is allowed, metrics
+included; the sums that this stands on; what would divide them differently is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rldsl import api
+from rldsl.backends.torch.model.leaf_sums import LeafSums, exact_norm
+from rldsl.diag import Failure
+from rldsl.plan.events import Loop, Train
+from rldsl.plan.model import Optimizer, Plan
+from rldsl.runtime.interpreter.exact_sums import as_floats, exact_sum, exact_words
+from rldsl.source import SourceFile
+from rldsl.sharding.gradient_leaves import LEAVES, passes_of_rank
+from rldsl.verify import verify
+from tests.backend_torch.shards import layout_of, pack, plan_model, ragged, shard_of
+from tests.end_to_end.programs import Metrics, run_program
+from tests.end_to_end.test_invariance import HERE, everywhere, placement
+from tests.tiny import make_model, make_sums, write_jsonl
+from tests.world import run_world
+
+TWO = dict(num_hidden_layers=2)
+ODD = dict(family="qwen2", num_attention_heads=6, num_key_value_heads=2, hidden_size=48, intermediate_size=90)
+# what is trained -> (options of `make_model`, dtype, adapters)
+CASES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "tied": (dict(tie_word_embeddings=True, **TWO), "float32", ""),
+    "bfloat16": (dict(tie_word_embeddings=True, **TWO), "bfloat16", ""),
+    "experts": (dict(family="qwen3_moe", **TWO), "float32", ""),
+    "adapters": (dict(**ODD, **TWO), "float32", "lora(r=4), "),
+}
+DISJOINT = placement(4, actor_generate="on mesh(2:4)", actor_train="on mesh(0:2) dp=2 zero=1",
+                     **{"ref_*": "on mesh(1:2)"})
+MIXED = placement(4, actor_generate="on mesh(0:4) dp=2 tp=2", actor_train="on mesh(0:4) dp=2 pp=2 zero=2",
+                  **{"ref_*": "on mesh(0:2) tp=2"})
+FULL = placement(4, actor_generate="on mesh(0:4) dp=4", actor_train="on mesh(0:4) dp=4 zero=3 recompute=full",
+                 **{"ref_*": "on mesh(0:1)"})
+PLACEMENTS = [
+    ("tied", everywhere(2, "pp=2", "actor", "ref")), ("tied", everywhere(8, "dp=8", "actor", "ref")),
+    ("tied", DISJOINT), ("tied", MIXED), ("tied", FULL), ("bfloat16", MIXED), ("bfloat16", FULL), ("experts", MIXED),
+    ("experts", FULL), ("adapters", MIXED), ("adapters", FULL)]
+
+
+def write_page(folder: Path, dtype: str = "float32", adapters: str = "", invariant: str = "training") -> Path:
+    """GRPO with a KL penalty, in minibatches and epochs, with clipped gradients; its data and reward beside it."""
+    text = (HERE / "grpo_small.rlf").read_text()
+    text = text.replace("causal_lm(base) train", f"causal_lm(base, {adapters}dtype={dtype}, invariant={invariant}) train")
+    text = text.replace("causal_lm(base)\n", f"causal_lm(base, dtype={dtype}, invariant=true)\n")
+    (folder / "rewards_small.py").write_text((HERE / "rewards_small.py").read_text())
+    write_jsonl(folder / "rows.jsonl", make_sums(32))
+    page = folder / "page.rlf"
+    page.write_text(text)
+    return page
+
+
+SETS = {"rows": "rows.jsonl", "steps": 3, "batch": 5, "minibatches": 2, "epochs": 2, "every_step": 3, "limit": 0.5}
+Found = tuple[str, Metrics]
+
+
+def run(model: Path, folder: Path, case: str, place: str) -> Found:
+    """The digest of the parameters that were saved, and the metrics."""
+    page = write_page(folder, *CASES[case][1:])
+    found = run_program(page, SETS | {"base": str(model), "rows": str(folder / "rows.jsonl")}, folder, place)
+    saved = {f"{file.parent.name} {name}": x for file in sorted(folder.rglob("*.safetensors"))
+             for name, x in load_file(file).items()}
+    assert saved
+    return sha256(b"".join(saved[n].view(torch.uint8).numpy().tobytes() for n in sorted(saved))).hexdigest(), found
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {case: make_model(folder / case, **options) for case, (options, _, _) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def alone(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    """On one rank."""
+    place = everywhere(1, "dp=1", "actor", "ref")
+    return {case: run(models[case], tmp_path_factory.mktemp("alone"), case, place) for case in CASES}
+
+
+@pytest.mark.parametrize(("case", "place"), PLACEMENTS)
+def test_parameters_and_metrics_have_the_same_bits(case: str, place: str, models: dict[str, Path],
+                                                   alone: dict[str, Found], tmp_path: Path) -> None:
+    digest, metrics = run(models[case], tmp_path, case, place)
+    assert metrics == alone[case][1] and digest == alone[case][0]
+
+
+def test_something_was_learned(alone: dict[str, Found]) -> None:
+    """The comparison would mean little if nothing moved, or if nothing was clipped."""
+    for case, (_, metrics) in alone.items():
+        assert len({step["actor/loss"] for step in metrics}) == 3 and metrics[-1]["actor/grad_norm"] > 0.5, case
+
+
+# micro-batches of each leaf, in rows: several in most, in some none
+SIZES = ((3, 2), (1,), (), (2, 2, 1), (4,), (1, 1, 1, 1), (), (2,))
+
+
+def _parameters(rank: int, path: str, degrees: list[dict[str, int]]) -> list[Any]:
+    """For each layout this rank's parameters after two steps: (name, boxes, numbers) each."""
+    rows, found = ragged(60, 46, longest=30), []
+    counts = iter(accumulate(n for leaf in SIZES for n in leaf))
+    bounds = [[(stop := next(counts)) - n for n in leaf] + ([stop] if leaf else []) for leaf in SIZES]
+    for given in degrees:
+        model = replace(plan_model(path, optimizer=Optimizer(lr=1e-2, clip_grad=0.5)), invariant=True,
+                        invariant_training=True)
+        layout = layout_of(**given)
+        made = shard_of(model, layout, rank, trainable=True)
+        if made is None:
+            found.append([])
+            continue
+        shard, dp = made
+        each = LEAVES // layout.dp
+        mine = bounds[dp * each : (dp + 1) * each]
+        most = [max(max(len(bounds[r * each + i]) - 1, 0) for r in range(layout.dp)) for i in range(each)]
+        passes = [[rows[a:b] for a, b in zip(at, at[1:])] for at in mine]
+        if layout.zero:
+            passes = [leaf + [[]] * (n - len(leaf)) for leaf, n in zip(passes, most, strict=True)]
+        for _ in range(2):
+            shard.train([(pack(part),) for leaf in passes for part in leaf], [("logprobs",)], 1.0,
+                        lambda _, fresh: -fresh[0]["logprobs"].double().sum() / 60, leaves=[len(x) for x in passes])
+        held = {name: (x, shard.stage.held[name][1]) for name, x in shard.state_dict().items()}
+        found.append([(name, [p.box for p in pieces], x.numpy().copy()) for name, (x, pieces) in held.items()])
+    return found
+
+
+def test_leaves_of_several_passes(tmp_path: Path) -> None:
+    path = str(make_model(tmp_path / "m", tie_word_embeddings=True, **TWO))
+    degrees = [{}, {"dp": 2}, {"dp": 4}, {"dp": 4, "zero": 1}, {"dp": 2, "pp": 2, "zero": 2}, {"dp": 4, "zero": 3},
+               {"pp": 2}, {"dp": 2, "pp": 2}]
+    ranks = run_world(4, _parameters, path, degrees)
+    right = {name: x for name, _, x in ranks[0][0]}
+    for at, given in enumerate(degrees):
+        seen = dict.fromkeys(right, 0)
+        for here in ranks:
+            for name, boxes, x in here[at]:
+                part = right[name] if not boxes else right[name][tuple(slice(*side) for side in boxes[0])]
+                assert (x == part).all(), (given, name)
+                seen[name] += x.size
+        assert all(seen[name] >= right[name].size for name in right), given
+
+
+# ------------------------------------------------------------------------------------------------ the sums
+
+
+def test_a_tree_of_a_rank_is_a_part_of_the_tree_of_all() -> None:
+    leaves = torch.randn(LEAVES, 100, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(LEAVES)[:, None]
+
+    def total(parts: torch.Tensor) -> torch.Tensor:
+        sums = LeafSums()
+        for part in parts:
+            sums.add(part)
+        return sums.take()
+
+    whole = total(leaves)
+    for ranks in (2, 4, 8):
+        assert torch.equal(total(torch.stack([total(part) for part in leaves.chunk(ranks)])), whole)
+    assert not torch.equal(leaves.sum(0), whole) and torch.allclose(leaves.sum(0), whole)
+
+
+def test_a_tree_keeps_what_it_is_given() -> None:
+    given, sums = torch.ones(2), LeafSums()
+    for _ in range(4):
+        sums.add(given)
+    assert given.tolist() == [1, 1] and sums.take().tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e15])
+def test_a_norm_does_not_depend_on_its_parts(scale: float) -> None:
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * scale
+    found = {exact_norm(parts, None, x.device) for parts in ([x], x.split(7), list(x.flip(0).split(999)))}
+    assert len(found) == 1 and found.pop() == pytest.approx(x.double().norm().item(), rel=1e-12)
+
+
+def test_a_norm_of_what_is_not_finite() -> None:
+    device = torch.device("cpu")
+    assert exact_norm([torch.zeros(3)], None, device) == exact_norm([], None, device) == 0
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        assert exact_norm([torch.ones(3), torch.tensor([1.0, bad])], None, device) == torch.inf
+
+
+@pytest.mark.parametrize("terms", [[0.1] * 10, [1e300, -1e300, 1e-300], [-5.5, 2.25], [], [torch.inf], [torch.nan, 1.0]])
+def test_words_survive_messages_of_floats(terms: list[float]) -> None:
+    words = exact_words(torch.tensor(terms, dtype=torch.float64))
+    sent = sum(as_floats(w) for w in (words, words, words))
+    assert repr(exact_sum(sent)) == repr(exact_sum(3 * words))
+    assert all(abs(x) < 2**34 for x in as_floats(words).tolist())
+
+
+def test_passes_follow_from_the_rows_alone() -> None:
+    lengths = [7, 3, 9, 9, 1, 2, 8, 4, 4, 6]
+    leaves = [(0, 1, 2), (3,), (), (4, 5, 6, 7), (8,), (9,), (), ()]
+    whole = passes_of_rank(leaves, 1, 0, lengths, 10, False)
+    for dp in (2, 4, 8):
+        ranks = [passes_of_rank(leaves, dp, r, lengths, 10, False) for r in range(dp)]
+        padded = [passes_of_rank(leaves, dp, r, lengths, 10, True) for r in range(dp)]
+        assert [leaf for rank in ranks for leaf in rank] == whole
+        assert len({tuple(map(len, rank)) for rank in padded}) == 1
+        assert [[p for p in leaf if p] for rank in padded for leaf in rank] == [list(leaf) for leaf in whole]
+
+
+# ------------------------------------------------------------------------------------------------ refused
+
+
+@pytest.mark.parametrize(("where", "word"), [
+    ("on mesh(0:2) tp=2", "tp=2"), ("on mesh(0:2) cp=2", "cp=2"),
+    ("on mesh(0:16) dp=16", "dp=16"), ("on mesh(0:2) dp=2 mbs=2", "must not depend"),
+    ("on mesh(0:2) dp=2 mbt=512", "must not depend")])
+def test_other_placements_are_refused(where: str, word: str, tmp_path: Path) -> None:
+    page = write_page(tmp_path)
+    place = placement(16, actor_generate="on mesh(0:1)", actor_train=where, **{"ref_*": "on mesh(0:1)"})
+    found = api.check(page.read_text(), str(page), place=SourceFile("place.rlf", place))
+    assert [d.code for d in found] == ["RL0330"] and word in found[0].label
+
+
+@pytest.mark.parametrize(("actor", "ref", "warned"), [
+    ("training", "true", []), ("training", "false", ["RL0908"]), ("true", "false", [])])
+def test_a_model_that_varies_is_pointed_out(actor: str, ref: str, warned: list[str], tmp_path: Path) -> None:
+    page = write_page(tmp_path, invariant=actor)
+    found = api.examine(page.read_text().replace("float32, invariant=true", f"float32, invariant={ref}"), str(page))
+    assert [d.code for d in found] == warned and all("`ref` is not invariant" in d.title for d in found)
+
+
+def test_experts_on_several_ranks_are_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "m", family="qwen3_moe", **TWO)
+    (tmp_path / "place.rlf").write_text(placement(2, actor_generate="on mesh(0:1)", actor_train="on mesh(0:2) ep=2",
+                                                  **{"ref_*": "on mesh(0:1)"}))
+    with pytest.raises(Failure) as failure:
+        api.compile(str(write_page(tmp_path)), {"base": str(model)}, str(tmp_path / "place.rlf"))
+    assert failure.value.diagnostics[0].code == "RL0330" and "ep=2" in failure.value.diagnostics[0].label
+
+
+@pytest.mark.parametrize("written", ["2", "1", '"true"'])
+def test_other_levels_are_refused(written: str, tmp_path: Path) -> None:
+    page = write_page(tmp_path, invariant=written)
+    (found,) = api.check(page.read_text(), str(page))
+    assert found.code == "RL0205" and "`invariant` must be true or false, or training" in found.title
+
+
+@pytest.fixture(scope="module")
+def plan(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "place.rlf").write_text(everywhere(2, "dp=2", "actor", "ref"))
+    return api.compile(str(write_page(folder)), {"base": str(models["tied"])}, str(folder / "place.rlf"))
+
+
+def with_train(plan: Plan, change: Callable[[Train], Train]) -> Plan:
+    def item(x: Any) -> Any:
+        return replace(x, body=tuple(map(item, x.body))) if isinstance(x, Loop) else \
+            change(x) if isinstance(x, Train) else x
+
+    return replace(plan, body=tuple(map(item, plan.body)))
+
+
+FORGED: dict[str, Callable[[Plan], Plan]] = {
+    "rows are divided over the ranks": lambda p: replace(p, spreads=tuple(replace(s, leaves=0) for s in p.spreads)),
+    "fewer leaves": lambda p: replace(p, spreads=tuple(replace(s, leaves=s.leaves // 2) for s in p.spreads)),
+    "leaves that the ranks cannot share": lambda p: replace(
+        p, spreads=tuple(replace(s, leaves=3 if s.leaves else 0) for s in p.spreads)),
+    "larger passes": lambda p: with_train(p, lambda e: replace(e, mbt=2 * e.mbt)),
+    "passes of a number of rows": lambda p: with_train(p, lambda e: replace(e, mbs=2)),
+    "leaves that no model asks for": lambda p: replace(
+        p, models=tuple(replace(m, invariant_training=False) for m in p.models)),
+    "another model asks for them": lambda p: replace(
+        p, models=tuple(replace(m, invariant_training=True, invariant=False) for m in p.models)),
+}
+
+
+def test_the_plan_is_verified(plan: Plan) -> None:
+    verify(plan)
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_other_plans_are_refused(name: str, plan: Plan) -> None:
+    with pytest.raises(Failure) as failure:
+        verify(FORGED[name](plan))
+    assert {d.code for d in failure.value.diagnostics} <= {"RL0538", "RL0615"}
