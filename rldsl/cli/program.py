@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from rldsl.cli.options import FILE, chosen, one_of
+from rldsl.cli.options import FILE, chosen, on_cluster, one_of
 from rldsl.cli.printing import colored, say
 from rldsl.cli.shell import Settings, command, print_result, report_diagnostics
 from rldsl.commands import Usage
@@ -44,13 +44,18 @@ def _codes() -> Iterable[str]:
 @click.option("--print-after", "after", metavar="PASS", shell_complete=one_of(_passes),
               help="Print the events after this compiler pass instead of writing a plan; `--print-after list` lists "
                    "the passes.")
+@click.option("--cluster", shell_complete=on_cluster, metavar="CLUSTER",
+              help="Also predict the step time on this cluster, and what a lag gains: a cluster file, or a built-in "
+                   "cluster such as h100x8.")
 def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
-            target: str | None, emit: Stage | None, after: str | None) -> None:
+            target: str | None, emit: Stage | None, after: str | None, cluster: str | None) -> None:
     """Compile FILE to a verified plan and preview the run."""
     from rldsl.commands import compile as work
 
     if (emit or after) and target:
         raise Usage(f"{'--emit' if emit else '--print-after'} prints a stage and writes no plan: omit -o")
+    if (emit or after) and cluster:
+        raise Usage(f"{'--emit' if emit else '--print-after'} prints a stage of compilation: omit --cluster")
     if emit and after:
         raise Usage("--emit and --print-after each print a stage: use only one of them")
     if after or emit:
@@ -59,7 +64,8 @@ def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
         print_result(settings, text, stage=after or emit, text=text)
         return
     path, plan = work.compile(file, sets, place, overrides, target)
-    print_result(settings, plan.preview(path), **work.summary(path, plan))
+    line, numbers = work.predicted(file, sets, place, overrides, plan, cluster) if cluster else ("", {})
+    print_result(settings, plan.preview(path) + line, **work.summary(path, plan), **numbers)
 
 
 @command

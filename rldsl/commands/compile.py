@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -70,6 +71,28 @@ def compile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides:
     path = target or str(Path(file).with_suffix(".plan"))
     write(path, bytes(plan))
     return path, plan
+
+
+def predicted(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str], plan: Plan,
+              cluster: str) -> tuple[str, dict[str, Any]]:
+    """How long a step takes on a cluster, and what the lag, or one of a step, gains or loses: as a line of the preview,
+    and as part of `rlc compile --json`."""
+    from rldsl.commands.inputs import compiled_program
+    from rldsl.commands.other_lag import other_lag, peak_bytes
+    from rldsl.plan.notation import human, seconds_text
+    from rldsl.simulate.summary import lag_verdict
+
+    found = plan.simulate(cluster)
+    other = other_lag(plan, lambda change: compiled_program(file, sets, place, overrides, change),
+                      lambda p: p.simulate(cluster).seconds)
+    line = f"  step        {seconds_text(found.seconds)} on {found.cluster.name}"
+    if other is not None:
+        lag, peak = plan.record.header.lag, peak_bytes(plan)
+        with_lag, without = (peak, other.peak_bytes) if lag else (other.peak_bytes, peak)
+        line += (f"; lag {lag}: {lag_verdict(lag, found.seconds, other)}; peak memory {human(with_lag)} with a lag, "
+                 f"{human(without)} without")
+    return line + "\n", {"step_seconds": found.seconds, "lag": plan.record.header.lag,
+                         "other_lag": asdict(other) if other is not None else None}
 
 
 def summary(path: str, plan: Plan) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What a lag gains or loses: the same program with another one, on the same cluster.
 
-In: a program, and how it was compiled and simulated. Out: the seconds of its step with the other lag. With a lag the
-other one is none; without, it is one step, if generation then has ranks of its own.
+In: a program, and how it was compiled and simulated. Out: the seconds of its step and its memory with the other lag.
+With a lag the other one is none; without, it is one step, if generation then has ranks of its own.
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ def other_lag(plan: Plan, compiled_as: Callable[[Callable[[ast.File], ast.File]]
     if lag and not _may_overlap(plan.record):
         return None
     try:
-        return OtherLag(lag, seconds(compiled_as(lambda file: with_lag(file, lag))))
+        other = compiled_as(lambda file: with_lag(file, lag))
+        return OtherLag(lag, seconds(other), peak_bytes(other))
     except Failure:  # with a lag the program is wrong, or does not fit
         return None
+
+
+def peak_bytes(plan: Plan) -> int:
+    """Of the rank that needs most memory."""
+    return max(peak.bytes for peak in plan.compiled.peaks.values())
 
 
 def with_lag(file: ast.File, lag: int) -> ast.File:

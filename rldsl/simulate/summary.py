@@ -6,7 +6,7 @@ In: a plan and its timeline. Out: text. The critical path is given by lines of t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rldsl.clusters import Cluster
@@ -42,6 +42,7 @@ class OtherLag:
 
     lag: int  # steps
     seconds: float  # of a step
+    peak_bytes: int  # of the rank that needs most memory
 
 
 def critical_path_by_line(plan: Plan, timeline: Timeline) -> tuple[LineShare, ...]:
@@ -78,7 +79,7 @@ def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: L
         lines.append(f"  lengths   {', '.join(texts)} tokens" + (" (maximum lengths)" if lengths == Lengths() else ""))
     lines += [f"  {what}" for what in _at_most(plan)]
     if other is not None:
-        lines += [f"  lag {plan.header.lag:<5} {_lag_verdict(plan.header.lag, timeline.seconds, other)}"]
+        lines += [f"  lag {plan.header.lag:<5} {lag_verdict(plan.header.lag, timeline.seconds, other)}"]
     every = timeline.event_seconds()
     calls = [(e, every[e.id]) for e in known.values() if isinstance(e, ModelCall) and e.id in every]
     lines += ["", "  call                          longest rank  busy  where"]
@@ -114,7 +115,7 @@ def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: L
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _lag_verdict(lag: int, seconds: float, other: OtherLag) -> str:
+def lag_verdict(lag: int, seconds: float, other: OtherLag) -> str:
     """What the lag, or one of a step, gains or loses."""
     late, plain = (seconds, other.seconds) if lag else (other.seconds, seconds)
     saved = plain - late
@@ -163,7 +164,7 @@ def to_json(plan: Plan, timeline: Timeline, cluster: Cluster, other: OtherLag | 
     found: dict[str, Any] = {
         "format": 1, "cluster": cluster.name, "seconds": timeline.seconds, "tokens": timeline.tokens,
         "tokens_per_second": timeline.tokens_per_second, "lag": plan.header.lag,
-        "other_lag": {"lag": other.lag, "seconds": other.seconds} if other is not None else None,
+        "other_lag": asdict(other) if other is not None else None,
         "calls": [{"event": e.id, "call": e.called, "at": e.at, "seconds": every[e.id],
                    "busy": _busy(timeline, e.id)}
                   for e in known.values() if isinstance(e, ModelCall) and e.id in every],

@@ -26,9 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def sim(folder: Path, place: str, option: str, *more: str, text: str = "") -> str:
+def sim(folder: Path, place: str, option: str, *more: str, text: str = "", command: str = "sim") -> str:
     (folder / "p.rlf").write_text((text or (HERE / "grpo_small.rlf").read_text()).replace("seed=7)", f"seed=7{option})"))
-    done = CliRunner().invoke(main, ["sim", str(folder / "p.rlf"), "--cluster", "h100x8", "--place",
+    done = CliRunner().invoke(main, [command, str(folder / "p.rlf"), "--cluster", "h100x8", "--place",
                                      str(folder / f"{place}.rlf"), "--set", f"base={folder}/models/sft", "--set",
                                      f"rows={folder}/data/prompts.jsonl", *more])
     assert done.exit_code == 0, done.output
@@ -38,8 +38,8 @@ def sim(folder: Path, place: str, option: str, *more: str, text: str = "") -> st
 def test_on_disjoint_ranks(folder: Path) -> None:
     plain, late = (json.loads(sim(folder, "apart", option, "--json")) for option in ("", ", lag=1"))
     assert (plain["lag"], late["lag"]) == (0, 1) and late["seconds"] < plain["seconds"]
-    assert plain["other_lag"] == {"lag": 1, "seconds": late["seconds"]}
-    assert late["other_lag"] == {"lag": 0, "seconds": plain["seconds"]}
+    assert plain["other_lag"] | {"peak_bytes": 0} == {"lag": 1, "seconds": late["seconds"], "peak_bytes": 0}
+    assert late["other_lag"] | {"peak_bytes": 0} == {"lag": 0, "seconds": plain["seconds"], "peak_bytes": 0}
     assert "with lag=1 a step would be" in sim(folder, "apart", "") and "shorter" in sim(folder, "apart", "")
     assert "shorter than without it" in sim(folder, "apart", ", lag=2")
 
@@ -58,3 +58,23 @@ def test_where_no_lag_is_allowed(folder: Path) -> None:
     text = f"{head}  repeat 2 {{\n  prompt = prompts.next(){body.rstrip().removesuffix('}')}\n  }}\n}}\n".replace(
         "  every every_step { save actor }\n", "")
     assert "lag" not in sim(folder, "apart", "", text=text).replace("p.rlf", "").partition("critical path")[0]
+
+
+def test_the_compiler_says_it_in_a_line(folder: Path) -> None:
+    late = json.loads(sim(folder, "apart", ", lag=1", "--json"))
+    said = sim(folder, "apart", ", lag=1", command="compile").splitlines()[-1]
+    assert said.startswith("  step ") and "on h100x8; lag 1: a step is" in said and "shorter than without it" in said
+    found = json.loads(sim(folder, "apart", ", lag=1", "--json", command="compile"))
+    assert (found["step_seconds"], found["lag"], found["other_lag"]) == (late["seconds"], 1, late["other_lag"])
+    plain = json.loads(sim(folder, "apart", "", "--json", command="compile"))
+    assert plain["other_lag"]["peak_bytes"] == found["peak_bytes"] > 0
+    assert found["other_lag"]["peak_bytes"] == plain["peak_bytes"]
+    together = sim(folder, "together", "", command="compile").splitlines()[-1]
+    assert together.startswith("  step ") and "lag" not in together
+
+
+@pytest.mark.parametrize("option", ["--emit=plan", "--print-after=list"])
+def test_a_stage_has_no_prediction(option: str, folder: Path) -> None:
+    (folder / "p.rlf").write_text((HERE / "grpo_small.rlf").read_text())
+    done = CliRunner().invoke(main, ["compile", str(folder / "p.rlf"), option, "--cluster", "h100x8"])
+    assert done.exit_code == 2 and "omit --cluster" in done.output
