@@ -65,6 +65,7 @@ class MegatronStage(ActivationCheckpointing):
     zero: ZeroSharding | None
     head: torch.Tensor | None
     score: torch.Tensor | None
+    head_grad: torch.Tensor | None  # None: `invariant=training`, which keeps it apart, is refused
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
                  matmul_dtype: torch.dtype, weight_cache: WeightCache | None = None):
@@ -76,7 +77,7 @@ class MegatronStage(ActivationCheckpointing):
         self.hidden_size, self.vocab_size = int(text.hidden_size), int(text.vocab_size)
         self.padding = text.pad_token_id
         self.sequence_parallel = SequenceParallel(tp, True)
-        self.zero = None
+        self.zero = self.head_grad = None
         with torch.device(device):
             rotary = LlamaRotaryEmbedding(text)
         self.frequencies = rotary.inv_freq.float()
