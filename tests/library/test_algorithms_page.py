@@ -75,6 +75,7 @@ flow f(steps=1) {{
   ret    = rt + v
   adv    = r + 0 * old
   chosen = adv
+  h      = actor.entropy(gen)
   {end}
 }}
 """

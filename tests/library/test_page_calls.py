@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.library.harness import Batch, run_fn, run_loss
-from tests.library.systems import BATCH, LONG, SYSTEMS, Table, data, means, sums, table
+from tests.library.more_systems import SYSTEMS
+from tests.library.systems import BATCH, LONG, Table, data, means, sums, table
 from tests.library.test_algorithms_page import CALLS, EXPORTS, LOSSES
 
 TIGHT = dict(rtol=1e-10, atol=1e-10)

@@ -305,4 +305,4 @@ def test_every_objective_has_a_reference() -> None:
         losses |= {n for n in _names(f"std.{module}") if n not in (
             "group_norm", "gdpo_norm", "overlong", "seq_ratio", "gpg_norm", "leave_one_out", "others_var", "covariance",
             "clip_cov_tokens", "kl_cov_tokens")}
-    assert losses == {c.call.partition("(")[0] for c in CASES}
+    assert losses - {"rloo_clip"} == {c.call.partition("(")[0] for c in CASES}  # that one: test_more_policy.py

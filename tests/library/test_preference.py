@@ -6,11 +6,9 @@ The references loop over sequences and share nothing with the system. Everything
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -531,14 +529,6 @@ DISTRIBUTIONS = {  # tests/distributions/test_gkd.py
     *(f'gkd(teacher=t.logprobs, beta=0, others="{way}")' for way in ("rest", "renormalize")),
     "minillm(teacher=t.logprobs, old=old, sampled=teacher)", "gkd(teacher=d, beta=0)", "gkd(teacher=d)",
 }
-
-
-def test_the_page_shows_calls_that_are_tested_here() -> None:
-    page = (Path(__file__).parents[2] / "docs/algorithms.md").read_text()
-    shown = set(re.findall(r"^\| [^|]+ \| `([^`]+)` \|", page.partition("## Supervised and preference")[2], re.M))
-    papers = {case.call for case in CASES.values()}
-    assert {call for _, _, call in PEERS.values()} | {*ALONE.values()} | ROWS | DISTRIBUTIONS <= shown
-    assert shown <= papers | {call for _, _, call in PEERS.values()} | {*ALONE.values()} | ROWS | DISTRIBUTIONS
 
 
 @pytest.mark.parametrize("name", PEERS)

@@ -39,6 +39,7 @@ NEAR = {"near 0.1": 0.1, "near 6": 6.0, "near -60": -60.0}  # the mean of old - 
 BATCHES |= {name: Batch({"gen": [4, 5, 6, 4, 5, 6, 5, 5]}, n=2) for name in NEAR}
 SIZES = (2, 3, 1, 1)  # pairs of each prompt of "seven pairs"
 PAIRED = ("chosen", "rejected")
+PAIR_BATCHES = {name for name, b in BATCHES.items() if W in b.lens}
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ def values_of(row: Row, name: str) -> dict[str, Given | float]:
     given = _pair_values(b) if W in b.lens else _policy_values(b, name)
     if row.oracle in ("clip_cov_loss", "kl_cov_loss"):
         given["chosen"] = _chosen(row, given)
+    if row.call.startswith("wpo("):
+        weights = run_fn("std.wpo", "wpo_weight(chosen, sw) * wpo_weight(rejected, sl)", b, **given)
+        assert isinstance(weights, Tensor)
+        given["wt"] = Given("seq", W, weights)
     return given
 
 
@@ -66,6 +71,8 @@ def _pair_values(b: Batch) -> dict[str, Given | float]:
     given: dict[str, Given | float] = {
         "chosen": b.logprobs(1, W), "rejected": b.logprobs(2, L), "rw": b.logprobs(11, W), "rl": b.logprobs(12, L),
         "m": b.seqs(14), "pairs": float(b.rows)}
+    for name, side, policy in (("sw", W, "chosen"), ("sl", L, "rejected")):  # sums of squared probabilities
+        given[name] = Given("token", side, torch.exp(2 * given[policy].data) + 0.1 * b.tokens(15, side).data.sigmoid())
     if b.rows == sum(SIZES):
         given["wt"] = b.given("seq", [1 / size for size in SIZES for _ in range(size)])
     return given
@@ -96,6 +103,7 @@ def _policy_values(b: Batch, name: str) -> dict[str, Given | float]:
     given["r"] = b.given("seq", REWARDS.get(name, drawn))
     given["r2"] = b.seqs(31)
     given["gen.finished"] = Given("seq", "gen", torch.arange(b.rows) % 2 == 0)
+    given["h"] = token(b.tokens(33).data.abs())
     return given | {"y": b.logprobs(32), "label": b.given("seq", [float(i % 3 != 1) for i in range(b.rows)])}
 
 
@@ -119,7 +127,7 @@ def fresh_of(row: Row) -> tuple[str, ...]:
     head = row.call.partition("(")[0]
     if head not in LOSSES:
         return ()
-    return PAIRED if head in ("dpo", "ipo", "simpo", "orpo", "cdpo", "reward_model") else ("x",)
+    return PAIRED if row.batches[0] in PAIR_BATCHES else ("x",)
 
 
 def read_by(row: Row, name: str) -> dict[str, Given | float]:
@@ -127,6 +135,8 @@ def read_by(row: Row, name: str) -> dict[str, Given | float]:
     arguments = re.sub(r"\b\w+=", "", row.call)  # without the names of options
     words = set(re.findall(r"\bgen\.finished\b|\b\w+\b", arguments)) | set(fresh_of(row))
     found = {n: v for n, v in values_of(row, name).items() if n in words}
+    if row.call.startswith("wpo("):
+        found |= {n: v for n, v in values_of(row, name).items() if n in ("sw", "sl")}
     if row.call.startswith("reward_model"):  # scores of sequences, not of tokens
         b = BATCHES[name]
         found |= {"chosen": b.seqs(1), "rejected": Given("seq", W, b.seqs(2).data)}

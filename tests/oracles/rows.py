@@ -187,6 +187,7 @@ POLICY: tuple[Row, ...] = (
     Row("leave_one_out(r - 0.05 * sum(old - ref by seq))", "TRL", "rloo_advantage",
         batches=(*RAGGED, "pairs of answers"),
         because="groups of one, which its training refuses, have an advantage of 0"),
+    Row("rloo_clip(old=old, adv=r)", "TRL", "rloo_loss", batches=FAR),
     # REINFORCE++
     Row("reinforce_pp(kl_rewards(r, old, ref, coef=0.01))", "verl", "reinforce_pp",
         {"adv_estimator": "reinforce_plus_plus", "kl_ctrl": {"kl_coef": 0.01}}, RAGGED, 1e-8, TOKENS),
@@ -211,6 +212,24 @@ POLICY: tuple[Row, ...] = (
     Row("gmpo(old=old, adv=r)", "TRL", "gmpo_loss", batches=FAR),
     Row("gmpo(old=old, adv=r, low=0.2, high=0.2)", "verl", "policy_loss", {"policy_loss": {"loss_mode": "geo_mean"}},
         FAR, 1e-7, TOKENS),
+    # LUSPO, VESPO, OPSM, DPPO, DRO
+    Row("luspo(old=old, adv=r)", "TRL", "grpo_loss",
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 2e-3, "epsilon_high": 2.5e-3}, FAR),
+    Row("vespo(old=old, adv=r)", "TRL", "grpo_loss", {"loss_type": "vespo"}, FAR),
+    Row("opsm(old=old, adv=r, sampled=old, most_kl=0.05)", "TRL", "grpo_loss", {"off_policy_mask_threshold": 0.05},
+        FAR),
+    Row("dppo_tv(old=old, adv=adv, most=3)", "verl", "policy_loss", {"policy_loss": {"loss_mode": "dppo_tv"}}, FAR),
+    Row("dppo_kl(old=old, adv=adv, most=3)", "verl", "policy_loss", {"policy_loss": {"loss_mode": "dppo_kl"}}, FAR),
+    Row("dro_token(ref=old, adv=adv, beta=0.5)", "verl", "policy_loss",
+        {"policy_loss": {"loss_mode": "dro", "dro_beta": 0.5}}, FAR),
+    # pass@k, high-entropy tokens
+    Row("best_of_group(r)", "verl", "advantage", {"adv_estimator": "grpo_passk"}, (*RAGGED, "pairs of answers"),
+        because="it refuses groups of one"),
+    Row("best_of_group(r, by_std=false)", "verl", "advantage",
+        {"adv_estimator": "grpo_passk", "norm_adv_by_std_in_grpo": False}, (*RAGGED, "pairs of answers"),
+        because="it refuses groups of one"),
+    Row('grpo_free(old=old, adv=adv * high_entropy(h), agg="token-mean")', "TRL", "grpo_loss",
+        {"top_entropy_quantile": 0.2}, FAR),
     # Clip-Cov, KL-Cov
     Row("clip_cov(old=old, adv=adv, chosen=chosen)", "verl", "clip_cov_loss",
         {"policy_loss": {"loss_mode": "clip_cov", "clip_cov_ratio": 1.0, "clip_cov_lb": 0.5, "clip_cov_ub": 50.0}}),
@@ -228,9 +247,23 @@ POLICY: tuple[Row, ...] = (
         {"algo.advantage.is_correction_level": "token"}, FAR),
     Row("ppo_clip(old=lp, adv=adv * truncated(lp, old, least=0.5, most=5), bound=20)", "OpenRLHF", "actor_loss",
         {"algo.advantage.is_correction_level": "token", "algo.advantage.is_correction_mode": "clip"}, FAR),
+    Row('grpo_free(old=lp, adv=adv * truncated(lp, old, most=3), agg="token-mean")', "TRL", "corrected_loss",
+        {"vllm": True, "vllm_importance_sampling_mode": "token_truncate"}, FAR),
+    Row('grpo_free(old=lp, adv=adv * banded(lp, old, low=0, high=3), agg="token-mean")', "TRL", "corrected_loss",
+        {"vllm": True, "vllm_importance_sampling_mode": "token_mask"}, FAR),
+    Row('grpo_free(old=lp, adv=adv * truncated_seq(lp, old, most=3), agg="token-mean")', "TRL", "corrected_loss",
+        {"vllm": True, "vllm_importance_sampling_mode": "sequence_truncate"}, FAR),
     Row('grpo_free(old=lp, adv=adv * banded_seq(lp, old, high=3), agg="token-mean")', "TRL", "corrected_loss",
         {"vllm": True}, FAR),
 )
+
+BOTH = "ref_chosen=rw, ref_rejected=rl, beta=0.3"
+
+
+def pair_loss(call: str, loss_type: str, **more: Any) -> Row:
+    """A loss of TRL's DPO trainer by its `loss_type`."""
+    return Row(call, "TRL", "dpo", {"beta": 0.3, "loss_type": loss_type} | more, PAIRS)
+
 
 PREFERENCE: tuple[Row, ...] = (
     Row("sft()", "TRL", "sft"),
@@ -252,6 +285,24 @@ PREFERENCE: tuple[Row, ...] = (
         {"model.beta": 0.3, "model.ipo_enable": True}, PAIRS),
     Row("ipo(ref_chosen=rw, ref_rejected=rl, tau=0.3, average=true)", "TRL", "dpo", {"beta": 0.3, "loss_type": "ipo"},
         PAIRS),
+    pair_loss(f"hinge({BOTH})", "hinge"),
+    pair_loss(f"robust({BOTH}, smoothing=0.2)", "robust", label_smoothing=0.2),
+    pair_loss(f"exo({BOTH}, smoothing=0.05)", "exo_pair", label_smoothing=0.05),
+    pair_loss(f"discopop({BOTH})", "discopop"),
+    pair_loss(f"nca({BOTH})", "nca_pair"),
+    pair_loss(f"bco_pair({BOTH})", "bco_pair"),
+    pair_loss(f"sppo_hard({BOTH})", "sppo_hard"),
+    pair_loss(f"apo_zero({BOTH})", "apo_zero"),
+    pair_loss(f"apo_down({BOTH})", "apo_down"),
+    pair_loss(f"dpo({BOTH}, average=true)", "sigmoid_norm"),
+    pair_loss(f'f_dpo({BOTH}, divergence="forward_kl")', "sigmoid", f_divergence_type="forward_kl"),
+    pair_loss(f'f_dpo({BOTH}, divergence="jensen_shannon")', "sigmoid", f_divergence_type="js_divergence"),
+    pair_loss(f'f_dpo({BOTH}, divergence="alpha", alpha=0.7)', "sigmoid", f_divergence_type="alpha_divergence",
+              f_alpha_divergence_coef=0.7),
+    pair_loss(f"ld_dpo({BOTH}, alpha=0.4)", "sigmoid", ld_alpha=0.4),
+    pair_loss("wpo(ref_chosen=rw, ref_rejected=rl, weight=wt, beta=0.3, most=1e30)", "sigmoid", use_weighting=True),
+    Row("alphapo(beta=1.5, gamma=0.4, alpha=-0.5, nll=0.3)", "TRL", "cpo",
+        {"loss_type": "simpo", "beta": 1.5, "simpo_gamma": 0.4, "alpha": -0.5, "cpo_alpha": 0.3}, PAIRS),
     Row("simpo(beta=2.5, gamma=1.4, smoothing=0.1, nll=0.6)", "TRL", "cpo",
         {"loss_type": "simpo", "beta": 2.5, "simpo_gamma": 1.4, "label_smoothing": 0.1, "cpo_alpha": 0.6}, PAIRS),
     Row("kto(ref=ref, label=label, z0=kto_baseline(y, ref), desirable=1.2, undesirable=0.9)", "TRL", "kto",

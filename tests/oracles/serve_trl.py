@@ -88,6 +88,11 @@ def rloo_advantage(case: Case) -> Output:
     return scored(made, case, [case.table("old"), case.table("ref")])["advantages"]
 
 
+def rloo_loss(case: Case) -> Output:
+    return loss_of(policy_trainer(RLOOTrainer, RLOOConfig, case), case, old_logps=case.table("old").sum(1),
+                   advantages=case.seq("r"))
+
+
 def corrected_loss(case: Case) -> Output:
     """The sampler's log-probabilities are `old`, the trainer's before the step `lp`."""
     made = policy_trainer(GRPOTrainer, GRPOConfig, case)
@@ -133,6 +138,8 @@ def dpo(case: Case) -> Output:
     mask = padded([case.mask(W).long(), case.mask(L).long()])
     made.ref_model = Held(SimpleNamespace(log_probs=both(case, "rw", "rl")))
     output = SimpleNamespace(log_probs=both(case, "chosen", "rejected"), **unused(mask))
+    if "sw" in case.levels:  # of all probabilities, for the weights of WPO
+        output.log_sum_sq_probs = torch.log(both(case, "sw", "sl").clamp(min=1e-300))
     inputs = {"input_ids": shifted(mask), "attention_mask": shifted(mask), "completion_mask": shifted(mask)}
     return made._compute_loss(Held(output), inputs, False)
 
@@ -187,7 +194,8 @@ def orpo(case: Case) -> Output:
 
 
 ORACLES: dict[str, Oracle] = {
-    f.__name__: f for f in (grpo_loss, gmpo_loss, grpo_advantage, rloo_advantage, corrected_loss, sft, dpo, kto,
+    f.__name__: f for f in (grpo_loss, gmpo_loss, grpo_advantage, rloo_advantage, rloo_loss,
+                            corrected_loss, sft, dpo, kto,
                             reward_model, cpo, orpo)}
 
 if __name__ == "__main__":

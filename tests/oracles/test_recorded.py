@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.library.harness import Given
-from tests.library.systems import SYSTEMS as FORMULAS
+from tests.library.more_systems import SYSTEMS as FORMULAS
 from tests.library.systems import table
 from tests.library.test_algorithms_page import LOSSES
 from tests.oracles.__main__ import compare, stale
@@ -78,6 +78,13 @@ def test_other_numbers_would_be_seen(row: Row) -> None:
     ("verl", "gmpo(old=old, adv=r, low=0.2, high=0.2)", "gmpo(old=old, adv=r)"),
     ("verl", "group_norm(r, by_std=false, alone=true)", "group_norm(r, by_std=false)"),
     ("verl", "optimal_baseline(r, len(gen), alone=true)", "optimal_baseline(r, len(gen))"),
+    ("verl", "dppo_tv(old=old, adv=adv, most=3)", "dppo_tv(old=old, adv=adv)"),
+    ("verl", "best_of_group(r)", "best_of_group(r, by_std=false)"),
+    ("TRL", "opsm(old=old, adv=r, sampled=old, most_kl=0.05)", "ppo_clip(old=old, adv=r)"),
+    ("TRL", "wpo(ref_chosen=rw, ref_rejected=rl, weight=wt, beta=0.3, most=1e30)",
+     "wpo(ref_chosen=rw, ref_rejected=rl, weight=wt, beta=0.3)"),
+    ("TRL", 'grpo_free(old=old, adv=adv * high_entropy(h), agg="token-mean")',
+     'grpo_free(old=old, adv=adv, agg="token-mean")'),
     ("OpenRLHF", "dapo(old=old, adv=adv, bound=20)", "dapo(old=old, adv=adv)"),
     ("OpenRLHF", "clip(leave_one_out(r), -10, 10)", "leave_one_out(r)"),
     ("TRL", 'grpo(old=old, adv=adv, ref=ref, beta=0.04, kl_by_ratio=true, agg="token-mean")',

@@ -65,7 +65,8 @@ def loss_of(made: Any, case: Case, **inputs: Tensor) -> Tensor:
     """The trainer's loss, with the fresh log-probabilities as the model's."""
     table, mask = case.table("x"), case.mask().long()
     ones = torch.ones(case.rows, 1, dtype=torch.long)
-    made._get_per_token_logps_and_entropies = lambda *a, **k: (table, torch.zeros_like(table), None)
+    entropies = case.table("h") if "h" in case.levels else torch.zeros_like(table)
+    made._get_per_token_logps_and_entropies = lambda *a, **k: (table, entropies, None)
     known = dict(prompt_ids=ones, prompt_mask=ones, completion_ids=WORD * mask, completion_mask=mask,
                  num_items_in_batch=mask.sum())
     return made._compute_loss(made.model, known | inputs)
