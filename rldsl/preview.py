@@ -5,7 +5,7 @@ In: a compiled plan and its bytes. Out: text of lines that fit a screen. Frees o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from textwrap import wrap
 
 from rldsl.diag import counted
@@ -13,12 +13,13 @@ from rldsl.memory.curve import each_rank, host_peak
 from rldsl.memory.values import buffer_bound
 from rldsl.passes.pipeline import Compiled
 from rldsl.plan.codec import plan_id
-from rldsl.plan.events import Compute, Event, ModelCall, split_buffer
+from rldsl.plan.events import Compute, Event, Generate, ModelCall, split_buffer
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import describe_event
 from rldsl.plan.notation import degrees_of, human, ranks_text
 from rldsl.plan.projection import event_paths
 from rldsl.plan.references import Role, named
+from rldsl.plan.spaces import indexed_frames
 from rldsl.plan.visible_plan import visible_plan
 
 WIDTH = 120  # letters of a line; a longer one is continued on the next, and nothing is cut
@@ -43,7 +44,7 @@ def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
              f"  ok          {counted(proof.events, 'event')}, "
              f"{counted(proof.entries, 'entry')}: {', '.join(proof.checks)}",
              f"  plan        {plan_id(data)}  {human(len(data))}"]
-    held = *_lag(plan, every), *_row_states(plan), *_buffers(plan)
+    held = *_lag(plan, every), *_parts(plan, every, _ages(compiled)), *_row_states(plan), *_buffers(plan)
     lines = *_wrapped(above), *held, *_inserted(plan, inserted), *_wrapped(below)
     return "\n".join(lines) + "\n"
 
@@ -97,6 +98,25 @@ def _lag(plan: Plan, every: list[Event]) -> Iterator[str]:
     else:
         text += "; no other ranks work meanwhile, so this saves no time: use disjoint meshes, or no lag"
     yield from _wrapped([text])
+
+
+def _ages(compiled: Compiled) -> dict[int, str]:
+    """How old the tokens of a step are, by the ids of the events that generate them; nothing where all are new."""
+    ages = {age.generated: str(age) for age in compiled.proof.ages}
+    return {e.id: ages[e.draws_as] for e, _ in event_paths(compiled.plan) if isinstance(e, Generate) and e.draws_as in ages}
+
+
+def _parts(plan: Plan, every: list[Event], ages: Mapping[int, str]) -> Iterator[str]:
+    """Responses that continue in later steps: for how long, and how many wait. ages: as of `_ages`."""
+    meshes, frames = {m.id: m for m in plan.meshes}, indexed_frames(plan)
+    for e in every:
+        if isinstance(e, Generate) and e.per_step:
+            prompts, ranks = frames[e.prompts], ranks_text(meshes[e.mesh].members())
+            steps = prompts.iterations
+            waiting = prompts.count - prompts.count // steps
+            yield from _wrapped([f"  {ranks:<10}  per_step: up to {counted(e.per_step, 'token')} of a response in a step, "
+                                 f"which ends after at most {counted(steps, 'step')}; {ages[e.id]}; at most "
+                                 f"{counted(waiting, 'prompt')} {'waits' if waiting == 1 else 'wait'}"])
 
 
 def _row_states(plan: Plan) -> Iterator[str]:

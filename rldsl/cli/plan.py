@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import click
 
 from rldsl.cli.options import FILE, on_cluster
@@ -87,12 +89,13 @@ def verify(settings: Settings, plan: str) -> None:
         raise Failure(models.faults)
     lines = [f"ok {plan}  plan {plan_id(data)}  {counted(proof.events, 'event')}, {counted(proof.entries, 'entry')}: "
              f"{', '.join(proof.checks)}"]
+    lines += [f"   {age}" for age in proof.ages]
     if models.compared:
         lines.append(f"   models compared with their directories: {', '.join(models.compared)}")
     lines += [f"   model {name} not compared: {path} cannot be read here; each rank that holds it compares it at its "
               "start" for name, path in models.unreadable]
     print_result(settings, "\n".join(lines), plan=plan, id=plan_id(data), events=proof.events, entries=proof.entries,
-                 checks=proof.checks, models_compared=models.compared,
+                 checks=proof.checks, ages=[asdict(age) for age in proof.ages], models_compared=models.compared,
                  models_not_compared=[name for name, _ in models.unreadable])
 
 

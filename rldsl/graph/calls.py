@@ -218,9 +218,8 @@ class CallsOfFlow:
                 value(f"{target}.{name}", level, target) for name, level in CONVERSATION_VALUES))
             fields = tuple((name, input_(f"{target}.{name}", level, self.flow.spaces.of(frame, level), span))
                            for name, level in CONVERSATION_VALUES)
-        if per_step is not None:  # no response continues, but the program may still ask
-            old = const(0.0 if in_step else float(self.flow.lag), span)
-            fields += ((carried.VERSION, self.flow.exprs.ops.broadcast(old, "token", frame)),)
+        old = const(0.0 if in_step else float(self.flow.lag), span)
+        fields += ((carried.VERSION, self.flow.exprs.ops.broadcast(old, "token", frame)),)
         self.flow.items.append(g.Generate(
             id=self.flow.unique(target), reads=reads, writes=writes, span=span, clause=clause, model=owner.name,
             prompts=source.id, frame=target, sampling=sampling, conversation=talk, in_step=in_step))

@@ -9,12 +9,15 @@ log-probs of a frozen model, may run earlier: it changes no number, and where th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 from rldsl.graph import model as g
 from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.model import Value
 from rldsl.semantics.errors import Errors
 from rldsl.source import Span
+from rldsl.syntax import ast
 
 Block = g.When | g.Repeat | g.Until | g.Eval
 
@@ -27,8 +30,9 @@ def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, c
     waiting = [at for at in placed if isinstance(at[0], g.Generate) and not at[0].in_step
                and not isinstance(at[1], g.Eval)]
     if not waiting:
-        errors.add("RL0223", "`lag` has no effect: no step generates anything", where,
-                   help="remove `lag`, or generate responses in the flow")
+        own = any(isinstance(node, g.Generate) and node.in_step for node, _ in placed)
+        errors.add("RL0223", "`lag` has no effect: " + ("every call has `lag=0`" if own else "no step generates anything"),
+                   where, help="remove `lag`, or " + ("that of a call" if own else "generate responses in the flow"))
         return frozenset()
     first, found, named = waiting[0][0], dict[str, g.Node](), list[Block]()
     while waiting:
@@ -42,8 +46,7 @@ def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, c
             named.append(block)
             errors.add("RL0223", f"with `lag`, `{node.id}` must be at the top level of the flow", node.span,
                        "generation, and what it is made from, runs ahead of the rest of its step",
-                       help="move it out of its block, or give the call `lag=0`"
-                       if isinstance(node, g.Generate) else "move it out of its block, or remove `lag`")
+                       help=_way_out(node, block))
         elif isinstance(node, g.Generate) and node.in_step:
             errors.add("RL0223", f"`{first.id}` runs ahead, but `{node.id}`, from which it is made, does not",
                        node.span, "this call runs in its own step", help="give both the same `lag`")
@@ -60,6 +63,15 @@ def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, c
             waiting += [at for at in placed if isinstance(at[0], g.Fetch) and at[0].data == node.data
                         and not isinstance(at[1], g.Eval)]
     return frozenset(found)
+
+
+def _way_out(node: g.Node, block: Block) -> str:
+    match block:
+        case g.Repeat():
+            return "make each iteration a step of its own, or move this out of the block"
+        case g.Until():
+            return "generate for more prompts at once and select from them with `where`, or remove `lag`"
+    return "move it out of its block, or " + ("give the call `lag=0`" if isinstance(node, g.Generate) else "remove `lag`")
 
 
 def nodes_that_may(items: tuple[g.Item, ...], lasting: frozenset[str], ahead: frozenset[str],
@@ -99,3 +111,29 @@ def _with_blocks(items: Iterable[g.Item], block: Block | None = None) -> Iterato
             yield from _with_blocks(item.body, item if isinstance(item, g.Eval) or block is None else block)
         else:
             yield item, block
+
+
+def with_lag(file: ast.File, lag: int) -> ast.File:
+    """The program with another lag; with 0, of its calls, too."""
+    return replace(file, items=tuple(_with_lag(item, lag) if isinstance(item, ast.Flow) else item
+                                     for item in file.items))
+
+
+def _with_lag(flow: ast.Flow, lag: int) -> ast.Flow:
+    others = tuple(o for o in flow.options if o.name.name != "lag")
+    at = flow.name.span
+    given = ast.Option(span=at, name=ast.Ident(span=at, name="lag"), value=ast.Number(span=at, value=lag))
+    return replace(flow, options=(*others, given), body=flow.body if lag else _without_lags(flow.body))
+
+
+def _without_lags(node: Any) -> Any:
+    """A tree, or several, in which no call of `generate` has a lag."""
+    if isinstance(node, tuple):
+        return tuple(map(_without_lags, node))
+    if not isinstance(node, ast.Tree):
+        return node
+    changed = replace(node, **{f.name: _without_lags(getattr(node, f.name)) for f in fields(node) if f.name != "span"})
+    if isinstance(changed, ast.Call):
+        kept = tuple(a for a in changed.args if a.name is None or a.name.name != "lag")
+        return replace(changed, args=kept)
+    return changed

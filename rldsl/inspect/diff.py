@@ -126,7 +126,7 @@ def diff(before: Plan, after: Plan, seconds: tuple[float, float] | None = None) 
 
 def _program(before: Plan, after: Plan) -> Iterator[Change]:
     a, b = before.header, after.header
-    for name in ("program", "flow", "world", "devices_per_node", "memory", "steps", "seed", "compiler"):
+    for name in ("program", "flow", "world", "devices_per_node", "memory", "steps", "seed", "lag", "compiler"):
         yield from _field("plan", name, "", getattr(a, name), getattr(b, name))
     yield from _keyed("source", {p: d[:12] for p, d in a.sources}, {p: d[:12] for p, d in b.sources})
     yield from _keyed("param", {k: text(v) for k, v in a.params}, {k: text(v) for k, v in b.params})

@@ -161,6 +161,7 @@ def _facts(event: Event, path: Path, places: PlaceTexts, spreads: Mapping[str, S
         yield "bytes", str(event.bytes) if event.bytes else ""
         yield "decay", str(event.decay) if isinstance(event, Realloc) and event.decay else ""
         return
+    yield "ahead", str(event.ahead or "")
     yield "result", ", ".join(plain(event.result_names))
     yield "call", plain(event.called)
     if isinstance(sampling := getattr(event, "sampling", None), Sampling):

@@ -33,7 +33,7 @@ CALLS: dict[str, tuple[str, str]] = {
 FIELDS: dict[str, tuple[str, str]] = {
     "logprobs": ("gen.logprobs", "token: log-probabilities of the sampled tokens"),
     "finished": ("gen.finished", "seq: the response ended with an end-of-sequence token or stop string"),
-    "version": ("gen.version", "token, with `per_step`: how many steps old the parameters were that sampled it"),
+    "version": ("gen.version", "token: how many steps old the parameters were that sampled it (`lag`, `per_step`)"),
     "reward": ("gen.reward", "seq, of a conversation: what the environment's `get_reward` returned"),
     "turns": ("gen.turns", "seq, of a conversation: turns of the model"),
     "stopped": ("gen.stopped", "seq, of a conversation: 0 if it ended of itself, else a number that says why"),
@@ -41,6 +41,18 @@ FIELDS: dict[str, tuple[str, str]] = {
     "chosen": ("pair.chosen", "the preferred response"),
     "rejected": ("pair.rejected", "the rejected response"),
     "at": ("cuts.at", "seq: how many tokens of the response each prefix has"),
+}
+
+# option of a call or of the flow, where its name alone says too little -> (how it is written, what it does)
+OPTIONS: dict[str, tuple[str, str]] = {
+    "lag": ("flow f(steps=..., lag=k) or generate(..., lag=k)",
+            "A step trains on responses whose generation began k steps earlier, so generation runs beside training. It "
+            "pays where generation has devices of its own and takes about as long as training; on shared devices it only "
+            "makes responses older. `rlc sim` and the line above the flow say what it gains or loses."),
+    "per_step": ("generate(..., per_step=N)",
+                 "Up to N new tokens of a response in one step; what has not ended continues in the next step, under newer "
+                 "parameters. It pays where a few responses are much longer than the others: fewer slots are idle, but "
+                 "what continues is prefilled again, and is older."),
 }
 
 CONSTRUCTORS: dict[str, tuple[str, str]] = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rldsl.lsp.builtins import CALLS, CONSTRUCTORS, FIELDS, FUNCTIONS
+from rldsl.lsp.builtins import CALLS, CONSTRUCTORS, FIELDS, FUNCTIONS, OPTIONS
 from rldsl.lsp.facts import CallFact, Facts
 from rldsl.lsp.index import Symbol
 from rldsl.plan.notation import layout_text
@@ -76,7 +76,7 @@ def hover(symbol: Symbol, facts: Facts, costs: Costs = lambda _: []) -> str:
 
 def word(name: str, called_on: bool) -> str:
     """The hover of a word of the language; "" for any other. called_on: it comes after a dot."""
-    table = CALLS | FIELDS if called_on else FUNCTIONS | CONSTRUCTORS
+    table = CALLS | FIELDS if called_on else FUNCTIONS | CONSTRUCTORS | OPTIONS
     return _page(*table[name]) if name in table else ""
 
 

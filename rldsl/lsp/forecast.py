@@ -13,6 +13,7 @@ from rldsl.clusters import Cluster, find
 from rldsl.diag import Failure, fail
 from rldsl.graph import model as g
 from rldsl.graph.build import build, read_text
+from rldsl.graph.lag import with_lag
 from rldsl.memory.curve import Curve, peak, points
 from rldsl.plan.events import ModelCall
 from rldsl.plan.model import Plan
@@ -52,26 +53,52 @@ class Forecast:
     peak: int = 0                     # bytes on the rank that needs most
     memory: int = 0                   # bytes of a device; 0: not known
     machine: str = ""                 # name of the cluster
+    lag: str = ""                     # what the lag, or one of a step, gains or loses; "": not known
     why: str = ""                     # why there is no answer, or why a part of it is missing; "": complete
 
 
 def forecast(question: Question) -> Forecast:
     """The forecast; a program that cannot be compiled has only a `why`."""
+    read = reader(question.texts)
+    try:
+        file = parse(SourceFile(question.path, question.text))
+        graph, memory, plan, curves = _planned(file, read)
+    except Failure as failure:
+        return Forecast(why=failure.diagnostics[0].title)
+    held = Forecast(_calls(plan, curves, {}), peak=max(peak(c).bytes for c in curves), memory=memory)
+    try:
+        cluster = machine(file, graph.cluster, question.cluster)
+        found = _timed(held, plan, curves, cluster)
+    except Failure as failure:
+        return replace(held, why=failure.diagnostics[0].title)
+    return replace(found, lag=_lag(file, read, plan, cluster, found.seconds))
+
+
+def _planned(file: ast.File, read: Callable[[str], str]) -> tuple[g.Graph, int, Plan, tuple[Curve, ...]]:
+    """The graph, the memory of a device, the plan, and the memory of each class of ranks. Errors: of a compilation."""
     from rldsl.passes.pipeline import planned, run
     from rldsl.placement.place import place_graph
 
+    graph = build(file, {}, None, read)
+    placed = place_graph(graph)
+    return graph, placed.memory, *planned(run(placed), "rldsl")
+
+
+def _lag(file: ast.File, read: Callable[[str], str], plan: Plan, cluster: Cluster, seconds: float) -> str:
+    """What the lag, or one of a step where generation has ranks of its own, gains or loses; "" where there is nothing
+    to compare with. seconds: of a step."""
+    from rldsl.simulate import simulate
+    from rldsl.simulate.summary import OtherLag, lag_verdict, may_overlap
+
+    lag, other = plan.header.lag, int(not plan.header.lag)
+    if other and not may_overlap(plan):
+        return ""
     try:
-        file = parse(SourceFile(question.path, question.text))
-        graph = build(file, {}, None, reader(question.texts))
-        placed = place_graph(graph)
-        plan, curves = planned(run(placed), "rldsl")
-    except Failure as failure:
-        return Forecast(why=failure.diagnostics[0].title)
-    held = Forecast(_calls(plan, curves, {}), peak=max(peak(c).bytes for c in curves), memory=placed.memory)
-    try:
-        return _timed(held, plan, curves, machine(file, graph.cluster, question.cluster))
-    except Failure as failure:
-        return replace(held, why=failure.diagnostics[0].title)
+        *_, changed, curves = _planned(with_lag(file, other), read)
+        late = OtherLag(other, simulate(changed, cluster).seconds, max(peak(c).bytes for c in curves))
+    except Failure:  # with a lag the program is wrong, or does not fit
+        return ""
+    return f"lag {lag}: {lag_verdict(lag, seconds, late)}"
 
 
 def reader(texts: Mapping[str, str]) -> Callable[[str], str]:

@@ -42,6 +42,7 @@ def step(known: Forecast) -> str:
     if known.seconds >= 0:
         parts.append(f"step: {seconds_text(known.seconds)}, {known.tokens_per_second:,.0f} tokens/s on "
                      f"{known.machine}, sequences at their maximum length")
+    parts += [known.lag] if known.lag else []
     if known.calls:
         parts.append(f"peak {_memory(known.peak, known.memory)}")
     if known.why:

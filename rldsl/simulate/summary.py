@@ -128,6 +128,16 @@ def lag_verdict(lag: int, seconds: float, other: OtherLag) -> str:
     return f"with lag=1 a step would be {change} ({seconds_text(late)}), and train on responses that are one step older"
 
 
+def may_overlap(plan: Plan) -> bool:
+    """Whether some ranks generate for training and other ranks work meanwhile."""
+    meshes = {m.id: frozenset(m.members()) for m in plan.meshes}
+    generating, working = set[int](), set[int]()
+    for event, path in event_paths(plan):
+        if event.traits.family == "call" and not any(getattr(block, "over", "") for block in path):
+            (generating if event.new_rows else working).update(meshes[event.mesh])
+    return bool(generating - working and working - generating)
+
+
 def _which_steps(events: PeriodicEvents) -> str:
     parts = [f"every {events.period} steps"] if events.period > 1 else []
     return ", ".join([*parts, *([f"in the first {events.first} steps"] if events.first else [])])

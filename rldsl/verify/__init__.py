@@ -67,6 +67,7 @@ class Proof:
     events: int  # in the plan
     entries: int  # events in the lists of all ranks together
     checks: tuple[str, ...]  # names of the checks, in order
+    ages: tuple[calls.Age, ...] = ()  # of what is generated for training, where some of it is of an earlier step
 
 
 @garbage_collection_paused()
@@ -83,4 +84,5 @@ def verify(plan: Plan) -> Proof:
         if found:
             raise Failure(found)
     entries = sum(len(class_ranks(c, plan.header.world)) * len(c.events) for c in plan.classes)
-    return Proof(len(t.events), entries, tuple(name for checks in STAGES for name, _ in checks))
+    return Proof(len(t.events), entries, tuple(name for checks in STAGES for name, _ in checks),
+                 calls.ages(t))

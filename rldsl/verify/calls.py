@@ -2,18 +2,18 @@
 
 In: tables with sound references, a Generate, Infer, Train or Compute. Out: diagnostics RL0614 (reads and writes) and
 RL0615 (fields that contradict each other). Extra reads are allowed where they carry what the operation needs anyway
-(lengths, columns).
+(lengths, columns). And of a plan that has passed all checks, how old the tokens are that a step trains on (`ages`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from rldsl.diag import Diagnostic
+from rldsl.diag import Diagnostic, counted
 from rldsl.plan.backends import described
 from rldsl.plan.derive_ops import DERIVE_OPS, continued_frame
-from rldsl.plan.events import AnyCall, Compute, Derive, Event, Fetch, Generate, Infer, Train, split_buffer
+from rldsl.plan.events import AnyCall, Compute, Derive, Event, Fetch, Generate, Infer, Loop, Train, split_buffer
 from rldsl.plan.function import frames_of_call
 from rldsl.plan.heads import DISTRIBUTION, OUTPUTS, TOP, heads_with
 from rldsl.plan.model import CONVERSATION_VALUES, Layout, Mesh, Model, Ranges, Value
@@ -377,3 +377,31 @@ def check_compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
     kin = {f.id for f in t.plan.frames if f.data in sources}
     yield from reads(t, e, must, own(*kin), e.spread)
     yield from writes(t, e, {v for _, v in e.outputs}, set(), e.spread)
+
+
+@dataclass(frozen=True, slots=True)
+class Age:
+    """How many steps before the step that trains on it a token was sampled. In the first steps of a run, the parameters
+    are those from before the first step."""
+
+    generated: str  # the sequences, as the program names them
+    least: int      # steps
+    most: int       # steps; more than `least` with `per_step`
+
+    def __str__(self) -> str:
+        return f"tokens of {self.generated} are {_steps(self.least, self.most)} old"
+
+
+def ages(t: Tables) -> tuple[Age, ...]:
+    """Of each generation outside evaluations whose tokens are not all of their own step. The plan has been checked."""
+    found = []
+    for event, path in t.events:
+        if isinstance(event, Generate) and not any(isinstance(x, Loop) and x.over for x in path):
+            longest = t.frames[event.prompts].iterations if event.per_step else 1
+            if age := event.ahead + longest - 1:
+                found.append(Age(event.draws_as, event.ahead, age))
+    return tuple(found)
+
+
+def _steps(least: int, most: int) -> str:
+    return counted(most, "step") if least == most else f"{least} to {counted(most, 'step')}"

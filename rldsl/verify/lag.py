@@ -11,6 +11,8 @@ In: tables with sound references. Out: diagnostics RL0539. Rules:
 - all fetches of a source run ahead by the same number of steps, so each step has the rows that it has without a lag;
 - copies of parameters are refreshed, moved and freed in every turn.
 That what is read has been made, and not yet freed, is checked over turns by `dataflow.py` and `versions.py`.
+
+So it is known how old each token is that a step trains on (`calls.py`, `ages`).
 """
 
 from __future__ import annotations

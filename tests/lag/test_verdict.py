@@ -78,3 +78,12 @@ def test_a_stage_has_no_prediction(option: str, folder: Path) -> None:
     (folder / "p.rlf").write_text((HERE / "grpo_small.rlf").read_text())
     done = CliRunner().invoke(main, ["compile", str(folder / "p.rlf"), option, "--cluster", "h100x8"])
     assert done.exit_code == 2 and "omit --cluster" in done.output
+
+
+def test_the_lag_of_a_call(folder: Path) -> None:
+    """Without a lag means without those of calls."""
+    text = (HERE / "grpo_small.rlf").read_text()
+    late = text.replace("temperature=0.9)", "temperature=0.9, lag=1)")
+    plain, of_call = (json.loads(sim(folder, "apart", "", "--json", text=x)) for x in (text, late))
+    assert of_call["lag"] == 1 and of_call["seconds"] < plain["seconds"]
+    assert (of_call["other_lag"]["lag"], of_call["other_lag"]["seconds"]) == (0, plain["seconds"])

@@ -267,3 +267,15 @@ async def test_a_program_with_mistakes_has_no_forecast(client: LanguageClient) -
 async def test_why_there_is_none_is_said(client: LanguageClient) -> None:
     uri = put(client, "nowhere.rlf", PROGRAM)
     assert "no model directory" in (await until_known(client, uri, "no forecast"))[0]
+
+
+def test_what_a_lag_gains_or_loses(folder: Path) -> None:
+    """Above the flow; nothing where there is nothing to gain."""
+    apart = program(folder).replace("max_new_tokens=64) on mesh(0:8) dp=8", "max_new_tokens=64) on mesh(0:4) dp=4")
+    apart = apart.replace("on mesh(0:8) dp=4 tp=2", "on mesh(4:8) dp=4")
+    assert step(asked(folder, program(folder))).count("lag") == 0
+    assert "lag 0: with lag=1 a step would be" in step(asked(folder, apart))
+    late = asked(folder, apart.replace("steps=3", "steps=3, lag=1"))
+    assert "lag 1: a step is" in step(late) and "shorter than without it" in late.lag
+    together = asked(folder, program(folder).replace("steps=3", "steps=3, lag=1"))
+    assert "shorter" not in together.lag and together.lag.startswith("lag 1: ")
