@@ -103,7 +103,8 @@ def _lag(plan: Plan, every: list[Event]) -> Iterator[str]:
 def _ages(compiled: Compiled) -> dict[int, str]:
     """How old the tokens of a step are, by the ids of the events that generate them; nothing where all are new."""
     ages = {age.generated: str(age) for age in compiled.proof.ages}
-    return {e.id: ages[e.draws_as] for e, _ in event_paths(compiled.plan) if isinstance(e, Generate) and e.draws_as in ages}
+    generates = [e for e, _ in event_paths(compiled.plan) if isinstance(e, Generate)]
+    return {e.id: ages[e.draws_as] for e in generates if e.draws_as in ages}
 
 
 def _parts(plan: Plan, every: list[Event], ages: Mapping[int, str]) -> Iterator[str]:
@@ -114,7 +115,8 @@ def _parts(plan: Plan, every: list[Event], ages: Mapping[int, str]) -> Iterator[
             prompts, ranks = frames[e.prompts], ranks_text(meshes[e.mesh].members())
             steps = prompts.iterations
             waiting = prompts.count - prompts.count // steps
-            yield from _wrapped([f"  {ranks:<10}  per_step: up to {counted(e.per_step, 'token')} of a response in a step, "
+            yield from _wrapped([f"  {ranks:<10}  per_step: up to {counted(e.per_step, 'token')} of a response in a "
+                                 "step, "
                                  f"which ends after at most {counted(steps, 'step')}; {ages[e.id]}; at most "
                                  f"{counted(waiting, 'prompt')} {'waits' if waiting == 1 else 'wait'}"])
 

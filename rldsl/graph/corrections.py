@@ -30,8 +30,9 @@ def uncorrected(graph: g.Graph) -> Iterator[Diagnostic]:
                     "RL0909", f"this loss takes responses of an earlier `{node.model}` for those of the current one",
                     node.span, f"it does not read `{made.draws_as}.logprobs`",
                     (Label(made.span, f"with {why}, the parameters that sample them are older"),),
-                    help=f"give it the log-probs of the policy that sampled, such as `old={made.draws_as}.logprobs`, or "
-                         "multiply the advantage by a weight of `std.correction`", severity="warning")
+                    help="give it the log-probs of the policy that sampled, such as "
+                         f"`old={made.draws_as}.logprobs`, or multiply the advantage by a weight of `std.correction`",
+                    severity="warning")
                 break
 
 

@@ -31,8 +31,9 @@ def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, c
                and not isinstance(at[1], g.Eval)]
     if not waiting:
         own = any(isinstance(node, g.Generate) and node.in_step for node, _ in placed)
-        errors.add("RL0223", "`lag` has no effect: " + ("every call has `lag=0`" if own else "no step generates anything"),
-                   where, help="remove `lag`, or " + ("that of a call" if own else "generate responses in the flow"))
+        why, help = ("every call has `lag=0`", "that of a call") if own else (
+            "no step generates anything", "generate responses in the flow")
+        errors.add("RL0223", f"`lag` has no effect: {why}", where, help=f"remove `lag`, or {help}")
         return frozenset()
     first, found, named = waiting[0][0], dict[str, g.Node](), list[Block]()
     while waiting:
@@ -71,7 +72,8 @@ def _way_out(node: g.Node, block: Block) -> str:
             return "make each iteration a step of its own, or move this out of the block"
         case g.Until():
             return "generate for more prompts at once and select from them with `where`, or remove `lag`"
-    return "move it out of its block, or " + ("give the call `lag=0`" if isinstance(node, g.Generate) else "remove `lag`")
+    other = "give the call `lag=0`" if isinstance(node, g.Generate) else "remove `lag`"
+    return f"move it out of its block, or {other}"
 
 
 def nodes_that_may(items: tuple[g.Item, ...], lasting: frozenset[str], ahead: frozenset[str],

@@ -47,11 +47,11 @@ FIELDS: dict[str, tuple[str, str]] = {
 OPTIONS: dict[str, tuple[str, str]] = {
     "lag": ("flow f(steps=..., lag=k) or generate(..., lag=k)",
             "A step trains on responses whose generation began k steps earlier, so generation runs beside training. It "
-            "pays where generation has devices of its own and takes about as long as training; on shared devices it only "
-            "makes responses older. `rlc sim` and the line above the flow say what it gains or loses."),
+            "pays where generation has devices of its own and takes about as long as training; on shared devices it "
+            "only makes responses older. `rlc sim` and the line above the flow say what it gains or loses."),
     "per_step": ("generate(..., per_step=N)",
-                 "Up to N new tokens of a response in one step; what has not ended continues in the next step, under newer "
-                 "parameters. It pays where a few responses are much longer than the others: fewer slots are idle, but "
+                 "Up to N new tokens of a response in one step; what has not ended continues in the next step, under "
+                 "newer parameters. It pays where a few responses are much longer than the others: fewer slots are idle, but "
                  "what continues is prefilled again, and is older."),
 }
 
