@@ -51,8 +51,8 @@ OPTIONS: dict[str, tuple[str, str]] = {
             "only makes responses older. `rlc sim` and the line above the flow say what it gains or loses."),
     "per_step": ("generate(..., per_step=N)",
                  "Up to N new tokens of a response in one step; what has not ended continues in the next step, under "
-                 "newer parameters. It pays where a few responses are much longer than the others: fewer slots are idle, "
-                 "but what continues is prefilled again, and is older."),
+                 "newer parameters. It pays where a few responses are much longer than the others: fewer slots are "
+                 "idle, but what continues is prefilled again, and is older."),
 }
 
 CONSTRUCTORS: dict[str, tuple[str, str]] = {
