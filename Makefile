@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup lint test test-isa oracles demo docs dist vsix clean
+.PHONY: setup lint test test-isa oracles demo demo-agent docs dist vsix clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -41,6 +41,9 @@ oracles: setup $(ORACLES:%=.oracles/%/.installed)
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+demo-agent: setup
+	$(BIN)/python examples/demo_agent.py
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -27,7 +27,7 @@ from rldsl.plan.events import CopyPart, Sampling
 from rldsl.plan.expr import Level
 from rldsl.plan.heads import DISTRIBUTION, OUTPUTS
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.plan.payloads import Conversation
+from rldsl.plan.payloads import Conversation, Waiting
 from rldsl.runtime.backend import (
     Axes,
     ConversationOutput,
@@ -105,10 +105,11 @@ class TorchShard:
                             prefix=prefix)
 
     def converse(self, rows: torch.Tensor, sampling: Sampling, limits: Conversation, talk: Talk | None, *, seed: int,
-                 step: int, max_num_seqs: int) -> ConversationOutput:
+                 step: int, max_num_seqs: int, waiting: Waiting = "keep") -> ConversationOutput:
         with self._numerics():
             return converse(self.stage, self.axes, rows, sampling, limits, talk,
-                            tokenizer_dir=self.model.path, seed=seed, step=step, max_num_seqs=max_num_seqs)
+                            tokenizer_dir=self.model.path, seed=seed, step=step, max_num_seqs=max_num_seqs,
+                            waiting=waiting)
 
     def infer(self, batches: Sequence[PackedBatch], output: str, temperature: float) -> torch.Tensor:
         def read(hidden: torch.Tensor, inputs: ModelInputs) -> tuple[torch.Tensor, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Literal
 
 
@@ -55,6 +56,24 @@ PASSES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Distribution:
+    """How a quantity of a run varies: by a constant, a lognormal distribution or measured values."""
+
+    mean: float  # of the values, if there are any
+    deviation: float = 0.0  # standard deviation of a lognormal distribution; 0: a constant
+    values: tuple[float, ...] = ()  # ascending, each equally likely; (): by mean and deviation
+
+    def quantile(self, u: float) -> float:
+        """The value below which a share `u` of all are, 0 < u < 1."""
+        if self.values:
+            return self.values[min(int(u * len(self.values)), len(self.values) - 1)]
+        if not self.deviation or not self.mean:
+            return self.mean
+        spread = math.sqrt(math.log1p((self.deviation / self.mean) ** 2))
+        return self.mean * math.exp(spread * (NormalDist().inv_cdf(u) - spread / 2))
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """`nodes` machines of `gpus` devices, one rank each; 0: unknown. `FIELDS` has the meaning of each field, for
     messages and the documentation."""
@@ -87,6 +106,8 @@ class Cluster:
     attention_efficiency: float = 1.0  # a fraction
     memory_efficiency: float = 1.0  # a fraction
     link_efficiency: float = 1.0  # a fraction
+    turns: Distribution | None = None  # of a conversation
+    tool_seconds: Distribution | None = None  # seconds
     source: str = ""  # where the numbers come from
     measured: tuple[Measured, ...] = ()  # calls that `rlc profile` timed
 
@@ -107,7 +128,7 @@ NEEDED = ("gpus", "bfloat16_tflops", "float32_tflops", "memory_gb_s")
 class Field:
     """A key of a cluster file; low <= value <= high."""
 
-    kind: Literal["int", "float", "text"]  # of its value
+    kind: Literal["int", "float", "text", "distribution"]  # of its value
     meaning: str  # for messages and the documentation
     low: float = 0.0  # the smallest value
     high: float = math.inf  # the largest value
@@ -143,5 +164,7 @@ FIELDS: dict[str, Field] = {
     "attention_efficiency": Field("float", "fraction of the stated rate that attention reaches", 0, 1, True),
     "memory_efficiency": Field("float", "fraction of the memory bandwidth that is reached", 0, 1, True),
     "link_efficiency": Field("float", "fraction of link and network bandwidth that is reached", 0, 1, True),
+    "turns": Field("distribution", "turns of the model in a conversation with an environment; not given: the most", 1),
+    "tool_seconds": Field("distribution", "seconds in which an environment answers a turn; not given: 0"),
     "source": Field("text", "where the numbers come from"),
 }

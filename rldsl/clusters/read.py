@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rldsl.clusters.model import FIELDS, PASSES, Cluster, Field, Measured
+from rldsl.clusters.model import FIELDS, PASSES, Cluster, Distribution, Field, Measured
 from rldsl.diag import Diagnostic, Failure, fail
 from rldsl.source import SourceFile, Span
 
@@ -151,6 +151,8 @@ class _Reader:
 
     def value(self, name: str, field: Field, node: Node) -> Any:
         """One value of the right type and range; None after a mistake."""
+        if field.kind == "distribution":
+            return self.distribution(name, field, node)
         plain = _scalar(node)
         number = isinstance(plain, int | float) and not isinstance(plain, bool) and -MOST <= plain <= MOST
         if field.kind == "text":
@@ -165,6 +167,27 @@ class _Reader:
             high = f" and at most {field.high:g}" if field.high < float("inf") else ""
             return self.say("RL0205", f"`{name}` must be {low}{high}", node, f"this is {plain:g}")
         return int(plain) if field.kind == "int" else float(plain)
+
+    def distribution(self, name: str, field: Field, node: Node) -> Distribution | None:
+        """A number, `{mean: 4, deviation: 2}`, or a list of measured values."""
+        import yaml
+
+        each = Field("float", "", field.low)
+        if isinstance(node, yaml.SequenceNode):
+            if not node.value:
+                self.say("RL0205", f"`{name}` has no values", node, help=f"for example `{name}: [1, 2, 5]`")
+            values = [self.value(name, each, n) for n in node.value]
+            return None if self.found else Distribution(sum(values) / len(values), values=tuple(sorted(values)))
+        if isinstance(node, yaml.MappingNode):
+            given = self.pairs(node, ("mean", "deviation"))
+            if "mean" not in given:
+                self.say("RL0215", f"`{name}` needs `mean`", node,
+                         help=f"for example `{name}: {{mean: 4, deviation: 2}}`")
+            mean = self.value("mean", each, given["mean"]) if "mean" in given else 0.0
+            deviation = self.value("deviation", Field("float", ""), given["deviation"]) if "deviation" in given else 0.0
+            return None if self.found else Distribution(mean, deviation)
+        found = self.value(name, each, node)
+        return None if found is None else Distribution(found)
 
     def measured(self, tree: Node) -> tuple[Measured, ...]:
         import yaml

@@ -190,7 +190,7 @@ def clause(tree: ast.Clause, exprs: ExpressionBuilder, scope: Scope) -> g.Clause
     for option in tree.options:
         name, given = option.name.name, option.value
         word = given.name if isinstance(given, ast.Name) and scope.find(given.name) is None else ""
-        scalar = word if word and name in ("backend", "recompute") else exprs.scalar(given, scope)
+        scalar = word if word and name in ("backend", "recompute", "waiting") else exprs.scalar(given, scope)
         unit = {"mbs": "sequences", "mbt": "tokens"}.get(name, "")
         if isinstance(scalar, (Bad, tuple)) or not word and options.counts(
                 name, unit, options.unit_of(given, exprs, scope), given.span, exprs):

@@ -35,6 +35,7 @@ PLACED = {"dp": "data-parallel degree", "tp": "tensor-parallel degree", "pp": "p
           "recompute": "full: recompute activations in the backward pass instead of keeping them",
           "keep": "false: free a copy after its last use in a step",
           "reuse": "generate only: continue from the KV cache of the sequences",
+          "waiting": "generate with an environment only: offload or recompute gives slots away that wait for answers",
           "backend": "the library that executes the call"}
 TABLES = {"generate": options.GENERATE, "train": options.TRAIN, "group": options.GROUP, "lora": options.LORA,
           "jsonl": options.DATA, "parquet": options.DATA, "hf": options.DATA,

@@ -16,7 +16,12 @@ from typing import assert_never
 
 from rldsl.memory import logits
 from rldsl.memory.activations import LayerActivations, kernel, layer_activations
-from rldsl.memory.decode_shapes import MAX_PREFILL_TOKENS, num_captures_with_memory, sampling_bytes_per_logit
+from rldsl.memory.decode_shapes import (
+    MAX_PREFILL_TOKENS,
+    live_conversations,
+    num_captures_with_memory,
+    sampling_bytes_per_logit,
+)
 from rldsl.memory.parameters import (
     FLOAT,
     Copy,
@@ -166,7 +171,9 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
         new, longest = e.per_step, longest + (prompts.iterations - 1) * e.per_step
     wide = longest + new
     each = 2 * sizes.head_dim * wide * copy.compute  # keys and values of a sequence in one head of one layer
-    prefill = min(slots * longest, max(MAX_PREFILL_TOKENS, longest))
+    # an answer of an environment may be long, and a conversation that gave its slot away is prefilled as a whole
+    prompt = wide if e.conversation is not None else longest
+    prefill = min(slots * prompt, max(MAX_PREFILL_TOKENS, prompt))
     sampling, cast = 0, _head(copy).cast if copy.last else 0  # the head is cast once
     if copy.last:
         sampling = slots * b.hidden + logits.sampling(_head(copy), slots, e.sampling, tp if vocabulary(copy)[1] else 1)
@@ -189,6 +196,19 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
                                       max(step, sampling - cast) + captured),
             "half-precision weights": _half_precision_bytes(copy),
             "progress": drawn + count * (12 * new + INDEX + 8 * width(frame) + 8 * longest)}
+
+
+def offloaded_cache_bytes(t: Tables, e: Generate, copy: Copy) -> int:
+    """Keys and values of conversations that gave their slots away, in host memory."""
+    if e.waiting != "offload":
+        return 0
+    sizes, frame = copy.model.sizes, t.frames[e.frame]
+    count = rows(frame, t.spreads[e.spread], t.layouts, t.frames)
+    slots = min(e.mbs or count, count)
+    # a slot is given away to a conversation that has it from then on
+    away = min(live_conversations(slots, e.waiting), count) - slots
+    heads = -(-sizes.kv_heads // copy.layout.tp)
+    return away * width(frame) * 2 * heads * sizes.head_dim * copy.compute * copy.layers
 
 
 def carried_bytes(t: Tables, e: Generate) -> int:

@@ -9,10 +9,18 @@ from __future__ import annotations
 
 from rldsl.memory.logits import Head
 from rldsl.plan.events import Sampling
+from rldsl.plan.payloads import Waiting
 
 MAX_PREFILL_TOKENS = 1 << 14  # prompt tokens per prefill, so that its memory does not grow with the batch
 MIN_CACHE_WIDTH = 64  # tokens: the smallest unit of the width that the KV cache is read in
 MAX_CAPTURES_WITH_MEMORY = 4  # captured steps per micro-batch group that hold the intermediate results of their step
+
+MAX_LIVE_PER_SLOT = 4  # conversations that are alive for each slot of the KV cache, where waiting ones give theirs away
+
+
+def live_conversations(slots: int, waiting: Waiting) -> int:
+    """How many conversations are alive at most."""
+    return slots if waiting == "keep" else slots * MAX_LIVE_PER_SLOT
 
 
 def round_to_bucket(count: int, least: int = 1, parts: int = 2) -> int:

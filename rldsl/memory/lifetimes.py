@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rldsl.memory.call_memory import call_bytes, carried_bytes, gradient_bytes, kept_cache_bytes, optimizer_bytes
+from rldsl.memory.call_memory import (
+    call_bytes,
+    carried_bytes,
+    gradient_bytes,
+    kept_cache_bytes,
+    offloaded_cache_bytes,
+    optimizer_bytes,
+)
 from rldsl.memory.curve import Curve, Holding
 from rldsl.memory.holder_classes import HolderClass
 from rldsl.memory.parameters import FLOAT, Copy, elements, largest, new_bytes, resting
@@ -284,6 +291,8 @@ class _Lifetimes:
             layers = max(1, min((c.layers for c in self._copies(f"{e.model}@{e.layout}")), default=1))
             self._hold(f"a layer of the KV cache of {self.labels.name(e.frame)}", max(kept, default=0) // layers, now,
                        now)
+            away = max((offloaded_cache_bytes(self.t, e, c) for c in self._copies(f"{e.model}@{e.layout}")), default=0)
+            self._hold(f"KV cache of waiting conversations of {e.called}", away, now, now, host=True)
         if isinstance(e, Train):
             size = loss_gather_bytes(self.t, self.programs[e.loss], self.t.spreads[e.spread])
             self._hold(f"medians and quantiles of {e.model}.train", size, now, now)

@@ -319,6 +319,7 @@ class _EventBuilder:
                 kept = (f"{node.frame}.cache@{spread.id}",) if node.frame in self.reused.values() else ()
                 return Generate(**common, layout=layout, reads=(copy, *reads, *cache), writes=(*writes, *kept),
                                 cache_of=cache_of, mbs=decode_batch_size(self.frames[node.frame], place),
+                                waiting=place.waiting,
                                 **payload(node, GenerateSpec))
             case g.Infer():
                 return Infer(**common, layout=layout, reads=(copy, *reads), writes=writes, mbs=place.mbs, mbt=place.mbt,

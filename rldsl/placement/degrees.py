@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import gcd, prod
+from typing import cast
 
 from rldsl.diag import Diagnostic, Failure, Fix, Label, counted, fail
 from rldsl.graph.model import MeshRef
@@ -19,16 +20,19 @@ from rldsl.placement.model import Place, layout_of, mesh_of_set
 from rldsl.placement.rules import Choice, Option
 from rldsl.plan.expr import Scalar
 from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh
+from rldsl.plan.payloads import WAITING, Waiting
 from rldsl.sharding.rank_sets import union_of_ranges
 from rldsl.source import Span
 
 DEGREES = ("dp", "tp", "pp", "cp")
-NOTHING = {"zero": (0,), "keep": (True,), "backend": (DEFAULT_BACKEND,)}  # of a computation, if not 0, 1 or none
+# of a computation, if not 0, 1 or none
+NOTHING = {"zero": (0,), "keep": (True,), "waiting": ("keep",), "backend": (DEFAULT_BACKEND,)}
 INFERRED = ("dp", "tp", "pp")  # cp is 1 where it is not given
 OPTIONS = ("dp", "tp", "pp", "vpp", "cp", "ep", "zero", "mbs", "mbt", "recompute", "offload", "keep", "reuse",
-           "backend")
+           "waiting", "backend")
 SWITCHES = ("offload", "keep", "reuse")
 RECOMPUTE = ("none", "full")
+CHOICES: dict[str, tuple[str, ...]] = {"recompute": RECOMPUTE, "waiting": WAITING}  # words that an option may be
 ZERO = "0 shards nothing over dp; 1 shards the optimizer state, 2 also gradients, 3 also parameters"
 
 
@@ -103,12 +107,13 @@ def read_options(options: Sequence[Option]) -> dict[str, tuple[Scalar, Span]]:
             raise fail("RL0311", f"`{name}` is passed twice", span, "given again here", help="remove one of the two")
         least = 0 if name in ("mbs", "mbt", "zero") else 1
         right = (isinstance(value, bool) if name in SWITCHES else isinstance(value, str) if name == "backend"
-                 else value in RECOMPUTE if name == "recompute" else type(value) is int and value >= least)
+                 else value in CHOICES[name] if name in CHOICES else type(value) is int and value >= least)
         if not right:
             wanted = {**dict.fromkeys(SWITCHES, "true or false"), "backend": 'a name such as "torch"',
-                      "recompute": " or ".join(RECOMPUTE)}.get(name, f"an integer of at least {least}")
+                      **{k: f"{', '.join(v[:-1])} or {v[-1]}" for k, v in CHOICES.items()}
+                      }.get(name, f"an integer of at least {least}")
             example = {"offload": "true", "keep": "false", "reuse": "true", "backend": "torch",
-                       "recompute": "full"}.get(name, max(least, 1))
+                       **{k: v[-1] for k, v in CHOICES.items()}}.get(name, max(least, 1))
             raise fail("RL0311", f"`{name}` must be {wanted}", span, f"this is {value!r}",
                        help=f"write `{name}={example}`")
         if name == "zero" and value not in range(4):
@@ -127,7 +132,7 @@ def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, c
     size = mesh.size
     if compute:
         for name in ("tp", "pp", "vpp", "cp", "ep", "zero", "offload", "keep", "reuse", "mbs", "mbt", "recompute",
-                     "backend"):
+                     "waiting", "backend"):
             if name in given and given[name][0] not in NOTHING.get(name, (0, 1, "none")):
                 raise fail("RL0311", f"`{name}` does not apply to a computation", given[name][1],
                            f"`{call}` does not run a model",
@@ -146,7 +151,8 @@ def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, c
     return Place(mesh, layout, int(given.get("mbs", (0,))[0]), bool(given.get("offload", (False,))[0]), choice.span,
                  choice.why, "full" if given.get("recompute", ("none",))[0] == "full" else "none",
                  bool(given.get("keep", (True,))[0]),
-                 reuse=bool(given.get("reuse", (False,))[0]), mbt=int(given.get("mbt", (0,))[0]))
+                 reuse=bool(given.get("reuse", (False,))[0]), mbt=int(given.get("mbt", (0,))[0]),
+                 waiting=cast(Waiting, given.get("waiting", ("keep",))[0]))
 
 
 def infer_degrees(given: dict[str, int], size: int, mesh: Mesh, choice: Choice, written: dict[str, tuple[Scalar, Span]],

@@ -15,6 +15,7 @@ from rldsl.models.families import Family
 from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh, Model
 from rldsl.plan.notation import degrees_text
+from rldsl.plan.payloads import Waiting
 from rldsl.plan.projection import to_ranges
 from rldsl.sharding.rank_sets import Ranks
 from rldsl.source import Span
@@ -38,6 +39,7 @@ class Place:
     given: Mesh | None = None  # with `mesh(8)`: the first 8 ranks, where `free.py` chose others; else None
     reuse: bool = False  # a continuation starts from the KV cache of what it continues
     mbt: int = 0  # tokens per micro-batch; 0: no limit
+    waiting: Waiting = "keep"  # as in `plan.events.Generate`
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,7 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
             base, why = Place(mesh, layout_of(mesh, dp=cluster.world)), "default: all ranks, data parallel"
         if choice is None:
             places[node.id] = replace(base, mbs=0, mbt=0, offload=False, span=node.span, why=why, recompute="none",
-                                      keep=True, reuse=False)
+                                      keep=True, reuse=False, waiting="keep")
             continue
         try:
             given_options = {name for name, _, _ in choice.options}
@@ -217,6 +217,10 @@ def _call_place(node: Call, choice: Choice, mesh: Mesh, families: Mapping[str, F
                    "vpp applies only to training",
                    help="only training has backward passes to interleave: set `vpp` only on the train call (`place "
                         f"{node.model}.train ...`), and this call gets a copy")
+    if made.waiting != "keep" and not (isinstance(node, g.Generate) and node.conversation is not None):
+        raise fail("RL0320", f"`{label(node)}` cannot use `waiting`", option_span(choice.span, "waiting"),
+                   "nothing here waits for an environment",
+                   help="`waiting` applies only to `generate(..., env=...)`: set it only on that call")
     return made
 
 

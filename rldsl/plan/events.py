@@ -28,6 +28,7 @@ from rldsl.plan.payloads import (
     StoreSpec,
     TrainSpec,
     UpdateSpec,
+    Waiting,
 )
 from rldsl.plan.references import (
     Buffer,
@@ -298,6 +299,7 @@ class Generate(GenerateSpec, ModelCall):
     mbs: int = 0  # most sequences decoded together on a dp rank; 0: all
     # the frame whose KV cache, which its Generate wrote under this spread, has the prompts; "": they are prefilled
     cache_of: FrameId = ""
+    waiting: Waiting = "keep"  # of conversations: what a slot does whose environment works
 
     @property
     def called(self) -> str:

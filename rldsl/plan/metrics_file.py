@@ -20,6 +20,7 @@ STEP, SECONDS, RATE = "step", "seconds", "tokens_per_second"
 PHASES = ("generate", "infer", "train")
 MEASURED = (SECONDS, RATE, *(f"time/{phase}" for phase in (*PHASES, "rest")), *(f"{RATE}/{phase}" for phase in PHASES),
             "length/response", "conversation/turns", "conversation/tool_seconds", "conversation/waiting",
+            "conversation/slots_given_away",
             "conversation/errors", "moved/bytes", "memory/peak_bytes")
 BUILT_IN = frozenset({STEP, *MEASURED})
 

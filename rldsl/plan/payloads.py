@@ -7,7 +7,7 @@ is declared here alone. These are bases of records, never records of their own (
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rldsl.plan.derive_ops import DeriveOpName, OverLong
 from rldsl.plan.heads import What
@@ -79,6 +79,12 @@ class UpdateSpec:
     frame: FrameId  # of fetched rows
     state: ValueId  # that is written
     value: ValueId  # the new numbers, of the rows of `frame` or of a selection of them
+
+
+# What a conversation does with its slot of the KV cache while it waits for its environment: it keeps the slot, or gives
+# it to another one and gets its keys and values back, from host memory or by a prefill of all it has said.
+Waiting = Literal["keep", "offload", "recompute"]
+WAITING: tuple[Waiting, ...] = get_args(Waiting)
 
 
 @dataclass(frozen=True, slots=True)

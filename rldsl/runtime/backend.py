@@ -17,7 +17,7 @@ import torch
 
 from rldsl.plan.events import CopyPart, Sampling
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.plan.payloads import Conversation
+from rldsl.plan.payloads import Conversation, Waiting
 from rldsl.runtime.environments import Arrival, Stopped
 
 
@@ -112,7 +112,8 @@ class ConversationOutput:
     turn_rewards: torch.Tensor  # [S, max_turns] float32: 0 where the environment gave none
     stopped: torch.Tensor  # [S] int64: what ended a conversation, if not itself (`plan/turns.py`)
     waited: float = 0.0  # seconds that conversations waited for their environments, as this rank saw it
-    held: float = 0.0  # seconds that they had a slot, waiting or not
+    lasted: float = 0.0  # seconds from their beginnings to their ends
+    given_away: int = 0  # how often one gave its slot away while it waited
 
 
 class Prefix(NamedTuple):
@@ -187,14 +188,14 @@ class Shard(Protocol):
             changed: only the last token of each prompt is run."""
 
     def converse(self, rows: torch.Tensor, sampling: Sampling, limits: Conversation, talk: Talk | None, *, seed: int,
-                 step: int, max_num_seqs: int) -> ConversationOutput:
+                 step: int, max_num_seqs: int, waiting: Waiting = "keep") -> ConversationOutput:
         """One conversation for each row, the same on every rank of the shard. Random numbers depend only on (seed,
         step, row, position among the model's own tokens), so that the order in which environments answer decides
         nothing that is sampled.
 
-        rows: [S] int64, ascending. sampling: of one turn. max_num_seqs: the most conversations at the same time (0:
-        all). talk: on the rank of the shard for which `Axes.talks` is true, None on the others. Only backends whose
-        description says so are asked."""
+        rows: [S] int64, ascending. sampling: of one turn. max_num_seqs: the most slots of the KV cache (0: one for
+        each). waiting: what a slot does while its environment works. talk: on the rank of the shard for which
+        `Axes.talks` is true, None on the others. Only backends whose description says so are asked."""
 
     def infer(self, batches: Sequence[PackedBatch], output: str, temperature: float) -> torch.Tensor:
         """One output of the model for all micro-batches, joined in order; the same on every rank of the shard.

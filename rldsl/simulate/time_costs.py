@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from math import ceil
 
+from rldsl.memory.decode_shapes import live_conversations
 from rldsl.plan.backends import costs
 from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.heads import OUTPUTS
@@ -20,7 +21,9 @@ from rldsl.sharding.layout import stage_layers
 from rldsl.sharding.partition import count_without_token_limit
 from rldsl.sharding.pipeline_schedule import Message
 from rldsl.simulate.classes import Groups
+from rldsl.simulate.conversations import PassCosts, Talk, conversation_seconds
 from rldsl.simulate.engine import Compute, Isend, Op
+from rldsl.simulate.lengths import Row
 from rldsl.simulate.machine import Machine
 from rldsl.simulate.work_counts import (
     Shard,
@@ -180,6 +183,8 @@ def _decode_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
     the same time, and exchange between two clock ticks."""
     layout = world.layouts[event.layout]
     rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
+    if event.conversation is not None:
+        return _talk_time(world, event, stage, rows, row)
     d, machine = plan_decoding(event, rows, row, layout.pp), world.machine
     own = longest = 0.0
     for s in range(layout.pp):
@@ -203,6 +208,48 @@ def _decode_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
         total += ticks * machine.message(stage.hidden_bytes(d.active) + 16 * d.active, stage.groups.crosses["pp"])
         total += longest * (layout.pp - 1) / max(d.steps + d.waves, 1.0)
     return DecodeTime(total, own / total) if total else DecodeTime(0.0)
+
+
+def _talk_time(world: World, event: Generate, stage: Stage, rows: int, row: Row) -> DecodeTime:
+    """Conversations: all stages work on passes of their own, so a token for each takes as long as the slowest stage
+    takes for all, in `pp` passes."""
+    limits, layout, cluster = event.conversation, world.layouts[event.layout], world.cluster
+    if limits is None or not rows:
+        return DecodeTime(0.0)
+    machine, crosses = world.machine, stage.groups.crosses["pp"]
+    stages = [replace(stage, shard=build_shard(world.models[event.model], layout, s)) for s in range(layout.pp)]
+    width = row.prompt + row.response / 2
+
+    def hop(moved: float) -> float:
+        """A message to the next stage."""
+        return machine.message(moved, crosses) if layout.pp > 1 else 0.0
+
+    def at(one: Stage, tokens: float, outputs: float) -> float:
+        """Collectives of a pass."""
+        return one.tensor_parallel(tokens, 0, one.shard.layers) + one.expert_parallel(tokens, one.shard.layers) + (
+            machine.all_gather(outputs * 4 * one.shard.head / max(one.shard.model.sizes.hidden, 1), one.shard.tp,
+                               one.groups.crosses["tp"]) if one.shard.last and one.shard.tp > 1 else 0.0)
+
+    def decode(active: float) -> float:
+        each = active / layout.pp
+        return layout.pp * max(
+            machine.decode(s.shard, WorkCounts(1, s.shard.layers, each * s.shard.layers, each * s.shard.layers * width,
+                                               each * s.shard.last)) + at(s, each, each) + hop(s.hidden_bytes(each))
+            for s in stages)
+
+    def prefill(tokens: float) -> float:
+        return max(
+            machine.forward(s.shard, WorkCounts(1, s.shard.layers, tokens * s.shard.layers,
+                                                tokens * s.shard.layers * width, 1.0 * s.shard.last))
+            + at(s, tokens, 1.0) + hop(s.hidden_bytes(tokens)) for s in stages)
+
+    slots = min(rows, event.mbs or rows)
+    kept = stage.shard.layers * stage.shard.cache * stage.shard.item
+    talk = Talk(rows, slots, min(live_conversations(slots, event.waiting), rows), event.waiting, limits.max_turns,
+                row.prompt, row.response, cluster.turns, cluster.tool_seconds)
+    costs_of_passes = PassCosts(decode, prefill, lambda tokens: machine.host(kept * tokens))
+    seconds, computed = conversation_seconds(talk, costs_of_passes)
+    return DecodeTime(seconds, computed / seconds) if seconds else DecodeTime(0.0)
 
 
 def _micro_batches(event: Infer | Train, rows: int, tokens: float, at_least: int) -> int:

@@ -25,7 +25,7 @@ OPERATORS = {"OR", "AND", "COMPARE", "PLUS", "SLASH", "POWER"}
 VALUE = {"NAME", "NUMBER", "STRING", "LPAR", "LSQB"}  # together: any expression
 DECLARATIONS = ("use", "param", "state", "buffer", "cluster", "mesh", "data", "model", "fn", "loss", "place", "flow")
 PLACEMENT = ("dp", "tp", "pp", "vpp", "cp", "ep", "zero", "mbs", "mbt", "recompute", "offload", "keep", "reuse",
-             "backend")
+             "waiting", "backend")
 UNITS = ("prompts", "sequences", "pairs", "tokens")
 STATEMENTS = {"METRIC", "SAVE", "EVERY", "REPEAT", "RETURN"}
 

@@ -196,7 +196,7 @@ def _conversation(t: Tables, e: Generate) -> str:
     """What is wrong with the turns of a generate, or ""."""
     f, p, x, talk = t.frames[e.frame], t.frames[e.prompts], t.layouts[e.layout], e.conversation
     if talk is None:
-        return ""
+        return f"{e.waiting} of slots that wait for an environment, without one" if e.waiting != "keep" else ""
     for id in talk.environments:
         if id not in t.functions or t.functions[id].returns != "env":
             return f"{id!r} is no environment"

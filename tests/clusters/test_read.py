@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean, pstdev
 
 import pytest
 
 from rldsl import api, clusters
-from rldsl.clusters.model import FIELDS, NEEDED, Cluster, Measured
+from rldsl.clusters.model import FIELDS, NEEDED, Cluster, Distribution, Measured
 from rldsl.diag import Failure
 from rldsl.graph.build import build
 from rldsl.report import render
@@ -115,7 +116,26 @@ def test_measurements_are_read() -> None:
     assert found == Measured("abc", "causal_lm", "float32", 2, 1, forward=(("call", 3.0), ("token", 0.001)))
 
 
+def test_how_conversations_go() -> None:
+    found = parse("gpus: 8\nturns: 4\ntool_seconds: {mean: 2, deviation: 3}\n")
+    assert found.turns == Distribution(4) and found.tool_seconds == Distribution(2, 3)
+    assert parse("gpus: 1\ntool_seconds: [3, 0, 0.6]\n").tool_seconds == Distribution(1.2, values=(0.0, 0.6, 3.0))
+    assert parse("gpus: 8\n").turns is None and parse("gpus: 8\n").tool_seconds is None
+
+
+@pytest.mark.parametrize("distribution", [Distribution(2), Distribution(2, 3), Distribution(2, values=(0.0, 1.0, 5.0))])
+def test_quantiles_have_the_mean_and_deviation(distribution: Distribution) -> None:
+    values = [distribution.quantile((i + 0.5) / 20_000) for i in range(20_000)]
+    assert values == sorted(values) and fmean(values) == pytest.approx(distribution.mean, rel=0.01)
+    if not distribution.values:
+        assert pstdev(values) == pytest.approx(distribution.deviation, rel=0.06)
+
+
 @pytest.mark.parametrize("text, expected", [
+    ("gpus: 8\nturns: 0.5\n", [("RL0205", 2)]), ("gpus: 8\nturns: []\n", [("RL0205", 2)]),
+    ("gpus: 8\nturns: [2, x]\n", [("RL0205", 2)]), ("gpus: 8\nturns: {deviation: 2}\n", [("RL0215", 2)]),
+    ("gpus: 8\nturns: {mean: 4, std: 2}\n", [("RL0107", 2)]), ("gpus: 8\ntool_seconds: {mean: -1}\n", [("RL0205", 2)]),
+    ("gpus: 8\ntool_seconds: {mean: 1, deviation: -1}\n", [("RL0205", 2)]), ("gpus: 8\nturns: fast\n", [("RL0205", 2)]),
     ("gpus: 8\nnods: 2\n", [("RL0107", 2)]), ("gpus: 8\ngpus: 4\n", [("RL0215", 2)]),
     ("gpus: eight\n", [("RL0205", 1)]), ("gpus: 0\n", [("RL0205", 1)]), ("gpus: 2.5\n", [("RL0205", 1)]),
     ("gpus: true\n", [("RL0205", 1)]), ("gpus: [8]\n", [("RL0205", 1)]), ("gpus:\n", [("RL0205", 1)]),

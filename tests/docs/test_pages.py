@@ -126,7 +126,7 @@ def placed(clause: str) -> dict[str, str]:
     place = places_of(api.build_graph(SourceFile("page.rlf", text)))["other"]
     degrees = {k: str(getattr(place.layout, k)) for k in ("dp", "tp", "pp", "vpp", "cp", "ep", "zero", "backend")}
     return {**degrees, "mbs": str(place.mbs), "mbt": str(place.mbt), "recompute": place.recompute, "offload": str(place.offload).lower(),
-            "keep": str(place.keep).lower(), "reuse": str(place.reuse).lower()}
+            "keep": str(place.keep).lower(), "reuse": str(place.reuse).lower(), "waiting": place.waiting}
 
 
 def test_placement_options_and_defaults_are_those_of_the_code(folder: Path) -> None:

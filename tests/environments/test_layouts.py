@@ -13,7 +13,7 @@ import torch
 
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Layout
-from rldsl.plan.payloads import Conversation
+from rldsl.plan.payloads import Conversation, Waiting
 from rldsl.runtime.environments import Arrival
 from tests.backend_torch.shards import layout_of, plan_model, shard_of
 from tests.environments.scripted import Scripted
@@ -26,12 +26,14 @@ SAMPLING = Sampling(max_new_tokens=5, temperature=0.9)
 ROWS = 8
 LAYOUTS = [dict(), dict(pp=4), dict(tp=2, pp=2), dict(dp=4), dict(dp=2, tp=2), dict(dp=2, pp=2)]
 EXPERTS = [dict(), dict(dp=4, ep=4), dict(dp=2, ep=2, pp=2), dict(dp=2, ep=2, tp=2)]
-RUNS: list[tuple[int | None, int]] = [(None, 0), (1, 0), (2, 3), (3, 2)]  # (seed of the delays, slots)
+Run = tuple[int | None, int, Waiting]  # seed of the delays, slots, and what those that wait do
+RUNS: list[Run] = [(None, 0, "keep"), (1, 0, "keep"), (2, 0, "keep"), (3, 0, "keep"), (1, 2, "keep"), (3, 2, "keep"),
+                   (2, 1, "offload"), (3, 1, "recompute"), (1, 2, "offload"), (2, 2, "recompute")]
 
 
-def runs_of(number: int) -> list[tuple[int | None, int]]:
-    """Of a layout: all on one rank, and then one of those with delays."""
-    return RUNS if number == 0 else [RUNS[1 + number % 3]]
+def runs_of(number: int) -> list[Run]:
+    """Of a layout: all on one rank, and then three of those with delays, which differ from layout to layout."""
+    return RUNS if number == 0 else [RUNS[1 + (3 * number + i) % 9] for i in range(3)]
 
 
 class Rows(Scripted):
@@ -54,15 +56,16 @@ def converse(rank: int, path: str, layouts: Sequence[dict[str, int]], sampling: 
             continue
         rows = [r for r in range(ROWS) if r % x.dp == made[1]] if x.dp < 4 else [
             [], [0, 1, 2], [3], list(range(4, ROWS))][made[1]]
-        for delays, slots in runs_of(number):
+        for delays, slots, waiting in runs_of(number):
             talks = made[0].axes.talks  # type: ignore[attr-defined]
             talk = Rows(tokenizer, None if delays is None else delays * 100 + rank) if talks else None
             out = made[0].converse(torch.tensor(rows, dtype=torch.int64), sampling, LIMITS, talk, seed=3, step=2,
-                                   max_num_seqs=slots)
+                                   max_num_seqs=slots, waiting=waiting)
+            assert out.given_away == 0 if waiting == "keep" else slots > 1 or len(rows) < 2 or out.given_away > 0
             own = out.batch.own
             assert own is not None and (talk is None) == (rank_of(x, rank) != (0, x.pp - 1))
             sizes = (out.batch.prompt_lens + out.batch.response_lens).tolist()
-            found += [(str(degrees), (delays, slots), row, *map(torch.Tensor.tolist, result)) for row, *result in zip(
+            found += [(str(degrees), (delays, slots, waiting), row, *map(torch.Tensor.tolist, result)) for row, *result in zip(
                 rows, out.batch.tokens.split(sizes), own.split(sizes),
                 out.logprobs.split(out.batch.response_lens.tolist()), out.rewards, out.turns, out.turn_sizes,
                 out.turn_rewards, out.stopped, strict=True)]

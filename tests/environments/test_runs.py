@@ -68,7 +68,8 @@ def test_turns_add_up(alone: list[dict[str, float]]) -> None:
 
 @pytest.mark.parametrize("delays, place", [
     (1, None), (2, "place actor.generate on mesh(0:1) mbs=3"), (3, "place *.* on mesh(0:2) dp=2"),
-    (4, "place *.* on mesh(0:2) dp=2 mbs=2"),
+    (4, "place *.* on mesh(0:2) dp=2 mbs=2"), (5, "place actor.generate on mesh(0:1) mbs=2 waiting=offload"),
+    (6, "place actor.generate on mesh(0:1) mbs=1 waiting=recompute"),
 ])
 def test_neither_the_order_of_answers_nor_slots_nor_dp_change_a_number(
         base: Path, alone: list[dict[str, float]], delays: int, place: str | None) -> None:
@@ -81,7 +82,7 @@ def test_neither_the_order_of_answers_nor_slots_nor_dp_change_a_number(
 
 
 @pytest.mark.parametrize("delays, place", [
-    (5, "mesh(0:2) tp=2"), (6, "mesh(0:2) pp=2 mbs=3"), (None, "mesh(0:4) tp=2 pp=2"), (7, "mesh(0:4) dp=4 mbs=1"),
+    (5, "mesh(0:2) tp=2"), (6, "mesh(0:2) pp=2 mbs=3"), (8, "mesh(0:2) pp=2 mbs=1 waiting=offload"), (None, "mesh(0:4) tp=2 pp=2"), (7, "mesh(0:4) dp=4 mbs=1"),
 ])
 def test_neither_do_degrees_of_the_generate(base: Path, alone: list[dict[str, float]], delays: int | None, place: str
                                             ) -> None:

@@ -2,9 +2,12 @@
 
 In: rows, and the environments that answer. Out: what both said, row by row, with the log-probs of the model's tokens.
 
-A conversation has a slot of the KV cache until it ends. While its environment works, the slot waits and the others go
-on decoding; an answer is prefilled behind what the slot holds. Each pass takes slots that are ready, so its shapes
-change from pass to pass and none is captured: that is what this engine is slower by than that of single responses.
+While the environment of a conversation works, its slot of the KV cache waits and the others go on decoding; an answer
+is prefilled behind what the slot holds. With `waiting="keep"` a conversation has its slot from its beginning to its
+end. Otherwise more conversations are alive than there are slots: one gets a slot when it has tokens to run, and may
+lose it while it waits. Its keys and values go to host memory ("offload"), or all that was said is prefilled again
+("recompute"). Each pass takes slots that are ready, so its shapes change from pass to pass and none is captured: that
+is what this engine is slower by than that of single responses.
 Every rank of the shard makes the same decisions, since all learn the same at the same pass (`conversation_ticks.py`).
 Invariant: what is sampled depends on (seed, step, row, position among the row's own tokens) and the model, not on when
 environments answer, except for the rounding of passes of other shapes, which `invariant=true` excludes.
@@ -19,31 +22,34 @@ from dataclasses import dataclass, field
 import torch
 
 from rldsl.backends.torch.generate.conversation_ticks import run_to_the_end
-from rldsl.backends.torch.generate.kv_cache import KVCache
+from rldsl.backends.torch.generate.kv_cache import HostLayers, KVCache
 from rldsl.backends.torch.generate.sampling import Sampler
 from rldsl.backends.torch.generate.slot_attention import SlotAttention
 from rldsl.backends.torch.generate.stop_conditions import StopStrings, tokenizer_of
 from rldsl.backends.torch.model.stage import Stage
 from rldsl.diag import internal_error
-from rldsl.memory.decode_shapes import MAX_PREFILL_TOKENS
+from rldsl.memory.decode_shapes import MAX_PREFILL_TOKENS, live_conversations
 from rldsl.plan.events import Sampling
-from rldsl.plan.payloads import Conversation
+from rldsl.plan.payloads import Conversation, Waiting
 from rldsl.plan.turns import STOPPED
 from rldsl.runtime.backend import Axes, ConversationOutput, PackedBatch, Talk
 from rldsl.runtime.draws import uniform
 from rldsl.runtime.environments import Arrival, Stopped
+
+PASSES_TO_WAIT = 8  # that a conversation keeps its slot for while it waits, if others can decode
 
 
 @dataclass
 class Slot:
     """A conversation and its place in the KV cache."""
 
-    index: int  # in the cache
+    index: int  # in the cache; -1: it has none
     row: int  # of the frame
     seq: int  # of the call: where its results go
     cached: int = 0  # tokens whose keys and values are in the cache, or will be after the pass under way
     ready: list[int] = field(default_factory=list)  # tokens to run next, the last of which predicts; none: it waits
-    since: int = 0  # the pass from which on they are ready
+    since: int = 0  # the pass from which on they are ready, or it waits
+    offloaded: HostLayers = field(default_factory=dict)  # keys and values of what is cached, if it has no slot
     running: bool = False  # whether it is in a pass whose outcome is not known yet
     tokens: list[int] = field(default_factory=list)  # all that was said
     own: list[bool] = field(default_factory=list)  # which of them the model said
@@ -53,10 +59,11 @@ class Slot:
     turn_sizes: list[int] = field(default_factory=list)  # tokens of each turn that has ended
     turn_rewards: dict[int, float] = field(default_factory=dict)  # turn, from 0 -> what the environment gave for it
     stopped: Stopped | None = None  # why it ended
-    begun: float = 0.0  # when it got its place, of a clock in seconds
+    begun: float = 0.0  # when it began, of a clock in seconds
     asked: float = 0.0  # when its environment was asked last
     waited: float = 0.0  # seconds that it has waited for its environment
-    held: float = 0.0  # seconds that it had its place
+    lasted: float = 0.0  # seconds from its beginning to its end
+    given_away: int = 0  # how often it gave its slot away
 
     @property
     def waits(self) -> bool:
@@ -71,14 +78,15 @@ class Slot:
 
 @torch.no_grad()
 def converse(stage: Stage, axes: Axes, rows: torch.Tensor, sampling: Sampling, limits: Conversation,
-             talk: Talk | None, *, tokenizer_dir: str, seed: int, step: int, max_num_seqs: int) -> ConversationOutput:
+             talk: Talk | None, *, tokenizer_dir: str, seed: int, step: int, max_num_seqs: int,
+             waiting: Waiting = "keep") -> ConversationOutput:
     """See `Shard.converse`."""
     tokenizer, eos_ids = tokenizer_of(tokenizer_dir)
     device, numbers = stage.device, rows.tolist()
     sampler = Sampler(stage, sampling, seed, step, torch.tensor(eos_ids, device=device)) if stage.last else None
     engine = Engine(stage, sampler, StopStrings(sampling.stop, tokenizer) if sampling.stop else None, sampling, limits,
                     talk, frozenset(eos_ids), KVCache(min(max_num_seqs or len(numbers), len(numbers)),
-                                                      limits.max_tokens, device), axes.pp.size)
+                                                      limits.max_tokens, device), axes.pp.size, waiting)
     engine.expect(numbers)
     run_to_the_end(engine, axes)
     done, turns = sorted(engine.done, key=lambda s: s.seq), limits.max_turns
@@ -95,7 +103,8 @@ def converse(stage: Stage, axes: Axes, rows: torch.Tensor, sampling: Sampling, l
         torch.tensor([[s.turn_rewards.get(i, 0.0) for i in range(turns)] for s in done], dtype=torch.float32,
                      device=device),
         torch.tensor([STOPPED[s.stopped or "done"] for s in done], dtype=torch.int64, device=device),
-        waited=sum(s.waited for s in done), held=sum(s.held for s in done))
+        waited=sum(s.waited for s in done), lasted=sum(s.lasted for s in done),
+        given_away=sum(s.given_away for s in done))
 
 
 @dataclass
@@ -111,9 +120,10 @@ class Engine:
     eos_ids: frozenset[int]  # that end a turn
     cache: KVCache  # a slot for each conversation at a time
     num_stages: int  # of the pipeline: so many passes are under way
+    waiting: Waiting = "keep"  # what a slot does while its environment works
     expected: list[Slot] = field(default_factory=list)  # conversations that have not begun, the next one last
     free: list[int] = field(default_factory=list)  # slots of the cache, the next one last
-    slots: dict[int, Slot] = field(default_factory=dict)  # row -> its slot, until it ends
+    slots: dict[int, Slot] = field(default_factory=dict)  # row -> its conversation, until it ends
     done: list[Slot] = field(default_factory=list)  # conversations that have ended
     rewards: dict[int, float] = field(default_factory=dict)  # row -> what its environment gave in the end
 
@@ -138,17 +148,20 @@ class Engine:
         return any(slot.waits for slot in self.slots.values())
 
     def schedule(self, number: int) -> list[Slot]:
-        """Begin conversations where slots are free, and take slots for a pass: those that are ready for longest, either
-        with one token each or with answers to prefill. number: of the pass."""
-        while self.free and self.expected:
+        """Begin conversations, and take slots for a pass: those that are ready for longest, either with one token each
+        or with answers to prefill. number: of the pass."""
+        while self.expected and len(self.slots) < live_conversations(self.cache.num_slots, self.waiting):
             slot = self.expected.pop()
-            slot.index = self.free.pop()
-            slot.begun = slot.asked = time.monotonic()
+            slot.since, slot.begun = number, time.monotonic()
+            slot.asked = slot.begun
             self.slots[slot.row] = slot
             if self.talk is not None:
                 self.talk.begin(slot.row)
-        ready = sorted((s for s in self.slots.values() if s.ready and not s.running),
-                       key=lambda s: (s.since, len(s.ready) > 1, s.index))
+        for slot in sorted((s for s in self.slots.values() if s.ready and s.index < 0), key=lambda s: (s.since, s.seq)):
+            if self.free or self._give_away(number):
+                self._place(slot)
+        ready = sorted((s for s in self.slots.values() if s.ready and not s.running and s.index >= 0),
+                       key=lambda s: (s.since, len(s.ready) > 1, s.seq))
         running = sum(s.running for s in self.slots.values())
         share = -(-(len(ready) + running) // self.num_stages)  # so that every stage has a pass of the same size
         batch: list[Slot] = []
@@ -163,6 +176,34 @@ class Engine:
             starts = slot.own[-1] is False
             slot.running, slot.turns, slot.in_turn = True, slot.turns + starts, 0 if starts else slot.in_turn
         return batch
+
+    def _place(self, slot: Slot) -> None:
+        """Give a free slot of the cache to a conversation, with what it had in it before."""
+        slot.index = self.free.pop()
+        self.cache.onload(slot.index, slot.cached, slot.offloaded)
+        slot.offloaded = {}
+
+    def _give_away(self, number: int) -> bool:
+        """Free the slot of the conversation that waits for longest. False if none waits for long enough: as long as
+        another can decode, for some passes, since most tools answer soon. number: of the pass."""
+        placed = [s for s in self.slots.values() if s.index >= 0]
+        least = PASSES_TO_WAIT if not all(s.waits for s in placed) else 0
+        waiting = [s for s in placed if s.waits and number - s.since >= least]
+        if not waiting:
+            return False
+        slot = min(waiting, key=lambda s: (s.since, s.seq))
+        if self.waiting == "offload":
+            slot.offloaded = self.cache.offload(slot.index, slot.cached)
+        else:
+            slot.cached = 0  # all of it is prefilled with the answer
+        self._release(slot)
+        slot.given_away += 1
+        return True
+
+    def _release(self, slot: Slot) -> None:
+        if slot.index >= 0:
+            self.free.append(slot.index)
+        slot.index = -1
 
     def forward(self, batch: Sequence[Slot], received: torch.Tensor | None) -> torch.Tensor:
         """[tokens, H] hidden states of the slots' tokens. received: those of the stage before."""
@@ -219,10 +260,10 @@ class Engine:
             slot.append(arrival.tokens[: self.limits.max_tokens], own=False)
             slot.ready = slot.ready if len(arrival.tokens) < self.limits.max_tokens and not arrival.ended else []
         if arrival.ended:
-            slot.stopped, slot.held = arrival.stopped, now - slot.begun
+            slot.stopped, slot.lasted, slot.offloaded = arrival.stopped, now - slot.begun, {}
             self.rewards[slot.row] = sum(slot.turn_rewards.values()) if arrival.reward is None else arrival.reward
             self.done.append(self.slots.pop(slot.row))
-            self.free.append(slot.index)
+            self._release(slot)
             return
         fits = len(slot.tokens) + len(arrival.tokens) < self.limits.max_tokens
         if 0 < slot.turns < self.limits.max_turns and fits:

@@ -18,6 +18,8 @@ from rldsl.backends.torch.kernels.attention_kernels import decode_kernel
 from rldsl.backends.torch.model.attention import VarlenAttention
 from rldsl.runtime.store import offsets_within
 
+HostLayers = dict[int, tuple[torch.Tensor, torch.Tensor]]  # layer -> keys and values [T, K, D] in host memory
+
 
 @dataclass
 class KVCache:
@@ -64,6 +66,17 @@ class KVCache:
         for cached in self.layers.values():
             for cache in cached:
                 cache[list(targets), :length] = cache[list(sources), :length]
+
+    def offload(self, slot: int, length: int) -> HostLayers:
+        """Copy the first `length` tokens of a slot to host memory."""
+        return {i: (k[slot, :length].to("cpu", copy=True), v[slot, :length].to("cpu", copy=True))
+                for i, (k, v) in self.layers.items()} if length else {}
+
+    def onload(self, slot: int, length: int, layers: HostLayers) -> None:
+        """Copy back what `offload` returned, perhaps to another slot."""
+        for i, pair in layers.items():
+            for cache, x in zip(self.layers[i], pair, strict=True):
+                cache[slot, :length] = x.to(self.device)
 
 
 class PrefillAttention(VarlenAttention):

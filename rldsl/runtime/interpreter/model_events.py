@@ -136,7 +136,8 @@ def converse(models: ModelStore, step: StepState, environments: Environments, ev
                        {row + first: columns[row // per_row][1] for row in rows.tolist()},
                        dict(data.columns)["prompt"], mix(seed, step.index))
     made = models.shard_to_read(event.model, event.layout).converse(
-        rows + first, event.sampling, limits, talk, seed=seed, step=step.index, max_num_seqs=event.mbs)
+        rows + first, event.sampling, limits, talk, seed=seed, step=step.index, max_num_seqs=event.mbs,
+        waiting=event.waiting)
     _write(step, event, rows, made)
 
 
@@ -146,7 +147,8 @@ def _write(step: StepState, event: Generate, rows: torch.Tensor, made: Conversat
         raise internal_error("conversations without turns", "generate")
     count = context.frames[event.frame].count
     errors = made.stopped >= min(STOPPED["timeout"], STOPPED["error"])
-    step.talked.append(TalkTotals(len(rows), int(made.turns.sum()), int(errors.sum()), made.waited, made.held))
+    step.talked.append(TalkTotals(len(rows), int(made.turns.sum()), int(errors.sum()), made.waited, made.lasted,
+                                  made.given_away))
     lens = RowLengths(*(torch.zeros(count, dtype=torch.int64, device=context.device) for _ in range(2)))
     lens.prompt[rows], lens.response[rows] = batch.prompt_lens, batch.response_lens
     step.rows.lens[event.frame] = lens  # 0 for other ranks' rows, until the lengths are exchanged

@@ -97,7 +97,8 @@ class Meter:
         if talked := self._talked.conversations:
             numbers |= {"conversation/turns": self._talked.turns / talked,
                         "conversation/tool_seconds": round(self._talked.waited / talked, 4),
-                        "conversation/waiting": round(self._talked.waited / max(self._talked.held, 1e-9), 4),
+                        "conversation/waiting": round(self._talked.waited / max(self._talked.lasted, 1e-9), 4),
+                        "conversation/slots_given_away": self._talked.given_away / talked,
                         "conversation/errors": float(self._talked.errors)}
         self._talked = TalkTotals()
         if self._world > 1:

@@ -33,11 +33,13 @@ class TalkTotals:
     turns: int = 0  # of the model
     errors: int = 0  # those that an error or a time limit of their environment ended
     waited: float = 0.0  # seconds that they waited for their environments
-    held: float = 0.0  # seconds that they had a slot
+    lasted: float = 0.0  # seconds from their beginnings to their ends
+    given_away: int = 0  # how often one gave its slot away while it waited
 
     def __add__(self, other: TalkTotals) -> TalkTotals:
         return TalkTotals(self.conversations + other.conversations, self.turns + other.turns,
-                          self.errors + other.errors, self.waited + other.waited, self.held + other.held)
+                          self.errors + other.errors, self.waited + other.waited, self.lasted + other.lasted,
+                          self.given_away + other.given_away)
 
 
 @dataclass

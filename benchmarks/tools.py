@@ -1,0 +1,171 @@
+"""Decoding while tools work: conversations that wait for slow tools next to others that decode.
+
+    python -m benchmarks.tools [ROUNDS]
+
+One process, one thread, one random model in float32, 64 conversations of up to 4 turns, whose lengths the model draws
+(it ends a turn with a probability of about 1/32 per token). Environments are real ones, each in a process of its own. All cases of
+a round sample the same tokens, as far as rounding lets them:
+
+- without tools: environments answer at once
+- tools of 100 ms: each answer takes as long, while the other conversations decode
+- in lock-step: the same tools, all at once, but nobody continues before all have been answered, as trainers do that
+  call `generate` once per turn
+- 16 slots: the same with a KV cache of 16 conversations at a time, first with `waiting=keep`, then with slots that
+  are given away
+
+Printed are the model's tokens per second, medians over the rounds, and the share of those without tools. Gate: with
+tools of 100 ms at least 0.8 of the tokens per second without tools.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rldsl.plan.events import Sampling
+from rldsl.plan.function import Function
+from rldsl.plan.payloads import Conversation, Waiting
+from rldsl.runtime.environments import Arrival
+from rldsl.runtime.interpreter.conversations import Environments, RowTalk, open_conversations
+from tests.backend_torch.shards import make_shard, plan_model
+from tests.tiny import EOS, make_model
+from tests.world import run_world
+
+CONVERSATIONS, TURNS, TOOL, GATE = 64, 4, 0.1, 0.8
+SAMPLING = Sampling(max_new_tokens=96)
+LIMITS = Conversation(("game",), max_turns=TURNS, max_tokens=512, turn_timeout=60.0)
+MODEL: dict[str, Any] = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8,
+                             head_dim=32, max_position_embeddings=1024, scale=0.02)
+TEMPLATE = ("{% for m in messages %}{% if m.role == 'assistant' %}={{ m.content }}" + EOS +
+            "{% else %}*{{ m.content }}*{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}")
+ENVIRONMENT = """
+import time
+
+class Game:
+    def __init__(self):
+        self.extras = {}
+
+    def init(self, prompt):
+        self.seconds, self.turns = self.extras["seconds"], 0
+        return prompt, {}
+
+    def step(self, text):
+        time.sleep(self.seconds)
+        self.turns += 1
+        return {"observations": [{"role": "user", "content": "go on"}], "reward": 0.0, "done": self.turns == 4}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    seconds: float  # of a tool
+    slots: int = 0  # of the KV cache; 0: one for each conversation
+    waiting: Waiting = "keep"
+    lock_step: bool = False
+
+
+CASES = (
+    Case("without tools", 0.0),
+    Case("tools of 100 ms", TOOL),
+    Case("  in lock-step", TOOL, lock_step=True),
+    Case("16 slots, without tools", 0.0, 16),
+    Case("16 slots, waiting=keep", TOOL, 16),
+    Case("16 slots, waiting=offload", TOOL, 16, "offload"),
+    Case("16 slots, waiting=recompute", TOOL, 16, "recompute"),
+)
+
+
+@dataclass
+class LockStep:
+    """Gives answers out only when every conversation that is alive has one."""
+
+    talk: RowTalk
+    alive: int = 0
+    held: list[Arrival] = field(default_factory=list)
+
+    def begin(self, row: int) -> None:
+        self.alive += 1
+        self.talk.begin(row)
+
+    def said(self, row: int, ids: Sequence[int], ended_by_limit: bool, logprobs: Sequence[float]) -> None:
+        self.talk.said(row, ids, ended_by_limit, logprobs)
+
+    def finish(self, row: int, why: Any) -> None:
+        self.talk.finish(row, why)
+
+    def arrivals(self, wait: bool) -> list[Arrival]:
+        found = self.talk.arrivals(wait)
+        self.alive -= sum(a.ended for a in found)
+        ended = [a for a in found if a.ended]
+        self.held += [a for a in found if not a.ended]
+        if wait and not ended and len(self.held) < self.alive:
+            return self.arrivals(wait)
+        if len(self.held) < self.alive:
+            return ended
+        given, self.held = self.held, []
+        return ended + given
+
+
+def measure(rank: int, folder: str, rounds: int) -> dict[str, list[tuple[float, int, int]]]:
+    """Case -> (seconds, tokens of the model, slots given away) of each round."""
+    path = Path(folder) / "envs.py"
+    game = Function("game", str(path), "Game", hashlib.sha256(path.read_bytes()).hexdigest(), "env")
+    from transformers import AutoTokenizer
+
+    from rldsl.runtime.data.tokens import Tokens
+
+    directory = f"{folder}/model"
+    tokens = Tokens(AutoTokenizer.from_pretrained(directory), directory, {"prompt": "prompt"})
+    shard = make_shard(plan_model(directory), rank)
+    opened = Environments({0: open_conversations(game, LIMITS, SAMPLING, tokens, 0)})
+    found: dict[str, list[tuple[float, int, int]]] = {case.name: [] for case in CASES}
+    for turn in range(rounds + 1):  # the first one warms up
+        for case in CASES:
+            columns = {row: {"prompt": [{"role": "user", "content": f"{row} + 1"}], "seconds": case.seconds}
+                       for row in range(CONVERSATIONS)}
+            talk: Any = RowTalk(opened, 0, columns, "prompt", 1)
+            started = time.perf_counter()
+            out = shard.converse(torch.arange(CONVERSATIONS), SAMPLING, LIMITS,
+                                 LockStep(talk) if case.lock_step else talk, seed=1, step=turn,
+                                 max_num_seqs=case.slots, waiting=case.waiting)
+            seconds = time.perf_counter() - started
+            if turn:
+                found[case.name].append((seconds, len(out.logprobs), out.given_away))
+    opened.close()
+    return found
+
+
+def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        make_model(folder / "model", **MODEL)
+        config = folder / "model" / "tokenizer_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
+        (folder / "envs.py").write_text(ENVIRONMENT)
+        (found,) = run_world(1, measure, place, rounds, timeout=3000.0)
+    rates = {name: statistics.median(tokens / seconds for seconds, tokens, _ in runs) for name, runs in found.items()}
+    print(f"{CONVERSATIONS} conversations of up to {TURNS} turns, {rounds} rounds")
+    for case in CASES:
+        base = "16 slots, without tools" if case.slots else "without tools"
+        seconds, tokens, away = (statistics.median(x) for x in zip(*found[case.name], strict=True))
+        print(f"{case.name:<30}{rates[case.name]:8.0f} tokens/s  {rates[case.name] / rates[base]:5.2f}  "
+              f"{seconds:6.2f} s  {tokens:6.0f} tokens  {away:4.0f} slots given away")
+    share = rates["tools of 100 ms"] / rates["without tools"]
+    print(f"gate {GATE}: {share:.2f} {'held' if share >= GATE else 'FAILED'}")
+    sys.exit(share < GATE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""How long the conversations of a shard take: decoding goes on while some of them wait for their environments.
+
+In: how many conversations and slots, turns and latencies as distributions, and what passes cost. Out: seconds, and how
+many of them the shard computes. It follows `backends/torch/generate/conversations.py`: a slot waits while its
+environment works, and with `waiting="offload"` or `"recompute"` another conversation may have it meanwhile.
+
+Conversation i of N has the turns at the quantile (i + 1/2) / N, and latencies are those at the multiples of the golden
+ratio, modulo 1: both are spread evenly, and the same in every simulation.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from rldsl.clusters.model import Distribution
+from rldsl.plan.payloads import Waiting
+
+GOLDEN = 0.6180339887498949
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """The conversations of a shard."""
+
+    count: int  # how many there are
+    slots: int  # of the KV cache
+    live: int  # most that are alive at once
+    waiting: Waiting  # what a slot does while its environment works
+    most_turns: int  # of a conversation
+    context: float  # tokens of the environment in a whole conversation, on average
+    said: float  # tokens of the model in a whole conversation, on average
+    turns: Distribution | None  # None: the most
+    tool_seconds: Distribution | None  # None: an answer takes no time
+
+
+@dataclass(frozen=True, slots=True)
+class PassCosts:
+    """What the shard computes, in seconds."""
+
+    decode: Callable[[float], float]  # a token for each of so many conversations
+    prefill: Callable[[float], float]  # so many tokens of one conversation
+    moved: Callable[[float], float]  # so many tokens of keys and values to host memory or back
+
+
+@dataclass(slots=True)
+class _Conversation:
+    turns: int  # that it has left
+    said: int = 0  # turns so far
+    placed: bool = False  # whether it has a slot
+    dropped: bool = False  # whether its keys and values are not in the cache
+
+
+def conversation_seconds(talk: Talk, costs: PassCosts) -> tuple[float, float]:
+    """(seconds until all have ended, seconds of them in which the shard computes)"""
+    turns = [_turns(talk, (i + 0.5) / talk.count) for i in range(talk.count)]
+    mean = sum(turns) / max(len(turns), 1)
+    each, context = talk.said / mean if mean else 0.0, talk.context / mean if mean else 0.0
+    single = costs.decode(1.0)
+    per_slot = (costs.decode(float(talk.slots)) - single) / (talk.slots - 1) if talk.slots > 1 else 0.0
+    expected = deque(_Conversation(n) for n in turns)
+    now = progress = computed = 0.0  # progress: tokens that a conversation that always decodes has got
+    decoding: list[tuple[float, int, _Conversation]] = []  # by the progress at which its turn ends
+    tools: list[tuple[float, int, _Conversation]] = []  # by the time at which its environment answers
+    ready: deque[_Conversation] = deque()  # answered, without a slot
+    away: dict[int, _Conversation] = {}  # those that wait and have a slot, the longest first
+    free, alive, number = talk.slots, 0, 0
+
+    def ask(c: _Conversation) -> None:
+        nonlocal number
+        number += 1
+        latency = 0.0 if talk.tool_seconds is None else talk.tool_seconds.quantile((number * GOLDEN) % 1 or 0.5)
+        heapq.heappush(tools, (now + latency, number, c))
+        if c.placed:
+            away[id(c)] = c
+
+    while expected or alive:
+        while expected and alive < talk.live:
+            alive += 1
+            ask(expected.popleft())
+        while ready and (free or talk.waiting != "keep" and away):
+            c = ready.popleft()
+            if free:
+                free -= 1
+            else:
+                other = away.pop(next(iter(away)))
+                other.placed, other.dropped = False, True
+                if talk.waiting == "offload":
+                    spent = costs.moved(other.said * (each + context))
+                    now, computed = now + spent, computed + spent
+            c.placed = True
+            before = c.said * (each + context)
+            again = before if c.dropped and talk.waiting == "recompute" else 0.0
+            spent = costs.prefill(context + again) + (
+                costs.moved(before) if c.dropped and talk.waiting == "offload" else 0.0)
+            now, computed, c.dropped = now + spent, computed + spent, False
+            number += 1
+            heapq.heappush(decoding, (progress + each, number, c))
+        a_pass = single + per_slot * (len(decoding) - 1)
+        ends = now + (decoding[0][0] - progress) * a_pass if decoding else inf
+        arrives = tools[0][0] if tools else inf
+        then = max(min(ends, arrives), now)
+        if decoding:
+            progress, computed = progress + (then - now) / a_pass if a_pass else decoding[0][0], computed + then - now
+        now = then
+        if ends <= arrives:
+            progress, _, c = heapq.heappop(decoding)
+            c.said, c.turns = c.said + 1, c.turns - 1
+            ask(c)
+            continue
+        _, _, c = heapq.heappop(tools)
+        away.pop(id(c), None)
+        if c.turns:
+            free += c.placed  # taken again at once, unless another one has waited for longer
+            c.placed = False
+            ready.appendleft(c) if not c.dropped and c.said else ready.append(c)
+        else:
+            free, alive = free + c.placed, alive - 1
+    return now, min(computed, now)
+
+
+def _turns(talk: Talk, u: float) -> int:
+    wanted = talk.most_turns if talk.turns is None else round(talk.turns.quantile(u))
+    return min(max(wanted, 1), talk.most_turns)
