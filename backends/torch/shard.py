@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
+from rldsl.backends.torch.generate.captured_step import CaptureSwitch
 from rldsl.backends.torch.generate.conversations import converse
 from rldsl.backends.torch.generate.decode_state import DecodeState
 from rldsl.backends.torch.generate.generate import generate
@@ -86,6 +87,7 @@ class TorchShard:
         self._weight_digests = tuple(reads.digests())
         self.host_memory = HostMemory(device)
         self.decode_states: dict[Hashable, DecodeState] = {}
+        self.capture = CaptureSwitch()
         self.trainer = self.trainer_class(self.stage, model, layout, mesh, axes) if trainable else None
 
     def weight_digests(self) -> Iterable[WeightDigest]:
@@ -100,7 +102,7 @@ class TorchShard:
         with self._numerics():
             return generate(self.stage, self.axes, prompts, sampling, tokenizer_dir=self.model.path, seed=seed,
                             step=step, max_num_seqs=max_num_seqs, max_prompt_len=max_prompt_len,
-                            max_prompts=max_prompts, continues=continues,
+                            max_prompts=max_prompts, continues=continues, capture=self.capture,
                             states=self.decode_states if self._can_keep_captures() else None, keep_cache=keep_cache,
                             prefix=prefix)
 

@@ -40,9 +40,14 @@ class LayerActivations:
 def kernel(model: Model, compute: int, device: str) -> Attention:
     """Which attention `backends/torch/model/attention.py` gets. device: "cuda" or "cpu". CUDA's kernels for float32
     want as many key-value heads as heads."""
-    if device == "cuda" and compute == 2:
+    if device == "cuda" and compute == 2 and fused_kernels_take(model.sizes.head_dim):
         return "fused"
     return "plain" if device == "cuda" and model.sizes.heads != model.sizes.kv_heads else "grid"
+
+
+def fused_kernels_take(head_dim: int) -> bool:
+    """Whether kernels for packed sequences take heads of this size (flash-attn's and torch's alike)."""
+    return head_dim % 8 == 0 and head_dim <= 256
 
 
 @cache

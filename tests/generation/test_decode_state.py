@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rldsl.backends.torch.generate.captured_step import CaptureSwitch
 from rldsl.backends.torch.generate import engine
 from rldsl.backends.torch.generate.decode_state import MAX_KEPT_STATES, DecodeState
 from rldsl.backends.torch.generate.releasable_storage import ReleasableStorage
@@ -31,7 +32,7 @@ def shard(tmp_path: Any) -> Any:
 
 def both(shard: Any, states: dict, seed: int, sampling: Sampling = DRAWN, limit: int = 0) -> None:
     found, plain = (rows_of(made(shard, prompts(seed), sampling, limit, **how))
-                    for how in ({"states": states}, {"capture": False}))
+                    for how in ({"states": states}, {"capture": CaptureSwitch(False)}))
     assert found == plain
 
 
@@ -63,7 +64,7 @@ def test_weights_that_lie_elsewhere_are_found(shard: Any) -> None:
     for tensor in shard.state_dict().values():
         tensor.mul_(1.3)
     second = rows_of(shard.generate(_packed(1), DRAWN, seed=3, step=5, max_num_seqs=0))
-    assert second == rows_of(made(shard, prompts(1), DRAWN, capture=False)) != first
+    assert second == rows_of(made(shard, prompts(1), DRAWN, capture=CaptureSwitch(False))) != first
     shard.free()
     assert not shard.decode_states
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rldsl.backends.torch.generate.captured_step import CaptureSwitch
 from rldsl.backends.torch.generate import engine
 from rldsl.backends.torch.generate.generate import shares_prompt
 from rldsl.diag import Failure
@@ -90,7 +91,7 @@ def test_long_responses_cross_every_width(tmp_path: Any) -> None:
     there = str(make_model(tmp_path / "m", num_hidden_layers=1, scale=0.3))
     one = make_shard(plan_model(there), 0)
     sampling = Sampling(max_new_tokens=140, temperature=1.5, min_new_tokens=2)
-    found, plain = (rows_of(made(one, PROMPTS[:6], sampling, 4, capture=x)) for x in (True, False))
+    found, plain = (rows_of(made(one, PROMPTS[:6], sampling, 4, capture=CaptureSwitch(x))) for x in (True, False))
     assert found == plain
     assert same(found, expected(there, PROMPTS[:6], sampling), near=5e-5)
     assert max(len(t) for t, _, _ in found) > 70
@@ -106,7 +107,7 @@ def test_logprobs_are_those_of_training(shard: Any) -> None:
 def test_halves_replay_what_they_compute(tmp_path: Any) -> None:
     there = str(make_model(tmp_path / "m"))
     one = make_shard(plan_model(there, dtype="bfloat16"), 0)
-    found, plain = (made(one, GROUPS, DRAWN, 5, capture=x) for x in (True, False))
+    found, plain = (made(one, GROUPS, DRAWN, 5, capture=CaptureSwitch(x)) for x in (True, False))
     assert torch.equal(found.batch.tokens, plain.batch.tokens) and torch.equal(found.logprobs, plain.logprobs)
 
 
@@ -163,5 +164,6 @@ def test_most_steps_are_replayed(shard: Any, monkeypatch: pytest.MonkeyPatch) ->
             return plain(*given)
 
         monkeypatch.setattr(engine, "DecodeAttention", counted)
-        made(shard, PROMPTS, Sampling(max_new_tokens=30, min_new_tokens=30, temperature=1.3), capture=capture)
+        made(shard, PROMPTS, Sampling(max_new_tokens=30, min_new_tokens=30, temperature=1.3),
+             capture=CaptureSwitch(capture))
     assert asked == {False: 29, True: 3}  # plain, recorded, compared

@@ -181,7 +181,7 @@ def apex() -> None:
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
            max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
-           causal: bool = False, window_size: tuple[int, int] = (-1, -1)) -> torch.Tensor:
+           causal: bool = False, window_size: tuple[int, int] = (-1, -1), deterministic: bool = False) -> torch.Tensor:
     """q: [T, H, D]; k, v: [R, K, D]. The last query of a sequence sees its last key."""
     assert softmax_scale is not None and causal and q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
     found = []

@@ -122,7 +122,7 @@ def pretend(*titles: str) -> None:
     stage.kernels_here = lambda device, *, half, grads_buffered, biases: kernels.select_kernels(
         there, "cuda", True, grads_buffered, biases)
     for file in (attention, context_parallel):
-        file.has_varlen_kernel = lambda q, window: there[kernels.FLASH_ATTN].usable
+        file.has_varlen_kernel = lambda q: there[kernels.FLASH_ATTN].usable
 
 
 def with_them(rank: int, titles: tuple[str, ...], cases: list[Any]) -> list[Any]:

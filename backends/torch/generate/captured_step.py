@@ -4,23 +4,44 @@ In: a key for everything that the function's Python depends on, and a function t
 are; called twice in one state it gives the same. Out: its results.
 
 The first calls run the function, then one call captures it: as an `OpTrace` on the CPU, as a CUDA graph on a GPU. The
-first capture is compared with the function once more, in a later state; if it does not match bit for bit, nothing is
-replayed. A function that cannot be captured runs as it is. Captures that were not used for a while have no memory until
-they are used again.
+first capture is compared with the function once more, in a later state; if it does not match, nothing is replayed. A
+function that cannot be captured runs as it is. Captures that were not used for a while have no memory until they are
+used again.
+
+A function that reads numbers on the host is never captured: an operator trace would repeat what Python made of them,
+and a CUDA graph cannot hold what makes the host wait for the device. The calls before a capture look for such reads
+(`HostReads`), since a capture of a graph that fails leaves the allocator of the process damaged. If one fails all the
+same, `CaptureSwitch` makes it the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rldsl.backends.torch.generate.op_trace import NotTraceable, OpTrace, Outputs, trace
 from rldsl.memory.decode_shapes import MAX_CAPTURES_WITH_MEMORY
 
 CALLS_BEFORE_CAPTURE = 1  # a capture takes as long as a few calls
 MAX_CAPTURES = 64  # per micro-batch group, most of them without memory
+GRAPH_TOLERANCE = 1e-3  # of floats, relative and absolute: inside a graph, cuBLAS may choose another kernel
+READING_METHODS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+
+
+@dataclass
+class CaptureSwitch:
+    """Whether functions of a shard may still be captured: not after a capture of a CUDA graph has failed."""
+
+    enabled: bool = True
 
 
 @dataclass
@@ -35,9 +56,11 @@ class CapturedSteps:
     captures: dict[Hashable, Callable[[], Outputs] | int] = field(default_factory=dict)
     with_memory: dict[Hashable, OpTrace] = field(default_factory=dict)  # least recently used first
     verified: bool = False   # a capture has been compared with its function
+    switch: CaptureSwitch = field(default_factory=CaptureSwitch)  # of the shard
+    graph_pool: GraphPool | None = None  # memory of all graphs, where no two groups take turns
 
     def __call__(self, key: Hashable, function: Callable[[], Outputs]) -> Outputs:
-        if not self.enabled:
+        if not (self.enabled and self.switch.enabled):
             return function()
         captured = self.captures.get(key, 0)
         if isinstance(captured, int):
@@ -49,13 +72,25 @@ class CapturedSteps:
                 oldest = next(iter(self.captures))
                 del self.captures[oldest]
                 self.with_memory.pop(oldest, None)
-            return function()
+            return self._run_watched(function)
         if isinstance(captured, OpTrace):
             self._allocate_memory(key, captured)
         if self.verified or not self.repeatable:
             return captured()
         out = function()
-        self.verified = self.enabled = all(map(torch.equal, out, captured()))
+        self.verified = self.enabled = all(map(self._equal, out, captured()))
+        return out
+
+    def _equal(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        if self.device.type == "cpu" or not a.is_floating_point():
+            return torch.equal(a, b)
+        return torch.allclose(a, b, rtol=GRAPH_TOLERANCE, atol=GRAPH_TOLERANCE, equal_nan=True)
+
+    def _run_watched(self, function: Callable[[], Outputs]) -> Outputs:
+        with HostReads() as reads:
+            out = function()
+        if reads.found:
+            self.enabled = False
         return out
 
     def release_memory(self) -> None:
@@ -73,14 +108,12 @@ class CapturedSteps:
             self.with_memory.pop(next(iter(self.with_memory))).storage.release_memory()
 
     def _capture(self, key: Hashable, function: Callable[[], Outputs]) -> Outputs:
+        if self.device.type != "cpu":
+            return self._capture_graph(key, function)
         try:
-            if self.device.type == "cpu":
-                out, captured = trace(function, self.repeatable and not self.verified)
-                self.captures[key] = captured
-                self._allocate_memory(key, captured)
-            else:  # a function that reads values on the host fails in a capture, so nothing is left to compare
-                out, self.captures[key] = capture_graph(function)
-                self.verified = True
+            out, captured = trace(function, self.repeatable and not self.verified)
+            self.captures[key] = captured
+            self._allocate_memory(key, captured)
             return out
         except (NotTraceable, RuntimeError) as error:
             self.enabled = False
@@ -88,17 +121,117 @@ class CapturedSteps:
                 raise
             return function()
 
+    def _capture_graph(self, key: Hashable, function: Callable[[], Outputs]) -> Outputs:
+        if self.graph_pool is None:
+            self.graph_pool = GraphPool.allocate(self.device)
+        # graphs that take turns must not share memory: a replay would overwrite what another group still reads
+        pool = self.graph_pool if self.num_groups == 1 else GraphPool.allocate(self.device)
+        try:
+            self.captures[key] = replay = capture_graph(function, pool)
+        except RuntimeError as error:  # nothing of the function has run
+            self.switch.enabled = False
+            warnings.warn(f"a CUDA graph of decoding could not be captured ({str(error).splitlines()[0]}), so decode "
+                          "steps are launched one kernel at a time", stacklevel=2)
+            return function()
+        return replay()
 
-def capture_graph(function: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], Outputs]]:
-    """The function's result and its CUDA graph. The function has run before, so that everything its kernels set up at
-    their first launch exists."""
+
+class HostReads:
+    """Looks for what makes the host wait for the device, while it is entered: methods that read a tensor's memory,
+    operators that copy between the two, and operators whose shape or value depends on data."""
+
+    def __init__(self) -> None:
+        self.found = ""  # the name of the first one
+
+    def __enter__(self) -> HostReads:
+        self._modes = ExitStack()
+        for mode in (_WatchedMethods(), _WatchedOperators()):
+            mode.reads = self
+            self._modes.enter_context(mode)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._modes.close()
+
+
+class _WatchedMethods(TorchFunctionMode):
+    reads: HostReads
+
+    def __torch_function__(self, func: Any, types: Sequence[Any], args: Sequence[Any] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READING_METHODS:
+            self.reads.found = self.reads.found or name
+        return func(*args, **(kwargs or {}))
+
+
+class _WatchedOperators(TorchDispatchMode):
+    reads: HostReads
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[Any], args: Sequence[Any] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self.reads.found and (_depends_on_data(func, args, kwargs or {}) or _crosses_devices(func, args, out)):
+            self.reads.found = str(func)
+        return out
+
+
+def _depends_on_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the host must know numbers of a tensor before it can launch what follows."""
+    name = func.__name__.partition(".")[0]
+    if name in ("index", "index_put", "index_put_"):  # a mask is turned into places first
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    if name == "repeat_interleave" and kwargs.get("output_size") is not None:
+        return False
+    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+
+
+def _crosses_devices(func: Any, args: Sequence[Any], out: Any) -> bool:
+    """Whether a tensor is read that lies on another device than the result. A kernel takes a single number of the host
+    as an argument, so only a copy of one counts."""
+    devices = {x.device.type for x in tree_leaves(out) if isinstance(x, torch.Tensor)}
+    if func is torch.ops.aten.lift_fresh.default:  # all that is seen of torch.tensor(...)
+        return devices != {"cpu"}
+    read = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+    return any(x.device.type not in devices and (x.dim() > 0 or func in COPIES) for x in read if devices)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPool:
+    """Where the kernels of CUDA graphs find memory, and the stream on which they are captured."""
+
+    handle: Any
+    stream: torch.cuda.Stream
+
+    @staticmethod
+    def allocate(device: torch.device) -> GraphPool:
+        return GraphPool(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
+
+
+def capture_graph(function: Callable[[], Outputs], pool: GraphPool) -> Callable[[], Outputs]:
+    """A CUDA graph of the function, which has run before, so that everything its kernels set up at their first launch
+    exists. Nothing is computed. Unlike `torch.cuda.graph`, it does not empty the allocator's cache, and leaves the
+    current stream as it was if the capture fails. Errors: RuntimeError."""
     graph = torch.cuda.CUDAGraph()
+    current = torch.cuda.current_stream()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        out = function()
+    pool.stream.wait_stream(current)
+    with torch.cuda.stream(pool.stream):
+        graph.capture_begin(pool=pool.handle)
+        try:
+            out = function()
+        except BaseException:
+            with suppress(RuntimeError):  # it fails, since the capture has
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    current.wait_stream(pool.stream)
 
     def replay() -> Outputs:
         graph.replay()
         return out
 
-    return replay(), replay
+    return replay

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rldsl.backends.torch.generate.captured_step import CapturedSteps
+from rldsl.backends.torch.generate.captured_step import CapturedSteps, CaptureSwitch
 from rldsl.backends.torch.generate.kv_cache import KVCache
 from rldsl.backends.torch.generate.releasable_storage import ReleasableStorage
 
@@ -85,13 +85,13 @@ class DecodeState:
 
     @staticmethod
     def allocate(num_seqs: int, num_slots: int, kv_width: int, max_new_tokens: int, eos_ids: Sequence[int], draws: bool,
-                 num_groups: int, capture: bool, device: torch.device) -> DecodeState:
+                 num_groups: int, capture: CaptureSwitch, device: torch.device) -> DecodeState:
         """draws: whether random numbers are needed. capture: whether steps are captured."""
         return DecodeState(
             KVCache(num_slots, kv_width, device), SlotState(num_slots, max_new_tokens, device, draws),
             Responses.empty(num_seqs, max_new_tokens, device), torch.tensor(eos_ids, dtype=torch.long, device=device),
-            CapturedSteps(device, capture, num_groups=num_groups),
-            CapturedSteps(device, capture, repeatable=False, num_groups=num_groups))
+            CapturedSteps(device, capture.enabled, num_groups=num_groups, switch=capture),
+            CapturedSteps(device, capture.enabled, repeatable=False, num_groups=num_groups, switch=capture))
 
     def allocate_memory(self) -> None:
         """Make a released state like a new one: everything is 0, and every slot empty."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rldsl.backends.torch.generate.captured_step import CaptureSwitch
 from rldsl.backends.torch.generate.clock_ticks import run_to_completion
 from rldsl.backends.torch.generate.decode_state import DecodeState, DecodeStates, Responses, keep_released
 from rldsl.backends.torch.generate.engine import Engine
@@ -33,12 +34,12 @@ POLL_EVERY = {"cuda": 8}  # decode steps between polls for finished sequences, w
 @torch.no_grad()
 def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling, *, tokenizer_dir: str, seed: int,
              step: int, max_num_seqs: int, max_prompt_len: int = 0, max_prompts: int = 0, continues: bool = False,
-             poll_every: int = 0, capture: bool = True, states: DecodeStates | None = None, keep_cache: bool = False,
-             prefix: Prefix | None = None) -> GenerationOutput:
+             poll_every: int = 0, capture: CaptureSwitch | None = None, states: DecodeStates | None = None,
+             keep_cache: bool = False, prefix: Prefix | None = None) -> GenerationOutput:
     """See `Shard.generate`. These three arguments change no number:
 
     poll_every: decode steps between polls for finished sequences (0: the device's default).
-    capture: whether decode steps are captured and replayed.
+    capture: whether decode steps are captured and replayed (None: they are).
     states: where captured steps are kept for later calls, which is valid while parameters stay where they are.
     Errors: RL0732 for an empty prompt."""
     count, device = len(prompts), prompts.tokens.device
@@ -70,7 +71,8 @@ def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling,
         state = DecodeState.allocate(
             room, scheduler.num_slots, scheduler.kv_width, sampling.max_new_tokens, eos_ids,
             draws=stage.last and not sampling.greedy, num_groups=axes.pp.size,
-            capture=capture and axes.tp.size == 1,  # a captured step holds no communication
+            # a captured step holds no communication
+            capture=(capture or CaptureSwitch()) if axes.tp.size == axes.ep.size == 1 else CaptureSwitch(False),
             device=device)
     state.allocate_memory()
     if stop_strings is not None and bool(sampled.any()):

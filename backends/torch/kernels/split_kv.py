@@ -6,11 +6,11 @@ A program reads one part of one sequence's keys and values once, for all query h
 largest score, the sum of weights and the weighted sum of values; a second kernel combines the parts (Flash-Decoding,
 Dao et al. 2023). Sums are float32. The division into parts depends on shapes alone, so a captured CUDA graph holds for
 all lengths; a part behind a sequence's end reads nothing.
+
+Parameters of kernels are annotated with names of `tl` alone: Triton evaluates annotations, too, and refuses others.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -21,9 +21,10 @@ TARGET_PROGRAMS = 512  # enough to keep a GPU busy
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no type hints
-def _part(queries: Any, keys: Any, values: Any, positions: Any, sums: Any, stats: Any, first: Any, scale: Any,
-          window: Any, slot: Any, token: Any, head: Any, HEADS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr,
-          ROWS: tl.constexpr, WIDE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _part(queries: tl.tensor, keys: tl.tensor, values: tl.tensor, positions: tl.tensor, sums: tl.tensor,
+          stats: tl.tensor, first: tl.tensor, scale: tl.tensor, window: tl.tensor, slot: tl.tensor, token: tl.tensor,
+          head: tl.tensor, HEADS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+          WIDE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr) -> None:
     """One part of the keys of sequence s and KV head h.
 
     slot, token, head: strides of keys and values. EACH query heads of SIZE elements share a KV head; ROWS and WIDE are
@@ -61,8 +62,8 @@ def _part(queries: Any, keys: Any, values: Any, positions: Any, sums: Any, stats
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no type hints
-def _join(sums: Any, stats: Any, out: Any, parts: Any, HEADS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr,
-          ROWS: tl.constexpr, WIDE: tl.constexpr) -> None:
+def _join(sums: tl.tensor, stats: tl.tensor, out: tl.tensor, parts: tl.tensor, HEADS: tl.constexpr,
+          EACH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr) -> None:
     """Combines the parts of sequence s and KV head h. At least one of them has a finite largest score: a query sees its
     own position."""
     s, h = tl.program_id(0), tl.program_id(1)

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from rldsl.backends.torch.kernels.attention_kernels import flash_varlen_attention, has_varlen_kernel
+from rldsl.backends.torch.kernels.attention_kernels import has_varlen_kernel, varlen_attention
 from rldsl.backends.torch.kernels.length_buckets import LengthBuckets
-from rldsl.backends.torch.kernels.optional_packages import flash_attn
 from rldsl.diag import fail
 from rldsl.runtime.store import offsets_within
 
@@ -65,32 +64,26 @@ class VarlenAttention:
         self.lengths = lengths
         self.max_seqlen = int(lengths.max()) if lengths.numel() else 0
         self.positions = offsets_within(lengths)
-        self.buckets = LengthBuckets(lengths)  # now, so that no pass waits for the device
+        # On the CPU before the passes, since torch's attention needs them. On a GPU attention is fused, save in float32
+        self._buckets = None if lengths.is_cuda else LengthBuckets(lengths)
+
+    @property
+    def buckets(self) -> LengthBuckets:
+        if self._buckets is None:
+            self._buckets = LengthBuckets(self.lengths)
+        return self._buckets
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
                window: int | None) -> torch.Tensor:
         """See `PackedAttention.attend`."""
-        if has_varlen_kernel(q, window):
-            return self._fused(q, k, v, scale, window)
+        if has_varlen_kernel(q):
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+            cu_seqlens = F.pad(self.lengths.cumsum(0), (1, 0)).to(torch.int32)
+            return varlen_attention(q, k, v, (cu_seqlens, cu_seqlens), (self.max_seqlen, self.max_seqlen), scale,
+                                    window)
         padded = zip(*(self.buckets.pad(x.transpose(0, 1)) for x in (q, k, v)), strict=True)
         return self.buckets.unpad([_bucket_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale,
                                                      window) for q, k, v in padded])
-
-    def _fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
-               ) -> torch.Tensor:
-        cu_seqlens = F.pad(self.lengths.cumsum(0), (1, 0)).to(torch.int32)
-        if flash_attn().usable:
-            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-            return flash_varlen_attention(q, k, v, (cu_seqlens, cu_seqlens), (self.max_seqlen, self.max_seqlen), scale,
-                                          window)
-        from torch.nn.attention.varlen import varlen_attn
-
-        repeat = q.shape[0] // k.shape[0]
-        k, v = (x.repeat_interleave(repeat, 0) if repeat > 1 else x for x in (k, v))
-        q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
-        out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, self.max_seqlen, self.max_seqlen, scale=scale,
-                          window_size=(-1, 0))
-        return out if isinstance(out, torch.Tensor) else out[0]
 
 
 def _bucket_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from rldsl.backends.torch.kernels.attention_kernels import flash_varlen_attention, has_varlen_kernel
-from rldsl.backends.torch.kernels.optional_packages import flash_attn
+from rldsl.backends.torch.kernels.attention_kernels import has_varlen_kernel, varlen_attention
 from rldsl.backends.torch.model.collectives import gather_from_sequence_parallel_region
 from rldsl.runtime.backend import Axis
 from rldsl.runtime.store import offsets_within
@@ -96,7 +95,7 @@ class ContextParallelAttention:
             visible.split([x.shape[0] * x.shape[2] for x in (k, v)], 1), (k, v), strict=True))
         count = self.partition.own_items.numel()
         q = q.transpose(0, 1)[:count]
-        compute = self._fused if has_varlen_kernel(q, window) and count else self._padded
+        compute = self._fused if has_varlen_kernel(q) and count else self._padded
         return self.partition.pad(compute(q, k, v, scale, window))
 
     def _padded(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
@@ -118,13 +117,7 @@ class ContextParallelAttention:
                ) -> torch.Tensor:
         """These kernels align the last query of a segment with its last key, as segments need it."""
         cu_queries, cu_keys = (F.pad(x.cumsum(0), (1, 0)).to(torch.int32) for x in (self.query_lens, self.key_lens))
-        if flash_attn().usable:
-            return flash_varlen_attention(q, k, v, (cu_queries, cu_keys), self.max_seqlen, scale, window)
-        from torch.nn.attention.varlen import varlen_attn
-
-        out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), cu_queries, cu_keys, *self.max_seqlen,
-                          scale=scale, window_size=(-1, 0), enable_gqa=True)
-        return out if isinstance(out, torch.Tensor) else out[0]
+        return varlen_attention(q, k, v, (cu_queries, cu_keys), self.max_seqlen, scale, window)
 
 
 def _cells(lengths: torch.Tensor, width: int) -> torch.Tensor:

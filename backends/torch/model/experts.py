@@ -43,7 +43,7 @@ def parallelize_experts(module: nn.Module, num_experts: int, tp: Axis, ep: Axis,
             weights = copy_to_tensor_parallel_region(weights, tp)
         top_k = chosen.shape[1]
         order = chosen.reshape(-1).argsort(stable=True)  # pairs of token and expert, sorted by expert
-        counts = chosen.reshape(-1).bincount(minlength=num_experts)
+        counts = count(chosen.reshape(-1), num_experts)
         rows = hidden[order // top_k]
         if torch.is_autocast_enabled(rows.device.type):  # as linear layers do; here before rows are sent
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
@@ -65,6 +65,12 @@ def parallelize_experts(module: nn.Module, num_experts: int, tp: Axis, ep: Axis,
         return reduce_from_tensor_parallel_region(out, tp) if tp.size > 1 else out
 
     module.forward = forward
+
+
+def count(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[num_experts] int64: how often each number is chosen. `bincount` asks the device for the largest one first."""
+    return torch.zeros(num_experts, dtype=torch.long, device=chosen.device).scatter_add_(
+        0, chosen, torch.ones_like(chosen))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,51 @@
+"""Compile the Triton kernels for GPUs that are not here, in a process of its own.
+
+    python -m tests.cuda_paths.compile_triton      # one line: [compute capability, bytes of code, of shared memory]
+"""
+
+from __future__ import annotations
+
+import json
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rldsl.backends.torch.kernels import split_kv
+
+# compute capability, head size, query heads per KV head
+PART_CASES = ((80, 64, 4), (80, 128, 7), (90, 64, 6), (90, 80, 2), (90, 96, 1), (90, 128, 8), (90, 256, 4))
+JOIN_CASES = ((80, 128, 7), (90, 64, 4), (90, 256, 8))
+
+
+def compiled(kernel: object, target: int, types: dict[str, str], constants: dict[str, int]) -> list[int]:
+    """types: of the arguments that are no constants. Pointers and strides are multiples of 16, as the KV cache's are."""
+    names = kernel.arg_names
+    signature = {n: types.get(n, "constexpr") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
+               if types.get(n, "").startswith("*") or n in ("slot", "token", "head")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()},
+                       attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", target, 32))
+    return [target, len(made.asm["cubin"]), made.metadata.shared]
+
+
+def main() -> None:
+    found = []
+    for target, size, each in PART_CASES:
+        shape = {"HEADS": 4, "EACH": each, "SIZE": size, "ROWS": max(16, triton.next_power_of_2(each)),
+                 "WIDE": triton.next_power_of_2(size)}
+        types = {"queries": "*bf16", "keys": "*bf16", "values": "*bf16", "positions": "*i64", "sums": "*fp32",
+                 "stats": "*fp32", "first": "i32", "scale": "fp32", "window": "i32", "slot": "i32", "token": "i32",
+                 "head": "i32"}
+        found.append(compiled(split_kv._part, target, types, shape | {"PART": 256, "BLOCK": split_kv.BLOCK}))
+    for target, size, each in JOIN_CASES:
+        shape = {"HEADS": 4, "EACH": each, "SIZE": size, "ROWS": max(16, triton.next_power_of_2(each)),
+                 "WIDE": triton.next_power_of_2(size)}
+        found.append(compiled(split_kv._join, target, {"sums": "*fp32", "stats": "*fp32", "out": "*bf16",
+                                                       "parts": "i32"}, shape))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
