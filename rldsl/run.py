@@ -9,9 +9,11 @@ import argparse
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -51,7 +53,11 @@ def _main(program: Program | None) -> None:
         terminate_with(agent)
     # Transfers run at the same time as collectives of calls. With this variable a GPU starts them in the order in which
     # a rank posts them, which is the plan's, so that no two wait for each other's room. Set before torch is imported
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    if "+rocm" not in version("torch"):
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    # Batches and buffers have another size in each step, which fragments the default allocator
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         file = _read(arguments.plan, world)
@@ -157,13 +163,16 @@ def _read(path: str, world: int) -> PlanFile:
 
 
 def _device(asked: str | None, local: int, ranks: int) -> torch.device:
-    """local: number of this rank among the `ranks` of its machine; it takes the GPU of that number. RL0703: none."""
+    """local: number of this rank among the `ranks` of its machine; it takes the GPU of that number, or the only one that
+    it sees, as where a scheduler gives each rank its own (`_claim_device`). RL0703: none."""
     import torch
 
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "cpu" or (asked is None and not there):
         return torch.device("cpu")
-    if ranks > there:
+    if there == 1:
+        local = 0
+    elif ranks > there:
         raise fail("RL0703",
                    f"{ranks} rank{'s' * (ranks > 1)} on this machine need one GPU each, but it has {there or 'none'}",
                    place="--device cuda" if asked else "",
@@ -171,6 +180,20 @@ def _device(asked: str | None, local: int, ranks: int) -> torch.device:
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device
+
+
+def _claim_device(store: dist.Store, device: torch.device, rank: int) -> None:
+    """Check that no other rank has this GPU: NCCL's own message would not say which. RL0703: one has."""
+    import torch
+
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    if uuid is None:
+        return
+    owner = int(store.compare_set(f"gpu/{socket.gethostname()}/{uuid}", "", str(rank)))
+    if owner != rank:
+        raise fail("RL0703", f"ranks {owner} and {rank} see the same GPU, and only that one",
+                   place=f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}",
+                   help="start one rank per GPU, or let every rank see all GPUs of its machine")
 
 
 def _join_ranks(device: torch.device, rank: int, timeout: timedelta) -> tuple[dist.Store, bool]:
@@ -192,6 +215,8 @@ def _join_ranks(device: torch.device, rank: int, timeout: timedelta) -> tuple[di
         name = start_prefix(run, rank, world, timeout)
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
         again = started_before(run, dist.PrefixStore(f"{name}/start", run), rank, world, restarted)
+        if device.type == "cuda":
+            _claim_device(dist.PrefixStore(name, run), device, rank)
         dist.init_process_group(**backend, store=dist.PrefixStore(name, found), rank=rank, world_size=world,
                                 timeout=timeout)
         return run, again

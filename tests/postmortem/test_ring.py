@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rldsl.postmortem.dumps import EventRun, RankPosition
 from rldsl.runtime.health.event_ring import SIZE, EventRing
-from rldsl.runtime.health.failure_messages import lost_contact
+from rldsl.runtime.health.failure_messages import describe_own_error, lost_contact
 from rldsl.runtime.health.heartbeats import Heartbeats, machine_name, process_state
 from rldsl.runtime.health.stack_trace import of_error, of_main
 from tests.effort import calls
@@ -140,9 +140,23 @@ def test_where_an_error_came_from() -> None:
 @pytest.mark.parametrize("error, gone", [
     (RuntimeError("Connection closed by peer"), True), (RuntimeError("[..] Timed out waiting 5000ms for recv"), True),
     (ConnectionResetError("connection reset"), True), (RuntimeError("shapes cannot be multiplied"), False),
-    (ValueError("timeout"), False), (KeyError("peer"), False)])
+    (ValueError("timeout"), False), (KeyError("peer"), False),
+    (RuntimeError("NCCL error in: ... unhandled cuda error. Cuda failure 2 'out of memory'"), False),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`, socket"), False),
+    (RuntimeError("NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"), False),
+    (type("AcceleratorError", (RuntimeError,), {})("CUDA error: peer access is not supported"), False),
+    (RuntimeError("NCCL error: remote process exited or there was a network error"), True)])
 def test_an_error_that_means_a_lost_peer(error: BaseException, gone: bool) -> None:
     assert lost_contact(error) is gone
+
+
+@pytest.mark.parametrize("error, code", [
+    (MemoryError(), "RL0707"), (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "RL0707"),
+    (RuntimeError("NCCL error: Cuda failure 2 'out of memory'"), "RL0707"),
+    (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), "RL0707"), (RuntimeError("unhandled cuda error, nccl"), "RL0799"),
+    (ValueError("out of memory"), "RL0799")])
+def test_a_full_device_is_not_another_rank_s_death(error: BaseException, code: str) -> None:
+    assert [d.code for d in describe_own_error(error, 3, "train")] == [code]
 
 
 # ---------------------------------------------------------------------------------------------------- signs

@@ -6,11 +6,13 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rldsl import run
+from rldsl.diag import Failure
 
 
 @pytest.fixture(autouse=True)
@@ -63,3 +65,55 @@ def test_communicators_know_their_device(monkeypatch: pytest.MonkeyPatch, device
         assert asked["backend"] == "gloo" and "device_id" not in asked
     else:
         assert asked["backend"] == "nccl" and asked["device_id"] == torch.device(device)
+
+
+@pytest.mark.parametrize("given, found", [({}, "expandable_segments:True"), ({"PYTORCH_ALLOC_CONF": "x:1"}, "x:1"),
+                                          ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, None)])
+def test_the_allocator_grows_its_segments_unless_the_user_says_otherwise(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, str], found: str | None) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    stopped(monkeypatch, tmp_path / "none.plan", 0, 0)
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == found
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+
+
+@pytest.mark.parametrize("there, ranks, local, device", [(8, 8, 3, 3), (8, 2, 1, 1), (1, 8, 3, 0), (1, 1, 0, 0)])
+def test_the_gpu_of_a_rank(monkeypatch: pytest.MonkeyPatch, there: int, ranks: int, local: int, device: int) -> None:
+    """A scheduler may show each rank one GPU, its own, which is then number 0."""
+    import torch
+
+    chosen: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert run._device(None, local, ranks) == torch.device("cuda", device) == chosen[0]
+
+
+def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(Failure) as raised:
+        run._device(None, 5, 8)
+    assert raised.value.diagnostics[0].code == "RL0703"
+
+
+@pytest.mark.parametrize("uuids, shared", [(("a", "b"), False), (("a", "a"), True), ((None, None), False)])
+def test_two_ranks_never_take_one_gpu(monkeypatch: pytest.MonkeyPatch, uuids: tuple[str | None, ...], shared: bool
+                                      ) -> None:
+    import torch
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    for rank, uuid in enumerate(uuids):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, uuid=uuid: SimpleNamespace(uuid=uuid))
+        if rank and shared:
+            with pytest.raises(Failure, match="ranks 0 and 1 see the same GPU"):
+                run._claim_device(store, torch.device("cuda", 0), rank)
+        else:
+            run._claim_device(store, torch.device("cuda", 0), rank)

@@ -24,6 +24,7 @@ from rldsl.runtime.backend import Axes, Axis
 from rldsl.runtime.comm.agreement import ranks_that_differ
 from rldsl.sharding.layout import AxisName, axis_ranks
 
+SPLIT_ABOVE = 64  # ranks: in larger NCCL worlds all groups of an axis are made by one split of the world
 MAX_HOST_BYTES = 64  # of a host's name that ranks compare; longer ones end in a digest
 
 
@@ -116,6 +117,9 @@ def join(plan: Plan, rank: int, device: torch.device, timeout: timedelta | None 
     meshes = {m.id: m for m in plan.meshes}
     layouts = {x.id: x for x in plan.layouts}
     groups: dict[tuple[int, ...], Any] = {}
+    # NCCL makes a group by a split of the world in which every rank takes part, members or not: one for each set would
+    # be thousands of collectives. `split_group` sorts, and torch calls it experimental, so smaller worlds do without
+    splits = device.type == "cuda" and plan.header.world > SPLIT_ABOVE
     sets: tuple[tuple[int, ...], ...]
     for group in plan.groups:
         if group.axis == "mesh":
@@ -123,10 +127,13 @@ def join(plan: Plan, rank: int, device: torch.device, timeout: timedelta | None 
         else:
             layout = layouts[group.layout]
             sets = axis_ranks(layout, meshes[layout.mesh], group.axis)
-        for ranks in sets:
-            if len(ranks) > 1 and ranks not in groups:
-                in_order = list(ranks) == sorted(ranks)  # otherwise of a mesh with an order of its own
-                groups[ranks] = dist.new_group(list(ranks), timeout=timeout, sort_ranks=in_order)
+        new = [ranks for ranks in dict.fromkeys(sets) if len(ranks) > 1 and ranks not in groups]
+        in_order = all(list(ranks) == sorted(ranks) for ranks in new)  # otherwise of a mesh with an order of its own
+        if splits and in_order and len(new) > 1:
+            groups |= dict.fromkeys(new, dist.split_group(split_ranks=list(map(list, new)), timeout=timeout))
+            continue
+        for ranks in new:
+            groups[ranks] = dist.new_group(list(ranks), timeout=timeout, sort_ranks=list(ranks) == sorted(ranks))
     return World(rank, device, meshes, layouts, groups, _log_group(plan, meshes, device, timeout))
 
 

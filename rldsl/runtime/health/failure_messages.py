@@ -38,7 +38,7 @@ def describe_own_error(error: BaseException, rank: int, where: str) -> tuple[Dia
     """What a rank reports of its own exception; () if another rank reports the error."""
     if isinstance(error, Failure):
         return error.diagnostics
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if ran_out_of_memory(error):
         return (Diagnostic("RL0707", f"rank {rank} ran out of memory", place=where,
                            help="use a larger mesh, a larger tp or pp, a smaller mbs, or offload=true"),)
     if lost_contact(error):
@@ -46,9 +46,21 @@ def describe_own_error(error: BaseException, rank: int, where: str) -> tuple[Dia
     return (Diagnostic("RL0799", f"internal error (please report it): {type(error).__name__}: {error}", place=where),)
 
 
-def lost_contact(error: BaseException) -> bool:
-    """Whether an exception of the communication library means that a peer is gone."""
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that a device or the host has no memory left. NCCL and cuBLAS say so in texts of
+    their own: on a full device the first allocation that fails is often one of theirs."""
     text = str(error).lower()
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or isinstance(
+        error, RuntimeError) and any(sign in text for sign in ("out of memory", "alloc_failed"))
+
+
+def lost_contact(error: BaseException) -> bool:
+    """Whether an exception of the communication library means that a peer is gone. Errors of this rank's own device are
+    none, whatever their text names."""
+    text = str(error).lower()
+    own_device = type(error).__name__ == "AcceleratorError" or "unhandled cuda error" in text
+    if own_device or ran_out_of_memory(error):
+        return False
     signs = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "timeout",
              "socket", "gloo", "nccl", "peer")
     return isinstance(error, (RuntimeError, ConnectionError)) and any(sign in text for sign in signs)

@@ -11,7 +11,8 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
+from datetime import timedelta, fields, is_dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -61,6 +62,8 @@ from rldsl.runtime.state.replay import ReplayRows
 from rldsl.runtime.state.step import StepState
 from rldsl.verify import verify
 from rldsl.verify.model_tables import check_model_tables
+
+NO_LIMIT = timedelta(days=365)  # of NCCL, which has no way to say so
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +228,10 @@ def begin_run(context: RunContext, checkpoint: LoadedCheckpoint | None, options:
             print("\n".join([f"resuming from {checkpoint.path}, {more}", *notes]), file=sys.stderr, flush=True)
         begun()
     dist.barrier()  # no rank writes before everything is removed
+    if context.device.type == "cuda":
+        # NCCL would count the time of a message from when it is posted, which may be a long call before its peer gets
+        # there. From now on the watchdog judges who waits too long
+        dist.distributed_c10d._set_pg_timeout(NO_LIMIT, dist.group.WORLD)
 
 
 def _allowed(plan: Plan, name: str, out: str | Path, device: torch.device, options: Options) -> Plan:

@@ -146,9 +146,12 @@ def _bytes(items: Sequence[Item], number: int, iterations: Mapping[str, list[int
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most bytes that this rank has used so far: by tensors on its GPU, or by the process on the CPU."""
+    """The most bytes that this rank has used so far, on its GPU or by the process on the CPU. On a GPU: what torch's
+    allocator has reserved at most, and what lies outside of it now (kernels, communicators)."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        outside = max(total - free - torch.cuda.memory_reserved(device), 0)
+        return torch.cuda.max_memory_reserved(device) + outside
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
