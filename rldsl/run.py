@@ -163,8 +163,8 @@ def _read(path: str, world: int) -> PlanFile:
 
 
 def _device(asked: str | None, local: int, ranks: int) -> torch.device:
-    """local: number of this rank among the `ranks` of its machine; it takes the GPU of that number, or the only one that
-    it sees, as where a scheduler gives each rank its own (`_claim_device`). RL0703: none."""
+    """local: number of this rank among the `ranks` of its machine; it takes the GPU of that number, or the only one
+    that it sees, as where a scheduler gives each rank its own (`_claim_device`). RL0703: none."""
     import torch
 
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -11,8 +11,8 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import timedelta, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import cast
 
