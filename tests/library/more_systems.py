@@ -99,6 +99,8 @@ MORE: dict[str, Callable[[Table], Tensor | tuple[Tensor, ...]]] = {
     "dppo_kl(old=old, adv=adv, most=3)": lambda t: kl(t, 3),
     "dro(ref=ref, adv=r)": lambda t: (sums(t, t.x - t.ref) ** 2 / 2 - t.r * sums(t, t.x)).mean(),
     "dro_token(ref=old, adv=adv, beta=0.5)": lambda t: mean(t, 0.25 * (t.x - t.old) ** 2 - t.adv * t.x),
+    "(r - mean(r by prompt)) / (std(r) + 1e-4)":
+        lambda t: (t.r - t.r.view(-1, t.n).mean(1).repeat_interleave(t.n)) / (t.r.std() + 1e-4),
     "best_of_group(r)": lambda t: lead(t, True),
     "best_of_group(r, by_std=false)": lambda t: lead(t, False),
     "pass_at_k(r, 2)": lambda t: of_sets(t, 2),

@@ -12,7 +12,7 @@ from tests.library.test_algorithms_page import EXPORTS, LOSSES, PAGE
 from tests.library.test_more_preferences import MORE
 from tests.library.test_preference import ALONE, CASES, DISTRIBUTIONS, PEERS, ROWS
 
-SECTION = PAGE.partition("## Supervised and preference")[2]
+SECTION = PAGE.partition("## Supervised and preference")[2].partition("\n## ")[0]
 SHOWN = list(dict.fromkeys(re.findall(r"^\| [^|]+ \| `([^`]+)` \|", SECTION, re.M)))
 PAIRS = {"dpo", "cdpo", "ipo", "simpo", "orpo", "wpo", "alphapo", "f_dpo", "ld_dpo", "hinge", "robust", "exo", "discopop",
          "nca", "bco_pair", "sppo_hard", "apo_zero", "apo_down"}

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.oracles import options
 from tests.oracles.cases import Numbers, case, case_id, difference, ours
 from tests.oracles.record import load, save
 from tests.oracles.rows import HERE, ROWS, SYSTEMS, Row
@@ -99,9 +100,13 @@ def main() -> int:
                 failed.append(f"{row.name}: {wrong}")
     if args.record:
         save(answered, whole=not args.only)
+        options.record(args.directory)
     else:
         failed += stale(answered)
-    print("\n".join(["", *failed]) if failed else f"\n{len(rows)} rows agree with the systems")
+    failed += options.unknown(args.directory)
+    named = sum(len(options.asked(page)) for page in options.SOURCES)
+    print("\n".join(["", *failed]) if failed else f"\n{len(rows)} rows agree with the systems, which have all {named} "
+          "options that docs/coming-from names")
     return 1 if failed else 0
 
 

@@ -127,6 +127,7 @@ POLICY: tuple[Row, ...] = (
         because=OPENRLHF_ALONE),
     Row("group_norm(r, by_std=false, alone=true)", "verl", "advantage",
         {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False}, GROUPS),
+    Row("(r - mean(r by prompt)) / (std(r) + 1e-4)", "TRL", "grpo_advantage", {"scale_rewards": "batch"}, GROUPS),
     Row("gdpo_norm(r, r2, wa=1, wb=1)", "TRL", "grpo_advantage", {"multi_objective_aggregation": "normalize_then_sum"},
         GROUPS),
     Row("whiten(per_token(group_norm(r, eps=1e-6, alone=true) + group_norm(r2, eps=1e-6, alone=true), old))", "verl",
