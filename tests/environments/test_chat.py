@@ -120,6 +120,19 @@ def test_a_stop_token_that_the_template_does_not_write() -> None:
     assert "does not end a turn of the model with a stop token" in title and "stop tokens: '<|other|>'" in notes
 
 
+def test_a_template_that_wants_arguments_as_text() -> None:
+    """As DeepSeek's: it joins them with a string, which a mapping is not."""
+    family = FAMILIES["Qwen2.5"]
+    template = QWEN25.replace("call.function.arguments | tojson", "'' + call.function.arguments")
+    assert template != QWEN25
+    tokenizer = make(Family(template, family.markers, family.ends, family.call))
+    made = ChatTemplate(tokenizer, ends(tokenizer, family), "models/sft", [TOOL], "tool")
+    assert made.text_arguments and made.many_calls
+    answers = [{"role": "tool", "name": "add", "content": "4"}]
+    assert made.reply(answers, False) == CHATS["Qwen2.5", "tool"].reply(answers, False)
+    assert not any(chat.text_arguments for chat in CHATS.values())
+
+
 def test_no_template_and_no_family() -> None:
     assert refused("")[0] == "RL0718 this tokenizer has no chat template"
     title, notes = refused(QWEN25.replace("<tool_call>", "<my_call>"))

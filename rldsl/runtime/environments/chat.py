@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -67,7 +68,9 @@ class ChatTemplate:
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters
         self.safe = {"sanitize_control_tokens": True} if "sanitize_control_tokens" in parameters else {}
         self.end_texts = [str(text) for text in tokenizer.convert_ids_to_tokens(sorted(self.ends))]
-        self.many_calls = speaks == "tool" and self._takes_several_calls()
+        self.many_calls = self.text_arguments = False
+        if speaks == "tool":
+            self._find_form_of_calls()
         if speaks is not None:
             self._probe()
 
@@ -104,8 +107,11 @@ class ChatTemplate:
         if self.speaks == "user" or not any(m["role"] == "tool" for m in answers):
             return {"role": "assistant", "content": SAID}
         names = [str(m.get("name") or "tool") for m in answers if m["role"] == "tool"]
+        arguments: object = {"argument": SAID}
+        if self.text_arguments:
+            arguments = json.dumps(arguments)
         return {"role": "assistant", "content": "", "tool_calls": [
-            {"type": "function", "id": f"call{i:05}", "function": {"name": name, "arguments": {"argument": SAID}}}
+            {"type": "function", "id": f"call{i:05}", "function": {"name": name, "arguments": arguments}}
             for i, name in enumerate(names if self.many_calls else names[:1])]}
 
     @staticmethod
@@ -132,15 +138,19 @@ class ChatTemplate:
 
     # probes
 
-    def _takes_several_calls(self) -> bool:
-        """Whether a turn may have several calls: Llama's template rejects them."""
-        self.many_calls = True
-        answers = self._answers("a", "b")
-        try:
-            text = self._text([{"role": "user", "content": "?"}, self._turn(answers), *map(self._addressed, answers)])
-        except Failure:
-            return False
-        return text.count(SAID) == 2
+    def _find_form_of_calls(self) -> None:
+        """Whether a turn may have several calls, which Llama's template rejects, and whether arguments are JSON text,
+        as in DeepSeek's, or a mapping. What fits none of these is refused by the probes."""
+        for self.text_arguments in (False, True):
+            for self.many_calls in (True, False):
+                answers = self._answers("a", "b") if self.many_calls else self._answers("a")
+                conversation = [{"role": "user", "content": "?"}, self._turn(answers), *map(self._addressed, answers)]
+                try:
+                    if self._text(conversation).count(SAID) == len(answers):
+                        return
+                except Failure:
+                    continue
+        self.text_arguments = False
 
     def _answers(self, *contents: str) -> list[Message]:
         if self.speaks == "user":
