@@ -13,7 +13,7 @@ from rldsl.memory.curve import each_rank, host_peak
 from rldsl.memory.values import buffer_bound
 from rldsl.passes.pipeline import Compiled
 from rldsl.plan.codec import plan_id
-from rldsl.plan.events import Compute, Event, Generate, ModelCall, split_buffer
+from rldsl.plan.events import Compute, Event, Generate, ModelCall, Train, split_buffer
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import describe_event
 from rldsl.plan.notation import degrees_of, human, ranks_text
@@ -44,7 +44,8 @@ def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
              f"  ok          {counted(proof.events, 'event')}, "
              f"{counted(proof.entries, 'entry')}: {', '.join(proof.checks)}",
              f"  plan        {plan_id(data)}  {human(len(data))}"]
-    held = *_lag(plan, every), *_parts(plan, every, _ages(compiled)), *_row_states(plan), *_buffers(plan)
+    held = (*_lag(plan, every), *_parts(plan, every, _ages(compiled)), *first_passes(every), *_row_states(plan),
+            *_buffers(plan))
     lines = *_wrapped(above), *held, *_inserted(plan, inserted), *_wrapped(below)
     return "\n".join(lines) + "\n"
 
@@ -119,6 +120,14 @@ def _parts(plan: Plan, every: list[Event], ages: Mapping[int, str]) -> Iterator[
                                  "step, "
                                  f"which ends after at most {counted(steps, 'step')}; {ages[e.id]}; at most "
                                  f"{counted(waiting, 'prompt')} {'waits' if waiting == 1 else 'wait'}"])
+
+
+def first_passes(every: list[Event]) -> Iterator[str]:
+    """The train calls whose losses need a pass without gradient first, and why."""
+    for e in every:
+        if isinstance(e, Train) and e.first_pass:
+            yield from _wrapped([f"  two passes  {e.called}: a forward pass without gradient comes before each "
+                                 f"minibatch, because {e.first_pass}"])
 
 
 def _row_states(plan: Plan) -> Iterator[str]:

@@ -50,6 +50,6 @@ def problem(facts: Facts, layout: Layout) -> str:
 
 
 DESCRIPTION = Description(
-    zero=1, adapters=False, entries=True, optimizers=get_args(OptimizerKind), groups=True,
+    zero=1, adapters=False, entries=True, first_pass=True, optimizers=get_args(OptimizerKind), groups=True,
     needs=("megatron.core", "pip install 'rldsl[megatron]'"), versions=("megatron-core", "0.16", "0.17"),
     problem=problem)

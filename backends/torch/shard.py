@@ -23,7 +23,7 @@ from rldsl.backends.torch.model.offload import HostMemory
 from rldsl.backends.torch.model.outputs import model_outputs, top_tokens
 from rldsl.backends.torch.model.stage import Stage
 from rldsl.backends.torch.train.optimizer import ShardOptimizer
-from rldsl.backends.torch.train.pipeline import pipeline_forward, pipeline_forward_backward
+from rldsl.backends.torch.train.pipeline import pipeline_first_pass, pipeline_forward, pipeline_forward_backward
 from rldsl.plan.events import CopyPart, Sampling
 from rldsl.plan.expr import Level
 from rldsl.plan.heads import DISTRIBUTION, OUTPUTS
@@ -32,6 +32,7 @@ from rldsl.plan.payloads import Conversation, Waiting
 from rldsl.runtime.backend import (
     Axes,
     ConversationOutput,
+    FirstPass,
     GenerationOutput,
     LossFn,
     MicroBatch,
@@ -159,8 +160,8 @@ class TorchShard:
 
     def train(self, minibatch: Sequence[MicroBatch], outputs: Sequence[Sequence[str]], temperature: float,
               loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none",
-              rate: float | None = None, heads: Sequence[Shard] = (), leaves: Sequence[int] = ()
-              ) -> Mapping[str, float] | None:
+              rate: float | None = None, heads: Sequence[Shard] = (), leaves: Sequence[int] = (),
+              first_pass: FirstPass | None = None) -> Mapping[str, float] | None:
         trainer, zero = self._trainer(), self.stage.zero
         has_rows = [any(len(frame) for frame in frames) for frames in minibatch]
         # other ranks wait for the passes of this one under `zero` and `ep`: one without rows runs a token
@@ -170,21 +171,33 @@ class TorchShard:
         wanted = {name for names in outputs for name in names}
         others = [cast(TorchShard, head).stage for head in heads]
 
-        def loss_share(i: int, hidden: torch.Tensor) -> torch.Tensor:
-            if not has_rows[i]:
-                return hidden.float().sum() * 0
+        def read(i: int, hidden: torch.Tensor) -> list[dict[str, Any]]:
             computed = model_outputs(self.stage, hidden, inputs[i], wanted, temperature, others)
-            return loss_fn(i, [{name: computed[name][frame] for name in names} for frame, names in enumerate(outputs)])
+            return [{name: computed[name][frame] for name in names} for frame, names in enumerate(outputs)]
+
+        def loss_share(i: int, hidden: torch.Tensor) -> torch.Tensor:
+            return loss_fn(i, read(i, hidden)) if has_rows[i] else hidden.float().sum() * 0
+
+        def see(i: int, hidden: torch.Tensor) -> None:
+            if first_pass is not None and has_rows[i]:
+                first_pass.see(i, read(i, hidden))
 
         def run(together: Sequence[int]) -> None:
             pipeline_forward_backward(self.stage, self.axes.pp, [inputs[i] for i in together],
                                       lambda i, hidden: loss_share(together[i], hidden))
 
         trainer.zero_grad()
+        if zero:
+            zero.begin_minibatch()
+        if first_pass is not None:
+            # in a context of its own: autocast keeps what it casts, without gradient here
+            with torch.no_grad(), self._numerics(), self.stage.sequence_parallel.region():
+                pipeline_first_pass(self.stage, self.axes.pp, [inputs[i] for i in passes],
+                                    lambda i, hidden: see(passes[i], hidden))
+                if self.stage.last:
+                    first_pass.end()
         with (self._numerics(), self.stage.sequence_parallel.region(),
               self.stage.recomputing(recompute == "full")):
-            if zero:
-                zero.begin_minibatch()
             for start, count in zip(accumulate(leaves, initial=0), leaves, strict=False):
                 run([i for i in passes if start <= i < start + count])
                 trainer.end_leaf()

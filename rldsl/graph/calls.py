@@ -12,7 +12,7 @@ from rldsl.graph import carried
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
 from rldsl.graph.distributions import distribution, logprobs_at, same_tokens, top, without_ids
-from rldsl.graph.minibatch import minibatches
+from rldsl.graph.minibatch import minibatches, whole_prompts
 from rldsl.graph.row_states import ROW_NUMBERS
 from rldsl.plan.events import Sampling
 from rldsl.plan.heads import CALLS, DISTRIBUTION, GENERATE, LOGPROBS_AT, SKIPPED, TOP, TRAIN, heads_with
@@ -369,6 +369,8 @@ class CallsOfFlow:
         made = bind_loss(use, owner.head, frames, f"{node}/{use.ref.decl.name.name}", self.flow.exprs)
         if isinstance(made, Bad):
             return BAD
+        if made.whole_prompts and not whole_prompts(call, parts, refs[0], made.first_pass, self.flow.exprs):
+            return BAD
         data = tuple((n, self.flow.materialize(t, "expr", use.spans[n]).name) for n, t in made.data)
         made_by = self.flow.distributions
         heads = tuple((v, made_by[v]) for v in dict.fromkeys(v for _, v in data) if v in made_by)
@@ -393,7 +395,8 @@ class CallsOfFlow:
             outputs=outputs, minibatches=parts, epochs=cast(int, given["epochs"]),
             shuffle=bool(given["shuffle"]) and parts > 1, call=number,
             invariant=self.flow.models[owner.name].invariant_training,
-            nonfinite="skip" if skips else "stop", rate=rate, ids=made.ids, heads=heads))
+            nonfinite="skip" if skips else "stop", rate=rate, ids=made.ids, heads=heads,
+            first_pass=made.first_pass, whole_prompts=made.whole_prompts))
         return NO_VALUE
 
     def _rate(self, call: ast.Call, scope: Scope) -> str | Bad:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rldsl.graph import model as g
-from rldsl.plan.operators import in_family
 from rldsl.semantics.errors import Bad
 from rldsl.semantics.options import positive_integer
 from rldsl.semantics.scope import Scope
@@ -110,7 +109,7 @@ class Evaluations:
                 what = "training" if isinstance(node, g.Train) else f"the state `{node.writes[0]}` is changed"
                 self._refuse(f"{what} inside `eval`", node.span,
                              "an evaluation must not change the run: move this out of the block")
-            elif isinstance(node, g.Compute) and any(in_family(n.op, "reduction") and n.level == "batch"
+            elif isinstance(node, g.Compute) and any("batch" in (n.attr("to"), n.attr("within"))
                                                      for n in programs[node.program].nodes):
                 self.errors.add("RL0201", "a number over the batch inside `eval`", node.span,
                                 "this covers one batch of the rows, not all of them",

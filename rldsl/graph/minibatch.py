@@ -60,6 +60,21 @@ def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, exp
     return rows // size
 
 
+def whole_prompts(call: ast.Call, count: int, batch: FrameRef, why: str, exprs: ExpressionBuilder) -> bool:
+    """Whether the prompts of a batch can be divided into `count` minibatches, each with all of its sequences; else an
+    error. why: what of the loss needs that."""
+    frame = batch.frame
+    prompts = frame.count // frame.per_prompt
+    by_size = next((a for a in call.args if a.name is not None and a.name.name in ("minibatch", "minibatches")), None)
+    if by_size is None or count <= prompts and not prompts % count or frame.present_in and count <= prompts:
+        return True
+    exprs.errors.add("RL0205", f"{count} minibatches of {counted(prompts, 'prompt')} cannot have all sequences of each "
+                     "prompt", by_size.value.span, f"this loss needs them: {why}",
+                     help=f"the number of minibatches must divide the {counted(prompts, 'prompt')} of "
+                          f"`{source_name(frame)}`")
+    return False
+
+
 def _nearest(rows: int, size: int) -> list[int]:
     """The largest divisor of `rows` below `size` and the smallest above it (exact up to 10^12 rows)."""
     small = [d for d in range(1, min(isqrt(rows), 1_000_000) + 1) if rows % d == 0]

@@ -152,6 +152,7 @@ class Train(TrainSpec, Node):
     shuffle: bool  # rows are divided into minibatches at random
     call: int = 0  # which of the `train` calls of its model, from 0
     invariant: bool = False  # gradients are summed in one order: its model has `invariant_training`
+    whole_prompts: bool = False  # all rows of a prompt are in one minibatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

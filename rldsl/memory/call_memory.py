@@ -256,7 +256,9 @@ def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) ->
     one fused kernel without extra memory, except where it needs complete parameters. The pipeline schedule gives the
     number of forward passes in flight."""
     layout, frames = copy.layout, [t.frames[f] for f in e.frames]
-    count = ceil(ceil(frames[0].count / t.spreads[e.spread].minibatches) / layout.dp)
+    spread = t.spreads[e.spread]
+    unit = frames[0].per_prompt if spread.granularity == "prompt" else 1  # rows that stay together
+    count = unit * ceil(ceil(frames[0].count // unit / spread.minibatches) / layout.dp)
     m = largest_micro_batch(t, e.frames, count, e.mbs, e.mbt, layout)
     full = e.recompute == "full"
     kept = m.tokens * b.saved + m.cp_tokens * b.seen  # by a layer, for its backward pass

@@ -23,7 +23,7 @@ from rldsl.memory.curve import Curve, Holding
 from rldsl.memory.holder_classes import HolderClass
 from rldsl.memory.parameters import FLOAT, Copy, elements, largest, new_bytes, resting
 from rldsl.memory.reshard_buffers import realloc_bytes, saved_bytes
-from rldsl.memory.values import Tables, buffer_bytes, flow_gather_bytes, loss_gather_bytes
+from rldsl.memory.values import Tables, buffer_bytes, first_pass_bytes, flow_gather_bytes, loss_gather_bytes
 from rldsl.plan.events import (
     AnyCall,
     Checkpoint,
@@ -296,6 +296,9 @@ class _Lifetimes:
         if isinstance(e, Train):
             size = loss_gather_bytes(self.t, self.programs[e.loss], self.t.spreads[e.spread])
             self._hold(f"medians and quantiles of {e.model}.train", size, now, now)
+            if e.first_pass:
+                size = first_pass_bytes(self.t, self.programs[e.loss], self.t.spreads[e.spread], e.frames)
+                self._hold(f"the whole minibatch of {e.model}.train", size, now, now)
 
     def _compute(self, i: int, e: Compute) -> None:
         size = flow_gather_bytes(self.t, self.programs[e.program], self.t.spreads[e.spread])

@@ -6,7 +6,7 @@ In: the tables of a plan. Out: bytes of a buffer `value@spread` on a rank that h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from rldsl.plan.entries import ENTRIES, HIDDEN, EntrySpace, entry_spaces
@@ -92,6 +92,22 @@ def loss_gather_bytes(t: Tables, program: Program, spread: Spread) -> int:
     return WIDE * (2 * spread.epochs * (own + whole) + 3 * -(-whole // spread.minibatches))
 
 
+def first_pass_bytes(t: Tables, program: Program, spread: Spread, frames: Iterable[str]) -> int:
+    """Bytes on a rank with a model's last layers for a loss that needs the whole minibatch at once: its inputs, twice
+    while they are brought together, and all values with their gradients, in float64. frames: that are trained on."""
+    units = {f: t.frames[f].per_prompt if spread.granularity == "prompt" else 1 for f in frames}
+    num_rows = {f: unit * -(-(t.frames[f].count // unit) // spread.minibatches) for f, unit in units.items()}
+    elements = 0
+    for node in program.nodes:
+        if node.level in ("token", "entry"):
+            frame, width = t.entries[node.space] if node.level == "entry" else (node.space, 1)
+            size = num_rows[frame] * t.frames[frame].max_response_tokens * max(width, 1)
+        else:
+            size = 0 if node.level == "batch" else max(num_rows.values())
+        elements += size * (4 if node.op == "input" else 2)
+    return WIDE * elements
+
+
 def flow_gather_bytes(t: Tables, program: Program, spread: Spread) -> int:
     """Bytes on a rank of a computation for medians and quantiles over the batch: the elements of its own rows, and all
     elements, with their order."""
@@ -105,10 +121,12 @@ def _all_rows(frame: IndexedFrame) -> int:
 
 
 def _gathered_elements(t: Tables, program: Program, num_rows: Callable[[IndexedFrame], int]) -> int:
-    """How many elements the reductions to batch of a program that gather them reduce, at most. num_rows: of a frame."""
+    """How many elements the reductions and orders of the batch that gather them are about, at most. num_rows: of
+    a frame."""
     total = 0
     for node in program.nodes:
-        if node.op not in OPERATORS or OPERATORS[node.op].combine != "gather" or node.attr("to") != "batch":
+        gathered = node.op in OPERATORS and OPERATORS[node.op].combine == "gather" and node.attr("to") == "batch"
+        if not gathered and node.attr("within") != "batch":
             continue
         of = program.nodes[node.args[0]]
         if of.level == "entry":

@@ -86,7 +86,8 @@ def spread_of(node: g.Node, place: Place, frames: Mapping[str, IndexedFrame]) ->
         case g.Infer():
             return _named(Spread("", mesh, layout, (node.frame,), "row", "tokens"))
         case g.Train():
-            return _named(Spread("", mesh, layout, node.frames, "row", "tokens", node.minibatches, node.epochs,
+            unit: Literal["row", "prompt"] = "prompt" if node.whole_prompts else "row"
+            return _named(Spread("", mesh, layout, node.frames, unit, "tokens", node.minibatches, node.epochs,
                                  node.shuffle, node.call if node.shuffle else 0,
                                  LEAVES if node.invariant else 0))
         case g.Compute():

@@ -43,7 +43,8 @@ def check_backends(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, P
         known = present(described(x.backend), f"description of the backend `{x.backend}`", str(place.span or x.id))
         talks = isinstance(node, g.Generate) and node.conversation is not None
         entries = isinstance(node, g.Infer | g.Train) and node.ids != ""
-        why = unable(known, kinds[type(node)], x, node.model in adapted, optimizers[node.model], talks, entries)
+        why = unable(known, kinds[type(node)], x, node.model in adapted, optimizers[node.model], talks, entries,
+                     isinstance(node, g.Train) and node.first_pass != "")
         if not why and family is not None:
             why = known.problem(family, x)
         span = option_span(place.span, "backend")

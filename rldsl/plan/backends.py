@@ -72,6 +72,7 @@ class Description:
     reuses_cache: bool = False  # whether `generate` can keep its KV cache for a call that continues
     conversations: bool = False  # whether `generate` can talk with an environment
     entries: bool = False  # whether it has `Shard.top`, and the output "logprobs_at"
+    first_pass: bool = False  # whether `train` can make a pass without gradient before those of a minibatch
     problem: Callable[[Facts, Layout], str] = runs_every_model  # the feature it cannot express; "" if there is none
     memory: object = None  # what a call holds: a `rldsl.memory.call_memory.MemoryCosts`
     time: object = None  # what passes a call makes, and their seconds: a `rldsl.simulate.time_costs.TimeCosts`
@@ -203,9 +204,11 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def unable(description: Description, call: str, layout: Layout, adapters: bool,
-           optimizer: Optimizer | None = None, talks: bool = False, entries: bool = False) -> str:
+           optimizer: Optimizer | None = None, talks: bool = False, entries: bool = False,
+           first_pass: bool = False) -> str:
     """Why a backend cannot run a call under a layout, whatever the model; "" if it can. optimizer: of the model.
-    talks: whether environments answer a `generate`. entries: whether the call is about several tokens at each token."""
+    talks: whether environments answer a `generate`. entries: whether the call is about several tokens at each token.
+    first_pass: whether a pass without gradient comes before each minibatch of a `train`."""
     if call not in description.calls:
         return f"it does not support `{call}`"
     if talks and not description.conversations:
@@ -217,6 +220,8 @@ def unable(description: Description, call: str, layout: Layout, adapters: bool,
         return f"it supports `zero` only up to {description.zero}" if description.zero else "it does not support `zero`"
     if entries and not description.entries:
         return "it does not give the log-probs of several tokens at each token"
+    if first_pass and not description.first_pass:
+        return "it cannot make a pass before each minibatch, which this loss needs"
     if adapters and not description.adapters:
         return "it does not support adapters"
     if call != "train" or optimizer is None:

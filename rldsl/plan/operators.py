@@ -15,7 +15,7 @@ from typing import Literal
 
 from rldsl.plan.expr import Level
 
-Family = Literal["elementwise", "reduction", "sequence", "rows", "random", "leaf"]
+Family = Literal["elementwise", "reduction", "order", "sequence", "rows", "random", "leaf"]
 # The unit of a result: of no unit, that of the arguments in `same_unit`, a product's, a quotient's, or what is counted.
 UnitRule = Literal["none", "keep", "product", "quotient", "count"]
 
@@ -91,6 +91,11 @@ _ALL = (
              combine="gather"),
     Operator("quantile", "reduction", 2, "the number below which the share b of the elements of a lies, between "
              "neighbors by linear interpolation", unit="keep", to_batch_only=True, combine="gather"),
+    # Attributes `within`, the level inside whose elements a is ordered, and `of`, the space of that level.
+    Operator("sort", "order", 1, "the elements of a in ascending order, one at the place of each", unit="keep",
+             same_unit=(0,)),
+    Operator("rank", "order", 1, "how many elements are smaller, plus half of the others that are equal",
+             gradient=False),
     # Sequence operators work inside each sequence.
     _sequence("next", ("token",), "token", "the following token's value, 0 at the last", keeps_truth=True),
     _sequence("prev", ("token",), "token", "the preceding token's value, 0 at the first", keeps_truth=True),
@@ -143,6 +148,7 @@ Form = Literal[  # how calls are lowered
     "elementwise",  # to `operator`, for each element
     "reduction",  # to `operator`; where there is none, by the function in `semantics/operators.py:COMPOSITES`
     "either",  # a reduction with one argument, else elementwise
+    "order",  # to `operator`, perhaps with `by`
     "sequence",  # by `semantics/operators.py:Operators.sequence`
     "frames",  # to nodes of the dataflow graph, by `graph/derive.py`
     "special",  # by the function in `semantics/builtins.py:SPECIAL`
@@ -236,6 +242,12 @@ _FUNCTIONS = (
     Builtin("quantile", "special", (
         ("quantile(x, q)", "F, batch -> batch",
          "the q-quantile of all elements, across all ranks, with linear interpolation"),), "quantile", 2, 2),
+    Builtin("sort", "order", (
+        ("sort(x)", "F -> F", "the elements of x in ascending order: the smallest is where the first element was"),
+        ("sort(x by M)", "F -> F", "the same within each M")), "sort"),
+    Builtin("rank", "order", (
+        ("rank(x)", "F -> F", "for each element how many others are smaller, plus half of those that are equal"),
+        ("rank(x by M)", "F -> F", "the same within each M")), "rank"),
     _sequence_function("len", "len(gen)", "sequences -> seq", "the number of response tokens"),
     _sequence_function("next", "next(x)", "token -> token", "the value at the next token, 0 at the last",
                        siblings="the value of the next sequence of the prompt, 0 at the last"),
@@ -308,4 +320,5 @@ _FUNCTIONS = (
 BUILTINS: dict[str, Builtin] = {f.name: f for f in _FUNCTIONS}
 if wrong := [f.name for f in _FUNCTIONS if f.operator and f.operator not in OPERATORS]:
     raise TypeError(f"built-in functions of operators that do not exist: {', '.join(wrong)}")
+ORDERS = tuple(f.name for f in _FUNCTIONS if f.form == "order")
 REDUCTIONS = tuple(f.name for f in _FUNCTIONS if f.form in ("reduction", "either"))

@@ -157,6 +157,9 @@ class TrainSpec:
     heads: tuple[tuple[ValueId, ModelName], ...] = ()
     rate: ValueId = ""  # a batch value, the learning rate of this call; "": that of the optimizer's schedule
     nonfinite: Literal["stop", "skip"] = "stop"  # of a minibatch whose gradient is not finite: stop the run, or skip it
+    # what the loss needs of the whole minibatch at once, with its place: a pass without gradient comes before the
+    # passes of each minibatch. "": each micro-batch adds its share of the loss, and no such pass is needed
+    first_pass: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

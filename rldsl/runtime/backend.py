@@ -146,6 +146,13 @@ OverVocabulary = Callable[[VocabularyTerms, Sequence[torch.Tensor]], tuple[torch
 LossFn = Callable[[int, Sequence[Mapping[str, Any]]], torch.Tensor]
 
 
+class FirstPass(NamedTuple):
+    """What comes before the passes of a minibatch whose loss needs all of it at once."""
+
+    see: Callable[[int, Sequence[Mapping[str, Any]]], None]  # of each micro-batch with rows: as a `LossFn`
+    end: Callable[[], None]  # after the last one; it communicates over dp
+
+
 class WeightDigest(NamedTuple):
     """What a shard has read of one weight file."""
 
@@ -215,8 +222,8 @@ class Shard(Protocol):
 
     def train(self, minibatch: Sequence[MicroBatch], outputs: Sequence[Sequence[str]], temperature: float,
               loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none",
-              rate: float | None = None, heads: Sequence[Shard] = (), leaves: Sequence[int] = ()
-              ) -> Mapping[str, float] | None:
+              rate: float | None = None, heads: Sequence[Shard] = (), leaves: Sequence[int] = (),
+              first_pass: FirstPass | None = None) -> Mapping[str, float] | None:
         """Forward and backward passes of every micro-batch, one gradient reduction (a *sum* over dp and cp: the loss
         already carries the global normalization), clipping over all shards, one optimizer step.
 
@@ -234,6 +241,8 @@ class Shard(Protocol):
         leaves: of a model with `invariant_training`, how many micro-batches each of this shard's leaves has, one leaf
             after the other. Gradients of a leaf are added in order, and leaves in a binary tree, those of the shard
             first and then those of all shards of dp (`sharding/gradient_leaves.py`).
+        first_pass: forward passes of all micro-batches without gradient come first; on last-stage ranks it gets their
+            outputs. Only backends whose description says so are asked.
         Returns "grad_norm" (before clipping) and "lr", equal on all ranks. If "grad_norm" is not finite, nothing was
             updated, and the schedule has not advanced."""
 

@@ -7,7 +7,7 @@ call alone on its ranks. Pipelines are computed in closed form instead of simula
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from rldsl.memory.call_memory import call_bytes, gradient_bytes, optimizer_bytes
@@ -21,6 +21,7 @@ from rldsl.simulate.call_ops import (
     generate_ops,
     infer_passes,
     metrics_seconds,
+    outputs_seconds,
     result_seconds,
     train_passes,
     update_ops,
@@ -130,9 +131,11 @@ def call_seconds(isolated: IsolatedCall, event: AnyCall) -> float:
         case Train():
             each = _distinct_stages(isolated)
             updates = isolated.spread.minibatches * isolated.spread.epochs
-            times = _pipeline_times(each, [train_passes(isolated, event, stage) for stage, _ in each])
+            passes = [train_passes(isolated, event, stage) for stage, _ in each]
+            times = _pipeline_times(each, passes)
+            first = _first_pass_seconds(isolated, event, each, passes) if event.first_pass and times.count else 0.0
             update_seconds = max(_compute_seconds(update_ops(stage, isolated.layout.zero)) for stage, _ in each)
-            seconds = updates * (training_seconds(times) + update_seconds) + metrics_seconds(each[-1][0])
+            seconds = updates * (first + training_seconds(times) + update_seconds) + metrics_seconds(each[-1][0])
             return _with_shared_cores(isolated, seconds) if times.count else 0.0
         case _:
             assert_never(event)
@@ -171,6 +174,17 @@ def _pipeline_times(each: list[tuple[Stage, int]], found: list[StagePasses]) -> 
     total = sum(t * n for t, (_, n) in zip(both, each, strict=True))
     return PipelineTimes(stages, found[0].count, total, max(both), message, len(found[0].durations),
                          found[0].leaves)
+
+
+def _first_pass_seconds(isolated: IsolatedCall, event: Train, each: list[tuple[Stage, int]],
+                        passes: list[StagePasses]) -> float:
+    """The forward passes that come before those of a minibatch, and what the dp ranks exchange after them. With chunks
+    of layers the fill is divided by their number, and each chunk has its messages."""
+    p = _pipeline_times(each, [replace(x, durations=tuple((forward, 0.0) for forward, _ in x.durations))
+                               for x in passes])
+    further = p.count * p.chunks - 1 if p.stages > 1 else 0
+    filled = (p.total - p.slowest) / p.chunks + (p.stages - 1) * p.message
+    return p.count * p.slowest + filled + further * p.message + outputs_seconds(isolated, event, each[-1][0])
 
 
 def inference_seconds(p: PipelineTimes) -> float:

@@ -6,7 +6,6 @@ In: a problem. Out: seconds, by the constants of the simulator (`simulate/progra
 from __future__ import annotations
 
 from rldsl.graph import model as g
-from rldsl.plan.operators import in_family
 from rldsl.search.problem import Job, Problem
 from rldsl.simulate.machine import Machine
 from rldsl.simulate.program import CALL_ROWS, FETCH_KERNELS, FETCH_ROWS, MOVE_KERNELS
@@ -53,7 +52,7 @@ class Overheads:
         rows = max((f.count / size for f in frames), default=1.0)
         entries = max((rows * self.problem.lengths.of(f).response for f in frames), default=1.0)
         calls = sum(n.op == "py" for n in program.nodes)
-        summed = sum(in_family(n.op, "reduction") and n.level == "batch" for n in program.nodes)
+        summed = sum("batch" in (n.attr("to"), n.attr("within")) for n in program.nodes)
         own = machine.rows(rows) + machine.compute(len(program.nodes), entries)
         return (own + calls * machine.rows(CALL_ROWS * rows)
                 + summed * machine.all_reduce(16.0, size, size > self.problem.cluster.gpus))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
 from rldsl.plan.model import MAX_RANKS
-from rldsl.plan.operators import BUILTINS, REDUCTIONS, Builtin
+from rldsl.plan.operators import BUILTINS, ORDERS, REDUCTIONS, Builtin
 from rldsl.semantics.errors import BAD, Bad, suggest
 from rldsl.semantics.levels import source_name
 from rldsl.semantics.terms import Term
@@ -83,10 +83,10 @@ class Builtins:
         if any(isinstance(a, Bad) for a in (*args, *options.values())):
             return BAD
         reducing = builtin.form == "reduction" or builtin.form == "either" and len(args) == 1
-        siblings = builtin.by_prompt and expr.by is not None
-        if expr.by is not None and not reducing and not siblings:
+        siblings, ordering = builtin.by_prompt and expr.by is not None, builtin.form == "order"
+        if expr.by is not None and not reducing and not siblings and not ordering:
             return self.errors.add("RL0107", f"`{name}` does not take `by` here", expr.by.span,
-                                   help=f"only reductions take `by`: {', '.join(REDUCTIONS)}")
+                                   help=f"only reductions and orders take `by`: {', '.join(REDUCTIONS + ORDERS)}")
         if name == "len" and isinstance(args[0], FrameRef) and args[0].contents == "prompts":
             return self.errors.add("RL0213", "`len` counts response tokens", expr.args[0].span,
                                    f"`{source_name(args[0].frame)}` contains only prompts",
@@ -106,6 +106,9 @@ class Builtins:
         terms = cast(tuple[Term, ...], tuple(args))
         if builtin.form == "special":
             return SPECIAL[name](self, terms, expr)
+        if ordering:
+            within = self.exprs.target(expr.by, scope) if expr.by else "batch"
+            return BAD if within is None else self.exprs.ops.order(name, terms[0], within, expr.span)
         if reducing:
             to = self.exprs.target(expr.by, scope) if expr.by else "batch"
             constants = {n: o.value for n, o in options.items() if isinstance(o, Term)}

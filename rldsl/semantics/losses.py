@@ -1,13 +1,13 @@
-"""Losses: binding outputs of the model and data, and the proof that micro-batches add up exactly.
+"""Losses: binding outputs of the model and data, and whether micro-batches add up exactly.
 
 In: a loss with its data arguments and the frames being trained. Out: a Program over inputs named by parameter.
-Invariant: "loss" is affine in batch-level reductions of outputs of the model, so its gradient is a sum over
-micro-batches.
+Invariant: either "loss" is affine in batch-level reductions of outputs of the model, so its gradient is a sum over
+micro-batches, or `BoundLoss.first_pass` says why it takes all outputs of the minibatch at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from rldsl.diag import Label
@@ -34,6 +34,8 @@ class BoundLoss:
     data: tuple[tuple[str, Term], ...]  # (input, argument) of what the program reads; these have none
     metrics: tuple[str, ...]  # besides those that every train call has
     ids: str = ""  # the value with the ids of the tokens at which the output `logprobs_at` is
+    first_pass: str = ""  # as of `plan.payloads.TrainSpec`
+    whole_prompts: bool = False  # it needs all rows of a prompt in one minibatch
 
 
 def bind_loss(use: LossUse, head: Head, frames: tuple[IndexedFrame, ...], id_: str,
@@ -76,17 +78,18 @@ def bind_loss(use: LossUse, head: Head, frames: tuple[IndexedFrame, ...], id_: s
         scope.names[name] = input_(name, level, space, decl.span)
     errors.trail.append(use.span)
     try:
-        outputs = check_body(decl, scope, {n for n, _, _ in model_outputs}, exprs)
+        checked = check_body(decl, scope, {n for n, _, _ in model_outputs}, exprs)
     finally:
         errors.trail.pop()
-    if isinstance(outputs, Bad):
+    if isinstance(checked, Bad):
         return BAD
+    outputs, needs = checked
     if entries and not ids and not _within_tokens([t for _, t in outputs], exprs):
         return BAD
     made = program(id_, outputs, str(use.span))
     read = set(made.inputs())
     return BoundLoss(made, model_outputs, tuple((n, t) for n, t in args.items() if n in read),
-                   tuple(UPDATES if n == STOP else n for n, _ in outputs[1:]), ids)
+                   tuple(UPDATES if n == STOP else n for n, _ in outputs[1:]), ids, needs.why, needs.prompts)
 
 
 def _entries_of_data(decl: ast.LossDecl, data: dict[str, Term], use: LossUse, exprs: ExpressionBuilder) -> str | Bad:
@@ -120,6 +123,11 @@ def _within_tokens(outputs: list[Term], exprs: ExpressionBuilder) -> bool:
             after.add(id(term))
     before = {id(t) for t in walk([t for t in every if id(t) in whole])}
     for term in every:
+        if id(term) in before - whole and _of_whole_minibatch(term):
+            exprs.errors.add("RL0348", "arithmetic over the vocabulary that depends on the whole minibatch", term.at,
+                             "the vocabulary is looked at for a few tokens at once", labels=term.origin,
+                             help="reduce to tokens first, and combine that with this")
+            return False
         between = id(term) in after & before - whole
         reduced = any(id(a) in whole for a in term.args)
         if between and not reduced and (term.level != "token" or OPERATORS[term.op].family != "elementwise"):
@@ -130,9 +138,17 @@ def _within_tokens(outputs: list[Term], exprs: ExpressionBuilder) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class MinibatchNeeds:
+    """What a loss needs of the whole minibatch at once."""
+
+    why: str = ""  # the first thing that a micro-batch does not know; "": there is none
+    prompts: bool = False  # all rows of a prompt in one minibatch
+
+
 def check_body(decl: ast.LossDecl, scope: Scope, model_outputs: set[str],
-               exprs: ExpressionBuilder) -> list[tuple[str, Term]] | Bad:
-    """Build the body and prove that micro-batches add up. The result: ("loss", term), the metrics, then ("stop",
+               exprs: ExpressionBuilder) -> tuple[list[tuple[str, Term]], MinibatchNeeds] | Bad:
+    """Build the body, and find out whether micro-batches add up. The result: ("loss", term), the metrics, then ("stop",
     whether one of the conditions holds) if there are any. model_outputs: inputs with a gradient."""
     before = len(exprs.errors.found)
     exprs.ops.in_loss = True
@@ -163,9 +179,9 @@ def check_body(decl: ast.LossDecl, scope: Scope, model_outputs: set[str],
                              f"this is {level_value(term.level)}",
                              help="reduce it over the batch, for example with `mean(x)`")
     outputs += [(STOP, stop)] if stop is not None else []
-    if len(exprs.errors.found) == before:
-        _check_decomposable(outputs, model_outputs, exprs.errors)
-    return BAD if len(exprs.errors.found) > before else outputs
+    needs = _check_outputs(outputs, model_outputs, exprs.errors) if len(exprs.errors.found) == before else \
+        MinibatchNeeds()
+    return BAD if len(exprs.errors.found) > before else (outputs, needs)
 
 
 def _stop(conditions: list[Term], exprs: ExpressionBuilder) -> Term | None:
@@ -227,33 +243,61 @@ class Dependence(IntEnum):
     NONLINEAR = 3  # in another way
 
 
-def _check_decomposable(outputs: list[tuple[str, Term]], model_outputs: set[str], errors: Errors) -> None:
-    """Report an output that cannot be added up over micro-batches. It can be if reductions of outputs of the model
-    enter finer arithmetic nowhere; the loss must also be affine in them."""
+def _check_outputs(outputs: list[tuple[str, Term]], model_outputs: set[str], errors: Errors) -> MinibatchNeeds:
+    """Report a loss without a gradient and what no loss may contain, and find what cannot be added up over
+    micro-batches. Reductions of outputs of the model can be, if they enter finer arithmetic nowhere; the loss must also
+    be affine in them."""
     state: dict[int, Dependence] = {}
-    culprits: dict[int, Term] = {}
+    needs = _Needs()
     in_value = {id(t) for t in walk([outputs[0][1]])}  # the terms of the loss; all others are of metrics and stops
     for term in walk([t for _, t in outputs]):
         below = [state[id(a)] for a in term.args]
-        found = _classify(term, below, model_outputs, id(term) in in_value, errors)
+        found = _classify(term, below, model_outputs, id(term) in in_value, errors, needs)
         if found is None:
-            return
+            return needs.found()
         state[id(term)] = found
-        if found == Dependence.NONLINEAR:
-            inner = [culprits[id(a)] for a in term.args if id(a) in culprits]
-            culprits[id(term)] = inner[0] if inner else term
+        if found == Dependence.NONLINEAR and id(term) in in_value and Dependence.NONLINEAR not in below:
+            needs.nonlinear.append(term)
     name, loss = outputs[0]
     if state[id(loss)] == Dependence.NONLINEAR:
-        errors.add("RL0209", "a loss must be a sum of batch-level reductions", culprits[id(loss)].span,
-                   "this is not linear in its reductions, so its micro-batches cannot be added up",
-                   help="move the arithmetic inside the reduction, or compute it in the flow if it does not depend on "
-                        "the model")
-    elif state[id(loss)] == Dependence.CONSTANT:
+        culprit = next(t for t in needs.nonlinear if id(t) in {id(x) for x in walk([loss])})
+        needs.add(culprit, "is not linear in its reductions")
+    if state[id(loss)] == Dependence.CONSTANT:
         errors.add("RL0209", "this loss does not depend on the model being trained", loss.span)
     elif not _has_gradient_path(loss, model_outputs):
         errors.add("RL0209", "this loss has no gradient", loss.span,
-                   "conditions, counts and `stop_gradient` have no gradient",
+                   "conditions, counts, ranks and `stop_gradient` have no gradient",
                    help="use an output of the model in arithmetic, for example `mean(adv * logprobs)`")
+    return needs.found()
+
+
+@dataclass(slots=True)
+class _Needs:
+    """What `_check_outputs` has found so far."""
+
+    why: str = ""
+    prompts: bool = False
+    nonlinear: list[Term] = field(default_factory=list)  # the first nonlinear terms of reductions
+
+    def add(self, term: Term, what: str) -> None:
+        self.why = self.why or f"`{shortened(term.at.text)}` {what} ({term.at})"
+
+    def found(self) -> MinibatchNeeds:
+        return MinibatchNeeds(self.why, self.prompts)
+
+
+def shortened(text: str, most: int = 48) -> str:
+    """A source text on one line, cut to `most` letters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def _of_whole_minibatch(term: Term) -> bool:
+    """Whether an operator looks at more than one sequence."""
+    if OPERATORS[term.op].family == "order":
+        return True
+    to = dict(term.attrs).get("to")
+    return to == "prompt" or to == "batch" or to is not None and to == term.args[0].level
 
 
 def _has_gradient_path(loss: Term, model_outputs: set[str]) -> bool:
@@ -267,7 +311,7 @@ def _has_gradient_path(loss: Term, model_outputs: set[str]) -> bool:
 
 
 def _classify(term: Term, below: list[Dependence], model_outputs: set[str], in_value: bool,
-              errors: Errors) -> Dependence | None:
+              errors: Errors, needs: _Needs) -> Dependence | None:
     """None after an error. below: of its arguments. in_value: the loss itself needs this term, not only a metric."""
     worst = max(below, default=Dependence.CONSTANT)
     if term.op == "input":
@@ -283,32 +327,27 @@ def _classify(term: Term, below: list[Dependence], model_outputs: set[str], in_v
     if dict(term.attrs).get("to") is not None:
         to = dict(term.attrs)["to"]
         if to == "prompt" or to == term.args[0].level:
-            errors.add("RL0210", "a reduction by prompt inside a loss", term.span,
-                       "a minibatch may contain only some of the sequences of a prompt",
-                       help="compute it in the flow and pass the result")
-            return None
+            needs.prompts = True
+            needs.add(term, "is about all sequences of a prompt")
+            return min(worst, Dependence.PER_ELEMENT)
         if to == "batch" and term.args[0].level == "prompt":
-            errors.add("RL0210", "a reduction over prompts inside a loss", term.span,
-                       "the sequences of a prompt may be in several micro-batches, each of which would count it",
-                       help="compute it in the flow and pass the result")
-            return None
+            needs.add(term, "is about prompts, whose sequences may be in several micro-batches")
         if to == "batch" and worst == Dependence.CONSTANT and in_value:
-            errors.add("RL0210", "a reduction of data over the whole batch inside a loss", term.span,
-                       "it uses no output of the model",
-                       help="compute it in the flow and pass the result; pass a mean, because a total of the whole "
-                            "batch does not match a total of a minibatch")
-            return None
+            needs.add(term, "reduces data over the minibatch")
+            return Dependence.CONSTANT
         if to == "batch":
             return Dependence.AFFINE if OPERATORS[term.op].combine == "sum" else Dependence.NONLINEAR
         return worst
+    if OPERATORS[term.op].family == "order":
+        within, x = dict(term.attrs)["within"], term.args[0]
+        if within == "prompt" or within == x.level:
+            needs.prompts = True
+        needs.add(term, f"orders the elements of {'the minibatch' if within == 'batch' else f'each {within}'}")
     if term.level != "batch":
         if worst >= Dependence.AFFINE:
             culprit = next(a for a, b in zip(term.args, below, strict=True) if b >= Dependence.AFFINE)
-            errors.add("RL0209", "a reduction over the batch is used elementwise", culprit.at,
-                       "its value is known only after the last micro-batch", labels=culprit.origin,
-                       help="use data computed in the flow instead")
-            return None
-        return worst
+            needs.add(culprit, "is known only after the last micro-batch, and is used for single elements")
+        return min(worst, Dependence.PER_ELEMENT)
     return _batch_level_dependence(term, below, worst)
 
 

@@ -222,6 +222,33 @@ class Operators:
             made = self.spaces.level_of(to, space)
         return Term(op, (x,), made, space, "f32", span, (("to", made),), unit=unit)
 
+    def order(self, name: str, x: Term, within: Target, span: Span) -> Term | Bad:
+        """`sort(x by within)` or `rank(x by within)`: of the level of x."""
+        if x.dtype == "id":
+            return self._no_ids(x)
+        if not self._in_a_loss((x,)):
+            return BAD
+        if self.whole(x):
+            return self.errors.add("RL0348", "what ranges over the whole vocabulary must be reduced to tokens first",
+                                   span, f"this is {describe(x)} of {self.spaces.shown(x)}",
+                                   help="order the values of tokens, or take the most likely ones with `top`")
+        if isinstance(within, FrameRef):
+            return self.errors.add("RL0208", f"`{name}` by the rows of a batch", span,
+                                   help=f"order within a level: `{name}(x by prompt)`")
+        if depth(within) >= depth(x.level):
+            what = "a constant" if x.constant else level_value(x.level)
+            return self.errors.add("RL0208", f"{what} has no order by {within}", x.at, f"this is {describe(x)}",
+                                   labels=x.origin, help="order a finer value within a coarser level, for example "
+                                   f"`{name}(x)` or `{name}(x by prompt)`")
+        fault = self._no_prompts(x) if within == "prompt" else self._no_turns(x, span) if within == "turn" else None
+        if fault is not None:
+            return fault
+        op = OPERATORS[BUILTINS[name].operator]
+        of = self.spaces.coarser(x.level, x.space, within)
+        return Term(op.name, (x,), x.level, x.space, "f32", span,
+                    (("within", self.spaces.level_of(within, of) if within == "prompt" else within), ("of", of)),
+                    unit=units.result(op.name, (x,)))
+
     def _no_turns(self, x: Term, span: Span) -> Bad | None:
         """Why a token value has no turns; None where it has."""
         if self.in_loss:
@@ -250,9 +277,17 @@ class Operators:
                                help="compute it in the flow and pass the result")
 
     def std(self, x: Term, to: Target, span: Span, options: Options) -> Term | Bad:
-        """The square root of `var`. Options: unbiased."""
+        """The square root of `var`. Options: unbiased. In a loss its gradient is 0 where all elements are equal, as in
+        torch, and not that of a square root, which is infinite."""
         var = self._variance(x, to, span, bool(options.get("unbiased", True)))
-        made = BAD if isinstance(var, Bad) else self.apply("sqrt", (var,), span)
+        if self.in_loss and isinstance(var, Term):
+            differ = self.apply("gt", (var, const(0.0, span)), span)
+            safe = BAD if isinstance(differ, Bad) else self.apply("where", (differ, var, const(1.0, span)), span)
+            root = BAD if isinstance(safe, Bad) else self.apply("sqrt", (safe,), span)
+            made = BAD if isinstance(differ, Bad) or isinstance(root, Bad) else self.apply(
+                "where", (differ, root, const(0.0, span)), span)
+        else:
+            made = BAD if isinstance(var, Bad) else self.apply("sqrt", (var,), span)
         return BAD if isinstance(made, Bad) else replace(made, unit=replace(x.unit, word=""))
 
     def var(self, x: Term, to: Target, span: Span, options: Options) -> Term | Bad:

@@ -74,8 +74,20 @@ def _groups(pp: int, count: int) -> list[range]:
 def actions(pp: int, chunks: int, count: int) -> tuple[tuple[Action, ...], ...]:
     """The actions of every rank. The output of a pass is sent at once: on both sides its message comes right after the
     passes of its clock tick."""
-    result: list[list[Action]] = [[] for _ in range(pp)]
-    for together in _clock_ticks([rank_passes(pp, chunks, count, rank) for rank in range(pp)], chunks):
+    return _actions([rank_passes(pp, chunks, count, rank) for rank in range(pp)], chunks)
+
+
+@lru_cache(maxsize=64)
+def forward_actions(pp: int, chunks: int, count: int) -> tuple[tuple[Action, ...], ...]:
+    """The actions of every rank for forward passes alone."""
+    return _actions([[p for p in rank_passes(pp, chunks, count, rank) if not p.backward] for rank in range(pp)], chunks)
+
+
+def _actions(lists: Sequence[Sequence[MicroBatchPass]], chunks: int) -> tuple[tuple[Action, ...], ...]:
+    """The passes of every rank, with the messages between them."""
+    pp = len(lists)
+    result: list[list[Action]] = [[] for _ in lists]
+    for together in _clock_ticks(lists, chunks):
         sends: dict[int, list[Message]] = defaultdict(list)
         receives: dict[int, list[Message]] = defaultdict(list)
         for rank, p in together:

@@ -13,7 +13,7 @@ from math import isfinite
 
 from rldsl.plan.backends import unusable
 from rldsl.plan.events import Generate, Infer, Train
-from rldsl.sharding.pipeline_schedule import Exchange, MicroBatchPass, actions
+from rldsl.sharding.pipeline_schedule import Exchange, MicroBatchPass, actions, forward_actions
 from rldsl.simulate.engine import Compute, Op, Wait
 from rldsl.simulate.time_costs import DecodeTime, Stage, StagePasses, build_stage, time_costs
 from rldsl.simulate.world import World, collective
@@ -113,6 +113,8 @@ def train_ops(world: World, event: Train, c: int, key: Hashable) -> list[Op]:
     ops: list[Op] = []
     for m in range(spread.minibatches * spread.epochs if found.count else 0):
         step = replace(stage, key=(key, m))
+        if event.first_pass:
+            ops += first_pass_ops(replace(stage, key=(key, m, "first")), found, outputs_seconds(world, event, stage))
         for leaf in range(found.leaves):
             count = (leaf + 1) * found.count // found.leaves - leaf * found.count // found.leaves
             ops += pipeline_ops(replace(stage, key=(key, m, leaf)) if leaf else step, count, found.durations,
@@ -121,12 +123,26 @@ def train_ops(world: World, event: Train, c: int, key: Hashable) -> list[Op]:
     return [*ops, *stage.collective_ops("mesh", "metrics", metrics_seconds(stage))] if found.count else []
 
 
+def first_pass_ops(stage: Stage, found: StagePasses, outputs: float) -> list[Op]:
+    """The passes without gradient that come before those of a minibatch. outputs: as of `outputs_seconds`."""
+    ops = pipeline_ops(stage, found.count, found.durations, found.message, forward_only=True)
+    return [*ops, *(stage.collective_ops("dp", "outputs", outputs) if stage.shard.last else [])]
+
+
+def outputs_seconds(world: World, event: Train, stage: Stage) -> float:
+    """Seconds in which the dp ranks bring what a loss reads of a minibatch together."""
+    read = len(event.model_outputs) + len(event.data_inputs)
+    tokens = sum(world.count(f) * world.row(f).response for f in event.frames)
+    return stage.all_reduce("dp", 8 * read * tokens / world.spreads[event.spread].minibatches)
+
+
 def metrics_seconds(stage: Stage) -> float:
     """Seconds in which all ranks of the mesh sum the metrics of a train call."""
     return 2 * stage.all_reduce("mesh", 64)
 
 
-def pipeline_ops(stage: Stage, count: int, durations: Sequence[tuple[float, float]], moved: float) -> list[Op]:
+def pipeline_ops(stage: Stage, count: int, durations: Sequence[tuple[float, float]], moved: float,
+                 forward_only: bool = False) -> list[Op]:
     """The passes of a minibatch in the order of the pipeline schedule (`sharding/pipeline_schedule.py`). durations: of
     a forward and a backward pass, per chunk. A received message is waited for by the pass that needs it, a sent one
     before the next exchange."""
@@ -134,7 +150,8 @@ def pipeline_ops(stage: Stage, count: int, durations: Sequence[tuple[float, floa
     sent: list[Hashable] = []
     receiving: dict[MicroBatchPass, Hashable] = {}
     here = stage.groups.stage
-    for action in actions(len(stage.pipeline), len(durations), count)[here]:
+    schedule = forward_actions if forward_only else actions
+    for action in schedule(len(stage.pipeline), len(durations), count)[here]:
         if isinstance(action, Exchange):
             ops += [Wait(key) for key in sent]
             sent.clear()

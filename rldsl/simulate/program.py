@@ -40,7 +40,6 @@ from rldsl.plan.events import (
     Transfer,
     When,
 )
-from rldsl.plan.operators import in_family
 from rldsl.plan.traits import rule_for
 from rldsl.sharding.boxes import cell_of, parameters
 from rldsl.simulate.call_ops import generate_ops, infer_ops, train_ops
@@ -261,7 +260,7 @@ class _OpBuilder:
         entries = max((rows * world.row(f).response for f in event.frames), default=1.0)
         self.run(machine.rows(rows) + machine.compute(len(program.nodes), entries))
         self.run(machine.rows(CALL_ROWS * rows) * sum(n.op == "py" for n in program.nodes))
-        reductions = sum(in_family(n.op, "reduction") and n.level == "batch" for n in program.nodes)
+        reductions = sum("batch" in (n.attr("to"), n.attr("within")) for n in program.nodes)
         if reductions and world.size(event.mesh) > 1 and spread.granularity != "all":
             self.together(event, key, 16.0, reductions)
 

@@ -274,7 +274,8 @@ def _infer_passes(world: World, event: Infer, stage: Stage) -> StagePasses:
 
 def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
     layout, spread = world.layouts[event.layout], world.spreads[event.spread]
-    rows = ceil(world.count(event.frames[0]) / spread.minibatches / layout.dp)
+    unit = world.frames[event.frames[0]].per_prompt if spread.granularity == "prompt" else 1  # rows that stay together
+    rows = unit * ceil(world.count(event.frames[0]) / unit / spread.minibatches / layout.dp)
     width = sum(world.row(f).tokens for f in event.frames)
     leaves = min(rows, spread.leaves // layout.dp) if spread.leaves else 1
     count = leaves * _micro_batches(event, ceil(rows / leaves), width, 1) if leaves > 1 else \

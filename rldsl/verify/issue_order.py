@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -28,7 +29,7 @@ from rldsl.plan.events import Event, Generate, Infer, ModelCall, Save, Train
 from rldsl.plan.model import Layout
 from rldsl.plan.references import Role, references
 from rldsl.sharding.layout import Coordinate
-from rldsl.sharding.pipeline_schedule import Exchange, actions
+from rldsl.sharding.pipeline_schedule import Exchange, actions, forward_actions
 from rldsl.verify.tables import Tables, name, problem
 from rldsl.verify.total_order import find_cycle
 
@@ -46,8 +47,9 @@ class CommOp(NamedTuple):
 
 # Coordinates along cp and tp that a communicator does not join: there is one communicator for each combination.
 GroupCoordinates = tuple[int, ...]
-# what a call does besides: environments answer in a `generate`, gradients of a `train` are summed leaf by leaf
-Variant = Literal["", "converse", "train_in_leaves"]
+# what a call does besides: environments answer in a `generate`; gradients of a `train` are summed leaf by leaf; a pass
+# without gradient comes before each of its minibatches
+Variant = Literal["", "converse", "train_in_leaves", "train_twice", "train_twice_in_leaves"]
 CommSequence = Callable[[Layout, Coordinate, int], Iterator[CommOp]]  # layout, coordinates, count -> what a rank issues
 
 
@@ -68,7 +70,11 @@ def check_issue_order(t: Tables) -> Iterator[Diagnostic]:
 def _variant(t: Tables, e: Event) -> Variant:
     if isinstance(e, Generate) and e.conversation is not None:
         return "converse"
-    return "train_in_leaves" if isinstance(e, Train) and t.spreads[e.spread].leaves else ""
+    if not isinstance(e, Train):
+        return ""
+    if t.spreads[e.spread].leaves:
+        return "train_twice_in_leaves" if e.first_pass else "train_in_leaves"
+    return "train_twice" if e.first_pass else ""
 
 
 def _case(kind: type[Event], x: Layout) -> tuple[object, ...]:
@@ -87,9 +93,14 @@ def _unsupported_or_deadlocked(kind: type[Event], layout: Layout, variant: Varia
     if backend is None:
         return f"uses backend {layout.backend!r}, whose communication is unknown"
     order = costs(layout.backend, "issue_order", IssueOrder)
-    variants: dict[Variant, CommSequence] = {"converse": order.converse, "train_in_leaves": order.train_in_leaves}
+    variants: dict[Variant, CommSequence] = {
+        "converse": order.converse, "train_in_leaves": order.train_in_leaves,
+        "train_twice": partial(order.train, first_pass=True),
+        "train_twice_in_leaves": partial(order.train_in_leaves, first_pass=True)}
     sequence = variants.get(variant) or order.sequence_of(kind)
     if issubclass(kind, ModelCall):  # any other kind only reads parameters, which every backend supports
+        if variant.startswith("train_twice") and not backend.first_pass:
+            return f"needs a pass before each minibatch, which backend {layout.backend!r} does not have"
         unsupported = [d for d in DIVISIONS if getattr(layout, d) > 1 and d not in backend.divisions]
         if kind.kind not in backend.calls or unsupported or layout.zero > backend.zero:
             return f"uses a feature that backend {layout.backend!r} does not support"
@@ -197,11 +208,13 @@ class IssueOrder:
             yield from _link(x, at, 1, "down")
         yield from _over(x, at, "pp")
 
-    def train(self, x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:
+    def train(self, x: Layout, at: Coordinate, count: int, first_pass: bool = False) -> Iterator[CommOp]:
         """Two minibatches, by the schedule of the pipeline."""
         for _ in range(2):
             if x.zero:
                 yield from _over_zero_shards(x, at)  # parameters outside the layers
+            if first_pass:
+                yield from _first_pass(x, at, count)
             yield from _passes(x, at, count)
             yield from _over(x, at, "mesh")  # whether to stop
             if x.zero == 1:
@@ -215,12 +228,14 @@ class IssueOrder:
             yield from _over(x, at, "mesh")  # the norm of the gradient
         yield from _over(x, at, "mesh")  # metrics
 
-    def train_in_leaves(self, x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:
+    def train_in_leaves(self, x: Layout, at: Coordinate, count: int, first_pass: bool = False) -> Iterator[CommOp]:
         """Two minibatches of two leaves each: the pipeline runs dry after a leaf, and gradients are reduced at the end.
         Such a layout has neither tp nor cp nor ep."""
         for _ in range(2):
             if x.zero:
                 yield from _over(x, at, "dp")  # parameters outside the layers
+            if first_pass:
+                yield from _first_pass(x, at, 2 * count)
             for _ in range(2):
                 yield from _passes(x, at, count, reduces=False)
             yield from _over(x, at, "mesh")  # whether to stop
@@ -254,6 +269,14 @@ def _passes(x: Layout, at: Coordinate, count: int, reduces: bool = True) -> Iter
             yield from _forward(x, at)
             if action.backward and reduces and x.zero > 1:
                 yield from _over_zero_shards(x, at)  # gradients
+
+
+def _first_pass(x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:
+    """Forward passes alone; then the last pp rank brings the outputs of all dp ranks together."""
+    for action in forward_actions(x.pp, x.vpp, count)[at.pp]:
+        yield from _exchange(x, at, action) if isinstance(action, Exchange) else _forward(x, at)
+    if at.pp == x.pp - 1:
+        yield from _over(x, at, "dp")
 
 
 def _link(x: Layout, at: Coordinate, to: int, message: str) -> Iterator[CommOp]:

@@ -1,9 +1,10 @@
-"""A loss is one that micro-batches and ranks can add up exactly.
+"""A loss is one that micro-batches and ranks can add up exactly, or one with a pass before that sees all of them.
 
-In: tables with sound references. Out: diagnostics RL0618. Rules: the loss is a sum of reductions over the batch, each
-with a factor that does not depend on the rows; such a reduction is used for no single element; nothing is reduced by
-prompt, of which a minibatch may hold a part; all elements are of the frames that are trained on; and an output of the
-model is in the loss.
+In: tables with sound references. Out: diagnostics RL0618. Rules: all elements are of the frames that are trained on,
+and an output of the model is in the loss. Without a first pass, the loss is a sum of reductions over the batch, each
+with a factor that does not depend on the rows; such a reduction is used for no single element; and nothing is reduced
+by prompt. With one, what is reduced by prompt has whole prompts in its minibatches, and arithmetic over a vocabulary
+depends on nothing that is known only after that pass.
 """
 
 from __future__ import annotations
@@ -34,12 +35,30 @@ def _fault(t: Tables, e: Train, program: Program) -> str:
               *(x for x, of in t.entries.items() if of.frame in e.frames)}
     if strange := next((n.space for n in nodes if n.space not in spaces), None):
         return f"uses {strange}, which is not a training input"
-    if any(in_family(n.op, "reduction") and n.attr("to") in ("prompt", nodes[n.args[0]].level) for n in nodes):
-        return "reduces by prompt, but a minibatch may contain only part of a prompt's sequences"
+    by_prompt = any(in_family(n.op, "reduction") and n.attr("to") in ("prompt", nodes[n.args[0]].level) or
+                    in_family(n.op, "order") and n.attr("within") in ("prompt", n.level) for n in nodes)
+    if not e.first_pass and any(in_family(n.op, "order") for n in nodes):
+        return "orders elements, but a micro-batch has only some of them"
+    if by_prompt and (not e.first_pass or t.spreads[e.spread].granularity != "prompt"):
+        return "reduces by prompt, but a micro-batch or minibatch may contain only part of a prompt's sequences"
+    if e.first_pass:
+        used = {nodes[i].attr("name") for i in nodes_under(nodes, [outputs["loss"]]) if nodes[i].op == "input"}
+        return _within_tokens(t, e, nodes) or (
+            "" if used & {n for n, _, _ in e.model_outputs} else "has a loss that does not depend on the model")
     inner = nodes_under(nodes, [a for n in nodes if _reduces(n) for a in n.args[:1]])
     if any(_reduces(nodes[i]) for i in inner):
         return "uses a reduction over the batch elementwise"
     return _affine(nodes, outputs["loss"], {n for n, _, _ in e.model_outputs})
+
+
+def _within_tokens(t: Tables, e: Train, nodes: Sequence[Node]) -> str:
+    """What is wrong with the arithmetic over a whole vocabulary, which is done in the passes themselves; or ""."""
+    whole = [i for i, n in enumerate(nodes) if n.level == "entry" and n.space in t.entries
+             and not t.entries[n.space].width]
+    below = [nodes[i] for i in nodes_under(nodes, whole)]
+    seen = any(in_family(n.op, "order") or in_family(n.op, "reduction")
+               and n.attr("to") in ("batch", "prompt", nodes[n.args[0]].level) for n in below)
+    return "computes over the vocabulary with what only the whole minibatch says" if seen else ""
 
 
 def _reduces(n: Node) -> bool:

@@ -77,6 +77,8 @@ def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
             if operator.to_batch_only and {node.level, *(a.level for a in args[1:])} != {"batch"}:
                 return f"a {node.op} is one number, of the batch, and so are its further arguments"
             return _broadcast(t, node, args[0], reduced=True)
+        case "order":
+            return _order_fault(t, node, args[0])
         case "sequence":
             return _sequence_fault(t, operator, node, args)
         case "rows":
@@ -90,6 +92,18 @@ def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
             return _leaf_fault(t, node)
         case family:
             assert_never(family)
+
+
+def _order_fault(t: Tables, node: Node, x: Node) -> str:
+    within, of = node.attr("within"), str(node.attr("of"))
+    if (node.level, node.space) != (x.level, x.space) or within not in LEVELS:
+        return f"orders {x.level} of {x.space!r} within {within!r} as {node.level} of {node.space!r}"
+    if x.level == "entry" and not t.entries[x.space].width:
+        return "what ranges over the whole vocabulary has no order"
+    coarser = LEVELS.index(within) < LEVELS.index(x.level) or within == x.level == "seq" and of != x.space
+    if not coarser or not _has_space(t, within, of):
+        return f"orders a {x.level} value within the {within} space {of!r}"
+    return _broadcast(t, Node("input", level=within, space=of), x, reduced=True)
 
 
 def _sequence_fault(t: Tables, operator: Operator, node: Node, args: Sequence[Node]) -> str:

@@ -4,7 +4,7 @@ In: tables with sound references. Out: diagnostics RL0538. Rules: a spread that 
 number of them; lengths come from spreads that have each row on one dp rank; a computation works on rows that lie in
 those that its spread divides. If it reduces over the batch, or calls Python, it has each row on one rank, and one that
 works with prompts has all sequences of a prompt there; generation divides prompts and does not need the lengths that it
-makes; training divides rows.
+makes; training divides rows, or prompts for losses that need whole ones.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _generate(t: Tables, e: Generate) -> str:
 
 def _train(t: Tables, e: Train) -> str:
     s = t.spreads[e.spread]
-    if s.granularity != "row" or s.balance_by == "slot":
+    if s.granularity == "all" or s.granularity == "prompt" and not e.first_pass or s.balance_by == "slot":
         return f"makes minibatches of {s.granularity}s by {s.balance_by}"
     if len({t.frames[f].row_space for f in e.frames}) > 1:
         return f"pairs rows of different spaces: {', '.join(e.frames)}"
@@ -120,7 +120,7 @@ def _compute(t: Tables, e: Compute) -> str:
     if stray := [f for f in e.frames if own and not _lies_in(t.frames[f], own[0], s)]:
         return f"uses rows of {stray[0]}, but spread {e.spread} divides those of {own[0].id}"
     ranks = len(t.spread_ranks(e.spread))
-    counts_rows = any(n.op == "py" or n.attr("to") == "batch" for n in program.nodes)
+    counts_rows = any(n.op == "py" or "batch" in (n.attr("to"), n.attr("within")) for n in program.nodes)
     if counts_rows and ranks > 1 and (s.granularity == "all" or t.layouts[s.layout].dp != ranks or s.epochs > 1):
         return f"must count each row once, but spread {e.spread} has rows on several ranks"
     divided = s.frames and s.granularity != "all" and t.layouts[s.layout].dp > 1
@@ -143,6 +143,8 @@ def _reduced_to(t: Tables, program: Program) -> set[str]:
             frame = t.entries[of.space].frame if of.level == "entry" else of.space
             rows = t.frames[frame].row_space if of.level in ("turn", "token", "entry") else of.space
             found |= {n.space} - {rows}
+        elif in_family(n.op, "order") and n.attr("within") in ("prompt", n.level):
+            found.add(str(n.attr("of")))
         elif n.op == "along":  # all prefixes of a response, next to its tokens
             found.add(t.frames[n.space].row_space)
         elif in_family(n.op, "rows") and n.op != "over":  # all siblings

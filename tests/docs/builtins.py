@@ -32,7 +32,7 @@ def cases(call: str, type_: str) -> Iterator[Case]:
     """Every choice of the letters L, F and M."""
     left, _, result = f" {type_}".partition(" -> ")  # a function without arguments has nothing on the left
     left = left.strip()
-    letters = sorted(set("LFM") & {*left.split(", "), result})
+    letters = sorted(set("LFM") & {*left.split(", "), result, call.partition(" by ")[2][:1]})
     for chosen in product(LEVELS, repeat=len(letters)):
         level = dict(zip(letters, chosen))
         finer = level.get("F", "token") != "batch"

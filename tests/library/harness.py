@@ -31,6 +31,7 @@ from rldsl.plan.heads import HEADS
 from rldsl.plan.model import Spread
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.runtime.interpreter.expression_programs import FrameRows, MinibatchLoss, loss_counts, run_compute
+from rldsl.runtime.interpreter.whole_minibatch import WholeMinibatchLoss
 from rldsl.semantics.errors import BAD, Errors
 from rldsl.semantics.levels import Spaces
 from rldsl.semantics.losses import bind_loss
@@ -220,16 +221,29 @@ def run_loss(modules: str, call: str, batch: Batch, fresh: dict[str, Given], *, 
              mbs: int = 0, mbt: int = 0, text: str = "", **data: Given | float) -> Done:
     """One minibatch, the whole batch, of the loss `call`, trained on all frames of the batch. fresh: by the names that
     the loss declares before `;`. mbs, mbt: most rows, and most response tokens, of a micro-batch (0: all)."""
-    code, inputs = compile_loss(modules, call, batch, head, text, data)
+    code, inputs, needs_all = _bound_loss(modules, call, batch, head, text, data)
     leaves = {n: g.data.clone().requires_grad_(True) for n, g in fresh.items()}
     known = inputs | {n: Given(fresh[n].level, fresh[n].frame, x) for n, x in leaves.items()}
-    run_of = lambda: MinibatchLoss(  # noqa: E731
-        code, loss_counts(code, batch.frames, range(batch.rows), batch.lens, batch.entries))
+    counts = loss_counts(code, batch.frames, range(batch.rows), batch.lens, batch.entries)
     totals = [sum(x) for x in zip(*batch.lens.values())]
+    parts = [micro_batches(rows, totals, mbs, 1, mbt) for rows in _shards(batch, dp, "row")]
+
+    def run_of(rank: int | None = None, group: Any = None) -> MinibatchLoss | WholeMinibatchLoss:
+        if not needs_all:
+            return MinibatchLoss(code, counts)
+        whole = WholeMinibatchLoss(
+            code, counts, leaves, {n for n, g in inputs.items() if isinstance(g, Given) and g.data.dtype == torch.bool},
+            {n: torch.tensor(x, dtype=torch.float64) for n, x in inputs.items() if not isinstance(x, Given)})
+        if rank is not None:
+            for part in parts[rank]:
+                with torch.no_grad():
+                    whole.see({n: _part(batch, known[n], part) for n in code.inputs()}, _views(batch, part))
+            whole.evaluate(group, torch.device("cpu"))
+        return whole
+
     vectors, sums = [], 0
-    for rows in _shards(batch, dp, "row"):
-        run = run_of()  # one for each rank
-        for part in micro_batches(rows, totals, mbs, 1, mbt):
+    for run, own in zip(_on_ranks(dp, run_of), parts):  # one for each rank
+        for part in own:
             read = {n: _part(batch, known[n], part) for n in code.inputs()}
             run(read, _views(batch, part)).backward()
         vectors.append(run.partials())
@@ -240,9 +254,9 @@ def run_loss(modules: str, call: str, batch: Batch, fresh: dict[str, Given], *, 
     return Done(found.pop("loss"), grads, found)
 
 
-def compile_loss(modules: str, call: str, batch: Batch, head: str, text: str,
-                 data: dict[str, Given | float]) -> tuple[Program, dict[str, Given | float]]:
-    """The loss's program, and what each of its data inputs is given (an argument that is an expression is computed)."""
+def _bound_loss(modules: str, call: str, batch: Batch, head: str, text: str, data: dict[str, Given | float]
+                ) -> tuple[Program, dict[str, Given | float], bool]:
+    """As `compile_loss`, and whether the loss needs the whole minibatch at once."""
     made = _compile(modules, call, batch, data, text)
     use = made.meaning()
     assert isinstance(use, LossUse), f"{call} is not a loss"
@@ -253,7 +267,13 @@ def compile_loss(modules: str, call: str, batch: Batch, head: str, text: str,
     for name, term in lowered.data:
         value = _evaluated(term, batch, data)
         inputs[name] = Given(term.level, _frame(batch, term), value) if term.level != "batch" else float(value)
-    return lowered.program, inputs
+    return lowered.program, inputs, bool(lowered.first_pass)
+
+
+def compile_loss(modules: str, call: str, batch: Batch, head: str, text: str,
+                 data: dict[str, Given | float]) -> tuple[Program, dict[str, Given | float]]:
+    """The loss's program, and what each of its data inputs is given (an argument that is an expression is computed)."""
+    return _bound_loss(modules, call, batch, head, text, data)[:2]
 
 
 def _evaluated(term: Term, batch: Batch, data: dict[str, Given | float]) -> Tensor:
@@ -323,7 +343,8 @@ def _on_ranks(count: int, work: Callable[[int, Any], Any]) -> list[Any]:
             meeting.failed.append(error)
             meeting.barrier.abort()
 
-    with mock.patch("rldsl.runtime.interpreter.expression_programs.dist", _FAKE):
+    with (mock.patch("rldsl.runtime.interpreter.expression_programs.dist", _FAKE),
+          mock.patch("rldsl.runtime.interpreter.whole_minibatch.dist", _FAKE)):
         threads = [threading.Thread(target=one, args=(r,)) for r in range(count)]
         for thread in threads:
             thread.start()

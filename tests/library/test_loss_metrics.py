@@ -67,33 +67,6 @@ def test_a_metric_reduces_data_over_the_minibatch(dp: int, mbs: int) -> None:
         assert found.metrics["m"] == pytest.approx(float(expected), rel=1e-12), metric
 
 
-@pytest.mark.parametrize(("metric", "value", "code", "part"), [
-    ("mean(logprobs)", "median(logprobs)", "RL0209", "not linear"),
-    ("mean(logprobs)", "mean(logprobs) + quantile(adv, 0.9)", "RL0210", "in the flow"),
-    ("median(sum(logprobs by prompt))", "mean(logprobs)", "RL0210", "by prompt"),
-    ("mean(abs(logprobs - median(logprobs)))", "mean(logprobs)", "RL0209", "elementwise"),
-    ("mean((logprobs - mean(logprobs)) / std(logprobs))", "mean(logprobs)", "RL0209", "elementwise"),
-    ("mean(abs(adv - mean(adv)))", "mean(logprobs)", "RL0209", "elementwise"),
-    ("mean(logprobs)", "std(logprobs)", "RL0209", "not linear"),
-    ("mean(logprobs)", "mean(logprobs) / mean(adv)", "RL0210", "in the flow"),
-    ("mean(adv)", "mean(logprobs) + mean(adv)", "RL0210", "in the flow"),
-    ("mean(sum(logprobs by prompt))", "mean(logprobs)", "RL0210", "by prompt"),
-])
-def test_what_neither_may_do(metric: str, value: str, code: str, part: str) -> None:
-    lp, adv = draw(NUM_TOKENS, 7), Given("token", "gen", draw(NUM_TOKENS, 8))
-    with pytest.raises(Failure) as failure:
-        measured(metric, lp, value=value, adv=adv)
-    found = failure.value.diagnostics[0]
-    assert found.code == code and part in " ".join((found.title, found.label, found.help))
-
-
-def test_data_by_prompt_is_refused_where_micro_batches_would_count_it_twice() -> None:
-    data = Given("prompt", "gen", draw(RAGGED.rows, 9))
-    with pytest.raises(Failure) as failure:
-        measured("mean(w)", draw(NUM_TOKENS, 9), w=data)
-    assert [d.code for d in failure.value.diagnostics] == ["RL0210"]
-
-
 @pytest.mark.parametrize(("dp", "mbs"), CUTS)
 def test_a_median_is_that_of_the_whole_minibatch(dp: int, mbs: int) -> None:
     lp, adv, w = draw(NUM_TOKENS, 10), draw(NUM_TOKENS, 11), draw(RAGGED.rows, 12)

@@ -58,8 +58,6 @@ CASES = {
     "reduction_to_finer": flow(*GEN, "x = mean(mean(g.logprobs by seq) by seq)"),
     "head_without_call": flow(*GEN, "v = m.values(g)"),
     "train_frozen": "use std.sft (sft)\n" + flow("b = d.next()", "r.train(b, loss=sft())"),
-    "loss_not_affine": "loss bad(logprobs: token; adv: token) {\n  return mean(logprobs * adv) / mean(logprobs)\n}\n"
-                       + flow(*GEN, "m.train(g, loss=bad(adv=g.logprobs))"),
     "option_out_of_range": flow("p = d.next()", "g = m.generate(p, top_p=1.5)"),
     "number_for_text": "model z = causal_lm(3)\n" + flow(*GEN),
     # placement
@@ -85,10 +83,9 @@ CASES = {
     "degrees_of_two": flow("p = d.next()", "g = m.generate(p) on mesh(0:8) dp=3 tp=4"),
     "loss_without_output": "use std.ppo (value_clip)\n" + flow(
         *GEN, "m.train(g, loss=value_clip(old=g.logprobs, ret=g.logprobs))"),
-    "loss_reduces_again": "loss bad(logprobs: token;) {\n  center = mean(logprobs)\n"
-                          "  return mean((logprobs - center) ** 2)\n}\n" + flow(*GEN, "m.train(g, loss=bad())"),
-    "not_affine_through_a_name": "loss bad(logprobs: token;) {\n  part = mean(logprobs) ** 2\n  return -part\n}\n"
-                                 + flow(*GEN, "m.train(g, loss=bad())"),
+    "loss_of_parts_of_prompts": "loss bad(logprobs: token;) {\n  return mean(std(sum(logprobs by seq) by prompt))\n}\n"
+                                + flow("p = d.next()", "g = m.generate(p, n=3)",
+                                       "m.train(g, loss=bad(), minibatches=8)"),
     # one mistake, however often it shows
     "unknown_name_used_often": flow(*GEN, "x = mean(lenght)", "y = lenght + 1", "metric z = lenght"),
     "misspelt_import_used": "use std.ppo (gea)\n" + flow(*GEN, "a, b = gae(g.logprobs, g.logprobs)"),

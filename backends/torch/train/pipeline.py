@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rldsl.backends.torch.model.model_inputs import ModelInputs
 from rldsl.backends.torch.model.stage import Stage
 from rldsl.runtime.backend import Axis
-from rldsl.sharding.pipeline_schedule import Exchange, Message, MicroBatchPass, actions
+from rldsl.sharding.pipeline_schedule import Exchange, Message, MicroBatchPass, actions, forward_actions
 
 
 class P2PCommunicator:
@@ -75,6 +75,25 @@ def pipeline_forward(stage: Stage, pp: Axis, batches: Sequence[ModelInputs],
         else:
             p2p.exchange(Exchange((Message(this_pass, pp.index + 1),), ()), hidden,
                            lambda i: _recv_buffer(stage, batches[i]))
+    p2p.wait_sends()
+
+
+def pipeline_first_pass(stage: Stage, pp: Axis, batches: Sequence[ModelInputs],
+                        finish: Callable[[int, torch.Tensor], None]) -> None:
+    """The forward passes of training, for what their gradients need first. finish(i, hidden [T, H]) is called on the
+    rank with the last layers, in order."""
+    p2p = P2PCommunicator(pp)
+    output: torch.Tensor | None = None
+    for action in forward_actions(pp.size, len(stage.chunks), len(batches))[pp.index]:
+        if isinstance(action, Exchange):
+            p2p.exchange(action, output, lambda i: _recv_buffer(stage, batches[i]))
+            output = None
+            continue
+        batch, hidden = batches[action.micro], p2p.wait_receive(action)
+        output = stage.forward(batch.tokens, batch.attention.positions, batch.attention, hidden, action.chunk)
+        if stage.chunks[action.chunk].last:
+            finish(action.micro, output)
+            output = None
     p2p.wait_sends()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -182,6 +183,11 @@ def evaluate(node: Node, inner: Sequence[Node], args: Sequence[Tensor], ragged: 
         return elementwise(node.op, [broadcast(a, n, node, ragged) for a, n in zip(args, inner, strict=True)], dtype)
     if node.attr("to") is not None:
         return reduce(node, inner[0], args[0], ragged, dtype)
+    if in_family(node.op, "order"):
+        wide, within = args[0].to(torch.float64), cast(Level, node.attr("within"))
+        index = torch.zeros(wide.numel(), dtype=torch.int64, device=wide.device) if within == "batch" else \
+            ragged.index(inner[0].level, inner[0].space, within, str(node.attr("of")))
+        return ordered(node.op, wide, index).to(dtype)
     return sequence(node, str(node.attr("frame") or inner[0].space), args, ragged, dtype)
 
 
@@ -303,6 +309,31 @@ _SEGMENTS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "median": _medians,
 }
 _WHOLE: Mapping[str, Callable[[Tensor, Sequence[Tensor]], Tensor]] = {"median": _median, "quantile": _quantile}
+
+
+# ----------------------------------------------------------------------------------------------------- orders
+
+
+def ordered(op: str, x: Tensor, segment: Tensor) -> Tensor:
+    """An operator of the family "order". x: [elements] float64. segment: of each element; orders are inside segments.
+    NaN comes last; its rank is NaN."""
+    by_value = x.argsort(stable=True)
+    order = by_value[segment[by_value].argsort(stable=True)]  # by segment, then by value
+    if op == "sort":
+        return torch.zeros_like(x).index_copy(0, segment.argsort(stable=True), x[order])
+    if op != "rank":
+        raise internal_error(f"the interpreter has no order {op}")
+    if not x.numel():
+        return torch.zeros_like(x)
+    value, own = x[order].detach(), segment[order]
+    place = torch.arange(x.numel(), device=x.device)
+    starts = torch.cat((own.new_ones(1), own.diff())) != 0  # of segments
+    equals = starts | torch.cat((starts[:1], value[1:] != value[:-1]))  # of runs of equal elements
+    run, first = equals.cumsum(0) - 1, place[equals]
+    size = torch.cat((first[1:], place[-1:] + 1)) - first
+    begin = place[starts][starts.cumsum(0) - 1]  # of the segment of each
+    ranks = (first[run] - begin).to(x.dtype) + (size[run] - 1) / 2
+    return torch.empty_like(ranks).index_copy(0, order, torch.where(value.isnan(), torch.nan, ranks))
 
 
 # -------------------------------------------------------------------------------------------------- sequences

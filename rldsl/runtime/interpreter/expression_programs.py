@@ -28,7 +28,7 @@ from rldsl.plan.operators import OPERATORS, in_family
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.runtime.draws import uniform
 from rldsl.runtime.interpreter.exact_sums import SPECIAL, WORDS, as_floats, exact_sum, exact_words
-from rldsl.runtime.interpreter.expression_ops import FrameRows, RaggedIndex, evaluate, of_all_elements
+from rldsl.runtime.interpreter.expression_ops import FrameRows, RaggedIndex, evaluate, of_all_elements, ordered
 from rldsl.runtime.interpreter.row_ops import evaluate_rows
 from rldsl.runtime.store import offsets_within
 from rldsl.sharding.partition import key_of, mix
@@ -66,6 +66,8 @@ def run_compute(program: Program, inputs: Mapping[str, Tensor], frame_rows: Mapp
                 value = of_all_elements(node.op, _gathered(args[0].to(torch.float64), group), args[1:])
             elif _to_batch(node):
                 value = _all_reduced(node.op, args[0], group)
+            elif node.attr("within") == "batch":
+                value = _ordered(node, args[0], ragged, group).to(dtype)
             elif in_family(node.op, "rows"):
                 value = evaluate_rows(node, inner, args, ragged, dtype)
             else:
@@ -128,15 +130,15 @@ def _extremum(op: str, maximum: Tensor) -> Tensor:
     return maximum if op == "amax" else -maximum
 
 
-def _without_nan(x: Tensor) -> Tensor:
+def marked_nan(x: Tensor) -> Tensor:
     """[..., 2]: x with -inf for NaN, and a mark of what was NaN. A maximum over ranks keeps both; of NaN and a number,
     it may be either (gloo compares)."""
     is_nan = x.isnan()
     return torch.stack((x.masked_fill(is_nan, -torch.inf), torch.where(is_nan, 1.0, -torch.inf)), -1)
 
 
-def _with_nan(marked: Tensor) -> Tensor:
-    """What `_without_nan` took apart."""
+def unmarked_nan(marked: Tensor) -> Tensor:
+    """What `marked_nan` took apart."""
     x, mark = marked.unbind(-1)
     return x.masked_fill(mark > 0, torch.nan)
 
@@ -144,10 +146,10 @@ def _with_nan(marked: Tensor) -> Tensor:
 def _all_reduced(op: str, x: Tensor, group: Any) -> Tensor:
     """The reduction over the elements of all ranks of `group`: exact, so that it does not depend on their division."""
     if _is_extreme(op):
-        marked = _without_nan(torch.stack((_local(op, x), _local("count", x))))
+        marked = marked_nan(torch.stack((_local(op, x), _local("count", x))))
         if group is not None:
             dist.all_reduce(marked, op=dist.ReduceOp.MAX, group=group)
-        value, count = _with_nan(marked).unbind()
+        value, count = unmarked_nan(marked).unbind()
         return torch.where(count > 0, _extremum(op, value), 0.0)
     if op not in ("count", "sum", "mean"):
         raise internal_error(f"the interpreter cannot reduce with {op} to batch")
@@ -158,6 +160,19 @@ def _all_reduced(op: str, x: Tensor, group: Any) -> Tensor:
     *_, count = words.tolist()
     total = float(count) if op == "count" else exact_sum(words[:-1])
     return torch.tensor(total / max(count, 1) if op == "mean" else total, dtype=torch.float64, device=x.device)
+
+
+def _ordered(node: Node, x: Tensor, ragged: RaggedIndex, group: Any) -> Tensor:
+    """An order over the elements of all ranks, in the order of their rows: those of this rank."""
+    rows, offsets = _places(node, ragged)
+    counts, own = _gathered(x.new_tensor([x.numel()], dtype=torch.float64), group), 0 if group is None else \
+        dist.get_rank(group)
+    table, row, offset = (_gathered(t.to(torch.float64), group) for t in (x, rows, offsets))
+    by_offset = offset.argsort(stable=True)
+    by_place = by_offset[row[by_offset].argsort(stable=True)]
+    found = ordered(node.op, table[by_place], torch.zeros_like(by_place))
+    start = int(counts[:own].sum())
+    return torch.empty_like(found).index_copy(0, by_place, found)[start : start + x.numel()]
 
 
 def _gathered(x: Tensor, group: Any) -> Tensor:
@@ -179,26 +194,30 @@ def _drawn(node: Node, ragged: RaggedIndex, seed: int, step: int, batch: int) ->
     """A random number for each element of a node, independent of those of other calls of `uniform`."""
     frame = ragged.frames[ragged.frame(node.level, node.space)]
     first = batch * (frame.count // frame.per_prompt if node.level == "prompt" else frame.count)
+    rows, offsets = _places(node, ragged)
+    return uniform(mix(seed, key_of(str(node.attr("call")))) >> 1, step, rows + first, offsets)
+
+
+def _places(node: Node, ragged: RaggedIndex) -> tuple[Tensor, Tensor]:
+    """For each element of a node the number of its row, or prompt, and its number among those of the row."""
     if node.level == "prompt":
         rows = ragged.prompts(node.space)
-        positions = torch.zeros_like(rows)
-    elif node.level == "entry":
+        return rows, torch.zeros_like(rows)
+    if node.level == "entry":
         name, width = ragged.entries[node.space]
         index = ragged.index("entry", node.space, "token")
         lens = ragged.frame_rows[name].lens
         rows = ragged.frame_rows[name].rows[ragged.index("token", name, "seq")[index]]
-        positions = offsets_within(lens)[index] * width + torch.arange(len(index), device=index.device) % width
-    else:
-        frame_rows = ragged.frame_rows[ragged.frame(node.level, node.space)]
-        rows, positions = frame_rows.rows, torch.zeros_like(frame_rows.rows)
-        if node.level == "turn":
-            counts = ragged.turn_counts(node.space)
-            rows, positions = rows.repeat_interleave(counts), offsets_within(counts)
-        if node.level == "token":
-            seq_of_token = ragged.index("token", node.space, "seq")
-            starts = (ragged.ends(node.space) - frame_rows.lens)[seq_of_token]
-            rows, positions = rows[seq_of_token], torch.arange(seq_of_token.numel(), device=starts.device) - starts
-    return uniform(mix(seed, key_of(str(node.attr("call")))) >> 1, step, rows + first, positions)
+        return rows, offsets_within(lens)[index] * width + torch.arange(len(index), device=index.device) % width
+    frame_rows = ragged.frame_rows[ragged.frame(node.level, node.space)]
+    if node.level == "turn":
+        counts = ragged.turn_counts(node.space)
+        return frame_rows.rows.repeat_interleave(counts), offsets_within(counts)
+    if node.level == "token":
+        seq_of_token = ragged.index("token", node.space, "seq")
+        starts = (ragged.ends(node.space) - frame_rows.lens)[seq_of_token]
+        return frame_rows.rows[seq_of_token], torch.arange(seq_of_token.numel(), device=starts.device) - starts
+    return frame_rows.rows, torch.zeros_like(frame_rows.rows)
 
 
 # ----------------------------------------------------------------------------------------------------- losses
@@ -230,9 +249,31 @@ def loss_counts(program: Program, frames: Mapping[str, IndexedFrame], rows: Sequ
         sizes["seq", frame.row_space] = len(rows)
         sizes |= {("entry", name): ends[-1] * e.width for name, e in entries.items() if e.frame == frame.id}
         sizes["prompt", frame.prompt_space] = len({r // frame.per_prompt for r in rows})
+        # prompts that are sequences of another frame
+        sizes.setdefault(("seq", frame.prompt_space), sizes["prompt", frame.prompt_space])
     if unknown := {n.space for n in program.nodes if n.level != "batch" and (n.level, n.space) not in sizes}:
         raise internal_error(f"{program.id}: unknown frame of {', '.join(sorted(unknown))}", "run")
     return Counts(frames, sizes, rows, starts, entries)
+
+
+def positions(counts: Counts, node: Node, ragged: RaggedIndex) -> Tensor:
+    """Where the elements of `node` at hand, a prompt, seq, token or entry value, are among those of the whole
+    minibatch, in the order of the rows."""
+    if node.level == "entry":
+        frame, width = counts.entries[node.space]
+        tokens = positions(counts, Node("input", level="token", space=frame), ragged)
+        return (tokens[:, None] * width + torch.arange(width, device=tokens.device)).flatten()
+    frame = ragged.frame(node.level, node.space)
+    rows = ragged.frame_rows[frame]
+    if node.level == "prompt":
+        whole = torch.tensor(counts.rows, device=rows.rows.device) // counts.frames[frame].per_prompt
+        return torch.searchsorted(whole.unique(), ragged.prompts(node.space))
+    row = torch.searchsorted(torch.tensor(counts.rows, device=rows.rows.device), rows.rows)
+    if node.level == "seq":
+        return row
+    # token j of the rows at hand is token j - (the first of its row at hand) of its row
+    shift = torch.tensor(counts.starts[frame], device=row.device)[row] - (ragged.ends(frame) - rows.lens)
+    return torch.arange(rows.total, device=row.device) + shift[ragged.index("token", frame, "seq")]
 
 
 class MinibatchLoss:
@@ -295,7 +336,8 @@ class MinibatchLoss:
         self._record(done, locals_, scalars)
         for i, elements in self._elements_of.items():
             of = self._program.nodes[i].args[0]
-            elements.append((self._positions(self._program.nodes[of], ragged), done[of].detach().to(torch.float64)))
+            at = positions(self._counts, self._program.nodes[of], ragged)
+            elements.append((at, done[of].detach().to(torch.float64)))
         root = dict(self._program.outputs)["loss"]
         leaves = {i: locals_[i] / self._divisor(i) for i in self._summed}
         zeros = {i: torch.zeros_like(x.detach()) for i, x in leaves.items()}
@@ -313,14 +355,14 @@ class MinibatchLoss:
             for positions, elements in self._elements_of[i]:
                 table[positions.to(device)] = elements.to(device)
         words = [as_floats(words).to(device) for words in self._words]
-        return torch.cat([*words, *tables, _without_nan(self._partials.to(device)).flatten()])
+        return torch.cat([*words, *tables, marked_nan(self._partials.to(device)).flatten()])
 
     def finish(self, vector: Tensor) -> dict[str, float]:
         """"loss" and every metric of the whole minibatch, from the partials of all ranks."""
         sizes = [self.num_words, *map(self._size, self._gathered), 2 * len(self._partials)]
         words, *tables, marked = vector.cpu().split(sizes)
         sums = words.new_tensor([exact_sum(x) for x in words.view(self._words.shape)])
-        maxima, scalars = _with_nan(marked.view(-1, 2)).tensor_split([len(self._maxima)])
+        maxima, scalars = unmarked_nan(marked.view(-1, 2)).tensor_split([len(self._maxima)])
         leaves = {i: x / self._divisor(i) for i, x in zip(self._summed, sums, strict=True)}
         leaves |= {i: _extremum(self._program.nodes[i].op, x) if self._size(i) else x.new_zeros(())
                    for i, x in zip(self._maxima, maxima, strict=True)}
@@ -368,21 +410,6 @@ class MinibatchLoss:
         """The global number of elements that a reduction to batch level reduces."""
         reduced = self._program.nodes[self._program.nodes[reduction].args[0]]
         return self._counts.sizes[reduced.level, reduced.space]
-
-    def _positions(self, node: Node, ragged: RaggedIndex) -> Tensor:
-        """Where the elements of `node` at hand, a seq, token or entry value, are among those of the whole minibatch."""
-        if node.level == "entry":
-            frame, width = self._counts.entries[node.space]
-            tokens = self._positions(Node("input", level="token", space=frame), ragged)
-            return (tokens[:, None] * width + torch.arange(width, device=tokens.device)).flatten()
-        frame = ragged.frame(node.level, node.space)
-        rows = ragged.frame_rows[frame]
-        row = torch.searchsorted(torch.tensor(self._counts.rows, device=rows.rows.device), rows.rows)
-        if node.level == "seq":
-            return row
-        # token j of the rows at hand is token j - (the first of its row at hand) of its row
-        shift = torch.tensor(self._counts.starts[frame], device=row.device)[row] - (ragged.ends(frame) - rows.lens)
-        return torch.arange(rows.total, device=row.device) + shift[ragged.index("token", frame, "seq")]
 
     def _divisor(self, reduction: int) -> float:
         """The global number of elements for a mean, else 1."""

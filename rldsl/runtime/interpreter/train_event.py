@@ -19,11 +19,12 @@ import torch.distributed as dist
 from rldsl.diag import fail
 from rldsl.plan.events import Train
 from rldsl.plan.heads import LOGPROBS_AT, SKIPPED, STOP, UPDATES
-from rldsl.runtime.backend import Axis, LossFn, OverVocabulary, PackedBatch
+from rldsl.runtime.backend import Axis, FirstPass, LossFn, OverVocabulary, PackedBatch
 from rldsl.runtime.interpreter.expression_ops import RaggedIndex
-from rldsl.runtime.interpreter.expression_programs import FrameRows, MinibatchLoss, loss_counts
+from rldsl.runtime.interpreter.expression_programs import Counts, FrameRows, MinibatchLoss, loss_counts
 from rldsl.runtime.interpreter.nonfinite import refuse_minibatch
 from rldsl.runtime.interpreter.vocabulary import split
+from rldsl.runtime.interpreter.whole_minibatch import WholeMinibatchLoss
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.state.step import StepState
@@ -52,7 +53,7 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
     call = _TrainCall(step, event)
     heads = [models.shard_to_read(*copy) for copy in event.head_copies]
     given_rate = _learning_rate(step, event)
-    losses: list[MinibatchLoss] = []
+    losses: list[AnyLoss] = []
     metrics: list[dict[str, float]] = []
     step_results: list[Mapping[str, float]] = []  # of the optimizer steps that were made
 
@@ -71,11 +72,13 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
             rate = skip_update()
             continue
         passes = call.passes(minibatch, axes.dp, axes.pp.size, pad_count=layout.zero > 0 or layout.ep > 1)
-        minibatch_loss, batches, loss = call.minibatch(minibatch, [p for leaf in passes for p in leaf])
+        minibatch_loss, batches, loss, first_pass = call.minibatch(minibatch, [p for leaf in passes for p in leaf],
+                                                                   axes.dp)
         losses.append(minibatch_loss)
         leaves = [len(leaf) for leaf in passes] if spread.leaves else ()
         # only where they are needed: a backend may not know them
-        special: dict[str, Any] = ({"heads": heads} if heads else {}) | ({"leaves": leaves} if leaves else {})
+        special: dict[str, Any] = {name: x for name, x in (("heads", heads), ("leaves", leaves),
+                                                           ("first_pass", first_pass)) if x}
         result = shard.train(batches, call.model_outputs_by_frame, call.temperature, loss,
                              record_metrics_and_ask_to_stop if STOP in program_outputs else None, event.recompute,
                              given_rate, **special)
@@ -117,6 +120,9 @@ def _learning_rate(step: StepState, event: Train) -> float | None:
                    help="a learning rate must be a finite number of at least 0: bound what `lr=` computes, for example "
                         "with `max(0, ...)`")
     return rate
+
+
+AnyLoss = MinibatchLoss | WholeMinibatchLoss
 
 
 class _TrainCall:
@@ -172,18 +178,22 @@ class _TrainCall:
             divided += ((),) * (max(num_micro_batches(r, self.totals, *bounds) for r in parts) - len(divided))
         return [divided]
 
-    def minibatch(self, rows: Sequence[Rows], divided: Sequence[Rows]
-                  ) -> tuple[MinibatchLoss, list[tuple[PackedBatch, ...]], LossFn]:
-        """The loss and metrics of a minibatch, the micro-batches of this dp rank, and the loss of one of them.
+    def minibatch(self, rows: Sequence[Rows], divided: Sequence[Rows], dp: Axis
+                  ) -> tuple[AnyLoss, list[tuple[PackedBatch, ...]], LossFn, FirstPass | None]:
+        """The loss and metrics of a minibatch, the micro-batches of this dp rank, the loss of one of them, and what
+        comes before.
 
         rows: of the whole minibatch, in any parts. divided: of each micro-batch."""
         step, event, frames = self.step, self.event, self.frames
-        minibatch_loss = MinibatchLoss(self.program, loss_counts(
-            self.program, frames, sorted(r for part in rows for r in part), self.responses, step.context.entries))
+        counts = loss_counts(self.program, frames, sorted(r for part in rows for r in part), self.responses,
+                             step.context.entries)
+        whole = self._whole(counts) if event.first_pass else None
+        minibatch_loss = whole or MinibatchLoss(self.program, counts)
         parts = [torch.tensor(p, dtype=torch.int64, device=step.context.device) for p in divided]
         batches = [tuple(self._packed(f, part) for f in event.frames) for part in parts]
 
-        def loss(i: int, model_outputs: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+        def read(i: int, model_outputs: Sequence[Mapping[str, torch.Tensor]]
+                 ) -> tuple[dict[str, torch.Tensor], dict[str, FrameRows]]:
             frame_rows = {f: FrameRows(parts[i], parts[i] // frames[f].per_prompt, self.lens[f].response[parts[i]],
                              sum(self.responses[f][r] for r in divided[i])) for f in event.frames}
             inputs = {name: model_outputs[event.frames.index(f)][output] for name, f, output in event.model_outputs}
@@ -193,9 +203,20 @@ class _TrainCall:
                 inputs |= self.over_vocabulary.inputs(
                     cast(OverVocabulary, inputs.pop(LOGPROBS_AT)), LOGPROBS_AT, self.teachers, inputs,
                     RaggedIndex(frame_rows, frames, step.context.entries))
-            return minibatch_loss(inputs, frame_rows)
+            return inputs, frame_rows
 
-        return minibatch_loss, batches, loss
+        first_pass = None if whole is None else FirstPass(
+            lambda i, outputs: whole.see(*read(i, outputs)), lambda: whole.evaluate(dp.group, step.context.device))
+        return minibatch_loss, batches, lambda i, outputs: minibatch_loss(*read(i, outputs)), first_pass
+
+    def _whole(self, counts: Counts) -> WholeMinibatchLoss:
+        """The loss of a minibatch that needs all of it at once."""
+        values, data = self.step.context.values, {n: v for n, v in self.event.data_inputs if v not in self.head_of}
+        given = {n for n in data if n in self.program.inputs()}
+        outputs = set(self.program.inputs()) - given  # of the model, or made of them over the vocabulary
+        return WholeMinibatchLoss(
+            self.program, counts, outputs, {n for n in given if values[data[n]].dtype == "bool"},
+            {n: self.data[n].data[0] for n in given if values[data[n]].extent == "batch"})
 
     def _packed(self, frame: str, rows: torch.Tensor) -> PackedBatch:
         packed = self.step.packed(frame, self.tokens[frame], rows)
@@ -222,7 +243,7 @@ def _data(context: RunContext, value: str, column: RaggedRows, rows: torch.Tenso
     return column.select(rows).data
 
 
-def minibatch_metrics(losses: Sequence[MinibatchLoss], counts: bool, group: object,
+def minibatch_metrics(losses: Sequence[AnyLoss], counts: bool, group: object,
                       device: torch.device) -> list[dict[str, float]]:
     """The metrics of every minibatch, from one all-reduce of sums and one of maxima over the mesh.
 
@@ -233,7 +254,8 @@ def minibatch_metrics(losses: Sequence[MinibatchLoss], counts: bool, group: obje
         sums.zero_()
         maxima.fill_(-torch.inf)
     if group is not None:
-        dist.all_reduce(sums, group=group)
+        if sums.numel():
+            dist.all_reduce(sums, group=group)
         if maxima.numel():
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
     each = zip(losses, sums.split([len(s) for s, _ in parts]), maxima.split([len(m) for _, m in parts]), strict=True)

@@ -1,0 +1,63 @@
+"""Whole runs with a pass before each minibatch: the numbers of a loss written otherwise, under every placement."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rldsl import api
+from rldsl.plan.events import Loop, Train
+from tests.end_to_end.programs import Metrics, run_program
+from tests.tiny import make_model
+
+PROGRAM = Path(__file__).parent / "two.rlf"
+PLACES = {
+    "dp": "place *.train on mesh(0:4) dp=4 mbs=1\nplace slow.* on mesh(0:2) dp=2",
+    "zero": "place *.train on mesh(0:4) dp=2 tp=2 zero=3 mbs=2\nplace slow.* on mesh(0:2) tp=2",
+    "zero2": "place *.train on mesh(0:4) dp=4 zero=2 mbs=7 recompute=full\nplace slow.* on mesh(0:1)",
+    "pp": "place *.train on mesh(0:4) dp=2 pp=2 vpp=2 mbs=1\nplace slow.* on mesh(2:4) dp=2",
+    "cp": "place *.train on mesh(0:4) pp=2 cp=2 mbt=40\nplace slow.* on mesh(0:4) dp=4",
+}
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("tiny")
+    make_model(root / "m", num_hidden_layers=4)
+    rows = [{"prompt": "a b c d e"[: 1 + 2 * (i % 4)]} for i in range(16)]
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"base": str(root / "m"), "rows": str(root / "rows.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def alone(sets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Metrics:
+    return run_program(PROGRAM, sets, tmp_path_factory.mktemp("alone"))
+
+
+def test_a_loss_written_otherwise_trains_alike(alone: Metrics) -> None:
+    for step in alone:
+        for name in ("loss", "grad_norm", "spread"):
+            assert step[f"twice/{name}"] == pytest.approx(step[f"once/{name}"], rel=2e-5)
+            assert step[f"once/{name}"] != 0
+        assert 0.4 < step["whole/sharp"] < 0.7
+    assert alone[0]["whole/loss"] != alone[1]["whole/loss"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_placement_changes_no_number(sets: dict[str, str], alone: Metrics, place: str, tmp_path: Path) -> None:
+    there = run_program(PROGRAM, sets, tmp_path, PLACES[place], like=alone)
+    for a, b in zip(alone, there, strict=True):
+        assert a.keys() == b.keys()
+        assert a == pytest.approx(b, rel=5e-4, abs=5e-6)
+
+
+def test_who_needs_the_pass_and_whole_prompts(sets: dict[str, str]) -> None:
+    plan = api.compile(str(PROGRAM), sets)
+    (loop,) = [x for x in plan.body if isinstance(x, Loop)]
+    trains = [x for x in loop.body if isinstance(x, Train)]
+    units = {s.id: s.granularity for s in plan.spreads}
+    assert [(e.model, bool(e.first_pass), units[e.spread]) for e in trains] == [
+        ("once", False, "row"), ("twice", True, "row"), ("whole", True, "prompt"), ("whole", True, "prompt")]
+    assert "exp(mean(adv * logprobs))" in trains[1].first_pass and "two.rlf" in trains[1].first_pass
