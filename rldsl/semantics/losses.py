@@ -258,10 +258,9 @@ def _check_outputs(outputs: list[tuple[str, Term]], model_outputs: set[str], err
         state[id(term)] = found
         if found == Dependence.NONLINEAR and id(term) in in_value and Dependence.NONLINEAR not in below:
             needs.nonlinear.append(term)
-    name, loss = outputs[0]
+    _, loss = outputs[0]
     if state[id(loss)] == Dependence.NONLINEAR:
-        culprit = next(t for t in needs.nonlinear if id(t) in {id(x) for x in walk([loss])})
-        needs.add(culprit, "is not linear in its reductions")
+        needs.add(needs.nonlinear[0], "is not linear in its reductions")
     if state[id(loss)] == Dependence.CONSTANT:
         errors.add("RL0209", "this loss does not depend on the model being trained", loss.span)
     elif not _has_gradient_path(loss, model_outputs):
@@ -277,7 +276,7 @@ class _Needs:
 
     why: str = ""
     prompts: bool = False
-    nonlinear: list[Term] = field(default_factory=list)  # the first nonlinear terms of reductions
+    nonlinear: list[Term] = field(default_factory=list)  # terms of the loss, made of terms that are not
 
     def add(self, term: Term, what: str) -> None:
         self.why = self.why or f"`{shortened(term.at.text)}` {what} ({term.at})"
