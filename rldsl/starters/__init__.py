@@ -9,17 +9,21 @@ from __future__ import annotations
 import re
 from importlib import resources
 
+from rldsl.starters import presets
+
 _USED = re.compile(r'^(?:use py|param rows +=) "([^"/]+)"', re.MULTILINE)  # data of its own is in no folder
 
 
 def names() -> tuple[str, ...]:
     """All starters, by name."""
-    return tuple(sorted(f.name.removesuffix(".rlf") for f in resources.files(__package__).iterdir()
-                        if f.name.endswith(".rlf")))
+    files = (f.name.removesuffix(".rlf") for f in resources.files(__package__).iterdir() if f.name.endswith(".rlf"))
+    return tuple(sorted((*files, *presets.PRESETS)))
 
 
 def text(name: str) -> str:
     """The program."""
+    if name in presets.PRESETS:
+        return presets.text(name, text(presets.PRESETS[name].base))
     return _read(f"{name}.rlf")
 
 

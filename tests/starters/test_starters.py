@@ -16,6 +16,8 @@ from rldsl.cli import main
 from rldsl.diag import Failure
 from rldsl.plan.codec import encode
 from rldsl.source import SourceFile
+from rldsl.starters import presets
+from rldsl.starters.presets import PRESETS
 from rldsl.syntax import ast
 from rldsl.syntax.format import format
 from rldsl.syntax.parse import parse
@@ -132,11 +134,21 @@ def test_runs(name: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(rows) == 2 and all(abs(value) < 1e6 for row in rows for value in row.values())
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_its_base_with_another_algorithm(name: str) -> None:
+    """Few lines differ, nothing names the base, and a base that changed under it is seen."""
+    base, mine = starters.text(PRESETS[name].base).splitlines(), starters.text(name).splitlines()
+    assert 2 <= len(set(mine) - set(base)) <= 14 and len(set(mine) & set(base)) > 15
+    assert not re.search(rf"\b{PRESETS[name].base}\.rlf", "\n".join(mine))
+    with pytest.raises(ValueError, match="has not once"):
+        presets.text(name, starters.text("sft"))
+
+
 def test_list() -> None:
     result = rlc("new")
     assert result.exit_code == 0
     assert [row.split()[0] for row in result.output.splitlines()] == list(NAMES)
-    assert {"ppo", "grpo", "dpo", "sft", "rloo", "reward_model"} <= set(NAMES) and len(NAMES) <= 16
+    assert {"ppo", "grpo", "dpo", "sft", "rloo", "reward_model"} <= set(NAMES) and len(NAMES) - len(PRESETS) <= 16
     assert {"agent", "async", "self_rewarding", "replay", "vineppo"} <= set(NAMES)
 
 
