@@ -13,13 +13,14 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, replace
+from math import ceil, inf
 
 from rldsl.clusters.model import Distribution
 from rldsl.plan.payloads import Waiting
 
 GOLDEN = 0.6180339887498949
+MOST_TURNS = 20_000  # that are followed one by one; of more, several conversations that are alike count as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,18 @@ class _Conversation:
 
 def conversation_seconds(talk: Talk, costs: PassCosts) -> tuple[float, float]:
     """(seconds until all have ended, seconds of them in which the shard computes)"""
+    usual = talk.most_turns if talk.turns is None else min(talk.turns.mean, talk.most_turns)
+    alike = min(ceil(talk.count * usual / MOST_TURNS), max(talk.slots, 1))
+    if alike > 1:
+        fewer = replace(talk, count=ceil(talk.count / alike), slots=talk.slots // alike, live=talk.live // alike)
+        return _followed(fewer, PassCosts(lambda active: costs.decode(active * alike),
+                                          lambda tokens: costs.prefill(tokens) * alike,
+                                          lambda tokens: costs.moved(tokens) * alike))
+    return _followed(talk, costs)
+
+
+def _followed(talk: Talk, costs: PassCosts) -> tuple[float, float]:
+    """As `conversation_seconds`, of conversations that are followed one by one."""
     turns = [_turns(talk, (i + 0.5) / talk.count) for i in range(talk.count)]
     mean = sum(turns) / max(len(turns), 1)
     each, context = talk.said / mean if mean else 0.0, talk.context / mean if mean else 0.0

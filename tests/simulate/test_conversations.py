@@ -55,6 +55,13 @@ def test_turns_vary_and_have_a_limit() -> None:
     assert many == conversation_seconds(replace(TALK, tool_seconds=Distribution(1.0)), COSTS)[0]
 
 
+def test_many_conversations_are_followed_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = replace(TALK, count=1000, slots=100, live=100, tool_seconds=Distribution(0.3, 0.2))
+    exact = conversation_seconds(many, COSTS)
+    monkeypatch.setattr("rldsl.simulate.conversations.MOST_TURNS", 400)
+    assert conversation_seconds(many, COSTS) == pytest.approx(exact, rel=0.1)
+
+
 @pytest.mark.parametrize("count, slots", [(0, 0), (1, 1), (7, 3)])
 def test_nothing_to_do_takes_no_time(count: int, slots: int) -> None:
     free = PassCosts(lambda _: 0.0, lambda _: 0.0, lambda _: 0.0)
