@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rldsl.plan.model import Optimizer
 from rldsl.runtime.interpreter.expression_programs import FrameRows, MinibatchLoss, loss_counts
 from tests.backend_torch.shards import make_shard, pack, plan_model, ragged
+from tests.end_to_end.programs import compile_program
 from tests.library.harness import Batch, compile_loss
-from tests.tiny import make_model
+from tests.tiny import make_all, make_model
 from tests.world import run_world
 
 ASKS = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "is_nonzero", "equal")
@@ -101,3 +103,52 @@ def test_what_asks_is_seen() -> None:
         x = torch.arange(4)
         x[x > 1].sum().item()
     assert asked.found == {"nonzero": 1, "_local_scalar_dense": 1}
+
+
+def _whole_event(rank: int, data: bytes, folder: str, cwd: str) -> list[dict[str, int]]:
+    """What is asked between the first forward pass of a minibatch and the last backward pass, in a run."""
+    from rldsl.backends.torch import shard as module
+    from tests.end_to_end.programs import _rank
+
+    plain, found = module.pipeline_forward_backward, []
+
+    def counted(*args: Any) -> None:
+        with Asked() as asked:
+            plain(*args)
+        found.append(dict(asked.found))
+
+    module.pipeline_forward_backward = counted
+    try:
+        _rank(rank, data, f"{folder}/run/out", cwd, None, Path(folder) / "responses")
+    finally:
+        module.pipeline_forward_backward = plain
+    return found
+
+
+PROGRAM = """
+use std.ppo (gae, ppo_clip, value_clip, kl_rewards)
+
+cluster nodes=1 gpus=1
+data prompts = jsonl("data/prompts.jsonl", batch=4, max_prompt_tokens=16)
+model actor = causal_lm("models/sft") train adamw(lr=1e-3)
+model critic = value_model("models/sft") train adamw(lr=1e-3)
+
+flow ppo(steps=1, seed=1) {
+  prompt = prompts.next()
+  gen = actor.generate(prompt, n=2, max_new_tokens=8)
+  v = critic.values(gen)
+  r = kl_rewards(len(gen) / 8.0, gen.logprobs, gen.logprobs, coef=0.1)
+  adv, ret = gae(r, v, gamma=1.0, lam=0.95)
+  critic.train(gen, loss=value_clip(old=v, ret=ret), minibatches=2) on mesh(0:1) mbs=2
+  actor.train(gen, loss=ppo_clip(old=gen.logprobs, adv=whiten(adv)), minibatches=2) on mesh(0:1) mbs=2
+}
+"""
+
+
+def test_a_whole_train_event_asks_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data inputs of the loss are selected before the passes: advantages, old log-probs, values of the critic."""
+    monkeypatch.chdir(make_all(tmp_path / "tiny"))
+    (tmp_path / "p.rlf").write_text(PROGRAM)
+    data = compile_program(tmp_path / "p.rlf", {}, None, tmp_path)
+    (found,) = run_world(1, _whole_event, data, str(tmp_path), str(Path.cwd()))
+    assert len(found) == 4 and found == [{}] * 4

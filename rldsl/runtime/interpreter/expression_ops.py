@@ -178,7 +178,8 @@ def evaluate(node: Node, inner: Sequence[Node], args: Sequence[Tensor], ragged: 
     dtype = torch.float64 if node.level == "batch" else dtype
     if node.op == "const":
         value = node.attr("value")
-        return torch.tensor(value, dtype=torch.bool if isinstance(value, bool) else dtype, device=ragged.device)
+        # a kernel that writes the number; `torch.tensor` would copy it from the host and wait
+        return torch.full((), value, dtype=torch.bool if isinstance(value, bool) else dtype, device=ragged.device)
     if in_family(node.op, "elementwise"):
         return elementwise(node.op, [broadcast(a, n, node, ragged) for a, n in zip(args, inner, strict=True)], dtype)
     if node.attr("to") is not None:

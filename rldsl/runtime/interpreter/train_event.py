@@ -191,14 +191,16 @@ class _TrainCall:
         minibatch_loss = whole or MinibatchLoss(self.program, counts)
         parts = [torch.tensor(p, dtype=torch.int64, device=step.context.device) for p in divided]
         batches = [tuple(self._packed(f, part) for f in event.frames) for part in parts]
+        # selected before the first pass, since the host waits for the device to learn how many elements there are
+        selected = [{name: _data(step.context, value, self.data[name], part, frames[event.frames[0]].per_prompt)
+                     for name, value in event.data_inputs if value not in self.head_of} for part in parts]
 
         def read(i: int, model_outputs: Sequence[Mapping[str, torch.Tensor]]
                  ) -> tuple[dict[str, torch.Tensor], dict[str, FrameRows]]:
             frame_rows = {f: FrameRows(parts[i], parts[i] // frames[f].per_prompt, self.lens[f].response[parts[i]],
                              sum(self.responses[f][r] for r in divided[i])) for f in event.frames}
             inputs = {name: model_outputs[event.frames.index(f)][output] for name, f, output in event.model_outputs}
-            inputs |= {name: _data(step.context, value, self.data[name], parts[i], frames[event.frames[0]].per_prompt)
-                       for name, value in event.data_inputs if value not in self.head_of}
+            inputs |= selected[i]
             if self.over_vocabulary is not None:
                 inputs |= self.over_vocabulary.inputs(
                     cast(OverVocabulary, inputs.pop(LOGPROBS_AT)), LOGPROBS_AT, self.teachers, inputs,
