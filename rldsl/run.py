@@ -58,6 +58,8 @@ def _main(program: Program | None) -> None:
     # Batches and buffers have another size in each step, which fragments the default allocator
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if arguments.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         file = _read(arguments.plan, world)
@@ -97,6 +99,9 @@ def _arguments(program: Program | None) -> argparse.Namespace:
                         help="write the recorded timeline to this file (Chrome trace JSON); on GPUs this synchronizes "
                              "after every event")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="device to run on (default: cuda if available)")
+    parser.add_argument("--deterministic", action="store_true",
+                        help="on GPUs, use kernels that add in a fixed order where there are any, so that a resumed "
+                             "run repeats the numbers of an uninterrupted one; slower")
     parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS",
                         help="seconds that a rank waits for another rank (default: 1800)")
     parser.add_argument("--reward-workers", type=_count, metavar="N",
@@ -252,6 +257,7 @@ def _reporting(arguments: argparse.Namespace) -> ReportOptions:
 def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, program: Program | None,
          agent: int | None) -> None:
     with collector.importing():
+        import torch
         import torch.distributed as dist
         import transformers
 
@@ -261,6 +267,10 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
         from rldsl.runtime.interpreter.options import Options
         from rldsl.runtime.metrics.tee import tee
 
+    if arguments.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)  # a kernel of which there is no such form warns
+    # parts of a bfloat16 product are added in float32, in generation as in training
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     local = int(os.environ.get("LOCAL_RANK", 0))

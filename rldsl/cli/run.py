@@ -35,6 +35,8 @@ from rldsl.diag import Failure
 @click.option("--allow-write", type=FOLDER, multiple=True, metavar="DIR",
               help="Also allow saves to this directory, outside --out and the working directory; repeatable.")
 @click.option("--overwrite", is_flag=True, help="Delete an earlier run in --out.")
+@click.option("--deterministic", is_flag=True,
+              help="On GPUs, use kernels that add in a fixed order where there are any; slower.")
 @click.option("--tensorboard", is_flag=True, help="Also write the metrics for TensorBoard, to OUT/tensorboard.")
 @click.option("--wandb", is_flag=False, flag_value="online", type=click.Choice(["offline", "online"]),
               help="Also log the metrics to Weights & Biases (without a value: online).")
@@ -43,8 +45,8 @@ from rldsl.diag import Failure
 @click.option("--plain", is_flag=True, help="Print one line per step even on a terminal.")
 def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
         out: str | None, resume: str | None, trace: str | None, nproc: int | None, reward_workers: int | None,
-        reward_timeout: float | None, allow_write: tuple[str, ...], overwrite: bool, tensorboard: bool,
-        wandb: str | None, log_samples: int, plain: bool) -> int:
+        reward_timeout: float | None, allow_write: tuple[str, ...], overwrite: bool, deterministic: bool,
+        tensorboard: bool, wandb: str | None, log_samples: int, plain: bool) -> int:
     """Compile and run FILE on this machine. FILE may also be a plan. Starts one process per rank."""
     from rldsl.commands.run import run
 
@@ -54,7 +56,7 @@ def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str |
         raise Usage("FILE is missing: a program or a plan")
     numbers = {"--reward-workers": reward_workers, "--reward-timeout": reward_timeout, "--wandb": wandb,
                "--log-samples": log_samples or None}
-    flags = {"--tensorboard": tensorboard, "--plain": plain}
+    flags = {"--deterministic": deterministic, "--tensorboard": tensorboard, "--plain": plain}
     as_json = settings.output == "json"
     options = [*(f"{option}={value}" for option, value in numbers.items() if value is not None),
                *(option for option, given in flags.items() if given),

@@ -21,9 +21,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
 
 
-def stopped(monkeypatch: pytest.MonkeyPatch, plan: Path, rank: int, local: int) -> None:
+def stopped(monkeypatch: pytest.MonkeyPatch, plan: Path, rank: int, local: int, *more: str) -> None:
     monkeypatch.setattr(run, "GRACE", 0.0)
-    monkeypatch.setattr(sys, "argv", ["rldsl.run", str(plan)])
+    monkeypatch.setattr(sys, "argv", ["rldsl.run", str(plan), *more])
     for name, value in (("RANK", rank), ("LOCAL_RANK", local), ("WORLD_SIZE", 16)):
         monkeypatch.setenv(name, str(value))
     with pytest.raises(SystemExit) as ended:
@@ -117,3 +117,11 @@ def test_two_ranks_never_take_one_gpu(monkeypatch: pytest.MonkeyPatch, uuids: tu
                 run._claim_device(store, torch.device("cuda", 0), rank)
         else:
             run._claim_device(store, torch.device("cuda", 0), rank)
+
+
+@pytest.mark.parametrize("given", [[], ["--deterministic"]])
+def test_deterministic_kernels_are_chosen_before_torch_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                               given: list[str]) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    stopped(monkeypatch, tmp_path / "none.plan", 0, 0, *given)
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if given else None)

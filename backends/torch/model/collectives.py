@@ -25,6 +25,9 @@ import torch.nn.functional as F
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.runtime.backend import Axis
 
+# the names of torch 2.13, and those before
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 SMALL = 1 << 14  # elements up to which an all-gather is faster than an exchange of parts and an all-gather of sums
 
 
@@ -71,16 +74,15 @@ def all_to_all(rows: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequ
 
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """[n, ...] -> [size * n, ...]. No gradient."""
-    out = x.new_empty(axis.size, *x.shape)
-    dist.all_gather(list(out.unbind()), x.contiguous(), group=axis.group)
-    return out.flatten(0, 1)
+    out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
+    ALL_GATHER(out, x.contiguous(), group=axis.group)
+    return out
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """[size * n, ...] -> [n, ...] of the sum over the axis. No gradient."""
-    parts = list(x.contiguous().unflatten(0, (axis.size, -1)).unbind())
-    out = torch.empty_like(parts[0])
-    dist.reduce_scatter(out, parts, group=axis.group)
+    out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+    REDUCE_SCATTER(out, x.contiguous(), group=axis.group)
     return out
 
 

@@ -3,6 +3,9 @@
 In: tensors by name. Out: the same tensors on the other side. Where the device is the CPU nothing moves. For CUDA, host
 memory is pinned and is kept, since pinning is slow; an offload is waited for, so that the device's memory is free
 afterwards, and an onload runs concurrently with other kernels on a stream of its own.
+
+Host memory is allocated as one tensor per dtype and registered with CUDA: torch's allocator of pinned memory would round
+each tensor up to a power of two.
 """
 
 from __future__ import annotations
@@ -27,12 +30,21 @@ class HostMemory:
         """Copy tensors to host memory. Returns the copies."""
         if self.stream is None:
             return dict(tensors)
+        self._allocate({name: x for name, x in tensors.items() if name not in self.pinned})
         for name, tensor in tensors.items():
-            if name not in self.pinned:
-                self.pinned[name] = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self.pinned[name].copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(self.device).synchronize()
         return {name: self.pinned[name] for name in tensors}
+
+    def _allocate(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Pinned memory for tensors, in `pinned`."""
+        for dtype in dict.fromkeys(x.dtype for x in tensors.values()):
+            chosen = {name: x for name, x in tensors.items() if x.dtype == dtype}
+            flat = torch.empty(sum(x.numel() for x in chosen.values()), dtype=dtype, device="cpu")
+            if flat.numel():
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0))
+            parts = flat.split([x.numel() for x in chosen.values()])
+            self.pinned |= {name: part.view(x.shape) for (name, x), part in zip(chosen.items(), parts, strict=True)}
 
     @torch.no_grad()
     def onload(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, Callable[[], None]]:

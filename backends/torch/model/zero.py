@@ -28,13 +28,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from rldsl.backends.torch.model.collectives import tree_reduce_scatter
+from rldsl.backends.torch.model.collectives import ALL_GATHER, REDUCE_SCATTER, tree_reduce_scatter
 from rldsl.backends.torch.model.leaf_sums import LeafSums
 from rldsl.runtime.backend import Axis
-
-# torch 2.13 renames both
-ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class ParamGroup:

@@ -11,14 +11,11 @@ from collections.abc import Sequence
 from math import prod
 
 import torch
-import torch.distributed as dist
 
+from rldsl.backends.torch.model.collectives import ALL_GATHER
 from rldsl.plan.model import Layout, ParamSpec
 from rldsl.runtime.backend import SINGLE_RANK, Axes, Axis
 from rldsl.sharding.boxes import Box, Parameter, Piece, local_slice, pieces_at, pieces_by_pair, slices, volume
-
-# torch 2.13 renames it
-ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class CompleteTensors:
