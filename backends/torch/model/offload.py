@@ -4,8 +4,8 @@ In: tensors by name. Out: the same tensors on the other side. Where the device i
 memory is pinned and is kept, since pinning is slow; an offload is waited for, so that the device's memory is free
 afterwards, and an onload runs concurrently with other kernels on a stream of its own.
 
-Host memory is allocated as one tensor per dtype and registered with CUDA: torch's allocator of pinned memory would round
-each tensor up to a power of two.
+Host memory is one tensor per dtype that is registered with CUDA: torch's allocator of pinned memory would round each
+tensor up to a power of two.
 """
 
 from __future__ import annotations
