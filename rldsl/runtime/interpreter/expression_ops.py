@@ -177,7 +177,7 @@ def evaluate(node: Node, inner: Sequence[Node], args: Sequence[Tensor], ragged: 
     inner: the nodes of `args`. dtype: of all numbers; those of level batch are float64."""
     dtype = torch.float64 if node.level == "batch" else dtype
     if node.op == "const":
-        value = node.attr("value")
+        value = cast("float | bool", node.attr("value"))
         # a kernel that writes the number; `torch.tensor` would copy it from the host and wait
         return torch.full((), value, dtype=torch.bool if isinstance(value, bool) else dtype, device=ragged.device)
     if in_family(node.op, "elementwise"):
