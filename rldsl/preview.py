@@ -93,12 +93,18 @@ def _lag(plan: Plan, every: list[Event]) -> Iterator[str]:
                   for early in (True, False))
     text = f"  lag {lag:<6}  step s trains on what was generated {counted(lag, 'step')} earlier"
     if ahead - own and own - ahead:
-        text += f"; ranks {ranks_text(sorted(ahead - own))} generate while ranks {ranks_text(sorted(own - ahead))} work"
+        text += f"; {_who(ahead - own, 'generate')} while {_who(own - ahead, 'work')}"
     elif not ahead - own:
         text += "; all ranks that generate do other work, too, so this saves no time: use disjoint meshes, or no lag"
     else:
         text += "; no other ranks work meanwhile, so this saves no time: use disjoint meshes, or no lag"
     yield from _wrapped([text])
+
+
+def _who(ranks: frozenset[int], does: str) -> str:
+    """"rank 0 works", "ranks 0-3 work"."""
+    text = ranks_text(sorted(ranks))
+    return f"rank {text} {does}s" if len(ranks) == 1 else f"ranks {text} {does}"
 
 
 def _ages(compiled: Compiled) -> dict[int, str]:

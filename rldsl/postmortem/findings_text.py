@@ -148,26 +148,34 @@ class _Sentences:
         if position.phase == "calls":
             return f"in {event}, in the Python function `{position.function}`{since}"
         if position.phase == "waits" and position.awaits not in (None, position.at):
-            brings = self._event(position.awaits, near=position.at.turns)
+            brings = self._event(position.awaits, near=position.at)
             return f"in {event}, where {'they wait' if many else 'it waits'} for the data of {brings}{since}"
         return f"in {event}{f', in {position.call}' if position.call else ''}{since}"
 
-    def _event(self, at: EventRun | None, why: bool = False, near: Sequence[int] | None = None) -> str:
-        """near: the iterations (`EventRun.turns`) of what has just been named, which need not be repeated."""
+    def _event(self, at: EventRun | None, why: bool = False, near: EventRun | None = None) -> str:
+        """near: what has just been named, whose step need not be repeated."""
         event = self._order.events.get(at.event) if at else None
         if at is None or event is None:
             return "an event that is not in the plan"
-        return event_text(event, why) + (f" of {_iterations_text(at.turns)}" if at.turns and at.turns != near else "")
+        step = self._step(at)
+        return event_text(event, why) + (f" {step}" if step and (near is None or step != self._step(near)) else "")
+
+    def _step(self, at: EventRun) -> str:
+        """"of step 3": the step that an event works for, and its iterations; "" outside the step loop. With a lag, the turns of the
+        loop begin before the first step."""
+        event = self._order.events.get(at.event)
+        if event is None or not at.turns:
+            return ""
+        turn, *inner = at.turns
+        ahead = max(event.ahead, 0)
+        step = f"of step {turn + ahead}" if turn + ahead > 0 else "before step 1"
+        early = f" (ahead, beside step {turn})" if ahead and turn > 0 else " (ahead)" if ahead else ""
+        return step + (f", iteration {'.'.join(map(str, inner))}" if inner else "") + early
 
 
 def _at(order: WaitOrder, at: EventRun) -> str:
     event = order.events.get(at.event)
     return event_text(event) if event else ""
-
-
-def _iterations_text(turns: Sequence[int]) -> str:
-    step, *inner = turns
-    return f"step {step}" + (f", iteration {'.'.join(map(str, inner))}" if inner else "")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

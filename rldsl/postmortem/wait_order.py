@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from rldsl.plan.events import Event, Item, Loop, When, split_buffer
+from rldsl.plan.events import Event, Item, Loop, When, runs_in, split_buffer
 from rldsl.plan.model import Layout, Plan
 from rldsl.plan.references import Reference, Role, named
 from rldsl.postmortem.dumps import EventRun
@@ -36,6 +36,7 @@ class WaitOrder:
     """Who waits for whom in a plan. events: by id."""
 
     def __init__(self, plan: Plan):
+        self._steps = plan.header.steps
         self._members = {m.id: m.members() for m in plan.meshes}
         self._sets = {id: frozenset(ranks) for id, ranks in self._members.items()}
         self._layouts, self._spreads = {x.id: x for x in plan.layouts}, {s.id: s for s in plan.spreads}
@@ -70,7 +71,8 @@ class WaitOrder:
         """The barriers that `rank`, which is at `at`, has ended before `place` in this step or the one before, with the
         ranks that take part: all of these have begun them."""
         steps = [at.turns[:1], (at.turns[0] - 1,)] if at.turns and at.turns[0] > 1 else [at.turns[:1]]
-        runs = ((EventRun(e.id, step), self._sets[e.mesh]) for e in self._barriers for step in steps)
+        runs = ((EventRun(e.id, step), self._sets[e.mesh]) for e in self._barriers for step in steps
+                if not step or runs_in(step[0], e.ahead, self._steps))
         return {run: ranks for run, ranks in runs if rank in ranks and self.place(run) < place}
 
     def group(self, event: Event, rank: int) -> RankGroup:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
+from rldsl.plan.events import EVERY_TURN, Fetch, Generate, Loop, Realloc
 from rldsl.postmortem.analysis import Culprit, Findings, Wait, analyse, order_key, rank_traces
 from rldsl.postmortem.dumps import EventRun, Heartbeat, RankDump, RankPosition, RingEntry
 from rldsl.postmortem.findings_text import notes, place, report, title
@@ -324,3 +326,20 @@ def test_a_rank_that_was_not_away_speaks_for_itself(more: Mapping[str, object], 
     dumps = {r: dump(r, s, code=code if r == 4 else "", first=bool(code) and r == 4) for r, s in positions.items()}
     findings = analyse(PLAN, rank_traces(8, dumps, {4: sign(4, positions[4], **more)}))
     assert blamed(findings) == {4: "failed" if code else "waited for"}
+
+
+def test_a_step_that_runs_ahead_is_named() -> None:
+    """With a lag, turns begin before the first step, and an event works for a later step than those around it."""
+    loop = PLAN.body[0]
+    assert isinstance(loop, Loop)
+    late = replace(PLAN, body=(replace(loop, first=0, body=tuple(
+        replace(x, ahead=1) if isinstance(x, Fetch | Generate) else replace(x, ahead=EVERY_TURN)
+        if isinstance(x, Realloc) else x for x in loop.body)),))
+
+    def says(event: int, turn: int) -> str:
+        return report(late, analyse(late, rank_traces(8, {0: dump(0, at(event, turn))}, {})))
+
+    assert "p.rlf:6:3) of step 3 (ahead, beside step 2)" in says(GENERATE, 2)
+    assert "p.rlf:6:3) of step 1 (ahead)" in says(GENERATE, 0)
+    assert "p.rlf:8:3) of step 2," in says(TRAIN, 2)
+    assert "p.rlf:7:3) before step 1" in says(REALLOC, 0)
