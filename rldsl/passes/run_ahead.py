@@ -21,7 +21,7 @@ from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.graph.lag import inputs_of
 from rldsl.passes.draft import Draft, LengthsSpreads, events, uses
-from rldsl.plan.events import EVERY_TURN, Event, Item, ahead_of
+from rldsl.plan.events import EVERY_TURN, Event, Item, ahead_of, split_buffer
 
 
 class RankSet(Protocol):
@@ -75,7 +75,8 @@ def run_ahead(draft: Draft) -> Draft:
 
 
 def check_run_ahead(draft: Draft) -> None:
-    """What is read has been made in the same turn or an earlier one, and nothing in a block runs ahead."""
+    """What is read has been made in the same turn or an earlier one, and nothing in a block runs ahead. What lasts, such
+    as parameters, is read as it is at its place in the turn."""
     if not draft.placed.graph.lag:
         return
     values, lengths_in, made = draft.values, LengthsSpreads.of(draft), dict[str, int]()
@@ -87,4 +88,5 @@ def check_run_ahead(draft: Draft) -> None:
                 if made.get(buffer, event.ahead) < event.ahead:
                     raise internal_error(f"{event.called} needs {buffer} before it is made", "pass run_ahead")
             if event.ahead != EVERY_TURN:
-                made |= dict.fromkeys(event.writes, event.ahead)
+                made |= {b: event.ahead for b in event.writes
+                         if split_buffer(b)[0] in values and b not in draft.lasting}

@@ -67,6 +67,12 @@ class Plan:
         return self.compiled.proof.checks
 
     @property
+    def ages(self) -> dict[str, tuple[int, int]]:
+        """How many steps old the tokens are that a step trains on, at least and at most, by the name of the generated
+        sequences; only those of which some are older than the step."""
+        return {age.generated: (age.least, age.most) for age in self.compiled.proof.ages}
+
+    @property
     def graph(self) -> Graph:
         """The dataflow of a step, with movements and places."""
         return Graph(self.record)

@@ -124,14 +124,16 @@ def _run(t: Tables, body: tuple[Item, ...], state: CopyStates, problems: list[Di
             problems += _problems(t, item, state)
             state = _after(t, item, state)
         elif isinstance(item, Loop):
-            state = _before_first_step(t, item, state, problems, cache)
+            state, needless = _before_first_step(t, item, state, problems, cache)
             top = state
             # Fixed point: which copies are current at the top depends on what the last iteration left. Start from
             # what is current on entry, run the body, keep only what is current after it too; the set only shrinks.
             while (end := _meet(top, _after_iteration(t, item, top, cache))) != top:
                 top = end
-            if (end := _run(t, item.body, top, problems, cache)).offloaded_parts != state.offloaded_parts:
-                problems.append(_unbalanced(f"loop {item.id}", end, state))
+            found: list[Diagnostic] = []
+            if (end := _run(t, item.body, top, found, cache)).offloaded_parts != state.offloaded_parts:
+                found.append(_unbalanced(f"loop {item.id}", end, state))
+            problems += [d for d in found if d.code != "RL0522" or needless is None or d.title in needless]
             state = end if item.trips else state
         else:
             end = _run(t, item.body, state, problems, cache)
@@ -142,15 +144,20 @@ def _run(t: Tables, body: tuple[Item, ...], state: CopyStates, problems: list[Di
 
 
 def _before_first_step(t: Tables, loop: Loop, state: CopyStates, problems: list[Diagnostic],
-                       cache: dict[tuple[int, CopyStates], CopyStates]) -> CopyStates:
+                       cache: dict[tuple[int, CopyStates], CopyStates]) -> tuple[CopyStates, frozenset[str] | None]:
     """The state after the turns before the first step, in which only events that run ahead take place, and those of
-    every turn. There a copy may be refreshed that is current: nothing has been trained. In the last turns the events
-    that run ahead are missing, which makes no version and no copy."""
+    every turn; and what is said of the copies that are refreshed in each of these turns though they are current, None
+    where there is no such turn. There a copy may be refreshed that is current, since nothing has been trained; and one
+    that needs it only there. In the last turns the events that run ahead are missing, which makes no version and no
+    copy."""
+    needless: frozenset[str] | None = None
     for turn in range(loop.first, 1):
         found: list[Diagnostic] = []
         state = _run(t, tuple(i for i in loop.body if runs_in(turn, ahead_of(i), loop.trips)), state, found, cache)
+        here = frozenset(d.title for d in found if d.code == "RL0522")
+        needless = here if needless is None else needless & here
         problems += [d for d in found if d.code != "RL0522"]
-    return state
+    return state, needless
 
 
 def _after_iteration(t: Tables, loop: Loop, top: CopyStates,

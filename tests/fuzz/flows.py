@@ -1,6 +1,6 @@
 """Random flows with all that makes sequences of sequences, run on one rank and under other placements.
 
-    python -m tests.fuzz.flows [--count N] [--seed S]
+    python -m tests.fuzz.flows [--count N] [--seed S] [--lag K]
 
 `flow(seed)` grows a program a statement at a time and keeps what the checker accepts, so that whatever may stand
 together does. Each is compiled for one rank and for a placement of `PLACES`, the verifier and the simulator accept
@@ -63,10 +63,12 @@ class Flow:
     rows: dict[str, int] = field(default_factory=dict)
     values: list[str] = field(default_factory=list)
     tried: int = 0
+    lag: int = 0  # of a flow that generates
 
     def text(self, *more: str) -> str:
         body = "".join(f"  {line}\n" for line in (*self.lines, *more))
-        return f"{HEAD}flow f(steps={STEPS}, seed={self.draw.seed_}) {{\n{body}}}\n"
+        lag = f", lag={self.lag}" if self.lag and ".generate(" in body else ""
+        return f"{HEAD}flow f(steps={STEPS}, seed={self.draw.seed_}{lag}) {{\n{body}}}\n"
 
     def add(self, line: str) -> bool:
         """Keep a statement if the checker does."""
@@ -156,11 +158,11 @@ class _Draw(Random):
         self.seed_ = seed
 
 
-def flow(seed: int) -> str:
+def flow(seed: int, lag: int = 0) -> str:
     """A program that the checker accepts. It ends with a metric of whatever it has."""
-    made = Flow(_Draw(seed))
+    made = Flow(_Draw(seed), lag=lag)
     draw = made.draw
-    if draw.random() < 0.2:
+    if draw.random() < 0.2 and not lag:  # what is collected cannot be generated ahead
         block = (f"repeat {{\n{FIRST[0]}\ngen = actor.generate(prompt, n=2, max_new_tokens=3)\n"
                  f"kept = gen where {draw.choice(('parity(gen) > 0', 'std(parity(gen) by prompt) > 0'))}\n"
                  f"}} until count(kept) >= {draw.randint(2, 5)} max 2")
@@ -200,14 +202,14 @@ def place_of(seed: int) -> str:
     return [*PLACES][seed % len(PLACES)]
 
 
-def compiled(base: Path, seed: int, tried: Tried) -> tuple[bytes, bytes] | None:
+def compiled(base: Path, seed: int, tried: Tried, lag: int = 0) -> tuple[bytes, bytes] | None:
     """The plans of a flow, on one rank and placed; None where the compiler, the verifier or the simulator refuses."""
     folder = base / f"f{seed}"
     folder.mkdir(exist_ok=True)
     (folder / "noted.py").write_text((HERE / "noted.py").read_text() + RECORDER)
     made = []
     try:
-        program = Program(f"f{seed}", folder, flow(seed), {})
+        program = Program(f"f{seed}", folder, flow(seed, lag), {})
         for place in (ALONE, PLACES[place_of(seed)]):
             data = program.compiled(place)
             plan = decode(data, "x.plan")
@@ -225,10 +227,10 @@ def compiled(base: Path, seed: int, tried: Tried) -> tuple[bytes, bytes] | None:
     return made[0][0], made[1][0]
 
 
-def run(base: Path, seeds: Iterable[int]) -> Tried:
+def run(base: Path, seeds: Iterable[int], lag: int = 0) -> Tried:
     """These flows, compiled, verified, simulated and run."""
     tried = Tried()
-    plans = {f"f{seed}": both for seed in seeds if (both := compiled(base, seed, tried))}
+    plans = {f"f{seed}": both for seed in seeds if (both := compiled(base, seed, tried, lag))}
     _compare(base, plans, tried)
     return tried
 
@@ -277,16 +279,17 @@ def main() -> int:
     arguments.add_argument("--count", type=int, default=40)
     arguments.add_argument("--seed", type=int, default=0, help="the first number")
     arguments.add_argument("--group", type=int, default=10, help="flows that share worlds")
+    arguments.add_argument("--lag", type=int, default=0, help="of each flow that generates")
     given = arguments.parse_args()
     equal, refused, wrong = 0, Counter[str](), 0
     with tempfile.TemporaryDirectory() as folder:
         base = root(Path(folder))
         for start in range(given.seed, given.seed + given.count, given.group):
-            tried = run(base, range(start, min(start + given.group, given.seed + given.count)))
+            tried = run(base, range(start, min(start + given.group, given.seed + given.count)), given.lag)
             equal, wrong = equal + len(tried.equal), wrong + len(tried.wrong)
             refused.update(code for codes in tried.refused.values() for code in codes)
             for seed, why in tried.wrong.items():
-                print(f"---- flow {seed}\n{flow(seed).removeprefix(HEAD)}\n{why}", flush=True)
+                print(f"---- flow {seed}\n{flow(seed, given.lag).removeprefix(HEAD)}\n{why}", flush=True)
             print(f"{start}: {equal} equal, refused {dict(refused)}, {wrong} wrong", flush=True)
     print(f"{given.count} flows: {equal} run as on one rank, {refused.total()} refused, {wrong} WRONG")
     return int(bool(wrong))

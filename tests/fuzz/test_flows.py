@@ -58,11 +58,18 @@ def test_flows_run_as_on_one_rank(base: Path) -> None:
     assert not tried.wrong and len(tried.equal) >= 4, tried
 
 
+@pytest.mark.many
+@pytest.mark.parametrize("lag", [1, 2])
+def test_with_a_lag_they_do_too(lag: int, base: Path) -> None:
+    tried = run(base, range(FIRST + 100 * lag, FIRST + 100 * lag + 3), lag)
+    assert not tried.wrong and len(tried.equal) >= 2, tried
+
+
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_refused_compiles(base: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one rank and placed, by the verifier and the simulator."""
     body = FOUND[name] + "\n" + TRAINED + "critic.train(gen, loss=near(aim=len(gen)))\n"
-    monkeypatch.setattr("tests.fuzz.flows.flow", lambda seed: f"{HEAD}flow f(steps={STEPS}) {{\n{body}}}\n")
+    monkeypatch.setattr("tests.fuzz.flows.flow", lambda seed, lag: f"{HEAD}flow f(steps={STEPS}) {{\n{body}}}\n")
     tried = Tried()
     assert compiled(base, [*FOUND].index(name), tried) and not tried.wrong and not tried.refused
 

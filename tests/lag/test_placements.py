@@ -95,3 +95,15 @@ def test_a_call_in_its_own_step(tiny: Path, tmp_path: Path) -> None:
     one = run(tiny, tmp_path / "one", text, everywhere(1, "dp=1", "actor", "ref"))
     assert "now" in one[0] and "more" in one[1]
     compare(run(tiny, tmp_path / "apart", text, GRPO["disjoint"], one), one)
+
+
+def test_generation_below_training(tiny: Path, tmp_path: Path) -> None:
+    """It runs ahead with the policy after the training of the turn, which is not the one above it; on one rank both use
+    the trained copy, on others the copy is refreshed twice in a turn."""
+    text = grpo(1).replace("  every every_step", """  more = actor.generate(gen, n=2, max_new_tokens=3)
+  metric more = mean(digits(more))
+  metric lp   = mean(more.logprobs)
+  every every_step""", 1)
+    one = run(tiny, tmp_path / "one", text, everywhere(1, "dp=1", "actor", "ref"))
+    for i, name in enumerate(("colocated", "disjoint")):
+        compare(run(tiny, tmp_path / str(i), text, GRPO[name], one), one)

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import rldsl
 from rldsl import api
 from rldsl.cli import main
+from rldsl.lsp.describe import word
 from tests.tiny import make_all
 
 HEAD = '''use std.correction (truncated)
@@ -132,3 +134,15 @@ def test_a_block_has_a_way_out(block: str) -> None:
 def test_a_lag_that_every_call_refuses() -> None:
     found = api.check(program("  gen = actor.generate(prompt, lag=0)\n" + TRAIN, ", lag=1"), "p.rlf")
     assert [d.code for d in found] == ["RL0223"] and "every call has `lag=0`" in found[0].title
+
+
+def test_editors_say_when_it_pays() -> None:
+    assert "devices of its own" in word("lag", False) and "idle" in word("per_step", False)
+    assert "how many steps old" in word("version", True)
+
+
+def test_a_plan_of_python_says_how_old_tokens_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    made = rldsl.compile(program(GEN.format(more=", per_step=3") + TRAIN, ", lag=1"))
+    assert made.ages == {"gen": (1, 3)}
+    assert rldsl.compile(program(GEN.format(more="") + TRAIN, "")).ages == {}
