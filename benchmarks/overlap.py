@@ -104,14 +104,14 @@ def run(folder: Path, case: Case, steps: int, lag: int) -> Measured:
 
 
 def measured(events: list[dict], steps: int) -> Measured:
-    """A step ends where its training does. A rank waits for what it reads, so what else it computes is left out."""
+    """A step ends where its training does. A call begins to work when it has what it reads."""
     done = [e for e in events if e.get("ph") == "X"]
     spans = sorted((e for e in done if e["cat"] == "train"), key=lambda e: e["ts"])
     if len(spans) != steps:
         sys.exit(f"{len(spans)} of {steps} steps were recorded")
     ends = [e["ts"] + e["dur"] for e in spans]
     others = [e for e in done if e["cat"] == "generate" or e["name"] == "compute r"]
-    sides = [Times.of((e["ts"], e["ts"] + e["dur"]) for e in side).within(ends[0], ends[-2]) for side in (spans, others)]
+    sides = [Times.of((e["ts"] + 1e6 * e["args"]["waited"], e["ts"] + e["dur"]) for e in side).within(ends[0], ends[-2]) for side in (spans, others)]
     either = Times.of(sides[0].spans + sides[1].spans).length
     both = sides[0].length + sides[1].length - either
     return Measured(statistics.median(e["dur"] for e in spans[1:-1]) / 1e6,

@@ -75,8 +75,8 @@ def run_ahead(draft: Draft) -> Draft:
 
 
 def check_run_ahead(draft: Draft) -> None:
-    """What is read has been made in the same turn or an earlier one, and nothing in a block runs ahead. What lasts, such
-    as parameters, is read as it is at its place in the turn."""
+    """What is read has been made in the same turn or an earlier one, and nothing in a block runs ahead. What lasts,
+    such as parameters, is read as it is at its place in the turn."""
     if not draft.placed.graph.lag:
         return
     values, lengths_in, made = draft.values, LengthsSpreads.of(draft), dict[str, int]()

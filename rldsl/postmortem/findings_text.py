@@ -161,8 +161,8 @@ class _Sentences:
         return event_text(event, why) + (f" {step}" if step and (near is None or step != self._step(near)) else "")
 
     def _step(self, at: EventRun) -> str:
-        """"of step 3": the step that an event works for, and its iterations; "" outside the step loop. With a lag, the turns of the
-        loop begin before the first step."""
+        """"of step 3": the step that an event works for, and its iterations; "" outside the step loop. With a lag, the
+        turns of the loop begin before the first step."""
         event = self._order.events.get(at.event)
         if event is None or not at.turns:
             return ""

@@ -28,6 +28,7 @@ class EventRing:
         self._iterations: tuple[int, ...] = ()  # of the loops that the rank is in, outermost first, from 1
         self._event: Event | None = None
         self._count = 0  # entries so far; entry n is in slot n % size
+        self.waited = 0.0  # seconds so far in which the rank waited for what an earlier event had started
 
     @property
     def event(self) -> Event | None:
@@ -72,7 +73,9 @@ class EventRing:
 
         def tracked() -> T:
             self.begin_wait(posted)
+            begin = time.monotonic()
             result = finish()
+            self.waited += time.monotonic() - begin
             self.resume()
             return result
 

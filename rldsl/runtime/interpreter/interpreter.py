@@ -214,7 +214,7 @@ class Interpreter:
         self.hold()
         services.ring.begin_event(event)
         services.reporter.begins(state.step, event)
-        begin = time.monotonic()
+        begin, waited = time.monotonic(), services.ring.waited
         self.handle(state, event)
         if self.recorder is not None:
             synchronize(state.context.device)
@@ -222,7 +222,7 @@ class Interpreter:
         services.ring.end_event()
         services.reporter.took(state.step, event, end - begin)
         if self.recorder is not None:
-            self.recorder.add(event, self.state.step.number, begin, end)
+            self.recorder.add(event, self.state.step.number, begin, end, services.ring.waited - waited)
 
     def iterate(self, loop: Loop) -> Iterator[int]:
         """The iterations of a loop, from 1; the caller runs the body of each. The outermost loop is that of the steps:

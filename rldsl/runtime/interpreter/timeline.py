@@ -21,7 +21,8 @@ from rldsl.runtime.files import replace_text, written
 class TimelineRecorder:
     """Events of one rank, in seconds since the epoch: comparable between the processes of a machine, and between
     machines as far as their clocks agree. The `args` of each span also have the CPU seconds of the process in it
-    ("busy")."""
+    ("busy"), and the seconds in which it waited for what an earlier event had started ("waited"), such as rows that a
+    transfer brings."""
 
     rank: int                                              # whose events these are
     per_node: int = 1                                      # devices of a node
@@ -32,11 +33,11 @@ class TimelineRecorder:
     # the time of day at which the monotonic clock was 0; read once, since the time of day may be set during a run
     zero: float = field(default_factory=lambda: time.time() - time.monotonic())
 
-    def add(self, event: Event, step: int, begin: float, end: float) -> None:
-        """Record an event. begin, end: seconds of the monotonic clock."""
+    def add(self, event: Event, step: int, begin: float, end: float, waited: float = 0.0) -> None:
+        """Record an event. begin, end: seconds of the monotonic clock. waited: seconds between them."""
         before, self.cpu_seconds = self.cpu_seconds, time.process_time()
         self.spans.append(trace.span(self.labels.event(event), self.rank, self.per_node, step, self.zero + begin,
-                                     end - begin, busy=round(self.cpu_seconds - before, 6)))
+                                     end - begin, busy=round(self.cpu_seconds - before, 6), waited=round(waited, 6)))
 
 
 def synchronize(device: torch.device) -> None:
