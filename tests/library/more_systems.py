@@ -105,6 +105,7 @@ MORE: dict[str, Callable[[Table], Tensor | tuple[Tensor, ...]]] = {
     "best_of_group(r, by_std=false)": lambda t: lead(t, False),
     "pass_at_k(r, 2)": lambda t: of_sets(t, 2),
     'grpo_free(old=old, adv=adv * high_entropy(h), agg="token-mean")': entropy_masked,
+    "grpo_entropy(old=old, adv=adv)": entropy_masked,
     "vapo(old=old, adv=adv, good=of_right(r, old))": vapo,
     'grpo_free(old=lp, adv=adv * truncated(lp, old, most=3), agg="token-mean")':
         lambda t: corrected(t, mismatch(t).clamp(max=3)),

@@ -13,7 +13,7 @@ from tests.library.harness import Batch, Given, run_fn, run_loss
 from tests.library.more_systems import MORE
 from tests.library.systems import BATCH, data, table
 from tests.library.test_algorithms_page import LOSSES
-from tests.library.test_page_calls import modules
+from tests.library.test_page_calls import modules, outputs
 
 TIGHT = dict(rtol=1e-10, atol=1e-10)
 OBJECTIVES = [c for c in MORE if c.partition("(")[0] in LOSSES]
@@ -29,7 +29,7 @@ def test_shards_and_micro_batches_change_nothing(call: str, mbs: int, dp: int) -
     want = MORE[call](table(BATCH, given, x))
     assert isinstance(want, torch.Tensor)
     (grad,) = torch.autograd.grad(want, x)
-    done = run_loss(modules(call), call, BATCH, {"logprobs": given["x"]}, dp=dp, mbs=mbs, **given)  # type: ignore[dict-item]
+    done = run_loss(modules(call), call, BATCH, outputs(call, given), dp=dp, mbs=mbs, **given)
     torch.testing.assert_close(done.loss, float(want.detach()), **TIGHT)
     torch.testing.assert_close(done.grads["logprobs"], grad, **TIGHT)
 
@@ -44,7 +44,7 @@ def test_four_shards_have_the_same_advantages(call: str) -> None:
 @pytest.mark.parametrize("call", OBJECTIVES)
 def test_responses_without_tokens_change_no_gradient_into_a_nan(call: str) -> None:
     b = Batch.random(2, 4, 3, edge="empty")
-    done = run_loss(modules(call), call, b, {"logprobs": data(b)["x"]}, **data(b))  # type: ignore[dict-item]
+    done = run_loss(modules(call), call, b, outputs(call, data(b)), **data(b))
     assert math.isfinite(done.loss) and bool(done.grads["logprobs"].isfinite().all())
 
 
@@ -62,12 +62,13 @@ def likely() -> dict[str, Given | float]:
     ("opsm(old=old, adv=r, sampled=old, most_kl=1e30)", "ppo_clip(old=old, adv=r)"),
     ("dppo_tv(old=old, adv=adv, low=1e30, high=1e30, most=4)", "cispo(old=old, adv=adv, low=1, high=3, bound=20)"),
     ("dppo_kl(old=old, adv=adv, low=1e30, high=1e30, most=4)", "cispo(old=old, adv=adv, low=1, high=3, bound=20)"),
+    ("grpo_entropy(old=old, adv=adv, share=1)", "ppo_clip(old=old, adv=adv)"),
     ("vapo(old=old, adv=adv, good=of_right(r, old), nll=0)", "dapo(old=old, adv=adv)"),
     ("dro(ref=ref, adv=r, beta=0)", "reinforce(adv=r)"), ("dro_token(ref=ref, adv=adv, beta=0)", "reinforce_token(adv=adv)"),
     ("vapo(old=old, adv=0 * old, good=of_right(1 + 0 * r, old), nll=1)", "sft()")])
 def test_at_an_end_of_a_range_they_are_what_is_known(one: str, other: str) -> None:
     given = likely()
-    mine, theirs = (run_loss(modules(call), call, BATCH, {"logprobs": given["x"]}, **given)  # type: ignore[dict-item]
+    mine, theirs = (run_loss(modules(call), call, BATCH, outputs(call, given), **given)
                     for call in (one, other))
     torch.testing.assert_close(mine.loss, theirs.loss, **TIGHT)
     torch.testing.assert_close(mine.grads["logprobs"], theirs.grads["logprobs"], **TIGHT)
@@ -80,10 +81,11 @@ def test_at_an_end_of_a_range_they_are_what_is_known(one: str, other: str) -> No
     ("dppo_tv(old=old, adv=adv)", "dppo_tv(old=old, adv=adv, low=0.05, high=0.05)"),
     ("dppo_tv(old=old, adv=adv)", "dppo_tv(old=old, adv=adv, most=1)"),
     ("vespo(old=old, adv=r)", "vespo(old=old, adv=r, k_neg=2, lambda_neg=3)"),
-    ('grpo_free(old=old, adv=adv * high_entropy(h), agg="token-mean")', "ppo_clip(old=old, adv=adv)")])
+    ('grpo_free(old=old, adv=adv * high_entropy(h), agg="token-mean")', "ppo_clip(old=old, adv=adv)"),
+    ("grpo_entropy(old=old, adv=adv)", "grpo_entropy(old=old, adv=adv, share=0.5)")])
 def test_what_sets_them_apart_matters_on_these_data(one: str, other: str) -> None:
     given = likely()
-    mine, theirs = (run_loss(modules(call), call, BATCH, {"logprobs": given["x"]}, **given)  # type: ignore[dict-item]
+    mine, theirs = (run_loss(modules(call), call, BATCH, outputs(call, given), **given)
                     for call in (one, other))
     assert mine.loss != pytest.approx(theirs.loss, rel=1e-6)
 

@@ -59,6 +59,17 @@ def alphapo(w: Seqs, l: Seqs, beta: float, gamma: float, alpha: float) -> Tensor
     return averaged([-log_sigmoid(r(a) - r(b) - gamma) for a, b in zip(w, l)])
 
 
+def aot(x: list[Tensor], y: list[Tensor], beta: float, smoothing: float = 0.0) -> Tensor:
+    """Melnyk et al. 2024: values of a minibatch in order, compared one by one."""
+    gaps = beta * (torch.stack(x).sort().values - torch.stack(y).sort().values)
+    return averaged([-(1 - smoothing) * log_sigmoid(h) - smoothing * log_sigmoid(-h) for h in gaps])
+
+
+def totals(*sides: Seqs) -> list[Tensor]:
+    """For each row the sum of the first side minus that of the second."""
+    return [a.sum() - b.sum() for a, b in zip(*sides)]
+
+
 def bco(y: Seqs, ref: Seqs, label: Tensor, shift: float, beta: float) -> Tensor:
     """Jung et al. 2024: cross-entropy of a classifier."""
     terms = []
@@ -88,6 +99,12 @@ MORE = {
                    lambda c, r, d: ld_dpo(c, r, d["rw"], d["rl"], 0.3, 0.4), refs),
     "dpo of means": Case("std.dpo", "dpo(ref_chosen=rw, ref_rejected=rl, beta=0.3, average=true)",
                          lambda c, r, d: dpo(c, r, d["rw"], d["rl"], 0.3, reduce=mean), refs),
+    "aot": Case("std.aot", "aot(ref_chosen=rw, ref_rejected=rl, beta=0.3)",
+                lambda c, r, d: aot(totals(c, r), totals(d["rw"], d["rl"]), 0.3), refs),
+    "aot smoothed": Case("std.aot", "aot(ref_chosen=rw, ref_rejected=rl, beta=0.3, smoothing=0.2)",
+                         lambda c, r, d: aot(totals(c, r), totals(d["rw"], d["rl"]), 0.3, 0.2), refs),
+    "aot_unpaired": Case("std.aot", "aot_unpaired(ref_chosen=rw, ref_rejected=rl, beta=0.3)",
+                         lambda c, r, d: aot(totals(c, d["rw"]), totals(r, d["rl"]), 0.3), refs),
     "alphapo": Case("std.alphapo", "alphapo()", lambda c, r, d: alphapo(c, r, 2.5, 0.1, 0.25)),
     "alphapo more": Case("std.alphapo", "alphapo(beta=1.5, gamma=0.4, alpha=-0.5, nll=0.3)",
                          lambda c, r, d: alphapo(c, r, 1.5, 0.4, -0.5) - 0.3 * torch.cat(c).sum() / max(1, sum(map(len, c)))),
@@ -116,7 +133,7 @@ def test_shards_and_micro_batches_change_nothing(name: str, dp: int, mbs: int) -
     agree(case, b, fresh_of(case, b), case.data(b), dp, mbs)
 
 
-@pytest.mark.parametrize("name", ["bco_pair", "ld_dpo", "wpo unbounded"])
+@pytest.mark.parametrize("name", ["bco_pair", "ld_dpo", "wpo unbounded", "aot", "aot_unpaired"])
 def test_extreme_log_ratios(name: str) -> None:
     case = MORE[name]
     b = batch_of(case)

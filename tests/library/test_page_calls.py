@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.library.harness import Batch, run_fn, run_loss
+from tests.library.harness import Batch, Given, run_fn, run_loss
 from tests.library.more_systems import SYSTEMS
 from tests.library.systems import BATCH, LONG, Table, data, means, sums, table
 from tests.library.test_algorithms_page import CALLS, EXPORTS, LOSSES
@@ -42,9 +42,15 @@ def test_the_call_gives_the_number_of_the_system(call: str) -> None:
     (grad,) = torch.autograd.grad(want + 0 * x.sum(), x)
     head, fresh = ("value_model", "values") if "value_clip" in call else ("causal_lm", "logprobs")
     for dp, mbs in ((1, 0), (2, 2)):
-        done = run_loss(modules(call), call, b, {fresh: given["x"]}, head=head, dp=dp, mbs=mbs, **given)
+        done = run_loss(modules(call), call, b, outputs(call, given, fresh), head=head, dp=dp, mbs=mbs, **given)
         torch.testing.assert_close(torch.tensor(done.loss, dtype=torch.float64), want.detach(), **TIGHT)
         torch.testing.assert_close(done.grads[fresh], grad, **TIGHT)
+
+
+def outputs(call: str, given: dict[str, Given | float], fresh: str = "logprobs") -> dict[str, Given]:
+    """Of the model in training, by the names of the loss."""
+    found = {fresh: given["x"]} | ({"entropy": given["h"]} if call.startswith("grpo_entropy(") else {})
+    return {name: value for name, value in found.items() if isinstance(value, Given)}
 
 
 def agree(b: Batch, got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:

@@ -15,7 +15,7 @@ from tests.library.test_preference import ALONE, CASES, DISTRIBUTIONS, PEERS, RO
 SECTION = PAGE.partition("## Supervised and preference")[2].partition("\n## ")[0]
 SHOWN = list(dict.fromkeys(re.findall(r"^\| [^|]+ \| `([^`]+)` \|", SECTION, re.M)))
 PAIRS = {"dpo", "cdpo", "ipo", "simpo", "orpo", "wpo", "alphapo", "f_dpo", "ld_dpo", "hinge", "robust", "exo", "discopop",
-         "nca", "bco_pair", "sppo_hard", "apo_zero", "apo_down"}
+         "nca", "aot", "aot_unpaired", "bco_pair", "sppo_hard", "apo_zero", "apo_down"}
 
 
 def test_every_call_of_the_page_is_tested() -> None:

@@ -135,6 +135,8 @@ def read_by(row: Row, name: str) -> dict[str, Given | float]:
     arguments = re.sub(r"\b\w+=", "", row.call)  # without the names of options
     words = set(re.findall(r"\bgen\.finished\b|\b\w+\b", arguments)) | set(fresh_of(row))
     found = {n: v for n, v in values_of(row, name).items() if n in words}
+    if row.call.startswith("grpo_entropy("):
+        found["h"] = values_of(row, name)["h"]
     if row.call.startswith("wpo("):
         found |= {n: v for n, v in values_of(row, name).items() if n in ("sw", "sl")}
     if row.call.startswith("reward_model"):  # scores of sequences, not of tokens
@@ -162,6 +164,8 @@ def ours(row: Row, name: str) -> Numbers:
     head = {"value_clip": "value_model", "reward_model": "reward_model"}.get(row.call.partition("(")[0], "causal_lm")
     names = {"x": "values" if head == "value_model" else "logprobs", "chosen": "chosen", "rejected": "rejected"}
     leaves = {names[n]: given.pop(n) for n in fresh}
+    if row.call.startswith("grpo_entropy("):  # an output, too, from which no gradient comes
+        leaves["entropy"] = given.pop("h")
     done = run_loss(modules, row.call, b, leaves, head=head, **given)  # type: ignore[arg-type]
     return Numbers([[done.loss]], {n: done.grads[names[n]].tolist() for n in fresh})
 

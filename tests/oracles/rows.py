@@ -229,7 +229,7 @@ POLICY: tuple[Row, ...] = (
     Row("best_of_group(r, by_std=false)", "verl", "advantage",
         {"adv_estimator": "grpo_passk", "norm_adv_by_std_in_grpo": False}, (*RAGGED, "pairs of answers"),
         because="it refuses groups of one"),
-    Row('grpo_free(old=old, adv=adv * high_entropy(h), agg="token-mean")', "TRL", "grpo_loss",
+    Row("grpo_entropy(old=old, adv=adv)", "TRL", "grpo_loss",
         {"top_entropy_quantile": 0.2}, FAR),
     # Clip-Cov, KL-Cov
     Row("clip_cov(old=old, adv=adv, chosen=chosen)", "verl", "clip_cov_loss",
@@ -295,6 +295,9 @@ PREFERENCE: tuple[Row, ...] = (
     pair_loss(f"sppo_hard({BOTH})", "sppo_hard"),
     pair_loss(f"apo_zero({BOTH})", "apo_zero"),
     pair_loss(f"apo_down({BOTH})", "apo_down"),
+    pair_loss(f"aot({BOTH})", "aot"),
+    pair_loss(f"aot({BOTH}, smoothing=0.2)", "aot", label_smoothing=0.2),
+    pair_loss(f"aot_unpaired({BOTH})", "aot_unpaired"),
     pair_loss(f"dpo({BOTH}, average=true)", "sigmoid_norm"),
     pair_loss(f'f_dpo({BOTH}, divergence="forward_kl")', "sigmoid", f_divergence_type="forward_kl"),
     pair_loss(f'f_dpo({BOTH}, divergence="jensen_shannon")', "sigmoid", f_divergence_type="js_divergence"),
