@@ -1,6 +1,6 @@
 """Decoding while tools work: conversations that wait for slow tools next to others that decode.
 
-    python -m benchmarks.tools [ROUNDS]
+    python -m benchmarks.tools [ROUNDS] [--cpu]
 
 One process, one thread, one random model in float32, 64 conversations of up to 4 turns, whose lengths the model draws
 (of about 50 tokens it takes each with about the same probability, and one of them ends a turn). Environments are real
@@ -12,6 +12,10 @@ ones, each in a process of its own. All cases of a round sample the same tokens,
   call `generate` once per turn
 - 16 slots: the same with a KV cache of 16 conversations at a time, first with `waiting=keep`, then with slots that
   are given away
+
+With --cpu time is the processor time of the rank, and tools answer by that clock, in its process: when nothing can be
+decoded, the clock is set forward. So other programs on the machine do not change the result, but what the processes of
+environments cost is not in it.
 
 Printed are the model's tokens per second, medians over the rounds, and the share of those without tools. Gate: with
 tools of 100 ms at least 0.8 of the tokens per second without tools.
@@ -90,7 +94,7 @@ CASES = (
 class LockStep:
     """Gives answers out only when every conversation that is alive has one."""
 
-    talk: RowTalk
+    talk: Any
     alive: int = 0
     held: list[Arrival] = field(default_factory=list)
 
@@ -117,7 +121,42 @@ class LockStep:
         return ended + given
 
 
-def measure(rank: int, folder: str, rounds: int) -> dict[str, list[tuple[float, int, int]]]:
+@dataclass
+class CpuClock:
+    """Tools that answer by the processor time of this process, with the same few tokens each."""
+
+    seconds: float  # of a tool
+    reply: tuple[int, ...]  # what each answer adds
+    skipped: float = 0.0  # seconds that the clock was set forward
+    turns: dict[int, int] = field(default_factory=dict)
+    under_way: list[tuple[float, Arrival]] = field(default_factory=list)
+
+    def now(self) -> float:
+        return time.process_time() + self.skipped
+
+    def begin(self, row: int) -> None:
+        self.turns[row] = 0
+        self.under_way.append((self.now(), Arrival(row, self.reply, False, None, None, None)))
+
+    def said(self, row: int, ids: Sequence[int], ended_by_limit: bool, logprobs: Sequence[float]) -> None:
+        self.turns[row] += 1
+        last = self.turns[row] == TURNS
+        self.under_way.append((self.now() + self.seconds, Arrival(
+            row, () if last else self.reply, last, "done" if last else None, 0.0 if last else None, None)))
+
+    def finish(self, row: int, why: Any) -> None:
+        self.under_way.append((self.now(), Arrival(row, (), True, why, 0.0, None)))
+
+    def arrivals(self, wait: bool) -> list[Arrival]:
+        if wait:
+            self.skipped += max(min(at for at, _ in self.under_way) - self.now(), 0.0)
+        now = self.now()
+        found = [a for at, a in self.under_way if at <= now]
+        self.under_way = [(at, a) for at, a in self.under_way if at > now]
+        return found
+
+
+def measure(rank: int, folder: str, rounds: int, cpu: bool) -> dict[str, list[tuple[float, int, int]]]:
     """Case -> (seconds, tokens of the model, slots given away) of each round."""
     path = Path(folder) / "envs.py"
     game = Function("game", str(path), "Game", hashlib.sha256(path.read_bytes()).hexdigest(), "env")
@@ -134,12 +173,14 @@ def measure(rank: int, folder: str, rounds: int) -> dict[str, list[tuple[float, 
         for case in CASES if turn else CASES[:1]:
             columns = {row: {"prompt": [{"role": "user", "content": f"{row} + 1"}], "seconds": case.seconds}
                        for row in range(CONVERSATIONS)}
-            talk: Any = RowTalk(opened, 0, columns, "prompt", 1)
-            started = time.perf_counter()
+            reply = tuple(tokens.tokenizer("*go on*=", add_special_tokens=False)["input_ids"])
+            talk: Any = CpuClock(case.seconds, reply) if cpu else RowTalk(opened, 0, columns, "prompt", 1)
+            clock = talk.now if cpu else time.perf_counter
+            started = clock()
             out = shard.converse(torch.arange(CONVERSATIONS if turn else 8), SAMPLING, LIMITS,
                                  LockStep(talk) if case.lock_step else talk, seed=1, step=turn,
                                  max_num_seqs=case.slots, waiting=case.waiting)
-            seconds = time.perf_counter() - started
+            seconds = clock() - started
             if turn:
                 found[case.name].append((seconds, len(out.logprobs), out.given_away))
                 print(f"round {turn}: {case.name}: {len(out.logprobs) / seconds:.0f} tokens/s", flush=True)
@@ -148,14 +189,15 @@ def measure(rank: int, folder: str, rounds: int) -> dict[str, list[tuple[float, 
 
 
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    cpu = "--cpu" in sys.argv
+    rounds = next((int(x) for x in sys.argv[1:] if x.isdigit()), 3)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         make_model(folder / "model", **MODEL)
         config = folder / "model" / "tokenizer_config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
         (folder / "envs.py").write_text(ENVIRONMENT)
-        (found,) = run_world(1, measure, place, rounds, timeout=3000.0)
+        (found,) = run_world(1, measure, place, rounds, cpu, timeout=3000.0)
     rates = {name: statistics.median(tokens / seconds for seconds, tokens, _ in runs) for name, runs in found.items()}
     print(f"{CONVERSATIONS} conversations of up to {TURNS} turns, {rounds} rounds")
     for case in CASES:
