@@ -1,6 +1,6 @@
 """Whole runs in every order of arrival: the same numbers, bit for bit, and the same trained weights' losses.
 
-    python -m tests.environments.orders
+    python -m tests.environments.orders [PLACE ...]        # for example "mesh(0:2) tp=2"; all of PLACES
 
 Three seeds of delays, few slots (given away or kept) and one for each conversation, generation under dp 1, 2 and 4, tp 2
 and pp 2, with `invariant=true` and training on one rank: tokens, rewards, log-probs and losses of two steps against a
@@ -27,7 +27,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         base = folder(Path(place))
         right = numbers(run(base, BODY, options=", invariant=true"))
-        for where in PLACES:
+        for where in sys.argv[1:] or PLACES:
             for name, slots in SLOTS.items():
                 for seed in (1, 2, 3) if name in ("many", "few") else (1,):
                     found = numbers(run(base, BODY, options=", invariant=true", delays=seed,
