@@ -132,7 +132,7 @@ def test_memory_and_time_are_estimated_with_it(plan: Plan) -> None:
 
 def test_the_interpreter_runs_it_with_one_handler(plan: Plan, review: type[Event], monkeypatch: Any) -> None:
     quiet = SimpleNamespace(begin_event=lambda e: None, end_event=lambda: None, begins=lambda s, e: None,
-                            took=lambda s, e, t: None)
+                            took=lambda s, e, t: None, waited=0.0)
     services = SimpleNamespace(ring=quiet, reporter=quiet, resumed=None)
     state, seen = SimpleNamespace(services=services, step=None), []
     event, walk = the(plan, "review"), interpreter.Interpreter(state, ())  # type: ignore[arg-type]
