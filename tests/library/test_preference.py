@@ -527,7 +527,7 @@ ROWS = {  # calls that choose rows of responses: tests/papers and below
 DISTRIBUTIONS = {  # tests/distributions/test_gkd.py
     "gkd(teacher=t.logprobs, beta=0)", "gkd(teacher=t.logprobs, beta=0.5)", "gkd(teacher=at, beta=1)",
     *(f'gkd(teacher=t.logprobs, beta=0, others="{way}")' for way in ("rest", "renormalize")),
-    "minillm(teacher=t.logprobs, old=old, sampled=teacher)", "gkd(teacher=d, beta=0)", "gkd(teacher=d)",
+    "minillm(teacher=t.logprobs, old=old, sampled=teacher)", "gkd(teacher=d, beta=0)", "gkd(teacher=d, beta=1)", "gkd(teacher=d)",
 }
 
 

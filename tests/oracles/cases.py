@@ -34,6 +34,7 @@ BATCHES: dict[str, Batch] = {
     "eight": Batch.random(seed=5, prompts=4, n=2),
     "pairs 1": Batch.pairs(1, 8), "pairs 2": Batch.pairs(2, 7), "one pair": Batch.pairs(3, 1),
     "seven pairs": Batch.pairs(6, 7),
+    "vocabulary": Batch({"gen": [3, 9, 1, 4, 4, 7]}, n=3, width=6),  # at each token values of 6 words, which are all
 }
 NEAR = {"near 0.1": 0.1, "near 6": 6.0, "near -60": -60.0}  # the mean of old - ref, where adaptive_kl is not clipped
 BATCHES |= {name: Batch({"gen": [4, 5, 6, 4, 5, 6, 5, 5]}, n=2) for name in NEAR}
@@ -104,6 +105,9 @@ def _policy_values(b: Batch, name: str) -> dict[str, Given | float]:
     given["r2"] = b.seqs(31)
     given["gen.finished"] = Given("seq", "gen", torch.arange(b.rows) % 2 == 0)
     given["h"] = token(b.tokens(33).data.abs())
+    if b.width:  # log-probabilities of student and teacher
+        given |= {v: Given("entry", "gen", b.alternatives(40 + i, 2.0).data.view(-1, b.width).log_softmax(-1).flatten())
+                  for i, v in enumerate(("z", "d"))}
     return given | {"y": b.logprobs(32), "label": b.given("seq", [float(i % 3 != 1) for i in range(b.rows)])}
 
 
@@ -127,7 +131,7 @@ def fresh_of(row: Row) -> tuple[str, ...]:
     head = row.call.partition("(")[0]
     if head not in LOSSES:
         return ()
-    return PAIRED if row.batches[0] in PAIR_BATCHES else ("x",)
+    return PAIRED if row.batches[0] in PAIR_BATCHES else ("z",) if head == "gkd" else ("x",)
 
 
 def read_by(row: Row, name: str) -> dict[str, Given | float]:
@@ -150,7 +154,7 @@ def case(row: Row, name: str) -> dict[str, Any]:
     b = BATCHES[name]
     values = {n: {"level": v.level, "frame": v.frame, "data": v.data.double().tolist()}
               for n, v in read_by(row, name).items() if isinstance(v, Given)}
-    return {"id": case_id(row, name), "oracle": row.oracle, "options": row.options, "lens": b.lens, "n": b.n,
+    return {"id": case_id(row, name), "oracle": row.oracle, "options": row.options, "lens": b.lens, "n": b.n, "width": b.width,
             "values": values, "fresh": list(fresh_of(row))}
 
 
@@ -162,12 +166,20 @@ def ours(row: Row, name: str) -> Numbers:
         got = run_fn(modules, row.call, b, **given)
         return Numbers([_flat(x) for x in (got if isinstance(got, tuple) else (got,))], {})
     head = {"value_clip": "value_model", "reward_model": "reward_model"}.get(row.call.partition("(")[0], "causal_lm")
-    names = {"x": "values" if head == "value_model" else "logprobs", "chosen": "chosen", "rejected": "rejected"}
+    names = {"x": "values" if head == "value_model" else "logprobs", "z": "logprobs_at", "chosen": "chosen", "rejected": "rejected"}
     leaves = {names[n]: given.pop(n) for n in fresh}
     if row.call.startswith("grpo_entropy("):  # an output, too, from which no gradient comes
         leaves["entropy"] = given.pop("h")
     done = run_loss(modules, row.call, b, leaves, head=head, **given)  # type: ignore[arg-type]
-    return Numbers([[done.loss]], {n: done.grads[names[n]].tolist() for n in fresh})
+    grads = {n: done.grads[names[n]] for n in fresh}
+    if "z" in fresh:
+        grads["z"] = _of_logits(grads["z"].view(-1, b.width), leaves["logprobs_at"].data.view(-1, b.width)).flatten()
+    return Numbers([[done.loss]], {n: grad.tolist() for n, grad in grads.items()})
+
+
+def _of_logits(grad: Tensor, logprobs: Tensor) -> Tensor:
+    """The gradient of logits, from that of their log-softmax."""
+    return grad - logprobs.exp() * grad.sum(-1, keepdim=True)
 
 
 def _flat(x: Tensor) -> list[float]:

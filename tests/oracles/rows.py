@@ -311,6 +311,9 @@ PREFERENCE: tuple[Row, ...] = (
         {"loss_type": "simpo", "beta": 2.5, "simpo_gamma": 1.4, "label_smoothing": 0.1, "cpo_alpha": 0.6}, PAIRS),
     Row("kto(ref=ref, label=label, z0=kto_baseline(y, ref), desirable=1.2, undesirable=0.9)", "TRL", "kto",
         {"desirable_weight": 1.2, "undesirable_weight": 0.9}),
+    Row("gkd(teacher=d, beta=0)", "TRL", "gkd", {"beta": 0}, ("vocabulary",)),
+    Row("gkd(teacher=d, beta=1)", "TRL", "gkd", {"beta": 1}, ("vocabulary",)),
+    Row("gkd(teacher=d)", "TRL", "gkd", batches=("vocabulary",)),
     Row("orpo(lam=0.1, by_token=true)", "TRL", "orpo", batches=PAIRS),
 )
 ROWS = (*POLICY, *PREFERENCE)

@@ -20,6 +20,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassifi
 from trl import (DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RewardConfig,  # isort: skip
                  RewardTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer)
 from trl.experimental.cpo import CPOConfig, CPOTrainer  # isort: skip
+from trl.experimental.gkd import GKDTrainer  # isort: skip
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer  # isort: skip
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # isort: skip
 
@@ -193,10 +194,16 @@ def orpo(case: Case) -> Output:
     return pairwise(ORPOTrainer, ORPOConfig, case)
 
 
+def gkd(case: Case) -> Output:
+    """The divergence of the trainer over the whole vocabulary: log-probabilities are logits, too."""
+    labels = torch.where(case.mask(), WORD, -100)
+    return GKDTrainer.generalized_jsd_loss(case.words("z"), case.words("d"), labels, **case.options)
+
+
 ORACLES: dict[str, Oracle] = {
     f.__name__: f for f in (grpo_loss, gmpo_loss, grpo_advantage, rloo_advantage, rloo_loss,
                             corrected_loss, sft, dpo, kto,
-                            reward_model, cpo, orpo)}
+                            reward_model, cpo, orpo, gkd)}
 
 if __name__ == "__main__":
     serve(ORACLES, ["trl", "transformers"])

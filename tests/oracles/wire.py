@@ -35,7 +35,8 @@ class Case:
     """One call with its values.
 
     options: what the call sets besides the system's defaults. lens: response lengths of each frame. n: responses of a
-    prompt. A name's level (`token`, `seq`) says over what its numbers run.
+    prompt. width: words at each token of a value of level `entry`. A name's level (`token`, `seq`, `entry`) says over
+    what its numbers run.
     """
 
     def __init__(self, raw: dict[str, Any]):
@@ -44,6 +45,7 @@ class Case:
         self.options: dict[str, Any] = raw["options"]
         self.lens: dict[str, list[int]] = raw["lens"]
         self.n: int = raw["n"]
+        self.width: int = raw["width"]
         self.levels: dict[str, tuple[str, str]] = {name: (v["level"], v["frame"]) for name, v in raw["values"].items()}
         self.flat: dict[str, Tensor] = {name: torch.tensor(v["data"], dtype=torch.float64)
                                         for name, v in raw["values"].items()}
@@ -67,6 +69,11 @@ class Case:
         """[rows, longest] of a token value, zeros behind each response; differentiable where the value is fresh."""
         lens = self.lens[self.levels[name][1]]
         return torch.nn.utils.rnn.pad_sequence(list(self.flat[name].split(lens)), batch_first=True)
+
+    def words(self, name: str) -> Tensor:
+        """[rows, longest, width] of an entry value, zeros behind each response."""
+        rows = list(self.flat[name].view(-1, self.width).split(self.lens[self.levels[name][1]]))
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def split(self, name: str) -> list[Tensor]:
         return list(self.flat[name].split(self.lens[self.levels[name][1]]))
