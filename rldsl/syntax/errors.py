@@ -156,6 +156,12 @@ def _character(span: Span, text: str) -> Diagnostic:
                           unicodedata.name(c, "a control character").lower(),
                           help="replace it with a regular space" if space else "delete it",
                           fix=Fix(((span, " " if space else ""),)))
+    if number := re.match(r"([0-9][0-9_]*(?:\.[0-9_]+)?(?:[eE][+-]?[0-9]+)?[kM]?)(\w+)", rest):
+        digits, name = number.groups()
+        whole = Span(span.file, span.start, span.start + number.end())
+        return Diagnostic("RL0003", f"invalid number `{digits}{name}`", whole, f"`{name}` cannot follow `{digits}`",
+                          help=f"put a space between a number and a name: `{digits} {name}`; the only suffixes of "
+                               "numbers are `k` (1,000) and `M` (1,000,000)")
     word, written = CHARACTERS.get(c, ("", ""))
     if word == '"':
         marks = [span.start + i for i, x in enumerate(rest) if x in "“”„‟«»"]

@@ -41,6 +41,7 @@ CASES = {
     "missing_comma": flow("p = d.next()", "g = m.generate(p n=4)"),
     "single_quotes": "param a = 'x'\n" + flow(*GEN),
     "strange_character": "param a = 1 $ 2\n" + flow(*GEN),
+    "name_after_number": "cluster nodes=10gpus=2\n" + flow(*GEN),
     "mesh_without_range": flow("p = d.next()", "g = m.generate(p) on mesh(0 8) dp=8"),
     # names
     "unknown_name": flow(*GEN, "x = reff.logprobs(g)"),
