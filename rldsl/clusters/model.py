@@ -102,6 +102,17 @@ class Cluster:
     kernel_us: float = 0.0  # microseconds
     event_us: float = 0.0  # microseconds
     row_us: float = 0.0  # microseconds
+    compute_units: int = 0  # per device
+    dispatch_gb_s: float = 0.0  # 10^9 bytes per second and device
+    expert_us: float = 0.0  # microseconds per layer and pass
+    expert_imbalance: float = 1.0  # a ratio, at least 1
+    cache_gb: float = 0.0  # 10^9 bytes per device
+    decode_us: float = 0.0  # microseconds per step
+    decode_row_us: float = 0.0  # microseconds per sequence and step
+    decode_reduce_us: float = 0.0  # microseconds
+    sync_s: float = 0.0  # seconds
+    sync_gb_s: float = 0.0  # 10^9 bytes per second
+    call_s: float = 0.0  # seconds per call
     matmul_efficiency: float = 1.0  # a fraction
     attention_efficiency: float = 1.0  # a fraction
     memory_efficiency: float = 1.0  # a fraction
@@ -160,6 +171,21 @@ FIELDS: dict[str, Field] = {
     "kernel_us": Field("float", "time to launch a kernel, in microseconds"),
     "event_us": Field("float", "runtime overhead per event, in microseconds"),
     "row_us": Field("float", "runtime overhead per row that an event divides or moves, in microseconds"),
+    "compute_units": Field("int", "multiprocessors of a device, which matrix products fill tile by tile; 0: products "
+                           "of any shape are equally efficient"),
+    "dispatch_gb_s": Field("float", "bandwidth per device of moving tokens to their experts and back, permutation "
+                           "included, one direction; 0: as an all-to-all"),
+    "expert_us": Field("float", "host time of the experts of a layer, per forward or backward pass, in microseconds"),
+    "expert_imbalance": Field("float", "tokens of the rank whose experts are chosen most, relative to the mean", 1),
+    "cache_gb": Field("float", "memory per device for the weights and the KV cache of a serving engine; 0: the plan's "
+                      "own engine generates"),
+    "decode_us": Field("float", "host time of a serving engine per decoding step, in microseconds"),
+    "decode_row_us": Field("float", "the same per sequence and step, in microseconds"),
+    "decode_reduce_us": Field("float", "latency of an all-reduce of a serving engine inside a machine, in microseconds; 0: "
+                              "as of any collective"),
+    "sync_s": Field("float", "time to give a serving engine new weights and wake it up, in seconds"),
+    "sync_gb_s": Field("float", "rate at which it gets the bytes of all weights, 10^9 bytes per second; 0: no limit"),
+    "call_s": Field("float", "time around each call of a model in which a driver prepares and moves data, in seconds"),
     "matmul_efficiency": Field("float", "fraction of the stated rate that matrix products reach", 0, 1, True),
     "attention_efficiency": Field("float", "fraction of the stated rate that attention reaches", 0, 1, True),
     "memory_efficiency": Field("float", "fraction of the memory bandwidth that is reached", 0, 1, True),

@@ -127,7 +127,8 @@ def call_seconds(isolated: IsolatedCall, event: AnyCall) -> float:
             times = _pipeline_times(each, [infer_passes(isolated, event, stage) for stage, _ in each])
             if not times.count:
                 return 0.0
-            return _with_shared_cores(isolated, inference_seconds(times) + result_seconds(isolated, event, each[-1][0]))
+            seconds = inference_seconds(times) + result_seconds(isolated, event, each[-1][0])
+            return _with_shared_cores(isolated, isolated.machine.call() + seconds)
         case Train():
             each = _distinct_stages(isolated)
             updates = isolated.spread.minibatches * isolated.spread.epochs
@@ -136,6 +137,7 @@ def call_seconds(isolated: IsolatedCall, event: AnyCall) -> float:
             first = _first_pass_seconds(isolated, event, each, passes) if event.first_pass and times.count else 0.0
             update_seconds = max(_compute_seconds(update_ops(stage, isolated.layout.zero)) for stage, _ in each)
             seconds = updates * (first + training_seconds(times) + update_seconds) + metrics_seconds(each[-1][0])
+            seconds += isolated.machine.call()
             return _with_shared_cores(isolated, seconds) if times.count else 0.0
         case _:
             assert_never(event)

@@ -49,6 +49,7 @@ class IsolatedCall(World):
         self.layout, self.spread, self.mesh = layout, spread, mesh
         self.groups = {layout.id: stage_groups(layout, size, self.per_node)}  # in place of the property of that name
         self.node = job.node
+        self.served, self.lag = {}, problem.graph.lag
 
     def event(self, s: Strategy) -> AnyCall:
         return call_event(self.node, self.layout, self.spread.id, s, self.frames)

@@ -68,6 +68,12 @@ def _check_passes(stage: Stage, method: str, found: object, chunks: int) -> Stag
 # ---------------------------------------------------------------------------------------------- ops of the calls
 
 
+def _around(world: World) -> list[Op]:
+    """What a driver does before a call, where there is one."""
+    seconds = world.machine.call()
+    return [Compute(seconds, 0.0)] if seconds else []
+
+
 def generate_ops(world: World, event: Generate, c: int, key: Hashable) -> list[Op]:
     """Every rank of a dp rank takes part in every token."""
     stage = build_stage(world, event.model, event.layout, c, key)
@@ -76,14 +82,14 @@ def generate_ops(world: World, event: Generate, c: int, key: Hashable) -> list[O
         return []
     parties = stage.groups.members["dp_rank"]
     start = [*collective((key, "dp_rank", parties), parties, 0.0), *stage.collective_ops("ep", "start", 0.0)]
-    return [*start, Compute(found.seconds, found.share)]
+    return [*_around(world), *start, Compute(found.seconds, found.share)]
 
 
 def infer_ops(world: World, event: Infer, c: int, key: Hashable) -> list[Op]:
     """Micro-batches through the pipeline; then the last stage sends what it found to the others."""
     stage = build_stage(world, event.model, event.layout, c, key)
     found = infer_passes(world, event, stage)
-    ops: list[Op] = []
+    ops: list[Op] = _around(world) if found.count else []
     sent: list[Hashable] = []
     for i in range(found.count):
         if not stage.shard.first:
@@ -110,7 +116,7 @@ def train_ops(world: World, event: Train, c: int, key: Hashable) -> list[Op]:
     stage = build_stage(world, event.model, event.layout, c, key)
     layout, spread = world.layouts[event.layout], world.spreads[event.spread]
     found = train_passes(world, event, stage)
-    ops: list[Op] = []
+    ops: list[Op] = _around(world) if found.count else []
     for m in range(spread.minibatches * spread.epochs if found.count else 0):
         step = replace(stage, key=(key, m))
         if event.first_pass:

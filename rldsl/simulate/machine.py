@@ -18,6 +18,10 @@ from rldsl.simulate.work_counts import Shard, WorkCounts, orthogonalization
 LAYER_KERNELS, CALL_KERNELS, SAMPLE_KERNELS = 40, 16, 24
 ACTIVATIONS = 24  # elements read or written between the matrix products, per token and hidden unit
 SCORES = 16  # bytes moved per logit: float32, written once, read by the maximum, the sum and the sampling
+TILE = 128  # rows and columns of the result that a multiprocessor computes at a time
+LOW_TILE = 16  # rows of a tile of a result that has few, at least
+SPLIT = 4096  # inner width of a product that a multiprocessor computes in one piece
+RAMP = 256  # inner width whose products take as long as filling and draining the pipeline of a multiprocessor
 ADAM = 28  # bytes moved per element in a step: parameter, gradient, two moments read; all but the gradient written
 
 
@@ -42,35 +46,40 @@ class Machine:
         nearest = min(known, key=lambda m: (abs(log2(m.tp / tp)), m.tp), default=None)
         return nearest.under(tp, LAYER_KERNELS * self.cluster.kernel_us) if nearest is not None else None
 
-    def forward(self, s: Shard, c: WorkCounts) -> float:
-        """Seconds of a forward pass."""
+    def forward(self, s: Shard, c: WorkCounts, links: float = 0.0) -> float:
+        """Seconds of a forward pass. links: seconds in which it exchanges data with other ranks."""
         found = self.measured(s.model, s.tp)
-        return _sum(found.forward, c) if found and found.forward else self._pass(s, c, 1)
+        return _sum(found.forward, c) + links if found and found.forward else self._pass(s, c, 1, links)
 
-    def train(self, s: Shard, c: WorkCounts, recompute: bool) -> tuple[float, float]:
-        """(forward, backward) seconds of a micro-batch."""
+    def train(self, s: Shard, c: WorkCounts, recompute: bool, links: float = 0.0,
+              again_links: float = 0.0) -> tuple[float, float]:
+        """(forward, backward) seconds of a micro-batch. links: seconds in which a forward pass exchanges data with
+        other ranks, and again a backward pass; again_links: the same of the forward pass that is made again."""
         found = self.measured(s.model, s.tp)
         again = _without_outputs(c)
         frozen = s.trained < s.elements / 2  # adapters: a base without gradients halves the backward products
         if found and found.train:
             both = _sum(found.train, c)
             ahead = min(_sum(found.forward, c), both) if found.forward else both / 3
-            back = (both - ahead) / (2 if frozen else 1)
-            return ahead, back + (_sum(found.forward, again) if recompute else 0.0)
-        ahead = self._pass(s, c, 1)
-        return ahead, self._pass(s, c, 1 if frozen else 2) + (self._pass(s, again, 1) if recompute else 0.0)
+            back = (both - ahead) / (2 if frozen else 1) + links
+            return ahead + links, back + (_sum(found.forward, again) + again_links if recompute else 0.0)
+        ahead, back = self._pass(s, c, 1, links), self._pass(s, c, 1 if frozen else 2, links)
+        return ahead, back + (self._pass(s, again, 1, again_links) if recompute else 0.0)
 
-    def decode(self, s: Shard, c: WorkCounts) -> float:
-        """Seconds of decoding steps."""
+    def decode(self, s: Shard, c: WorkCounts, captured: bool = False) -> float:
+        """Seconds of decoding steps. captured: kernels are replayed from a graph."""
         found = self.measured(s.model, s.tp)
         if found and found.decode:
             return _sum(found.decode, c)
-        held = s.item * (s.layers * s.read(c.tokens / c.layers if c.layers else 0) + s.head)
-        products = self._roofline(2 * (c.tokens * s.active + c.outputs * s.head), c.calls * held, s)
+        each = c.tokens / c.layers if c.layers else 0.0
+        held = s.item * (s.layers * s.read(each) + s.head)
+        operations = 2 * (c.tokens * s.active / self._fill(s, each) + c.outputs * s.head)
+        products = self._roofline(operations, c.calls * held, s)
         cached = self.memory(c.pairs * s.cache * s.item)
         sampled = self.memory(c.outputs * _vocabulary(s) * SCORES)
         kernels = c.layers * LAYER_KERNELS + c.calls * (CALL_KERNELS + SAMPLE_KERNELS * s.last)
-        return self._with_launches(kernels, products + cached + sampled)
+        seconds = products + cached + sampled
+        return seconds if captured else self._with_launches(kernels, seconds)
 
     def start(self, s: Shard, shapes: float) -> float:
         """Additional seconds of the first decoding step of each of so many shapes, where they were measured."""
@@ -87,17 +96,22 @@ class Machine:
         products = 2 * orthogonalization(s.model, s.layers) / (self._rate(s) * self.cluster.matmul_efficiency)
         return self._with_launches(32.0, self.memory(elements * (ADAM + 12.0)) + products)
 
-    def _pass(self, s: Shard, c: WorkCounts, work: int) -> float:
-        """work: how often the matrix products of a forward pass are made: twice in a backward pass. Autograd launches
-        its kernels from C++, no slower than the forward pass launched its own."""
-        hidden = s.model.sizes.hidden
-        read = c.layers * s.read(c.tokens / c.layers if c.layers else 0)
-        held = (read + (s.head if c.outputs else 0) * c.calls) * s.item
-        moved = work * (held + c.tokens * hidden * ACTIVATIONS * s.item)
-        products = self._roofline(2 * work * c.tokens * s.active, moved, s)
+    def _pass(self, s: Shard, c: WorkCounts, work: int, links: float) -> float:
+        """links: as of `forward`. work: how often the matrix products of a forward pass are made: twice in a backward
+        pass. Autograd launches its kernels from C++, no slower than the forward pass launched its own."""
+        hidden, each = s.model.sizes.hidden, c.tokens / c.layers if c.layers else 0.0
+        held = (c.layers * s.read(each) + (s.head if c.outputs else 0) * c.calls) * s.item
+        between = c.tokens * hidden * ACTIVATIONS * s.item  # what the kernels between the products move
+        operations = 2 * work * c.tokens * s.active / self._fill(s, each)
+        if self.cluster.compute_units:  # kernels run one after the other
+            products = self._roofline(operations, work * held, s) + self.memory(work * between)
+        else:
+            products = self._roofline(operations, work * (held + between), s)
         attention = 4 * work * (c.pairs / 2) * s.attention / (self._rate(s) * self.cluster.attention_efficiency)
         head = self._roofline(2 * work * c.outputs * s.head, work * c.outputs * _vocabulary(s) * SCORES, s)
-        return self._with_launches(c.layers * LAYER_KERNELS + c.calls * CALL_KERNELS, products + attention + head)
+        experts = c.layers * self.cluster.expert_us * 1e-6 if s.experts else 0.0
+        seconds = products + attention + head + links
+        return self._with_launches(c.layers * LAYER_KERNELS + c.calls * CALL_KERNELS, seconds, experts)
 
     def _rate(self, s: Shard) -> float:
         c = self.cluster
@@ -106,9 +120,30 @@ class Machine:
     def _roofline(self, operations: float, moved: float, s: Shard) -> float:
         return max(operations / (self._rate(s) * self.cluster.matmul_efficiency), self.memory(moved))
 
-    def _with_launches(self, kernels: float, seconds: float) -> float:
-        """A device works while the host launches kernels; a processor does one after the other."""
-        started = kernels * self.cluster.kernel_us * 1e-6
+    def _fill(self, s: Shard, tokens: float) -> float:
+        """Which part of the multiprocessors' work is used by the products of a layer over so many tokens: a result is
+        divided into tiles, tiles are computed in waves of one per multiprocessor, and a short inner width does not fill
+        the pipeline of one. Of several experts, their tiles together."""
+        units = self.cluster.compute_units
+        if not units or tokens <= 0:
+            return 1.0
+        useful = total = 0.0
+        for rows, columns, chosen, count in s.products:
+            each = tokens * chosen if count == 1 else max(tokens * chosen / count, 1.0)
+            worst = each * self.cluster.expert_imbalance if count > 1 and s.ep > 1 else each
+            pieces = ceil(columns / SPLIT)
+            depth = columns / pieces
+            high = TILE if worst > TILE else ceil(worst / LOW_TILE) * LOW_TILE
+            waves = ceil(ceil(worst / high) * ceil(rows / TILE) * count * pieces / units)
+            work = each * rows * columns * count
+            useful += work
+            total += max(waves * units * high * TILE * (depth + RAMP), worst / each * work)
+        return useful / total if total else 1.0
+
+    def _with_launches(self, kernels: float, seconds: float, other: float = 0.0) -> float:
+        """A device works while the host launches kernels; a processor does one after the other. other: seconds of the
+        host besides."""
+        started = kernels * self.cluster.kernel_us * 1e-6 + other
         return started + seconds if self.shared else max(started, seconds)
 
     def overlapped(self, work: float, moved: float) -> float:
@@ -120,6 +155,10 @@ class Machine:
     def memory(self, moved: float) -> float:
         """Seconds of reading or writing so many bytes of device memory."""
         return moved / (self.cluster.memory_gb_s * 1e9 * self.cluster.memory_efficiency)
+
+    def call(self) -> float:
+        """Seconds around a call of a model in which a driver prepares and moves its data."""
+        return self.cluster.call_s
 
     def event(self) -> float:
         """Seconds of the runtime per event."""
@@ -182,6 +221,14 @@ class Machine:
             return self.all_gather(moved, ranks, crosses)
         rounds = ceil(log2(ranks)) * c.scatter_us * 1e-6
         return rounds + (ranks - 1) * moved / (c.scatter_gb_s * 1e9 * c.link_efficiency)
+
+    def dispatch(self, moved: float, ranks: int, crosses: bool) -> float:
+        """Seconds for the tokens of a rank to come to their experts, or back: permuted, and sent to the ranks that hold
+        them. The rank whose experts are chosen most is the last to end."""
+        c = self.cluster
+        moved *= c.expert_imbalance
+        sent = self.all_to_all(moved, ranks, crosses)
+        return max(sent, moved / (c.dispatch_gb_s * 1e9)) if c.dispatch_gb_s and moved else sent
 
     def all_to_all(self, moved: float, ranks: int, crosses: bool) -> float:
         """Seconds for `moved` bytes from each rank, spread evenly over all."""

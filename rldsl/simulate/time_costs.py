@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from math import ceil
+from functools import cache
+from math import ceil, log2, prod
 
 from rldsl.memory.decode_shapes import live_conversations
 from rldsl.plan.backends import costs
 from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.heads import OUTPUTS
-from rldsl.plan.model import Layout
+from rldsl.plan.model import Layout, Model
 from rldsl.sharding.boxes import itemsize
 from rldsl.sharding.layout import stage_layers
 from rldsl.sharding.partition import count_without_token_limit
@@ -25,6 +26,7 @@ from rldsl.simulate.conversations import PassCosts, Talk, conversation_seconds
 from rldsl.simulate.engine import Compute, Isend, Op
 from rldsl.simulate.lengths import Row
 from rldsl.simulate.machine import Machine
+from rldsl.simulate.serving_engine import packed, response_lengths, serve
 from rldsl.simulate.work_counts import (
     Shard,
     WorkCounts,
@@ -35,6 +37,8 @@ from rldsl.simulate.work_counts import (
     plan_decoding,
 )
 from rldsl.simulate.world import World, collective
+
+PACKED = 256  # rows that are packed to count micro-batches; more in proportion
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,11 @@ class Stage:
         if size == 1 or not self.shard.experts:
             return 0.0
         moved = tokens * max(sizes.experts_per_token, 1) * sizes.hidden * itemsize(self.shard.model)
-        return 2 * layers * self.machine.all_to_all(moved, size, self.groups.crosses["ep"])
+        return 2 * layers * self.machine.dispatch(moved, size, self.groups.crosses["ep"])
+
+    def links(self, tokens: float, layers: float) -> float:
+        """Seconds of all collectives of a forward pass without outputs. tokens: of this rank."""
+        return self.tensor_parallel(tokens, 0, layers) + self.expert_parallel(tokens, layers)
 
     def message(self, found: Message, receiver: int, moved: float) -> tuple[Op, Hashable]:
         """The op that posts a message of a minibatch, and its key. receiver: the rank along pp that it is for."""
@@ -185,6 +193,8 @@ def _decode_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
     rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
     if event.conversation is not None:
         return _talk_time(world, event, stage, rows, row)
+    if world.cluster.cache_gb:
+        return _served_time(world, event, stage)
     d, machine = plan_decoding(event, rows, row, layout.pp), world.machine
     own = longest = 0.0
     for s in range(layout.pp):
@@ -252,23 +262,78 @@ def _talk_time(world: World, event: Generate, stage: Stage, rows: int, row: Row)
     return DecodeTime(seconds, computed / seconds) if seconds else DecodeTime(0.0)
 
 
-def _micro_batches(event: Infer | Train, rows: int, tokens: float, at_least: int) -> int:
-    """Micro-batches of a dp rank. tokens: of a row."""
+def _served_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
+    """A serving engine on the ranks of one dp rank. Before, it gets the new weights."""
+    layout, cluster = world.layouts[event.layout], world.cluster
+    if cluster.decode_reduce_us and layout.tp > 1:
+        cluster = replace(cluster, reduce_us=cluster.decode_reduce_us / ceil(log2(layout.tp)))
+    machine = replace(world.machine, cluster=cluster)
+    stage = replace(stage, machine=machine)
+    rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
+    held = [replace(stage, shard=build_shard(world.models[event.model], layout, s)) for s in range(layout.pp)]
+    free = min(cluster.cache_gb * 1e9 / (x.shard.layers * x.shard.cache * x.shard.item)
+               - x.shard.elements / (x.shard.layers * x.shard.cache) for x in held if x.shard.layers)
+
+    def step(count: float, cached: float) -> float:
+        seconds = cluster.decode_us * 1e-6 + cluster.decode_row_us * 1e-6 * count
+        for x in held:
+            s = x.shard
+            one = WorkCounts(1, s.layers, s.layers * count, s.layers * cached, count * s.last)
+            seconds += machine.decode(s, one, captured=True) + x.links(count, s.layers)
+            if s.last and s.tp > 1:
+                seconds += machine.all_gather(count * 4 * s.head / max(s.model.sizes.hidden, 1), s.tp,
+                                              x.groups.crosses["tp"])
+        return seconds + (layout.pp - 1) * machine.message(stage.hidden_bytes(count), stage.groups.crosses["pp"])
+
+    def prefill(tokens: float) -> float:
+        number = tokens / max(row.prompt, 1.0)
+        return sum(machine.forward(x.shard, count_micro_batch(x.shard, number, Row(row.prompt, 0.0, 0.0), 1.0),
+                                   x.links(tokens, x.shard.layers)) for x in held)
+
+    if not rows:
+        return DecodeTime(0.0)
+    key = (event.id, rows, stage.groups.crosses.get("tp"), stage.groups.crosses.get("ep"), stage.groups.crosses["pp"])
+    if key not in world.served:  # the same for every class of ranks
+        world.served[key] = serve(row, rows, world.count(event.frame), max(free, 1.0), step, prefill,
+                                  max(event.sampling.n, 1)).seconds
+    return DecodeTime(world.served[key] + _new_weights(world, world.models[event.model]))
+
+
+def _new_weights(world: World, model: Model) -> float:
+    """Seconds until an engine has the new weights of a model and is awake."""
+    if not model.train_layout:
+        return 0.0
+    size = sum(max(s.layers, 1) * prod(s.shape) for s in model.params) * itemsize(model)
+    rate = 0.0 if world.lag else world.cluster.sync_gb_s * 1e9  # with a lag other ranks send them: a reallocation
+    return world.cluster.sync_s + (size / rate if rate else 0.0)
+
+
+def _micro_batches(event: Infer | Train, rows: int, row: Row, batch: int, at_least: int) -> int:
+    """Micro-batches of a dp rank. row: the tokens of one. batch: rows of all dp ranks."""
     count = count_without_token_limit(rows, event.mbs, at_least)
-    return min(rows, max(count, ceil(rows * tokens / event.mbt))) if event.mbt else count
+    return min(rows, max(count, _packed_micro_batches(rows, row, batch, event.mbt))) if event.mbt else count
+
+
+@cache
+def _packed_micro_batches(rows: int, row: Row, batch: int, most: int) -> int:
+    """Micro-batches of at most so many tokens for rows whose responses are not all equally long."""
+    parts = max(1, min(rows, PACKED))
+    lengths = [row.prompt + x for x in response_lengths(row, batch, parts)]
+    return max(ceil(packed(lengths, most) * rows / parts), 1)
 
 
 def _infer_passes(world: World, event: Infer, stage: Stage) -> StagePasses:
     layout = world.layouts[event.layout]
     rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
-    count = _micro_batches(event, rows, row.tokens, layout.pp)
+    count = _micro_batches(event, rows, row, world.count(event.frame), layout.pp)
     if not count:
         return StagePasses(0, (), 0.0)
     responses = 1.0 if OUTPUTS[event.output_name].level == "seq" else row.response
     one = count_micro_batch(stage.shard, rows / count, row, responses, layout.cp)
     tokens = rows / count * row.tokens / layout.cp
-    seconds = (world.machine.forward(stage.shard, one) + stage.tensor_parallel(tokens, one.outputs, stage.shard.layers)
-               + stage.context_parallel(tokens, stage.shard.layers) + stage.expert_parallel(tokens, stage.shard.layers))
+    links = (stage.tensor_parallel(tokens, one.outputs, stage.shard.layers)
+             + stage.context_parallel(tokens, stage.shard.layers) + stage.expert_parallel(tokens, stage.shard.layers))
+    seconds = world.machine.forward(stage.shard, one, links)
     return StagePasses(count, ((seconds, 0.0),), stage.hidden_bytes(tokens))
 
 
@@ -276,10 +341,12 @@ def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
     layout, spread = world.layouts[event.layout], world.spreads[event.spread]
     unit = world.frames[event.frames[0]].per_prompt if spread.granularity == "prompt" else 1  # rows that stay together
     rows = unit * ceil(world.count(event.frames[0]) / unit / spread.minibatches / layout.dp)
-    width = sum(world.row(f).tokens for f in event.frames)
+    each = [world.row(f) for f in event.frames]
+    wide = Row(*(sum(getattr(r, name) for r in each) for name in ("prompt", "response", "longest")), each[0].spread)
+    whole = world.count(event.frames[0])
     leaves = min(rows, spread.leaves // layout.dp) if spread.leaves else 1
-    count = leaves * _micro_batches(event, ceil(rows / leaves), width, 1) if leaves > 1 else \
-        _micro_batches(event, rows, width, 1 if spread.leaves else layout.pp)
+    count = leaves * _micro_batches(event, ceil(rows / leaves), wide, whole, 1) if leaves > 1 else \
+        _micro_batches(event, rows, wide, whole, 1 if spread.leaves else layout.pp)
     if not count:
         return StagePasses(0, (), 0.0)
     by_seq = all(OUTPUTS[what].level == "seq" for _, _, what in event.model_outputs)
@@ -292,20 +359,19 @@ def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
                                    layout.cp)
                  for f in event.frames]
         one = WorkCounts(1, held.layers, *(sum(getattr(p, n) for p in parts) for n in ("tokens", "pairs", "outputs")))
-        forward, backward = world.machine.train(held, one, event.recompute == "full")
         comm = (chunk.tensor_parallel(tokens, one.outputs, held.layers, sequence_parallel=True)
                 + chunk.context_parallel(tokens, held.layers))
         comm += chunk.expert_parallel(tokens, held.layers)
         recomputed = (chunk.tensor_parallel(tokens, 0, held.layers, sequence_parallel=True)
                       + chunk.expert_parallel(tokens, held.layers) if event.recompute == "full" else 0.0)
+        forward, backward = world.machine.train(held, one, event.recompute == "full", comm, recomputed)
         share = held.layers / max(stage.shard.layers, 1)  # of the parameters and gradients that move layer by layer
         gather = share * _gather_seconds(stage) if layout.zero >= 3 else 0.0
         scatter = _scatter_seconds(stage, share) if layout.zero >= 2 else 0.0
         scatter /= count if spread.leaves else 1  # once in all passes
         loss = world.machine.compute(operators, one.outputs) if held.last else 0.0
         overlapped = world.machine.overlapped
-        durations.append((overlapped(forward + comm + loss, gather),
-                          overlapped(backward + comm + recomputed + 2 * loss, gather + scatter)))
+        durations.append((overlapped(forward + loss, gather), overlapped(backward + 2 * loss, gather + scatter)))
     return StagePasses(count, tuple(durations), stage.hidden_bytes(tokens), leaves)
 
 

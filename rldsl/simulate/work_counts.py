@@ -38,11 +38,19 @@ class Shard:
     active: int = 0  # elements of a layer that work on one token: of all experts, on any rank, the chosen ones
     local_experts: int = 0  # elements of `trained` in experts that the other ranks of the ep group do not hold
     outside_layers: int = 0  # elements of `trained` that belong to no layer
+    # the products of a layer: (rows and columns of the matrix, how many of its kind work on a token, how many there are
+    # here); of experts each is one
+    products: tuple[tuple[int, int, float, int], ...] = ()
+    ep: int = 1  # degree of expert parallelism
 
     def read(self, tokens: float) -> float:
-        """Elements of the matrices of one layer that are read for so many tokens: an expert without tokens is not."""
+        """Elements of the matrices of one layer that are read for so many tokens: an expert without tokens is not. Of
+        tokens that choose any experts alike, the expected number."""
         dense = self.layer - self.experts
-        return dense + min(self.experts, tokens * (self.active - dense))
+        if not self.experts:
+            return dense
+        chosen = min((self.active - dense) / self.experts, 1.0)  # the share of the experts here that work on a token
+        return dense + self.experts * (1.0 - float((1.0 - chosen) ** tokens))
 
 
 @cache
@@ -72,7 +80,8 @@ def build_shard(model: Model, layout: Layout, stage: int) -> Shard:
         model=model, tp=layout.tp, layers=here, first=first, last=last, layer=layer, head=head, elements=held(specs),
         trained=held(model.params), attention=heads * sizes.head_dim, cache=2 * kv * sizes.head_dim,
         item=4 if storage_dtype(model, layout.id) == "float32" else itemsize(model), experts=experts,
-        active=layer - experts + chosen, local_experts=held(local_experts), outside_layers=held(outside))
+        active=layer - experts + chosen, local_experts=held(local_experts), outside_layers=held(outside),
+        products=tuple(_product(s, layout, sizes.experts_per_token) for s in matrices), ep=layout.ep)
 
 
 @cache
@@ -93,6 +102,19 @@ def orthogonalization(model: Model, layers: int) -> int:
 def _local_elements(spec: ParamSpec, layout: Layout) -> int:
     whole = sum(volume(p.box) for p in pieces(spec, layout.tp, 0)) if spec.split is not None else prod(spec.shape)
     return whole // layout.ep if spec.experts else whole
+
+
+def _product(spec: ParamSpec, layout: Layout, chosen: int) -> tuple[int, int, float, int]:
+    """As `Shard.products` has them. A rank of an ep group computes the tokens of all its ranks with its own experts."""
+    elements = _local_elements(spec, layout)
+    if not spec.experts:
+        columns = spec.shape[1] if spec.split is None or spec.split.dim != 1 else ceil(spec.shape[1] / layout.tp)
+        return max(elements // columns, 1), columns, 1.0, 1
+    here = max(spec.experts // layout.ep, 1)
+    rows, columns = spec.shape[-2:]
+    if spec.split is not None and spec.split.dim == 2:
+        columns = ceil(columns / layout.tp)
+    return max(elements // here // columns, 1), columns, chosen * layout.ep * here / spec.experts, here
 
 
 def _num_parameters(spec: ParamSpec, layout: Layout, layers: int, stage: int) -> int:

@@ -28,6 +28,8 @@ class World:
         self.per_node = min(plan.header.devices_per_node, plan.header.world)
         self.machine = Machine(cluster, cluster.threads or max(1, cluster.cores // self.per_node))
         self.classes: Classes = build_classes(plan, per_rank=per_rank or cluster.cores > 0)
+        self.lag = plan.header.lag  # steps that generation runs ahead
+        self.served: dict[Hashable, float] = {}  # a generate of a serving engine, on what links -> its seconds
         self.class_traffic: dict[int, dict[int, Traffic]] = {}  # id of a realloc event -> class -> traffic of a rank
         self.meshes: dict[str, Mesh] = {m.id: m for m in plan.meshes}
         self.layouts: dict[str, Layout] = {x.id: x for x in plan.layouts}

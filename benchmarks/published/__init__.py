@@ -1,0 +1,1 @@
+"""Published steps of RL systems, and what the simulator says of them beforehand."""

@@ -1,0 +1,124 @@
+"""The published rows: what was run, and how long it took. Nothing here is computed.
+
+A row is a program with its settings, a placement file (`places/NAME.place.rlf`) and a cluster file. Sources:
+[nemo5] github.com/NVIDIA-NeMo/RL, tag v0.5.0, docs/about/performance-summary.md; recipes of that tag in
+        examples/configs/recipes/llm/performance.
+[nemo6] the same, tag v0.7.0 of the page, section "NeMo RL v0.6"; recipes of tag v0.6.0.
+[verl1] github.com/verl-project/verl, 1dda039b, docs/advance/one_step_off.md; scripts beside it.
+[verl2] the same, docs/advance/fully_async.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+# tokens of a prompt, on average: what the published throughput of on-policy rows counts besides the responses
+PROMPTS = {"llama-3.1-8b": 127.0, "llama-3.1-70b": 127.0, "qwen3-32b": 104.0, "qwen3-30b-a3b": 103.0,
+           "qwen3-235b-a22b": 118.0, "qwen2.5-math-7b": 150.0}
+SPREAD = 0.75  # standard deviation of the logarithm of the lengths; assumed, see docs/published.md
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One published run."""
+
+    name: str  # also of its placement file
+    source: str  # key above
+    model: str  # name of its config in models/
+    cluster: str  # name of its cluster file
+    gpus: int  # devices, all together
+    domain: int  # devices of a machine, or of an NVLink domain
+    batch: int  # prompts per step
+    n: int  # responses to each
+    most: int  # tokens of the longest sequence, or with verl of the longest response
+    response: float  # tokens of a response, on average
+    seconds: float  # published, of a step
+    updates: int = 4  # optimizer steps in it
+    lag: int = 0  # steps that generation runs ahead
+    throughput: float = 0.0  # published tokens per second and GPU; 0: not published
+    program: str = "grpo"  # name of the program
+    cache: float = 0.6  # share of the memory that the engine may use
+    phases: Mapping[str, float] = field(default_factory=dict)  # published seconds of calls
+    baseline: str = ""  # the row without the lag on equally many devices
+    standin: str = ""  # how the placement differs from the published one, where ours cannot express it
+
+    @property
+    def moe(self) -> bool:
+        return "-a" in self.model
+
+    @property
+    def prompt(self) -> float:
+        """Tokens of a prompt, on average."""
+        return PROMPTS[self.model]
+
+
+def nemo(name: str, source: str, model: str, cluster: str, gpus: int, response: float, throughput: float,
+         seconds: float, lag: int = 0, baseline: str = "", domain: int = 8, standin: str = "", large: bool = False,
+         cache: float = 0.0) -> Row:
+    """large: as the recipes of 235B have it."""
+    return Row(name, source, model, cluster, gpus, domain, 16 if large else 64, 32, 8192 if large else 4096, response,
+               seconds, 1 if large else 4, lag, throughput, cache=cache or (0.8 if lag else 0.6), baseline=baseline,
+               standin=standin)
+
+
+TP_IN_DP = "Megatron's ep spans dp, cp and tp: here ep spans dp alone, so the split over tp and cp is one over dp"
+LLAMA, Q32, Q30, Q235 = "llama-3.1-8b", "qwen3-32b", "qwen3-30b-a3b", "qwen3-235b-a22b"
+ROWS = (
+    nemo("llama8b-h100-16", "nemo5", LLAMA, "h100", 16, 1019, 1581, 92.8),
+    nemo("llama8b-h100-16-off", "nemo5", LLAMA, "h100", 16, 1123, 2478, 64.8, 1, "llama8b-h100-16"),
+    nemo("qwen32b-h100-32", "nemo5", Q32, "h100", 32, 3251, 571, 376),
+    nemo("qwen32b-h100-64-off", "nemo5", Q32, "h100", 64, 3252, 538, 200, 1),
+    nemo("llama8b-gb200-8", "nemo5", LLAMA, "gb200", 8, 1066, 3359, 91.0, domain=64),
+    nemo("llama8b-gb200-8-off", "nemo5", LLAMA, "gb200", 8, 1107, 4463, 71.1, 1, "llama8b-gb200-8", domain=64),
+    nemo("qwen32b-gb200-16", "nemo5", Q32, "gb200", 16, 3253, 1127, 381, domain=64),
+    nemo("qwen32b-gb200-32-off", "nemo5", Q32, "gb200", 32, 3258, 1025, 210, 1, domain=64),
+    nemo("qwen30b-h100-32", "nemo6", Q30, "h100", 32, 3203, 1102, 192),
+    nemo("qwen30b-h100-32-off", "nemo6", Q30, "h100", 32, 3201, 1414, 152, 1, "qwen30b-h100-32"),
+    nemo("qwen30b-gb200-16", "nemo6", Q30, "gb200", 16, 3199, 1910, 221, domain=64),
+    nemo("qwen30b-gb200-16-off", "nemo6", Q30, "gb200", 16, 3197, 1406, 301, 1, "qwen30b-gb200-16", domain=64),
+    nemo("qwen30b-gb200-32-off", "nemo5", Q30, "gb200", 32, 3204, 1558, 136, 1, domain=64),
+    nemo("qwen235b-h100-128", "nemo6", Q235, "h100-pairs", 128, 5698, 58.9, 395, domain=16, standin=TP_IN_DP, large=True),
+    nemo("qwen235b-h100-256", "nemo6", Q235, "h100-pairs", 256, 5713, 37.4, 312, domain=16, standin=TP_IN_DP, large=True),
+    nemo("qwen235b-h100-256-off", "nemo6", Q235, "h100", 256, 5721, 58.7, 231, 1, "qwen235b-h100-256",
+         standin=TP_IN_DP, large=True),
+    nemo("qwen235b-gb200-64", "nemo6", Q235, "gb200", 64, 5709, 163, 286, domain=64, standin=TP_IN_DP, large=True,
+         cache=0.4),
+    nemo("qwen235b-gb200-128", "nemo6", Q235, "gb200", 128, 5693, 67.4, 345, domain=64, standin=TP_IN_DP, large=True,
+         cache=0.4),
+    nemo("qwen235b-gb200-128-off", "nemo6", Q235, "gb200", 128, 5705, 85.5, 278, 1, "qwen235b-gb200-128", domain=64,
+         standin=TP_IN_DP, large=True),
+)
+
+# The runs from which the constants of the engine and of the driver come; no row above is among them: NeMo-RL v0.3, in
+# github.com/NVIDIA-NeMo/RL/issues/959. Its recipes are those of the commits d066750c (8B) and 4987695e (70B).
+CALIBRATION = (
+    Row("llama8b-h100-8", "issue 959", LLAMA, "h100", 8, 8, 64, 32, 4096, 795, 112,
+        phases={"train": 28, "generate": 58, "logprobs": 18, "refit": 5}),
+    Row("llama70b-h100-64", "issue 959", "llama-3.1-70b", "h100", 64, 8, 64, 32, 4096, 398, 147,
+        phases={"train": 28, "generate": 84, "logprobs": 18, "refit": 14}),
+)
+
+# Phases are published, but neither the mean length nor a throughput. The mean is the one with which the simulated
+# training of the on-policy run takes as long as published; what is predicted is the gain of generating one step ahead.
+VERL = tuple(Row(name, "verl1", "qwen2.5-math-7b", "h20", 16, 4, 512, n, most, 0.0, seconds, 16, lag, 0.0, "dapo", 0.8,
+                 phases, baseline) for name, n, most, seconds, lag, phases, baseline in (
+    ("verl-fsdp2", 12, 20480, 749, 0, {"generate": 321, "logprobs": 88, "train": 286}, ""),
+    ("verl-fsdp2-off", 12, 20480, 520, 1, {"generate": 458, "logprobs": 108, "train": 337}, "verl-fsdp2"),
+    ("verl-megatron", 16, 8192, 699, 0, {"generate": 207, "logprobs": 119, "train": 344}, ""),
+    ("verl-megatron-off", 12, 8192, 566, 1, {"generate": 501, "logprobs": 120, "train": 347}, "verl-megatron")))
+
+# Published, and not simulated: the models are refused by the compiler (RL0303: latent attention, Mamba layers), or what
+# was run is not published.
+LEFT_OUT = {
+    "DeepSeek-V3, 256 and 512 H100, 128 and 256 GB200 [nemo6]": "latent attention: RL0303",
+    "DeepSeek-V3, 96 H20 [verl, docs/perf/dpsk.md]": "latent attention: RL0303",
+    "Nemotron-3-Nano-30B-A3B, 128 H100 [nemo6]": "Mamba layers: RL0303; the time of its environments is not published",
+    "Qwen3-30B-A3B 8-step off, 192 H100 [nemo6]": "the split of the devices between generation and training is in a "
+                                                  "recipe with a global batch that differs from the table",
+    "FP8 rows [nemo5, nemo6]": "our models are float32 or bfloat16",
+    "fully_async [verl2]": "partial rollouts and a queue: not a plan; the mean length is not published",
+    "Qwen3.5-35B-A3B, 4 nodes [verl, docs/advance/v1_async_trainer.md]": "linear attention: RL0303; the kind of device is "
+                                                                         "not published",
+}
