@@ -181,8 +181,8 @@ FIELDS: dict[str, Field] = {
                       "own engine generates"),
     "decode_us": Field("float", "host time of a serving engine per decoding step, in microseconds"),
     "decode_row_us": Field("float", "the same per sequence and step, in microseconds"),
-    "decode_reduce_us": Field("float", "latency of an all-reduce of a serving engine inside a machine, in microseconds; 0: "
-                              "as of any collective"),
+    "decode_reduce_us": Field("float", "latency of an all-reduce of a serving engine inside a machine, in "
+                              "microseconds; 0: as of any collective"),
     "sync_s": Field("float", "time to give a serving engine new weights and wake it up, in seconds"),
     "sync_gb_s": Field("float", "rate at which it gets the bytes of all weights, 10^9 bytes per second; 0: no limit"),
     "call_s": Field("float", "time around each call of a model in which a driver prepares and moves data, in seconds"),
