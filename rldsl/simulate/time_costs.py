@@ -342,7 +342,8 @@ def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
     unit = world.frames[event.frames[0]].per_prompt if spread.granularity == "prompt" else 1  # rows that stay together
     rows = unit * ceil(world.count(event.frames[0]) / unit / spread.minibatches / layout.dp)
     each = [world.row(f) for f in event.frames]
-    wide = Row(*(sum(getattr(r, name) for r in each) for name in ("prompt", "response", "longest")), each[0].spread)
+    wide = Row(sum(r.prompt for r in each), sum(r.response for r in each), sum(r.longest for r in each),
+               each[0].spread)
     whole = world.count(event.frames[0])
     leaves = min(rows, spread.leaves // layout.dp) if spread.leaves else 1
     count = leaves * _micro_batches(event, ceil(rows / leaves), wide, whole, 1) if leaves > 1 else \
