@@ -96,6 +96,9 @@ _ALL = (
              same_unit=(0,)),
     Operator("rank", "order", 1, "how many elements are smaller, plus half of the others that are equal",
              gradient=False),
+    # Of tokens, within prompts.
+    Operator("across", "order", 1, "sum of the tokens of a that are as far from the beginning of their responses",
+             unit="keep"),
     # Sequence operators work inside each sequence.
     _sequence("next", ("token",), "token", "the following token's value, 0 at the last", keeps_truth=True),
     _sequence("prev", ("token",), "token", "the preceding token's value, 0 at the first", keeps_truth=True),
@@ -248,6 +251,9 @@ _FUNCTIONS = (
     Builtin("rank", "order", (
         ("rank(x)", "F -> F", "for each element how many others are smaller, plus half of those that are equal"),
         ("rank(x by M)", "F -> F", "the same within each M")), "rank"),
+    Builtin("across", "order", (
+        ("across(x by prompt)", "token -> token", "for each token the sum over the tokens at the same position of all "
+         "responses to its prompt"),), "across"),
     _sequence_function("len", "len(gen)", "sequences -> seq", "the number of response tokens"),
     _sequence_function("next", "next(x)", "token -> token", "the value at the next token, 0 at the last",
                        siblings="the value of the next sequence of the prompt, 0 at the last"),

@@ -341,7 +341,8 @@ def _classify(term: Term, below: list[Dependence], model_outputs: set[str], in_v
         within, x = dict(term.attrs)["within"], term.args[0]
         if within == "prompt" or within == x.level:
             needs.prompts = True
-        needs.add(term, f"orders the elements of {'the minibatch' if within == 'batch' else f'each {within}'}")
+        verb = "adds up" if term.op == "across" else "orders"
+        needs.add(term, f"{verb} the elements of {'the minibatch' if within == 'batch' else f'each {within}'}")
     if term.level != "batch":
         if worst >= Dependence.AFFINE:
             culprit = next(a for a, b in zip(term.args, below, strict=True) if b >= Dependence.AFFINE)

@@ -235,6 +235,10 @@ class Operators:
         if isinstance(within, FrameRef):
             return self.errors.add("RL0208", f"`{name}` by the rows of a batch", span,
                                    help=f"order within a level: `{name}(x by prompt)`")
+        if name == "across" and (x.level, within) != ("token", "prompt"):
+            return self.errors.add("RL0208", "`across` adds up tokens of the responses to a prompt", span,
+                                   f"this is {describe(x)}, {'without `by`' if within == 'batch' else f'by {within}'}",
+                                   help="pass a token value and `by prompt`: `across(x by prompt)`")
         if depth(within) >= depth(x.level):
             what = "a constant" if x.constant else level_value(x.level)
             return self.errors.add("RL0208", f"{what} has no order by {within}", x.at, f"this is {describe(x)}",

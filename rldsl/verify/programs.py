@@ -100,6 +100,8 @@ def _order_fault(t: Tables, node: Node, x: Node) -> str:
         return f"orders {x.level} of {x.space!r} within {within!r} as {node.level} of {node.space!r}"
     if x.level == "entry" and not t.entries[x.space].width:
         return "what ranges over the whole vocabulary has no order"
+    if node.op == "across" and (x.level != "token" or within in ("batch", "turn")):
+        return f"adds up {x.level} values across {within}: only tokens, across the responses to a prompt"
     coarser = LEVELS.index(within) < LEVELS.index(x.level) or within == x.level == "seq" and of != x.space
     if not coarser or not _has_space(t, within, of):
         return f"orders a {x.level} value within the {within} space {of!r}"

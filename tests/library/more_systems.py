@@ -79,6 +79,21 @@ def entropy_masked(t: Table) -> Tensor:
     return mean(t, clip(ratio(t, t.old), t.adv) * kept.double())
 
 
+def token_baseline(t: Table) -> Tensor:
+    """Position by position over the responses of a group; a response that alone is as long has no baseline there."""
+    gain = (t.rt * t.m).flip(-1).cumsum(-1).flip(-1)
+    weight = ((1 - 2 * t.old.exp() + t.sq) * t.m).cumsum(-1)
+    adv = torch.zeros_like(gain)
+    for i in range(0, len(gain), t.n):
+        rows = range(i, i + t.n)
+        for at in range(gain.shape[1]):
+            there = [j for j in rows if t.m[j, at]]
+            base = sum(gain[j, at] * weight[j, at] for j in there) / (sum(weight[j, at] for j in there) + 1e-8)
+            for j in there:
+                adv[j, at] = gain[j, at] - (base if len(there) > 1 else 0)
+    return adv
+
+
 def vapo(t: Table) -> Tensor:
     right = (t.r > 0)[:, None].double() * t.m
     return mean(t, clip(ratio(t, t.old), t.adv, high=0.28)) - 0.1 * (right * t.x).sum() / right.sum()
@@ -105,6 +120,7 @@ MORE: dict[str, Callable[[Table], Tensor | tuple[Tensor, ...]]] = {
     "best_of_group(r, by_std=false)": lambda t: lead(t, False),
     "pass_at_k(r, 2)": lambda t: of_sets(t, 2),
     'grpo_free(old=old, adv=adv * high_entropy(h), agg="token-mean")': entropy_masked,
+    "token_baseline(discount(rt, 1), old, sq)": token_baseline,
     "grpo_entropy(old=old, adv=adv)": entropy_masked,
     "vapo(old=old, adv=adv, good=of_right(r, old))": vapo,
     'grpo_free(old=lp, adv=adv * truncated(lp, old, most=3), agg="token-mean")':

@@ -38,6 +38,7 @@ class Table:
     rt: Tensor
     chosen: Tensor
     h: Tensor
+    sq: Tensor
     r: Tensor
     r2: Tensor
     ended: Tensor
@@ -57,6 +58,7 @@ def data(b: Batch) -> dict[str, Given | float]:
     given |= {name: b.tokens(20 + i) for i, name in enumerate(("adv", "v", "ret", "rt"))}
     given["chosen"] = replace(x, data=(b.tokens(30).data > 0).double())
     given["h"] = replace(x, data=b.tokens(32).data.abs())
+    given["sq"] = replace(x, data=b.tokens(33).data.sigmoid())
     given["r"] = b.given("seq", REWARDS[: b.rows])
     given["r2"] = b.seqs(31)
     return given | {"gen.finished": Given("seq", "gen", torch.arange(b.rows) % 2 == 0), "beta": 0.1}
@@ -67,7 +69,7 @@ def table(b: Batch, given: dict[str, Given | float], fresh: Tensor) -> Table:
         return torch.nn.utils.rnn.pad_sequence(list(flat.split(b.lens["gen"])), batch_first=True)
 
     known = {k: v.data for k, v in given.items() if isinstance(v, Given)} | {"x": fresh}
-    tokens = {k: padded(known[k]) for k in ("x", "old", "ref", "lp", "adv", "v", "ret", "rt", "chosen", "h")}
+    tokens = {k: padded(known[k]) for k in ("x", "old", "ref", "lp", "adv", "v", "ret", "rt", "chosen", "h", "sq")}
     mask = torch.arange(max(b.lens["gen"])) < torch.tensor(b.lens["gen"])[:, None]
     return Table(m=mask.double(), r=known["r"], r2=known["r2"], ended=known["gen.finished"], n=b.n, **tokens)
 

@@ -76,6 +76,7 @@ flow f(steps=1) {{
   adv    = r + 0 * old
   chosen = adv
   h      = actor.entropy(gen)
+  sq     = actor.sum_squares(gen)
   {end}
 }}
 """

@@ -105,6 +105,7 @@ def _policy_values(b: Batch, name: str) -> dict[str, Given | float]:
     given["r2"] = b.seqs(31)
     given["gen.finished"] = Given("seq", "gen", torch.arange(b.rows) % 2 == 0)
     given["h"] = token(b.tokens(33).data.abs())
+    given["sq"] = token(b.tokens(34).data.sigmoid())
     if b.width:  # log-probabilities of student and teacher
         given |= {v: Given("entry", "gen", b.alternatives(40 + i, 2.0).data.view(-1, b.width).log_softmax(-1).flatten())
                   for i, v in enumerate(("z", "d"))}

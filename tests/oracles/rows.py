@@ -204,6 +204,8 @@ POLICY: tuple[Row, ...] = (
     Row("reinforce_token(adv=whiten(discount(at_end(over_greedy(r, r2)), 0.99), eps=0, unbiased=false, plus=1e-5))",
         "ReaL", "remax", batches=("alone",)),
     Row("optimal_baseline(r, len(gen), alone=true)", "verl", "advantage", {"adv_estimator": "opo"}, GROUPS),
+    Row("token_baseline(discount(rt, 1), old, sq)", "verl", "token_baseline",
+        {"adv_estimator": "optimal_token_baseline"}, GROUPS),
     Row("gpg(adv=gpg_norm(r, nonzero=true, alone=true))", "verl", "estimated_loss",
         {"adv_estimator": "gpg", "policy_loss": {"loss_mode": "gpg"}}, GROUPS),
     # SAPO, GMPO

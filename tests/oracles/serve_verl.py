@@ -174,6 +174,13 @@ def token_advantage(case: Case) -> Output:
     return estimated(case, scores(case)).batch["advantages"]
 
 
+def token_baseline(case: Case) -> Output:
+    """Rewards of tokens, `rt`; log-probabilities and sums of squares before the step."""
+    data = scores(case, old_log_probs=case.table("old"), sum_pi_squared=case.table("sq"))
+    data.batch["token_level_rewards"] = case.table("rt")
+    return estimated(case, data).batch["advantages"]
+
+
 def gdpo(case: Case) -> Output:
     """Two rewards. The batch needs prompts and an attention mask: one token of prompt each."""
     ones = torch.ones(case.rows, 1, dtype=torch.long)
@@ -204,7 +211,7 @@ def overlong(case: Case) -> Output:
 
 ORACLES: dict[str, Oracle] = {
     f.__name__: f for f in (policy_loss, clip_cov_loss, kl_cov_loss, kl_cov_choice, estimated_loss, corrected_loss,
-                            value_loss, whiten, kl_rewards, adaptive_kl, gae, advantage, token_advantage, gdpo,
+                            value_loss, whiten, kl_rewards, adaptive_kl, gae, advantage, token_advantage, token_baseline, gdpo,
                             reinforce_pp, overlong)}
 
 if __name__ == "__main__":

@@ -188,6 +188,8 @@ def evaluate(node: Node, inner: Sequence[Node], args: Sequence[Tensor], ragged: 
         wide, within = args[0].to(torch.float64), cast(Level, node.attr("within"))
         index = torch.zeros(wide.numel(), dtype=torch.int64, device=wide.device) if within == "batch" else \
             ragged.index(inner[0].level, inner[0].space, within, str(node.attr("of")))
+        if node.op == "across":
+            return _across(wide, index, ragged.frame_rows[inner[0].space].lens).to(dtype)
         return ordered(node.op, wide, index).to(dtype)
     return sequence(node, str(node.attr("frame") or inner[0].space), args, ragged, dtype)
 
@@ -335,6 +337,16 @@ def ordered(op: str, x: Tensor, segment: Tensor) -> Tensor:
     begin = place[starts][starts.cumsum(0) - 1]  # of the segment of each
     ranks = (first[run] - begin).to(x.dtype) + (size[run] - 1) / 2
     return torch.empty_like(ranks).index_copy(0, order, torch.where(value.isnan(), torch.nan, ranks))
+
+
+def _across(x: Tensor, prompt: Tensor, lens: Tensor) -> Tensor:
+    """x: [tokens] float64. prompt: of each token. lens: tokens of each response. -> [tokens], for each the sum over the
+    tokens of its prompt at its position."""
+    if not x.numel():
+        return x
+    position = torch.arange(x.numel(), device=x.device) - (lens.cumsum(0) - lens).repeat_interleave(lens)
+    place = prompt * (position.max() + 1) + position
+    return x.new_zeros(int(place.max()) + 1).index_add(0, place, x)[place]
 
 
 # -------------------------------------------------------------------------------------------------- sequences

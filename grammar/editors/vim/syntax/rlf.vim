@@ -14,7 +14,7 @@ syntax keyword rlfUnit contained prompts sequences pairs tokens
 syntax match rlfBoolean /\<\(true\|false\)\>/
 
 syntax match rlfFunction /\<\h\w*\ze\s*(/
-syntax match rlfBuiltin /\<\(exp\|log\|expm1\|log1p\|sqrt\|abs\|sigmoid\|logsigmoid\|min\|max\|clip\|where\|stop_gradient\|sum\|mean\|count\|std\|var\|logsumexp\|median\|quantile\|sort\|rank\|len\|next\|prev\|cumsum\|discount\|last\|at_end\|over\|along\|prefixes\|pick\|whole\|others\|pair\|concat\|uniform\|step_number\|choice\)\ze\s*(/
+syntax match rlfBuiltin /\<\(exp\|log\|expm1\|log1p\|sqrt\|abs\|sigmoid\|logsigmoid\|min\|max\|clip\|where\|stop_gradient\|sum\|mean\|count\|std\|var\|logsumexp\|median\|quantile\|sort\|rank\|across\|len\|next\|prev\|cumsum\|discount\|last\|at_end\|over\|along\|prefixes\|pick\|whole\|others\|pair\|concat\|uniform\|step_number\|choice\)\ze\s*(/
 syntax match rlfSource /\<\(causal_lm\|value_model\|reward_model\|jsonl\|parquet\|hf\|adamw\|lora\|mesh\)\ze\s*(/
 syntax match rlfMember /\.\s*\h\w*/
 syntax match rlfCall /\.\s*\(generate\|logprobs\|entropy\|values\|score\|train\|next\)\ze\s*(/
