@@ -111,6 +111,8 @@ def test_minibatches_of_parts_of_prompts(options: str) -> None:
     (dict(loss="mean(logprobs * w * r) * rank(2)"), "RL0208", "2"),
     (dict(body="  metric m = mean(rank(t.ids))"), "RL0345", "t.ids"),
     (dict(body="  metric m = mean(rank(gen))"), "RL0203", "gen"),
+    (dict(loss="mean(across(logprobs * w))"), "RL0208", None),
+    (dict(body="  metric m = mean(across(r by prompt))"), "RL0208", None),
     (dict(body="  metric m = mean(sort(r by gen))"), "RL0208", None),
     (dict(body="  rank = mean(r)"), "RL0111", "rank"),
     (dict(entries="mean(sum(exp(t) * (t - logprobs_at) * rank(w) by token))", body=OTHER.format(t="v")), "RL0348",
@@ -169,6 +171,14 @@ def test_the_verifier_knows_orders(folder: Path, monkeypatch: pytest.MonkeyPatch
     plan = compiled(folder, monkeypatch, loss="mean(logprobs * w * rank(r by prompt))")
     event = train_of(plan)
     assert "RL0616" in codes(with_program(plan, event.loss, lambda word: level if word == "prompt" else word))
+
+
+@pytest.mark.parametrize("level", ["token", "batch", "turn", "elsewhere"])
+def test_the_verifier_adds_up_across_prompts_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, level: str) -> None:
+    plan = compiled(folder, monkeypatch, loss="mean(across(logprobs * w by prompt) * w)")
+    assert codes(plan) == set() and train_of(plan).first_pass
+    forged = with_program(plan, train_of(plan).loss, lambda word: level if word == "prompt" else word)
+    assert "RL0616" in codes(forged)
 
 
 def test_the_preview_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
