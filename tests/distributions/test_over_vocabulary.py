@@ -18,16 +18,14 @@ from rldsl.runtime.backend import SINGLE_RANK, Axis
 from rldsl.runtime.interpreter.expression_ops import RaggedIndex
 from rldsl.runtime.interpreter.expression_programs import MinibatchLoss, loss_counts
 from rldsl.runtime.interpreter.vocabulary import split
-from rldsl.semantics.losses import bind_loss
-from rldsl.plan.heads import HEADS
 from tests.distributions.test_gkd import jsd
-from tests.library.harness import Batch, Given, _compile, _part, _shards, _views
+from tests.library.harness import Batch, Given, _part, _shards, _views
+from tests.library.over_vocabulary import SPACE, vocabulary_loss
 from tests.memory.accounting import Storages
 from tests.world import run_world
 from rldsl.sharding.partition import micro_batches
 
 WORDS, SIZE, OTHER = 37, 6, 5
-SPACE = {"gen.vocabulary": "gen"}
 BATCH = Batch.random(1, 4, 3)
 TOKENS = sum(BATCH.lens["gen"])
 # several results of a table, one of them read again by the table; a number of each token, with a gradient and without
@@ -84,15 +82,7 @@ def wanted(name: str, temperature: float) -> tuple[Tensor, dict[str, Tensor]]:
 
 def compiled(call: str) -> tuple[Program, dict[str, Given | float]]:
     data: dict[str, Given | float] = {"w": W, "s": S}
-    made = _compile("std.gkd", call, BATCH, data, TEXT)
-    made.exprs.spaces.entries["gen.vocabulary"] = EntrySpace("gen", 0)
-    from rldsl.semantics.terms import input_
-    made.scope.names["teacher"] = input_("teacher", "entry", "gen.vocabulary", made.trees[0].span)
-    use = made.meaning()
-    bound = bind_loss(use, HEADS["causal_lm"], tuple(BATCH.frames.values()), "harness", made.exprs)  # type: ignore[arg-type]
-    made.errors.check()
-    assert bound and not bound.ids
-    return bound.program, data
+    return vocabulary_loss("std.gkd", call, data, TEXT), data
 
 
 def computed(name: str, temperature: float = 1.0, tp: Axis = SINGLE_RANK, chunk: int = 7, dp: int = 1, mbs: int = 0

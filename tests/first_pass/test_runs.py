@@ -61,3 +61,30 @@ def test_who_needs_the_pass_and_whole_prompts(sets: dict[str, str]) -> None:
     assert [(e.model, bool(e.first_pass), units[e.spread]) for e in trains] == [
         ("once", False, "row"), ("twice", True, "row"), ("whole", True, "prompt"), ("whole", True, "prompt")]
     assert "exp(mean(adv * logprobs))" in trains[1].first_pass and "two.rlf" in trains[1].first_pass
+
+
+CONTINUED = """data prompts = jsonl("{rows}", batch=4, max_prompt_tokens=16)
+model slow  = causal_lm("{base}")
+model actor = causal_lm("{base}") train adamw(lr=1e-3)
+loss grouped(logprobs: token; r: seq, fair: seq) {{
+  metric same = max(abs(r - mean(r by prompt) - fair))
+  return mean((r - mean(r by prompt)) * sum(logprobs by seq))
+}}
+flow run(steps=1, seed=1) {{
+  prompt = prompts.next()
+  gen  = slow.generate(prompt, n=2, max_new_tokens=3, temperature=0.8, min_new_tokens=3)
+  more = slow.generate(gen, n=2, max_new_tokens=4, temperature=0.8)
+  r    = len(more) + mean(more.logprobs by seq)
+  actor.train(more, loss=grouped(r=r, fair=r - mean(r by prompt)), minibatches=2)
+}}
+"""
+
+
+def test_prompts_that_are_responses(sets: dict[str, str], tmp_path: Path) -> None:
+    """What continues a response is reduced up to it."""
+    path = tmp_path / "continued.rlf"
+    path.write_text(CONTINUED.format(**sets))
+    alone = run_program(path, {}, tmp_path / "alone")
+    there = run_program(path, {}, tmp_path / "there", "place *.* on mesh(0:2) dp=2", like=alone)
+    assert abs(alone[0]["actor/loss"]) > 1e-3 and alone[0]["actor/same"] < 1e-5
+    assert alone[0] == pytest.approx(there[0], rel=1e-4, abs=1e-5)
