@@ -2,6 +2,7 @@
 
     python benchmarks/simulate.py                 # all plans: about half an hour
     python benchmarks/simulate.py --only ppo      # those whose names contain a word
+    python benchmarks/simulate.py --drawn 40 --seed 1    # drawn programs and placements, with lag and selections
 
 Each plan is profiled and run within the same minute. A step's time is the median over the steps of a run, without the
 first two. Gates: median error 15 %, Kendall's tau of the order 0.8. The machine must have nothing else to do: a step
@@ -102,7 +103,12 @@ flow ppo(steps=steps, seed=1) {
   metric score = mean(score)
 }
 """
-PROGRAMS = {"generate": GENERATE, "sft": SFT, "dpo": DPO, "grpo": GRPO, "ppo": PPO}
+AHEAD = GRPO.replace("seed=1)", "seed=1, lag=1)")  # generation runs one step ahead
+SELECTED = GRPO.replace(  # all are kept, as the simulator assumes
+    "  ref_lp = ", "  kept   = gen where reward >= 0\n  ref_lp = ").replace(
+    "ref.logprobs(gen)", "ref.logprobs(kept)").replace("actor.train(gen,", "actor.train(kept,")
+PROGRAMS = {"generate": GENERATE, "sft": SFT, "dpo": DPO, "grpo": GRPO, "ppo": PPO, "ahead": AHEAD,
+            "selected": SELECTED}
 ALL2, ALL4 = "mesh(0:2)", "mesh(0:4)"
 SPLIT = ("actor.generate on mesh(0:4) dp=4", "judge.* on mesh(0:1)", "ref.* on mesh(1:2)",
          "critic.values on mesh(2:4) dp=2", "critic.train on mesh(2:4) dp=2", "actor.train on mesh(0:2) dp=2")
@@ -140,6 +146,29 @@ CASES = (
                       "critic.* on mesh(1:2)", "actor.train on mesh(0:1)"), 32),
     Case("ppo", "m", SPLIT, 64),
 )
+
+
+APART = {2: ("actor.generate on mesh(0:1)", "ref.* on mesh(1:2)", "actor.train on mesh(1:2)"),
+         4: ("actor.generate on mesh(0:2) dp=2", "ref.* on mesh(2:4) dp=2", "actor.train on mesh(2:4) dp=2")}
+
+
+def drawn(count: int, seed: int) -> list[Case]:
+    """Programs with placements, drawn: with and without a lag or a selection, on one, two and four ranks."""
+    import random
+
+    draw, found = random.Random(seed), []
+    while len(found) < count:
+        program, ranks = draw.choice(sorted(PROGRAMS)), draw.choice((1, 2, 2, 4))
+        mesh = f"mesh(0:{ranks})"
+        degrees = draw.choice([f"dp={ranks}", f"tp={min(ranks, 2)} dp={max(ranks // 2, 1)}",
+                               f"pp={min(ranks, 2)} dp={max(ranks // 2, 1)}"])
+        rules = (f"*.* on {mesh} {degrees}",) if ranks > 1 else ()
+        if program == "ahead":
+            rules = APART[max(ranks, 2)]
+        case = Case(program, draw.choice("sml"), rules, draw.choice((16, 32, 64)))
+        if case not in found:
+            found.append(case)
+    return found
 
 
 def make(folder: Path) -> None:
@@ -210,6 +239,8 @@ def tau(pairs: Sequence[tuple[float, float]]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--drawn", type=int, default=0, help="so many drawn cases instead of the listed ones")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--folder", default="runs/simulate", help="where models, plans and runs go")
     parser.add_argument("--reuse", action="store_true", help="take what was measured before, where it is there")
@@ -225,7 +256,7 @@ def main() -> None:
 
     found: list[tuple[float, float]] = []
     print(f"{'simulated':>10} {'measured':>10} {'error':>7} {'work':>7}  plan", flush=True)
-    for case in CASES:
+    for case in drawn(given.drawn, given.seed) if given.drawn else CASES:
         if given.only not in case.name:
             continue
         file = compiled(case, given.steps)

@@ -3,6 +3,7 @@
     python -m benchmarks.published                    # all rows: about two minutes
     python -m benchmarks.published --only llama       # those whose names contain a word
     python -m benchmarks.published --spread 1.0       # with another distribution of lengths
+    python -m benchmarks.published --search llama8b-h100-16     # what the search finds there, with its certified gap
 
 Gates: dense rows within 25 %, rows of mixtures of experts within 35 %, Kendall's tau of the order of the steps at least
 0.9, the sign of what generating one step ahead gains right in every pair; the gain within 15 % where phases are
@@ -71,11 +72,36 @@ def verdict(found: Sequence[Prediction]) -> Iterator[str]:
             yield f"  {'mixtures of experts' if moe else 'dense'}: {tau(some):.3f}"
 
 
+def searched(only: str, seconds: float, spread: float) -> None:
+    from benchmarks.published.searched import search
+    from rldsl.diag import Failure
+
+    with tempfile.TemporaryDirectory() as place, workplace(Path(place)) as folder:
+        print("modelled", flush=True)
+        for row in ROWS:
+            if row.lag or only not in row.name:
+                continue
+            as_published = predict(row, folder, spread).seconds
+            print(f"{row.name}: published {row.seconds:g} s, its placement predicted {as_published:.1f} s", flush=True)
+            for lag in (0, 1):
+                try:
+                    found = search(row, folder, seconds, lag, spread)
+                except Failure as failure:
+                    print(f"  lag={lag}: {failure}", flush=True)
+                    continue
+                said = f"  lag={lag}: {found.seconds:.1f} s, certified gap {found.gap:.2%}"
+                print("\n    ".join([said, *found.placement]), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose names contain this")
-    parser.add_argument("--spread", type=float, default=SPREAD, help="standard deviation of the logarithm of lengths")
+    parser.add_argument("--spread", type=float, default=SPREAD, help="deviation of the logarithm of lengths")
+    parser.add_argument("--search", default="", help="search for the on-policy rows whose names contain this")
+    parser.add_argument("--seconds", type=float, default=60.0, help="CPU seconds of such a search")
     given = parser.parse_args()
+    if given.search:
+        return searched(given.search, given.seconds, given.spread)
     found: dict[str, Prediction] = {}
     with tempfile.TemporaryDirectory() as place, workplace(Path(place)) as folder:
         print(f"modelled; lengths lognormal with spread {given.spread:g}, cut at the maximum\n\n{HEAD}", flush=True)

@@ -74,10 +74,10 @@ def longest_of(row: Row) -> float:
 
 def sets_of(row: Row) -> dict[str, Scalar]:
     """What the program's parameters are for a row."""
-    prompts = 2048 if row.program == "dapo" else PROMPT
+    prompts, tokens = (2048, row.most) if row.program == "dapo" else (PROMPT, row.most - PROMPT)
     gpus = min(row.domain, row.gpus)
     return {"model": row.model, "nodes": -(-row.gpus // gpus), "gpus": gpus, "batch": row.batch, "n": row.n,
-            "prompts": prompts, "tokens": row.most if row.program == "dapo" else row.most - PROMPT, "updates": row.updates, "lag": row.lag}
+            "prompts": prompts, "tokens": tokens, "updates": row.updates, "lag": row.lag}
 
 
 @contextlib.contextmanager

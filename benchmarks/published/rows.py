@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-
 # tokens of a prompt, on average: what the published throughput of on-policy rows counts besides the responses
 PROMPTS = {"llama-3.1-8b": 127.0, "llama-3.1-70b": 127.0, "qwen3-32b": 104.0, "qwen3-30b-a3b": 103.0,
            "qwen3-235b-a22b": 118.0, "qwen2.5-math-7b": 150.0}
@@ -79,8 +78,10 @@ ROWS = (
     nemo("qwen30b-gb200-16", "nemo6", Q30, "gb200", 16, 3199, 1910, 221, domain=64),
     nemo("qwen30b-gb200-16-off", "nemo6", Q30, "gb200", 16, 3197, 1406, 301, 1, "qwen30b-gb200-16", domain=64),
     nemo("qwen30b-gb200-32-off", "nemo5", Q30, "gb200", 32, 3204, 1558, 136, 1, domain=64),
-    nemo("qwen235b-h100-128", "nemo6", Q235, "h100-pairs", 128, 5698, 58.9, 395, domain=16, standin=TP_IN_DP, large=True),
-    nemo("qwen235b-h100-256", "nemo6", Q235, "h100-pairs", 256, 5713, 37.4, 312, domain=16, standin=TP_IN_DP, large=True),
+    nemo("qwen235b-h100-128", "nemo6", Q235, "h100-pairs", 128, 5698, 58.9, 395, domain=16, standin=TP_IN_DP,
+         large=True),
+    nemo("qwen235b-h100-256", "nemo6", Q235, "h100-pairs", 256, 5713, 37.4, 312, domain=16, standin=TP_IN_DP,
+         large=True),
     nemo("qwen235b-h100-256-off", "nemo6", Q235, "h100", 256, 5721, 58.7, 231, 1, "qwen235b-h100-256",
          standin=TP_IN_DP, large=True),
     nemo("qwen235b-gb200-64", "nemo6", Q235, "gb200", 64, 5709, 163, 286, domain=64, standin=TP_IN_DP, large=True,
@@ -119,6 +120,5 @@ LEFT_OUT = {
                                                   "recipe with a global batch that differs from the table",
     "FP8 rows [nemo5, nemo6]": "our models are float32 or bfloat16",
     "fully_async [verl2]": "partial rollouts and a queue: not a plan; the mean length is not published",
-    "Qwen3.5-35B-A3B, 4 nodes [verl, docs/advance/v1_async_trainer.md]": "linear attention: RL0303; the kind of device is "
-                                                                         "not published",
+    "Qwen3.5-35B-A3B, 4 nodes [verl, v1_async_trainer.md]": "linear attention: RL0303; the device is not published",
 }
