@@ -18,6 +18,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Sampling
 from rldsl.runtime.backend import PackedBatch
+from rldsl.runtime.metrics.run_record import versions
 from rldsl.verify import verify
 from tests.backend_torch.shards import make_shard, plan_model
 from tests.cpu import GARBAGE
@@ -25,6 +26,7 @@ from tests.plan.sample import grpo
 from tests.tiny import make_model
 
 get_checkpoint_conversion_mapping("llama")
+versions()
 verify(decode(encode(grpo()), "sample.plan"))
 
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from rldsl.measure.call_costs import measure_calls, median_seconds, synchronize, training_step
 from rldsl.plan.events import Sampling
+from rldsl.runtime.collectives import all_reduce, reduce_scatter
 from rldsl.runtime.metrics.run_record import PACKAGES, versions
 from rldsl.runtime.parent import terminate_with
 from rldsl.sharding.partition import partition
@@ -77,8 +78,8 @@ def link_rates(device: torch.device) -> dict[str, float]:
     if rank < ranks:
         latency = _added_seconds(lambda: there_and_back(small), device, 20, group) / 2
         whole = _added_seconds(lambda: there_and_back(large), device, 2, group) / 2
-        summed = _added_seconds(lambda: dist.all_reduce(small, group=group), device, 20, group)
-        sums = _added_seconds(lambda: dist.all_reduce(large, group=group), device, 2, group)
+        summed = _added_seconds(lambda: all_reduce(small, group=group), device, 20, group)
+        sums = _added_seconds(lambda: all_reduce(large, group=group), device, 2, group)
         scattered, scatters = (_added_seconds(partial(_scatter, x, ranks, group), device, n, group)
                                for x, n in ((small, 20), (large, 2)))
         ring = 2 * (ranks - 1) / ranks * large.nbytes
@@ -91,8 +92,7 @@ def link_rates(device: torch.device) -> dict[str, float]:
 
 
 def _scatter(x: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> None:
-    parts = list(x.unflatten(0, (ranks, -1)).unbind())
-    dist.reduce_scatter(torch.empty_like(parts[0]), parts, group=group)
+    reduce_scatter(x.unflatten(0, (ranks, -1)), group)
 
 
 def _added_seconds(message: Callable[[], Any], device: torch.device, times: int, group: dist.ProcessGroup) -> float:

@@ -123,7 +123,8 @@ def contacted(rank: int, path: str) -> set[int]:
     import torch.distributed as dist
 
     peers: set[int] = set()
-    plain = {name: getattr(dist, name) for name in ("all_reduce", "broadcast", "all_gather", "batch_isend_irecv")}
+    plain = {name: getattr(dist, name) for name in ("all_reduce", "broadcast", "all_gather", "all_to_all_single",
+                                                     "batch_isend_irecv")}
 
     def wrapped(name: str) -> Any:
         def call(*args: Any, **options: Any) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import resources
 from types import SimpleNamespace
@@ -343,8 +344,10 @@ def _on_ranks(count: int, work: Callable[[int, Any], Any]) -> list[Any]:
             meeting.failed.append(error)
             meeting.barrier.abort()
 
-    with (mock.patch("rldsl.runtime.interpreter.expression_programs.dist", _FAKE),
-          mock.patch("rldsl.runtime.interpreter.whole_minibatch.dist", _FAKE)):
+    with ExitStack() as patched:
+        for name in ("expression_programs", "whole_minibatch"):
+            patched.enter_context(mock.patch(f"rldsl.runtime.interpreter.{name}.dist", _FAKE))
+            patched.enter_context(mock.patch(f"rldsl.runtime.interpreter.{name}.all_reduce", _all_reduce))
         threads = [threading.Thread(target=one, args=(r,)) for r in range(count)]
         for thread in threads:
             thread.start()
@@ -371,5 +374,4 @@ def _all_reduce(tensor: Tensor, op: Any, group: tuple[_Meeting, int]) -> None:
     tensor.copy_(table.sum(0) if op == ReduceOp.SUM else table.amax(0))
 
 
-_FAKE = SimpleNamespace(all_reduce=_all_reduce, ReduceOp=ReduceOp, get_rank=lambda group: group[1],
-                        get_world_size=lambda group: group[0].barrier.parties)
+_FAKE = SimpleNamespace(ReduceOp=ReduceOp, get_rank=lambda group: group[1], get_world_size=lambda group: group[0].barrier.parties)

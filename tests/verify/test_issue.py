@@ -166,7 +166,7 @@ def recorded(rank: int, data: bytes, out: str, here: str) -> dict[int, list[tupl
             return plain(*args, **options)
         setattr(dist, name, wrapped)
 
-    for name in ("all_reduce", "broadcast", "all_gather"):
+    for name in ("all_reduce", "broadcast", "all_gather", "all_to_all_single"):
         collective(name)
     batch, send, receive = dist.batch_isend_irecv, dist.send, dist.recv
     dist.batch_isend_irecv = lambda ops: (note("link", None, tuple(sorted({o.peer for o in ops}))), batch(ops))[1]

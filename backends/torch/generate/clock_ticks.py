@@ -26,6 +26,7 @@ import torch.distributed as dist
 from rldsl.backends.torch.generate.engine import Engine, ScheduledBatch, dummy_pass
 from rldsl.backends.torch.generate.scheduler import MicroBatchGroup
 from rldsl.runtime.backend import Axes, Axis
+from rldsl.runtime.collectives import all_reduce
 
 
 def run_to_completion(engine: Engine, axes: Axes) -> None:
@@ -121,5 +122,5 @@ def _any_has_work(has_work: bool, ep: Axis, device: torch.device) -> bool:
     if ep.size == 1:
         return has_work
     flag = torch.tensor(int(has_work), device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=ep.group)
+    all_reduce(flag, dist.ReduceOp.MAX, ep.group)
     return bool(flag)

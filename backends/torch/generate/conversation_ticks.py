@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from rldsl.backends.torch.generate.engine import dummy_pass
 from rldsl.runtime.backend import Axes
+from rldsl.runtime.collectives import all_reduce
 from rldsl.runtime.environments import Arrival, Stopped
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class _Passes:
         if self.ep.size == 1:
             return has_work, has_tokens
         flags = torch.tensor([has_work, has_tokens], dtype=torch.int64, device=self.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.ep.group)
+        all_reduce(flags, dist.ReduceOp.MAX, self.ep.group)
         any_has_work, any_has_tokens = flags.tolist()
         return bool(any_has_work), bool(any_has_tokens)
 

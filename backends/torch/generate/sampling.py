@@ -15,10 +15,10 @@ from math import log
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from rldsl.backends.torch.model.tree_sums import block_sums
 from rldsl.plan.events import Sampling
+from rldsl.runtime.collectives import all_gather
 from rldsl.runtime.draws import uniform
 from rldsl.sharding.sum_blocks import local_cuts
 
@@ -144,7 +144,6 @@ class Sampler:
             return logits
         padded = logits.new_zeros(len(hidden), self.max_local_vocab)
         padded[:, : logits.shape[1]] = logits
-        parts = [torch.empty_like(padded) for _ in range(tp.size)]
-        dist.all_gather(parts, padded, group=tp.group)
+        parts = all_gather(padded, tp.group)
         sizes = [(i + 1) * vocab // tp.size - i * vocab // tp.size for i in range(tp.size)]
         return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], -1)

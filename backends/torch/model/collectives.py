@@ -23,11 +23,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from rldsl.backends.torch.kernels.autograd import Function
+from rldsl.runtime import collectives
 from rldsl.runtime.backend import Axis
 
-# the names of torch 2.13, and those before
-ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 SMALL = 1 << 14  # elements up to which an all-gather is faster than an exchange of parts and an all-gather of sums
 
 
@@ -74,16 +72,12 @@ def all_to_all(rows: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequ
 
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """[n, ...] -> [size * n, ...]. No gradient."""
-    out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    ALL_GATHER(out, x.contiguous(), group=axis.group)
-    return out
+    return collectives.all_gather(x, axis.group).flatten(0, 1)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """[size * n, ...] -> [n, ...] of the sum over the axis. No gradient."""
-    out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-    REDUCE_SCATTER(out, x.contiguous(), group=axis.group)
-    return out
+    return collectives.reduce_scatter(x.unflatten(0, (axis.size, -1)), axis.group)
 
 
 def tree_reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -130,7 +124,7 @@ class _CopyToRegion(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.axis.group)
+        collectives.all_reduce(grad, group=ctx.axis.group)
         return grad, None
 
 
@@ -140,7 +134,7 @@ class _ReduceFromRegion(Function):
         if tree:
             return tree_all_reduce(x, axis)
         x = x.contiguous()
-        dist.all_reduce(x, group=axis.group)
+        collectives.all_reduce(x, group=axis.group)
         return x
 
     @staticmethod

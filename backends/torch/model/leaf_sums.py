@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from rldsl.runtime.collectives import all_reduce
+
 LIMB = 28  # bits: 2^35 squares of a limb fit into an int64
 CHUNK = 1 << 20  # elements whose squares are added in float64: sums of so many limbs are exact
 
@@ -56,7 +58,7 @@ def exact_norm(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | Non
         peak = torch.maximum(peak, g.abs().max().double())  # keeps a NaN
     peak = torch.where(peak.isnan(), torch.inf, peak)
     if group is not None:
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+        all_reduce(peak, dist.ReduceOp.MAX, group)
     largest = float(peak)
     if largest in (0.0, math.inf):
         return largest
@@ -68,6 +70,6 @@ def exact_norm(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | Non
         low = squares.sub_(high).mul_(2.0**LIMB).floor_()
         limbs += torch.stack((high.sum(), low.sum())).to(torch.int64)
     if group is not None:
-        dist.all_reduce(limbs, group=group)
+        all_reduce(limbs, group=group)
     high_sum, low_sum = map(int, limbs.tolist())
     return math.sqrt(((high_sum << LIMB) + low_sum) / (1 << 2 * LIMB)) * 2.0**exponent

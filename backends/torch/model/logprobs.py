@@ -18,6 +18,7 @@ from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.model.collectives import tree_all_reduce
 from rldsl.backends.torch.model.tree_sums import block_sums
 from rldsl.runtime.backend import Axis
+from rldsl.runtime.collectives import all_gather, all_reduce
 
 
 class TokenStatistics(NamedTuple):
@@ -79,9 +80,7 @@ def _candidates(values: torch.Tensor, ids: torch.Tensor, k: int, tp: Axis) -> tu
     ids = functional.pad(ids, (0, k - ids.shape[1]), value=torch.iinfo(torch.int64).max)
     if tp.size == 1:
         return values, ids
-    every_value, every_id = ([torch.empty_like(x) for _ in range(tp.size)] for x in (values, ids))
-    dist.all_gather(every_value, values.contiguous(), group=tp.group)
-    dist.all_gather(every_id, ids.contiguous(), group=tp.group)
+    every_value, every_id = (all_gather(x, tp.group).unbind() for x in (values, ids))
     return torch.cat(every_value, 1), torch.cat(every_id, 1)
 
 
@@ -200,5 +199,5 @@ def _local_columns(targets: torch.Tensor, vocab_start: int, size: int) -> tuple[
 def _all_reduce(x: torch.Tensor, op: dist.ReduceOp.RedOpType, tp: Axis) -> torch.Tensor:
     if tp.size > 1:
         x = x.contiguous()
-        dist.all_reduce(x, op, group=tp.group)
+        all_reduce(x, op, tp.group)
     return x

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.model.collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from rldsl.runtime.backend import Axis, VocabularyReduction, VocabularyTerms
+from rldsl.runtime.collectives import all_reduce
 
 
 class Readout(NamedTuple):
@@ -167,5 +168,5 @@ def _part(x: torch.Tensor, part: slice) -> torch.Tensor:
 def _all_reduce(x: torch.Tensor, op: Any, tp: Axis) -> torch.Tensor:
     if tp.size > 1:
         x = x.contiguous()
-        dist.all_reduce(x, op, group=tp.group)
+        all_reduce(x, op, tp.group)
     return x

@@ -28,9 +28,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from rldsl.backends.torch.model.collectives import ALL_GATHER, REDUCE_SCATTER, tree_reduce_scatter
+from rldsl.backends.torch.model.collectives import tree_reduce_scatter
 from rldsl.backends.torch.model.leaf_sums import LeafSums
 from rldsl.runtime.backend import Axis
+from rldsl.runtime.collectives import start_all_gather, start_reduce_scatter, sum_of_parts
 
 
 class ParamGroup:
@@ -66,10 +67,7 @@ class ParamGroup:
             local = torch.zeros(sum(self.shard_numel[i] for i in members), dtype=dtype, device=self.sharded[0].device)
             for i, part in zip(members, local.split([self.shard_numel[i] for i in members]), strict=True):
                 part[: self.sharded[i].numel()].copy_(self.sharded[i].reshape(-1))
-            gathered = local.new_empty(self.dp.size * local.numel())
-            work = ALL_GATHER(gathered, local, group=self.dp.group, async_op=True) if self.dp.size > 1 else None
-            if work is None:
-                gathered = local
+            work, gathered = start_all_gather(local, self.dp.group) if self.dp.size > 1 else (None, local)
             self._gathers.append((work, gathered, members))
 
     @torch.no_grad()
@@ -130,12 +128,11 @@ class ParamGroup:
                 part.copy_(_padded_rows(self.unsharded_grads[i], self.shard_numel[i], self.dp.size))
         self.unsharded_grads.clear()
         if self.dp.size == 1:
-            self._reduction = None, padded.view(-1)
+            self._reduction = None, padded
         elif self.leaf_sums is not None:
-            self._reduction = None, tree_reduce_scatter(padded.view(-1), self.dp)
+            self._reduction = None, tree_reduce_scatter(padded.view(-1), self.dp)[None]
         else:
-            summed = padded.new_empty(sum(self.shard_numel))
-            self._reduction = REDUCE_SCATTER(summed, padded.view(-1), group=self.dp.group, async_op=True), summed
+            self._reduction = start_reduce_scatter(padded, self.dp.group)
         self.is_reduced = True
 
     @torch.no_grad()
@@ -143,10 +140,10 @@ class ParamGroup:
         """Wait for a sum, and add it to the gradients of the rows."""
         if self._reduction is None:
             return
-        work, summed = self._reduction
+        work, parts = self._reduction
         if work is not None:
             work.wait()
-        for row, part in zip(self.sharded, summed.split(self.shard_numel), strict=True):
+        for row, part in zip(self.sharded, sum_of_parts(parts).split(self.shard_numel), strict=True):
             if not row.requires_grad:
                 continue
             if row.grad is None:

@@ -12,9 +12,9 @@ from math import prod
 
 import torch
 
-from rldsl.backends.torch.model.collectives import ALL_GATHER
 from rldsl.plan.model import Layout, ParamSpec
 from rldsl.runtime.backend import SINGLE_RANK, Axes, Axis
+from rldsl.runtime.collectives import all_gather
 from rldsl.sharding.boxes import Box, Parameter, Piece, local_slice, pieces_at, pieces_by_pair, slices, volume
 
 
@@ -83,6 +83,4 @@ def _gather_ragged(local: torch.Tensor, sizes: Sequence[int], axis: Axis) -> tor
         return local
     padded = local.new_zeros(max(sizes))
     padded[: local.numel()] = local
-    gathered = local.new_empty(axis.size * padded.numel())
-    ALL_GATHER(gathered, padded, group=axis.group)
-    return torch.cat([part[:n] for part, n in zip(gathered.view(axis.size, -1), sizes, strict=True)])
+    return torch.cat([part[:n] for part, n in zip(all_gather(padded, axis.group), sizes, strict=True)])

@@ -33,6 +33,7 @@ from rldsl.backends.torch.train.updates import Updates
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.plan.optimizers import param_options
 from rldsl.runtime.backend import Axes, Axis
+from rldsl.runtime.collectives import all_reduce
 from rldsl.sharding.boxes import first_holder, local_slice, pieces_at, slices, volume
 from rldsl.sharding.boxes import replicas as num_replicas
 
@@ -187,11 +188,11 @@ class ShardOptimizer:
             self._sum_duplicates(i, grads[i])
         self._sum_tied_embeddings(grads)
         if cp.size > 1:  # each rank has seen only its tokens
-            dist.all_reduce(self.grad_buffer, group=cp.group)
+            all_reduce(self.grad_buffer, group=cp.group)
         if dp.size > 1 and not self.stage.zero:
-            dist.all_reduce(self.grad_buffer[: self.dense_numel], group=dp.group)
+            all_reduce(self.grad_buffer[: self.dense_numel], group=dp.group)
             if self.axes.ep.size > 1 and expert_dp.size > 1:
-                dist.all_reduce(self.grad_buffer[self.dense_numel :], group=expert_dp.group)
+                all_reduce(self.grad_buffer[self.dense_numel :], group=expert_dp.group)
 
     def _reduce_leaves(self, leaf_sums: LeafSums) -> None:
         """As `_reduce_grads`, in one order: over the leaves of all ranks first, the ends of the pipeline last."""
@@ -223,7 +224,7 @@ class ShardOptimizer:
         complete = grad.new_zeros(parameter.spec.shape)
         for piece in pieces:
             complete[slices(piece.box)] = grad[local_slice(piece, piece.box, dim)]
-        dist.all_reduce(complete, group=self.axes.tp.group)
+        all_reduce(complete, group=self.axes.tp.group)
         for piece in pieces:
             grad[local_slice(piece, piece.box, dim)] = complete[slices(piece.box)]
 
@@ -235,7 +236,7 @@ class ShardOptimizer:
         counts = torch.tensor(self.num_replicas, dtype=torch.float64, device=squares.device)
         total = (squares / counts).sum()
         if self.axes.mesh.size > 1:
-            dist.all_reduce(total, group=self.axes.mesh.group)
+            all_reduce(total, group=self.axes.mesh.group)
         return math.sqrt(total.item())
 
 
@@ -272,7 +273,7 @@ def _tree_over_ranks(total: torch.Tensor, dp: Axis) -> torch.Tensor:
 def _all_reduce_joined(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Sum some tensors over a group, in place and in one message."""
     joined = torch.cat([t.reshape(-1) for t in tensors])
-    dist.all_reduce(joined, group=group)
+    all_reduce(joined, group=group)
     for tensor, part in zip(tensors, joined.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view(tensor.shape))
 

@@ -14,20 +14,21 @@ import torch
 import torch.distributed as dist
 
 from rldsl.diag import Diagnostic, Failure
+from rldsl.runtime.collectives import all_gather, all_reduce
 
 
 def any_rank(flags: Sequence[bool], group: Any, device: torch.device) -> tuple[bool, ...]:
     """For each flag, whether it is true on any rank."""
     table = torch.tensor([float(flag) for flag in flags], device=device)
     if group is not None:
-        dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
+        all_reduce(table, dist.ReduceOp.MAX, group)
     return tuple(bool(x) for x in table.tolist())
 
 
 def sum_of_ranks(count: int, device: torch.device) -> int:
     """The sum over all ranks of the world."""
     total = torch.tensor(count, device=device)
-    dist.all_reduce(total)
+    all_reduce(total)
     return int(total)
 
 
@@ -52,18 +53,14 @@ def gather_texts(text: str, device: torch.device) -> list[str]:
     """The text of every rank of the world, in their order."""
     data = text.encode()
     size = torch.tensor([len(data)], device=device)
-    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
-    longest = max(int(s) for s in sizes)
+    sizes = all_gather(size).flatten().tolist()
+    longest = max(sizes)
     padded = torch.tensor(list(data.ljust(longest, b"\0")), dtype=torch.uint8, device=device)
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded)
-    return [x[: int(n)].cpu().numpy().tobytes().decode() for x, n in zip(gathered, sizes, strict=True)]
+    return [x[:n].cpu().numpy().tobytes().decode() for x, n in zip(all_gather(padded), sizes, strict=True)]
 
 
 def ranks_that_differ(data: bytes, device: torch.device) -> list[int]:
     """The ranks of the world whose data differs from that of rank 0. Each rank sends a digest of 32 bytes."""
     digest = torch.tensor(list(sha256(data).digest()), dtype=torch.uint8, device=device)
-    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
-    dist.all_gather(digests, digest)
+    digests = all_gather(digest)
     return [rank for rank, other in enumerate(digests) if not torch.equal(other, digests[0])]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from rldsl.diag import Diagnostic
 from rldsl.plan.disk_paths import shown
 from rldsl.plan.notation import ranks_text
+from rldsl.runtime.collectives import all_gather, all_reduce
 from rldsl.runtime.comm.agreement import raise_together
 
 HALF = 16  # bytes of a key, and of a content
@@ -47,14 +48,12 @@ class ContentDigest:
 def compare_contents(digests: Sequence[ContentDigest], device: torch.device) -> None:
     """All ranks call it together. RL0769."""
     count = torch.tensor([len(digests)], device=device)
-    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    all_reduce(count, dist.ReduceOp.MAX)
     if not int(count):
         return
     table = b"".join(entry.key + entry.content for entry in digests).ljust(2 * HALF * int(count), b"\0")
     encoded = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(device)
-    gathered = [torch.empty_like(encoded) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, encoded)
-    tables = [x.cpu().numpy().tobytes() for x in gathered]
+    tables = [x.cpu().numpy().tobytes() for x in all_gather(encoded)]
     raise_together(list(differences(digests, tables, dist.get_rank())), dist.group.WORLD, device)
 
 

@@ -21,6 +21,7 @@ from rldsl.plan.model import Layout, Mesh, Plan, Spread
 from rldsl.plan.notation import ranks_text
 from rldsl.plan.projection import event_paths
 from rldsl.runtime.backend import Axes, Axis
+from rldsl.runtime.collectives import all_gather
 from rldsl.runtime.comm.agreement import ranks_that_differ
 from rldsl.sharding.layout import AxisName, axis_ranks
 
@@ -42,9 +43,7 @@ def gather_hosts(name: str, device: torch.device) -> list[str]:
     if len(text) > MAX_HOST_BYTES:
         text = text[: MAX_HOST_BYTES - 17] + b"~" + sha256(text).hexdigest()[:16].encode()
     padded = torch.tensor(list(text.ljust(MAX_HOST_BYTES, b"\0")), dtype=torch.uint8, device=device)
-    gathered = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, padded)
-    return [bytes(x.tolist()).rstrip(b"\0").decode(errors="replace") for x in gathered]
+    return [bytes(x).rstrip(b"\0").decode(errors="replace") for x in all_gather(padded).tolist()]
 
 
 def check_hosts(plan: Plan, hosts: Sequence[str], name: str) -> str:

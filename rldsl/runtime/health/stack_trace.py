@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 
 MAX_LINES = 24
+COLLECTIVES = "rldsl.runtime.collectives"  # a module by its name: health does not load torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,20 @@ def _stack(steps: Sequence[tuple[FrameType, int | None]]) -> Stack:
     if not steps:
         return Stack()
     frame, line = steps[-1]
-    file, name = frame.f_code.co_filename, frame.f_code.co_name
-    inside = "/torch/distributed/" in file.replace("\\", "/")
-    call = name if inside else "wait" if ".wait(" in linecache.getline(file, line or 0) else ""
+    waits = ".wait(" in linecache.getline(frame.f_code.co_filename, line or 0)
+    call = _collective(frame) if _is_of_torch(frame) else "wait" if waits else ""
     return Stack(call, tuple(f"{f.f_code.co_filename}:{n or 0} {f.f_code.co_name}" for f, n in steps[-MAX_LINES:]))
+
+
+def _is_of_torch(frame: FrameType) -> bool:
+    return "/torch/distributed/" in frame.f_code.co_filename.replace("\\", "/")
+
+
+def _collective(frame: FrameType) -> str:
+    """What was asked for: an `all_reduce` of ours may be an exchange of torch.distributed. frame: in there."""
+    name, outer = frame.f_code.co_name, frame.f_back
+    while outer is not None and _is_of_torch(outer):
+        outer = outer.f_back
+    while outer is not None and outer.f_globals.get("__name__") == COLLECTIVES:
+        name, outer = outer.f_code.co_name, outer.f_back
+    return name

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
-import torch.distributed as dist
 
 from rldsl.diag import fail
 from rldsl.plan.events import Event, Item, Loop
+from rldsl.runtime.collectives import all_gather
 from rldsl.runtime.data import Source
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
@@ -55,11 +55,10 @@ def check_evaluations(context: RunContext, reader: DataReader, items: Sequence[I
         return
     counts = torch.tensor([len(reader.source(name).table) if name in evaluated_here else -1 for name in evaluations],
                           dtype=torch.int64, device=context.device)
-    counts_by_rank = [torch.empty_like(counts) for _ in range(dist.get_world_size())]
-    dist.all_gather(counts_by_rank, counts)
+    counts_by_rank = all_gather(counts).tolist()
     for i, (name, loop) in enumerate(evaluations.items()):
         data = context.data[name]
-        rows = sorted({int(rank_counts[i]) for rank_counts in counts_by_rank} - {-1})
+        rows = sorted({rank_counts[i] for rank_counts in counts_by_rank} - {-1})
         if len(rows) > 1:
             raise fail("RL0779", f"ranks see different files under this name, with {rows[0]} and {rows[-1]} rows",
                        place=data.path, help="give every machine the same data")

@@ -26,6 +26,7 @@ from rldsl.plan.entries import EntrySpace
 from rldsl.plan.expr import Level, Node, Program, nodes_under
 from rldsl.plan.operators import OPERATORS, in_family
 from rldsl.plan.spaces import IndexedFrame
+from rldsl.runtime.collectives import all_reduce
 from rldsl.runtime.draws import uniform
 from rldsl.runtime.interpreter.exact_sums import SPECIAL, WORDS, as_floats, exact_sum, exact_words
 from rldsl.runtime.interpreter.expression_ops import FrameRows, RaggedIndex, evaluate, of_all_elements, ordered
@@ -148,7 +149,7 @@ def _all_reduced(op: str, x: Tensor, group: Any) -> Tensor:
     if _is_extreme(op):
         marked = marked_nan(torch.stack((_local(op, x), _local("count", x))))
         if group is not None:
-            dist.all_reduce(marked, op=dist.ReduceOp.MAX, group=group)
+            all_reduce(marked, dist.ReduceOp.MAX, group)
         value, count = unmarked_nan(marked).unbind()
         return torch.where(count > 0, _extremum(op, value), 0.0)
     if op not in ("count", "sum", "mean"):
@@ -156,7 +157,7 @@ def _all_reduced(op: str, x: Tensor, group: Any) -> Tensor:
     counted = torch.tensor([x.numel()], device=x.device)
     words = counted if op == "count" else torch.cat([exact_words(x), counted])
     if group is not None:
-        dist.all_reduce(words, op=dist.ReduceOp.SUM, group=group)
+        all_reduce(words, dist.ReduceOp.SUM, group)
     *_, count = words.tolist()
     total = float(count) if op == "count" else exact_sum(words[:-1])
     return torch.tensor(total / max(count, 1) if op == "mean" else total, dtype=torch.float64, device=x.device)
@@ -182,11 +183,11 @@ def _gathered(x: Tensor, group: Any) -> Tensor:
     counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=x.device)
     index = dist.get_rank(group)
     counts[index] = x.numel()
-    dist.all_reduce(counts, op=dist.ReduceOp.SUM, group=group)
+    all_reduce(counts, dist.ReduceOp.SUM, group)
     start = int(counts[:index].sum())
     table = x.new_zeros(int(counts.sum()))
     table[start : start + x.numel()] = x
-    dist.all_reduce(table, op=dist.ReduceOp.SUM, group=group)
+    all_reduce(table, dist.ReduceOp.SUM, group)
     return table
 
 

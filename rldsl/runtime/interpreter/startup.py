@@ -81,8 +81,8 @@ class Start:
 def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Watchdog | None,
             options: Options) -> Start:
     """Check everything that can be checked before the first step. All ranks call it together."""
-    verify(file.plan)
     check_same_plan(file.data, device)
+    _verify_once(file.plan, device)
     plan = _with_local_models(_allowed(file.plan, file.name, out, device, options), watchdog)
     world = join(plan, dist.get_rank(), device, options.timeout)
     context = RunContext(plan, world, _writable(out), options.allow_write)
@@ -115,6 +115,22 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Wat
     return Start(context, items, step, reader, writer, resumed)
 
 
+def _verify_once(plan: Plan, device: torch.device) -> None:
+    """Verify the plan on the first rank of each machine, and so with the version that is installed there: the others
+    have the same bytes. Errors: of `verify`."""
+    found: Sequence[Diagnostic] = ()
+    if _is_first_of_machine():
+        try:
+            verify(plan)
+        except Failure as failure:
+            found = failure.diagnostics
+    raise_together(found, dist.group.WORLD, device)
+
+
+def _is_first_of_machine() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def _with_local_models(plan: Plan, watchdog: Watchdog | None) -> Plan:
     """Models of the Hub by their directories in the cache of this node; its first rank downloads what lacks there."""
     if not any(m.path.startswith(hub.PREFIX) for m in plan.models):
@@ -122,7 +138,7 @@ def _with_local_models(plan: Plan, watchdog: Watchdog | None) -> Plan:
     if watchdog is not None:
         watchdog.ring.begin_startup("downloading models")
     every = sorted({m.path for m in plan.models})
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if _is_first_of_machine():
         for path in every:
             hub.download(path)
     if dist.get_world_size() > 1:

@@ -14,6 +14,7 @@ from rldsl.plan import trace
 from rldsl.plan.events import Event
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import Labels
+from rldsl.runtime.collectives import all_gather
 from rldsl.runtime.files import replace_text, written
 
 
@@ -50,15 +51,14 @@ def synchronize(device: torch.device) -> None:
 def write_timeline(recorder: TimelineRecorder, plan: Plan, file: Path, device: torch.device) -> None:
     """Write the events of all ranks to one file, on rank 0; the first begins at 0. All ranks call it together."""
     encoded = torch.frombuffer(bytearray(json.dumps(recorder.spans).encode()), dtype=torch.uint8).to(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([encoded.numel()], device=device))
-    padded = torch.zeros(max(int(s) for s in sizes), dtype=torch.uint8, device=device)
+    sizes = all_gather(torch.tensor(encoded.numel(), device=device)).tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: encoded.numel()] = encoded
     gathered = [torch.empty_like(padded) for _ in sizes] if recorder.rank == 0 else None
     dist.gather(padded, gathered, dst=0)
     if gathered is not None:
         spans = [s for part, size in zip(gathered, sizes, strict=True)
-                 for s in json.loads(part[: int(size)].cpu().numpy().tobytes())]
+                 for s in json.loads(part[:size].cpu().numpy().tobytes())]
         zero = min((s["ts"] for s in spans), default=0.0)
         moved = [s | {"ts": round(s["ts"] - zero, 3)} for s in spans]
         with written(file):

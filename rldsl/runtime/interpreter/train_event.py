@@ -20,6 +20,7 @@ from rldsl.diag import fail
 from rldsl.plan.events import Train
 from rldsl.plan.heads import LOGPROBS_AT, SKIPPED, STOP, UPDATES
 from rldsl.runtime.backend import Axis, FirstPass, LossFn, OverVocabulary, PackedBatch
+from rldsl.runtime.collectives import all_reduce
 from rldsl.runtime.interpreter.expression_ops import RaggedIndex
 from rldsl.runtime.interpreter.expression_programs import Counts, FrameRows, MinibatchLoss, loss_counts
 from rldsl.runtime.interpreter.nonfinite import refuse_minibatch
@@ -257,8 +258,8 @@ def minibatch_metrics(losses: Sequence[AnyLoss], counts: bool, group: object,
         maxima.fill_(-torch.inf)
     if group is not None:
         if sums.numel():
-            dist.all_reduce(sums, group=group)
+            all_reduce(sums, group=group)
         if maxima.numel():
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+            all_reduce(maxima, dist.ReduceOp.MAX, group)
     each = zip(losses, sums.split([len(s) for s, _ in parts]), maxima.split([len(m) for _, m in parts]), strict=True)
     return [loss.finish(torch.cat(both)) for loss, *both in each]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
 from rldsl.diag import present
 from rldsl.plan.events import Collect, Compute, Fetch, Free, Lengths, Transfer, split_buffer
 from rldsl.plan.expr import Node
 from rldsl.plan.function import frames_of_call
+from rldsl.runtime.collectives import all_reduce
 from rldsl.runtime.comm.exchange import DTYPES, message_tag, transfer
 from rldsl.runtime.comm.row_assignment import RowLengths
 from rldsl.runtime.health.event_ring import EventRing
@@ -89,7 +89,7 @@ def lengths(step: StepState, event: Lengths) -> None:
             table[rows, 0], table[rows, 1] = lens.prompt[rows], lens.response[rows]
     group = world.group(event.mesh)
     if group is not None:
-        dist.all_reduce(table, group=group)
+        all_reduce(table, group=group)
     if event.ahead > 0 or frame.id not in context.exchanged_ahead:
         step.set_lengths(frame.id, RowLengths(table[:, 0], table[:, 1]))
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from rldsl.diag import internal_error
 from rldsl.plan.expr import Node, Program
 from rldsl.plan.operators import OPERATORS
+from rldsl.runtime.collectives import all_reduce
 from rldsl.runtime.interpreter.expression_ops import FrameRows, RaggedIndex, evaluate, of_all_elements
 from rldsl.runtime.interpreter.expression_programs import Counts, marked_nan, positions, unmarked_nan
 
@@ -102,7 +103,7 @@ class WholeMinibatchLoss:
             for at, elements in self._seen[name]:
                 table[at] = elements
         if group is not None and len(joined):
-            dist.all_reduce(joined, op=dist.ReduceOp.SUM, group=group)
+            all_reduce(joined, dist.ReduceOp.SUM, group)
         tables = {name: table.clone() for name, table in zip(self._inputs, joined.split(sizes), strict=True)}
         numbers = {name: x.reshape(()).to(device=device) for name, x in self._numbers.items()}
         return {name: x != 0 if name in self._truths else x.to(torch.float64) for name, x in (tables | numbers).items()}

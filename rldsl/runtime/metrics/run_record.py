@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -213,7 +214,7 @@ class RunRecord:
             "plan": file.id, "seed": header.seed, "params": dict(header.params),
             "world": header.world, "devices": list(devices), "host": socket.gethostname(), "pid": os.getpid(),
             "born": born(os.getpid()), "command": list(command),
-            "versions": versions(), "sources": _copied(out / SOURCES, _files(plan)),
+            "versions": dict(versions()), "sources": _copied(out / SOURCES, _files(plan)),
         }
         with written(out / PLAN):
             (out / PLAN).write_bytes(file.data)
@@ -230,7 +231,9 @@ class RunRecord:
             replace_text(self._file, json.dumps(self._held, indent=1) + "\n")
 
 
-def versions() -> dict[str, str]:
+@cache
+def versions() -> Mapping[str, str]:
+    """Of Python and of the packages that a run depends on."""
     result = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
