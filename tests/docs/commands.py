@@ -19,7 +19,7 @@ from rldsl.cli import main
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^```(?:bash|sh)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _RUN = set(re.findall(r'add_argument\("(--[\w-]+)"', (ROOT / "rldsl/run.py").read_text()))
-_TARGETS = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+_TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def commands(text: str) -> Iterator[str]:
