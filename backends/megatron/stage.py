@@ -78,6 +78,7 @@ class MegatronStage(ActivationCheckpointing):
         self.padding = text.pad_token_id
         self.sequence_parallel = SequenceParallel(tp, True)
         self.zero = self.head_grad = None
+        self.ordered_gradients = False  # `invariant=training` is refused
         with torch.device(device):
             rotary = LlamaRotaryEmbedding(text)
         self.frequencies = rotary.inv_freq.float()

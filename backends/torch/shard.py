@@ -14,13 +14,13 @@ from rldsl.backends.torch.generate.captured_step import CaptureSwitch
 from rldsl.backends.torch.generate.conversations import converse
 from rldsl.backends.torch.generate.decode_state import DecodeState
 from rldsl.backends.torch.generate.generate import generate
-from rldsl.backends.torch.model.invariant import Invariant
 from rldsl.backends.torch.model.invariant_probe import check_kernels
 from rldsl.backends.torch.model.load_weights import WeightReads, load
 from rldsl.backends.torch.model.lora import init_lora
 from rldsl.backends.torch.model.model_inputs import ModelInputs, pack_inputs
 from rldsl.backends.torch.model.offload import HostMemory
 from rldsl.backends.torch.model.outputs import model_outputs, top_tokens
+from rldsl.backends.torch.model.sequence_parallel import SequenceParallel
 from rldsl.backends.torch.model.stage import Stage
 from rldsl.backends.torch.train.optimizer import ShardOptimizer
 from rldsl.backends.torch.train.pipeline import pipeline_first_pass, pipeline_forward, pipeline_forward_backward
@@ -166,8 +166,11 @@ class TorchShard:
         has_rows = [any(len(frame) for frame in frames) for frames in minibatch]
         # other ranks wait for the passes of this one under `zero` and `ep`: one without rows runs a token
         passes = [i for i, some in enumerate(has_rows) if some or zero or self.axes.ep.size > 1]
+        # where gradients have one order, norms see all tokens on every rank of tp
+        sequence_parallel = SequenceParallel(self.axes.tp, False) if self.stage.ordered_gradients else \
+            self.stage.sequence_parallel
         inputs = {i: pack_inputs(minibatch[i] if has_rows[i] else (DUMMY_BATCH,), self.device, self.axes.cp,
-                                 self.stage.sequence_parallel) for i in passes}
+                                 sequence_parallel, self.stage.ordered_gradients) for i in passes}
         wanted = {name for names in outputs for name in names}
         others = [cast(TorchShard, head).stage for head in heads]
 
@@ -184,20 +187,19 @@ class TorchShard:
 
         def run(together: Sequence[int]) -> None:
             pipeline_forward_backward(self.stage, self.axes.pp, [inputs[i] for i in together],
-                                      lambda i, hidden: loss_share(together[i], hidden))
+                                      lambda i, hidden: loss_share(together[i], hidden), trainer.end_pass)
 
         trainer.zero_grad()
         if zero:
             zero.begin_minibatch()
         if first_pass is not None:
             # in a context of its own: autocast keeps what it casts, without gradient here
-            with torch.no_grad(), self._numerics(), self.stage.sequence_parallel.region():
+            with torch.no_grad(), self._numerics(), sequence_parallel.region():
                 pipeline_first_pass(self.stage, self.axes.pp, [inputs[i] for i in passes],
                                     lambda i, hidden: see(passes[i], hidden))
                 if self.stage.last:
                     first_pass.end()
-        with (self._numerics(), self.stage.sequence_parallel.region(),
-              self.stage.recomputing(recompute == "full")):
+        with self._numerics(), sequence_parallel.region(), self.stage.recomputing(recompute == "full"):
             for start, count in zip(accumulate(leaves, initial=0), leaves, strict=False):
                 run([i for i in passes if start <= i < start + count])
                 trainer.end_leaf()
@@ -276,7 +278,7 @@ class TorchShard:
     @contextmanager
     def _numerics(self) -> Iterator[None]:
         """The dtypes, and the order of sums, in which everything inside is computed."""
-        with self._autocast(), Invariant() if self.model.invariant else nullcontext():
+        with self._autocast(), self.stage.invariant_mode() if self.model.invariant else nullcontext():
             yield
 
     def _autocast(self) -> torch.autocast:

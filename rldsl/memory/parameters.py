@@ -199,7 +199,7 @@ def gathered(copy: Copy) -> dict[str, int]:
     largest_group = max(layer_gradient, outside_gradient)
     sums = _leaf_sums(copy)
     whole = outside_gradient + copy.layers * layer_gradient if level == 1 or sums else largest_group
-    whole *= 1 + sums
+    whole *= 1 + sums + (sums > 0 and copy.layout.cp > 1)
     # an all-gather has an output besides the rows it copies from; a reduce-scatter has an input, and one is under way
     return {"gathered parameters": there + max(layer, outside), "gradients being reduced": whole + 2 * largest_group}
 
@@ -210,8 +210,12 @@ def summed_in_leaves(copy: Copy) -> dict[str, int]:
     sums, tied = _leaf_sums(copy), [s for s in copy.model.params if s.stage == "ends"] if copy.last else []
     if not sums:
         return {}
-    head = (1 + sums) * _group_bytes(tied, copy, FLOAT)
-    return {"sums of gradients": head + (0 if copy.layout.zero else sums * FLOAT * trained(copy))}
+    divided = copy.layout.cp > 1  # those of a pass are not those of the leaf
+    head = (1 + sums + divided) * _group_bytes(tied, copy, FLOAT)
+    experts = FLOAT * sum(len(held(s, copy)) * sum(map(volume, boxes(s, copy.layout, copy.cell.part)))
+                          for s in copy.model.params if s.experts) if copy.layout.ep > 1 else 0
+    dense = 0 if copy.layout.zero else (sums + divided) * (FLOAT * trained(copy) - experts)
+    return {"sums of gradients": head + dense + (1 + sums) * copy.layout.ep * experts}
 
 
 def _leaf_sums(copy: Copy) -> int:

@@ -4,7 +4,7 @@ and to `invariant=training`, the same parameters after an update.
 In: calls with their places, and the families of their models where these are known. Out: nothing, or RL0330. dp, pp,
 cp, ep, zero and recomputation leave each sum of a forward pass as it is; tp divides sums, which are cut into blocks
 (`sharding/sum_blocks.py`), so its degree must divide their number. Gradients are sums over tokens besides: over passes
-of fixed rows, in leaves that dp must divide (`sharding/gradient_leaves.py`). tp, cp and ep would divide them further.
+of fixed rows, in leaves that dp must divide, and groups of tokens that cp must divide (`sharding/gradient_leaves.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rldsl.models.families import Family
 from rldsl.placement.model import Call, Place, label
 from rldsl.placement.rules import option_span
 from rldsl.plan.backends import described
-from rldsl.sharding.gradient_leaves import LEAVES, PASS_TOKENS, divides
+from rldsl.sharding.gradient_leaves import LEAVES, PASS_TOKENS, TOKEN_GROUPS, divides
 from rldsl.sharding.sum_blocks import BLOCKS, undividable
 
 
@@ -46,11 +46,10 @@ def check_invariance(graph: g.Graph, calls: Iterable[Call], places: Mapping[str,
 
 def _check_gradients(node: g.Train, place: Place) -> None:
     x = place.layout
-    divided = next((d for d in ("tp", "cp", "ep") if getattr(x, d) > 1), "")
     passes = next((o for o in ("mbs", "mbt") if getattr(place, o)), "")
-    if divided:
-        option, why = divided, f"{divided}={getattr(x, divided)} divides sums over tokens"
-        help = f"use dp, pp and `zero` in training, or `invariant=true` for `{node.model}`, which other calls keep"
+    if TOKEN_GROUPS % x.cp:
+        option, why = "cp", f"cp={x.cp} does not divide the {TOKEN_GROUPS} parts in which a sequence is summed"
+        help = f"use {_degrees('cp', TOKEN_GROUPS)}, with more dp or pp, or `invariant=true` for `{node.model}`"
     elif not divides(x.dp):
         option, why = "dp", f"dp={x.dp} does not divide the {LEAVES} parts in which a minibatch is summed"
         help = f"use {_degrees('dp', LEAVES)}, with more pp, or `invariant=true` for `{node.model}`"

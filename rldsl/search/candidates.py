@@ -168,7 +168,7 @@ def undominated(entries: list[Candidate]) -> list[Candidate]:
 
 def _keeps_gradients(node: g.Node, s: Strategy) -> bool:
     """Whether the gradients of a model with `invariant=training` stay the same under a strategy."""
-    return not (isinstance(node, g.Train) and node.invariant) or max(s.tp, s.cp, s.ep) == 1 and divides(s.dp)
+    return not (isinstance(node, g.Train) and node.invariant) or divides(s.dp, s.cp)
 
 
 def _option_value(s: Strategy, name: str) -> object:

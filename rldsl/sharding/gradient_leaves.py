@@ -16,6 +16,7 @@ from rldsl.plan.spaces import IndexedFrame
 from rldsl.sharding.partition import Rows, micro_batches
 
 LEAVES = 8  # of a minibatch: the highest degree of dp
+TOKEN_GROUPS = 2  # of a pass: the highest degree of cp, which divides each sequence as if there were so many ranks
 PASS_TOKENS = 1024  # of a pass, unless one row has more: enough to fill the products of a layer
 
 
@@ -24,9 +25,9 @@ def pass_tokens(frames: Iterable[IndexedFrame]) -> int:
     return max(PASS_TOKENS, sum(f.max_prompt_tokens + f.max_response_tokens for f in frames))
 
 
-def divides(dp: int) -> bool:
-    """Whether every one of `dp` ranks can have a subtree of the leaves."""
-    return LEAVES % dp == 0
+def divides(dp: int, cp: int = 1) -> bool:
+    """Whether every one of `dp` ranks can have a subtree of the leaves, and of `cp` ranks one of the groups."""
+    return LEAVES % dp == 0 and TOKEN_GROUPS % cp == 0
 
 
 def passes_of_rank(leaves: Sequence[Rows], dp: int, index: int, lengths: Sequence[int], mbt: int, pad: bool

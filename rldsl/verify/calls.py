@@ -105,7 +105,7 @@ def _gradients_vary(t: Tables, e: Train) -> str:
         return ""
     if not t.models[e.model].invariant:
         return f"the gradients of {e.model} are invariant, but not what they are computed from"
-    if max(x.tp, x.cp, x.ep) > 1 or not divides(x.dp):
+    if not divides(x.dp, x.cp):
         return f"layout {e.layout} divides the sums of its gradients"
     passes = pass_tokens(t.frames[f] for f in e.frames if f in t.frames)
     return "" if (e.mbs, e.mbt) == (0, passes) else f"its passes have mbs {e.mbs} and mbt {e.mbt}, not 0 and {passes}"

@@ -229,17 +229,17 @@ class IssueOrder:
         yield from _over(x, at, "mesh")  # metrics
 
     def train_in_leaves(self, x: Layout, at: Coordinate, count: int, first_pass: bool = False) -> Iterator[CommOp]:
-        """Two minibatches of two leaves each: the pipeline runs dry after a leaf, and gradients are reduced at the end.
-        Such a layout has neither tp nor cp nor ep."""
+        """Two minibatches of two leaves each: the pipeline runs dry after a leaf, and gradients are reduced at the end,
+        those of a pass over cp after it."""
         for _ in range(2):
             if x.zero:
-                yield from _over(x, at, "dp")  # parameters outside the layers
+                yield from _over_zero_shards(x, at)  # parameters outside the layers
             if first_pass:
                 yield from _first_pass(x, at, 2 * count)
             for _ in range(2):
-                yield from _passes(x, at, count, reduces=False)
+                yield from _passes(x, at, count, in_leaves=True)
             yield from _over(x, at, "mesh")  # whether to stop
-            yield from _over(x, at, "dp")  # gradients
+            yield from _over_zero_shards(x, at)  # gradients
             yield from _over(x, at, "dp")  # that of a tied head
             yield from _over(x, at, "pp")  # gradients of tied embeddings
             yield from _over(x, at, "mesh")  # the norm of the gradient
@@ -260,14 +260,16 @@ def _inside(x: Layout, at: Coordinate) -> Iterator[CommOp]:
     yield from _over(x, at, "ep")  # tokens, to their experts and back
 
 
-def _passes(x: Layout, at: Coordinate, count: int, reduces: bool = True) -> Iterator[CommOp]:
-    """Of training, by the schedule of the pipeline. reduces: gradients, under zero=2 and 3."""
+def _passes(x: Layout, at: Coordinate, count: int, in_leaves: bool = False) -> Iterator[CommOp]:
+    """Of training, by the schedule of the pipeline. in_leaves: gradients are not reduced over dp, but over cp."""
     for action in actions(x.pp, x.vpp, count)[at.pp]:
         if isinstance(action, Exchange):
             yield from _exchange(x, at, action)
         else:
             yield from _forward(x, at)
-            if action.backward and reduces and x.zero > 1:
+            if action.backward and in_leaves:
+                yield from _over(x, at, "cp")  # gradients
+            elif action.backward and x.zero > 1:
                 yield from _over_zero_shards(x, at)  # gradients
 
 

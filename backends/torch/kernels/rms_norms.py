@@ -19,15 +19,17 @@ from torch import nn
 
 from rldsl.backends.torch.kernels.autograd import Function
 
+PlainNorm = Callable[[torch.Tensor], torch.Tensor]
+# (x, weight, eps, the module's own forward) -> like x
+NormFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PlainNorm], torch.Tensor]
+
 
 class RMSNormFunction(Function):
     """(x [..., H], weight [H], eps [] tensor) -> x / sqrt(mean(x^2) + eps) * weight [..., H]."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-        squares = (x * x).sum(-1, keepdim=True)
-        scale = torch.add(eps, squares, alpha=1 / x.shape[-1]).rsqrt_()
-        normalized = x * scale
+        normalized, scale = normalize(x, eps)
         ctx.save_for_backward(normalized, scale, weight)
         return normalized * weight
 
@@ -46,10 +48,21 @@ class RMSNormFunction(Function):
         return grad_x, grad_weight, None
 
 
-def fuse_norms(module: nn.Module, device: torch.device) -> None:
-    """Replace the forward of every norm in `module` that computes what `RMSNormFunction` does."""
+def normalize(x: torch.Tensor, eps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x / rms(x), 1 / rms(x)), over the last dimension."""
+    squares = (x * x).sum(-1, keepdim=True)
+    scale = torch.add(eps, squares, alpha=1 / x.shape[-1]).rsqrt_()
+    return x * scale, scale
+
+
+def fuse_norms(module: nn.Module, device: torch.device, function_of: Callable[[str], NormFunction] | None = None
+               ) -> list[str]:
+    """Replace the forward of every norm in `module` that computes what `RMSNormFunction` does. Returns their names.
+    function_of: name of a norm -> what takes its place, if not `RMSNormFunction` for
+    float32."""
     fusible: dict[tuple[type, float, torch.Size], bool] = {}  # norms of one kind differ in their weights alone
-    for norm in module.modules():
+    fused = []
+    for name, norm in module.named_modules():
         eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         if not isinstance(eps, float) or [*norm._parameters] != ["weight"]:
             continue
@@ -60,19 +73,25 @@ def fuse_norms(module: nn.Module, device: torch.device) -> None:
         if kind not in fusible:
             fusible[kind] = _is_plain_rms_norm(norm, weight.shape, eps)
         if fusible[kind]:
-            norm.forward = _fused_forward(norm, norm.forward, torch.tensor(eps, device=device))
+            function = _fused if function_of is None else function_of(name)
+            norm.forward = _fused_forward(norm, norm.forward, torch.tensor(eps, device=device), function)
+            fused.append(name)
+    return fused
 
 
-def _fused_forward(norm: nn.Module, plain: Callable[[torch.Tensor], torch.Tensor], eps: torch.Tensor
-                   ) -> Callable[[torch.Tensor], torch.Tensor]:
+def _fused_forward(norm: nn.Module, plain: PlainNorm, eps: torch.Tensor, function: NormFunction) -> PlainNorm:
     def forward(hidden_states: torch.Tensor) -> torch.Tensor:
         weight: Any = norm.weight  # looked up at each call: it may be a property that rounds (`model/autocast.py`)
-        if hidden_states.dtype != torch.float32 or weight.dtype != torch.float32:
-            return plain(hidden_states)
-        out: torch.Tensor = RMSNormFunction.apply(hidden_states, weight, eps)
-        return out
+        return function(hidden_states, weight, eps, plain)
 
     return forward
+
+
+def _fused(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor, plain: PlainNorm) -> torch.Tensor:
+    if x.dtype != torch.float32 or weight.dtype != torch.float32:
+        return plain(x)
+    out: torch.Tensor = RMSNormFunction.apply(x, weight, eps)
+    return out
 
 
 @torch.no_grad()

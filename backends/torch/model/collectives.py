@@ -84,7 +84,7 @@ def tree_reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """[size * n, ...] -> [n, ...] of the tree sum over the axis. No gradient."""
     parts = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(parts, x.contiguous(), group=axis.group)
-    return _tree_of_ranks(parts.unflatten(0, (axis.size, -1)))
+    return tree_of(parts.unflatten(0, (axis.size, -1)))
 
 
 def tree_all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -92,13 +92,13 @@ def tree_all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     if axis.size == 1:
         return x
     if axis.size == 2 or x.numel() <= SMALL:
-        return _tree_of_ranks(all_gather(x[None], axis))
+        return tree_of(all_gather(x[None], axis))
     flat = F.pad(x.flatten(), (0, -x.numel() % axis.size))
     return all_gather(tree_reduce_scatter(flat, axis), axis)[: x.numel()].view(x.shape)
 
 
-def _tree_of_ranks(parts: torch.Tensor) -> torch.Tensor:
-    """[ranks, ...] -> [...]. The number of ranks is a power of two."""
+def tree_of(parts: torch.Tensor) -> torch.Tensor:
+    """[parts, ...] -> [...], their sum as a binary tree. Their number is a power of two."""
     while len(parts) > 1:
         parts = parts[::2] + parts[1::2]
     return parts[0]

@@ -95,10 +95,10 @@ class ContextParallelAttention:
             visible.split([x.shape[0] * x.shape[2] for x in (k, v)], 1), (k, v), strict=True))
         count = self.partition.own_items.numel()
         q = q.transpose(0, 1)[:count]
-        compute = self._fused if has_varlen_kernel(q) and count else self._padded
+        compute = self._fused if has_varlen_kernel(q) and count else self.attend_padded
         return self.partition.pad(compute(q, k, v, scale, window))
 
-    def _padded(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+    def attend_padded(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
                 ) -> torch.Tensor:
         """All segments as one padded batch. q: [n, H, D]; k, v: [R, K, D]. Returns [n, H, D]."""
         max_queries, max_keys = self.max_seqlen

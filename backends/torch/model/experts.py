@@ -13,44 +13,53 @@ Invariant: no token is dropped, so results do not depend on the placement.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 
 from rldsl.backends.torch.model.collectives import (
     all_to_all,
     copy_to_tensor_parallel_region,
     reduce_from_tensor_parallel_region,
 )
+from rldsl.backends.torch.model.gradient_sums import Leaves, expert_products, with_gradient_apart
+from rldsl.backends.torch.model.invariant import linear
 from rldsl.backends.torch.model.tree_sums import row_parallel_product
 from rldsl.runtime.backend import Axis
 
 
-def parallelize_experts(module: nn.Module, num_experts: int, tp: Axis, ep: Axis, cuts: Sequence[int] | None = None
-                        ) -> None:
+def parallelize_experts(module: Any, num_experts: int, tp: Axis, ep: Axis, cuts: Sequence[int] | None = None,
+                        ordered: OrderedExperts | None = None) -> None:
     """Give `module` its forward: (tokens [T, H], chosen experts [T, K], their weights [T, K]) -> [T, H]. num_experts:
-    of the whole layer. cuts: of the inputs of down projections in an invariant model (`tree_sums.py`)."""
+    of the whole layer. cuts: of the inputs of down projections in an invariant model (`tree_sums.py`). ordered: if
+    gradients have one order."""
     def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if tp.size > 1:
+        if tp.size > 1 and ordered is None:
             hidden = copy_to_tensor_parallel_region(hidden, tp)
         if tp.size > 1 and cuts is None:  # else the weights are applied to complete sums
             weights = copy_to_tensor_parallel_region(weights, tp)
         top_k = chosen.shape[1]
         order = chosen.reshape(-1).argsort(stable=True)  # pairs of token and expert, sorted by expert
-        counts = count(chosen.reshape(-1), num_experts)
+        in_groups = ordered is not None and torch.is_grad_enabled()
+        counts = _rows_by_group(chosen, num_experts, ordered.groups if ordered is not None and in_groups else 1)
         rows = hidden[order // top_k]
         if torch.is_autocast_enabled(rows.device.type):  # as linear layers do; here before rows are sent
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
-        def compute(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-            return _compute(module, rows, counts) if cuts is None else _compute_tree(module, rows, counts, tp, cuts)
 
-        if ep.size > 1:
+        def compute(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            if cuts is None:
+                return _compute(module, rows, counts.sum(1))
+            return _compute_tree(module.gate_up_proj, module.down_proj, module, rows, counts, tp, cuts, ordered)
+
+        grads = ordered.source_grads() if ordered is not None and in_groups else None
+        if grads is not None and cuts is not None:
+            out = _of_each_source(module, rows, counts, tp, ep, cuts, ordered, grads)
+        elif ep.size > 1:
             dispatcher = TokenDispatcher.of(counts, ep)
             out = dispatcher.combine(compute(dispatcher.dispatch(rows), dispatcher.counts))
         else:
@@ -73,6 +82,20 @@ def count(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
         0, chosen, torch.ones_like(chosen))
 
 
+SourceGrads = tuple[torch.Tensor, torch.Tensor]  # of up and of down projections, [ep, ...] each
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedExperts:
+    """Of a layer whose gradients have one order of sums (`gradient_sums.py`)."""
+
+    leaves: Leaves  # of the outputs of up projections
+    groups: int  # of the tokens of this rank, by which gradients are summed
+    # Where the gradients of this rank's experts are added, those of tokens of each rank of ep apart: these belong to
+    # different leaves of the minibatch. None: nowhere, since ep is 1 or nothing is trained
+    source_grads: Callable[[], SourceGrads | None]
+
+
 @dataclass(frozen=True, slots=True)
 class TokenDispatcher:
     """How rows reach their experts, in one pass of one layer."""
@@ -80,27 +103,38 @@ class TokenDispatcher:
     ep: Axis                # ranks that divide the experts
     send_counts: list[int]  # rows to each rank
     recv_counts: list[int]  # rows from each rank
-    counts: torch.Tensor    # [experts of this rank] rows for each, from all ranks
+    counts: torch.Tensor    # [experts of this rank, groups] rows for each, from all ranks
+    by_rank: torch.Tensor   # [ep, experts of this rank, groups] the same from each rank
     order: torch.Tensor     # of received rows (rank by rank, each sorted by expert), so that they are sorted by expert
 
     @staticmethod
     def of(counts: torch.Tensor, ep: Axis) -> TokenDispatcher:
-        """counts: [experts] rows of this rank for each expert; the experts of a rank are consecutive."""
+        """counts: [experts, groups] rows of this rank for each expert, in each group of tokens; the experts of a rank
+        are consecutive."""
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts.contiguous(), group=ep.group)
-        by_rank = received.view(ep.size, -1)  # [rank, expert of this rank]
-        send, recv = torch.stack([counts.view(ep.size, -1).sum(1), by_rank.sum(1)]).tolist()
-        experts = torch.arange(by_rank.shape[1], device=counts.device).repeat(ep.size).repeat_interleave(received)
-        return TokenDispatcher(ep, send, recv, by_rank.sum(0), experts.argsort(stable=True))
+        by_rank = received.unflatten(0, (ep.size, -1))
+        send, recv = torch.stack([counts.view(ep.size, -1).sum(1), by_rank.flatten(1).sum(1)]).tolist()
+        experts = torch.arange(by_rank.shape[1], device=counts.device).repeat(ep.size)
+        experts = experts.repeat_interleave(received.sum(1))
+        return TokenDispatcher(ep, send, recv, by_rank.sum(0), by_rank, experts.argsort(stable=True))
 
     def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of this rank, sorted by expert -> those of all ranks for this rank's experts, sorted by expert."""
-        return all_to_all(rows, self.send_counts, self.recv_counts, self.ep)[self.order]
+        return self.exchange(rows)[self.order]
+
+    def exchange(self, rows: torch.Tensor) -> torch.Tensor:
+        """`dispatch`, but sorted by rank, then by expert."""
+        return all_to_all(rows, self.send_counts, self.recv_counts, self.ep)
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
         """The inverse of `dispatch`."""
         inverse = torch.empty_like(self.order).scatter_(0, self.order, torch.arange(len(rows), device=rows.device))
-        return all_to_all(rows[inverse], self.recv_counts, self.send_counts, self.ep)
+        return self.exchange_back(rows[inverse])
+
+    def exchange_back(self, rows: torch.Tensor) -> torch.Tensor:
+        """The inverse of `exchange`."""
+        return all_to_all(rows, self.recv_counts, self.send_counts, self.ep)
 
 
 def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -118,13 +152,37 @@ def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Ten
     return torch.cat(outputs) if outputs else rows
 
 
-def _compute_tree(module: Any, rows: torch.Tensor, counts: torch.Tensor, tp: Axis, cuts: Sequence[int]
-                  ) -> torch.Tensor:
-    """`_compute`, summed over tp, for an invariant model."""
-    up, down, sizes = module.gate_up_proj, module.down_proj, counts.tolist()
-    outputs = [row_parallel_product(module._apply_gate(F.linear(x, a)), b, cuts)
-               for x, a, b, size in zip(rows.split(sizes), up.unbind(), down.unbind(), sizes, strict=True) if size]
-    if not outputs:
+def _of_each_source(module: Any, rows: torch.Tensor, counts: torch.Tensor, tp: Axis, ep: Axis, cuts: Sequence[int],
+                    ordered: OrderedExperts | None, grads: SourceGrads) -> torch.Tensor:
+    """Rows of this rank, sorted by expert, to their experts and back; the rows of each rank are computed apart."""
+    dispatcher = TokenDispatcher.of(counts, ep)
+    received = dispatcher.exchange(rows).split(dispatcher.recv_counts)
+    outputs = []
+    for source, part in enumerate(received):
+        up, down = (with_gradient_apart(w, g[source]) for w, g in
+                    zip((module.gate_up_proj, module.down_proj), grads, strict=True))
+        outputs.append(_compute_tree(up, down, module, part, dispatcher.by_rank[source], tp, cuts, ordered))
+    return dispatcher.exchange_back(torch.cat(outputs))
+
+
+def _rows_by_group(chosen: torch.Tensor, num_experts: int, groups: int) -> torch.Tensor:
+    """[experts, groups]: rows. chosen: [T, K], of tokens that are in equal groups one after the other."""
+    if groups > 1:
+        group = torch.arange(groups, device=chosen.device).repeat_interleave(len(chosen) // groups)
+        chosen = chosen * groups + group[:, None]
+    return count(chosen.reshape(-1), num_experts * groups).view(num_experts, groups)
+
+
+def _compute_tree(up: torch.Tensor, down: torch.Tensor, module: Any, rows: torch.Tensor,
+                  counts: torch.Tensor, tp: Axis, cuts: Sequence[int], ordered: OrderedExperts | None) -> torch.Tensor:
+    """`_compute`, summed over tp, for an invariant model. counts: [experts, groups] rows of each expert in each group
+    of tokens."""
+    if not len(rows):
         return rows
-    out = torch.cat(outputs)
+    groups: list[list[int]] = counts.tolist()
+    sizes = [sum(each) for each in groups]
+    inner = expert_products(rows, up, groups, ordered.leaves, tp).split(sizes) if ordered is not None else \
+        [linear(x, a) for x, a in zip(rows.split(sizes), up.unbind(), strict=True)]
+    out = torch.cat([row_parallel_product(module._apply_gate(x), b, cuts, linear=partial(linear, groups=each))
+                     for x, b, each in zip(inner, down.unbind(), groups, strict=True) if len(x)])
     return (reduce_from_tensor_parallel_region(out, tp, tree=True) if tp.size > 1 else out).to(rows.dtype)

@@ -17,7 +17,7 @@ be the same in two places.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,16 +25,28 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from rldsl.backends.torch.kernels.autograd import Function
+from rldsl.backends.torch.model.collectives import tree_of
 
 ROWS, COLUMNS = 4, 16  # a matrix product has whole multiples of both
 HALF_PRODUCT = 1 << 12  # multiplications up to which torch uses another kernel in bfloat16
 KEYS = 64  # of a block of attention
+Groups = int | Sequence[int]  # of rows: so many equal ones, or their sizes
 
 
 class Invariant(TorchFunctionMode):
     """While this mode is on, products have fixed multiples of rows and columns and attention has blocks of one size."""
 
+    def __init__(self, over_query_heads: Callable[[torch.Tensor], torch.Tensor] | None = None, groups: int = 1):
+        """over_query_heads: with it the gradient of keys and values does not depend on which heads are on this rank
+        (`gradient_sums.py`). groups: of the tokens, by which gradients are summed (`token_groups.py`)."""
+        super().__init__()
+        self.over_query_heads, self.groups = over_query_heads, groups
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return attend(*args, **(kwargs or {}) | {"over_query_heads": self.over_query_heads})
+        if func in GROUPED:
+            return GROUPED[func](*args, **(kwargs or {}), groups=self.groups if torch.is_grad_enabled() else 1)
         return REPLACED.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -45,52 +57,132 @@ def multiply(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if x.dtype != torch.float32 and len(x) * size * COLUMNS <= HALF_PRODUCT:
         x = pad_to_multiple(x, HALF_PRODUCT // (size * COLUMNS) // ROWS * ROWS + ROWS)
     if whole == width:
-        return (x @ right)[:count]
-    rest = x @ pad_to_multiple(right.T[whole:], COLUMNS).T  # in the memory order of the other columns
-    return torch.cat([x @ right[:, :whole], rest[:, : width - whole]], 1)[:count] if whole else rest[:count, :width]
+        return torch.mm(x, right)[:count]
+    rest = torch.mm(x, pad_to_multiple(right.T[whole:], COLUMNS).T)  # in the memory order of the other columns
+    if not whole:
+        return rest[:count, :width]
+    return torch.cat([torch.mm(x, right[:, :whole]), rest[:, : width - whole]], 1)[:count]
+
+
+def weight_gradient(x: torch.Tensor, grad: torch.Tensor, groups: Sequence[int] = ()) -> torch.Tensor:
+    """x [n, k], grad [n, m] -> grad.T @ x [m, k]: that of a weight of a linear layer. Its rows and columns are padded
+    where the rows of x and of grad are contiguous, so that a kernel sees them in one memory order. groups: sizes of
+    runs of rows over which the sum is taken one by one; their sums are added in a tree (`token_groups.py`)."""
+    if not len(x):  # of an expert without tokens in a group
+        return x.new_zeros(grad.shape[1], x.shape[1])
+    if len(groups) > 1:
+        return tree_of_groups([weight_gradient(a, b) for a, b in
+                               zip(x.split(list(groups)), grad.split(list(groups)), strict=True)], x.dtype)
+    return multiply(pad_to_multiple(grad, ROWS, 1).T, x)[: grad.shape[1]]
+
+
+def sum_of_rows(x: torch.Tensor, groups: Sequence[int] = ()) -> torch.Tensor:
+    """[n, m] -> [m]. torch's own sum of a column depends on the columns next to it. groups: as of
+    `weight_gradient`."""
+    if len(groups) > 1:
+        return tree_of_groups([sum_of_rows(part) for part in x.split(list(groups))], x.dtype)
+    return multiply(x.new_ones(1, len(x)), x)[0]
 
 
 class _Product(Function):
     """x [n, k] @ right [k, m]"""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, right: torch.Tensor, groups: Groups) -> torch.Tensor:
         ctx.save_for_backward(x, right)
+        ctx.groups = sizes_of(groups, len(x))
         return multiply(x, right)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, right = ctx.saved_tensors
         grad_x = multiply(grad, right.T) if ctx.needs_input_grad[0] else None
-        return grad_x, multiply(x.T, grad) if ctx.needs_input_grad[1] else None
+        return grad_x, weight_gradient(grad, x, ctx.groups) if ctx.needs_input_grad[1] else None, None
 
 
-def product(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[..., k] @ [k, m] -> [..., m]."""
+def product(x: torch.Tensor, right: torch.Tensor, groups: Groups = 1) -> torch.Tensor:
+    """[..., k] @ [k, m] -> [..., m]. groups: of the rows, in the gradient of `right`."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, right = x.to(dtype), right.to(dtype)
-    out: torch.Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), right)
+    out: torch.Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), right, groups)
     return out.view(*x.shape[:-1], right.shape[1])
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, groups: Groups = 1
+           ) -> torch.Tensor:
     """x: [..., k]; weight: [m, k]; bias: [m] -> [..., m]."""
-    out = product(x, weight.T)
-    return out if bias is None else out + bias.to(out.dtype)
+    return add_bias(product(x, weight.T, groups), bias, groups)
 
 
-def addmm(bias: torch.Tensor, x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def addmm(bias: torch.Tensor, x: torch.Tensor, right: torch.Tensor, groups: Groups = 1) -> torch.Tensor:
     """bias: [m]; x: [n, k]; right: [k, m] -> [n, m]. Models whose weights are [in, out] use it (GPT-2)."""
-    out = product(x, right)
-    return out + bias.to(out.dtype)
+    return add_bias(product(x, right, groups), bias, groups)
 
 
-def matmul(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def matmul(x: torch.Tensor, right: torch.Tensor, groups: Groups = 1) -> torch.Tensor:
     """Padded where the right side is a matrix or a vector; a batch of products has no tokens as its rows."""
     if right.dim() == 1:
-        return product(x, right[:, None])[..., 0]
-    return product(x, right) if right.dim() == 2 else torch.matmul(x, right)
+        return product(x, right[:, None], groups)[..., 0]
+    return product(x, right, groups) if right.dim() == 2 else torch.matmul(x, right)
+
+
+def add_bias(x: torch.Tensor, bias: torch.Tensor | None, groups: Groups = 1) -> torch.Tensor:
+    """x: [..., m]; bias: [m] -> [..., m]."""
+    if bias is None:
+        return x
+    out: torch.Tensor = _AddBias.apply(x, bias, groups)
+    return out
+
+
+class _AddBias(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, groups: Groups) -> torch.Tensor:
+        ctx.groups = sizes_of(groups, x.numel() // x.shape[-1])
+        return x + bias.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        grad_bias = None
+        if ctx.needs_input_grad[1]:
+            grad_bias = sum_of_rows(grad.float().reshape(-1, grad.shape[-1]), ctx.groups)
+        return grad, grad_bias, None
+
+
+class _Embedding(Function):
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, padding: int, groups: Groups) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.options = len(weight), padding, sizes_of(groups, ids.numel())
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
+        (ids,) = ctx.saved_tensors
+        rows, padding, groups = ctx.options
+        parts = zip(ids.reshape(-1).split(list(groups)), grad.reshape(-1, grad.shape[-1]).split(list(groups)),
+                    strict=True)
+        return None, tree_of_groups([torch.ops.aten.embedding_dense_backward(g, i, rows, padding, False)
+                                     for i, g in parts], grad.dtype), None, None
+
+
+def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, *rest: Any, groups: Groups = 1,
+              **options: Any) -> torch.Tensor:
+    """Replaces `F.embedding` where gradients are summed by groups."""
+    if groups == 1:
+        return F.embedding(ids, weight, padding_idx, *rest, **options)
+    out: torch.Tensor = _Embedding.apply(ids, weight, -1 if padding_idx is None else padding_idx, groups)
+    return out
+
+
+def sizes_of(groups: Groups, rows: int) -> Sequence[int]:
+    """The sizes of groups of rows."""
+    return (rows // groups,) * groups if isinstance(groups, int) else groups
+
+
+def tree_of_groups(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The sum of what groups add to a gradient, rounded once."""
+    return parts[0] if len(parts) == 1 else tree_of(torch.stack([p.float() for p in parts])).to(dtype)
 
 
 class _SiLU(Function):
@@ -102,7 +194,8 @@ class _SiLU(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
-        found: torch.Tensor = torch.ops.aten.silu_backward(grad, x)
+        s = 1 / torch.neg(x).exp_().add_(1)  # not torch's own, for the reason that the forward has
+        found: torch.Tensor = grad * (s * (1 + x * (1 - s)))
         return found
 
 
@@ -128,35 +221,42 @@ def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None,
-           is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> torch.Tensor:
+           is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+           over_query_heads: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
     """Replaces `scaled_dot_product_attention`. q: [S, H, T, D]; k, v: [S, K, L, D] with H a multiple of K. Returns
     [S, H, T, D]. The mask is True, or 0, where a key is visible.
 
     Every score, every sum over a block of keys and every sum over blocks is computed in the same way whatever S, H, K,
     T and L are; a block without visible keys adds 0. The gradient is torch's own, which computes everything again."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out: torch.Tensor = _Attention.apply(q, k, v, attn_mask, is_causal, scale)
+    out: torch.Tensor = _Attention.apply(q, k, v, attn_mask, is_causal, scale, over_query_heads)
     return out
 
 
 class _Attention(Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool,
-                scale: float) -> torch.Tensor:
+                scale: float, over_query_heads: Callable[[torch.Tensor], torch.Tensor] | None) -> torch.Tensor:
         ctx.save_for_backward(q, k, v, mask)
-        ctx.options = causal, scale
+        ctx.options = causal, scale, over_query_heads
         with torch.autocast(q.device.type, enabled=False):
             return _blocked_attention(q, k, v, mask, causal, scale)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *inputs, mask = ctx.saved_tensors
-        causal, scale = ctx.options
+        causal, scale, over_query_heads = ctx.options
+        if over_query_heads is not None:
+            repeat = inputs[0].shape[1] // inputs[1].shape[1]
+            inputs = [inputs[0], *(x.repeat_interleave(repeat, 1) for x in inputs[1:])]
         with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
             q, k, v = (x.detach().requires_grad_() for x in inputs)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale,
                                                  enable_gqa=True)
-        return *torch.autograd.grad(out, (q, k, v), grad), None, None, None
+        of_q, *of_kv = torch.autograd.grad(out, (q, k, v), grad)
+        if over_query_heads is not None:
+            of_kv = [over_query_heads(x.float()).to(x.dtype) for x in of_kv]
+        return of_q, *of_kv, None, None, None, None
 
 
 def _blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool,
@@ -217,7 +317,10 @@ def pad_to_multiple(x: torch.Tensor, unit: int, dim: int = 0) -> torch.Tensor:
     return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
 
 
-REPLACED: dict[Any, Callable[..., Any]] = {
+# called with the groups of the tokens that are their rows
+GROUPED: dict[Any, Callable[..., Any]] = {
     F.linear: linear, torch.addmm: addmm, torch.matmul: matmul, torch.Tensor.matmul: matmul,
-    torch.Tensor.__matmul__: matmul, F.scaled_dot_product_attention: attend, F.silu: silu, F.gelu: gelu,
-    torch.sigmoid: sigmoid, torch.Tensor.sigmoid: sigmoid, F.sigmoid: sigmoid}
+    torch.Tensor.__matmul__: matmul, F.embedding: embedding}
+REPLACED: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: attend, F.silu: silu, F.gelu: gelu, torch.sigmoid: sigmoid,
+    torch.Tensor.sigmoid: sigmoid, F.sigmoid: sigmoid}

@@ -2,7 +2,8 @@
 
 In: a model and the device. Out: nothing, or RL0734. For the shape of every matrix of the model and its dtype, a
 product of `invariant.py` must give a row the same bits whatever rows are with it, in every column slice that a degree
-of tp makes, on a run of the inputs inside a larger matrix, and on one thread; attention and sums likewise.
+of tp makes, on a run of the inputs inside a larger matrix, and on one thread; attention and sums likewise. With
+`invariant=training` gradients of weights are tried, too.
 
 Invariant: what is tried follows from the model and not from the placement, so that all ranks find the same.
 """
@@ -20,6 +21,7 @@ from rldsl.diag import fail
 from rldsl.plan.model import Model
 from rldsl.sharding.sum_blocks import BLOCKS, local_cuts, num_blocks, summed_input
 
+TOKENS = (5, 130)  # in a gradient
 COUNTS = (1, 2, 3, 5, 7, 8, 13, 16, 33, 64, 130)  # rows of a product
 MOST = 1 << 22  # elements of a matrix that is tried; a wider one is tried with fewer columns
 
@@ -31,6 +33,9 @@ def check_kernels(model: Model, device: torch.device) -> None:
     for inputs, outputs, size in sorted({*_shapes(model)}):
         if why := _product_varies(inputs, min(outputs, max(MOST // inputs, 64)), size, dtype, str(device), threads):
             raise _refused(model, f"a product with a {inputs} x {outputs} matrix in {model.dtype} depends on {why}")
+        if model.invariant_training and (why := _gradient_varies(inputs, min(outputs, max(MOST // inputs, 64)), dtype,
+                                                                 str(device), threads)):
+            raise _refused(model, f"the gradient of a {inputs} x {outputs} matrix in {model.dtype} depends on {why}")
     if model.sizes.head_dim and (why := _attention_varies(model.sizes.head_dim, str(device), threads)):
         raise _refused(model, f"attention with heads of {model.sizes.head_dim} depends on {why}")
     if _sum_varies(str(device), threads):
@@ -83,6 +88,28 @@ def _product_varies(inputs: int, outputs: int, blocks: int, dtype: torch.dtype, 
             if piece.stop > piece.start and not torch.equal(
                     invariant.multiply(x_part[rows], w_part[piece].contiguous().T), expected[rows, piece]):
                 return f"the number of its columns (tp={degree})"
+    return ""
+
+
+@cache
+def _gradient_varies(inputs: int, outputs: int, dtype: torch.dtype, device: str, threads: int) -> str:
+    """On what the gradient of a weight [outputs, inputs] depends besides its own terms, or ""."""
+    for tokens in TOKENS:
+        x, grad = (a.T.contiguous().to(device, dtype) for a in _cancelling(tokens, inputs, outputs, 0))
+        try:
+            torch.set_num_threads(1)
+            expected = invariant.weight_gradient(x, grad)
+        finally:
+            torch.set_num_threads(threads)
+        if not torch.equal(invariant.weight_gradient(x, grad), expected):
+            return "the number of threads"
+        for degree in (2, 4, BLOCKS):
+            for i in {0, degree - 1}:
+                row, column = (slice(i * n // degree, (i + 1) * n // degree) for n in (outputs, inputs))
+                if not torch.equal(invariant.weight_gradient(x, grad[:, row]), expected[row]):
+                    return f"the number of its rows (tp={degree})"
+                if not torch.equal(invariant.weight_gradient(x[:, column], grad), expected[:, column]):
+                    return f"the number of its columns (tp={degree})"
     return ""
 
 

@@ -8,6 +8,7 @@ the entropy or the sum of squares is wanted).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ from torch.nn import functional
 
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.model.collectives import tree_all_reduce
-from rldsl.backends.torch.model.tree_sums import block_sums
+from rldsl.backends.torch.model.invariant import multiply, tree_of_groups, weight_gradient
+from rldsl.backends.torch.model.tree_sums import block_sums, tree_sum
 from rldsl.runtime.backend import Axis
 from rldsl.runtime.collectives import all_gather, all_reduce
 
@@ -31,19 +33,22 @@ class TokenStatistics(NamedTuple):
 
 def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, tp: Axis,
                    vocab_start: int, want_entropy: bool = False, chunk: int = 1024,
-                   cuts: Sequence[int] | None = None, want_squares: bool = False) -> TokenStatistics:
+                   cuts: Sequence[int] | None = None, want_squares: bool = False,
+                   groups: Sequence[int] = ()) -> TokenStatistics:
     """log_softmax(hidden @ W.T / temperature) at `targets`, and statistics of each distribution.
 
     hidden: [N, H], equal on all tp ranks. weight: [V_local, H], rows vocab_start.. of the head. targets: [N] int64, or
     [N, K] for several tokens of each distribution, which may repeat. chunk: tokens whose logits exist at the same time,
     equal on all tp ranks. cuts: of the rows of weight, for sums over the vocabulary in one order under every tp
-    (`tree_sums.py`). Differentiable in hidden (its gradient is summed over tp here) and in weight."""
+    (`tree_sums.py`). groups: with them sums of the backward pass have one order, too, if `chunk` is the
+    same; so many of the tokens are in each group by which the gradient of the weight is summed (`token_groups.py`).
+    Differentiable in hidden (its gradient is summed over tp here) and in weight."""
     logprobs: torch.Tensor
     entropy: torch.Tensor
     squares: torch.Tensor
     logprobs, entropy, squares = _TokenLogprobs.apply(
         hidden, weight, targets if targets.dim() == 2 else targets[:, None], temperature, tp, vocab_start, want_entropy,
-        want_squares, chunk, cuts)
+        want_squares, chunk, cuts, groups)
     return TokenStatistics(logprobs.view(targets.shape), entropy if want_entropy else None,
                            squares if want_squares else None)
 
@@ -88,7 +93,7 @@ class _TokenLogprobs(Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float,
                 tp: Axis, vocab_start: int, want_entropy: bool, want_squares: bool, chunk: int,
-                cuts: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                cuts: Sequence[int] | None, groups: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         count = hidden.shape[0]
         normalizer = hidden.new_empty(count, dtype=_statistics(hidden))
         logprobs = normalizer.new_empty(targets.shape)
@@ -107,6 +112,7 @@ class _TokenLogprobs(Function):
                 squares[part] = sums[-1] / sums[0] ** 2
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, squares)
         ctx.options = (temperature, tp, vocab_start, want_entropy, want_squares, chunk)
+        ctx.cuts, ctx.groups = cuts if groups else None, groups or (count,)
         return logprobs, entropy, squares
 
     @staticmethod
@@ -114,28 +120,40 @@ class _TokenLogprobs(Function):
                  grad_squares: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, normalizer, entropy, squares = ctx.saved_tensors
         temperature, tp, vocab_start, want_entropy, want_squares, chunk = ctx.options
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:  # a frozen head is as large as a trained one
-            grad_weight = torch.zeros_like(weight)
-        head = weight.to(hidden.dtype)
-        for start in range(0, hidden.shape[0], chunk):
-            part = slice(start, start + chunk)
-            logprobs = _logits(hidden[part], head, temperature).sub_(normalizer[part, None])
-            grad = _grad_logits(logprobs, targets[part], vocab_start, grad_logprobs[part],
-                                (grad_entropy[part], entropy[part]) if want_entropy else None,
-                                (grad_squares[part], squares[part]) if want_squares else None)
-            del logprobs  # before the next table is made
-            grad = grad.div_(temperature).to(hidden.dtype) if temperature != 1 else grad.to(hidden.dtype)
-            grad_hidden[part] = grad @ head
-            if grad_weight is None:
-                continue
-            if grad_weight.dtype == grad.dtype:
-                grad_weight.addmm_(grad.T, hidden[part])
-            else:
-                grad_weight += grad.T @ hidden[part]
-            del grad
-        return _all_reduce(grad_hidden, dist.ReduceOp.SUM, tp), grad_weight, *[None] * 8
+        cuts = ctx.cuts
+        grad_hidden = torch.empty_like(hidden, dtype=hidden.dtype if cuts is None else _statistics(hidden))
+        head, weight_parts = weight.to(hidden.dtype), []
+        for first, last in pairwise(accumulate(ctx.groups, initial=0)):
+            # a frozen head is as large as a trained one
+            grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+            for start in range(first, last, chunk):
+                part = slice(start, min(start + chunk, last))
+                logprobs = _logits(hidden[part], head, temperature, cuts is not None).sub_(normalizer[part, None])
+                grad = _grad_logits(logprobs, targets[part], vocab_start, grad_logprobs[part],
+                                    (grad_entropy[part], entropy[part]) if want_entropy else None,
+                                    (grad_squares[part], squares[part]) if want_squares else None)
+                del logprobs  # before the next table is made
+                grad = grad.div_(temperature).to(hidden.dtype) if temperature != 1 else grad.to(hidden.dtype)
+                grad_hidden[part] = grad @ head if cuts is None else _in_blocks(grad, head, cuts)
+                if grad_weight is None:
+                    continue
+                if cuts is not None:
+                    grad_weight += weight_gradient(hidden[part], grad)
+                elif grad_weight.dtype == grad.dtype:
+                    grad_weight.addmm_(grad.T, hidden[part])
+                else:
+                    grad_weight += grad.T @ hidden[part]
+                del grad
+            weight_parts += [grad_weight] if grad_weight is not None else []
+        grad_hidden = _all_reduce(grad_hidden, dist.ReduceOp.SUM, tp) if cuts is None else \
+            tree_all_reduce(grad_hidden, tp).to(hidden.dtype)
+        grad_weight = tree_of_groups(weight_parts, weight.dtype) if weight_parts else None
+        return grad_hidden, grad_weight, *[None] * 9
+
+
+def _in_blocks(grad: torch.Tensor, head: torch.Tensor, cuts: Sequence[int]) -> torch.Tensor:
+    """grad [C, V_local] @ head [V_local, H] -> [C, H], block by block of the vocabulary."""
+    return tree_sum(len(cuts) - 1, lambda i: multiply(grad[:, cuts[i] : cuts[i + 1]], head[cuts[i] : cuts[i + 1]]))
 
 
 def _softmax_sums(logits: torch.Tensor, targets: torch.Tensor, tp: Axis, vocab_start: int, want_entropy: bool,
@@ -185,8 +203,9 @@ def _statistics(hidden: torch.Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def _logits(hidden: torch.Tensor, head: torch.Tensor, temperature: float) -> torch.Tensor:
-    logits = (hidden @ head.T).to(_statistics(hidden))
+def _logits(hidden: torch.Tensor, head: torch.Tensor, temperature: float, again: bool = False) -> torch.Tensor:
+    """again: in the backward pass of an invariant model, where its mode is off."""
+    logits = (multiply(hidden, head.T) if again else hidden @ head.T).to(_statistics(hidden))
     return logits if temperature == 1 else logits.div_(temperature)
 
 

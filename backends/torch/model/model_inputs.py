@@ -15,6 +15,7 @@ import torch
 from rldsl.backends.torch.model.attention import PackedAttention, VarlenAttention
 from rldsl.backends.torch.model.context_parallel import ContextParallelAttention, Partition
 from rldsl.backends.torch.model.sequence_parallel import PaddedAttention, SequenceParallel, pad_rows
+from rldsl.backends.torch.model.token_groups import GroupedAttention, GroupedPartition
 from rldsl.diag import fail
 from rldsl.runtime.backend import Axis, PackedBatch
 from rldsl.runtime.store import offsets_within
@@ -33,8 +34,10 @@ class ModelInputs:
     last_at: torch.Tensor                       # [S] where the last token of each sequence is
     responses: tuple[int, ...]                  # response tokens of each frame, on all ranks of cp together
     sequences: tuple[int, ...]                  # sequences of each frame, on all ranks of cp together
-    predict_partition: Partition | None = None  # how `predict_at` is divided over cp; None without cp
-    last_partition: Partition | None = None     # how `last_at` is divided over cp
+    predict_partition: Partition | GroupedPartition | None = None  # how `predict_at` is divided over cp; None without
+    last_partition: Partition | GroupedPartition | None = None  # how `last_at` is divided over cp
+    # where gradients have one order of sums: how many of `predict_at` are in each group of tokens of this rank
+    predict_groups: tuple[int, ...] = ()
 
     def gather_predictions(self, x: torch.Tensor) -> torch.Tensor:
         """[R, ...] read at `predict_at` -> those of all ranks of cp."""
@@ -49,11 +52,12 @@ class ModelInputs:
         return x if self.last_partition is None else self.last_partition.gather(x)
 
 
-def pack_inputs(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, sequence_parallel: SequenceParallel
-                ) -> ModelInputs:
-    """This rank's part of some frames; padded where sequence parallelism needs it.
+def pack_inputs(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, sequence_parallel: SequenceParallel,
+                in_groups: bool = False) -> ModelInputs:
+    """This rank's part of some frames; padded where sequence parallelism needs it. in_groups: for gradients with one
+    order of sums (`token_groups.py`).
     Errors: RL0732 for an empty prompt, since nothing predicts its first response token."""
-    inputs = _own_part(frames, device, cp)
+    inputs = _own_part(frames, device, cp, in_groups)
     count = len(inputs.tokens)
     rows = sequence_parallel.padded_rows(count)
     if rows == count:
@@ -69,7 +73,7 @@ def _own_tokens(batch: PackedBatch) -> torch.Tensor:
     return offsets_within(lengths) >= batch.prompt_lens.repeat_interleave(lengths)
 
 
-def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis) -> ModelInputs:
+def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, in_groups: bool) -> ModelInputs:
     tokens = torch.cat([f.tokens for f in frames]).to(device)
     prompts = torch.cat([f.prompt_lens for f in frames]).to(device)
     responses = torch.cat([f.response_lens for f in frames]).to(device)
@@ -86,13 +90,21 @@ def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis) -> 
     ids = torch.cat(given).to(device) if given else None
     hidden = tuple(torch.cat(x).to(device) for x in zip(*(f.hidden for f in frames if f.hidden), strict=True))
     sizes = tuple(int(f.response_lens.sum()) for f in frames), tuple(len(f) for f in frames)
+    if in_groups:
+        groups = GroupedAttention(lengths, cp)
+        rows, predict, last = (groups.partition, *(GroupedPartition(groups.owner[at], cp) for at in
+                                                   (predict_at, last_at)))
+        return ModelInputs(
+            rows.pad(tokens[rows.own_items]), groups, predict.places(rows, predict_at), targets[predict.own_items],
+            None if ids is None else ids[predict.own_items], tuple(x[predict.own_items] for x in hidden),
+            last.places(rows, last_at), *sizes, predict, last, tuple(predict.sizes))
     if cp.size == 1:
         return ModelInputs(tokens, VarlenAttention(lengths), predict_at, targets, ids, hidden, last_at, *sizes)
     attention = ContextParallelAttention(lengths, cp)
     partition = attention.partition
-    predict, last = Partition.of(attention.owner[predict_at], cp), Partition.of(attention.owner[last_at], cp)
+    predicted, ended = Partition.of(attention.owner[predict_at], cp), Partition.of(attention.owner[last_at], cp)
     return ModelInputs(
-        partition.pad(tokens[partition.own_items]), attention, partition.local_index[predict_at[predict.own_items]],
-        targets[predict.own_items], None if ids is None else ids[predict.own_items],
-        tuple(x[predict.own_items] for x in hidden),
-        partition.local_index[last_at[last.own_items]], *sizes, predict, last)
+        partition.pad(tokens[partition.own_items]), attention, partition.local_index[predict_at[predicted.own_items]],
+        targets[predicted.own_items], None if ids is None else ids[predicted.own_items],
+        tuple(x[predicted.own_items] for x in hidden),
+        partition.local_index[last_at[ended.own_items]], *sizes, predicted, ended)

@@ -28,13 +28,15 @@ def model_outputs(stage: Stage, hidden: torch.Tensor, inputs: ModelInputs, names
         whole[LOGPROBS_AT] = (_over_vocabulary(stage, hidden, inputs, temperature, heads),)
         names = [name for name in names if name != LOGPROBS_AT]
     if any(OUTPUTS[name].logits for name in names):
-        rows = rows_at_once(-(-stage.vocab_size // stage.head_axis.size), hidden.device.type)
+        ranks = 1 if stage.ordered_gradients else stage.head_axis.size  # as many rows under every tp
+        rows = rows_at_once(-(-stage.vocab_size // ranks), hidden.device.type)
         targets = inputs.targets
         if LOGPROBS_AT in names:
             targets = torch.cat((targets[:, None], _needed(inputs.ids, "ids")), 1)
         found = token_logprobs(
             hidden.index_select(0, inputs.predict_at), _needed(stage.head, "head"), targets, temperature,
-            stage.head_axis, stage.vocab_start, "entropy" in names, rows, stage.vocab_cuts, "sum_squares" in names)
+            stage.head_axis, stage.vocab_start, "entropy" in names, rows, stage.vocab_cuts, "sum_squares" in names,
+            inputs.predict_groups)
         by_name = found._asdict()
         if LOGPROBS_AT in names:
             by_name |= {"logprobs": found.logprobs[:, 0], LOGPROBS_AT: found.logprobs[:, 1:]}
@@ -42,7 +44,10 @@ def model_outputs(stage: Stage, hidden: torch.Tensor, inputs: ModelInputs, names
     for name in [name for name in names if not OUTPUTS[name].logits]:
         at, gather = ((inputs.last_at, inputs.gather_last) if name in by_seq else
                       (inputs.predict_at, inputs.gather_predictions))
-        outputs[name] = gather(FROM_HIDDEN[name](stage, hidden.index_select(0, at)))
+        if inputs.predict_groups:  # of all tokens, whose groups are known
+            outputs[name] = gather(FROM_HIDDEN[name](stage, hidden).index_select(0, at))
+        else:
+            outputs[name] = gather(FROM_HIDDEN[name](stage, hidden.index_select(0, at)))
     sizes = {name: inputs.sequences if name in by_seq else inputs.responses for name in outputs}
     return whole | {name: tuple(part.flatten() for part in value.split(sizes[name])) for name, value in outputs.items()}
 

@@ -9,7 +9,8 @@ Errors: RL0725 the family's head is not supported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
@@ -21,18 +22,19 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
-from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.rms_norms import fuse_norms
 from rldsl.backends.torch.model import attention
 from rldsl.backends.torch.model.attention import PackedAttention
 from rldsl.backends.torch.model.autocast import round_parameter
-from rldsl.backends.torch.model.experts import parallelize_experts
+from rldsl.backends.torch.model.experts import OrderedExperts, SourceGrads, parallelize_experts
+from rldsl.backends.torch.model.gradient_sums import HeadKind, HeadSums, Norms, with_gradient_apart
 from rldsl.backends.torch.model.invariant import Invariant
 from rldsl.backends.torch.model.load_weights import HeldPieces, allocate_parameters, load_config
 from rldsl.backends.torch.model.lora import lora_adapters
 from rldsl.backends.torch.model.recompute import ActivationCheckpointing
 from rldsl.backends.torch.model.sequence_parallel import SequenceParallel, gathered_children
 from rldsl.backends.torch.model.tensor_parallel import ColumnParallelInput, parallelize
+from rldsl.backends.torch.model.token_groups import groups_of_rank
 from rldsl.backends.torch.model.zero import ParamGroup, ParamGroups, ZeroSharding
 from rldsl.diag import fail
 from rldsl.plan.adapter_names import module_of
@@ -40,8 +42,9 @@ from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Axis, WeightCache
 from rldsl.sharding.boxes import Parameter, chunks, expand_specs, local_shape, parameters, pieces_of_rank
+from rldsl.sharding.gradient_leaves import TOKEN_GROUPS
 from rldsl.sharding.layout import stage_layers
-from rldsl.sharding.sum_blocks import local_cuts, summed_input
+from rldsl.sharding.sum_blocks import column_leaves, local_cuts, summed_input, summed_output
 
 
 class PassThroughLayer(nn.Module):
@@ -52,20 +55,6 @@ class PassThroughLayer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states if self.received is None else self.received
-
-
-class _WithGradApart(Function):
-    """A parameter whose gradient is added to a tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        ctx.total = total
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
-        ctx.total.add_(grad)
-        return None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +97,11 @@ class Stage(ActivationCheckpointing):
     unsharded_held: HeldPieces   # the same as if the layout had no `zero`
     unsharded: Mapping[str, nn.Parameter]    # what modules compute with; `parameters` itself without `zero`
     zero: ZeroSharding | None    # under a layout with `zero`
+    ordered_gradients: bool      # gradients have one order of sums, of a model with `invariant=training`
+    head_sums: HeadSums | None   # of such a model
+    groups: int                  # of tokens on this rank, by which such gradients are summed
+    # of such a model under ep: gradients of experts' weights by the rank of ep whose tokens they come from, [ep, ...]
+    source_grads: Mapping[str, torch.Tensor]
     sequence_parallel: SequenceParallel  # divides tokens over tp where layers allow it
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
@@ -149,7 +143,12 @@ class Stage(ActivationCheckpointing):
             self.zero = self._zero_sharding(layout.zero, axes, model.invariant_training)
         gathered = gathered_children((*model.params, *model.base))
         self.sequence_parallel = SequenceParallel(tp, bool(gathered))
-        fuse_norms(body, device)
+        self.invariant, self.ordered_gradients = model.invariant, model.invariant_training
+        self.groups = max(1, len(groups_of_rank(axes.cp))) if self.ordered_gradients else 1
+        self.source_grads, self._ep_size = {}, axes.ep.size
+        self.head_sums = HeadSums(model.sizes.heads, model.sizes.kv_heads, tp) \
+            if self.ordered_gradients and model.sizes.heads else None
+        self._fuse_norms(skeleton, model)
         self._install_parameters(skeleton, model, tp, axes.ep)
         for module in body.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -159,7 +158,6 @@ class Stage(ActivationCheckpointing):
                        for s in range(pp.index, pp.size * layout.vpp, pp.size)]
         for chunk in self.chunks:
             self.sequence_parallel.install([layer for _, layer in chunk.own_layers()], gathered)
-        self.invariant = model.invariant
         self._wrap_layers()
 
     @property
@@ -167,17 +165,31 @@ class Stage(ActivationCheckpointing):
         """[V_local, H] rows of the output embedding on the last stage, if the model has one."""
         if self._head is None or self.head_grad is None:
             return self._head
-        head: torch.Tensor = _WithGradApart.apply(self._head, self.head_grad)
-        return head
+        return with_gradient_apart(self._head, self.head_grad)
 
     def keep_head_grad(self) -> None:
         """From now on the gradient of the head is added to `head_grad`, and not to that of its weight."""
         if self._head is not None:
             self.head_grad = torch.zeros(self._head.shape, device=self.device)
 
+    def keep_source_grads(self, names: Sequence[str]) -> torch.Tensor:
+        """From now on the gradients of some experts' weights are added to rows of a table, one for each rank of ep from
+        which tokens come, and not to those of the weights. Returns the table, [ep, elements] float32."""
+        shapes = [self.unsharded[name].shape for name in names]
+        table = torch.zeros(self._ep_size, sum(shape.numel() for shape in shapes), device=self.device)
+        parts = table.split([shape.numel() for shape in shapes], 1)
+        self.source_grads = {name: part.unflatten(1, shape)
+                             for name, part, shape in zip(names, parts, shapes, strict=True)}
+        return table
+
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """torch's backward pass runs without our modes, so the second forward enters it again."""
-        return nullcontext(), Invariant() if self.invariant else nullcontext()
+        return nullcontext(), self.invariant_mode()
+
+    def invariant_mode(self) -> AbstractContextManager[Any]:
+        """In which an invariant model computes."""
+        over_query_heads = self.head_sums.over_query_heads if self.head_sums else None
+        return Invariant(over_query_heads, self.groups) if self.invariant else nullcontext()
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packed_attention: PackedAttention,
                 hidden: torch.Tensor | None, number: int = 0) -> torch.Tensor:
@@ -210,12 +222,19 @@ class Stage(ActivationCheckpointing):
         dtype = self.matmul_dtype if matrix else self.parameters[name].dtype
         return nn.Parameter(torch.empty(local_shape(parameter, pieces), dtype=dtype, device=self.device))
 
+    def rounds_grad(self, name: str) -> bool:
+        """Whether the gradient of a pass is a bfloat16 number: of what is multiplied in bfloat16."""
+        parameter = self.held[name][0]
+        matrix = parameter.layer is not None and len(parameter.spec.shape) > 1
+        return self.matmul_dtype == torch.bfloat16 and (matrix or name == SCORE_WEIGHT)
+
     def _zero_sharding(self, level: int, axes: Axes, in_leaves: bool) -> ZeroSharding:
         def part(layer: int | None, divided_experts: bool) -> ParamGroup | None:
             names = [n for n, (p, _) in self.held.items()
                      if p.layer == layer and divided_experts == (axes.ep.size > 1 and p.spec.experts > 0)]
             return ParamGroup([self.parameters[n] for n in names], [self.unsharded[n] for n in names],
-                              axes.expert_dp if divided_experts else axes.dp, in_leaves) if names else None
+                              axes.expert_dp if divided_experts else axes.dp, in_leaves,
+                              [self.rounds_grad(n) for n in names]) if names else None
 
         def group_of(layer: int | None) -> ParamGroup | ParamGroups:
             groups = [g for divided in (False, True) if (g := part(layer, divided)) is not None]
@@ -224,6 +243,31 @@ class Stage(ActivationCheckpointing):
         numbers = dict.fromkeys(p.layer for p, _ in self.held.values())
         return ZeroSharding(level, {x: group_of(x) for x in sorted(x for x in numbers if x is not None)},
                             [group_of(None)] if None in numbers else [], in_leaves)
+
+    def _fuse_norms(self, skeleton: nn.Module, model: Model) -> None:
+        """Also check that norms of heads whose gradients tp divides can be summed in one order."""
+        sums = self.head_sums
+        if sums is None:
+            fuse_norms(skeleton, self.device)
+            return
+        kinds: dict[str, HeadKind] = {}  # norms of heads
+        for spec in (*model.params, *model.base):
+            if spec.partial_grad and not module_of(spec.name):
+                kinds[_module_name(spec.name)] = "query" if "q_norm" in spec.name else "kv"
+        fused = fuse_norms(skeleton, self.device, lambda name: Norms(sums, kinds.get(_without_number(name)),
+                                                                               self.groups))
+        vectors = [name for name, module in skeleton.named_modules() if name not in fused and not isinstance(
+            module, nn.Linear | Conv1D) and any(p.dim() == 1 for p in module.parameters(recurse=False))]
+        if vectors and self.groups < TOKEN_GROUPS:
+            raise fail("RL0330", f"`{model.name}` cannot be trained with `invariant=training` under cp",
+                       place=str(model.path), label=f"{vectors[0]} is neither a linear layer nor a root-mean-square "
+                       "norm with a plain weight", help="train it with cp=1, or with `invariant=true`")
+        others = {*kinds} - {_without_number(name) for name in fused}
+        if others and sums.tp.size > 1:
+            raise fail("RL0330", f"`{model.name}` cannot be trained with `invariant=training` under tp",
+                       place=str(model.path), label=f"the norm {min(others)} of its heads is of another kind than "
+                       "root-mean-square norms with a plain weight",
+                       help="train it with tp=1, or with `invariant=true`")
 
     def _install_parameters(self, skeleton: Any, model: Model, tp: Axis, ep: Axis) -> None:
         """Put local parameters into the modules of the whole model, with their collectives."""
@@ -236,6 +280,7 @@ class Stage(ActivationCheckpointing):
         tied = output is not None and output.weight is embedding.weight
         column_input = ColumnParallelInput(tp, self.sequence_parallel)
         adapters = lora_adapters(model, self.unsharded)
+        up_leaves = None  # of the up projections of experts, which come before the down projections
         local = {**self.base, **self.unsharded}
         for name, (parameter, held) in {**self.base_held, **self.unsharded_held}.items():
             if name == SCORE_WEIGHT or module_of(name):
@@ -245,13 +290,19 @@ class Stage(ActivationCheckpointing):
             setattr(module, attribute, local[name])
             summed = summed_input(parameter.spec) if model.invariant else None
             cuts = local_cuts(*summed, tp.size, tp.index) if summed else None
+            parts = summed_output(parameter.spec) if self.ordered_gradients else None
+            leaves = column_leaves(parts, tp.size, tp.index) if parts else None
             if parameter.spec.experts:
+                if attribute == "gate_up_proj":
+                    up_leaves = leaves
                 if attribute == "down_proj" or cuts is None:
-                    parallelize_experts(module, parameter.spec.experts, tp, ep, cuts)
+                    ordered = OrderedExperts(up_leaves, self.groups, self._source_grads_of(path)) if up_leaves else None
+                    parallelize_experts(module, parameter.spec.experts, tp, ep, cuts, ordered)
                 continue
             start = held[0].box[0][0]
             if attribute == "weight":
-                parallelize(module, parameter.spec.style, tp, start, column_input, adapters.get(path), cuts)
+                parallelize(module, parameter.spec.style, tp, start, column_input, adapters.get(path), cuts,
+                            leaves, self.groups if self.ordered_gradients else 0)
             if attribute == "weight" and self.last and (module is output or (tied and module is embedding)):
                 self._head, self.vocab_start = local[name], start
                 if parameter.spec.split is not None:
@@ -263,6 +314,14 @@ class Stage(ActivationCheckpointing):
                 path, _, attribute = name.rpartition(".")
                 if not _only_multiplied(name, parameter, skeleton):
                     round_parameter(skeleton.get_submodule(path), attribute)
+
+    def _source_grads_of(self, path: str) -> Callable[[], SourceGrads | None]:
+        """What finds the gradients of the weights of an experts module, where they are kept."""
+        def found() -> SourceGrads | None:
+            up, down = (self.source_grads.get(f"{path}.{name}") for name in ("gate_up_proj", "down_proj"))
+            return None if up is None or down is None else (up, down)
+
+        return found
 
     def _chunk(self, whole_body: Any, number: int, count: int, model: Model) -> Chunk:
         """One of `count` runs of all layers: the same modules in a body of its own, with pass-through modules in place
@@ -282,6 +341,15 @@ class Stage(ActivationCheckpointing):
                   and not any(id(p) in parameter_ids for p in child.parameters())):
                 setattr(body, name, nn.Identity())
         return Chunk(body, entry, layers, number == 0, number == count - 1)
+
+
+def _module_name(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _without_number(module: str) -> str:
+    """As in the names of `ParamSpec`: "{}" for the number of the layer."""
+    return re.sub(r"\.\d+\.", ".{}.", module, count=1)
 
 
 def _only_multiplied(name: str, parameter: Parameter, skeleton: nn.Module) -> bool:

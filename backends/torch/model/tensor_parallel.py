@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from rldsl.backends.torch.model.collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from rldsl.backends.torch.model.gradient_sums import Leaves, column_parallel_product
+from rldsl.backends.torch.model.invariant import add_bias
 from rldsl.backends.torch.model.lora import LoraAdapter
 from rldsl.backends.torch.model.sequence_parallel import SequenceParallel
 from rldsl.backends.torch.model.tree_sums import row_parallel_product
@@ -46,13 +48,20 @@ class ColumnParallelInput:
 
 
 def parallelize(module: nn.Module, style: str, tp: Axis, vocab_start: int, column_input: ColumnParallelInput,
-                adapter: LoraAdapter | None = None, cuts: Sequence[int] | None = None) -> None:
+                adapter: LoraAdapter | None = None, cuts: Sequence[int] | None = None,
+                leaves: Leaves | None = None, groups: int = 0) -> None:
     """Give `module` the collectives of its style; "replicated" and "head" need none, and neither does tp=1.
 
     column_input: one for all modules of the model. adapter: added to the module's output, before its collectives.
-    cuts: of the inputs of a row-parallel module whose sum has one order under every tp (`tree_sums.py`)."""
+    cuts: of the inputs of a row-parallel module whose sum has one order under every tp (`tree_sums.py`). leaves: of the
+    outputs of a column-parallel module whose gradients have one (`gradient_sums.py`). groups: of the tokens, by which
+    such gradients are summed; 0 if they have no order."""
     if style == "rowwise" and cuts is not None:
-        module.forward = lambda x: _row_parallel_tree(module, x, tp, adapter, column_input.sequence_parallel, cuts)
+        module.forward = lambda x: _row_parallel_tree(module, x, tp, adapter, column_input.sequence_parallel, cuts,
+                                                      groups)
+        return
+    if style == "colwise" and leaves is not None:
+        module.forward = lambda x: _column_parallel_tree(module, x, tp, adapter, leaves, groups)
         return
     if adapter is not None and (style != "rowwise" or tp.size == 1):
         plain = module.forward
@@ -80,16 +89,36 @@ def _row_parallel(module: Any, x: torch.Tensor, tp: Axis, adapter: LoraAdapter |
 
 
 def _row_parallel_tree(module: Any, x: torch.Tensor, tp: Axis, adapter: LoraAdapter | None,
-                       sequence_parallel: SequenceParallel, cuts: Sequence[int]) -> torch.Tensor:
-    """`_row_parallel`, but the sum has one order, and it is rounded to bfloat16 once, at the end."""
-    partial = row_parallel_product(x, module.weight, cuts, adapter)
-    if sequence_parallel.active:
-        out = sequence_parallel.reduce_scatter(partial, tree=True)
+                       sequence_parallel: SequenceParallel, cuts: Sequence[int], groups: int) -> torch.Tensor:
+    """`_row_parallel`, but the sum has one order, and it is rounded to bfloat16 once, at the end. Where gradients have
+    one, too, the low rank of an adapter is summed before the rest of the adapter is computed, so that every rank has
+    the complete gradients of both factors."""
+    def total(weight: torch.Tensor, adapter: LoraAdapter | None = None) -> torch.Tensor:
+        partial = row_parallel_product(x, weight, cuts, adapter)
+        if sequence_parallel.active:
+            return sequence_parallel.reduce_scatter(partial, tree=True)
+        return partial if tp.size == 1 else reduce_from_tensor_parallel_region(partial, tp, tree=True)
+
+    if adapter is None or not groups:
+        out = total(module.weight, adapter)
     else:
-        out = partial if tp.size == 1 else reduce_from_tensor_parallel_region(partial, tp, tree=True)
+        low = total(adapter.a)
+        low = low.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else low
+        out = total(module.weight) + F.linear(low, adapter.b) * adapter.scale
     if torch.is_autocast_enabled(x.device.type):
         out = out.to(torch.get_autocast_dtype(x.device.type))
-    return out if module.bias is None else out + module.bias.to(out.dtype)
+    return add_bias(out, module.bias, groups) if groups else \
+        out if module.bias is None else out + module.bias.to(out.dtype)
+
+
+def _column_parallel_tree(module: Any, x: torch.Tensor, tp: Axis, adapter: LoraAdapter | None, leaves: Leaves,
+                          groups: int) -> torch.Tensor:
+    """A linear layer whose gradients have one order of sums."""
+    out = column_parallel_product(x, module.weight, module.bias, leaves, tp, groups)
+    if adapter is None:
+        return out
+    low = F.linear(x, adapter.a)
+    return out + column_parallel_product(low, adapter.b, None, leaves, tp, groups) * adapter.scale
 
 
 def _parallelize_embedding(module: Any, tp: Axis, vocab_start: int) -> None:

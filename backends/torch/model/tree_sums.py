@@ -28,15 +28,25 @@ def tree_sum(count: int, part: Callable[[int], torch.Tensor]) -> torch.Tensor:
     return node(0, count)
 
 
+def sparse_tree_sum(first: int, count: int, part: Callable[[int], torch.Tensor | None]) -> torch.Tensor | None:
+    """`tree_sum` over part(first) ... part(first + count - 1), of which some may be None: they add nothing."""
+    if count == 1:
+        return part(first)
+    left, right = (sparse_tree_sum(at, count // 2, part) for at in (first, first + count // 2))
+    return right if left is None else left if right is None else left + right
+
+
 def row_parallel_product(x: torch.Tensor, weight: torch.Tensor, cuts: Sequence[int],
-                         adapter: LoraAdapter | None = None) -> torch.Tensor:
-    """x [..., k] @ weight [m, k].T + adapter(x) -> [..., m] float32, block by block of k."""
+                         adapter: LoraAdapter | None = None,
+                         linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear) -> torch.Tensor:
+    """x [..., k] @ weight [m, k].T + adapter(x) -> [..., m] float32, block by block of k. linear: (x, weight) -> the
+    product of a block."""
     sizes = [stop - start for start, stop in pairwise(cuts)]
     inputs, columns = x.split(sizes, -1), weight.split(sizes, 1)
     factors = () if adapter is None else adapter.a.split(sizes, 1)
 
     def part(i: int) -> torch.Tensor:
-        out = F.linear(inputs[i], columns[i])
+        out = linear(inputs[i], columns[i])
         return out if adapter is None else out + LoraAdapter(factors[i], adapter.b, adapter.scale)(inputs[i])
 
     return tree_sum(len(sizes), part)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from rldsl.backends.torch.model.collectives import tree_reduce_scatter
+from rldsl.backends.torch.model.collectives import tree_all_reduce, tree_reduce_scatter
 from rldsl.backends.torch.model.leaf_sums import LeafSums
 from rldsl.runtime.backend import Axis
 from rldsl.runtime.collectives import start_all_gather, start_reduce_scatter, sum_of_parts
@@ -38,10 +38,11 @@ class ParamGroup:
     """Parameters that are unsharded together, and whose gradients are reduced together."""
 
     def __init__(self, sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter], dp: Axis,
-                 in_leaves: bool = False):
+                 in_leaves: bool = False, rounded: Sequence[bool] = ()):
         """sharded: this rank's rows. unsharded: leaves with the shape that modules see, without memory until `unshard`;
         their dtype is the one in which they are gathered. Rows are padded to those of the first rank, which has the
-        most. in_leaves: gradients are summed in one order (`leaf_sums.py`)."""
+        most. in_leaves: gradients are summed in one order (`leaf_sums.py`). rounded: whose gradients of a pass are
+        bfloat16 numbers, which sums over cp are rounded to."""
         self.sharded, self.unsharded, self.dp = sharded, unsharded, dp
         self.shard_numel = [-(-w.shape[0] // dp.size) * w[0].numel() if w.dim() else 1 for w in unsharded]  # padded
         self.by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)  # one all-gather for each
@@ -53,6 +54,8 @@ class ParamGroup:
         self._reduction: tuple[dist.Work | None, torch.Tensor] | None = None        # under way
         self.unsharded_grads: dict[int, torch.Tensor] = {}  # float32, not reduced yet, by parameter
         self.leaf_sums = LeafSums() if in_leaves else None  # of the gradients of all parameters, joined
+        self.rounded = rounded
+        self.leaf_grads: torch.Tensor | None = None  # joined, of the passes of a leaf so far, where cp divides them
         for i, w in enumerate(unsharded):
             w.untyped_storage().resize_(0)
             w.requires_grad_(True)
@@ -112,10 +115,27 @@ class ParamGroup:
         """Add the gradients to those of the leaves before."""
         if self.leaf_sums is None:
             raise RuntimeError("gradients without leaves")
+        joined = self._join_grads() if self.leaf_grads is None else self.leaf_grads
+        self.leaf_grads = None
+        self.leaf_sums.add(joined)
+
+    @torch.no_grad()
+    def end_pass(self, cp: Axis) -> None:
+        """After the backward pass of a leaf: sum its gradients over cp."""
+        if not self.unsharded_grads:
+            return
+        total = tree_all_reduce(self._join_grads(), cp)
+        for part, rounded in zip(total.split([w.numel() for w in self.unsharded]), self.rounded, strict=True):
+            if rounded:
+                part.copy_(part.bfloat16())
+        self.leaf_grads = total if self.leaf_grads is None else self.leaf_grads.add_(total)
+
+    def _join_grads(self) -> torch.Tensor:
+        """Those of all parameters. -0.0 becomes 0.0, as in a buffer of zeros that gradients are added to."""
         device = self.sharded[0].device
         joined = torch.cat([self.unsharded_grads.pop(i).reshape(-1) if i in self.unsharded_grads else
                             torch.zeros(w.numel(), device=device) for i, w in enumerate(self.unsharded)])
-        self.leaf_sums.add(joined.add_(0.0))  # -0.0 becomes 0.0, as in a buffer of zeros that gradients are added to
+        return joined.add_(0.0)
 
     @torch.no_grad()
     def reduce_scatter(self) -> None:
@@ -154,6 +174,7 @@ class ParamGroup:
     def discard_grads(self) -> None:
         """Drop gradients that were not reduced."""
         self.unsharded_grads.clear()
+        self.leaf_grads = None
         if self.leaf_sums is not None:
             self.leaf_sums.clear()
 
@@ -206,6 +227,10 @@ class ParamGroups:
         for group in self.groups:
             group.end_leaf()
 
+    def end_pass(self, cp: Axis) -> None:
+        for group in self.groups:
+            group.end_pass(cp)
+
     def discard_grads(self) -> None:
         for group in self.groups:
             group.discard_grads()
@@ -239,6 +264,11 @@ class ZeroSharding:
         """After each backward pass through some layers: reduce what no earlier layer's pass has started."""
         if self.level > 1:
             self._reduce_remaining([group for i, group in self.layers.items() if i in layers] + self.non_layer)
+
+    def end_pass(self, cp: Axis) -> None:
+        """After a backward pass of a leaf, where cp divides it."""
+        for group in self.groups:
+            group.end_pass(cp)
 
     def end_leaf(self) -> None:
         """After the passes of a leaf."""

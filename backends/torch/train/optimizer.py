@@ -9,7 +9,10 @@ sums over dp already (`model/zero.py`). The norm counts each element of the mode
 
 Of a model with `invariant=training` gradients are summed leaf by leaf (`model/leaf_sums.py`): a rank's leaves, then
 those of all ranks of dp, in one tree. That of a tied embedding is kept apart from that of the head, and added last, as
-where a pipeline has them on different ranks. Its layouts have neither tp nor cp nor ep.
+where a pipeline has them on different ranks. tp leaves complete gradients on every rank
+(`model/gradient_sums.py`). An expert that ep divides sees the tokens of several dp ranks, which belong to different
+leaves: their gradients are kept apart until the leaves are added. cp divides each pass, so the gradients of a pass are
+summed before the next one.
 
 The learning rate is a function of the update's place among those planned for the run (`plan.Model.planned_updates`),
 taken or skipped: a train call that stops early does not stretch the schedule.
@@ -23,7 +26,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from rldsl.backends.torch.model.collectives import tree_all_reduce
+from rldsl.backends.torch.model.collectives import tree_all_reduce, tree_of
 from rldsl.backends.torch.model.leaf_sums import LeafSums, exact_norm
 from rldsl.backends.torch.model.offload import HostMemory
 from rldsl.backends.torch.model.stage import Stage
@@ -68,6 +71,15 @@ class ShardOptimizer:
             parameter.requires_grad_(True)
         # the gradient of the head of a tied embedding, where it is kept apart
         self.head_sums = LeafSums() if model.invariant_training and _has_tied_head(stage, named) else None
+        # the same of the experts that ep divides, by the rank of ep from which their tokens come
+        self.divided_experts = [n for n, expert in zip(named, self.is_divided_expert, strict=True) if expert]
+        self.source_sums = LeafSums() if model.invariant_training and self.divided_experts else None
+        self.source_table: torch.Tensor | None = None
+        self.leaf_sums = LeafSums() if model.invariant_training else None
+        # what the passes of a leaf have added so far, where cp divides them: of all gradients, and of a tied head
+        self.leaf_grads: torch.Tensor | None = None
+        self.head_leaf: torch.Tensor | None = None
+        self.rounded = [stage.rounds_grad(name) for name in named] if model.invariant_training else []
         self._allocate_grads()
         # of each parameter: how many ranks of the mesh hold this rank's part of it
         self.num_replicas = [max(1, num_replicas(p, model.layers, layout, mesh, rank)) for p, _ in held]
@@ -82,7 +94,6 @@ class ShardOptimizer:
         self.tied_embeddings = [i for i, (p, _) in enumerate(held) if p.spec.stage == "ends"]
         self.tied_size = _tied_size(model, self.options, layout, axes)
         self.held = held
-        self.leaf_sums = LeafSums() if model.invariant_training else None
         # of this rank's parameters: those that count in the norm of such a model
         self.counted = [i for i, (p, _) in enumerate(held)
                         if model.invariant_training and first_holder(p, model.layers, layout, mesh, rank) == rank]
@@ -96,8 +107,15 @@ class ShardOptimizer:
         for parameter, expert in zip(self.parameters, self.is_divided_expert, strict=True):
             parameter.grad = self.grad_buffer[at[expert] : at[expert] + parameter.numel()].view(parameter.shape)
             at[expert] += parameter.numel()
+        divided = self.leaf_sums is not None and self.axes.cp.size > 1
+        self.leaf_grads = torch.zeros_like(self.grad_buffer) if divided and not self.stage.zero else None
+        self.head_leaf = None
         if self.head_sums is not None:
             self.stage.keep_head_grad()
+            head = self.stage.head_grad
+            self.head_leaf = torch.zeros_like(head) if divided and head is not None else None
+        if self.source_sums is not None:
+            self.source_table = self.stage.keep_source_grads(self.divided_experts)
 
     def offload(self, host: HostMemory) -> None:
         """Move the optimizer state to host memory, and free the gradients, which no step keeps."""
@@ -105,7 +123,8 @@ class ShardOptimizer:
         for parameter in self.parameters:
             parameter.grad = None
         self.grad_buffer = self.grad_buffer.new_empty(0)
-        self.stage.head_grad = None
+        self.stage.head_grad = self.source_table = self.leaf_grads = self.head_leaf = None
+        self.stage.source_grads = {}
 
     def onload(self, host: HostMemory) -> Callable[[], None]:
         """Start the copy back to the device. The returned function must be called before the state is used."""
@@ -118,20 +137,49 @@ class ShardOptimizer:
         self.grad_buffer.zero_()
         if self.stage.head_grad is not None:
             self.stage.head_grad.zero_()
-        for sums in (self.leaf_sums, self.head_sums):
+        if self.source_table is not None:
+            self.source_table.zero_()
+        for leaf in (self.leaf_grads, self.head_leaf):
+            if leaf is not None:
+                leaf.zero_()
+        for sums in (self.leaf_sums, self.head_sums, self.source_sums):
             if sums is not None:
                 sums.clear()
+
+    def end_pass(self) -> None:
+        """After a backward pass, of a model with `invariant=training`: sum its gradients over cp."""
+        cp = self.axes.cp
+        if self.leaf_sums is None or cp.size == 1:
+            return
+        if self.stage.zero:
+            self.stage.zero.end_pass(cp)
+        elif self.leaf_grads is not None:
+            _tree_over_ranks(self.grad_buffer, cp)
+            for grad, rounded in zip(self._grads(), self.rounded, strict=True):
+                if rounded:
+                    grad.copy_(grad.bfloat16())
+            self.leaf_grads.add_(self.grad_buffer)
+            self.grad_buffer.zero_()
+        if self.head_leaf is not None and self.stage.head_grad is not None:
+            self.head_leaf.add_(_tree_over_ranks(self.stage.head_grad.view(-1), cp).view(self.head_leaf.shape))
+            self.stage.head_grad.zero_()
 
     def end_leaf(self) -> None:
         """After the passes of a leaf, of a model with `invariant=training`."""
         if self.stage.zero:
             self.stage.zero.end_leaf()
         elif self.leaf_sums is not None:
-            self.leaf_sums.add(self.grad_buffer)
-            self.grad_buffer.zero_()
+            self._end_leaf_of(self.leaf_sums, self.grad_buffer if self.leaf_grads is None else self.leaf_grads,
+                              self.dense_numel)
         if self.head_sums is not None and self.stage.head_grad is not None:
-            self.head_sums.add(self.stage.head_grad)
-            self.stage.head_grad.zero_()
+            self._end_leaf_of(self.head_sums, self.stage.head_grad if self.head_leaf is None else self.head_leaf)
+        if self.source_sums is not None and self.source_table is not None:
+            self._end_leaf_of(self.source_sums, self.source_table)
+
+    @staticmethod
+    def _end_leaf_of(sums: LeafSums, grads: torch.Tensor, numel: int | None = None) -> None:
+        sums.add(grads[:numel])
+        grads.zero_()
 
     def step(self, rate: float | None = None) -> dict[str, float]:
         """Reduce, clip, update. Returns "grad_norm", before clipping, and "lr". If the norm is not finite, nothing is
@@ -200,8 +248,10 @@ class ShardOptimizer:
         if zero:
             zero.end_minibatch(use_grads=True)
         else:
-            self.grad_buffer.copy_(_tree_over_ranks(leaf_sums.take(), dp))
+            self.grad_buffer[: self.dense_numel].copy_(_tree_over_ranks(leaf_sums.take(), dp))
         grads = self._grads()
+        if self.source_sums is not None:
+            self._reduce_sources(tree_of(self.source_sums.take()), grads)
         if self.head_sums is not None:
             (tied,) = (grads[i] for i in self.tied_embeddings)
             total = self.head_sums.take()
@@ -209,6 +259,19 @@ class ShardOptimizer:
                 _tree_over_ranks(total.view(-1), dp)
             tied.add_(total.view(tied.shape))
         self._sum_tied_embeddings(grads)
+
+    def _reduce_sources(self, total: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
+        """total: [elements], of the experts that ep divides: the sum over the ranks of ep from which tokens came, which
+        are neighbors along dp; those with the same experts come next."""
+        expert_dp = self.axes.expert_dp
+        shapes = [self.stage.unsharded[name].shape for name in self.divided_experts]
+        targets = (g for g, expert in zip(grads, self.is_divided_expert, strict=True) if expert)
+        for part, shape, target in zip(total.split([s.numel() for s in shapes]), shapes, targets, strict=True):
+            if self.stage.zero:
+                summed = rows_of_tree_sum(part.view(shape), expert_dp)[: target.numel()]
+            else:
+                summed = _tree_over_ranks(part, expert_dp)
+            target.copy_(summed.view(target.shape))
 
     def _sum_tied_embeddings(self, grads: Sequence[torch.Tensor]) -> None:
         """Over the ends of the pipeline; stages between them add zeros."""

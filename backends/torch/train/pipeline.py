@@ -98,9 +98,9 @@ def pipeline_first_pass(stage: Stage, pp: Axis, batches: Sequence[ModelInputs],
 
 
 def pipeline_forward_backward(stage: Stage, pp: Axis, batches: Sequence[ModelInputs],
-                              loss: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
+                              loss: Callable[[int, torch.Tensor], torch.Tensor], end_pass: Callable[[], None]) -> None:
     """Training. loss(i, hidden [T, H]) is called on the rank with the last layers. Gradients accumulate in the
-    parameters, or under `zero` as `model/zero.py` says."""
+    parameters, or under `zero` as `model/zero.py` says. end_pass() is called after each backward pass of a chunk."""
     p2p = P2PCommunicator(pp)
     in_flight: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}  # (input, output or loss)
 
@@ -118,6 +118,7 @@ def pipeline_forward_backward(stage: Stage, pp: Axis, batches: Sequence[ModelInp
         grad = p2p.wait_receive(p)
         if out.requires_grad:
             torch.autograd.backward(out, grad)
+            end_pass()
         if stage.zero:
             stage.zero.after_backward(stage.chunks[p.chunk].layers)
         if hidden is None:

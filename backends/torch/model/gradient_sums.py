@@ -1,0 +1,273 @@
+"""Sums of a backward pass that tensor parallelism divides, in one order whatever its degree (`invariant=training`).
+
+In: column-parallel products, heads and norms of a layer, with the blocks of `sharding/sum_blocks.py`. Out: the same
+results, with gradients that have the same bits under every tp and are complete on every rank.
+
+Three kinds of sums are divided. The gradient of the input of column-parallel weights is a sum over their outputs: the
+weights that read one input (q, k and v; gate and up) leave their gradients to a `_Reader`, which multiplies block by
+block and adds the blocks in a tree, those of all ranks last, so that there is one message. The gradient of keys and
+values is a sum over query heads, which several ranks have where there are fewer KV heads than ranks. That of a norm of
+heads is a sum over all heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from rldsl.backends.torch.kernels.autograd import Function
+from rldsl.backends.torch.kernels.rms_norms import PlainNorm, normalize
+from rldsl.backends.torch.model.collectives import tree_all_reduce
+from rldsl.backends.torch.model.invariant import multiply, sizes_of, sum_of_rows, tree_of_groups, weight_gradient
+from rldsl.backends.torch.model.tree_sums import sparse_tree_sum
+from rldsl.runtime.backend import Axis
+from rldsl.sharding.sum_blocks import BLOCKS, head_blocks
+
+Leaves = Mapping[int, Sequence[tuple[int, int]]]  # as of `sum_blocks.column_leaves`
+HeadKind = Literal["query", "kv"]
+
+
+def with_gradient_apart(parameter: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """The parameter; its gradient is added to a tensor, and not to that of the parameter."""
+    out: torch.Tensor = _WithGradientApart.apply(parameter, total)
+    return out
+
+
+class _WithGradientApart(Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        ctx.total = total
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        ctx.total.add_(grad)
+        return None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a product leaves to the gradient of its input."""
+
+    grad: torch.Tensor    # [T, m] of its output
+    weight: torch.Tensor  # [m, k], in the dtype in which it multiplies
+    leaves: Leaves        # runs of its m outputs
+
+
+@dataclass(slots=True)
+class _Reader:
+    """The products that read one tensor."""
+
+    parts: dict[int, _Part] = field(default_factory=dict)  # by the place of a product among them, in a backward pass
+    count: int = 0  # products
+
+
+def column_parallel_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, leaves: Leaves, tp: Axis,
+                            groups: int = 1) -> torch.Tensor:
+    """x [..., k] @ weight [m, k].T + bias [m] -> [..., m]. leaves: of the m outputs of this rank. groups: of the
+    tokens, by which the gradients of weight and bias are summed."""
+    if not torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    token, reader = _reader_of(x, tp)
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    place, reader.count = reader.count, reader.count + 1
+    rows = x.detach().reshape(-1, x.shape[-1]).to(dtype)
+    out: torch.Tensor = _ColumnProduct.apply(rows, token, weight.to(dtype), bias, reader, place, leaves,
+                                             sizes_of(groups, len(rows)))
+    return out.view(*x.shape[:-1], len(weight))
+
+
+def _reader_of(x: torch.Tensor, tp: Axis) -> tuple[torch.Tensor, _Reader]:
+    """One for all products that read x, kept next to it and as long as it: a token of which they are functions."""
+    found: tuple[torch.Tensor, _Reader] | None = getattr(x, "_reader", None)
+    if found is None:
+        reader = _Reader()
+        found = _Enter.apply(x, tp, reader), reader
+        x._reader = found  # type: ignore[attr-defined]
+    return found
+
+
+class _Enter(Function):
+    """x -> the token. Its gradient is computed after those of all products that read x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tp: Axis, reader: _Reader) -> torch.Tensor:
+        ctx.tp, ctx.reader, ctx.shape, ctx.dtype = tp, reader, x.shape, x.dtype
+        return torch.zeros((), device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        parts = [ctx.reader.parts[i] for i in sorted(ctx.reader.parts)]
+        ctx.reader.parts.clear()
+        total = tree_all_reduce(input_gradient(parts, ctx.tp), ctx.tp)
+        return total.view(ctx.shape).to(ctx.dtype), None, None
+
+
+def input_gradient(parts: Sequence[_Part], tp: Axis) -> torch.Tensor:
+    """[T, k] float32: this rank's node of the tree. In a leaf all products are one, of their runs next to each
+    other."""
+    def leaf(i: int) -> torch.Tensor | None:
+        runs = [(p.grad[:, a:b], p.weight[a:b]) for p in parts for a, b in p.leaves.get(i, ())]
+        if not runs:
+            return None
+        grads, weights = ([run[side] for run in runs] for side in (0, 1))
+        if len(runs) == 1:
+            return multiply(grads[0], weights[0]).float()
+        return multiply(torch.cat(grads, 1), torch.cat(weights)).float()
+
+    total = sparse_tree_sum(tp.index * BLOCKS // tp.size, BLOCKS // tp.size, leaf)
+    if total is None:
+        return torch.zeros(len(parts[0].grad), parts[0].weight.shape[1], device=parts[0].grad.device)
+    return total
+
+
+class _ColumnProduct(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, token: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                reader: _Reader, place: int, leaves: Leaves, groups: Sequence[int]) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.reader, ctx.place, ctx.leaves, ctx.groups = reader, place, leaves, groups
+        out = multiply(x, weight.T)
+        return out if bias is None else out + bias.to(out.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            ctx.reader.parts[ctx.place] = _Part(grad, weight, ctx.leaves)
+        grad_weight = weight_gradient(x, grad, ctx.groups) if ctx.needs_input_grad[2] else None
+        grad_bias = sum_of_rows(grad.float(), ctx.groups) if ctx.needs_input_grad[3] else None
+        return None, grad.new_zeros((), dtype=torch.float32), grad_weight, grad_bias, None, None, None, None
+
+
+def expert_products(rows: torch.Tensor, weights: torch.Tensor, groups: Sequence[Sequence[int]], leaves: Leaves, tp: Axis
+                    ) -> torch.Tensor:
+    """rows [N, k], sorted by expert, with the weights [experts, m, k] of their experts -> [N, m]. groups: rows of each
+    expert in each group of tokens. The gradient of the rows is summed over tp."""
+    out: torch.Tensor = _ExpertProducts.apply(rows, weights.to(rows.dtype), groups, leaves, tp)
+    return out
+
+
+class _ExpertProducts(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, groups: Sequence[Sequence[int]], leaves: Leaves,
+                tp: Axis) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.groups, ctx.leaves, ctx.tp = groups, leaves, tp
+        parts = rows.split([sum(sizes) for sizes in groups])
+        return torch.cat([multiply(x, w.T) for x, w in zip(parts, weights, strict=True) if len(x)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weights = ctx.saved_tensors
+        grad_weights = torch.zeros_like(weights) if ctx.needs_input_grad[1] else None
+        inputs = []
+        counts = [sum(sizes) for sizes in ctx.groups]
+        for i, (x, g) in enumerate(zip(rows.split(counts), grad.split(counts), strict=True)):
+            if not len(x):
+                continue
+            inputs.append(input_gradient([_Part(g, weights[i], ctx.leaves)], ctx.tp))
+            if grad_weights is not None:
+                grad_weights[i] = weight_gradient(x, g, ctx.groups[i])
+        total = tree_all_reduce(torch.cat(inputs), ctx.tp).to(rows.dtype)
+        return total, grad_weights, None, None, None
+
+
+# ------------------------------------------------------------------------------------------------ heads and norms
+
+
+class HeadSums:
+    """Sums over the heads of an attention layer, which tp divides."""
+
+    def __init__(self, heads: int, kv_heads: int, tp: Axis):
+        """heads: query heads of the model. kv_heads: its key and value heads."""
+        self.count = {"query": heads, "kv": kv_heads}
+        self.each, self.tp = heads // kv_heads, tp  # query heads of a KV head
+        self.blocks = head_blocks(heads, tp.size, tp.index)
+        self.first = {"query": self.blocks[0][0], "kv": tp.index * kv_heads // tp.size}
+        self.last_kv = max((tp.index + 1) * kv_heads // tp.size, self.first["kv"] + 1)
+        self.holders = max(1, tp.size // kv_heads)  # ranks that have the same KV head
+
+    def over_query_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[S, query heads of this rank, ...] -> [S, KV heads of this rank, ...]: the sum over the query heads of a KV
+        head, on whatever ranks they are."""
+        def total(kv: int) -> torch.Tensor:
+            def block(i: int) -> torch.Tensor | None:
+                first, last = (min(max(h, kv * self.each), (kv + 1) * self.each) for h in self.blocks[i])
+                return _in_order(x[:, h - self.first["query"]] for h in range(first, last)) if first < last else None
+
+            found = sparse_tree_sum(0, len(self.blocks), block)
+            return torch.zeros_like(x[:, 0]) if found is None else found
+
+        own = torch.stack([total(kv) for kv in range(self.first["kv"], self.last_kv)], 1)
+        if self.holders == 1:
+            return own
+        complete = own.new_zeros(self.count["kv"], *own[:, 0].shape)
+        complete[self.first["kv"]] = own[:, 0]
+        return tree_all_reduce(complete, self.tp)[self.first["kv"]][:, None]
+
+    def over_heads(self, x: torch.Tensor, kind: HeadKind) -> torch.Tensor:
+        """[heads of this rank, D] -> [D], the sum over all heads, one after the other."""
+        complete = x.new_zeros(self.count[kind], x.shape[1])
+        if kind == "query" or self.tp.index % self.holders == 0:  # the first of those that have the same
+            complete[self.first[kind] : self.first[kind] + len(x)] = x
+        if self.tp.size > 1:
+            dist.all_reduce(complete, group=self.tp.group)  # exact: all terms of an element but one are 0
+        return _in_order(complete)
+
+
+def _in_order(terms: Iterable[torch.Tensor]) -> torch.Tensor:
+    return reduce(torch.add, terms)
+
+
+class Norms:
+    """Root-mean-square norms, for `fuse_norms`."""
+
+    def __init__(self, heads: HeadSums, kind: HeadKind | None, groups: int):
+        """kind: of the heads whose norm it is; None for one of hidden states. groups: of the tokens, by which gradients
+        are summed."""
+        self.heads, self.kind, self.groups = heads, kind, groups
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor, plain: PlainNorm) -> torch.Tensor:
+        """x: [1, T, H]; of heads [1, T, heads of this rank, D]."""
+        out: torch.Tensor = _RMSNorm.apply(x, weight, eps, plain, self) if weight.dtype == torch.float32 else plain(x)
+        return out
+
+    def sum_of_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, T, H] or [1, T, heads, D] -> [H] or [D]."""
+        parts = [sum_of_rows(part) for part in x.reshape(x.shape[1], -1).chunk(self.groups)]
+        if self.kind is not None:
+            parts = [self.heads.over_heads(part.view(x.shape[2:]), self.kind) for part in parts]
+        return tree_of_groups(parts, torch.float32)
+
+
+class _RMSNorm(Function):
+    """`RMSNormFunction`, or the module's own forward for bfloat16, whose normalized rows are rounded. Each row has the
+    same gradient whatever rows are with it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor, plain: PlainNorm,
+                norms: Norms) -> torch.Tensor:
+        normalized, scale = normalize(x.float(), eps)
+        ctx.save_for_backward(normalized.to(x.dtype), scale, weight)
+        ctx.norms = norms
+        return normalized * weight if x.dtype == torch.float32 else plain(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        normalized, scale, weight = ctx.saved_tensors
+        grad_x = grad_weight = None
+        product = grad.float() * normalized
+        if ctx.needs_input_grad[1]:
+            grad_weight = ctx.norms.sum_of_tokens(product)
+        if ctx.needs_input_grad[0]:
+            mean = (product * weight).sum(-1, keepdim=True).div_(len(weight))
+            grad_x = torch.mul(grad.float(), weight, out=product).addcmul_(normalized.float(), mean, value=-1)
+            grad_x = grad_x.mul_(scale).to(normalized.dtype)
+        return grad_x, grad_weight, None, None, None

@@ -1,0 +1,109 @@
+"""The tokens of a pass in groups, over which gradients are summed in one order under every cp (`invariant=training`).
+
+In: lengths of packed sequences, and the ranks of cp. Out: what `context_parallel.py` gives, for `TOKEN_GROUPS` ranks
+of which each real one has an equal run. A sequence is always cut as if there were so many ranks, and the rows of a
+group are those of such a rank, one group after the other and padded to one width. So each sum over tokens is one over
+the rows of groups and then one over groups, and one rank makes the additions of several.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rldsl.backends.torch.kernels.autograd import Function
+from rldsl.backends.torch.model.collectives import (
+    all_gather,
+    gather_from_sequence_parallel_region,
+    tree_of,
+    tree_reduce_scatter,
+)
+from rldsl.backends.torch.model.context_parallel import ContextParallelAttention, Partition
+from rldsl.runtime.backend import Axis
+from rldsl.sharding.gradient_leaves import TOKEN_GROUPS
+
+
+def groups_of_rank(cp: Axis) -> tuple[Axis, ...]:
+    """Those of this rank, as places among as many ranks as there are groups."""
+    ranks, each = tuple(range(TOKEN_GROUPS)), TOKEN_GROUPS // cp.size
+    return tuple(Axis(ranks, g, None) for g in range(cp.index * each, (cp.index + 1) * each))
+
+
+class GroupedPartition:
+    """How N items are divided over groups; as `Partition`, for the groups of this rank together."""
+
+    def __init__(self, owner: torch.Tensor, cp: Axis):
+        """owner: [N] the group of each item."""
+        self.cp = cp
+        self.groups = [Partition.of(owner, at) for at in groups_of_rank(cp)]
+        self.own_items = torch.cat([p.own_items for p in self.groups])
+        self.sizes = [len(p.own_items) for p in self.groups]
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, ...] -> [groups of this rank * width, ...]."""
+        return torch.cat([p.pad(part) for p, part in zip(self.groups, x.split(self.sizes), strict=True)])
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, ...] of each rank -> [N, ...] on all ranks, which all compute the same with it."""
+        padded, order = self.pad(x), self.groups[0].gathered_index
+        if self.cp.size > 1:
+            padded = gather_from_sequence_parallel_region(padded, self.cp, tensor_parallel_output_grad=False)
+        return padded[order]
+
+    def places(self, of: GroupedPartition, items: torch.Tensor) -> torch.Tensor:
+        """[n] rows of the padded items of another partition, for this rank's items. items: [N] which of them each of
+        these is."""
+        first = of.groups[0]
+        group = torch.arange(len(self.groups), device=items.device).repeat_interleave(
+            torch.tensor(self.sizes, device=items.device))
+        return group * first.width + first.local_index[items[self.own_items]]
+
+
+class GroupedAttention:
+    """Causal attention of the tokens of this rank's groups; see `ContextParallelAttention`."""
+
+    owner: torch.Tensor      # [T] the group of each token of the complete row
+    partition: GroupedPartition
+    positions: torch.Tensor  # [groups of this rank * width]
+
+    def __init__(self, lengths: torch.Tensor, cp: Axis):
+        """lengths: [S] int64, of the complete sequences."""
+        self.cp = cp
+        self.groups = [ContextParallelAttention(lengths, at) for at in groups_of_rank(cp)]
+        self.owner = self.groups[0].owner
+        self.partition = GroupedPartition(self.owner, cp)
+        self.positions = torch.cat([g.positions for g in self.groups])
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+               window: int | None) -> torch.Tensor:
+        """q: [H, rows, D]; k, v: [K, rows, D]. Returns [rows, H, D]. See `PackedAttention.attend`."""
+        both = torch.cat([k.transpose(0, 1).flatten(1), v.transpose(0, 1).flatten(1)], 1)
+        seen = _GatherKeys.apply(both, self.cp, len(self.groups))
+        width = q.shape[1] // len(self.groups)
+        sizes = [x.shape[0] * x.shape[2] for x in (k, v)]
+        out = []
+        for group, visible, queries in zip(self.groups, seen, q.transpose(0, 1).split(width), strict=True):
+            keys, values = (part.unflatten(1, (x.shape[0], -1)) for part, x in zip(
+                visible[group.key_index].split(sizes, 1), (k, v), strict=True))
+            own = queries[: group.partition.own_items.numel()]
+            out.append(group.partition.pad(group.attend_padded(own, keys, values, scale, window)))
+        return torch.cat(out)
+
+
+class _GatherKeys(Function):
+    """[rows of this rank, ...] -> those of all groups, once for each group of this rank. The gradients that come from
+    the groups are added in a tree, those of other ranks last."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cp: Axis, count: int) -> tuple[torch.Tensor, ...]:
+        ctx.cp = cp
+        complete = all_gather(x, cp) if cp.size > 1 else x
+        return tuple(complete.view_as(complete) for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        total = tree_of(torch.stack(grads).float())
+        total = tree_reduce_scatter(total, ctx.cp) if ctx.cp.size > 1 else total
+        return total.to(grads[0].dtype), None, None
+

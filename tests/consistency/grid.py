@@ -1,0 +1,201 @@
+"""One digest everywhere: a program that generates, takes log-probs and trains, under many placements.
+
+    python -m tests.consistency.grid [--steps 20] [--families dense,odd,moe] [--dtypes float32,bfloat16] [--only WORDS]
+                                   [--every K]
+
+For each family and dtype the first run is on one rank. Each other run must have its tokens, log-probs, metrics and final
+parameters, bit for bit, and a difference of 0 between the log-probs of generation and those of inference. Prints a line
+for each run; the exit status is the number of runs that differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+
+from rldsl.backends.torch.shard import TorchShard
+from rldsl.runtime.draws import uniform
+from tests.end_to_end.programs import compile_program
+from tests.end_to_end.test_invariance import HERE, placement
+from tests.tiny import make_model, make_sums, write_jsonl
+from tests.world import run_world
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "dense": dict(family="qwen3", tie_word_embeddings=True, num_hidden_layers=2),
+    # three query heads for each key; with tp=4 two ranks share a key head
+    "odd": dict(family="qwen2", num_attention_heads=12, num_key_value_heads=2, hidden_size=96, intermediate_size=90,
+                num_hidden_layers=2),
+    "moe": dict(family="qwen3_moe", num_experts=16, num_hidden_layers=2),
+}
+DTYPES = ("float32", "bfloat16")
+
+PROGRAM = """
+use std.grpo (group_norm, grpo)
+use py "rewards_small.py" (digits: gen -> seq)
+
+param base = "base"
+param rows = "rows.jsonl"
+param steps = 20
+
+data prompts = jsonl(rows, batch=4, max_prompt_tokens=16)
+model actor = causal_lm(base, dtype={dtype}, invariant=training) train adamw(lr=1e-3, clip_grad=0.5)
+model ref   = causal_lm(base, dtype={dtype}, invariant=true)
+
+flow grid(steps=steps, seed=7) {{
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n=4, max_new_tokens=6, temperature=0.9)
+  again  = actor.logprobs(gen)
+  ref_lp = ref.logprobs(gen)
+  reward = digits(gen)
+  metric reward = mean(reward)
+  metric gap    = max(abs(gen.logprobs - again))
+  actor.train(gen, loss=grpo(old=gen.logprobs, adv=group_norm(reward), ref=ref_lp, beta=0.05), minibatches=2)
+  every {steps} {{ save actor }}
+}}
+"""
+
+# of `actor.train`; the other calls get placements in turn
+DENSE = (
+    "", "dp=2", "dp=4", "tp=2", "tp=4", "pp=2", "cp=2", "dp=2 tp=2", "dp=2 pp=2", "dp=2 cp=2", "tp=2 pp=2", "tp=2 cp=2",
+    "pp=2 cp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "dp=4 zero=1", "dp=4 zero=3", "dp=2 tp=2 zero=1",
+    "dp=2 tp=2 zero=2", "dp=2 tp=2 zero=3", "dp=2 pp=2 zero=2", "dp=2 cp=2 zero=1", "dp=2 cp=2 zero=3",
+    "tp=2 pp=2 cp=2", "dp=2 tp=2 pp=2 zero=2", "dp=2 recompute=full", "tp=2 cp=2 recompute=full")
+EXPERTS = (
+    "dp=2 ep=2", "dp=2 ep=2 zero=1", "dp=2 ep=2 zero=3", "dp=2 ep=2 tp=2", "dp=2 ep=2 pp=2", "dp=4 ep=2",
+    "dp=4 ep=2 zero=2", "dp=4 ep=4")
+GENERATE = ("dp=2", "tp=2", "pp=2", "dp=2 tp=2", "tp=4", "dp=2 pp=2", "dp=4")
+INFER = ("tp=2", "dp=2", "cp=2", "dp=2 tp=2", "pp=2", "tp=4")
+
+
+class Found(NamedTuple):
+    """Digests of a run."""
+
+    tokens: str
+    logprobs: str
+    parameters: str
+    gap: float  # the largest difference between the log-probs of generation and of inference
+    metrics: str
+
+
+def degree(words: str) -> int:
+    """The ranks of a layout."""
+    sizes = [int(word.partition("=")[2]) for word in words.split() if word.split("=")[0] in ("dp", "tp", "pp", "cp")]
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+def placements(family: str) -> list[tuple[str, str]]:
+    """(name, placement file)"""
+    found = []
+    for i, train in enumerate(DENSE + (EXPERTS if family == "moe" else ())):
+        generate, infer = ("", "") if i == 0 else (GENERATE[i % len(GENERATE)], INFER[i % len(INFER)])
+        if "ep" in train:
+            generate = " ".join(word for word in train.split() if "zero" not in word)
+        ranks = max(map(degree, (train, generate, infer)))
+        where = {name: f"on mesh(0:{degree(words)}) {words}" for name, words in
+                 (("actor_train", train), ("actor_generate", generate), ("actor_logprobs", infer), ("ref_*", infer))}
+        found.append((train or "one rank", placement(ranks, **where)))
+    return found
+
+
+def recorded_rank(rank: int, data: bytes, out: str, cwd: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run a rank; its random numbers, the tokens that they took and their log-probs."""
+    from rldsl.runtime.interpreter.interpreter import execute
+    from rldsl.runtime.interpreter.options import Options
+    from rldsl.runtime.plan_file import PlanFile
+
+    found: list[tuple[torch.Tensor, ...]] = []
+    real = TorchShard.generate
+
+    def generate(self: Any, *args: Any, seed: int, step: int, **more: Any) -> Any:
+        made = real(self, *args, seed=seed, step=step, **more)
+        batch = made.batch
+        lens = batch.prompt_lens + batch.response_lens
+        starts = lens.cumsum(0) - lens + batch.prompt_lens
+        draws = [uniform(seed, step, row, torch.arange(n)) for row, n in zip(batch.rows, batch.response_lens.tolist())]
+        tokens = [batch.tokens[a : a + n] for a, n in zip(starts.tolist(), batch.response_lens.tolist())]
+        found.append((torch.cat(draws), torch.cat(tokens), made.logprobs))
+        return made
+
+    os.chdir(cwd)
+    TorchShard.generate = generate  # type: ignore[method-assign]
+    execute(PlanFile.from_bytes(data, "grid.plan"), out, options=Options(allow_write=(str(Path(out).parents[1]),)))
+    empty = torch.empty(0)
+    draws, tokens, logprobs = (torch.cat(x) for x in zip(*found)) if found else (empty, empty.long(), empty)
+    return draws, tokens, logprobs
+
+
+def run(folder: Path, model: Path, dtype: str, place: str, steps: int, invariant: bool = True) -> Found:
+    """invariant: with what the program asks for; else without."""
+    import json
+
+    folder.mkdir(parents=True)
+    (folder / "rewards_small.py").write_text((HERE / "rewards_small.py").read_text())
+    write_jsonl(folder / "rows.jsonl", make_sums(64))
+    text = PROGRAM.format(dtype=dtype, steps=steps)
+    if not invariant:
+        text = text.replace(", invariant=training", "").replace(", invariant=true", "")
+    (folder / "grid.rlf").write_text(text)
+    sets = {"base": str(model), "rows": str(folder / "rows.jsonl"), "steps": steps}
+    data = compile_program(folder / "grid.rlf", sets, place, folder)
+    world = json.loads(data.splitlines()[0])["world"]
+    ranks = run_world(world, recorded_rank, data, str(folder / "out"), os.getcwd(), timeout=1800.0)
+    draws, tokens, logprobs = (torch.cat(x) for x in zip(*ranks))
+    order = {draw: i for i, draw in enumerate(draws.tolist())}  # ranks of a shard have the same
+    at = torch.tensor([order[draw] for draw in sorted(order)])
+    saved = {f"{file.parent.name} {name}": x for file in sorted(folder.rglob("*.safetensors"))
+             for name, x in load_file(file).items()}
+    assert saved and len(at)
+    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    kept = [[line[name] for name in ("reward", "gap", "actor/loss", "actor/grad_norm")] for line in lines]
+    return Found(digest(tokens[at]), digest(logprobs[at]), digest(*(saved[name] for name in sorted(saved))),
+                 max(line["gap"] for line in lines), sha256(repr(kept).encode()).hexdigest()[:16])
+
+
+def digest(*tensors: torch.Tensor) -> str:
+    data = b"".join(x.contiguous().view(torch.uint8).numpy().tobytes() for x in tensors)
+    return sha256(data).hexdigest()[:16]
+
+
+def main(words: list[str]) -> int:
+    """The number of runs that differ."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--dtypes", default=",".join(DTYPES))
+    parser.add_argument("--only", default="", help="placements whose degrees contain this")
+    parser.add_argument("--every", type=int, default=1, help="take only one of so many placements")
+    given = parser.parse_args(words)
+    wrong = runs = 0
+    with tempfile.TemporaryDirectory() as place:
+        for family in given.families.split(","):
+            model = make_model(Path(place) / family, **FAMILIES[family])
+            for dtype in given.dtypes.split(","):
+                right: Found | None = None
+                for i, (name, text) in enumerate(placements(family)):
+                    if i and (given.only not in name or i % given.every):
+                        continue
+                    begin = time.time()
+                    found = run(Path(place) / f"{family}-{dtype}-{i}", model, dtype, text, given.steps)
+                    right = right or found
+                    good = found == right and found.gap == 0
+                    wrong, runs = wrong + (not good), runs + 1
+                    print(f"{family:<7}{dtype:<9} {name:<28}{' '.join(found[:3])} gap {found.gap:g} "
+                          f"{time.time() - begin:5.0f} s{'' if good else '  DIFFERS'}", flush=True)
+    print(f"{runs} runs, {wrong} differ", flush=True)
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]) > 0)
