@@ -21,6 +21,9 @@ from rldsl.sharding.gradient_leaves import LEAVES, PASS_TOKENS, TOKEN_GROUPS, di
 from rldsl.sharding.sum_blocks import BLOCKS, undividable
 
 
+CONDITIONS = ("lt", "le", "gt", "ge", "and", "or", "not")  # operators whose results are not rounded
+
+
 def check_invariance(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place],
                      families: Mapping[str, Family]) -> None:
     """families: empty where no model directory has been read."""
@@ -50,6 +53,10 @@ def _check_gradients(node: g.Train, place: Place) -> None:
     if TOKEN_GROUPS % x.cp:
         option, why = "cp", f"cp={x.cp} does not divide the {TOKEN_GROUPS} parts in which a sequence is summed"
         help = f"use {_degrees('cp', TOKEN_GROUPS)}, with more dp or pp, or `invariant=true` for `{node.model}`"
+    elif node.heads and max(x.tp, x.cp) > 1:
+        option = "tp" if x.tp > 1 else "cp"
+        why = f"{option}={getattr(x, option)} divides the sums of a loss over whole distributions"
+        help = f"use {option}=1, with dp, pp or `zero`, or compare the most likely tokens: `.top(gen, k=64)`"
     elif not divides(x.dp):
         option, why = "dp", f"dp={x.dp} does not divide the {LEAVES} parts in which a minibatch is summed"
         help = f"use {_degrees('dp', LEAVES)}, with more pp, or `invariant=true` for `{node.model}`"
@@ -86,6 +93,37 @@ def varying_inputs(graph: g.Graph) -> Iterator[Diagnostic]:
                     models[node.model].span, "its results depend on the placement by rounding",
                     (Label(node.span, "this computes with it"), Label(train.span, "this trains on the result")),
                     help=f"declare `{node.model}` with `invariant=true`", severity="warning")
+
+
+def inexact_comparisons(graph: g.Graph) -> Iterator[Diagnostic]:
+    """A warning where a program asks whether numbers are equal that only rounding may tell apart: log-probs, values and
+    scores of models that are not invariant, or what is computed from them."""
+    models, programs = {m.name: m for m in graph.models}, {p.id: p for p in graph.programs}
+    rounded: dict[str, Call] = {}  # value -> the call that rounds it
+    for node in g.nodes(graph.items):
+        if isinstance(node, g.Generate | g.Infer) and not models[node.model].invariant:
+            rounded |= {value: node for value in node.writes if isinstance(node, g.Infer) or value.endswith(".logprobs")}
+        if not isinstance(node, g.Compute):
+            continue
+        program, inputs, by_place = programs[node.program], dict(node.inputs), dict[int, Call]()
+        for i, term in enumerate(program.nodes):
+            found = [by_place[arg] for arg in term.args if arg in by_place]
+            if term.op == "input" and inputs[str(term.attr("name"))] in rounded:
+                by_place[i] = rounded[inputs[str(term.attr("name"))]]
+            elif found and term.op in ("eq", "ne"):
+                yield _inexact(node, found[0])
+            elif found and term.op not in CONDITIONS:
+                by_place[i] = found[0]
+        rounded |= {value: by_place[place] for name, place in program.outputs if place in by_place
+                    for output, value in node.outputs if output == name}
+
+
+def _inexact(node: g.Compute, call: Call) -> Diagnostic:
+    return Diagnostic(
+        "RL0910", f"`{call.model}` is not invariant, so equality is decided by rounding", node.span,
+        "this asks whether numbers are equal", (Label(call.span, "these depend on the placement by rounding"),),
+        help=f"declare `{call.model}` with `invariant=true`, or compare with a tolerance: `abs(a - b) < 1e-4`",
+        severity="warning")
 
 
 def _degrees(degree: str, blocks: int) -> str:

@@ -168,7 +168,9 @@ def undominated(entries: list[Candidate]) -> list[Candidate]:
 
 def _keeps_gradients(node: g.Node, s: Strategy) -> bool:
     """Whether the gradients of a model with `invariant=training` stay the same under a strategy."""
-    return not (isinstance(node, g.Train) and node.invariant) or divides(s.dp, s.cp)
+    if not (isinstance(node, g.Train) and node.invariant):
+        return True
+    return divides(s.dp, s.cp) and not (node.heads and max(s.tp, s.cp) > 1)
 
 
 def _option_value(s: Strategy, name: str) -> object:

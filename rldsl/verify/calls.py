@@ -107,6 +107,8 @@ def _gradients_vary(t: Tables, e: Train) -> str:
         return f"the gradients of {e.model} are invariant, but not what they are computed from"
     if not divides(x.dp, x.cp):
         return f"layout {e.layout} divides the sums of its gradients"
+    if e.heads and max(x.tp, x.cp) > 1:
+        return f"layout {e.layout} divides the sums of its loss over whole distributions"
     passes = pass_tokens(t.frames[f] for f in e.frames if f in t.frames)
     return "" if (e.mbs, e.mbt) == (0, passes) else f"its passes have mbs {e.mbs} and mbt {e.mbt}, not 0 and {passes}"
 
