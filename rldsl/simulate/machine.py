@@ -23,6 +23,9 @@ LOW_TILE = 16  # rows of a tile of a result that has few, at least
 SPLIT = 4096  # inner width of a product that a multiprocessor computes in one piece
 RAMP = 256  # inner width whose products take as long as filling and draining the pipeline of a multiprocessor
 ADAM = 28  # bytes moved per element in a step: parameter, gradient, two moments read; all but the gradient written
+# seconds of an invariant model over those of the same without, as `python -m benchmarks.invariant` measures them on a
+# CPU: of decoding, of a forward pass, and of training, where gradients have no order of sums and where they have one
+INVARIANT_DECODE, INVARIANT_FORWARD, INVARIANT_TRAIN, ORDERED_TRAIN = 1.4, 1.2, 1.2, 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +52,24 @@ class Machine:
     def forward(self, s: Shard, c: WorkCounts, links: float = 0.0) -> float:
         """Seconds of a forward pass. links: seconds in which it exchanges data with other ranks."""
         found = self.measured(s.model, s.tp)
-        return _sum(found.forward, c) + links if found and found.forward else self._pass(s, c, 1, links)
+        price = INVARIANT_FORWARD - 1 if s.model.invariant else 0.0  # of what it computes itself
+        if found and found.forward:
+            return (1 + price) * _sum(found.forward, c) + links
+        return self._pass(s, c, 1, links) + (price * self._pass(s, c, 1, 0.0) if price else 0.0)
 
     def train(self, s: Shard, c: WorkCounts, recompute: bool, links: float = 0.0,
               again_links: float = 0.0) -> tuple[float, float]:
         """(forward, backward) seconds of a micro-batch. links: seconds in which a forward pass exchanges data with
         other ranks, and again a backward pass; again_links: the same of the forward pass that is made again."""
+        forward, backward = self._train(s, c, recompute, links, again_links)
+        price = ORDERED_TRAIN if s.model.invariant_training else INVARIANT_TRAIN if s.model.invariant else 1.0
+        if price == 1.0:
+            return forward, backward
+        own = self._train(s, c, recompute, 0.0, 0.0)
+        return forward + (price - 1) * own[0], backward + (price - 1) * own[1]
+
+    def _train(self, s: Shard, c: WorkCounts, recompute: bool, links: float, again_links: float
+               ) -> tuple[float, float]:
         found = self.measured(s.model, s.tp)
         again = _without_outputs(c)
         frozen = s.trained < s.elements / 2  # adapters: a base without gradients halves the backward products
@@ -68,6 +83,9 @@ class Machine:
 
     def decode(self, s: Shard, c: WorkCounts, captured: bool = False) -> float:
         """Seconds of decoding steps. captured: kernels are replayed from a graph."""
+        return self._decode(s, c, captured) * (INVARIANT_DECODE if s.model.invariant else 1.0)
+
+    def _decode(self, s: Shard, c: WorkCounts, captured: bool) -> float:
         found = self.measured(s.model, s.tp)
         if found and found.decode:
             return _sum(found.decode, c)
