@@ -20,7 +20,6 @@ from rldsl.plan.backends import described
 from rldsl.sharding.gradient_leaves import LEAVES, PASS_TOKENS, TOKEN_GROUPS, divides
 from rldsl.sharding.sum_blocks import BLOCKS, undividable
 
-
 CONDITIONS = ("lt", "le", "gt", "ge", "and", "or", "not")  # operators whose results are not rounded
 
 
@@ -102,7 +101,8 @@ def inexact_comparisons(graph: g.Graph) -> Iterator[Diagnostic]:
     rounded: dict[str, Call] = {}  # value -> the call that rounds it
     for node in g.nodes(graph.items):
         if isinstance(node, g.Generate | g.Infer) and not models[node.model].invariant:
-            rounded |= {value: node for value in node.writes if isinstance(node, g.Infer) or value.endswith(".logprobs")}
+            rounded |= {value: node for value in node.writes
+                        if isinstance(node, g.Infer) or value.endswith(".logprobs")}
         if not isinstance(node, g.Compute):
             continue
         program, inputs, by_place = programs[node.program], dict(node.inputs), dict[int, Call]()
