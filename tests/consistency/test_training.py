@@ -106,7 +106,8 @@ def test_parameters_and_metrics_have_the_same_bits(case: str, place: str, models
 
 
 GRADIENTS = {
-    "tied": dict(tie_word_embeddings=True), "biases": ODD, "experts": dict(family="qwen3_moe"),
+    "tied": dict(tie_word_embeddings=True), "biases": ODD,
+    "experts": dict(family="qwen3_moe", num_experts=8, moe_intermediate_size=32),
     "norms": dict(family="gemma"), "transposed": dict(family="gpt2", n_layer=2)}
 
 
