@@ -248,7 +248,7 @@ def test_passes_follow_from_the_rows_alone() -> None:
 
 
 @pytest.mark.parametrize(("where", "word"), [
-    ("on mesh(0:4) cp=4", "cp=4"), ("on mesh(0:3) tp=3", "tp=3"),
+    ("on mesh(0:4) cp=4", "cp=4"), ("on mesh(0:16) tp=16", "tp=16"),
     ("on mesh(0:16) dp=16", "dp=16"), ("on mesh(0:2) dp=2 mbs=2", "must not depend"),
     ("on mesh(0:2) dp=2 mbt=512", "must not depend")])
 def test_other_placements_are_refused(where: str, word: str, tmp_path: Path) -> None:
