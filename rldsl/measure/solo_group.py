@@ -49,3 +49,24 @@ class SingleRankGroup(dist.ProcessGroup):
         for mine, every in zip(outputs, inputs, strict=True):
             mine.copy_(every[0])
         return _Done(outputs)
+
+    def alltoall_base(
+            self, output: torch.Tensor, given: torch.Tensor, output_splits: Any = None, input_splits: Any = None,
+            options: Any = None) -> dist.Work:
+        output.view(self.ranks, -1).copy_(given.view(self.ranks, -1)[0])  # each of the others sends what this one keeps
+        return _Done([output])
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        output.view(self.ranks, -1).copy_(input.view(-1))
+        return _Done([output])
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        output.view(-1).copy_(input.view(self.ranks, -1)[0])
+        return _Done([output])
+
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        return self.all_gather_single(output, input)  # as torch before 2.13 calls it
+
+    def _reduce_scatter_base(self, outputTensor: torch.Tensor, inputTensor: torch.Tensor,
+                             opts: Any = None) -> dist.Work:
+        return self.reduce_scatter_single(outputTensor, inputTensor)  # as above
