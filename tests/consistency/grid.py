@@ -109,7 +109,7 @@ def placements(family: str) -> list[tuple[str, str]]:
     return found
 
 
-def recorded_rank(rank: int, data: bytes, out: str, cwd: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def recorded_rank(rank: int, data: bytes, out: str, cwd: str) -> tuple[Any, Any, Any]:
     """Run a rank; its random numbers, the tokens that they took and their log-probs."""
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options
@@ -133,7 +133,7 @@ def recorded_rank(rank: int, data: bytes, out: str, cwd: str) -> tuple[torch.Ten
     execute(PlanFile.from_bytes(data, "grid.plan"), out, options=Options(allow_write=(str(Path(out).parents[1]),)))
     empty = torch.empty(0)
     draws, tokens, logprobs = (torch.cat(x) for x in zip(*found)) if found else (empty, empty.long(), empty)
-    return draws, tokens, logprobs
+    return draws.numpy(), tokens.numpy(), logprobs.numpy()  # a tensor would need this process when it is read
 
 
 def run(folder: Path, model: Path, dtype: str, place: str, steps: int, invariant: bool = True) -> Found:
@@ -151,7 +151,7 @@ def run(folder: Path, model: Path, dtype: str, place: str, steps: int, invariant
     data = compile_program(folder / "grid.rlf", sets, place, folder)
     world = json.loads(data.splitlines()[0])["world"]
     ranks = run_world(world, recorded_rank, data, str(folder / "out"), os.getcwd(), timeout=1800.0)
-    draws, tokens, logprobs = (torch.cat(x) for x in zip(*ranks))
+    draws, tokens, logprobs = (torch.cat([torch.from_numpy(x) for x in parts]) for parts in zip(*ranks))
     order = {draw: i for i, draw in enumerate(draws.tolist())}  # ranks of a shard have the same
     at = torch.tensor([order[draw] for draw in sorted(order)])
     saved = {f"{file.parent.name} {name}": x for file in sorted(folder.rglob("*.safetensors"))

@@ -12,7 +12,7 @@ import argparse
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,9 +37,9 @@ class Moved(NamedTuple):
         return 1e6 * self.draws / self.tokens
 
 
-def _generate(rank: int, path: str, invariant: bool, rows: int, tokens: int) -> list[torch.Tensor | None]:
+def _generate(rank: int, path: str, invariant: bool, rows: int, tokens: int) -> list[Any]:
     """[placement] -> [rows, tokens] on ranks that have it."""
-    found: list[torch.Tensor | None] = []
+    found: list[Any] = []  # arrays: a tensor would need this process to be there when it is read
     for degrees in PLACEMENTS:
         made = shard_of(replace(plan_model(path), invariant=invariant), layout_of(**degrees), rank)
         if made is None:
@@ -50,12 +50,13 @@ def _generate(rank: int, path: str, invariant: bool, rows: int, tokens: int) -> 
                                  max_num_seqs=256).batch
         lens = batch.prompt_lens + batch.response_lens
         first = lens.cumsum(0) - tokens
-        found.append(batch.tokens[first[:, None] + torch.arange(tokens)])
+        found.append(batch.tokens[first[:, None] + torch.arange(tokens)].numpy())
     return found
 
 
 def count(path: str, invariant: bool, rows: int, tokens: int) -> Moved:
-    alone, *others = run_world(2, _generate, path, invariant, rows, tokens, timeout=900.0)[0]
+    arrays = run_world(2, _generate, path, invariant, rows, tokens, timeout=900.0)[0]
+    alone, *others = map(torch.from_numpy, arrays)
     draws = compared = 0
     for other in others:
         same = (other == alone).long().cumprod(1).sum(1)  # tokens before the first that differs
