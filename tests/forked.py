@@ -48,8 +48,8 @@ def command(module: str, *arguments: str, timeout: float = 120.0,
 
 def run(line: Sequence[str], env: Mapping[str, str] | None = None, **_: Any) -> subprocess.CompletedProcess[str]:
     """In the place of `subprocess.run`, of a `python -m` whose output is captured as text."""
-    assert line[:2] == [sys.executable, "-m"]
-    return command(*line[2:], env=env)
+    assert [word for word in line[:3] if word != "-P"][:2] == [sys.executable, "-m"]
+    return command(*line[line.index("-m") + 1 :], env=env)
 
 
 def start(module: str, *arguments: str, files: tuple[str, str, str], env: Mapping[str, str] | None = None,

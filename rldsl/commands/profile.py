@@ -30,6 +30,7 @@ from rldsl.plan.expr import Scalar
 from rldsl.plan.model import DEFAULT_BACKEND, Plan
 from rldsl.plan.projection import event_paths
 from rldsl.progress import stage
+from rldsl.python.start import interpreter
 from rldsl.search.space import can_tp
 
 FORMAT = 2  # of what is kept; it grows with every change of what is measured
@@ -116,7 +117,7 @@ def _measured(plan: Plan, facts: Facts, ranks: int, wanted: Sequence[tuple[str, 
             firsts.setdefault((model.config_digest, model.head_name, model.dtype, w[1]), w)
         asked.write_text(json.dumps({"models": list(firsts.values()), "machine": machine}))
         stage("measuring", detail=f"{len(firsts)} model shard{'s' * (len(firsts) != 1)}")
-        _run([sys.executable, "-m", "rldsl.runtime.launch", "--parent", str(os.getpid()), "--standalone",
+        _run([*interpreter(), "-m", "rldsl.runtime.launch", "--parent", str(os.getpid()), "--standalone",
               "--nproc-per-node", str(ranks), "-m", "rldsl.measure.profile", str(file), str(asked), str(found),
               "--device", "cuda" if facts.devices else "cpu"], os.environ | {"OMP_NUM_THREADS": str(facts.threads)})
         result: dict[str, Any] = json.loads(found.read_text())

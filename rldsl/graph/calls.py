@@ -46,6 +46,11 @@ if TYPE_CHECKING:
 
 ONLY_WITH_ENV = tuple(o for o in options.ENVIRONMENT if o != "max_tokens")  # this may mean `max_new_tokens`
 
+# options of a placement -> what to say where a call has one
+OF_PLACEMENT = {name: f"it is an option of the placement: write it behind the call, `... {name}=...`, or in `place`"
+                for name in ("dp", "tp", "pp", "cp", "ep", "mbs", "mbt", "zero", "recompute", "offload", "waiting",
+                             "backend")}
+
 
 class CallsOfFlow:
     """The calls of models and data sources in `flow`."""
@@ -171,8 +176,9 @@ class CallsOfFlow:
 
     def _options(self, table: dict[str, options.Opt], call: ast.Call, call_name: str, scope: Scope,
                  skip: tuple[str, ...] = ()) -> dict[str, options.Value] | Bad:
+        """skip: options that are read elsewhere, and suggested here."""
         given = [(a.name, a.value) for a in call.args if a.name is not None and a.name.name not in skip]
-        return options.read(table, given, f"`{call_name}`", call.span, self.flow.exprs, scope)
+        return options.read(table, given, f"`{call_name}`", call.span, self.flow.exprs, scope, skip, OF_PLACEMENT)
 
     def _generate(self, owner: ModelRef, call: ast.Call, prompts: FrameRef, scope: Scope, target: str | None,
                   clause: g.Clause | None, span: Span) -> Meaning:

@@ -35,6 +35,14 @@ class Follower(Protocol):
         """Called every `TICK` seconds. Returns whether to stop the run after its running step."""
 
 
+def interpreter() -> list[str]:
+    """The command that starts Python without the working directory in `sys.path`: a user's file there, such as
+    `h11.py`, must not be imported in the place of a library. Where that directory is what contains this package, it
+    stays."""
+    package = Path(__file__).resolve().parents[2]
+    return [sys.executable] if package == Path.cwd().resolve() else [sys.executable, "-P"]
+
+
 def launch(plan: str, world: int, out: str, options: Sequence[str], quiet: bool = False,
            messages: Path | None = None, follower: Follower | None = None) -> int:
     """Start the ranks and wait for them; Ctrl-C reaches them too, SIGTERM is passed on, and they get time to stop.
@@ -46,7 +54,7 @@ def launch(plan: str, world: int, out: str, options: Sequence[str], quiet: bool 
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))} | os.environ
     if messages is not None:
         environment[VARIABLE] = str(messages)
-    command = [sys.executable, "-m", "rldsl.runtime.launch", "--parent", str(os.getpid()), "--standalone",
+    command = [*interpreter(), "-m", "rldsl.runtime.launch", "--parent", str(os.getpid()), "--standalone",
                "--nproc-per-node", str(world), "-m", "rldsl.run", plan, "--out", out, *options]
     stage("")  # the ranks report
     earlier = read_record(Path(out))

@@ -33,7 +33,8 @@ class Ending:
 
 
 def run(world: int, module: str, arguments: Sequence[str]) -> Ending:
-    """Start `world` ranks of `python -m module` and wait for them."""
+    """Start `world` ranks of `python -m module` and wait for them. They import from the working directory what this
+    process does: nothing after `python -P`, but for users' functions, whose modules `hashed_modules.py` finds."""
     ranks: list[subprocess.Popen[bytes]] = []
     forwarded: set[int] = set()
 
@@ -47,9 +48,11 @@ def run(world: int, module: str, arguments: Sequence[str]) -> Ending:
 
     signal.signal(signal.SIGTERM, forward)
     port = _free_port()
+    safely = ["-P"] if sys.flags.safe_path else []  # as this process was started
     try:
         for rank in range(world):
-            ranks.append(subprocess.Popen([sys.executable, "-u", "-m", module, *arguments], start_new_session=True,
+            ranks.append(subprocess.Popen([sys.executable, *safely, "-u", "-m", module, *arguments],
+                                          start_new_session=True,
                                           env=os.environ | _environment(rank, world, port)))
         first = _first_failure(ranks)
     except KeyboardInterrupt:

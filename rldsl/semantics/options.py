@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,8 +104,10 @@ CLUSTER = {"nodes": Opt("int", 1, 1, 16_384), "gpus": Opt("int", low=1, high=256
 
 
 def read(table: dict[str, Opt], given: list[tuple[ast.Ident, ast.Expr]], what: str, span: Span,
-         exprs: ExpressionBuilder, scope: Scope) -> dict[str, Value] | Bad:
-    """All options of `table`, with their defaults. `what`: whose options they are, for messages."""
+         exprs: ExpressionBuilder, scope: Scope, others: Sequence[str] = (),
+         elsewhere: Mapping[str, str] | None = None) -> dict[str, Value] | Bad:
+    """All options of `table`, with their defaults. `what`: whose options they are, for messages. others: names that
+    the call has besides, to suggest. elsewhere: names that are no options here -> what to do instead."""
     out: dict[str, Value] = {k: o.default for k, o in table.items()}
     seen: set[str] = set()
     bad = False
@@ -116,7 +119,8 @@ def read(table: dict[str, Opt], given: list[tuple[ast.Ident, ast.Expr]], what: s
             bad = True
             continue
         if name not in table:
-            advice = suggest(name, table)
+            advice = (elsewhere or {}).get(name) or suggest(name, (*table, *others)) or (
+                f"options: {', '.join((*table, *others))}")
             exprs.errors.add("RL0107", f"{what} has no option `{name}`", ident.span, help=advice)
             seen.add(getattr(advice, "word", ""))  # then it is not missing, but misspelt
             bad = True
@@ -127,6 +131,11 @@ def read(table: dict[str, Opt], given: list[tuple[ast.Ident, ast.Expr]], what: s
         option = table[name]
         if isinstance(expr, ast.Name) and expr.name in option.choices and scope.find(expr.name) is None:
             out[name] = expr.name
+            continue
+        if isinstance(expr, ast.Name) and option.choices and option.kind == "text" and scope.find(expr.name) is None:
+            exprs.errors.add("RL0101", f"unknown name `{expr.name}`", expr.span,
+                             help=f"`{name}` is one of: {', '.join(option.choices)}")
+            out[name], bad = None, True
             continue
         value = exprs.scalar(expr, scope)
         checked = BAD if isinstance(value, Bad) else check(name, option, value, expr.span, exprs)

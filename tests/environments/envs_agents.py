@@ -116,6 +116,14 @@ def no_key(row: dict[str, Any], base_url: str) -> float:
     return 0.0
 
 
+def takes_columns(prompt: str, base_url: str, api_key: str, answer: str) -> float:
+    return 0.0
+
+
+def takes_no_row(*, base_url: str, api_key: str) -> float:
+    return 0.0
+
+
 class RunsOtherwise:
     def run(self, task: str) -> float:
         return 0.0

@@ -24,6 +24,8 @@ class Calculator:
             raise RuntimeError("cannot reset")
         if fail == "type":
             return 5
+        if fail == "half":
+            return "\ud800"
         return f" [{answer}]" if answer else None
 
     def add(self, a: int, b: int) -> int:
@@ -61,6 +63,10 @@ class Calculator:
             raise ValueError("broken")
         if how == "exit":
             os._exit(3)
+        if how in ("leave", "leave with a word"):
+            sys.exit(3 if how == "leave" else how)
+        if how == "half":
+            return "\udcff"
         if how == "hang":
             time.sleep(600)
         if how == "flood":
@@ -123,6 +129,8 @@ class Echo:
     def step(self, action):
         if action == "bad":
             return 3
+        if action == "half":
+            return {"observations": [{"role": "user", "content": "a\udcff"}], "done": False}
         if action == "silent":
             return {"observations": [], "reward": 0.0, "done": False}
         done = action.endswith("bye")

@@ -24,3 +24,12 @@ class Steps:
         self.heard += 1
         return {"observations": [{"role": "user", "content": f"{self.heard}?"}], "reward": float(self.heard),
                 "done": self.heard == 2}
+
+
+class Fails(Steps):
+    """The second turn of every conversation fails, after a reward."""
+
+    def step(self, text: str) -> dict[str, Any]:
+        if self.heard:
+            raise RuntimeError("broken")
+        return super().step(text)

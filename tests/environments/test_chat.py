@@ -139,6 +139,16 @@ def test_no_template_and_no_family() -> None:
     assert title == "RL0719 how the model of this tokenizer calls tools is not known" and "Mistral" in notes
 
 
+def test_a_template_that_ignores_tools_is_named() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for text, says in ((template, True), (template + "{{ tools }}", False)):
+        family = Family(text, FAMILIES["Qwen3"].markers, ("<|im_end|>",), "")
+        tokenizer = make(family)
+        with pytest.raises(Failure) as caught:
+            ChatTemplate(tokenizer, ends(tokenizer, family), "models/sft", [TOOL], "tool")
+        assert ("does not use `tools`" in caught.value.diagnostics[0].help) is says
+
+
 def test_a_short_answer_is_not_mistaken_for_the_turn() -> None:
     made = CHATS["Qwen2.5", "tool"]
     for content in ("x", "7", "", "x7said7x", "add"):

@@ -222,6 +222,9 @@ EDITED = "asked for something else than the next turn of its conversation: "
     ([("ask", {"messages": [{"role": "robot", "content": "a"}]})], "RL0730", "`messages[0]` is no message"),
     ([("ask", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})], "RL0730", "[0].content` is neither"),
     ([("ask", {"messages": [USER, {"role": "assistant", "content": "b"}]})], "RL0730", "a turn is not continued"),
+    ([("ask", {"messages": [{"role": "user", "content": "\udcff"}]})], "RL0730",
+     "`messages[0]` has half of a character (\\udcff), which no tokenizer encodes"),
+    ([("ask", {"tools": [{"type": "function", "function": {"name": "\udcff"}}]})], "RL0730", "`tools` has half of a"),
     ([("tokens", {"ids": [True]})], "RL0730", "`token_ids` is no list of ids"),
     ([("tokens", {"ids": [1], "sampling": {"stop_token_ids": [1]}})], "RL0730", "`stop_token_ids` is [1]"),
     ([("ask", {"messages": [USER, {"role": "tool", "tool_call_id": "x", "content": "1"}]})], "RL0736",
@@ -289,6 +292,8 @@ def failed(agents: EnvironmentProcesses, capfd: pytest.CaptureFixture[str], scri
 @pytest.mark.parametrize("name, title", [
     ("no_key", "`no_key` is no agent: it has no parameter `api_key`"),
     ("RunsOtherwise", "`RunsOtherwise` is no agent: it has no parameter `base_url`"),
+    ("takes_columns", "`takes_columns` cannot be called as an agent: missing a required argument: 'answer'"),
+    ("takes_no_row", "`takes_no_row` cannot be called as an agent: too many positional arguments"),
 ])
 def test_what_is_no_agent_is_refused_before_the_run(name: str, title: str) -> None:
     with pytest.raises(Failure) as caught:

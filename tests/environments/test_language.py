@@ -83,6 +83,23 @@ def test_mistakes(base: Path, body: str, expected: list[tuple[str, str]], monkey
     assert said(base, TALKED + body, monkeypatch) == expected
 
 
+@pytest.mark.parametrize("options, code, help_", [
+    ("env=Guess, max_tokens=80, on_eror=end", "RL0107", "did you mean `on_error`?"),
+    ("env=Guess, max_tokens=80, max_turn=2", "RL0107", "did you mean `max_turns`?"),
+    ("env=Guess, max_token=80", "RL0107", "did you mean `max_tokens`?"),
+    ("envs=Guess", "RL0107", "did you mean `env`?"),
+    ("env=Guess, max_tokens=80, xyzzy=2", "RL0107", "options: n, max_new_tokens, "),
+    ("env=Guess, max_tokens=80, xyzzy=2", "RL0107", ", env, max_turns, max_tokens, turn_timeout, on_error"),
+    ("env=Guess, max_tokens=80, waiting=offload", "RL0107", "it is an option of the placement"),
+    ("env=Guess, max_tokens=80, on_error=skip", "RL0101", "one of: stop, end"),
+    ('env=Guess, max_tokens=80, on_error="skip"', "RL0205", "one of: stop, end"),
+])
+def test_misspelt_options(base: Path, options: str, code: str, help_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(base)
+    found = api.check(source(f"prompt = prompts.next()\ngen = actor.generate(prompt, {options})\n"), "page.rlf")
+    assert found[0].code == code and help_ in found[0].help, found
+
+
 def test_a_buffer_keeps_no_conversations(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(base, TALKED + "good.add(gen)", monkeypatch, "model actor", "buffer good = rows(capacity=9)\nmodel actor"
                 )[0] == ("RL0213", "gen")

@@ -109,6 +109,9 @@ def test_a_call_that_cannot_be_read_is_answered(calculator: EnvironmentProcesses
     assert "Malformed tool call: Expecting" in result(calculator, 2, '<tool_call>{"name": </tool_call>')
     assert "its arguments are no JSON object" in result(calculator, 2, '<tool_call>{"name": "add", "arguments": 3}')
     assert "it has no name" in result(calculator, 2, "<tool_call>{}</tool_call>")
+    assert "Malformed tool call: half of a character (\\udcff)" in result(  # JSON can escape what cannot be encoded
+        calculator, 2, call("break_down", how="\udcff")).replace("\\\\", "\\")
+    assert "half of a character" in result(calculator, 2, call("\udcff"))
     cut = answered(calculator, 2, '<tool_call>{"name": "add", "argu', cut=True)
     assert (cut.ended, cut.stopped, cut.reward) == (True, "max_new_tokens", 1.0)
 
@@ -175,6 +178,11 @@ def line(of: str) -> str:
      "raise RuntimeError"),
     ({"fail": "type"}, None, "RL0715", "`reset` returned an int, not a string", "row 5, in `reset`", ""),
     ({}, call("break_down", how="exit"), "RL0717", "ended its process (exit status 3)", "row 5, turn 1", ""),
+    ({}, call("break_down", how="leave"), "RL0717", "ended its process (exit status 3)", "row 5, turn 1", ""),
+    ({}, call("break_down", how="leave with a word"), "RL0717", "(exit status 1)", "row 5, turn 1", ""),
+    ({"fail": "half"}, None, "RL0715", "messages[0] (user) has half of a character (\\ud800)", "row 5, in `reset`", ""),
+    ({}, call("break_down", how="half"), "RL0715", "the tool `break_down` returned half of a character (\\udcff)",
+     "row 5, turn 1", ""),
     ({}, call("break_down", how="crash"), "RL0717", "killed by SIGSEGV", "row 5, turn 1", "os.kill"),
     ({}, call("break_down", how="flood"), "RL0717", "printed more than 4 MiB in one turn", "row 5, turn 1", "print("),
     ({}, call("break_down", how="image"), "RL0715", "a block that is not text", "row 5, turn 1", ""),
@@ -213,6 +221,8 @@ def test_on_error_end(calculator: EnvironmentProcesses, monkeypatch: pytest.Monk
     begun(calculator, 1)
     assert answered(calculator, 0, call("break_down", how="exit")) == Arrival(0, (), True, "error", None, None)
     assert answered(calculator, 1, call("break_down", how="hang")) == Arrival(1, (), True, "timeout", None, None)
+    begun(calculator, 0)
+    assert answered(calculator, 0, call("break_down", how="half")) == Arrival(0, (), True, "error", None, None)
     begun(calculator, 1, answer=3)  # others and later ones are not touched
     assert result(calculator, 1, call("add", a=1, b=2)) == "3"
     printed = capfd.readouterr().err
@@ -246,7 +256,8 @@ def test_the_text_form(capfd: pytest.CaptureFixture[str]) -> None:
         reply = answered(talk, 0, "hi")
         assert text(reply).startswith("\n<|im_start|>user\nHI<|im_end|>") and reply.turn_reward == 0.5
         assert answered(talk, 0, "bye") == Arrival(0, (), True, "done", 1.0, 0.5)
-        for said, title in (("bad", "`step` returned an int, not a dict"), ("silent", "`step` said nothing")):
+        for said, title in (("bad", "`step` returned an int, not a dict"), ("silent", "`step` said nothing"),
+                            ("half", "half of a character")):
             begun(talk, 1)
             with pytest.raises(Failure, match=title):
                 answered(talk, 1, said)

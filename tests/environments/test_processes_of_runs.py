@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.end_to_end.programs import compile_program
 from tests.environments.programs import folder, source
@@ -87,3 +90,26 @@ def _rank(rank: int, data: bytes, out: str, cwd: str) -> None:
 
     os.chdir(cwd)
     execute(PlanFile.from_bytes(data, "test.plan"), out, options=Options(reporting=ReportOptions(samples=3)))
+
+
+FAILING = """
+  prompt = prompts.next()
+  gen = actor.generate(prompt, env=Fails, n=2, max_turns=3, max_new_tokens=4, max_tokens=64, on_error=end)
+  kept = gen where gen.stopped < 4
+  actor.train(kept, loss=pg(adv=per_token(kept.reward, kept.logprobs)))
+  metric reward  = mean(gen.reward)
+  metric stopped = mean(gen.stopped)
+  metric kept    = count(kept.reward)
+"""
+
+
+def test_conversations_that_fail_are_counted_and_can_be_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]
+                                                                 ) -> None:
+    """Each has earned 1 in its first turn, and fails in its second."""
+    folder(tmp_path)
+    lines = logged(tmp_path, FAILING, 1, "Fails: env", "place *.* on mesh(0:2) dp=2")
+    (found,) = numbers(lines, ("reward", "stopped", "kept"))
+    assert found == {"reward": 1.0, "stopped": 5.0, "kept": 0.0}
+    said = capfd.readouterr().err
+    count = sum(int(n) for n in re.findall(r"warning: step 1: all (\d+) conversations of actor.generate on rank", said))
+    assert count > 0 and f"{count} conversations ended by an error of their environment (on_error=end)" in said, said

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import rldsl
+from rldsl.python.start import interpreter
+
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -48,6 +51,25 @@ def gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     return False
+
+
+def test_files_of_the_working_directory_take_no_librarys_place(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the command of `rlc run`, the plan that does not exist is all that is wrong."""
+    for name in ("json", "torch", "rldsl"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('stray')")
+    line = ["-m", "rldsl.runtime.launch", "--parent", str(os.getpid()), "--standalone", "--nproc-per-node", "1", "-m",
+            "rldsl.run", "no.plan", "--out", "out"]
+    monkeypatch.chdir(tmp_path)
+    said = subprocess.run([*interpreter(), *line], capture_output=True, text=True, timeout=100).stderr
+    assert "no.plan" in said and "error[" in said and "stray" not in said and "Traceback" not in said, said
+
+
+def test_the_working_directory_stays_where_the_package_is_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert interpreter() == [sys.executable, "-P"]
+    monkeypatch.chdir(Path(rldsl.__file__).parents[1])
+    assert interpreter() == [sys.executable]
 
 
 def test_what_ranks_are_told(tmp_path: Path) -> None:

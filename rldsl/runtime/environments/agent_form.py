@@ -61,6 +61,13 @@ def _checked(function: Function, run: Callable[..., Any]) -> Callable[..., Any]:
         raise fail("RL0713", f"`{function.name}` is no agent: it has no parameter `{lacking[0]}`", place=function.path,
                    help="an agent is `run(row, base_url, api_key)`, which returns the reward; what makes an "
                         "environment has no parameters")
+    more = {"seed": 0} if "seed" in parameters else {}
+    try:
+        inspect.Signature(list(parameters.values())).bind({}, base_url="", api_key="", **more)
+    except TypeError as error:
+        raise fail("RL0713", f"`{function.name}` cannot be called as an agent: {error}", place=function.path,
+                   help='an agent is `run(row, base_url, api_key)`, and may take a `seed`: it gets the row of the data '
+                        'as one dict, `row["prompt"]`, and nothing else') from None
     return run
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from rldsl.diag import Failure, internal_error
 from rldsl.runtime.environments import Message, Stopped
+from rldsl.runtime.environments.characters import half_in
 from rldsl.runtime.environments.chat import Chat, ChatFactory
 from rldsl.runtime.environments.contract import Speaks
 from rldsl.runtime.environments.http_server import ADDRESS, HttpError, LoopbackServer, Request, error_body
@@ -32,6 +33,7 @@ from rldsl.runtime.environments.requests import (
     TokenRequest,
     chat_answer,
     chat_request,
+    check_characters,
     models_answer,
     token_answer,
     token_request,
@@ -225,6 +227,8 @@ class Endpoint:
             if message["role"] == "tool" and message["tool_call_id"] not in names:
                 raise _edited(f"a message answers the call {message['tool_call_id']!r}, which the model has not made")
         rendered = [_rendered(m, names) for m in added]
+        for i, message in enumerate(rendered, len(had)):
+            check_characters(f"messages[{i}]", message)
         dialogue.messages = asked.messages
         if not had:
             return functools.partial(self._chat(asked, None).first, rendered)
@@ -242,7 +246,7 @@ class Endpoint:
     def _said(self, chat: Chat, dialogue: Dialogue, ids: Sequence[int]) -> Message:
         """The model's turn as a message. A turn with a call that cannot be read is text, all of it."""
         turn = chat.turn(ids, dialogue.context)
-        if any("error" in call or not _has_json(call["arguments"]) for call in turn.calls):
+        if any("error" in call or half_in(call["name"]) or not _has_json(call["arguments"]) for call in turn.calls):
             turn = Turn(chat.text(ids[:-1] if ids[-1] in self.rules.ends else ids, special=True))
         message: Message = {"role": "assistant", "content": turn.content}
         if turn.calls:

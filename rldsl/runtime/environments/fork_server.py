@@ -98,6 +98,7 @@ def _fork(descriptors: list[int], function: Function, ours: tuple[socket.socket,
     child = os.fork()
     if child:
         return child
+    status = 0
     try:
         os.setsid()
         end_with(server)
@@ -112,18 +113,28 @@ def _fork(descriptors: list[int], function: Function, ours: tuple[socket.socket,
         set_up(channel, trace)
         with socket.socket(fileno=channel) as peer:
             _converse(peer, function)
+    except SystemExit as left:
+        status = _exit_status(left)
     finally:
-        _leave()
+        _leave(status)
     return 0
 
 
-def _leave() -> NoReturn:
+def _exit_status(left: SystemExit) -> int:
+    """The exit status that Python gives a process that has called `sys.exit`."""
+    if left.code is None or isinstance(left.code, int):
+        return (left.code or 0) & 0xFF
+    print(left.code, file=sys.stderr)
+    return 1
+
+
+def _leave(status: int) -> NoReturn:
     """End this child; what the server registered to run at its end is for the server."""
     with suppress(Exception):
         sys.stdout.flush()
     with suppress(Exception):
         sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def _converse(peer: socket.socket, function: Function) -> None:

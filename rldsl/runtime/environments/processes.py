@@ -25,11 +25,13 @@ from typing import Any
 from rldsl.diag import Failure, fail, internal_error, present
 from rldsl.plan.function import Function
 from rldsl.runtime.environments import Arrival, Message, OnError, ResetParameters, Stopped
+from rldsl.runtime.environments.characters import half_in
 from rldsl.runtime.environments.chat import Chat, ChatFactory
 from rldsl.runtime.environments.contract import Speaks
 from rldsl.runtime.environments.endpoint import Endpoint
 from rldsl.runtime.environments.forked_worker import ForkedWorker, ForkServer, start_server
 from rldsl.runtime.environments.requests import Refused, Rules
+from rldsl.runtime.environments.tool_calls import whole
 from rldsl.runtime.rewards import user_functions
 from rldsl.runtime.rewards.pool import SECONDS_TO_LOAD
 from rldsl.runtime.rewards.worker import failure_from
@@ -130,7 +132,7 @@ class EnvironmentProcesses:
             state.why = "max_new_tokens" if ended_by_limit else "no_call"
             self._ask(row, {"reward": True})
         else:
-            self._ask(row, {"answer": {"content": turn.content, "calls": list(turn.calls)}})
+            self._ask(row, {"answer": {"content": turn.content, "calls": list(map(whole, turn.calls))}})
 
     def finish(self, row: int, why: Stopped) -> None:
         self._idle(row).why = why
@@ -283,8 +285,19 @@ class EnvironmentProcesses:
             return Arrival(row, (), True, state.why, answer["reward"], None)
         if answer.get("done"):
             return Arrival(row, (), True, "done", answer["reward"], answer["turn_reward"])
+        self._check_characters(row, answer["messages"])
         tokens = chat.reply(answer["messages"], state.cut) if state.turn else chat.first(answer["messages"])
         return Arrival(row, tokens, False, None, None, answer.get("turn_reward"))
+
+    def _check_characters(self, row: int, messages: Sequence[Message]) -> None:
+        """RL0715: a message that cannot be encoded."""
+        for number, message in enumerate(messages):
+            if half := half_in(message):
+                who = f"the tool `{message['name']}` returned" if message["role"] == "tool" and "name" in message else (
+                    f"messages[{number}] ({message['role']}) has")
+                raise self._at("RL0715", f"said what no tokenizer encodes: {who} half of a character ({half})", "", row,
+                               help='make it text: `text.encode("utf-8", "replace").decode()`, or decode bytes with '
+                                    '`errors="replace"`')
 
     def _returned(self, row: int, endpoint: Endpoint, reward: float) -> Arrival:
         """The end of a conversation whose agent has returned."""

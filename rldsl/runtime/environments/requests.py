@@ -15,6 +15,7 @@ from typing import Any
 
 from rldsl.plan.payloads import Sampling
 from rldsl.runtime.environments import Message
+from rldsl.runtime.environments.characters import half_in
 from rldsl.runtime.environments.http_server import HttpError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -104,6 +105,7 @@ def chat_request(body: bytes, rules: Rules) -> ChatRequest:
             t.get("function"), dict) and isinstance(t["function"].get("name"), str) for t in tools):
         raise _wrong("tools", 'is no list of {"type": "function", "function": {"name": ..., ...}}')
     read = [_message(i, m) for i, m in enumerate(messages)]
+    check_characters("tools", tools)
     if read[-1]["role"] == "assistant":
         raise _wrong("messages", "ends with a message of the assistant, and a turn is not continued")
     options = asked.get("stream_options")
@@ -173,6 +175,12 @@ def models_answer(rules: Rules) -> bytes:
 
 
 # checks
+
+def check_characters(name: str, value: Any) -> None:
+    """RL0730: a part of a request that no tokenizer encodes."""
+    if half := half_in(value):
+        raise _wrong(name, f"has half of a character ({half}), which no tokenizer encodes")
+
 
 _Check = tuple[Callable[[Any], bool], str]  # of a value; and what it must be
 

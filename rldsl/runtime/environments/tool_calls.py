@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rldsl.diag import fail
+from rldsl.runtime.environments.characters import half_in
 
 Call = dict[str, Any]  # {"name", "arguments"}, or {"name", "error"} of one that cannot be read
 Reader = Callable[[str], Iterator[Call]]
@@ -43,6 +44,16 @@ def _call(name: Any, arguments: Any) -> Call:
     if not isinstance(arguments, Mapping):
         return _unreadable("its arguments are no JSON object", name)
     return {"name": name, "arguments": dict(arguments)}
+
+
+def whole(call: Call) -> Call:
+    """A call, or one that cannot be read if it has half of a character, which JSON can escape: no answer could repeat
+    it."""
+    try:
+        half = half_in(call)
+    except RecursionError:
+        return call
+    return _unreadable(f"half of a character ({half})") if half else call
 
 
 def _unreadable(why: str, name: str = "unknown") -> Call:
@@ -204,7 +215,8 @@ class TurnReader:
                        notes=("the tokenizer has no response template, and its chat template has no marker of "
                               + ", ".join(dict.fromkeys(family.name for family in FAMILIES)),),
                        help="add a `response_template` to its tokenizer_config.json, which transformers' "
-                            "`parse_response` reads")
+                            "`parse_response` reads" + ("" if "tools" in template else "; the chat template does not "
+                            "use `tools` either: take a model whose template writes them into the prompt"))
 
     def turn(self, ids: Sequence[int], context: Sequence[int]) -> Turn:
         """What the model said. context: the tokens before the turn, at least those of the generation prompt."""

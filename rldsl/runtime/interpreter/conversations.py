@@ -45,6 +45,7 @@ class Environments:
     opened: dict[int, Conversations] = field(default_factory=dict)  # id of a generate event -> its conversations
     # conversations that a time limit ended: of this rank, and on rank 0 also those before the checkpoint resumed from
     timeouts: int = 0
+    errors: int = 0  # those that an error of their environment ended, since this process started
 
     def open(self, event: int, functions: Sequence[Function], limits: Conversation, sampling: Sampling, tokens: Tokens,
              rank: int, rows: Source | None) -> None:
@@ -136,4 +137,5 @@ class RowTalk:
     def arrivals(self, wait: bool) -> list[Arrival]:
         found = self.conversations.arrivals(wait)
         self.environments.timeouts += sum(a.stopped == "timeout" for a in found)
+        self.environments.errors += sum(a.stopped == "error" for a in found)
         return found

@@ -324,6 +324,9 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
             until = next(x.until for x in context.plan.body if isinstance(x, Loop))
             print(f"ended after step {step.number}: {context.values[split_buffer(until)[0]].label}",
                   file=sys.stderr, flush=True)
+        if environments.errors:
+            print(f"{counted(environments.errors, 'conversation')} ended by an error of their environment "
+                  "(on_error=end): `gen.stopped` is 5", file=sys.stderr, flush=True)
         if environments.timeouts:
             print(f"not exact: {counted(environments.timeouts, 'conversation')} ended after `turn_timeout` "
                   "(on_error=end), so another run may compute other numbers", file=sys.stderr, flush=True)
@@ -343,4 +346,5 @@ def _finish(state: RankState) -> None:
     if ends_late_conversations(state.context.plan):
         environments = state.services.environments
         environments.timeouts = sum_of_ranks(environments.timeouts, state.context.device)
+        environments.errors = sum_of_ranks(environments.errors, state.context.device)
     dist.barrier()

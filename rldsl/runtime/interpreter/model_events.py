@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -138,7 +139,16 @@ def converse(models: ModelStore, step: StepState, environments: Environments, ev
     made = models.shard_to_read(event.model, event.layout).converse(
         rows + first, event.sampling, limits, talk, seed=seed, step=step.index, max_num_seqs=event.mbs,
         waiting=event.waiting)
+    failed = int(_failed(made).sum())
+    if talk is not None and failed == len(rows) > 0:
+        print(f"warning: step {step.number}: all {failed} conversations of {event.called} on rank {context.rank} ended "
+              "by an error or a time limit of their environment (on_error=end)", file=sys.stderr, flush=True)
     _write(step, event, rows, made)
+
+
+def _failed(made: ConversationOutput) -> torch.Tensor:
+    """[S] bool: conversations that their environments ended by an error or by being late."""
+    return made.stopped >= min(STOPPED["timeout"], STOPPED["error"])
 
 
 def _write(step: StepState, event: Generate, rows: torch.Tensor, made: ConversationOutput) -> None:
@@ -146,8 +156,7 @@ def _write(step: StepState, event: Generate, rows: torch.Tensor, made: Conversat
     if batch.own is None:
         raise internal_error("conversations without turns", "generate")
     count = context.frames[event.frame].count
-    errors = made.stopped >= min(STOPPED["timeout"], STOPPED["error"])
-    step.talked.append(TalkTotals(len(rows), int(made.turns.sum()), int(errors.sum()), made.waited, made.lasted,
+    step.talked.append(TalkTotals(len(rows), int(made.turns.sum()), int(_failed(made).sum()), made.waited, made.lasted,
                                   made.given_away))
     lens = RowLengths(*(torch.zeros(count, dtype=torch.int64, device=context.device) for _ in range(2)))
     lens.prompt[rows], lens.response[rows] = batch.prompt_lens, batch.response_lens
