@@ -13,6 +13,7 @@ import pytest
 from tests.end_to_end.programs import compile_program
 from tests.environments.programs import folder, source
 from tests.environments.test_runs import numbers
+from tests.forked import command
 from tests.tiny import EOS
 from tests.world import run_world
 
@@ -31,10 +32,7 @@ BODY = """
 
 def logged(here: Path, body: str, steps: int, classes: str, placement: str) -> list[dict[str, Any]]:
     """The metrics of a run on two ranks with environments of envs_steps.py, in a folder that is ready."""
-    config = here / "model" / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
-    text = source(body, steps=steps).replace("envs_scripted.py", "envs_steps.py").replace("Guess: env", classes)
-    (here / "program.rlf").write_text(text)
+    prepare(here, body, steps, classes)
     before = os.getcwd()
     os.chdir(here)
     try:
@@ -43,6 +41,14 @@ def logged(here: Path, body: str, steps: int, classes: str, placement: str) -> l
     finally:
         os.chdir(before)
     return [json.loads(line) for line in (here / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def prepare(here: Path, body: str, steps: int, classes: str) -> None:
+    """Write the program, with environments of envs_steps.py, and the chat template."""
+    config = here / "model" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
+    text = source(body, steps=steps).replace("envs_scripted.py", "envs_steps.py").replace("Guess: env", classes)
+    (here / "program.rlf").write_text(text)
 
 
 def test_a_conversation_of_two_turns(tmp_path: Path) -> None:
@@ -103,13 +109,20 @@ FAILING = """
 """
 
 
-def test_conversations_that_fail_are_counted_and_can_be_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_conversations_that_fail_are_counted_and_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                                                  ) -> None:
     """Each has earned 1 in its first turn, and fails in its second."""
     folder(tmp_path)
-    lines = logged(tmp_path, FAILING, 1, "Fails: env", "place *.* on mesh(0:2) dp=2")
-    (found,) = numbers(lines, ("reward", "stopped", "kept"))
+    monkeypatch.chdir(tmp_path)
+    prepare(tmp_path, FAILING, 1, "Fails: env")
+    (tmp_path / "p.plan").write_bytes(compile_program(tmp_path / "program.rlf", {}, "place *.* on mesh(0:2) dp=2",
+                                                      tmp_path))
+    done = command("rldsl.runtime.launch", "--nproc-per-node", "2", "-m", "rldsl.run", "p.plan", "--out", "out",
+                   "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    (line,) = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    (found,) = numbers([json.loads(line)], ("reward", "stopped", "kept"))
     assert found == {"reward": 1.0, "stopped": 5.0, "kept": 0.0}
-    said = capfd.readouterr().err
-    count = sum(int(n) for n in re.findall(r"warning: step 1: all (\d+) conversations of actor.generate on rank", said))
-    assert count > 0 and f"{count} conversations ended by an error of their environment (on_error=end)" in said, said
+    warned = re.findall(r"warning: step 1: all (\d+) conversations of actor.generate on rank", done.stderr)
+    count = sum(map(int, warned))
+    assert count > 0 and f"{count} conversations ended by an error of their environment" in done.stderr, done.stderr
