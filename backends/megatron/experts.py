@@ -77,8 +77,8 @@ class Experts(nn.Module):
         expert, token = chosen.T.nonzero(as_tuple=True)  # pairs, sorted by expert
         rows, row_weights, counts = x[token], weights[token, expert], chosen.sum(0)
         if self.ep.size > 1:
-            dispatcher = TokenDispatcher.of(counts, self.ep)
-            computed, _ = self.experts(dispatcher.dispatch(rows), dispatcher.counts,
+            dispatcher = TokenDispatcher.of(counts[:, None], self.ep)
+            computed, _ = self.experts(dispatcher.dispatch(rows), dispatcher.counts[:, 0],
                                        dispatcher.dispatch(row_weights[:, None])[:, 0])
             computed = dispatcher.combine(computed)
         else:
