@@ -16,7 +16,7 @@ from rldsl.graph import model as g
 from rldsl.graph.buffers import declared, with_stored
 from rldsl.graph.flow import FlowBuilder
 from rldsl.graph.kinds import ROWS, kinds
-from rldsl.graph.lag import nodes_ahead, nodes_that_may
+from rldsl.graph.lag import nodes_ahead, nodes_that_may, too_long
 from rldsl.graph.params import param, supplied
 from rldsl.graph.prune import prune, tables
 from rldsl.plan.expr import Scalar
@@ -105,7 +105,10 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
             exprs.elsewhere.setdefault(target.name, node.span)
     known: dict[str, Meaning] = {s.name: input_(s.name, "batch", "", s.span) for s in top.states.values()
                                  if not s.data}
-    builder.own_lag = 0 if isinstance(given, Bad) else cast(int, given["lag"])
+    if not isinstance(given, Bad):
+        builder.own_lag, builder.steps = cast(int, given["lag"]), cast(int, given["steps"])
+        at = next((o.value.span for o in flow.options if o.name.name == "lag"), flow.name.span)
+        too_long(builder.own_lag, builder.steps, at, errors)
     builder.lag = max(builder.own_lag, *_lags_of_calls(flow, exprs, scope), 0)
     body = carried.with_strides(builder.block(flow.body, Scope(module, scope, known), "flow"), errors)
     lora.check(top.models.values(), {n.model for n in g.nodes(body) if isinstance(n, g.Sync)}, errors)
@@ -121,6 +124,9 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
     lasting = frozenset((*(s.name for s in top.states.values()), *buffers))
     if lag:
         ahead = nodes_ahead(body, lasting, flow.name.span, builder.checkpoint, errors)
+    if 0 < builder.own_lag < lag and not errors.found:  # no call takes it, or RL0205 has said so
+        errors.add("RL0223", "`lag` of the flow has no effect: every call has a lag of its own", flow.name.span,
+                   help=f"remove `lag={builder.own_lag}`, or those of the calls")
     if not errors.found:
         body = prune(body, {v for _, v in builder.metrics} | {builder.stop})
         values, frames = tables(body, values, exprs.spaces.frames)

@@ -7,11 +7,12 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
-from rldsl.diag import Label
+from rldsl.diag import Label, counted
 from rldsl.graph import carried
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
 from rldsl.graph.distributions import distribution, logprobs_at, same_tokens, top, without_ids
+from rldsl.graph.lag import too_long
 from rldsl.graph.minibatch import minibatches, whole_prompts
 from rldsl.graph.row_states import ROW_NUMBERS
 from rldsl.plan.events import Sampling
@@ -240,8 +241,11 @@ class CallsOfFlow:
             self.errors.add("RL0205", "`lag` of a call inside a block", at, "what runs ahead is at the top level",
                             help="remove it, or move the call to the flow")
             return None
+        if lag and too_long(lag, self.flow.steps, at, self.errors):
+            return None
         if own not in (0, most):
-            self.errors.add("RL0205", f"a call runs ahead by {own} steps, another one by {most}", at,
+            other = "the flow" if self.flow.own_lag == most else "another one"
+            self.errors.add("RL0205", f"a call runs ahead by {counted(own, 'step')}, {other} by {most}", at,
                             help=f"use the same lag, or 0: write `lag={most}`")
             return None
         return own < most

@@ -45,7 +45,7 @@ def generate(flow: FlowBuilder, owner: ModelRef, call: ast.Call, prompts: FrameR
         at = next(a.span for a in call.args if a.name is not None and a.name.name == "per_step")
         return flow.errors.add("RL0205", "a conversation cannot be continued in a later step", at,
                                "its environment would have to wait for it",
-                               help="remove `per_step`, or bound the conversation with `max_turns` and `max_tokens`")
+                               help="remove `per_step`: `max_turns` and `max_tokens` bound what a conversation takes")
     steps, id_ = -(-sampling.max_new_tokens // per_step), target + ROLLOUTS
     window = _prompts(flow, found, prompts, steps, target, span)
     frame = flow.spaces.add(

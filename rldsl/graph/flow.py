@@ -64,6 +64,7 @@ class FlowBuilder(Computations):
         self.inside = "flow"  # the block that is being built
         self.lag = 0  # of the flow, or of its calls
         self.own_lag = 0  # of calls that do not say it
+        self.steps: int | None = None  # of the flow; None if what the program says is wrong
         exprs.calls = self.calls.nested
         exprs.frames = self.derivations.call
         exprs.selections = self.selections.argument

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from rldsl.diag import counted
 from rldsl.graph import model as g
 from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.model import Value
@@ -24,11 +25,14 @@ Block = g.When | g.Repeat | g.Until | g.Eval
 
 def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, checkpoint: g.Checkpoint | None,
                 errors: Errors) -> frozenset[str]:
-    """lasting: values that live from step to step. where: the flow's name. Errors: RL0223."""
+    """lasting: values that live from step to step. where: the flow's name. Errors: RL0223; where the program has
+    others, not that nothing runs ahead, since a call of `generate` may be missing because of them."""
     placed = list(_with_blocks(items))
     writer = {v: at for at in placed for v in at[0].writes if v not in lasting}
     waiting = [at for at in placed if isinstance(at[0], g.Generate) and not at[0].in_step
                and not isinstance(at[1], g.Eval)]
+    if not waiting and errors.found:
+        return frozenset()
     if not waiting:
         own = any(isinstance(node, g.Generate) and node.in_step for node, _ in placed)
         why, help = ("every call has `lag=0`", "that of a call") if own else (
@@ -66,7 +70,21 @@ def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, c
     return frozenset(found)
 
 
+def too_long(lag: int, steps: int | None, where: Span, errors: Errors) -> bool:
+    """Whether no step could train on responses of an earlier policy than the first. steps: of the flow; None if they
+    are not known. Errors: RL0205."""
+    if steps is None or lag < max(steps, 1) or not lag:
+        return False
+    errors.add("RL0205", "`lag` must be less than `steps`", where,
+               f"this is {lag}, and the flow has {counted(steps, 'step')}",
+               help="all responses would come from the initial policy: " + (
+                   f"use a lag of at most {steps - 1}, or more steps" if steps > 1 else "use more steps, or no lag"))
+    return True
+
+
 def _way_out(node: g.Node, block: Block) -> str:
+    if isinstance(node, g.Fetch):  # no generation at the top level can be made from it, but one is from its source
+        return f"declare a second `data` for the block: what runs ahead reads `{node.data}`, too"
     match block:
         case g.Repeat():
             return "make each iteration a step of its own, or move this out of the block"

@@ -253,8 +253,7 @@ class _Lifetimes:
                 last, ahead = freed[b]
                 if e.ahead > ahead:
                     found.add(b)
-                    for _ in range(e.ahead - ahead - 1):
-                        self._value(b, self.top, self.end)
+                    self._value(b, self.top, self.end, e.ahead - ahead - 1)
                     self._value(b, 2 * i + 1, self.end)
                     self._value(b, self.top, 2 * last + 1)
         return found
@@ -263,10 +262,11 @@ class _Lifetimes:
         value, spread = split_buffer(buffer)
         return value in self.t.values and self.t.spreads[spread].mesh in self.ranks.meshes
 
-    def _value(self, buffer: str, start: int, stop: int) -> None:
+    def _value(self, buffer: str, start: int, stop: int, times: int = 1) -> None:
+        """times: of how many steps it is held."""
         value, spread = split_buffer(buffer)
         size = self._cache(value) if self.t.values[value].extent == "cache" else buffer_bytes(self.t, value, spread)
-        self._hold(self.labels.name(value), size, start, stop)
+        self._hold(self.labels.name(value), size * times, start, stop)
 
     def _cache(self, value: str) -> int:
         """The KV cache that a generate keeps."""

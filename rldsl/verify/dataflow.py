@@ -85,6 +85,7 @@ class _BufferTrace:
         self.live: set[str] = {b for b in states if meshes[b] in member_of}
         self.kept = states  # from step to step
         self.overwritable = set(states)  # buffers that may be written while they exist
+        self.turns_ahead: dict[int, int] = {}  # ahead of an event -> by how many turns that are not left out
         self.last: Event | None = None  # of the rank, so far
         self.problems: list[tuple[str, str, Event]] = []
 
@@ -127,15 +128,20 @@ class _BufferTrace:
 
     def _turns(self, loop: Loop) -> None:
         """A step loop whose events run ahead: buffers of later steps live from turn to turn. Between the first turns
-        and the last, which lack some events, all turns are alike if two of them begin with the same buffers."""
-        lag = 1 - loop.first
+        and the last, which lack some events, all turns are alike if two of them begin with the same buffers. What an
+        event finds depends only on which events of the same step come before it. So turns in which nothing happens to
+        the values of a step are left out, and the work does not grow with the lag."""
+        aheads = sorted({x.event.ahead for x in self.effects.values() if x.event.ahead > 0})
+        self.turns_ahead = {ahead: i for i, ahead in enumerate(aheads, 1)}
+        lag = len(aheads)
         steps = min(loop.trips, 2 * lag + 2)
         at_start: list[set[str]] = []
-        for turn in range(loop.first, steps + 1):
+        for turn in range(1 - lag, steps + 1):
             if 1 <= turn <= steps - lag:
                 at_start.append(set(self.live))
             for item in loop.body:
-                if runs_in(turn, ahead_of(item), steps):
+                ahead = ahead_of(item)
+                if runs_in(turn, self.turns_ahead.get(ahead, ahead), steps):
                     self.run((item,))
             if loop.until and turn >= 1 and self.last is not None:
                 self._ends_on(loop, self.last)
@@ -150,7 +156,8 @@ class _BufferTrace:
 
     def _at(self, buffer: str, event: Event) -> str:
         """A buffer by the step whose values it holds: events that run ahead use those of a later step."""
-        return f"{buffer}{AHEAD}{event.ahead}" if event.ahead > 0 and buffer not in self.kept else buffer
+        ahead = self.turns_ahead.get(event.ahead, event.ahead)
+        return f"{buffer}{AHEAD}{ahead}" if ahead > 0 and buffer not in self.kept else buffer
 
     def _check_balanced(self, before: set[str], block: Loop | When) -> None:
         """A block ends with the buffers that it began with."""

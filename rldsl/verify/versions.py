@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import (
@@ -151,12 +152,19 @@ def _before_first_step(t: Tables, loop: Loop, state: CopyStates, problems: list[
     that needs it only there. In the last turns the events that run ahead are missing, which makes no version and no
     copy."""
     needless: frozenset[str] | None = None
-    for turn in range(loop.first, 1):
-        found: list[Diagnostic] = []
-        state = _run(t, tuple(i for i in loop.body if runs_in(turn, ahead_of(i), loop.trips)), state, found, cache)
-        here = frozenset(d.title for d in found if d.code == "RL0522")
-        needless = here if needless is None else needless & here
-        problems += [d for d in found if d.code != "RL0522"]
+    aheads = {ahead_of(i) for i in loop.body}
+    begins = {loop.first, *(x for a in aheads for x in (1 - a, loop.trips - a + 1) if loop.first < x < 1)}
+    spans = sorted(x for x in begins if x < 1)  # in the turns from one of these to the next, the same events run
+    for first, end in pairwise([*spans, 1]):
+        body = tuple(i for i in loop.body if runs_in(first, ahead_of(i), loop.trips))
+        for _ in range(first, end):
+            before, found = state, list[Diagnostic]()
+            state = _run(t, body, before, found, cache)
+            here = frozenset(d.title for d in found if d.code == "RL0522")
+            needless = here if needless is None else needless & here
+            problems += [d for d in found if d.code != "RL0522"]
+            if state == before:  # so are all further turns of the span
+                break
     return state, needless
 
 

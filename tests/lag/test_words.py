@@ -12,6 +12,11 @@ import rldsl
 from rldsl import api
 from rldsl.cli import main
 from rldsl.lsp.describe import word
+from rldsl.plan.events import Event
+from rldsl.verify import versions
+from rldsl.verify.dataflow import Effects, _BufferTrace
+from rldsl.verify.tables import Tables
+from rldsl.verify.versions import CopyStates
 from tests.tiny import make_all
 
 HEAD = '''use std.correction (truncated)
@@ -146,3 +151,94 @@ def test_a_plan_of_python_says_how_old_tokens_are(folder: Path, monkeypatch: pyt
     made = rldsl.compile(program(GEN.format(more=", per_step=3") + TRAIN, ", lag=1"))
     assert made.ages == {"gen": (1, 3)}
     assert rldsl.compile(program(GEN.format(more="") + TRAIN, "")).ages == {}
+
+
+@pytest.mark.parametrize(("flow", "more", "title", "at"), [
+    (", lag=4", "", "this is 4, and the flow has 4 steps", "4"),
+    (", lag=1M", "", "this is 1000000, and the flow has 4 steps", "1M"),
+    ("", ", lag=4", "this is 4, and the flow has 4 steps", "lag=4")])
+def test_a_lag_has_fewer_steps_than_the_flow(flow: str, more: str, title: str, at: str) -> None:
+    found = api.check(program(GEN.format(more=more) + TRAIN, flow), "p.rlf")
+    assert [d.code for d in found] == ["RL0205"], found
+    assert found[0].span.text in (at, at.partition("=")[2]) and found[0].label == title
+    assert "use a lag of at most 3" in found[0].help
+
+
+@pytest.mark.parametrize(("flow", "more"), [(", lag=3", ""), ("", ", lag=3"), (", lag=0", "")])
+def test_the_longest_lag(flow: str, more: str) -> None:
+    assert not [d for d in api.check(program(GEN.format(more=more) + TRAIN, flow), "p.rlf") if d.severity == "error"]
+
+
+def test_the_flow_has_a_step_only() -> None:
+    text = program(GEN.format(more="") + TRAIN, ", lag=1").replace("steps=4", "steps=1")
+    found = api.check(text, "p.rlf")
+    assert [d.code for d in found] == ["RL0205"] and "has 1 step" in found[0].label and "no lag" in found[0].help
+
+
+def test_the_work_of_the_compiler_does_not_grow_with_the_lag(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of what waits grows; the events of the turns that the verifier follows do not."""
+    monkeypatch.chdir(folder)
+    calls, peaks = [], []
+    followed, of_copies = _BufferTrace._event, versions._after
+    for lag in (3, 100_000):
+        count: list[str] = []
+
+        def event(self: _BufferTrace, effects: Effects, count: list[str] = count) -> None:
+            count.append(effects.event.at)
+            followed(self, effects)
+
+        def after(t: Tables, e: Event, state: CopyStates, count: list[str] = count) -> CopyStates:
+            count.append(e.at)
+            return of_copies(t, e, state)
+
+        monkeypatch.setattr(_BufferTrace, "_event", event)
+        monkeypatch.setattr(versions, "_after", after)
+        made = rldsl.compile(program(GEN.format(more="") + TRAIN, f", lag={lag}").replace("steps=4", "steps=2M"))
+        calls.append(len(count))
+        peaks.append(max(p.bytes for p in made.compiled.peaks.values()))
+    assert calls[0] == calls[1] > 0 and peaks[0] < peaks[1]
+
+
+@pytest.mark.parametrize("call", [
+    "actor.generate(prompt, temperature=prompt)", "actor.generate(prompt, top_p=2)", "actor.generate(nothing)",
+    "actor.generate(prompt, per_step=3, per_step=3)"])
+def test_a_wrong_call_is_no_missing_call(call: str) -> None:
+    found = api.check(program(f"  gen = {call}\n" + TRAIN, ", lag=1"), "p.rlf")
+    errors = [d for d in found if d.severity == "error"]
+    assert errors and "RL0223" not in [d.code for d in errors], errors
+
+
+def test_a_flow_that_generates_nothing() -> None:
+    text = program("  actor.train(prompt, loss=sft())").replace('.jsonl"', '.jsonl", kind="answers"')
+    found = api.check(text, "p.rlf")
+    assert "RL0223" in [d.code for d in found], found
+
+
+def test_the_lag_of_a_flow_that_no_call_takes() -> None:
+    found = api.check(program(GEN.format(more=", lag=2") + TRAIN, ", lag=1"), "p.rlf")
+    errors = [d for d in found if d.severity == "error"]
+    assert [d.code for d in errors] == ["RL0223"] and "every call has a lag of its own" in errors[0].title
+    assert "remove `lag=1`" in errors[0].help
+
+
+def test_two_lags_are_counted() -> None:
+    body = GEN.format(more=", lag=2") + "  more = actor.generate(prompt, lag=1)\n  metric m = mean(len(more))\n" + TRAIN
+    titles = [d.title for d in api.check(program(body, ""), "p.rlf") if d.code == "RL0205"]
+    assert titles == ["a call runs ahead by 1 step, another one by 2"]
+
+
+def test_a_block_that_reads_the_same_source() -> None:
+    body = (GEN.format(more="") + "  every 2 {\n    q = prompts.next()\n    more = actor.generate(q, lag=0)\n"
+            "    metric m = mean(len(more))\n  }\n" + TRAIN)
+    found = [d for d in api.check(program(body, ", lag=1"), "p.rlf") if d.code == "RL0223"]
+    assert len(found) == 1 and "declare a second `data`" in found[0].help and "`prompts`" in found[0].help
+
+
+def test_a_conversation_with_per_step_has_bounds_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("envs.py").write_text("class Talk:\n    pass\n")
+    text = program("  gen = actor.generate(prompt, env=Talk, max_new_tokens=9, max_tokens=99, max_turns=2, "
+                   "per_step=3)\n" + TRAIN, ", lag=1")
+    found = [d for d in api.check('use py "envs.py" (Talk: env)\n' + text, "p.rlf") if d.severity == "error"]
+    assert [d.code for d in found] == ["RL0205"], found
+    assert found[0].help.startswith("remove `per_step`: ")
