@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from rldsl.diag import Failure
 from rldsl.runtime.files import digest
+from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint, _none_there
 from rldsl.runtime.persist.manifest import DIGEST, MANIFEST, manifest_text
+from rldsl.runtime.state import in_flight
 from tests.checkpoint.runs import held, lines, run, steps
 from tests.end_to_end.programs import compile_program
 from tests.end_to_end.test_invariance import HERE, everywhere, placement
@@ -118,6 +123,59 @@ def test_another_lag_is_refused(lag: int, base: Path, whole: Path) -> None:
     out = base / f"other{lag}"
     codes = run(plan(base, "one", lag), out, resume=whole / "checkpoints/step-000003")
     assert set(codes) == {"RL0762"}
+
+
+@pytest.mark.parametrize("after", [5, 4, 3])
+def test_more_steps_need_an_older_checkpoint(after: int, base: Path, whole: Path) -> None:
+    """The last steps of a run generate nothing for the steps that follow."""
+    (base / "longer.rlf").write_text((base / f"lag{LAG}.rlf").read_text().replace("steps=5", "steps=7"))
+    folder = base / "plans" / f"longer{after}"
+    folder.mkdir(parents=True)
+    made = compile_program(base / "longer.rlf", {}, PLACES["one"], folder)
+    codes = run(made, base / f"longer{after}", resume=whole / f"checkpoints/step-{after:06}")
+    assert set(codes) == {"RL0762" if after > 3 else ""}
+
+
+@dataclass(frozen=True)
+class Held:
+    """A checkpoint, as far as `in_flight.check` reads it."""
+
+    path: Path
+    steps_ahead: set[int]
+    others: list[tuple[Path, int, set[int]]]
+
+    def has_rows_of(self, key: str) -> bool:
+        return True
+
+    def earlier(self) -> list[tuple[Path, int, set[int]]]:
+        return self.others
+
+
+@pytest.mark.parametrize(("others", "part"), [
+    ([(Path("c/step-4"), 4, {5}), (Path("c/step-3"), 3, {4, 5}), (Path("c/step-2"), 2, {3, 4})],
+     "resume from c/step-3, which fits, or start"),
+    ([(Path("c/step-4"), 4, {5})], "the `lag` and `steps` of the run that wrote it, or start"),
+    ([], "the `lag` and `steps` of the run that wrote it, or start")])
+def test_the_message_names_the_checkpoint_that_fits(others: list[tuple[Path, int, set[int]]], part: str) -> None:
+    header = SimpleNamespace(lag=2, steps=7)
+    context = SimpleNamespace(plan=SimpleNamespace(header=header, body=()), changing_models=frozenset())
+    with pytest.raises(Failure) as refused:
+        in_flight.check(Held(Path("c/step-5"), set(), others), [6, 7], context)  # type: ignore[arg-type]
+    assert part in refused.value.diagnostics[0].help
+
+
+def test_older_checkpoints_of_a_run(whole: Path) -> None:
+    last = LoadedCheckpoint(whole / "checkpoints/step-000005", 5, {}, {}, {}, {}, {})
+    assert [(p.name, s, ahead) for p, s, ahead in last.earlier()] == [
+        (f"step-{s:06}", s, set(range(s + 1, min(s + LAG, 5) + 1))) for s in (4, 3, 2, 1)]
+
+
+def test_a_directory_that_does_not_exist(whole: Path) -> None:
+    found, = _none_there(whole / "checkpoints/step-000009").diagnostics
+    assert found.code == "RL0760" and "no such directory" in found.title
+    assert "step-000001, step-000002" in found.notes[0] and "step-000009" in found.place
+    there, = _none_there(whole / "samples").diagnostics
+    assert not there.notes
 
 
 def test_damage_is_refused(base: Path, whole: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,7 +111,21 @@ class LoadedCheckpoint:
     @property
     def steps_ahead(self) -> set[int]:
         """The later steps of which it holds what was generated ahead."""
-        return {int(key.split("|")[1]) for key in self.stored if key.startswith(f"{in_flight.PREFIX}|")}
+        return _steps_ahead(self.stored)
+
+    def earlier(self) -> Iterator[tuple[Path, int, set[int]]]:
+        """The older checkpoints of the same run, the newest first: the step of each, and its `steps_ahead`. Those that
+        cannot be read are left out."""
+        for path in reversed(checkpoints(self.path.parent.parent)):
+            if step_of(path) < self.step:
+                try:
+                    names: list[str] = []
+                    for file in sorted(path.glob("*.safetensors")):
+                        with safe_open(file, framework="pt") as tensors:
+                            names += tensors.keys()
+                    yield path, step_of(path), _steps_ahead(names)
+                except DAMAGE:
+                    continue
 
     @property
     def frames_carried(self) -> set[str]:
@@ -197,9 +211,7 @@ def load_checkpoint(resume: Path, header: Mapping[str, Any], device: torch.devic
     one."""
     is_checkpoint, names = json.loads(broadcast_text(json.dumps(_candidates(resume)), device))
     if not names:
-        raise fail("RL0760", "no checkpoint to resume from", place=str(resume),
-                   help="`checkpoint every K` in the flow writes checkpoints; without `--resume` the run starts from "
-                        "the beginning")
+        raise _none_there(resume)
     notes: list[str] = []
     for path, before in zip(map(Path, names), [*names[1:], ""], strict=True):
         data = _bytes(path / MANIFEST)
@@ -226,6 +238,21 @@ def load_checkpoint(resume: Path, header: Mapping[str, Any], device: torch.devic
         raise Failure([])  # another rank reports the error
     raise fail("RL0761", "all checkpoints are corrupted", place=str(resume), notes=tuple(notes),
                help="restore one from a backup, or start from the beginning without `--resume`")
+
+
+def _steps_ahead(names: Iterable[str]) -> set[int]:
+    """The later steps of which some tensors are. names: of the tensors in a checkpoint."""
+    return {int(name.split("|")[1]) for name in names if name.startswith(f"{in_flight.PREFIX}|")}
+
+
+def _none_there(resume: Path) -> Failure:
+    """RL0760; with the checkpoints of the run, where `resume` should be one of them."""
+    near = checkpoints(resume.parent.parent) if resume.parent.name == "checkpoints" else ()
+    title = "no checkpoint to resume from" if resume.exists() else "there is no such directory to resume from"
+    return fail("RL0760", title, place=str(resume),
+                notes=(f"checkpoints of this run: {', '.join(p.name for p in near)}",) if near else (),
+                help="`checkpoint every K` in the flow writes checkpoints; without `--resume` the run starts from the "
+                     "beginning")
 
 
 def _candidates(resume: Path) -> tuple[bool, list[str]]:

@@ -9,7 +9,7 @@ ahead by another number of steps under another placement. A tensor is named
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -35,6 +35,8 @@ class Ahead(Protocol):
     def steps_ahead(self) -> set[int]: ...
 
     def has_rows_of(self, key: str) -> bool: ...
+
+    def earlier(self) -> Iterable[tuple[Path, int, set[int]]]: ...
 
 
 PREFIX = "later step"  # of the names of tensors in a checkpoint; no model, state or buffer has a name with a blank
@@ -99,11 +101,15 @@ def check(checkpoint: Ahead, steps: Sequence[int], context: RunContext) -> None:
             checkpoint.has_rows_of(key_of(s, v)) for s in steps for v in values):
         return
     held = ", ".join(map(str, sorted(checkpoint.steps_ahead))) or "none"
+    lag, last = context.plan.header.lag, context.plan.header.steps
+    older = next((path for path, step, ahead in checkpoint.earlier()
+                  if ahead == set(range(step + 1, min(step + lag, last) + 1))), None)
+    other = (f"resume from {older}, which fits" if older
+             else "resume with the `lag` and `steps` of the run that wrote it")
     raise fail("RL0762", "the checkpoint was written with another `lag`, or other `steps`", place=str(checkpoint.path),
                notes=(f"steps of which something was generated ahead: {held}",
-                      f"with `lag={context.plan.header.lag}` and `steps={context.plan.header.steps}`: "
-                      f"{', '.join(map(str, steps)) or 'none'}"),
-               help="resume with the `lag` and `steps` of the run that wrote it, or start a new run from its models")
+                      f"with `lag={lag}` and `steps={last}`: {', '.join(map(str, steps)) or 'none'}"),
+               help=f"{other}, or start a new run from its models")
 
 
 def restore(step: StepState, event: Event, read: Callable[[str], RaggedRows]) -> None:
