@@ -13,6 +13,8 @@ from rldsl import api
 from rldsl.cli import main
 from rldsl.lsp.describe import word
 from rldsl.plan.events import Event
+from rldsl.plan.spaces import indexed_frames
+from rldsl.runtime.metrics.samples import sample_sources, value_names
 from rldsl.verify import versions
 from rldsl.verify.dataflow import Effects, _BufferTrace
 from rldsl.verify.tables import Tables
@@ -242,3 +244,14 @@ def test_a_conversation_with_per_step_has_bounds_already(tmp_path: Path, monkeyp
     found = [d for d in api.check('use py "envs.py" (Talk: env)\n' + text, "p.rlf") if d.severity == "error"]
     assert [d.code for d in found] == ["RL0205"], found
     assert found[0].help.startswith("remove `per_step`: ")
+
+
+def test_samples_with_per_step_are_of_what_has_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    body = GEN.format(more=", per_step=3") + "  r = len(gen) / 8 tokens\n" + TRAIN.replace("len(gen)", "r")
+    plan = rldsl.compile(program(body, "")).record
+    source, = sample_sources(plan)
+    assert source.frame == "gen"
+    frames = {f.id: f for f in indexed_frames(plan).values()}
+    assert "r" in value_names(plan, {frames["gen"].row_space})
+    assert [s.frame for s in sample_sources(rldsl.compile(program(GEN.format(more="") + TRAIN, "")).record)] == ["gen"]

@@ -21,6 +21,7 @@ import torch
 from rldsl.plan.events import Event, Generate, Train, split_buffer
 from rldsl.plan.metrics_file import SAMPLES
 from rldsl.plan.model import Plan
+from rldsl.plan.payloads import ROLLOUTS
 from rldsl.plan.projection import event_paths
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
 from rldsl.runtime.data.tokens import Tokens
@@ -46,9 +47,12 @@ class SampleSource:
 
 
 def sample_sources(plan: Plan) -> tuple[SampleSource, ...]:
-    """One for each frame that the run's loop generates."""
-    generated = dict.fromkeys(e.frame for e, _ in event_paths(plan) if isinstance(e, Generate))
+    """One for each frame that the run's loop generates; with `per_step`, for the responses of it that have ended,
+    where the program uses them."""
     buffers = dict.fromkeys(b for e, _ in event_paths(plan) for b in e.writes)
+    made = {split_buffer(b)[0] for b in buffers}
+    names = {e.frame: e.frame.removesuffix(ROLLOUTS) for e, _ in event_paths(plan) if isinstance(e, Generate)}
+    generated = dict.fromkeys(name if f"{name}.tokens" in made else frame for frame, name in names.items())
     meshes, spreads = {m.id: m for m in plan.meshes}, {s.id: s for s in plan.spreads}
     frames, values = indexed_frames(plan), {v.id: v for v in plan.values}
     sources = []
