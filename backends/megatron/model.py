@@ -34,7 +34,7 @@ from torch import nn
 
 from rldsl.backends.megatron.experts import experts_class
 from rldsl.backends.megatron.kernels import Kernels
-from rldsl.backends.torch.model.attention import PackedAttention
+from rldsl.backends.torch.model.attention import PackedAttention, Scores
 from rldsl.runtime.backend import Axis
 
 ProductAndBias = tuple[torch.Tensor, torch.Tensor | None]  # what a linear layer returns; the bias is still to be added
@@ -99,7 +99,7 @@ class CoreAttention(nn.Module):
         packed_attention = packed_seq_params.packed_attention
         if packed_attention is None:
             raise ValueError("attention needs its PackedAttention")
-        return packed_attention.attend(self.layer, q, k, v, self.scale, self.window).flatten(1)[:, None]
+        return packed_attention.attend(self.layer, q, k, v, Scores(self.scale, self.window)).flatten(1)[:, None]
 
 
 class Attention(SelfAttention):  # type: ignore[misc]  # megatron has no type hints

@@ -24,6 +24,7 @@ from rldsl.backends.torch.model.sequence_parallel import SequenceParallel
 from rldsl.backends.torch.model.stage import Stage
 from rldsl.backends.torch.train.optimizer import ShardOptimizer
 from rldsl.backends.torch.train.pipeline import pipeline_first_pass, pipeline_forward, pipeline_forward_backward
+from rldsl.diag import fail
 from rldsl.plan.events import CopyPart, Sampling
 from rldsl.plan.expr import Level
 from rldsl.plan.heads import DISTRIBUTION, OUTPUTS
@@ -115,6 +116,10 @@ class TorchShard:
                             waiting=waiting)
 
     def infer(self, batches: Sequence[PackedBatch], output: str, temperature: float) -> torch.Tensor:
+        if output == DISTRIBUTION and self.stage.head_is_biased:
+            raise fail("RL0725", "the output embedding of this family has a bias, which hidden states do not show",
+                       place=self.model.path, help="use `logprobs`, `entropy` or `top`, or a family without one")
+
         def read(hidden: torch.Tensor, inputs: ModelInputs) -> tuple[torch.Tensor, ...]:
             return model_outputs(self.stage, hidden, inputs, (output,), temperature)[output]
 

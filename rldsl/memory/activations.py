@@ -56,7 +56,7 @@ def layer_activations(model: Model, layout: Layout, compute: int, stream: int, a
     """compute: bytes of an element inside a layer; stream: of the residual stream, 4 where float32 parameters run under
     autocast. longest: tokens of the longest sequence."""
     s, tp = model.sizes, layout.tp
-    specs = tuple(p for p in (*model.params, *model.base) if "{}" in p.name)
+    specs = tuple(p for p in (*model.params, *model.base) if p.stage == "layer")
     trained = not model.base
     h, inner = s.hidden, -(-s.intermediate // tp)
     heads, groups = -(-s.heads // tp), -(-s.kv_heads // tp)
@@ -131,7 +131,7 @@ def _adapters(model: Model, layout: Layout, compute: int) -> int:
     """What adapters keep between their two factors."""
     if model.lora is None:
         return 0
-    return compute * model.lora.r * sum(1 for p in model.params if "{}" in p.name and module_of(p.name)) // 2
+    return compute * model.lora.r * sum(1 for p in model.params if p.stage == "layer" and module_of(p.name)) // 2
 
 
 def _is_norm(p: ParamSpec, hidden: int) -> bool:

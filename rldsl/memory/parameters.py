@@ -127,7 +127,8 @@ def _trained_parameters(copy: Copy) -> Iterator[tuple[ParamSpec, int, ParamOptio
 def held(spec: ParamSpec, copy: Copy) -> Sequence[int]:
     """The layers of which a rank has a spec; one for what belongs to none."""
     if spec.stage == "layer":
-        return own_layers(copy.model.layers, copy.layout, copy.cell.pp_rank)
+        own = own_layers(copy.model.layers, copy.layout, copy.cell.pp_rank)
+        return own if spec.layer < 0 else [spec.layer] * (spec.layer in own)
     there = {"first": copy.first, "last": copy.last, "ends": copy.first or copy.last, "all": True}
     return range(int(there[spec.stage]))
 

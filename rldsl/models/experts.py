@@ -65,6 +65,9 @@ def _candidates(name: str, transforms: Sequence[Any]) -> Iterable[tuple[str, ...
                 and [getattr(op, "dim", None) for op in t.operations] == [0, 1][: len(kinds)]):
             made.append(tuple(name.replace(t.target_patterns[0], s.replace("*", "{expert}"))
                               for s in t.source_patterns))
+        elif (kinds == ("Concatenate",) and len(t.target_patterns) == 1 and t.target_patterns[0] in name
+                and t.operations[0].dim == 0):
+            made.append(tuple(name.replace(t.target_patterns[0], s) for s in t.source_patterns))
     for found in made:
         yield found
         yield tuple(_renamed(x, transforms) for x in found)

@@ -19,6 +19,7 @@ from rldsl.diag import fail
 from rldsl.models import arithmetic, experts, hub, known
 from rldsl.models import directory as files
 from rldsl.models.cache import cached_record, entry_key
+from rldsl.models.execution import Execution
 from rldsl.models.skeleton import Skeleton, build, first_line
 from rldsl.plan.heads import HEADS, SCORE_WEIGHT
 from rldsl.plan.model import ParamSpec, Sizes, Split, StageKind
@@ -26,6 +27,16 @@ from rldsl.source import Span
 
 ASIDE = ("_name_or_path", "architectures", "dtype", "id2label", "initializer_range", "label2id", "num_labels",
          "problem_type", "torch_dtype", "transformers_version", "use_cache")
+
+
+PER_LAYER = "hidden_size_per_layer_input"  # width of the embeddings that each layer reads, in configs that have them
+# families whose plans do not fit their code -> why
+WITHOUT_TP = {"gemma3n_text": "its layers mix several streams of hidden states"}
+# tensor-parallel plans of families whose configs have none, in the form of these
+PLANS = {"gpt_oss": {"embed_tokens": "embedding_rowwise", "layers.*.self_attn.q_proj": "colwise",
+                     "layers.*.self_attn.k_proj": "colwise", "layers.*.self_attn.v_proj": "colwise",
+                     "layers.*.self_attn.o_proj": "rowwise", "layers.*.self_attn.sinks": "local_params",
+                     "layers.*.mlp.experts": "moe_tp_experts"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +75,9 @@ class Family:
     experts: int = 0  # of a layer; 0 without any
     chosen: int = 0  # experts that work on a token
     expert_width: int = 0  # of one expert
+    recurrent: bool = False  # whether some layers carry a state from token to token
+    invariant_problem: str = ""  # why its numbers depend on the batch that they are computed in; "" if they need not
+    by_rows: str = ""  # why each sequence is a row of its own; "": sequences are packed (`execution.py`)
 
 
 def describe(path: str, kind: str, span: Span | None = None, trained: bool = False) -> Family:
@@ -89,22 +103,55 @@ def _described(path: str, kind: str, names: frozenset[str], digest: str, span: S
     _check_head(config, path, kind, span)
     skeleton = known.skeleton(config) or build(config, path, span)
     arithmetic.check(skeleton, config, path, span)
-    text = config.get_text_config()
-    heads = int(getattr(text, "num_attention_heads", 1) or 1)
-    hidden = int(text.hidden_size)
-    sizes = {"heads": heads, "kv_heads": int(getattr(text, "num_key_value_heads", None) or heads), "hidden": hidden,
-             "head_dim": int(getattr(text, "head_dim", None) or hidden // heads)}
-    layers = int(text.num_hidden_layers)
+    text, how = config.get_text_config(), skeleton.execution
+    heads = _size(text, "num_attention_heads") or 1
+    hidden = _size(text, "hidden_size") or _width(skeleton)
+    sizes = {"heads": heads, "kv_heads": _size(text, "num_key_value_heads") or heads, "hidden": hidden,
+             "head_dim": _size(text, "head_dim") or hidden // heads}
+    if _size(text, "kv_lora_rank"):  # latent attention: what is cached are the keys and values of all heads
+        sizes |= {"kv_heads": heads, "head_dim": _size(text, "qk_nope_head_dim") + _size(text, "qk_rope_head_dim")}
+    layers = how.num_layers or 1
     params, tp_problem, pp_problem = _specs(skeleton, config, layers, kind, sizes, names)
     mixed = [s for s in params if s.experts]
     itemsize = {"bfloat16": 2, "float16": 2}.get(str(getattr(config, "dtype", "float32")).removeprefix("torch."), 4)
     return Family(name=str(config.model_type), path=path, head_name=kind, params=params, layers=layers,
-                  intermediate=int(getattr(text, "intermediate_size", None) or 4 * hidden), vocab=int(text.vocab_size),
-                  max_positions=int(getattr(text, "max_position_embeddings", 0) or 0), itemsize=itemsize,
+                  intermediate=_size(text, "intermediate_size") or 4 * hidden, vocab=int(text.vocab_size),
+                  max_positions=_size(text, "max_position_embeddings"), itemsize=itemsize,
                   config_digest=digest, tokenizer="", tp_problem=tp_problem, pp_problem=pp_problem,
                   config=_meaning(config), linears=_linears(skeleton, params),
                   experts=min((s.experts for s in mixed), default=0), chosen=experts.chosen(text) if mixed else 0,
-                  expert_width=min((s.shape[2] for s in mixed if s.name.endswith("down_proj")), default=0), **sizes)
+                  expert_width=min((s.shape[2] for s in mixed if s.name.endswith("down_proj")), default=0),
+                  recurrent=bool(how.recurrent), by_rows=how.by_rows,
+                  invariant_problem=_invariant_problem(how, text, params), **sizes)
+
+
+def _invariant_problem(how: Execution, text: Any, params: tuple[ParamSpec, ...]) -> str:
+    """What of a family has no implementation whose sums have one order."""
+    if how.recurrent:
+        return "its layers carry a state, which decoding and training sum up in other orders"
+    if how.by_rows:
+        return "each sequence is a row of its own, whose padding differs from batch to batch"
+    if getattr(text, "kv_lora_rank", None):
+        return "its values are narrower than its keys"
+    special = getattr(text, "attn_logit_softcapping", None) or any(p.name.endswith(".sinks") for p in params)
+    return "its attention has sinks or capped scores" if special else ""
+
+
+def _size(text: Any, name: str) -> int:
+    """A size of a config, the largest one where layers differ; 0 if it has none."""
+    try:
+        value = getattr(text, name, None)
+    except AttributeError:
+        raise
+    except Exception:  # transformers' error for what differs from layer to layer, which is no AttributeError
+        value = [getattr(text.per_layer_config[i], name, None) for i in range(text.num_hidden_layers)]
+    values = value if isinstance(value, list | tuple) else [value]
+    return max((int(x) for x in values if isinstance(x, int | float)), default=0)
+
+
+def _width(skeleton: Skeleton) -> int:
+    """Of the input embedding."""
+    return next((shape[-1] for name, shape in skeleton.params if name == skeleton.embedding), 1)
 
 
 def sizes_of(family: Family) -> Sizes:
@@ -153,70 +200,112 @@ def _specs(skeleton: Skeleton, config: Any, layers: int, kind: str, sizes: dict[
     """Parameter specs in module order, and why tp or pp are impossible."""
     prefix = skeleton.prefix
     styles = dict(skeleton.tp_plan)
-    styles |= {f"{prefix}.{k}": v for k, v in (getattr(config, "base_model_tp_plan", None) or {}).items()}
-    base = [(n, shape) for n, shape in skeleton.params if n.startswith(prefix + ".")]
-    head = [(n, shape) for n, shape in skeleton.params if not n.startswith(prefix + ".")]
-    tied = bool(getattr(config, "tie_word_embeddings", False)) and not head
+    declared = getattr(config, "base_model_tp_plan", None) or PLANS.get(str(config.model_type)) or {}
+    styles |= {f"{prefix}.{k}": v for k, v in declared.items()}
+    buffers = {n for n, _, _ in skeleton.buffers}
+    tensors = (*skeleton.params, *((n, shape) for n, shape, _ in skeleton.buffers))
+    base = [(n, shape) for n, shape in tensors if n.startswith(prefix + ".")]
+    head = [(n, shape) for n, shape in tensors if not n.startswith(prefix + ".")]
+    products = any(len(shape) == 2 and shape[0] == config.get_text_config().vocab_size for _, shape in head)
+    tied = bool(getattr(config, "tie_word_embeddings", False)) and not products  # a head may have more, as BERT's
     if not HEADS[kind].vocabulary:
         head, styles = [(SCORE_WEIGHT, (1, sizes["hidden"]))], {k: v for k, v in styles.items() if k != "lm_head"}
     elif tied and styles.get("lm_head") == "colwise_gather_output":  # the embedding is the head: divide it as such
         styles[skeleton.embedding.rpartition(".")[0]] = "embedding_rowwise"
-    names, uniform = _fold(base, layers)
+    inner = f"{prefix}.{skeleton.execution.layers}."
+    names = _fold(base, inner, layers)
     pipeline = list(getattr(config, "base_model_pp_plan", None) or {})
-    pp_problem = ("" if pipeline and uniform else
-                  "its config has no pipeline-parallel plan" if uniform else "its layers are not all the same")
-    problems = [] if getattr(config, "base_model_tp_plan", None) else ["its config has no tensor-parallel plan"]
+    pp_problem = _pp_problem(skeleton, bool(pipeline))
+    if getattr(config.get_text_config(), PER_LAYER, None):  # every layer reads embeddings of its own, of all columns
+        styles = {k: "" if "per_layer" in k else v for k, v in styles.items()}
+        pp_problem = "its layers read embeddings of their own, which the first stage makes"
+    problems = [] if declared else ["its config has no tensor-parallel plan"]
+    problems += [WITHOUT_TP[str(config.model_type)]] if str(config.model_type) in WITHOUT_TP else []
     specs, behind, counted, renamed = [], False, skeleton.experts, skeleton.transforms
     stage: StageKind
     for name, shape in names:
-        behind = behind or "{}" in name
+        number = _layer(name, inner)
+        in_layer = bool(number)
+        behind = behind or in_layer
         module = name.removeprefix(prefix + ".").split(".")[0]
-        if "{}" in name:
+        if in_layer:
             stage = "layer"
-        elif not uniform and re.search(r"\.\d+\.", name):
-            stage = "all"
         elif tied and HEADS[kind].vocabulary and name == skeleton.embedding:
             stage = "ends"
         else:
-            late = pipeline.index(module) > pipeline.index("layers") if {module, "layers"} <= {*pipeline} else behind
-            stage = "last" if late else "first"
+            stage = "last" if _late(name.removeprefix(prefix + "."), module, pipeline, skeleton, behind) else "first"
         if count := counted.get(name.replace("{}", "0", 1), 0):
             split, problem = experts.division(name, shape, styles.get(_generic(name), ""))
             style, partial = "experts", False
         else:
             split, style, partial, problem = _division(name, shape, _style(name, styles), sizes)
         problems += [problem] if problem else []
-        specs.append(ParamSpec(name, shape, stage, layers if stage == "layer" else 0, split, style, partial, count,
-                               experts.stored(name, renamed, there)))
+        several = number == "{}"
+        specs.append(ParamSpec(name, shape, stage, layers if several else 0, split, style, partial, count,
+                               experts.stored(name, renamed, there),
+                               layer=int(number) if in_layer and not several else -1,
+                               buffer=name.replace("{}", "0", 1) in buffers))
     for name, shape in head:
         split, style, partial, problem = _division(name, shape, _style(name, styles), sizes)
         problems += [problem] if problem else []
         specs.append(ParamSpec(name, shape, "last", 0, split, style, partial,
                                stored=experts.stored(name, renamed, there)))
     if problems:  # one whole copy on every rank: no style must look divided
-        specs = [ParamSpec(s.name, s.shape, s.stage, s.layers, experts=s.experts, stored=s.stored) for s in specs]
+        specs = [replace(s, split=None, style="experts" if s.experts else "replicated", partial_grad=False)
+                 for s in specs]
     return tuple(specs), problems[0] if problems else "", pp_problem
 
 
 def _linears(skeleton: Skeleton, params: tuple[ParamSpec, ...]) -> tuple[Linear, ...]:
     """The linear layers of the blocks, in module order; those of all layers once where their specs are."""
-    there = {s.name for s in params}
+    there, inner = {s.name for s in params}, f"{skeleton.prefix}.{skeleton.execution.layers}."
     found: dict[str, Linear] = {}
     for module in skeleton.linears:
-        folded = re.sub(r"\.\d+\.", ".{}.", module.name, count=1)
+        number = _layer(module.name + ".", inner)
+        folded = inner + "{}" + module.name[len(inner + number) :]
         name = folded if f"{folded}.weight" in there else module.name
-        if folded.count("{}") and f"{name}.weight" in there:
+        if number and f"{name}.weight" in there:
             found[name] = Linear(name, module.inputs, module.outputs, module.transposed)
     return tuple(found.values())
 
 
-def _fold(params: list[tuple[str, tuple[int, ...]]], layers: int) -> tuple[list[tuple[str, tuple[int, ...]]], bool]:
-    """Parameters that every layer has with the same shape become one name with "{}"; else everything stays."""
-    folded: dict[str, list[tuple[int, ...]]] = {}
+def _fold(params: list[tuple[str, tuple[int, ...]]], inner: str, layers: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Parameters that every layer has with the same shape become one name with "{}"; all others stay. inner: how names
+    of layers begin."""
+    folded: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for name, shape in params:
-        folded.setdefault(re.sub(r"\.\d+\.", ".{}.", name, count=1), []).append(shape)
-    uniform = all(len(s) == (layers if "{}" in n else 1) and len(set(s)) == 1 for n, s in folded.items())
-    return ([(n, s[0]) for n, s in folded.items()], True) if uniform else (params, False)
+        number = _layer(name, inner)
+        folded.setdefault(inner + "{}" + name[len(inner + number) :] if number else name, []).append((name, shape))
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for template, members in folded.items():
+        same = "{}" in template and len(members) == layers and len({shape for _, shape in members}) == 1
+        found += [(template, members[0][1])] if same else members
+    return found
+
+
+def _layer(name: str, inner: str) -> str:
+    """The number of a parameter's layer, or "{}"; "" if it is in none. inner: how names of layers begin."""
+    number = name.removeprefix(inner).split(".")[0] if name.startswith(inner) else ""
+    return number if number.isdigit() or number == "{}" else ""
+
+
+def _late(name: str, module: str, pipeline: list[str], skeleton: Skeleton, behind: bool) -> bool:
+    """Whether a parameter outside layers belongs to what follows them. behind: whether it is listed after them."""
+    if {module, "layers"} <= {*pipeline}:
+        return pipeline.index(module) > pipeline.index("layers")
+    if skeleton.after_layers is None:
+        return behind
+    return any(name.startswith(later + ".") for later in skeleton.after_layers)
+
+
+def _pp_problem(skeleton: Skeleton, declared: bool) -> str:
+    """Why a model cannot be divided into stages. declared: whether its config has a pipeline-parallel plan."""
+    if not skeleton.execution.layers:
+        return "it has no list of layers"
+    if skeleton.shared:
+        return "its layers share parameters"
+    known = declared or skeleton.after_layers is not None
+    return "" if known else "it has no pipeline-parallel plan, and a trial does not show what follows its layers"
 
 
 def _style(name: str, styles: dict[str, str]) -> str:
@@ -245,6 +334,18 @@ def _division(name: str, shape: tuple[int, ...], style: str,
             return Split(0, ((shape[0], 1),)), "vocab", False, ""
         case "colwise_gather_output" if module == "lm_head":
             return Split(0, ((shape[0], 1),)), "head", False, ""
+        case "colwise_gather_output" if len(shape) <= 2:
+            return Split(0, ((shape[0], 1),)), "colwise_gather", False, ""
+        case "rowwise_split_input" if len(shape) <= 2:
+            if len(shape) == 1:
+                return None, "replicated", False, ""
+            return Split(1, ((shape[1], 1),)), "rowwise_split", False, ""
+        case "mla_kv_a_proj":
+            return None, "latent" if len(shape) == 2 else "replicated", False, ""
+        case "local_params" if len(shape) == 1 and not shape[0] % sizes["heads"]:  # a number for each head, or several
+            return Split(0, ((sizes["heads"], shape[0] // sizes["heads"]),)), "colwise", False, ""
+        case "moe_tp_experts":  # experts in a form that is not known: every rank has and computes all of them
+            return None, "replicated", False, ""
         case "colwise" | "rowwise":
             if style == "rowwise" and len(shape) == 1:  # a bias that is added once, after the sum
                 return None, "replicated", False, ""

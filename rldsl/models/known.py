@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rldsl.models.execution import Execution
 from rldsl.models.skeleton import LinearModule, Skeleton
 
 # sha256 of the sources that decide what modules a family has, of each release that was compared: 5.23.0
@@ -58,7 +59,8 @@ def skeleton(config: Any) -> Skeleton | None:
         linears=tuple(LinearModule(m.name, m.shape[1], m.shape[0], False) for m in (*layers, head)
                       if len(m.shape) == 2),
         embedding="model.embed_tokens.weight",
-        buffers=(), stateful=False, attention_backend=True, experts={}, transforms=())
+        buffers=(), execution=Execution("layers", config.num_hidden_layers, (), "", 0),
+        after_layers=frozenset({"norm"}), shared=frozenset(), experts={}, transforms=())
 
 
 def _params(module: _Module) -> Iterator[tuple[str, tuple[int, ...]]]:

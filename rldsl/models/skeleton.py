@@ -12,6 +12,7 @@ from typing import Any
 
 from rldsl.diag import fail
 from rldsl.models import experts
+from rldsl.models.execution import Execution, body_name, called_after_layers, execution
 from rldsl.source import Span
 
 MAX_SHOWN = 160  # characters of a message of transformers
@@ -36,9 +37,11 @@ class Skeleton:
     params: tuple[tuple[str, tuple[int, ...]], ...]  # (name, shape) in module order; tied ones once
     linears: tuple[LinearModule, ...]               # in module order
     embedding: str                                  # parameter of the input embedding; "" where the model names none
-    buffers: tuple[str, ...]                        # what a checkpoint holds besides parameters
-    stateful: bool                                  # its layers carry a recurrent state
-    attention_backend: bool                         # its attention is exchangeable, so that it can work on packed rows
+    buffers: tuple[tuple[str, tuple[int, ...], bool], ...]  # (name, shape, whether floating-point) of what a
+    # checkpoint holds besides parameters
+    execution: Execution                            # how it runs
+    after_layers: frozenset[str] | None             # modules that work on what the layers give; None: not known
+    shared: frozenset[str]                          # parameters that several layers have
     experts: Mapping[str, int]                      # parameter -> how many experts it is of
     transforms: tuple[Any, ...]                     # of `experts.transforms`
 
@@ -64,17 +67,31 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
             swapped = isinstance(module, Conv1D)
             linears.append(LinearModule(name, *((rows, columns) if swapped else (columns, rows)), swapped))
     named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    prefix = body_name(model)
+    body = model.get_submodule(prefix)
+    how = execution(body, config)
     return Skeleton(
-        prefix=model.base_model_prefix,
+        prefix=prefix,
         tp_plan=dict(getattr(model, "_tp_plan", None) or {}),
         params=tuple((n, tuple(p.shape)) for n, p in model.named_parameters()),
         linears=tuple(linears),
         embedding=_embedding(model),
-        buffers=tuple(n for n in model.state_dict() if n not in named),
-        stateful=bool(getattr(model, "_is_stateful", False)),
-        attention_backend=bool(getattr(model, "_supports_attention_backend", False)),
+        buffers=tuple((n, tuple(x.shape), x.is_floating_point()) for n, x in model.state_dict().items()
+                      if n not in named),
+        execution=how,
+        after_layers=called_after_layers(body, how),
+        shared=_shared(model, f"{prefix}.{how.layers}."),
         experts=experts.counts(model),
         transforms=tuple(experts.transforms(model)))
+
+
+def _shared(model: Any, layers: str) -> frozenset[str]:
+    """The parameters that several layers have, by their first name. layers: how names of layers begin."""
+    owners: dict[int, tuple[str, set[str]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name.startswith(layers):
+            owners.setdefault(id(parameter), (name, set()))[1].add(name.removeprefix(layers).split(".")[0])
+    return frozenset(name for name, numbers in owners.values() if len(numbers) > 1)
 
 
 def _embedding(model: Any) -> str:

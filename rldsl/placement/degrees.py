@@ -144,6 +144,7 @@ def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, c
                        int(given.get("vpp", (1,))[0]))
     spans = {k: given[k][1] for k in (*DEGREES, "ep", "vpp") if k in given}
     check_experts(family, layout, spans, choice.span, call)
+    check_sequences(family, layout, spans, choice.span, call)
     if family is not None:
         check_chunks(family, layout, spans, choice.span)
     if family is not None:
@@ -234,6 +235,15 @@ def check_family(family: Family, tp: int, pp: int, cp: int, spans: dict[str, Spa
         if pp > family.layers:
             raise fail("RL0308", "more pipeline stages than layers", at, f'"{family.path}" has {family.layers} layers',
                        help=f"pp can be at most {family.layers}")
+
+
+def check_sequences(family: Family | None, x: Layout, spans: dict[str, Span], span: Span, call: str) -> None:
+    """cp against what a family needs of a sequence."""
+    if x.cp == 1 or family is None or not (family.recurrent or family.by_rows):
+        return
+    why = "its layers carry a state from token to token" if family.recurrent else family.by_rows
+    raise fail("RL0318", f"{family.name} models do not support context parallelism", spans.get("cp", span), why,
+               help=f"use cp=1 for {call}, with dp or pp instead")
 
 
 def check_experts(family: Family | None, x: Layout, spans: dict[str, Span], span: Span, call: str) -> None:

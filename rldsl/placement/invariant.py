@@ -36,6 +36,9 @@ def check_invariance(graph: g.Graph, calls: Iterable[Call], places: Mapping[str,
             raise fail("RL0330", f"`{label(node)}` cannot be invariant", option_span(span, "backend"),
                        f"the backend `{x.backend}` uses different kernels",
                        help=f"use `backend=torch`, or remove `invariant=true` from `{node.model}`")
+        if family is not None and family.invariant_problem:
+            raise fail("RL0330", f"`{label(node)}` cannot be invariant", span, family.invariant_problem,
+                       help=f"remove `invariant=true` from `{node.model}`")
         name, blocks = undividable(family.params, x.tp) or ("", 0) if family else ("", BLOCKS if BLOCKS % x.tp else 0)
         if blocks:
             label_text = f"tp={x.tp} does not divide the {blocks} blocks in which {name or 'a model'} is summed"

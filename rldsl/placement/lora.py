@@ -80,7 +80,7 @@ def _factors(weight: ParamSpec, module: Linear, r: int) -> tuple[ParamSpec, Para
         outputs = split.dim == (1 if module.transposed else 0)
         rows, columns = (replace(split, dim=0), None) if outputs else (None, replace(split, dim=1))
     a = ParamSpec(f"{module.name}.{A}", (r, module.inputs), weight.stage, weight.layers, columns,
-                  partial_grad=weight.partial_grad or rows is not None)
+                  partial_grad=weight.partial_grad or rows is not None, layer=weight.layer)
     b = ParamSpec(f"{module.name}.{B}", (module.outputs, r), weight.stage, weight.layers, rows,
-                  partial_grad=weight.partial_grad or columns is not None)
+                  partial_grad=weight.partial_grad or columns is not None, layer=weight.layer)
     return a, b

@@ -93,7 +93,7 @@ def _places(graph: g.Graph, choices: Mapping[str, Choice], families: Mapping[str
         places = free.choose_free_meshes(calls, places, models, cluster)
     places |= _compute_places(graph, choices, places, cluster)
     resident.check_residency(graph, calls, places, train_layouts)
-    reuse.check_reuse(graph, places)
+    reuse.check_reuse(graph, places, families)
     distributions.check_heads(graph, places)
     budget.check_token_budgets(graph, calls, places)
     backends.check_backends(graph, calls, places, families)

@@ -12,14 +12,20 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from rldsl.diag import Diagnostic, Failure, Label
 from rldsl.graph import model as g
+from rldsl.models.families import Family
 from rldsl.placement.model import Call, Place, label
 from rldsl.placement.rules import option_span
 from rldsl.plan.backends import described
 from rldsl.plan.derive_ops import DeriveOpName, continued_frame
 
 
-def check_reuse(graph: g.Graph, places: Mapping[str, Place]) -> None:
-    """Errors: RL0332."""
+def check_reuse(graph: g.Graph, places: Mapping[str, Place], families: Mapping[str, Family]) -> None:
+    """families: empty where no model directory has been read. Errors: RL0332."""
+    for node in g.nodes(graph.items):
+        family = families.get(node.model) if isinstance(node, g.Generate) and places[node.id].reuse else None
+        if isinstance(node, g.Generate) and family is not None and family.recurrent and not family.by_rows:
+            raise _refused(node, places[node.id], f"layers of {family.name} models carry a state, of which only the "
+                           "one after the last token is known", "remove `reuse=true`")
     used = {places[i].span for i in reused_caches(graph, places)}
     for node in g.nodes(graph.items):
         if isinstance(node, Call) and not isinstance(node, g.Generate) and places[node.id].reuse \

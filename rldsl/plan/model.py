@@ -154,12 +154,20 @@ class ParamSpec:
     partial_grad: bool = False
     experts: int = 0  # that dimension 0 counts; 0: not an expert's parameter
     # the tensors of the model's directory that make it up, if not one of its own name. With "{expert}" there is one per
-    # expert; several are joined along dimension 1 of the parameter
+    # expert, and several are joined along dimension 1 of the parameter; else several are equal runs of its rows
     stored: tuple[str, ...] = ()
+    layer: int = -1  # the layer of a parameter that not all layers have alike, whose name has its number; -1: none
+    buffer: bool = False  # no optimizer changes it: the module has a buffer of this name, which a checkpoint holds
 
     def __hash__(self) -> int:
         """Quickly, as of a layout."""
         return hash((self.name, self.shape))
+
+    def numbers(self, layers: int) -> tuple[int, ...]:
+        """The layers, of so many of the model, that have it; () if it belongs to none."""
+        if self.stage != "layer":
+            return ()
+        return (self.layer,) if self.layer >= 0 else tuple(range(self.layers or layers))
 
 
 OptimizerKind = Literal["adamw", "sgd", "adafactor", "muon"]

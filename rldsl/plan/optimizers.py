@@ -53,7 +53,7 @@ def param_options(optimizer: Optimizer, name: str, spec: ParamSpec) -> ParamOpti
         if matches(name, group.patterns):
             factor = factor if group.lr_scale is None else group.lr_scale
             decay = decay if group.weight_decay is None else group.weight_decay
-    return ParamOptions(rule, scale * factor, decay, matches(name, optimizer.freeze))
+    return ParamOptions(rule, scale * factor, decay, spec.buffer or matches(name, optimizer.freeze))
 
 
 def state_shapes(optimizer: Optimizer, rule: OptimizerKind, shape: tuple[int, ...],

@@ -72,10 +72,9 @@ def parameters(model: Model) -> Iterator[Parameter]:
 def expand_specs(specs: Iterable[ParamSpec], layers: int) -> Iterator[Parameter]:
     """The parameters of some specs of a model with `layers` layers."""
     for spec in specs:
-        if "{}" in spec.name:
-            for layer in range(spec.layers or layers):
-                yield Parameter(spec.name.replace("{}", str(layer), 1), spec, layer)
-        else:
+        for layer in spec.numbers(layers):
+            yield Parameter(spec.name.replace("{}", str(layer), 1), spec, layer)
+        if spec.stage != "layer":
             yield Parameter(spec.name, spec, None)
 
 

@@ -19,7 +19,9 @@ def stored_tensors(parameter: Parameter) -> Iterator[tuple[str, Box]]:
     for i, template in enumerate(spec.stored):
         name = template if parameter.layer is None else template.replace("{}", str(parameter.layer), 1)
         if EXPERT not in name:
-            yield name, tuple((0, n) for n in spec.shape)
+            rows = spec.shape[0] // len(spec.stored) if spec.shape else 0
+            first = ((i * rows, (i + 1) * rows),) if len(spec.stored) > 1 else tuple((0, n) for n in spec.shape[:1])
+            yield name, (*first, *((0, n) for n in spec.shape[1:]))
             continue
         width = spec.shape[1] // len(spec.stored)
         for expert in range(spec.shape[0]):

@@ -66,7 +66,7 @@ def head_blocks(heads: int, tp: int, index: int) -> tuple[tuple[int, int], ...]:
 def summed_input(spec: ParamSpec) -> tuple[int, int] | None:
     """(units, size of a unit) of the inputs of a row-parallel weight, which are summed; None for other parameters."""
     if spec.split is None or len(spec.split.parts) != 1 or not (
-            spec.style == "rowwise" or spec.experts and spec.split.dim == 2):
+            spec.style in ("rowwise", "rowwise_split") or spec.experts and spec.split.dim == 2):
         return None
     return spec.split.parts[0]
 

@@ -121,7 +121,8 @@ def _num_parameters(spec: ParamSpec, layout: Layout, layers: int, stage: int) ->
     """How many parameters of a spec a stage holds."""
     first, last = stage == 0, stage == layout.pp - 1
     return {"first": first, "last": last, "ends": first or last, "all": True,
-            "layer": len(own_layers(spec.layers or layers, layout, stage))}[spec.stage]
+            "layer": (spec.layer in own_layers(layers, layout, stage) if spec.layer >= 0 else
+                      len(own_layers(spec.layers or layers, layout, stage)))}[spec.stage]
 
 
 def _num_elements(specs: tuple[ParamSpec, ...], layout: Layout, layers: int, stage: int) -> int:

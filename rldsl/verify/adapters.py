@@ -44,7 +44,7 @@ def _fits(weight: ParamSpec, a: ParamSpec, b: ParamSpec, lora: Lora) -> bool:
     rows, columns = weight.shape[::-1] if lora.transposed else weight.shape
     if a.shape != (lora.r, columns) or b.shape != (rows, lora.r):
         return False
-    if any((x.stage, x.layers) != (weight.stage, weight.layers) for x in (a, b)):
+    if any((x.stage, x.layers, x.layer) != (weight.stage, weight.layers, weight.layer) for x in (a, b)):
         return False
     if any((x.style, x.experts, x.stored) != ("replicated", 0, ()) for x in (a, b)):
         return False

@@ -25,7 +25,8 @@ DTYPES_OF = {"tokens": ("i64",), "lengths": ("i64",), "columns": ("text",), "row
              "table": ("f32",), "stored": ("i64",), "turn": ("f32", "bool", "i64"),
              "entry": ("f32", "bool", "i64"), "hidden": ("f32",)}
 # style of a parameter -> the dimension along which it is divided
-DIVIDED = {"colwise": (0,), "rowwise": (1,), "vocab": (0,), "head": (0,), "experts": (1, 2), "replicated": ()}
+DIVIDED = {"colwise": (0,), "rowwise": (1,), "vocab": (0,), "head": (0,), "experts": (1, 2), "replicated": (),
+           "colwise_gather": (0,), "rowwise_split": (1,), "latent": ()}
 FACTORS = (".lora_A.weight", ".lora_B.weight")  # they are divided as their modules are, which is another check's
 
 
@@ -115,7 +116,10 @@ def _parameter(p: ParamSpec, layers: int) -> str:
     s, undivided = p.split, "cannot be divided as recorded"
     if any(n < 1 for n in p.shape) or not p.shape and s or p.name.count("{}") > 1:
         return undivided
-    if ("{}" in p.name) != (p.stage == "layer") or not 0 <= p.layers <= layers:
+    several = "{}" in p.name
+    if (several or p.layer >= 0) != (p.stage == "layer") or not 0 <= p.layers <= layers:
+        return undivided
+    if not -1 <= p.layer < layers or several and p.layer >= 0:
         return undivided
     if s and not (0 <= s.dim < len(p.shape) and all(u > 0 and n > 0 for u, n in s.parts)
                   and sum(u * n for u, n in s.parts) == p.shape[s.dim]):

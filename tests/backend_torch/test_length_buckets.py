@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from rldsl.backends.torch.kernels.length_buckets import MIN_STEP, LengthBuckets
-from rldsl.backends.torch.model.attention import VarlenAttention
+from rldsl.backends.torch.model.attention import Scores, VarlenAttention
 
 LENGTHS = ([1], [5, 5, 5], [3, 90, 17, 1, 64, 33, 16, 89], list(range(1, 40)), [4, 0, 7])
 
@@ -33,8 +33,8 @@ def test_attention_and_its_gradients_are_those_of_each_sequence(lengths: list[in
     total = sum(lengths)
     given = [torch.randn(heads, total, 8, dtype=torch.float64, generator=g).requires_grad_() for heads in (4, 2, 2)]
     slope = torch.randn(total, 4, 8, dtype=torch.float64, generator=g)
-    found = VarlenAttention(torch.tensor(lengths)).attend(0, *given, 0.3, window)
-    alone = torch.cat([VarlenAttention(torch.tensor([x.shape[1]])).attend(0, x, k, v, 0.3, window) for x, k, v in zip(
+    found = VarlenAttention(torch.tensor(lengths)).attend(0, *given, Scores(0.3, window))
+    alone = torch.cat([VarlenAttention(torch.tensor([x.shape[1]])).attend(0, x, k, v, Scores(0.3, window)) for x, k, v in zip(
         *(x.split(lengths, 1) for x in given))])
     wanted, made = (torch.autograd.grad(out, given, slope) for out in (_plain(given, lengths, window), found))
     torch.testing.assert_close(found, _plain(given, lengths, window))

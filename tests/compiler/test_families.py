@@ -79,8 +79,10 @@ def test_heads(models: Path) -> None:
 
 def test_families_without_a_known_plan(models: Path) -> None:
     gpt2 = describe(str(models / "gpt2"), "causal_lm")
-    assert "no tensor-parallel plan" in gpt2.tp_problem and gpt2.pp_problem
+    assert "no tensor-parallel plan" in gpt2.tp_problem and gpt2.pp_problem == ""
     assert all(s.split is None for s in gpt2.params)
+    stages = {s.name.removeprefix("transformer."): s.stage for s in gpt2.params if "{}" not in s.name}
+    assert stages == {"wte.weight": "ends", "wpe.weight": "first", "ln_f.weight": "last", "ln_f.bias": "last"}
 
 
 def test_experts(models: Path) -> None:

@@ -112,8 +112,7 @@ class DecodeState:
     def _tensors(self) -> Iterator[torch.Tensor]:
         for record in (vars(self.slots), vars(self.responses)):
             yield from record.values()
-        for cached in self.cache.layers.values():
-            yield from cached
+        yield from self.cache.tensors()
 
 
 DecodeStates = MutableMapping[Hashable, DecodeState]

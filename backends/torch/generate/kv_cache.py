@@ -8,14 +8,16 @@ each slot of a run and reads the cache in place. The tokens of a slot are contig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
+from rldsl.backends.torch.generate.sequence_states import SequenceState, StateKey, StateTensors
 from rldsl.backends.torch.kernels.attention_kernels import decode_kernel
-from rldsl.backends.torch.model.attention import VarlenAttention
+from rldsl.backends.torch.model.attention import Scores, VarlenAttention, masked_attention
+from rldsl.backends.torch.model.sequences import RowFunction
 from rldsl.runtime.store import offsets_within
 
 HostLayers = dict[int, tuple[torch.Tensor, torch.Tensor]]  # layer -> keys and values [T, K, D] in host memory
@@ -28,7 +30,12 @@ class KVCache:
     num_slots: int  # sequences that it can hold
     width: int  # tokens per slot
     device: torch.device  # on which it is
-    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # [slots, width, K, D] each
+    # number -> keys and values of an attention module, or the inputs of a function that needs complete sequences:
+    # [slots, width, K, D] each
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    # place of a recurrent module -> states of its slots, [2, slots, ...] each: those after an even and after an odd
+    # number of tokens. A step reads one and writes the other, so that it can be run twice
+    states: dict[int, dict[StateKey, torch.Tensor]] = field(default_factory=dict)
     masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)                # see `mask_values`
     slot_offsets: torch.Tensor = field(init=False)  # [slots] the index of a slot's first token among all slots * width
     columns: torch.Tensor = field(init=False)       # [width] 0, 1, ...
@@ -61,11 +68,40 @@ class KVCache:
             cache.flatten(0, 1).index_copy_(0, token_indices, tokens if source is None else tokens[source])
         return cached
 
+    def write_inputs(self, place: int, inputs: tuple[torch.Tensor, ...], token_indices: torch.Tensor,
+                     source: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write what a function that needs complete sequences is given: [T] of tokens, and [T, H] if it has more."""
+        tokens, hidden = inputs[0], inputs[1] if len(inputs) > 1 else inputs[0].new_empty(len(inputs[0]), 0)
+        return self.write(-1 - place, tokens[None, :, None], hidden[None], token_indices, source)
+
+    def write_states(self, place: int, tensors: StateTensors, slots: torch.Tensor, counts: torch.Tensor,
+                     source: torch.Tensor | None = None) -> None:
+        """Write row source[i] of states (row i without `source`) to slots[i], as those after counts[i] tokens."""
+        held = self.states.setdefault(place, {})
+        for key, x in tensors.items():
+            if key not in held:
+                held[key] = x.new_zeros(2, self.num_slots, *x.shape[1:])
+            held[key][counts % 2, slots] = x if source is None else x[source]
+
+    def read_states(self, place: int, slots: torch.Tensor, counts: torch.Tensor) -> SequenceState:
+        """A copy of the states of some slots after counts[i] tokens."""
+        return SequenceState({key: x[counts % 2, slots] for key, x in self.states[place].items()})
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All memory."""
+        for cached in self.layers.values():
+            yield from cached
+        for held in self.states.values():
+            yield from held.values()
+
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` tokens of some slots to others, all at once."""
+        """Copy the first `length` tokens of some slots to others, all at once, and their states."""
         for cached in self.layers.values():
             for cache in cached:
                 cache[list(targets), :length] = cache[list(sources), :length]
+        for held in self.states.values():
+            for x in held.values():
+                x[:, list(targets)] = x[:, list(sources)]
 
     def offload(self, slot: int, length: int) -> HostLayers:
         """Copy the first `length` tokens of a slot to host memory."""
@@ -85,6 +121,7 @@ class PrefillAttention(VarlenAttention):
     def __init__(self, cache: KVCache, lengths: torch.Tensor, slots: torch.Tensor, prompt: torch.Tensor):
         """lengths: [U] of the prompts. slots[i] gets the prompt numbered prompt[i]; both [n], n >= U."""
         super().__init__(lengths)
+        self.slots, self.prompt = slots, prompt
         copied = lengths[prompt]
         column = offsets_within(copied)
         self.cache, self.token_indices = cache, cache.slot_offsets[slots].repeat_interleave(copied) + column
@@ -92,10 +129,31 @@ class PrefillAttention(VarlenAttention):
         repeats = len(prompt) > len(lengths)
         self.source = starts[prompt].repeat_interleave(copied) + column if repeats else None
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-               window: int | None) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         self.cache.write(layer, k, v, self.token_indices, self.source)
-        return super().attend(layer, q, k, v, scale, window)
+        return super().attend(layer, q, k, v, scores)
+
+    def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """See `Sequences.by_rows`."""
+        self.cache.write_inputs(place, inputs, self.token_indices, self.source)
+        return super().by_rows(place, run, inputs)
+
+    def recur(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """See `Sequences.recur`. A state would go on over padding, so that only prompts of one length run together."""
+        starts = self.lengths.cumsum(0) - self.lengths
+        parts: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
+        for length in self.lengths.unique().tolist():
+            alike = (self.lengths == length).nonzero()[:, 0]
+            at = (starts[alike, None] + torch.arange(length, device=starts.device)).flatten()
+            state = SequenceState()
+            out = run(tuple(x[at].unflatten(0, (-1, length)) for x in inputs), state)
+            row = torch.full_like(self.lengths, -1).index_copy(0, alike, torch.arange(len(alike), device=at.device))
+            chosen = (row[self.prompt] >= 0).nonzero()[:, 0]
+            self.cache.write_states(place, state.tensors(), self.slots[chosen], self.lengths[self.prompt][chosen],
+                                    row[self.prompt][chosen])
+            parts.append((at, tuple(x.flatten(0, 1) for x in out)))
+        order = torch.cat([at for at, _ in parts]).argsort()
+        return tuple(torch.cat(x)[order] for x in zip(*(out for _, out in parts), strict=True))
 
 
 class DecodeAttention:
@@ -107,25 +165,44 @@ class DecodeAttention:
         self.cache, self.slots = cache, slice(first, first + len(positions))
         self.positions, self.kv_len = positions, kv_len
         self.token_indices = cache.slot_offsets[self.slots] + positions
-        self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}  # one for all layers with the same window
+        self._masks: dict[Hashable, torch.Tensor] = {}  # one for all layers in which the same tokens are visible
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-               window: int | None) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """See `PackedAttention.attend`. The query heads that share a KV head take the place of the query positions of a
         longer sequence, so that keys and values need not be repeated."""
         cached = self.cache.write(layer, k, v, self.token_indices)
-        if (kernel := decode_kernel(q)) is not None:
-            return kernel(q.transpose(0, 1), *cached, self.slots.start, self.positions, self.kv_len, scale, window)
+        if (kernel := decode_kernel(q)) is not None and scores.plain and q.shape[-1] == v.shape[-1]:
+            return kernel(q.transpose(0, 1), *cached, self.slots.start, self.positions, self.kv_len, scores.scale,
+                          scores.window)
         keys, values = (x[self.slots, : self.kv_len].transpose(1, 2) for x in cached)
+        mask = self._mask(scores, q.dtype)
+        if scores.softcap is not None or scores.sinks is not None:
+            return masked_attention(q.transpose(0, 1)[:, :, None], keys, values, mask, scores)[:, :, 0]
         q = q.transpose(0, 1).unflatten(1, (k.shape[0], -1))  # [S, K, H / K, D]
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self._mask(window, q.dtype), scale=scale)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scores.scale)
         return out.flatten(1, 2)
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """See `Sequences.by_rows`: the sequences so far run again."""
+        cached = self.cache.write_inputs(place, inputs, self.token_indices)
+        tokens, hidden = (x[self.slots, : self.kv_len, 0] for x in cached)
+        out = run((tokens[..., 0], hidden)[: len(inputs)], None)
+        at = torch.arange(len(self.positions), device=self.positions.device)
+        return tuple(x[at, self.positions] for x in out)
+
+    def recur(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """See `Sequences.recur`."""
+        slots = torch.arange(self.slots.start, self.slots.stop, device=self.positions.device)
+        state = self.cache.read_states(place, slots, self.positions)
+        out = run(tuple(x[:, None] for x in inputs), state)
+        self.cache.write_states(place, state.tensors(), slots, self.positions + 1)
+        return tuple(x[:, 0] for x in out)
+
+    def _mask(self, scores: Scores, dtype: torch.dtype) -> torch.Tensor:
         """[S, 1, 1, kv_len], 0 or -inf."""
-        if (window, dtype) not in self._masks:
-            at, columns = self.positions[:, None], self.cache.columns[: self.kv_len]
-            visible = columns <= at if window is None else (columns <= at) & (columns > at - window)
+        key = scores.masked, dtype
+        if key not in self._masks:
+            visible = scores.visible(self.positions[:, None], self.cache.columns[: self.kv_len])
             zero, minus_inf = self.cache.mask_values(dtype)
-            self._masks[window, dtype] = torch.where(visible, zero, minus_inf)[:, None, None]
-        return self._masks[window, dtype]
+            self._masks[key] = torch.where(visible, zero, minus_inf)[:, None, None]
+        return self._masks[key]

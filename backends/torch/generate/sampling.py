@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rldsl.backends.torch.model.logprobs import cap_logits
 from rldsl.backends.torch.model.tree_sums import block_sums
 from rldsl.plan.events import Sampling
 from rldsl.runtime.collectives import all_gather
@@ -138,7 +139,7 @@ class Sampler:
         """[S, V] float32, gathered over the vocabulary's shards."""
         if self.head is None:
             raise ValueError("only the last stage of a model with an output embedding samples")
-        logits = (hidden @ self.head.T).float()
+        logits = cap_logits((hidden @ self.head.T).float(), self.stage.logit_cap)
         tp, vocab = self.stage.head_axis, self.stage.vocab_size
         if tp.size == 1:
             return logits

@@ -6,12 +6,15 @@ attention output; the keys and values are in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from rldsl.backends.torch.generate.kv_cache import KVCache
+from rldsl.backends.torch.generate.sequence_states import SequenceState
+from rldsl.backends.torch.model.attention import Scores, masked_attention
+from rldsl.backends.torch.model.sequences import RowFunction
 from rldsl.runtime.store import offsets_within
 
 
@@ -27,45 +30,70 @@ class SlotAttention:
         at = cache.slot_offsets[torch.tensor(slots, device=device)]
         self.token_indices = at.repeat_interleave(sizes) + self.positions
         self.at = torch.tensor(slots, device=device)
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}  # one for all layers with the same window
+        self._masks: dict[Hashable, torch.Tensor] = {}  # one for all layers in which the same tokens are visible
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-               window: int | None) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """See `PackedAttention.attend`."""
         keys, values = self.cache.write(layer, k, v, self.token_indices)
         if max(self.counts) == 1:
-            return self._decode(q, keys, values, scale, window)
+            return self._decode(q, keys, values, scores)
         parts: list[torch.Tensor] = []
         first = 0
         for i, (slot, cached, count) in enumerate(zip(self.slots, self.cached, self.counts, strict=True)):
             own_keys, own_values = (x[slot : slot + 1, : cached + count].transpose(1, 2) for x in (keys, values))
             own = q[None, :, first : first + count]
-            parts.append(F.scaled_dot_product_attention(
-                own, own_keys, own_values, attn_mask=self._mask(i, window), scale=scale, enable_gqa=True)[0])
+            parts.append(masked_attention(own, own_keys, own_values, self._mask(i, scores), scores)[0])
             first += count
         return torch.cat(parts, 1).transpose(0, 1)
 
-    def _mask(self, i: int, window: int | None) -> torch.Tensor:
+    def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """See `Sequences.by_rows`: the sequences so far run again."""
+        cached = self.cache.write_inputs(place, inputs, self.token_indices)
+        parts = []
+        for slot, before, count in zip(self.slots, self.cached, self.counts, strict=True):
+            tokens, hidden = (x[slot : slot + 1, : before + count, 0] for x in cached)
+            out = run((tokens[..., 0], hidden)[: len(inputs)], None)
+            parts.append(tuple(x[0, before:] for x in out))
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
+
+    def recur(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """See `Sequences.recur`. Slots that have as many new tokens run together, if both have tokens or both none."""
+        parts: dict[int, tuple[torch.Tensor, ...]] = {}
+        alike: dict[tuple[int, bool], list[int]] = {}
+        for i, (before, count) in enumerate(zip(self.cached, self.counts, strict=True)):
+            alike.setdefault((count, before > 0), []).append(i)
+        split = [x.split(list(self.counts)) for x in inputs]
+        held = torch.tensor(self.cached, device=self.at.device)
+        for (count, continues), members in alike.items():
+            chosen = torch.tensor(members, device=self.at.device)
+            slots, counts = self.at[chosen], held[chosen]
+            state = self.cache.read_states(place, slots, counts) if continues else SequenceState()
+            out = run(tuple(torch.stack([x[i] for i in members]) for x in split), state)
+            self.cache.write_states(place, state.tensors(), slots, counts + count)
+            parts |= {i: tuple(x[j] for x in out) for j, i in enumerate(members)}
+        return tuple(map(torch.cat, zip(*(parts[i] for i in range(len(parts))), strict=True)))
+
+    def _mask(self, i: int, scores: Scores) -> torch.Tensor:
         """[1, 1, T, L] bool: what the new tokens of a slot see."""
-        if (i, window) not in self._masks:
+        key = i, scores.masked
+        if key not in self._masks:
             end = self.cached[i] + self.counts[i]
             at = torch.arange(self.cached[i], end, device=self.cache.device)[:, None]
-            columns = self.cache.columns[:end]
-            visible = columns <= at if window is None else (columns <= at) & (columns > at - window)
-            self._masks[i, window] = visible[None, None]
-        return self._masks[i, window]
+            self._masks[key] = scores.visible(at, self.cache.columns[:end])[None, None]
+        return self._masks[key]
 
-    def _decode(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float,
-                window: int | None) -> torch.Tensor:
+    def _decode(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores) -> torch.Tensor:
         """One token for each slot. The query heads that share a KV head take the place of query positions, as in
         `DecodeAttention`; the slots need not be neighbors, so what they hold is copied."""
         kv_len = max(self.cached) + 1
         own_keys, own_values = (x[self.at, :kv_len].transpose(1, 2) for x in (keys, values))
+        key = -1, scores.masked
+        if key not in self._masks:
+            self._masks[key] = scores.visible(self.positions[:, None], self.cache.columns[:kv_len])[:, None, None]
+        if scores.softcap is not None or scores.sinks is not None:
+            return masked_attention(q.transpose(0, 1)[:, :, None], own_keys, own_values, self._masks[key],
+                                    scores)[:, :, 0]
         query = q.transpose(0, 1).unflatten(1, (keys.shape[2], -1))  # [S, K, H / K, D]
-        if (-1, window) not in self._masks:
-            at, columns = self.positions[:, None], self.cache.columns[:kv_len]
-            visible = columns <= at if window is None else (columns <= at) & (columns > at - window)
-            self._masks[-1, window] = visible[:, None, None]
-        out = F.scaled_dot_product_attention(query, own_keys, own_values, attn_mask=self._masks[-1, window],
-                                             scale=scale)
+        out = F.scaled_dot_product_attention(query, own_keys, own_values, attn_mask=self._masks[key],
+                                             scale=scores.scale)
         return out.flatten(1, 2)

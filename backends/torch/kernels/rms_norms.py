@@ -79,8 +79,11 @@ def fuse_norms(module: nn.Module, device: torch.device, function_of: Callable[[s
     return fused
 
 
-def _fused_forward(norm: nn.Module, plain: PlainNorm, eps: torch.Tensor, function: NormFunction) -> PlainNorm:
-    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+def _fused_forward(norm: nn.Module, plain: Callable[..., torch.Tensor], eps: torch.Tensor, function: NormFunction
+                   ) -> Callable[..., torch.Tensor]:
+    def forward(hidden_states: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
+        if any(x is not None for x in (*more, *options.values())):  # a gate, say
+            return plain(hidden_states, *more, **options)
         weight: Any = norm.weight  # looked up at each call: it may be a property that rounds (`model/autocast.py`)
         return function(hidden_states, weight, eps, plain)
 
@@ -105,7 +108,7 @@ def _is_plain_rms_norm(norm: nn.Module, shape: torch.Size, eps: float) -> bool:
     x = torch.linspace(-2, 3, 4 * shape[0]).view(4, -1) * torch.tensor([[1e-3], [0.1], [1.0], [30.0]])
     try:
         result = trial(x)
-    except (TypeError, RuntimeError):  # a module with another signature
+    except Exception:  # a module with another signature, or one that needs more
         return False
     expected = RMSNormFunction.apply(x, weight, torch.tensor(eps))
     return isinstance(result, torch.Tensor) and result.shape == x.shape and torch.allclose(result, expected, 1e-5, 1e-6)

@@ -7,6 +7,7 @@ to keys and values. `VarlenAttention` keeps nothing; those of `generate/kv_cache
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,19 +16,46 @@ from transformers import AttentionInterface
 
 from rldsl.backends.torch.kernels.attention_kernels import has_varlen_kernel, varlen_attention
 from rldsl.backends.torch.kernels.length_buckets import LengthBuckets
+from rldsl.backends.torch.model.sequences import ROLE, AttentionRole, RowFunction, Sequences
 from rldsl.diag import fail
 from rldsl.runtime.store import offsets_within
 
 NAME = "rldsl"
 
 
-class PackedAttention(Protocol):
-    positions: torch.Tensor  # [T] int64, of the row's tokens in their sequences
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How the attention of a layer turns queries and keys into weights."""
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-               window: int | None) -> torch.Tensor:
-        """Causal attention of one layer. q: [H, T, D]; k, v: [K, T, D] with H a multiple of K. scale: of the scores.
-        window: how many tokens a query sees at most, itself included (None: all before it). Returns [T, H, D]."""
+    scale: float                       # of the products of queries and keys
+    window: int | None = None          # how many tokens a query sees at most, itself included; None: all before it
+    chunk: int | None = None           # a query sees nothing before its own chunk of so many tokens; None: no chunks
+    softcap: float | None = None       # c: a score s counts as c * tanh(s / c)
+    sinks: torch.Tensor | None = None  # [H] a score for each head that takes weight and gives nothing
+
+    @property
+    def plain(self) -> bool:
+        """Whether a kernel for causal attention in a window computes it."""
+        return self.softcap is None and self.sinks is None and self.chunk is None
+
+    def visible(self, at: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """[T, L] bool: which of the keys at positions `columns` [L] or [T, L] the queries at positions `at` [T, 1]
+        see."""
+        seen = columns <= at
+        if self.window is not None:
+            seen = seen & (columns > at - self.window)
+        return seen if self.chunk is None else seen & (columns >= at // self.chunk * self.chunk)
+
+    @property
+    def masked(self) -> tuple[int | None, int | None]:
+        """What `visible` depends on, as a key."""
+        return self.window, self.chunk
+
+
+class PackedAttention(Sequences, Protocol):
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
+        """Causal attention of one layer. q: [H, T, D]; k: [K, T, D] and v: [K, T, E] with H a multiple of K. Returns
+        [T, H, E]."""
 
 
 def register() -> None:
@@ -38,22 +66,40 @@ def register() -> None:
 
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
               attention_mask: torch.Tensor | None, scaling: float | None = None,
-              packed_attention: PackedAttention | None = None, sliding_window: int | None = None,
-              softcap: float | None = None, **rest: Any) -> tuple[torch.Tensor, None]:
-    """The signature that transformers calls. query: [1, H, T, D]; key, value: [1, K, T, D]. Returns [1, T, H, D].
-    Errors: RL0731 for soft-capped logits and attention sinks."""
-    if softcap is not None or rest.get("s_aux") is not None:
-        raise fail("RL0731", "this model family's attention is not supported",
-                   place=type(module).__name__, help="soft-capped logits and attention sinks are not supported yet")
+              sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+              **rest: Any) -> tuple[torch.Tensor, None]:
+    """The signature that transformers calls. query: [1, H, T, D]; key: [1, K, T, D]; value: [1, K, T, E]. s_aux: [H]
+    attention sinks. Returns [1, T, H, E]."""
+    role: AttentionRole = getattr(module, ROLE)
+    packed_attention: PackedAttention | None = role.current.sequences
+    if isinstance(attention_mask, torch.Tensor):
+        raise fail("RL0731", "this model family's attention is not supported", place=type(module).__name__,
+                   label="it makes a mask of its own, which says more than what is before a token",
+                   help="docs/families.md lists the families that run")
     if packed_attention is None or query.shape[0] != 1:
         raise ValueError("attention needs one packed row and its PackedAttention")
     # under autocast, rotary embeddings and head norms leave q and k in float32 next to a bfloat16 v, and attention
     # multiplies in bfloat16 anyway: cast now, they are saved and cached at half the size
     query, key = query.to(value.dtype), key.to(value.dtype)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer: Any = module.layer_idx
-    out = packed_attention.attend(layer, query.squeeze(0), key.squeeze(0), value.squeeze(0), scale, sliding_window)
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or _window(module, role),
+                    _chunk(module), softcap or None, s_aux)
+    out = packed_attention.attend(role.number(), query.squeeze(0), key.squeeze(0), value.squeeze(0), scores)
     return out.unsqueeze(0), None
+
+
+def _kind(module: Any) -> str:
+    """What its config calls the attention of a layer: "full_attention", "sliding_attention", "chunked_attention"."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    return str(kinds[module.layer_idx]) if kinds else ""
+
+
+def _window(module: Any, role: AttentionRole) -> int | None:
+    """Of families that give it to their masks alone."""
+    return int(module.config.sliding_window) if _kind(module) == "sliding_attention" else role.window
+
+
+def _chunk(module: Any) -> int | None:
+    return int(module.config.attention_chunk_size) if _kind(module) == "chunked_attention" else None
 
 
 class VarlenAttention:
@@ -73,26 +119,53 @@ class VarlenAttention:
             self._buckets = LengthBuckets(self.lengths)
         return self._buckets
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-               window: int | None) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """See `PackedAttention.attend`."""
-        if has_varlen_kernel(q):
+        if has_varlen_kernel(q) and scores.plain and q.shape[-1] == v.shape[-1]:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
             cu_seqlens = F.pad(self.lengths.cumsum(0), (1, 0)).to(torch.int32)
-            return varlen_attention(q, k, v, (cu_seqlens, cu_seqlens), (self.max_seqlen, self.max_seqlen), scale,
-                                    window)
+            return varlen_attention(q, k, v, (cu_seqlens, cu_seqlens), (self.max_seqlen, self.max_seqlen), scores.scale,
+                                    scores.window)
         padded = zip(*(self.buckets.pad(x.transpose(0, 1)) for x in (q, k, v)), strict=True)
-        return self.buckets.unpad([_bucket_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale,
-                                                     window) for q, k, v in padded])
+        return self.buckets.unpad([_bucket_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scores)
+                                   for q, k, v in padded])
+
+    def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """See `Sequences.by_rows`."""
+        padded = zip(*map(self.buckets.pad, inputs), strict=True)
+        return tuple(map(self.buckets.unpad, zip(*(run(rows, None) for rows in padded), strict=True)))
+
+    def recur(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """See `Sequences.recur`: all sequences begin here, and nothing is kept of them."""
+        return self.by_rows(place, run, inputs)
 
 
-def _bucket_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
-                      ) -> torch.Tensor:
-    """q: [S, H, T, D], of sequences that are padded to T tokens; k, v: [S, K, T, D]. Returns [S, T, H, D]."""
+def _bucket_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """q: [S, H, T, D], of sequences that are padded to T tokens; k: [S, K, T, D]; v: [S, K, T, E]. Returns
+    [S, T, H, E]."""
     length, mask = q.shape[2], None
-    if window is not None and window < length:
+    if not scores.plain or min(scores.window or length, length) < length:
         at = torch.arange(length, device=q.device)
-        gap = at[:, None] - at[None, :]
-        mask = (gap >= 0) & (gap < window)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
-                                          enable_gqa=True).transpose(1, 2)
+        mask = scores.visible(at[:, None], at)
+    return masked_attention(q, k, v, mask, scores).transpose(1, 2)
+
+
+def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scores: Scores
+                     ) -> torch.Tensor:
+    """Attention with a mask of any form. q: [S, H, T, D]; k: [S, K, L, D]; v: [S, K, L, E]; H a multiple of K. mask:
+    [T, L] or [S, 1, T, L], True or 0 where a key is visible; None: causal, with L = T. Returns [S, H, T, E]."""
+    if scores.softcap is None and scores.sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scale,
+                                              enable_gqa=True)
+    if mask is None:
+        raise ValueError("attention with capped scores or sinks needs a mask")
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in (k, v))
+    weights = (q @ k.transpose(2, 3)).float() * scores.scale
+    if scores.softcap is not None:
+        weights = torch.tanh(weights / scores.softcap) * scores.softcap
+    weights = weights.masked_fill(~mask, torch.finfo(weights.dtype).min) if mask.dtype == torch.bool else weights + mask
+    if scores.sinks is None:
+        return weights.softmax(-1).to(v.dtype) @ v
+    sinks = scores.sinks.to(weights.dtype).view(1, -1, 1, 1).expand(*weights.shape[:3], 1)
+    return torch.cat([weights, sinks], -1).softmax(-1)[..., :-1].to(v.dtype) @ v

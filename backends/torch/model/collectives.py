@@ -41,6 +41,19 @@ def reduce_from_tensor_parallel_region(x: torch.Tensor, axis: Axis, tree: bool =
     return out
 
 
+def gather_from_tensor_parallel_region(x: torch.Tensor, axis: Axis, width: int) -> torch.Tensor:
+    """[..., columns of this rank] -> [..., width], the columns of all ranks in order, for what all ranks compute
+    alike with them. Rank i has the columns from i * width // size on."""
+    out: torch.Tensor = _GatherColumns.apply(x, axis, width)
+    return out
+
+
+def scatter_to_tensor_parallel_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """[..., width], equal on all ranks -> this rank's columns, from i * width // size on."""
+    out: torch.Tensor = _SliceColumns.apply(x, axis)
+    return out
+
+
 def gather_from_sequence_parallel_region(x: torch.Tensor, axis: Axis, *, tensor_parallel_output_grad: bool
                                          ) -> torch.Tensor:
     """[n, ...] -> [size * n, ...], the rows of all ranks in order.
@@ -133,13 +146,49 @@ class _ReduceFromRegion(Function):
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, tree: bool) -> torch.Tensor:
         if tree:
             return tree_all_reduce(x, axis)
-        x = x.contiguous()
-        collectives.all_reduce(x, group=axis.group)
-        return x
+        total = x.contiguous()
+        collectives.all_reduce(total, group=axis.group)
+        if total is x:
+            ctx.mark_dirty(x)  # else a family that adds to the result in place could not
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return grad, None, None
+
+
+def _columns(width: int, axis: Axis, index: int) -> slice:
+    return slice(index * width // axis.size, (index + 1) * width // axis.size)
+
+
+def _all_columns(x: torch.Tensor, axis: Axis, width: int) -> torch.Tensor:
+    """Ranks may have different numbers of columns: fewer are padded."""
+    ends = [_columns(width, axis, i) for i in range(axis.size)]
+    most = max(s.stop - s.start for s in ends)
+    parts = all_gather(F.pad(x, (0, most - x.shape[-1])).contiguous()[None], axis)
+    return torch.cat([part[..., : s.stop - s.start] for part, s in zip(parts, ends, strict=True)], -1)
+
+
+class _GatherColumns(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, width: int) -> torch.Tensor:
+        ctx.at = _columns(width, axis, axis.index)
+        return _all_columns(x, axis, width)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad[..., ctx.at].contiguous(), None, None
+
+
+class _SliceColumns(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis, ctx.width = axis, x.shape[-1]
+        return x[..., _columns(ctx.width, axis, axis.index)].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_columns(grad, ctx.axis, ctx.width), None
 
 
 class _GatherReduceScatter(Function):

@@ -17,7 +17,10 @@ import torch
 import torch.nn.functional as F
 
 from rldsl.backends.torch.kernels.attention_kernels import has_varlen_kernel, varlen_attention
+from rldsl.backends.torch.model.attention import Scores, masked_attention
 from rldsl.backends.torch.model.collectives import gather_from_sequence_parallel_region
+from rldsl.backends.torch.model.sequences import RowFunction
+from rldsl.diag import internal_error
 from rldsl.runtime.backend import Axis
 from rldsl.runtime.store import offsets_within
 
@@ -85,9 +88,8 @@ class ContextParallelAttention:
         self.max_seqlen = max(1, int(self.query_lens.max())), max(1, int(self.key_lens.max()))
         self.query_offsets = starts
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-               window: int | None) -> torch.Tensor:
-        """q: [H, width, D]; k, v: [K, width, D]. Returns [width, H, D]. See `PackedAttention.attend`."""
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
+        """q: [H, width, D]; k: [K, width, D]; v: [K, width, E]. Returns [width, H, E]. See `PackedAttention.attend`."""
         both = torch.cat([k.transpose(0, 1).flatten(1), v.transpose(0, 1).flatten(1)], 1)  # one message instead of two
         visible = gather_from_sequence_parallel_region(
             both, self.partition.axis, tensor_parallel_output_grad=True)[self.key_index]
@@ -95,22 +97,26 @@ class ContextParallelAttention:
             visible.split([x.shape[0] * x.shape[2] for x in (k, v)], 1), (k, v), strict=True))
         count = self.partition.own_items.numel()
         q = q.transpose(0, 1)[:count]
-        compute = self._fused if has_varlen_kernel(q) and count else self.attend_padded
-        return self.partition.pad(compute(q, k, v, scale, window))
+        if has_varlen_kernel(q) and scores.plain and q.shape[-1] == v.shape[-1] and count:
+            return self.partition.pad(self._fused(q, k, v, scores.scale, scores.window))
+        return self.partition.pad(self.attend_padded(q, k, v, scores))
 
-    def attend_padded(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
-                ) -> torch.Tensor:
-        """All segments as one padded batch. q: [n, H, D]; k, v: [R, K, D]. Returns [n, H, D]."""
+    def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """See `Sequences.by_rows`."""
+        raise internal_error("context parallelism divides sequences", "context_parallel")
+
+    recur = by_rows
+
+    def attend_padded(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
+        """All segments as one padded batch. q: [n, H, D]; k: [R, K, D]; v: [R, K, E]. Returns [n, H, E]."""
         max_queries, max_keys = self.max_seqlen
-        gap = self.query_offsets[:, None, None] + torch.arange(max_queries, device=q.device)[:, None]
-        gap = gap - torch.arange(max_keys, device=q.device)
-        mask = gap >= 0 if window is None else (gap >= 0) & (gap < window)
+        at = self.query_offsets[:, None, None] + torch.arange(max_queries, device=q.device)[:, None]
+        mask = scores.visible(at, torch.arange(max_keys, device=q.device))
         query_cells, key_cells = _cells(self.query_lens, max_queries), _cells(self.key_lens, max_keys)
-        out = F.scaled_dot_product_attention(
+        out = masked_attention(
             _to_batch(q, query_cells, len(self.query_lens), max_queries),
             _to_batch(k, key_cells, len(self.key_lens), max_keys),
-            _to_batch(v, key_cells, len(self.key_lens), max_keys), attn_mask=mask[:, None], scale=scale,
-            enable_gqa=True)
+            _to_batch(v, key_cells, len(self.key_lens), max_keys), mask[:, None], scores)
         return out.transpose(1, 2).flatten(0, 1)[query_cells]
 
     def _fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None

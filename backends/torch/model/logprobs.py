@@ -33,29 +33,30 @@ class TokenStatistics(NamedTuple):
 
 def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, tp: Axis,
                    vocab_start: int, want_entropy: bool = False, chunk: int = 1024,
-                   cuts: Sequence[int] | None = None, want_squares: bool = False,
+                   cuts: Sequence[int] | None = None, want_squares: bool = False, cap: float = 0.0,
                    groups: Sequence[int] = ()) -> TokenStatistics:
     """log_softmax(hidden @ W.T / temperature) at `targets`, and statistics of each distribution.
 
     hidden: [N, H], equal on all tp ranks. weight: [V_local, H], rows vocab_start.. of the head. targets: [N] int64, or
     [N, K] for several tokens of each distribution, which may repeat. chunk: tokens whose logits exist at the same time,
     equal on all tp ranks. cuts: of the rows of weight, for sums over the vocabulary in one order under every tp
-    (`tree_sums.py`). groups: with them sums of the backward pass have one order, too, if `chunk` is the
-    same; so many of the tokens are in each group by which the gradient of the weight is summed (`token_groups.py`).
-    Differentiable in hidden (its gradient is summed over tp here) and in weight."""
+    (`tree_sums.py`). cap: c > 0 makes a logit z count as c * tanh(z / c), 0 leaves it. groups: with them sums of the
+    backward pass have one order, too, if `chunk` is the same; so many of the tokens are in each group by which the
+    gradient of the weight is summed (`token_groups.py`). Differentiable in hidden (its gradient is summed over tp here)
+    and in weight."""
     logprobs: torch.Tensor
     entropy: torch.Tensor
     squares: torch.Tensor
     logprobs, entropy, squares = _TokenLogprobs.apply(
         hidden, weight, targets if targets.dim() == 2 else targets[:, None], temperature, tp, vocab_start, want_entropy,
-        want_squares, chunk, cuts, groups)
+        want_squares, chunk, cuts, cap, groups)
     return TokenStatistics(logprobs.view(targets.shape), entropy if want_entropy else None,
                            squares if want_squares else None)
 
 
 @torch.no_grad()
 def top_logprobs(hidden: torch.Tensor, weight: torch.Tensor, k: int, temperature: float, tp: Axis, vocab_start: int,
-                 chunk: int = 1024, cuts: Sequence[int] | None = None, words: int = 0
+                 chunk: int = 1024, cuts: Sequence[int] | None = None, words: int = 0, cap: float = 0.0
                  ) -> tuple[torch.Tensor, torch.Tensor]:
     """The k most likely tokens of each distribution, the most likely first and of equal ones the smaller id, and their
     log-probabilities. Arguments as of `token_logprobs`; k is at most the size of the vocabulary. words: only tokens
@@ -69,7 +70,7 @@ def top_logprobs(hidden: torch.Tensor, weight: torch.Tensor, k: int, temperature
     own = head.shape[0] if not words else min(max(words - vocab_start, 0), head.shape[0])
     for start in range(0, count, chunk):
         part = slice(start, start + chunk)
-        logits = _logits(hidden[part], head, temperature)
+        logits = capped_logits(hidden[part], head, temperature, cap)
         values, at = logits[:, :own].topk(min(k, own), dim=-1)
         values, at = _candidates(values, at + vocab_start, k, tp)
         order = at.argsort(dim=-1)
@@ -93,7 +94,8 @@ class _TokenLogprobs(Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float,
                 tp: Axis, vocab_start: int, want_entropy: bool, want_squares: bool, chunk: int,
-                cuts: Sequence[int] | None, groups: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                cuts: Sequence[int] | None, cap: float, groups: Sequence[int]
+                ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         count = hidden.shape[0]
         normalizer = hidden.new_empty(count, dtype=_statistics(hidden))
         logprobs = normalizer.new_empty(targets.shape)
@@ -101,7 +103,7 @@ class _TokenLogprobs(Function):
         head = weight.to(hidden.dtype)
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[part], head, temperature)
+            logits = capped_logits(hidden[part], head, temperature, cap)
             peak, sums, chosen = _softmax_sums(logits, targets[part], tp, vocab_start, want_entropy, want_squares, cuts)
             del logits  # before the next table is made
             normalizer[part] = peak + sums[0].log()
@@ -111,7 +113,7 @@ class _TokenLogprobs(Function):
             if want_squares:
                 squares[part] = sums[-1] / sums[0] ** 2
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, squares)
-        ctx.options = (temperature, tp, vocab_start, want_entropy, want_squares, chunk)
+        ctx.options = (temperature, tp, vocab_start, want_entropy, want_squares, chunk, cap)
         ctx.cuts, ctx.groups = cuts if groups else None, groups or (count,)
         return logprobs, entropy, squares
 
@@ -119,7 +121,7 @@ class _TokenLogprobs(Function):
     def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor,
                  grad_squares: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, normalizer, entropy, squares = ctx.saved_tensors
-        temperature, tp, vocab_start, want_entropy, want_squares, chunk = ctx.options
+        temperature, tp, vocab_start, want_entropy, want_squares, chunk, cap = ctx.options
         cuts = ctx.cuts
         grad_hidden = torch.empty_like(hidden, dtype=hidden.dtype if cuts is None else _statistics(hidden))
         head, weight_parts = weight.to(hidden.dtype), []
@@ -128,11 +130,14 @@ class _TokenLogprobs(Function):
             grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
             for start in range(first, last, chunk):
                 part = slice(start, min(start + chunk, last))
-                logprobs = _logits(hidden[part], head, temperature, cuts is not None).sub_(normalizer[part, None])
+                logprobs = capped_logits(hidden[part], head, temperature, cap, cuts is not None)
+                derivative = cap_derivative(logprobs, temperature, cap) if cap else None
+                logprobs.sub_(normalizer[part, None])
                 grad = _grad_logits(logprobs, targets[part], vocab_start, grad_logprobs[part],
                                     (grad_entropy[part], entropy[part]) if want_entropy else None,
                                     (grad_squares[part], squares[part]) if want_squares else None)
                 del logprobs  # before the next table is made
+                grad = grad if derivative is None else grad.mul_(derivative)
                 grad = grad.div_(temperature).to(hidden.dtype) if temperature != 1 else grad.to(hidden.dtype)
                 grad_hidden[part] = grad @ head if cuts is None else _in_blocks(grad, head, cuts)
                 if grad_weight is None:
@@ -148,7 +153,7 @@ class _TokenLogprobs(Function):
         grad_hidden = _all_reduce(grad_hidden, dist.ReduceOp.SUM, tp) if cuts is None else \
             tree_all_reduce(grad_hidden, tp).to(hidden.dtype)
         grad_weight = tree_of_groups(weight_parts, weight.dtype) if weight_parts else None
-        return grad_hidden, grad_weight, *[None] * 9
+        return grad_hidden, grad_weight, *[None] * 10
 
 
 def _in_blocks(grad: torch.Tensor, head: torch.Tensor, cuts: Sequence[int]) -> torch.Tensor:
@@ -203,10 +208,22 @@ def _statistics(hidden: torch.Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def _logits(hidden: torch.Tensor, head: torch.Tensor, temperature: float, again: bool = False) -> torch.Tensor:
-    """again: in the backward pass of an invariant model, where its mode is off."""
-    logits = (multiply(hidden, head.T) if again else hidden @ head.T).to(_statistics(hidden))
+def capped_logits(hidden: torch.Tensor, head: torch.Tensor, temperature: float, cap: float, again: bool = False
+                  ) -> torch.Tensor:
+    """[N, V_local] of hidden states [N, H] in the dtype of statistics. cap: as of `token_logprobs`. again: in the
+    backward pass of an invariant model, where its mode is off."""
+    logits = cap_logits((multiply(hidden, head.T) if again else hidden @ head.T).to(_statistics(hidden)), cap)
     return logits if temperature == 1 else logits.div_(temperature)
+
+
+def cap_logits(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """c * tanh(z / c) of each logit, in place; without a cap, 0, as they are."""
+    return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+
+def cap_derivative(logits: torch.Tensor, temperature: float, cap: float) -> torch.Tensor:
+    """The derivative of `cap_logits` at its results: 1 - (z / c) ** 2. logits: of `capped_logits`."""
+    return logits.mul(temperature / cap).square_().neg_().add_(1)
 
 
 def _local_columns(targets: torch.Tensor, vocab_start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

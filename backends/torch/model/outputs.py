@@ -36,7 +36,7 @@ def model_outputs(stage: Stage, hidden: torch.Tensor, inputs: ModelInputs, names
         found = token_logprobs(
             hidden.index_select(0, inputs.predict_at), _needed(stage.head, "head"), targets, temperature,
             stage.head_axis, stage.vocab_start, "entropy" in names, rows, stage.vocab_cuts, "sum_squares" in names,
-            inputs.predict_groups)
+            stage.logit_cap, inputs.predict_groups)
         by_name = found._asdict()
         if LOGPROBS_AT in names:
             by_name |= {"logprobs": found.logprobs[:, 0], LOGPROBS_AT: found.logprobs[:, 1:]}
@@ -55,8 +55,9 @@ def model_outputs(stage: Stage, hidden: torch.Tensor, inputs: ModelInputs, names
 def _over_vocabulary(stage: Stage, hidden: torch.Tensor, inputs: ModelInputs, temperature: float,
                      heads: Sequence[Stage]) -> OverVocabulary:
     """What computes with the distributions of the model and of others, whose heads are divided alike."""
-    student = Readout(hidden.index_select(0, inputs.predict_at), _needed(stage.head, "head"))
-    teachers = [Readout(x.to(other.matmul_dtype), _needed(other.head, "head"))
+    student = Readout(hidden.index_select(0, inputs.predict_at), _needed(stage.head, "head"),
+                      stage.logit_cap)
+    teachers = [Readout(x.to(other.matmul_dtype), _needed(other.head, "head"), other.logit_cap)
                 for other, x in zip(heads, inputs.hidden, strict=True)]
     if any((len(t.weight), other.vocab_start) != (len(student.weight), stage.vocab_start)
            for t, other in zip(teachers, heads, strict=True)):
@@ -77,7 +78,7 @@ def top_tokens(stage: Stage, hidden: torch.Tensor, inputs: ModelInputs, k: int, 
     """The k most likely tokens at each response token and their log-probs, [R, k] each (`Shard.top`)."""
     rows = rows_at_once(-(-stage.vocab_size // stage.head_axis.size), hidden.device.type)
     found = top_logprobs(hidden.index_select(0, inputs.predict_at), _needed(stage.head, "head"), k, temperature,
-                         stage.head_axis, stage.vocab_start, rows, stage.vocab_cuts, words)
+                         stage.head_axis, stage.vocab_start, rows, stage.vocab_cuts, words, stage.logit_cap)
     ids, logprobs = (inputs.gather_predictions(x) for x in found)
     return ids, logprobs
 

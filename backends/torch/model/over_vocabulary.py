@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.model.collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from rldsl.backends.torch.model.logprobs import cap_derivative, capped_logits
 from rldsl.runtime.backend import Axis, VocabularyReduction, VocabularyTerms
 from rldsl.runtime.collectives import all_reduce
 
@@ -25,6 +26,7 @@ class Readout(NamedTuple):
 
     hidden: torch.Tensor  # [N, H], equal on all tp ranks
     weight: torch.Tensor  # [V_local, H]
+    cap: float = 0.0      # as of `token_logprobs`
 
 
 def over_vocabulary(student: Readout, teachers: Sequence[Readout], terms: VocabularyTerms,
@@ -36,7 +38,7 @@ def over_vocabulary(student: Readout, teachers: Sequence[Readout], terms: Vocabu
     chunk: tokens whose tables exist at the same time, equal on all tp ranks. Differentiable in the student's hidden
     states (their gradient is summed over tp here) and weight, and in `given`."""
     results: tuple[torch.Tensor, ...] = _OverVocabulary.apply(
-        student.hidden, student.weight, tuple(teachers), terms, temperature, tp, chunk, *given)
+        student.hidden, student.weight, tuple(teachers), terms, temperature, tp, chunk, student.cap, *given)
     return results
 
 
@@ -84,34 +86,35 @@ class _Reduction:
 class _OverVocabulary(Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, teachers: tuple[Readout, ...],
-                terms: VocabularyTerms, temperature: float, tp: Axis, chunk: int,
+                terms: VocabularyTerms, temperature: float, tp: Axis, chunk: int, cap: float,
                 *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.options = (teachers, terms, temperature, tp, chunk)
+        ctx.options = (teachers, terms, temperature, tp, chunk, cap)
         ctx.save_for_backward(hidden, weight, *given)
         reduce, parts = reduction(tp), []
-        head, heads = _cast(hidden, weight), [_cast(*teacher) for teacher in teachers]
+        head, heads = _cast(hidden, weight), [_cast(t.hidden, t.weight) for t in teachers]
         for start in range(0, max(len(hidden), 1), chunk):
             part = slice(start, start + chunk)
-            tables = [_log_softmax(h[part], w, temperature, tp) for h, w in
-                      ((hidden, head), *((t.hidden, w) for t, w in zip(teachers, heads, strict=True)))]
+            tables = [_log_softmax(h[part], w, temperature, tp, c) for h, w, c in
+                      ((hidden, head, cap), *((t.hidden, w, t.cap) for t, w in zip(teachers, heads, strict=True)))]
             parts.append(terms(tables[0], tables[1:], [_part(x, part) for x in given], reduce))
             del tables
         return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        teachers, terms, temperature, tp, chunk = ctx.options
+        teachers, terms, temperature, tp, chunk, cap = ctx.options
         hidden, weight, *given = ctx.saved_tensors
         reduce = reduction(tp)
-        head, heads = _cast(hidden, weight), [_cast(*teacher) for teacher in teachers]
+        head, heads = _cast(hidden, weight), [_cast(t.hidden, t.weight) for t in teachers]
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        wanted = [i for i in range(len(given)) if ctx.needs_input_grad[7 + i]]
+        wanted = [i for i in range(len(given)) if ctx.needs_input_grad[8 + i]]
         grad_given = {i: torch.zeros_like(given[i]) for i in wanted}
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            logprobs = _log_softmax(hidden[part], head, temperature, tp).requires_grad_()
-            others = [_log_softmax(t.hidden[part], w, temperature, tp) for t, w in zip(teachers, heads, strict=True)]
+            logprobs = _log_softmax(hidden[part], head, temperature, tp, cap).requires_grad_()
+            others = [_log_softmax(t.hidden[part], w, temperature, tp, t.cap)
+                      for t, w in zip(teachers, heads, strict=True)]
             mine = [_part(x, part).detach().requires_grad_(i in grad_given) for i, x in enumerate(given)]
             with torch.enable_grad():
                 results = terms(logprobs, others, mine, reduce)
@@ -126,14 +129,14 @@ class _OverVocabulary(Function):
                     grad_given[i] += grad
             del others, results, pairs, mine
             _add_head_gradients(part, found[0], logprobs.detach(), hidden, head, temperature, tp, grad_hidden,
-                                grad_weight)
-        return (_all_reduce(grad_hidden, dist.ReduceOp.SUM, tp), grad_weight, *[None] * 5,
+                                grad_weight, cap)
+        return (_all_reduce(grad_hidden, dist.ReduceOp.SUM, tp), grad_weight, *[None] * 6,
                 *(grad_given.get(i) for i in range(len(given))))
 
 
 def _add_head_gradients(part: slice, grad_logprobs: torch.Tensor | None, logprobs: torch.Tensor, hidden: torch.Tensor,
                         head: torch.Tensor, temperature: float, tp: Axis, grad_hidden: torch.Tensor,
-                        grad_weight: torch.Tensor | None) -> None:
+                        grad_weight: torch.Tensor | None, cap: float) -> None:
     """Those of a chunk. grad_logprobs: of its log-probs [C, V_local]; log_softmax has the gradient g - p * sum(g).
     Overwrites both tables."""
     if grad_logprobs is None:
@@ -141,17 +144,18 @@ def _add_head_gradients(part: slice, grad_logprobs: torch.Tensor | None, logprob
         return
     total = _all_reduce(grad_logprobs.sum(-1), dist.ReduceOp.SUM, tp)
     grad = grad_logprobs.sub_(logprobs.exp_().mul_(total[:, None]))
+    if cap:
+        grad.mul_(cap_derivative(capped_logits(hidden[part], head, temperature, cap), temperature, cap))
     grad = (grad.div_(temperature) if temperature != 1 else grad).to(hidden.dtype)
     grad_hidden[part] = grad @ head
     if grad_weight is not None:
         grad_weight += grad.T @ hidden[part]
 
 
-def _log_softmax(hidden: torch.Tensor, head: torch.Tensor, temperature: float, tp: Axis) -> torch.Tensor:
+def _log_softmax(hidden: torch.Tensor, head: torch.Tensor, temperature: float, tp: Axis, cap: float) -> torch.Tensor:
     """[C, V_local] of this rank's words, normalized over those of all tp ranks; without gradient."""
     with torch.no_grad():
-        logits = (hidden @ head.T).to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
-        logits = logits if temperature == 1 else logits.div_(temperature)
+        logits = capped_logits(hidden, head, temperature, cap)
         peak = _all_reduce(logits.amax(-1), dist.ReduceOp.MAX, tp)
         total = _all_reduce((logits - peak[:, None]).exp_().sum(-1), dist.ReduceOp.SUM, tp)
         return logits.sub_((peak + total.log())[:, None])

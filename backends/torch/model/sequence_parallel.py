@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from rldsl.backends.torch.model.attention import PackedAttention
+from rldsl.backends.torch.model.attention import PackedAttention, Scores
 from rldsl.backends.torch.model.collectives import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from rldsl.backends.torch.model.sequences import RowFunction
+from rldsl.diag import internal_error
 from rldsl.plan.model import ParamSpec
 from rldsl.runtime.backend import Axis
 
@@ -96,11 +98,17 @@ class PaddedAttention:
         self.inner, self.rows, self.count = inner, rows, len(inner.positions)
         self.positions = pad_rows(inner.positions, rows)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-               window: int | None) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """See `PackedAttention.attend`."""
         n = self.count
-        return pad_rows(self.inner.attend(layer, q[:, :n], k[:, :n], v[:, :n], scale, window), self.rows)
+        return pad_rows(self.inner.attend(layer, q[:, :n], k[:, :n], v[:, :n], scores), self.rows)
+
+
+    def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """See `Sequences.by_rows`."""
+        raise internal_error("sequence parallelism divides sequences", "sequence_parallel")
+
+    recur = by_rows
 
 
 def pad_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
@@ -115,8 +123,9 @@ def gathered_children(specs: Sequence[ParamSpec]) -> tuple[str, ...]:
     every rank, or where its output is not a sum over ranks."""
     children: dict[str, list[ParamSpec]] = {}
     for spec in specs:
-        if "{}." in spec.name:
-            children.setdefault(spec.name.partition("{}.")[2].partition(".")[0], []).append(spec)
+        if spec.stage == "layer":
+            number = f".{spec.layer}." if spec.layer >= 0 else "{}."
+            children.setdefault(spec.name.partition(number)[2].partition(".")[0], []).append(spec)
     divided = tuple(name for name, child_specs in children.items() if any(s.split is not None for s in child_specs))
     for name in divided:
         child_specs = children[name]

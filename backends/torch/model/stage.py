@@ -9,6 +9,7 @@ Errors: RL0725 the family's head is not supported.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.pytorch_utils import Conv1D
 
 from rldsl.backends.torch.kernels.rms_norms import fuse_norms
@@ -33,15 +35,17 @@ from rldsl.backends.torch.model.load_weights import HeldPieces, allocate_paramet
 from rldsl.backends.torch.model.lora import lora_adapters
 from rldsl.backends.torch.model.recompute import ActivationCheckpointing
 from rldsl.backends.torch.model.sequence_parallel import SequenceParallel, gathered_children
+from rldsl.backends.torch.model.sequences import CurrentPass, connect
 from rldsl.backends.torch.model.tensor_parallel import ColumnParallelInput, parallelize
 from rldsl.backends.torch.model.token_groups import groups_of_rank
 from rldsl.backends.torch.model.zero import ParamGroup, ParamGroups, ZeroSharding
 from rldsl.diag import fail
+from rldsl.models.execution import Execution, body_name, execution
 from rldsl.plan.adapter_names import module_of
 from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Axis, WeightCache
-from rldsl.sharding.boxes import Parameter, chunks, expand_specs, local_shape, parameters, pieces_of_rank
+from rldsl.sharding.boxes import Parameter, expand_specs, local_shape, parameters, pieces_of_rank
 from rldsl.sharding.gradient_leaves import TOKEN_GROUPS
 from rldsl.sharding.layout import stage_layers
 from rldsl.sharding.sum_blocks import column_leaves, local_cuts, summed_input, summed_output
@@ -53,8 +57,27 @@ class PassThroughLayer(nn.Module):
 
     received: torch.Tensor | None = None  # [1, T, H] during a forward pass
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden_states if self.received is None else self.received
+    def __init__(self, layer: nn.Module, outputs: int = 0):
+        """layer: in whose place it is. outputs: see `Execution.outputs`."""
+        super().__init__()
+        self.outputs = outputs
+        vars(self)["layer"] = layer  # not a child: its parameters are elsewhere
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        hidden = hidden_states if self.received is None else self.received
+        return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
+
+    def __getattr__(self, name: str) -> Any:
+        """What a family's model asks its layers, such as their kind."""
+        return getattr(vars(self)["layer"], name)
+
+
+class _LayersDone(Exception):
+    """Ends the forward of a family's model behind a chunk's last layer, if that is not the model's last one."""
+
+    def __init__(self, hidden: torch.Tensor):
+        super().__init__()
+        self.hidden = hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +85,15 @@ class Chunk:
     """A run of layers, and the family's model with only these."""
 
     body: nn.Module          # the family's model without its head
-    entry: PassThroughLayer  # where received hidden states come in
+    own: nn.ModuleList       # the list of layers inside, with `PassThroughLayer`s in place of those of other chunks
+    entry: PassThroughLayer | None  # where received hidden states come in; None in the first chunk
     layers: range            # numbers of its layers in the whole model
     first: bool              # whether it has the model's first layers
     last: bool               # whether it has the model's last layers
 
     def own_layers(self) -> Iterator[tuple[int, nn.Module]]:
         """(number, layer)"""
-        for child in self.body.children():
-            if isinstance(child, nn.ModuleList):
-                yield from ((i, layer) for i, layer in enumerate(child) if not isinstance(layer, PassThroughLayer))
+        return ((i, layer) for i, layer in enumerate(self.own) if not isinstance(layer, PassThroughLayer))
 
 
 class Stage(ActivationCheckpointing):
@@ -86,6 +108,7 @@ class Stage(ActivationCheckpointing):
     vocab_start: int             # the first of these rows
     head_axis: Axis              # over which ranks the head's rows are divided
     vocab_cuts: tuple[int, ...] | None  # of the head's rows, for sums of an invariant model (`tree_sums.py`)
+    head_is_biased: bool         # whether the output embedding has a bias
     score: torch.Tensor | None   # [1, H] the score row on the last stage, if the model has one
     residual_dtype: torch.dtype  # of hidden states between layers and stages: float32, whatever the weights are
     matmul_dtype: torch.dtype    # in which matrices are multiplied: the model's dtype
@@ -113,10 +136,11 @@ class Stage(ActivationCheckpointing):
         self.device, self.matmul_dtype = device, matmul_dtype
         self.residual_dtype = torch.float32
         self.config = load_config(model)
-        _check_logits(self.config, model)
-        skeleton = _skeleton(self.config)
-        body: nn.Module = getattr(skeleton, skeleton.base_model_prefix)
+        skeleton, self.how = _skeleton(self.config)
+        body: nn.Module = skeleton.get_submodule(body_name(skeleton))
         text = self.config.get_text_config()
+        self.current = CurrentPass()
+        self.hidden_scale, self.logit_cap = _logit_form(text) if model.head.vocabulary else (1.0, 0.0)
         self.hidden_size, self.vocab_size = int(text.hidden_size), int(text.vocab_size)
 
         rank = axes.mesh.ranks[axes.mesh.index]
@@ -135,14 +159,19 @@ class Stage(ActivationCheckpointing):
         self.base_held = held_here(expand_specs(model.base, model.layers))
         self.base, self.base_to_load = allocate_parameters(model.path, self.base_held, matmul_dtype, device,
                                                            weight_cache)
-        _check_head(skeleton, model)
+        arguments = inspect.signature(body.forward).parameters
+        self._arguments = frozenset(arguments)
+        self._takes_embeddings = "inputs_embeds" in arguments
+        self._top = _HeadWithoutProducts(skeleton) if model.head.vocabulary and _has_more(skeleton) else None
         self.unsharded = self.parameters
         self.zero = None
         if layout.zero:
             self.unsharded = {name: self._allocate_unsharded(name, skeleton) for name in self.held}
             self.zero = self._zero_sharding(layout.zero, axes, model.invariant_training)
         gathered = gathered_children((*model.params, *model.base))
-        self.sequence_parallel = SequenceParallel(tp, bool(gathered))
+        # some modules need all tokens of a sequence, or read inputs that are not divided by tokens
+        whole = bool(self.how.by_rows or self.how.recurrent or getattr(text, "hidden_size_per_layer_input", None))
+        self.sequence_parallel = SequenceParallel(tp, bool(gathered) and not whole)
         self.invariant, self.ordered_gradients = model.invariant, model.invariant_training
         self.groups = max(1, len(groups_of_rank(axes.cp))) if self.ordered_gradients else 1
         self.source_grads, self._ep_size = {}, axes.ep.size
@@ -154,6 +183,7 @@ class Stage(ActivationCheckpointing):
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.device))
         body.eval()
+        connect(body, () if self.how.by_rows else self.how.recurrent, self.current)
         self.chunks = [self._chunk(body, s, pp.size * layout.vpp, model)
                        for s in range(pp.index, pp.size * layout.vpp, pp.size)]
         for chunk in self.chunks:
@@ -163,9 +193,12 @@ class Stage(ActivationCheckpointing):
     @property
     def head(self) -> torch.Tensor | None:
         """[V_local, H] rows of the output embedding on the last stage, if the model has one."""
-        if self._head is None or self.head_grad is None:
-            return self._head
-        return with_gradient_apart(self._head, self.head_grad)
+        head = self._head
+        if head is not None and self.head_grad is not None:
+            head = with_gradient_apart(head, self.head_grad)
+        if head is None or self._head_bias is None:
+            return head
+        return torch.cat([head, self._head_bias[:, None].to(head.dtype)], 1)  # hidden states end with a 1
 
     def keep_head_grad(self) -> None:
         """From now on the gradient of the head is added to `head_grad`, and not to that of its weight."""
@@ -196,23 +229,53 @@ class Stage(ActivationCheckpointing):
         """Run chunk `number`. tokens, positions: [T] int64. hidden: [T, H] from the chunk before, None for the first.
         Returns [T, H]; the last chunk's are after the final norm and in `matmul_dtype`."""
         chunk = self.chunks[number]
-        options = {"position_ids": positions[None], "use_cache": False, "packed_attention": packed_attention}
-        if hidden is None:
-            inputs = {"input_ids": tokens[None]}
+        inputs = (tokens,) if hidden is None else (tokens, hidden)
+        if self.how.by_rows:
+            (out,) = packed_attention.by_rows(number, lambda rows, _: (self._run(chunk, rows, {}),), inputs)
         else:
-            inputs = {"inputs_embeds": hidden[None]}
-            chunk.entry.received = hidden[None]
+            options = {"position_ids": positions[None]}
+            out = self.current.inside(packed_attention, self._run, chunk, tuple(x[None] for x in inputs), options)[0]
+        if not chunk.last:
+            return out.to(self.residual_dtype)
+        out = out * self.hidden_scale if self.hidden_scale != 1 else out
+        if self._head_bias is not None:
+            out = torch.cat([out, out.new_ones(len(out), 1)], 1)
+        return out.to(self.matmul_dtype)
+
+    def _run(self, chunk: Chunk, inputs: tuple[torch.Tensor, ...], options: Mapping[str, torch.Tensor]
+             ) -> torch.Tensor:
+        """[S, T, H] behind a chunk. inputs: tokens [S, T], and hidden states [S, T, H] from the chunk before."""
+        given = {"input_ids": inputs[0]}
+        if chunk.entry is not None:
+            chunk.entry.received = inputs[1]
+            if self._takes_embeddings:
+                given = {"inputs_embeds": inputs[1]}
+        options = {k: v for k, v in options.items() if k in self._arguments}
         try:
-            out: torch.Tensor = chunk.body(**inputs, **options).last_hidden_state.squeeze(0)
+            out: torch.Tensor = chunk.body(**given, use_cache=False, **options)[0]
+        except _LayersDone as done:
+            return done.hidden
         finally:
-            chunk.entry.received = None
-        return out.to(self.matmul_dtype if chunk.last else self.residual_dtype)
+            if chunk.entry is not None:
+                chunk.entry.received = None
+        return out if self._top is None else self._top(inputs[0], out)
 
     def _wrap_layers(self) -> None:
         """Give each layer of this stage a forward that can be recomputed, and that unshards its parameters."""
         for i, layer in (numbered_layer for chunk in self.chunks for numbered_layer in chunk.own_layers()):
-            forward = self.checkpointed(layer.forward)
+            forward = self._in_its_pass(layer.forward)
             layer.forward = self.zero.wrap_layer(i, forward) if self.zero else forward
+        for chunk in self.chunks:
+            if not chunk.last:
+                chunk.own[chunk.layers.stop - 1].register_forward_hook(_end_of_layers)
+
+    def _in_its_pass(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """A layer's forward that can be recomputed: the backward pass comes when another pass is the current one."""
+        def inside(*args: Any, sequences: PackedAttention, **kwargs: Any) -> Any:
+            return self.current.inside(sequences, plain, *args, **kwargs)
+
+        checkpointed = self.checkpointed(inside)
+        return lambda *args, **kwargs: checkpointed(*args, sequences=self.current.sequences, **kwargs)
 
     def _allocate_unsharded(self, name: str, skeleton: nn.Module) -> nn.Parameter:
         """A tensor for modules to compute with, in the dtype that they use: autocast casts matrices of layers."""
@@ -271,13 +334,18 @@ class Stage(ActivationCheckpointing):
 
     def _install_parameters(self, skeleton: Any, model: Model, tp: Axis, ep: Axis) -> None:
         """Put local parameters into the modules of the whole model, with their collectives."""
+        output = skeleton.get_output_embeddings()
         self._head: torch.Tensor | None = None
+        self._head_bias: torch.Tensor | None = None
+        self.head_is_biased = getattr(output, "bias", None) is not None and model.head.vocabulary
         self.head_grad, self.score = None, self.unsharded.get(SCORE_WEIGHT)
         self.vocab_start, self.head_axis = 0, Axis((tp.ranks[tp.index],), 0, None)
         self.vocab_cuts = local_cuts(self.vocab_size, 1, 1, 0) if model.invariant else None
-        output = skeleton.get_output_embeddings()
         embedding = skeleton.get_input_embeddings()
         tied = output is not None and output.weight is embedding.weight
+        aliases = _aliases(skeleton, output)
+        shared = int(getattr(self.config.get_text_config(), "qk_rope_head_dim", 0) or 0)
+        bias = next((n for n, p in skeleton.named_parameters() if p is getattr(output, "bias", None)), "")
         column_input = ColumnParallelInput(tp, self.sequence_parallel)
         adapters = lora_adapters(model, self.unsharded)
         up_leaves = None  # of the up projections of experts, which come before the down projections
@@ -287,7 +355,11 @@ class Stage(ActivationCheckpointing):
                 continue
             path, _, attribute = name.rpartition(".")
             module = skeleton.get_submodule(path)
-            setattr(module, attribute, local[name])
+            for other, same in aliases[name]:
+                setattr(other, same, local[name])
+            if name == bias:
+                self._head_bias = local[name] if self.last else None
+                continue
             summed = summed_input(parameter.spec) if model.invariant else None
             cuts = local_cuts(*summed, tp.size, tp.index) if summed else None
             parts = summed_output(parameter.spec) if self.ordered_gradients else None
@@ -299,16 +371,22 @@ class Stage(ActivationCheckpointing):
                     ordered = OrderedExperts(up_leaves, self.groups, self._source_grads_of(path)) if up_leaves else None
                     parallelize_experts(module, parameter.spec.experts, tp, ep, cuts, ordered)
                 continue
-            start = held[0].box[0][0]
+            start = held[0].box[0][0] if held[0].box else 0
             if attribute == "weight":
                 parallelize(module, parameter.spec.style, tp, start, column_input, adapters.get(path), cuts,
-                            leaves, self.groups if self.ordered_gradients else 0)
+                            leaves, self.groups if self.ordered_gradients else 0, parameter.spec.shape[0], shared)
             if attribute == "weight" and self.last and (module is output or (tied and module is embedding)):
                 self._head, self.vocab_start = local[name], start
                 if parameter.spec.split is not None:
                     self.head_axis = tp
                     if model.invariant:
                         self.vocab_cuts = local_cuts(self.vocab_size, 1, tp.size, tp.index)
+        elsewhere = (p.name for p in expand_specs((*model.params, *model.base), model.layers) if p.name not in local)
+        for name in elsewhere:  # zeros without memory: what comes before other stages' layers is computed in vain
+            for module, attribute in aliases.get(name, ()):
+                tensor = getattr(module, attribute)
+                zeros = torch.zeros((), dtype=tensor.dtype, device=self.device).expand(tensor.shape)
+                setattr(module, attribute, nn.Parameter(zeros, requires_grad=False))
         if self.matmul_dtype == torch.bfloat16:
             for name, (parameter, _) in {**self.base_held, **self.unsharded_held}.items():
                 path, _, attribute = name.rpartition(".")
@@ -326,21 +404,78 @@ class Stage(ActivationCheckpointing):
     def _chunk(self, whole_body: Any, number: int, count: int, model: Model) -> Chunk:
         """One of `count` runs of all layers: the same modules in a body of its own, with pass-through modules in place
         of what belongs to other runs."""
-        entry, layers = PassThroughLayer(), stage_layers(model.layers, count, number)
-        local = {**self.base, **self.unsharded}
-        parameter_ids = {id(local[name]) for name, (p, _) in {**self.base_held, **self.unsharded_held}.items()
-                         if number in chunks(p, model.layers, count)}
-        body, embedding = copy(whole_body), whole_body.get_input_embeddings()
-        body._modules = dict(whole_body._modules)
-        for name, child in whole_body.named_children():
-            if isinstance(child, nn.ModuleList):
-                setattr(body, name, nn.ModuleList(
-                    layer if i in layers else entry if i == layers.start - 1 else PassThroughLayer()
-                    for i, layer in enumerate(child)))
-            elif (child is not embedding and any(True for _ in child.parameters())
-                  and not any(id(p) in parameter_ids for p in child.parameters())):
-                setattr(body, name, nn.Identity())
-        return Chunk(body, entry, layers, number == 0, number == count - 1)
+        layers, body, name = stage_layers(model.layers, count, number), whole_body, self.how.layers
+        if not name:
+            return Chunk(body, nn.ModuleList(), None, layers, True, True)
+        path = name.split(".")
+        body = parent = _copy(whole_body)
+        for step in path[:-1]:
+            parent._modules[step] = parent = _copy(parent._modules[step])
+        every = [layer if i in layers else PassThroughLayer(layer, self.how.outputs)
+                 for i, layer in enumerate(parent._modules[path[-1]])]
+        own, entry = nn.ModuleList(every), every[layers.start - 1] if layers.start else None
+        parent._modules[path[-1]] = own
+        return Chunk(body, own, entry, layers, number == 0,
+                     number == count - 1)
+
+
+def _copy(module: nn.Module) -> Any:
+    """A module with the same children, in a dictionary of its own."""
+    result = copy(module)
+    result._modules = dict(module._modules)
+    return result
+
+
+class _HeadWithoutProducts:
+    """What a family's head does before its products with the vocabulary: (tokens [S, T], hidden [S, T, H]) -> [S, T, H]
+    (BERT and its descendants transform hidden states)."""
+
+    def __init__(self, skeleton: Any):
+        output = skeleton.get_output_embeddings()
+        output.forward = lambda hidden: hidden
+        self.model, self.given = _copy(skeleton), _Given()
+        self.model._modules[body_name(skeleton)] = self.given
+
+    def __call__(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        self.given.hidden = hidden
+        out: torch.Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return out
+
+
+class _Given(nn.Module):
+    """In place of a model below its head: gives hidden states that are known."""
+
+    hidden: torch.Tensor
+
+    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPastAndCrossAttentions:
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.hidden)
+
+
+def _has_more(skeleton: Any) -> bool:
+    """Whether a family's head has parameters besides those of its output embedding."""
+    output, name = skeleton.get_output_embeddings(), body_name(skeleton)
+    products = {id(p) for p in output.parameters()} if output is not None else set()
+    return any(id(p) not in products for n, p in skeleton.named_parameters() if not n.startswith(name + "."))
+
+
+def _end_of_layers(_: nn.Module, __: Any, out: Any) -> None:
+    raise _LayersDone(out[0] if isinstance(out, tuple) else out)
+
+
+def _aliases(skeleton: nn.Module, output: nn.Module | None) -> Mapping[str, list[tuple[nn.Module, str]]]:
+    """Name of a parameter or buffer -> (module, attribute) of all that share it, without the output embedding's if it
+    is tied: the head is read from the parameter itself."""
+    names: dict[int, str] = {}
+    found: dict[str, list[tuple[nn.Module, str]]] = {}
+    for path, module in skeleton.named_modules():
+        for attribute, x in (*module._parameters.items(), *module._buffers.items()):
+            if x is None:
+                continue
+            first = id(x) not in names
+            name = names.setdefault(id(x), f"{path}.{attribute}" if path else attribute)
+            if first or module is not output:
+                found.setdefault(name, []).append((module, attribute))
+    return found
 
 
 def _module_name(parameter: str) -> str:
@@ -359,30 +494,29 @@ def _only_multiplied(name: str, parameter: Parameter, skeleton: nn.Module) -> bo
         skeleton.get_submodule(name.rpartition(".")[0]), nn.Linear | Conv1D)
 
 
-def _check_head(skeleton: Any, model: Model) -> None:
-    """RL0725 for an output embedding with a bias: log-probs are computed from its weight alone."""
-    output = skeleton.get_output_embeddings()
-    if model.head.vocabulary and getattr(output, "bias", None) is not None:
-        raise fail("RL0725", "the output embedding of this family has a bias", place=model.path,
-                   help="this is not supported yet; families without one (Llama, Qwen, Mistral, Gemma, ...) are")
+def _logit_form(text: Any) -> tuple[float, float]:
+    """(scale, cap) of a family's logits, which are cap * tanh(scale * z / cap) of products z with the head; 0: no cap.
+    The products of scaled hidden states are scaled products."""
+    scale = 1.0
+    for name, inverse in (("logits_scaling", True), ("logit_scale", False), ("lm_head_multiplier", False)):
+        factor = float(getattr(text, name, None) or 1)
+        scale *= 1 / factor if inverse else factor
+    caps = (getattr(text, name, None) for name in ("final_logit_softcapping", "logits_soft_cap",
+                                                   "output_logit_soft_cap"))
+    return scale, float(next((cap for cap in caps if cap), 0))
 
 
-def _check_logits(config: Any, model: Model) -> None:
-    """RL0725 for families whose forward changes the logits after the head: log-probs would silently be wrong."""
-    text = config.get_text_config()
-    changed = [n for n in ("final_logit_softcapping", "logits_scaling", "logit_scale") if getattr(text, n, None) not in
-               (None, 1)]
-    if changed and model.head.vocabulary:
-        raise fail("RL0725", f"the family {config.model_type} modifies its logits after the head", place=model.path,
-                   label=f"{changed[0]}={getattr(text, changed[0])}", help="such heads are not supported yet")
-
-
-def _skeleton(config: Any) -> Any:
-    """The model with parameters on the meta device but real buffers (rotary frequencies are computed, not stored)."""
+def _skeleton(config: Any) -> tuple[Any, Execution]:
+    """The model with parameters on the meta device but real buffers (rotary frequencies are computed, not stored), and
+    how it runs."""
+    with torch.device("meta"), no_init_weights():
+        trial = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        how = execution(trial.get_submodule(body_name(trial)), config)
     with _parameters_on_meta(), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=None if how.by_rows else attention.NAME, trust_remote_code=False)
     model.tie_weights()  # otherwise a part of the initialization
-    return model
+    return model, how
 
 
 @contextmanager

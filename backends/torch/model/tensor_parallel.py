@@ -16,7 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rldsl.backends.torch.model.collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from rldsl.backends.torch.model.collectives import (
+    copy_to_tensor_parallel_region,
+    gather_from_tensor_parallel_region,
+    reduce_from_tensor_parallel_region,
+    scatter_to_tensor_parallel_region,
+)
 from rldsl.backends.torch.model.gradient_sums import Leaves, column_parallel_product
 from rldsl.backends.torch.model.invariant import add_bias
 from rldsl.backends.torch.model.lora import LoraAdapter
@@ -49,31 +54,50 @@ class ColumnParallelInput:
 
 def parallelize(module: nn.Module, style: str, tp: Axis, vocab_start: int, column_input: ColumnParallelInput,
                 adapter: LoraAdapter | None = None, cuts: Sequence[int] | None = None,
-                leaves: Leaves | None = None, groups: int = 0) -> None:
+                leaves: Leaves | None = None, groups: int = 0, width: int = 0, shared: int = 0) -> None:
     """Give `module` the collectives of its style; "replicated" and "head" need none, and neither does tp=1.
 
     column_input: one for all modules of the model. adapter: added to the module's output, before its collectives.
     cuts: of the inputs of a row-parallel module whose sum has one order under every tp (`tree_sums.py`). leaves: of the
     outputs of a column-parallel module whose gradients have one (`gradient_sums.py`). groups: of the tokens, by which
-    such gradients are summed; 0 if they have no order."""
-    if style == "rowwise" and cuts is not None:
-        module.forward = lambda x: _row_parallel_tree(module, x, tp, adapter, column_input.sequence_parallel, cuts,
+    such gradients are summed; 0 if they have no order. width: of the complete output. shared: columns at the end of a
+    latent form of keys and values that all heads read as they are, not through a matrix of their own."""
+    own = (lambda x: scatter_to_tensor_parallel_region(x, tp)) if style == "rowwise_split" and tp.size > 1 else _same
+    row_parallel = style in ("rowwise", "rowwise_split")
+    if row_parallel and cuts is not None:
+        module.forward = lambda x: _row_parallel_tree(module, own(x), tp, adapter, column_input.sequence_parallel, cuts,
                                                       groups)
         return
     if style == "colwise" and leaves is not None:
         module.forward = lambda x: _column_parallel_tree(module, x, tp, adapter, leaves, groups)
         return
-    if adapter is not None and (style != "rowwise" or tp.size == 1):
+    if adapter is not None and (not row_parallel or tp.size == 1):
         plain = module.forward
         module.forward = lambda x: plain(x) + adapter(x)
     if tp.size == 1:
         return
     if style == "colwise":
         module.register_forward_pre_hook(lambda _, inputs: (column_input(inputs[0]), *inputs[1:]))
-    elif style == "rowwise":
-        module.forward = lambda x: _row_parallel(module, x, tp, adapter, column_input.sequence_parallel)
+    elif row_parallel:
+        module.forward = lambda x: _row_parallel(module, own(x), tp, adapter, column_input.sequence_parallel)
+    elif style == "colwise_gather":
+        part = module.forward
+        module.forward = lambda x: gather_from_tensor_parallel_region(part(column_input(x)), tp, width)
+    elif style == "latent":
+        whole = module.forward
+        module.forward = lambda x: _shared_by_heads(whole(x), shared, tp)
     elif style == "vocab":
         _parallelize_embedding(module, tp, vocab_start)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _shared_by_heads(x: torch.Tensor, shared: int, tp: Axis) -> torch.Tensor:
+    """The gradient of the columns that all heads read is a sum over the heads of all ranks."""
+    own, common = x.split([x.shape[-1] - shared, shared], -1)
+    return torch.cat([own, copy_to_tensor_parallel_region(common, tp)], -1)
 
 
 def _row_parallel(module: Any, x: torch.Tensor, tp: Axis, adapter: LoraAdapter | None,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rldsl.backends.torch.kernels.autograd import Function
+from rldsl.backends.torch.model.attention import Scores
 from rldsl.backends.torch.model.collectives import (
     all_gather,
     gather_from_sequence_parallel_region,
@@ -20,6 +21,8 @@ from rldsl.backends.torch.model.collectives import (
     tree_reduce_scatter,
 )
 from rldsl.backends.torch.model.context_parallel import ContextParallelAttention, Partition
+from rldsl.backends.torch.model.sequences import RowFunction
+from rldsl.diag import internal_error
 from rldsl.runtime.backend import Axis
 from rldsl.sharding.gradient_leaves import TOKEN_GROUPS
 
@@ -75,8 +78,7 @@ class GroupedAttention:
         self.partition = GroupedPartition(self.owner, cp)
         self.positions = torch.cat([g.positions for g in self.groups])
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-               window: int | None) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """q: [H, rows, D]; k, v: [K, rows, D]. Returns [rows, H, D]. See `PackedAttention.attend`."""
         both = torch.cat([k.transpose(0, 1).flatten(1), v.transpose(0, 1).flatten(1)], 1)
         seen = _GatherKeys.apply(both, self.cp, len(self.groups))
@@ -87,8 +89,15 @@ class GroupedAttention:
             keys, values = (part.unflatten(1, (x.shape[0], -1)) for part, x in zip(
                 visible[group.key_index].split(sizes, 1), (k, v), strict=True))
             own = queries[: group.partition.own_items.numel()]
-            out.append(group.partition.pad(group.attend_padded(own, keys, values, scale, window)))
+            out.append(group.partition.pad(group.attend_padded(own, keys, values, scores)))
         return torch.cat(out)
+
+
+    def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """See `Sequences.by_rows`."""
+        raise internal_error("groups of tokens divide sequences", "token_groups")
+
+    recur = by_rows
 
 
 class _GatherKeys(Function):

@@ -1,0 +1,248 @@
+"""How the modules of a family are run on packed sequences: which of them see each token alone, which attend through
+transformers' attention interface, which carry a state from token to token, and which must see sequences one by one.
+
+In: a model of transformers, on any device, and its config. Out: an `Execution`. Nothing is computed; classes are told
+apart by the functions that their code names.
+
+Where every module that looks at other tokens is of the second or third kind, a whole batch is one packed row
+("packed"). Anything else gets each sequence as a row of its own, padded at its end ("rows"): causality makes that right
+for every causal language model, whatever it does inside, at the price of padding and of decoding without a cache.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+ATTENTION_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what a module names that lets others compute its attention
+STATE_UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})  # what a module calls that keeps a state
+WINDOW_MASK = "create_sliding_window_causal_mask"  # what a model calls that hides all but a window
+FROM_PADDING = "create_position_ids_from_input_ids"  # what a module calls that numbers tokens by what they are
+CACHES = ("cache_params", "past_key_values", "past_key_value", "layer_past")  # what modules call the argument for it
+# families whose modules look at other tokens in a way that their code does not show -> what it is
+ROWS: dict[str, str] = {
+    "doge": "its mask depends on values",
+    "inkling_text": "its scores depend on distances",
+    "inkling2_text": "its scores depend on distances",
+}
+
+
+LAYER = ""  # in a list of called modules: a layer
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How a family runs."""
+
+    layers: str                  # dotted name of its list of layers below the head; "" if it cannot be told
+    num_layers: int              # in this list
+    recurrent: tuple[str, ...]   # modules that carry a state from token to token, below the head
+    by_rows: str                 # why every sequence is a row of its own; "" if sequences are packed
+    outputs: int                 # items of the tuple that a layer returns, hidden states first; 0: it returns these
+
+
+def body_name(model: Any) -> str:
+    """What a model with a head calls the model below it."""
+    from transformers import PreTrainedModel
+
+    if isinstance(getattr(model, model.base_model_prefix, None), PreTrainedModel):
+        return str(model.base_model_prefix)
+    return next((name for name, child in model.named_children() if isinstance(child, PreTrainedModel)), "")
+
+
+def execution(body: Any, config: Any) -> Execution:
+    """body: the model below its head."""
+    name, count = layer_list(body)
+    recurrent = tuple(n for n, m in _parts(body) if names_of(type(m)) & STATE_UPDATES)
+    layers = body.get_submodule(name) if name else ()
+    return Execution(name, count, recurrent, _by_rows(body, str(config.model_type), set(recurrent)),
+                     max((_outputs(type(layer)) for layer in layers), default=0))
+
+
+def layer_list(body: Any) -> tuple[str, int]:
+    """(dotted name, length) of the list of modules that has most of a model's parameters: its layers."""
+    import torch
+
+    lists = {name: m for name, m in body.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m)}
+    sizes = {name: sum(p.numel() for p in m.parameters()) for name, m in lists.items()}
+    outer = [n for n in lists if not any(n.startswith(other + ".") for other in lists)]
+    best = max(outer, key=lambda n: sizes[n], default="")
+    return best, len(lists[best]) if best else 0
+
+
+def masked_window(body: Any) -> int | None:
+    """The sliding window of a model whose layers all have it, and which gives it to its mask alone."""
+    from transformers import PreTrainedModel
+
+    config = body.config
+    made = any(WINDOW_MASK in names_of(type(m)) for m in body.modules() if isinstance(m, PreTrainedModel))
+    window = getattr(config, "sliding_window", None) if made and not getattr(config, "layer_types", None) else None
+    return int(window) if window else None
+
+
+def called_after_layers(body: Any, how: Execution) -> frozenset[str] | None:
+    """The modules below `body` (dotted names, outermost ones) that work on what its layers give; None if a trial
+    without layers does not show it. The trial is on zeros that take no memory; the model is on the meta device before
+    and after."""
+    import torch
+
+    if not how.layers:
+        return None
+    parent, name = body.get_submodule(how.layers.rpartition(".")[0]), how.layers.rpartition(".")[2]
+    own, inner = getattr(parent, name), {*_prefixes(how.layers)}
+    outer = [n for n, _ in body.named_modules() if n and n not in inner and n.rpartition(".")[0] in {"", *inner}
+             and not n.startswith(how.layers + ".")]
+    calls: list[str] = []
+
+    def note(called: str) -> Any:
+        return lambda *_: calls.append(called)
+
+    hooks = [body.get_submodule(n).register_forward_pre_hook(note(n)) for n in outer]
+    setattr(parent, name, torch.nn.ModuleList([_stub(calls, how, layer) for layer in own]))
+    try:
+        with torch.no_grad(), _on_zeros(body):
+            body(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+    except Exception:  # a family's forward may need anything at all
+        return None
+    finally:
+        setattr(parent, name, own)
+        for hook in hooks:
+            hook.remove()
+    if LAYER not in calls:
+        return None
+    return frozenset(calls[max(i for i, n in enumerate(calls) if n == LAYER) + 1 :])
+
+
+@contextmanager
+def _on_zeros(body: Any) -> Iterator[None]:
+    """Every tensor of the model on the processor inside, as zeros that take no memory."""
+    import torch
+
+    saved = [(m, kind, n, x) for m in body.modules() for kind in ("_parameters", "_buffers")
+             for n, x in getattr(m, kind).items() if x is not None]
+    for module, kind, n, x in saved:
+        zeros = torch.zeros((), dtype=x.dtype).expand(x.shape)
+        getattr(module, kind)[n] = torch.nn.Parameter(zeros, requires_grad=False) if kind == "_parameters" else zeros
+    try:
+        yield
+    finally:
+        for module, kind, n, x in saved:
+            getattr(module, kind)[n] = x
+
+
+def _stub(calls: list[str], how: Execution, layer: Any) -> Any:
+    """In place of a layer: notes that it was called."""
+    import torch
+
+    class Stub(torch.nn.Module):
+        def forward(self, hidden_states: Any, *_: Any, **__: Any) -> Any:
+            calls.append(LAYER)
+            return (hidden_states, *[None] * (how.outputs - 1)) if how.outputs else hidden_states
+
+        def __getattr__(self, name: str) -> Any:  # what a body asks its layers
+            return getattr(layer, name)
+
+    return Stub()
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """a.b.c -> a, a.b, a.b.c"""
+    parts = name.split(".")
+    return (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+def _by_rows(body: Any, family: str, recurrent: set[str]) -> str:
+    if family in ROWS:
+        return ROWS[family]
+    if bool(getattr(body, "_is_stateful", False)) and not recurrent:
+        return "its layers carry a state in a form of their own"
+    parts = dict(_parts(body))
+    attends = False
+    for name, module in parts.items():
+        names = names_of(type(module))
+        if FROM_PADDING in names:
+            return "its positions depend on which tokens are padding"
+        if ATTENTION_INTERFACE in names:
+            attends = True
+            if name in recurrent:
+                return f"{type(module).__name__} attends and carries a state"
+        elif name not in recurrent and _caches(type(module)) and not any(
+                n in recurrent or ATTENTION_INTERFACE in names_of(type(m)) for n, m in parts.items()
+                if n.startswith(name + ".")):
+            return f"{type(module).__name__} keeps what it needs of earlier tokens in a form of its own"
+    if attends and "position_ids" not in inspect.signature(body.forward).parameters:
+        return "it numbers the tokens of a row on its own"
+    return "" if attends or recurrent else "its attention does not use transformers' attention interface"
+
+
+def _parts(body: Any) -> Iterator[tuple[str, Any]]:
+    """(dotted name, module) of everything that is no model of its own: models look at their parts' code."""
+    from transformers import PreTrainedModel
+
+    return ((name, module) for name, module in body.named_modules() if not isinstance(module, PreTrainedModel))
+
+
+def names_of(kind: Any) -> frozenset[str]:
+    """What the methods of a module's own class name."""
+    return _names(kind)
+
+
+@cache
+def _names(kind: Any) -> frozenset[str]:
+    found: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch."):
+            break
+        for function in vars(base).values():
+            code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+            if code is not None:
+                found |= set(code.co_names)
+    return frozenset(found)
+
+
+def _outputs(kind: Any) -> int:
+    """How many items a layer returns, its hidden states first, from the source of its forward; 0: not a tuple."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
+    except (OSError, SyntaxError, AttributeError, TypeError):
+        return 0
+    made: dict[str, int] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and (size := _items(node.value, {})):
+            made |= {t.id: max(size, made.get(t.id, 0)) for t in node.targets if isinstance(t, ast.Name)}
+    return max((_items(value, made) for value in _returned(tree)), default=0)
+
+
+def _items(value: ast.expr, made: Mapping[str, int]) -> int:
+    """The items of an expression that is a tuple; 0 if it is none. made: names of tuples, and their items."""
+    match value:
+        case ast.Tuple(elts=items):
+            return len(items)
+        case ast.BinOp(left=left, op=ast.Add(), right=ast.Tuple() | ast.Subscript()):
+            return _items(left, made) if isinstance(left, ast.Tuple) else 0
+        case ast.BinOp(left=ast.Tuple(elts=items), op=ast.Add()):
+            return len(items)
+        case ast.Name(id=name):
+            return made.get(name, 0)
+    return 0
+
+
+def _caches(kind: Any) -> bool:
+    """Whether the forward of a module is given a cache."""
+    try:
+        names = inspect.signature(kind.forward).parameters
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return any(name in names for name in CACHES)
+
+
+def _returned(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Return) and node.value is not None:
+            yield node.value

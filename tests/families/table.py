@@ -1,0 +1,171 @@
+"""Writes docs/families.md: what runs of every causal language model that the installed transformers has.
+
+    python -m tests.families.table docs/families.md [family ...]
+
+Each architecture gets a tiny random model, which runs here, in one process, against plain transformers: weights after
+loading (bitwise), log-probs, gradients, generation against its own log-probs, and log-probs of two pipeline stages.
+The other columns are what the compiler offers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from rldsl.backends.torch.model.model_inputs import pack_inputs
+from rldsl.backends.torch.model.outputs import model_outputs
+from rldsl.backends.torch.shard import TorchShard
+from rldsl.models.families import Family, describe
+from rldsl.plan.backends import described
+from rldsl.plan.model import Mesh
+from rldsl.runtime.backend import Axes, Axis
+from tests.backend_torch.shards import layout_of, pack, plan_model
+from tests.families.checks import ROWS, Expected, check, expected, refusal
+from tests.families.tiny_configs import make
+
+LIMIT = 1e-5
+# models whose results under torch's two kinds of attention differ by more than that in float32
+NOISE = {"gemma4_text": 3e-4, "gemma4_unified_text": 3e-4, "rembert": 5e-5}
+# architectures of which no tiny model is made here -> why
+UNBUILT = {
+    "blt": "its tables of hashes have fixed sizes of gigabytes", "git": "its text model is built with an image encoder",
+    "dbrx": "transformers cannot build it from a config", "gemma3n": "it needs timm",
+    "gemma4_assistant": "a drafter for speculative decoding", "gemma4_unified_assistant": "a drafter, too",
+    "musicgen": "a decoder of sounds", "musicgen_melody": "a decoder of sounds",
+    "qwen4_exp": "its default config cannot be built", "qwen4_exp_text": "its default config cannot be built",
+    "reformer": "transformers refuses its decoder", "zamba": "its default config cannot be built small",
+    "phi4_multimodal": "it is built with encoders of images and sounds",
+} | {name: "composite: its text model has a row of its own" for name in (
+    "dots3_note", "emu3", "fuyu", "gemma3", "gemma4", "gemma4_unified", "got_ocr2", "llama4", "mllama",
+    "moss_transcribe_diarize", "qwen3_5", "qwen3_5_moe")}
+COLUMNS = ("how", "log-probs", "generate", "train", "dp", "pp", "tp", "cp", "ep", "zero", "LoRA", "invariant", "megatron")
+YES, NO = "yes", "no"
+
+
+def architectures() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def staged(path: str) -> torch.Tensor:
+    """Log-probs of the responses of ROWS from two pipeline stages, one after the other in this process."""
+    model, layout, mesh = plan_model(path), layout_of(pp=2), Mesh("m0", ((0, 2),))
+    stages = []
+    for i in range(2):
+        alone, both = Axis((i,), 0, None), Axis((0, 1), i, None)
+        axes = Axes(dp=alone, tp=alone, pp=both, cp=alone, mesh=both, ep=alone, expert_dp=alone)
+        stages.append(TorchShard(model, layout, mesh, axes, torch.device("cpu"), True, False).stage)
+    inputs = pack_inputs((pack(ROWS),), torch.device("cpu"), Axis((0,), 0, None), stages[0].sequence_parallel)
+    hidden = None
+    for stage in stages:
+        hidden = stage.forward(inputs.tokens, inputs.attention.positions, inputs.attention, hidden)
+    (found,) = model_outputs(stages[1], hidden, inputs, ["logprobs"], 1.0)["logprobs"]
+    return found.detach()
+
+
+def measured(path: str, right: Expected, family: Family, limit: float) -> dict[str, str]:
+    found = {}
+    for _, what, error in check(0, path, [layout_of()], right):
+        name = {"load": "load", "logprobs": "log-probs", "generate": "generate", "train": "train"}[what]
+        wrong = error != 0 if what == "load" else not error < limit
+        found[name] = f"differs by {error:.0e}" if wrong else YES
+    if found.pop("load") != YES:
+        found["log-probs"] = "weights are not those of the directory"
+    found["dp"] = found["log-probs"]
+    found["pp"] = family.pp_problem
+    if not family.pp_problem:
+        error = float((staged(path) - right.logprobs).abs().max())
+        found["pp"] = YES if error < limit else f"differs by {error:.0e}"
+    return found
+
+
+def offered(family: Family) -> dict[str, str]:
+    """What follows from the description alone."""
+    whole = bool(family.recurrent or family.by_rows)
+    megatron = described("megatron")
+    problem = megatron.problem(family, layout_of()) if megatron is not None else "it is not installed"
+    return {"how": "rows" if family.by_rows else "states" if family.recurrent else "packed",
+            "tp": family.tp_problem or YES,
+            "cp": "it needs complete sequences" if whole else YES,
+            "ep": YES if family.experts else NO, "zero": YES, "LoRA": YES if family.linears else NO,
+            "invariant": family.invariant_problem or YES, "megatron": NO if problem else YES}
+
+
+def row(family: str) -> dict[str, str]:
+    """Column -> "yes", "no", or the reason why not; "why" alone where nothing runs."""
+    if family in UNBUILT:
+        return {"unbuilt": UNBUILT[family]}
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            path = make(Path(directory) / "m", family)
+        except Exception as error:
+            return {"unbuilt": refusal(error)}
+        try:
+            right = expected(path)
+        except Exception as error:
+            return {"unbuilt": f"transformers does not run it: {refusal(error)}"}
+        try:
+            found = describe(path, "causal_lm")
+            return offered(found) | measured(path, right, found, NOISE.get(family, LIMIT))
+        except Exception as error:
+            return {"why": refusal(error).replace(directory, "")}
+
+
+HEAD = """# Model families
+
+Every architecture that transformers {version} calls a causal language model, as `python -m tests.families.table
+docs/families.md` has found it. A tiny random model of each ran against plain transformers: weights after loading are
+bitwise those of the directory, log-probs and gradients are equal to 1e-5, generation agrees with log-probs, and two
+pipeline stages compute what one does. The columns tp to megatron are what the compiler offers.
+
+- **packed**: a batch is one packed row. **states**: so it is, and recurrent layers carry a state for each sequence,
+  which decoding keeps in its slots. **rows**: every sequence is a padded row of its own, and decoding runs sequences
+  from their beginning for each token: it is right for every causal model, and slow.
+- A word other than yes or no is the reason why something is refused, or how it differs.
+- invariant: whether `invariant=true` is possible. ep: whether there are experts in a form that `ep` divides.
+
+{counts}
+
+| family | {columns} |
+|---|{lines}|
+"""
+
+
+def page(rows: dict[str, dict[str, str]]) -> str:
+    import transformers
+
+    ran = {f: r for f, r in rows.items() if "unbuilt" not in r}
+    both = [f for f, r in ran.items() if all(r.get(c) == YES for c in ("log-probs", "train", "dp", "pp"))]
+    tp = [f for f, r in ran.items() if r.get("tp") == YES]
+    counts = (f"{len(rows)} of {len(architectures())} architectures; {len(ran)} are built here; of these {len(both)} "
+              f"({100 * len(both) // max(1, len(ran))} %) run with dp and pp, and {len(tp)} are offered with tp.")
+    text = HEAD.format(version=transformers.__version__, counts=counts, columns=" | ".join(COLUMNS),
+                       lines="|".join("---" for _ in COLUMNS))
+    for family, r in sorted(ran.items()):
+        cells = [r.get("why", "")] + [""] * (len(COLUMNS) - 1) if "why" in r else [r.get(c, "") for c in COLUMNS]
+        text += f"| {family} | " + " | ".join(c.replace("|", "/").replace("\n", " ") for c in cells) + " |\n"
+    text += "\nNot built here:\n\n" + "".join(f"- {f}: {r['unbuilt']}\n" for f, r in sorted(rows.items())
+                                              if "unbuilt" in r)
+    return text
+
+
+def main(path: str, names: Iterable[str]) -> None:
+    warnings.filterwarnings("ignore")
+    rows = {}
+    for family in list(names) or architectures():
+        rows[family] = row(family)
+        print(family, {k: v for k, v in rows[family].items() if v not in (YES, NO)}, flush=True)
+        Path(path).write_text(page(rows))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    main(sys.argv[1], sys.argv[2:])
