@@ -32,6 +32,9 @@ ASIDE = ("_name_or_path", "architectures", "dtype", "id2label", "initializer_ran
 PER_LAYER = "hidden_size_per_layer_input"  # width of the embeddings that each layer reads, in configs that have them
 # families whose plans do not fit their code -> why
 WITHOUT_TP = {"gemma3n_text": "its layers mix several streams of hidden states"}
+# families whose layers need more of the stages before them than hidden states -> what
+WITHOUT_PP = {"ctrl": "two stages compute other numbers than one", "zaya": "its layers pass on residuals, too",
+              "roformer": "its layers read positions that the first stage has"}
 # tensor-parallel plans of families whose configs have none, in the form of these
 PLANS = {"gpt_oss": {"embed_tokens": "embedding_rowwise", "layers.*.self_attn.q_proj": "colwise",
                      "layers.*.self_attn.k_proj": "colwise", "layers.*.self_attn.v_proj": "colwise",
@@ -219,6 +222,7 @@ def _specs(skeleton: Skeleton, config: Any, layers: int, kind: str, sizes: dict[
     if getattr(config.get_text_config(), PER_LAYER, None):  # every layer reads embeddings of its own, of all columns
         styles = {k: "" if "per_layer" in k else v for k, v in styles.items()}
         pp_problem = "its layers read embeddings of their own, which the first stage makes"
+    pp_problem = pp_problem or WITHOUT_PP.get(str(config.model_type), "")
     problems = [] if declared else ["its config has no tensor-parallel plan"]
     problems += [WITHOUT_TP[str(config.model_type)]] if str(config.model_type) in WITHOUT_TP else []
     specs, behind, counted, renamed = [], False, skeleton.experts, skeleton.transforms

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
@@ -152,8 +153,8 @@ def page(rows: dict[str, dict[str, str]]) -> str:
     for family, r in sorted(ran.items()):
         cells = [r.get("why", "")] + [""] * (len(COLUMNS) - 1) if "why" in r else [r.get(c, "") for c in COLUMNS]
         text += f"| {family} | " + " | ".join(c.replace("|", "/").replace("\n", " ") for c in cells) + " |\n"
-    text += "\nNot built here:\n\n" + "".join(f"- {f}: {r['unbuilt']}\n" for f, r in sorted(rows.items())
-                                              if "unbuilt" in r)
+    text += "\nNot built here:\n\n" + "".join(
+        f"- {f}: {textwrap.shorten(r['unbuilt'], 90)}\n" for f, r in sorted(rows.items()) if "unbuilt" in r)
     return text
 
 

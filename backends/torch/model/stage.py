@@ -382,11 +382,13 @@ class Stage(ActivationCheckpointing):
                     if model.invariant:
                         self.vocab_cuts = local_cuts(self.vocab_size, 1, tp.size, tp.index)
         elsewhere = (p.name for p in expand_specs((*model.params, *model.base), model.layers) if p.name not in local)
-        for name in elsewhere:  # zeros without memory: what comes before other stages' layers is computed in vain
+        # what comes before other stages' layers is computed in vain, with numbers that take no memory; NaN, so that it
+        # cannot pass unnoticed if a family's layers read them, too
+        for name in elsewhere:
             for module, attribute in aliases.get(name, ()):
                 tensor = getattr(module, attribute)
-                zeros = torch.zeros((), dtype=tensor.dtype, device=self.device).expand(tensor.shape)
-                setattr(module, attribute, nn.Parameter(zeros, requires_grad=False))
+                nothing = torch.full((), torch.nan, dtype=tensor.dtype, device=self.device).expand(tensor.shape)
+                setattr(module, attribute, nn.Parameter(nothing, requires_grad=False))
         if self.matmul_dtype == torch.bfloat16:
             for name, (parameter, _) in {**self.base_held, **self.unsharded_held}.items():
                 path, _, attribute = name.rpartition(".")
