@@ -17,6 +17,7 @@ from rldsl.models.families import Family
 from rldsl.placement.model import Call, Place, label
 from rldsl.placement.rules import option_span
 from rldsl.plan.backends import described
+from rldsl.plan.expr import Program
 from rldsl.sharding.gradient_leaves import LEAVES, PASS_TOKENS, TOKEN_GROUPS, divides
 from rldsl.sharding.sum_blocks import BLOCKS, undividable
 
@@ -114,11 +115,17 @@ def inexact_comparisons(graph: g.Graph) -> Iterator[Diagnostic]:
             if term.op == "input" and inputs[str(term.attr("name"))] in rounded:
                 by_place[i] = rounded[inputs[str(term.attr("name"))]]
             elif found and term.op in ("eq", "ne"):
-                yield _inexact(node, found[0])
+                if not _is_own_extreme(program, *term.args):
+                    yield _inexact(node, found[0])
             elif found and term.op not in CONDITIONS:
                 by_place[i] = found[0]
         rounded |= {value: by_place[place] for name, place in program.outputs if place in by_place
                     for output, value in node.outputs if output == name}
+
+
+def _is_own_extreme(program: Program, a: int, b: int) -> bool:
+    """Whether one side is the largest or smallest of the other side's numbers: then equal bits are meant."""
+    return any(program.nodes[x].op in ("amax", "amin") and y in program.nodes[x].args for x, y in ((a, b), (b, a)))
 
 
 def _inexact(node: g.Compute, call: Call) -> Diagnostic:

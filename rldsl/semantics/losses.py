@@ -84,12 +84,26 @@ def bind_loss(use: LossUse, head: Head, frames: tuple[IndexedFrame, ...], id_: s
     if isinstance(checked, Bad):
         return BAD
     outputs, needs = checked
+    if not _reduces_within(outputs, frames, errors):
+        return BAD
     if entries and not ids and not _within_tokens([t for _, t in outputs], exprs):
         return BAD
     made = program(id_, outputs, str(use.span))
     read = set(made.inputs())
     return BoundLoss(made, model_outputs, tuple((n, t) for n, t in args.items() if n in read),
                    tuple(UPDATES if n == STOP else n for n, _ in outputs[1:]), ids, needs.why, needs.prompts)
+
+
+def _reduces_within(outputs: list[tuple[str, Term]], frames: tuple[IndexedFrame, ...], errors: Errors) -> bool:
+    """Whether nothing is reduced to sequences that the prompts of a batch are made of; else RL0210."""
+    own = {f.row_space for f in frames}
+    for term in walk([t for _, t in outputs]):
+        if dict(term.attrs).get("to") == "seq" and term.space not in own:
+            errors.add("RL0210", "a reduction by prompt inside a loss, where the prompts are made of other sequences",
+                       term.span, "minibatches are not divided by these sequences",
+                       help="compute it in the flow and pass the result")
+            return False
+    return True
 
 
 def _entries_of_data(decl: ast.LossDecl, data: dict[str, Term], use: LossUse, exprs: ExpressionBuilder) -> str | Bad:

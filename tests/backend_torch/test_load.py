@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from rldsl.diag import Failure
 from rldsl.plan.model import Layout, Mesh
 from rldsl.runtime.backend import Axes, Axis
-from tests.backend_torch.shards import plan_model
+from tests.backend_torch.shards import make_shard, pack, plan_model
+from tests.generation.reference import whole_model
 from tests.tiny import make_model
 
 
@@ -124,12 +126,14 @@ def test_a_config_that_changed_since_compilation(directory):
     assert "changed" in diagnostic(model).title
 
 
-def test_a_family_that_changes_its_logits_is_refused(tmp_path):
-    found = diagnostic(plan_model(str(make_model(tmp_path / "m", family="granite", logits_scaling=4.0))))
-    assert found.code == "RL0725" and "granite" in found.title
-
-
-def test_an_output_bias_is_refused(tmp_path):
-    """Phi adds a bias to its logits; leaving it out would give other log-probs without a word."""
-    found = diagnostic(plan_model(str(make_model(tmp_path / "m", family="phi"))))
-    assert found.code == "RL0725" and "bias" in found.title
+@pytest.mark.parametrize(("family", "more"), [("granite", {"logits_scaling": 4.0}), ("phi", {})])
+def test_scaled_logits_and_those_with_a_bias(family: str, more: dict[str, float], tmp_path: Path) -> None:
+    """Granite divides its logits, Phi adds a bias to them; leaving it out would give other log-probs without a word."""
+    path = str(make_model(tmp_path / "m", family=family, **more))
+    rows = [([3, 4, 5], [6, 7]), ([9], [8, 3, 4])]
+    found = make_shard(plan_model(path), 0).infer([pack(rows)], "logprobs", 1.0)
+    right = []
+    for prompt, response in rows:
+        logits = whole_model(path)(torch.tensor([[*prompt, *response]])).logits[0].log_softmax(-1)
+        right += [logits[len(prompt) - 1 + i, token] for i, token in enumerate(response)]
+    assert torch.allclose(found, torch.stack(right), atol=1e-5)

@@ -25,13 +25,13 @@ BODY = """
   v      = mean(spread(more) by prompt)
   scored = gen with value=v + 0.01 * uniform(v)
   rival  = others(scored)
-  rank   = sum(rival.value > scored.value by prompt)
+  beaten = sum(rival.value > scored.value by prompt)
   duel   = pair(pick(scored, scored.value), pick(scored, -scored.value))
   best   = lowest(best, mean(v))
-  actor.train(more, loss=pg(adv=rank, weight=1.0), minibatches=2)
+  actor.train(more, loss=pg(adv=beaten, weight=1.0), minibatches=2)
   actor.train(duel.chosen, duel.rejected, loss=margin())
   metric best  = best
-  metric rank  = mean(rank * v)
+  metric rank  = mean(beaten * v)
   metric gap   = mean(duel.chosen.value - duel.rejected.value)
 """
 TOP = """

@@ -13,8 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from rldsl.backends.torch.model import collectives, zero
-from rldsl.backends.torch.train import complete_tensors
+from rldsl.runtime import collectives
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -89,9 +88,7 @@ def late_communication() -> Iterator[dict[str, int]]:
         return call
 
     gather, scatter = collective(collectives.ALL_GATHER), collective(collectives.REDUCE_SCATTER)
-    with (mock.patch.object(dist, "batch_isend_irecv", batch),
-          mock.patch.object(zero, "ALL_GATHER", gather), mock.patch.object(zero, "REDUCE_SCATTER", scatter),
-          mock.patch.object(collectives, "ALL_GATHER", gather),
+    with (mock.patch.object(dist, "batch_isend_irecv", batch), mock.patch.object(collectives, "ALL_GATHER", gather),
           mock.patch.object(collectives, "REDUCE_SCATTER", scatter),
-          mock.patch.object(complete_tensors, "ALL_GATHER", gather)):
+          mock.patch.object(dist, "all_to_all_single", collective(dist.all_to_all_single))):
         yield counts

@@ -81,11 +81,11 @@ def test_torch_s_varlen_attention_of_both_versions(stand_in: Any, groups: int, w
     """Grouped queries are said where torch knows them, and keys are repeated where it does not; windows are said."""
     from torch.nn.attention import varlen
 
-    from rldsl.backends.torch.model.attention import VarlenAttention
+    from rldsl.backends.torch.model.attention import Scores, VarlenAttention
 
     lengths = torch.tensor(LENGTHS)
     q, k, v = torch.randn(4, sum(LENGTHS), 8), *torch.randn(2, groups, sum(LENGTHS), 8)
-    expected = VarlenAttention(lengths).attend(0, q, k, v, 0.3, window)
+    expected = VarlenAttention(lengths).attend(0, q, k, v, Scores(0.3, window))
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     monkeypatch.setattr(attention_kernels, "flash_attn", lambda: Package("flash-attn"))
     cu = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

@@ -103,12 +103,12 @@ COLLECTED = """
     r      = parity(tries)
     scored = tries with reward=r + 0.1 * spread(tries)
     rival  = others(scored)
-    rank   = sum(rival.reward > scored.reward by prompt)
+    beaten = sum(rival.reward > scored.reward by prompt)
     duel   = pair(pick(scored, scored.reward), pick(scored, -scored.reward))
     clear  = duel where duel.chosen.reward > 0.5
   } until count(clear) >= 5 max 3
   metric clear  = count(clear)
-  metric rank   = mean(rank)
+  metric rank   = mean(beaten)
   metric rivals = count(rival) / count(tries)
   metric reward = mean(clear.chosen.reward) - mean(clear.rejected.reward)
   final = pick(tries, r)

@@ -13,7 +13,7 @@ from rldsl.verify import verify
 from tests.docs.pages import ROOT, programs
 from tests.end_to_end.programs import run_program
 from tests.library.test_algorithms_page import EXPORTS, PAGE
-from tests.tiny import make_model, make_pairs, make_sums, write_jsonl
+from tests.tiny import CHAT_TEMPLATE, make_model, make_pairs, make_sums, write_jsonl
 
 FOLDER = ROOT / "docs/coming-from"
 PROGRAMS = [p for page in sorted(FOLDER.glob("*.md")) for p in programs(page.name, page.read_text())]
@@ -25,6 +25,26 @@ LINKED = [(page, call) for page, cell in RIGHT
 SETS = {"batch": 4, "steps": 2, "gpus": 1, "parts": 2}
 
 
+ENVIRONMENT = '''
+class Calculator:
+    def reset(self, **row) -> None:
+        self.results = []
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: one number
+            b: the other one
+        """
+        self.results.append(a + b)
+        return a + b
+
+    def get_reward(self) -> float:
+        return float(len(self.results))
+'''
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the programs name."""
@@ -33,6 +53,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(root / "models/rm", head="reward")
     write_jsonl(root / "data/prompts.jsonl", make_sums(32))
     write_jsonl(root / "data/pairs.jsonl", make_pairs(32))
+    make_model(root / "models/chat", chat=CHAT_TEMPLATE)
+    (root / "envs.py").write_text(ENVIRONMENT)
     (root / "rewards.py").write_text(
         "def exact_match(rows):\n    return [float(r['completion'].strip() == str(r['answer'])) for r in rows]\n")
     return root

@@ -98,7 +98,7 @@ def test_it_is_the_order_of_the_backend(pp: int, count: int, vpp: int, monkeypat
         chunks = [SimpleNamespace(last=c * pp + s == pp * vpp - 1) for c in range(vpp)]
         stage: Any = SimpleNamespace(forward=forward, zero=None, chunks=chunks)
         axis: Any = SimpleNamespace(size=pp, index=s)
-        pipeline.pipeline_forward_backward(stage, axis, [batch] * count, lambda i, out: out.sum())
+        pipeline.pipeline_forward_backward(stage, axis, [batch] * count, lambda i, out: out.sum(), lambda: None)
         fake: Any = FakeStage(s, pp)
         assert told(pipeline_ops(fake, count, [(1.0 + c, -1.0 - c) for c in range(vpp)], 0.5), s) == P2PCommunicator.log
 

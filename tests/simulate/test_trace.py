@@ -34,6 +34,7 @@ flow grpo(steps=2, seed=1) {
 SPAN = {"name": str, "cat": str, "ph": str, "pid": int, "tid": int, "ts": (int, float), "dur": (int, float),
         "args": dict}
 ARGS = {"event": int, "at": str, "line": str, "step": int, "because": str, "busy": (int, float)}
+RECORDED = {"waited": (int, float)}  # what only a run knows
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,8 @@ def check(trace: dict, per_node: int) -> None:
     by: dict[int, list[dict]] = defaultdict(list)
     for span in spans(trace):
         assert set(span) == set(SPAN) and all(isinstance(span[k], t) for k, t in SPAN.items())
-        assert set(span["args"]) == set(ARGS) and all(isinstance(span["args"][k], t) for k, t in ARGS.items())
+        args = ARGS | (RECORDED if trace["otherData"]["what"] == "recorded" else {})
+        assert set(span["args"]) == set(args) and all(isinstance(span["args"][k], t) for k, t in args.items())
         assert span["dur"] >= 0 and span["ts"] >= 0
         assert span["pid"] == span["tid"] // per_node
         assert ("process_name", span["pid"], 0) in labels and ("thread_name", span["pid"], span["tid"]) in labels

@@ -10,7 +10,6 @@ import pytest
 from rldsl import api
 from rldsl.diag import Diagnostic, Failure
 from rldsl.graph.build import build
-from rldsl.graph.model import Train
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
 from tests.texts.programs import folder, text
@@ -108,13 +107,22 @@ def test_what_may_not_be_done_with_text(body: str, code: str, underlined: str) -
     assert found.code == code and found.span is not None and found.span.text == underlined
 
 
-def test_a_loss_reduces_up_to_the_responses_that_were_judged() -> None:
-    body = "  v = judge.generate(ask(gen), n=2)\n  actor.train(v, loss=good())"
+def test_a_reduction_by_prompt_stays_out_of_losses() -> None:
+    """The prompts of `v` are made of rows of `gen`, by which minibatches of `v` are not divided."""
+    body = "  v = judge.generate(ask(gen), n=2)\n  judge3 = mean(f(v) by prompt)\n  actor.train(v, loss=bad())"
     program = PROGRAM.format(body=body, returns="prompts(max_tokens=64)").replace(
-        "loss nll", "loss good(logprobs: token;) { return -mean(mean(logprobs by prompt)) }\nloss nll")
-    graph = build(parse(SourceFile("main.rlf", program)), {}, read=lambda path: SOURCE)
-    [train] = [n for n in graph.items if isinstance(n, Train)]
-    assert train.whole_prompts and "by prompt" in train.first_pass
+        "loss nll", "loss bad(logprobs: token;) { return -mean(mean(logprobs by prompt)) }\nloss nll")
+    with pytest.raises(Failure) as raised:
+        build(parse(SourceFile("main.rlf", program)), {}, read=lambda path: SOURCE)
+    assert [d.code for d in raised.value.diagnostics] == ["RL0210"]
+
+
+# ------------------------------------------------------------------------------------------------- tokenizers
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder(tmp_path_factory.mktemp("tokenizers"))
 
 
 def compiled(base: Path, body: str) -> str:
