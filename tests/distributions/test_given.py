@@ -49,4 +49,4 @@ def test_a_whole_distribution_is_all_entries(alone: Metrics) -> None:
 def test_a_placement_changes_no_number(sets: dict[str, str], alone: Metrics, place: str, tmp_path: Path) -> None:
     there = run_program(PROGRAM, sets, tmp_path, PLACES[place])
     for a, b in zip(alone, there, strict=True):
-        assert a == pytest.approx(b, rel=1e-3, abs=2e-6)  # Adam amplifies rounding
+        assert a == pytest.approx(b, rel=2e-4, abs=2e-6)
