@@ -54,7 +54,8 @@ def count(rank: int, path: str, rounds: int) -> dict[bool, Counter[str]]:
             for delays, slots, waiting in OTHERS:
                 other = conversations(shard, Rows(tokenizer, 10 * number + delays), number, slots, waiting)
                 for mine, theirs in zip(first, other, strict=True):
-                    same = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), min(len(mine), len(theirs)))
+                    same = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b),
+                                min(len(mine), len(theirs)))
                     differs = mine != theirs
                     found[invariant] += Counter(draws=sum(own for _, own in mine[:same]) + differs, moved=differs,
                                                 conversations=1)

@@ -7,9 +7,10 @@ student and teacher (`backends/torch/model/over_vocabulary.py`). Theirs: as trai
 logits of both models for all tokens, `log_softmax`, and `kl_div` of the complete tables, twice with a mixture for the
 generalized Jensen-Shannon divergence. memory: the most bytes that exist at once beyond what goes in and what comes out
 (gradients of the student's hidden states and weight), every storage that torch makes counted while it lives, over one
-table of all tokens in float32 (gate 0.05). time: CPU seconds of ours over theirs, least of some turns, taken alternately
-(no gate; the logits of both models are made twice, so there are 6 products for 4 of theirs, a ratio of 1.5 where
-products decide). Values and gradients are compared, too. """
+table of all tokens in float32 (gate 0.05). time: CPU seconds of ours over theirs, the least of two turns each, taken
+alternately (no gate; the logits of both models are made twice, so there are 6 products for 4 of theirs, a ratio of 1.5
+where products decide). Values and gradients are compared, too.
+"""
 
 from __future__ import annotations
 
@@ -123,8 +124,8 @@ def main(arguments: list[str]) -> int:
     """The number of gates that are missed."""
     torch.set_num_threads(1)
     missed = 0
-    print(f"{'tokens':>8}{'words':>8}  {'divergence':<12}{'MiB':>8}{'/ table':>9}{'theirs':>8}{'time':>7}{'differ':>10}",
-          flush=True)
+    print(f"{'tokens':>8}{'words':>8}  {'divergence':<12}{'MiB':>8}{'/ table':>9}{'theirs':>8}{'time':>7}"
+          f"{'differ':>10}", flush=True)
     for case in CASES + (LARGE if "--large" in arguments else ()):
         x, table = given(*case), 4 * case[0] * case[1]
         for beta, name in BETAS.items():

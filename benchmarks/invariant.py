@@ -5,8 +5,7 @@
 A dense model at the shapes of the other benchmarks (hidden size 512 by default) decodes, and is trained on what it
 decoded, once plain, once with `invariant=true` and once with `invariant=training`, round by round on one core. The
 price is the median over the rounds of the ratio to the plain time in the same round. Also: the bytes that a sum over
-tp in one order moves, over those of a ring all-reduce. Goals: at most 1.5 for decoding with `true` and for training with
-`training`, at most 2 for bytes.
+tp in one order moves, over those of a ring all-reduce. Goals: at most 1.5 for each price, at most 2 for bytes.
 """
 
 from __future__ import annotations

@@ -6,11 +6,12 @@ Each case is a whole run of a random model on two ranks, with and without the la
 (`--trace`). The reward is a Python function that takes a second for each step. One side of a step is training, the
 other one generation and reward. Printed, between the first training and the last but one:
 
-- hidden: how much of the shorter side lies beside work of the other one, from the timeline, without the lag and with it;
+- hidden: how much of the shorter side is done while the other one works, from the timeline, without the lag and with
+  it;
 - idle: the share of the time in which neither works: weights and rows are sent, or a rank waits;
 - step: its time without the lag and with it, as medians, and what the lag saves of the shorter side. Where two busy
-  ranks slow each other down, since they share caches, memory or cores, it saves less than it hides: next to it stands
-  how much longer a training takes with the lag.
+  ranks slow each other down, since they share caches, memory or cores, it saves less than it hides; so the last number
+  is how much longer a training takes with the lag.
 
 Cases: either side is the longer one, and rank 0 generates or trains. Gate: 0.9 hidden in every case with the lag, and
 less than 0.1 without, since there the sides follow each other.
@@ -79,7 +80,7 @@ class Measured:
 
     training: float  # seconds of a step, median
     step: float  # seconds from the end of its training to that of the next, median
-    hidden: float  # share of the shorter side that lies beside work of the other one
+    hidden: float  # share of the shorter side that is done while the other one works
     idle: float  # share of the time in which no rank works
 
 
@@ -98,8 +99,8 @@ def run(folder: Path, case: Case, steps: int, lag: int) -> Measured:
             sys.exit(done.stderr[-3000:])
 
     call("-c", "from rldsl.rlc import main; main()", "compile", "p.rlf", "-o", "p.plan")
-    call("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "rldsl.run", "p.plan", "--out", "out", "--overwrite",
-         "--trace", "trace.json")
+    call("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "rldsl.run", "p.plan", "--out", "out",
+         "--overwrite", "--trace", "trace.json")
     return measured(json.loads((folder / "trace.json").read_text())["traceEvents"], steps)
 
 
@@ -111,7 +112,8 @@ def measured(events: list[dict], steps: int) -> Measured:
         sys.exit(f"{len(spans)} of {steps} steps were recorded")
     ends = [e["ts"] + e["dur"] for e in spans]
     others = [e for e in done if e["cat"] == "generate" or e["name"] == "compute r"]
-    sides = [Times.of((e["ts"] + 1e6 * e["args"]["waited"], e["ts"] + e["dur"]) for e in side).within(ends[0], ends[-2]) for side in (spans, others)]
+    sides = [Times.of((e["ts"] + 1e6 * e["args"]["waited"], e["ts"] + e["dur"]) for e in side).within(ends[0], ends[-2])
+             for side in (spans, others)]
     either = Times.of(sides[0].spans + sides[1].spans).length
     both = sides[0].length + sides[1].length - either
     return Measured(statistics.median(e["dur"] for e in spans[1:-1]) / 1e6,

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+from demo import rlc
 from tiny import make_model, write_jsonl
 from vault import LOCKS, Vault
 
 ROOT = Path("runs/vault")
-PROGRAMS = Path(__file__).parent
 HELD_OUT = 300
 # a chat template of few tokens: with `tiny.CHAT_TEMPLATE` a random model would first have to find the digits
 TEMPLATE = """{% for m in messages %}{% if m.role == 'user' %}?{{ m.content }}={% else %}{{ m.content }}<eos>{% endif %}
@@ -57,17 +56,6 @@ def prepare() -> None:
     make_model(ROOT / "base", characters="0123456789?=", scale=0.0, chat=TEMPLATE, hidden_size=64,
                intermediate_size=128, num_hidden_layers=2, head_dim=16, tie_word_embeddings=True,
                max_position_embeddings=128)
-
-
-def rlc(program: str, out: Path, **sets: object) -> None:
-    """Compile and run one program; exit if it fails."""
-    options = [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
-    print(f"\n$ rlc run {PROGRAMS.name}/{program} {' '.join(options)} --out {out}", flush=True)
-    command = [sys.executable, "-m", "rldsl.cli", "run", str(PROGRAMS / program), *options, "--out", str(out),
-               "--overwrite"]
-    code = subprocess.run(command).returncode
-    if code:
-        sys.exit(code)
 
 
 def opened(model: str, turns: int = 3) -> float:

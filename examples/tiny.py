@@ -53,8 +53,8 @@ def make_model(directory: str | Path, family: str = "qwen3", head: str = "causal
                characters: str = CHARACTERS, scale: float = 0.15, chat: str = "", **overrides: Any) -> Path:
     """Write a random model of `family` ("qwen3", "llama", "gpt2", ...) with its tokenizer; returns the directory.
 
-    chat: see `make_tokenizer`. scale: standard deviation of the matrices (0: the family's own initialization). HF's 0.02 leaves a tiny model's
-    outputs nearly uniform; a wider one makes differences visible."""
+    chat: see `make_tokenizer`. scale: standard deviation of the matrices (0: the family's own initialization). HF's
+    0.02 leaves a tiny model's outputs nearly uniform; a wider one makes differences visible."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 

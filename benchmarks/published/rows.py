@@ -110,15 +110,15 @@ VERL = tuple(Row(name, "verl1", "qwen2.5-math-7b", "h20", 16, 4, 512, n, most, 0
     ("verl-megatron", 16, 8192, 699, 0, {"generate": 207, "logprobs": 119, "train": 344}, ""),
     ("verl-megatron-off", 12, 8192, 566, 1, {"generate": 501, "logprobs": 120, "train": 347}, "verl-megatron")))
 
-# Published, and not simulated: the models are refused by the compiler (RL0303: latent attention, Mamba layers), or what
-# was run is not published.
+# Published, and not simulated: the cost model has no terms for latent attention, Mamba layers and linear attention, or
+# what was run is not published.
 LEFT_OUT = {
-    "DeepSeek-V3, 256 and 512 H100, 128 and 256 GB200 [nemo6]": "latent attention: RL0303",
-    "DeepSeek-V3, 96 H20 [verl, docs/perf/dpsk.md]": "latent attention: RL0303",
-    "Nemotron-3-Nano-30B-A3B, 128 H100 [nemo6]": "Mamba layers: RL0303; the time of its environments is not published",
+    "DeepSeek-V3, 256 and 512 H100, 128 and 256 GB200 [nemo6]": "latent attention",
+    "DeepSeek-V3, 96 H20 [verl, docs/perf/dpsk.md]": "latent attention",
+    "Nemotron-3-Nano-30B-A3B, 128 H100 [nemo6]": "Mamba layers; the time of its environments is not published",
     "Qwen3-30B-A3B 8-step off, 192 H100 [nemo6]": "the split of the devices between generation and training is in a "
                                                   "recipe with a global batch that differs from the table",
     "FP8 rows [nemo5, nemo6]": "our models are float32 or bfloat16",
     "fully_async [verl2]": "partial rollouts and a queue: not a plan; the mean length is not published",
-    "Qwen3.5-35B-A3B, 4 nodes [verl, v1_async_trainer.md]": "linear attention: RL0303; the device is not published",
+    "Qwen3.5-35B-A3B, 4 nodes [verl, v1_async_trainer.md]": "linear attention; the device is not published",
 }

@@ -169,7 +169,7 @@ class _Sentences:
         turn, *inner = at.turns
         ahead = max(event.ahead, 0)
         step = f"of step {turn + ahead}" if turn + ahead > 0 else "before step 1"
-        early = f" (ahead, beside step {turn})" if ahead and turn > 0 else " (ahead)" if ahead else ""
+        early = f" (ahead, during step {turn})" if ahead and turn > 0 else " (ahead)" if ahead else ""
         return step + (f", iteration {'.'.join(map(str, inner))}" if inner else "") + early
 
 

@@ -1,4 +1,4 @@
-"""How long the conversations of a shard take: decoding goes on while some of them wait for their environments.
+"""How long the conversations of a shard take: decoding continues while some of them wait for their environments.
 
 In: how many conversations and slots, turns and latencies as distributions, and what passes cost. Out: seconds, and how
 many of them the shard computes. It follows `backends/torch/generate/conversations.py`: a slot waits while its

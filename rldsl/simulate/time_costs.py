@@ -116,6 +116,14 @@ class Stage:
         """Seconds of all collectives of a forward pass without outputs. tokens: of this rank."""
         return self.tensor_parallel(tokens, 0, layers) + self.expert_parallel(tokens, layers)
 
+    def logits_gather(self, rows: float) -> float:
+        """Seconds in which the ranks of a tp group gather the float32 logits of `rows` tokens, on the last stage."""
+        s = self.shard
+        if not s.last or s.tp == 1:
+            return 0.0
+        moved = rows * 4 * s.head / max(s.model.sizes.hidden, 1)
+        return self.machine.all_gather(moved, s.tp, self.groups.crosses["tp"])
+
     def message(self, found: Message, receiver: int, moved: float) -> tuple[Op, Hashable]:
         """The op that posts a message of a minibatch, and its key. receiver: the rank along pp that it is for."""
         pair = tuple(sorted((self.pipeline[self.groups.stage], self.pipeline[found.peer])))
@@ -204,12 +212,8 @@ def _decode_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
         new = d.prefilled * row.prompt
         seconds = (machine.forward(held, first) + machine.decode(held, rest)
                    + machine.start(held, d.shapes)
-                   + d.waves * (at.tensor_parallel(new, 0, held.layers) + at.expert_parallel(new, held.layers))
-                   + d.steps * (at.tensor_parallel(d.active, 0, held.layers)
-                                + at.expert_parallel(d.active, held.layers)))
-        if held.last and held.tp > 1:
-            seconds += (d.steps + d.waves) * machine.all_gather(d.active * 4 * held.head / max(
-                held.model.sizes.hidden, 1), held.tp, stage.groups.crosses["tp"])
+                   + d.waves * at.links(new, held.layers) + d.steps * at.links(d.active, held.layers)
+                   + (d.steps + d.waves) * at.logits_gather(d.active))
         longest = max(longest, seconds)
         own = seconds if s == stage.groups.stage else own
     total = longest
@@ -236,9 +240,7 @@ def _talk_time(world: World, event: Generate, stage: Stage, rows: int, row: Row)
 
     def at(one: Stage, tokens: float, outputs: float) -> float:
         """Collectives of a pass."""
-        return one.tensor_parallel(tokens, 0, one.shard.layers) + one.expert_parallel(tokens, one.shard.layers) + (
-            machine.all_gather(outputs * 4 * one.shard.head / max(one.shard.model.sizes.hidden, 1), one.shard.tp,
-                               one.groups.crosses["tp"]) if one.shard.last and one.shard.tp > 1 else 0.0)
+        return one.links(tokens, one.shard.layers) + one.logits_gather(outputs)
 
     def decode(active: float) -> float:
         each = active / layout.pp
@@ -279,10 +281,7 @@ def _served_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
         for x in held:
             s = x.shard
             one = WorkCounts(1, s.layers, s.layers * count, s.layers * cached, count * s.last)
-            seconds += machine.decode(s, one, captured=True) + x.links(count, s.layers)
-            if s.last and s.tp > 1:
-                seconds += machine.all_gather(count * 4 * s.head / max(s.model.sizes.hidden, 1), s.tp,
-                                              x.groups.crosses["tp"])
+            seconds += machine.decode(s, one, captured=True) + x.links(count, s.layers) + x.logits_gather(count)
         return seconds + (layout.pp - 1) * machine.message(stage.hidden_bytes(count), stage.groups.crosses["pp"])
 
     def prefill(tokens: float) -> float:

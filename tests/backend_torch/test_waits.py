@@ -7,9 +7,11 @@ the host wait for all that was issued before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -43,11 +45,11 @@ class Asked(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _trained(rank: int, path: str, parts: int) -> list[dict[str, int]]:
-    """What is asked from the first forward pass to the optimizer's step, of one micro-batch and of several."""
+@contextmanager
+def passes_recorded() -> Iterator[list[dict[str, int]]]:
+    """What each run of a minibatch's passes asks for, in a list that grows."""
     from rldsl.backends.torch import shard as module
 
-    shard = make_shard(plan_model(path, optimizer=Optimizer(lr=1e-3)), rank)
     plain, found = module.pipeline_forward_backward, []
 
     def counted(*args: Any) -> None:
@@ -55,13 +57,17 @@ def _trained(rank: int, path: str, parts: int) -> list[dict[str, int]]:
             plain(*args)
         found.append(dict(asked.found))
 
-    module.pipeline_forward_backward = counted
-    try:
+    with mock.patch.object(module, "pipeline_forward_backward", counted):
+        yield found
+
+
+def _trained(rank: int, path: str, parts: int) -> list[dict[str, int]]:
+    """What is asked from the first forward pass to the optimizer's step, of one micro-batch and of several."""
+    shard = make_shard(plan_model(path, optimizer=Optimizer(lr=1e-3)), rank)
+    with passes_recorded() as found:
         for count in (1, parts):
             batches = [(pack(ROWS[i::count]),) for i in range(count)]
             shard.train(batches, [["logprobs"]], 1.0, lambda i, fresh: fresh[0]["logprobs"].sum())
-    finally:
-        module.pipeline_forward_backward = plain
     return found
 
 
@@ -107,21 +113,10 @@ def test_what_asks_is_seen() -> None:
 
 def _whole_event(rank: int, data: bytes, folder: str, cwd: str) -> list[dict[str, int]]:
     """What is asked between the first forward pass of a minibatch and the last backward pass, in a run."""
-    from rldsl.backends.torch import shard as module
     from tests.end_to_end.programs import _rank
 
-    plain, found = module.pipeline_forward_backward, []
-
-    def counted(*args: Any) -> None:
-        with Asked() as asked:
-            plain(*args)
-        found.append(dict(asked.found))
-
-    module.pipeline_forward_backward = counted
-    try:
+    with passes_recorded() as found:
         _rank(rank, data, f"{folder}/run/out", cwd, None, Path(folder) / "responses")
-    finally:
-        module.pipeline_forward_backward = plain
     return found
 
 

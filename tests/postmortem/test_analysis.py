@@ -339,7 +339,7 @@ def test_a_step_that_runs_ahead_is_named() -> None:
     def says(event: int, turn: int) -> str:
         return report(late, analyse(late, rank_traces(8, {0: dump(0, at(event, turn))}, {})))
 
-    assert "p.rlf:6:3) of step 3 (ahead, beside step 2)" in says(GENERATE, 2)
+    assert "p.rlf:6:3) of step 3 (ahead, during step 2)" in says(GENERATE, 2)
     assert "p.rlf:6:3) of step 1 (ahead)" in says(GENERATE, 0)
     assert "p.rlf:8:3) of step 2," in says(TRAIN, 2)
     assert "p.rlf:7:3) before step 1" in says(REALLOC, 0)

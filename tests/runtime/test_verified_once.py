@@ -1,4 +1,4 @@
-"""A plan is verified by the first rank of each machine; where it is wrong, no rank goes on."""
+"""A plan is verified by the first rank of each machine; where it is wrong, no rank continues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def began(rank: int, data: bytes, out: str, local_ranks: tuple[int, ...]) -> tup
     except Failure as failure:
         return len(asked), [d.code for d in failure.diagnostics]
     except StopIteration:
-        return len(asked), ["goes on"]
+        return len(asked), ["continued"]
     return len(asked), []
 
 
@@ -43,7 +43,7 @@ def _stop(*_: object) -> None:
 @pytest.mark.parametrize("local_ranks", [(0, 1, 2, 3), (0, 1, 0, 1)])
 def test_by_one_rank_of_each_machine(local_ranks: tuple[int, ...], tmp_path: Path) -> None:
     found = run_world(4, began, encode(grpo()), str(tmp_path), local_ranks)
-    assert found == [(int(local == 0), ["goes on"]) for local in local_ranks]
+    assert found == [(int(local == 0), ["continued"]) for local in local_ranks]
 
 
 def test_no_rank_goes_on_with_a_plan_that_is_refused(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ from rldsl.runtime.store import RaggedRows
 from rldsl.sharding.gradient_leaves import passes_of_rank
 from rldsl.sharding.partition import Rows, micro_batches, num_micro_batches
 
+AnyLoss = MinibatchLoss | WholeMinibatchLoss
+
 
 def train(models: ModelStore, step: StepState, event: Train) -> None:
     """minibatches * epochs optimizer steps; metrics are exact over each minibatch and averaged over minibatches. A
@@ -121,9 +123,6 @@ def _learning_rate(step: StepState, event: Train) -> float | None:
                    help="a learning rate must be a finite number of at least 0: bound what `lr=` computes, for example "
                         "with `max(0, ...)`")
     return rate
-
-
-AnyLoss = MinibatchLoss | WholeMinibatchLoss
 
 
 class _TrainCall:
