@@ -26,6 +26,11 @@ def with_hidden_sizes(graph: g.Graph, families: Mapping[str, Family]) -> g.Graph
     for node in g.nodes(graph.items):
         if isinstance(node, g.Infer) and node.output_name == DISTRIBUTION:
             made[node.value] = node.model
+            if _has_biased_head(families[node.model]):
+                raise Failure([Diagnostic(
+                    "RL0349", f"the whole distributions of `{node.model}` cannot be compared", node.span,
+                    "its output embedding has a bias, which its hidden states do not show",
+                    help=f"compare its most likely tokens: `t = {node.model}.top(..., k=64)`, then `t.logprobs`")])
         elif isinstance(node, g.Derive):
             made |= {new: made[old] for old, new in node.values if old in made}
         elif isinstance(node, g.Train):
@@ -41,6 +46,11 @@ def with_hidden_sizes(graph: g.Graph, families: Mapping[str, Family]) -> g.Graph
                                              "`t.logprobs`")])
     return replace(graph, values=tuple(
         replace(v, width=families[made[v.id]].hidden) if v.id in made else v for v in graph.values))
+
+
+def _has_biased_head(family: Family) -> bool:
+    """Whether the output embedding adds a number to each logit, as Phi's does."""
+    return any(p.stage == "last" and p.shape == (family.vocab,) for p in family.params)
 
 
 def check_heads(graph: g.Graph, places: Mapping[str, Place]) -> None:

@@ -104,6 +104,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("plans")
     make_model(root / "m")
     make_model(root / "wide", vocab_size=64)
+    make_model(root / "biased", family="phi")
     make_model(root / "rm", head="reward_model")
     write_jsonl(root / "d.jsonl", [{"prompt": "1+1="}] * 8)
     return root
@@ -136,6 +137,23 @@ def test_a_teacher_of_other_tokens_or_one_that_changes(folder: Path, monkeypatch
         with pytest.raises(Failure) as caught:
             api.compile(str(folder / "main.rlf"))
         assert [d.code for d in caught.value.diagnostics] == ["RL0349"]
+
+
+def test_a_teacher_whose_output_embedding_has_a_bias(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hidden states alone do not say what its distributions are; its most likely tokens do."""
+    monkeypatch.chdir(folder)
+    for body, codes in (("  w = teacher.distribution(gen)\n  student.train(gen, loss=gkd(teacher=w))", ["RL0349"]),
+                        ("  w = teacher.top(gen, k=4)\n  student.train(gen, loss=gkd(teacher=w.logprobs))", [])):
+        (folder / "main.rlf").write_text(PROGRAM.format(body=body, k=4, teacher="biased"))
+        assert _codes(folder) == codes
+
+
+def _codes(folder: Path) -> list[str]:
+    try:
+        api.compile(str(folder / "main.rlf"))
+    except Failure as failure:
+        return [d.code for d in failure.diagnostics]
+    return []
 
 
 def test_the_verifier_knows_whole_distributions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
