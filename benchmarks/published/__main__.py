@@ -36,6 +36,7 @@ def line(p: Prediction) -> str:
 
 
 def within(p: Prediction) -> bool:
+    """Whether a step is within its gate."""
     return abs(p.ratio - 1) <= (MOE if p.row.moe else DENSE)
 
 

@@ -4,7 +4,7 @@ A row is a program with its settings, a placement file (`places/NAME.place.rlf`)
 [nemo5] github.com/NVIDIA-NeMo/RL, tag v0.5.0, docs/about/performance-summary.md; recipes of that tag in
         examples/configs/recipes/llm/performance.
 [nemo6] the same, tag v0.7.0 of the page, section "NeMo RL v0.6"; recipes of tag v0.6.0.
-[verl1] github.com/verl-project/verl, 1dda039b, docs/advance/one_step_off.md; scripts beside it.
+[verl1] github.com/verl-project/verl, 1dda039b, docs/advance/one_step_off.md; scripts next to it.
 [verl2] the same, docs/advance/fully_async.md.
 """
 

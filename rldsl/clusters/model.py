@@ -180,11 +180,13 @@ FIELDS: dict[str, Field] = {
     "cache_gb": Field("float", "memory per device for the weights and the KV cache of a serving engine; 0: the plan's "
                       "own engine generates"),
     "decode_us": Field("float", "host time of a serving engine per decoding step, in microseconds"),
-    "decode_row_us": Field("float", "the same per sequence and step, in microseconds"),
+    "decode_row_us": Field("float", "host time of a serving engine per sequence and decoding step, in "
+                           "microseconds"),
     "decode_reduce_us": Field("float", "latency of an all-reduce of a serving engine inside a machine, in "
                               "microseconds; 0: as of any collective"),
     "sync_s": Field("float", "time to give a serving engine new weights and wake it up, in seconds"),
-    "sync_gb_s": Field("float", "rate at which it gets the bytes of all weights, 10^9 bytes per second; 0: no limit"),
+    "sync_gb_s": Field("float", "rate at which a serving engine gets the bytes of all weights, 10^9 bytes per second; "
+                       "0: no limit"),
     "call_s": Field("float", "time around each call of a model in which a driver prepares and moves data, in seconds"),
     "matmul_efficiency": Field("float", "fraction of the stated rate that matrix products reach", 0, 1, True),
     "attention_efficiency": Field("float", "fraction of the stated rate that attention reaches", 0, 1, True),

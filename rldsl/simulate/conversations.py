@@ -19,12 +19,12 @@ from math import ceil, inf
 from rldsl.clusters.model import Distribution
 from rldsl.plan.payloads import Waiting
 
-GOLDEN = 0.6180339887498949
-MOST_TURNS = 20_000  # that are followed one by one; of more, several conversations that are alike count as one
+GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2
+MOST_TURNS = 20_000  # that are followed one by one; of more, several equal conversations count as one
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
+class ShardConversations:
     """The conversations of a shard."""
 
     count: int  # how many there are
@@ -32,8 +32,8 @@ class Talk:
     live: int  # most that are alive at once
     waiting: Waiting  # what a slot does while its environment works
     most_turns: int  # of a conversation
-    context: float  # tokens of the environment in a whole conversation, on average
-    said: float  # tokens of the model in a whole conversation, on average
+    context_tokens: float  # of the environment in a whole conversation, on average
+    own_tokens: float  # of the model in a whole conversation, on average
     turns: Distribution | None  # None: the most
     tool_seconds: Distribution | None  # None: an answer takes no time
 
@@ -50,65 +50,65 @@ class PassCosts:
 @dataclass(slots=True)
 class _Conversation:
     turns: int  # that it has left
-    said: int = 0  # turns so far
+    turns_done: int = 0
     placed: bool = False  # whether it has a slot
     dropped: bool = False  # whether its keys and values are not in the cache
 
 
-def conversation_seconds(talk: Talk, costs: PassCosts) -> tuple[float, float]:
+def conversation_seconds(shard: ShardConversations, costs: PassCosts) -> tuple[float, float]:
     """(seconds until all have ended, seconds of them in which the shard computes)"""
-    usual = talk.most_turns if talk.turns is None else min(talk.turns.mean, talk.most_turns)
-    alike = min(ceil(talk.count * usual / MOST_TURNS), max(talk.slots, 1))
-    if alike > 1:
-        fewer = replace(talk, count=ceil(talk.count / alike), slots=talk.slots // alike, live=talk.live // alike)
-        return _followed(fewer, PassCosts(lambda active: costs.decode(active * alike),
-                                          lambda tokens: costs.prefill(tokens) * alike,
-                                          lambda tokens: costs.moved(tokens) * alike))
-    return _followed(talk, costs)
+    usual = shard.most_turns if shard.turns is None else min(shard.turns.mean, shard.most_turns)
+    group = min(ceil(shard.count * usual / MOST_TURNS), max(shard.slots, 1))
+    if group > 1:
+        fewer = replace(shard, count=ceil(shard.count / group), slots=shard.slots // group, live=shard.live // group)
+        return _one_by_one(fewer, PassCosts(lambda active: costs.decode(active * group),
+                                            lambda tokens: costs.prefill(tokens) * group,
+                                            lambda tokens: costs.moved(tokens) * group))
+    return _one_by_one(shard, costs)
 
 
-def _followed(talk: Talk, costs: PassCosts) -> tuple[float, float]:
+def _one_by_one(shard: ShardConversations, costs: PassCosts) -> tuple[float, float]:
     """As `conversation_seconds`, of conversations that are followed one by one."""
-    turns = [_turns(talk, (i + 0.5) / talk.count) for i in range(talk.count)]
+    turns = [_turns(shard, (i + 0.5) / shard.count) for i in range(shard.count)]
     mean = sum(turns) / max(len(turns), 1)
-    each, context = talk.said / mean if mean else 0.0, talk.context / mean if mean else 0.0
+    each, context = shard.own_tokens / mean if mean else 0.0, shard.context_tokens / mean if mean else 0.0
     single = costs.decode(1.0)
-    per_slot = (costs.decode(float(talk.slots)) - single) / (talk.slots - 1) if talk.slots > 1 else 0.0
+    per_slot = (costs.decode(float(shard.slots)) - single) / (shard.slots - 1) if shard.slots > 1 else 0.0
     expected = deque(_Conversation(n) for n in turns)
     now = progress = computed = 0.0  # progress: tokens that a conversation that always decodes has got
     decoding: list[tuple[float, int, _Conversation]] = []  # by the progress at which its turn ends
     tools: list[tuple[float, int, _Conversation]] = []  # by the time at which its environment answers
     ready: deque[_Conversation] = deque()  # answered, without a slot
     away: dict[int, _Conversation] = {}  # those that wait and have a slot, the longest first
-    free, alive, number = talk.slots, 0, 0
+    free, alive, number = shard.slots, 0, 0
 
-    def ask(c: _Conversation) -> None:
+    def send_to_environment(c: _Conversation) -> None:
         nonlocal number
         number += 1
-        latency = 0.0 if talk.tool_seconds is None else talk.tool_seconds.quantile((number * GOLDEN) % 1 or 0.5)
+        latency = 0.0 if shard.tool_seconds is None else shard.tool_seconds.quantile((number * GOLDEN) % 1 or 0.5)
         heapq.heappush(tools, (now + latency, number, c))
         if c.placed:
             away[id(c)] = c
 
     while expected or alive:
-        while expected and alive < talk.live:
+        while expected and alive < shard.live:
             alive += 1
-            ask(expected.popleft())
-        while ready and (free or talk.waiting != "keep" and away):
+            send_to_environment(expected.popleft())
+        while ready and (free or shard.waiting != "keep" and away):
             c = ready.popleft()
             if free:
                 free -= 1
             else:
                 other = away.pop(next(iter(away)))
                 other.placed, other.dropped = False, True
-                if talk.waiting == "offload":
-                    spent = costs.moved(other.said * (each + context))
+                if shard.waiting == "offload":
+                    spent = costs.moved(other.turns_done * (each + context))
                     now, computed = now + spent, computed + spent
             c.placed = True
-            before = c.said * (each + context)
-            again = before if c.dropped and talk.waiting == "recompute" else 0.0
+            before = c.turns_done * (each + context)
+            again = before if c.dropped and shard.waiting == "recompute" else 0.0
             spent = costs.prefill(context + again) + (
-                costs.moved(before) if c.dropped and talk.waiting == "offload" else 0.0)
+                costs.moved(before) if c.dropped and shard.waiting == "offload" else 0.0)
             now, computed, c.dropped = now + spent, computed + spent, False
             number += 1
             heapq.heappush(decoding, (progress + each, number, c))
@@ -121,20 +121,20 @@ def _followed(talk: Talk, costs: PassCosts) -> tuple[float, float]:
         now = then
         if ends <= arrives:
             progress, _, c = heapq.heappop(decoding)
-            c.said, c.turns = c.said + 1, c.turns - 1
-            ask(c)
+            c.turns_done, c.turns = c.turns_done + 1, c.turns - 1
+            send_to_environment(c)
             continue
         _, _, c = heapq.heappop(tools)
         away.pop(id(c), None)
         if c.turns:
             free += c.placed  # taken again at once, unless another one has waited for longer
             c.placed = False
-            ready.appendleft(c) if not c.dropped and c.said else ready.append(c)
+            ready.appendleft(c) if not c.dropped and c.turns_done else ready.append(c)
         else:
             free, alive = free + c.placed, alive - 1
     return now, min(computed, now)
 
 
-def _turns(talk: Talk, u: float) -> int:
-    wanted = talk.most_turns if talk.turns is None else round(talk.turns.quantile(u))
-    return min(max(wanted, 1), talk.most_turns)
+def _turns(shard: ShardConversations, u: float) -> int:
+    wanted = shard.most_turns if shard.turns is None else round(shard.turns.quantile(u))
+    return min(max(wanted, 1), shard.most_turns)

@@ -159,8 +159,8 @@ class Machine:
         return useful / total if total else 1.0
 
     def _with_launches(self, kernels: float, seconds: float, other: float = 0.0) -> float:
-        """A device works while the host launches kernels; a processor does one after the other. other: seconds of the
-        host besides."""
+        """A device works while the host launches kernels; a processor does one after the other. other: further
+        seconds of the host."""
         started = kernels * self.cluster.kernel_us * 1e-6 + other
         return started + seconds if self.shared else max(started, seconds)
 

@@ -22,7 +22,7 @@ from rldsl.sharding.layout import stage_layers
 from rldsl.sharding.partition import count_without_token_limit
 from rldsl.sharding.pipeline_schedule import Message
 from rldsl.simulate.classes import Groups
-from rldsl.simulate.conversations import PassCosts, Talk, conversation_seconds
+from rldsl.simulate.conversations import PassCosts, ShardConversations, conversation_seconds
 from rldsl.simulate.engine import Compute, Isend, Op
 from rldsl.simulate.lengths import Row
 from rldsl.simulate.machine import Machine
@@ -200,7 +200,7 @@ def _decode_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
     layout = world.layouts[event.layout]
     rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
     if event.conversation is not None:
-        return _talk_time(world, event, stage, rows, row)
+        return _conversation_time(world, event, stage, rows, row)
     if world.cluster.cache_gb:
         return _served_time(world, event, stage)
     d, machine = plan_decoding(event, rows, row, layout.pp), world.machine
@@ -224,7 +224,7 @@ def _decode_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
     return DecodeTime(total, own / total) if total else DecodeTime(0.0)
 
 
-def _talk_time(world: World, event: Generate, stage: Stage, rows: int, row: Row) -> DecodeTime:
+def _conversation_time(world: World, event: Generate, stage: Stage, rows: int, row: Row) -> DecodeTime:
     """Conversations: all stages work on passes of their own, so a token for each takes as long as the slowest stage
     takes for all, in `pp` passes."""
     limits, layout, cluster = event.conversation, world.layouts[event.layout], world.cluster
@@ -257,10 +257,11 @@ def _talk_time(world: World, event: Generate, stage: Stage, rows: int, row: Row)
 
     slots = min(rows, event.mbs or rows)
     kept = stage.shard.layers * stage.shard.cache * stage.shard.item
-    talk = Talk(rows, slots, min(live_conversations(slots, event.waiting), rows), event.waiting, limits.max_turns,
-                row.prompt, row.response, cluster.turns, cluster.tool_seconds)
+    conversations = ShardConversations(
+        rows, slots, min(live_conversations(slots, event.waiting), rows), event.waiting, limits.max_turns, row.prompt,
+        row.response, cluster.turns, cluster.tool_seconds)
     costs_of_passes = PassCosts(decode, prefill, lambda tokens: machine.host(kept * tokens))
-    seconds, computed = conversation_seconds(talk, costs_of_passes)
+    seconds, computed = conversation_seconds(conversations, costs_of_passes)
     return DecodeTime(seconds, computed / seconds) if seconds else DecodeTime(0.0)
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from rldsl.clusters.model import Distribution
-from rldsl.simulate.conversations import PassCosts, Talk, conversation_seconds
+from rldsl.simulate.conversations import PassCosts, ShardConversations, conversation_seconds
 
 COSTS = PassCosts(lambda active: 0.01 + 0.001 * active, lambda tokens: 0.002 * tokens, lambda tokens: 0.0001 * tokens)
 # 4 turns of 20 tokens each, with 5 tokens of the environment before each
-TALK = Talk(count=1, slots=1, live=1, waiting="keep", most_turns=4, context=20.0, said=80.0, turns=None,
+TALK = ShardConversations(count=1, slots=1, live=1, waiting="keep", most_turns=4, context_tokens=20.0, own_tokens=80.0, turns=None,
             tool_seconds=None)
 
 

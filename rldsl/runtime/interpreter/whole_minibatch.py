@@ -31,12 +31,12 @@ class WholeMinibatchLoss:
 
     num_summed = 0
 
-    def __init__(self, program: Program, counts: Counts, outputs: Collection[str], truths: Collection[str],
+    def __init__(self, program: Program, counts: Counts, outputs: Collection[str], booleans: Collection[str],
                  numbers: Mapping[str, Tensor]):
-        """outputs: the inputs that have a gradient. truths: the inputs whose elements are true or false. numbers: the
+        """outputs: the inputs that have a gradient. booleans: the inputs whose elements are true or false. numbers: the
         inputs of batch level."""
         self._program, self._counts = program, counts
-        self._outputs, self._truths, self._numbers = frozenset(outputs), frozenset(truths), numbers
+        self._outputs, self._booleans, self._numbers = frozenset(outputs), frozenset(booleans), numbers
         # the inputs with elements
         self._inputs: dict[str, Node] = {str(n.attr("name")): n for n in program.nodes
                                          if n.op == "input" and n.level != "batch"}
@@ -106,7 +106,8 @@ class WholeMinibatchLoss:
             all_reduce(joined, dist.ReduceOp.SUM, group)
         tables = {name: table.clone() for name, table in zip(self._inputs, joined.split(sizes), strict=True)}
         numbers = {name: x.reshape(()).to(device=device) for name, x in self._numbers.items()}
-        return {name: x != 0 if name in self._truths else x.to(torch.float64) for name, x in (tables | numbers).items()}
+        return {name: x != 0 if name in self._booleans else x.to(torch.float64)
+                for name, x in (tables | numbers).items()}
 
     def _rows(self, device: torch.device) -> RaggedIndex:
         """All rows of the minibatch."""
