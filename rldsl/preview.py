@@ -123,8 +123,7 @@ def _parts(plan: Plan, every: list[Event], ages: Mapping[int, str]) -> Iterator[
             steps = prompts.iterations
             waiting = prompts.count - prompts.count // steps
             yield from _wrapped([f"  {ranks:<10}  per_step: up to {counted(e.per_step, 'token')} of a response in a "
-                                 "step, "
-                                 f"which ends after at most {counted(steps, 'step')}; {ages[e.id]}; at most "
+                                 f"step, which ends after at most {counted(steps, 'step')}; {ages[e.id]}; at most "
                                  f"{counted(waiting, 'prompt')} {'waits' if waiting == 1 else 'wait'}"])
 
 

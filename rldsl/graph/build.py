@@ -16,11 +16,10 @@ from rldsl.graph import model as g
 from rldsl.graph.buffers import declared, with_stored
 from rldsl.graph.flow import FlowBuilder
 from rldsl.graph.kinds import ROWS, kinds
-from rldsl.graph.lag import nodes_ahead, nodes_that_may, too_long
+from rldsl.graph.lag import generates, nodes_ahead, nodes_that_may, too_long
 from rldsl.graph.params import param, supplied
 from rldsl.graph.prune import prune, tables
 from rldsl.plan.expr import Scalar
-from rldsl.plan.heads import GENERATE
 from rldsl.semantics import options
 from rldsl.semantics.alone import check_alone
 from rldsl.semantics.errors import BAD, Bad, Errors
@@ -148,9 +147,8 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
 def _lags_of_calls(flow: ast.Flow, exprs: ExpressionBuilder, scope: Scope) -> list[int]:
     """What calls of `generate` say, as far as it is sound; what is not, is reported where the call is built."""
     known, found = list(exprs.errors.found), list[int]()
-    for call in (n for n in ast.walk(flow) if isinstance(n, ast.Call)):
-        generates = isinstance(call.func, ast.Attribute) and call.func.name.name == GENERATE
-        for arg in (a for a in call.args if generates and a.name is not None and a.name.name == "lag"):
+    for call in (n for n in ast.walk(flow) if isinstance(n, ast.Call) and generates(n)):
+        for arg in (a for a in call.args if a.name is not None and a.name.name == "lag"):
             value = exprs.scalar(arg.value, scope)
             found += [value] if type(value) is int else []
     exprs.errors.found[:] = known

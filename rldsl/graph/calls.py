@@ -40,6 +40,7 @@ from rldsl.semantics.values import (
 )
 from rldsl.source import Span
 from rldsl.syntax import ast
+from rldsl.syntax.errors import PLACEMENT
 
 if TYPE_CHECKING:
     from rldsl.graph.flow import FlowBuilder
@@ -49,8 +50,7 @@ ONLY_WITH_ENV = tuple(o for o in options.ENVIRONMENT if o != "max_tokens")  # th
 
 # options of a placement -> what to say where a call has one
 OF_PLACEMENT = {name: f"it is an option of the placement: write it behind the call, `... {name}=...`, or in `place`"
-                for name in ("dp", "tp", "pp", "cp", "ep", "mbs", "mbt", "zero", "recompute", "offload", "waiting",
-                             "backend")}
+                for name in PLACEMENT}
 
 
 class CallsOfFlow:

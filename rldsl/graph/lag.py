@@ -15,6 +15,7 @@ from typing import Any
 from rldsl.diag import counted
 from rldsl.graph import model as g
 from rldsl.plan.derive_ops import DERIVE_OPS
+from rldsl.plan.heads import GENERATE
 from rldsl.plan.model import Value
 from rldsl.semantics.errors import Errors
 from rldsl.source import Span
@@ -139,6 +140,11 @@ def with_lag(file: ast.File, lag: int) -> ast.File:
                                      for item in file.items))
 
 
+def generates(call: ast.Call) -> bool:
+    """Whether it is `model.generate(...)`, which may have a lag of its own."""
+    return isinstance(call.func, ast.Attribute) and call.func.name.name == GENERATE
+
+
 def _with_lag(flow: ast.Flow, lag: int) -> ast.Flow:
     others = tuple(o for o in flow.options if o.name.name != "lag")
     at = flow.name.span
@@ -153,7 +159,7 @@ def _without_lags(node: Any) -> Any:
     if not isinstance(node, ast.Tree):
         return node
     changed = replace(node, **{f.name: _without_lags(getattr(node, f.name)) for f in fields(node) if f.name != "span"})
-    if isinstance(changed, ast.Call):
+    if isinstance(changed, ast.Call) and generates(changed):
         kept = tuple(a for a in changed.args if a.name is None or a.name.name != "lag")
         return replace(changed, args=kept)
     return changed

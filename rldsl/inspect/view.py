@@ -108,7 +108,7 @@ def _view(index: _Index, event: Event, path: Path) -> View:
 
 
 def fields(event: Event) -> tuple[tuple[str, Any], ...]:
-    """The fields of an event that only its kind has; without environments, not what is said of them."""
+    """The fields of an event that only its kind has; `waiting` only where a model talks with an environment."""
     found = {f.name: getattr(event, f.name) for f in fields_of(event) if f.name not in OWN}
     if found.get("conversation", ...) is None:
         found.pop("waiting", None)

@@ -46,7 +46,7 @@ FIELDS: dict[str, tuple[str, str]] = {
 # option of a call or of the flow, where its name alone says too little -> (how it is written, what it does)
 OPTIONS: dict[str, tuple[str, str]] = {
     "lag": ("flow f(steps=..., lag=k) or generate(..., lag=k)",
-            "A step trains on responses whose generation began k steps earlier, so generation runs beside training. It "
+            "A step trains on responses whose generation began k steps earlier, so both run at the same time. It "
             "pays where generation has devices of its own and takes about as long as training; on shared devices it "
             "only makes responses older. `rlc sim` and the line above the flow say what it gains or loses."),
     "per_step": ("generate(..., per_step=N)",

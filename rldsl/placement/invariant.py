@@ -10,6 +10,7 @@ of fixed rows, in leaves that dp must divide, and groups of tokens that cp must 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import permutations
 
 from rldsl.diag import Diagnostic, Label, fail
 from rldsl.graph import model as g
@@ -100,32 +101,52 @@ def varying_inputs(graph: g.Graph) -> Iterator[Diagnostic]:
 
 def inexact_comparisons(graph: g.Graph) -> Iterator[Diagnostic]:
     """A warning where a program asks whether numbers are equal that only rounding may tell apart: log-probs, values and
-    scores of models that are not invariant, or what is computed from them."""
+    scores of models that are not invariant, or what is computed from them. Not where a number is compared with the
+    largest or smallest of its own kind, `x == max(x by prompt)`: that one has the same bits."""
     models, programs = {m.name: m for m in graph.models}, {p.id: p for p in graph.programs}
-    rounded: dict[str, Call] = {}  # value -> the call that rounds it
+    terms = _Terms()
+    rounded: dict[int, Call] = {}  # term -> the call that rounds it
     for node in g.nodes(graph.items):
         if isinstance(node, g.Generate | g.Infer) and not models[node.model].invariant:
-            rounded |= {value: node for value in node.writes
+            rounded |= {terms.of_value(value): node for value in node.writes
                         if isinstance(node, g.Infer) or value.endswith(".logprobs")}
         if not isinstance(node, g.Compute):
             continue
-        program, inputs, by_place = programs[node.program], dict(node.inputs), dict[int, Call]()
-        for i, term in enumerate(program.nodes):
-            found = [by_place[arg] for arg in term.args if arg in by_place]
-            if term.op == "input" and inputs[str(term.attr("name"))] in rounded:
-                by_place[i] = rounded[inputs[str(term.attr("name"))]]
-            elif found and term.op in ("eq", "ne"):
-                if not _is_own_extreme(program, *term.args):
+        for term, op, args in terms.of(programs[node.program], node):
+            found = [rounded[arg] for arg in args if arg in rounded]
+            if found and op in ("eq", "ne"):
+                if not any(terms.extreme_of.get(a) == b for a, b in permutations(args)):
                     yield _inexact(node, found[0])
-            elif found and term.op not in CONDITIONS:
-                by_place[i] = found[0]
-        rounded |= {value: by_place[place] for name, place in program.outputs if place in by_place
-                    for output, value in node.outputs if output == name}
+            elif found and op not in CONDITIONS:
+                rounded[term] = found[0]
 
 
-def _is_own_extreme(program: Program, a: int, b: int) -> bool:
-    """Whether one side is the largest or smallest of the other side's numbers: then equal bits are meant."""
-    return any(program.nodes[x].op in ("amax", "amin") and y in program.nodes[x].args for x, y in ((a, b), (b, a)))
+class _Terms:
+    """Numbers for the terms of all programs. Equal terms have one number, also where a value passes from one program to
+    another, so it does not matter in how many statements something is written."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[object, int] = {}  # what a term is made of, or the value that it is -> its number
+        self.extreme_of: dict[int, int] = {}  # a largest or smallest term -> of which one
+
+    def of_value(self, value: str) -> int:
+        return self.numbers.setdefault(value, len(self.numbers))
+
+    def of(self, program: Program, node: g.Compute) -> Iterator[tuple[int, str, tuple[int, ...]]]:
+        """Of each node of a program its term, operator, and the terms of its arguments."""
+        found, inputs = list[int](), dict(node.inputs)
+        for x in program.nodes:
+            args = tuple(found[i] for i in x.args)
+            if x.op == "input":
+                found.append(self.of_value(inputs[str(x.attr("name"))]))
+            else:
+                made_of = (x.op, args, x.level, x.space, x.attrs)
+                found.append(self.numbers.setdefault(made_of, len(self.numbers)))
+            if x.op in ("amax", "amin"):
+                self.extreme_of[found[-1]] = args[0]
+            yield found[-1], x.op, args
+        for name, value in node.outputs:
+            self.numbers[value] = found[dict(program.outputs)[name]]
 
 
 def _inexact(node: g.Compute, call: Call) -> Diagnostic:

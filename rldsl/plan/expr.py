@@ -42,9 +42,9 @@ class Node:
 class Program:
     """Nodes in an order in which arguments come first, and the named results.
 
-    For a loss, outputs are "loss" (batch level; affine in batch-level reductions, checked by the compiler, so that
-    each micro-batch may add its local sum over the global count), one per `metric`, and, if the loss can stop
-    training early, "stop": a condition at batch level, over the whole minibatch.
+    For a loss, outputs are "loss" (batch level), one per `metric`, and, if the loss can stop training early, "stop": a
+    condition at batch level, over the whole minibatch. Without a first pass (`payloads.TrainSpec`), "loss" is affine in
+    batch-level reductions, so that each micro-batch may add its local sum over the global count.
     """
 
     id: str  # unique in a plan

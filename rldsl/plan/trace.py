@@ -24,7 +24,7 @@ def span(event: Event, rank: int, per_node: int, step: int, start: float, second
     """start: seconds from the begin of the trace. more: further `args`."""
     text = describe_event(event)
     args = {"event": event.id, "at": event.at, "line": text.line, "step": step, "because": event.because} | more
-    if event.ahead > 0:  # with a lag, what is done beside this step for a later one
+    if event.ahead > 0:  # with a lag, what is done during this step for a later one
         args["for_step"] = step + event.ahead
     return {"name": text.title, "cat": text.kind, "ph": "X", "pid": rank // per_node, "tid": rank,
             "ts": round(start * 1e6, 3), "dur": round(max(seconds, 0.0) * 1e6, 3), "args": args}

@@ -84,7 +84,7 @@ def bind_loss(use: LossUse, head: Head, frames: tuple[IndexedFrame, ...], id_: s
     if isinstance(checked, Bad):
         return BAD
     outputs, needs = checked
-    if not _reduces_within(outputs, frames, errors):
+    if not _has_only_rows_of(frames, outputs, errors):
         return BAD
     if entries and not ids and not _within_tokens([t for _, t in outputs], exprs):
         return BAD
@@ -94,13 +94,14 @@ def bind_loss(use: LossUse, head: Head, frames: tuple[IndexedFrame, ...], id_: s
                    tuple(UPDATES if n == STOP else n for n, _ in outputs[1:]), ids, needs.why, needs.prompts)
 
 
-def _reduces_within(outputs: list[tuple[str, Term]], frames: tuple[IndexedFrame, ...], errors: Errors) -> bool:
-    """Whether nothing is reduced to sequences that the prompts of a batch are made of; else RL0210."""
+def _has_only_rows_of(frames: tuple[IndexedFrame, ...], outputs: list[tuple[str, Term]], errors: Errors) -> bool:
+    """Whether no reduction gives values of sequences that are not trained on; else RL0210. By prompt it does where the
+    prompts are made of other sequences, as those of a continuation are."""
     own = {f.row_space for f in frames}
     for term in walk([t for _, t in outputs]):
         if dict(term.attrs).get("to") == "seq" and term.space not in own:
             errors.add("RL0210", "a reduction by prompt inside a loss, where the prompts are made of other sequences",
-                       term.span, "minibatches are not divided by these sequences",
+                       term.span, "this gives values of those sequences, which are not trained on",
                        help="compute it in the flow and pass the result")
             return False
     return True
@@ -293,13 +294,13 @@ class _Needs:
     nonlinear: list[Term] = field(default_factory=list)  # terms of the loss, made of terms that are not
 
     def add(self, term: Term, what: str) -> None:
-        self.why = self.why or f"`{shortened(term.at.text)}` {what} ({term.at})"
+        self.why = self.why or f"`{_shortened(term.at.text)}` {what} ({term.at})"
 
     def found(self) -> MinibatchNeeds:
         return MinibatchNeeds(self.why, self.prompts)
 
 
-def shortened(text: str, most: int = 48) -> str:
+def _shortened(text: str, most: int = 48) -> str:
     """A source text on one line, cut to `most` letters."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."

@@ -21,7 +21,7 @@ class Preset:
     line: str
     """Its first line, without the `# `."""
     changes: tuple[tuple[str, str], ...]
-    """What stands in the base, once, and what stands there instead."""
+    """A text of the base, which it has once, and what replaces it."""
 
 
 _GRPO_FREE = (  # GRPO without a reference model
@@ -80,7 +80,7 @@ def text(name: str, base: str) -> str:
     found = base
     for old, new in preset.changes:
         if found.count(old) != 1:
-            raise ValueError(f"{preset.base}.rlf has not once: {old}")
+            raise ValueError(f"{preset.base}.rlf must contain this once: {old}")
         found = found.replace(old, new)
     first, rest = found.split("\n", 1)
     rest = rest.replace(f"{preset.base}.rlf", f"{name}.rlf").replace(f"runs/{preset.base} ", f"runs/{name} ")

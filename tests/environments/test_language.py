@@ -91,6 +91,8 @@ def test_mistakes(base: Path, body: str, expected: list[tuple[str, str]], monkey
     ("env=Guess, max_tokens=80, xyzzy=2", "RL0107", "options: n, max_new_tokens, "),
     ("env=Guess, max_tokens=80, xyzzy=2", "RL0107", ", env, max_turns, max_tokens, turn_timeout, on_error"),
     ("env=Guess, max_tokens=80, waiting=offload", "RL0107", "it is an option of the placement"),
+    ("env=Guess, max_tokens=80, keep=false", "RL0107", "it is an option of the placement"),
+    ("env=Guess, max_tokens=80, vpp=2", "RL0107", "it is an option of the placement"),
     ("env=Guess, max_tokens=80, on_error=skip", "RL0101", "one of: stop, end"),
     ('env=Guess, max_tokens=80, on_error="skip"', "RL0205", "one of: stop, end"),
 ])

@@ -9,6 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 from rldsl.cli import main
+from rldsl.graph.lag import with_lag
+from rldsl.source import SourceFile
+from rldsl.syntax import ast
+from rldsl.syntax.parse import parse
 from tests.end_to_end.test_invariance import HERE, placement
 from tests.tiny import make_all
 
@@ -87,3 +91,12 @@ def test_the_lag_of_a_call(folder: Path) -> None:
     plain, of_call = (json.loads(sim(folder, "apart", "", "--json", text=x)) for x in (text, late))
     assert of_call["lag"] == 1 and of_call["seconds"] < plain["seconds"]
     assert (of_call["other_lag"]["lag"], of_call["other_lag"]["seconds"]) == (0, plain["seconds"])
+
+
+def test_only_generation_loses_its_lag() -> None:
+    """A function of the program may have a parameter of this name."""
+    program = ('fn older(x: seq, lag = 2) -> seq { return x + lag }\nflow run(steps=8) {\n  p = prompts.next()\n'
+               '  gen = actor.generate(p, n=2, lag=3)\n  metric m = mean(older(len(gen), lag=1))\n}\n')
+    calls = [c for c in ast.walk(with_lag(parse(SourceFile("p.rlf", program)), 0).items) if isinstance(c, ast.Call)]
+    lags = [a.value for c in calls for a in c.args if a.name is not None and a.name.name == "lag"]
+    assert [x.value for x in lags if isinstance(x, ast.Number)] == [1]

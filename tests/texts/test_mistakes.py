@@ -108,7 +108,7 @@ def test_what_may_not_be_done_with_text(body: str, code: str, underlined: str) -
 
 
 def test_a_reduction_by_prompt_stays_out_of_losses() -> None:
-    """The prompts of `v` are made of rows of `gen`, by which minibatches of `v` are not divided."""
+    """The prompts of `v` are made of rows of `gen`, which are not trained on."""
     body = "  v = judge.generate(ask(gen), n=2)\n  judge3 = mean(f(v) by prompt)\n  actor.train(v, loss=bad())"
     program = PROGRAM.format(body=body, returns="prompts(max_tokens=64)").replace(
         "loss nll", "loss bad(logprobs: token;) { return -mean(mean(logprobs by prompt)) }\nloss nll")
