@@ -22,6 +22,8 @@ from typing import Any
 
 ATTENTION_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what a module names that lets others compute its attention
 STATE_UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})  # what a module calls that keeps a state
+RECURRENT_UPDATE = "update_recurrent_state"  # the one of them that keeps what a recurrence sums up
+INITIAL_STATES = frozenset({"initial_state", "initial_states"})  # arguments by which a scan over tokens gets it
 WINDOW_MASK = "create_sliding_window_causal_mask"  # what a model calls that hides all but a window
 FROM_PADDING = "create_position_ids_from_input_ids"  # what a module calls that numbers tokens by what they are
 CACHES = ("cache_params", "past_key_values", "past_key_value", "layer_past")  # what modules call the argument for it
@@ -63,6 +65,13 @@ def execution(body: Any, config: Any) -> Execution:
     layers = body.get_submodule(name) if name else ()
     return Execution(name, count, recurrent, _by_rows(body, str(config.model_type), set(recurrent)),
                      max((_outputs(type(layer)) for layer in layers), default=0))
+
+
+def scans_from_a_state(kind: Any) -> bool:
+    """Whether a module of this class that has a state takes several new tokens at once. Those of Mamba's first version
+    take one: their scan over several begins without a state."""
+    names = names_of(kind)
+    return RECURRENT_UPDATE not in names or bool(names & INITIAL_STATES)
 
 
 def layer_list(body: Any) -> tuple[str, int]:
@@ -189,7 +198,7 @@ def _parts(body: Any) -> Iterator[tuple[str, Any]]:
 
 
 def names_of(kind: Any) -> frozenset[str]:
-    """What the methods of a module's own class name."""
+    """What the methods of a module's own class name, arguments of their calls among it."""
     return _names(kind)
 
 
@@ -203,6 +212,7 @@ def _names(kind: Any) -> frozenset[str]:
             code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
             if code is not None:
                 found |= set(code.co_names)
+                found |= {x for c in code.co_consts if isinstance(c, tuple) for x in c if isinstance(x, str)}
     return frozenset(found)
 
 

@@ -17,6 +17,7 @@ from rldsl.plan.payloads import Conversation, Waiting
 from rldsl.runtime.environments import Arrival
 from tests.backend_torch.shards import layout_of, plan_model, shard_of
 from tests.environments.scripted import Scripted
+from tests.families.tiny_configs import make as make_family
 from tests.moe.shards import make
 from tests.tiny import make_model
 from tests.world import run_world
@@ -116,6 +117,14 @@ def test_greedy_decoding_without_invariant_differs_by_rounding(tmp_path: Path) -
     layouts = [dict(), dict(tp=2), dict(pp=2), dict(dp=2)]
     found = run_world(2, converse, path, layouts, replace(SAMPLING, greedy=True), False)
     assert differing(found, layouts, close=True) == []
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_mamba", "jamba", "bloom"])
+def test_states_and_inputs_of_waiting_conversations_are_kept(tmp_path: Path, family: str) -> None:
+    """A slot holds more than keys and values where layers carry states, or sequences run from their beginning; an
+    answer of several tokens continues a state, also where transformers' module does not."""
+    path = make_family(tmp_path / "model", family)
+    assert differing(run_world(1, converse, path, [{}], SAMPLING, False), [{}], close=True) == []
 
 
 def contacted(rank: int, path: str) -> set[int]:

@@ -5,7 +5,7 @@ In: rows, and the environments that answer. Out: what both said, row by row, wit
 While the environment of a conversation works, its slot of the KV cache waits and the others go on decoding; an answer
 is prefilled behind what the slot holds. With `waiting="keep"` a conversation has its slot from its beginning to its
 end. Otherwise more conversations are alive than there are slots: one gets a slot when it has tokens to run, and may
-lose it while it waits. Its keys and values go to host memory ("offload"), or all that was said is prefilled again
+lose it while it waits. What its slot holds goes to host memory ("offload"), or all that was said is prefilled again
 ("recompute"). Each pass takes slots that are ready, so its shapes change from pass to pass and none is captured: that
 is what this engine is slower by than that of single responses.
 Every rank of the shard makes the same decisions, since all learn the same at the same pass (`conversation_ticks.py`).
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rldsl.backends.torch.generate.conversation_ticks import run_to_the_end
-from rldsl.backends.torch.generate.kv_cache import HostLayers, KVCache
+from rldsl.backends.torch.generate.kv_cache import HostSlot, KVCache
 from rldsl.backends.torch.generate.sampling import Sampler
 from rldsl.backends.torch.generate.slot_attention import SlotAttention
 from rldsl.backends.torch.generate.stop_conditions import StopStrings, tokenizer_of
@@ -49,7 +49,7 @@ class Slot:
     cached: int = 0  # tokens whose keys and values are in the cache, or will be after the pass under way
     ready: list[int] = field(default_factory=list)  # tokens to run next, the last of which predicts; none: it waits
     since: int = 0  # the pass from which on they are ready, or it waits
-    offloaded: HostLayers = field(default_factory=dict)  # keys and values of what is cached, if it has no slot
+    offloaded: HostSlot = ()  # what was in its slot of the cache, if it has none
     running: bool = False  # whether it is in a pass whose outcome is not known yet
     tokens: list[int] = field(default_factory=list)  # all that was said
     own: list[bool] = field(default_factory=list)  # which of them the model said
@@ -181,7 +181,7 @@ class Engine:
         """Give a free slot of the cache to a conversation, with what it had in it before."""
         slot.index = self.free.pop()
         self.cache.onload(slot.index, slot.cached, slot.offloaded)
-        slot.offloaded = {}
+        slot.offloaded = ()
 
     def _give_away(self, number: int) -> bool:
         """Free the slot of the conversation that waits for longest. False if none waits for long enough: as long as
@@ -260,7 +260,7 @@ class Engine:
             slot.append(arrival.tokens[: self.limits.max_tokens], own=False)
             slot.ready = slot.ready if len(arrival.tokens) < self.limits.max_tokens and not arrival.ended else []
         if arrival.ended:
-            slot.stopped, slot.lasted, slot.offloaded = arrival.stopped, now - slot.begun, {}
+            slot.stopped, slot.lasted, slot.offloaded = arrival.stopped, now - slot.begun, ()
             self.rewards[slot.row] = sum(slot.turn_rewards.values()) if arrival.reward is None else arrival.reward
             self.done.append(self.slots.pop(slot.row))
             self._release(slot)

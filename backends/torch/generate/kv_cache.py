@@ -20,7 +20,7 @@ from rldsl.backends.torch.model.attention import Scores, VarlenAttention, masked
 from rldsl.backends.torch.model.sequences import RowFunction
 from rldsl.runtime.store import offsets_within
 
-HostLayers = dict[int, tuple[torch.Tensor, torch.Tensor]]  # layer -> keys and values [T, K, D] in host memory
+HostSlot = tuple[torch.Tensor, ...]  # all that a slot holds, in host memory; () of nothing
 
 
 @dataclass
@@ -103,16 +103,21 @@ class KVCache:
             for x in held.values():
                 x[:, list(targets)] = x[:, list(sources)]
 
-    def offload(self, slot: int, length: int) -> HostLayers:
-        """Copy the first `length` tokens of a slot to host memory."""
-        return {i: (k[slot, :length].to("cpu", copy=True), v[slot, :length].to("cpu", copy=True))
-                for i, (k, v) in self.layers.items()} if length else {}
+    def offload(self, slot: int, length: int) -> HostSlot:
+        """Copy the first `length` tokens of a slot and its states to host memory."""
+        return tuple(x.to("cpu", copy=True) for x in self._held(slot, length)) if length else ()
 
-    def onload(self, slot: int, length: int, layers: HostLayers) -> None:
+    def onload(self, slot: int, length: int, copies: HostSlot) -> None:
         """Copy back what `offload` returned, perhaps to another slot."""
-        for i, pair in layers.items():
-            for cache, x in zip(self.layers[i], pair, strict=True):
-                cache[slot, :length] = x.to(self.device)
+        for x, copy in zip(self._held(slot, length) if copies else (), copies, strict=True):
+            x.copy_(copy)
+
+    def _held(self, slot: int, length: int) -> Iterator[torch.Tensor]:
+        """The memory of a slot's first `length` tokens and of its states, in the same order for every slot."""
+        for cached in self.layers.values():
+            yield from (x[slot, :length] for x in cached)
+        for states in self.states.values():
+            yield from (x[:, slot] for x in states.values())
 
 
 class PrefillAttention(VarlenAttention):

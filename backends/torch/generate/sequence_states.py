@@ -23,6 +23,7 @@ class SequenceState(Cache):
 
     def __init__(self, before: StateTensors | None = None):
         """before: the state of each sequence so far; None: sequences begin."""
+        self.continues = bool(before)
         layer: Any = LinearAttentionLayer(number_of_states=MAX_STATES)
         for (kind, number), x in (before or {}).items():
             layer.dtype, layer.device = x.dtype, x.device

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from rldsl.models.execution import ATTENTION_INTERFACE, CACHES, masked_window, names_of
+from rldsl.models.execution import ATTENTION_INTERFACE, CACHES, masked_window, names_of, scans_from_a_state
 
 ROLE = "rldsl_role"  # attribute of modules that attend: their `AttentionRole`
 MASKS = ("attention_mask", "conv_mask", "padding_mask")  # and those that hide padding: there is none before a token
@@ -81,12 +81,12 @@ def connect(body: nn.Module, recurrent: tuple[str, ...], current: CurrentPass) -
         setattr(module, ROLE, AttentionRole(current, place, len(attending), window))
     for place, name in enumerate(recurrent):
         module = body.get_submodule(name)
-        module.forward = _by_sequence(module.forward, place, current)
+        module.forward = _by_sequence(module.forward, place, current, scans_from_a_state(type(module)))
 
 
-def _by_sequence(plain: Callable[..., Any], place: int, current: CurrentPass) -> Callable[..., Any]:
+def _by_sequence(plain: Callable[..., Any], place: int, current: CurrentPass, scans: bool) -> Callable[..., Any]:
     """The forward of a recurrent module, on packed sequences. All its arguments that have a row for each token are cut
-    up with the hidden states."""
+    up with the hidden states. scans: see `scans_from_a_state`."""
     signature = inspect.signature(plain)
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
     caches = [name for name in CACHES if name in signature.parameters]
@@ -108,6 +108,12 @@ def _by_sequence(plain: Callable[..., Any], place: int, current: CurrentPass) ->
         named = {name: take(x) for name, x in given.items() if name not in MASKS}
 
         def run(rows: tuple[torch.Tensor, ...], state: Any) -> tuple[torch.Tensor, ...]:
+            if scans or state is None or not state.continues:
+                return run_at_once(rows, state)
+            steps = (run_at_once(step, state) for step in zip(*(x.split(1, 1) for x in rows), strict=True))
+            return tuple(torch.cat(outputs, 1) for outputs in zip(*steps, strict=True))
+
+        def run_at_once(rows: tuple[torch.Tensor, ...], state: Any) -> tuple[torch.Tensor, ...]:
             def put(x: Any) -> Any:
                 if isinstance(x, _Input):
                     return rows[x.number]
