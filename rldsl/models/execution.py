@@ -1,8 +1,8 @@
 """How the modules of a family are run on packed sequences: which of them see each token alone, which attend through
 transformers' attention interface, which carry a state from token to token, and which must see sequences one by one.
 
-In: a model of transformers, on any device, and its config. Out: an `Execution`. Nothing is computed; classes are told
-apart by the functions that their code names.
+In: a model of transformers, on any device, and its config. Out: an `Execution`. No numbers are computed: the
+functions that the code of a class names say what it does.
 
 Where every module that looks at other tokens is of the second or third kind, a whole batch is one packed row
 ("packed"). Anything else gets each sequence as a row of its own, padded at its end ("rows"): causality makes that right
@@ -30,11 +30,7 @@ CACHES = ("cache_params", "past_key_values", "past_key_value", "layer_past")  # 
 # families whose modules look at other tokens in a way that their code does not show -> what it is
 ROWS: dict[str, str] = {
     "doge": "its mask depends on values",
-    "inkling_text": "its scores depend on distances",
-    "inkling2_text": "its scores depend on distances",
 }
-
-
 LAYER = ""  # in a list of called modules: a layer
 
 
@@ -42,7 +38,7 @@ LAYER = ""  # in a list of called modules: a layer
 class Execution:
     """How a family runs."""
 
-    layers: str                  # dotted name of its list of layers below the head; "" if it cannot be told
+    layers: str                  # dotted name of its list of layers below the head; "" if it has none
     num_layers: int              # in this list
     recurrent: tuple[str, ...]   # modules that carry a state from token to token, below the head
     by_rows: str                 # why every sequence is a row of its own; "" if sequences are packed
@@ -198,11 +194,11 @@ def _parts(body: Any) -> Iterator[tuple[str, Any]]:
 
 
 def names_of(kind: Any) -> frozenset[str]:
-    """What the methods of a module's own class name, arguments of their calls among it."""
+    """What the methods of a module's class, below torch's own, name; arguments of their calls among it."""
     return _names(kind)
 
 
-@cache
+@cache  # not of `names_of`, since mypy takes classes of modules for unhashable
 def _names(kind: Any) -> frozenset[str]:
     found: set[str] = set()
     for base in kind.__mro__:

@@ -308,8 +308,9 @@ def _pp_problem(skeleton: Skeleton, declared: bool) -> str:
         return "it has no list of layers"
     if skeleton.shared:
         return "its layers share parameters"
-    known = declared or skeleton.after_layers is not None
-    return "" if known else "it has no pipeline-parallel plan, and a trial does not show what follows its layers"
+    if declared or skeleton.after_layers is not None:
+        return ""
+    return "it has no pipeline-parallel plan, and a trial does not show what follows its layers"
 
 
 def _style(name: str, styles: dict[str, str]) -> str:

@@ -8,14 +8,11 @@ import pytest
 from rldsl.models.families import describe
 from tests.backend_torch.shards import layout_of as at
 from tests.families.checks import check, expected
+from tests.families.table import LIMIT, NAMED, NOISE
 from tests.families.tiny_configs import make
 from tests.world import run_world
 
-# of models whose own results under torch's two kinds of attention differ by more than 1e-5
-NOISE = {"gemma4_text": 3e-4}
 LAYOUTS = [at(), at(tp=2), at(pp=2), at(dp=2)]
-NAMED = ["gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_5_text", "llama4_text", "glm4",
-         "glm4_moe", "minimax", "minimax_m2", "falcon_h1", "jamba", "granitemoehybrid"]
 
 
 @pytest.mark.parametrize("family", NAMED)
@@ -24,6 +21,6 @@ def test_every_degree_that_is_offered(tmp_path, family):
     right, found = expected(path), describe(path, "causal_lm")
     layouts = [x for x in LAYOUTS if (x.tp == 1 or not found.tp_problem) and (x.pp == 1 or not found.pp_problem)]
     assert any(x.tp > 1 for x in layouts) or family in ("falcon_h1", "jamba", "granitemoehybrid")
-    limit = NOISE.get(family, 1e-5)
+    limit = NOISE.get(family, LIMIT)
     for layout, what, error in sum(run_world(2, check, path, layouts, right), []):
         assert error == 0 if what == "load" else error < limit, f"{family}: {what} under {layout} differs by {error}"

@@ -38,7 +38,6 @@ EXTRA: dict[str, dict[str, Any]] = {
                                                  for kind in ("full_attention", "sliding_attention")}),
     "cwm": dict(bos_token_id=1),
     "dots3_note_text": dict(num_key_value_heads=4),
-    "falcon_h1": {},
     "gemma3n_text": dict(layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=0),
     "gpt_neo": dict(num_layers=4, attention_types=[[["global", "local"], 2]]),
     "lfm2": dict(layer_types=["conv", "full_attention"] * 2),
@@ -48,10 +47,10 @@ EXTRA: dict[str, dict[str, Any]] = {
     "zamba2": dict(layers_block_type=["mamba", "hybrid"] * 2),
     "zaya": dict(num_experts_per_tok=1),
     "granitemoehybrid": dict(layer_types=["mamba", "attention"] * 2),
-    "nemotron_h": {},
 }
 ENCODERS = ("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
-            "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod")
+            "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl",
+            "xmod")
 
 
 def tiny_config(family: str, **more: Any) -> Any:

@@ -4,9 +4,9 @@ In: a key for everything that the function's Python depends on, and a function t
 are; called twice in one state it gives the same. Out: its results.
 
 The first calls run the function, then one call captures it: as an `OpTrace` on the CPU, as a CUDA graph on a GPU. The
-first capture is compared with the function once more, in a later state; if it does not match, nothing is replayed. A
-function that cannot be captured runs as it is. Captures that were not used for a while have no memory until they are
-used again.
+first capture is compared with the function once more, in a later state: bit for bit on the CPU, within
+`GRAPH_TOLERANCE` on a GPU. If it does not match, nothing is replayed. A function that cannot be captured runs as it is.
+Captures that were not used for a while have no memory until they are used again.
 
 A function that reads numbers on the host is never captured: an operator trace would repeat what Python made of them,
 and a CUDA graph cannot hold what makes the host wait for the device. The calls before a capture look for such reads
@@ -48,7 +48,7 @@ class CaptureSwitch:
 class CapturedSteps:
     """The pool of captured graphs (CUDA) or operator traces (CPU) of one function."""
 
-    device: torch.device  # on which the function runs
+    device: torch.device     # on which the function runs
     enabled: bool            # False: every call runs the function
     repeatable: bool = True  # whether the function may run twice in one state: then a capture is compared with it
     num_groups: int = 1      # how many micro-batch groups take turns; each has keys of its own

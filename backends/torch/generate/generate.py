@@ -39,7 +39,7 @@ def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling,
     """See `Shard.generate`. These three arguments change no number:
 
     poll_every: decode steps between polls for finished sequences (0: the device's default).
-    capture: whether decode steps are captured and replayed (None: they are).
+    capture: whether decode steps are captured and replayed; switched off where a capture fails (None: they are).
     states: where captured steps are kept for later calls, which is valid while parameters stay where they are.
     Errors: RL0732 for an empty prompt."""
     count, device = len(prompts), prompts.tokens.device

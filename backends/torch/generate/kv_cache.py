@@ -12,11 +12,10 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 
 from rldsl.backends.torch.generate.sequence_states import SequenceState, StateKey, StateTensors
 from rldsl.backends.torch.kernels.attention_kernels import decode_kernel
-from rldsl.backends.torch.model.attention import Scores, VarlenAttention, masked_attention
+from rldsl.backends.torch.model.attention import Scores, VarlenAttention, decode_attention
 from rldsl.backends.torch.model.sequences import RowFunction
 from rldsl.runtime.store import offsets_within
 
@@ -144,7 +143,7 @@ class PrefillAttention(VarlenAttention):
         return super().by_rows(place, run, inputs)
 
     def recur(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """See `Sequences.recur`. A state would go on over padding, so that only prompts of one length run together."""
+        """See `Sequences.recur`. Padding would change a state, so only prompts of one length run together."""
         starts = self.lengths.cumsum(0) - self.lengths
         parts: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
         for length in self.lengths.unique().tolist():
@@ -173,19 +172,13 @@ class DecodeAttention:
         self._masks: dict[Hashable, torch.Tensor] = {}  # one for all layers in which the same tokens are visible
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
-        """See `PackedAttention.attend`. The query heads that share a KV head take the place of the query positions of a
-        longer sequence, so that keys and values need not be repeated."""
+        """See `PackedAttention.attend`."""
         cached = self.cache.write(layer, k, v, self.token_indices)
         if (kernel := decode_kernel(q)) is not None and scores.plain and q.shape[-1] == v.shape[-1]:
             return kernel(q.transpose(0, 1), *cached, self.slots.start, self.positions, self.kv_len, scores.scale,
                           scores.window)
         keys, values = (x[self.slots, : self.kv_len].transpose(1, 2) for x in cached)
-        mask = self._mask(scores, q.dtype)
-        if scores.softcap is not None or scores.sinks is not None:
-            return masked_attention(q.transpose(0, 1)[:, :, None], keys, values, mask, scores)[:, :, 0]
-        q = q.transpose(0, 1).unflatten(1, (k.shape[0], -1))  # [S, K, H / K, D]
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scores.scale)
-        return out.flatten(1, 2)
+        return decode_attention(q, keys, values, self._mask(scores, q.dtype), scores)
 
     def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """See `Sequences.by_rows`: the sequences so far run again."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import torch
-import torch.nn.functional as F
 
 from rldsl.backends.torch.generate.kv_cache import KVCache
 from rldsl.backends.torch.generate.sequence_states import SequenceState
-from rldsl.backends.torch.model.attention import Scores, masked_attention
+from rldsl.backends.torch.model.attention import Scores, decode_attention, masked_attention
 from rldsl.backends.torch.model.sequences import RowFunction
 from rldsl.runtime.store import offsets_within
 
@@ -83,17 +82,10 @@ class SlotAttention:
         return self._masks[key]
 
     def _decode(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores) -> torch.Tensor:
-        """One token for each slot. The query heads that share a KV head take the place of query positions, as in
-        `DecodeAttention`; the slots need not be neighbors, so what they hold is copied."""
+        """One token for each slot. The slots need not be neighbors, so what they hold is copied."""
         kv_len = max(self.cached) + 1
         own_keys, own_values = (x[self.at, :kv_len].transpose(1, 2) for x in (keys, values))
         key = -1, scores.masked
         if key not in self._masks:
             self._masks[key] = scores.visible(self.positions[:, None], self.cache.columns[:kv_len])[:, None, None]
-        if scores.softcap is not None or scores.sinks is not None:
-            return masked_attention(q.transpose(0, 1)[:, :, None], own_keys, own_values, self._masks[key],
-                                    scores)[:, :, 0]
-        query = q.transpose(0, 1).unflatten(1, (keys.shape[2], -1))  # [S, K, H / K, D]
-        out = F.scaled_dot_product_attention(query, own_keys, own_values, attn_mask=self._masks[key],
-                                             scale=scores.scale)
-        return out.flatten(1, 2)
+        return decode_attention(q, own_keys, own_values, self._masks[key], scores)

@@ -58,8 +58,7 @@ def normalize(x: torch.Tensor, eps: torch.Tensor) -> tuple[torch.Tensor, torch.T
 def fuse_norms(module: nn.Module, device: torch.device, function_of: Callable[[str], NormFunction] | None = None
                ) -> list[str]:
     """Replace the forward of every norm in `module` that computes what `RMSNormFunction` does. Returns their names.
-    function_of: name of a norm -> what takes its place, if not `RMSNormFunction` for
-    float32."""
+    function_of: name of a norm -> what computes it (None: `RMSNormFunction`, if all numbers are float32)."""
     fusible: dict[tuple[type, float, torch.Size], bool] = {}  # norms of one kind differ in their weights alone
     fused = []
     for name, norm in module.named_modules():

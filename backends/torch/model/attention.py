@@ -34,9 +34,14 @@ class Scores:
     sinks: torch.Tensor | None = None  # [H] a score for each head that takes weight and gives nothing
 
     @property
+    def plain_softmax(self) -> bool:
+        """Whether weights are the softmax of scaled products, of which torch's attention is one kernel."""
+        return self.softcap is None and self.sinks is None
+
+    @property
     def plain(self) -> bool:
         """Whether a kernel for causal attention in a window computes it."""
-        return self.softcap is None and self.sinks is None and self.chunk is None
+        return self.plain_softmax and self.chunk is None
 
     def visible(self, at: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """[T, L] bool: which of the keys at positions `columns` [L] or [T, L] the queries at positions `at` [T, 1]
@@ -69,7 +74,7 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
               sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
               **rest: Any) -> tuple[torch.Tensor, None]:
     """The signature that transformers calls. query: [1, H, T, D]; key: [1, K, T, D]; value: [1, K, T, E]. s_aux: [H]
-    attention sinks. Returns [1, T, H, E]."""
+    attention sinks. Returns [1, T, H, E]. Errors: RL0731 if the family makes a mask of its own."""
     role: AttentionRole = getattr(module, ROLE)
     packed_attention: PackedAttention | None = role.current.sequences
     if isinstance(attention_mask, torch.Tensor):
@@ -110,7 +115,7 @@ class VarlenAttention:
         self.lengths = lengths
         self.max_seqlen = int(lengths.max()) if lengths.numel() else 0
         self.positions = offsets_within(lengths)
-        # On the CPU before the passes, since torch's attention needs them. On a GPU attention is fused, save in float32
+        # On the CPU now, since every pass needs them. On a GPU when a layer asks, since a fused kernel needs none
         self._buckets = None if lengths.is_cuda else LengthBuckets(lengths)
 
     @property
@@ -154,7 +159,7 @@ def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
                      ) -> torch.Tensor:
     """Attention with a mask of any form. q: [S, H, T, D]; k: [S, K, L, D]; v: [S, K, L, E]; H a multiple of K. mask:
     [T, L] or [S, 1, T, L], True or 0 where a key is visible; None: causal, with L = T. Returns [S, H, T, E]."""
-    if scores.softcap is None and scores.sinks is None:
+    if scores.plain_softmax:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scale,
                                               enable_gqa=True)
     if mask is None:
@@ -169,3 +174,17 @@ def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
         return weights.softmax(-1).to(v.dtype) @ v
     sinks = scores.sinks.to(weights.dtype).view(1, -1, 1, 1).expand(*weights.shape[:3], 1)
     return torch.cat([weights, sinks], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
+
+
+def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scores: Scores
+                     ) -> torch.Tensor:
+    """Attention of one query per sequence. q: [H, S, D]; k: [S, K, L, D]; v: [S, K, L, E]; H a multiple of K. mask:
+    [S, 1, 1, L], True or 0 where a key is visible. Returns [S, H, E].
+
+    The query heads that share a KV head take the place of the query positions of a longer sequence, so that keys and
+    values need not be repeated."""
+    q = q.transpose(0, 1)
+    if not scores.plain_softmax:
+        return masked_attention(q[:, :, None], k, v, mask, scores)[:, :, 0]
+    q = q.unflatten(1, (k.shape[1], -1))  # [S, K, H / K, D]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scores.scale).flatten(1, 2)

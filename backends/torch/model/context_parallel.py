@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from rldsl.backends.torch.kernels.attention_kernels import has_varlen_kernel, varlen_attention
 from rldsl.backends.torch.model.attention import Scores, masked_attention
 from rldsl.backends.torch.model.collectives import gather_from_sequence_parallel_region
-from rldsl.backends.torch.model.sequences import RowFunction
-from rldsl.diag import internal_error
+from rldsl.backends.torch.model.sequences import DividedSequences
 from rldsl.runtime.backend import Axis
 from rldsl.runtime.store import offsets_within
 
@@ -54,7 +53,7 @@ class Partition:
             self.pad(x), self.axis, tensor_parallel_output_grad=False)[self.gathered_index]
 
 
-class ContextParallelAttention:
+class ContextParallelAttention(DividedSequences):
     """Causal attention of this rank's tokens of S packed sequences.
 
     A *segment* is a chunk of a sequence on this rank, 2 S in all: its queries see the keys from the start of the
@@ -100,12 +99,6 @@ class ContextParallelAttention:
         if has_varlen_kernel(q) and scores.plain and q.shape[-1] == v.shape[-1] and count:
             return self.partition.pad(self._fused(q, k, v, scores.scale, scores.window))
         return self.partition.pad(self.attend_padded(q, k, v, scores))
-
-    def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """See `Sequences.by_rows`."""
-        raise internal_error("context parallelism divides sequences", "context_parallel")
-
-    recur = by_rows
 
     def attend_padded(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """All segments as one padded batch. q: [n, H, D]; k: [R, K, D]; v: [R, K, E]. Returns [n, H, E]."""

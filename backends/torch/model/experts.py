@@ -76,9 +76,9 @@ def parallelize_experts(module: Any, num_experts: int, tp: Axis, ep: Axis, cuts:
     module.forward = forward
 
 
-def count(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[num_experts] int64: how often each number is chosen. `bincount` asks the device for the largest one first."""
-    return torch.zeros(num_experts, dtype=torch.long, device=chosen.device).scatter_add_(
+def _bincount(chosen: torch.Tensor, size: int) -> torch.Tensor:
+    """[size] int64: how often each number is chosen. torch's `bincount` makes the host wait for the largest one."""
+    return torch.zeros(size, dtype=torch.long, device=chosen.device).scatter_add_(
         0, chosen, torch.ones_like(chosen))
 
 
@@ -170,7 +170,7 @@ def _rows_by_group(chosen: torch.Tensor, num_experts: int, groups: int) -> torch
     if groups > 1:
         group = torch.arange(groups, device=chosen.device).repeat_interleave(len(chosen) // groups)
         chosen = chosen * groups + group[:, None]
-    return count(chosen.reshape(-1), num_experts * groups).view(num_experts, groups)
+    return _bincount(chosen.reshape(-1), num_experts * groups).view(num_experts, groups)
 
 
 def _compute_tree(up: torch.Tensor, down: torch.Tensor, module: Any, rows: torch.Tensor,

@@ -24,8 +24,7 @@ from rldsl.backends.torch.model.collectives import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from rldsl.backends.torch.model.sequences import RowFunction
-from rldsl.diag import internal_error
+from rldsl.backends.torch.model.sequences import DividedSequences
 from rldsl.plan.model import ParamSpec
 from rldsl.runtime.backend import Axis
 
@@ -91,7 +90,7 @@ class SequenceParallel:
         return (gathered, *rest) if isinstance(out, tuple) else gathered
 
 
-class PaddedAttention:
+class PaddedAttention(DividedSequences):
     """Attention over a row that is padded to `rows` tokens; padding attends to nothing, and nothing attends to it."""
 
     def __init__(self, inner: PackedAttention, rows: int):
@@ -102,13 +101,6 @@ class PaddedAttention:
         """See `PackedAttention.attend`."""
         n = self.count
         return pad_rows(self.inner.attend(layer, q[:, :n], k[:, :n], v[:, :n], scores), self.rows)
-
-
-    def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """See `Sequences.by_rows`."""
-        raise internal_error("sequence parallelism divides sequences", "sequence_parallel")
-
-    recur = by_rows
 
 
 def pad_rows(x: torch.Tensor, rows: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from rldsl.diag import internal_error
 from rldsl.models.execution import ATTENTION_INTERFACE, CACHES, masked_window, names_of, scans_from_a_state
 
 ROLE = "rldsl_role"  # attribute of modules that attend: their `AttentionRole`
@@ -34,6 +35,16 @@ class Sequences(Protocol):
 
     def recur(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Run a function that continues sequences from their states. place: of the function in the model."""
+
+
+class DividedSequences:
+    """The part of a `Sequences` whose ranks divide each sequence: no module may need complete ones."""
+
+    def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Errors: RL0699, since the compiler refuses such a layout."""
+        raise internal_error("a module needs complete sequences, which several ranks divide", "sequences")
+
+    recur = by_rows
 
 
 class CurrentPass:

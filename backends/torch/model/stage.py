@@ -4,7 +4,7 @@ In: a model of the plan, a layout and this rank's place in it. Out: a `Stage` wh
 Invariants: parameters are exactly the pieces that `sharding/boxes.py` gives this rank; layers of other chunks are
 `PassThroughLayer`s, so that the family's forward runs unchanged. Under a layout with `zero`, parameters are rows, and
 modules compute with tensors that `zero.py` fills from the rows of all shards.
-Errors: RL0725 the family's head is not supported.
+Errors: RL0330 `invariant=training` under tp or cp needs norms that the family does not have.
 """
 
 from __future__ import annotations
@@ -109,6 +109,8 @@ class Stage(ActivationCheckpointing):
     head_axis: Axis              # over which ranks the head's rows are divided
     vocab_cuts: tuple[int, ...] | None  # of the head's rows, for sums of an invariant model (`tree_sums.py`)
     head_is_biased: bool         # whether the output embedding has a bias
+    hidden_scale: float          # with which the last hidden states are multiplied, so that logits are scaled
+    logit_cap: float             # c: a logit z counts as c * tanh(z / c); 0: as z
     score: torch.Tensor | None   # [1, H] the score row on the last stage, if the model has one
     residual_dtype: torch.dtype  # of hidden states between layers and stages: float32, whatever the weights are
     matmul_dtype: torch.dtype    # in which matrices are multiplied: the model's dtype
@@ -126,6 +128,8 @@ class Stage(ActivationCheckpointing):
     # of such a model under ep: gradients of experts' weights by the rank of ep whose tokens they come from, [ep, ...]
     source_grads: Mapping[str, torch.Tensor]
     sequence_parallel: SequenceParallel  # divides tokens over tp where layers allow it
+    how: Execution               # how the family's modules run on packed sequences
+    current: CurrentPass         # the pass under way, which these modules ask for its sequences
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
                  matmul_dtype: torch.dtype, weight_cache: WeightCache | None = None):
@@ -192,7 +196,8 @@ class Stage(ActivationCheckpointing):
 
     @property
     def head(self) -> torch.Tensor | None:
-        """[V_local, H] rows of the output embedding on the last stage, if the model has one."""
+        """[V_local, H] rows of the output embedding on the last stage, if the model has one; [V_local, H + 1] with
+        its bias as the last column, if it has one."""
         head = self._head
         if head is not None and self.head_grad is not None:
             head = with_gradient_apart(head, self.head_grad)
@@ -227,7 +232,8 @@ class Stage(ActivationCheckpointing):
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packed_attention: PackedAttention,
                 hidden: torch.Tensor | None, number: int = 0) -> torch.Tensor:
         """Run chunk `number`. tokens, positions: [T] int64. hidden: [T, H] from the chunk before, None for the first.
-        Returns [T, H]; the last chunk's are after the final norm and in `matmul_dtype`."""
+        Returns [T, H]; the last chunk's are after the final norm and in `matmul_dtype`, [T, H + 1] with a last column
+        of ones where the head has a bias."""
         chunk = self.chunks[number]
         inputs = (tokens,) if hidden is None else (tokens, hidden)
         if self.how.by_rows:
@@ -316,9 +322,9 @@ class Stage(ActivationCheckpointing):
         kinds: dict[str, HeadKind] = {}  # norms of heads
         for spec in (*model.params, *model.base):
             if spec.partial_grad and not module_of(spec.name):
-                kinds[_module_name(spec.name)] = "query" if "q_norm" in spec.name else "kv"
-        fused = fuse_norms(skeleton, self.device, lambda name: Norms(sums, kinds.get(_without_number(name)),
-                                                                               self.groups))
+                kinds[spec.name.rpartition(".")[0]] = "query" if "q_norm" in spec.name else "kv"
+        fused = fuse_norms(skeleton, self.device,
+                           lambda name: Norms(sums, kinds.get(_without_number(name)), self.groups))
         vectors = [name for name, module in skeleton.named_modules() if name not in fused and not isinstance(
             module, nn.Linear | Conv1D) and any(p.dim() == 1 for p in module.parameters(recurse=False))]
         if vectors and self.groups < TOKEN_GROUPS:
@@ -417,8 +423,7 @@ class Stage(ActivationCheckpointing):
                  for i, layer in enumerate(parent._modules[path[-1]])]
         own, entry = nn.ModuleList(every), every[layers.start - 1] if layers.start else None
         parent._modules[path[-1]] = own
-        return Chunk(body, own, entry, layers, number == 0,
-                     number == count - 1)
+        return Chunk(body, own, entry, layers, number == 0, number == count - 1)
 
 
 def _copy(module: nn.Module) -> Any:
@@ -478,10 +483,6 @@ def _aliases(skeleton: nn.Module, output: nn.Module | None) -> Mapping[str, list
             if first or module is not output:
                 found.setdefault(name, []).append((module, attribute))
     return found
-
-
-def _module_name(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
 
 
 def _without_number(module: str) -> str:

@@ -21,8 +21,7 @@ from rldsl.backends.torch.model.collectives import (
     tree_reduce_scatter,
 )
 from rldsl.backends.torch.model.context_parallel import ContextParallelAttention, Partition
-from rldsl.backends.torch.model.sequences import RowFunction
-from rldsl.diag import internal_error
+from rldsl.backends.torch.model.sequences import DividedSequences
 from rldsl.runtime.backend import Axis
 from rldsl.sharding.gradient_leaves import TOKEN_GROUPS
 
@@ -63,7 +62,7 @@ class GroupedPartition:
         return group * first.width + first.local_index[items[self.own_items]]
 
 
-class GroupedAttention:
+class GroupedAttention(DividedSequences):
     """Causal attention of the tokens of this rank's groups; see `ContextParallelAttention`."""
 
     owner: torch.Tensor      # [T] the group of each token of the complete row
@@ -91,13 +90,6 @@ class GroupedAttention:
             own = queries[: group.partition.own_items.numel()]
             out.append(group.partition.pad(group.attend_padded(own, keys, values, scores)))
         return torch.cat(out)
-
-
-    def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """See `Sequences.by_rows`."""
-        raise internal_error("groups of tokens divide sequences", "token_groups")
-
-    recur = by_rows
 
 
 class _GatherKeys(Function):

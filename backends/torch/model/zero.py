@@ -51,7 +51,7 @@ class ParamGroup:
         self.is_unsharded = False
         self.is_reduced = False  # its reduce-scatter was started in the backward pass under way
         self._gathers: list[tuple[dist.Work | None, torch.Tensor, list[int]]] = []  # under way
-        self._reduction: tuple[dist.Work | None, torch.Tensor] | None = None        # under way
+        self._reduction: tuple[dist.Work | None, torch.Tensor] | None = None  # under way: [parts, elements] to add
         self.unsharded_grads: dict[int, torch.Tensor] = {}  # float32, not reduced yet, by parameter
         self.leaf_sums = LeafSums() if in_leaves else None  # of the gradients of all parameters, joined
         self.rounded = rounded
