@@ -102,6 +102,14 @@ class Spaces:
         """The frame of a value of a level in `FINE`."""
         return self.entries[term.space].frame if term.level == "entry" else term.space
 
+    def beyond_rows(self, term: Term) -> bool:
+        """Whether a reduction or an order is about more than one sequence: those of a prompt, or of a sequence that
+        these continue."""
+        attrs, x = dict(term.attrs), term.args[0]
+        to, space = (attrs["within"], attrs["of"]) if "within" in attrs else (attrs.get("to"), term.space)
+        return to == "prompt" or to == "seq" and space != (
+            x.space if x.level == "seq" else self.coarser(x.level, x.space, "seq"))
+
     def chain(self, term: Term) -> tuple[str, ...]:
         """The spaces from that of a value up to the root, for a token value from that of its rows; () at batch
         level."""

@@ -18,7 +18,7 @@ from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.arguments import accept
 from rldsl.semantics.errors import BAD, Bad, Errors
 from rldsl.semantics.expressions import ExpressionBuilder
-from rldsl.semantics.levels import source_name
+from rldsl.semantics.levels import Spaces, source_name
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_, program, walk
 from rldsl.semantics.values import LossUse, describe, level_value
@@ -84,27 +84,12 @@ def bind_loss(use: LossUse, head: Head, frames: tuple[IndexedFrame, ...], id_: s
     if isinstance(checked, Bad):
         return BAD
     outputs, needs = checked
-    if not _has_only_rows_of(frames, outputs, errors):
-        return BAD
     if entries and not ids and not _within_tokens([t for _, t in outputs], exprs):
         return BAD
     made = program(id_, outputs, str(use.span))
     read = set(made.inputs())
     return BoundLoss(made, model_outputs, tuple((n, t) for n, t in args.items() if n in read),
                    tuple(UPDATES if n == STOP else n for n, _ in outputs[1:]), ids, needs.why, needs.prompts)
-
-
-def _has_only_rows_of(frames: tuple[IndexedFrame, ...], outputs: list[tuple[str, Term]], errors: Errors) -> bool:
-    """Whether no reduction gives values of sequences that are not trained on; else RL0210. By prompt it does where the
-    prompts are made of other sequences, as those of a continuation are."""
-    own = {f.row_space for f in frames}
-    for term in walk([t for _, t in outputs]):
-        if dict(term.attrs).get("to") == "seq" and term.space not in own:
-            errors.add("RL0210", "a reduction by prompt inside a loss, where the prompts are made of other sequences",
-                       term.span, "this gives values of those sequences, which are not trained on",
-                       help="compute it in the flow and pass the result")
-            return False
-    return True
 
 
 def _entries_of_data(decl: ast.LossDecl, data: dict[str, Term], use: LossUse, exprs: ExpressionBuilder) -> str | Bad:
@@ -138,7 +123,7 @@ def _within_tokens(outputs: list[Term], exprs: ExpressionBuilder) -> bool:
             after.add(id(term))
     before = {id(t) for t in walk([t for t in every if id(t) in whole])}
     for term in every:
-        if id(term) in before - whole and _of_whole_minibatch(term):
+        if id(term) in before - whole and _of_whole_minibatch(term, exprs.spaces):
             exprs.errors.add("RL0348", "arithmetic over the vocabulary that depends on the whole minibatch", term.at,
                              "the vocabulary is looked at for a few tokens at once", labels=term.origin,
                              help="reduce to tokens first, and combine that with this")
@@ -194,7 +179,7 @@ def check_body(decl: ast.LossDecl, scope: Scope, model_outputs: set[str],
                              f"this is {level_value(term.level)}",
                              help="reduce it over the batch, for example with `mean(x)`")
     outputs += [(STOP, stop)] if stop is not None else []
-    needs = _check_outputs(outputs, model_outputs, exprs.errors) if len(exprs.errors.found) == before else \
+    needs = _check_outputs(outputs, model_outputs, exprs) if len(exprs.errors.found) == before else \
         MinibatchNeeds()
     return BAD if len(exprs.errors.found) > before else (outputs, needs)
 
@@ -258,12 +243,13 @@ class Dependence(IntEnum):
     NONLINEAR = 3  # in another way
 
 
-def _check_outputs(outputs: list[tuple[str, Term]], model_outputs: set[str], errors: Errors) -> MinibatchNeeds:
+def _check_outputs(outputs: list[tuple[str, Term]], model_outputs: set[str],
+                   exprs: ExpressionBuilder) -> MinibatchNeeds:
     """Report a loss without a gradient and what no loss may contain, and find what cannot be added up over
     micro-batches. Reductions of outputs of the model can be, if they enter finer arithmetic nowhere; the loss must also
     be affine in them."""
     state: dict[int, Dependence] = {}
-    needs = _Needs()
+    needs, errors = _Needs(exprs.spaces), exprs.errors
     in_value = {id(t) for t in walk([outputs[0][1]])}  # the terms of the loss; all others are of metrics and stops
     for term in walk([t for _, t in outputs]):
         below = [state[id(a)] for a in term.args]
@@ -289,6 +275,7 @@ def _check_outputs(outputs: list[tuple[str, Term]], model_outputs: set[str], err
 class _Needs:
     """What `_check_outputs` has found so far."""
 
+    spaces: Spaces
     why: str = ""
     prompts: bool = False
     nonlinear: list[Term] = field(default_factory=list)  # terms of the loss, made of terms that are not
@@ -306,12 +293,10 @@ def _shortened(text: str, most: int = 48) -> str:
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
-def _of_whole_minibatch(term: Term) -> bool:
+def _of_whole_minibatch(term: Term, spaces: Spaces) -> bool:
     """Whether an operator looks at more than one sequence."""
-    if OPERATORS[term.op].family == "order":
-        return True
     to = dict(term.attrs).get("to")
-    return to == "prompt" or to == "batch" or to is not None and to == term.args[0].level
+    return OPERATORS[term.op].family == "order" or to == "batch" or to is not None and spaces.beyond_rows(term)
 
 
 def _has_gradient_path(loss: Term, model_outputs: set[str]) -> bool:
@@ -340,7 +325,7 @@ def _classify(term: Term, below: list[Dependence], model_outputs: set[str], in_v
         return None
     if dict(term.attrs).get("to") is not None:
         to = dict(term.attrs)["to"]
-        if to == "prompt" or to == term.args[0].level:
+        if needs.spaces.beyond_rows(term):
             needs.prompts = True
             needs.add(term, "is about all sequences of a prompt")
             return min(worst, Dependence.PER_ELEMENT)
@@ -353,9 +338,8 @@ def _classify(term: Term, below: list[Dependence], model_outputs: set[str], in_v
             return Dependence.AFFINE if OPERATORS[term.op].combine == "sum" else Dependence.NONLINEAR
         return worst
     if OPERATORS[term.op].family == "order":
-        within, x = dict(term.attrs)["within"], term.args[0]
-        if within == "prompt" or within == x.level:
-            needs.prompts = True
+        within = dict(term.attrs)["within"]
+        needs.prompts |= needs.spaces.beyond_rows(term)
         verb = "adds up" if term.op == "across" else "orders"
         needs.add(term, f"{verb} the elements of {'the minibatch' if within == 'batch' else f'each {within}'}")
     if term.level != "batch":

@@ -159,6 +159,10 @@ def _character(span: Span, text: str) -> Diagnostic:
     if number := re.match(r"([0-9][0-9_]*(?:\.[0-9_]+)?(?:[eE][+-]?[0-9]+)?[kM]?)(\w+)", rest):
         digits, name = number.groups()
         whole = Span(span.file, span.start, span.start + number.end())
+        if half := re.match(r"[eE][+-]?(?![0-9\w])", rest[number.end(1):]):
+            return Diagnostic("RL0003", f"invalid number `{digits}{half.group()}`",
+                              Span(span.file, span.start, span.start + number.end(1) + half.end()),
+                              "digits of the exponent are missing", help=f"write a whole exponent, as in `{digits}e-6`")
         return Diagnostic("RL0003", f"invalid number `{digits}{name}`", whole, f"`{name}` cannot follow `{digits}`",
                           help=f"put a space between a number and a name: `{digits} {name}`; the only suffixes of "
                                "numbers are `k` (1,000) and `M` (1,000,000)")

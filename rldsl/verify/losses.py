@@ -15,6 +15,7 @@ from rldsl.diag import Diagnostic
 from rldsl.plan.events import Train
 from rldsl.plan.expr import Node, Program, nodes_under
 from rldsl.plan.operators import OPERATORS, in_family
+from rldsl.verify.row_division import beyond_rows
 from rldsl.verify.tables import Tables, name, problem
 
 
@@ -35,8 +36,8 @@ def _fault(t: Tables, e: Train, program: Program) -> str:
               *(x for x, of in t.entries.items() if of.frame in e.frames)}
     if strange := next((n.space for n in nodes if n.space not in spaces), None):
         return f"uses {strange}, which is not a training input"
-    by_prompt = any(in_family(n.op, "reduction") and n.attr("to") in ("prompt", nodes[n.args[0]].level) or
-                    in_family(n.op, "order") and n.attr("within") in ("prompt", n.level) for n in nodes)
+    by_prompt = any((in_family(n.op, "reduction") or in_family(n.op, "order")) and beyond_rows(t, nodes, n)
+                    for n in nodes)
     if not e.first_pass and any(in_family(n.op, "order") for n in nodes):
         return "orders elements, but a micro-batch has only some of them"
     if by_prompt and (not e.first_pass or t.spreads[e.spread].granularity != "prompt"):
@@ -57,7 +58,7 @@ def _within_tokens(t: Tables, e: Train, nodes: Sequence[Node]) -> str:
              and not t.entries[n.space].width]
     below = [nodes[i] for i in nodes_under(nodes, whole)]
     seen = any(in_family(n.op, "order") or in_family(n.op, "reduction")
-               and n.attr("to") in ("batch", "prompt", nodes[n.args[0]].level) for n in below)
+               and (n.attr("to") == "batch" or beyond_rows(t, nodes, n)) for n in below)
     return "computes over the vocabulary with what only the whole minibatch says" if seen else ""
 
 

@@ -9,13 +9,13 @@ makes; training divides rows, or prompts for losses that need whole ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.events import Compute, Derive, Event, Generate, Infer, Lengths, Train
-from rldsl.plan.expr import Program
+from rldsl.plan.expr import Node, Program
 from rldsl.plan.model import Spread
 from rldsl.plan.operators import in_family
 from rldsl.plan.spaces import IndexedFrame
@@ -134,16 +134,24 @@ def _lies_in(frame: IndexedFrame, divided: IndexedFrame, s: Spread) -> bool:
     return (divided.prompt_origin if s.granularity == "prompt" else divided.row_origin) in frame.origins
 
 
+def beyond_rows(t: Tables, nodes: Sequence[Node], n: Node) -> bool:
+    """Whether a reduction or an order is about more than one row: those of a prompt, or of a row that these continue.
+    One over the batch is not."""
+    of = nodes[n.args[0]]
+    to, space = (n.attr("within"), n.attr("of")) if in_family(n.op, "order") else (n.attr("to"), n.space)
+    if to != "seq":
+        return to == "prompt"
+    frame = t.frames.get(t.entries[of.space].frame if of.space in t.entries else of.space)
+    return space != (frame.row_space if frame and of.level in ("turn", "token", "entry") else of.space)
+
+
 def _reduced_to(t: Tables, program: Program) -> set[str]:
     """The spaces of which a program needs everything that belongs to one row: prompts, and what rows are reduced to."""
     found = {n.space for n in program.nodes if n.level == "prompt"}
     for n in program.nodes:
-        if n.attr("to") == "seq":
-            of = program.nodes[n.args[0]]
-            frame = t.entries[of.space].frame if of.level == "entry" else of.space
-            rows = t.frames[frame].row_space if of.level in ("turn", "token", "entry") else of.space
-            found |= {n.space} - {rows}
-        elif in_family(n.op, "order") and n.attr("within") in ("prompt", n.level):
+        if n.attr("to") == "seq" and beyond_rows(t, program.nodes, n):
+            found.add(n.space)
+        elif in_family(n.op, "order") and beyond_rows(t, program.nodes, n):
             found.add(str(n.attr("of")))
         elif n.op == "along":  # all prefixes of a response, next to its tokens
             found.add(t.frames[n.space].row_space)

@@ -68,7 +68,7 @@ model slow  = causal_lm("{base}")
 model actor = causal_lm("{base}") train adamw(lr=1e-3)
 loss grouped(logprobs: token; r: seq, fair: seq) {{
   metric same = max(abs(r - mean(r by prompt) - fair))
-  return mean((r - mean(r by prompt)) * sum(logprobs by seq))
+  return {objective}
 }}
 flow run(steps=1, seed=1) {{
   prompt = prompts.next()
@@ -80,11 +80,14 @@ flow run(steps=1, seed=1) {{
 """
 
 
-def test_prompts_that_are_responses(sets: dict[str, str], tmp_path: Path) -> None:
-    """What continues a response is reduced up to it."""
+@pytest.mark.parametrize("objective", ["mean((r - mean(r by prompt)) * sum(logprobs by seq))",
+                                       "mean(max(r * sum(logprobs by seq) by prompt) * mean(r by prompt))"])
+def test_prompts_that_are_responses(sets: dict[str, str], tmp_path: Path, objective: str) -> None:
+    """What continues a response is reduced up to it, on any placement and in minibatches of any size."""
     path = tmp_path / "continued.rlf"
-    path.write_text(CONTINUED.format(**sets))
+    path.write_text(CONTINUED.format(objective=objective, **sets))
     alone = run_program(path, {}, tmp_path / "alone")
-    there = run_program(path, {}, tmp_path / "there", "place *.* on mesh(0:2) dp=2", like=alone)
     assert abs(alone[0]["actor/loss"]) > 1e-3 and alone[0]["actor/same"] < 1e-5
-    assert alone[0] == pytest.approx(there[0], rel=1e-4, abs=1e-5)
+    for place in ("on mesh(0:2) dp=2", "on mesh(0:1) mbs=1", "on mesh(0:2) dp=2 mbs=3"):
+        there = run_program(path, {}, tmp_path / "there", f"place *.* {place}", like=alone)
+        assert alone[0] == pytest.approx(there[0], rel=1e-4, abs=1e-5), place

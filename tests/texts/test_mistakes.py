@@ -10,6 +10,7 @@ import pytest
 from rldsl import api
 from rldsl.diag import Diagnostic, Failure
 from rldsl.graph.build import build
+from rldsl.graph.model import Train
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
 from tests.texts.programs import folder, text
@@ -107,14 +108,13 @@ def test_what_may_not_be_done_with_text(body: str, code: str, underlined: str) -
     assert found.code == code and found.span is not None and found.span.text == underlined
 
 
-def test_a_reduction_by_prompt_stays_out_of_losses() -> None:
-    """The prompts of `v` are made of rows of `gen`, which are not trained on."""
-    body = "  v = judge.generate(ask(gen), n=2)\n  judge3 = mean(f(v) by prompt)\n  actor.train(v, loss=bad())"
+def test_a_loss_reduces_up_to_the_responses_that_were_judged() -> None:
+    body = "  v = judge.generate(ask(gen), n=2)\n  actor.train(v, loss=good())"
     program = PROGRAM.format(body=body, returns="prompts(max_tokens=64)").replace(
-        "loss nll", "loss bad(logprobs: token;) { return -mean(mean(logprobs by prompt)) }\nloss nll")
-    with pytest.raises(Failure) as raised:
-        build(parse(SourceFile("main.rlf", program)), {}, read=lambda path: SOURCE)
-    assert [d.code for d in raised.value.diagnostics] == ["RL0210"]
+        "loss nll", "loss good(logprobs: token;) { return -mean(mean(logprobs by prompt)) }\nloss nll")
+    graph = build(parse(SourceFile("main.rlf", program)), {}, read=lambda path: SOURCE)
+    [train] = [n for n in graph.items if isinstance(n, Train)]
+    assert train.whole_prompts and "by prompt" in train.first_pass
 
 
 # ------------------------------------------------------------------------------------------------- tokenizers
