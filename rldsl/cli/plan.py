@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 import click
 
-from rldsl.cli.options import FILE, on_cluster
+from rldsl.cli.options import FILE, FOLDER, on_cluster
 from rldsl.cli.printing import say
 from rldsl.cli.shell import Settings, command, print_result, report_diagnostics
 from rldsl.collector import never_collect
+from rldsl.commands import Usage
 from rldsl.diag import Failure, counted
 from rldsl.files import read_bytes
 
@@ -100,18 +102,41 @@ def verify(settings: Settings, plan: str) -> None:
 
 
 @command
-@click.argument("plan", type=FILE)
-@click.option("-o", "target", type=FILE, metavar="FILE", help="Output file (default: PLAN with the extension .html).")
+@click.argument("plan", type=FILE, metavar="PLAN|RUN_DIR")
+@click.option("-o", "target", type=FILE, metavar="FILE",
+              help="Output file (default: PLAN with the extension .html, or report.html in RUN_DIR).")
 @click.option("--cluster", shell_complete=on_cluster, metavar="CLUSTER",
               help="The cluster to simulate a step on: a cluster file or a built-in cluster (default: as many h100x8 "
-                   "nodes as PLAN needs).")
+                   "nodes as the plan needs).")
 @click.option("--trace", type=FILE, metavar="FILE",
-              help="A recorded timeline of PLAN (`rlc run --trace`), to show next to the simulated one.")
-def report(settings: Settings, plan: str, target: str | None, cluster: str | None, trace: str | None) -> None:
-    """Write PLAN as an HTML page. It shows dataflow, time, memory, and the reason for each event."""
-    from rldsl.commands.report import report
+              help="A recorded timeline (`rlc run --trace`), to show next to the simulated one (default: trace.json in "
+                   "RUN_DIR, if it exists).")
+@click.option("--against", type=FOLDER, metavar="RUN_DIR", help="Another run, to show how it differs from this one.")
+@click.option("--watch", is_flag=True, help="Keep writing the page while the run is active; the page reloads itself.")
+@click.option("--every", type=click.IntRange(1), default=5, show_default=True, metavar="SECONDS",
+              help="How often, with --watch.")
+def report(settings: Settings, plan: str, target: str | None, cluster: str | None, trace: str | None,
+           against: str | None, watch: bool, every: int) -> None:
+    """Write a plan or a run as an HTML page. Of a plan: dataflow, time, memory, and the reason for each event. Of a run
+    also its metrics, samples and settings."""
+    from rldsl.commands.report_run import PAGE, is_run, run_page
+    from rldsl.commands.report_run import watch as follow
     from rldsl.files import write
 
-    target = target or f"{plan.removesuffix('.plan')}.html"
-    write(target, report(plan, cluster, trace).encode())
-    print_result(settings, f"wrote {target}", wrote=target)
+    if not is_run(plan):
+        if against is not None or watch:
+            raise Usage(f"{'--watch' if watch else '--against'} needs the directory of a run instead of a plan")
+        from rldsl.commands.report import report
+
+        target = target or f"{plan.removesuffix('.plan')}.html"
+        write(target, report(plan, cluster, trace).encode())
+        print_result(settings, f"wrote {target}", wrote=target)
+        return
+    made, file = run_page(plan, cluster, trace, against), target or str(Path(plan) / PAGE)
+    if watch and made.running():
+        if settings.output == "text":
+            click.echo(f"writing {file} until the run ends (Ctrl-C stops writing)", err=True)
+        follow(made, every, lambda text: write(file, text.encode()))
+    else:
+        write(file, made.html().encode())
+    print_result(settings, f"wrote {file}", wrote=file)

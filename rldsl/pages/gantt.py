@@ -1,24 +1,26 @@
 """Rows over time as SVG: a bar for each event, filled as far as its ranks work, and a line below what others wait for.
+Below the rows, on the same axis, the memory of ranks.
 
-In: a `Chart` and what its events are. Out: an SVG element. Places along the time are shares of its width, so that a
-page zooms by making it wider.
+In: a `Chart`, what its events are, and `Strip`s. Out: an SVG element. Places along the time are shares of its width, so
+that a page zooms by making it wider.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, log10
 
 from markupsafe import Markup
 
-from rldsl.pages.markup import element, percent
+from rldsl.pages.markup import element, number, percent
 from rldsl.pages.rows import Bar, Chart, Row
 from rldsl.plan.events import Event, ModelCall
 from rldsl.plan.naming import describe_event
 from rldsl.plan.notation import seconds_text
 
 HEIGHT, BAR, AXIS = 38, 26, 26  # of a row, of a bar in it, of the axis
+STRIP, STEPS = 44, 10_000  # height of a strip of memory; its units from left to right
 LETTER, WIDE = 6.7, 900  # width of a letter; of the whole picture before it is zoomed
 TICKS = 8
 
@@ -32,6 +34,16 @@ class Drawn:
     style: str  # classes of CSS
 
 
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """The memory of ranks over the time of a chart."""
+
+    ranks: str  # whose memory it is
+    points: tuple[tuple[float, int], ...]  # (seconds, bytes from then on)
+    top: int  # bytes at the upper end
+    about: str  # when the pointer is over it
+
+
 def drawn(event: Event, styles: Mapping[str, str], titles: Mapping[int, str]) -> Drawn:
     """styles: of models. titles: of events that the dataflow graph shows."""
     text = describe_event(event)
@@ -43,12 +55,14 @@ def drawn(event: Event, styles: Mapping[str, str], titles: Mapping[int, str]) ->
     return Drawn(label, about, style)
 
 
-def gantt(chart: Chart, known: Mapping[int, Drawn], title: str) -> Markup:
-    height = AXIS + HEIGHT * len(chart.rows)
+def gantt(chart: Chart, known: Mapping[int, Drawn], title: str, strips: Sequence[Strip] = ()) -> Markup:
+    rows = AXIS + HEIGHT * len(chart.rows)
+    height = rows + STRIP * len(strips)
     parts = [element("title", title), element("g", *_ticks(chart, height), class_="ticks")]
     for i, row in enumerate(chart.rows):
         parts.append(element("rect", class_="lane", x=0, y=AXIS + HEIGHT * i, width="100%", height=HEIGHT - 6, rx=4))
         parts += _row(chart, row, AXIS + HEIGHT * i + 2, known)
+    parts += [_strip(chart, strip, rows + STRIP * i) for i, strip in enumerate(strips)]
     return element("svg", *parts, class_="bars", width="100%", height=height, role="group", aria_label=title,
                    data_start=f"{chart.start:.9g}", data_length=f"{chart.length:.9g}")
 
@@ -57,6 +71,19 @@ def _row(chart: Chart, row: Row, y: float, known: Mapping[int, Drawn]) -> list[M
     found = [_bar(chart, bar, y, known[bar.event]) for bar in row.bars]
     return found + [element("rect", class_="critical", x=_at(chart, a), width=percent((b - a) / chart.length),
                             y=y + BAR + 1, height=2.5) for a, b in row.critical]
+
+
+def _strip(chart: Chart, strip: Strip, y: float) -> Markup:
+    """An area of steps, which is stretched over the width as the bars are."""
+    high, text = STRIP - 8, ""
+    for (start, size), (stop, _) in zip(strip.points, (*strip.points[1:], (chart.stop, 0)), strict=True):
+        left, right = (number(STEPS * min(max((t - chart.start) / chart.length, 0.0), 1.0), 1) for t in (start, stop))
+        level = number(high * (1 - min(size / max(strip.top, 1), 1.0)), 1)
+        text += f"{'L' if text else f'M{left} {high}L'}{left} {level}L{right} {level}"
+    text = f"{text}V{high}Z" if text else "M0 0"
+    return element("svg", element("title", strip.about), element("rect", class_="lane", width=STEPS, height=high),
+                   element("path", d=text), class_="strip", x=0, y=y, width="100%", height=high,
+                   view_box=f"0 0 {STEPS} {high}", preserveAspectRatio="none", role="img", aria_label=strip.about)
 
 
 def _bar(chart: Chart, bar: Bar, y: float, event: Drawn) -> Markup:

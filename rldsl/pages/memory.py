@@ -6,7 +6,7 @@ ranks with the same curve.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -66,6 +66,19 @@ def _steps(curve: Curve) -> Steps:
     found = [(p.event, p.before, p.during, p.after) for p in points(curve)]
     most = ALIKE / 2 * max([1, *(x[2] for x in found)])
     return [x for x in found if max(x[1:]) - min(x[1:]) > most]
+
+
+def over_time(curve: Curve, ran: Iterable[tuple[int, float, float]]) -> tuple[tuple[float, int], ...]:
+    """(seconds, bytes from then on) for a rank that ran these (event, start, stop). While two events overlap, it holds
+    what the later one holds in the plan's order, where a buffer under way counts for both."""
+    held = {p.event: p for p in points(curve)}
+    spans = sorted(((start, stop, held[event]) for event, start, stop in ran if event in held), key=lambda x: x[:2])
+    found: list[tuple[float, int]] = []
+    for i, (start, stop, point) in enumerate(spans):
+        found.append((start, point.during))
+        if i + 1 == len(spans) or stop <= spans[i + 1][0]:
+            found.append((stop, point.after))
+    return tuple(found)
 
 
 def category(what: str) -> str:

@@ -60,15 +60,29 @@
     const start = +svg.dataset.start, length = +svg.dataset.length, height = svg.getAttribute("height");
     let zoom = 1;
 
-    // A label stays at the left edge of the screen while its bar continues beyond it.
+    // As much of a name as fits: all of it, what comes after the dot, or the beginning. "": not even three letters.
+    function shorten(name, share) {
+      const after = name.slice(name.lastIndexOf(".") + 1);
+      if (share >= 1 || after.length <= name.length * share) return share >= 1 ? name : after;
+      const letters = Math.floor(name.length * share) - 1;
+      return letters >= 3 ? after.slice(0, letters) + "…" : "";
+    }
+
+    // A label stays at the left edge of the screen while its bar continues beyond it, and shortens where it is narrow.
     function label() {
-      const view = scroll.getBoundingClientRect();
-      for (const text of svg.querySelectorAll(".slot text")) {
-        const bar = text.parentNode.querySelector(".wait").getBoundingClientRect();
+      const view = scroll.getBoundingClientRect(), texts = [...svg.querySelectorAll(".slot text")];
+      for (const text of texts) {
+        text.dataset.name = text.dataset.name || text.textContent;
+        if (text.textContent !== text.dataset.name) text.textContent = text.dataset.name;
+      }
+      const found = texts.map((text) => [text, text.getComputedTextLength(), text.parentNode.querySelector(".wait").getBoundingClientRect()]);
+      for (const [text, wide, bar] of found) {
         const seen = bar.right > view.left && bar.left < view.right, cut = seen ? Math.max(0, view.left - bar.left) : 0;
-        const room = (seen ? Math.min(bar.right, view.right) : bar.right) - bar.left - cut;
+        const room = (seen ? Math.min(bar.right, view.right) : bar.right) - bar.left - cut - 10;
+        const short = shorten(text.dataset.name, wide ? room / wide : 0);
         text.setAttribute("x", cut + 6);
-        text.classList.toggle("tight", text.getComputedTextLength() + 10 > room);
+        if (short && short !== text.textContent) text.textContent = short;
+        text.classList.toggle("tight", !short);
       }
     }
 

@@ -145,6 +145,27 @@ def test_a_label_stays_while_its_bar_goes_on_beyond_the_screen(shown: Page) -> N
     assert shown.run("longest.parentNode.querySelector('text').classList.contains('tight')") is False
 
 
+def test_labels_shorten_where_bars_are_narrow(shown: Page) -> None:
+    """At some width of the screen a name is cut, and where there is room again it is whole."""
+    texts = "[...document.querySelectorAll('#simulated .slot text:not(.tight)')].map((x) => x.textContent)"
+    names = set(shown.run("[...document.querySelectorAll('#simulated .slot text')].map((x) => x.dataset.name)"))
+    seen = set()
+    for width in range(320, 1921, 100):
+        shown.size(width, 900)
+        seen |= set(shown.run(texts))
+    assert any(text.endswith("…") for text in seen) and any(text in names for text in seen)
+    assert all(any(text.rstrip("…") in name for name in names) and len(text) >= 3 for text in seen)
+    shown.run("""(() => { for (let i = 0; i < 8; i++) document.querySelector("#simulated button[data-zoom='2']").click() })()""")
+    assert any(text in names for text in shown.run(texts)) and not shown.errors
+
+
+def test_memory_is_zoomed_with_the_events(shown: Page) -> None:
+    wide = "document.querySelector('#simulated .strip').getBoundingClientRect().width"
+    before = shown.run(wide)
+    shown.click("#simulated button[data-zoom='2']")
+    assert shown.run(wide) == pytest.approx(2 * before, rel=0.01)
+
+
 def test_events_can_be_filtered(shown: Page) -> None:
     every = shown.run("document.querySelectorAll('#simulated svg .slot').length")
 

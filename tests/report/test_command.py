@@ -84,7 +84,7 @@ def test_a_source_that_is_no_text_is_not_quoted(work: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments, code", [
-    (("no.plan",), "RL0091"), ((".",), "RL0092"), (("a.plan", "-o", "no/x.html"), "RL0094"),
+    (("no.plan",), "RL0091"), ((".",), "RL0783"), (("a.plan", "-o", "no/x.html"), "RL0094"),
     (("a.plan", "--cluster", "h100"), "RL0091"), (("a.plan", "--cluster", "bad.yaml"), "RL0107"),
     (("a.plan", "--cluster", "slow.yaml"), "RL0215"), (("a.plan", "--cluster", "small.yaml"), "RL0096"),
     (("a.plan", "--trace", "no.json"), "RL0091"), (("a.plan", "--trace", "."), "RL0092"),

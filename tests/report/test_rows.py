@@ -8,10 +8,10 @@ import pytest
 
 from rldsl.memory import curves
 from rldsl.memory.curve import Curve, Holding, peak
-from rldsl.pages.gantt import tick
+from rldsl.pages.gantt import Strip, gantt, tick
 from rldsl.pages.markup import element, number, percent
-from rldsl.pages.memory import category, panels, scale
-from rldsl.pages.rows import SEEN, several, simulated
+from rldsl.pages.memory import category, over_time, panels, scale
+from rldsl.pages.rows import SEEN, Chart, several, simulated
 from rldsl.pages.texts import ranges_text
 from rldsl.plan.notation import cut, seconds_text
 from rldsl.simulate import PathSegment, Span, Timeline, simulate
@@ -100,6 +100,26 @@ def test_curves_alike_share_a_panel() -> None:
                                      Holding("a", 1000, 0, 3, host=True)])
 def test_other_curves_do_not(holding: Holding) -> None:
     assert len(panels([curve(Holding("a", 1000, 0, 3)), curve(holding, rank=1)])) == 2
+
+
+def test_memory_over_time_follows_the_events() -> None:
+    """Event 1 holds 10 while it runs and leaves 4; event 2 holds 7."""
+    found = curve(Holding("a", 4, 0, 3), Holding("b", 6, 1, 1), Holding("c", 3, 3, 3))
+    assert over_time(found, [(2, 5.0, 6.0), (1, 1.0, 3.0)]) == ((1.0, 10), (3.0, 4), (5.0, 7), (6.0, 4))
+    assert over_time(found, [(1, 1.0, 5.5), (2, 5.0, 6.0)]) == ((1.0, 10), (5.0, 7), (6.0, 4))  # they overlap
+    assert over_time(found, [(1, 1.0, 3.0), (1, 3.0, 5.0)]) == ((1.0, 10), (3.0, 4), (3.0, 10), (5.0, 4))
+
+
+def test_memory_of_ranks_that_ran_nothing_known_is_empty() -> None:
+    assert over_time(curve(), []) == () and over_time(curve(), [(9, 0.0, 1.0)]) == ()
+
+
+def test_memory_lies_below_the_rows_on_the_same_axis() -> None:
+    chart = Chart((), 0.0, 10.0)
+    found = str(gantt(chart, {}, "t", [Strip("0", ((5.0, 10), (7.5, 5)), 10, "about")]))
+    assert "M5000 36L5000 0L7500 0L7500 18L10000 18V36Z" in found
+    assert "M0 0" in str(gantt(chart, {}, "t", [Strip("0", (), 10, "about")]))
+    assert "NaN" not in str(gantt(chart, {}, "t", [Strip("0", ((20.0, 5), (30.0, 0)), 0, "about")]))
 
 
 @pytest.mark.parametrize("what, kind", [
