@@ -52,6 +52,7 @@ class Chunk:
 class MegatronStage(ActivationCheckpointing):
     """Has the attributes of the torch backend's `Stage`, which documents them, without adapters."""
 
+    autocast_in_backward = True  # Megatron's linear layers multiply bfloat16 gradients with float32 weights there
     blocks: list[Block]  # all that modules compute with
     kernels: Kernels     # which implementations they use
     # as in the torch backend's `Stage`

@@ -64,3 +64,25 @@ def test_a_copy_computes_what_its_home_does(tmp_path, family):
     for found in run_world(2 if len(layouts) > 1 else 1, _copies, str(path), layouts, timeout=60):
         for equal, fresh, rounds in found:
             assert equal == [True] * 4 and fresh and rounds
+
+
+def _contexts(rank: int, path: str, recompute: str) -> tuple[set[bool], set[bool], int]:
+    """Whether autocast was on: in forward passes of a layer's norm, in the backward pass; and forward passes."""
+    model = plan_model(path, "causal_lm", Optimizer(lr=1e-3), dtype="bfloat16")
+    home = _partial(model, rank, 1, 1, 1, trainable=True)
+    forward: list[bool] = []
+    backward: list[bool] = []
+    norm = next(m for name, m in home.stage.chunks[0].body.named_modules() if name.endswith("layers.0.input_layernorm"))
+    norm.register_forward_pre_hook(lambda *_: forward.append(torch.is_autocast_enabled("cpu")))
+    norm.register_forward_hook(lambda *args: args[-1].requires_grad and args[-1].register_hook(
+        lambda _: backward.append(torch.is_autocast_enabled("cpu"))) and None)
+    home.train([(pack(ROWS),)], [("logprobs",)], 1.0, lambda i, f: f[0]["logprobs"].sum(), recompute=recompute)
+    return set(forward), set(backward), len(forward)
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 1), ("full", 2)])
+def test_backward_leaves_autocast(tmp_path, recompute, passes):
+    """Inside it, a product in the backward of a function of our own would be rounded to bfloat16."""
+    path = make_model(tmp_path / "m", "qwen3")
+    [found] = run_world(1, _contexts, str(path), recompute, timeout=60)
+    assert found == ({True}, {False}, passes)

@@ -64,9 +64,10 @@ class SlotState:
         """Move sequences to other slots. `logprob` stays: it is read before the next move."""
         fields = (self.seq_id, self.num_generated, self.sampled_before, self.last_prompt_pos, self.token, self.active,
                   self.finished)
+        source, target = torch.tensor([list(sources), list(targets)], dtype=torch.int64, device=self.active.device)
         for x in (*fields, self.draws) if len(self.draws) else fields:
-            x[list(targets)] = x[list(sources)]
-        self.active[list(sources)] = False
+            x[target] = x[source]
+        self.active[source] = False
 
 
 @dataclass

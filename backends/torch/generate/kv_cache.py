@@ -95,12 +95,16 @@ class KVCache:
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of some slots to others, all at once, and their states."""
-        for cached in self.layers.values():
-            for cache in cached:
-                cache[list(targets), :length] = cache[list(sources), :length]
-        for held in self.states.values():
-            for x in held.values():
-                x[:, list(targets)] = x[:, list(sources)]
+        held = [x for states in self.states.values() for x in states.values()]
+        caches = [x for cached in self.layers.values() for x in cached]
+        if not held and not caches:
+            return
+        device = (caches or held)[0].device  # one copy to it, and not one for each layer
+        source, target = torch.tensor([list(sources), list(targets)], dtype=torch.int64, device=device)
+        for cache in caches:
+            cache[target, :length] = cache[source, :length]
+        for x in held:
+            x[:, target] = x[:, source]
 
     def offload(self, slot: int, length: int) -> HostSlot:
         """Copy the first `length` tokens of a slot and its states to host memory."""

@@ -9,6 +9,7 @@ of deadlock even under rendezvous sends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -117,7 +118,8 @@ def pipeline_forward_backward(stage: Stage, pp: Axis, batches: Sequence[ModelInp
         hidden, out = in_flight.pop((p.chunk, p.micro))
         grad = p2p.wait_receive(p)
         if out.requires_grad:
-            torch.autograd.backward(out, grad)
+            with nullcontext() if stage.autocast_in_backward else torch.autocast(stage.device.type, enabled=False):
+                torch.autograd.backward(out, grad)
             end_pass()
         if stage.zero:
             stage.zero.after_backward(stage.chunks[p.chunk].layers)
