@@ -7,7 +7,7 @@
 
 Gates: dense rows within 25 %, rows of mixtures of experts within 35 %, Kendall's tau of the order of the steps at least
 0.9, the sign of what generating one step ahead gains right in every pair; the gain within 15 % where phases are
-published. docs/published.md has the sources, the constants and the rows that miss a gate.
+published and given as the durations of calls (`phases.py`). docs/published.md has the sources, the constants and the rows that miss a gate.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.published.phases import gains as gains_of_phases
 from benchmarks.published.prediction import Prediction, predict, workplace
 from benchmarks.published.rows import CALIBRATION, LEFT_OUT, ROWS, SPREAD, VERL, Row
 from benchmarks.simulate import tau
@@ -117,6 +118,8 @@ def main() -> None:
                 means[row.name] = whole.response or means.get(row.baseline, 1000.0)
                 found[row.name] = p = predict(replace(whole, response=means[row.name]), folder, given.spread)
                 print(line(p).replace("  outside the gate", "") + f"  [mean {means[row.name]:.0f} tokens]", flush=True)
+        given = [gain for p in found.values() if p.row.phases and p.row.baseline in found
+                 for gain in gains_of_phases(found[p.row.baseline], p, folder)]
     judged = [p for p in found.values() if p.row in ROWS]
     print()
     if judged:
@@ -124,8 +127,12 @@ def main() -> None:
     print("\ngain of generating one step ahead")
     for p, ours, theirs in gains(found):
         right = "right" if (ours > 1) == (theirs > 1) else "WRONG"
-        phases = f", {ours / theirs - 1:+.0%} (gate {GAIN:.0%})" if p.row.phases else ""
-        print(f"  {p.row.name:<24} {ours:.2f}, published {theirs:.2f}: sign {right}{phases}")
+        print(f"  {p.row.name:<24} {ours:.2f}, published {theirs:.2f}: sign {right}")
+    print(f"\nthe same where phases are published, with their seconds as the durations of calls (gate {GAIN:.0%})")
+    for gain in given:
+        mark = "" if abs(gain.error) <= GAIN else "  outside the gate"
+        print(f"  {gain.row.name:<18} {gain.what:<54} {gain.seconds[0]:>4.0f} s / {gain.seconds[1]:>4.0f} s = "
+              f"{gain.predicted:.2f}, published {gain.published:.2f}, {gain.error:+.0%}{mark}")
     print("\npublished, not simulated")
     for name, why in LEFT_OUT.items():
         print(f"  {name}: {why}")

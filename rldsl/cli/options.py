@@ -57,6 +57,16 @@ def _sets(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict
     return found
 
 
+def seconds_by_name(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, value in _sets(context, option, given).items():
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not a number of seconds") from None
+    return found
+
+
 def together(*options: Callable[..., Any]) -> Callable[..., Any]:
     """One decorator that adds them all, in this order."""
     def add(body: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rldsl.cli.options import FILE, FOLDER, chosen, lengths, on_cluster, together
+from rldsl.cli.options import FILE, FOLDER, chosen, lengths, on_cluster, seconds_by_name, together
 from rldsl.cli.printing import say
 from rldsl.cli.shell import Settings, command, print_result
 
@@ -42,14 +42,18 @@ def profile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
 @lengths
 @click.option("--lengths", "like", type=FOLDER, metavar="RUN_DIR",
               help="Take the mean lengths from the metrics of an earlier run.")
+@click.option("--duration", "durations", multiple=True, metavar="CALL=SECONDS", callback=seconds_by_name,
+              help="Seconds that a call is known to take, such as actor.generate=321, instead of a prediction; "
+                   "repeatable.")
 @click.option("--trace", type=FILE, metavar="FILE",
               help="Write the timeline of the step to this file (Chrome trace JSON).")
 def sim(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
-        overrides: tuple[str, ...], lengths: Lengths, like: str | None, trace: str | None) -> None:
+        overrides: tuple[str, ...], lengths: Lengths, like: str | None, durations: dict[str, float],
+        trace: str | None) -> None:
     """Predict the step time of FILE on a cluster. FILE is a plan or a program. Also reports what limits the time."""
     from rldsl.commands.sim import sim as work
 
-    say(work(file, cluster, sets, place, overrides, lengths, like, settings.output == "json", trace))
+    say(work(file, cluster, sets, place, overrides, lengths, like, durations, settings.output == "json", trace))
 
 
 _asked = together(

@@ -19,8 +19,8 @@ from rldsl.simulate import Lengths
 
 
 def sim(file: str, cluster: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str],
-        lengths: Lengths, like: str | None, as_json: bool, trace: str | None) -> str:
-    """like: the directory of an earlier run whose lengths to take."""
+        lengths: Lengths, like: str | None, durations: Mapping[str, float], as_json: bool, trace: str | None) -> str:
+    """like: the directory of an earlier run whose lengths to take. durations: known seconds of calls."""
     if like and lengths != Lengths():
         raise Usage("--lengths takes the lengths from a run: omit --prompt-tokens and --response-tokens")
     from rldsl.simulate.trace import chrome
@@ -29,7 +29,7 @@ def sim(file: str, cluster: str, sets: Mapping[str, Scalar], place: str | None, 
 
     def simulated(plan: Plan) -> Simulation:
         return plan.simulate(cluster, prompt_tokens=lengths.prompt, response_tokens=lengths.response,
-                             longest=lengths.longest, like=like)
+                             longest=lengths.longest, like=like, durations=durations)
 
     found = simulated(plan)
     if not file.endswith(ENDING):

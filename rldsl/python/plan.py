@@ -114,20 +114,24 @@ class Plan:
 
     @reports_failures
     def simulate(self, cluster: Machines, *, prompt_tokens: float = 0.0, response_tokens: float = 0.0,
-                 longest: float = 0.0, like: str | os.PathLike[str] | None = None) -> Simulation:
+                 longest: float = 0.0, like: str | os.PathLike[str] | None = None,
+                 durations: Mapping[str, float] | None = None) -> Simulation:
         """How long a step takes on a cluster, and why. Nothing is run.
 
         cluster: a preset ("h100x64"), a file, or a `rldsl.clusters.Cluster`. prompt_tokens, response_tokens: means;
         longest: tokens of the longest response of a batch; 0 is the most that the program allows. like: a run's
-        directory, to take the means from. Raises RL0205 for lengths that are none, RL0091, RL0205, ... for the cluster,
-        RL0096 where the plan does not fit on it."""
+        directory, to take the means from. durations: seconds that calls are known to take, such as {"actor.generate":
+        321.0}, of which nothing is predicted. Raises RL0205 for lengths and durations that are none, RL0091, RL0205,
+        ... for the cluster, RL0096 where the plan does not fit on it."""
         from rldsl.simulate import Lengths, observed_lengths, simulate
 
         machine = machine_of(cluster)
         given = {"prompt_tokens": prompt_tokens, "response_tokens": response_tokens, "longest": longest}
         _check(given, like is not None)
         lengths = observed_lengths(self.record, os.fspath(like)) if like is not None else Lengths(*given.values())
-        return Simulation(self.record, simulate(self.record, machine, lengths), machine, lengths, self.name)
+        _check_durations(durations or {})
+        return Simulation(self.record, simulate(self.record, machine, lengths, durations), machine, lengths, self.name,
+                          durations=dict(durations or {}))
 
     @reports_failures
     def report(self, cluster: Machines | None = None, *, trace: str | os.PathLike[str] | None = None) -> Report:
@@ -199,6 +203,14 @@ def _check(lengths: Mapping[str, float], like: bool) -> None:
             raise fail("RL0205", f"`like` takes the lengths from a run; it cannot be combined with `{name}`",
                        place="simulate",
                        help=f"omit `{name}` or `like`")
+
+
+def _check_durations(durations: Mapping[str, float]) -> None:
+    """Errors: RL0205."""
+    for name, seconds in durations.items():
+        if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+            raise fail("RL0205", f"the duration of `{name}` must be a number of seconds, not {seconds!r}",
+                       place="simulate", help="0 means that it takes no time")
 
 
 def trace_text(trace: str) -> str:

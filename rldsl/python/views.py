@@ -7,6 +7,7 @@ HTML for a notebook.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -124,6 +125,7 @@ class Simulation:
     lengths: Lengths = field(default_factory=Lengths)  # the assumed lengths of sequences
     name: str = ""                                     # of the plan, for people
     other: OtherLag | None = None                      # what another lag would change; None: unknown
+    durations: Mapping[str, float] = field(default_factory=dict)  # seconds of calls that were given, not predicted
 
     @property
     def seconds(self) -> float:
@@ -144,13 +146,13 @@ class Simulation:
         from rldsl.simulate.summary import format_timeline
 
         return format_timeline(self.plan, self.timeline, self.cluster, self.lengths, Path(self.name).name,
-                               self.other)
+                               self.other, tuple(self.durations))
 
     def json(self) -> str:
         """What `rlc sim --json` prints; docs/simulate.md describes it."""
         from rldsl.simulate.summary import to_json
 
-        return to_json(self.plan, self.timeline, self.cluster, self.other)
+        return to_json(self.plan, self.timeline, self.cluster, self.other, self.durations)
 
     @reports_failures
     def save_trace(self, path: str | os.PathLike[str]) -> Path:

@@ -158,7 +158,9 @@ class _OpBuilder:
         if event.traits.family != "movement":
             for buffer in event.reads:
                 self.wait(buffer)
-        if event.traits.timed:
+        if (known := self.world.durations.get(event.id)) is not None:
+            self.ops += collective((key, "known"), self.world.on(event.mesh), known)
+        elif event.traits.timed:
             rule_for(RULES, event, "the simulator")(self, event, key)
 
     def generate(self, event: Generate, key: Hashable) -> None:

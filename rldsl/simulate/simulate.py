@@ -1,20 +1,21 @@
 """`simulate`: one steady step of a plan on a cluster.
 
 In: a verified plan, a cluster, expected lengths. Out: a `Timeline`.
-Errors: RL0096 the cluster is too small, RL0215 its file lacks rates.
+Errors: RL0096 the cluster is too small, RL0215 its file lacks rates, RL0205 durations of what the plan does not call.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from itertools import pairwise, takewhile
 from math import lcm
 
 from rldsl.clusters import Cluster
 from rldsl.diag import counted, fail
-from rldsl.plan.events import Loop, ModelCall, Offload, Onload, Save, When
+from rldsl.plan.events import Compute, Loop, ModelCall, Offload, Onload, Save, When
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import Path, event_paths, walk
 from rldsl.progress import stage
@@ -28,12 +29,33 @@ from rldsl.simulate.world import World
 STEPS = 3  # only the last one is steady: transfers at the top of a step overlap with the end of the step before
 
 
-def simulate(plan: Plan, cluster: Cluster, lengths: Lengths = AT_MOST) -> Timeline:
-    """Time one step. Errors: RL0096 the cluster has too few nodes, or too few devices in each, RL0215 its file says too
-    little."""
+def simulate(plan: Plan, cluster: Cluster, lengths: Lengths = AT_MOST,
+             durations: Mapping[str, float] | None = None) -> Timeline:
+    """Time one step. durations: seconds that calls are known to take, by `known_events`. Errors: RL0096 the cluster has
+    too few nodes, or too few devices in each, RL0215 its file says too little, RL0205 a duration of no call."""
     check_cluster(plan, cluster)
+    known = known_events(plan, durations or {})
     stage("simulating a step")
-    return run(World(plan, cluster, lengths))
+    return run(World(plan, cluster, lengths, durations=known))
+
+
+def known_events(plan: Plan, durations: Mapping[str, float]) -> dict[int, float]:
+    """Seconds of events by their ids. A name is that of a call (`actor.train`: of all calls that are called so), or of
+    what a call or a computation makes (`gen`, `reward`). Errors: RL0205."""
+    names: dict[str, list[int]] = defaultdict(list)
+    for event, _ in event_paths(plan):
+        if isinstance(event, ModelCall | Compute) and event.at:
+            for name in dict.fromkeys((event.called, *event.result_names)):
+                if "#" not in name:  # a part of an expression
+                    names[name].append(event.id)
+    found: dict[int, float] = {}
+    for name, seconds in durations.items():
+        if name not in names:
+            raise fail("RL0205", f"the plan calls nothing that is named `{name}`", place=plan.header.program,
+                       help=f"did you mean `{near[0]}`?" if (near := get_close_matches(name, names, n=1)) else
+                       "durations can be given for " + ", ".join(f"`{known}`" for known in names))
+        found |= dict.fromkeys(names[name], seconds)
+    return found
 
 
 def run(world: World) -> Timeline:

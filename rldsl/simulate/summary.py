@@ -66,7 +66,8 @@ def _line_text(event: Event | None) -> tuple[str, str]:
 
 
 def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, name: str,
-                    other: OtherLag | None = None) -> str:
+                    other: OtherLag | None = None, given: Sequence[str] = ()) -> str:
+    """given: calls whose durations were given."""
     plan = visible_plan(plan)
     places, known = PlaceTexts.of(plan), {e.id: e for e, _ in event_paths(plan)}
     used = counted(plan.header.world, "rank") if plan.header.world == cluster.world else \
@@ -107,11 +108,10 @@ def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: L
     for o in timeline.periodic:
         lines.append(f"  {_which_steps(o)}: {seconds_text(o.seconds)} in addition  "
                      f"({cut(_name_inserted([known[e] for e in o.events]), 60)})")
-    if timeline.estimated:
-        lines += ["", f"  estimated from operation counts, not measured: {', '.join(timeline.estimated)}"]
-    if timeline.free:
-        lines += [*([""] if not timeline.estimated else []),
-                  f"  assumed to be free, because {cluster.name} has no value for it: {', '.join(timeline.free)}"]
+    about = {"given, not predicted": given, "estimated from operation counts, not measured": timeline.estimated,
+             f"assumed to be free, because {cluster.name} has no value for it": timeline.free}
+    if any(about.values()):
+        lines += ["", *(f"  {what}: {', '.join(names)}" for what, names in about.items() if names)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -167,7 +167,8 @@ def _busy(timeline: Timeline, event: int) -> float:
     return sum(s.busy for s in spans) / length if length else 0.0
 
 
-def to_json(plan: Plan, timeline: Timeline, cluster: Cluster, other: OtherLag | None = None) -> str:
+def to_json(plan: Plan, timeline: Timeline, cluster: Cluster, other: OtherLag | None = None,
+            durations: Mapping[str, float] | None = None) -> str:
     known: Mapping[int, Event] = {e.id: e for e, _ in event_paths(plan)}
     every = timeline.event_seconds()
     meshes = {m.id: [list(r) for r in m.ranks] for m in plan.meshes}
@@ -186,6 +187,6 @@ def to_json(plan: Plan, timeline: Timeline, cluster: Cluster, other: OtherLag | 
                    "busy": s.busy} for s in timeline.spans],
         "every": [{"steps": o.period, "first": o.first, "events": list(o.events), "seconds": o.seconds}
                   for o in timeline.periodic],
-        "estimated": list(timeline.estimated), "free": list(timeline.free),
+        "estimated": list(timeline.estimated), "free": list(timeline.free), "given": dict(durations or {}),
     }
     return json_output(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from functools import cached_property
 
 from rldsl.clusters import Cluster
@@ -22,9 +22,12 @@ from rldsl.simulate.traffic import Traffic
 class World:
     """A plan on a cluster. Derived quantities are computed once."""
 
-    def __init__(self, plan: Plan, cluster: Cluster, lengths: Lengths, per_rank: bool = False):
-        """per_rank: every rank is a class of its own, as ranks that share cores must be."""
+    def __init__(self, plan: Plan, cluster: Cluster, lengths: Lengths, per_rank: bool = False,
+                 durations: Mapping[int, float] | None = None):
+        """per_rank: every rank is a class of its own, as ranks that share cores must be. durations: seconds that
+        events are known to take, by their ids."""
         self.plan, self.cluster, self.lengths = plan, cluster, lengths
+        self.durations: Mapping[int, float] = durations or {}
         self.per_node = min(plan.header.devices_per_node, plan.header.world)
         self.machine = Machine(cluster, cluster.threads or max(1, cluster.cores // self.per_node))
         self.classes: Classes = build_classes(plan, per_rank=per_rank or cluster.cores > 0)

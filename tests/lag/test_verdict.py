@@ -100,3 +100,15 @@ def test_only_generation_loses_its_lag() -> None:
     calls = [c for c in ast.walk(with_lag(parse(SourceFile("p.rlf", program)), 0).items) if isinstance(c, ast.Call)]
     lags = [a.value for c in calls for a in c.args if a.name is not None and a.name.name == "lag"]
     assert [x.value for x in lags if isinstance(x, ast.Number)] == [1]
+
+
+@pytest.mark.parametrize("generate, train", [(100.0, 40.0), (40.0, 100.0), (70.0, 70.0)])
+def test_with_known_durations_only_the_schedule_is_left(folder: Path, generate: float, train: float) -> None:
+    """With a lag a step takes as long as the longer side, without as long as both: whatever the calls take, as
+    measured, is not predicted again."""
+    given = ("--duration", f"actor.generate={generate}", "--duration", f"actor.train={train}", "--duration",
+             "ref.logprobs=20", "--json")
+    plain, late = (json.loads(sim(folder, "apart", option, *given)) for option in ("", ", lag=1"))
+    assert plain["seconds"] == pytest.approx(generate + train + 20, rel=0.01)
+    assert late["seconds"] == pytest.approx(max(generate, train + 20), rel=0.01)
+    assert late["other_lag"]["seconds"] == pytest.approx(plain["seconds"])

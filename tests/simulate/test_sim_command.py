@@ -82,3 +82,38 @@ def test_mistakes(folder: Path, args: tuple[str, ...], status: int, word: str) -
 def test_messages_for_programs(folder: Path) -> None:
     said = CliRunner().invoke(main, ["sim", "ppo.plan", "--cluster", "bare.yaml", "--output", "json"])
     assert json.loads(said.stdout)["diagnostics"][0]["code"] == "RL0215" and said.exit_code == 1
+
+
+def test_known_durations(folder: Path) -> None:
+    """A call takes what is said, and everything else what it takes without; nothing is said to be predicted of it."""
+    plain, given = (json.loads(sim("ppo.plan", "--cluster", "two.yaml", "--json", *more).output) for more in (
+        (), ("--duration", "actor.generate=100", "--duration", "critic.train=0")))
+    before, after = ({c["call"]: c["seconds"] for c in found["calls"]} for found in (plain, given))
+    assert after["actor.generate"] == pytest.approx(100, rel=1e-3)
+    assert after["critic.train"] < 1e-3 < before["critic.train"]  # what is left is waiting
+    assert 100 < given["seconds"] and given["given"] == {"actor.generate": 100.0, "critic.train": 0.0}
+    assert plain["given"] == {}
+    assert "given, not predicted: actor.generate" in sim("ppo.plan", "--cluster", "two.yaml", "--duration",
+                                                         "actor.generate=1").output
+
+
+@pytest.mark.parametrize("name, why", [("actor.generat", "did you mean `actor.generate`?"), ("gradient", "`critic.train`"),
+                                       ("actor.generate=-1", "not -1.0"), ("actor.generate=nan", "not nan"),
+                                       ("actor.generate=inf", "not inf")])
+def test_durations_that_are_none(folder: Path, name: str, why: str) -> None:
+    said = sim("ppo.plan", "--cluster", "two.yaml", "--duration", name if "=" in name else f"{name}=1")
+    assert said.exit_code == 1 and "RL0205" in said.output and why in said.output, said.output
+
+
+@pytest.mark.parametrize("text, why", [("actor.generate=soon", "not a number of seconds"), ("3", "NAME=VALUE"),
+                                       ("=3", "NAME=VALUE")])
+def test_durations_that_cannot_be_read(folder: Path, text: str, why: str) -> None:
+    said = sim("ppo.plan", "--cluster", "two.yaml", "--duration", text)
+    assert said.exit_code == 2 and why in said.output
+
+
+def test_a_duration_by_the_name_of_a_result(folder: Path) -> None:
+    """`gen` is the call that generates it alone; `actor.generate` all calls that are called so."""
+    by_call, by_result = (json.loads(sim("ppo.plan", "--cluster", "two.yaml", "--json", "--duration", name).output)
+                          for name in ("actor.generate=7", "gen=7"))
+    assert by_call["seconds"] == by_result["seconds"] > 7
