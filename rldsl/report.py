@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TextIO
 
 from rldsl.diag import Diagnostic, visible
 from rldsl.source import Span
@@ -20,6 +21,21 @@ def render(diagnostics: Iterable[Diagnostic], color: bool = False) -> str:
     """Every message with its place underlined, in the order given, a blank line between two. Control characters in them
     are escaped."""
     return "\n\n".join(_one(_escaped(d), color) for d in diagnostics)
+
+
+def colored(stream: TextIO) -> bool:
+    """Whether to print colors: the first of NO_COLOR, FORCE_COLOR, CLICOLOR_FORCE and CLICOLOR that is set decides
+    (no-color.org, force-color.org, bixense.com/clicolors), or else whether the stream is a terminal that has them."""
+    def value(name: str) -> str:
+        return os.environ.get(name, "")
+
+    if value("NO_COLOR"):
+        return False
+    if value("FORCE_COLOR"):
+        return value("FORCE_COLOR") != "0"
+    if value("CLICOLOR_FORCE") not in ("", "0"):
+        return True
+    return value("CLICOLOR") != "0" and value("TERM") != "dumb" and stream.isatty()
 
 
 def _escaped(d: Diagnostic) -> Diagnostic:

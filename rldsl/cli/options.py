@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import click
@@ -45,6 +48,39 @@ def _clusters() -> Iterable[str]:
 on_cluster = words_or_files(_clusters)
 
 
+def _words(context: click.Context, *names: str) -> list[str]:
+    """What the command line has so far for these arguments. An option that waits for its value leaves them unparsed."""
+    found: list[str] = []
+    for name in names:
+        value = context.params.get(name) or ()
+        found += [value] if isinstance(value, str) else value
+    return [*found, *context.args]
+
+
+def _params(context: click.Context, _: click.Parameter, begin: str) -> list[CompletionItem]:
+    """The `param`s of the program that the command line names so far, with their defaults as help."""
+    given = next((word for word in _words(context, "file", "files") if word.endswith(".rlf")), "")
+    try:
+        text = Path(given).read_text(encoding="utf-8") if given else ""
+    except (OSError, UnicodeDecodeError):
+        text = ""
+    found = re.findall(r"^[ \t]*param[ \t]+(\w+)[ \t]*=[ \t]*([^#\n]*)", text, re.MULTILINE)
+    return [CompletionItem(f"{name}=", help=f"default {value.strip()}") for name, value in found
+            if f"{name}=".startswith(begin)]
+
+
+def metrics_of(context: click.Context, _: click.Parameter, begin: str) -> list[CompletionItem]:
+    """The metrics of the runs that the command line names so far."""
+    from rldsl.diag import Failure
+    from rldsl.plan.metrics_file import METRICS, STEP, last
+
+    names: dict[str, None] = {}
+    for folder in _words(context, "folders"):
+        with suppress(Failure, OSError):
+            names |= dict.fromkeys(last(Path(folder) / METRICS))
+    return [CompletionItem(name) for name in names if name != STEP and name.startswith(begin)]
+
+
 def _sets(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for text in given:
@@ -78,7 +114,7 @@ def together(*options: Callable[..., Any]) -> Callable[..., Any]:
 
 
 chosen = together(
-    click.option("--set", "sets", multiple=True, metavar="NAME=VALUE", callback=_sets,
+    click.option("--set", "sets", multiple=True, metavar="NAME=VALUE", callback=_sets, shell_complete=_params,
                  help="Set a `param` of the program; repeatable."),
     click.option("--place", metavar="FILE|MODE", shell_complete=words_or_files(_modes),
                  help="A file of `place` rules, or a placement mode: manual, heuristic, search, or one pattern for all "

@@ -1,9 +1,6 @@
-"""Printing to standard output: characters that a terminal must not get, and colors."""
+"""Printing to standard output: characters that a terminal must not get."""
 
 from __future__ import annotations
-
-import os
-from typing import Any
 
 import click
 
@@ -20,11 +17,3 @@ def json_escape(character: str) -> str:
     """As a JSON string may write it: \\u001b; two of them beyond the basic plane."""
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
-
-
-def colored(stream: Any) -> bool:
-    """NO_COLOR and FORCE_COLOR decide (no-color.org, force-color.org), or else whether it is a terminal."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    forced = os.environ.get("FORCE_COLOR", "")
-    return bool(forced) and forced != "0" or stream.isatty() and forced != "0"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from rldsl.cli.options import FILE, chosen, on_cluster, one_of
-from rldsl.cli.printing import colored, say
+from rldsl.cli.printing import say
 from rldsl.cli.shell import Settings, command, print_result, report_diagnostics
 from rldsl.commands import Usage
 
@@ -166,6 +166,7 @@ def explain(settings: Settings, code: str | None) -> None:
     """Explain a message code such as RL0202. Without CODE, list all codes."""
     from rldsl import explain as pages
     from rldsl.explain.show import listing, show
+    from rldsl.report import colored
 
     if code is None:
         print_result(settings, listing(pages.codes()), codes=dict(pages.codes()))

@@ -1,5 +1,5 @@
-"""Commands that run a plan, and look at runs and at the machine: run, runs, postmortem, plot, diff-runs,
-doctor."""
+"""Commands that run a plan, and look at runs and at the machine: run, runs, postmortem, plot, diff-runs, doctor,
+completion."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import ShellComplete, get_completion_class
 
-from rldsl.cli.options import FILE, FOLDER, chosen
+from rldsl.cli.options import FILE, FOLDER, chosen, metrics_of
 from rldsl.cli.printing import say
-from rldsl.cli.shell import Settings, command, print_result, report_diagnostics
+from rldsl.cli.shell import Settings, command, main, print_result, report_diagnostics
 from rldsl.commands import Usage
 from rldsl.diag import Failure
+
+SHELLS = ("bash", "zsh", "fish")
 
 
 @command
@@ -98,7 +101,7 @@ def postmortem(settings: Settings, folder: str, plan: str | None) -> None:
 @click.argument("folders", type=FOLDER, metavar="RUN_DIR...", nargs=-1, required=True)
 @click.option("-o", "target", type=FILE, metavar="FILE",
               help="Output file, .svg or .png (default: metrics.svg in the first RUN_DIR).")
-@click.option("--metric", "patterns", multiple=True, metavar="NAME",
+@click.option("--metric", "patterns", multiple=True, metavar="NAME", shell_complete=metrics_of,
               help="A metric, or a pattern such as \"actor/*\", to plot instead of the usual ones; repeatable.")
 def plot(settings: Settings, folders: tuple[str, ...], target: str | None, patterns: tuple[str, ...]) -> None:
     """Plot the metrics of one or more runs. By default these are rewards, KL, losses and lengths."""
@@ -127,6 +130,17 @@ def diff_runs(settings: Settings, one: str, two: str, tolerance: float) -> int:
         return 2
     print_result(settings, found.text((one, two)), **found.json())
     return int(not found.same)
+
+
+@command
+@click.argument("shell", type=click.Choice(SHELLS))
+def completion(settings: Settings, shell: str) -> None:
+    """Print the script that makes Tab complete `rlc` in SHELL. For example: eval "$(rlc completion bash)"."""
+    found = get_completion_class(shell)
+    if found is None:
+        raise Usage(f"no completion for {shell}")
+    script = ShellComplete.source(found(main, {}, "rlc", "_RLC_COMPLETE"))
+    print_result(settings, script, shell=shell, script=script)
 
 
 @command

@@ -17,13 +17,13 @@ from typing import Any
 
 import click
 
-from rldsl.cli.printing import colored, say
+from rldsl.cli.printing import say
 from rldsl.cli.status_line import StatusLine
 from rldsl.cli.usage import JsonGroup, print_version
 from rldsl.commands import Usage
 from rldsl.diag import Diagnostic, Failure, InternalError, internal_error
 from rldsl.extras import missing_package
-from rldsl.output_format import FORMATS
+from rldsl.output_format import FORMATS, json_requested
 from rldsl.plan.json_output import json_output
 from rldsl.progress import Interrupted, listening
 
@@ -57,7 +57,7 @@ def report_diagnostics(diagnostics: Iterable[Diagnostic], settings: Settings) ->
     elif settings.output == "github":
         say(report.to_github(found))
     else:
-        click.echo(report.render(found, colored(sys.stderr)).rstrip("\n"), err=True)
+        click.echo(report.render(found, report.colored(sys.stderr)).rstrip("\n"), err=True)
 
 
 def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
@@ -139,6 +139,8 @@ def _choose(context: click.Context, option: click.Parameter, value: Any) -> None
         case "json" if value:
             settings = replace(settings, output="json")
         case "output_format" | "output" if value is not None:
+            if option.name == "output" and not json_requested(sys.argv[1:]):
+                click.echo("note: `--output` is now called `--output-format`", err=True)
             settings = replace(settings, output="text" if value == "human" else value)
     context.obj = settings
 

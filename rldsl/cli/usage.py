@@ -1,4 +1,5 @@
-"""Commands of `rlc` that answer in JSON, where it is asked for, also to a wrong command line, `--help` and `--version`.
+"""How the commands of `rlc` are listed; and JSON, where it is asked for, also for a wrong command line, `--help` and
+`--version`.
 
 In: arguments. Out: as click prints it, or one JSON object on standard output. Errors: RL0099 a wrong command line, exit
 status 2.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 
 import click
 
@@ -17,6 +19,21 @@ from rldsl.diag import Diagnostic
 from rldsl.output_format import json_requested
 from rldsl.plan.json_output import json_output
 
+# title in the help -> its commands, in the order in which they are used
+GROUPS = {
+    "Write a program": ("new", "check", "fmt", "explain", "lsp"),
+    "Compile and place": ("compile", "graph", "search", "explain-placement", "sim", "profile"),
+    "Inspect a plan": ("show", "verify", "diff", "report", "emit"),
+    "Run": ("run", "runs", "plot", "diff-runs", "postmortem"),
+    "Installation": ("doctor", "completion"),
+}
+# what other tools call a command
+KNOWN_AS = {
+    "init": "new", "create": "new", "lint": "check", "validate": "check", "format": "fmt", "build": "compile",
+    "tune": "search", "simulate": "sim", "viz": "report", "html": "report", "train": "run", "launch": "run",
+    "exec": "run", "ls": "runs", "list": "runs", "compare": "diff-runs", "debug": "postmortem", "env": "doctor",
+    "info": "doctor",
+}
 _JSON = "rldsl.json"  # key of a context's `meta`, which commands share with the group
 
 
@@ -64,6 +81,21 @@ class JsonGroup(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         with _usage_errors_as_json(ctx):
             return super().invoke(ctx)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]
+                        ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0] if args else ""
+        if name and not name.startswith("-") and name not in self.commands and not ctx.resilient_parsing:
+            near = KNOWN_AS.get(name) or next(iter(get_close_matches(name, self.commands, n=1)), "")
+            ctx.fail(f"No such command {name!r}." + (f" Did you mean `rlc {near}`?" if near else ""))
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.commands))
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), self.commands[name].get_short_help_str(formatter.width))
+                                    for name in names])
 
     def get_help(self, ctx: click.Context) -> str:
         return _help(ctx, super().get_help(ctx))

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from rldsl.diag import Diagnostic
-from rldsl.report import record, render
+from rldsl.report import colored, record, render
 
 VARIABLE = "RLDSL_MESSAGE_FILE"  # of the environment: where the processes of a run leave their diagnostics
 
 
 def report(diagnostics: Sequence[Diagnostic]) -> None:
     """Print diagnostics to standard error, and leave them for whoever started the run."""
-    print(render(diagnostics, sys.stderr.isatty()), file=sys.stderr, flush=True)
+    print(render(diagnostics, colored(sys.stderr)), file=sys.stderr, flush=True)
     leave(diagnostics)
 
 

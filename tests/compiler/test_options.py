@@ -3,6 +3,7 @@ starts anything."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable
@@ -15,10 +16,12 @@ from click.testing import CliRunner, Result
 
 from rldsl import api
 from rldsl.cli import main
+from rldsl.cli.usage import GROUPS, KNOWN_AS
 from rldsl.commands import run as running
 from rldsl.output_format import json_requested
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Loop
+from rldsl.report import colored
 from tests.plan.sample import grpo
 from tests.tiny import make_model
 
@@ -147,7 +150,7 @@ def test_the_object_names_command_and_cause(arguments: list[str], place: str, ti
 
 def test_help_and_version_are_objects_too() -> None:
     assert "Usage: rlc run" in json.loads(rlc("run", "--help", "--json").stdout)["help"]
-    assert "Commands:" in json.loads(rlc("--json", "--help").stdout)["help"]
+    assert "Write a program:" in json.loads(rlc("--json", "--help").stdout)["help"]
     assert json.loads(rlc("--version", "--json").stdout)["version"] in rlc("--version").stdout
 
 
@@ -167,7 +170,7 @@ def test_the_paths_of_a_plan_are_an_object_too() -> None:
 
 def test_the_commands_whose_result_is_not_asked_here() -> None:
     """run, plot, postmortem, profile, doctor and diff-runs are asked in their directories."""
-    elsewhere = {"run", "search", "explain-placement", "profile", "plot", "postmortem", "lsp", "doctor", "diff-runs"}
+    elsewhere = {"run", "search", "explain-placement", "profile", "plot", "postmortem", "lsp", "doctor", "diff-runs", "completion"}
     assert {*main.commands} - {*RESULTS} == elsewhere
 
 
@@ -179,9 +182,11 @@ def test_verbose_before_and_after_the_name() -> None:
 
 @pytest.mark.parametrize("variables, colored", [
     ({}, False), ({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "0"}, False), ({"FORCE_COLOR": ""}, False),
-    ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False), ({"NO_COLOR": "1"}, False)])
+    ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False), ({"NO_COLOR": "1"}, False), ({"CLICOLOR_FORCE": "1"}, True),
+    ({"CLICOLOR_FORCE": "0"}, False), ({"CLICOLOR_FORCE": "1", "NO_COLOR": "1"}, False), ({"CLICOLOR": "1"}, False),
+    ({"CLICOLOR_FORCE": "1", "FORCE_COLOR": "0"}, False)])
 def test_colors_in_a_pipe(variables: dict[str, str], colored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FORCE_COLOR", "NO_COLOR"):
+    for name in ("FORCE_COLOR", "NO_COLOR", "CLICOLOR", "CLICOLOR_FORCE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -190,8 +195,56 @@ def test_colors_in_a_pipe(variables: dict[str, str], colored: bool, monkeypatch:
     assert ("\x1b[" in found.stderr) is colored, found.stderr
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("variables, wanted", [
+    ({}, True), ({"CLICOLOR": "0"}, False), ({"CLICOLOR": "0", "CLICOLOR_FORCE": "1"}, True), ({"TERM": "dumb"}, False),
+    ({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False), ({"FORCE_COLOR": "0"}, False)])
+def test_colors_on_a_terminal(variables: dict[str, str], wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORCE_COLOR", "NO_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert colored(Terminal()) is wanted
+
+
+def test_the_help_has_every_command_in_one_group() -> None:
+    listed = [name for names in GROUPS.values() for name in names]
+    assert sorted(listed) == sorted(main.commands)
+    text = rlc("--help").output
+    for title, names in GROUPS.items():
+        assert f"{title}:" in text
+        for name in names:
+            [line] = [x for x in text.splitlines() if x.startswith(f"  {name} ")]
+            assert len(line) <= 80 and not line.endswith("..."), line
+
+
+@pytest.mark.parametrize("word, near", [("train", "run"), ("chek", "check"), ("init", "new"), ("simulate", "sim")])
+def test_a_command_of_another_name_is_named(word: str, near: str) -> None:
+    found = rlc(word, "p.rlf")
+    assert found.exit_code == 2 and f"Did you mean `rlc {near}`?" in found.stderr
+
+
+def test_nothing_near_is_not_named() -> None:
+    found = rlc("zzz")
+    assert found.exit_code == 2 and "No such command 'zzz'." in found.stderr and "mean" not in found.stderr
+
+
+def test_other_names_are_not_commands_and_lead_to_one() -> None:
+    assert not {*KNOWN_AS} & {*main.commands} and {*KNOWN_AS.values()} <= {*main.commands}
+
+
+def test_the_earlier_name_of_an_option_is_taken_with_a_notice() -> None:
+    found = rlc("check", "p.rlf", "--output", "text")
+    assert found.exit_code == 0 and "note: `--output` is now called `--output-format`" in found.stderr
+    assert "note:" not in rlc("check", "p.rlf", "--output-format", "text").stderr
+
+
 def test_all_commands_are_asked() -> None:
-    assert {*main.commands} - {*ASKED} == {"new", "explain", "lsp", "doctor"}
+    assert {*main.commands} - {*ASKED} == {"new", "explain", "lsp", "doctor", "completion"}
 
 
 def test_rules_of_the_command_line_are_checked_and_drawn() -> None:
