@@ -94,7 +94,7 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
         top.data[name] = replace(top.data[name], row_format=kind)
         unit = top.data[name].unit
         if unit is not None:
-            options.counts("batch", ROWS[kind], *unit, exprs)
+            options.counts("batch", "prompts" if top.data[name].answers else ROWS[kind], *unit, exprs)
     buffers = _buffers(flow, top, prelude) if top.buffers else {}
     builder = FlowBuilder(exprs, top.models, top.data, top.states, buffers)
     given = options.read(options.FLOW, [(o.name, o.value) for o in flow.options], "a flow", flow.name.span, exprs,

@@ -16,9 +16,10 @@ from rldsl.graph.lag import too_long
 from rldsl.graph.minibatch import minibatches, whole_prompts
 from rldsl.graph.row_states import ROW_NUMBERS
 from rldsl.plan.events import Sampling
+from rldsl.plan.expr import Level
 from rldsl.plan.heads import CALLS, DISTRIBUTION, GENERATE, LOGPROBS_AT, SKIPPED, TOP, TRAIN, heads_with
 from rldsl.plan.metrics_file import BUILT_IN, METRICS
-from rldsl.plan.model import CONVERSATION_VALUES, Frame, Space
+from rldsl.plan.model import CONVERSATION_VALUES, INDEX, PROMPTS, Frame, Space
 from rldsl.plan.payloads import Conversation
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, NO_VALUE, Bad, suggest
@@ -147,17 +148,26 @@ class CallsOfFlow:
         data = self.flow.data[owner.name]
         given = dict(data.options)
         sides = [f"{target}.chosen", f"{target}.rejected"] if data.row_format == "pairs" else [target]
-        answer = 0 if data.row_format == "prompts" else int(given["max_answer_tokens"])
-        rows = Space(target, int(given["batch"]))
-        frames = [self.flow.spaces.add(Frame(side, target, owner.name, int(given["max_prompt_tokens"]), answer,
-                                             present_in=side if self.flow.evaluations.inside else ""), rows)
-                  for side in sides]
+        rows = [Space(target, int(given["batch"]))]
+        if data.answers:
+            sides = [f"{target}.{PROMPTS}", target]
+            rows = [Space(sides[0], int(given["batch"])), Space(target, int(given["batch"]) * data.answers, sides[0],
+                                                                data.answers)]
+        frames = []
+        for i, side in enumerate(sides):
+            space = rows[min(i, len(rows) - 1)]
+            answer = 0 if data.row_format == "prompts" or data.answers and not i else int(given["max_answer_tokens"])
+            frames.append(self.flow.spaces.add(Frame(
+                side, space.id, owner.name, int(given["max_prompt_tokens"]), answer,
+                present_in=side if self.flow.evaluations.inside else "",
+                label=f"prompts of {target}" if data.answers and not i else ""), *rows[: i + 1]))
         writes = [w for s in sides for w in (self.flow.value(f"{s}.tokens", "token", s, "i64", "tokens"),
                                              self.flow.value(f"{s}.lengths", "seq", s, "i64", "lengths"))]
         writes.append(self.flow.value(f"{sides[0]}.columns", "seq", sides[0], "text", "columns"))
-        self.flow.columns[target] = writes[-1]
-        level = "prompt" if data.row_format == "prompts" else "seq"
-        writes += [self.flow.value(f"{sides[0]}.{n}", level, sides[0]) for n in data.numbers]
+        self.flow.columns[rows[0].id] = writes[-1]
+        level: Level = "prompt" if data.row_format == "prompts" else "seq"
+        of = sides[-1] if data.answers else sides[0]  # whose rows the number columns have one number of each
+        writes += [self.flow.value(f"{of}.{n}", level, of) for n in (*data.numbers, *([INDEX] if data.answers else ()))]
         states = self.flow.row_states.of(owner.name)
         reads: tuple[str, ...] = ()
         if states or weight is not None:
@@ -172,6 +182,8 @@ class CallsOfFlow:
                     frame=sides[0], program=weight.program, inputs=weight.inputs, columns=weight.columns))
         self.flow.items.append(g.Fetch(id=self.flow.unique(target), reads=reads, writes=tuple(writes), span=span,
                                        data=owner.name, frames=tuple(sides)))
+        if data.answers:
+            return FrameRef(frames[1], data.row_format, (*data.numbers, INDEX), states, target)
         refs = [FrameRef(f, data.row_format, data.numbers, states, sides[0]) for f in frames]
         return Pairs(refs[0], refs[1]) if len(refs) == 2 else refs[0]
 

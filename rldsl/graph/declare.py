@@ -27,7 +27,8 @@ from rldsl.syntax import ast
 
 FORMATS = ("jsonl", "parquet", "hf")
 # what a batch has anyway
-FIELDS = ("tokens", "lengths", "columns", "logprobs", "finished", "chosen", "rejected", "row_numbers")
+FIELDS = ("tokens", "lengths", "columns", "logprobs", "finished", "chosen", "rejected", "row_numbers", "prompts",
+          "index")
 
 
 def state(decl: ast.State, exprs: ExpressionBuilder, scope: Scope) -> float:
@@ -126,7 +127,11 @@ def data(decl: ast.DataDecl, exprs: ExpressionBuilder, scope: Scope) -> g.Data |
     given = options.read(options.DATA, written, f"`{source[0]}`", decl.value.func.span, exprs, scope)
     if isinstance(given, Bad):
         return BAD
-    kind = str(given.pop("kind") or "")
+    kind, answers = str(given.pop("kind") or ""), cast("int | None", given.pop("answers")) or 0
+    if answers and kind not in ("", "answers"):
+        at = next(value.span for name, value in written if name.name == "answers")
+        return exprs.errors.add("RL0205", f"rows of kind `{kind}` do not have {answers} answers", at,
+                                help="remove `answers`, or declare `kind=\"answers\"`")
     numbers = cast(tuple[str, ...], given.pop("numbers"))
     for name in numbers:
         if not name.isidentifier() or name in FIELDS or numbers.count(name) > 1:
@@ -135,8 +140,8 @@ def data(decl: ast.DataDecl, exprs: ExpressionBuilder, scope: Scope) -> g.Data |
                                     help="the name of a number column must be unique and consist of letters, digits "
                                          "and `_`")
     scalars = tuple((k, cast(Scalar, v)) for k, v in given.items())
-    return g.Data(decl.name.name, source[0], source[1], kind, scalars, decl.span,
-                  options.given_unit("batch", written, exprs, scope), numbers)
+    return g.Data(decl.name.name, source[0], source[1], "answers" if answers else kind, scalars, decl.span,
+                  options.given_unit("batch", written, exprs, scope), numbers, answers)
 
 
 def cluster(decl: ast.Cluster, exprs: ExpressionBuilder, scope: Scope, read: Callable[[str], str]) -> g.Cluster | Bad:

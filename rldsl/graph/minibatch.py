@@ -21,6 +21,7 @@ from rldsl.semantics.units import differ
 from rldsl.semantics.values import FrameRef
 from rldsl.syntax import ast
 
+# contents -> units of a size; several answers to each prompt count as generated ones
 UNITS = {"generated": ("sequences", "prompts"), "answers": ("sequences",), "pairs": ("pairs",)}  # the first is a row
 
 
@@ -41,7 +42,7 @@ def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, exp
     if "minibatches" in args:
         return add("RL0215", "`minibatch` and `minibatches` cannot be combined", tree.span,
                    help="give one of them: `minibatch` is the size, `minibatches` the number")
-    legal = UNITS["pairs" if batch.paired else batch.contents]
+    legal = UNITS["pairs" if batch.paired else "generated" if len(frame.chain) > 1 else batch.contents]
     if exprs.spaces.ungrouped_by(frame.row_space):
         legal = legal[:1]
     unit = unit_of(tree.value, exprs, scope) or legal[0]

@@ -67,6 +67,7 @@ class Data:
     span: Span  # of its declaration
     unit: tuple[str, Span] | None = None  # (name, where) of the unit that `batch` is written in, if any
     numbers: tuple[str, ...] = ()  # columns that are values
+    answers: int = 0  # as in `plan.model.Data`
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,14 +67,20 @@ class RowStates:
 
     def lookup(self, ref: FrameRef, name: str, span: Span) -> Term:
         """`prompt.rate`: the numbers as they are at this place of the program."""
-        base = self.spaces.frames[ref.base]
+        rows = self._of_rows(ref)
+        base = self.spaces.frames[rows.base]
         state = f"{base.data}.{name}"
         block, term = self._known.get((base.id, state), ([], None))
         if term is None or block is not self.flow.items:
-            term = self._looked_up(base, _level(ref), state, span)
+            term = self._looked_up(base, _level(rows), state, span)
             self._known[base.id, state] = self.flow.items, term
-        here = self.flow.exprs.ops.on_selection(term, self.spaces.of(ref.frame, term.level))
+        here = self.flow.exprs.ops.on_selection(term, self.spaces.of(rows.frame, term.level))
         return replace(term if here is None else here, span=span)
+
+    def _of_rows(self, ref: FrameRef) -> FrameRef:
+        """The sequences that are the rows of data: of several answers to each prompt the prompts."""
+        prompts = self.spaces.data_prompts(ref.base)
+        return ref if prompts is None else FrameRef(prompts, "prompts", states=ref.states, base=prompts.id)
 
     def _looked_up(self, base: IndexedFrame, level: Level, state: str, span: Span) -> Term:
         made = self.flow.anonymous(state)  # what a loop collects of a batch has names made of the batch's
@@ -96,6 +102,7 @@ class RowStates:
         if not isinstance(ref, FrameRef) or name not in ref.states:
             self._refuse_target(s, ref)
             return
+        ref = self._of_rows(ref)
         new = self._fitting(s, ref, term)
         if new is None:
             return
@@ -164,7 +171,8 @@ class RowStates:
         """`prompts.rate`, `good.reward`: a value of all rows of the data, or of a buffer, in a weight."""
         if isinstance(owner, BufferRef):
             return self.flow.buffers.of_all_rows(owner, expr)
-        name, known = expr.name.name, (*self._names[owner.name], *self.flow.data[owner.name].numbers)
+        numbers = () if self.flow.data[owner.name].answers else self.flow.data[owner.name].numbers
+        name, known = expr.name.name, (*self._names[owner.name], *numbers)
         if name not in known:
             return self.errors.add("RL0112", f"{describe(owner)} has no field `{name}`", expr.name.span,
                                    help=suggest(name, known) or

@@ -147,6 +147,7 @@ class _EventBuilder:
         self.layouts: dict[str, Layout] = {}
         self.spreads: dict[str, Spread] = {}
         self.frames = {f.id: f for f in placed.graph.frames}
+        self.frame_of = {v.id: v.frame for v in placed.graph.values}
         self.row_states = {s.name: s.data for s in placed.graph.states if s.data}  # state of rows -> its source
         self.replicated: dict[str, str] = {}  # value that every reader holds in full -> id of its spread
         self.made_in: dict[str, str] = {}  # any other value -> id of the spread that it was made in
@@ -279,11 +280,11 @@ class _EventBuilder:
         if isinstance(node, g.Sample):
             return self.sample(node, at)
         if isinstance(node, g.Fetch):
-            spread_id = replicated_spread_id(self.frames[node.frames[0]].row_space)
-            self.replicated |= dict.fromkeys(node.writes, spread_id)
+            spreads = {v: replicated_spread_id(self.frames[self.frame_of[v]].row_space) for v in node.writes}
+            self.replicated |= spreads
             source = replicated_spread_id(self.frames[node.newest or node.frames[0]].row_space)
             return Fetch(id=0, mesh=self.world.id, reads=tuple(f"{v}@{source}" for v in node.reads),
-                         writes=tuple(f"{v}@{spread_id}" for v in node.writes), at=at, **payload(node, FetchSpec))
+                         writes=tuple(f"{v}@{s}" for v, s in spreads.items()), at=at, **payload(node, FetchSpec))
         if isinstance(node, g.Draw | g.Lookup):
             base = self.frames[node.frame]
             spread_id = replicated_spread_id(base.row_space)

@@ -273,6 +273,8 @@ class Model:
         return hash((self.name, self.train_layout))
 
 
+PROMPTS = "prompts"  # of rows with several answers: the frame of their prompts is NAME.prompts
+INDEX = "index"  # value of such answers: the place of each among those of its row, from 0
 # row format -> what its columns are for
 ROLES = {"prompts": ("prompt",), "answers": ("prompt", "answer"), "pairs": ("prompt", "chosen", "rejected")}
 
@@ -294,6 +296,7 @@ class Data:
     max_answer_tokens: int = 0  # 0: no limit
     numbers: tuple[str, ...] = ()  # columns that are values: one number per row
     over_long: Literal["truncate", "drop", "error"] = "truncate"  # what is done with rows above a limit
+    answers: int = 0  # of each row, with row format "answers"; 0: one, and a row is a sequence
 
 
 @dataclass(frozen=True, slots=True)

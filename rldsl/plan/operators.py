@@ -10,7 +10,7 @@ its name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rldsl.plan.expr import Level
@@ -68,6 +68,11 @@ def _rows(name: str, arity: int, meaning: str, keeps_truth: bool = False) -> Ope
                     in_loss=False)
 
 
+def _siblings(name: str, arity: int, meaning: str, keeps_truth: bool = False) -> Operator:
+    """In a loss, too, where it needs whole prompts."""
+    return replace(_rows(name, arity, meaning, keeps_truth), gradient=True, in_loss=True)
+
+
 _ALL = (
     _binary("add", "a + b", "keep", same=True), _binary("sub", "a - b", "keep", same=True),
     _binary("mul", "a * b", "product"), _binary("div", "a / b", "quotient"), _unary("neg", "-a", "keep"),
@@ -114,12 +119,12 @@ _ALL = (
     Operator("prompt_len", "sequence", 0, "the number of tokens before the response; attribute `frame`", (), "seq",
              gradient=False, in_loss=False),
     # What relates rows to other rows. Of siblings, which are the present rows of one parent, in ascending order:
-    _rows("next_row", 1, "the next sibling's value, 0 at the last", keeps_truth=True),
-    _rows("prev_row", 1, "the preceding sibling's value, 0 at the first", keeps_truth=True),
-    _rows("cumsum_rows", 1, "inclusive running sum over siblings"),
-    _rows("discount_rows", 2, "y_j = x_j + g * y_{j+1} over siblings; g is of level batch"),
-    _rows("last_row", 1, "the value at the last sibling, as a value of the parent; 0 where there is none",
-          keeps_truth=True),
+    _siblings("next_row", 1, "the next sibling's value, 0 at the last", keeps_truth=True),
+    _siblings("prev_row", 1, "the preceding sibling's value, 0 at the first", keeps_truth=True),
+    _siblings("cumsum_rows", 1, "inclusive running sum over siblings"),
+    _siblings("discount_rows", 2, "y_j = x_j + g * y_{j+1} over siblings; g is of level batch"),
+    _siblings("last_row", 1, "the value at the last sibling, as a value of the parent; 0 where there is none",
+              keeps_truth=True),
     _rows("at_last_row", 1, "a at the last sibling, 0 at the others", keeps_truth=True),
     # Of rows with the same numbers, where one are a selection of the other, or lie above one:
     _rows("over", 2, "a, a value of a selection, as a value of all rows; b where a row was not selected",

@@ -40,7 +40,8 @@ class FetchSpec:
 
     __slots__ = ()
     data: DataName  # the source
-    frames: tuple[FrameId, ...]  # what its rows become: one frame, or the two sides of pairs
+    # what its rows become: one frame, the two sides of pairs, or the prompts and the several answers of each
+    frames: tuple[FrameId, ...]
     # the frame that the batch of this step became: its rows are read again, and with them those of as many batches as
     # the frame has iterations, the newest first; "": the next batch of the source
     newest: FrameId = ""

@@ -15,6 +15,7 @@ from rldsl.diag import Label
 from rldsl.plan.expr import LEVELS, Level, Scalar
 from rldsl.plan.function import ROW_KEYS, call_attributes
 from rldsl.plan.heads import CALLS, INFERENCE_CALLS, TRAIN
+from rldsl.plan.model import PROMPTS
 from rldsl.plan.operators import BUILTINS, REDUCTIONS
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.builtins import Builtins
@@ -199,6 +200,9 @@ class ExpressionBuilder:
                     return self.number(chosen, what, expr.span)
             case FrameRef(numbers=numbers) if what in numbers:
                 return self.number(owner, what, expr.span)
+            case FrameRef(frame=f, base=base) if what == PROMPTS and f.id == base and (
+                    prompts := self.spaces.data_prompts(base)):
+                return FrameRef(prompts, "prompts", states=owner.states, base=prompts.id)
             case FrameRef(frame=f, contents="generated"):
                 fields = {"logprobs": Term("input", (), "token", f.id, "f32", expr.span,
                                            (("name", f"{f.id}.logprobs"),)),

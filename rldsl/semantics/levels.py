@@ -102,6 +102,14 @@ class Spaces:
         """The frame of a value of a level in `FINE`."""
         return self.entries[term.space].frame if term.level == "entry" else term.space
 
+    def data_prompts(self, fetched: str) -> IndexedFrame | None:
+        """The prompts of a fetched frame with several answers to each, in the rows of its data; None for others."""
+        frame = self.frames.get(fetched)
+        if frame is None or len(frame.chain) == 1:
+            return None
+        return next((f for f in self.frames.values() if f.row_space == frame.chain[-1].id and not f.selected_from
+                     and not f.max_response_tokens), None)
+
     def beyond_rows(self, term: Term) -> bool:
         """Whether a reduction or an order is about more than one sequence: those of a prompt, or of a sequence that
         these continue."""

@@ -296,7 +296,8 @@ def _shortened(text: str, most: int = 48) -> str:
 def _of_whole_minibatch(term: Term, spaces: Spaces) -> bool:
     """Whether an operator looks at more than one sequence."""
     to = dict(term.attrs).get("to")
-    return OPERATORS[term.op].family == "order" or to == "batch" or to is not None and spaces.beyond_rows(term)
+    return OPERATORS[term.op].family in ("order", "rows") or to == "batch" or \
+        to is not None and spaces.beyond_rows(term)
 
 
 def _has_gradient_path(loss: Term, model_outputs: set[str]) -> bool:
@@ -342,6 +343,9 @@ def _classify(term: Term, below: list[Dependence], model_outputs: set[str], in_v
         needs.prompts |= needs.spaces.beyond_rows(term)
         verb = "adds up" if term.op == "across" else "orders"
         needs.add(term, f"{verb} the elements of {'the minibatch' if within == 'batch' else f'each {within}'}")
+    if OPERATORS[term.op].family == "rows":
+        needs.prompts = True
+        needs.add(term, "is about neighbors among the sequences of a prompt")
     if term.level != "batch":
         if worst >= Dependence.AFFINE:
             culprit = next(a for a, b in zip(term.args, below, strict=True) if b >= Dependence.AFFINE)

@@ -74,7 +74,8 @@ COLUMNS = ("prompt", "answer", "chosen", "rejected")
 DATA = {
     "batch": Opt("int", low=1, needed=True, unit="rows"), "max_prompt_tokens": Opt("int", 512, 1, unit="tokens"),
     "max_answer_tokens": Opt("int", 512, 1, unit="tokens"), "shuffle": Opt("bool", True),
-    "kind": Opt("text", None, choices=("prompts", "answers", "pairs")), "numbers": Opt("texts", ()),
+    "kind": Opt("text", None, choices=("prompts", "answers", "pairs")), "answers": Opt("int", None, 2),
+    "numbers": Opt("texts", ()),
     "over_long": Opt("text", "truncate", choices=("truncate", "drop", "error")),
     **{c: Opt("text", c) for c in COLUMNS},
 }

@@ -164,7 +164,8 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
         yield problem("RL0615", f"{name(e)} needs a model that generates, and a spread by prompts", e)
     if t.frames[e.frame].tokenizer != p.tokenizer:
         yield problem("RL0615", f"{name(e)}: the tokens of {e.frame} and {e.prompts} have different tokenizers", e)
-    if t.data[p.data].row_format != "prompts" and not p.tokenizer or _has_responses_of_data(t, p):
+    of_data = t.data[p.data]
+    if of_data.row_format != "prompts" and not of_data.answers and not p.tokenizer or _has_responses_of_data(t, p):
         yield problem("RL0615", f"{name(e)} continues {e.prompts}, whose rows have responses from data", e)
     if f.max_prompt_tokens != p.max_prompt_tokens + p.max_response_tokens:
         yield problem("RL0615", f"{name(e)}: the rows of {e.frame} begin with those of {e.prompts}, which have at most "

@@ -36,9 +36,9 @@ def _fault(t: Tables, e: Train, program: Program) -> str:
               *(x for x, of in t.entries.items() if of.frame in e.frames)}
     if strange := next((n.space for n in nodes if n.space not in spaces), None):
         return f"uses {strange}, which is not a training input"
-    by_prompt = any((in_family(n.op, "reduction") or in_family(n.op, "order")) and beyond_rows(t, nodes, n)
+    by_prompt = any(in_family(n.op, "rows") or in_family(n.op, "reduction", "order") and beyond_rows(t, nodes, n)
                     for n in nodes)
-    if not e.first_pass and any(in_family(n.op, "order") for n in nodes):
+    if not e.first_pass and any(in_family(n.op, "order", "rows") for n in nodes):
         return "orders elements, but a micro-batch has only some of them"
     if by_prompt and (not e.first_pass or t.spreads[e.spread].granularity != "prompt"):
         return "reduces by prompt, but a micro-batch or minibatch may contain only part of a prompt's sequences"
@@ -57,7 +57,7 @@ def _within_tokens(t: Tables, e: Train, nodes: Sequence[Node]) -> str:
     whole = [i for i, n in enumerate(nodes) if n.level == "entry" and n.space in t.entries
              and not t.entries[n.space].width]
     below = [nodes[i] for i in nodes_under(nodes, whole)]
-    seen = any(in_family(n.op, "order") or in_family(n.op, "reduction")
+    seen = any(in_family(n.op, "order", "rows") or in_family(n.op, "reduction")
                and (n.attr("to") == "batch" or beyond_rows(t, nodes, n)) for n in below)
     return "computes over the vocabulary with what only the whole minibatch says" if seen else ""
 

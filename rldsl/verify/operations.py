@@ -36,7 +36,7 @@ from rldsl.plan.events import (
     Update,
     split_buffer,
 )
-from rldsl.plan.model import Model, Value
+from rldsl.plan.model import INDEX, PROMPTS, Model, Value
 from rldsl.plan.references import Reference, Role, named
 from rldsl.plan.traits import expand, rule_for
 from rldsl.sharding.rank_sets import Ranks, union
@@ -231,7 +231,8 @@ def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
     once = any(evaluations.over(path) == e.data for x, path in t.events if x is e)
     must = {f"{f}.{part}" for f in e.frames for part in ("tokens", "lengths")}
     values = [split_buffer(b)[0] for b in e.writes]
-    more = {f"{f}.{part}" for f in e.frames for part in ("columns", *t.data[e.data].numbers)}
+    data = t.data[e.data]
+    more = {f"{f}.{part}" for f in e.frames for part in ("columns", *data.numbers, *([INDEX] if data.answers else ()))}
     drawn = {d.writes for d, _ in t.events if isinstance(d, Draw) and d.data == e.data}
     more |= set() if e.reads else {f"{e.frames[0]}.row_numbers"} if e.frames else set()
     if e.newest and (wrong := _wrong_batches(t, e)):
@@ -247,17 +248,18 @@ def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
         for b in e.writes
     ):
         yield problem("RL0614", f"{name(e)} must write all rows on every rank of its mesh", e)
-    data = t.data[e.data]
-    ends = ("chosen", "rejected") if data.row_format == "pairs" else ("",)
-    if len(e.frames) != len(ends) or not all(any(f.endswith(end) for f in e.frames) for end in ends):
+    ends = (".chosen", ".rejected") if data.row_format == "pairs" else (f".{PROMPTS}", "") if data.answers else ("",)
+    if len(e.frames) != len(ends) or not all(f.endswith(end) for f, end in zip(e.frames, ends, strict=True)):
         yield problem("RL0615", f"{name(e)}: {e.data} has no frames {', '.join(e.frames)}", e)
-    for f in e.frames:
-        frame = t.frames[f]
+    for i, f in enumerate(e.frames):
+        frame, of_each = t.frames[f], data.answers if i else 0  # answers to each prompt, which the first frame has
         shape = (frame.tokenizer, frame.present_in, frame.selected_from or frame.picked_from, frame.data,
                  frame.chain[0].parent, frame.count, frame.iterations)
-        if not e.newest and shape != ("", f if once else "", "", e.data, "", t.data[e.data].batch, 1):
+        parent, rows = (t.frames[e.frames[0]].row_space, data.batch * of_each) if of_each else ("", data.batch)
+        if not e.newest and shape != ("", f if once else "", "", e.data, parent, rows, 1):
             yield problem("RL0615", f"{name(e)} fetches frame {f}, which is not a batch of {e.data}", e)
-        if (frame.max_prompt_tokens, frame.max_response_tokens) != (data.max_prompt_tokens, data.max_answer_tokens):
+        longest = 0 if data.answers and not i else data.max_answer_tokens
+        if (frame.max_prompt_tokens, frame.max_response_tokens) != (data.max_prompt_tokens, longest):
             yield problem("RL0615", f"{name(e)} fetches frame {f}, whose limits are not those of {e.data}", e)
         for part in ("tokens", "lengths", "columns"):
             v = t.values.get(f"{f}.{part}")

@@ -139,6 +139,8 @@ def _data(d: Data) -> str:
         return f"has batch {d.batch} and limits {d.max_prompt_tokens}, {d.max_answer_tokens}"
     if tuple(role for role, _ in d.columns) != ROLES[d.row_format] or not all(column for _, column in d.columns):
         return f"of kind {d.row_format} has columns for {', '.join(role for role, _ in d.columns) or 'nothing'}"
+    if d.answers and (d.answers < 2 or d.row_format != "answers"):
+        return f"of kind {d.row_format} has {d.answers} answers in each row"
     if d.row_format == "prompts" and d.max_answer_tokens:
         return f"of kind prompts has answers of up to {d.max_answer_tokens} tokens"
     return _reads(d.path, d.tokenizer)

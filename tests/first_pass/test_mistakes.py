@@ -104,7 +104,7 @@ def test_minibatches_of_parts_of_prompts(options: str) -> None:
 @pytest.mark.parametrize(("parts", "code", "where"), [
     (dict(loss="mean(rank(logprobs) * w * r)"), "RL0209", None),
     (dict(loss="mean(w) * mean(r) / std(w)"), "RL0209", None),
-    (dict(loss="mean(next(sum(logprobs by seq) by prompt) * r) * mean(w)"), "RL0210", None),
+    (dict(loss="mean(uniform(logprobs) * r) * mean(w)"), "RL0210", None),
     (dict(loss="mean(logprobs * w * sort(r by token))"), "RL0208", "r"),
     (dict(loss="mean(logprobs * w * rank(r, 2))"), "RL0204", "rank"),
     (dict(loss="mean(logprobs * w * rank(r by prompts))"), "RL0101", "prompts"),

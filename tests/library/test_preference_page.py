@@ -9,6 +9,7 @@ import pytest
 
 from rldsl import api
 from tests.library.test_algorithms_page import EXPORTS, LOSSES, PAGE
+from tests.library.test_listwise import CALLS
 from tests.library.test_more_preferences import MORE
 from tests.library.test_preference import ALONE, CASES, DISTRIBUTIONS, PEERS, ROWS
 
@@ -19,7 +20,7 @@ PAIRS = {"dpo", "cdpo", "ipo", "simpo", "orpo", "wpo", "alphapo", "f_dpo", "ld_d
 
 
 def test_every_call_of_the_page_is_tested() -> None:
-    papers = {case.call for case in (*CASES.values(), *MORE.values())}
+    papers = {case.call for case in (*CASES.values(), *MORE.values())} | CALLS
     others = {call for _, _, call in PEERS.values()} | {*ALONE.values()} | ROWS | DISTRIBUTIONS
     assert others <= set(SHOWN) and set(SHOWN) <= papers | others
 
@@ -31,6 +32,8 @@ def program(call: str) -> str:
     head = call.partition("(")[0]
     if head == "reward_model":
         end = f"judge.train(pair.chosen, pair.rejected, loss={call})"
+    elif call in CALLS:
+        end = f"ref = base.logprobs(ranked)\n  actor.train(ranked, loss={call})"
     elif head in PAIRS:
         end = f"actor.train(pair.chosen, pair.rejected, loss={call})"
     else:
@@ -40,6 +43,7 @@ data rows    = jsonl("r.jsonl", batch=8, kind="answers", numbers=["label"])
 data others  = jsonl("o.jsonl", batch=8, kind="answers")
 data pairs2  = jsonl("p.jsonl", batch=8, kind="pairs", numbers=["m", "wt"])
 data prompts = jsonl("q.jsonl", batch=8)
+data lists   = jsonl("l.jsonl", batch=8, answers=3)
 state shift  = 0
 model actor  = causal_lm("a") train adamw(lr=1e-6)
 model judge  = reward_model("a") train adamw(lr=1e-6)
@@ -56,7 +60,9 @@ flow f(steps=1) {{
   wt      = pair.wt
   pairs   = 8
   label   = row.label
-  ref     = base.logprobs(row)
+  ranked  = lists.next()
+  index   = ranked.index
+  {"" if call in CALLS else "ref = base.logprobs(row)"}
   y       = base.logprobs(row)
   old     = gen.logprobs
   teacher = base.logprobs(gen)

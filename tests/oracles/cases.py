@@ -103,6 +103,7 @@ def _policy_values(b: Batch, name: str) -> dict[str, Given | float]:
     drawn[0] = 0.0
     given["r"] = b.given("seq", REWARDS.get(name, drawn))
     given["r2"] = b.seqs(31)
+    given["index"] = b.given("seq", [float(i % b.n) for i in range(b.rows)])
     given["gen.finished"] = Given("seq", "gen", torch.arange(b.rows) % 2 == 0)
     given["h"] = token(b.tokens(33).data.abs())
     given["sq"] = token(b.tokens(34).data.sigmoid())

@@ -23,6 +23,7 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer  # isort: skip
 from trl.experimental.gkd import GKDTrainer  # isort: skip
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer  # isort: skip
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # isort: skip
+from trl.experimental.tpo import TPOConfig, TPOTrainer  # isort: skip
 
 W, L = "pair.chosen", "pair.rejected"
 PAIRS = Dataset.from_dict({"prompt": ["a"] * 4, "chosen": ["b"] * 4, "rejected": ["c"] * 4})
@@ -194,6 +195,18 @@ def orpo(case: Case) -> Output:
     return pairwise(ORPOTrainer, ORPOConfig, case)
 
 
+def tpo(case: Case) -> Output:
+    """Each prompt's three responses are its chosen, rejected and gold answer, which the trainer has in three blocks."""
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "reference": "d"}
+    made = TPOTrainer(model=saved_model(), args=TPOConfig(**COMMON, **case.options), processing_class=tokenizer(),
+                      train_dataset=Dataset.from_list([row] * 4))
+    order = torch.arange(case.rows).view(-1, 3).T.flatten()
+    mask, table = shifted(case.mask())[order], case.table("x")[order]
+    logits = logits_of(torch.cat([table, torch.full((len(table), 1), -1.0)], 1))
+    inputs = {"input_ids": torch.zeros_like(mask), "attention_mask": mask, "completion_mask": mask}
+    return made._compute_loss(Held(SimpleNamespace(logits=logits)), inputs, False)
+
+
 def gkd(case: Case) -> Output:
     """The divergence of the trainer over the whole vocabulary: log-probabilities are logits, too."""
     labels = torch.where(case.mask(), WORD, -100)
@@ -203,7 +216,7 @@ def gkd(case: Case) -> Output:
 ORACLES: dict[str, Oracle] = {
     f.__name__: f for f in (grpo_loss, gmpo_loss, grpo_advantage, rloo_advantage, rloo_loss,
                             corrected_loss, sft, dpo, kto,
-                            reward_model, cpo, orpo, gkd)}
+                            reward_model, cpo, orpo, tpo, gkd)}
 
 if __name__ == "__main__":
     serve(ORACLES, ["trl", "transformers"])

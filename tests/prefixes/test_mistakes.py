@@ -79,7 +79,3 @@ def wrong(statements: str) -> list[Diagnostic]:
 def test_a_mistake_has_its_code_and_place(statements: str, code: str, at: str) -> None:
     found = [d for d in wrong(statements) if d.code == code]
     assert found and found[0].span is not None and found[0].span.text == at
-
-
-def test_siblings_inside_a_loss() -> None:
-    assert "RL0210" in [d.code for d in wrong("actor.train(gen, loss=up(x=r))")]

@@ -14,9 +14,9 @@ import numpy as np
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.model import Data
-from rldsl.runtime.data.row_schema import RowErrors, Table
-from rldsl.runtime.data.row_views import KeptRows
-from rldsl.runtime.data.tokens import Tokens
+from rldsl.runtime.data.row_schema import Row, RowErrors, Table
+from rldsl.runtime.data.row_views import KeptRows, answer_rows
+from rldsl.runtime.data.tokens import RowLocation, Tokens
 
 AT_ONCE = 256  # rows
 MAX_COUNTED_ROWS = 4096  # in a longer file, so many rows drawn at random are counted
@@ -69,10 +69,19 @@ def _excess(data: Data, table: Table, tokens: Tokens, rows: Sequence[int]) -> It
         lengths = {"prompt": [len(ids) for ids in tokens.prompts(read, place)]}
         for role in tokens.roles:
             if role != "prompt":
-                lengths[role] = [len(ids) for ids in tokens.answers(read, role, place)]
+                lengths[role] = longest_answers(data, read, role, tokens, place)
         for i, row in enumerate(numbers):
             yield row, "; ".join(_says(data, tokens.roles[role], role, found[i]) for role, found in lengths.items()
                                  if 0 < _limit(data, role) < found[i])
+
+
+def longest_answers(data: Data, rows: Sequence[Row], role: str, tokens: Tokens, place: RowLocation) -> list[int]:
+    """Tokens of the answer of each row, or of the longest of its answers."""
+    each = data.answers or 1
+    if data.answers:
+        rows = answer_rows(rows, tokens.roles[role])
+    found = [len(ids) for ids in tokens.answers(rows, role, lambda i: place(i // each))]
+    return [max(found[i : i + each]) for i in range(0, len(found), each)]
 
 
 def _limit(data: Data, role: str) -> int:

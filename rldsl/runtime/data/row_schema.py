@@ -1,8 +1,8 @@
 """What a row must hold, whatever the format of its file.
 
 In: rows as dicts, and what the program needs of them. Out: diagnostics, each with its file and line (or row).
-Codes: RL0743 not UTF-8, RL0746 missing column, RL0747 wrong type, RL0749 empty prompt, RL0757 answers that make no
-pairs.
+Codes: RL0743 not UTF-8, RL0746 missing column, RL0747 wrong type, RL0749 empty prompt, RL0757 another number of
+answers than is needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from math import isfinite
 from typing import Any, Protocol
 
-from rldsl.diag import Diagnostic, Failure
+from rldsl.diag import Diagnostic, Failure, counted
 
 Row = dict[str, Any]
 
@@ -44,7 +44,10 @@ class RowNeeds:
     """What every row must have."""
 
     roles: Mapping[str, str]       # "prompt", "answer", "chosen", "rejected" -> name of the column
-    numbers: tuple[str, ...] = ()  # columns with a finite number (or true or false) in every row
+    # columns with a finite number (or true or false) in every row; of rows with several answers one number, or one of
+    # each answer
+    numbers: tuple[str, ...] = ()
+    answers: int = 0               # of each row; 0: one, which is not in a list
 
     def among(self, columns: Collection[str]) -> RowNeeds:
         """The same needs, with ReaL's names of the two sides of pairs if a file has these and not ours."""
@@ -96,7 +99,7 @@ class RowCheck:
     def row(self, row: Row, path: str, number: int, escapes: bool = False) -> None:
         """escapes: whether texts may hold half a surrogate pair, as JSON can write it."""
         roles = self.needs.roles
-        if escapes or self.needs.numbers or not _plainly_fits(row, roles):
+        if escapes or self.needs.numbers or self.needs.answers or not _plainly_fits(row, roles):
             self.errors.add(check_row(row, f"{path}:{number}", self.needs))
         if "chosen" in roles:
             value = row.get(roles["chosen"])
@@ -137,8 +140,9 @@ def several(value: Any) -> bool:
 
 def check_row(row: Row, place: str, needs: RowNeeds) -> list[Diagnostic]:
     """The errors of a row."""
-    errors = [_column(row, role, name, place) for role, name in needs.roles.items()]
-    errors += [_number(row, name, place) for name in needs.numbers]
+    errors = [_answers(row, name, place, needs.answers) if role == "answer" and needs.answers else
+              _column(row, role, name, place) for role, name in needs.roles.items()]
+    errors += [_numbers(row, name, place, needs.answers) for name in needs.numbers]
     wrong = [d for d in errors if d is not None]
     if not wrong:
         both = (_chat_after_text(row, needs.roles, place), _sides(row, needs.roles, place))
@@ -160,6 +164,35 @@ def missing(role: str, name: str, columns: Sequence[str], place: str) -> Diagnos
     return Diagnostic("RL0746", f"the column `{name}` is missing", place=place,
                       notes=(f"columns in this row: {shown}",),
                       help=help_)
+
+
+def _answers(row: Row, name: str, place: str, count: int) -> Diagnostic | None:
+    """RL0757 unless a row has so many answers; what is wrong with one of them."""
+    if name not in row:
+        return missing("answer", name, list(row), place)
+    value = row[name]
+    if not several(value):
+        return Diagnostic("RL0747", f"the column `{name}` is {kind_of(value)}, not a list of {count} answers",
+                          place=place, help="write all answers to the prompt in one list: [\"...\", \"...\"]")
+    if len(value) != count:
+        return Diagnostic("RL0757", f"the column `{name}` has {counted(len(value), 'answer')}, not {count}",
+                          place=place, help=f"the data declaration says `answers={count}`, which each row must have: "
+                                            "add or remove answers, remove the row, or change the declaration")
+    parts = (_answer(v, f"answer {i} of the column `{name}`", row, place) for i, v in enumerate(value, 1))
+    return next((d for d in parts if d), None)
+
+
+def _numbers(row: Row, name: str, place: str, answers: int) -> Diagnostic | None:
+    """What is wrong with a number column: of rows with several answers one number, or a list with one of each."""
+    value = row.get(name)
+    if not answers or not isinstance(value, list):
+        return _number(row, name, place)
+    if len(value) != answers:
+        return Diagnostic("RL0747", f"the column `{name}` has {counted(len(value), 'number')} for {answers} answers",
+                          place=place, help="write one number of each answer, or a single number for all of them")
+    found = (_number({name: v}, name, place) for v in value)
+    return next((replace(d, title=d.title.replace("the column", f"number {i} of the column"))
+                 for i, d in enumerate(found, 1) if d), None)
 
 
 def _number(row: Row, name: str, place: str) -> Diagnostic | None:

@@ -59,6 +59,19 @@ class KeptRows:
         return self.table.read([int(self.rows[row]) for row in rows])
 
 
+def answer_rows(rows: Sequence[Row], column: str) -> list[Row]:
+    """Rows with several answers as rows with one: those of the first row, then those of the next."""
+    return [{**row, column: answer} for row in rows for answer in row[column]]
+
+
+def numbers_of(rows: Sequence[Row], column: str, answers: int) -> list[float]:
+    """A number column of rows: one number of each, or with several answers one of each answer."""
+    if not answers:
+        return [float(row[column]) for row in rows]
+    values = (row[column] if isinstance(row[column], list) else [row[column]] * answers for row in rows)
+    return [float(number) for of_row in values for number in of_row]
+
+
 def rows_of(scanned: ScannedFile) -> Table:
     """The rows of a run."""
     if scanned.counts is None:

@@ -24,7 +24,7 @@ from rldsl.plan.model import ROLES, Data
 from rldsl.runtime.data import hf, jsonl, parquet
 from rldsl.runtime.data.over_long_rows import filter_over_long
 from rldsl.runtime.data.row_schema import Row, RowNeeds, ScannedFile, Table
-from rldsl.runtime.data.row_views import rows_of
+from rldsl.runtime.data.row_views import answer_rows, rows_of
 from rldsl.runtime.data.tokens import Tokens, load_tokenizer
 from rldsl.sharding.partition import mix
 
@@ -33,10 +33,12 @@ _BLOCK = 1 << 20  # rows that are hashed at once
 SCANS: Mapping[str, Callable[[str, RowNeeds], ScannedFile]] = {
     "jsonl": jsonl.scan, "parquet": parquet.scan, "hf": hf.scan,
 }
-# kind -> frame (as named after the user's name: "" or ".chosen") -> the role of its responses
+# kind -> frame (as named after the user's name: "" or ".chosen") -> the role of its responses. Rows with several
+# answers are two frames: their prompts, and the answers of each
 FRAMES: dict[str, dict[str, str | None]] = {
     "prompts": {"": None}, "answers": {"": "answer"}, "pairs": {"chosen": "chosen", "rejected": "rejected"},
 }
+SEVERAL: dict[str, str | None] = {"prompts": None, "": "answer"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +69,30 @@ class Source:
         return self.tokens.ends
 
     def step(self, step: int, seed: int) -> dict[str, FetchedFrame]:
-        """The frames of one step: "" for prompts and answers, "chosen" and "rejected" for pairs."""
+        """The frames of one step, in the order of a fetch: "" for prompts and answers, "chosen" and "rejected" for
+        pairs, "prompts" and "" for rows with several answers."""
         return self.read(self.batch(step, seed))
 
     def read(self, numbers: list[int]) -> dict[str, FetchedFrame]:
         """The frames of the rows with these numbers."""
-        rows = self.table.read(numbers)
+        rows, several = self.table.read(numbers), self.data.answers or 1
 
         def place(i: int) -> str:
             return self.table.place(numbers[i])
 
+        def place_of_answer(i: int) -> str:
+            return place(i // several)
+
         prompts = [ids[-self.data.max_prompt_tokens :] for ids in self.tokens.prompts(rows, place)]  # [-0:] is all
         frames = {}
-        for name, role in FRAMES[self.data.row_format].items():
+        for name, role in (SEVERAL if self.data.answers else FRAMES[self.data.row_format]).items():
             limit = self.data.max_answer_tokens or None
-            answers = [ids[:limit] for ids in self.tokens.answers(rows, role, place)] if role else [[]] * len(rows)
-            tokens = [torch.tensor(p + a, dtype=torch.int64) for p, a in zip(prompts, answers, strict=True)]
-            frames[name] = FetchedFrame([len(p) for p in prompts], [len(a) for a in answers], tokens)
+            before = [ids for ids in prompts for _ in range(several)] if role else prompts
+            answered = answer_rows(rows, self.tokens.roles["answer"]) if several > 1 else rows
+            answers = [ids[:limit] for ids in self.tokens.answers(answered, role, place_of_answer)
+                       ] if role else [[]] * len(rows)
+            tokens = [torch.tensor(p + a, dtype=torch.int64) for p, a in zip(before, answers, strict=True)]
+            frames[name] = FetchedFrame([len(p) for p in before], [len(a) for a in answers], tokens)
         return frames
 
     def columns(self, step: int, seed: int) -> list[Row]:
@@ -118,7 +127,8 @@ def column_name(data: Data, role: str) -> str:
 def open_source(data: Data, steps_needed: int, speaks: bool = False) -> Source:
     """Check the file and load its tokenizer. Raises a Failure when either cannot be used. speaks: this rank informs the
     user of truncated rows."""
-    needs = RowNeeds({role: column_name(data, role) for role in ROLES[data.row_format]}, data.numbers)
+    needs = RowNeeds({role: column_name(data, role) for role in ROLES[data.row_format]}, data.numbers,
+                     data.answers)
     scanned = SCANS[data.format](data.path, needs)
     table = rows_of(scanned)
     _enough(data, table, "")

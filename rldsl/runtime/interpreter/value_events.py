@@ -10,9 +10,11 @@ from rldsl.diag import present
 from rldsl.plan.events import Collect, Compute, Fetch, Free, Lengths, Transfer, split_buffer
 from rldsl.plan.expr import Node
 from rldsl.plan.function import frames_of_call
+from rldsl.plan.model import INDEX
 from rldsl.runtime.collectives import all_reduce
 from rldsl.runtime.comm.exchange import DTYPES, message_tag, transfer
 from rldsl.runtime.comm.row_assignment import RowLengths
+from rldsl.runtime.data.row_views import numbers_of
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.interpreter.eval_loops import next_rows
 from rldsl.runtime.interpreter.expression_programs import FrameRows, run_compute
@@ -33,8 +35,8 @@ def fetch(step: StepState, reader: DataReader, event: Fetch) -> None:
     numbers = _row_numbers(step, reader, event)
     source = reader.source(event.data)
     spreads = dict(split_buffer(b) for b in event.writes)
-    for name, fetched in source.read(numbers).items():
-        frame = next(f for f in event.frames if not name or f.endswith(f".{name}"))
+    data = context.data[event.data]
+    for frame, fetched in zip(event.frames, source.read(numbers).values(), strict=True):
         absent = [0] * (context.frames[frame].count - len(fetched.tokens))  # the last rows of a short batch
         lens = RowLengths(*(torch.tensor([*lengths, *absent], dtype=torch.int64, device=context.device)
                       for lengths in (fetched.prompt_lens, fetched.response_lens)))
@@ -43,11 +45,15 @@ def fetch(step: StepState, reader: DataReader, event: Fetch) -> None:
             ids = torch.arange(len(fetched.tokens), device=context.device)
             step.write(f"{frame}.tokens", spreads[f"{frame}.tokens"], ids,
                        torch.cat(fetched.tokens).to(context.device))
-        for number in context.data[event.data].numbers:
+        for number in data.numbers:
             if f"{frame}.{number}" in spreads:
-                data = torch.tensor([float(row[number]) for row in source.table.read(numbers)], device=context.device)
-                ids = torch.arange(len(data), device=context.device)
-                step.write(f"{frame}.{number}", spreads[f"{frame}.{number}"], ids, data)
+                of_rows = numbers_of(source.table.read(numbers), number, data.answers)
+                ids = torch.arange(len(of_rows), device=context.device)
+                step.write(f"{frame}.{number}", spreads[f"{frame}.{number}"], ids,
+                           torch.tensor(of_rows, device=context.device))
+        if f"{frame}.{INDEX}" in spreads:
+            ids = torch.arange(len(fetched.tokens), device=context.device)
+            step.write(f"{frame}.{INDEX}", spreads[f"{frame}.{INDEX}"], ids, (ids % data.answers).float())
         if f"{frame}.columns" in spreads:
             places = [source.table.place(n) for n in numbers]
             step.buffers.put(f"{frame}.columns@{spreads[f'{frame}.columns']}",

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from rldsl.diag import internal_error
 from rldsl.plan.expr import Node, Program
-from rldsl.plan.operators import OPERATORS
+from rldsl.plan.operators import OPERATORS, in_family
 from rldsl.runtime.collectives import all_reduce
 from rldsl.runtime.interpreter.expression_ops import FrameRows, RaggedIndex, evaluate, of_all_elements
 from rldsl.runtime.interpreter.expression_programs import Counts, marked_nan, positions, unmarked_nan
+from rldsl.runtime.interpreter.row_ops import evaluate_rows
 
 
 class WholeMinibatchLoss:
@@ -130,6 +131,8 @@ class WholeMinibatchLoss:
                 value = tables[str(node.attr("name"))]
             elif node.attr("to") == "batch":
                 value = _reduced(node.op, args)
+            elif in_family(node.op, "rows"):
+                value = evaluate_rows(node, inner, args, ragged, torch.float64)
             else:
                 value = evaluate(node, inner, args, ragged, torch.float64)
             done.append(value)
