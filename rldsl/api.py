@@ -174,9 +174,9 @@ def placed_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, 
                   overrides: Sequence[str] = (), mode: str = MANUAL, rewrite: Rewrite = unchanged) -> Placed:
     """The calls of a program in their places, before any pass."""
     from rldsl.models.families import describe
-    from rldsl.placement.place import place_graph, with_models_of_the_hub
+    from rldsl.placement.place import place_graph, with_commits_of_the_hub
 
-    graph = with_models_of_the_hub(build_graph(source, sets, place, overrides, rewrite))
+    graph = with_commits_of_the_hub(build_graph(source, sets, place, overrides, rewrite))
     name = place.name if place else ""
     if mode != MANUAL or any(r.clause.auto for r in graph.rules):
         from rldsl.search.modes import place_by_mode

@@ -12,9 +12,9 @@ from rldsl.diag import Diagnostic
 EXTRA_OF = {
     "torch": "compile", "transformers": "compile", "safetensors": "compile",
     "numpy": "compile", "rich": "run",
-    "pyarrow": "parquet", "matplotlib": "plot", "pandas": "notebook", "IPython": "notebook",
-    "tensorboard": "tensorboard", "wandb": "wandb", "megatron": "megatron", "flash_attn": "flash",
-    "openenv": "openenv",
+    "pyarrow": "parquet", "datasets": "datasets", "matplotlib": "plot", "pandas": "notebook", "IPython": "notebook",
+    "tensorboard": "tensorboard", "wandb": "wandb", "accelerate": "trackers",
+    "megatron": "megatron", "flash_attn": "flash", "openenv": "openenv",
     "verifiers": "verifiers",
 }
 # import name -> the package's name for pip, where they differ

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rldsl import collector
 from rldsl.diag import Failure, counted, fail
+from rldsl.plan.metrics_file import TRACKERS
 from rldsl.report import render
 from rldsl.runtime.files import refuse_links_out
 from rldsl.runtime.health.failure_messages import tell_torchrun
@@ -117,6 +118,12 @@ def _arguments(program: Program | None) -> argparse.Namespace:
     parser.add_argument("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
     parser.add_argument("--wandb", nargs="?", const="online", default="", choices=("offline", "online"),
                         help="also log the metrics to Weights & Biases (without a value: online)")
+    parser.add_argument("--report-to", action="append", default=[], choices=TRACKERS, metavar="TRACKER",
+                        help=f"also log the metrics to this tracker: {', '.join(TRACKERS)} (repeatable)")
+    parser.add_argument("--project", default="", help="project of the trackers (default: the flow)")
+    parser.add_argument("--run-name", default="", metavar="NAME",
+                        help="name of the run in the trackers (default: that of --out)")
+    parser.add_argument("--tag", action="append", default=[], help="tag of the run in the trackers (repeatable)")
     parser.add_argument("--log-samples", type=_count, default=0, metavar="N",
                         help="write this many sampled sequences per step as text")
     parser.add_argument("--plain", action="store_true", help="print one line per step even on a terminal")
@@ -250,8 +257,13 @@ def _reporting(arguments: argparse.Namespace) -> ReportOptions:
     from rldsl.runtime.metrics.reporter import ReportOptions
 
     command = (arguments.command,) if arguments.command else tuple(sys.argv)
-    return ReportOptions(arguments.tensorboard, arguments.wandb, arguments.log_samples, arguments.plain, command,
-                         os.environ.get("WANDB_PROJECT", ""))
+    asked = dict.fromkeys(arguments.report_to)
+    wandb = arguments.wandb or (os.environ.get("WANDB_MODE") or "online" if "wandb" in asked else "")
+    return ReportOptions(
+        tensorboard=arguments.tensorboard or "tensorboard" in asked, wandb=wandb, samples=arguments.log_samples,
+        plain=arguments.plain, command=command, project=arguments.project or os.environ.get("WANDB_PROJECT", ""),
+        run_name=arguments.run_name, tags=tuple(arguments.tag),
+        trackers=tuple(name for name in asked if name not in ("tensorboard", "wandb")))
 
 
 def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, program: Program | None,

@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "sharding": PLAN,
     "reshard": PLAN | {"sharding"},
     "memory": PLACED,
-    "models": PLAN | {"files"},
+    "models": PLAN | {"extras", "files"},
     "verify": PLACED | {"memory", "models"},
     "inspect": PLAN,
     "postmortem": PLAN | {"sharding"},

@@ -1,5 +1,5 @@
-"""Commands that run a plan, and look at runs and at the machine: run, runs, postmortem, plot, diff-runs, doctor,
-completion."""
+"""Commands that run a plan, and look at runs and at the machine: run, runs, postmortem, push, plot, diff-runs,
+doctor, completion."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rldsl.cli.printing import say
 from rldsl.cli.shell import Settings, command, main, print_result, report_diagnostics
 from rldsl.commands import Usage
 from rldsl.diag import Failure
+from rldsl.plan.metrics_file import TRACKERS
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -44,13 +45,19 @@ SHELLS = ("bash", "zsh", "fish")
 @click.option("--tensorboard", is_flag=True, help="Also write the metrics for TensorBoard, to OUT/tensorboard.")
 @click.option("--wandb", is_flag=False, flag_value="online", type=click.Choice(["offline", "online"]),
               help="Also log the metrics to Weights & Biases (without a value: online).")
+@click.option("--report-to", type=click.Choice(TRACKERS), multiple=True, metavar="TRACKER",
+              help=f"Also log the metrics to this tracker: {', '.join(TRACKERS)}; repeatable.")
+@click.option("--project", default="", metavar="NAME", help="Project of the trackers (default: the flow).")
+@click.option("--run-name", default="", metavar="NAME", help="Name of the run in the trackers (default: as --out).")
+@click.option("--tag", "tags", multiple=True, metavar="WORD", help="Tag of the run in the trackers; repeatable.")
 @click.option("--log-samples", type=click.IntRange(0), default=0, metavar="N",
               help="Write this many sampled sequences per step as text, to OUT/samples.")
 @click.option("--plain", is_flag=True, help="Print one line per step even on a terminal.")
 def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
         out: str | None, resume: str | None, trace: str | None, nproc: int | None, reward_workers: int | None,
         reward_timeout: float | None, allow_write: tuple[str, ...], overwrite: bool, deterministic: bool,
-        tensorboard: bool, wandb: str | None, log_samples: int, plain: bool) -> int:
+        tensorboard: bool, wandb: str | None, report_to: tuple[str, ...], project: str, run_name: str,
+        tags: tuple[str, ...], log_samples: int, plain: bool) -> int:
     """Compile and run FILE on this machine. FILE may also be a plan. Starts one process per rank."""
     from rldsl.commands.run import run
 
@@ -59,12 +66,13 @@ def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str |
     if file is None:
         raise Usage("FILE is missing: a program or a plan")
     numbers = {"--reward-workers": reward_workers, "--reward-timeout": reward_timeout, "--wandb": wandb,
-               "--log-samples": log_samples or None}
+               "--log-samples": log_samples or None, "--project": project or None, "--run-name": run_name or None}
     flags = {"--deterministic": deterministic, "--tensorboard": tensorboard, "--plain": plain}
     as_json = settings.output == "json"
     options = [*(f"{option}={value}" for option, value in numbers.items() if value is not None),
                *(option for option, given in flags.items() if given),
-               *(f"--allow-write={directory}" for directory in allow_write)]
+               *(f"{option}={value}" for option, values in (("--allow-write", allow_write), ("--report-to", report_to),
+                                                            ("--tag", tags)) for value in values)]
     ended = run(file, sets, place, overrides, out, trace, nproc, resume, overwrite, options,
                 lambda text: click.echo(text, err=True), quiet=as_json)
     if as_json:
@@ -95,6 +103,20 @@ def postmortem(settings: Settings, folder: str, plan: str | None) -> None:
     from rldsl.commands.postmortem import postmortem as work
 
     say(work(folder, plan, settings.output == "json"))
+
+
+@command
+@click.argument("folder", type=FOLDER, metavar="RUN_DIR")
+@click.argument("name", metavar="OWNER/NAME")
+@click.option("--model", default="", metavar="NAME", help="The model to send, if the program saves several.")
+@click.option("--private", is_flag=True, help="Make the repository private if it is created.")
+@click.option("--branch", default="", metavar="NAME", help="Send to this branch (default: the main one).")
+def push(settings: Settings, folder: str, name: str, model: str, private: bool, branch: str) -> None:
+    """Send the newest saved model of a run to the Hub. Writes a model card; the run may still be running."""
+    from rldsl.commands.push import push
+
+    address = push(folder, name, model, private, branch)
+    print_result(settings, f"sent to {address}", address=address)
 
 
 @command

@@ -24,7 +24,7 @@ GROUPS = {
     "Write a program": ("new", "check", "fmt", "explain", "lsp"),
     "Compile and place": ("compile", "graph", "search", "explain-placement", "sim", "profile"),
     "Inspect a plan": ("show", "verify", "diff", "report", "emit"),
-    "Run": ("run", "runs", "plot", "diff-runs", "postmortem"),
+    "Run": ("run", "runs", "plot", "diff-runs", "push", "postmortem"),
     "Installation": ("doctor", "completion"),
 }
 # what other tools call a command
@@ -32,7 +32,7 @@ KNOWN_AS = {
     "init": "new", "create": "new", "lint": "check", "validate": "check", "format": "fmt", "build": "compile",
     "tune": "search", "simulate": "sim", "viz": "report", "html": "report", "train": "run", "launch": "run",
     "exec": "run", "ls": "runs", "list": "runs", "compare": "diff-runs", "debug": "postmortem", "env": "doctor",
-    "info": "doctor",
+    "info": "doctor", "upload": "push",
 }
 _JSON = "rldsl.json"  # key of a context's `meta`, which commands share with the group
 

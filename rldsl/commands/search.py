@@ -81,9 +81,9 @@ def _prepare(request: SearchRequest) -> tuple[Cluster, PreparedProgram]:
 
 def _graph(request: SearchRequest) -> Graph:
     rules = api.read_source(request.place) if request.place else None
-    from rldsl.placement.place import with_models_of_the_hub
+    from rldsl.placement.place import with_commits_of_the_hub
 
-    return with_models_of_the_hub(
+    return with_commits_of_the_hub(
         api.build_graph(api.read_source(request.file), request.sets, rules, request.overrides))
 
 

@@ -26,6 +26,7 @@ from rldsl.source import SourceFile, Span
 from rldsl.syntax import ast
 
 FORMATS = ("jsonl", "parquet", "hf")
+ONLY_HF = {name: f"only `hf` has `{name}`" for name in options.HF}
 # what a batch has anyway
 FIELDS = ("tokens", "lengths", "columns", "logprobs", "finished", "chosen", "rejected", "row_numbers", "prompts",
           "index")
@@ -124,9 +125,15 @@ def data(decl: ast.DataDecl, exprs: ExpressionBuilder, scope: Scope) -> g.Data |
     if isinstance(source, Bad):
         return BAD
     written = named(decl.value, exprs, f"`{source[0]}`", 1)
-    given = options.read(options.DATA, written, f"`{source[0]}`", decl.value.func.span, exprs, scope)
+    table = options.DATA | options.HF if source[0] == "hf" else options.DATA
+    given = options.read(table, written, f"`{source[0]}`", decl.value.func.span, exprs, scope, elsewhere=ONLY_HF)
     if isinstance(given, Bad):
         return BAD
+    if given.pop("streaming", False):
+        return exprs.errors.add("RL0205", "rows cannot be streamed", decl.value.span,
+                                "each batch is drawn from all rows, by their number",
+                                help="omit `streaming`: the rows are downloaded once per machine, and read from disk; "
+                                     "`split=\"train[:10000]\"` keeps a part")
     kind, answers = str(given.pop("kind") or ""), cast("int | None", given.pop("answers")) or 0
     if answers and kind not in ("", "answers"):
         at = next(value.span for name, value in written if name.name == "answers")
@@ -141,7 +148,7 @@ def data(decl: ast.DataDecl, exprs: ExpressionBuilder, scope: Scope) -> g.Data |
                                          "and `_`")
     scalars = tuple((k, cast(Scalar, v)) for k, v in given.items())
     return g.Data(decl.name.name, source[0], source[1], "answers" if answers else kind, scalars, decl.span,
-                  options.given_unit("batch", written, exprs, scope), numbers, answers)
+                  options.given_unit("batch", written, exprs, scope), numbers, answers, decl.value.args[0].value.span)
 
 
 def cluster(decl: ast.Cluster, exprs: ExpressionBuilder, scope: Scope, read: Callable[[str], str]) -> g.Cluster | Bad:

@@ -68,6 +68,7 @@ class Data:
     unit: tuple[str, Span] | None = None  # (name, where) of the unit that `batch` is written in, if any
     numbers: tuple[str, ...] = ()  # columns that are values
     answers: int = 0  # as in `plan.model.Data`
+    path_span: Span | None = None  # where the path is written
 
 
 @dataclass(frozen=True, slots=True)

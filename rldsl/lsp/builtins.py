@@ -60,7 +60,7 @@ CONSTRUCTORS: dict[str, tuple[str, str]] = {
     "lora": ("lora(r=8, alpha=16, targets=[]) or lora(path)", "Low-rank adapters; only the adapters are trained."),
     "jsonl": ("jsonl(path, batch=, ...)", "Rows of a file with one JSON object per line."),
     "parquet": ("parquet(path, batch=, ...)", "Rows of a Parquet file, or of all Parquet files in a directory."),
-    "hf": ("hf(path, batch=, ...)", "Rows of a directory written by `Dataset.save_to_disk`."),
+    "hf": ("hf(name, split=, batch=, ...)", "Rows of a dataset of the Hub, or of a saved directory of `datasets`."),
     "adamw": ("adamw(lr=, betas=[0.9, 0.999], eps=1e-8, weight_decay=0, warmup=0, schedule=constant, clip_grad=1)",
               "AdamW with decoupled weight decay (Loshchilov & Hutter 2019)."),
     "sgd": ("sgd(lr=, momentum=0, nesterov=false, weight_decay=0, warmup=0, schedule=constant, clip_grad=1)",

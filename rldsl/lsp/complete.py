@@ -38,7 +38,7 @@ PLACED = {"dp": "data-parallel degree", "tp": "tensor-parallel degree", "pp": "p
           "waiting": "generate with an environment only: offload or recompute gives slots away that wait for answers",
           "backend": "the library that executes the call"}
 TABLES = {"generate": options.GENERATE, "train": options.TRAIN, "group": options.GROUP, "lora": options.LORA,
-          "jsonl": options.DATA, "parquet": options.DATA, "hf": options.DATA,
+          "jsonl": options.DATA, "parquet": options.DATA, "hf": options.DATA | options.HF,
           "rows": options.BUFFER, "prefixes": options.PREFIXES,
           **{name: options.OPTIMIZER | own for name, own in options.OPTIMIZERS.items()},
           **dict.fromkeys(HEADS, options.MODEL)}

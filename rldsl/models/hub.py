@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from rldsl.diag import fail
 from rldsl.progress import stage
@@ -41,7 +41,7 @@ def resolve(path: str, span: Span | None = None) -> str:
         if not (folder / INDEX).is_file():
             folder = _download(name, folder.name, SMALL + WEIGHTS, span)
     except FileNotFoundError as error:
-        if _offline():
+        if offline():
             return path
         raise fail("RL0095", f'no model directory "{path}", and the Hub cannot be reached', span, str(error),
                    help="give a directory, or download the model on a machine with a network: "
@@ -74,7 +74,8 @@ def _directory(path: str, patterns: tuple[str, ...], span: Span | None) -> Path:
                    help=f"download it first: `hf download {name} --revision {commit}`") from None
 
 
-def _offline() -> bool:
+def offline() -> bool:
+    """Whether HF_HUB_OFFLINE forbids the network."""
     from huggingface_hub import is_offline_mode
 
     return bool(is_offline_mode())
@@ -84,10 +85,26 @@ def _download(name: str, revision: str, patterns: tuple[str, ...], span: Span | 
     """The directory of the cache with the files of a branch, tag or commit, whose name is the commit; those that lack
     are downloaded. Without a network what the cache has is enough.
     Errors: RL0095; FileNotFoundError if the Hub cannot be reached and the cache lacks files."""
+    folder = snapshot(name, revision, patterns, span)
+    if not _has(folder, patterns):
+        if offline() or (folder / INDEX).is_file():
+            raise FileNotFoundError(f"{folder} lacks files")
+        lacking = "safetensors" if (folder / "config.json").is_file() else "config.json"
+        _refused(f'"{name}" has no {lacking}', "the Hub has it in another format only",
+                 "convert it with transformers' `save_pretrained`, which writes both", span)
+    return folder
+
+
+def snapshot(name: str, revision: str, patterns: tuple[str, ...], span: Span | None,
+             kind: Literal["model", "dataset"] = "model") -> Path:
+    """The directory of the cache for a branch, tag or commit of a repository, whose name is the commit. Files that fit
+    the patterns and lack there are downloaded.
+    Errors: RL0095 the Hub refuses; FileNotFoundError it cannot be reached, and the cache does not know the revision."""
     from huggingface_hub import errors, snapshot_download
 
     try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), etag_timeout=SECONDS))
+        return Path(snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=list(patterns),
+                                      etag_timeout=SECONDS))
     except errors.GatedRepoError:
         _refused(f'"{name}" is gated', "its owner decides who may read it",
                  "ask for access on its page, then log in with `hf auth login` or set HF_TOKEN", span)
@@ -95,17 +112,11 @@ def _download(name: str, revision: str, patterns: tuple[str, ...], span: Span | 
         _refused(f'"{name}" has no revision "{revision}"', "no such branch, tag or commit",
                  f'leave "@{revision}" out for its newest files', span)
     except errors.RepositoryNotFoundError:
-        _refused(f'no model directory "{name}", and no such model on the Hub', "not found, or private",
-                 "check the name; for a private model log in with `hf auth login` or set HF_TOKEN", span)
+        _refused(f'no {"model" if kind == "model" else "data"} directory "{name}", and no such {kind} on the Hub',
+                 "not found, or private",
+                 f"check the name; for a private {kind} log in with `hf auth login` or set HF_TOKEN", span)
     except Exception as error:  # the library passes on whatever its HTTP client raises
         raise FileNotFoundError(next(iter(str(error).splitlines()), type(error).__name__)) from None
-    if not _has(folder, patterns):
-        if _offline() or (folder / INDEX).is_file():
-            raise FileNotFoundError(f"{folder} lacks files")
-        lacking = "safetensors" if (folder / "config.json").is_file() else "config.json"
-        _refused(f'"{name}" has no {lacking}', "the Hub has it in another format only",
-                 "convert it with transformers' `save_pretrained`, which writes both", span)
-    return folder
 
 
 def _refused(title: str, label: str, help: str, span: Span | None) -> NoReturn:

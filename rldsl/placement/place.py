@@ -13,7 +13,7 @@ from typing import cast
 
 from rldsl.diag import Diagnostic, Failure, Label, fail
 from rldsl.graph import model as g
-from rldsl.models import hub
+from rldsl.models import hub, hub_data
 from rldsl.models.families import Family, describe, sizes_of
 from rldsl.placement import (
     backends,
@@ -38,10 +38,17 @@ from rldsl.progress import stage
 Describe = Callable[..., Family]
 
 
-def with_models_of_the_hub(graph: g.Graph) -> g.Graph:
-    """The program with the commits of the models that the Hub has. RL0095."""
+def with_commits_of_the_hub(graph: g.Graph) -> g.Graph:
+    """The program with the commits of the models and data that the Hub has. RL0095."""
     return replace(graph, models=tuple(replace(m, path=hub.resolve(m.path, m.path_span or m.span))
-                                       for m in graph.models))
+                                       for m in graph.models),
+                   data=tuple(_with_commit(d) if d.format == "hf" else d for d in graph.data))
+
+
+def _with_commit(data: g.Data) -> g.Data:
+    given = dict(data.options)
+    return replace(data, path=hub_data.resolve(data.path, str(given["subset"]), str(given["split"]),
+                                               data.path_span or data.span))
 
 
 def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = describe) -> Placed:

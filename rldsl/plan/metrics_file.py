@@ -13,6 +13,7 @@ from rldsl.diag import fail
 
 METRICS = "metrics.jsonl"  # in the directory of a run
 SAMPLES = "samples"  # directory next to it: the sampled sequences, one file per generated batch
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "comet_ml")  # that `--report-to` knows
 Lines = list[dict[str, float]]
 # the fields that every run writes: no metric of a program may have such a name. The first says which step a line is of,
 # the others are measured, and differ from run to run and from placement to placement

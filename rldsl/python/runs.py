@@ -114,6 +114,15 @@ class Run:
         directory = str(self.saved(name))
         return _needs(lambda: _loaded(directory))
 
+    @reports_failures
+    def push_to_hub(self, name: str, model: str = "", *, private: bool = False, branch: str = "") -> str:
+        """Send the newest saved model to the repository `name` ("owner/name") of the Hub, with a card that has the
+        program, the plan's id and the metrics. The run may still be running. model: may be omitted if the program saves
+        one only. Returns the address of the commit. Raises RL0095, RL0798."""
+        from rldsl.python.push import push
+
+        return push(self, name, model, private, branch)
+
     def __repr__(self) -> str:
         return f"<rldsl.Run {self.folder}: {self.state}, step {self.step}>"
 

@@ -79,6 +79,7 @@ DATA = {
     "over_long": Opt("text", "truncate", choices=("truncate", "drop", "error")),
     **{c: Opt("text", c) for c in COLUMNS},
 }
+HF = {"split": Opt("text", ""), "subset": Opt("text", ""), "streaming": Opt("bool", False)}  # that only `hf` has
 TOP = {"k": Opt("int", low=1, needed=True)}
 GENERATE = {
     "n": Opt("int", 1, 1, unit="sequences"), "max_new_tokens": Opt("int", 256, 1, unit="tokens"),

@@ -73,7 +73,7 @@ LONG, LOOP = "y" * 300 + ".rlf", "loop.rlf"
     ["check", "PATH"], ["check", "--fix", "PATH"], ["check", "p.rlf", "--place", "none/PATH"], ["compile", "PATH"], ["fmt", "PATH"],
     ["graph", "PATH"], ["search", "PATH", "--cluster", "h100x8"], ["sim", "p.rlf", "--cluster", "PATH"], ["plot", "PATH"],
     ["new", "sft", "-o", "none/PATH/x"], ["runs", "PATH"], ["run", "PATH"], ["run", "p.plan", "--resume", "none/PATH"],
-    ["postmortem", "PATH"], ["diff-runs", "PATH", "PATH"], ["report", "PATH"]], ids=lambda x: " ".join(x))
+    ["postmortem", "PATH"], ["diff-runs", "PATH", "PATH"], ["push", "PATH", "me/x"], ["report", "PATH"]], ids=lambda x: " ".join(x))
 def test_paths_that_name_nothing(arguments: list[str], path: str, tmp_path: Path,
                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that is too long, a link to itself, nothing at all, a file in place of a directory."""

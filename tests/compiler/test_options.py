@@ -58,7 +58,7 @@ def usage(*arguments: str) -> str:
 ASKED = {"check": ["no.rlf"], "compile": ["no.rlf"], "graph": ["no.rlf"], "run": ["no.rlf"], "show": ["no.plan"],
          "verify": ["no.plan"], "diff": ["no.plan", "no.plan"], "diff-runs": ["no", "no"],
          "emit": ["no.plan", "--rank", "0"], "report": ["no.plan"],
-         "runs": ["nothing"], "plot": ["nothing"], "postmortem": ["nothing"], "fmt": ["no.rlf"],
+         "runs": ["nothing"], "plot": ["nothing"], "postmortem": ["nothing"], "push": ["nothing", "me/x"], "fmt": ["no.rlf"],
          "sim": ["no.plan", "--cluster", "h100x8"], "profile": ["no.rlf"],
          "search": ["no.rlf", "--cluster", "h100x8"], "explain-placement": ["no.rlf", "--cluster", "h100x8"]}
 
@@ -169,8 +169,8 @@ def test_the_paths_of_a_plan_are_an_object_too() -> None:
 
 
 def test_the_commands_whose_result_is_not_asked_here() -> None:
-    """run, plot, postmortem, profile, doctor and diff-runs are asked in their directories."""
-    elsewhere = {"run", "search", "explain-placement", "profile", "plot", "postmortem", "lsp", "doctor", "diff-runs", "completion"}
+    """run, plot, postmortem, push, profile, doctor and diff-runs are asked in their directories."""
+    elsewhere = {"run", "search", "explain-placement", "profile", "plot", "postmortem", "lsp", "doctor", "diff-runs", "completion", "push"}
     assert {*main.commands} - {*RESULTS} == elsewhere
 
 

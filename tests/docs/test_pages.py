@@ -42,7 +42,7 @@ LANGUAGE = (ROOT / "docs/language.md").read_text()
 DESIGN = (ROOT / "docs/design.md").read_text()
 README = (ROOT / "README.md").read_text()
 PROGRAMS = [p for page in PAGES for p in programs(page.name, page.read_text())]
-TABLES = {"data": known.DATA, "models": known.MODEL, "lora": known.LORA, "generate": known.GENERATE, "conversation": known.ENVIRONMENT,
+TABLES = {"data": known.DATA, "hf": known.HF, "models": known.MODEL, "lora": known.LORA, "generate": known.GENERATE, "conversation": known.ENVIRONMENT,
           "optimizer": known.OPTIMIZER, **known.OPTIMIZERS, "group": known.GROUP,
           "train": known.TRAIN, "checkpoint": known.CHECKPOINT, "flow": known.FLOW, "cluster": known.CLUSTER}
 TOLD = {"per_step": "all", "lag": "that of the flow", "kind": "by use", "minibatch": "", "answers": "one", "adamw_lr": "lr", "group": "as without it", **dict.fromkeys(known.COLUMNS, "their own names")}  # defaults by rule

@@ -227,7 +227,7 @@ def test_the_project_of_weights_and_biases(place: Path, monkeypatch: pytest.Monk
                                            project: str) -> None:
     """`WANDB_PROJECT`, else the flow."""
     began: list[str] = []
-    monkeypatch.setattr(reporting, "Wandb", lambda out, step, mode, project, config: began.append(project))
+    monkeypatch.setattr(reporting, "Wandb", lambda out, step, mode, labels: began.append(labels.project))
     monkeypatch.setattr(sys, "argv", ["rldsl.run", "p.plan", "--wandb", "offline"])
     if variable is None:
         monkeypatch.delenv("WANDB_PROJECT", raising=False)

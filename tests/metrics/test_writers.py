@@ -13,7 +13,9 @@ import pytest
 
 from rldsl.diag import Failure
 from rldsl.runtime.metrics.json_lines import truncate
-from rldsl.runtime.metrics.writers import TensorBoard, Wandb
+from rldsl.runtime.metrics.writers import RunLabels, TensorBoard, Wandb, table
+
+LABELS = RunLabels("grpo", "one", ("a", "b"), {"lr": 1e-3})
 
 
 class Recorded(ModuleType):
@@ -24,6 +26,7 @@ class Recorded(ModuleType):
         self.began: list[dict[str, Any]] = []
         self.told: list[Any] = []
         self.refuses = refuses
+        self.Table = lambda columns, data: (columns, data)
         self.Settings = lambda **given: SimpleNamespace(**given)
 
     def init(self, **given: Any) -> Any:
@@ -42,23 +45,45 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 
 
 def test_wandb_is_told_every_step(fake: Recorded, tmp_path: Path) -> None:
-    writer = Wandb(tmp_path, 1, "offline", "grpo", {"lr": 1e-3})
+    writer = Wandb(tmp_path, 1, "offline", LABELS)
     writer.write(1, {"reward": 0.5})
     writer.close(ok=True)
     [began] = fake.began
     assert (began["project"], began["mode"], began["config"]) == ("grpo", "offline", {"lr": 1e-3})
-    assert (began["dir"], began["name"]) == (str(tmp_path), tmp_path.name)
+    assert (began["dir"], began["name"], began["tags"]) == (str(tmp_path), "one", ["a", "b"])
     assert fake.told == [(1, {"reward": 0.5}), 0]
 
 
+SAMPLES = {"gen": [{"step": 1, "row": 0, "completion": "a|b\nc", "reward": 0.5}, {"step": 1, "row": 1, "talk": {"n": 1}}]}
+
+
+def test_samples_are_a_table(fake: Recorded, tmp_path: Path) -> None:
+    writer = Wandb(tmp_path, 1, "offline", LABELS)
+    writer.write_samples(1, SAMPLES)
+    columns, rows = ["step", "row", "completion", "reward", "talk"], [[1, 0, "a|b\nc", 0.5, None], [1, 1, None, None, '{"n": 1}']]
+    assert fake.told == [(1, {"samples/gen": (columns, rows)})] and table([]) == ([], [])
+
+
+def test_samples_are_a_text_of_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = TensorBoard(tmp_path, 1)
+    writer.write_samples(1, SAMPLES)
+    writer.write(1, {"reward": 0.5})
+    writer.close(ok=True)
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (text,) = board.Tensors("samples/gen/text_summary")
+    assert "| 1 | 0 | a\\|b<br>c | 0.5 |  |" in text.tensor_proto.string_val[0].decode()
+
+
 def test_wandb_hears_of_a_failure(fake: Recorded, tmp_path: Path) -> None:
-    Wandb(tmp_path, 1, "online", "grpo", {}).close(ok=False)
+    Wandb(tmp_path, 1, "online", LABELS).close(ok=False)
     assert fake.told == [1]
 
 
 def test_a_run_that_goes_on_is_the_same_run_of_wandb(fake: Recorded, tmp_path: Path) -> None:
     for step in (1, 7, 1):
-        Wandb(tmp_path, step, "offline", "grpo", {})
+        Wandb(tmp_path, step, "offline", LABELS)
     first, again, anew = (began["id"] for began in fake.began)
     assert first == again != anew
 
@@ -66,7 +91,7 @@ def test_a_run_that_goes_on_is_the_same_run_of_wandb(fake: Recorded, tmp_path: P
 def test_wandb_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Recorded("api_key not configured\n(no-tty)"))
     with pytest.raises(Failure) as failure:
-        Wandb(tmp_path, 1, "online", "grpo", {})
+        Wandb(tmp_path, 1, "online", LABELS)
     [said] = failure.value.diagnostics
     assert said.code == "RL0787" and "api_key not configured (no-tty)" in said.title and "offline" in said.help
 
@@ -75,7 +100,7 @@ def test_wandb_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     pytest.importorskip("wandb")
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
-    writer = Wandb(tmp_path / "out", 1, "offline", "grpo", {"lr": 1e-3})
+    writer = Wandb(tmp_path / "out", 1, "offline", LABELS)
     writer.write(1, {"reward": 0.5})
     writer.write(2, {"reward": 0.75})
     writer.close(ok=True)
@@ -87,7 +112,7 @@ def test_wandb_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("package, make, extra", [
-    ("wandb", lambda out: Wandb(out, 1, "offline", "f", {}), "rldsl[wandb]"),
+    ("wandb", lambda out: Wandb(out, 1, "offline", LABELS), "rldsl[wandb]"),
     ("tensorboard", lambda out: TensorBoard(out, 1), "rldsl[tensorboard]")])
 def test_packages_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, make: Any,
                                      extra: str) -> None:

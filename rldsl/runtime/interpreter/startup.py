@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rldsl.diag import Diagnostic, Failure, fail
-from rldsl.models import hub
+from rldsl.models import hub, hub_data
 from rldsl.plan.disk_paths import paths, shown, text
 from rldsl.plan.events import Checkpoint, Compute, Derive, Event, Fetch, Generate, Item
 from rldsl.plan.function import Function, frames_of_call
@@ -83,7 +83,7 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Wat
     """Check everything that can be checked before the first step. All ranks call it together."""
     check_same_plan(file.data, device)
     _verify_once(file.plan, device)
-    plan = _with_local_models(_allowed(file.plan, file.name, out, device, options), watchdog)
+    plan = _with_local_copies(_allowed(file.plan, file.name, out, device, options), watchdog)
     world = join(plan, dist.get_rank(), device, options.timeout)
     context = RunContext(plan, world, _writable(out), options.allow_write)
     items = schedule(plan.body, plan.meshes, context.rank)
@@ -131,19 +131,23 @@ def _is_first_of_machine() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def _with_local_models(plan: Plan, watchdog: Watchdog | None) -> Plan:
-    """Models of the Hub by their directories in the cache of this node; its first rank downloads what lacks there."""
-    if not any(m.path.startswith(hub.PREFIX) for m in plan.models):
+def _with_local_copies(plan: Plan, watchdog: Watchdog | None) -> Plan:
+    """Models and data of the Hub by their directories in the cache of this node; its first rank downloads what lacks
+    there."""
+    models, data = sorted({m.path for m in plan.models}), sorted({d.path for d in plan.data if d.format == "hf"})
+    if not any(path.startswith(hub.PREFIX) for path in (*models, *data)):
         return plan
     if watchdog is not None:
-        watchdog.ring.begin_startup("downloading models")
-    every = sorted({m.path for m in plan.models})
+        watchdog.ring.begin_startup("downloading from the Hub")
+
+    def local() -> dict[str, str]:
+        return {path: hub.download(path) for path in models} | {path: hub_data.download(path) for path in data}
+
     if _is_first_of_machine():
-        for path in every:
-            hub.download(path)
+        local()
     if dist.get_world_size() > 1:
         dist.barrier()
-    return cast(Plan, _with_paths(plan, {path: hub.download(path) for path in every}))
+    return cast(Plan, _with_paths(plan, local()))
 
 
 def _with_paths(part: object, new: Mapping[str, str]) -> object:
@@ -344,7 +348,7 @@ def _check_files(context: RunContext, options: Options) -> None:
         if options.trace:
             refuse_link_out(Path(options.trace), context.out)
             check_writable(Path(options.trace))
-        check_packages(options.reporting.tensorboard, options.reporting.wandb)
+        check_packages(options.reporting.tensorboard, options.reporting.wandb, options.reporting.trackers)
 
 
 def _events(items: Sequence[Item]) -> Iterator[Event]:

@@ -24,7 +24,7 @@ from rldsl.runtime.metrics.builtin_metrics import Meter
 from rldsl.runtime.metrics.json_lines import encoded, truncate
 from rldsl.runtime.metrics.names import computed, display_order
 from rldsl.runtime.metrics.samples import Samples, sample_sources, samples_file
-from rldsl.runtime.metrics.writers import MetricWriter, TensorBoard, Wandb
+from rldsl.runtime.metrics.writers import MetricWriter, RunLabels, TensorBoard, Wandb
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.logged_numbers import LoggedNumbers
@@ -43,7 +43,10 @@ class ReportOptions:
     samples: int = 0               # sequences of each step that are written as text
     plain: bool = False            # print lines, even on a terminal
     command: tuple[str, ...] = ()  # how the run was started, for its record
-    wandb_project: str = ""        # project of Weights & Biases; "": the flow
+    project: str = ""              # to which trackers add the run; "": the flow
+    run_name: str = ""             # what they call it; "": its directory
+    tags: tuple[str, ...] = ()     # by which they find it
+    trackers: tuple[str, ...] = ()  # more of them (`trackers.STARTS`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +110,14 @@ class Reporter:
         check_writable(context.out / METRICS)
         if options.tensorboard:
             self._writers.append(TensorBoard(context.out, step.number + 1))
+        labels = RunLabels(options.project or header.flow, options.run_name or context.out.name, options.tags,
+                           dict(header.params))
         if options.wandb:
-            project = options.wandb_project or header.flow
-            self._writers.append(Wandb(context.out, step.number + 1, options.wandb, project, dict(header.params)))
+            self._writers.append(Wandb(context.out, step.number + 1, options.wandb, labels))
+        if options.trackers:
+            from rldsl.runtime.metrics.trackers import Accelerate
+
+            self._writers += [Accelerate(name, context.out, step.number + 1, labels) for name in options.trackers]
         if not options.plain and self._stream.isatty():
             from rldsl.runtime.metrics.live import LiveView, usable
 
@@ -161,6 +169,8 @@ class Reporter:
         if self._samples is not None:
             self._samples.end_step(step)
         if self.meter is None:
+            if self._samples is not None:
+                self._samples.take(step.number)  # trackers belong to the rank that logs
             return
         measured = self.meter.finish(step)
         began, self._ended = self._ended, time.monotonic()
@@ -197,7 +207,10 @@ class Reporter:
     def _show(self, line: Mapping[str, float]) -> None:
         """To people and trackers."""
         step = int(line["step"])
+        samples = self._samples.take(step) if self._samples is not None else {}
         for writer in self._writers:
+            if samples:
+                writer.write_samples(step, samples)
             writer.write(step, {name: value for name, value in line.items() if name != "step"})
         if self._view is not None:
             self._view.line(line)

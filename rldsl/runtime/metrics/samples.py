@@ -87,6 +87,7 @@ class Samples:
         # value -> spread -> what this rank held there last; spreads may divide rows differently
         self._values: dict[int, dict[str, dict[str, RaggedRows]]] = defaultdict(lambda: defaultdict(dict))
         self._begun: set[Path] = set()
+        self._lines: dict[int, dict[str, list[dict[str, Any]]]] = defaultdict(dict)  # by step, for `take`
         self._names = value_names(context.plan, {context.frames[s.frame].row_space for s in self._mine})
         self._turn_values = {f"{s.frame}.turn_reward" for s in self._mine}
         for source in self._mine:
@@ -106,6 +107,10 @@ class Samples:
         for source in self._mine:
             if value == f"{source.frame}.tokens" and spread == source.spread:
                 self._tokens[step.number][source.frame] = step.buffers.get(buffer), step.rows.lens[source.frame]
+
+    def take(self, step: int) -> Mapping[str, list[dict[str, Any]]]:
+        """What this rank has written for a step: name of the sequences -> lines. To be called once for each step."""
+        return self._lines.pop(step, {})
 
     def end_step(self, step: StepState) -> None:
         """Write the rows of this step."""
@@ -133,7 +138,7 @@ class Samples:
             ids = stored.tolist()
             text = {"step": step, "row": row, "prompt": tokenizer.decode(ids[:prompt], skip_special_tokens=True),
                     "completion": tokenizer.decode(ids[prompt:], skip_special_tokens=True)}
-            lines.append(encoded(text | {v: n[row] for v, n in numbers.items() if row in n} | talk))
+            lines.append(text | {v: n[row] for v, n in numbers.items() if row in n} | talk)
         file = samples_file(self._context.out, frame.id)
         with written(file):
             if file not in self._begun:
@@ -141,7 +146,8 @@ class Samples:
                 truncate(file, step)
                 self._begun.add(file)
             with file.open("a", encoding="utf-8") as opened:
-                opened.writelines(f"{line}\n" for line in lines)
+                opened.writelines(f"{encoded(line)}\n" for line in lines)
+        self._lines[step][file.stem] = lines
 
 
 def _talk(frame: IndexedFrame, row: int, stored: torch.Tensor, tokens: Tokens,

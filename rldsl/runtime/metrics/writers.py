@@ -1,14 +1,17 @@
-"""Where the lines of a run's metrics go besides `metrics.jsonl`: TensorBoard and Weights & Biases.
+"""Where the lines of a run's metrics go besides `metrics.jsonl`: TensorBoard and Weights & Biases; `trackers.py` has
+others.
 
-In: a step and its numbers. Out: files (and, with `--wandb online`, messages to their service). Both are optional
-packages: RL0782 one is asked for and not installed, RL0787 it refuses to begin. A run that resumes continues the same
-curves.
+In: a step and its numbers, and its samples. Out: files (and, with `--wandb online`, messages to their service). All are
+optional packages: RL0782 one is asked for and not installed, RL0787 it refuses to begin. A run that resumes continues
+the same curves.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 from types import ModuleType
@@ -20,8 +23,24 @@ from rldsl.runtime.files import written
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 
 
+Samples = Mapping[str, Sequence[Mapping[str, Any]]]  # name of generated sequences -> lines, as in OUT/samples
+
+
+@dataclass(frozen=True, slots=True)
+class RunLabels:
+    """How a tracker calls a run."""
+
+    project: str                     # what it belongs to
+    name: str                        # the run itself
+    tags: tuple[str, ...] = ()       # words to find it by
+    config: Mapping[str, Any] | None = None  # parameters of the program
+
+
 class MetricWriter(Protocol):
     def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+    def write_samples(self, step: int, samples: Samples) -> None:
+        """Called before `write` of the same step."""
 
     def close(self, ok: bool) -> None:
         """ok: the run was not ended by an error."""
@@ -33,11 +52,14 @@ def import_optional(module: str, option: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise fail("RL0782", f"{option} needs the package {error.name or module}, which is not installed",
-                   place=option, help=f"pip install 'rldsl[{extra}]'") from None
+                   place=option, help=f"pip install 'rldsl[{extra}]'" if extra else f"pip install {module}") from None
 
 
-def check_packages(tensorboard: bool, wandb: str) -> None:
-    """Check that the packages of what is asked for are installed."""
+def check_packages(tensorboard: bool, wandb: str, trackers: Sequence[str] = ()) -> None:
+    """Check that the packages of what is asked for are installed. trackers: as for `trackers.Accelerate`."""
+    for name in trackers:
+        import_optional("accelerate", f"--report-to {name}", "trackers")
+        import_optional(name, f"--report-to {name}", "")
     if tensorboard:
         import_optional("tensorboard", "--tensorboard", TENSORBOARD)
     if wandb:
@@ -61,6 +83,13 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, step)
             self._writer.flush()
 
+    def write_samples(self, step: int, samples: Samples) -> None:
+        with written(self._folder):
+            for name, lines in samples.items():
+                columns, rows = table(lines)
+                text = [columns, ["---"] * len(columns), *([_cell(x) for x in row] for row in rows)]
+                self._writer.add_text(f"samples/{name}", "\n".join(f"| {' | '.join(row)} |" for row in text), step)
+
     def close(self, ok: bool) -> None:
         self._writer.close()
 
@@ -68,14 +97,15 @@ class TensorBoard:
 class Wandb:
     """A run of Weights & Biases; its files lie under OUT/wandb, from where `wandb sync` sends offline runs."""
 
-    def __init__(self, out: Path, step: int, mode: str, project: str, config: Mapping[str, Any]):
-        """step: the first that will be written. project: the flow. config: parameters of the program."""
-        wandb = import_optional("wandb", "--wandb", WANDB)
+    def __init__(self, out: Path, step: int, mode: str, labels: RunLabels):
+        """step: the first that will be written."""
+        self._wandb = wandb = import_optional("wandb", "--wandb", WANDB)
         (out / WANDB).mkdir(parents=True, exist_ok=True)
-        id = _id(out / WANDB / "id", again=step > 1)
+        id = run_id(out / WANDB / "id", again=step > 1)
         try:
-            self._run = wandb.init(project=project, name=out.name, dir=str(out), mode=mode, id=id, resume="allow",
-                                   config=dict(config), settings=wandb.Settings(console="off", silent=True))
+            self._run = wandb.init(project=labels.project, name=labels.name, dir=str(out), mode=mode, id=id,
+                                   tags=list(labels.tags) or None, resume="allow", config=dict(labels.config or {}),
+                                   settings=wandb.Settings(console="off", silent=True))
         except Exception as error:  # whatever a library of this size brings: no network, no key, a full disk
             message = " ".join(str(error).split())[:300] or type(error).__name__
             raise fail("RL0787", f"Weights & Biases cannot start: {message}", place=f"--wandb {mode}",
@@ -84,11 +114,32 @@ class Wandb:
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
 
+    def write_samples(self, step: int, samples: Samples) -> None:
+        for name, lines in samples.items():
+            columns, rows = table(lines)
+            self._run.log({f"samples/{name}": self._wandb.Table(columns=columns, data=rows)}, step=step)
+
     def close(self, ok: bool) -> None:
         self._run.finish(exit_code=0 if ok else 1)
 
 
-def _id(file: Path, again: bool) -> str:
+def table(lines: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """(columns, rows) of samples; what is neither a text nor a number is JSON, so that each column has one type."""
+    columns = list(dict.fromkeys(name for line in lines for name in line))
+    return columns, [[_plain(line.get(name)) for name in columns] for line in lines]
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float) or value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _cell(value: Any) -> str:
+    """As Markdown has it in a row of a table."""
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", "<br>")
+
+
+def run_id(file: Path, again: bool) -> str:
     """The id of this run at the service: the same when the run is resumed."""
     with written(file):
         if not (again and file.exists()):
