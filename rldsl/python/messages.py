@@ -20,10 +20,12 @@ class Diagnostics(tuple[Diagnostic, ...]):
 
     @property
     def errors(self) -> Diagnostics:
+        """Only the errors."""
         return Diagnostics(d for d in self if d.severity == "error")
 
     @property
     def warnings(self) -> Diagnostics:
+        """Only the warnings."""
         return Diagnostics(d for d in self if d.severity == "warning")
 
     @property

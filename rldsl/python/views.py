@@ -134,6 +134,7 @@ class Simulation:
 
     @property
     def tokens_per_second(self) -> float:
+        """Prompt and response tokens of a step, divided by its seconds."""
         return self.timeline.tokens_per_second
 
     @property

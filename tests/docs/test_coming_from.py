@@ -67,7 +67,7 @@ def written(program: str, folder: Path) -> tuple[Path, dict[str, int]]:
 
 
 def test_there_is_a_program_for_each_way_to_come() -> None:
-    assert {p.page for p in PROGRAMS} == {"trl.md", "verl.md", "openrlhf.md"} and len(PROGRAMS) >= 6
+    assert {p.page for p in PROGRAMS} == {"trl.md", "verl.md", "openrlhf.md", "real.md"} and len(PROGRAMS) >= 6
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: f"{p.page}:{p.line}")

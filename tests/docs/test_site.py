@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+import rldsl
 from rldsl import explain
 from tests.docs.pages import ROOT
+from tests.report.browser import Page, program, wait
 
 PAGES = sorted(p.relative_to(ROOT / "docs") for p in (ROOT / "docs").rglob("*.md"))
 
@@ -109,6 +111,37 @@ def test_the_search_finds_codes_and_words(site: Path) -> None:
     assert any("adamw" in d["text"] and d["location"].startswith("language") for d in index)
 
 
+def test_guides_count_more_in_the_search_than_codes_and_sources(site: Path) -> None:
+    index = json.loads((site / "search/search_index.json").read_text())["docs"]
+    boost = {d["location"]: d.get("boost", 1) for d in index if "#" not in d["location"]}
+    for guide in ("howto/memory.html", "tutorial.html", "coming-from/trl.html"):
+        assert boost[guide] > boost["language.html"] > boost["errors/RL0304.html"] > boost["source/examples/ppo.rlf.html"]
+    assert boost["howto/add-a-builtin.html"] < boost["howto/memory.html"]
+
+
+def test_the_reference_has_every_public_name_with_its_docstring(site: Path) -> None:
+    page = text((site / "reference/python.html").read_text())
+    for name in rldsl.__all__:
+        doc = getattr(rldsl, name).__doc__
+        assert " ".join(doc.split()[:4]) in " ".join(page.split()), name
+    for member in ("Plan.simulate", "Run.metrics", "Diagnostics.errors"):
+        assert member in page
+    assert "Plan._repr_html_" not in page and "self" not in re.findall(r"\((\w+)", page)
+
+
+@pytest.mark.skipif(program() is None, reason="there is no Chromium here (Debian: apt install chromium)")
+def test_the_search_works_from_disk(site: Path) -> None:
+    found = """[...document.querySelectorAll('.md-search-result__item > a')].map((x) => x.getAttribute('href'))"""
+    with Page(str(program())) as page:
+        for query, first in (("checkpoint", "howto/resume.html"), ("RL0304", "errors/RL0304.html")):
+            page.open(site / "howto/data.html")
+            page.run(f"""(() => {{ const box = document.querySelector('.md-search__input'); box.focus();
+                box.value = '{query}'; for (const kind of ['keyup', 'input']) box.dispatchEvent(new Event(kind)) }})()""")
+            wait(page, f"{found}.length > 0", 30)
+            assert first in page.run(found)[0], query
+        assert not page.errors and all(r.startswith(("file:", "data:")) for r in page.requests)
+
+
 # ------------------------------------------------------------------------------------- the build can fail
 
 
@@ -117,10 +150,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site with one page, which tests make wrong."""
     root = tmp_path_factory.mktemp("small")
     (root / "docs/errors").mkdir(parents=True)
-    shutil.copy(ROOT / "docs/site.py", root / "docs/site.py")
+    for name in ("site.py", "iframe-worker.js"):
+        shutil.copy(ROOT / "docs" / name, root / "docs" / name)
     head = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[0]
-    (root / "mkdocs.yml").write_text(head + "\nnav:\n  - index.md\n  - errors/index.md\n  - messages.md\n")
+    (root / "mkdocs.yml").write_text(head + "\nnav:\n  - index.md\n  - errors/index.md\n  - messages.md\n  - reference/python.md\n  - api.md\n")
     (root / "docs/messages.md").write_text("# Messages\n")
+    (root / "docs/api.md").write_text("# API\n")
     return root
 
 
