@@ -219,11 +219,13 @@ class CallsOfFlow:
                                     span)
         source = prompts.frame
         longest = source.max_prompt_tokens + source.max_response_tokens  # the whole text so far
+        each = sampling.n * (talk.branches if talk else 1)
         frame = self.flow.spaces.add(replace(
             source, id=target, row_space=target, selected_from="", picked_from="", max_prompt_tokens=longest,
             max_response_tokens=talk.max_tokens - longest if talk else sampling.max_new_tokens,
-            temperature=sampling.logprob_temperature, label="", max_turns=talk.max_turns if talk else 0),
-            Space(target, source.count * sampling.n, source.row_space, sampling.n))
+            temperature=sampling.logprob_temperature, label="", max_turns=talk.max_turns if talk else 0,
+            present_in=target if talk and talk.branches > 1 else source.present_in),
+            Space(target, source.count * each, source.row_space, each))
         value = self.flow.value
         writes: tuple[str, ...] = (
             value(f"{target}.tokens", "token", target, "i64", "tokens"), value(f"{target}.logprobs", "token", target),

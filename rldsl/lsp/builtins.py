@@ -37,6 +37,8 @@ FIELDS: dict[str, tuple[str, str]] = {
     "reward": ("gen.reward", "seq, of a conversation: what the environment's `get_reward` returned"),
     "turns": ("gen.turns", "seq, of a conversation: turns of the model"),
     "stopped": ("gen.stopped", "seq, of a conversation: 0 if it ended of itself, else a number that says why"),
+    "branch": ("gen.branch", "seq, of a conversation: which of its branches the sequence is, from 0"),
+    "branches": ("gen.branches", "seq, of a conversation: how many branches it has"),
     "turn_reward": ("gen.turn_reward", "turn: the reward that the environment gave for a turn"),
     "chosen": ("pair.chosen", "the preferred response"),
     "rejected": ("pair.rejected", "the rejected response"),

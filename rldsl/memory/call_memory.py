@@ -162,7 +162,7 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
     steps so far (CUDA graphs, on the CPU operator traces) are held during all three."""
     frame, prompts = t.frames[e.frame], t.frames[e.prompts]
     count = rows(frame, t.spreads[e.spread], t.layouts, t.frames)
-    slots = min(e.mbs or count, count)
+    slots = _slots(e, count)
     new = frame.max_response_tokens if e.conversation is not None else e.sampling.max_new_tokens
     sizes, tp = copy.model.sizes, copy.layout.tp
     heads, groups = -(-sizes.heads // tp), -(-sizes.kv_heads // tp)
@@ -198,15 +198,26 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
             "progress": drawn + count * (12 * new + INDEX + 8 * width(frame) + 8 * longest)}
 
 
+def _sequences_at_once(e: Generate, count: int) -> int:
+    """How many of `count` rows are decoded at a time, at most: of a conversation's branches one."""
+    return -(-count // e.conversation.branches) if e.conversation is not None else count
+
+
+def _slots(e: Generate, count: int) -> int:
+    """Of the KV cache, for `count` rows."""
+    at_once = _sequences_at_once(e, count)
+    return min(e.mbs or at_once, at_once)
+
+
 def offloaded_cache_bytes(t: Tables, e: Generate, copy: Copy) -> int:
     """Keys and values of conversations that gave their slots away, in host memory."""
     if e.waiting != "offload":
         return 0
     sizes, frame = copy.model.sizes, t.frames[e.frame]
     count = rows(frame, t.spreads[e.spread], t.layouts, t.frames)
-    slots = min(e.mbs or count, count)
+    slots = _slots(e, count)
     # a slot is given away to a conversation that has it from then on
-    away = min(live_conversations(slots, e.waiting), count) - slots
+    away = min(live_conversations(slots, e.waiting), _sequences_at_once(e, count)) - slots
     heads = -(-sizes.kv_heads // copy.layout.tp)
     return away * width(frame) * 2 * heads * sizes.head_dim * copy.compute * copy.layers
 

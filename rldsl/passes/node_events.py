@@ -80,8 +80,9 @@ def spread_of(node: g.Node, place: Place, frames: Mapping[str, IndexedFrame]) ->
     prompts of others)."""
     mesh, layout = place.mesh.id, place.layout.id
     match node:
-        case g.Generate():  # with `per_step`, a response stays where it began
-            how: Literal["count", "slot"] = "slot" if node.per_step else "count"
+        case g.Generate():  # with `per_step`, a response stays where it began; of branches nobody knows which there are
+            several = node.conversation is not None and node.conversation.branches > 1
+            how: Literal["count", "slot"] = "slot" if node.per_step or several else "count"
             return _named(Spread("", mesh, layout, (node.frame,), "prompt", how))
         case g.Infer():
             return _named(Spread("", mesh, layout, (node.frame,), "row", "tokens"))

@@ -339,9 +339,11 @@ class Frame:
 # values of a frame, each where its sequences have it; turn_sizes: how many tokens each turn of a conversation has
 SEQUENCE_VALUES = ("tokens", "logprobs", "finished", "turn_sizes")
 # (name, level) of further values of conversations: what `get_reward` returned, turns of the model, what stopped it
-# (`plan/turns.py`), and the reward of each turn
+# (`plan/turns.py`), which of the branches of its conversation it is, from 0, how many these are, and the reward of each
+# turn
 CONVERSATION_VALUES: tuple[tuple[str, Level], ...] = (
-    ("reward", "seq"), ("turns", "seq"), ("stopped", "seq"), ("turn_reward", "turn"))
+    ("reward", "seq"), ("turns", "seq"), ("stopped", "seq"), ("branch", "seq"), ("branches", "seq"),
+    ("turn_reward", "turn"))
 FIELD_NAMES = (*SEQUENCE_VALUES, "lengths", "columns", "index")  # of fields of sequences; programs cannot choose them
 
 

@@ -99,6 +99,9 @@ class Conversation:
     turn_timeout: float  # seconds in which the environment must answer
     # what an environment that raises, dies or takes too long does: it stops the run, or ends its conversation
     on_error: Literal["stop", "end"] = "stop"
+    # sequences of a conversation, at most: an agent may ask for something else than the next turn. The rows of the
+    # frame that a conversation has, of which those are absent that it does not need
+    branches: int = 1
 
 
 ROLLOUTS = ".rollouts"  # ends the id of the frame that a generate with `per_step` makes, with what has not ended

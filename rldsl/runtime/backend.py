@@ -196,13 +196,15 @@ class Shard(Protocol):
 
     def converse(self, rows: torch.Tensor, sampling: Sampling, limits: Conversation, talk: Talk | None, *, seed: int,
                  step: int, max_num_seqs: int, waiting: Waiting = "keep") -> ConversationOutput:
-        """One conversation for each row, the same on every rank of the shard. Random numbers depend only on (seed,
-        step, row, position among the model's own tokens), so that the order in which environments answer decides
-        nothing that is sampled.
+        """Conversations, the same on every rank of the shard. Random numbers depend only on (seed, step, conversation,
+        position among the model's own tokens in it), so that the order in which environments answer decides nothing
+        that is sampled.
 
-        rows: [S] int64, ascending. sampling: of one turn. max_num_seqs: the most slots of the KV cache (0: one for
-        each). waiting: what a slot does while its environment works. talk: on the rank of the shard for which
-        `Axes.talks` is true, None on the others. Only backends whose description says so are asked."""
+        rows: [S] int64, ascending: the numbers of the conversations. The rows of the result are those of their
+        branches that exist, by number: branch j of conversation i is row i * limits.branches + j.
+        sampling: of one turn. max_num_seqs: the most slots of the KV cache (0: one for each). waiting: what a slot does
+        while its environment works. talk: on the rank of the shard for which `Axes.talks` is true, None on the others.
+        Only backends whose description says so are asked."""
 
     def infer(self, batches: Sequence[PackedBatch], output: str, temperature: float) -> torch.Tensor:
         """One output of the model for all micro-batches, joined in order; the same on every rank of the shard.

@@ -91,6 +91,7 @@ GENERATE = {
 ENVIRONMENT = {
     "max_turns": Opt("int", 8, 1), "max_tokens": Opt("int", low=2, needed=True, unit="tokens"),
     "turn_timeout": Opt("float", 60.0, 0, above=True), "on_error": Opt("text", "stop", choices=("stop", "end")),
+    "branches": Opt("int", 1, 1),
 }
 TRAIN = {"minibatches": Opt("int", 1, 1), "minibatch": Opt("int", None, 1, unit="rows"), "epochs": Opt("int", 1, 1),
          "shuffle": Opt("bool", True), "nonfinite": Opt("text", "stop", choices=("stop", "skip"))}

@@ -255,6 +255,7 @@ def _conversation_time(world: World, event: Generate, stage: Stage, rows: int, r
                                                 tokens * s.shard.layers * width, 1.0 * s.shard.last))
             + at(s, tokens, 1.0) + hop(s.hidden_bytes(tokens)) for s in stages)
 
+    rows = -(-rows // limits.branches)  # conversations
     slots = min(rows, event.mbs or rows)
     kept = stage.shard.layers * stage.shard.cache * stage.shard.item
     conversations = ShardConversations(

@@ -153,9 +153,11 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
         if v is not None and (v.frame, v.extent, v.dtype) != (e.frame, extent, dtype):
             yield problem("RL0615", f"{name(e)} writes {id}, which is not {extent} of {e.frame} in {dtype}", e)
     f, p, s = t.frames[e.frame], t.frames[e.prompts], e.sampling
-    present_in = f.id if e.per_step else p.present_in
-    if (f.chain[0].parent, f.chain[0].fan, f.data, f.present_in) != (p.row_space, s.n, p.data, present_in):
-        yield problem("RL0615", f"{name(e)}: frame {e.frame} is not {s.n} completions for each row of {e.prompts}", e)
+    branches = e.conversation.branches if e.conversation is not None else 1
+    present_in = f.id if e.per_step or branches > 1 else p.present_in
+    if (f.chain[0].parent, f.chain[0].fan, f.data, f.present_in) != (p.row_space, s.n * branches, p.data, present_in):
+        yield problem("RL0615", f"{name(e)}: frame {e.frame} is not {s.n * branches} completions for each row of "
+                                f"{e.prompts}", e)
     if f.temperature != s.logprob_temperature or f.max_response_tokens < s.max_new_tokens:
         yield problem(
             "RL0615", f"{name(e)}: frame {e.frame} records another temperature or fewer tokens than it samples", e
@@ -209,8 +211,9 @@ def _conversation(t: Tables, e: Generate) -> str:
     if f.max_turns != talk.max_turns or f.max_prompt_tokens + f.max_response_tokens != talk.max_tokens:
         return (f"frame {f.id} has {f.max_turns} turns and {f.max_prompt_tokens} + {f.max_response_tokens} tokens, not "
                 f"{talk.max_turns} and {talk.max_tokens}")
-    if talk.max_turns < 1 or talk.turn_timeout <= 0 or p.max_turns or p.tokenizer:
-        return f"a conversation of {talk.max_turns} turns and {talk.turn_timeout:g} s for each, from {p.id}"
+    if talk.max_turns < 1 or talk.branches < 1 or talk.turn_timeout <= 0 or p.max_turns or p.tokenizer:
+        return (f"a conversation of {talk.max_turns} turns, {talk.turn_timeout:g} s for each, and {talk.branches} "
+                f"branches, from {p.id}")
     known = described(x.backend)
     if known is None or not known.conversations:
         return f"the backend {x.backend!r} cannot talk with environments"

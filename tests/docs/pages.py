@@ -37,6 +37,7 @@ FILES = {  # what programs of the documentation read
     "rewards.py": "def exact_match(rows):\n    return [0.0 for _ in rows]\n\n\n"
                   "def checked(rows):\n    return [0.0 for _ in rows]\n\n\n"
                   "def prefers(rows):\n    return [0.0 for _ in rows]\n",
+    "agent.py": "async def solve(row, base_url, api_key):\n    return 0.0\n",
     "envs.py": "".join(f"class {name}:\n    def reset(self, **row):\n        return None\n\n\n"
                        for name in ("Guess", "Calculator", "WordGame")),
     "judge.py": "def ask(rows):\n    return ['?' for _ in rows]\n\n\ndef grade(rows):\n    return [0.0 for _ in rows]\n",

@@ -178,3 +178,23 @@ class Adder:
 
     def get_reward(self) -> float:
         return self.sum
+
+
+def branches_off(row: dict[str, Any], base_url: str, api_key: str, seed: int = 0) -> float:
+    """Leads up to four sequences, by the row's number: a dialogue, one of a helper, a second sample of the dialogue's
+    beginning, and another continuation of its first turn. Between them it goes on with the dialogue."""
+    first = [{"role": "user", "content": row["prompt"]}]
+    main = [*first, said(chat(base_url, api_key, first))]
+    kind = row["number"] % 4
+    if kind >= 1:
+        helper: list[Any] = [{"role": "user", "content": "Help!"}]
+        helper.append(said(chat(base_url, api_key, helper)))
+        helper.append({"role": "user", "content": "More."})
+        said(chat(base_url, api_key, helper))
+    if kind >= 2:
+        said(chat(base_url, api_key, first))
+    if kind >= 3:
+        said(chat(base_url, api_key, [*main, {"role": "user", "content": "else"}]))
+    main.append({"role": "user", "content": "1?"})
+    said(chat(base_url, api_key, main))
+    return float(kind)

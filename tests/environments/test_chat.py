@@ -88,7 +88,8 @@ def refused(template: str, speaks: Speaks = "tool", ends_of: tuple[str, ...] = (
 def test_thinking_that_is_left_out_later_is_refused_with_both_renderings() -> None:
     title, notes = refused(FAMILIES["Qwen3"].template, "user")
     assert title == ("RL0718 the chat template leaves out the thinking of earlier turns when a conversation continues")
-    before, after = notes.split("\n")
+    where, before, after = notes.split("\n")
+    assert where == "of turn 1 of the model and its answer (role `user`)"
     assert before.startswith("before: ") and "x7thought7x" in before
     assert after.startswith("after: ") and "x7thought7x" not in after and "x7said7x" in after
 
@@ -99,6 +100,28 @@ def test_a_generation_prompt_that_history_does_not_have_is_refused() -> None:
     title, notes = refused(template)
     assert title == "RL0718 the chat template rewrites earlier turns when a conversation continues"
     assert "before: " in notes and "<think></think>'" in notes and "after: " in notes
+    assert notes.startswith("what begins a turn of the model is rendered differently once turn 1 of the model and its "
+                            "answer (role `tool`) follow\n")
+
+
+LAST = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.index < messages | length - 2"
+        " %}%%{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+@pytest.mark.parametrize("template, what, when", [
+    (LAST.replace("%%", "{{ m.content.split('</think>')[-1] }}"), "the thinking of turn 1 of the model", 2),
+    (LAST.replace("%%", ""), "turn 1 of the model", 2),
+    ("{{ messages | length }}" + LAST, "the first message (role `user`)", 1),
+    (LAST.replace("m.role == 'assistant'", "m.role == 'user' and loop.index > 1").replace("%%", "..."),
+     "answer 1 (role `user`)", 3),
+])
+def test_the_message_that_is_rewritten_is_named(template: str, what: str, when: int) -> None:
+    title, notes = refused(template, "user")
+    assert title == "RL0718 the chat template rewrites earlier turns when a conversation continues"
+    where, before, after = notes.split("\n")
+    assert where == (f"{what} is rendered differently once turn {when} of the model and its answer (role `user`) follow")
+    assert before.startswith("before: ") and after.startswith("after: ") and before[8:] != after[7:]
 
 
 @pytest.mark.parametrize("old, new, title", [

@@ -228,7 +228,7 @@ EDITED = "asked for something else than the next turn of its conversation: "
     ([("tokens", {"ids": [True]})], "RL0730", "`token_ids` is no list of ids"),
     ([("tokens", {"ids": [1], "sampling": {"stop_token_ids": [1]}})], "RL0730", "`stop_token_ids` is [1]"),
     ([("ask", {"messages": [USER, {"role": "tool", "tool_call_id": "x", "content": "1"}]})], "RL0736",
-     EDITED + "a message answers the call 'x', which the model has not made"),
+     "answered the call 'x', which nobody has made"),
 ])
 def test_a_request_that_is_refused_ends_its_conversation(
         agents: EnvironmentProcesses, capfd: pytest.CaptureFixture[str], script: list[Any], code: str, title: str) -> None:
@@ -241,7 +241,7 @@ def test_a_request_that_is_refused_ends_its_conversation(
      EDITED + "messages[1] (assistant) is not the one that the conversation has"),
     ([("ask", {}), ("forget", 1), ("ask", {})], 1, "RL0736", EDITED + "it adds no message"),
     ([("ask", {}), ("say", "b"), ("ask", {"tools": CALCULATOR})], 1, "RL0736", EDITED + "its `tools` are others"),
-    ([("ask", {}), ("tokens", {"ids": [1]})], 1, "RL0736", "asked in messages and in tokens"),
+    ([("ask", {}), ("tokens", {"ids": [1]})], 1, "RL0736", EDITED + "it asks in messages and in tokens"),
     ([("tokens", {"ids": [1]}), ("tokens", {"ids": []})], 1, "RL0736", EDITED + "it adds no token"),
     ([("tokens", {"ids": [1]}), ("raw", {"path": "/inference/v1/generate", "body": {"token_ids": [1, 1, 2]}})], 1,
      "RL0736", EDITED + "token 1 is not the one that the conversation has"),

@@ -195,6 +195,18 @@ def test_a_failure_names_file_line_row_and_turn(
     assert f"envs_calculator.py{':' + line(at) if at else ''}: RL" in found
 
 
+def test_what_is_shown_of_a_turns_output_is_bounded(calculator: EnvironmentProcesses, capfd: pytest.CaptureFixture[str]
+                                                    ) -> None:
+    failure_of(calculator, {}, call("break_down", how="flood"))
+    shown = capfd.readouterr().err.splitlines()
+    assert sum(len(text.split(" | ", 1)[1]) + 1 for text in shown[:-1]) <= 1 << 16 and len(shown) == 66
+    assert "more lines of this turn: 64 KiB are shown)" in shown[-1] and "environment 5 | ... (4" in shown[-1], shown[-1]
+    begun(calculator, 0)  # what others print is shown
+    answered(calculator, 0, call("break_down", how="print"))
+    ended(calculator, 0)
+    assert "hello from the tool" in capfd.readouterr().err
+
+
 def test_an_environment_that_hangs(calculator: EnvironmentProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calculator, "turn_timeout", 2.0)
     found = failure_of(calculator, {}, call("break_down", how="hang"))

@@ -237,3 +237,45 @@ def test_the_directory_is_no_longer_a_place_of_unhashed_modules(tmp_path: Path, 
     body += SCORE.format("float(here in sys.path)")
     assert values(written(tmp_path, body), workers=workers) == [0.0]
     assert str(tmp_path) not in sys.path
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_library_does_not_get_a_file_of_the_folder_by_its_name(tmp_path: Path, workers: int) -> None:
+    """A stray `wire.py` next to the program, which no local file imports: the library finds its own."""
+    site, here = tmp_path / "site", tmp_path / "here"
+    for folder, files in {site: {"library.py": "import wire\nx = wire.x\n", "wire.py": "x = 1.0\n"},
+                          here: {"wire.py": "x = 5.0\n"}}.items():
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    body = f"import sys\nsys.path.append({str(site)!r})\n"
+    before = set(sys.modules)
+    try:
+        assert values(written(here, body + "import library\n" + SCORE.format("library.x")), workers=workers) == [1.0]
+        if workers:  # where no local module was imported before: users' own import of it is refused as ever
+            asked = mistake(written(here, body + "import library\ndel sys.modules['wire']\nexec('import wire')\n"
+                                    + SCORE.format("1.0")))
+            assert asked.code == "RL0770" and "`wire`" in asked.title
+    finally:
+        sys.path[:] = [p for p in sys.path if p != str(site)]
+        for name in set(sys.modules) - before:
+            del sys.modules[name]
+
+
+def test_what_a_library_looks_for_in_vain_is_not_there(tmp_path: Path) -> None:
+    """A file of the folder is not what it means."""
+    site, here = tmp_path / "site", tmp_path / "here"
+    site.mkdir()
+    here.mkdir()
+    (site / "optional.py").write_text("try:\n    import faster_codec\n    x = 5.0\nexcept ImportError as error:\n"
+                                      "    x = float('is not part of the plan' in str(error))\n")
+    (here / "faster_codec.py").write_text("")
+    body = f"import sys\nsys.path.append({str(site)!r})\nimport optional\n" + SCORE.format("optional.x")
+    assert values(written(here, body), workers=1) == [1.0]
+
+
+def test_a_recorded_module_is_also_for_libraries(tmp_path: Path) -> None:
+    """As for those that import what users name."""
+    (tmp_path / "plugin.py").write_text("x = 1.0\n")
+    body = "import pydoc\ndef score(rows):\n    found = pydoc.locate('plugin').x\n    import plugin\n"
+    assert values(written(tmp_path, body + "    return [found for _ in rows]\n"), workers=1) == [1.0]

@@ -197,19 +197,19 @@ class _Posts:
 
 
 def encoded(arrivals: Sequence[Arrival]) -> list[float]:
-    """As numbers that float64 holds exactly: of each arrival six, and its tokens."""
+    """As numbers that float64 holds exactly: of each arrival seven, and its tokens."""
     return [x for a in arrivals for x in (
         float(a.row), float(a.ended), -1.0 if a.stopped is None else float(REASONS.index(a.stopped)),
-        nan if a.reward is None else a.reward, nan if a.turn_reward is None else a.turn_reward, float(len(a.tokens)),
-        *map(float, a.tokens))]
+        nan if a.reward is None else a.reward, nan if a.turn_reward is None else a.turn_reward, float(a.branch),
+        float(len(a.tokens)), *map(float, a.tokens))]
 
 
 def decoded(numbers: Sequence[float]) -> Iterator[Arrival]:
     """What `encoded` wrote."""
     at = 0
     while at < len(numbers):
-        row, ended, reason, reward, turn_reward, count = numbers[at : at + 6]
-        tokens = tuple(int(x) for x in numbers[at + 6 : at + 6 + int(count)])
+        row, ended, reason, reward, turn_reward, branch, count = numbers[at : at + 7]
+        tokens = tuple(int(x) for x in numbers[at + 7 : at + 7 + int(count)])
         yield Arrival(int(row), tokens, bool(ended), None if reason < 0 else REASONS[int(reason)],
-                      None if isnan(reward) else reward, None if isnan(turn_reward) else turn_reward)
-        at += 6 + int(count)
+                      None if isnan(reward) else reward, None if isnan(turn_reward) else turn_reward, int(branch))
+        at += 7 + int(count)

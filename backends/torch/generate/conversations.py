@@ -9,8 +9,11 @@ lose it while it waits. What its slot holds goes to host memory ("offload"), or 
 ("recompute"). Each pass takes slots that are ready, so its shapes change from pass to pass and none is captured: that
 is what this engine is slower by than that of single responses.
 Every rank of the shard makes the same decisions, since all learn the same at the same pass (`conversation_ticks.py`).
-Invariant: what is sampled depends on (seed, step, row, position among the row's own tokens) and the model, not on when
-environments answer, except for the rounding of passes of other shapes, which `invariant=true` excludes.
+An agent may leave what it has said, and continue it later: then its conversation has several branches, each a sequence
+of its own. One of them is in the slot. Another one that the agent turns to is prefilled, all of it.
+Invariant: what is sampled depends on (seed, step, conversation, position among its own tokens) and the model, not on
+when environments answer, except for the rounding of passes of other shapes, which `invariant=true` excludes. A branch
+is sampled, and its log-probs are those, under its own tokens alone.
 """
 
 from __future__ import annotations
@@ -40,24 +43,32 @@ PASSES_TO_WAIT = 8  # that a conversation keeps its slot for while it waits, if 
 
 
 @dataclass
+class Branch:
+    """One sequence of a conversation. Only that of an agent may have several."""
+
+    tokens: list[int] = field(default_factory=list)  # all that was said
+    own: list[bool] = field(default_factory=list)  # which of them the model said in it
+    logprobs: list[float] = field(default_factory=list)  # of the model's tokens
+    turns: int = 0  # of the model, begun
+    turn_sizes: list[int] = field(default_factory=list)  # tokens of each turn that has ended
+    turn_rewards: dict[int, float] = field(default_factory=dict)  # turn, from 0 -> what the environment gave for it
+
+
+@dataclass
 class Slot:
-    """A conversation and its place in the KV cache."""
+    """A conversation and its place in the KV cache, which is that of the branch that is under way."""
 
     index: int  # in the cache; -1: it has none
-    row: int  # of the frame
-    seq: int  # of the call: where its results go
+    row: int  # its number
+    seq: int  # of the call: the order in which conversations begin
     cached: int = 0  # tokens whose keys and values are in the cache, or will be after the pass under way
     ready: list[int] = field(default_factory=list)  # tokens to run next, the last of which predicts; none: it waits
     since: int = 0  # the pass from which on they are ready, or it waits
     offloaded: HostSlot = ()  # what was in its slot of the cache, if it has none
     running: bool = False  # whether it is in a pass whose outcome is not known yet
-    tokens: list[int] = field(default_factory=list)  # all that was said
-    own: list[bool] = field(default_factory=list)  # which of them the model said
-    logprobs: list[float] = field(default_factory=list)  # of the model's tokens
-    turns: int = 0  # of the model, begun
+    branches: list[Branch] = field(default_factory=lambda: [Branch()])
+    at: int = 0  # the branch that is under way
     in_turn: int = 0  # tokens of the turn under way
-    turn_sizes: list[int] = field(default_factory=list)  # tokens of each turn that has ended
-    turn_rewards: dict[int, float] = field(default_factory=dict)  # turn, from 0 -> what the environment gave for it
     stopped: Stopped | None = None  # why it ended
     begun: float = 0.0  # when it began, of a clock in seconds
     asked: float = 0.0  # when its environment was asked last
@@ -70,10 +81,30 @@ class Slot:
         """Whether its environment has been asked, and has not answered."""
         return not self.ready and not self.running
 
+    @property
+    def branch(self) -> Branch:
+        """What is under way."""
+        return self.branches[self.at]
+
+    @property
+    def turns(self) -> int:
+        """Turns of the model, of all branches, begun."""
+        return sum(b.turns for b in self.branches)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of the model, of all branches."""
+        return sum(len(b.logprobs) for b in self.branches)
+
+    @property
+    def turn(self) -> list[int]:
+        """The tokens of the turn under way."""
+        return self.branch.tokens[len(self.branch.tokens) - self.in_turn :]
+
     def append(self, ids: Sequence[int], own: bool) -> None:
-        self.tokens += ids
-        self.own += [own] * len(ids)
-        self.ready = [*self.tokens[self.cached :]]
+        self.branch.tokens += ids
+        self.branch.own += [own] * len(ids)
+        self.ready = [*self.branch.tokens[self.cached :]]
 
 
 @torch.no_grad()
@@ -89,22 +120,29 @@ def converse(stage: Stage, axes: Axes, rows: torch.Tensor, sampling: Sampling, l
                                                       limits.max_tokens, device), axes.pp.size, waiting)
     engine.expect(numbers)
     run_to_the_end(engine, axes)
-    done, turns = sorted(engine.done, key=lambda s: s.seq), limits.max_turns
-    counts = torch.tensor([len(s.tokens) for s in done], dtype=torch.int64, device=device)
-    responses = torch.tensor([len(s.logprobs) for s in done], dtype=torch.int64, device=device)
+    return _output(engine, limits, device)
+
+
+def _output(engine: Engine, limits: Conversation, device: torch.device) -> ConversationOutput:
+    """All branches that have tokens, by conversation and in the order in which they began."""
+    slots, most = sorted(engine.done, key=lambda s: s.seq), limits.max_turns
+    found = [(s, i, b) for s in slots for i, b in enumerate(s.branches)]
+    rows = torch.tensor([s.row * limits.branches + i for s, i, _ in found], dtype=torch.int64, device=device)
+    counts = torch.tensor([len(b.tokens) for *_, b in found], dtype=torch.int64, device=device)
+    responses = torch.tensor([len(b.logprobs) for *_, b in found], dtype=torch.int64, device=device)
     batch = PackedBatch(rows, counts - responses, responses,
-                        torch.tensor([t for s in done for t in s.tokens], dtype=torch.int64, device=device),
-                        torch.tensor([x for s in done for x in s.own], dtype=torch.bool, device=device))
+                        torch.tensor([t for *_, b in found for t in b.tokens], dtype=torch.int64, device=device),
+                        torch.tensor([x for *_, b in found for x in b.own], dtype=torch.bool, device=device))
     return ConversationOutput(
-        batch, torch.tensor([x for s in done for x in s.logprobs], dtype=torch.float32, device=device),
-        torch.tensor([engine.rewards[s.row] for s in done], dtype=torch.float32, device=device),
-        torch.tensor([s.turns for s in done], dtype=torch.int64, device=device),
-        torch.tensor([s.turn_sizes + [0] * (turns - s.turns) for s in done], dtype=torch.int64, device=device),
-        torch.tensor([[s.turn_rewards.get(i, 0.0) for i in range(turns)] for s in done], dtype=torch.float32,
+        batch, torch.tensor([x for *_, b in found for x in b.logprobs], dtype=torch.float32, device=device),
+        torch.tensor([engine.rewards[s.row] for s, *_ in found], dtype=torch.float32, device=device),
+        torch.tensor([b.turns for *_, b in found], dtype=torch.int64, device=device),
+        torch.tensor([b.turn_sizes + [0] * (most - b.turns) for *_, b in found], dtype=torch.int64, device=device),
+        torch.tensor([[b.turn_rewards.get(i, 0.0) for i in range(most)] for *_, b in found], dtype=torch.float32,
                      device=device),
-        torch.tensor([STOPPED[s.stopped or "done"] for s in done], dtype=torch.int64, device=device),
-        waited=sum(s.waited for s in done), lasted=sum(s.lasted for s in done),
-        given_away=sum(s.given_away for s in done))
+        torch.tensor([STOPPED[s.stopped or "done"] for s, *_ in found], dtype=torch.int64, device=device),
+        waited=sum(s.waited for s in slots), lasted=sum(s.lasted for s in slots),
+        given_away=sum(s.given_away for s in slots))
 
 
 @dataclass
@@ -173,8 +211,9 @@ class Engine:
                 break
             batch.append(slot)
         for slot in batch:
-            starts = slot.own[-1] is False
-            slot.running, slot.turns, slot.in_turn = True, slot.turns + starts, 0 if starts else slot.in_turn
+            slot.running = True
+            if not slot.branch.own[-1]:  # a turn starts
+                slot.branch.turns, slot.in_turn = slot.branch.turns + 1, 0
         return batch
 
     def _place(self, slot: Slot) -> None:
@@ -221,31 +260,31 @@ class Engine:
         last = torch.tensor([len(s.ready) for s in batch], device=device).cumsum(0) - 1
         draws = None
         if not self.sampling.greedy:
-            position = torch.tensor([len(s.logprobs) for s in batch], device=device)
+            position = torch.tensor([s.num_sampled for s in batch], device=device)
             rows = torch.tensor([s.row for s in batch], device=device)
             draws = uniform(self.sampler.seed, self.sampler.step, rows, position)
         generated = torch.tensor([s.in_turn for s in batch], device=device)
         sampled = torch.stack([x.double() for x in self.sampler.sample(hidden[last], generated, draws)])  # exact
         if self.talk is not None:
             for slot, token, logprob in zip(batch, *sampled.tolist(), strict=True):
-                turn = [*self._turn(slot), int(token)]
+                turn, logprobs = [*slot.turn, int(token)], slot.branch.logprobs
                 if (ended := self._ended(slot, turn)) is not None:
-                    said = slot.logprobs[len(slot.logprobs) - slot.in_turn :]
+                    said = logprobs[len(logprobs) - slot.in_turn :]
                     self.talk.said(slot.row, turn, not ended, [*said, logprob])
         return sampled
 
     def record(self, batch: Sequence[Slot], sampled: torch.Tensor, number: int) -> None:
         """Take over what was sampled for a pass, on every rank of the shard. number: of the pass that comes next."""
         for slot, token, logprob in zip(batch, *sampled.tolist(), strict=True):
-            ended = self._ended(slot, [*self._turn(slot), int(token)])
+            ended = self._ended(slot, [*slot.turn, int(token)])
             slot.running, slot.since, slot.cached = False, number, slot.cached + len(slot.ready)
-            slot.logprobs.append(logprob)
+            slot.branch.logprobs.append(logprob)
             slot.in_turn += 1
             slot.append([int(token)], own=True)
             if ended is not None:
                 slot.ready = []
                 slot.asked = time.monotonic()
-                slot.turn_sizes.append(slot.in_turn)
+                slot.branch.turn_sizes.append(slot.in_turn)
 
     def arrived(self, arrival: Arrival, number: int) -> None:
         """Take over what an environment said. number: of the pass that comes next."""
@@ -254,33 +293,43 @@ class Engine:
             raise internal_error(f"an environment answers in row {arrival.row}, which was not asked", "generate")
         now = time.monotonic()
         slot.since, slot.asked, slot.waited = number, now, slot.waited + now - slot.asked
-        if arrival.turn_reward is not None and slot.turns:
-            slot.turn_rewards[slot.turns - 1] = arrival.turn_reward
-        if not slot.tokens:  # the first context stays, whatever ends the conversation
-            slot.append(arrival.tokens[: self.limits.max_tokens], own=False)
-            slot.ready = slot.ready if len(arrival.tokens) < self.limits.max_tokens and not arrival.ended else []
+        if arrival.turn_reward is not None and slot.branch.turns:
+            slot.branch.turn_rewards[slot.branch.turns - 1] = arrival.turn_reward
+        first = not slot.branch.tokens
+        if not first and not arrival.ended:
+            self._turn_to(slot, arrival.branch)
+        most, has = self.limits.max_tokens, len(slot.branch.tokens)
+        if first:  # the first context stays, whatever ends the conversation
+            slot.append(arrival.tokens[:most], own=False)
+            slot.ready = slot.ready if len(arrival.tokens) < most and not arrival.ended else []
         if arrival.ended:
             slot.stopped, slot.lasted, slot.offloaded = arrival.stopped, now - slot.begun, ()
-            self.rewards[slot.row] = sum(slot.turn_rewards.values()) if arrival.reward is None else arrival.reward
+            self.rewards[slot.row] = arrival.reward if arrival.reward is not None else sum(
+                sum(b.turn_rewards.values()) for b in slot.branches)
+            slot.branches = [b for b in slot.branches if b.tokens]
             self.done.append(self.slots.pop(slot.row))
             self._release(slot)
             return
-        fits = len(slot.tokens) + len(arrival.tokens) < self.limits.max_tokens
-        if 0 < slot.turns < self.limits.max_turns and fits:
+        if not first and slot.turns < self.limits.max_turns and has + len(arrival.tokens) < most:
             slot.append(arrival.tokens, own=False)
         if not slot.ready and self.talk is not None:
             self.talk.finish(slot.row, "max_turns" if slot.turns == self.limits.max_turns else "max_tokens")
 
-    @staticmethod
-    def _turn(slot: Slot) -> list[int]:
-        """The tokens of the turn under way."""
-        return slot.tokens[len(slot.tokens) - slot.in_turn :]
+    def _turn_to(self, slot: Slot, number: int) -> None:
+        """Another branch of a conversation, or a new one, takes the place of the one that was under way."""
+        if number == slot.at:
+            return
+        if number > len(slot.branches) or number >= self.limits.branches:
+            raise internal_error(f"an agent turns to branch {number} of row {slot.row}", "generate")
+        slot.branches += [Branch()] if number == len(slot.branches) else []
+        self._release(slot)
+        slot.at, slot.cached, slot.offloaded = number, 0, ()
 
     def _ended(self, slot: Slot, turn: list[int]) -> bool | None:
         """Whether a turn that has just got its last token ended of itself; None if it continues."""
         if turn[-1] in self.eos_ids or self._hits_stop_string(turn):
             return True
-        full = len(slot.tokens) + 1 == self.limits.max_tokens
+        full = len(slot.branch.tokens) + 1 == self.limits.max_tokens
         return False if len(turn) == self.sampling.max_new_tokens or full else None
 
     def _hits_stop_string(self, turn: list[int]) -> bool:

@@ -3,7 +3,8 @@
 In: for each conversation (a row) its data columns and messages, then the ids that the model sampled in each turn. Out:
 arrivals, in the order in which environments answer, which depends on the clock and on nothing else.
 Invariant: sampled ids are never encoded again. The sequence of a row is the concatenation of what `arrivals` brought
-and of what was sampled, in turns: context, ids, context, ids, ...
+and of what was sampled, in turns: context, ids, context, ids, ... An agent's conversation may have several sequences,
+its branches.
 Errors: a Failure that names file, line, row and turn, where the environment fails and `on_error` is "stop".
 """
 
@@ -34,6 +35,8 @@ class Arrival:
     reward: float | None        # what `get_reward()` returned at the end; None before, after an error, or if the
                                 # environment gives none
     turn_reward: float | None   # reward of the turn that this answers, if the environment gives one
+    branch: int = 0             # which sequence of its conversation the tokens extend: one that it has, or the next new
+                                # one, whose whole context they are. Only agents have other ones than 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from rldsl.runtime.environments import Message
 from rldsl.runtime.environments.contract import Speaks
 from rldsl.runtime.environments.tool_calls import Turn, TurnReader
 
-SAID = "x7said7x"            # what the model says in a probe
+ASKED = "x7asked7x"          # what the user says first in a probe
+SAID = "x7said7x"            # what the model says in it
 THOUGHT = "x7thought7x"      # what it thinks
 ANSWERED = "x7answered7x"    # what the environment says
 SHOWN = 160                  # characters of a rendering that a message shows on each side of a difference
@@ -178,26 +179,39 @@ class ChatTemplate:
 
     def _probe_with(self, turn: Message) -> None:
         answers = [self._addressed(m) for m in self._answers(ANSWERED)]
-        conversation: list[Message] = [{"role": "user", "content": "?"}]
+        conversation: list[Message] = [{"role": "user", "content": ASKED}]
         before = self._text(conversation)
-        for _ in range(3):
+        for number in range(1, 4):
             conversation += [turn, *answers]
             after = self._text(conversation)
+            added_now = f"turn {number} of the model and its answer (role `{self.speaks}`)"
             if not after.startswith(before):
+                changed = self._changed(before, after)
                 raise self._refused("the chat template rewrites earlier turns when a conversation continues",
-                                    _difference(before, after), _PRESERVING)
+                                    (f"{changed} is rendered differently once {added_now} follow",
+                                     *_difference(before, after)), _PRESERVING)
             added = after[len(before):]
             for text, what in ((ANSWERED, f"messages of the role `{self.speaks}`"), (SAID, "turns of the model"),
                                (THOUGHT, "the thinking of earlier turns")):
                 if text not in added and (text != THOUGHT or THOUGHT in str(turn)):
                     last = self._text([*conversation[: -len(answers)]], generation=False)
                     raise self._refused(f"the chat template leaves out {what} when a conversation continues",
-                                        _both(last, after), _PRESERVING)
+                                        (f"of {added_now}", *_both(last, after)), _PRESERVING)
             before = after
         reply, ids = self.reply(self._answers(ANSWERED), cut=False), self._ids(conversation)
         if ids[len(ids) - len(reply):] != reply:
             raise self._refused("the chat template renders an answer differently in a longer conversation",
                                 _both(self.tokenizer.decode(list(reply)), before), _PRESERVING)
+
+    def _changed(self, before: str, after: str) -> str:
+        """The message of a probe in which two renderings first differ."""
+        at, found = _first_difference(before, after), list[tuple[int, str]]()
+        marks = {ASKED: "the first message (role `user`)", THOUGHT: "the thinking of turn {} of the model",
+                 SAID: "turn {} of the model", ANSWERED: f"answer {{}} (role `{self.speaks}`)"}
+        for mark, what in marks.items():
+            if (place := before.find(mark, max(0, at - len(mark) + 1))) >= 0:
+                found.append((place, what.format(before.count(mark, 0, place) + 1)))
+        return min(found)[1] if found else "what begins a turn of the model"
 
     def _refused(self, what: str, notes: tuple[str, ...], help: str) -> Failure:
         return fail("RL0718", what, place=self.directory, notes=notes, help=help)
@@ -213,7 +227,12 @@ def _both(before: str, after: str) -> tuple[str, str]:
 
 def _difference(before: str, after: str) -> tuple[str, str]:
     """The two renderings, from a little before the place where they differ."""
-    at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
+    at = _first_difference(before, after)
     cut = slice(max(0, at - SHOWN), at + SHOWN)
     more = "... " if at > SHOWN else ""
     return f"before: {more}{before[cut]!r}", f"after: {more}{after[cut]!r}"
+
+
+def _first_difference(before: str, after: str) -> int:
+    return next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
+                min(len(before), len(after)))

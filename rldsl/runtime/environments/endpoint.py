@@ -2,15 +2,17 @@
 
 In: requests of agents, whose key says which conversation they belong to. Out: the tokens that each adds to its
 conversation, and answers with what the model said.
-Invariant: a conversation is one sequence. A request must extend what was said, message by message or id by id, and is
-asked after the one before it was answered; so the order of its requests is the agent's alone, and no clock decides it.
-Codes: RL0730 (`requests.py`), RL0736 a request that does not extend its conversation, RL0737 one that was not waited
+A request that extends what was said, message by message or id by id, is the next turn of that sequence. Any other one
+begins a new sequence of the conversation, a branch, up to `branches` of the program. The tokens of a branch are those
+that the agent asks with: what it shares with another one is not rendered again, and was not sampled in it.
+Invariant: a request is asked after the one before it was answered; so the order of an agent's requests, and which
+branch each one is in, are the agent's alone, and no clock decides it.
+Codes: RL0730 (`requests.py`), RL0736 a request that needs more branches than there are, RL0737 one that was not waited
 for.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import secrets
 import selectors
@@ -40,8 +42,34 @@ from rldsl.runtime.environments.requests import (
 )
 from rldsl.runtime.environments.tool_calls import Turn
 
-Heard = tuple[int, ...] | Refused | Failure  # the tokens that a request adds, or why its conversation cannot go on
 CHAT, TOKENS, MODELS = "/v1/chat/completions", "/inference/v1/generate", "/v1/models"
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a request adds to its conversation."""
+
+    branch: int               # that it extends, or the next new one
+    tokens: tuple[int, ...]   # of a new branch, all of them
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a branch can be left: after a request, or after the model's turn that answered it."""
+
+    asked: ChatRequest | TokenRequest  # the last request before it
+    messages: tuple[Message, ...]      # of both sides, if it is led in messages
+    num_tokens: int                    # of both sides
+    answered: bool                     # whether the model has spoken since
+    cut: bool = False                  # whether it has without a stop token
+
+
+@dataclass
+class Branch:
+    """One sequence of a conversation."""
+
+    tokens: list[int] = field(default_factory=list)  # of both sides
+    points: list[Point] = field(default_factory=list)  # in order; the last one is its end
 
 
 @dataclass
@@ -49,20 +77,13 @@ class Dialogue:
     """A conversation, as its agent has led it."""
 
     key: str                                                     # that its requests have
-    asked: ChatRequest | TokenRequest | None = None              # the last request
-    request: Request | None = None                               # the same, while the model works on it
-    messages: list[Message] = field(default_factory=list)        # of both sides, if it is led in messages
-    tokens: list[int] = field(default_factory=list)              # of both sides
+    request: Request | None = None                               # the last one, while the model works on it
+    branches: list[Branch] = field(default_factory=list)
+    at: int = 0                                                  # the branch of the last request
     context: tuple[int, ...] = ()                                # what the last request added
     turns: int = 0                                               # of the model
-    cut: bool = False                                            # whether the last one has no stop token
     limit: Stopped | None = None                                 # that ends it: no more requests are answered
     fault: Refused | None = None                                 # that ends it when the model's turn has ended
-
-    @property
-    def tool_names(self) -> dict[str, str]:
-        """id of a call -> the tool."""
-        return {c["id"]: c["function"]["name"] for m in self.messages for c in m.get("tool_calls", [])}
 
 
 class Endpoint:
@@ -74,7 +95,7 @@ class Endpoint:
         self.dialogues: dict[int, Dialogue] = {}
         self.row_of: dict[str, int] = {}
         self.chats: dict[tuple[str, Speaks | None], Chat] = {}  # by tools and by what is said between turns
-        self.heard: deque[tuple[int, Heard]] = deque()
+        self.heard: deque[tuple[int, Heard | Refused | Failure]] = deque()
 
     def begin(self, row: int) -> dict[str, str]:
         """Open a conversation. Returns what its agent needs to ask."""
@@ -113,8 +134,9 @@ class Endpoint:
                 else:
                     dialogue.fault = dialogue.fault or refused
 
-    def next(self) -> tuple[int, Heard] | None:
-        """(row, what its agent has asked), in the order of arrival; None if nothing is left."""
+    def next(self) -> tuple[int, Heard | Refused | Failure] | None:
+        """(row, what its agent has asked, or why its conversation cannot go on), in the order of arrival; None if
+        nothing is left."""
         return self.heard.popleft() if self.heard else None
 
     def waits(self, row: int) -> bool:
@@ -123,17 +145,19 @@ class Endpoint:
 
     def asked(self, row: int) -> bool:
         """Whether an agent has ever asked."""
-        return self.dialogues[row].asked is not None
+        return bool(self.dialogues[row].branches)
 
     def answer(self, row: int, ids: Sequence[int], logprobs: Sequence[float], cut: bool) -> None:
         """Answer the request of an agent with the model's turn."""
         dialogue = self.dialogues[row]
-        asked, request = dialogue.asked, dialogue.request
-        if asked is None or request is None:
+        request = dialogue.request
+        if request is None:
             raise internal_error(f"the agent of row {row} has not asked", "run")
+        branch = dialogue.branches[dialogue.at]
+        before = branch.points[-1]
         self.poll()  # so that a client that is gone, or has asked twice, is known
         dialogue.request = None
-        dialogue.turns, dialogue.cut = dialogue.turns + 1, cut
+        dialogue.turns += 1
         if request.connection.closed:
             dialogue.fault = Refused("RL0737", "gave up a request before it was answered",
                                      "raise the client's time limit, or give it none: `turn_timeout` bounds the agent")
@@ -141,16 +165,17 @@ class Endpoint:
             self._refuse(request, dialogue.fault)
             self.heard.append((row, dialogue.fault))
             return
-        chat = self._chat(asked, None)
-        sampled = Sampled(dialogue.turns, tuple(dialogue.tokens), tuple(ids), tuple(logprobs), cut,
+        asked, chat = before.asked, self._chat(before.asked, None)
+        sampled = Sampled(dialogue.turns, tuple(branch.tokens), tuple(ids), tuple(logprobs), cut,
                           lambda i: chat.text([i], special=True))
-        name = f"{row}-{dialogue.turns}"
+        name, messages = f"{row}-{dialogue.turns}", before.messages
         body, content = token_answer(asked, sampled, name) if isinstance(asked, TokenRequest) else b"", ""
         if isinstance(asked, ChatRequest):
             message = self._said(chat, dialogue, ids)
-            dialogue.messages.append(message)
+            messages = (*messages, message)
             body, content = chat_answer(asked, _on_the_wire(message), sampled, f"chatcmpl-{name}")
-        dialogue.tokens += ids
+        branch.tokens += ids
+        branch.points.append(Point(asked, messages, len(branch.tokens), answered=True, cut=cut))
         self.server.answer(request, 200, body, content or "application/json")
 
     def stop(self, row: int, why: Stopped) -> None:
@@ -189,52 +214,79 @@ class Endpoint:
                           "ask once at a time: which of two requests comes first would depend on the clock. Clients "
                           "that try again after a while do this, too: give them no time limit")
         asked = (chat_request if request.path == CHAT else token_request)(request.body, self.rules)
-        if dialogue.asked is not None and type(asked) is not type(dialogue.asked):
-            raise Refused("RL0736", "asked in messages and in tokens", "ask in one of the two ways in a conversation")
-        render = self._tokens(dialogue, asked) if isinstance(asked, TokenRequest) else self._messages(dialogue, asked)
         try:
-            context = render()
+            begun = (self._tokens(dialogue, asked) if isinstance(asked, TokenRequest)
+                     else self._messages(dialogue, asked))
         except Failure as failure:  # the template rejects what the agent says
             (diagnostic,) = failure.diagnostics
             self.server.answer(request, 400, error_body(diagnostic.code, f"{diagnostic.code}: {diagnostic.title}"))
             self.heard.append((request.row, failure))
             return
-        dialogue.asked, dialogue.request, dialogue.context = asked, request, context
-        dialogue.tokens += context
-        self.heard.append((request.row, context))
+        if begun.branch == len(dialogue.branches):
+            dialogue.branches.append(Branch())
+        branch = dialogue.branches[begun.branch]
+        branch.tokens += begun.tokens
+        branch.points.append(Point(asked, tuple(asked.messages) if isinstance(asked, ChatRequest) else (),
+                                   len(branch.tokens), answered=False))
+        dialogue.at, dialogue.request, dialogue.context = begun.branch, request, begun.tokens
+        self.heard.append((request.row, begun))
 
-    def _tokens(self, dialogue: Dialogue, asked: TokenRequest) -> Callable[[], tuple[int, ...]]:
-        had = tuple(dialogue.tokens)
-        if asked.ids[: len(had)] != had:
-            at = next((i for i, (a, b) in enumerate(zip(had, asked.ids, strict=False)) if a != b), len(asked.ids))
-            raise _edited(f"token {at} is not the one that the conversation has")
-        if len(asked.ids) == len(had):
-            raise _edited("it adds no token")
-        return lambda: asked.ids[len(had):]
+    def _tokens(self, dialogue: Dialogue, asked: TokenRequest) -> Heard:
+        def extends(branch: Branch) -> bool:
+            had = len(branch.tokens)
+            return had < len(asked.ids) and isinstance(branch.points[-1].asked, TokenRequest) \
+                and list(asked.ids[:had]) == branch.tokens
 
-    def _messages(self, dialogue: Dialogue, asked: ChatRequest) -> Callable[[], tuple[int, ...]]:
-        before, had = dialogue.asked, dialogue.messages
-        if isinstance(before, ChatRequest) and before.tools != asked.tools:
-            raise _edited("its `tools` are others")
-        for i, (old, new) in enumerate(zip(had, asked.messages, strict=False)):
-            if _compared(old) != _compared(new):
-                raise _edited(f"messages[{i}] ({new['role']}) is not the one that the conversation has")
-        if len(asked.messages) <= len(had):
-            raise _edited("it adds no message")
+        if (number := _last_of(dialogue, extends)) is not None:
+            return Heard(number, asked.ids[len(dialogue.branches[number].tokens):])
+        return Heard(self._new_branch(dialogue, asked), asked.ids)
+
+    def _messages(self, dialogue: Dialogue, asked: ChatRequest) -> Heard:
+        def extends(branch: Branch) -> bool:
+            return len(branch.points[-1].messages) < len(asked.messages) and _leads_to(branch.points[-1], asked)
+
+        if (number := _last_of(dialogue, extends)) is not None:
+            return Heard(number, self._added(asked, dialogue.branches[number].points[-1]))
+        number = self._new_branch(dialogue, asked)
+        shared = [(point, branch) for branch in dialogue.branches for point in branch.points if _leads_to(point, asked)]
+        # what it begins with, if the model has said it, is not rendered again
+        for point, branch in sorted(shared, key=lambda found: len(found[0].messages), reverse=True):
+            had = tuple(branch.tokens[: point.num_tokens])
+            if len(point.messages) == len(asked.messages):
+                return Heard(number, had)
+            if point.answered:
+                return Heard(number, had + self._added(asked, point))
+        return Heard(number, self._added(asked, None))
+
+    def _new_branch(self, dialogue: Dialogue, asked: ChatRequest | TokenRequest) -> int:
+        """The number of a new branch. RL0736 if there may be none."""
+        count = len(dialogue.branches)
+        if count < self.rules.branches:
+            return count
+        several = f" {self.rules.branches} times" if self.rules.branches > 1 else ""
+        raise Refused(
+            "RL0736", f"asked{several} for something else than the next turn of its conversation: "
+                      f"{_difference(dialogue.branches[dialogue.at], asked)}",
+            f"such a request begins a new branch: allow them with `branches={2 * count}` of `generate`, or repeat all "
+            "that was said and add to it")
+
+    def _added(self, asked: ChatRequest, point: Point | None) -> tuple[int, ...]:
+        """The tokens of the messages behind a point; None: of all messages."""
+        had = point.messages if point is not None else ()
         added = asked.messages[len(had):]
-        names = dialogue.tool_names | {c["id"]: c["function"]["name"] for m in added for c in m.get("tool_calls", [])}
+        names = {c["id"]: c["function"]["name"] for m in (*had, *added) for c in m.get("tool_calls", [])}
         for message in added:
             if message["role"] == "tool" and message["tool_call_id"] not in names:
-                raise _edited(f"a message answers the call {message['tool_call_id']!r}, which the model has not made")
+                raise Refused("RL0736", f"answered the call {message['tool_call_id']!r}, which nobody has made",
+                              "a message with the role `tool` has the `tool_call_id` of a call in those before it")
         rendered = [_rendered(m, names) for m in added]
         for i, message in enumerate(rendered, len(had)):
             check_characters(f"messages[{i}]", message)
-        dialogue.messages = asked.messages
-        if not had:
-            return functools.partial(self._chat(asked, None).first, rendered)
+        if point is None:
+            return self._chat(asked, None).first(rendered)
         chats = [self._chat(asked, kind) for kind in sorted({_kind(m) for m in added})]  # "tool" before "user"
         said = [{k: v for k, v in m.items() if k != "tool_call_id"} for m in rendered]  # `reply` numbers them
-        return functools.partial(chats[0].reply, said, dialogue.cut)
+        return chats[0].reply(said, point.cut)
 
     def _chat(self, asked: ChatRequest | TokenRequest, speaks: Speaks | None) -> Chat:
         tools = asked.tools if isinstance(asked, ChatRequest) else []
@@ -257,10 +309,36 @@ class Endpoint:
         return message
 
 
-def _edited(why: str) -> Refused:
-    return Refused("RL0736", f"asked for something else than the next turn of its conversation: {why}",
-                   "a request repeats all that was said and adds to it; branches, samples of one context and shortened "
-                   "histories are not supported")
+def _last_of(dialogue: Dialogue, extends: Callable[[Branch], bool]) -> int | None:
+    """The number of the branch that a request extends: of several the one with the most turns, of these the one that
+    the agent asked in last. None if there is none."""
+    found = [i for i, branch in enumerate(dialogue.branches) if extends(branch)]
+    return max(found, key=lambda i: (len(dialogue.branches[i].points), i == dialogue.at, i), default=None)
+
+
+def _leads_to(point: Point, asked: ChatRequest) -> bool:
+    """Whether the messages of a request begin with all that was said up to a point."""
+    return isinstance(point.asked, ChatRequest) and point.asked.tools == asked.tools \
+        and len(point.messages) <= len(asked.messages) \
+        and all(_compared(a) == _compared(b) for a, b in zip(point.messages, asked.messages, strict=False))
+
+
+def _difference(branch: Branch, asked: ChatRequest | TokenRequest) -> str:
+    """Why a request does not extend a branch."""
+    end = branch.points[-1]
+    if type(asked) is not type(end.asked):
+        return "it asks in messages and in tokens"
+    if isinstance(asked, TokenRequest):
+        at = next((i for i, (a, b) in enumerate(zip(branch.tokens, asked.ids, strict=False)) if a != b), None)
+        if at is not None or len(asked.ids) < len(branch.tokens):
+            return f"token {len(asked.ids) if at is None else at} is not the one that the conversation has"
+        return "it adds no token"
+    if isinstance(end.asked, ChatRequest) and end.asked.tools != asked.tools:
+        return "its `tools` are others"
+    for i, (old, new) in enumerate(zip(end.messages, asked.messages, strict=False)):
+        if _compared(old) != _compared(new):
+            return f"messages[{i}] ({new['role']}) is not the one that the conversation has"
+    return "it adds no message"
 
 
 def _kind(message: Message) -> Speaks:

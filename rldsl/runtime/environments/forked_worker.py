@@ -15,12 +15,14 @@ import time
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from rldsl.diag import counted
 from rldsl.plan.function import Function
 from rldsl.runtime.rewards import worker_process
 from rldsl.runtime.rewards.worker import encoded, failure_from, receive, send
 from rldsl.runtime.rewards.worker_process import Worker
 
 SECONDS_TO_ANSWER = 30.0  # of the server, which does nothing that takes long
+SHOWN_OUTPUT = 1 << 16  # characters of a turn's output that are printed
 SERVER = "rldsl.runtime.environments.fork_server"
 
 
@@ -107,6 +109,27 @@ class ForkedWorker(Worker):
     """A worker whose parent is the server."""
 
     server: ForkServer  # that has forked it
+    num_shown: int = 0  # characters of this turn's output
+    num_hidden: int = 0  # lines of it that are not printed
+
+    def print_line(self, text: str) -> None:
+        """Print a line, if the turn has not printed too much."""
+        self.num_shown += len(text) + 1
+        if self.num_shown <= SHOWN_OUTPUT:
+            super().print_line(text)
+        else:
+            self.num_hidden += 1
+
+    def begin_turn(self) -> None:
+        """Say how much of the last turn's output was not printed."""
+        hidden, self.num_hidden, self.num_shown = self.num_hidden, 0, 0
+        if hidden:
+            super().print_line(f"... ({counted(hidden, 'more line')} of this turn: {SHOWN_OUTPUT >> 10} KiB are shown)")
+
+    def end(self) -> int:
+        status = super().end()
+        self.begin_turn()
+        return status
 
     @property
     def ended(self) -> bool:

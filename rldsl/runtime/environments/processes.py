@@ -28,7 +28,7 @@ from rldsl.runtime.environments import Arrival, Message, OnError, ResetParameter
 from rldsl.runtime.environments.characters import half_in
 from rldsl.runtime.environments.chat import Chat, ChatFactory
 from rldsl.runtime.environments.contract import Speaks
-from rldsl.runtime.environments.endpoint import Endpoint
+from rldsl.runtime.environments.endpoint import Endpoint, Heard
 from rldsl.runtime.environments.forked_worker import ForkedWorker, ForkServer, start_server
 from rldsl.runtime.environments.requests import Refused, Rules
 from rldsl.runtime.environments.tool_calls import whole
@@ -186,6 +186,7 @@ class EnvironmentProcesses:
 
     def _ask(self, row: int, request: dict[str, Any]) -> None:
         state = self.rows[row]
+        state.worker.begin_turn()
         state.printed = state.worker.num_printed
         try:
             state.worker.send_request(RowChunk(row, row + 1), request, self.turn_timeout)
@@ -195,6 +196,7 @@ class EnvironmentProcesses:
     def _resume(self, row: int) -> None:
         """An agent continues: it has `turn_timeout` until it asks again or returns."""
         state = self.rows[row]
+        state.worker.begin_turn()
         state.printed = state.worker.num_printed
         state.worker.work = RowChunk(row, row + 1)
         state.worker.deadline = time.monotonic() + self.turn_timeout
@@ -227,9 +229,9 @@ class EnvironmentProcesses:
         self.endpoint.poll()
         while (event := self.endpoint.next()) is not None:
             row, heard = event
-            if isinstance(heard, tuple):
+            if isinstance(heard, Heard):
                 self.rows[row].worker.work = None  # it waits for the model
-                self._arrived(Arrival(row, heard, False, None, None, None))
+                self._arrived(Arrival(row, heard.tokens, False, None, None, None, heard.branch))
                 continue
             if isinstance(heard, Refused):
                 failure = self._at(heard.code, heard.what, "", row, heard.help)
@@ -252,7 +254,7 @@ class EnvironmentProcesses:
             lines = worker.request_stack()
             worker.end()
             raise self._at("RL0717", f"printed more than {LARGEST_OUTPUT >> 20} MiB in one turn", lines, row,
-                           help="print less: all output is shown on the run's own")
+                           help="print less, or into a file")
         try:
             if not worker.has_answer():
                 raise TimeoutError

@@ -40,7 +40,8 @@ class Rules:
     sampling: Sampling     # of a turn
     ends: frozenset[int]   # ids that end a turn
     max_turns: int         # of a conversation
-    max_tokens: int        # of a conversation
+    max_tokens: int        # of each branch
+    branches: int = 1      # of a conversation
 
 
 @dataclass(frozen=True)

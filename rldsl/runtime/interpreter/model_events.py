@@ -11,6 +11,7 @@ import torch
 from rldsl.diag import internal_error
 from rldsl.plan.events import Generate, Infer, Load, Offload, Onload, Realloc, split_buffer
 from rldsl.plan.heads import TOP
+from rldsl.plan.payloads import Conversation
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.plan.turns import STOPPED
 from rldsl.runtime.backend import ConversationOutput, PackedBatch, Prefix
@@ -125,11 +126,12 @@ def converse(models: ModelStore, step: StepState, environments: Environments, ev
     context, limits = step.context, event.conversation
     if limits is None:
         raise internal_error(f"{event.called} has no environment", "run")
-    spread, frame = context.spreads[event.spread], context.frames[event.frame]
-    rows, first = step.my_rows(spread, event.frame), step.first_row(frame.count)
+    frame = context.frames[event.frame]
+    rows = _conversations(step, event, frame)
+    first = step.first_row(frame.count // limits.branches)
     seed = step.sampling_seed(event.id, event.frame)
     columns = next(step.buffers.get(b) for b in event.reads if split_buffer(b)[0].endswith(".columns"))
-    per_row = frame.count // frame.chain[-1].count
+    per_row = frame.count // limits.branches // frame.chain[-1].count
     data = context.data[frame.data]
     talk = None
     if context.world.axes(context.world.layouts[event.layout]).talks:
@@ -139,11 +141,25 @@ def converse(models: ModelStore, step: StepState, environments: Environments, ev
     made = models.shard_to_read(event.model, event.layout).converse(
         rows + first, event.sampling, limits, talk, seed=seed, step=step.index, max_num_seqs=event.mbs,
         waiting=event.waiting)
-    failed = int(_failed(made).sum())
+    failed = int(_failed(made)[_of_conversations(made, limits)].sum())
     if talk is not None and failed == len(rows) > 0:
         print(f"warning: step {step.number}: all {failed} conversations of {event.called} on rank {context.rank} ended "
               "by an error or a time limit of their environment (on_error=end)", file=sys.stderr, flush=True)
-    _write(step, event, rows, made)
+    _write(step, event, limits, len(rows), made)
+
+
+def _conversations(step: StepState, event: Generate, frame: IndexedFrame) -> torch.Tensor:
+    """The numbers of the conversations of this rank, ascending: of rows, if each has one."""
+    spread = step.context.spreads[event.spread]
+    if event.conversation is None or event.conversation.branches == 1:
+        return step.my_rows(spread, event.frame)
+    prompts, each = step.my_rows(spread, event.prompts), frame.per_prompt // event.conversation.branches
+    return (prompts[:, None] * each + torch.arange(each, device=prompts.device)).flatten()
+
+
+def _of_conversations(made: ConversationOutput, limits: Conversation) -> torch.Tensor:
+    """[S] bool: the first branch of each conversation. Each has one."""
+    return made.batch.rows % limits.branches == 0
 
 
 def _failed(made: ConversationOutput) -> torch.Tensor:
@@ -151,19 +167,24 @@ def _failed(made: ConversationOutput) -> torch.Tensor:
     return made.stopped >= min(STOPPED["timeout"], STOPPED["error"])
 
 
-def _write(step: StepState, event: Generate, rows: torch.Tensor, made: ConversationOutput) -> None:
+def _write(step: StepState, event: Generate, limits: Conversation, num_conversations: int,
+           made: ConversationOutput) -> None:
     context, batch = step.context, made.batch
     if batch.own is None:
         raise internal_error("conversations without turns", "generate")
     count = context.frames[event.frame].count
-    step.talked.append(TalkTotals(len(rows), int(made.turns.sum()), int(_failed(made).sum()), made.waited, made.lasted,
+    rows, once = batch.rows - step.first_row(count), _of_conversations(made, limits)
+    failed = int(_failed(made)[once].sum())
+    step.talked.append(TalkTotals(num_conversations, int(made.turns.sum()), failed, made.waited, made.lasted,
                                   made.given_away))
+    branches = torch.bincount(once.cumsum(0) - 1)[once.cumsum(0) - 1]
     lens = RowLengths(*(torch.zeros(count, dtype=torch.int64, device=context.device) for _ in range(2)))
     lens.prompt[rows], lens.response[rows] = batch.prompt_lens, batch.response_lens
-    step.rows.lens[event.frame] = lens  # 0 for other ranks' rows, until the lengths are exchanged
+    step.rows.set_lengths(event.frame, lens)  # 0 for other ranks' rows, until the lengths are exchanged
     for name, data in (("tokens", marked(batch.tokens, batch.own)), ("logprobs", made.logprobs),
                        ("finished", made.stopped == 0), ("reward", made.rewards), ("turns", made.turns.float()),
-                       ("stopped", made.stopped.float()), ("turn_sizes", made.turn_sizes.reshape(-1)),
+                       ("stopped", made.stopped.float()), ("branch", (rows % limits.branches).float()),
+                       ("branches", branches.float()), ("turn_sizes", made.turn_sizes.reshape(-1)),
                        ("turn_reward", made.turn_rewards.reshape(-1))):
         step.write(f"{event.frame}.{name}", event.spread, rows, data)
 

@@ -4,8 +4,9 @@ In: functions of a plan, which record the sha256 of their file and of the local 
 (`plan/local_modules.py`). All of them are read and compared before anything runs, and are kept: a module that is
 imported late, after its file has changed, still executes the bytes that were compared.
 Out: a finder on `sys.meta_path`, in front of the one that reads `sys.path`. It serves the modules of the folders of
-these functions and no others. It is in every process that loads functions; a process that such code spawns with
-`multiprocessing` gets it from `spawned_modules.py`.
+these functions and no others. A file of these folders that the plan does not contain is refused where users' code asks
+for it; a library that asks for a module of its name gets the installed one. It is in every process that loads
+functions; a process that such code spawns with `multiprocessing` gets it from `spawned_modules.py`.
 Codes: RL0770 a local module that the plan does not contain, RL0771 a file cannot be read, RL0772 it changed.
 """
 
@@ -15,12 +16,12 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import sha256
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, ModuleType
 
 from rldsl.diag import Failure, fail
 from rldsl.plan.function import Function
@@ -70,6 +71,8 @@ class HashedModules(MetaPathFinder):
         spec = find_local(fullname, self.folders if path is None else [Path(p) for p in path])
         if spec is None:
             return None
+        if path is None and spec.loader is not None and self._is_unknown(spec) and not _asked_by_users(self.files):
+            return self._elsewhere(fullname, str(spec.origin))
         if spec.loader is None:  # a directory: any regular module elsewhere comes first
             elsewhere = PathFinder.find_spec(fullname, None) if path is None else None
             if elsewhere is not None and elsewhere.loader is not None and elsewhere.origin is not None:
@@ -82,6 +85,22 @@ class HashedModules(MetaPathFinder):
         self.served.add(fullname)
         return spec
 
+    def _is_unknown(self, spec: ModuleSpec) -> bool:
+        return Path(os.path.realpath(str(spec.origin))) not in self.files
+
+    def _elsewhere(self, name: str, stray: str) -> ModuleSpec:
+        """The module as if the folders of users did not have it. stray: their file of this name."""
+        outside = [p for p in sys.path if Path(os.path.realpath(p)) not in self.folders]
+        for finder in sys.meta_path:
+            if finder is PathFinder:
+                spec = PathFinder.find_spec(name, outside)
+            else:
+                spec = finder.find_spec(name, None) if finder is not self else None
+            if spec is not None:
+                return spec
+        raise ModuleNotFoundError(f"No module named {name!r}: {os.path.relpath(stray)} is not part of the plan, since "
+                                  "no `import` statement of a local file names it", name=name)
+
     def source(self, name: str, path: str) -> bytes:
         """The bytes to execute. RL0770: the plan has no digest for them."""
         expected = self.files.get(Path(os.path.realpath(path)))
@@ -93,6 +112,20 @@ class HashedModules(MetaPathFinder):
                 "a compiled file is not executed: keep its source next to the Python file")
             raise ImportError(f"the plan does not contain the local module {name}", name=name, path=path)
         return expected[1]
+
+
+def _asked_by_users(files: Collection[Path]) -> bool:
+    """Whether the import under way stands in a file of users, and not in one of a library. files: those of users."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        loader, file = frame.f_globals.get("__loader__"), frame.f_code.co_filename
+        machinery = frame.f_globals.get("__name__", "").partition(".")[0] in ("importlib", "_frozen_importlib")
+        if isinstance(loader, HashedSource | MainSource) or Path(os.path.realpath(file)) in files:
+            return True
+        if not machinery and loader is not None:
+            return False
+        frame = frame.f_back  # of the import system, or of code that has no file
+    return True
 
 
 class HashedSource(SourceFileLoader):
