@@ -71,7 +71,7 @@ ALLOWED: dict[str, set[str]] = {
     "python": PLAN | COMPILER | {"api", "clusters", "extras", "files", "inspect", "memory", "pages", "preview",
                                  "report", "runtime.message_file", "runtime.metrics", "search", "simulate", "verify"},
     "notebook": LEAVES | {"api", "files", "python"},
-    "lsp": PLAN | COMPILER | {"api", "clusters", "memory", "simulate"},
+    "lsp": PLAN | COMPILER | {"api", "clusters", "explain", "memory", "simulate"},
     "commands": PLAN | COMPILER | {"api", "clusters", "extras", "files", "fix", "inspect", "lsp", "pages", "postmortem",
                                    "python", "report", "runtime.message_file", "runtime.metrics",
                                    "search", "simulate", "starters", "verify"},

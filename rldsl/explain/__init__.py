@@ -14,6 +14,7 @@ A code is never given a second meaning, and a page is the only place that lists 
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from dataclasses import dataclass
@@ -59,6 +60,12 @@ def page(code: str) -> Page | None:
 
 
 @lru_cache(maxsize=1)
+def page_file(code: str) -> str:
+    """The path of a code's page; "" if there is none, or if it is no file (in a zipped package)."""
+    found = str(_pages() / f"{code}.md")
+    return found if code in codes() and os.path.isfile(found) else ""
+
+
 def codes() -> dict[str, str]:
     """Every code with its title, in order."""
     names = sorted(p.name.removesuffix(".md") for p in _pages().iterdir() if p.name.endswith(".md"))

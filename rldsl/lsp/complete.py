@@ -191,6 +191,20 @@ def _options(text: str, offset: int, scope: dict[str, Symbol]) -> Iterator[Item]
                    "default: the next rows")
 
 
+def option(text: str, start: int, end: int, scope: dict[str, Symbol]) -> str:
+    """What the word from `start` to `end` means as the name of an option or argument, as Markdown; "" if it is none."""
+    name = text[start:end]
+    if not re.match(r"\s*=(?!=)", text[end:]):
+        return ""
+    found = call_at(text, end)
+    known = next((i for i in _options(text, start, scope) if i.text == f"{name}="), None)
+    if found is None and name in PLACED:
+        return f"```rlf\n{name}=\n```\n\n{PLACED[name]}"
+    if found is None or known is None:
+        return ""
+    return f"```rlf\n{name}=\n```\n\noption of `{found.name}`" + (f": {known.detail}" if known.detail else "")
+
+
 def _default(option: options.Opt) -> str:
     return "" if option.default is None else f"default {options.shown(option.default)}"
 

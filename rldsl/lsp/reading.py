@@ -5,16 +5,27 @@ In: a Server, and how it takes a handler. Out: nothing; its handlers answer from
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from lsprotocol import types as t
 from pygls.exceptions import JsonRpcInvalidParams
 
+from rldsl.diag import present
 from rldsl.lsp import outline, tokens
 from rldsl.lsp.analysis import Analysis
+from rldsl.lsp.complete import option
 from rldsl.lsp.describe import Costs, hover, placed, word
 from rldsl.lsp.hints import hints
+from rldsl.lsp.index import Symbol
 from rldsl.lsp.lens import cost, lenses
+from rldsl.lsp.python_files import candidates
+from rldsl.lsp.python_files import definition as defined_at
 from rldsl.lsp.rename import in_library, refusal
-from rldsl.lsp.session import Feature, Server, uri_of
+from rldsl.lsp.selection import selections
+from rldsl.lsp.session import Feature, Server, path_of, uri_of
+from rldsl.semantics.modules import python_path
+from rldsl.syntax import ast
 
 SYMBOLS = {"fn": t.SymbolKind.Function, "loss": t.SymbolKind.Function, "flow": t.SymbolKind.Module,
            "model": t.SymbolKind.Class, "data": t.SymbolKind.Class, "mesh": t.SymbolKind.Array,
@@ -45,6 +56,7 @@ def _showing(server: Server, feature: Feature) -> None:
         at = server.offset(analysis, params.position)
         span = outline.word_at(analysis.source, at)
         text = word(span.text, analysis.source.text[: span.start].rstrip().endswith("."))
+        text = text or option(analysis.source.text, span.start, span.end, analysis.index.scope(at))
         call = next((c for c in analysis.facts.calls if text and c.span.file == analysis.source
                      and c.name.endswith(f".{span.text}") and c.span.start <= at <= c.span.end), None)
         if call is not None:
@@ -92,7 +104,23 @@ def _finding(server: Server, feature: Feature) -> None:
     @feature(t.TEXT_DOCUMENT_DEFINITION)
     def definition(params: t.DefinitionParams) -> t.Location | None:
         _, found = server.at(params)
-        return server.location(found.symbol.span) if found is not None else None
+        if found is None:
+            return None
+        tree = found.symbol.tree
+        if isinstance(tree, ast.PyFunction) and (place := _in_python(server, found.symbol, tree)) is not None:
+            return place
+        return server.location(found.symbol.span)
+
+    @feature(t.TEXT_DOCUMENT_SELECTION_RANGE)
+    def selection(params: t.SelectionRangeParams) -> list[t.SelectionRange]:
+        analysis = server.analysis(params.text_document.uri)
+        chosen = []
+        for position in params.positions:
+            outer: t.SelectionRange | None = None
+            for span in reversed(selections(analysis.source, analysis.file, server.offset(analysis, position))):
+                outer = t.SelectionRange(server.range(span), outer)
+            chosen.append(present(outer, "a selection", "lsp"))
+        return chosen
 
     @feature(t.TEXT_DOCUMENT_REFERENCES)
     def references(params: t.ReferenceParams) -> list[t.Location]:
@@ -130,3 +158,20 @@ def _finding(server: Server, feature: Feature) -> None:
         return [t.SymbolInformation(server.location(s.span), s.name, SYMBOLS.get(s.kind, t.SymbolKind.Variable))
                 for i in server.indices() for s in i.symbols if not s.inside and wanted in s.name.lower()]
 
+
+def _in_python(server: Server, symbol: Symbol, tree: ast.PyFunction) -> t.Location | None:
+    """Where Python defines what a program takes from it; None: no file that can be read does."""
+    file = symbol.span.file
+    index = server.files.of(file.name, file.text)
+    uses = (i for i in index.file.items if isinstance(i, ast.UsePy))
+    use = next((u for u in uses if u.span.start <= tree.span.start < u.span.end), None)
+    if use is None:
+        return None
+    own = python_path(file.name, use.path)
+    folders = (str(Path(file.name).parent), *(path_of(f.uri) for f in server.workspace.folders.values()), os.getcwd())
+    found = defined_at(symbol.name, dict.fromkeys([own, *candidates(use.path, folders)]), server.text_of)
+    if found is None:
+        return None
+    path, line, column = found
+    start = t.Position(line, column)
+    return t.Location(uri_of(path), t.Range(start, t.Position(line, column + len(symbol.name))))

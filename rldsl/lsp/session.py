@@ -17,6 +17,7 @@ from pygls import uris
 from pygls.lsp.server import LanguageServer
 
 from rldsl.diag import Diagnostic, present
+from rldsl.explain import page_file
 from rldsl.lsp.analysis import Analysis, analyse
 from rldsl.lsp.forecast import Forecast, Question
 from rldsl.lsp.forecasts import Forecasts
@@ -28,6 +29,7 @@ from rldsl.semantics.modules import library
 from rldsl.source import SourceFile, Span
 from rldsl.syntax import ast
 
+UNUSED = "RL0901"  # a name that nothing uses: editors show it faded
 Feature = Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]]
 
 
@@ -41,7 +43,7 @@ class Server(LanguageServer):
         except PackageNotFoundError:
             number = "0"
         super().__init__("rlc lsp", number)
-        self.files = Library(self._text)
+        self.files = Library(self.text_of)
         self.analyses: dict[str, Analysis] = {}
         self.waiting: dict[str, asyncio.Task[None]] = {}
         self.cluster = ""
@@ -76,14 +78,14 @@ class Server(LanguageServer):
         unsaved = {p: text for p, text in texts.items() if p in reads and p != own.name and read_file(p) != text}
         return self.forecasts.of(Question(own.name, own.text, unsaved, self.cluster))
 
-    def _text(self, path: str) -> str | None:
+    def text_of(self, path: str) -> str | None:
         """A file as the editor has it, else as it is saved."""
         open_ = {path_of(uri): d for uri, d in self.workspace.text_documents.items()}
         found = open_.get(str(Path(path).resolve()))
         return found.source if found is not None else read_file(path)
 
     def read(self, path: str) -> str:
-        text = self._text(path)
+        text = self.text_of(path)
         if text is None:
             raise FileNotFoundError(2, "No such file or directory", path)
         return text
@@ -128,7 +130,7 @@ class Server(LanguageServer):
             paths.add(str(Path(symbol.span.file.name).resolve()))
             if in_library(symbol):
                 paths |= {path for m in library() if (path := self.files.path(f"std.{m}", "")) is not None}
-        return [self.files.of(p, text) for p in sorted(paths) if (text := self._text(p)) is not None]
+        return [self.files.of(p, text) for p in sorted(paths) if (text := self.text_of(p)) is not None]
 
 
 def programs(folder: str) -> Iterator[str]:
@@ -152,4 +154,7 @@ def diagnostic(server: Server, d: Diagnostic) -> t.Diagnostic:
     text = d.title + (f": {d.label}" if d.label else "") + (f"\nhelp: {d.help}" if d.help else "")
     related = [t.DiagnosticRelatedInformation(server.location(label.span), label.text) for label in d.labels]
     severity = t.DiagnosticSeverity.Error if d.severity == "error" else t.DiagnosticSeverity.Warning
-    return t.Diagnostic(server.range(span), text, severity, d.code, source="rlc", related_information=related or None)
+    page = page_file(d.code)
+    return t.Diagnostic(server.range(span), text, severity, d.code, source="rlc", related_information=related or None,
+                        code_description=t.CodeDescription(uri_of(page)) if page else None,
+                        tags=[t.DiagnosticTag.Unnecessary] if d.code == UNUSED else None)

@@ -12,6 +12,7 @@ from lsprotocol import types as t
 from rldsl.diag import Failure
 from rldsl.lsp.complete import Item, call_at, complete
 from rldsl.lsp.describe import signature, word
+from rldsl.lsp.edits import line_edits
 from rldsl.lsp.session import Feature, Server, diagnostic
 from rldsl.lsp.text import Lines
 from rldsl.source import Span
@@ -21,6 +22,21 @@ KINDS = {"keyword": t.CompletionItemKind.Keyword, "function": t.CompletionItemKi
          "option": t.CompletionItemKind.Property, "field": t.CompletionItemKind.Field,
          "module": t.CompletionItemKind.Module, "class": t.CompletionItemKind.Class,
          "level": t.CompletionItemKind.EnumMember}
+
+# keyword -> what it begins, as editors write forms: ${1:text} is the first part to fill in
+SNIPPETS = {
+    "param": "param ${1:name} = ${2:value}",
+    "data": "data ${1:prompts} = jsonl(${2:\"data/prompts.jsonl\"}, batch=${3:64})",
+    "model": "model ${1:actor} = causal_lm(${2:\"models/sft\"}) train adamw(lr=${3:1e-6})",
+    "flow": "flow ${1:name}(steps=${2:500}, seed=1) {\n  prompt = ${3:prompts}.next()\n  $0\n}",
+    "fn": "fn ${1:name}(${2:r: seq}) -> ${3:seq} {\n  return $0\n}",
+    "loss": "loss ${1:name}(logprobs: token; old: token, adv: token) {\n  ratio = exp(logprobs - old)\n"
+            "  return ${0:mean(-adv * ratio)}\n}",
+    "eval": "eval ${1:data} {\n  $0\n}",
+    "every": "every ${1:100} { save ${2:actor} }",
+    "checkpoint": "checkpoint every ${1:50} keep=${2:2}",
+    "place": "place ${1:actor.generate} on mesh(${2:0:8}) dp=${3:8}",
+}
 
 
 def writing(server: Server, feature: Feature) -> None:
@@ -32,7 +48,9 @@ def writing(server: Server, feature: Feature) -> None:
         at = server.offset(analysis, params.position)
         found = complete(analysis.source.text, at, analysis.index, analysis.facts, server.files)
         lines = server.lines(analysis.source)
-        return [_item(i, n, lines) for n, i in enumerate(dict.fromkeys(found))]
+        items = [_item(i, n, lines) for n, i in enumerate(dict.fromkeys(found))]
+        keywords = [i.text for i in found if i.kind == "keyword" and i.text in SNIPPETS]
+        return items + [_snippet(word) for word in keywords if _takes_snippets(server)]
 
     @feature(t.TEXT_DOCUMENT_SIGNATURE_HELP, t.SignatureHelpOptions(trigger_characters=["(", ","]))
     def help_(params: t.SignatureHelpParams) -> t.SignatureHelp | None:
@@ -62,8 +80,8 @@ def writing(server: Server, feature: Feature) -> None:
             text = format(analysis.source)
         except Failure:  # a broken text stays as it is
             return []
-        whole = Span(analysis.source, 0, len(analysis.source.text))
-        return [] if text == analysis.source.text else [t.TextEdit(server.range(whole), text)]
+        return [t.TextEdit(server.range(Span(analysis.source, start, end)), new)
+                for start, end, new in line_edits(analysis.source.text, text)]
 
     @feature(t.TEXT_DOCUMENT_CODE_ACTION, t.CodeActionOptions([t.CodeActionKind.QuickFix]))
     def actions(params: t.CodeActionParams) -> list[t.CodeAction]:
@@ -75,6 +93,18 @@ def writing(server: Server, feature: Feature) -> None:
             out.append(t.CodeAction(d.help or f"fix {d.code}", t.CodeActionKind.QuickFix, [diagnostic(server, d)],
                                     is_preferred=True, edit=t.WorkspaceEdit({params.text_document.uri: edits})))
         return out
+
+
+def _takes_snippets(server: Server) -> bool:
+    writes = server.client_capabilities.text_document
+    item = writes.completion.completion_item if writes is not None and writes.completion is not None else None
+    return item is not None and bool(item.snippet_support)
+
+
+def _snippet(word: str) -> t.CompletionItem:
+    return t.CompletionItem(f"{word} ...", kind=t.CompletionItemKind.Snippet, detail="a form to fill in",
+                            filter_text=word, sort_text=f"zz{word}", insert_text=SNIPPETS[word],
+                            insert_text_format=t.InsertTextFormat.Snippet)
 
 
 def _item(i: Item, n: int, lines: Lines) -> t.CompletionItem:

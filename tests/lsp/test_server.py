@@ -488,3 +488,107 @@ async def test_answers_are_quick(client: LanguageClient) -> None:
     async with asyncio.timeout(20):
         for _ in range(40):
             await client.text_document_hover_async(t.HoverParams(doc(uri), at))
+
+
+# ------------------------------------------------------------------------------------- links, forms, selections
+
+
+async def test_a_name_that_nothing_uses_is_faded_and_its_code_is_a_link(client: LanguageClient) -> None:
+    found = await diagnostics(client, put(client, PROGRAM + "\nparam spare = 1\n"))
+    [one] = found
+    assert one.code == "RL0901" and list(one.tags) == [t.DiagnosticTag.Unnecessary]
+    page = Path(str(one.code_description.href).removeprefix("file://"))
+    assert page.read_text().startswith("# RL0901:")
+
+
+async def test_errors_are_not_faded(client: LanguageClient) -> None:
+    [one, *_] = await diagnostics(client, put(client, PROGRAM.replace("group_norm(reward)", "group_nrm(reward)")))
+    assert not one.tags and one.code_description.href.endswith(f"{one.code}.md")
+    await diagnostics(client, put(client, PROGRAM))
+
+
+async def defined(client: LanguageClient, text: str, word: str, nth: int = 1) -> t.Location | None:
+    uri = put(client, text)
+    return await client.text_document_definition_async(t.DefinitionParams(doc(uri), place(text, word, nth)))
+
+
+async def test_a_python_function_leads_into_python(client: LanguageClient) -> None:
+    for nth in (1, 2):
+        found = await defined(client, PROGRAM, "exact", nth)
+        assert found is not None and found.uri.endswith("rewards.py")
+        assert (found.range.start.line, found.range.start.character) == (0, 4)
+
+
+async def test_of_the_library_too(client: LanguageClient) -> None:
+    text = PROGRAM.replace('"rewards.py" (exact: gen -> seq)', '"std/rewards.py" (math_equal: gen -> seq)')
+    found = await defined(client, text.replace("exact(gen)", "math_equal(gen)"), "math_equal")
+    assert found is not None and found.uri.endswith("rewards.py") and found.range.start.line > 0
+
+
+@pytest.mark.parametrize("change", [("rewards.py", "no.py"), ("(exact:", "(gone:"), ("rewards.py", "mine.rlf")])
+async def test_what_python_does_not_define_leads_to_the_program(client: LanguageClient, change: tuple[str, str]) -> None:
+    text = PROGRAM.replace(*change).replace("exact(gen)", "gone(gen)" if "gone" in change[1] else "exact(gen)")
+    found = await defined(client, text, "gone" if "gone" in change[1] else "exact")
+    assert found is not None and found.uri.endswith("main.rlf")
+
+
+async def test_a_selection_grows(client: LanguageClient) -> None:
+    uri = put(client, PROGRAM)
+    [found] = await client.text_document_selection_range_async(
+        t.SelectionRangeParams(doc(uri), [place(PROGRAM, "group_norm", 2)]))
+    texts, at = [], found
+    while at is not None:
+        texts.append((at.range.start, at.range.end))
+        at = at.parent
+    assert cut(PROGRAM, found.range) == "group_norm" and cut(PROGRAM, found.parent.range) == "group_norm(reward)"
+    assert texts[-1] == (t.Position(0, 0), t.Position(PROGRAM.count("\n"), 0)) and len(texts) >= 5
+    assert all((b[0].line, b[0].character) <= (a[0].line, a[0].character) and
+               (a[1].line, a[1].character) <= (b[1].line, b[1].character) for a, b in zip(texts, texts[1:], strict=False))
+
+
+async def test_a_selection_in_a_broken_text_is_the_word_and_the_text(client: LanguageClient) -> None:
+    uri = put(client, "flow {{ word")
+    [found] = await client.text_document_selection_range_async(
+        t.SelectionRangeParams(doc(uri), [t.Position(0, 9)]))
+    assert cut("flow {{ word", found.range) == "word" and found.parent is not None
+
+
+async def hovered(client: LanguageClient, text: str, word: str, nth: int = 1) -> str:
+    uri = put(client, text)
+    found = await client.text_document_hover_async(t.HoverParams(doc(uri), place(text, word, nth)))
+    return found.contents.value if found is not None else ""
+
+
+@pytest.mark.parametrize("word, nth, said", [
+    ("n=4", 1, "option of `generate`: default 1"), ("lr=", 1, "option of `adamw`"), ("batch=", 1, "option of `jsonl`: needed"),
+    ("loss=", 1, "option of `train`: needed"), ("pp=2", 1, "pipeline stages"), ("tp=2", 1, "tensor-parallel degree")])
+async def test_options_say_what_they_are(client: LanguageClient, word: str, nth: int, said: str) -> None:
+    assert said in await hovered(client, PROGRAM, word, nth)
+
+
+@pytest.mark.parametrize("text, word", [("x = 1\n", "x"), (PROGRAM.replace("n=4", "wrong=4"), "wrong"),
+                                        (PROGRAM.replace("pp=2", "zz=2"), "zz")])
+async def test_other_words_say_nothing_of_options(client: LanguageClient, text: str, word: str) -> None:
+    assert "option" not in await hovered(client, text, word)
+
+
+async def test_forms_are_offered_where_their_keyword_is(client: LanguageClient) -> None:
+    text = PROGRAM + "\n"
+    uri = put(client, text)
+    end = t.Position(text.count("\n"), 0)
+    found = await client.text_document_completion_async(t.CompletionParams(doc(uri), end))
+    forms = {i.label: i for i in found if i.kind == t.CompletionItemKind.Snippet}
+    assert {"flow ...", "model ...", "place ...", "loss ..."} <= {*forms} and "every ..." not in forms
+    assert all(i.insert_text_format == t.InsertTextFormat.Snippet and "$" in i.insert_text for i in forms.values())
+    inside = await client.text_document_completion_async(t.CompletionParams(doc(uri), place(text, "  metric")))
+    labels = {i.label for i in inside if i.kind == t.CompletionItemKind.Snippet}
+    assert "flow ..." not in labels
+
+
+async def test_a_format_changes_only_lines_that_differ(client: LanguageClient) -> None:
+    text = PROGRAM.replace("model ref   =", "model ref =").replace("  lp     =", "  lp =")
+    uri = put(client, text)
+    found = await client.text_document_formatting_async(
+        t.DocumentFormattingParams(doc(uri), t.FormattingOptions(2, True)))
+    assert len(found) == 2 and all(e.range.end.line - e.range.start.line == 1 for e in found)
+    assert [e.new_text.split("=")[0].strip() for e in found] == ["model ref", "lp"]
