@@ -157,7 +157,9 @@ def main() -> None:
         longest = round(whole.rounds)
         ratio = predicted(folder, MOST, mean, longest) / predicted(folder, PER_STEP, mean, longest)
         print(f"a step of generation is {whole.seconds / cut.seconds:.2f} times shorter; rlc sim says {ratio:.2f} (on h100x8)")
-        print("\n512 responses of {:.0f} tokens on average, of up to {}, lognormal with a spread of {:g}".format(*DRAWN))
+        lengths = drawn(*DRAWN)
+        print(f"\n512 responses begin in a step, of {sum(lengths) / len(lengths):.0f} tokens on average, of up to "
+              f"{DRAWN[1]}, lognormal with a spread of {DRAWN[2]:g}")
         shares = simulated()
         for per_step, decoding, idle in shares:
             print(f"per_step={per_step:<6} {decoding:6.0f} decoding steps   idle slots {idle:5.1%}")

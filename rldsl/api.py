@@ -140,6 +140,7 @@ def judged(files: Sequence[ast.File], graph: Graph | None, found: tuple[Diagnost
     """What `examine` finds once `attempt` has made `graph` of `files` and `found` mistakes. rules: name of the
     placement file."""
     from rldsl.graph.corrections import uncorrected
+    from rldsl.graph.unreached import unreached
     from rldsl.placement.invariant import inexact_comparisons, varying_inputs
     from rldsl.placement.lints import lint as lint_rules
     from rldsl.placement.place import places_of, problems_of
@@ -152,7 +153,8 @@ def judged(files: Sequence[ast.File], graph: Graph | None, found: tuple[Diagnost
     if found:  # calls with a mistake are not in the graph, so only the clauses of the others can be judged
         return (*found, *(d for d in placed if d.code in LOCAL))
     return placed or (*lint(files), *lint_rules(graph, rules), *idle_copies(graph, places_of(graph, rules)),
-                      *varying_inputs(graph), *inexact_comparisons(graph), *uncorrected(graph))
+                      *varying_inputs(graph), *inexact_comparisons(graph), *uncorrected(graph),
+                      *unreached(graph, files))
 
 
 def draft(path: str, sets: Mapping[str, Scalar] | None = None, place: str | None = None,

@@ -53,7 +53,8 @@ def gains(on: Prediction, off: Prediction, folder: Path) -> Iterator[Gain]:
     left = unexplained(on.row)
     published = on.row.seconds / off.row.seconds
     for what, (here, there) in VARIANTS.items():
-        seconds = (_step(on.row, on.row.phases, left * here, folder), _step(off.row, off.row.phases, left * there, folder))
+        seconds = (_step(on.row, on.row.phases, left * here, folder),
+                   _step(off.row, off.row.phases, left * there, folder))
         yield Gain(off.row, f"phases of both runs, {left:.0f} s {what}", seconds, published)
     before, after = on.phases(), off.phases()
     scaled = {call: on.row.phases[call] * after[call] / before[call] for call in before}

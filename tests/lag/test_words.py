@@ -23,19 +23,29 @@ from tests.tiny import make_all
 
 HEAD = '''use std.correction (truncated)
 use std.grpo (group_norm, grpo_free)
+use std.ppo (kl_rewards)
 use std.sft (sft)
 data prompts = jsonl("data/prompts.jsonl", batch=4, max_prompt_tokens=64)
 model actor  = causal_lm("models/sft") train adamw(lr=1e-3)
 model critic = value_model("models/sft") train adamw(lr=1e-3)
+model start  = causal_lm("models/sft")
 loss pg(logprobs: token; adv: seq) { return -mean(adv * logprobs) }
 loss fit(values: token; ret: seq) { return mean((values - ret) ** 2) }
 loss better(logprobs: token; low: seq) { return -mean(logprobs * low) }
+loss pg_each(logprobs: token; adv: token) { return -mean(adv * logprobs) }
+loss ratio(logprobs: token; old: token, adv: seq) { return -mean(exp(logprobs) * exp(-old) * adv) }
+loss beside(logprobs: token; old: token, adv: seq) { return mean(old) - mean(adv * logprobs) }
+loss logged(logprobs: token; old: token, adv: seq) {
+  metric moved = mean(logprobs - old)
+  return -mean(adv * logprobs)
+}
 '''
 
 
 def program(body: str, flow: str = ", lag=2") -> str:
-    unused = "\n".join(line for line in HEAD.splitlines() if not (line.startswith("model critic") and "critic" not in body))
-    return f"{unused}\nflow f(steps=4{flow}) {{\n  prompt = prompts.next()\n{body}\n}}\n"
+    used = "\n".join(line for line in HEAD.splitlines() if not any(
+        line.startswith(f"model {name}") and name not in body for name in ("critic", "start")))
+    return f"{used}\nflow f(steps=4{flow}) {{\n  prompt = prompts.next()\n{body}\n}}\n"
 
 
 GEN = "  gen = actor.generate(prompt, n=2, max_new_tokens=8{more})\n"
@@ -100,6 +110,19 @@ LOSSES = {
     "a ratio of a selection": (GEN + "  won = gen where len(gen) > 2\n  actor.train(won, loss=grpo_free("
                                "old=won.logprobs, adv=group_norm(len(won))))", []),
     "by a weight": (GEN + WEIGHED + "  actor.train(gen, loss=pg(adv=group_norm(len(gen)) * mean(w by seq)))", []),
+    "in the reward": (GEN + "  adv = group_norm(len(gen)) - 0.1 * mean(gen.logprobs by seq)\n"
+                      "  actor.train(gen, loss=pg(adv=adv))", ["RL0909"]),
+    "a penalty on a frozen model": (GEN + "  adv = kl_rewards(len(gen), gen.logprobs, start.logprobs(gen), coef=0.1)\n"
+                                    "  actor.train(gen, loss=pg_each(adv=adv))", ["RL0909"]),
+    "for its shape": (GEN + "  actor.train(gen, loss=pg_each(adv=per_token(group_norm(len(gen)), gen.logprobs)))",
+                      ["RL0909"]),
+    "beside the loss": (GEN + "  actor.train(gen, loss=beside(old=gen.logprobs, adv=group_norm(len(gen))))", ["RL0909"]),
+    "in a metric": (GEN + "  actor.train(gen, loss=logged(old=gen.logprobs, adv=group_norm(len(gen))))", ["RL0909"]),
+    "a ratio of products": (GEN + "  actor.train(gen, loss=ratio(old=gen.logprobs, adv=group_norm(len(gen))))", []),
+    "by a mask": (GEN + "  near = abs(actor.logprobs(gen) - gen.logprobs) < 1\n  actor.train(gen, loss=pg_each("
+                  "adv=where(near, per_token(group_norm(len(gen)), gen.logprobs), 0)))", []),
+    "by a copy that follows": (GEN + "  w = truncated(start.logprobs(gen), gen.logprobs)\n  actor.train(gen, loss=pg_each("
+                               "adv=group_norm(len(gen)) * w))\n  sync start from actor", []),
     "nothing to correct": (GEN + "  actor.train(gen, loss=sft())", []),
     "another model": (GEN + "  critic.train(gen, loss=fit(ret=len(gen)))", []),
     "in its own step": (GEN.replace("{more}", ", lag=0{more}") + "  other = actor.generate(prompt)\n"
