@@ -6,6 +6,7 @@ or a list of these, any of which is accepted. Out: 1.0 or 0.0 for each row, inde
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import deque
 from collections.abc import Callable
@@ -57,6 +58,23 @@ def math_equal(rows: list[Row]) -> list[float]:
     """Whether the completion's final answer is mathematically equal to the answer: numbers, expressions, tuples,
     intervals, sets, equations, in LaTeX or plain text."""
     return _each(rows, lambda row, answer: equal(final_answer(row["completion"]), final_answer(answer)))
+
+
+def math_verify(rows: list[Row]) -> list[float]:
+    """The same as judged by the package math-verify, which reads and compares with sympy. It is slower and reads more
+    of LaTeX; it sets no time limit here, as the run has its own. Raises ImportError without the package."""
+    try:
+        from math_verify import parse, verify
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{error.name} is not installed: pip install 'rldsl[math]'") from None
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit
+
+    def right(row: Row, answer: str) -> bool:
+        reference = parse(f"\\boxed{{{final_answer(answer)}}}", parsing_timeout=None)  # as LaTeX, not as prose
+        return bool(verify(reference, parse(row["completion"], parsing_timeout=None), timeout_seconds=None))
+
+    return _each(rows, right)
 
 
 def format_reward(rows: list[Row]) -> list[float]:
