@@ -99,6 +99,9 @@ def _arguments(program: Program | None) -> argparse.Namespace:
     parser.add_argument("--trace", metavar="FILE",
                         help="write the recorded timeline to this file (Chrome trace JSON); on GPUs this synchronizes "
                              "after every event")
+    parser.add_argument("--profile", type=_count, nargs="?", const=1, default=0, metavar="STEPS",
+                        help="record so many steps with torch's profiler, after the first one, to OUT/profile (without "
+                             "a value: 1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="device to run on (default: cuda if available)")
     parser.add_argument("--deterministic", action="store_true",
                         help="on GPUs, use kernels that add in a fixed order where there are any, so that a resumed "
@@ -307,7 +310,8 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
         refuse_links_out(arguments.out, WRITTEN)  # of this machine, where rank 0 is on another one
         sys.stderr = tee(screen, arguments.out, rank, claimed.continues)
         options = Options(
-            trace=arguments.trace, resume=claimed.resume, continues=claimed.continues, overwrite=not claimed.continues,
+            trace=arguments.trace, profile=arguments.profile, resume=claimed.resume, continues=claimed.continues,
+            overwrite=not claimed.continues,
             reward_workers=workers, reward_seconds=arguments.reward_timeout, allow_write=tuple(arguments.allow_write),
             changed_python=arguments.allow_changed_python, reporting=_reporting(arguments), timeout=limit)
         execute(file, arguments.out, device, watchdog, options, program.run if program else Interpreter.run,

@@ -30,6 +30,9 @@ SHELLS = ("bash", "zsh", "fish")
                    "the latest checkpoint in --out).")
 @click.option("--trace", type=FILE, metavar="FILE",
               help="Write the recorded timeline to this file (Chrome trace JSON).")
+@click.option("--profile", is_flag=False, flag_value="1", type=click.IntRange(1), metavar="[STEPS]",
+              help="Record this many steps with torch's profiler, after the first one, to OUT/profile (without a "
+                   "value: 1).")
 @click.option("--nproc", type=click.IntRange(1), metavar="N", help="Number of processes; must match the plan.")
 @click.option("--reward-workers", type=click.IntRange(0), metavar="N",
               help="Worker processes per rank for Python functions; 0 runs them in the rank's own process without a "
@@ -54,7 +57,8 @@ SHELLS = ("bash", "zsh", "fish")
               help="Write this many sampled sequences per step as text, to OUT/samples.")
 @click.option("--plain", is_flag=True, help="Print one line per step even on a terminal.")
 def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
-        out: str | None, resume: str | None, trace: str | None, nproc: int | None, reward_workers: int | None,
+        out: str | None, resume: str | None, trace: str | None, profile: int | None, nproc: int | None,
+        reward_workers: int | None,
         reward_timeout: float | None, allow_write: tuple[str, ...], overwrite: bool, deterministic: bool,
         tensorboard: bool, wandb: str | None, report_to: tuple[str, ...], project: str, run_name: str,
         tags: tuple[str, ...], log_samples: int, plain: bool) -> int:
@@ -66,7 +70,8 @@ def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str |
     if file is None:
         raise Usage("FILE is missing: a program or a plan")
     numbers = {"--reward-workers": reward_workers, "--reward-timeout": reward_timeout, "--wandb": wandb,
-               "--log-samples": log_samples or None, "--project": project or None, "--run-name": run_name or None}
+               "--log-samples": log_samples or None, "--profile": profile,
+               "--project": project or None, "--run-name": run_name or None}
     flags = {"--deterministic": deterministic, "--tensorboard": tensorboard, "--plain": plain}
     as_json = settings.output == "json"
     options = [*(f"{option}={value}" for option, value in numbers.items() if value is not None),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ from rldsl.runtime.interpreter.conversations import Environments
 from rldsl.runtime.interpreter.derive import derive
 from rldsl.runtime.interpreter.metric_log import end_step, log
 from rldsl.runtime.interpreter.options import Options
+from rldsl.runtime.interpreter.profiler import EventProfiler
 from rldsl.runtime.interpreter.rank_state import RankState, Services
 from rldsl.runtime.interpreter.startup import (
     begin_run,
@@ -135,6 +136,7 @@ class Interpreter:
     state: RankState                          # what the handlers work on
     items: Sequence[Item]                     # the plan's body, filtered to this rank
     recorder: TimelineRecorder | None = None  # records the timeline; None without `--trace`
+    profiler: EventProfiler | None = None     # torch's; None without `--profile`
     depth: int = 0                            # number of loops around the current item
     turn: int = 0                             # of the step loop: the step of events that do not run ahead
     resumed: int = 0                          # the last step that the checkpoint of a resumed run contains
@@ -215,7 +217,8 @@ class Interpreter:
         services.ring.begin_event(event)
         services.reporter.begins(state.step, event)
         begin, waited = time.monotonic(), services.ring.waited
-        self.handle(state, event)
+        with self.profiler.event(event, self.state.step.number) if self.profiler else nullcontext():
+            self.handle(state, event)
         if self.recorder is not None:
             synchronize(state.context.device)
         end = time.monotonic()
@@ -306,11 +309,14 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
             ring.begin_startup("reading the weights")
             state = RankState(context, ModelStore(context), step, services)
             begin = time.monotonic()
-            interpreter = Interpreter(state, start.items, recorder)
+            profiler = EventProfiler(context, device, first, options.profile) if options.profile else None
+            interpreter = Interpreter(state, start.items, recorder, profiler)
             if watchdog is not None:
                 interpreter.hold = watchdog.hold_if_terminated
             run(interpreter)
             interpreter.compare_weights()
+            if profiler is not None:
+                profiler.close()
             seconds = time.monotonic() - begin
             if recorder is not None:
                 write_timeline(recorder, context.plan, Path(str(options.trace)), device)

@@ -16,6 +16,8 @@ class Options:
 
     # file for the recorded timeline
     trace: str | None = None
+    # steps that torch's profiler records
+    profile: int = 0
     # a checkpoint, or the directory of a run, to resume from
     resume: str | Path | None = None
     # the run continues what is in its directory (`metrics/run_record.py`, `claim_output`)
