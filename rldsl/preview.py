@@ -44,8 +44,8 @@ def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
              f"  ok          {counted(proof.events, 'event')}, "
              f"{counted(proof.entries, 'entry')}: {', '.join(proof.checks)}",
              f"  plan        {plan_id(data)}  {human(len(data))}"]
-    held = (*_lag(plan, every), *_parts(plan, every, _ages(compiled)), *first_passes(every), *_row_states(plan),
-            *_buffers(plan))
+    held = (*_lag(plan, every), *_parts(plan, every, _ages(compiled)), *first_passes(every),
+            *_minibatches(plan, every), *_row_states(plan), *_buffers(plan))
     lines = *_wrapped(above), *held, *_inserted(plan, inserted), *_wrapped(below)
     return "\n".join(lines) + "\n"
 
@@ -125,6 +125,15 @@ def _parts(plan: Plan, every: list[Event], ages: Mapping[int, str]) -> Iterator[
             yield from _wrapped([f"  {ranks:<10}  per_step: up to {counted(e.per_step, 'token')} of a response in a "
                                  f"step, which ends after at most {counted(steps, 'step')}; {ages[e.id]}; at most "
                                  f"{counted(waiting, 'prompt')} {'waits' if waiting == 1 else 'wait'}"])
+
+
+def _minibatches(plan: Plan, every: list[Event]) -> Iterator[str]:
+    """The train calls whose minibatches have a size in tokens."""
+    spreads = {s.id: s for s in plan.spreads}
+    for e in every:
+        if isinstance(e, Train) and (size := spreads[e.spread].minibatch_tokens):
+            yield from _wrapped([f"  minibatches {e.called}: of at most {size:,} tokens; their number depends on the "
+                                 f"lengths of the rows, and is at most {spreads[e.spread].minibatches}"])
 
 
 def first_passes(every: list[Event]) -> Iterator[str]:

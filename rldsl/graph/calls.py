@@ -393,8 +393,9 @@ class CallsOfFlow:
         made = bind_loss(use, owner.head, frames, f"{node}/{use.ref.decl.name.name}", self.flow.exprs)
         if isinstance(made, Bad):
             return BAD
-        if made.whole_prompts and not whole_prompts(call, parts, refs[0], made.first_pass, self.flow.exprs):
+        if made.whole_prompts and not whole_prompts(call, parts.count, refs[0], made.first_pass, self.flow.exprs):
             return BAD
+        most = parts.most(frames, made.whole_prompts)
         data = tuple((n, self.flow.materialize(t, "expr", use.spans[n]).name) for n, t in made.data)
         made_by = self.flow.distributions
         heads = tuple((v, made_by[v]) for v in dict.fromkeys(v for _, v in data) if v in made_by)
@@ -416,8 +417,8 @@ class CallsOfFlow:
             id=node, reads=tuple(reads), writes=tuple(v for _, v in outputs), span=span, clause=clause,
             model=owner.name, frames=tuple(f.id for f in frames), loss=made.program.id,
             model_outputs=made.model_outputs, data_inputs=data,
-            outputs=outputs, minibatches=parts, epochs=cast(int, given["epochs"]),
-            shuffle=bool(given["shuffle"]) and parts > 1, call=number,
+            outputs=outputs, minibatches=most, minibatch_tokens=parts.tokens, epochs=cast(int, given["epochs"]),
+            shuffle=bool(given["shuffle"]) and most > 1, call=number,
             invariant=self.flow.models[owner.name].invariant_training,
             nonfinite="skip" if skips else "stop", rate=rate, ids=made.ids, heads=heads,
             first_pass=made.first_pass, whole_prompts=made.whole_prompts))

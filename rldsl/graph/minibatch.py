@@ -2,16 +2,19 @@
 
 In: the options of the call and the batch. Out: a count that divides the rows of the batch evenly. A size is in rows:
 sequences, or pairs for pairs; in prompts it stands for all sequences of so many prompts. Of generated pairs it is the
-most that a minibatch has: some may be absent, and those that are there are divided evenly.
+most that a minibatch has: some may be absent, and those that are there are divided evenly. In tokens it is the most
+that a minibatch has, and how many there are depends on the lengths of the rows (`plan/spaces.py` bounds it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import isqrt
 from typing import cast
 
 from rldsl.diag import counted
+from rldsl.plan.spaces import IndexedFrame, most_minibatches, unit_tokens
 from rldsl.semantics.errors import Bad
 from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.levels import source_name
@@ -25,8 +28,23 @@ from rldsl.syntax import ast
 UNITS = {"generated": ("sequences", "prompts"), "answers": ("sequences",), "pairs": ("pairs",)}  # the first is a row
 
 
+@dataclass(frozen=True, slots=True)
+class Minibatches:
+    """Into what the rows of a `train` call are divided."""
+
+    count: int  # how many there are; 0: it follows from their size in tokens
+    tokens: int = 0  # of each, at most; 0: any number
+
+    def most(self, frames: Sequence[IndexedFrame], whole_prompts: bool) -> int:
+        """How many there are, at most."""
+        if not self.tokens:
+            return self.count
+        units = frames[0].count // (frames[0].per_prompt if whole_prompts else 1)
+        return most_minibatches(units, max(1, unit_tokens(frames, whole_prompts)), self.tokens)
+
+
 def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, exprs: ExpressionBuilder,
-                scope: Scope) -> int | Bad:
+                scope: Scope) -> Minibatches | Bad:
     """Errors: RL0205 does not divide, RL0213 the size of the batch is not known, RL0215 both options, RL0218 unit."""
     size = cast("int | None", given["minibatch"])
     args = {a.name.name: a for a in call.args if a.name is not None}
@@ -37,17 +55,19 @@ def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, exp
             return add("RL0205", f"`{source_name(frame)}` has {counted(frame.count, 'row')}, "
                        f"too few for {count} minibatches", args["minibatches"].value.span,
                        help=f"`minibatches` is at most {frame.count} here")
-        return count
+        return Minibatches(count)
     tree = args["minibatch"]
     if "minibatches" in args:
         return add("RL0215", "`minibatch` and `minibatches` cannot be combined", tree.span,
                    help="give one of them: `minibatch` is the size, `minibatches` the number")
+    if unit_of(tree.value, exprs, scope) == "tokens":
+        return Minibatches(0, size)
     legal = UNITS["pairs" if batch.paired else "generated" if len(frame.chain) > 1 else batch.contents]
     if exprs.spaces.ungrouped_by(frame.row_space):
         legal = legal[:1]
     unit = unit_of(tree.value, exprs, scope) or legal[0]
     if all(differ(unit, u) for u in legal):
-        return add("RL0218", f"`minibatch` of `{source_name(frame)}` counts {' or '.join(legal)}, not {unit}",
+        return add("RL0218", f"`minibatch` of `{source_name(frame)}` counts {', '.join(legal)} or tokens, not {unit}",
                    tree.value.span, f"this is in {unit}", help=f"give it in {legal[0]}")
     if frame.present_in and not batch.paired:
         return add("RL0213", "`minibatch` needs a batch of known size", tree.value.span,
@@ -58,16 +78,16 @@ def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, exp
         return add("RL0205",
                    f"a minibatch of {size} {unit} does not divide the {rows} {unit} of `{source_name(frame)}`",
                    tree.value.span, help=f"nearest divisors: {' or '.join(map(str, _nearest(rows, size)))}")
-    return rows // size
+    return Minibatches(rows // size)
 
 
 def whole_prompts(call: ast.Call, count: int, batch: FrameRef, why: str, exprs: ExpressionBuilder) -> bool:
-    """Whether the prompts of a batch can be divided into `count` minibatches, each with all of its sequences; else an
-    error. why: what of the loss needs that."""
+    """Whether the prompts of a batch can be divided into `count` minibatches (0: by tokens), each with all of its
+    sequences; else an error. why: what of the loss needs that."""
     frame = batch.frame
     prompts = frame.count // frame.per_prompt
     by_size = next((a for a in call.args if a.name is not None and a.name.name in ("minibatch", "minibatches")), None)
-    if by_size is None or count <= prompts and not prompts % count or frame.present_in and count <= prompts:
+    if not count or by_size is None or count <= prompts and (not prompts % count or frame.present_in):
         return True
     exprs.errors.add("RL0205", f"{count} minibatches of {counted(prompts, 'prompt')} cannot have all sequences of each "
                      "prompt", by_size.value.span, f"this loss needs them: {why}",

@@ -149,12 +149,13 @@ class Train(TrainSpec, Node):
     """`model.train(gen, loss=...)`. The outputs "loss", "grad_norm" and "lr" always exist, then the loss's own metrics,
     and "skipped" where minibatches may be."""
 
-    minibatches: int  # optimizer steps per epoch
+    minibatches: int  # optimizer steps per epoch, at most
     epochs: int  # passes over the rows
     shuffle: bool  # rows are divided into minibatches at random
     call: int = 0  # which of the `train` calls of its model, from 0
     invariant: bool = False  # gradients are summed in one order: its model has `invariant_training`
     whole_prompts: bool = False  # all rows of a prompt are in one minibatch
+    minibatch_tokens: int = 0  # as in `plan.model.Spread`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

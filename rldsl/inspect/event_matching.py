@@ -168,7 +168,8 @@ def _facts(event: Event, path: Path, places: PlaceTexts, spreads: Mapping[str, S
         yield from ((f.name, str(getattr(sampling, f.name))) for f in fields(sampling))
     if isinstance(spread := spreads.get(getattr(event, "spread", "")), Spread):
         yield "rows", f"by {spread.granularity}, {spread.balance_by}"
-        yield "minibatches", f"{spread.minibatches} x {spread.epochs}{' shuffled' if spread.shuffle else ''}"
+        size = f" of {spread.minibatch_tokens:,} tokens" if spread.minibatch_tokens else ""
+        yield "minibatches", f"{spread.minibatches}{size} x {spread.epochs}{' shuffled' if spread.shuffle else ''}"
     for reference in references(event):
         if reference.role is Role.PROGRAM:
             yield "operations", computations.get(reference.id, "")

@@ -39,6 +39,7 @@ from rldsl.plan.backends import costs, unusable
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
 from rldsl.plan.heads import DISTRIBUTION, LOGPROBS_AT, OUTPUTS
 from rldsl.plan.model import Layout
+from rldsl.plan.spaces import unit_tokens, units_of_minibatch
 from rldsl.sharding.partition import count_without_token_limit
 from rldsl.sharding.pipeline_schedule import actions, max_activations_in_flight, max_waiting_messages, rank_passes
 
@@ -269,7 +270,8 @@ def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) ->
     layout, frames = copy.layout, [t.frames[f] for f in e.frames]
     spread = t.spreads[e.spread]
     unit = frames[0].per_prompt if spread.granularity == "prompt" else 1  # rows that stay together
-    count = unit * ceil(ceil(frames[0].count // unit / spread.minibatches) / layout.dp)
+    longest = unit_tokens(frames, unit > 1)
+    count = unit * ceil(units_of_minibatch(spread, frames[0].count // unit, longest) / layout.dp)
     m = largest_micro_batch(t, e.frames, count, e.mbs, e.mbt, layout)
     full = e.recompute == "full"
     kept = m.tokens * b.saved + m.cp_tokens * b.seen  # by a layer, for its backward pass

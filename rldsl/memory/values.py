@@ -13,7 +13,7 @@ from rldsl.plan.entries import ENTRIES, HIDDEN, EntrySpace, entry_spaces
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Layout, Plan, ReplayBuffer, Spread, Value
 from rldsl.plan.operators import OPERATORS
-from rldsl.plan.spaces import IndexedFrame, indexed_frames
+from rldsl.plan.spaces import IndexedFrame, indexed_frames, unit_tokens, units_of_minibatch
 
 WIDE = 8  # bytes of a float64, and of an int64
 SIZES = {"f32": 4, "i64": 8, "bool": 1}
@@ -96,7 +96,8 @@ def first_pass_bytes(t: Tables, program: Program, spread: Spread, frames: Iterab
     """Bytes on a rank with a model's last layers for a loss that needs the whole minibatch at once: its inputs, twice
     while they are brought together, and all values with their gradients, in float64. frames: that are trained on."""
     units = {f: t.frames[f].per_prompt if spread.granularity == "prompt" else 1 for f in frames}
-    num_rows = {f: unit * -(-(t.frames[f].count // unit) // spread.minibatches) for f, unit in units.items()}
+    longest = unit_tokens([t.frames[f] for f in frames], spread.granularity == "prompt")
+    num_rows = {f: unit * units_of_minibatch(spread, t.frames[f].count // unit, longest) for f, unit in units.items()}
     elements = 0
     for node in program.nodes:
         if node.level in ("token", "entry"):

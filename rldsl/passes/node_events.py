@@ -90,7 +90,7 @@ def spread_of(node: g.Node, place: Place, frames: Mapping[str, IndexedFrame]) ->
             unit: Literal["row", "prompt"] = "prompt" if node.whole_prompts else "row"
             return _named(Spread("", mesh, layout, node.frames, unit, "tokens", node.minibatches, node.epochs,
                                  node.shuffle, node.call if node.shuffle else 0,
-                                 LEAVES if node.invariant else 0))
+                                 LEAVES if node.invariant else 0, node.minibatch_tokens))
         case g.Compute():
             if not node.frames:
                 return on_every_rank(place.mesh)
@@ -127,7 +127,8 @@ def on_every_rank(mesh: Mesh) -> Spread:
 def _named(s: Spread) -> Spread:
     """`s` with an id made of its content, so that equal spreads have one id."""
     shuffled = f" shuffled {s.call}" if s.shuffle else ""
-    batches = f" x{s.minibatches} x{s.epochs}{shuffled}" if s.minibatches * s.epochs > 1 else ""
+    size = f" of {s.minibatch_tokens} tokens" if s.minibatch_tokens else ""
+    batches = f" x{s.minibatches}{size} x{s.epochs}{shuffled}" if s.minibatches * s.epochs > 1 or size else ""
     leaves = f" in {s.leaves}" if s.leaves else ""
     id = f"{s.layout} {s.granularity} {s.balance_by} {' '.join(s.frames)}{batches}{leaves}"
     return replace(s, id=id)

@@ -103,8 +103,8 @@ class Spread:
     """How the rows of frames are divided over the dp ranks of a layout. A buffer `value@spread` is held, for the rows
     of a dp rank, by each of its ranks.
 
-    A training spread first divides rows into minibatches by (seed, step, call, epoch, row), then each minibatch over
-    the dp ranks."""
+    A training spread first divides rows into minibatches by (seed, step, call, epoch, row), and by the lengths of rows
+    where minibatches have a size in tokens, then each minibatch over the dp ranks."""
 
     id: str  # unique in a plan
     mesh: str  # id
@@ -125,6 +125,9 @@ class Spread:
     # each minibatch is first divided into so many parts, the same under every degree, and a dp rank has consecutive
     # ones (`sharding/gradient_leaves.py`); 0: it is divided over the dp ranks
     leaves: int = 0
+    # the most tokens of a minibatch, which takes rows in order until the next one does not fit; then `minibatches` is
+    # the most there can be (`plan/spaces.py`), and the last ones are empty. 0: all have the same number of rows
+    minibatch_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,6 @@ class Operator:
     same_unit: tuple[int, ...] = ()
     gradient: bool = True  # passes a gradient on to its arguments
     in_loss: bool = True  # False: nowhere in a loss, its metrics included (random numbers, Python functions)
-    to_batch_only: bool = False  # a reduction that goes to batch alone; its further arguments are of level batch
     # A reduction to batch: how the results of ranks become one. "gather": from the elements of all ranks.
     combine: Literal["", "sum", "max", "min", "gather"] = ""
 
@@ -95,7 +94,7 @@ _ALL = (
     Operator("median", "reduction", 1, "the middle element of a, or the mean of the two in the middle", unit="keep",
              combine="gather"),
     Operator("quantile", "reduction", 2, "the number below which the share b of the elements of a lies, between "
-             "neighbors by linear interpolation", unit="keep", to_batch_only=True, combine="gather"),
+             "neighbors by linear interpolation; b is of level batch", unit="keep", combine="gather"),
     # Attributes `within`, the level inside whose elements a is ordered, and `of`, the space of that level.
     Operator("sort", "order", 1, "the elements of a in ascending order, one at the place of each", unit="keep",
              same_unit=(0,)),
@@ -247,9 +246,10 @@ _FUNCTIONS = (
         ("median(x)", "F -> batch", "the median of all elements, across all ranks; of an even number, the mean of the "
          "two in the middle"),
         ("median(x by M)", "F -> M", "the same within each M")), "median"),
-    Builtin("quantile", "special", (
+    Builtin("quantile", "reduction", (
         ("quantile(x, q)", "F, batch -> batch",
-         "the q-quantile of all elements, across all ranks, with linear interpolation"),), "quantile", 2, 2),
+         "the q-quantile of all elements, across all ranks, with linear interpolation"),
+        ("quantile(x by M, q)", "F, batch -> M", "the same within each M")), "quantile", 2, 2),
     Builtin("sort", "order", (
         ("sort(x)", "F -> F", "the elements of x in ascending order: the smallest is where the first element was"),
         ("sort(x by M)", "F -> F", "the same within each M")), "sort"),

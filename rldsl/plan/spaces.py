@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 
-from rldsl.plan.model import Frame, Plan, Space
+from rldsl.plan.model import Frame, Plan, Space, Spread
 from rldsl.plan.payloads import WINDOW
 
 MAX_DEPTH = 1000  # spaces from one to its root, and selections of selections: bounds what a forged plan costs
@@ -121,6 +121,27 @@ def numberings(parts: Sequence[IndexedFrame], parent: str) -> tuple[Numbering, .
             for f in parts]
     return tuple(Numbering(run, sum(runs), first)
                  for run, first in zip(runs, accumulate(runs, initial=0), strict=False))
+
+
+def unit_tokens(frames: Iterable[IndexedFrame], whole_prompts: bool) -> int:
+    """The most tokens that a row of these frames has together, or all rows of a prompt."""
+    return sum((f.per_prompt if whole_prompts else 1) * (f.max_prompt_tokens + f.max_response_tokens) for f in frames)
+
+
+def most_minibatches(units: int, longest: int, tokens: int) -> int:
+    """How many minibatches of `tokens` tokens there are at most of so many units (rows, or prompts), each of at most
+    `longest` tokens, if each takes units in order until the next one does not fit, and a longer unit is alone: two
+    neighbors have more than `tokens` together, and each but the last one has more than `tokens` - `longest`."""
+    total = units * longest
+    most = min(units, 2 * total // tokens + 1)
+    return min(most, total // (tokens - longest + 1) + 1) if longest <= tokens else most
+
+
+def units_of_minibatch(spread: Spread, units: int, longest: int) -> int:
+    """The units of a minibatch where all have `longest` tokens, which bounds what it costs."""
+    if spread.minibatch_tokens:
+        return min(units, max(1, -(-spread.minibatch_tokens // max(longest, 1))))
+    return -(-units // spread.minibatches)
 
 
 def coarsest(frames: Iterable[IndexedFrame]) -> tuple[IndexedFrame, ...]:

@@ -112,7 +112,7 @@ class Builtins:
         if reducing:
             to = self.exprs.target(expr.by, scope) if expr.by else "batch"
             constants = {n: o.value for n, o in options.items() if isinstance(o, Term)}
-            return BAD if to is None else self.exprs.ops.reduce(name, terms[0], to, expr.span, constants)
+            return BAD if to is None else self.exprs.ops.reduce(name, terms[0], to, expr.span, constants, terms[1:])
         return self.exprs.ops.apply(name, terms, expr.span)
 
     def _counted(self, builtin: Builtin, given: int, expr: ast.Call) -> bool:
@@ -148,9 +148,6 @@ class Builtins:
         above = self.exprs.ops.apply("max", (x, low), expr.span)
         return BAD if isinstance(above, Bad) else self.exprs.ops.apply("min", (above, high), expr.span)
 
-    def quantile(self, terms: tuple[Term, ...], expr: ast.Call) -> Term | Bad:
-        return self.exprs.ops.quantile(terms[0], terms[1], expr.span)
-
     def uniform(self, terms: tuple[Term, ...], expr: ast.Call) -> Term | Bad:
         return self.exprs.ops.uniform(terms[0], expr.span)
 
@@ -174,7 +171,7 @@ class Builtins:
 # What lowers the built-in functions that are neither one operator for each element, nor a reduction, nor a sequence
 # function: (arguments, call) -> result.
 SPECIAL: Mapping[str, Callable[[Builtins, tuple[Term, ...], ast.Call], Term | Bad]] = {
-    "clip": Builtins.clip, "choice": Builtins.choice, "quantile": Builtins.quantile, "uniform": Builtins.uniform,
+    "clip": Builtins.clip, "choice": Builtins.choice, "uniform": Builtins.uniform,
     "step_number": Builtins.step_number,
 }
 if wrong := {b.name for b in BUILTINS.values() if b.form == "special"} ^ SPECIAL.keys():

@@ -337,7 +337,9 @@ def _classify(term: Term, below: list[Dependence], model_outputs: set[str], in_v
             return Dependence.CONSTANT
         if to == "batch":
             return Dependence.AFFINE if OPERATORS[term.op].combine == "sum" else Dependence.NONLINEAR
-        return worst
+        if worst >= Dependence.AFFINE:
+            needs.add(term.args[-1], "is known only after the last micro-batch, and is used for single elements")
+        return min(worst, Dependence.PER_ELEMENT)
     if OPERATORS[term.op].family == "order":
         within = dict(term.attrs)["within"]
         needs.prompts |= needs.spaces.beyond_rows(term)

@@ -185,10 +185,12 @@ class Operators:
     # ------------------------------------------------------------------------------------------- reductions
 
     def reduce(self, name: str, x: Term, to: Target, span: Span,
-               options: Options = MappingProxyType({})) -> Term | Bad:
-        """`name(x by to, OPTION=...)`."""
+               options: Options = MappingProxyType({}), more: tuple[Term, ...] = ()) -> Term | Bad:
+        """`name(x by to, OPTION=...)`. more: the share of a quantile."""
         if x.dtype == "id":
             return self._no_ids(x)
+        if more and (fault := self._share(more[0])) is not None:
+            return fault
         if not self._in_a_loss((x,)):
             return BAD
         if self.whole(x) and (to != "token" or name not in OF_VOCABULARY):
@@ -220,7 +222,7 @@ class Operators:
         else:
             space = self.spaces.coarser(x.level, x.space, to)
             made = self.spaces.level_of(to, space)
-        return Term(op, (x,), made, space, "f32", span, (("to", made),), unit=unit)
+        return Term(op, (x, *more), made, space, "f32", span, (("to", made),), unit=unit)
 
     def order(self, name: str, x: Term, within: Target, span: Span) -> Term | Bad:
         """`sort(x by within)` or `rank(x by within)`: of the level of x."""
@@ -345,17 +347,14 @@ class Operators:
         made = self.apply("sub", (const(1.0, span), made), span) if isinstance(made, Term) else BAD
         return self.apply("max", (made, const(0.0, span)), span) if isinstance(made, Term) else BAD
 
-    def quantile(self, x: Term, share: Term, span: Span) -> Term | Bad:
-        """The number below which `share` of the elements of x lie."""
-        if x.level == "batch":
-            return self.errors.add("RL0208", "one number has no quantile", x.at, f"this is {describe(x)}",
-                                   labels=x.origin, help="it needs a value with several elements")
+    def _share(self, share: Term) -> Bad | None:
+        """What is wrong with the fraction of a quantile."""
         if share.level != "batch":
             return self.errors.add("RL0201", "the fraction of `quantile` must be a single number", share.at,
                                    f"this is {describe(share)}")
         if share.constant and not 0 <= float(share.value) <= 1:
             return self.errors.add("RL0205", "the fraction of `quantile` must be between 0 and 1", share.at)
-        return Term("quantile", (x, share), "batch", "", "f32", span, (("to", "batch"),), unit=x.unit)
+        return None
 
     def uniform(self, x: Term, span: Span) -> Term | Bad:
         """A random number for each element of x; each call of the program has its own."""

@@ -148,16 +148,45 @@ def _units_by_dp(spread: Spread, dp: int, known: Mapping[str, IndexedFrame], len
     if balance_by == "slot":
         return ((_slots(frames[0], spread.granularity, dp),),)
     weights = _weights(spread, frames, lengths)
-    unit_ids = tuple(weights)
+    unit_ids, tokens = tuple(weights), _tokens(spread, frames, lengths)
     # three numberings: index in the minibatch -> position among the present units -> unit id
     divide = partition if not spread.leaves else partial(_in_leaves, spread.leaves)
     return tuple(
         tuple(tuple(tuple(unit_ids[positions[i]] for i in chosen)
                     for chosen in divide([weights[unit_ids[p]] for p in positions], dp, balance_by))
               for positions in epoch)
-        for epoch in minibatch_positions(len(unit_ids), spread.minibatches, spread.epochs, spread.shuffle, seed, step,
-                                         spread.call)
+        for epoch in _positions(spread, [tokens[unit] for unit in unit_ids] if spread.minibatch_tokens else None,
+                                len(unit_ids), seed, step)
     )
+
+
+def _positions(spread: Spread, tokens: Sequence[int] | None, count: int, seed: int,
+               step: int) -> tuple[tuple[Rows, ...], ...]:
+    """[epoch][minibatch] -> positions of units, out of 0..count-1, ascending. tokens: of each unit, where minibatches
+    have a size in tokens."""
+    if tokens is None:
+        return minibatch_positions(count, spread.minibatches, spread.epochs, spread.shuffle, seed, step, spread.call)
+    whole = minibatch_positions(count, 1, spread.epochs, False, seed, step)
+    orders = [permutation(count, seed, step, spread.call << 32 | epoch) if spread.shuffle else whole[epoch][0]
+              for epoch in range(spread.epochs)]
+    return tuple(minibatches_by_tokens(order, tokens, spread.minibatch_tokens, spread.minibatches) for order in orders)
+
+
+def minibatches_by_tokens(order: Sequence[int], tokens: Sequence[int], most_tokens: int, count: int
+                          ) -> tuple[Rows, ...]:
+    """Positions, in this order, in minibatches: each takes positions until the next one would make it more than
+    `most_tokens`; one that is longer is alone. tokens: of each position. Up to `count` the others are empty."""
+    found: list[list[int]] = []
+    filled = 0
+    for at in order:
+        if not found or filled + tokens[at] > most_tokens:
+            found.append([])
+            filled = 0
+        found[-1].append(at)
+        filled += tokens[at]
+    if len(found) > count:
+        raise internal_error(f"{len(found)} minibatches of {most_tokens} tokens, and room for {count}", place=PLACE)
+    return (*(tuple(sorted(positions)) for positions in found), *((),) * (count - len(found)))
 
 
 def _in_leaves(leaves: int, weights: Sequence[int], dp: int, balance_by: Literal["count", "tokens"]
@@ -205,6 +234,16 @@ def _weights(spread: Spread, frames: Sequence[IndexedFrame], lengths: Lengths) -
         for row in rows:
             weights[row // per] = weights.get(row // per, 0) + sequence_cost(lengths[frame.id][row])
     return dict(sorted(weights.items()))
+
+
+def _tokens(spread: Spread, frames: Sequence[IndexedFrame], lengths: Lengths) -> dict[int, int]:
+    """Unit id -> tokens of its sequences of all frames, where minibatches have a size in tokens."""
+    tokens: dict[int, int] = defaultdict(int)
+    for frame in frames if spread.minibatch_tokens else ():
+        each = frame.per_prompt if spread.granularity == "prompt" else 1
+        for row in present_rows(frame, lengths):
+            tokens[row // each] += lengths[frame.id][row]
+    return tokens
 
 
 def _rows_of_units(granularity: str, divided: IndexedFrame, frame: IndexedFrame, units: Sequence[int],

@@ -74,8 +74,8 @@ def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
                 return "what ranges over the whole vocabulary is reduced to tokens first"
             if node.attr("to") != node.level or not coarser:
                 return f"reduces {args[0].level} to {node.attr('to')}, but its result is at level {node.level}"
-            if operator.to_batch_only and {node.level, *(a.level for a in args[1:])} != {"batch"}:
-                return f"a {node.op} is one number, of the batch, and so are its further arguments"
+            if any(a.level != "batch" for a in args[1:]):
+                return f"the further arguments of a {node.op} are numbers of the batch"
             return _broadcast(t, node, args[0], reduced=True)
         case "order":
             return _order_fault(t, node, args[0])

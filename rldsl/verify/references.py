@@ -103,8 +103,9 @@ def _spread(t: Tables, s: Spread) -> Iterator[Diagnostic]:
         yield _unknown("layout", s.layout, where)
     elif s.layout and t.ranks.get(s.mesh) != t.ranks.get(t.layouts[s.layout].mesh):
         yield _bad("RL0612", f"{where} is on mesh {s.mesh}, but its layout {s.layout} is on another mesh")
-    if s.minibatches < 1 or s.epochs < 1 or s.call < 0:
-        yield _bad("RL0612", f"{where}: minibatches {s.minibatches}, epochs {s.epochs}, call {s.call}")
+    if s.minibatches < 1 or s.epochs < 1 or s.call < 0 or s.minibatch_tokens < 0:
+        yield _bad("RL0612", f"{where}: minibatches {s.minibatches} of {s.minibatch_tokens} tokens, epochs {s.epochs}, "
+                             f"call {s.call}")
     frames = [t.frames[f] for f in s.frames if f in t.frames]
     yield from (_unknown("frame", f, where) for f in s.frames if f not in t.frames)
     spaces = {f.prompt_space if s.granularity == "prompt" else f.row_space for f in frames}

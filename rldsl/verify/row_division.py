@@ -18,7 +18,7 @@ from rldsl.plan.events import Compute, Derive, Event, Generate, Infer, Lengths, 
 from rldsl.plan.expr import Node, Program
 from rldsl.plan.model import Spread
 from rldsl.plan.operators import in_family
-from rldsl.plan.spaces import IndexedFrame
+from rldsl.plan.spaces import IndexedFrame, most_minibatches, unit_tokens
 from rldsl.plan.traits import rule_for
 from rldsl.sharding.gradient_leaves import LEAVES, divides
 from rldsl.verify.tables import Tables, name, problem
@@ -99,7 +99,14 @@ def _train(t: Tables, e: Train) -> str:
         return f"pairs rows of different spaces: {', '.join(e.frames)}"
     if len(e.frames) > 1 and len({_presence(t, f) for f in e.frames}) > 1:
         return f"pairs frames of which different rows are present: {', '.join(e.frames)}"
-    return "" if set(s.frames) == set(e.frames) else f"makes minibatches of frames {', '.join(s.frames)}"
+    if set(s.frames) != set(e.frames):
+        return f"makes minibatches of frames {', '.join(s.frames)}"
+    frames, whole = [t.frames[f] for f in s.frames], s.granularity == "prompt"
+    units = frames[0].count // (frames[0].per_prompt if whole else 1)
+    if s.minibatch_tokens > 0 and \
+            s.minibatches != most_minibatches(units, max(1, unit_tokens(frames, whole)), s.minibatch_tokens):
+        return f"makes {s.minibatches} minibatches of {s.minibatch_tokens} tokens"
+    return ""
 
 
 def _presence(t: Tables, frame: str) -> tuple[str, ...]:

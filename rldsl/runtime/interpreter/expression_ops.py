@@ -183,7 +183,7 @@ def evaluate(node: Node, inner: Sequence[Node], args: Sequence[Tensor], ragged: 
     if in_family(node.op, "elementwise"):
         return elementwise(node.op, [broadcast(a, n, node, ragged) for a, n in zip(args, inner, strict=True)], dtype)
     if node.attr("to") is not None:
-        return reduce(node, inner[0], args[0], ragged, dtype)
+        return reduce(node, inner[0], args, ragged, dtype)
     if in_family(node.op, "order"):
         wide, within = args[0].to(torch.float64), cast(Level, node.attr("within"))
         index = torch.zeros(wide.numel(), dtype=torch.int64, device=wide.device) if within == "batch" else \
@@ -244,8 +244,10 @@ def _alike(args: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 # ------------------------------------------------------------------------------------------------- reductions
 
 
-def reduce(node: Node, of: Node, x: Tensor, ragged: RaggedIndex, dtype: torch.dtype) -> Tensor:
-    """A reduction to seq or prompt. Sums run in float64, so that the order of the elements hardly matters."""
+def reduce(node: Node, of: Node, args: Sequence[Tensor], ragged: RaggedIndex, dtype: torch.dtype) -> Tensor:
+    """A reduction to a level finer than batch. of: the node of the first of `args`. Sums run in float64, so that the
+    order of the elements hardly matters."""
+    x = args[0]
     index = ragged.index(of.level, of.space, node.level, node.space)
     size = ragged.size(node.level, node.space)
     wide = x.to(torch.float64)
@@ -261,20 +263,38 @@ def reduce(node: Node, of: Node, x: Tensor, ragged: RaggedIndex, dtype: torch.dt
             best = worst.scatter_reduce(0, index, wide, node.op)
             return torch.where(count > 0, best, 0.0).to(dtype)
         case op if op in _SEGMENTS:
-            return _SEGMENTS[op](wide, index, count.long()).to(dtype)
+            return _SEGMENTS[op](wide, index, count.long(), args[1:]).to(dtype)
         case op:
             raise internal_error(f"the interpreter cannot reduce with {op} by {node.level}")
 
 
-def _medians(x: Tensor, index: Tensor, counts: Tensor) -> Tensor:
+def _medians(x: Tensor, index: Tensor, counts: Tensor, args: Sequence[Tensor]) -> Tensor:
     """[segments] from x [elements] and the segment of each element; 0 for an empty segment."""
+    low, high, worst = _at_places(x, index, counts, ((counts - 1) // 2, counts // 2, counts - 1))
+    return torch.where(worst.isnan(), worst, (low + high) / 2)
+
+
+def _quantiles(x: Tensor, index: Tensor, counts: Tensor, args: Sequence[Tensor]) -> Tensor:
+    """[segments]: as `_quantile` of each segment; 0 for an empty one."""
+    at = args[0].to(torch.float64).clamp(0, 1) * (counts - 1).clamp(min=0)
+    below = at.nan_to_num().floor().long()
+    low, high, worst = _at_places(x, index, counts, (below, torch.minimum(below + 1, counts - 1), counts - 1))
+    found = _between(low, high, at - below)
+    return torch.where(counts > 0, torch.where(worst.isnan(), worst, found), 0.0)
+
+
+def _at_places(x: Tensor, index: Tensor, counts: Tensor, places: Sequence[Tensor]) -> list[Tensor]:
+    """Of each segment its elements at some places of their order, in which NaN comes last; 0 for an empty one."""
     order = x.argsort()
     ordered = torch.cat((x[order[index[order].argsort(stable=True)]], x.new_zeros(1)))  # by segment, then by value
     starts = counts.cumsum(0) - counts
-    low, high, last = (torch.where(counts > 0, starts + place, x.numel())
-                       for place in ((counts - 1) // 2, counts // 2, counts - 1))
-    worst = ordered[last]  # NaN is sorted behind all numbers
-    return torch.where(worst.isnan(), worst, (ordered[low] + ordered[high]) / 2)
+    return [ordered[torch.where(counts > 0, starts + place, x.numel())] for place in places]
+
+
+def _between(low: Tensor, high: Tensor, part: Tensor) -> Tensor:
+    """Linear interpolation; inf - inf would be NaN."""
+    found = torch.where((part == 0) | (low == high), low, low + part * (high - low))
+    return torch.where(part.isnan(), torch.nan, found)
 
 
 def of_all_elements(op: str, x: Tensor, args: Sequence[Tensor]) -> Tensor:
@@ -287,7 +307,7 @@ def of_all_elements(op: str, x: Tensor, args: Sequence[Tensor]) -> Tensor:
     if op in _WHOLE:
         return _WHOLE[op](x, args)
     one = torch.zeros(x.numel(), dtype=torch.int64, device=x.device)
-    return _SEGMENTS[op](x, one, one.new_tensor([x.numel()]))[0]
+    return _SEGMENTS[op](x, one, one.new_tensor([x.numel()]), args)[0]
 
 
 def _median(x: Tensor, args: Sequence[Tensor]) -> Tensor:
@@ -300,16 +320,15 @@ def _quantile(x: Tensor, args: Sequence[Tensor]) -> Tensor:
     share = args[0].to(torch.float64).clamp(0, 1)
     at = share * (ordered.numel() - 1)
     below = at.nan_to_num().floor().long()
-    low, high, part = ordered[below], ordered[(below + 1).clamp(max=ordered.numel() - 1)], at - below
-    between = torch.where((part == 0) | (low == high), low, low + part * (high - low))  # inf - inf would be NaN
-    return torch.where(part.isnan() | ordered[-1].isnan(), torch.nan, between)
+    between = _between(ordered[below], ordered[(below + 1).clamp(max=ordered.numel() - 1)], at - below)
+    return torch.where(ordered[-1].isnan(), torch.nan, between)
 
 
-# Reductions with `Operator.combine` "gather". By segment: x [elements] float64, the segment of each element, and the
-# number of elements in each segment -> [segments], 0 for an empty one. To batch the same function is used, with one
-# segment, unless the operator has a faster one, or one with further arguments, in _WHOLE.
-_SEGMENTS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "median": _medians,
+# Reductions with `Operator.combine` "gather". By segment: x [elements] float64, the segment of each element, the number
+# of elements in each segment, and the further arguments -> [segments], 0 for an empty one. To batch the same function
+# is used, with one segment, unless the operator has a faster one in _WHOLE.
+_SEGMENTS: Mapping[str, Callable[[Tensor, Tensor, Tensor, Sequence[Tensor]], Tensor]] = {
+    "median": _medians, "quantile": _quantiles,
 }
 _WHOLE: Mapping[str, Callable[[Tensor, Sequence[Tensor]], Tensor]] = {"median": _median, "quantile": _quantile}
 
