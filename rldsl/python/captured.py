@@ -1,8 +1,9 @@
-"""Python functions of a script or a notebook as the text of a module, which a plan can hash and workers can run.
+"""Python functions and environments of a script or a notebook as the text of a module, which a plan can hash and
+workers can run.
 
-In: functions. Out: source text that defines them and everything of their own module that they use: imports, constants,
-other functions and classes. Nothing is pickled, so what workers run is what one can read, and the same functions give
-the same text.
+In: functions and classes. Out: source text that defines them and everything of their own module that they use: imports,
+constants, other functions and classes. Nothing is pickled, so what workers run is what one can read, and the same
+functions give the same text.
 Errors: RL0790 a function whose source is unknown, or that uses a value which cannot be written as source.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import linecache
 import re
 import sys
 import textwrap
@@ -25,16 +27,17 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 
 
 def captured(functions: Mapping[str, Callable[..., Any]]) -> str:
-    """The text of a module that defines every function. functions: the name in the program -> the function, which must
-    have this name itself. Errors: RL0790."""
+    """The text of a module that defines every function. functions: the name in the program -> the function, or the
+    class of an environment, which must have this name itself. Errors: RL0790."""
     capture = _Capture()
     for name, function in functions.items():
-        if not isinstance(function, FunctionType):
-            raise _refused(name, f"it is {_described(function)}, not a function defined with `def`")
+        if not isinstance(function, FunctionType | type):
+            raise _refused(name, f"it is {_described(function)}, not a function defined with `def`, and no class")
         if function.__name__ != name:
+            kind, word = ("class", "class") if isinstance(function, type) else ("function", "def")
             what = "a lambda" if function.__name__ == "<lambda>" else f"called `{function.__name__}`"
-            raise _refused(name, f"the function is {what}; workers find it by its name",
-                           help=f"define it as `def {name}(...)`")
+            raise _refused(name, f"the {kind} is {what}; workers find it by its name",
+                           help=f"define it as `{word} {name}" + ("`" if word == "class" else "(...)`"))
         capture.define(name, function, function)
     return capture.text()
 
@@ -57,7 +60,7 @@ class _Capture:
         if self._is_bound(name, value, root):
             return
         source = _source(value, root)
-        for used, found in _uses(source, value).items():
+        for used, found in _uses(source, value, annotations=value is root and isinstance(root, type)).items():
             self._bind(used, found, root)
         self._definitions[name] = source
 
@@ -110,7 +113,7 @@ def _source(value: Any, root: Callable[..., Any]) -> str:
         raise _refused(root.__name__, f"`{value.__name__}` uses {names} of the function around it",
                        help="define it at the top level of the module or cell")
     try:
-        text = textwrap.dedent(inspect.getsource(value))
+        text = textwrap.dedent(_class_text(value) if isinstance(value, type) else inspect.getsource(value))
         tree = ast.parse(text)
     except (OSError, TypeError, SyntaxError):
         raise _refused(root.__name__, f"the source text of `{value.__name__}` is not known",
@@ -121,11 +124,30 @@ def _source(value: Any, root: Callable[..., Any]) -> str:
     return text.rstrip("\n")
 
 
-def _uses(source: str, value: Any) -> dict[str, Any]:
-    """The global names that a definition reads, with their values, sorted. Annotations are not evaluated, so their
-    names do not count. A name that is nowhere is left for the run to report."""
+def _class_text(value: type) -> str:
+    """The source text of a class. In a notebook Python does not know the file of a class, but those of its methods.
+    Errors: OSError, TypeError if it is not known."""
+    method = next((m for m in vars(value).values() if isinstance(m, FunctionType)
+                   and m.__qualname__ == f"{value.__qualname__}.{m.__name__}"), None)
+    if value.__module__ != "__main__" or method is None:
+        return inspect.getsource(value)
+    lines = linecache.getlines(method.__code__.co_filename)
+    for node in ast.walk(ast.parse("".join(lines))):
+        if isinstance(node, ast.ClassDef) and node.name == value.__name__ and \
+                node.lineno <= method.__code__.co_firstlineno <= (node.end_lineno or 0):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            return "".join(lines[first - 1 : node.end_lineno])
+    raise OSError("source code not available")
+
+
+def _uses(source: str, value: Any, annotations: bool) -> dict[str, Any]:
+    """The global names that a definition reads, with their values, sorted. A name that is nowhere is left for the run
+    to report. annotations: whether those count, as the types of an environment's tools do; otherwise nobody evaluates
+    them."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
+        if annotations:
+            break
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             node.returns = None
         elif isinstance(node, ast.arg):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json as j
+import linecache
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import PurePath as Pure
-from typing import Any
+from types import ModuleType
+from typing import Annotated, Any, Literal, get_type_hints
 
 import pytest
 
@@ -65,6 +68,49 @@ def test_the_text_defines_the_same_functions() -> None:
     assert text == captured({"exact": exact, "countdown": countdown, "nested": nested})
 
 
+Move = Literal["up", "down"]
+MAXIMUM = 3
+
+
+class Board:
+    def __init__(self) -> None:
+        self.moves: list[str] = []
+
+
+class Game(Board):
+    """An environment: the types of its tools are read when it runs."""
+
+    def move(self, to: Literal["up", "down"], steps: Annotated[int, "at most 3"] = 1) -> str:
+        self.moves.append(to)
+        return f"{to} {min(steps, MAXIMUM)}"
+
+
+class Aliased:
+    def move(self, to: Move) -> str:
+        return to
+
+
+def test_an_environment_with_the_types_of_its_tools() -> None:
+    module: dict[str, Any] = {"__name__": "game"}
+    exec(compile(captured({"Game": Game}), "game", "exec"), module)
+    game = module["Game"]()
+    assert game.move("up", 9) == "up 3" and game.moves == ["up"]
+    found = get_type_hints(module["Game"].move, module, include_extras=True)
+    assert found["to"] == Literal["up", "down"] and found["steps"] == Annotated[int, "at most 3"]
+
+
+def test_classes_of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell is a file of its own in `linecache`, which Python does not know to be that of `__main__`."""
+    cell = "import math\n\nclass Cell:\n    size = 2\n\n    def area(self):\n        return math.prod([self.size, self.size])\n"
+    linecache.cache["<cell 7>"] = (len(cell), None, cell.splitlines(keepends=True), "<cell 7>")
+    main = ModuleType("__main__")
+    exec(compile(cell, "<cell 7>", "exec"), main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    module: dict[str, Any] = {}
+    exec(captured({"Cell": main.Cell}), module)
+    assert module["Cell"]().area() == 4
+
+
 def closure() -> Callable[..., Any]:
     k = 3
 
@@ -94,6 +140,9 @@ def uses_another_name(rows: list[Any]) -> list[str]:
     ("other", exact, "the function is called `exact`"),
     ("f", lambda rows: rows, "the function is a lambda"),
     ("len", len, "not a function defined with `def`"),
+    ("Aliased", Aliased, "it uses `Move`, which is a `_LiteralGenericAlias`"),
+    ("Other", Game, "the class is called `Game`"),
+    ("game", Game(), "it is a `Game`, not a function defined with `def`, and no class"),
     ("made", eval("lambda: 0", {}), "a lambda"),
 ])
 def test_what_cannot_be_captured(name: str, function: Callable[..., Any], why: str) -> None:
