@@ -304,3 +304,30 @@ def test_an_agent_without_branches_is_the_same_with_room_for_them(base: Path) ->
         base, None, body.replace("branches=4", f"branches={b}").replace("gen.reward)", "len(gen))", 1), env="asks_twice")]
         for b in (1, 3)]
     assert lines[0] == lines[1] and all(line["rows"] == 8 and line["last"] == 0 for line in lines[0])
+
+
+def test_forged_plans(base: Path) -> None:
+    """Rows of branches that nobody knows, that are divided by what there is of them, or are too few."""
+    from rldsl.plan.codec import decode
+    from rldsl.verify import verify
+
+    text = source(BODY).replace("envs_scripted.py", "envs_agents.py").replace("Guess: env", "branches_off: env")
+    (base / "program.rlf").write_text(text.replace("(group_norm)", "(group_norm, group_norm_branches)"))
+    before = os.getcwd()
+    os.chdir(base)
+    try:
+        plan = decode(compile_program(base / "program.rlf", {}, None, base), "p.plan")
+    finally:
+        os.chdir(before)
+    verify(plan)
+    frame = next(f for f in plan.frames if f.id == "gen")
+    spread = next(s for s in plan.spreads if s.frames == ("gen",) and s.balance_by == "slot")
+    space = next(s for s in plan.spaces if s.id == "gen")
+    assert (frame.present_in, space.fan) == ("gen", 8)
+    for name, old, change, code in (
+            ("frames", frame, {"present_in": ""}, "RL0615"), ("spreads", spread, {"balance_by": "count"}, "RL0518"),
+            ("spaces", space, {"fan": 2, "count": 8}, "RL0612")):
+        rows = tuple(replace(x, **change) if x is old else x for x in getattr(plan, name))
+        with pytest.raises(Failure) as caught:
+            verify(replace(plan, **{name: rows}))
+        assert code in {d.code for d in caught.value.diagnostics}, name

@@ -161,6 +161,8 @@ def _mutated(plan: Plan, change: Callable[[Generate], Generate]) -> Plan:
     lambda e: replace(e, conversation=replace(e.conversation, max_turns=4)),
     lambda e: replace(e, conversation=replace(e.conversation, max_tokens=65)),
     lambda e: replace(e, conversation=replace(e.conversation, turn_timeout=0.0)),
+    lambda e: replace(e, conversation=replace(e.conversation, branches=2)),
+    lambda e: replace(e, conversation=replace(e.conversation, branches=0)),
     lambda e: replace(e, reads=tuple(b for b in e.reads if ".columns" not in b)),
     lambda e: replace(e, writes=tuple(b for b in e.writes if ".reward" not in b)),
 ])
