@@ -206,8 +206,11 @@ class TorchShard:
                     first_pass.end()
         with self._numerics(), sequence_parallel.region(), self.stage.recomputing(recompute == "full"):
             for start, count in zip(accumulate(leaves, initial=0), leaves, strict=False):
-                run([i for i in passes if start <= i < start + count])
-                trainer.end_leaf()
+                together = [i for i in passes if start <= i < start + count]
+                if together:
+                    trainer.begin_leaf()
+                    run(together)
+                trainer.end_leaf(any(has_rows[i] for i in together))
             if not leaves:
                 run(passes)
         if should_stop is not None and should_stop():

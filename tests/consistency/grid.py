@@ -1,6 +1,6 @@
 """One digest everywhere: a program that generates, takes log-probs and trains, under many placements.
 
-    python -m tests.consistency.grid [--steps 20] [--families dense,odd,moe] [--dtypes float32,bfloat16] [--only WORDS]
+    python -m tests.consistency.grid [--steps 4] [--families dense,odd,moe] [--dtypes float32,bfloat16] [--only WORDS]
                                    [--every K]
 
 For each family and dtype the first run is on one rank. Each other run must have its tokens, log-probs, metrics and final
@@ -34,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # three query heads for each key; with tp=4 two ranks share a key head
     "odd": dict(family="qwen2", num_attention_heads=12, num_key_value_heads=2, hidden_size=96, intermediate_size=90,
                 num_hidden_layers=2),
-    "moe": dict(family="qwen3_moe", num_experts=16, num_hidden_layers=2),
+    "moe": dict(family="qwen3_moe", num_experts=8, num_hidden_layers=2),
 }
 DTYPES = ("float32", "bfloat16")
 
@@ -44,21 +44,21 @@ use py "rewards_small.py" (digits: gen -> seq)
 
 param base = "base"
 param rows = "rows.jsonl"
-param steps = 20
+param steps = 4
 
-data prompts = jsonl(rows, batch=4, max_prompt_tokens=16)
+data prompts = jsonl(rows, batch=2, max_prompt_tokens=16)
 model actor = causal_lm(base, dtype={dtype}, invariant=training) train adamw(lr=1e-3, clip_grad=0.5)
 model ref   = causal_lm(base, dtype={dtype}, invariant=true)
 
 flow grid(steps=steps, seed=7) {{
   prompt = prompts.next()
-  gen    = actor.generate(prompt, n=4, max_new_tokens=6, temperature=0.9)
+  gen    = actor.generate(prompt, n=3, max_new_tokens=5, temperature=0.9)
   again  = actor.logprobs(gen)
   ref_lp = ref.logprobs(gen)
   reward = digits(gen)
   metric reward = mean(reward)
   metric gap    = max(abs(gen.logprobs - again))
-  actor.train(gen, loss=grpo(old=gen.logprobs, adv=group_norm(reward), ref=ref_lp, beta=0.05), minibatches=2)
+  actor.train(gen, loss=grpo(old=gen.logprobs, adv=group_norm(reward), ref=ref_lp, beta=0.05))
   every {steps} {{ save actor }}
 }}
 """
@@ -171,7 +171,7 @@ def digest(*tensors: torch.Tensor) -> str:
 def main(words: list[str]) -> int:
     """The number of runs that differ."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--only", default="", help="placements whose degrees contain this")

@@ -3,10 +3,10 @@ included; the sums that this stands on; what would divide them differently is re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -188,26 +188,44 @@ def test_leaves_of_several_passes(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ the sums
 
 
+def tree(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Written down: halves are added."""
+    half = len(leaves) // 2
+    return leaves[0] if len(leaves) == 1 else tree(leaves[:half]) + tree(leaves[half:])
+
+
 def test_a_tree_of_a_rank_is_a_part_of_the_tree_of_all() -> None:
     leaves = torch.randn(LEAVES, 100, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(LEAVES)[:, None]
 
-    def total(parts: torch.Tensor) -> torch.Tensor:
+    def total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         sums = LeafSums()
         for part in parts:
-            sums.add(part)
+            sums.end(part.clone())  # given away
         return sums.take()
 
-    whole = total(leaves)
-    for ranks in (2, 4, 8):
-        assert torch.equal(total(torch.stack([total(part) for part in leaves.chunk(ranks)])), whole)
-    assert not torch.equal(leaves.sum(0), whole) and torch.allclose(leaves.sum(0), whole)
+    for ranks in (1, 2, 4, 8):
+        assert torch.equal(total([total(part) for part in leaves.chunk(ranks)]), tree(leaves))
+    assert not torch.equal(leaves.sum(0), tree(leaves)) and torch.allclose(leaves.sum(0), tree(leaves))
 
 
-def test_a_tree_keeps_what_it_is_given() -> None:
-    given, sums = torch.ones(2), LeafSums()
-    for _ in range(4):
-        sums.add(given)
-    assert given.tolist() == [1, 1] and sums.take().tolist() == [4, 4]
+@pytest.mark.parametrize("dummies", [False, True])
+def test_leaves_without_rows_add_nothing(dummies: bool) -> None:
+    """All 256 patterns, in one buffer that all leaves use. dummies: leaves without rows have passes, too."""
+    leaves = torch.randn(LEAVES, 20, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(LEAVES)[:, None]
+    sums, buffer = LeafSums(), torch.zeros(20)
+    for pattern in product((False, True), repeat=LEAVES):
+        for leaf, has_rows in zip(leaves, pattern, strict=True):
+            if has_rows or dummies:
+                sums.begin()
+                buffer.add_(leaf if has_rows else -0.0)
+            sums.end(buffer if has_rows else None)
+        found, kept = sums.take(), torch.tensor(pattern, dtype=torch.float32)[:, None]
+        expected = tree(list(leaves * kept + 0.0))
+        assert torch.equal(torch.zeros(20) if found is None else found, expected)
+        assert (found is None) == (not any(pattern))
+        # nothing was copied if the last leaf with rows was the last with passes
+        assert found is buffer or not any(pattern) or (dummies and not pattern[-1])
+        buffer.zero_()
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e15])

@@ -16,35 +16,61 @@ import torch.distributed as dist
 from rldsl.runtime.collectives import all_reduce
 
 LIMB = 28  # bits: 2^35 squares of a limb fit into an int64
-CHUNK = 1 << 20  # elements whose squares are added in float64: sums of so many limbs are exact
+CHUNK = 1 << 16  # elements whose squares are in float64 at a time, in a cache: sums of so many limbs are exact
 
 
 class LeafSums:
-    """The tree over the leaves of one rank. As many tensors exist as a binary counter of the leaves has ones."""
+    """The tree over the leaves of one rank. As many tensors exist as a binary counter of the leaves has ones.
+
+    The gradients of a leaf stay in the tensor to which its passes have added them until another leaf needs it, so that
+    a minibatch with rows in one leaf costs what one without leaves does. A leaf without rows adds nothing: x + 0.0 is
+    x, since sums that begin with 0.0 are never -0.0."""
 
     def __init__(self) -> None:
-        self._nodes: list[tuple[int, torch.Tensor]] = []  # (leaves in it, their sum), from the left
+        self._nodes: list[tuple[int, torch.Tensor | None]] = []  # (leaves in it, their sum), from the left
+        self._last: list[torch.Tensor | None] = []  # leaves that are not in it yet; one has rows at most
 
-    def add(self, leaf: torch.Tensor) -> None:
-        """The next leaf, which is not kept."""
-        size = 1
-        if not self._nodes or self._nodes[-1][0] != size:
-            self._nodes.append((size, leaf.clone()))
+    def begin(self) -> None:
+        """Before passes add to the tensor that the last leaf has ended with: empty it."""
+        leaf = next((x for x in self._last if x is not None), None)
+        if leaf is None:
             return
-        total = leaf
-        while self._nodes and self._nodes[-1][0] == size:
-            total = self._nodes.pop()[1].add_(total)
-            size *= 2
-        self._nodes.append((size, total))
+        self._fold()
+        self._nodes = [(size, total.clone() if total is leaf else total) for size, total in self._nodes]
+        leaf.zero_()
 
-    def take(self) -> torch.Tensor:
-        """The sum of all leaves, whose number is a power of two. Then there are none."""
+    def end(self, leaf: torch.Tensor | None) -> None:
+        """The gradients of the next leaf, whose tensor is used until the next `begin`, and given away if there is none.
+        None: it has no rows."""
+        if leaf is not None and any(x is not None for x in self._last):
+            self._fold()
+        self._last.append(leaf)
+
+    def take(self) -> torch.Tensor | None:
+        """The sum of all leaves, whose number is a power of two; None if none has rows. Then there are none. It is in
+        the tensor of the last leaf with rows, unless a `begin` came since."""
+        self._fold(into_last=True)
         ((_, total),) = self._nodes
-        self._nodes.clear()
+        self.clear()
         return total
 
     def clear(self) -> None:
         self._nodes.clear()
+        self._last.clear()
+
+    def _fold(self, into_last: bool = False) -> None:
+        """Make the last leaves nodes. into_last: where two tensors are added, the sum is in that on the right."""
+        for total in self._last:
+            size = 1
+            while self._nodes and self._nodes[-1][0] == size:
+                left = self._nodes.pop()[1]
+                if left is not None and total is not None:
+                    total = total.add_(left) if into_last else left.add_(total)
+                elif total is None:
+                    total = left
+                size *= 2
+            self._nodes.append((size, total))
+        self._last.clear()
 
 
 def exact_norm(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> float:

@@ -111,13 +111,17 @@ class ParamGroup:
         w.grad = None
 
     @torch.no_grad()
-    def end_leaf(self) -> None:
-        """Add the gradients to those of the leaves before."""
+    def end_leaf(self, has_rows: bool) -> None:
+        """Add the gradients to those of the leaves before. has_rows: else they are 0, of a pass that only keeps other
+        ranks company."""
         if self.leaf_sums is None:
             raise RuntimeError("gradients without leaves")
-        joined = self._join_grads() if self.leaf_grads is None else self.leaf_grads
+        if not has_rows:
+            self.unsharded_grads.clear()
+            self.leaf_sums.end(None)
+        else:
+            self.leaf_sums.end(self._join_grads() if self.leaf_grads is None else self.leaf_grads)
         self.leaf_grads = None
-        self.leaf_sums.add(joined)
 
     @torch.no_grad()
     def end_pass(self, cp: Axis) -> None:
@@ -141,7 +145,9 @@ class ParamGroup:
     def reduce_scatter(self) -> None:
         """Start to sum the gradients over dp; those that autograd did not compute are 0."""
         if self.leaf_sums is not None:
-            self.unsharded_grads = dict(enumerate(self.leaf_sums.take().split([w.numel() for w in self.unsharded])))
+            total = self.leaf_sums.take()
+            self.unsharded_grads = {} if total is None else \
+                dict(enumerate(total.split([w.numel() for w in self.unsharded])))
         padded = torch.zeros(self.dp.size, sum(self.shard_numel), device=self.sharded[0].device)
         for i, part in enumerate(padded.split(self.shard_numel, dim=1)):
             if i in self.unsharded_grads:
@@ -223,9 +229,9 @@ class ParamGroups:
         for group in self.groups:
             group.wait_reduce_scatter()
 
-    def end_leaf(self) -> None:
+    def end_leaf(self, has_rows: bool) -> None:
         for group in self.groups:
-            group.end_leaf()
+            group.end_leaf(has_rows)
 
     def end_pass(self, cp: Axis) -> None:
         for group in self.groups:
@@ -270,10 +276,10 @@ class ZeroSharding:
         for group in self.groups:
             group.end_pass(cp)
 
-    def end_leaf(self) -> None:
+    def end_leaf(self, has_rows: bool) -> None:
         """After the passes of a leaf."""
         for group in self.groups:
-            group.end_leaf()
+            group.end_leaf(has_rows)
 
     def end_minibatch(self, use_grads: bool) -> None:
         """After the passes of a minibatch. use_grads: False if its gradients are dropped."""

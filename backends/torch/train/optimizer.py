@@ -164,22 +164,24 @@ class ShardOptimizer:
             self.head_leaf.add_(_tree_over_ranks(self.stage.head_grad.view(-1), cp).view(self.head_leaf.shape))
             self.stage.head_grad.zero_()
 
-    def end_leaf(self) -> None:
-        """After the passes of a leaf, of a model with `invariant=training`."""
-        if self.stage.zero:
-            self.stage.zero.end_leaf()
-        elif self.leaf_sums is not None:
-            self._end_leaf_of(self.leaf_sums, self.grad_buffer if self.leaf_grads is None else self.leaf_grads,
-                              self.dense_numel)
-        if self.head_sums is not None and self.stage.head_grad is not None:
-            self._end_leaf_of(self.head_sums, self.stage.head_grad if self.head_leaf is None else self.head_leaf)
-        if self.source_sums is not None and self.source_table is not None:
-            self._end_leaf_of(self.source_sums, self.source_table)
+    def begin_leaf(self) -> None:
+        """Before the passes of a leaf, of a model with `invariant=training`."""
+        for sums in (self.leaf_sums, self.head_sums, self.source_sums):
+            if sums is not None:
+                sums.begin()
 
-    @staticmethod
-    def _end_leaf_of(sums: LeafSums, grads: torch.Tensor, numel: int | None = None) -> None:
-        sums.add(grads[:numel])
-        grads.zero_()
+    def end_leaf(self, has_rows: bool) -> None:
+        """After the passes of a leaf, of a model with `invariant=training`. has_rows: of this rank."""
+        if self.stage.zero:
+            self.stage.zero.end_leaf(has_rows)
+        elif self.leaf_sums is not None:
+            grads = self.grad_buffer if self.leaf_grads is None else self.leaf_grads
+            self.leaf_sums.end(grads[: self.dense_numel] if has_rows else None)
+        if self.head_sums is not None:
+            self.head_sums.end((self.stage.head_grad if self.head_leaf is None else self.head_leaf)
+                               if has_rows else None)
+        if self.source_sums is not None:  # other ranks' tokens may be there
+            self.source_sums.end(self.source_table)
 
     def step(self, rate: float | None = None) -> dict[str, float]:
         """Reduce, clip, update. Returns "grad_norm", before clipping, and "lr". If the norm is not finite, nothing is
@@ -248,13 +250,18 @@ class ShardOptimizer:
         if zero:
             zero.end_minibatch(use_grads=True)
         else:
-            self.grad_buffer[: self.dense_numel].copy_(_tree_over_ranks(leaf_sums.take(), dp))
+            dense, own = self.grad_buffer[: self.dense_numel], leaf_sums.take()
+            if own is not None and own.data_ptr() != dense.data_ptr():
+                dense.copy_(own)
+            _tree_over_ranks(dense, dp)
         grads = self._grads()
-        if self.source_sums is not None:
-            self._reduce_sources(tree_of(self.source_sums.take()), grads)
-        if self.head_sums is not None:
+        sources = self.source_sums.take() if self.source_sums is not None else None
+        if sources is not None:
+            self._reduce_sources(tree_of(sources), grads)
+        if self.head_sums is not None and self.stage.head_grad is not None:
             (tied,) = (grads[i] for i in self.tied_embeddings)
-            total = self.head_sums.take()
+            own = self.head_sums.take()
+            total = torch.zeros_like(self.stage.head_grad) if own is None else own
             total = rows_of_tree_sum(total, dp)[: tied.numel()] if zero else \
                 _tree_over_ranks(total.view(-1), dp)
             tied.add_(total.view(tied.shape))
