@@ -210,7 +210,7 @@ class TorchShard:
                 if together:
                     trainer.begin_leaf()
                     run(together)
-                trainer.end_leaf(any(has_rows[i] for i in together))
+                trainer.end_leaf(any(has_rows[i] for i in together), bool(together))
             if not leaves:
                 run(passes)
         if should_stop is not None and should_stop():

@@ -71,7 +71,9 @@ def write_page(folder: Path, dtype: str = "float32", adapters: str = "", invaria
     return page
 
 
-SETS = {"rows": "rows.jsonl", "steps": 3, "batch": 5, "minibatches": 2, "epochs": 2, "every_step": 3, "limit": 0.5}
+# two updates in each of two steps, so that the second generates with what the first has trained; 12 rows, of which a
+# minibatch leaves some leaves with one and some ranks of dp=8 with none
+SETS = {"rows": "rows.jsonl", "steps": 2, "batch": 3, "minibatches": 2, "epochs": 1, "every_step": 2, "limit": 0.5}
 Found = tuple[str, Metrics]
 
 
@@ -134,7 +136,7 @@ def test_gradients_are_torchs(case: str, tmp_path: Path) -> None:
 def test_something_was_learned(alone: dict[str, Found]) -> None:
     """The comparison would mean little if nothing moved, or if nothing was clipped."""
     for case, (_, metrics) in alone.items():
-        assert len({step["actor/loss"] for step in metrics}) == 3 and metrics[-1]["actor/grad_norm"] > 0.5, case
+        assert len({step["actor/loss"] for step in metrics}) == 2 and metrics[-1]["actor/grad_norm"] > 0.5, case
 
 
 # micro-batches of each leaf, in rows: several in most, in some none

@@ -170,8 +170,9 @@ class ShardOptimizer:
             if sums is not None:
                 sums.begin()
 
-    def end_leaf(self, has_rows: bool) -> None:
-        """After the passes of a leaf, of a model with `invariant=training`. has_rows: of this rank."""
+    def end_leaf(self, has_rows: bool, has_passes: bool) -> None:
+        """After the passes of a leaf, of a model with `invariant=training`. has_rows: of this rank. has_passes: it may
+        have some without rows, in which its experts see the tokens of other ranks."""
         if self.stage.zero:
             self.stage.zero.end_leaf(has_rows)
         elif self.leaf_sums is not None:
@@ -180,8 +181,8 @@ class ShardOptimizer:
         if self.head_sums is not None:
             self.head_sums.end((self.stage.head_grad if self.head_leaf is None else self.head_leaf)
                                if has_rows else None)
-        if self.source_sums is not None:  # other ranks' tokens may be there
-            self.source_sums.end(self.source_table)
+        if self.source_sums is not None:
+            self.source_sums.end(self.source_table if has_passes else None)
 
     def step(self, rate: float | None = None) -> dict[str, float]:
         """Reduce, clip, update. Returns "grad_norm", before clipping, and "lr". If the norm is not finite, nothing is
