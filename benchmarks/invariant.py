@@ -24,7 +24,7 @@ import torch
 from benchmarks.match import prompts
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
-from rldsl.runtime.backend import Shard
+from rldsl.runtime.backend import PackedBatch, Shard
 from rldsl.sharding.gradient_leaves import LEAVES
 
 GOAL, BYTES_GOAL = 1.5, 2.0
@@ -38,9 +38,19 @@ def decode(shard: Shard, sequences: int, tokens: int) -> Any:
 
 
 def train(shard: Shard, batch: Any, ordered: bool) -> None:
-    """One pass of all rows and one update."""
-    leaves = [1] + [0] * (LEAVES - 1) if ordered else ()
-    shard.train([(batch,)], [("logprobs",)], 1.0, lambda _, fresh: -fresh[0]["logprobs"].mean(), leaves=leaves)
+    """All rows in one pass, or in a pass for each leaf, as a run divides a minibatch, and one update."""
+    parts = leaves_of(batch) if ordered else [batch]
+    total = int(batch.response_lens.sum())
+    shard.train([(part,) for part in parts], [("logprobs",)], 1.0,
+                lambda _, fresh: -fresh[0]["logprobs"].sum() / total, leaves=[1] * LEAVES if ordered else ())
+
+
+def leaves_of(batch: PackedBatch) -> list[PackedBatch]:
+    """As many rows in each."""
+    lengths = batch.prompt_lens + batch.response_lens
+    rows = torch.arange(len(lengths)).chunk(LEAVES)
+    return [PackedBatch(batch.rows[at], batch.prompt_lens[at], batch.response_lens[at], tokens)
+            for at, tokens in zip(rows, batch.tokens.split([int(lengths[at].sum()) for at in rows]), strict=True)]
 
 
 def wire_bytes(ranks: int, size: int) -> tuple[float, float]:

@@ -1,9 +1,9 @@
 """How many draws rounding moves: the same prompts, parameters and random numbers under several placements.
 
-    python -m tests.consistency.moved [--rows 1024] [--tokens 64]
+    python -m tests.consistency.moved [--rows 512] [--tokens 64]
 
 Each row is compared with that of one rank up to its first token that differs, which is a moved draw: what follows has
-another context. Prints moved draws per million tokens, with `invariant=true` and without.
+another context. Prints moved draws per million tokens, with `invariant=true` and without, in float32 and in bfloat16.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,11 +38,11 @@ class Moved(NamedTuple):
         return 1e6 * self.draws / self.tokens
 
 
-def _generate(rank: int, path: str, invariant: bool, rows: int, tokens: int) -> list[Any]:
+def _generate(rank: int, path: str, invariant: bool, rows: int, tokens: int, dtype: str) -> list[Any]:
     """[placement] -> [rows, tokens] on ranks that have it."""
     found: list[Any] = []  # arrays: a tensor would need this process to be there when it is read
     for degrees in PLACEMENTS:
-        made = shard_of(replace(plan_model(path), invariant=invariant), layout_of(**degrees), rank)
+        made = shard_of(replace(plan_model(path, dtype=dtype), invariant=invariant), layout_of(**degrees), rank)
         if made is None:
             found.append(None)
             continue
@@ -54,8 +55,8 @@ def _generate(rank: int, path: str, invariant: bool, rows: int, tokens: int) -> 
     return found
 
 
-def count(path: str, invariant: bool, rows: int, tokens: int) -> Moved:
-    arrays = run_world(2, _generate, path, invariant, rows, tokens, timeout=900.0)[0]
+def count(path: str, invariant: bool, rows: int, tokens: int, dtype: str = "float32") -> Moved:
+    arrays = run_world(2, _generate, path, invariant, rows, tokens, dtype, timeout=1800.0)[0]
     alone, *others = map(torch.from_numpy, arrays)
     draws = compared = 0
     for other in others:
@@ -67,12 +68,12 @@ def count(path: str, invariant: bool, rows: int, tokens: int) -> Moved:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=64)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         model = str(make_model(Path(place) / "m", **WIDTH))
-        for on in (False, True):
-            moved = count(model, on, given.rows, given.tokens)
-            print(f"invariant={str(on).lower():<6} {moved.draws} of {moved.tokens} draws moved: "
+        for dtype, on in product(("float32", "bfloat16"), (False, True)):
+            moved = count(model, on, given.rows, given.tokens, dtype)
+            print(f"{dtype:<9} invariant={str(on).lower():<6} {moved.draws} of {moved.tokens} draws moved: "
                   f"{moved.per_million:.1f} in a million", flush=True)

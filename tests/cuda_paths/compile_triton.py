@@ -11,11 +11,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rldsl.backends.torch.kernels import split_kv
+from rldsl.backends.torch.kernels import ordered_products, split_kv
 
 # compute capability, head size, query heads per KV head
 PART_CASES = ((80, 64, 4), (80, 128, 7), (90, 64, 6), (90, 80, 2), (90, 96, 1), (90, 128, 8), (90, 256, 4))
 JOIN_CASES = ((80, 128, 7), (90, 64, 4), (90, 256, 8))
+PRODUCT_CASES = tuple((target, dtype) for target in (80, 90) for dtype in ("fp32", "bf16"))
 
 
 def compiled(kernel: object, target: int, types: dict[str, str], constants: dict[str, int]) -> list[int]:
@@ -44,6 +45,11 @@ def main() -> None:
                  "WIDE": triton.next_power_of_2(size)}
         found.append(compiled(split_kv._join, target, {"sums": "*fp32", "stats": "*fp32", "out": "*bf16",
                                                        "parts": "i32"}, shape))
+    tile = {"ROWS": ordered_products.ROWS, "COLUMNS": ordered_products.COLUMNS, "TERMS": ordered_products.TERMS}
+    for target, dtype in PRODUCT_CASES:
+        numbers = dict.fromkeys(set(ordered_products._product.arg_names) - set(tile), "i32")
+        types = numbers | dict.fromkeys(("left", "right", "out"), f"*{dtype}")
+        found.append(compiled(ordered_products._product, target, types, tile))
     print(json.dumps(found))
 
 

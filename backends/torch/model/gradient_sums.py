@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from rldsl.backends.torch.kernels.autograd import Function
+from rldsl.backends.torch.kernels.fixed_order import row_sum
 from rldsl.backends.torch.kernels.rms_norms import PlainNorm, normalize
 from rldsl.backends.torch.model.collectives import tree_all_reduce
 from rldsl.backends.torch.model.invariant import multiply, sizes_of, sum_of_rows, tree_of_groups, weight_gradient
@@ -267,7 +268,7 @@ class _RMSNorm(Function):
         if ctx.needs_input_grad[1]:
             grad_weight = ctx.norms.sum_of_tokens(product)
         if ctx.needs_input_grad[0]:
-            mean = (product * weight).sum(-1, keepdim=True).div_(len(weight))
+            mean = row_sum(product * weight, keepdim=True).div_(len(weight))
             grad_x = torch.mul(grad.float(), weight, out=product).addcmul_(normalized.float(), mean, value=-1)
             grad_x = grad_x.mul_(scale).to(normalized.dtype)
         return grad_x, grad_weight, None, None, None

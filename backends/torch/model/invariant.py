@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from rldsl.backends.torch.kernels import fixed_order
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.model.collectives import tree_of
 
@@ -47,11 +48,15 @@ class Invariant(TorchFunctionMode):
             return attend(*args, **(kwargs or {}) | {"over_query_heads": self.over_query_heads})
         if func in GROUPED:
             return GROUPED[func](*args, **(kwargs or {}), groups=self.groups if torch.is_grad_enabled() else 1)
+        if compute := fixed_order.replacement(func, args, kwargs or {}):
+            return compute()
         return REPLACED.get(func, func)(*args, **(kwargs or {}))
 
 
 def multiply(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """[n, k] @ [k, m] -> [n, m]."""
+    if fixed_order.needed(x):
+        return fixed_order.products(x, right)
     (count, size), width = x.shape, right.shape[1]
     x, whole = pad_to_multiple(x, ROWS), width // COLUMNS * COLUMNS
     if x.dtype != torch.float32 and len(x) * size * COLUMNS <= HALF_PRODUCT:
@@ -124,7 +129,9 @@ def matmul(x: torch.Tensor, right: torch.Tensor, groups: Groups = 1) -> torch.Te
     """Padded where the right side is a matrix or a vector; a batch of products has no tokens as its rows."""
     if right.dim() == 1:
         return product(x, right[:, None], groups)[..., 0]
-    return product(x, right, groups) if right.dim() == 2 else torch.matmul(x, right)
+    if right.dim() == 2:
+        return product(x, right, groups)
+    return fixed_order.products(x, right) if fixed_order.needed(x) and x.dim() > 2 else torch.matmul(x, right)
 
 
 def add_bias(x: torch.Tensor, bias: torch.Tensor | None, groups: Groups = 1) -> torch.Tensor:
@@ -227,7 +234,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.T
     [S, H, T, D]. The mask is True, or 0, where a key is visible.
 
     Every score, every sum over a block of keys and every sum over blocks is computed in the same way whatever S, H, K,
-    T and L are; a block without visible keys adds 0. The gradient is torch's own, which computes everything again."""
+    T and L are; a block without visible keys adds 0. The gradient computes everything again: on a CPU it is torch's
+    own."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out: torch.Tensor = _Attention.apply(q, k, v, attn_mask, is_causal, scale, over_query_heads)
     return out
@@ -249,11 +257,14 @@ class _Attention(Function):
         if over_query_heads is not None:
             repeat = inputs[0].shape[1] // inputs[1].shape[1]
             inputs = [inputs[0], *(x.repeat_interleave(repeat, 1) for x in inputs[1:])]
-        with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
-            q, k, v = (x.detach().requires_grad_() for x in inputs)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale,
-                                                 enable_gqa=True)
-        of_q, *of_kv = torch.autograd.grad(out, (q, k, v), grad)
+        if fixed_order.needed(grad):
+            of_q, *of_kv = _blocked_gradient(*inputs, mask, causal, scale, grad)
+        else:
+            with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
+                q, k, v = (x.detach().requires_grad_() for x in inputs)
+                out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale,
+                                                     enable_gqa=True)
+            of_q, *of_kv = torch.autograd.grad(out, (q, k, v), grad)
         if over_query_heads is not None:
             of_kv = [over_query_heads(x.float()).to(x.dtype) for x in of_kv]
         return of_q, *of_kv, None, None, None, None
@@ -261,14 +272,26 @@ class _Attention(Function):
 
 def _blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool,
                        scale: float) -> torch.Tensor:
-    """See `attend`. The queries of the heads that share a key are the rows of a product, position by position: under a
-    causal mask a block of keys needs no row before its own first position."""
-    (count, heads, queries, size), (kv_heads, num_keys) = q.shape, k.shape[1:3]
-    groups, repeat = count * kv_heads, heads // kv_heads
-    rows = (q.float() * scale).unflatten(1, (kv_heads, repeat)).transpose(2, 3).reshape(groups, queries * repeat, size)
+    """See `attend`."""
+    rows, blocks, total = _softmax_blocks(q, k, mask, causal, scale)
+    out = torch.zeros_like(rows)
+    for i, (start, weights) in enumerate(blocks):  # always in this order
+        out[:, start:] += _batched(weights, _block(v, i * KEYS))
+    return _by_head(out / total, q).to(q.dtype)
+
+
+def _softmax_blocks(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+                    ) -> tuple[torch.Tensor, list[tuple[int, torch.Tensor]], torch.Tensor]:
+    """The queries of the heads that share a key are the rows of a product, position by position: under a causal mask a
+    block of keys needs no row before its own first position. Returns scaled queries [groups, rows, D]; for each block
+    of keys the first row that sees any, and weights exp(score - largest) [groups, rows from there, KEYS]; and the sums
+    of these [groups, rows, 1], which are not 0."""
+    (count, heads, queries, _), (kv_heads, num_keys) = q.shape, k.shape[1:3]
+    repeat = heads // kv_heads
+    rows = _by_key(q.float() * scale, kv_heads)
     visible = _visible(mask, causal, queries, num_keys, q.device)  # [S or 1, T, blocks * KEYS]
-    scores: list[tuple[int, torch.Tensor]] = []  # (first row that sees any key of a block, [groups, rows, KEYS])
-    peak = rows.new_full((groups, queries * repeat, 1), -torch.inf)
+    scores: list[tuple[int, torch.Tensor]] = []
+    peak = rows.new_full((*rows.shape[:2], 1), -torch.inf)
     for first in range(0, num_keys, KEYS):
         start = first if causal else 0
         block = _batched(rows[:, start * repeat :], _block(k, first).transpose(1, 2))
@@ -277,13 +300,46 @@ def _blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
         peak[:, start * repeat :] = torch.maximum(peak[:, start * repeat :], block.amax(-1, keepdim=True))
         scores.append((start * repeat, block))
     peak = torch.where(peak == -torch.inf, 0.0, peak)  # rows that see nothing
-    total, out = torch.zeros_like(peak), torch.zeros_like(rows)
-    for i, (start, block) in enumerate(scores):  # always in this order
-        weights = block.sub_(peak[:, start:]).exp_()
-        total[:, start:] += weights.sum(-1, keepdim=True)
-        out[:, start:] += _batched(weights, _block(v, i * KEYS))
-    out = out / total.clamp(min=torch.finfo(torch.float32).tiny)
-    return out.view(count, kv_heads, queries, repeat, size).transpose(2, 3).reshape(q.shape).to(q.dtype)
+    total = torch.zeros_like(peak)
+    for start, block in scores:  # always in this order
+        block.sub_(peak[:, start:]).exp_()
+        total[:, start:] += fixed_order.row_sum(block, keepdim=True)
+    return rows, scores, total.clamp_(min=torch.finfo(torch.float32).tiny)
+
+
+def _blocked_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool,
+                      scale: float, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k and v, as they are, from that of the result [S, H, T, D]; sums over keys block by block,
+    sums over queries in the order of their positions."""
+    num_keys = k.shape[2]
+    with torch.autocast(q.device.type, enabled=False):
+        rows, blocks, total = _softmax_blocks(q, k, mask, causal, scale)
+        of_out, of_q = _by_key(grad.float(), k.shape[1]), torch.zeros_like(rows)
+        out = torch.zeros_like(rows)
+        for i, (start, weights) in enumerate(blocks):
+            out[:, start:] += _batched(weights, _block(v, i * KEYS))
+        mean = fixed_order.row_sum(of_out * (out / total), keepdim=True)
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for i, (start, weights) in enumerate(blocks):
+            shares, seen = weights / total[:, start:], of_out[:, start:]
+            of_scores = shares * (_batched(seen, _block(v, i * KEYS).transpose(1, 2)) - mean[:, start:])
+            of_q[:, start:] += _batched(of_scores, _block(k, i * KEYS))
+            parts.append((_batched(of_scores.transpose(1, 2), rows[:, start:]),
+                          _batched(shares.transpose(1, 2), seen)))
+    of_k, of_v = (torch.cat(each, 1).unflatten(0, k.shape[:2])[:, :, :num_keys] for each in zip(*parts, strict=True))
+    return _by_head(of_q * scale, q).to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
+
+
+def _by_key(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[S, H, T, D] -> [S * K, T * H / K, D]"""
+    return x.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(2, 3).flatten(0, 1)
+
+
+def _by_head(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_by_key`."""
+    (count, heads, queries, size), groups = like.shape, x.shape[0]
+    kv_heads = groups // count
+    return x.view(count, kv_heads, queries, heads // kv_heads, size).transpose(2, 3).reshape(like.shape)
 
 
 def _block(x: torch.Tensor, first: int) -> torch.Tensor:
@@ -293,6 +349,8 @@ def _block(x: torch.Tensor, first: int) -> torch.Tensor:
 
 def _batched(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """[G, n, k] @ [G, k, m] -> [G, n, m], contiguous."""
+    if fixed_order.needed(x):
+        return fixed_order.products(x, right)
     n, m = x.shape[1], right.shape[2]
     if m % COLUMNS:
         right = pad_to_multiple(right, COLUMNS, 2)

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import torch
 
+from rldsl.backends.torch.kernels import fixed_order
 from rldsl.backends.torch.model import invariant
 from rldsl.diag import fail
 from rldsl.plan.model import Model
@@ -23,11 +24,14 @@ from rldsl.sharding.sum_blocks import BLOCKS, local_cuts, num_blocks, summed_inp
 
 TOKENS = (5, 130)  # in a gradient
 COUNTS = (1, 2, 3, 5, 7, 8, 13, 16, 33, 64, 130)  # rows of a product
+MANY = 1000  # rows of a product on a GPU, whose libraries choose among more kernels
 MOST = 1 << 22  # elements of a matrix that is tried; a wider one is tried with fewer columns
 
 
 def check_kernels(model: Model, device: torch.device) -> None:
     """Errors: RL0734 for a kernel whose sums depend on the shape of a batch or on a placement."""
+    if what := fixed_order.missing(device):
+        raise _refused(model, f"on this device products in one order need {what}")
     dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
     threads = torch.get_num_threads()
     for inputs, outputs, size in sorted({*_shapes(model)}):
@@ -38,6 +42,9 @@ def check_kernels(model: Model, device: torch.device) -> None:
             raise _refused(model, f"the gradient of a {inputs} x {outputs} matrix in {model.dtype} depends on {why}")
     if model.sizes.head_dim and (why := _attention_varies(model.sizes.head_dim, str(device), threads)):
         raise _refused(model, f"attention with heads of {model.sizes.head_dim} depends on {why}")
+    if model.sizes.head_dim and model.invariant_training and (
+            why := _attention_gradient_varies(model.sizes.head_dim, str(device), threads)):
+        raise _refused(model, f"the gradient of attention with heads of {model.sizes.head_dim} depends on {why}")
     if _sum_varies(str(device), threads):
         raise _refused(model, "a sum over columns depends on the number of rows")
 
@@ -68,7 +75,8 @@ def _shapes(model: Model) -> Iterator[tuple[int, int, int]]:
 def _product_varies(inputs: int, outputs: int, blocks: int, dtype: torch.dtype, device: str, threads: int) -> str:
     """On what a product of [., inputs] with [outputs, inputs] depends, or "". blocks: where the matrix is such a block
     of a larger one, of how many."""
-    x_part, w_part = _cancelling(inputs, max(COUNTS) + 3, outputs, blocks)
+    counts = COUNTS if device == "cpu" else (*COUNTS, MANY)
+    x_part, w_part = _cancelling(inputs, max(counts) + 3, outputs, blocks)
     x_part, w_part = x_part.to(device, dtype), w_part.to(device, dtype)
     if blocks > 1:  # a run of the columns of a larger matrix
         x_part, w_part = (torch.cat([a, a, a], 1)[:, inputs : 2 * inputs] for a in (x_part, w_part))
@@ -77,7 +85,7 @@ def _product_varies(inputs: int, outputs: int, blocks: int, dtype: torch.dtype, 
         expected = invariant.multiply(x_part.contiguous(), w_part.contiguous().T)
     finally:
         torch.set_num_threads(threads)
-    for count in COUNTS:
+    for count in counts:
         rows = slice(3, 3 + count)
         if not torch.equal(invariant.multiply(x_part[rows], w_part.T), expected[rows]):
             return "the number of its rows or threads"
@@ -146,7 +154,32 @@ def _attention_varies(size: int, device: str, threads: int) -> str:
 
 
 @cache
+def _attention_gradient_varies(size: int, device: str, threads: int) -> str:
+    """On what the gradients of attention with heads of this size depend, or ""."""
+    draw = torch.Generator().manual_seed(size)
+    q, k, v, grad = (torch.randn(2, 4, 70, size, generator=draw).to(device) for _ in range(4))
+
+    def gradients(heads: slice) -> list[torch.Tensor]:
+        inputs = [x[:, heads].detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            out = invariant.attend(*inputs, is_causal=True)
+        return list(torch.autograd.grad(out, inputs, grad[:, heads]))
+
+    try:
+        torch.set_num_threads(1)
+        expected = gradients(slice(None))
+    finally:
+        torch.set_num_threads(threads)
+    for first, last in ((0, 4), (0, 1), (2, 4)):
+        heads = slice(first, last)
+        if not all(torch.equal(a, b[:, heads]) for a, b in zip(gradients(heads), expected, strict=True)):
+            return "the number of its heads or threads"
+    return ""
+
+
+@cache
 def _sum_varies(device: str, threads: int) -> bool:
     x = torch.randn(9, 5000, generator=torch.Generator().manual_seed(0)).to(device).exp()
-    expected = x[:, 700:4000].contiguous().sum(-1)
-    return not all(torch.equal(x[:n, 700:4000].sum(-1), expected[:n]) for n in (1, 2, 5, 9))
+    with invariant.Invariant():
+        expected = x[:, 700:4000].contiguous().sum(-1)
+        return not all(torch.equal(x[:n, 700:4000].sum(-1), expected[:n]) for n in (1, 2, 5, 9))

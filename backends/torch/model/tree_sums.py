@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
+from rldsl.backends.torch.kernels.fixed_order import row_sum
 from rldsl.backends.torch.model.lora import LoraAdapter
 
 
@@ -56,4 +57,4 @@ def block_sums(x: torch.Tensor, cuts: Sequence[int] | None) -> torch.Tensor:
     """[N, V] -> [N], over blocks of columns; without cuts all at once."""
     if cuts is None:
         return x.sum(-1)
-    return tree_sum(len(cuts) - 1, lambda i: x[:, cuts[i] : cuts[i + 1]].sum(-1))
+    return tree_sum(len(cuts) - 1, lambda i: row_sum(x[:, cuts[i] : cuts[i + 1]]))
