@@ -1,9 +1,10 @@
 """What invariance costs: CPU time of decoding and of training, plain and invariant in turns.
 
-    python -m benchmarks.invariant [--layers N] [--rounds N]
+    python -m benchmarks.invariant [--layers N] [--rounds N] [--tokens N]
 
 A dense model at the shapes of the other benchmarks (hidden size 512 by default) decodes, and is trained on what it
 decoded, once plain, once with `invariant=true` and once with `invariant=training`, round by round on one core. The
+last is trained twice: with all rows in one leaf, and in eight leaves, as a run divides so many rows. The
 price is the median over the rounds of the ratio to the plain time in the same round. Also: the bytes that a sum over
 tp in one order moves, over those of a ring all-reduce. Goals: at most 1.5 for each price, at most 2 for bytes.
 """
@@ -29,6 +30,7 @@ from rldsl.sharding.gradient_leaves import LEAVES
 
 GOAL, BYTES_GOAL = 1.5, 2.0
 MODES = {"plain": (False, False), "true": (True, False), "training": (True, True)}
+TRAINED = {"plain": 0, "true": 0, "training": 1, "8 leaves": LEAVES}  # leaves with rows; 0: no order of gradients
 
 
 def decode(shard: Shard, sequences: int, tokens: int) -> Any:
@@ -37,18 +39,18 @@ def decode(shard: Shard, sequences: int, tokens: int) -> Any:
                           Sampling(max_new_tokens=tokens, min_new_tokens=tokens), seed=1, step=0, max_num_seqs=32)
 
 
-def train(shard: Shard, batch: Any, ordered: bool) -> None:
-    """All rows in one pass, or in a pass for each leaf, as a run divides a minibatch, and one update."""
-    parts = leaves_of(batch) if ordered else [batch]
-    total = int(batch.response_lens.sum())
+def train(shard: Shard, batch: Any, leaves: int) -> None:
+    """All rows in one pass, or in a pass for each leaf, and one update."""
+    parts, total = split(batch, max(leaves, 1)), int(batch.response_lens.sum())
     shard.train([(part,) for part in parts], [("logprobs",)], 1.0,
-                lambda _, fresh: -fresh[0]["logprobs"].sum() / total, leaves=[1] * LEAVES if ordered else ())
+                lambda _, fresh: -fresh[0]["logprobs"].sum() / total,
+                leaves=[1] * leaves + [0] * (LEAVES - leaves) if leaves else ())
 
 
-def leaves_of(batch: PackedBatch) -> list[PackedBatch]:
+def split(batch: PackedBatch, parts: int) -> list[PackedBatch]:
     """As many rows in each."""
     lengths = batch.prompt_lens + batch.response_lens
-    rows = torch.arange(len(lengths)).chunk(LEAVES)
+    rows = torch.arange(len(lengths)).chunk(parts)
     return [PackedBatch(batch.rows[at], batch.prompt_lens[at], batch.response_lens[at], tokens)
             for at, tokens in zip(rows, batch.tokens.split([int(lengths[at].sum()) for at in rows]), strict=True)]
 
@@ -72,6 +74,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--dtype", default="float32")
     given = parser.parse_args(words)
     torch.set_num_threads(1)
@@ -88,16 +91,18 @@ def main(words: list[str]) -> int:
         for number in range(given.rounds + 1):  # the first also records
             for mode, shard in shards.items():
                 begin = time.process_time()
-                batch = decode(shard, 32, 48).batch
-                middle = time.process_time()
-                train(shard, batch, MODES[mode][1])
+                batch = decode(shard, 32, given.tokens).batch
                 if number:
-                    spent.setdefault((mode, "decode"), []).append(middle - begin)
-                    spent.setdefault((mode, "train"), []).append(time.process_time() - middle)
+                    spent.setdefault((mode, "decode"), []).append(time.process_time() - begin)
+                for name in (mode, "8 leaves")[: 1 + (mode == "training")]:
+                    begin = time.process_time()
+                    train(shard, batch, TRAINED[name])
+                    if number:
+                        spent.setdefault((name, "train"), []).append(time.process_time() - begin)
     missed = 0
-    for work in ("decode", "train"):
+    for work, modes in (("decode", MODES), ("train", TRAINED)):
         plain = spent["plain", work]
-        for mode in ("true", "training"):
+        for mode in [mode for mode in modes if mode != "plain"]:
             price = statistics.median(a / b for a, b in zip(spent[mode, work], plain, strict=True))
             missed += price > GOAL
             print(f"{work:<7}{mode:<9} {statistics.median(spent[mode, work]):7.3f} s CPU, plain "

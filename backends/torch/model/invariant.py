@@ -258,7 +258,7 @@ class _Attention(Function):
             repeat = inputs[0].shape[1] // inputs[1].shape[1]
             inputs = [inputs[0], *(x.repeat_interleave(repeat, 1) for x in inputs[1:])]
         if fixed_order.needed(grad):
-            of_q, *of_kv = _blocked_gradient(*inputs, mask, causal, scale, grad)
+            of_q, *of_kv = _blocked_gradient(inputs[0], inputs[1], inputs[2], mask, causal, scale, grad)
         else:
             with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
                 q, k, v = (x.detach().requires_grad_() for x in inputs)
@@ -332,7 +332,8 @@ def _blocked_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: t
 
 def _by_key(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """[S, H, T, D] -> [S * K, T * H / K, D]"""
-    return x.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(2, 3).flatten(0, 1)
+    out: torch.Tensor = x.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(2, 3).flatten(0, 1)
+    return out
 
 
 def _by_head(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

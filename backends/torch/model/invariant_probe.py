@@ -162,7 +162,7 @@ def _attention_gradient_varies(size: int, device: str, threads: int) -> str:
     def gradients(heads: slice) -> list[torch.Tensor]:
         inputs = [x[:, heads].detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
-            out = invariant.attend(*inputs, is_causal=True)
+            out = invariant.attend(inputs[0], inputs[1], inputs[2], is_causal=True)
         return list(torch.autograd.grad(out, inputs, grad[:, heads]))
 
     try:
