@@ -26,13 +26,13 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 
 @needs_triton
 def test_they_are_torch_s_and_depend_on_no_other_row(tmp_path: Path) -> None:
-    """Products, reductions, attention and its gradient; two whole models, one with experts."""
+    """Products, reductions, attention and its gradient; a model that generates, infers and trains."""
     made = subprocess.run([sys.executable, "-m", "tests.consistency.fixed_order_check"], cwd=ROOT, capture_output=True,
                           text=True, env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, timeout=900)
     assert made.returncode == 0, made.stderr[-3000:]
     said: dict[str, bool] = json.loads(made.stdout.splitlines()[-1])
     assert len(said) > 30 and not [name for name, good in said.items() if not good]
-    assert said["qwen3_moe: generation is inference"] and said["gpt2: near torch's"]
+    assert {"generation is inference", "a row alone", "probe of its gradient"} <= said.keys()
 
 
 def test_a_gpu_without_triton_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
