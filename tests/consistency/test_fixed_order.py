@@ -63,7 +63,7 @@ def test_a_gpu_whose_kernels_break_it_is_refused(broken: str, monkeypatch: pytes
     monkeypatch.setattr(fixed_order, "needed", lambda _: True)
     monkeypatch.setattr(fixed_order, "products", of_few_rows)
     if broken == "row_sum":
-        monkeypatch.setitem(fixed_order._REDUCTIONS, torch.Tensor.sum, fixed_order._over_last(row_sum))
+        monkeypatch.setitem(fixed_order.REDUCTIONS, torch.Tensor.sum, fixed_order._over_last(row_sum))
     assert probes[broken]()
 
 

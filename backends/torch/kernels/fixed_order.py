@@ -82,7 +82,7 @@ def normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
 def replacement(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Callable[[], torch.Tensor] | None:
     """What computes a call of torch in one order; None if torch's own does, or if it is no reduction over the last
     dimension alone."""
-    build = _REDUCTIONS.get(func)
+    build = REDUCTIONS.get(func)
     if build is None or not args or not isinstance(args[0], torch.Tensor) or not needed(args[0]):
         return None
     return build(args[0], args[1:], dict(options)) if args[0].is_floating_point() else None
@@ -124,7 +124,7 @@ _CUMSUM = _over_last(lambda x, _: row_cumsum(x))
 _SOFTMAX = _over_last(lambda x, _: softmax(x))
 _LOG_SOFTMAX = _over_last(lambda x, _: x - x.amax(-1, keepdim=True) - row_sum(
     (x - x.amax(-1, keepdim=True)).exp(), keepdim=True).log())
-_REDUCTIONS: dict[Any, Callable[[torch.Tensor, tuple[Any, ...], dict[str, Any]],
+REDUCTIONS: dict[Any, Callable[[torch.Tensor, tuple[Any, ...], dict[str, Any]],
                                 Callable[[], torch.Tensor] | None]] = {
     torch.sum: _SUM, torch.Tensor.sum: _SUM, torch.mean: _MEAN, torch.Tensor.mean: _MEAN,
     torch.cumsum: _CUMSUM, torch.Tensor.cumsum: _CUMSUM, torch.softmax: _SOFTMAX, torch.Tensor.softmax: _SOFTMAX,

@@ -48,7 +48,7 @@ class Invariant(TorchFunctionMode):
             return attend(*args, **(kwargs or {}) | {"over_query_heads": self.over_query_heads})
         if func in GROUPED:
             return GROUPED[func](*args, **(kwargs or {}), groups=self.groups if torch.is_grad_enabled() else 1)
-        if compute := fixed_order.replacement(func, args, kwargs or {}):
+        if func in fixed_order.REDUCTIONS and (compute := fixed_order.replacement(func, args, kwargs or {})):
             return compute()
         return REPLACED.get(func, func)(*args, **(kwargs or {}))
 
