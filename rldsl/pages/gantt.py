@@ -76,7 +76,8 @@ def _row(chart: Chart, row: Row, y: float, known: Mapping[int, Drawn]) -> list[M
 def _strip(chart: Chart, strip: Strip, y: float) -> Markup:
     """An area of steps, which is stretched over the width as the bars are."""
     high, text = STRIP - 8, ""
-    for (start, size), (stop, _) in zip(strip.points, (*strip.points[1:], (chart.stop, 0)), strict=True):
+    stops = [*(start for start, _ in strip.points[1:]), chart.stop]
+    for (start, size), stop in zip(strip.points, stops, strict=False):  # without points, there is one stop
         left, right = (number(STEPS * min(max((t - chart.start) / chart.length, 0.0), 1.0), 1) for t in (start, stop))
         level = number(high * (1 - min(size / max(strip.top, 1), 1.0)), 1)
         text += f"{'L' if text else f'M{left} {high}L'}{left} {level}L{right} {level}"

@@ -60,9 +60,9 @@
     const start = +svg.dataset.start, length = +svg.dataset.length, height = svg.getAttribute("height");
     let zoom = 1;
 
-    // As much of a name as fits: all of it, what comes after the dot, or the beginning. "": not even three letters.
+    // As much of a name as fits: all of it, of `actor.train` what comes after the dot, or the beginning. "": not even three letters.
     function shorten(name, share) {
-      const after = name.slice(name.lastIndexOf(".") + 1);
+      const after = /^\w+\.\w+$/.test(name) ? name.slice(name.indexOf(".") + 1) : name;
       if (share >= 1 || after.length <= name.length * share) return share >= 1 ? name : after;
       const letters = Math.floor(name.length * share) - 1;
       return letters >= 3 ? after.slice(0, letters) + "…" : "";

@@ -104,7 +104,7 @@ def test_other_curves_do_not(holding: Holding) -> None:
 
 def test_memory_over_time_follows_the_events() -> None:
     """Event 1 holds 10 while it runs and leaves 4; event 2 holds 7."""
-    found = curve(Holding("a", 4, 0, 3), Holding("b", 6, 1, 1), Holding("c", 3, 3, 3))
+    found = curve(Holding("a", 4, 0, 4), Holding("b", 6, 1, 1), Holding("c", 3, 3, 3))
     assert over_time(found, [(2, 5.0, 6.0), (1, 1.0, 3.0)]) == ((1.0, 10), (3.0, 4), (5.0, 7), (6.0, 4))
     assert over_time(found, [(1, 1.0, 5.5), (2, 5.0, 6.0)]) == ((1.0, 10), (5.0, 7), (6.0, 4))  # they overlap
     assert over_time(found, [(1, 1.0, 3.0), (1, 3.0, 5.0)]) == ((1.0, 10), (3.0, 4), (3.0, 10), (5.0, 4))

@@ -154,7 +154,7 @@ def test_a_sample_opens_by_the_keyboard(shown: Page) -> None:
     shown.run("document.querySelector('.sample summary').focus()")
     for kind in ("keyDown", "keyUp"):
         shown.send("Input.dispatchKeyEvent", type=kind, key="Enter", windowsVirtualKeyCode=13, text="\r")
-    assert shown.run("document.querySelector('.sample').open") is True
+    wait(shown, "document.querySelector('.sample').open === true")
     assert "six 0" in shown.run("document.querySelector('.sample').innerText")
 
 
