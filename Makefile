@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup lint test test-isa oracles demo demo-agent demo-distill docs dist vsix clean
+.PHONY: setup lint test test-isa oracles demo demo-agent docs dist vsix clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -44,9 +44,6 @@ demo: setup
 
 demo-agent: setup
 	$(BIN)/python examples/demo_agent.py
-
-demo-distill: setup
-	$(BIN)/python examples/demo_distill.py
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -279,8 +279,9 @@ class Operators:
         if not self.in_loss:
             return None
         return self.errors.add("RL0210", f"a reduction by `{source_name(to.frame)}` inside a loss", span,
-                               "a minibatch may contain only some of the sequences of a row",
-                               help="compute it in the flow and pass the result")
+                               "a loss reduces by sequence and by prompt",
+                               help="where its sequences continue these rows, write `by prompt`; else compute it in "
+                                    "the flow and pass the result")
 
     def std(self, x: Term, to: Target, span: Span, options: Options) -> Term | Bad:
         """The square root of `var`. Options: unbiased. In a loss its gradient is 0 where all elements are equal, as in

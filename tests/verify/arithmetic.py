@@ -177,7 +177,7 @@ def _reduced(n: Node, args: Sequence[Cell], views: Mapping[str, View]) -> Cell:
     a = args[0]
     coarser = FINENESS[n.level] < FINENESS[a.level] or a.level == n.level == "seq" and a.space != n.space
     need(coarser, f"{n.op} from {a.level} to {n.level}")
-    need(n.op != "quantile" or n.level == "batch" and args[1].level == "batch", "a quantile of what?")
+    need(n.op != "quantile" or args[1].level == "batch", "a quantile of what?")
     over, parts = _over(a, n.level, n.space, views), {i: [] for i in _ids(n.level, n.space, views)}
     for i in sorted(a.of):
         parts[over[i]].append(a.of[i])
