@@ -129,6 +129,8 @@ def test_every_argument_completes_something() -> None:
     """A new command whose argument is a plain text would complete nothing."""
     for name, command in main.commands.items():
         for parameter in command.params:
+            if (name, parameter.name) == ("push", "name"):  # a repository that need not exist yet
+                continue
             if parameter.param_type_name == "argument":
                 context = command.make_context(name, [], resilient_parsing=True)
                 assert parameter.shell_complete(context, ""), f"{name} {parameter.name}"
