@@ -142,11 +142,11 @@ def test_check_finds(work: Path, old: str, new: str, code: str) -> None:
 
 def test_machine_output(work: Path) -> None:
     (work / "p.rlf").write_text(PROGRAM.replace("dp=2 tp=2", "dp=4 tp=4"))
-    found = json.loads(bad(rlc("--output", "json", "check", "p.rlf")))
+    found = json.loads(bad(rlc("--output-format", "json", "check", "p.rlf")))
     assert found["diagnostics"][0]["code"] == "RL0304" and found["diagnostics"][0]["span"]["line"] == 7
-    assert bad(rlc("--output", "github", "check", "p.rlf")).startswith("::error file=p.rlf,line=7,")
+    assert bad(rlc("--output-format", "github", "check", "p.rlf")).startswith("::error file=p.rlf,line=7,")
     (work / "p.rlf").write_text(PROGRAM)
-    assert json.loads(rlc("--output", "json", "check", "p.rlf").output)["diagnostics"] == []
+    assert json.loads(rlc("--output-format", "json", "check", "p.rlf").output)["diagnostics"] == []
 
 
 def test_files_that_are_no_programs(work: Path) -> None:
