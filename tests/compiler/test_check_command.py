@@ -132,7 +132,7 @@ def test_apply_takes_fixes_whole_and_apart() -> None:
 
 def test_fixes_in_json() -> None:
     put(GOOD.replace("mean(gen", "mean(gne"))
-    [found] = json.loads(rlc("check", "--output", "json", "p.rlf").output)["diagnostics"]
+    [found] = json.loads(rlc("check", "--output-format", "json", "p.rlf").output)["diagnostics"]
     [edit] = found["fix"]
     assert edit["text"] == "gen" and edit["span"]["line"] == 6 and edit["span"]["column"] == 19
     assert json.loads(to_json([Diagnostic("RL0001", "x")]))["diagnostics"][0]["fix"] is None
@@ -174,9 +174,9 @@ def test_warnings_keep_quiet_beside_errors() -> None:
 
 def test_warnings_for_machines() -> None:
     put(UNUSED)
-    shown = rlc("check", "--output", "github", "p.rlf").output
+    shown = rlc("check", "--output-format", "github", "p.rlf").output
     assert shown.startswith("::warning file=p.rlf,line=3,col=7,title=RL0901")
-    [found] = json.loads(rlc("check", "--output", "json", "p.rlf").output)["diagnostics"]
+    [found] = json.loads(rlc("check", "--output-format", "json", "p.rlf").output)["diagnostics"]
     assert (found["severity"], found["code"]) == ("warning", "RL0901")
 
 

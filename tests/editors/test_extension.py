@@ -107,7 +107,7 @@ def check(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("names", [[n] for n in PROGRAMS] + [list(PROGRAMS)], ids=lambda n: "+".join(n))
 def test_the_matcher_finds_what_check_says(checked: Path, names: list[str]) -> None:
-    spoken, records = check(checked, *names), json.loads(check(checked, "--output", "json", *names).stdout)
+    spoken, records = check(checked, *names), json.loads(check(checked, "--output-format", "json", *names).stdout)
     expected = [(d["severity"], d["code"], d["title"], d["span"]["file"], d["span"]["line"], d["span"]["column"])
                 for d in records["diagnostics"] if d["span"]]
     assert expected and matched(spoken.stdout + spoken.stderr) == expected

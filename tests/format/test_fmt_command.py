@@ -99,9 +99,9 @@ def test_a_broken_file_stays_as_it_is(work: Path, content: bytes, code: str) -> 
 
 def test_machines_read_the_messages(work: Path) -> None:
     (work / "bad.rlf").write_text("param x =\n")
-    result = rlc("--output", "json", "bad.rlf")
+    result = rlc("--output-format", "json", "bad.rlf")
     assert result.exit_code == 1 and json.loads(result.stdout)["diagnostics"][0]["code"] == "RL0001"
-    assert rlc("--output", "github", "bad.rlf").stdout.startswith("::error file=bad.rlf,line=1,")
+    assert rlc("--output-format", "github", "bad.rlf").stdout.startswith("::error file=bad.rlf,line=1,")
 
 
 def test_files_that_are_not_there(work: Path) -> None:

@@ -80,7 +80,7 @@ def test_mistakes(folder: Path, args: tuple[str, ...], status: int, word: str) -
 
 
 def test_messages_for_programs(folder: Path) -> None:
-    said = CliRunner().invoke(main, ["sim", "ppo.plan", "--cluster", "bare.yaml", "--output", "json"])
+    said = CliRunner().invoke(main, ["sim", "ppo.plan", "--cluster", "bare.yaml", "--output-format", "json"])
     assert json.loads(said.stdout)["diagnostics"][0]["code"] == "RL0215" and said.exit_code == 1
 
 
