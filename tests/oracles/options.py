@@ -20,6 +20,8 @@ SOURCES = {  # page -> system, and below its site-packages the files that define
     "verl": ("verl", ("verl/trainer/config/**/*.yaml", "verl/trainer/config/*.py", "verl/workers/config/*.py",
                       "verl/trainer/ppo/core_algos.py")),
     "openrlhf": ("OpenRLHF", ("openrlhf/cli/*.py",)),
+    "real": ("ReaL", ("realhf/api/**/*.py", "realhf/base/*.py", "realhf/experiments/**/*.py", "realhf/impl/**/*.py",
+                      "realhf/system/*.py")),
 }
 
 

@@ -20,12 +20,13 @@ def test_every_page_is_held_to_its_system() -> None:
 @pytest.mark.parametrize("page", SOURCES)
 def test_the_system_has_every_option_of_the_page(page: str) -> None:
     """Where this fails: make oracles RECORD=--record asks the installed systems."""
-    assert asked(page) == RECORDED[page] and len(asked(page)) > 40
+    assert asked(page) == RECORDED[page] and len(asked(page)) > (25 if page == "real" else 40)
 
 
 @pytest.mark.parametrize(("page", "names"), [
     ("trl", {"loss_type", "vespo", "scale_rewards", "ld_alpha"}), ("verl", {"grpo_passk", "kl_ctrl.type", "clip_ratio_c"}),
-    ("openrlhf", {"--algo.kl.init_coef", "reinforce", "--actor.adam.lr"})])
+    ("openrlhf", {"--algo.kl.init_coef", "reinforce", "--actor.adam.lr"}),
+    ("real", {"allocation_mode", "ppo.kl_ctl", "packed_ref_logprobs"})])
 def test_names_values_and_flags_are_asked(page: str, names: set[str]) -> None:
     assert names <= set(asked(page))
 
@@ -35,5 +36,5 @@ def test_the_algorithms_are_found_by_these_names() -> None:
     rows = re.findall(r"^\| (\[.+) \| (.*)\| (.*)\| (.*)\|$", PAGE.read_text().partition("## Names of other")[2], re.M)
     assert len(rows) > 25
     for _, *cells in rows:
-        for page, cell in zip(SOURCES, cells, strict=True):
+        for page, cell in zip(("trl", "verl", "openrlhf"), cells, strict=True):
             assert set(re.findall(r"`([^`]+)`", cell)) <= set(asked(page))

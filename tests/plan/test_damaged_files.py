@@ -71,5 +71,6 @@ def test_what_is_no_file() -> None:
     Path("x.plan").mkdir()
     Path("loop.plan").symlink_to("loop.plan")
     for path in ("x.plan", "loop.plan", "y" * 300 + ".plan"):
-        assert codes(path, *READERS) == {"RL0092", "RL0700"}
+        of_runs = {"RL0783"} if path == "x.plan" else set()  # `rlc report` takes a directory for one of a run
+        assert codes(path, *READERS) == {"RL0092", "RL0700"} | of_runs
     assert codes("none.plan", *READERS) == {"RL0091", "RL0700"}
