@@ -27,6 +27,7 @@ ALLOWED = {
     ("rldsl/runtime/state/replay.py", "_check_kind"): "a replay buffer is in host memory, and so are checkpoints",
     ("backends/torch/model/invariant_probe.py", "_cancelling"): "numbers from the host's generator, moved by the caller",
     ("backends/torch/model/invariant_probe.py", "_attention_varies"): "numbers from the host's generator, then moved",
+    ("backends/torch/model/invariant_probe.py", "_attention_gradient_varies"): "as `_attention_varies`",
     ("backends/torch/model/invariant_probe.py", "_sum_varies"): "numbers from the host's generator, then moved",
     ("rldsl/runtime/interpreter/expression_programs.py", "__init__"): "a vector of partials, which `partials` moves",
     ("backends/torch/model/lora.py", "_draw"): "numbers for which no GPU is asked, so that they are the same everywhere",
