@@ -158,7 +158,8 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
     if (f.chain[0].parent, f.chain[0].fan, f.data, f.present_in) != (p.row_space, s.n * branches, p.data, present_in):
         yield problem("RL0615", f"{name(e)}: frame {e.frame} is not {s.n * branches} completions for each row of "
                                 f"{e.prompts}", e)
-    if f.temperature != s.logprob_temperature or f.max_response_tokens < s.max_new_tokens:
+    fewer = f.max_response_tokens < s.max_new_tokens and e.conversation is None  # whose turns `max_tokens` limits too
+    if f.temperature != s.logprob_temperature or fewer:
         yield problem(
             "RL0615", f"{name(e)}: frame {e.frame} records another temperature or fewer tokens than it samples", e
         )
