@@ -182,8 +182,10 @@ class CallsOfFlow:
                     frame=sides[0], program=weight.program, inputs=weight.inputs, columns=weight.columns))
         self.flow.items.append(g.Fetch(id=self.flow.unique(target), reads=reads, writes=tuple(writes), span=span,
                                        data=owner.name, frames=tuple(sides)))
-        if data.answers:
-            return FrameRef(frames[1], data.row_format, (*data.numbers, INDEX), states, target)
+        if data.answers:  # named values, since a number of an answer belongs to it wherever it is picked
+            fields = tuple((n, input_(f"{target}.{n}", "seq", frames[1].row_space, span))
+                           for n in (*data.numbers, INDEX))
+            return FrameRef(frames[1], data.row_format, (), states, target, fields)
         refs = [FrameRef(f, data.row_format, data.numbers, states, sides[0]) for f in frames]
         return Pairs(refs[0], refs[1]) if len(refs) == 2 else refs[0]
 

@@ -16,6 +16,7 @@ from rldsl.graph import model as g
 from rldsl.graph.optimizer import DeclaredOptimizer, read_optimizer
 from rldsl.plan.expr import Scalar
 from rldsl.plan.heads import HEADS
+from rldsl.plan.model import INDEX, PICKED
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
 from rldsl.semantics.expressions import ExpressionBuilder
@@ -29,7 +30,7 @@ FORMATS = ("jsonl", "parquet", "hf")
 ONLY_HF = {name: f"only `hf` has `{name}`" for name in options.HF}
 # what a batch has anyway
 FIELDS = ("tokens", "lengths", "columns", "logprobs", "finished", "chosen", "rejected", "row_numbers", "prompts",
-          "index")
+          INDEX, PICKED)
 
 
 def state(decl: ast.State, exprs: ExpressionBuilder, scope: Scope) -> float:

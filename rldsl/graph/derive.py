@@ -17,7 +17,7 @@ from rldsl.graph import model as g
 from rldsl.graph.computations import label
 from rldsl.graph.concat import concat
 from rldsl.graph.prefixes import prefixes
-from rldsl.plan.model import FIELD_NAMES, SEQUENCE_VALUES, Space
+from rldsl.plan.model import FIELD_NAMES, PICKED, SEQUENCE_VALUES, Space
 from rldsl.plan.spaces import IndexedFrame, response_chain
 from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.levels import source_name
@@ -74,14 +74,14 @@ class Derivations:
             present_in=id_ if self._absent_by_row(old) else old.present_in, label="" if target else label(span)))
         index = self._index_of(old, span)
         along = self._standard(old, frame)
-        along.append((index.name, self._made(index.name, frame, "index")))
+        along.append((index.name, self._made(index.name, frame, PICKED)))
         fields = tuple((n, self._field(n, t, old, frame, along)) for n, t in source.fields)
         self.flow.value(f"{id_}.lengths", "seq", id_, "i64", "lengths")
         self.flow.items.append(g.Derive(
             id=self.flow.unique(id_), reads=tuple(dict.fromkeys((number.name, *(v for v, _ in along)))),
             writes=tuple(w for _, w in along), span=span, op="pick", source=old.id, frame=id_, values=tuple(along),
             key=number.name))
-        self._index[id_] = input_(f"{id_}.index", "seq", frame.row_space, span)
+        self._index[id_] = input_(f"{id_}.{PICKED}", "seq", frame.row_space, span)
         return replace(source, frame=frame, fields=fields)
 
     def _groups(self, ref: Meaning, tree: ast.Expr, name: str, help_: str) -> FrameRef | Bad:

@@ -278,6 +278,7 @@ class Model:
 
 PROMPTS = "prompts"  # of rows with several answers: the frame of their prompts is NAME.prompts
 INDEX = "index"  # value of such answers: the place of each among those of its row, from 0
+PICKED = "pick_index"  # value of what `pick` has chosen: the place of each among those of its prompt, from 0
 # row format -> what its columns are for
 ROLES = {"prompts": ("prompt",), "answers": ("prompt", "answer"), "pairs": ("prompt", "chosen", "rejected")}
 
@@ -347,7 +348,8 @@ SEQUENCE_VALUES = ("tokens", "logprobs", "finished", "turn_sizes")
 CONVERSATION_VALUES: tuple[tuple[str, Level], ...] = (
     ("reward", "seq"), ("turns", "seq"), ("stopped", "seq"), ("branch", "seq"), ("branches", "seq"),
     ("turn_reward", "turn"))
-FIELD_NAMES = (*SEQUENCE_VALUES, "lengths", "columns", "index")  # of fields of sequences; programs cannot choose them
+# of fields of sequences; programs cannot choose them
+FIELD_NAMES = (*SEQUENCE_VALUES, "lengths", "columns", INDEX, PICKED)
 
 
 @dataclass(frozen=True, slots=True)

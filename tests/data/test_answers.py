@@ -115,6 +115,15 @@ BODIES = {
     "selected": "  kept = row where mean(row.score by prompt) > 0.4\n"
                 "  metric kept = count(kept)\n  metric s = mean(sum(kept.score by prompt))\n"
                 "  actor.train(row, loss=tpo(index=row.index))",
+    "numbers of picks": "  best  = pick(row, row.score)\n  worst = pick(row, -row.score)\n  duel  = pair(best, worst)\n"
+                        "  rest  = others(row)\n  mix   = concat(best, worst)\n  high  = best where best.score > 1\n"
+                        "  most  = max(row.score by prompt)\n  least = min(row.score by prompt)\n"
+                        "  metric best = mean(best.score) - mean(most)\n  metric count = count(best.score)\n"
+                        "  metric duel = mean(duel.chosen.score - duel.rejected.score) - mean(most - least)\n"
+                        "  metric same = sum(where(rest.index == row.index, 1, 0))\n"
+                        "  metric mix  = 2 * mean(mix.score) - mean(most + least)\n"
+                        "  metric high = sum(high.score) - sum(where(most > 1, most, 0))\n"
+                        "  actor.train(best, loss=sum_of())",
 }
 PLACES = {
     "dp": "place *.* on mesh(0:4) dp=4 mbs=1",
@@ -160,7 +169,7 @@ def test_a_placement_changes_no_number(alone: Callable[[str], tuple[Path, Metric
         assert a.keys() == b.keys() and a == pytest.approx(b, rel=5e-4, abs=5e-6)
 
 
-@pytest.mark.parametrize("name", ["pairs of picks", "with samples", "selected"])
+@pytest.mark.parametrize("name", ["pairs of picks", "with samples", "selected", "numbers of picks"])
 def test_answers_are_like_responses(alone: Callable[[str], tuple[Path, Metrics]], tmp_path: Path, name: str) -> None:
     path, expected = alone(name)
     there = run_program(path, {}, tmp_path, f"cluster nodes=1 gpus=4\n{PLACES['dp']}",
@@ -176,6 +185,13 @@ def test_what_the_numbers_are(alone: Callable[[str], tuple[Path, Metrics]]) -> N
     ranked = alone("ranked")[1]
     assert sum(m["order"] for m in ranked) / 2 == pytest.approx(3.5, rel=1e-6)  # the mean rank of three answers is 1
     assert [m["seen"] for m in ranked] == [1, 1]
+
+
+def test_a_number_stays_with_its_answer(alone: Callable[[str], tuple[Path, Metrics]]) -> None:
+    """Where it is picked, paired, one of the others, concatenated or selected."""
+    for step in alone("numbers of picks")[1]:
+        assert step["count"] == 4 and step["same"] == 0
+        assert [step[name] for name in ("best", "duel", "mix", "high")] == pytest.approx([0] * 4, abs=1e-6)
 
 
 @pytest.mark.parametrize("body, answers, more, unit, code, words", [

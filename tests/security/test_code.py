@@ -24,6 +24,8 @@ ALLOWED = {
     ("rldsl/__init__.py", "import_module"): "files of this package, by names in the source",
     ("rldsl/measure/call_costs.py", "import_module"): "a backend of this package, of a plan that was verified",
     ("rldsl/plan/backends.py", "import_module"): "the description of a backend that is a folder of this package",
+    ("backends/torch/kernels/fixed_order.py", "import_module"): "a file of this package, which needs Triton",
+    ("rldsl/cli/run.py", "shell"): "the name of a shell in a command's output; no process is started",
     ("backends/torch/kernels/optional_packages.py", "import_module"): "packages of kernels, by names in the source",
     ("rldsl/runtime/state/model_store.py", "import_module"): "a backend of this package: the verifier knows their names",
 }

@@ -80,7 +80,7 @@ def test_json_stays_json(tmp_path: Path) -> None:
     bad, plan = EVIL + "\U000e0001", grpo()
     path = next(p for p in strings(plan) if p[-1] == "because")
     (tmp_path / "p.plan").write_bytes(encode(spoiled(plan, path, bad)))
-    said = CliRunner().invoke(main, ["--output", "json", "show", str(tmp_path / "p.plan")]).output
+    said = CliRunner().invoke(main, ["--output-format", "json", "show", str(tmp_path / "p.plan")]).output
     found: list[str] = []
     json.loads(said, object_hook=lambda o: found.extend(x for x in o.values() if isinstance(x, str)))
     assert harmless(said) and any(x.endswith(bad) for x in found)

@@ -96,7 +96,7 @@ def test_it_is_the_order_of_the_backend(pp: int, count: int, vpp: int, monkeypat
 
         batch: Any = SimpleNamespace(tokens=torch.zeros(1, dtype=torch.long), attention=SimpleNamespace(positions=None))
         chunks = [SimpleNamespace(last=c * pp + s == pp * vpp - 1) for c in range(vpp)]
-        stage: Any = SimpleNamespace(forward=forward, zero=None, chunks=chunks)
+        stage: Any = SimpleNamespace(forward=forward, zero=None, chunks=chunks, autocast_in_backward=True)
         axis: Any = SimpleNamespace(size=pp, index=s)
         pipeline.pipeline_forward_backward(stage, axis, [batch] * count, lambda i, out: out.sum(), lambda: None)
         fake: Any = FakeStage(s, pp)
