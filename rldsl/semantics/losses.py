@@ -320,8 +320,8 @@ def _classify(term: Term, below: list[Dependence], model_outputs: set[str], in_v
         errors.add("RL0210", "a Python function inside a loss", term.span, help="call it in the flow")
         return None
     if not OPERATORS[term.op].in_loss:
-        errors.add("RL0210", f"`{term.op}` inside a loss", term.span,
-                   "it applies to the whole batch, not to a micro-batch",
+        errors.add("RL0210", f"`{_shortened(term.at.text)}` inside a loss", term.span,
+                   "a loss sees minibatches, and this is about the whole batch",
                    help="compute it in the flow and pass the result")
         return None
     if dict(term.attrs).get("to") is not None:
