@@ -40,7 +40,7 @@ def test_declarations(source: str) -> None:
     ('parquet(batch=4)', "RL0215", 'parquet("path")'), ('parquet(3, batch=4)', "RL0205", "double quotes"),
     ('hf("a", batch=4, over_lon=drop)', "RL0107", "over_long"), ('hf("a", batch=4, over_long=3)', "RL0205", ""),
     ('hf("a", batch=4, over_long="cut")', "RL0205", "truncate, drop, error"),
-    ('parquet("a", batch=4 pairs)', "RL0218", "prompts"), ('hf("a", batch=4, split="train")', "RL0107", ""),
+    ('parquet("a", batch=4 pairs)', "RL0218", "prompts"), ('jsonl("a", batch=4, split="train")', "RL0107", "only `hf`"),
 ])
 def test_declarations_that_are_refused(source: str, code: str, words: str) -> None:
     (found, help_), *others = codes(source)

@@ -303,6 +303,6 @@ def test_every_objective_has_a_reference() -> None:
     losses = {"ppo_clip", "ppo_stop", "value_clip"}
     for module in ("grpo", "dapo", "gspo", "cispo", "gmpo", "sapo", "gpg", "rloo", "covariance"):
         losses |= {n for n in _names(f"std.{module}") if n not in (
-            "group_norm", "gdpo_norm", "overlong", "seq_ratio", "gpg_norm", "leave_one_out", "others_var", "covariance",
-            "clip_cov_tokens", "kl_cov_tokens")}
+            "group_norm", "group_norm_branches", "gdpo_norm", "overlong", "seq_ratio", "gpg_norm", "leave_one_out",
+            "others_var", "covariance", "clip_cov_tokens", "kl_cov_tokens")}
     assert losses - {"rloo_clip"} == {c.call.partition("(")[0] for c in CASES}  # that one: test_more_policy.py
