@@ -328,7 +328,8 @@ def _quantile(x: Tensor, args: Sequence[Tensor]) -> Tensor:
 # of elements in each segment, and the further arguments -> [segments], 0 for an empty one. To batch the same function
 # is used, with one segment, unless the operator has a faster one in _WHOLE.
 _SEGMENTS: Mapping[str, Callable[[Tensor, Tensor, Tensor, Sequence[Tensor]], Tensor]] = {
-    "median": _medians, "quantile": _quantiles,
+    "median": _medians,
+    "quantile": _quantiles,
 }
 _WHOLE: Mapping[str, Callable[[Tensor, Sequence[Tensor]], Tensor]] = {"median": _median, "quantile": _quantile}
 
