@@ -198,3 +198,14 @@ def branches_off(row: dict[str, Any], base_url: str, api_key: str, seed: int = 0
     main.append({"role": "user", "content": "1?"})
     said(chat(base_url, api_key, main))
     return float(kind)
+
+
+def fills_up(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Asks until its context has no room, and then in a fresh one. Returns how many turns the first one had."""
+    messages, turns = [{"role": "user", "content": row["prompt"]}], 0
+    while "choices" in (answer := chat(base_url, api_key, messages)):
+        messages += [said(answer), {"role": "user", "content": "1?"}]
+        turns += 1
+    assert answer["error"]["code"] == "context_length_exceeded", answer
+    said(chat(base_url, api_key, [{"role": "user", "content": "Sum."}]))
+    return float(turns)

@@ -29,6 +29,7 @@ from tests.tiny import make_model
 from tests.world import run_world
 
 TURN = "<|im_start|>assistant\n"
+LONG = "x7 " * 1000  # more than there is room for
 
 
 def messages(*contents: str) -> dict[str, Any]:
@@ -120,6 +121,44 @@ def test_more_branches_than_there_are(agents: EnvironmentProcesses, capfd: pytes
         "`scripted` asked 3 times for something else than the next turn of its conversation: messages[0] (user) is not "
         "the one that the conversation has")
     assert "branches=6" in found.help and found.notes[0] == "row 5, turn 3"
+
+
+@pytest.mark.parametrize("more, branch, stopped", [
+    ((), None, "max_tokens"),                                          # the reward after the refusal
+    ((("ask", messages("summary")),), 1, "done"),                      # begins anew
+    ((("ask", messages("a")),), 1, "done"),                            # another sample of what had room
+    ((("ask", messages("summary")), ("must ask", messages("a", "A", LONG))), 1, "max_tokens"),
+    ((("ask", messages("b", LONG, LONG)), ("ask", messages("summary"))), 1, "done"),  # nor did the first new one fit
+    ((("ask", messages("summary")), ("raise", "lost")), 1, "error"),   # not because of the limit
+])
+def test_a_full_branch_ends_no_conversation(agents: EnvironmentProcesses, monkeypatch: pytest.MonkeyPatch, more: Any,
+                                            branch: int | None, stopped: str, capfd: pytest.CaptureFixture[str]
+                                            ) -> None:
+    """The request is refused and adds nothing: the agent may go on in a branch with room."""
+    monkeypatch.setattr(agents, "on_error", "end")
+    begin(agents, ("ask", messages("a")), ("ask", messages("a", "A", LONG)), *more)
+    only(agents)
+    found = answered(agents, "A")
+    if branch is not None:
+        assert (found.ended, found.branch) == (False, branch)
+        assert agents.endpoint is not None and len(agents.endpoint.dialogues[0].branches) == 2
+        found = answered(agents, "B")
+    assert (found.ended, found.stopped) == (True, stopped)
+    assert found.reward == (1.0 if stopped == "done" or not more else None)
+    assert "context_length_exceeded" in capfd.readouterr().err
+
+
+def test_without_branches_left_a_full_one_is_all_there_is(agents: EnvironmentProcesses) -> None:
+    """What would be RL0736 is refused as full, too, until the agent has gone on."""
+    begin(agents, *(("ask", messages(c)) for c in "abc"), ("ask", messages("c", "C", LONG)), ("ask", messages("d")),
+          ("ask", messages("b", "B", "e")), ("ask", messages("d")))
+    only(agents)
+    for said in "AB":
+        assert not answered(agents, said).ended
+    found = answered(agents, "C")  # the second and the third request after it were refused
+    assert (found.ended, found.branch, text(found)) == (False, 1, f"\n<|im_start|>user\ne<|im_end|>\n{TURN}")
+    with pytest.raises(Failure, match="asked 3 times"):
+        answered(agents, "E")
 
 
 # against transformers
@@ -259,6 +298,28 @@ def test_a_run_is_the_same_under_every_placement(base: Path, alone: list[dict[st
     first = [name for name in NAMES if not name.startswith("actor/")]
     assert {name: divided[0][name] for name in first} == {name: alone[0][name] for name in first}
     assert {n: divided[1][n] for n in NAMES} == {n: pytest.approx(alone[1][n], rel=1e-4, abs=1e-6) for n in NAMES}
+
+
+FULL = """
+  prompt = prompts.next()
+  gen = actor.generate(prompt, env=fills_up, n=2, branches=2, max_turns=40, max_new_tokens=4, max_tokens=64)
+  main = gen where gen.branch == 0
+  metric gap     = max(abs(gen.logprobs - actor.logprobs(gen)))
+  metric rows    = count(gen)
+  metric turns   = sum(gen.turns)
+  metric before  = sum(main.reward)
+  metric main    = sum(main.turns)
+  metric full    = sum(where(gen.branch == 0 and gen.stopped == 2, 1, 0))
+  actor.train(gen, loss=pg(adv=per_token(gen.reward, gen.logprobs)), minibatches=2)
+"""
+
+
+@pytest.mark.parametrize("place", [None, "place *.* on mesh(0:2) tp=2", "place *.* on mesh(0:2) dp=2"])
+def test_an_agent_goes_on_after_a_branch_was_full(base: Path, place: str | None) -> None:
+    """It asks until there is no room, then begins anew: each conversation has two branches, and none ended as full."""
+    for line in run(base, place, FULL, env="fills_up"):
+        assert (line["rows"], line["full"]) == (16, 0) and line["gap"] <= (0.0 if place is None else 1e-5)
+        assert line["before"] >= 16 and (line["main"], line["turns"]) == (line["before"], line["before"] + 8)
 
 
 TALK = "gen = actor.generate(prompt, env=branches_off, n=2, branches=4, max_turns=8, max_new_tokens=4, max_tokens=96)"

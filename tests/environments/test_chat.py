@@ -138,6 +138,22 @@ def test_templates_that_cannot_be_used(old: str, new: str, title: str) -> None:
     assert title in refused(QWEN25.replace(old, new, 1))[0]
 
 
+@pytest.mark.parametrize("template, title, help", [
+    ("{% for m in messages %}\n{{ m.content }", "the chat template has a syntax error in its line 2: ", "correct it: "),
+    ("{{ raise_exception('no') }}", "the chat template rejects these messages: no", "`raise_exception`: messages of "
+     "this environment have the role `user`"),
+    ("{{ messages[0].content + 1 }}", "the chat template fails with these messages: TypeError: ", "is wrong, or they lack"),
+])
+def test_the_help_fits_what_is_wrong_with_a_template(template: str, title: str, help: str) -> None:
+    family = Family(template, FAMILIES["Qwen3"].markers, ("<|im_end|>",), "")
+    tokenizer = make(family)
+    with pytest.raises(Failure) as caught:
+        ChatTemplate(tokenizer, ends(tokenizer, family), "models/sft", [], "user")
+    (found,) = caught.value.diagnostics
+    assert found.code == "RL0718" and title in found.title and help in found.help, found
+    assert "chat_template.jinja" in found.help and ("role" in found.help) == ("raise_exception" in template)
+
+
 def test_a_stop_token_that_the_template_does_not_write() -> None:
     title, notes = refused(QWEN25, ends_of=("<|other|>",))
     assert "does not end a turn of the model with a stop token" in title and "stop tokens: '<|other|>'" in notes

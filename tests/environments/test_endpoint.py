@@ -214,6 +214,9 @@ EDITED = "asked for something else than the next turn of its conversation: "
 @pytest.mark.parametrize("script, code, title", [
     ([("ask", {"temperature": 0.2})], "RL0730", "`temperature` is 0.2, and must be 0.7 here"),
     ([("ask", {"max_tokens": 99})], "RL0730", "`max_tokens` is 99, and must be at least max_new_tokens=100"),
+    ([("tokens", {"ids": []})], "RL0730", "`token_ids` is empty"),
+    ([("tokens", {"ids": [-1]})], "RL0730", "`token_ids` is no list of ids"),
+    ([("tokens", {"ids": ["a"]})], "RL0730", "`token_ids` is no list of ids"),
     ([("ask", {"n": 2})], "RL0730", "`n` is 2, and must be 1 here"),
     ([("ask", {"stop": ["\n"]})], "RL0730", '`stop` is ["\\n"], and must be [] here'),
     ([("ask", {"seed": 1})], "RL0730", "`seed` is not known to this endpoint"),
@@ -325,7 +328,7 @@ def line(of: str) -> int:
 
 def test_limits_of_the_program(agents: EnvironmentProcesses, capfd: pytest.CaptureFixture[str]) -> None:
     """The agent hears of a limit as an error of its request, and still gives its reward; if the error ends it, the
-    conversation has none."""
+    conversation's reward is 0."""
     for what, reward in (("ask", 0.5), ("must ask", None)):
         for why, code in (("max_turns", "max_turns"), ("max_tokens", "context_length_exceeded")):
             begin(agents, ("ask", {}), ("say", "b"), (what, {}), reward=0.5)
@@ -334,13 +337,21 @@ def test_limits_of_the_program(agents: EnvironmentProcesses, capfd: pytest.Captu
             agents.finish(0, why)  # type: ignore[arg-type]
             assert only(agents) == Arrival(0, (), True, why, reward, None)
             printed = capfd.readouterr().err
-            assert (code if reward else f"{why}=") in printed and ("has no reward" in printed) == (reward is None)
+            assert (code if reward else f"{why}=") in printed and ("and its reward is 0" in printed) == (reward is None)
     begin(agents, ("ask", {}), ("ask", {}))  # a request after the end is answered, too
     only(agents)
     agents.finish(0, "max_tokens")
     assert only(agents).stopped == "max_tokens"
     (_, first), (_, second) = heard(capfd)
     assert first == second and first["error"]["message"].startswith("This model's maximum context length is 2000 tokens")
+
+
+def test_help_for_wrong_ids_is_about_ids(agents: EnvironmentProcesses) -> None:
+    begin(agents, ("tokens", {"ids": []}))
+    with pytest.raises(Failure) as caught:
+        only(agents)
+    help = str(caught.value.diagnostics[0].help)
+    assert "at least one id" in help and "messages" not in help
 
 
 def test_on_error_end(agents: EnvironmentProcesses, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import nullcontext
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from rldsl import api
 from rldsl.diag import Failure
 from rldsl.plan.codec import encode
 from rldsl.plan.function import Function
 from rldsl.plan.model import Data
+from rldsl.plan.payloads import Conversation, Sampling
 from rldsl.runtime.data import Source, open_source
+from rldsl.runtime.data.tokens import Tokens
 from rldsl.runtime.environments import ResetParameters
 from rldsl.runtime.environments.contract import reset_parameters
-from rldsl.runtime.interpreter.conversations import check_columns
+from rldsl.runtime.environments.text_form import TextForm
+from rldsl.runtime.interpreter.conversations import Environments, check_columns
 from tests.environments.programs import folder, source
 from tests.environments.test_processes_of_runs import TEMPLATE
 from tests.forked import command
 from tests.tiny import EOS
 
+HERE = Path(__file__).parent
 CALLS = TEMPLATE.replace("{{ m.content }}" + EOS, "{{ m.content }}<tool_call>{{ m.tool_calls }}</tool_call>" + EOS)
 REWRITES = "{% for m in messages[-1:] %}{{ m.content }}{% endfor %}"
 BODY = """
@@ -133,6 +141,45 @@ def test_every_row_is_compared(tmp_path: Path, base: Path, takes: ResetParameter
         check_columns(environments, data)
     (found,) = caught.value.diagnostics
     assert found.code == "RL0720" and found.place.endswith(message)
+
+
+def test_branches_of_an_environment_that_is_no_agent(base: Path, tmp_path: Path) -> None:
+    """Refused, unless another environment of the call is one."""
+    (base / "model" / "tokenizer_config.json").write_text(json.dumps(json.loads(
+        (base / "model" / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}))
+    tokens = Tokens(AutoTokenizer.from_pretrained(base / "model"), "model", {"prompt": "prompt"})
+    steps, agent = (Function("f", os.path.relpath(path), name, sha256(path.read_bytes()).hexdigest(), "env")
+                    for path, name in ((HERE / "envs_steps.py", "Steps"), (HERE / "envs_agents.py", "plain")))
+    for functions, branches, refused in (([steps], 2, True), ([steps], 1, False), ([agent], 2, False),
+                                         ([steps, agent], 2, False), ([steps, steps], 2, True)):
+        limits = Conversation(tuple(f.id for f in functions), max_turns=2, max_tokens=64, turn_timeout=60.0,
+                              branches=branches)
+        environments = Environments()
+        try:
+            with pytest.raises(Failure) if refused else nullcontext() as caught:
+                environments.open(0, functions, limits, Sampling(max_new_tokens=4), tokens, 0, None)
+        finally:
+            environments.close()
+        if caught is not None:
+            (found,) = caught.value.diagnostics
+            assert found.code == "RL0713" and "`Steps` is no agent" in found.title and "branches=2" in found.title
+            assert "leave `branches=` out" in found.help and str(found.place).endswith("envs_steps.py")
+
+
+@pytest.mark.parametrize("role", ["robot", "User", ""])
+def test_a_role_of_an_observation_that_nobody_has(role: str) -> None:
+    class Odd:
+        def step(self, text: str) -> dict[str, object]:
+            return {"observations": [{"role": text, "content": "?"}], "done": False}
+
+    form = TextForm(Function("f", "envs.py", "Odd", "", "env"), Odd())
+    for known in ("user", "system", "assistant", "tool"):
+        assert form.answer(known, ()).messages[0]["role"] == known
+    with pytest.raises(Failure) as caught:
+        form.answer(role, ())
+    (found,) = caught.value.diagnostics
+    assert found.code == "RL0715" and f"observations[0], with the role {role!r}" in found.title
+    assert "system, developer, user, assistant, tool" in found.help
 
 
 class Forms:

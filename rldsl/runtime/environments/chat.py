@@ -16,6 +16,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from jinja2 import TemplateError, TemplateSyntaxError
+
 from rldsl.diag import Failure, fail
 from rldsl.runtime.environments import Message
 from rldsl.runtime.environments.contract import Speaks
@@ -124,11 +126,20 @@ class ChatTemplate:
         try:
             return str(self.tokenizer.apply_chat_template(
                 list(messages), tools=self.tools, add_generation_prompt=generation, tokenize=False))
+        except TemplateSyntaxError as error:
+            raise self._refused(f"the chat template has a syntax error in its line {error.lineno}: {error.message}", (),
+                                f"correct it: {_WHERE}") from None
         except Exception as error:  # a template is a program: it may raise anything
-            raise self._refused(f"the chat template rejects these messages: {error}",
-                                ("roles: " + ", ".join(str(m["role"]) for m in messages),),
-                                f"its messages of the environment have the role `{self.speaks}`; use a model whose "
-                                "template has it" if self.speaks else "say what its template can render") from None
+            roles = ("roles: " + ", ".join(str(m["role"]) for m in messages),)
+            if type(error) is TemplateError:  # what `raise_exception` raises
+                raise self._refused(f"the chat template rejects these messages: {error}", roles,
+                                    "the template says so itself, with `raise_exception`: " + (
+                                        f"messages of this environment have the role `{self.speaks}`, so use a model "
+                                        "whose template takes them after a turn of the model, or change that line: "
+                                        if self.speaks else "send what it takes, or change that line: ") + _WHERE
+                                    ) from None
+            raise self._refused(f"the chat template fails with these messages: {type(error).__name__}: {error}", roles,
+                                f"what it does with them is wrong, or they lack what it reads: {_WHERE}") from None
 
     def _ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The tokens of a context. Control tokens that messages spell are text."""
@@ -217,6 +228,8 @@ class ChatTemplate:
         return fail("RL0718", what, place=self.directory, notes=notes, help=help)
 
 
+_WHERE = ("the template is the file chat_template.jinja in the model's directory, or `chat_template` of "
+          "tokenizer_config.json")
 _PRESERVING = ("use a template that only adds to what it has rendered (many models have a variant for training, or one "
                "that keeps thinking): edit chat_template.jinja in the model's directory")
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Speaks = Literal["tool", "user"]
 NOT_TOOLS = ("reset", "get_reward")
+ROLES = ("system", "developer", "user", "assistant", "tool")  # of messages, as OpenAI's API has them
 
 
 @dataclass(frozen=True)

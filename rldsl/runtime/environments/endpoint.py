@@ -5,6 +5,7 @@ conversation, and answers with what the model said.
 A request that extends what was said, message by message or id by id, is the next turn of that sequence. Any other one
 begins a new sequence of the conversation, a branch, up to `branches` of the program. The tokens of a branch are those
 that the agent asks with: what it shares with another one is not rendered again, and was not sampled in it.
+A request that leaves its branch no room for a turn is refused and adds nothing; the agent may go on in another branch.
 Invariant: a request is asked after the one before it was answered; so the order of an agent's requests, and which
 branch each one is in, are the agent's alone, and no clock decides it.
 Codes: RL0730 (`requests.py`), RL0736 a request that needs more branches than there are, RL0737 one that was not waited
@@ -83,6 +84,7 @@ class Dialogue:
     context: tuple[int, ...] = ()                                # what the last request added
     turns: int = 0                                               # of the model
     limit: Stopped | None = None                                 # that ends it: no more requests are answered
+    full: bool = False                                           # whether the last request left its branch no room
     fault: Refused | None = None                                 # that ends it when the model's turn has ended
 
 
@@ -147,6 +149,10 @@ class Endpoint:
         """Whether an agent has ever asked."""
         return bool(self.dialogues[row].branches)
 
+    def full(self, row: int) -> bool:
+        """Whether the last request of an agent was refused because its branch has no room for another turn."""
+        return self.dialogues[row].full
+
     def answer(self, row: int, ids: Sequence[int], logprobs: Sequence[float], cut: bool) -> None:
         """Answer the request of an agent with the model's turn."""
         dialogue = self.dialogues[row]
@@ -191,7 +197,7 @@ class Endpoint:
         if why == "max_turns":
             return HttpError(400, why, f"the conversation has had its turns: max_turns={self.rules.max_turns}")
         return HttpError(400, "context_length_exceeded", "This model's maximum context length is "
-                         f"{self.rules.max_tokens} tokens: the conversation leaves no room for another turn "
+                         f"{self.rules.max_tokens} tokens: this request leaves no room for another turn "
                          f"(max_tokens={self.rules.max_tokens})")
 
     def _refuse(self, request: Request, refused: Refused) -> None:
@@ -222,6 +228,13 @@ class Endpoint:
             self.server.answer(request, 400, error_body(diagnostic.code, f"{diagnostic.code}: {diagnostic.title}"))
             self.heard.append((request.row, failure))
             return
+        had = len(dialogue.branches[begun.branch].tokens) if begun.branch < len(dialogue.branches) else 0
+        # decoding ends the conversation at its first context, or when all of its turns are used
+        ends = not dialogue.branches or dialogue.turns >= self.rules.max_turns
+        if had + len(begun.tokens) >= self.rules.max_tokens and not ends:
+            dialogue.full = True
+            raise self._limit("max_tokens")
+        dialogue.full = False
         if begun.branch == len(dialogue.branches):
             dialogue.branches.append(Branch())
         branch = dialogue.branches[begun.branch]
@@ -259,10 +272,13 @@ class Endpoint:
         return Heard(number, self._added(asked, None))
 
     def _new_branch(self, dialogue: Dialogue, asked: ChatRequest | TokenRequest) -> int:
-        """The number of a new branch. RL0736 if there may be none."""
+        """The number of a new branch. RL0736 if there may be none; HttpError if the agent has just heard that its
+        branch is full, so that it may still end with a reward."""
         count = len(dialogue.branches)
         if count < self.rules.branches:
             return count
+        if dialogue.full:
+            raise self._limit("max_tokens")
         several = f" {self.rules.branches} times" if self.rules.branches > 1 else ""
         raise Refused(
             "RL0736", f"asked{several} for something else than the next turn of its conversation: "

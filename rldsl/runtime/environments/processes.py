@@ -311,15 +311,21 @@ class EnvironmentProcesses:
         if not endpoint.asked(row):
             raise self._at("RL0739", "returned without asking the model", "", row,
                            "ask it at `base_url` with `api_key`; a row without a turn cannot be trained")
-        return Arrival(row, (), True, state.why or ("max_new_tokens" if state.cut else "done"), reward, None)
+        why = self._limit_of(row) or ("max_new_tokens" if state.cut else "done")
+        return Arrival(row, (), True, why, reward, None)
+
+    def _limit_of(self, row: int) -> Stopped | None:
+        """The limit of the program that ends a conversation, if one does."""
+        full = self.endpoint is not None and self.endpoint.full(row)
+        return self.rows[row].why or ("max_tokens" if full else None)
 
     def _failed(self, row: int, failure: Failure) -> Arrival:
         (diagnostic,) = failure.diagnostics
-        if self.endpoint is not None and self.rows[row].why is not None and diagnostic.code == "RL0714":
+        if self.endpoint is not None and diagnostic.code == "RL0714" and (limit := self._limit_of(row)) is not None:
             # most likely it has let the error pass that told it so
             print(f"{diagnostic.place}: {diagnostic.title}; {self._notes(row)[0]}: its conversation had reached its "
-                  f"{self.rows[row].why}, and has no reward", file=sys.stderr, flush=True)
-            return Arrival(row, (), True, self.rows[row].why, None, None)
+                  f"{limit}, and its reward is 0", file=sys.stderr, flush=True)
+            return Arrival(row, (), True, limit, None, None)
         if self.on_error == "stop":
             self._release(row)
             raise failure

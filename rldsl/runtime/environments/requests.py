@@ -16,9 +16,9 @@ from typing import Any
 from rldsl.plan.payloads import Sampling
 from rldsl.runtime.environments import Message
 from rldsl.runtime.environments.characters import half_in
+from rldsl.runtime.environments.contract import ROLES
 from rldsl.runtime.environments.http_server import HttpError
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 OF_A_MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id")
 # what says nothing about the tokens
 WITHOUT_EFFECT = frozenset({"model", "user", "metadata", "store", "service_tier", "safety_identifier",
@@ -120,8 +120,10 @@ def token_request(body: bytes, rules: Rules) -> TokenRequest:
     asked = parsed(body)
     _check(asked, _TOKENS, {"token_ids", "sampling_params"})
     ids, sampling = asked.get("token_ids"), asked.get("sampling_params", {})
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
-        raise _wrong("token_ids", "is no list of ids")
+    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+        raise _wrong("token_ids", "is missing" if ids is None else "is no list of ids", _IDS)
+    if not ids:
+        raise _wrong("token_ids", "is empty", _IDS)
     if not isinstance(sampling, dict):
         raise _wrong("sampling_params", "is no object")
     sampling = {k: v for k, v in sampling.items() if v is not None}
@@ -236,6 +238,7 @@ def _shown(value: Any) -> str:
 
 
 _PROGRAM = "how tokens are sampled is said in the program, at `generate`: leave the field out of the request"
+_IDS = "`token_ids` is the whole context of the turn, at least one id: the tokenizer's, whole numbers from 0"
 _FORM = "messages and tools are those of OpenAI's chat completions, with text alone"
 
 

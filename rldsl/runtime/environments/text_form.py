@@ -8,7 +8,7 @@ from typing import Any
 
 from rldsl.plan.function import Function
 from rldsl.runtime.environments import Message, ResetParameters
-from rldsl.runtime.environments.contract import Said, Speaks, checked_messages, number, wrong
+from rldsl.runtime.environments.contract import ROLES, Said, Speaks, checked_messages, number, wrong
 from rldsl.runtime.rewards.user_functions import type_name
 
 
@@ -41,6 +41,11 @@ class TextForm:
         reward = number(self.function, "`step` returned as reward", step.get("reward", 0.0))
         self.total += reward
         messages = checked_messages(self.function, "`step` returned as observations", step.get("observations") or [])
+        for i, message in enumerate(messages):
+            if message["role"] not in ROLES:
+                raise wrong(self.function, f"`step` returned an observation, observations[{i}], with the role "
+                            f"{message['role']!r}", f"a role is one of {', '.join(ROLES)}: what the environment says "
+                            "to the model is most often said by the user")
         if not step["done"] and not messages:
             raise wrong(self.function, "`step` said nothing, and did not end the conversation",
                         'return "observations", or "done": True')

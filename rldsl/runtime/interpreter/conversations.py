@@ -55,6 +55,9 @@ class Environments:
         self.opened[event] = SeveralEnvironments(named)
         for function in functions:
             named[function.name] = open_conversations(function, limits, sampling, tokens, rank)
+        if limits.branches > 1 and all(isinstance(c, EnvironmentProcesses) and c.endpoint is None
+                                       for c in named.values()):
+            raise _never_branches(functions[0], limits.branches)
         if len(named) == 1:
             self.opened[event] = named[functions[0].name]
         if rows is not None:
@@ -64,6 +67,13 @@ class Environments:
         for conversations in self.opened.values():
             conversations.close()
         self.opened.clear()
+
+
+def _never_branches(function: Function, branches: int) -> Failure:
+    return fail("RL0713", f"`{function.name}` is no agent: its conversations have one sequence each, and "
+                          f"`branches={branches}` of `generate` allows more", place=function.path,
+                help="leave `branches=` out, which reserves memory for rows that will never be; only the conversations "
+                     "of an agent with its own loop, `run(row, base_url, api_key)`, have branches")
 
 
 def check_columns(environments: Sequence[tuple[Function, ResetParameters]], source: Source) -> None:
