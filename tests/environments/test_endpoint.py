@@ -30,7 +30,7 @@ FILE = Path(__file__).parent / "envs_agents.py"
 QWEN = FAMILIES["Qwen2.5"]
 TOKENIZER = make(QWEN)
 ENDS = frozenset(ends(TOKENIZER, QWEN))
-RULES = Rules(Sampling(max_new_tokens=100, temperature=0.7), ENDS, 3, 2000)
+RULES = Rules(Sampling(max_new_tokens=100, temperature=0.7), ENDS, 3, 2000, 1 << 20)
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 
 
@@ -216,6 +216,7 @@ EDITED = "asked for something else than the next turn of its conversation: "
     ([("ask", {"max_tokens": 99})], "RL0730", "`max_tokens` is 99, and must be at least max_new_tokens=100"),
     ([("tokens", {"ids": []})], "RL0730", "`token_ids` is empty"),
     ([("tokens", {"ids": [-1]})], "RL0730", "`token_ids` is no list of ids"),
+    ([("tokens", {"ids": [5, 1 << 20]})], "RL0730", "`token_ids` has 1048576, and the tokenizer has 1048576 tokens"),
     ([("tokens", {"ids": ["a"]})], "RL0730", "`token_ids` is no list of ids"),
     ([("ask", {"n": 2})], "RL0730", "`n` is 2, and must be 1 here"),
     ([("ask", {"stop": ["\n"]})], "RL0730", '`stop` is ["\\n"], and must be [] here'),

@@ -129,6 +129,14 @@ def plan(base: Path) -> Plan:
         return api.compile("p.rlf")
 
 
+def test_a_turn_may_be_allowed_more_than_a_conversation(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever limit comes first ends it."""
+    monkeypatch.chdir(base)
+    (base / "long.rlf").write_text(source(TALKED + TRAIN).replace("max_new_tokens=6", "max_new_tokens=500"))
+    (event,) = [e for e in _events(api.compile("long.rlf")) if isinstance(e, Generate)]
+    assert event.sampling.max_new_tokens == 500 and event.conversation and event.conversation.max_tokens == 64
+
+
 def test_the_plan_names_the_environment(plan: Plan) -> None:
     (function,) = plan.functions
     assert (function.returns, function.name, function.columns) == ("env", "Guess", ("number",))

@@ -47,6 +47,6 @@ def conversation(talk, row, turns):
 if __name__ == "__main__":
     path, name = sys.argv[1:3]
     function = Function("f", os.path.relpath(path), name, digest(path), "env")
-    rules = Rules(Sampling(max_new_tokens=100), frozenset(ENDS), 3, 2000)
+    rules = Rules(Sampling(max_new_tokens=100), frozenset(ENDS), 3, 2000, 1 << 20)
     with EnvironmentProcesses(function, 240.0, rules=rules).open(partial(ChatTemplate, TOKENIZER, ENDS, "tok")) as talk:
         print("RESULT" + json.dumps([conversation(talk, *one) for one in json.loads(sys.argv[3])]))

@@ -41,6 +41,7 @@ class Rules:
     ends: frozenset[int]   # ids that end a turn
     max_turns: int         # of a conversation
     max_tokens: int        # of each branch
+    num_tokens: int        # of the tokenizer: ids are below it
     branches: int = 1      # of a conversation
 
 
@@ -124,6 +125,8 @@ def token_request(body: bytes, rules: Rules) -> TokenRequest:
         raise _wrong("token_ids", "is missing" if ids is None else "is no list of ids", _IDS)
     if not ids:
         raise _wrong("token_ids", "is empty", _IDS)
+    if max(ids) >= rules.num_tokens:
+        raise _wrong("token_ids", f"has {max(ids)}, and the tokenizer has {rules.num_tokens} tokens", _IDS)
     if not isinstance(sampling, dict):
         raise _wrong("sampling_params", "is no object")
     sampling = {k: v for k, v in sampling.items() if v is not None}

@@ -34,7 +34,8 @@ def open_conversations(function: Function, limits: Conversation, sampling: Sampl
     the environment or the chat template cannot be used. sampling: of a turn, which the requests of an agent are held
     against. rank: printed before each line that environments print."""
     chat = functools.partial(ChatTemplate, tokens.tokenizer, tokens.ends, tokens.directory)
-    rules = Rules(sampling, frozenset(tokens.ends), limits.max_turns, limits.max_tokens, limits.branches)
+    rules = Rules(sampling, frozenset(tokens.ends), limits.max_turns, limits.max_tokens, len(tokens.tokenizer),
+                  limits.branches)
     return EnvironmentProcesses(function, limits.turn_timeout, limits.on_error, rank, rules).open(chat)
 
 
