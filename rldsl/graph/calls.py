@@ -201,7 +201,7 @@ class CallsOfFlow:
         given = self._options(options.GENERATE, call, "generate", scope, skip=skip)
         talk = self._conversation(call, prompts, scope)
         if prompts.contents not in ("prompts", "generated"):
-            return self._answered(call.args[0].span)
+            return self._answered(prompts, call.args[0].span)
         if isinstance(given, Bad) or isinstance(talk, Bad):
             return BAD
         if cast(int, given["min_new_tokens"]) > cast(int, given["max_new_tokens"]):
@@ -322,11 +322,13 @@ class CallsOfFlow:
                                    help="name a class that `use py` declares: `env=Calculator`")
         return tuple(found)
 
-    def _answered(self, span: Span) -> Bad:
+    def _answered(self, ref: FrameRef, span: Span) -> Bad:
         """`generate` on sequences whose responses are data."""
+        alone = self.flow.spaces.data_prompts(ref.frame.id)
         return self.errors.add("RL0213", "`generate` needs prompts, or sequences that a model generated", span,
                                f"`{span.text}` contains prompts with answers",
-                               help="load the data with `kind=\"prompts\"`")
+                               help=f"generate from the prompts alone: `{span.text}.{PROMPTS}`" if alone else
+                               "load the data with `kind=\"prompts\"`")
 
     def _responses(self, ref: FrameRef, call_name: str, span: Span) -> bool:
         if ref.contents == "prompts":

@@ -79,6 +79,12 @@ def test_a_row_without_a_column(tmp_path: Path, tokenizer: str, missing: str) ->
     assert found.code == "RL0746" and f"`{missing}`" in found.title
 
 
+def test_a_list_without_a_number_of_answers(tmp_path: Path, tokenizer: str) -> None:
+    path = jsonl(tmp_path, [GOOD])
+    (found,) = wrong(declared(path, tokenizer, "answers", batch=1))
+    assert found.code == "RL0747" and "`answers=3` in the declaration" in found.help
+
+
 def test_one_number_counts_for_all_answers(tmp_path: Path, tokenizer: str) -> None:
     path = jsonl(tmp_path, [{**GOOD, "score": 2}])
     open_source(declared(path, tokenizer, "answers", answers=3, numbers=("score",), batch=1), 1)

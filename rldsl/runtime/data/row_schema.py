@@ -238,7 +238,10 @@ def _answer(value: Any, what: str, row: Row, place: str) -> Diagnostic | None:
         return Diagnostic("RL0747", f"{what} is {kind_of(value)}, not a string or assistant messages", place=place,
                           help=ASSISTANT)
     if not all(map(_message, value)):
-        return Diagnostic("RL0747", f"{what} is a list, but not of chat messages", place=place, help=ASSISTANT)
+        text = all(isinstance(x, str) for x in value)
+        return Diagnostic("RL0747", f"{what} is a list, but not of chat messages", place=place,
+                          help=f"for {len(value)} answers to each prompt: `answers={len(value)}` in the declaration of "
+                               "the data" if text and len(value) > 1 else ASSISTANT)
     other = next((m["role"] for m in value if m["role"] != "assistant"), None)
     if other is not None:
         return Diagnostic("RL0747", f"{what} contains a message with the role `{other}`", place=place,
