@@ -18,6 +18,7 @@ be the same in two places.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ def multiply(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """[n, k] @ [k, m] -> [n, m]."""
     if fixed_order.needed(x):
         return fixed_order.products(x, right)
+    if x.dtype != torch.float32 and _rounds_by_shape(x.device.type):
+        return multiply(x.float(), right.float()).to(x.dtype)  # products of the same numbers, summed by other kernels
     (count, size), width = x.shape, right.shape[1]
     x, whole = pad_to_multiple(x, ROWS), width // COLUMNS * COLUMNS
     if x.dtype != torch.float32 and len(x) * size * COLUMNS <= HALF_PRODUCT:
@@ -67,6 +70,13 @@ def multiply(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if not whole:
         return rest[:count, :width]
     return torch.cat([torch.mm(x, right[:, :whole]), rest[:, : width - whole]], 1)[:count]
+
+
+@cache
+def _rounds_by_shape(device: str) -> bool:
+    """Whether kernels for products of bfloat16 numbers add in an order that depends on the shapes, as those of CPUs
+    without AVX-512 do for the gradients of weights."""
+    return device == "cpu" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
 
 
 def weight_gradient(x: torch.Tensor, grad: torch.Tensor, groups: Sequence[int] = ()) -> torch.Tensor:
