@@ -1,4 +1,4 @@
-"""`rlc report DIR`: a run as a page, written again and again while the run goes on.
+"""`rlc report DIR`: a run as a page, written again and again during the run.
 
 In: the directory of a run, and what `rlc report` takes besides: a cluster, a recorded timeline, another run. Out: the
 text of one HTML file. Errors: RL0783 no run, RL0784 damaged metrics or samples, and those of `rlc report`.
@@ -43,7 +43,7 @@ def is_run(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunPage:
-    """What does not change while a run goes on."""
+    """What does not change during a run."""
 
     folder: Path           # of the run
     plan: Given            # its plan, simulated

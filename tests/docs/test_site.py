@@ -18,7 +18,7 @@ import pytest
 import rldsl
 from rldsl import explain
 from tests.docs.pages import ROOT
-from tests.report.browser import Page, program, wait
+from tests.report.browser import MISSING, Page, program, wait
 
 PAGES = sorted(p.relative_to(ROOT / "docs") for p in (ROOT / "docs").rglob("*.md"))
 
@@ -129,7 +129,7 @@ def test_the_reference_has_every_public_name_with_its_docstring(site: Path) -> N
     assert "Plan._repr_html_" not in page and "self" not in re.findall(r"\((\w+)", page)
 
 
-@pytest.mark.skipif(program() is None, reason="there is no Chromium here (Debian: apt install chromium)")
+@pytest.mark.skipif(program() is None, reason=MISSING)
 def test_the_search_works_from_disk(site: Path) -> None:
     found = """[...document.querySelectorAll('.md-search-result__item > a')].map((x) => x.getAttribute('href'))"""
     with Page(str(program())) as page:

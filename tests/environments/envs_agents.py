@@ -182,7 +182,7 @@ class Adder:
 
 def branches_off(row: dict[str, Any], base_url: str, api_key: str, seed: int = 0) -> float:
     """Leads up to four sequences, by the row's number: a dialogue, one of a helper, a second sample of the dialogue's
-    beginning, and another continuation of its first turn. Between them it goes on with the dialogue."""
+    beginning, and another continuation of its first turn. Between them it continues the dialogue."""
     first = [{"role": "user", "content": row["prompt"]}]
     main = [*first, said(chat(base_url, api_key, first))]
     kind = row["number"] % 4

@@ -4,7 +4,6 @@ pictures and zoom can be used by mouse and by keyboard. Skipped where there is n
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,20 +12,11 @@ import pytest
 from rldsl.pages import graph_svg, page
 from rldsl.pages.recorded import read
 from tests.plan.sample import grpo
-from tests.report.browser import Page, program, wait
+from tests.report.browser import Page, wait
 from tests.report.pages import H100, given, trace
 from tests.report.test_page import BAD, SOURCE, hostile
 
-BROWSER = program()
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here (Debian: apt install chromium)")
 HIDDEN = "document.getElementById('drawer').hidden"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Page]:
-    assert BROWSER is not None
-    with Page(BROWSER) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -4,37 +4,33 @@ follows a run. Skipped where there is no Chromium."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rldsl.commands.report_run import run_page
-from tests.report.browser import Page, program, wait
+from tests.report.browser import Page, wait
 from tests.report.runs import TURNS, line, make_run, sample, write_lines
 
-BROWSER = program()
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here (Debian: apt install chromium)")
 REWARD = "document.querySelector('[data-metric=reward]')"
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Page]:
-    assert BROWSER is not None
-    with Page(BROWSER) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("runs")
     one, two = make_run(folder / "a"), make_run(folder / "b", steps=3, params={"lr": 2e-6})
     turns = {"stopped": "done", "turns": TURNS}
     write_lines(one / "samples/gen.jsonl", [sample(1, 0, conversation=turns), sample(1, 1), sample(5, 0), sample(5, 1)])
     write_lines(one / "metrics.jsonl", [line(1), line(2), line(3, reward=None), line(4), line(5, **{"kl": -0.5})])
-    found = folder / "a.html"
-    found.write_text(run_page(str(one), against=str(two)).html())
+    return run_page(str(one), against=str(two)).html()
+
+
+@pytest.fixture
+def file(made: str, tmp_path: Path) -> Path:
+    """A place of its own for each test: a page keeps by its address what a reader has set."""
+    found = tmp_path / "a.html"
+    found.write_text(made)
     return found
 
 
@@ -45,7 +41,6 @@ def shown(browser: Page, file: Path) -> Page:
     browser.size(1440, 900)
     browser.scheme("light")
     browser.open(file)
-    browser.run("sessionStorage.clear()")
     return browser
 
 

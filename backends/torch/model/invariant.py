@@ -59,7 +59,8 @@ def multiply(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if fixed_order.needed(x):
         return fixed_order.products(x, right)
     if x.dtype != torch.float32 and _rounds_by_shape(x.device.type):
-        return multiply(x.float(), right.float()).to(x.dtype)  # products of the same numbers, summed by other kernels
+        # a product of two bfloat16 numbers is exact in float32, so only the order of the sums is another one
+        return multiply(x.float(), right.float()).to(x.dtype)
     (count, size), width = x.shape, right.shape[1]
     x, whole = pad_to_multiple(x, ROWS), width // COLUMNS * COLUMNS
     if x.dtype != torch.float32 and len(x) * size * COLUMNS <= HALF_PRODUCT:

@@ -24,7 +24,7 @@ IDS = "trackers"  # directory of the run, with the ids of its runs at trackers
 
 class Accelerate:
     """A run of a tracker. After a first failure of the tracker, such as a lost network, a warning is printed and the
-    run goes on without it: its metrics are in `metrics.jsonl` anyway."""
+    run continues without it: its metrics are in `metrics.jsonl` anyway."""
 
     def __init__(self, name: str, out: Path, step: int, labels: RunLabels):
         """name: a key of `STARTS`. step: the first that will be written."""
