@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rldsl.runtime.launch import main as launch
-from rldsl.runtime.metrics.run_record import interruption_text, read_record, resume_command
+from rldsl.runtime.metrics.run_record import RunRecord, interruption_text, read_record, resume_command
+from rldsl.runtime.plan_file import PlanFile
 from tests import forked
 from tests.end_to_end.programs import compile_program
 from tests.forked import command
@@ -120,6 +121,20 @@ def test_a_rank_that_waits_in_a_collective(place: Path, tmp_path: Path, monkeypa
         os.kill(second, signal.SIGCONT)
         assert agent.wait(60) == 130, agent.said()
         assert len(lines(agent)) == 1, agent.said()
+
+
+def test_what_ranks_see_of_a_stopped_run_is_no_failure(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog says that the run was stopped; the main thread then finds that another rank is gone."""
+    monkeypatch.chdir(place)
+    plan(place, PROGRAM)
+    file = PlanFile.read("p.plan")
+    for states in (("stopped", "failed"), ("failed", "stopped"), ("failed", "failed")):
+        record = RunRecord(tmp_path, file, file.plan, ("cpu",), (), continues=False)
+        for step, state in enumerate(states, 3):
+            record.end(state, step)
+        held = read_record(tmp_path)
+        assert held is not None and held["state"] == ("stopped" if "stopped" in states else "failed")
+        assert held["step"] == (3 if states[0] == "stopped" else 4)
 
 
 # --------------------------------------------------------------------------------- a rank that is on its way out

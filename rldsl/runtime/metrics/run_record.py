@@ -16,6 +16,7 @@ import re
 import shlex
 import shutil
 import socket
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -206,6 +207,7 @@ class RunRecord:
         """plan: as it is executed, which `--allow-changed-python` may have changed. devices: of this rank's machine.
         continues: the run continues the one that is there."""
         self._file = out / RECORD
+        self._lock = threading.Lock()  # the watchdog ends a record too, from a thread of its own
         earlier = (read_record(out) or {}) if continues else {}
         header, now = plan.header, _now()
         self._held = {
@@ -222,9 +224,13 @@ class RunRecord:
         self._write()
 
     def end(self, state: str, step: int, exact: bool | None = True) -> None:
-        """exact: False if the clock decided anything of what was computed; None if that is not known."""
-        self._held |= {"state": state, "step": step, "ended": _now(), "exact": exact}
-        self._write()
+        """Of a run that a signal stops, the main thread may see that other ranks are gone, which is no failure: the
+        state "stopped" stays. exact: False if the clock decided anything of what was computed; None if that is not
+        known."""
+        with self._lock:
+            if self._held["state"] != STOPPED:
+                self._held |= {"state": state, "step": step, "ended": _now(), "exact": exact}
+                self._write()
 
     def _write(self) -> None:
         """Under another name, then renamed, so that a reader finds a complete file."""
