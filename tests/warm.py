@@ -2,44 +2,75 @@
 
 transformers compiles its table of conversions, some thousand regular expressions, when a model is first described; the
 hints of a plan's records are read when a plan is first decoded; configurations, tokenizers and decoding fill caches of
-their own when they are first used. All of it takes a third of the CPU time of a short run.
+their own when they are first used. All of it takes a third of the CPU time of a short run. A rank imports the helper
+that it runs, and with it the compiler; a command imports its own modules and reads the grammar: 30 to 60 ms of each.
 
 What the imports made lives as long as the process: no collection of garbage in a rank has to go through it, and copy
 its pages.
 """
 
 import gc
+import importlib
+from contextlib import chdir
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from rldsl import api
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Sampling
 from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.metrics.run_record import versions
+from rldsl.runtime.plan_file import PlanFile
 from rldsl.verify import verify
 from tests.backend_torch.shards import make_shard, plan_model
 from tests.cpu import GARBAGE
 from tests.plan.sample import grpo
-from tests.tiny import make_model
+from tests.tiny import make_model, write_jsonl
 
+PROGRAM = """
+use std.grpo (group_norm, grpo)
+data prompts = jsonl("rows.jsonl", batch=2, max_prompt_tokens=4)
+model actor = causal_lm("model") train adamw(lr=1e-3)
+flow warm(steps=1) {
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n=2, max_new_tokens=2)
+  actor.train(gen, loss=grpo(old=gen.logprobs, adv=group_norm(0.1 * len(gen)), ref=gen.logprobs))
+}
+"""
+COMMANDS = ("rldsl.cli.run", "rldsl.commands.run", "rldsl.commands.check", "rldsl.commands.compile", "rldsl.run",
+            "rldsl.runtime.launch")
+
+for module in (*COMMANDS, "tests.responses", "tests.checkpoint.runs", "tests.end_to_end.programs"):
+    importlib.import_module(module)
 get_checkpoint_conversion_mapping("llama")
 versions()
 verify(decode(encode(grpo()), "sample.plan"))
 
 
-def _infer() -> None:
-    """Build a model, sample and take log-probs, as ranks do. Autograd would survive no fork after a backward pass."""
-    with TemporaryDirectory() as folder:
-        shard = make_shard(plan_model(str(make_model(Path(folder) / "model", num_hidden_layers=1))), 0)
-        one = PackedBatch(*(torch.tensor([x]) for x in (0, 2, 0)), torch.tensor([2, 3]))
-        made = shard.generate(one, Sampling(max_new_tokens=3), seed=0, step=0, max_num_seqs=0)
-        shard.infer([made.batch], "logprobs", 1.0)
+def _warm(folder: Path) -> None:
+    """Compile a program, build its model, sample, take log-probs, update and save, as ranks and commands do. Autograd
+    would survive no fork after a backward pass."""
+    model = make_model(folder / "model", num_hidden_layers=1)
+    write_jsonl(folder / "rows.jsonl", [{"prompt": "1+1="}])
+    (folder / "warm.rlf").write_text(PROGRAM)
+    with chdir(folder):
+        PlanFile.from_bytes(encode(api.compile("warm.rlf")), "warm.plan")
+    shard = make_shard(plan_model(str(model)), 0)
+    one = PackedBatch(*(torch.tensor([x]) for x in (0, 2, 0)), torch.tensor([2, 3]))
+    made = shard.generate(one, Sampling(max_new_tokens=3), seed=0, step=0, max_num_seqs=0)
+    shard.infer([made.batch], "logprobs", 1.0)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    torch.optim.AdamW([weight]).step()
+    torch.save([weight.grad], folder / "saved")
+    torch.load(folder / "saved")
 
 
-_infer()
+with TemporaryDirectory() as made:
+    _warm(Path(made))
 gc.collect()
 gc.freeze()
 gc.set_threshold(*GARBAGE)
