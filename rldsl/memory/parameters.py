@@ -6,12 +6,13 @@ listed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 
-from rldsl.plan.model import Layout, Model, ParamSpec
+from rldsl.plan.model import Layout, Model, Optimizer, ParamSpec
 from rldsl.plan.optimizers import NEEDS_COMPLETE, ParamOptions, param_options, state_numel
 from rldsl.sharding.boxes import Box, Cell, itemsize, pieces_at, volume
 from rldsl.sharding.dtypes import storage_dtype
@@ -93,15 +94,15 @@ def resting(copy: Copy) -> int:
 @cache
 def trained(copy: Copy) -> int:
     """How many elements with a gradient a rank holds between calls: `resting`, without what is frozen."""
-    return sum(numel for _, numel, own in _trained_parameters(copy) if not own.frozen)
+    return sum(count * numel for _, numel, own, count in _trained_parameters(copy) if not own.frozen)
 
 
 @cache
 def optimizer_state(copy: Copy) -> int:
     """Elements of the optimizer state of a rank, all in float32."""
     optimizer = copy.model.optimizer
-    return 0 if optimizer is None else sum(state_numel(optimizer, own.rule, spec.shape, numel)
-                                           for spec, numel, own in _trained_parameters(copy) if not own.frozen)
+    return 0 if optimizer is None else sum(count * state_numel(optimizer, own.rule, spec.shape, numel)
+                                           for spec, numel, own, count in _trained_parameters(copy) if not own.frozen)
 
 
 @cache
@@ -109,19 +110,29 @@ def largest_step(copy: Copy) -> int:
     """The most bytes that an update of one parameter needs besides gradients and state: Muon and Adafactor work on one
     complete parameter after another."""
     found = [prod(spec.shape) * (_DIVIDED_STEP if numel < prod(spec.shape) else _STEP)
-             for spec, numel, own in _trained_parameters(copy) if own.rule in NEEDS_COMPLETE and not own.frozen]
+             for spec, numel, own, _ in _trained_parameters(copy) if own.rule in NEEDS_COMPLETE and not own.frozen]
     return max(found, default=0)
 
 
-def _trained_parameters(copy: Copy) -> Iterator[tuple[ParamSpec, int, ParamOptions]]:
-    """Each parameter that a rank holds between calls, its elements there, and how it is trained."""
+def _trained_parameters(copy: Copy) -> Iterator[tuple[ParamSpec, int, ParamOptions, int]]:
+    """The parameters that a rank holds between calls: of each spec, the elements of one layer, and in how many layers
+    it is trained alike."""
     optimizer = copy.model.optimizer
     if optimizer is None:
         return
     for spec in copy.model.params:
+        layers = tuple(held(spec, copy))
         numel = sum(map(volume, boxes(spec, copy.layout, copy.cell.part, rest=True)))
-        for layer in held(spec, copy):
-            yield spec, numel, param_options(optimizer, spec.name.replace("{}", str(layer), 1), spec)
+        for own, count in _options_of_layers(optimizer, spec, layers):
+            yield spec, numel, own, count
+
+
+@lru_cache(maxsize=65536)
+def _options_of_layers(optimizer: Optimizer, spec: ParamSpec,
+                       layers: tuple[int, ...]) -> tuple[tuple[ParamOptions, int], ...]:
+    """How a spec is trained in some layers, and in how many of them."""
+    return tuple(Counter(param_options(optimizer, spec.name.replace("{}", str(layer), 1), spec)
+                         for layer in layers).items())
 
 
 def held(spec: ParamSpec, copy: Copy) -> Sequence[int]:
