@@ -142,6 +142,9 @@ def _has(folder: Path, patterns: tuple[str, ...]) -> bool:
     if WEIGHTS[0] not in patterns:
         return True
     if (folder / INDEX).is_file():
-        files = json.loads((folder / INDEX).read_text())["weight_map"].values()
-        return all((folder / file).is_file() for file in files)
+        try:
+            files = json.loads((folder / INDEX).read_text())["weight_map"].values()
+            return all((folder / file).is_file() for file in files)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return True  # whoever reads the weights says what is wrong with it
     return any(folder.glob(WEIGHTS[0]))

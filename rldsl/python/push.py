@@ -23,6 +23,7 @@ from rldsl.python.model_card import FOLDER, model_card
 from rldsl.python.runs import Run
 from rldsl.runtime.metrics.run_record import PLAN
 
+CARD = "README.md"  # of a repository
 TRIES = 5  # to copy a directory that is being replaced
 
 
@@ -42,7 +43,7 @@ def push(run: Run, name: str, model: str = "", private: bool = False, branch: st
     with tempfile.TemporaryDirectory(prefix="rldsl-") as temporary:
         folder = Path(temporary) / "model"
         _copy(source, folder)
-        (folder / "README.md").write_text(model_card(name, model, plan.record, plan.id, run.record, run.lines, page,
+        (folder / CARD).write_text(model_card(name, model, plan.record, plan.id, run.record, run.lines, page,
                                                      plan.checks), encoding="utf-8")
         (folder / FOLDER).mkdir()
         (folder / FOLDER / PLAN).write_bytes(read_bytes(str(run.folder / PLAN)))
@@ -70,7 +71,8 @@ def _copy(source: Path, target: Path) -> None:
     for _ in range(TRIES):
         try:
             before = source.stat().st_ino
-            shutil.copytree(source, target, copy_function=_link)
+            shutil.copytree(source, target, copy_function=_link, ignore=lambda folder, names: (
+                {CARD, FOLDER} if Path(folder) == source else set()))  # ours take their place, and links are the files
             if source.stat().st_ino == before:
                 return
         except (FileNotFoundError, shutil.Error):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,12 +35,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if file.suffix != ".safetensors":
             (pickled / file.name).write_bytes(file.read_bytes())
     (pickled / "pytorch_model.bin").write_bytes(b"no")
+    shutil.copytree(folder / "models/sft", folder / "models/damaged")
+    (folder / "models/damaged/model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
     return folder
 
 
 @pytest.fixture(scope="module")
 def hub(tiny: Path) -> Iterator[Hub]:
-    folders = {"lab/tiny": tiny / "models/sft", "lab/gated": tiny / "models/sft", "lab/pickled": tiny / "models/pickled"}
+    folders = {"lab/tiny": tiny / "models/sft", "lab/gated": tiny / "models/sft", "lab/pickled": tiny / "models/pickled",
+               "lab/damaged": tiny / "models/damaged"}
     with serving(Hub(folders, gated={"lab/gated"})) as found:
         yield found
 
@@ -74,6 +78,13 @@ def test_from_the_program_to_the_run(tiny: Path, hub: Hub, tmp_path: Path) -> No
     assert done.returncode == 0 and not hub.sent, done.stderr
     done = call(tiny, None, tmp_path / "empty", *RLC, "run", "p.plan", "--out", str(tmp_path / "none"), offline=True)
     assert done.returncode and "RL0095" in done.stderr and f"--revision {COMMIT}" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_damaged_index(tiny: Path, hub: Hub, tmp_path: Path) -> None:
+    (tiny / "damaged.rlf").write_text(PROGRAM.format(name="lab/damaged"))
+    done = call(tiny, hub, tmp_path, *RLC, "run", "damaged.rlf", "--out", str(tmp_path / "out"))
+    assert done.returncode == 1 and "cannot read the index of the weights" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 
 

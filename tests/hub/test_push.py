@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,22 @@ def test_what_arrives(tiny: Path, hub: Hub) -> None:
     first, last = (line["actor/loss"] for line in read(tiny / "run/metrics.jsonl"))
     assert f"| `actor/loss` | {first:.4g} | {last:.4g} | {last:.4g} |" in card
     assert str(tiny) not in card and os.uname().nodename not in card
+
+
+def test_what_the_user_keeps_with_a_model_stays(tiny: Path, hub: Hub) -> None:
+    """The card and the plan of what is sent are ours; the files of the directory are not written through links."""
+    saved = Run(tiny / "run").saved("actor")
+    (saved / "README.md").write_text("mine\n")
+    directory(saved / "rldsl", "mine")
+    try:
+        done = push(tiny, hub, "run", "me/kept")
+        assert done.returncode == 0, done.stderr
+        (sent,) = hub.folders.values()
+        assert (saved / "README.md").read_text() == "mine\n" and PROGRAM.rstrip() in (sent / "README.md").read_text()
+        assert {f.name for f in (sent / "rldsl").iterdir()} == {"run.plan", "metrics.jsonl"}
+    finally:
+        (saved / "README.md").unlink()
+        shutil.rmtree(saved / "rldsl")
 
 
 def test_again_to_the_same_repository(tiny: Path, hub: Hub) -> None:
