@@ -69,18 +69,24 @@ def _enter(module: str, arguments: tuple[str, ...], cwd: str, environment: dict[
         os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND if fd else os.O_RDONLY), fd)
     stacks.register()
     sys.stdin, sys.stdout, sys.stderr = (open(fd, mode, closefd=False) for fd, mode in enumerate("rww"))
-    real = subprocess.Popen
-
-    def popen(line: Any, *rest: Any, **more: Any) -> Any:
-        if isinstance(line, list) and line[1:3] == ["-m", LAUNCH]:
-            return Launch(line[3:], more.get("env") or dict(os.environ), more.get("stdout"), more.get("stderr"))
-        return real(line, *rest, **more)
-
-    subprocess.Popen = popen  # type: ignore[assignment,misc]
+    fork_ranks()
     if before is not None:
         os.environ.update(environment)
         before()
     _run(module, arguments, environment)
+
+
+def fork_ranks() -> None:
+    """From now on this process forks the ranks that it launches on this machine."""
+    real = subprocess.Popen
+
+    def popen(line: Any, *rest: Any, **more: Any) -> Any:
+        if isinstance(line, list) and LAUNCH in line:  # whatever options Python gets
+            arguments = line[line.index(LAUNCH) + 1 :]
+            return Launch(arguments, more.get("env") or dict(os.environ), more.get("stdout"), more.get("stderr"))
+        return real(line, *rest, **more)
+
+    subprocess.Popen = popen  # type: ignore[assignment,misc]
 
 
 def _run(module: str, arguments: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:

@@ -51,14 +51,15 @@ def hub(tiny: Path) -> Iterator[Hub]:
 def call(tiny: Path, hub: Hub | None, cache: Path, *command: str, offline: bool = False) -> subprocess.CompletedProcess:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     environment |= {"HF_HOME": str(cache), "HF_ENDPOINT": hub.endpoint if hub else "http://127.0.0.1:9",
-                    "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
+                    "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
     environment |= {"HF_HUB_OFFLINE": "1"} if offline else {}
     return subprocess.run([sys.executable, *command], cwd=tiny, env=environment, capture_output=True, text=True,
                           timeout=300)
 
 
-RLC = ("-c", "from rldsl.rlc import main; main()")
-RUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "rldsl.run")
+ROOT = str(Path(__file__).parents[2])
+RLC = ("-m", "tests.fresh", "rldsl.cli")
+RUN = ("-m", "tests.fresh", "rldsl.runtime.launch", "--nproc-per-node", "2", "-m", "rldsl.run")
 
 
 def test_from_the_program_to_the_run(tiny: Path, hub: Hub, tmp_path: Path) -> None:
