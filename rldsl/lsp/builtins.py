@@ -65,6 +65,8 @@ CONSTRUCTORS: dict[str, tuple[str, str]] = {
     "hf": ("hf(name, split=, batch=, ...)", "Rows of a dataset of the Hub, or of a saved directory of `datasets`."),
     "adamw": ("adamw(lr=, betas=[0.9, 0.999], eps=1e-8, weight_decay=0, warmup=0, schedule=constant, clip_grad=1)",
               "AdamW with decoupled weight decay (Loshchilov & Hutter 2019)."),
+    "adamw_8bit": ("adamw_8bit(lr=, betas=[0.9, 0.999], eps=1e-8, weight_decay=0, warmup=0, schedule=constant, "
+                   "clip_grad=1)", "AdamW whose state has 8 bits per element (Dettmers et al. 2022)."),
     "sgd": ("sgd(lr=, momentum=0, nesterov=false, weight_decay=0, warmup=0, schedule=constant, clip_grad=1)",
             "Stochastic gradient descent; weight decay is added to the gradient."),
     "adafactor": ("adafactor(lr=, beta2_decay=-0.8, eps=1e-3, clip_threshold=1, weight_decay=0, clip_grad=1)",

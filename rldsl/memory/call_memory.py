@@ -73,8 +73,8 @@ class MemoryCosts:
         return FLOAT * trained(copy) if copy.trained else 0
 
     def optimizer_bytes(self, copy: Copy) -> int:
-        """Optimizer state, in float32."""
-        return FLOAT * optimizer_state(copy) if copy.trained else 0
+        """Optimizer state."""
+        return optimizer_state(copy) if copy.trained else 0
 
 
 def memory_costs(backend: str) -> MemoryCosts:

@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from math import prod
 
 from rldsl.plan.model import Layout, Model, Optimizer, ParamSpec
-from rldsl.plan.optimizers import NEEDS_COMPLETE, ParamOptions, param_options, state_numel
+from rldsl.plan.optimizers import CHUNK, NEEDS_COMPLETE, ParamOptions, param_options, state_bytes
 from rldsl.sharding.boxes import Box, Cell, itemsize, pieces_at, volume
 from rldsl.sharding.dtypes import storage_dtype
 from rldsl.sharding.gradient_leaves import LEAVES
@@ -23,6 +23,7 @@ FLOAT = 4  # bytes of float32
 # bytes per element of a parameter while Muon or Adafactor updates it: the update in float32 and what it is made from,
 # and where the parameter is divided, the gathered parameter, gradient and their buffers
 _STEP, _DIVIDED_STEP = 16, 32
+_QUANTIZED_STEP = 48  # of a chunk of 8-bit AdamW: two moments, their codes, numbers of blocks, scales and results
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +100,24 @@ def trained(copy: Copy) -> int:
 
 @cache
 def optimizer_state(copy: Copy) -> int:
-    """Elements of the optimizer state of a rank, all in float32."""
+    """Bytes of the optimizer state of a rank."""
     optimizer = copy.model.optimizer
-    return 0 if optimizer is None else sum(count * state_numel(optimizer, own.rule, spec.shape, numel)
+    return 0 if optimizer is None else sum(count * state_bytes(optimizer, own.rule, spec.shape, numel)
                                            for spec, numel, own, count in _trained_parameters(copy) if not own.frozen)
 
 
 @cache
 def largest_step(copy: Copy) -> int:
     """The most bytes that an update of one parameter needs besides gradients and state: Muon and Adafactor work on one
-    complete parameter after another."""
-    found = [prod(spec.shape) * (_DIVIDED_STEP if numel < prod(spec.shape) else _STEP)
-             for spec, numel, own, _ in _trained_parameters(copy) if own.rule in NEEDS_COMPLETE and not own.frozen]
-    return max(found, default=0)
+    complete parameter after another, 8-bit AdamW on one chunk after another."""
+    found = [0]
+    for spec, numel, own, _ in _trained_parameters(copy):
+        whole = prod(spec.shape)
+        if own.rule in NEEDS_COMPLETE and not own.frozen:
+            found.append(whole * (_DIVIDED_STEP if numel < whole else _STEP))
+        elif own.rule == "adamw_8bit" and not own.frozen:
+            found.append(_QUANTIZED_STEP * min(numel, max(CHUNK, whole // spec.shape[0])))
+    return max(found)
 
 
 def _trained_parameters(copy: Copy) -> Iterator[tuple[ParamSpec, int, ParamOptions, int]]:

@@ -173,7 +173,7 @@ class ParamSpec:
         return (self.layer,) if self.layer >= 0 else tuple(range(self.layers or layers))
 
 
-OptimizerKind = Literal["adamw", "sgd", "adafactor", "muon"]
+OptimizerKind = Literal["adamw", "adamw_8bit", "sgd", "adafactor", "muon"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +187,9 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An optimizer of torch, its options, and the schedule of its learning rate. AdamW is that of Loshchilov & Hutter
-    2019, Adafactor that of Shazeer & Stern 2018 without a first moment, Muon that of Jordan et al. 2024."""
+    """An optimizer, its options, and the schedule of its learning rate. AdamW is that of Loshchilov & Hutter 2019 (with
+    8-bit state, of Dettmers et al. 2022), Adafactor that of Shazeer & Stern 2018 without a first moment, Muon that of
+    Jordan et al. 2024."""
 
     lr: float  # peak learning rate
     betas: tuple[float, float] = (0.9, 0.999)  # AdamW: decay of the first and the second moment

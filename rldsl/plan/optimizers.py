@@ -19,14 +19,19 @@ NEEDS_COMPLETE: tuple[OptimizerKind, ...] = ("muon", "adafactor")
 
 # kinds of state that are about a complete parameter, and equal on every rank that has a part of it; the others are
 # divided as the parameter is
-COMPLETE_STATE = frozenset({"row_var", "col_var", "variance"})
+COMPLETE_STATE = frozenset({"row_var", "col_var", "variance", "exp_avg_scales", "exp_avg_sq_scales"})
+
+# 8-bit AdamW: elements of a block, which share a scale, and of the smallest parameter whose state is quantized
+BLOCK, MIN_QUANTIZED = 256, 4096
+CHUNK = 1 << 22  # elements that it has in float32 at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class ParamOptions:
     """How one parameter is trained."""
 
-    rule: OptimizerKind  # that updates it; `muon` leaves what is no matrix of a layer to AdamW
+    # that updates it; `muon` leaves what is no matrix of a layer to AdamW, `adamw_8bit` what is small
+    rule: OptimizerKind
     lr_scale: float  # multiplies the learning rate of the schedule
     weight_decay: float  # as `Optimizer.weight_decay`
     frozen: bool  # it has no gradient and no state
@@ -44,6 +49,8 @@ def param_options(optimizer: Optimizer, name: str, spec: ParamSpec) -> ParamOpti
     rule = optimizer.kind
     if rule == "muon" and not (spec.stage == "layer" and len(spec.shape) > 1):
         rule = "adamw"
+    if rule == "adamw_8bit" and prod(spec.shape) < MIN_QUANTIZED:
+        rule = "adamw"
     scale = 1.0
     if optimizer.kind == "muon" and rule == "adamw" and optimizer.adamw_lr and optimizer.lr:
         scale = optimizer.adamw_lr / optimizer.lr
@@ -58,11 +65,15 @@ def param_options(optimizer: Optimizer, name: str, spec: ParamSpec) -> ParamOpti
 
 def state_shapes(optimizer: Optimizer, rule: OptimizerKind, shape: tuple[int, ...],
                  local: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-    """What the optimizer keeps about a parameter: kind -> shape of the tensor on this rank, all in float32. shape: of
-    the complete parameter. local: of this rank's part."""
+    """What the optimizer keeps about a parameter: kind -> shape of the tensor on this rank. shape: of the complete
+    parameter. local: of this rank's part."""
     match rule:
         case "adamw":
             return {"exp_avg": local, "exp_avg_sq": local}
+        case "adamw_8bit":
+            blocks = (-(-prod(shape) // BLOCK),)
+            return {"exp_avg_codes": local, "exp_avg_scales": blocks,
+                    "exp_avg_sq_codes": local, "exp_avg_sq_scales": blocks}
         case "sgd":
             return {"momentum_buffer": local} if optimizer.momentum else {}
         case "muon":
@@ -73,6 +84,12 @@ def state_shapes(optimizer: Optimizer, rule: OptimizerKind, shape: tuple[int, ..
             return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
 
 
-def state_numel(optimizer: Optimizer, rule: OptimizerKind, shape: tuple[int, ...], local: int) -> int:
-    """Elements of what the optimizer keeps about a parameter. local: elements of this rank's part."""
-    return sum(map(prod, state_shapes(optimizer, rule, shape, (local,)).values()))
+def is_quantized(kind: str) -> bool:
+    """Whether a kind of state has one byte per element; all others are float32."""
+    return kind.endswith("_codes")
+
+
+def state_bytes(optimizer: Optimizer, rule: OptimizerKind, shape: tuple[int, ...], local: int) -> int:
+    """Bytes of what the optimizer keeps about a parameter. local: elements of this rank's part."""
+    return sum(prod(found) * (1 if is_quantized(kind) else 4)
+               for kind, found in state_shapes(optimizer, rule, shape, (local,)).items())

@@ -58,6 +58,7 @@ _ADAM = {"betas": Opt("floats", (0.9, 0.999), 0, 1, below=True), "eps": Opt("flo
 # the options that one optimizer has besides
 OPTIMIZERS: dict[OptimizerKind, dict[str, Opt]] = {
     "adamw": _ADAM,
+    "adamw_8bit": _ADAM,
     "sgd": {"momentum": Opt("float", 0.0, 0, 1, below=True), "nesterov": Opt("bool", False)},
     "adafactor": {"beta2_decay": Opt("float", -0.8, high=0), "eps": Opt("float", 1e-3, 0),
                   "clip_threshold": Opt("float", 1.0, 1)},

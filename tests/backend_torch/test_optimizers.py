@@ -31,6 +31,7 @@ OPTIMIZERS = {
     "muon": replace(BASE, kind="muon", momentum=0.95, nesterov=True, adamw_lr=1e-3, groups=GROUPS),
     "muon, plain": replace(BASE, kind="muon", momentum=0.9, adjust_lr="match_rms_adamw", ns_steps=3),
 }
+EIGHT_BIT = replace(BASE, kind="adamw_8bit", groups=GROUPS)  # not one of torch's
 STEPS = 20
 
 
@@ -122,7 +123,7 @@ def placed(rank: int, models: list[Model], layouts: list[Layout], expected: list
             for part, (wanted, found) in parts.items():
                 for name, tensor in found.items():
                     record, pieces = shard.stage.held[name]
-                    exact = shard.trainer.optimizer.param_options[name].rule in NEEDS_COMPLETE
+                    exact = shard.trainer.optimizer.param_options[name].rule in (*NEEDS_COMPLETE, "adamw_8bit")
                     pairs = [(tensor, wanted[name])]
                     if part not in COMPLETE_STATE:
                         pairs = [(tensor[local_slice(p, p.box, record.dim)], wanted[name][slices(p.box)])
@@ -133,20 +134,31 @@ def placed(rank: int, models: list[Model], layouts: list[Layout], expected: list
     return wrong
 
 
-@pytest.mark.parametrize("family, overrides, layouts", [
-    ("qwen3", dict(num_hidden_layers=2),
+COMPLETE = ("nesterov", "adafactor", "muon")
+
+
+@pytest.mark.parametrize("names, family, overrides, layouts", [
+    (COMPLETE, "qwen3", dict(num_hidden_layers=2),
      [at(tp=4), at(dp=4, zero=3), at(dp=2, tp=2, zero=1), at(dp=2, pp=2, zero=3)]),
-    ("qwen3_moe", dict(num_hidden_layers=1, num_experts=4), [at(dp=4, ep=2, zero=3), at(dp=2, ep=2, tp=2)]),
-], ids=["dense", "experts"])
-def test_divided_updates_are_those_of_one_process_bit_for_bit(tmp_path: Path, family: str, overrides: dict[str, Any],
+    (COMPLETE, "qwen3_moe", dict(num_hidden_layers=1, num_experts=4), [at(dp=4, ep=2, zero=3), at(dp=2, ep=2, tp=2)]),
+    # blocks of 256 elements end inside the parts of ranks, and the last of a parameter is shorter
+    (("adamw_8bit",), "qwen3", dict(num_hidden_layers=2, intermediate_size=148),
+     [at(tp=4), at(dp=4, zero=3), at(dp=2, tp=2, zero=1), at(dp=2, pp=2, zero=3)]),
+    (("adamw_8bit",), "qwen3_moe", dict(num_hidden_layers=1, num_experts=4, moe_intermediate_size=44),
+     [at(dp=4, ep=2, zero=3), at(dp=2, ep=2, tp=2), at(dp=2, ep=2)]),
+], ids=["dense", "experts", "8-bit state", "8-bit state of experts"])
+def test_divided_updates_are_those_of_one_process_bit_for_bit(tmp_path: Path, names: tuple[str, ...], family: str,
+                                                              overrides: dict[str, Any],
                                                               layouts: list[Layout]) -> None:
     path = str(make_model(tmp_path / "m", family=family, **overrides))
-    models = [plan_model(path, "causal_lm", OPTIMIZERS[name], UPDATES) for name in ("nesterov", "adafactor", "muon")]
+    models = [plan_model(path, "causal_lm", (OPTIMIZERS | {"adamw_8bit": EIGHT_BIT})[name], UPDATES)
+              for name in names]
     expected, states = [], []
     for model in models:
         shard: Any = make_shard(model, 0)
         expected.append({n: t.clone() for n, t in updated(shard).items()})
         states.append({k: {n: t.clone() for n, t in x.items()} for k, x in shard.optimizer_state().items()})
+    assert ("exp_avg_codes" in states[0]) == ("adamw_8bit" in names)
     assert not sum(run_world(max(map(degree_product, layouts)), placed, models, layouts, expected, states), [])
 
 

@@ -13,11 +13,12 @@ from tests.end_to_end.programs import compile_program
 from tests.tiny import make_model
 
 HERE = Path(__file__).parent
-ONE = "cluster nodes=1 gpus=1\n" + "".join(f"place {m}.* on mesh(0:1)\n" for m in ("first", "second", "third"))
+ONE = "cluster nodes=1 gpus=1\n" + "".join(f"place {m}.* on mesh(0:1)\n" for m in ("first", "second", "third", "fourth"))
 FOUR = """cluster nodes=1 gpus=4
 place first.*  on mesh(0:4) dp=2 tp=2 zero=3
 place second.* on mesh(0:4) dp=2 tp=2 zero=1
 place third.*  on mesh(0:4) dp=2 pp=2
+place fourth.* on mesh(0:4) dp=2 tp=2 zero=1
 """
 
 
@@ -53,13 +54,17 @@ def test_resumed_in_the_middle(tiny: Path, whole: Path, tmp_path: Path, before: 
     kinds = {(key.split("|")[0], key.split("|")[1]) for key in mine}
     assert kinds == {("first", "param"), ("first", "momentum_buffer"), ("first", "exp_avg"), ("first", "exp_avg_sq"),
                      ("second", "param"), ("second", "row_var"), ("second", "col_var"), ("second", "variance"),
-                     ("third", "param"), ("third", "momentum_buffer")}
+                     ("third", "param"), ("third", "momentum_buffer"), ("fourth", "param"),
+                     *(("fourth", f"{m}{k}") for m in ("exp_avg", "exp_avg_sq") for k in ("", "_codes", "_scales"))}
     assert not any(key.startswith(("second|row_var|model.embed_tokens", "first|exp_avg|model.layers.0.mlp.up"))
                    for key in mine)
     if before == ONE:
         assert lines(tmp_path) == lines(whole) and all(torch.equal(mine[k], theirs[k]) for k in theirs)
     else:
         for key in theirs:
+            if key.split("|")[1].endswith("_codes"):  # of a moment in the middle of two values, either code
+                assert (mine[key].int() - theirs[key].int()).abs().float().mean() < 0.1, key
+                continue
             torch.testing.assert_close(mine[key], theirs[key], atol=2e-4, rtol=2e-2, msg=lambda m, k=key: f"{k}: {m}")
 
 

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from math import prod
 
 import torch
+import torch.distributed as dist
 
 from rldsl.plan.model import Layout, ParamSpec
 from rldsl.runtime.backend import SINGLE_RANK, Axes, Axis
-from rldsl.runtime.collectives import all_gather
+from rldsl.runtime.collectives import all_gather, all_reduce
 from rldsl.sharding.boxes import Box, Parameter, Piece, local_slice, pieces_at, pieces_by_pair, slices, volume
 
 
@@ -46,6 +47,12 @@ class CompleteTensors:
         for box, part in zip(ordered, row.split([volume(box) for box in ordered]), strict=True):
             complete[slices(box)] = part.view([stop - start for start, stop in box])
         return complete
+
+    def maximum(self, spec: ParamSpec, numbers: torch.Tensor) -> None:
+        """Replace each number by the largest among the ranks that have a part of a parameter."""
+        for axis in (self._axis_along_dp(spec)[0], self.axes.tp):
+            if axis.size > 1 and self.is_divided(spec):
+                all_reduce(numbers, dist.ReduceOp.MAX, axis.group)
 
     def read_part(self, parameter: Parameter, pieces: Sequence[Piece], complete: torch.Tensor,
                   local: torch.Tensor) -> None:

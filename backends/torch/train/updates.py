@@ -2,9 +2,10 @@
 
 In: the parameters with their gradients, the optimizer's record. Out: updated parameters, and the state by name.
 A parameter that this rank has completely, or whose elements are updated each on its own (AdamW, SGD), is updated by an
-optimizer of torch over all such parameters. Muon orthogonalizes matrices, and Adafactor keeps means over rows and
-columns: what tp, ep or `zero` divides is gathered for them, one parameter at a time, torch's optimizer updates the
-complete tensor, and each rank keeps its part. So the numbers are those of one process, given equal gradients.
+optimizer of torch over all such parameters; `quantized_adamw` updates what has 8-bit state. Muon orthogonalizes
+matrices, and Adafactor keeps means over rows and columns: what tp, ep or `zero` divides is gathered for them, one
+parameter at a time, torch's optimizer updates the complete tensor, and each rank keeps its part. So the numbers are
+those of one process, given equal gradients.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import torch
 from torch import nn
 
 from rldsl.backends.torch.train.complete_tensors import CompleteTensors
+from rldsl.backends.torch.train.quantized_adamw import QuantizedAdamW
 from rldsl.plan.model import Optimizer, OptimizerKind
-from rldsl.plan.optimizers import NEEDS_COMPLETE, ParamOptions, param_options, state_shapes
+from rldsl.plan.optimizers import NEEDS_COMPLETE, ParamOptions, is_quantized, param_options, state_shapes
 from rldsl.sharding.boxes import Parameter, Piece
 
 LR_SCALE = "lr_scale"  # in the parameter groups of torch's optimizers
@@ -38,6 +40,7 @@ class Updates:
         self.param_options = {name: param_options(options, name, held[name][0].spec) for name in parameters}
         self.num_updates, self.fused = 0, not invariant  # updates made so far
         self.gathered: dict[str, State] = {}  # name -> state, of parameters that are updated as complete tensors
+        self.quantized: dict[str, State] = {}  # name -> state, of parameters whose moments have 8 bits
         by_rule: dict[OptimizerKind, dict[tuple[float, float], list[nn.Parameter]]] = defaultdict(
             lambda: defaultdict(list))
         for name, parameter in parameters.items():
@@ -45,6 +48,8 @@ class Updates:
             if own.rule in NEEDS_COMPLETE and (complete.is_divided(spec)
                                                or own.rule == "muon" and len(spec.shape) != 2):
                 self.gathered[name] = {}
+            elif own.rule == "adamw_8bit":
+                self.quantized[name] = {}
             else:
                 by_rule[own.rule][own.lr_scale, own.weight_decay].append(parameter)
         self.optimizers = {rule: make_optimizer(options, rule, [
@@ -66,6 +71,11 @@ class Updates:
                 self._step_muon(name, own, rate * own.lr_scale)
             else:
                 self._step_adafactor(name, own, rate * own.lr_scale)
+        quantized = QuantizedAdamW(self.options, self.complete)
+        for name in self.quantized:
+            own = self.param_options[name]
+            quantized.step(self.held[name], self.parameters[name].data, self._grad(name), self.state_of(name), own,
+                           rate * own.lr_scale, self.num_updates + 1)
         self.num_updates += 1
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -86,7 +96,9 @@ class Updates:
             shapes = state_shapes(self.options, rule, record.spec.shape, tuple(parameter.shape))
             if rule in ("adamw", "adafactor"):  # the fused AdamW counts on the device, Adafactor on the host
                 state[STEP] = torch.zeros((), device=parameter.device if rule == "adamw" and self.fused else "cpu")
-            state |= {kind: torch.zeros(shape, device=parameter.device) for kind, shape in shapes.items()}
+            state |= {kind: torch.zeros(shape, device=parameter.device,
+                                        dtype=torch.uint8 if is_quantized(kind) else torch.float32)
+                      for kind, shape in shapes.items()}
         return state
 
     def allocated(self) -> dict[str, torch.Tensor]:
@@ -112,8 +124,9 @@ class Updates:
         """Parameter -> the dictionary in which its optimizer keeps its state."""
         states = {}
         for name, parameter in self.parameters.items():
-            if name in self.gathered:
-                states[name] = self.gathered[name]
+            kept = self.gathered.get(name, self.quantized.get(name))
+            if kept is not None:
+                states[name] = kept
             else:
                 states[name] = self.optimizers[self.param_options[name].rule].state[parameter]
         return states
@@ -158,6 +171,8 @@ def make_optimizer(options: Optimizer, rule: OptimizerKind, groups: list[dict[st
     """torch's optimizer over some groups of parameters. fused: in one kernel, which on CPUs rounds the last elements of
     a tensor otherwise than the rest."""
     match rule:
+        case "adamw_8bit":
+            raise AssertionError("updated by `QuantizedAdamW`")
         case "adamw":
             return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=fused)
         case "sgd":

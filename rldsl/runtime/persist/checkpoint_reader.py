@@ -26,7 +26,7 @@ from rldsl.diag import Failure, fail, present
 from rldsl.plan.disk_paths import shown
 from rldsl.plan.model import Layout, Mesh, Model, ReplayBuffer
 from rldsl.plan.notation import ranks_text
-from rldsl.plan.optimizers import COMPLETE_STATE
+from rldsl.plan.optimizers import COMPLETE_STATE, is_quantized
 from rldsl.runtime.backend import Shard
 from rldsl.runtime.comm.agreement import any_rank, broadcast_text, gather_texts, ranks_that_differ
 from rldsl.runtime.data.read_positions import SourceReading
@@ -41,6 +41,7 @@ from rldsl.sharding.boxes import Box, intersect, local_slice, parameters, pieces
 
 StoredBoxes = list[tuple[Box, Path, str]]  # box, file, key in it
 FLOATS = ("F64", "F32", "F16", "BF16")
+CODES = ("U8",)  # of optimizer state with 8 bits
 ROWS = ("I64", "F32", "BOOL")  # of the rows of replay buffers, and of ragged values
 RAGGED = (in_flight.PREFIX, carried.PREFIX)  # of ragged values, by the first part of a name
 DAMAGE = (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -312,9 +313,17 @@ def _keys(file: Path) -> list[str]:
             box, tensor = _box(key.rpartition("|")[2]), opened.get_slice(key)
             if [b - a for a, b in box] != tensor.get_shape() or min(a for a, _ in box) < 0:
                 raise ValueError(f"{file.name}: {key} has shape {tensor.get_shape()}")
-            if tensor.get_dtype() not in (ROWS if key.partition("|")[0] in (PREFIX, *RAGGED) else FLOATS):
+            if tensor.get_dtype() not in _types(key):
                 raise ValueError(f"{file.name}: {key} has the type {tensor.get_dtype()}")
     return keys
+
+
+def _types(key: str) -> tuple[str, ...]:
+    """The types that a tensor may have, by its name."""
+    first, _, rest = key.partition("|")
+    if first in (PREFIX, *RAGGED):
+        return ROWS
+    return CODES if is_quantized(rest.partition("|")[0]) else FLOATS
 
 
 def _loaded(path: Path, manifest: Manifest, header: Mapping[str, Any], keys: Sequence[tuple[str, str]]
