@@ -32,6 +32,7 @@ from tests.tiny import make_model
 from tests.world import run_world
 
 CPU, TWO = torch.device("cpu"), dict(num_hidden_layers=2)
+MIXTURE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
 ASKED = (Sampling(max_new_tokens=80, min_new_tokens=70), Sampling(max_new_tokens=24, temperature=0.7, top_p=0.9))
 
 
@@ -96,7 +97,7 @@ def _digest(*tensors: torch.Tensor) -> str:
 
 def test_every_placement_has_the_same_bits(tmp_path: Path) -> None:
     dense, mixed = (str(make_model(tmp_path / name, **more)) for name, more in (
-        ("odd", ODD), ("moe", dict(family="qwen3_moe", **TWO))))
+        ("odd", ODD), ("moe", dict(family="qwen3_moe", **MIXTURE, **TWO))))
     lora = Lora(4, 8.0, targets=("q_proj", "o_proj", "down_proj"))
     make_adapter(tmp_path / "adapter", dense, lora)
     lora = replace(lora, path=str(tmp_path / "adapter"))

@@ -32,12 +32,13 @@ from tests.tiny import make_model, make_sums, write_jsonl
 from tests.world import run_world
 
 TWO = dict(num_hidden_layers=2)
+MIXTURE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
 ODD = dict(family="qwen2", num_attention_heads=6, num_key_value_heads=2, hidden_size=48, intermediate_size=90)
 # what is trained -> (options of `make_model`, dtype, adapters)
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "tied": (dict(tie_word_embeddings=True, **TWO), "float32", ""),
     "bfloat16": (dict(tie_word_embeddings=True, **TWO), "bfloat16", ""),
-    "experts": (dict(family="qwen3_moe", **TWO), "float32", ""),
+    "experts": (dict(family="qwen3_moe", **MIXTURE, **TWO), "float32", ""),
     "adapters": (dict(**ODD, **TWO), "float32", "lora(r=4), "),
 }
 DISJOINT = placement(4, actor_generate="on mesh(2:4)", actor_train="on mesh(0:2) dp=2 zero=1",
@@ -109,7 +110,7 @@ def test_parameters_and_metrics_have_the_same_bits(case: str, place: str, models
 
 GRADIENTS = {
     "tied": dict(tie_word_embeddings=True), "biases": ODD,
-    "experts": dict(family="qwen3_moe", num_experts=8, moe_intermediate_size=32),
+    "experts": dict(family="qwen3_moe", **MIXTURE),
     "norms": dict(family="gemma"), "transposed": dict(family="gpt2", n_layer=2)}
 
 

@@ -1,7 +1,8 @@
 """The placement never changes numbers: the same program on one rank and on many, sampled tokens included, but for the
 rare random number that rounding decides about (`tests/responses.py`).
 
-Five steps, so that a wrong gradient, optimizer step or reallocation would show in the steps after it.
+Three steps, so that a wrong gradient or reallocation would show in the step after it, and a wrong state of the
+optimizer in the one after that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tests.end_to_end.programs import Metrics, run_program
 from tests.tiny import make_all
 
 HERE = Path(__file__).parent
+STEPS = 3
 PPO = HERE.parents[1] / "examples" / "ppo.rlf"
 
 
@@ -41,7 +43,7 @@ def four(tmp_path_factory):
 
 
 def compare(found: Metrics, expected: Metrics) -> None:
-    assert len(found) == len(expected) >= 5
+    assert len(found) == len(expected) >= STEPS
     for mine, theirs in zip(found, expected):
         for name, value in theirs.items():
             if name.startswith(MEASURED):
@@ -70,7 +72,7 @@ def grpo_alone(tiny, tmp_path_factory) -> Metrics:
 
 
 def grpo(tiny: Path, folder: Path, place: str, like: Metrics | None = None) -> Metrics:
-    sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/prompts.jsonl"), "batch": 5}
+    sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/prompts.jsonl"), "batch": 5, "steps": STEPS}
     return run_program(HERE / "grpo_small.rlf", sets, folder, place, like=like)
 
 
@@ -98,7 +100,7 @@ PPO_PLACEMENTS = {
 
 def ppo(tiny: Path, folder: Path, place: str | None, like: Metrics | None = None) -> Metrics:
     sets = {"base": str(tiny / "models/sft"), "rm": str(tiny / "models/rm"), "rows": str(tiny / "data/prompts.jsonl"),
-            "lr": 1e-3, "steps": 5, "batch": 8, "tokens": 6}
+            "lr": 1e-3, "steps": STEPS, "batch": 8, "tokens": 6}
     text = PPO.read_text().replace("minibatches=4", "minibatches=2")
     if place is not None:  # the program's own cluster would contradict the placement's
         text = text.replace("cluster nodes=1 gpus=8\n", "")
@@ -126,7 +128,7 @@ DPO_PLACEMENTS = {
 
 
 def dpo(tiny: Path, folder: Path, place: str) -> Metrics:
-    sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/pairs.jsonl"), "steps": 5, "batch": 8}
+    sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/pairs.jsonl"), "steps": STEPS, "batch": 8}
     program = folder / "dpo.rlf"
     program.write_text(DPO.read_text().replace("lr=5e-7", "lr=1e-3"))
     return run_program(program, sets, folder, place)

@@ -78,7 +78,7 @@ def execute(rank: int, plans: list[bytes], out: str, cwd: str) -> list[Samples]:
 
 
 def alike(found: Metrics, expected: Metrics) -> None:
-    assert len(found) == len(expected) == 5
+    assert len(found) == len(expected) >= 3
     for step, (mine, theirs) in enumerate(zip(found, expected), 1):
         for name, value in theirs.items():
             if not name.startswith(MEASURED):

@@ -118,7 +118,7 @@ def test_every_harmful_mutant_is_rejected(plans: dict[str, Plan], capsys: pytest
             told, mutant = mutator.mutant()
             touched.update(told.split("; "))
             found = {d.code for d in faults(mutant)}  # a traceback would end the test here
-            if found and n % 3:
+            if found and n % 4:
                 table["not simulated", "rejected"] += 1
                 continue
             verdict = simulate(mutant, random.Random(n))
