@@ -37,6 +37,8 @@ class RlfLexer(RegexLexer):
             (rf"(param|state|buffer|mesh|data|model)(\s+)({NAME})",
              bygroups(Keyword.Declaration, Whitespace, Name.Variable), "inside"),
             (r"(cluster|place)(\s+)", bygroups(Keyword.Declaration, Whitespace), "inside"),
+            (rf"(metric)([ \t]+)(hist|table)([ \t]+)({NAME})",
+             bygroups(Keyword, Whitespace, Keyword, Whitespace, Name.Variable), "inside"),
             (rf"(metric)(\s+)({NAME})", bygroups(Keyword, Whitespace, Name.Variable), "inside"),
             (r"(return|save|every|repeat|eval|stop|sync|ema|checkpoint)\b(?!\s*[=,.])", Keyword, "inside"),
             (r"(first|after)\b(?=[ \t]+\w)", Keyword, "inside"),

@@ -22,7 +22,7 @@ from rldsl.files import read_bytes
 from rldsl.pages import Given, RunGiven, page
 from rldsl.pages.recorded import read as read_trace
 from rldsl.pages.run import Compared
-from rldsl.plan.metrics_file import METRICS, SAMPLES, STEP, Lines
+from rldsl.plan.metrics_file import HISTOGRAMS, METRICS, SAMPLES, STEP, TABLES, Lines, histogram_lines
 from rldsl.plan.metrics_file import read as read_metrics
 from rldsl.python.compare import compared as plans_compared
 from rldsl.python.entry import load
@@ -57,6 +57,7 @@ class RunPage:
         names = dict.fromkeys(name for line in [*lines, *other] for name in line if name != STEP)
         return page(self.plan, RunGiven(
             str(self.folder), record, lines, tuple(sorted(names, key=display_order)), _samples(self.folder),
+            _histograms(self.folder),
             _compared(self.folder, self.against, record, lines) if self.against is not None else None,
             refresh if record["state"] == RUNNING else 0))
 
@@ -65,7 +66,7 @@ class RunPage:
 
     def stamp(self) -> tuple[object, ...]:
         """Changes when the page would."""
-        files = [self.folder / METRICS, self.folder / RECORD, *sorted((self.folder / SAMPLES).glob("*.jsonl"))]
+        files = [self.folder / METRICS, self.folder / HISTOGRAMS, self.folder / RECORD, *_sequence_files(self.folder)]
         return tuple((str(f), s.st_size, s.st_mtime_ns) for f in files if f.exists() and (s := f.stat()))
 
 
@@ -121,11 +122,24 @@ def _lines(folder: Path) -> Lines:
 
 
 def _samples(folder: Path) -> dict[str, list[dict[str, Any]]] | None:
-    """The recorded sequences of each generated batch; a last line that is not whole is being written."""
-    files = sorted((folder / SAMPLES).glob("*.jsonl"))
-    found = {file.stem: [_sample(file, n, text) for n, text in enumerate(read_bytes(str(file)).split(b"\n")[:-1], 1)]
-             for file in files}
+    """The recorded sequences of each generated batch and table; a last line that is not whole is being written."""
+    files = {("table " if file.parent.name == TABLES else "") + file.stem: file for file in _sequence_files(folder)}
+    found = {name: [_sample(file, n, text) for n, text in enumerate(read_bytes(str(file)).split(b"\n")[:-1], 1)]
+             for name, file in files.items()}
     return found or None
+
+
+def _sequence_files(folder: Path) -> list[Path]:
+    """Samples and tables."""
+    return [file for name in (SAMPLES, TABLES) for file in sorted((folder / name).glob("*.jsonl"))]
+
+
+def _histograms(folder: Path) -> list[dict[str, Any]]:
+    """[] of a run without; a last line that is not whole is being written."""
+    try:
+        return histogram_lines(folder / HISTOGRAMS)
+    except FileNotFoundError:
+        return []
 
 
 def _sample(file: Path, number: int, text: bytes) -> dict[str, Any]:

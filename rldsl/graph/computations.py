@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from rldsl.graph import model as g
-from rldsl.plan.expr import Program
+from rldsl.plan import arrays
+from rldsl.plan.expr import Node, Program
 from rldsl.plan.function import frames_of_call
 from rldsl.plan.model import Value
 from rldsl.plan.naming import line_suffix
@@ -87,6 +88,8 @@ class Computations:
             if t.op == "py":
                 reads += [f"{frame}.tokens" for _, frame in frames_of_call(t.attrs)]
                 reads.append(self.columns[self.spaces.frames[str(dict(t.attrs)["frame"])].chain[-1].id])
+            if t.op == arrays.ROWS:
+                reads.append(f"{dict(t.attrs)['frame']}.tokens")
             if t.level == "turn":
                 reads.append(f"{t.space}.turn_sizes")
         out = dict(terms)
@@ -94,8 +97,10 @@ class Computations:
             entries = self.spaces.entries.get(t.space)
             over = [f for f in frames if t.space and not entries and self.spaces.of(f, t.level) == t.space]
             frame = entries.frame if entries else over[0].id if over else ""
-            self.value(name, t.level, frame, t.dtype, label=elided((labels or {}).get(name, "")),
-                       width=entries.width if entries else 1, entries=t.space if entries else "")
+            several = arrays.width(Node(t.op, attrs=t.attrs), self.spaces.frames)
+            self.value(name, t.level, frame, t.dtype, arrays.EXTENT if t.op in arrays.ARRAYS else "",
+                       elided((labels or {}).get(name, "")), entries.width if entries else several,
+                       t.space if entries else "")
             out[name] = input_(name, t.level, t.space, span, t.dtype, t.unit)
         self.programs.append(made)
         source = (labels or {}).get(work[0][0], "")

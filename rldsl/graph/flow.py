@@ -11,6 +11,7 @@ from typing import cast
 from rldsl.diag import Label
 from rldsl.graph import declare
 from rldsl.graph import model as g
+from rldsl.graph.array_metrics import ArrayMetrics
 from rldsl.graph.buffers import Buffers
 from rldsl.graph.calls import CallsOfFlow
 from rldsl.graph.computations import Computations, full_label
@@ -59,6 +60,7 @@ class FlowBuilder(Computations):
         self.selections = Selections(self)
         self.evaluations = Evaluations(self)
         self.texts = Texts(self)
+        self.array_metrics = ArrayMetrics(self)
         self.row_states = RowStates(self, [s for s in states.values() if s.data], data.values())
         self.buffers = Buffers(self, buffers)
         self.inside = "flow"  # the block that is being built
@@ -104,6 +106,8 @@ class FlowBuilder(Computations):
                 self.evaluations.block(s, scope, inside)
             case ast.Do(value=value):
                 self._do(s, value, scope)
+            case ast.Metric(form="hist" | "table"):
+                self._array_metric(s, scope, inside)
             case ast.Metric(name=name, value=value):
                 self._metric(s, name, value, scope, inside)
             case ast.Save():
@@ -251,7 +255,20 @@ class FlowBuilder(Computations):
         elif term.level != "batch":
             self.errors.add("RL0201", f"a metric must be a single number, not {level_value(term.level)}", value.span,
                             f"this is {describe(term)}", help="reduce it over the batch: `mean(x)`")
-        elif name.name in BUILT_IN:
+        elif self._can_log(name):
+            self.metrics.append((name.name, self.materialize(term, name.name, s.span, force=True).name))
+
+    def _array_metric(self, s: ast.Metric, scope: Scope, inside: str) -> None:
+        """`metric hist`, `metric table`"""
+        if inside == "until":
+            self.errors.add("RL0212", "a metric inside `repeat ... until`", s.span,
+                            help="move it after the block, where the names refer to everything that was collected")
+        elif self._can_log(s.name):
+            self.metrics += self.array_metrics.logged(s, scope)
+
+    def _can_log(self, name: ast.Ident) -> bool:
+        """Whether a metric can have this name; else a message says why not."""
+        if name.name in BUILT_IN:
             self.errors.add("RL0111", f"`{name.name}` is a built-in field of {METRICS}", name.span,
                             help="choose another name: every run writes this field itself")
         elif name.name in self._shown:
@@ -259,7 +276,8 @@ class FlowBuilder(Computations):
                             name.span, help="choose another name")
         else:
             self._shown.add(name.name)
-            self.metrics.append((name.name, self.materialize(term, name.name, s.span, force=True).name))
+            return True
+        return False
 
     def _save(self, s: ast.Save, scope: Scope) -> None:
         path = self.exprs.constant(s.path, scope) if s.path is not None else None

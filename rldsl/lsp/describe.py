@@ -65,8 +65,10 @@ def hover(symbol: Symbol, facts: Facts, costs: Costs = lambda _: []) -> str:
             shown = facts.shown(symbol.name) or (facts.shown(tree.value.span.text) if tree.named else "")
             call = next((c for c in facts.calls if c.span == tree.span), None)
             return _page(tree.span.text, shown, placed(call, costs) if call else "")
-        case ast.Metric():
-            return _page(tree.span.text, "logged at every step")
+        case ast.Metric(form=form):
+            return _page(tree.span.text, {"number": "logged at every step",
+                                          "hist": "the distribution of these elements, logged at every step",
+                                          "table": "rows of these sequences, logged at every step"}[form])
         case ast.Flow(name=name, options=options):
             return _page(f"flow {name.name}({', '.join(o.span.text for o in options)})", "the dataflow of one step")
     about = {"state": "a number that persists for the whole run",

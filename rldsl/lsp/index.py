@@ -254,8 +254,12 @@ class _Walker:
                     self.expr(value)
                     self._added(value)
                     self._clause(clause)
-                case ast.Metric(name=name, value=value):
-                    self.expr(value)
+                case ast.Metric(name=name, value=value, columns=columns, options=options):
+                    if value.span == name.span:  # `metric hist x`: the name is that of a value
+                        self.see(name.name, name.span)
+                        continue
+                    for expr in (value, *columns, *(o.value for o in options)):
+                        self.expr(expr)
                     symbol = Symbol(name.name, "metric", name.span, s, self.inside)
                     self.symbols.append(symbol)
                     self.occurrences.append(Occurrence(name.span, symbol, True))

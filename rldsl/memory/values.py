@@ -60,6 +60,8 @@ def buffer_bytes(t: Tables, value: str, spread: str) -> int:
         return 0
     if v.extent == "batch":
         return 8 + ROW
+    if v.extent == "array":
+        return WIDE * v.width + ROW
     if v.extent == "stored":  # in host memory
         return 0
     frame = t.frames[v.frame]

@@ -24,6 +24,7 @@ from rldsl.pages.dataflow import dataflow
 from rldsl.pages.details import Sources, details
 from rldsl.pages.facts import calls, held, legend, models, tiles, waits
 from rldsl.pages.graph import graph
+from rldsl.pages.histograms import distributions
 from rldsl.pages.recorded import Recorded, on_simulated_rows
 from rldsl.pages.rows import Chart, several, simulated
 from rldsl.pages.run import RunGiven, averaged, config, curves, metrics, samples, shown_counts
@@ -125,7 +126,8 @@ def _run(run: RunGiven | None) -> dict[str, Any]:
         return {"run": None}
     found = samples(run)
     return {"run": run, "metrics": metrics(run), "curves": Markup(curves(run)), "samples": found,
-            "counts": shown_counts(found, run), "config": config(run), "averaged": averaged(run),
+            "counts": shown_counts(found, run),
+            "distributions": distributions(run.histograms), "config": config(run), "averaged": averaged(run),
             "value_names": list(dict.fromkeys(name for s in found for name, _ in s.order))}
 
 

@@ -46,7 +46,8 @@ class RunGiven:
     record: Mapping[str, Any]        # `run.json`
     lines: Lines                     # its metrics
     order: tuple[str, ...] = ()      # names of metrics in the order in which they are shown
-    samples: Samples | None = None   # None: the run writes none
+    samples: Samples | None = None   # also tables, as "table NAME"; None: the run writes none
+    histograms: Sequence[Mapping[str, Any]] = ()  # the lines of its file
     compared: Compared | None = None
     refresh: int = 0                 # seconds after which a browser loads the page again; 0: never
 
@@ -236,7 +237,7 @@ def shortened(text: str) -> str:
 
 
 def shown_counts(found: Iterable[Sample], given: RunGiven) -> str:
-    """How many of the recorded samples the page has."""
+    """How many of the recorded sequences the page has."""
     every = sum(map(len, (given.samples or {}).values()))
     count = len(tuple(found))
     return f"{count:,} of {every:,} recorded sequences" if count < every else f"{count:,} recorded sequences"

@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from rldsl.diag import fail
 
 METRICS = "metrics.jsonl"  # in the directory of a run
+HISTOGRAMS = "histograms.jsonl"  # next to it: those of `metric hist`, one line a step
+TABLES = "tables"  # directory next to it: those of `metric table`, one file each, a line a row
 SAMPLES = "samples"  # directory next to it: the sampled sequences, one file per generated batch
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "comet_ml")  # that `--report-to` knows
 Lines = list[dict[str, float]]
@@ -36,6 +39,29 @@ def last(file: Path) -> dict[str, float]:
     """Return the line of the last step, `{}` before the first. Only this one is parsed. Raises as `read` does."""
     lines = _texts(file)
     return _line(file, len(lines), lines[-1]) if lines else {}
+
+
+def histogram_lines(file: Path) -> list[dict[str, Any]]:
+    """The lines of `HISTOGRAMS`: {"step": 1, NAME: {low, high, counts, below, above, nan}}. Raises as `read` does."""
+    return [_histogram_line(file, i, text) for i, text in enumerate(_texts(file), 1)]
+
+
+def _histogram_line(file: Path, number: int, text: str) -> dict[str, Any]:
+    try:
+        line: dict[str, Any] = json.loads(text)
+        int(line["step"])
+        if all(_is_histogram(h) for name, h in line.items() if name != STEP):
+            return line
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    raise fail("RL0784", "this line does not contain the histograms of a step", place=f"{file}:{number}",
+               help="the file is damaged; delete it to see the run without histograms")
+
+
+def _is_histogram(h: Any) -> bool:
+    counts = h["counts"]
+    return (all(type(h[k]) in (int, float) for k in ("low", "high", "below", "above", "nan")) and len(counts) > 0
+            and all(type(n) is int for n in counts))
 
 
 def _texts(file: Path) -> list[str]:

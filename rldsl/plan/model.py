@@ -366,13 +366,13 @@ class Value:
     # number of the row in its data source; table: no rows of a frame, but one entry per row of a data source; cache:
     # keys and values of the sequence, in the form of the backend, on the ranks that computed them; stored: all rows of
     # a replay buffer; entry: `width` per response token; hidden: the last hidden state before each response token, from
-    # which the log-probs of the whole vocabulary follow
+    # which the log-probs of the whole vocabulary follow; array: `width` numbers of the whole batch (`plan/arrays.py`)
     extent: Literal["tokens", "response", "turn", "row", "prompt", "batch", "columns", "lengths", "row_numbers",
-                    "table", "cache", "stored", "entry", "hidden"]
+                    "table", "cache", "stored", "entry", "hidden", "array"]
     dtype: Literal["f32", "i64", "bool", "text"] = "f32"  # of an element
     # what people call it, where its id is a name of the compiler's: "mean(r by prompt) (ppo.rlf:12)"
     label: str = ""
-    width: int = 1  # numbers for each response token, of extents "entry" and "hidden"
+    width: int = 1  # numbers for each response token, of extents "entry" and "hidden"; numbers of an "array"
     entries: str = ""  # at level entry: its space (`plan/entries.py`)
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from rldsl.plan.expr import Level
 
-Family = Literal["elementwise", "reduction", "order", "sequence", "rows", "random", "leaf"]
+Family = Literal["elementwise", "reduction", "order", "sequence", "rows", "random", "array", "leaf"]
 # The unit of a result: of no unit, that of the arguments in `same_unit`, a product's, a quotient's, or what is counted.
 UnitRule = Literal["none", "keep", "product", "quotient", "count"]
 
@@ -70,6 +70,10 @@ def _rows(name: str, arity: int, meaning: str, keeps_truth: bool = False) -> Ope
 def _siblings(name: str, arity: int, meaning: str, keeps_truth: bool = False) -> Operator:
     """In a loss, too, where it needs whole prompts."""
     return replace(_rows(name, arity, meaning, keeps_truth), gradient=True, in_loss=True)
+
+
+def _array(name: str, arity: int, meaning: str) -> Operator:
+    return Operator(name, "array", arity, meaning, gradient=False, in_loss=False)
 
 
 _ALL = (
@@ -136,6 +140,11 @@ _ALL = (
     # level.
     Operator("uniform", "random", 0, "a random number per element", in_loss=False),
     Operator("step", "random", 0, "the number of the step, from 1", in_loss=False),
+    # What `metric hist` and `metric table` log (`plan/arrays.py`): values of several numbers at the level of the batch.
+    _array("histogram", 1, "how many elements of a are in each of `bins` equally wide bins, from `low` to `high`, or "
+           "else from the smallest element to the largest"),
+    _array("table_rows", 0, "the first `rows` rows of `frame`, with their tokens"),
+    _array("table_column", 1, "a, a value of sequences, for the first `rows` rows of `frame`"),
     Operator("input", "leaf", 0, "an input; attribute `name`"),
     Operator("const", "leaf", 0, "a constant; attribute `value`"),
     Operator("py", "leaf", 0, "a user's Python function; attributes `function`, a key of Plan.functions, and `frame`, "

@@ -19,7 +19,7 @@ from rldsl.diag import Failure, fail
 from rldsl.extras import missing_package
 from rldsl.files import read_bytes
 from rldsl.plan.codec import decode
-from rldsl.plan.metrics_file import METRICS, SAMPLES, Lines, read
+from rldsl.plan.metrics_file import HISTOGRAMS, METRICS, SAMPLES, TABLES, Lines, histogram_lines, read
 from rldsl.plan.projection import event_paths
 from rldsl.python.errors import reports_failures
 from rldsl.python.html import table
@@ -85,6 +85,28 @@ class Run:
         rows = [{"batch": file.stem, **json.loads(line)} for file in sorted((self.folder / SAMPLES).glob("*.jsonl"))
                 for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
         return _frame(rows)
+
+    @property
+    @reports_failures
+    def tables(self) -> pandas.DataFrame:
+        """The rows that the program logs with `metric table`, with the columns table, step, row, prompt, completion and
+        one per column. Needs pandas (RL0097)."""
+        rows = [{"table": file.stem, **json.loads(line)} for file in sorted((self.folder / TABLES).glob("*.jsonl"))
+                for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
+        return _frame(rows)
+
+    @property
+    @reports_failures
+    def histograms(self) -> pandas.DataFrame:
+        """What the program logs with `metric hist`: one row per step and histogram, with the columns step, metric, low,
+        high, counts (of equally wide bins from low to high), below, above and nan. Needs pandas (RL0097). Raises
+        RL0784."""
+        try:
+            lines = histogram_lines(self.folder / HISTOGRAMS)
+        except FileNotFoundError:
+            lines = []
+        return _frame([{"step": line["step"], "metric": name, **h} for line in lines for name, h in line.items()
+                       if name != "step"])
 
     @property
     @reports_failures

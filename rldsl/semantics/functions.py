@@ -159,6 +159,11 @@ class Functions:
                     self.assign(s, BAD, scope)
                 case ast.Assign(clause=None):
                     self.assign(s, self.exprs.build(s.value, scope), scope)
+                case ast.Metric(form="hist" | "table" as form) if kind == "loss":
+                    self.errors.add("RL0212", f"`metric {form}` in a loss", s.span,
+                                    "a loss sees one minibatch, and its metrics are means over minibatches",
+                                    help="log it in the flow: what a loss is given has its values there, and "
+                                         "`lp = actor.logprobs(gen)` after the train call those of the trained model")
                 case ast.Metric(name=name, value=value) if kind == "loss":
                     term = self.exprs.term(value, scope)
                     if isinstance(term, Term):

@@ -435,7 +435,7 @@ class Operators:
         """`discount(x, g)` with a factor for each token; a coarser one is repeated over the tokens of x."""
         if g.level != "token":
             (frame,) = self.spaces.frames_with_space("token", x.space)
-            repeated = self.apply("add", (g, self._zeros("token", frame, span)), span)
+            repeated = self.apply("add", (g, self.zeros("token", frame, span)), span)
             if isinstance(repeated, Bad):
                 return BAD
             g = repeated
@@ -494,13 +494,14 @@ class Operators:
     def broadcast(self, x: Term, level: Level, frame: IndexedFrame) -> Term:
         """x, repeated to `level` over `frame`: x + 0 of that level, since the plan has no operator that only
         broadcasts."""
-        zero = self._zeros(level, frame, x.span)
+        zero = self.zeros(level, frame, x.span)
         if x.dtype == "bool":
             never = Term("lt", (zero, const(0.0, x.span)), zero.level, zero.space, "bool", x.span)
             return Term("or", (x, never), zero.level, zero.space, "bool", x.span)
         return Term("add", (x, zero), zero.level, zero.space, "f32", x.span, unit=x.unit)
 
-    def _zeros(self, level: Level, frame: IndexedFrame, span: Span) -> Term:
+    def zeros(self, level: Level, frame: IndexedFrame, span: Span) -> Term:
+        """0 for each element of a level over `frame`."""
         length = Term("len", (), "seq", frame.row_space, "f32", span, (("frame", frame.id),))
         seq = Term("mul", (length, const(0.0, span)), "seq", frame.row_space, "f32", span)
         if level in ("turn", "token"):

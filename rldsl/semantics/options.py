@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rldsl.plan.arrays import MOST_BINS, MOST_ROWS
 from rldsl.plan.expr import Scalar
 from rldsl.plan.model import OptimizerKind
 from rldsl.semantics.errors import BAD, Bad, suggest
@@ -101,6 +102,8 @@ TEXT = {"max_tokens": Opt("int", low=1, needed=True, unit="tokens"),
 BUFFER = {"capacity": Opt("int", low=1, needed=True, unit="rows")}
 PREFIXES = {"at": Opt("text"), "every": Opt("int", None, 1, unit="tokens"), "fractions": Opt("floats"),
             "most": Opt("int", None, 1, unit="rows")}
+HISTOGRAM = {"bins": Opt("int", 30, 1, MOST_BINS), "low": Opt("float", None), "high": Opt("float", None)}
+TABLE = {"rows": Opt("int", 8, 1, MOST_ROWS)}
 CHECKPOINT = {"keep": Opt("int", 2, 1)}
 FLOW = {"steps": Opt("int", low=1, needed=True), "seed": Opt("int", 1, 0), "lag": Opt("int", 0, 0)}
 CLUSTER = {"nodes": Opt("int", 1, 1, 16_384), "gpus": Opt("int", low=1, high=256, needed=True),

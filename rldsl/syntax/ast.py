@@ -172,10 +172,13 @@ class Do(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric(Tree):
-    """metric name = value"""
+    """metric name = value, metric hist name [= value], metric table name [= value, value]"""
 
     name: Ident  # under which the value is logged
-    value: Expr  # the number to log
+    value: Expr  # the number to log; of a histogram the elements, of a table the sequences
+    form: Literal["number", "hist", "table"] = "number"  # the word after `metric`
+    columns: tuple[Expr, ...] = ()  # of a table: numbers of its sequences
+    options: tuple[Option, ...] = ()  # `bins=20`, `rows=4`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

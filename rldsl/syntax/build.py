@@ -180,6 +180,23 @@ class _Builder(Transformer[Token, Any]):
     def metric(self, meta: Any, children: Children) -> ast.Metric:
         return ast.Metric(span=self._span(meta), name=self._ident(children[0]), value=children[1])
 
+    def metric_hist(self, meta: Any, children: Children) -> ast.Metric:
+        name, value, *options = children
+        return self._array(meta, "hist", name, [value], options)
+
+    def metric_table(self, meta: Any, children: Children) -> ast.Metric:
+        name, *more = children
+        values = [x for x in more if not isinstance(x, ast.Option)]
+        return self._array(meta, "table", name, values, [x for x in more if isinstance(x, ast.Option)])
+
+    def _array(self, meta: Any, form: Literal["hist", "table"], token: Token, values: Children,
+               options: Children) -> ast.Metric:
+        """A metric of several numbers. Without a value it is of the value that has its name."""
+        name, given = self._ident(token), [x for x in values if x is not None]
+        value = given[0] if given else ast.Name(span=name.span, name=name.name)
+        return ast.Metric(span=self._span(meta), name=name, value=value, form=form, columns=tuple(given[1:]),
+                          options=tuple(o for o in options if o is not None))
+
     def return_stmt(self, meta: Any, children: Children) -> ast.Return:
         return ast.Return(span=self._span(meta), values=tuple(children))
 
@@ -233,6 +250,8 @@ class _Builder(Transformer[Token, Any]):
 
     def option(self, meta: Any, children: Children) -> ast.Option:
         return ast.Option(span=self._span(meta), name=self._ident(children[0]), value=children[1])
+
+    metric_option = option
 
     # expressions
 

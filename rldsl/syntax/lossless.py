@@ -22,7 +22,8 @@ from rldsl.syntax.parse import _FreeNewlines, grammar
 INDENT = 2
 WIDTH = 100  # columns, without the margin: a placement clause and the comment at the end of the line
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|(?P<comment>#[^\n]*)')
-_BINDING = {"assign", "param", "state", "buffer", "mesh_decl", "data_decl", "model_decl", "metric"}
+_BINDING = {"assign", "param", "state", "buffer", "mesh_decl", "data_decl", "model_decl", "metric", "metric_hist",
+            "metric_table"}
 # How tightly an expression binds, and what its operands must reach to stand there without brackets. A number reaches
 # everything but the places where more digits or a unit could be read into it: `(1).x`, `dp=(3) tokens=4`.
 _BINDS = {"or_expr": 0, "and_expr": 1, "not_expr": 2, "comparison": 3, "sum": 4, "product": 5, "negative": 6,
@@ -30,7 +31,7 @@ _BINDS = {"or_expr": 0, "and_expr": 1, "not_expr": 2, "comparison": 3, "sum": 4,
 _TIGHTEST = 9
 _OPERANDS = {"or_expr": (0, 1), "and_expr": (1, 2), "not_expr": (2,), "comparison": (4, 4), "sum": (4, 5),
              "product": (5, 6), "negative": (6,), "power": (8, 6), "call": (8,), "attribute": (9,), "option": (9,),
-             "clause": (9,)}
+             "metric_option": (6,), "clause": (9,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def gap(left: Word, right: Word) -> int:
         return 1  # `1 ._5` is not `1._5`
     near = (left.text in ("(", "[", ".") or right.text in (")", "]", ",", ";", ".", ":", "?")
             or left.text == ":" and left.rule == "range"
-            or any(w.text == "=" and w.rule in ("argument", "option") for w in (left, right))
+            or any(w.text == "=" and w.rule in ("argument", "option", "metric_option") for w in (left, right))
             or left.text == "-" and left.rule == "negative" or left.rule == right.rule == "selector"
             or right.text == "(" and right.rule in ("call", "fn_decl", "loss_decl", "flow", "py_function")
             or left.text == "{" and right.text == "}")

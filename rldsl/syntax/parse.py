@@ -155,7 +155,7 @@ def accepted(before: str) -> tuple[str, ...]:
             text = shorter
         else:
             taken = parser.accepts()
-            words = [t.pattern.value for t in _parser().terminals if t.name in taken]
+            words = [t.pattern.value.partition("(?=")[0] for t in _parser().terminals if t.name in taken]
             break
     return tuple(w for w in words if w.isalpha())
 

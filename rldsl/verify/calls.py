@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rldsl.diag import Diagnostic, counted
+from rldsl.plan.arrays import ROWS
 from rldsl.plan.backends import described
 from rldsl.plan.derive_ops import DERIVE_OPS, continued_frame
 from rldsl.plan.events import AnyCall, Compute, Derive, Event, Fetch, Generate, Infer, Loop, Train, split_buffer
@@ -377,6 +378,8 @@ def check_compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
     sources = {t.frames[f].data for f in e.frames}
     for node in t.programs[e.program].nodes:
         must |= {f"{node.space}.turn_sizes"} if node.level == "turn" else set()
+        if node.op == ROWS:
+            must.add(f"{node.attr('frame')}.tokens")
         if node.op == "py" and str(node.attr("frame")) in t.frames:  # `programs.py` reports others
             of = t.frames[str(node.attr("frame"))].root_origin
             must |= {f"{frame}.tokens" for _, frame in frames_of_call(node.attrs)}

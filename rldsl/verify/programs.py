@@ -12,6 +12,8 @@ from dataclasses import replace
 from typing import Any, assert_never
 
 from rldsl.diag import Diagnostic
+from rldsl.plan import arrays
+from rldsl.plan.arrays import ARRAYS
 from rldsl.plan.entries import vocabulary_space
 from rldsl.plan.events import Compute, Draw, Event, Sample, Train
 from rldsl.plan.expr import LEVELS, Node, Program
@@ -51,6 +53,8 @@ def _malformed(t: Tables) -> Iterator[Diagnostic]:
 
 def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
     """What is wrong with a node, or ""."""
+    if any(program.nodes[a].op in ARRAYS for a in node.args if 0 <= a < index):
+        return "it calculates with an array, which only the log reads"
     if any(not 0 <= a < index for a in node.args):
         return f"its arguments {node.args} do not come before it"
     args = [program.nodes[a] for a in node.args]
@@ -88,6 +92,8 @@ def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
                 return "" if node.level == "batch" else "the number of the step is one number"
             fits = node.level != "batch" and node.attr("call") and isinstance(node.attr("call"), str)
             return "" if fits else "random numbers need elements and a call"
+        case "array":
+            return _array_fault(t, node, args)
         case "leaf":
             return _leaf_fault(t, node)
         case family:
@@ -174,6 +180,25 @@ def _leaf_fault(t: Tables, node: Node) -> str:
                 return f"argument {argument or 'rows'} of {function.id}: the rows of {rows.id} do not lie in {frame!r}"
         if function.returns != node.level:
             return f"{function.id} returns {function.returns}, not {node.level}"
+    return ""
+
+
+def _array_fault(t: Tables, node: Node, args: Sequence[Node]) -> str:
+    """What the log gets of the whole batch: a histogram, or a part of a table."""
+    if node.level != "batch" or node.attr("to") != "batch":
+        return f"several numbers of the level {node.level}"
+    if wrong := arrays.fault(node):
+        return wrong
+    if node.op == arrays.HISTOGRAM:
+        (x,) = args
+        whole = x.level == "entry" and not t.entries[x.space].width
+        return f"a histogram of {'the whole vocabulary' if whole else x.level}" if whole or x.level == "batch" else ""
+    frame = t.frames.get(str(node.attr("frame")))
+    if frame is None:
+        return f"unknown frame {node.attr('frame')!r}"
+    for x in args:
+        if (x.level, x.space) != ("seq", frame.row_space):
+            return f"{x.level} values of {x.space!r} are no column of a table of {frame.id!r}"
     return ""
 
 
@@ -312,7 +337,10 @@ def _fits(t: Tables, e: Event, program: Program, input: str, value: Value) -> It
 
 
 def _alike(t: Tables, e: Event, slot: str, node: Node, v: Value) -> Iterator[Diagnostic]:
-    space = _space(t, v)
+    space, wide = _space(t, v), arrays.width(node, t.frames)
+    if (v.extent == arrays.EXTENT) != (node.op in ARRAYS) or node.op in ARRAYS and v.width != wide:
+        yield problem("RL0617", f"{name(e)}: {slot} has {wide} numbers, but {v.id} is of extent {v.extent} and has "
+                      f"{v.width}", e)
     if v.level == "entry" and v.dtype == "i64":
         yield problem("RL0617", f"{name(e)}: {slot} would calculate with {v.id}, which has the ids of tokens", e)
     if (v.level, space) != (node.level, node.space):

@@ -20,7 +20,7 @@ from rldsl.verify.tables import Tables, name, problem
 
 LEVEL_OF = {"tokens": "token", "response": "token", "turn": "turn", "row": "seq", "prompt": "prompt", "batch": "batch",
             "row_numbers": "seq", "table": "batch", "cache": "seq", "stored": "batch", "entry": "entry",
-            "hidden": "entry"}
+            "hidden": "entry", "array": "batch"}
 DTYPES_OF = {"tokens": ("i64",), "lengths": ("i64",), "columns": ("text",), "row_numbers": ("i64",),
              "table": ("f32",), "stored": ("i64",), "turn": ("f32", "bool", "i64"),
              "entry": ("f32", "bool", "i64"), "hidden": ("f32",)}
@@ -153,6 +153,8 @@ def _reads(*paths: str) -> str:
 
 def _entries(t: Tables, v: Value) -> str:
     """The entry space of a value, and how many numbers it has for each token."""
+    if v.extent == "array":
+        return "" if not v.entries and v.width > 1 else f"has {v.width} numbers and entries {v.entries!r}"
     if v.extent not in (ENTRIES, HIDDEN):
         plain = not v.entries and v.width == 1
         return "" if plain else f"of extent {v.extent} has width {v.width} and entries {v.entries!r}"

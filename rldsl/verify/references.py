@@ -164,7 +164,7 @@ def _values(t: Tables) -> Iterator[Diagnostic]:
         elif t.spreads[b.spread].granularity != "all":
             yield _bad("RL0612", f"replay buffer {b.value} is in spread {b.spread}, which divides rows")
     for v in t.plan.values:
-        if v.frame not in t.frames and (v.frame or v.extent not in ("batch", "table", "stored")):
+        if v.frame not in t.frames and (v.frame or v.extent not in ("batch", "table", "stored", "array")):
             yield _unknown("frame", v.frame, f"value {v.id}")
 
 

@@ -9,17 +9,19 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import accelerate.tracking  # noqa: F401 (before the stand-ins: it asks for the spec of each tracker)
 import pytest
 
 from rldsl import run as starting
 from rldsl.diag import Failure
+from rldsl.plan.arrays import Histogram
 from rldsl.plan.metrics_file import TRACKERS
 from rldsl.runtime.metrics import trackers
 from rldsl.runtime.metrics.trackers import Accelerate
 from rldsl.runtime.metrics.writers import RunLabels
 
 LABELS = RunLabels("tldr", "one", ("a", "b"), {"lr": 1e-3})
-SAMPLES = {"gen": [{"step": 3, "row": 0, "completion": "x", "reward": 0.5}]}
+SAMPLES = {"samples/gen": [{"step": 3, "row": 0, "completion": "x", "reward": 0.5}]}
 
 
 class Calls:
@@ -55,14 +57,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     active = SimpleNamespace(info=SimpleNamespace(run_id="r1"))
     mlflow = module("mlflow", search_experiments=lambda **_: [], create_experiment=call("create_experiment", "e1"),
                     start_run=call("start_run", active), log_params=call("log_params"),
-                    log_metrics=call("log_metrics"), log_text=call("log_text"), end_run=call("end_run"),
+                    log_metrics=call("log_metrics"), log_text=call("log_text"), log_dict=call("log_dict"), end_run=call("end_run"),
                     utils=SimpleNamespace(validation=SimpleNamespace(MAX_PARAM_VAL_LENGTH=500, MAX_PARAMS_TAGS_PER_BATCH=100)))
     trackio_run = SimpleNamespace(log=call("log"), finish=call("finish"))
     trackio = module("trackio", init=call("init", trackio_run), config=SimpleNamespace(update=call("config")),
-                     Table=lambda dataframe: dataframe.to_dict("records"))
+                     Table=lambda dataframe: dataframe.to_dict("records"),
+                     Histogram=lambda np_histogram: ("histogram", *np_histogram))
     experiment = SimpleNamespace(set_step=call("set_step"), log_metric=call("log_metric"), end=call("end"),
                                  log_parameters=call("log_parameters"), set_name=call("set_name"), add_tags=call("add_tags"),
-                                 log_table=call("log_table"))
+                                 log_table=call("log_table"), log_asset_data=call("log_asset_data"))
     comet = module("comet_ml", start=call("start", experiment), __version__="3.50.0")
     for name, found in (("mlflow", mlflow), ("trackio", trackio), ("comet_ml", comet)):
         monkeypatch.setitem(sys.modules, name, found)
@@ -71,8 +74,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 def used(name: str, out: Path, step: int = 3) -> None:
     writer = Accelerate(name, out, step, LABELS)
-    writer.write_samples(step, SAMPLES)
+    writer.write_tables(step, SAMPLES)
     writer.write(step, {"reward": 0.5})
+    writer.write_histograms(step, {"gap": Histogram(-1.0, 1.0, 2, 0, 1, (3, 1))})
     writer.close(ok=True)
 
 
@@ -85,6 +89,8 @@ def test_mlflow(calls: Calls, tmp_path: Path) -> None:
     assert calls.of("log_metrics") == [({"reward": 0.5}, {"step": 1})]
     ((text, file),) = calls.of("log_text")
     assert json.loads(text)["completion"] == "x" and file == "samples/gen/step-000001.jsonl"
+    assert calls.of("log_dict") == [({"low": -1.0, "high": 1.0, "below": 2, "above": 0, "nan": 1, "counts": (3, 1)},
+                                     "histograms/gap/step-000001.json")]
     used("mlflow", tmp_path)
     assert calls.of("start_run")[1]["run_id"] == "r1", "a run that resumes"
     used("mlflow", tmp_path, 1)
@@ -99,7 +105,8 @@ def test_trackio(calls: Calls, tmp_path: Path) -> None:
     assert first["name"] == resumed["name"] != anew["name"]
     assert ({"lr": 1e-3}, {"allow_val_change": True}) in calls.of("config")
     assert ({"tags": "a, b"}, {"allow_val_change": True}) in calls.of("config")
-    table, numbers = calls.of("log")[:2]
+    table, numbers, histogram = calls.of("log")[:3]
+    assert histogram == ({"gap": ("histogram", [3, 1], [-1.0, 0.0, 1.0])}, {"step": 1})
     assert numbers == ({"reward": 0.5}, {"step": 1})
     assert table == ({"samples/gen": [{"step": 3, "row": 0, "completion": "x", "reward": 0.5}]}, {"step": 1})
 
@@ -113,6 +120,7 @@ def test_comet(calls: Calls, tmp_path: Path) -> None:
     assert calls.of("set_name")[0] == ("one",) and calls.of("add_tags")[0] == (["a", "b"],)
     assert ("reward", 0.5, {"step": 1}) in calls.of("log_metric")
     assert calls.of("log_table")[0][0] == "samples-gen-000001.csv"
+    assert calls.of("log_asset_data")[0][1] == {"name": "histogram-gap-000001.json", "step": 1}
 
 
 @pytest.mark.parametrize(("name", "call"), [("mlflow", "start_run"), ("trackio", "init"), ("comet_ml", "start")])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rldsl.diag import Failure
+from rldsl.plan.arrays import Histogram
 from rldsl.runtime.metrics.json_lines import truncate
 from rldsl.runtime.metrics.writers import RunLabels, TensorBoard, Wandb, table
 
@@ -54,12 +55,12 @@ def test_wandb_is_told_every_step(fake: Recorded, tmp_path: Path) -> None:
     assert fake.told == [(1, {"reward": 0.5}), 0]
 
 
-SAMPLES = {"gen": [{"step": 1, "row": 0, "completion": "a|b\nc", "reward": 0.5}, {"step": 1, "row": 1, "talk": {"n": 1}}]}
+SAMPLES = {"samples/gen": [{"step": 1, "row": 0, "completion": "a|b\nc", "reward": 0.5}, {"step": 1, "row": 1, "talk": {"n": 1}}]}
 
 
 def test_samples_are_a_table(fake: Recorded, tmp_path: Path) -> None:
     writer = Wandb(tmp_path, 1, "offline", LABELS)
-    writer.write_samples(1, SAMPLES)
+    writer.write_tables(1, SAMPLES)
     columns, rows = ["step", "row", "completion", "reward", "talk"], [[1, 0, "a|b\nc", 0.5, None], [1, 1, None, None, '{"n": 1}']]
     assert fake.told == [(1, {"samples/gen": (columns, rows)})] and table([]) == ([], [])
 
@@ -68,12 +69,40 @@ def test_samples_are_a_text_of_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     writer = TensorBoard(tmp_path, 1)
-    writer.write_samples(1, SAMPLES)
+    writer.write_tables(1, SAMPLES)
     writer.write(1, {"reward": 0.5})
     writer.close(ok=True)
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     (text,) = board.Tensors("samples/gen/text_summary")
     assert "| 1 | 0 | a\\|b<br>c | 0.5 |  |" in text.tensor_proto.string_val[0].decode()
+
+
+SPREAD = {"gap": Histogram(-1.0, 1.0, 2, 0, 1, (3, 1))}
+
+
+def test_histograms_are_those_of_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = TensorBoard(tmp_path, 1)
+    writer.write_histograms(4, SPREAD)
+    writer.close(ok=True)
+    (found,) = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Histograms("gap")
+    value = found.histogram_value
+    assert found.step == 4 and list(value.bucket_limit) == [0.0, 1.0] and list(value.bucket) == [3.0, 1.0]
+    assert (value.min, value.max, value.num, value.sum) == (-1.0, 1.0, 4.0, -1.0)
+
+
+def test_histograms_are_those_of_wandb(tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    writer = Wandb(tmp_path, 1, "offline", LABELS)
+    told = []
+    writer._run = SimpleNamespace(log=lambda values, step: told.append((values, step)))  # type: ignore[assignment]
+    writer.write_histograms(4, SPREAD)
+    ((values, step),) = told
+    found = values["gap"]
+    assert isinstance(found, wandb.Histogram) and step == 4
+    assert (list(found.histogram), list(found.bins)) == ([3, 1], [-1.0, 0.0, 1.0])
+    wandb.finish()
 
 
 def test_wandb_hears_of_a_failure(fake: Recorded, tmp_path: Path) -> None:

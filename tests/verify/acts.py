@@ -31,7 +31,7 @@ from rldsl.plan.events import (
     Update,
     split_buffer,
 )
-from rldsl.plan.expr import Program
+from rldsl.plan.expr import Node, Program
 from rldsl.plan.function import frames_of_call
 from rldsl.plan.model import Value
 from rldsl.sharding import partition
@@ -221,6 +221,7 @@ def _train(w: World, e: Train, now: Moment) -> None:
             w.reads(rank, e, v, mine, now)
         rank.shards[e.model, e.layout] = now.stamp
         for _, v in e.outputs:
+            need(w.story.records[v].extent == "batch", "a metric of training has one number")
             rank.buffers[f"{v}@{s.id}"] = (now.stamp, frozenset({0}))
 
 
@@ -259,11 +260,27 @@ def _compute(w: World, e: Compute, now: Moment) -> None:
         for _, v in e.inputs:
             w.reads(rank, e, v, _ids(w, w.story.records[v], views), now)
         for n in program.nodes:
+            if n.op == "table_rows":
+                w.reads(rank, e, f"{n.attr('frame')}.tokens", views[str(n.attr("frame"))], now)
             if n.op == "py":
                 frame = str(n.attr("frame"))
                 _python(w, e, rank, frame, views[frame], frames_of_call(n.attrs), now)
-        for _, v in e.outputs:
+        for output, v in e.outputs:
+            need(w.story.records[v].width == _numbers(w, program.nodes[dict(program.outputs)[output]]), "too few numbers")
             rank.buffers[f"{v}@{s.id}"] = (now.stamp, _ids(w, w.story.records[v], views))
+
+
+def _numbers(w: World, n: Node) -> int:
+    """How many numbers a value of a node has for each of its elements."""
+    attrs = dict(n.attrs)
+    if n.op == "histogram":
+        return 5 + int(attrs["bins"])
+    if n.op == "table_column":
+        return int(attrs["rows"])
+    if n.op == "table_rows":
+        f = w.story.frames[str(attrs["frame"])]
+        return int(attrs["rows"]) * (3 + f.max_prompt_tokens + f.max_response_tokens)
+    return 1
 
 
 def _groups(w: World, program: Program, rank: Rank, views: dict[str, frozenset[int]], now: Moment) -> None:
@@ -307,7 +324,7 @@ def _python(w: World, e: Compute | Derive, rank: Rank, frame: str, rows: frozens
 
 
 def _ids(w: World, v: Value, views: dict[str, frozenset[int]]) -> frozenset[int]:
-    if v.extent == "batch":
+    if v.extent in ("batch", "array"):
         return frozenset({0})
     known = w.story.frames
     of = known[v.frame]

@@ -26,6 +26,7 @@ ELEMENTWISE = {
 TRUTHS = "lt le gt ge eq ne and or not".split()
 SIBLINGS = "next_row prev_row cumsum_rows discount_rows at_last_row last_row".split()
 ROWS = (*SIBLINGS, "over", "along")
+WIDE = "several numbers"  # the space of what only the log reads
 REDUCTIONS = "sum mean amax amin count median".split()
 
 
@@ -77,6 +78,7 @@ def evaluate(program: Program, inputs: Mapping[str, Cell], views: Mapping[str, V
     done: list[Cell] = []
     for node in program.nodes:
         need(all(0 <= a < len(done) for a in node.args), f"{program.id}: an argument that is not computed yet")
+        need(all(done[a].space != WIDE for a in node.args), f"{program.id}: arithmetic on several numbers")
         done.append(_node(node, [done[a] for a in node.args], inputs, views, functions, draw))
     need(all(0 <= i < len(done) for _, i in program.outputs), f"{program.id}: an output of no node")
     return {name: done[i] for name, i in program.outputs}
@@ -108,6 +110,8 @@ def _node(n: Node, args: Sequence[Cell], inputs: Mapping[str, Cell], views: Mapp
     if n.op == "step":
         need(n.level == "batch" and not args, "the number of which step?")
         return Cell("batch", "", False, {0: term("step", draw)})
+    if n.op in ("histogram", "table_column", "table_rows"):
+        return _logged(n, args, views)
     if n.op in REDUCTIONS or n.op == "quantile":
         return _reduced(n, args, views)
     if n.op in ROWS:
@@ -183,6 +187,23 @@ def _reduced(n: Node, args: Sequence[Cell], views: Mapping[str, View]) -> Cell:
         parts[over[i]].append(a.of[i])
     more = tuple(args[1].of.values()) if n.op == "quantile" else ()
     return Cell(n.level, n.space, False, {i: term(n.op, tuple(x), more) for i, x in parts.items()})
+
+
+def _logged(n: Node, args: Sequence[Cell], views: Mapping[str, View]) -> Cell:
+    """A histogram of all elements, the first rows of a frame, or numbers of these. Nothing may calculate with it."""
+    need((n.level, n.space, n.attr("to")) == ("batch", "", "batch"), "several numbers of what?")
+    if n.op == "histogram":
+        bins, low, high = (n.attr(x) for x in ("bins", "low", "high"))
+        need(len(args) == 1 and args[0].level != "batch" and isinstance(bins, int) and 1 <= bins <= 512, "no histogram")
+        need(low is high is None or isinstance(low, float) and isinstance(high, float) and low < high, "no range")
+        return Cell("batch", WIDE, False, {0: term(n.op, bins, low, high, tuple(args[0].of[i] for i in sorted(args[0].of)))})
+    view, rows = views[str(n.attr("frame"))], n.attr("rows")
+    need(isinstance(rows, int) and 1 <= rows <= 64 and isinstance(n.attr("table"), str), "no table")
+    if n.op == "table_rows":
+        need(not args, "rows of what?")
+        return Cell("batch", WIDE, False, {0: term(n.op, view.frame.id, n.attr("table"), tuple(view.rows[:rows]))})
+    need(len(args) == 1 and (args[0].level, args[0].space) == ("seq", view.frame.row_space), "a column of other rows")
+    return Cell("batch", WIDE, False, {0: term(n.op, tuple(args[0].of[i] for i in view.rows[:rows]))})
 
 
 def _sequence(n: Node, args: Sequence[Cell], views: Mapping[str, View]) -> Cell:

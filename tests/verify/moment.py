@@ -82,7 +82,7 @@ def space(frames: Mapping[str, IndexedFrame], v: Value) -> str:
 
 def kept(v: Value, rows: tuple[int, ...], f: IndexedFrame) -> tuple[int, ...]:
     """The ids of a value for some rows."""
-    if v.extent == "batch":
+    if v.extent in ("batch", "array"):
         return (0,)
     return tuple(sorted({r // f.per_prompt for r in rows})) if v.extent == "prompt" else rows
 

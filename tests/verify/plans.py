@@ -43,6 +43,8 @@ flow grpo(steps=6, seed=7) {
   adv    = group_norm(reward)
   metric reward = mean(reward)
   metric kl     = mean(gen.logprobs - ref_lp)
+  metric hist gap = gen.logprobs - ref_lp bins=8
+  metric table answers = gen, reward rows=3
   actor.train(gen, loss=grpo(old=gen.logprobs, adv=adv, ref=ref_lp, beta=0.05), minibatches=2)   on mesh(0:4) dp=2 tp=2
   every 3 { save actor }
   checkpoint every 2

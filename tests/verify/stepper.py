@@ -307,6 +307,8 @@ class World:
         need(ids <= mine, f"rank {rank.number} lacks rows of {buffer}")
 
     def reads(self, rank: Rank, e: Event, value: str, ids: frozenset[int], now: Moment) -> None:
+        record = self.story.records.get(value)
+        need(record is None or record.extent != "array", "work on what only the log reads")
         self.holds(rank, next(b for b in e.reads if split_buffer(b)[0] == value), ids, now)
 
     def uses(self, rank: Rank, model: str, layout: str, now: Moment, anywhere: bool = False) -> None:

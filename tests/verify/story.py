@@ -40,7 +40,7 @@ from rldsl.plan.events import (
 from rldsl.plan.model import Plan, ReplayBuffer, Spread, Value
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
 from rldsl.sharding import partition
-from tests.verify.arithmetic import Cell, View, evaluate, need, term
+from tests.verify.arithmetic import WIDE, Cell, View, evaluate, need, term
 from tests.verify.derived import Derived, derived
 from tests.verify.loss import check_loss
 from tests.verify.moment import Held, Key, Lens, Moment, due, enough, is_due, kept, lasting_models, space, turns
@@ -390,8 +390,9 @@ class Story:
         found = evaluate(self.programs[e.program], cells, views, self.functions, now.times)
         for n, v in e.outputs:
             record, cell = self.records[v], found[n]
-            need((record.level, space(self.frames, record)) == (cell.level, cell.space), f"{v} is something else")
-            self._make(v, now, cell.of, cell.truth, "response", "row", "prompt", "batch")
+            here = WIDE if record.extent == "array" else space(self.frames, record)
+            need((record.level, here) == (cell.level, cell.space), f"{v} is something else")
+            self._make(v, now, cell.of, cell.truth, "response", "row", "prompt", "batch", "array")
 
     def _derive(self, e: Derive, now: Moment) -> None:
         f = self.frames[e.frame]

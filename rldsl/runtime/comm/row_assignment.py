@@ -103,6 +103,8 @@ class StepRows:
         """Entries of each of `ids`."""
         if value.ragged:
             return self.lens[value.frame].of(value.extent)[ids] * value.width
+        if value.extent == "array":
+            return torch.full_like(ids, value.width)
         if value.extent == "turn":
             return torch.full_like(ids, self.frames[value.frame].max_turns)
         return torch.ones_like(ids)

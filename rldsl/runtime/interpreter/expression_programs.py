@@ -22,12 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rldsl.diag import internal_error
+from rldsl.plan.arrays import ARRAYS
 from rldsl.plan.entries import EntrySpace
 from rldsl.plan.expr import Level, Node, Program, nodes_under
 from rldsl.plan.operators import OPERATORS, in_family
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.runtime.collectives import all_reduce
 from rldsl.runtime.draws import uniform
+from rldsl.runtime.interpreter.array_metrics import RowNumbers, array
 from rldsl.runtime.interpreter.exact_sums import SPECIAL, WORDS, as_floats, exact_sum, exact_words
 from rldsl.runtime.interpreter.expression_ops import FrameRows, RaggedIndex, evaluate, of_all_elements, ordered
 from rldsl.runtime.interpreter.row_ops import evaluate_rows
@@ -40,14 +42,16 @@ __all__ = ["Counts", "MinibatchLoss", "FrameRows", "loss_counts", "run_compute"]
 def run_compute(program: Program, inputs: Mapping[str, Tensor], frame_rows: Mapping[str, FrameRows],
                 frames: Mapping[str, IndexedFrame], group: Any, call_py: Callable[[Node], Tensor],
                 seed: int = 0, step: int = 0, batch: int = 0,
-                entries: Mapping[str, EntrySpace] = MappingProxyType({})) -> dict[str, Tensor]:
-    """The outputs of `program`, each of the level of its node (see `FrameRows` for the shapes).
+                entries: Mapping[str, EntrySpace] = MappingProxyType({}),
+                row_numbers: RowNumbers | None = None) -> dict[str, Tensor]:
+    """The outputs of `program`, each of the level of its node (see `FrameRows` for the shapes); those of `ARRAYS` are
+    float64.
 
     group: the ranks that share the work (None: this one alone). Each row is on exactly one of them, all sequences of a
     prompt on the same. Every rank takes part in every all-reduce, one for each reduction to batch, with or without
     rows. call_py: the result of a user's function for the rows of the node's frame. seed, step: of random numbers;
     steps count from 0. batch: which batch of an evaluation these rows are, for their random numbers. entries: the entry
-    spaces of the plan.
+    spaces of the plan. row_numbers: of the rows of tables, with their tokens.
     Numbers have the widest float type of the inputs (float32 if there is none); batch-level arithmetic runs in
     float64."""
     ragged, dtype = RaggedIndex(frame_rows, frames, entries), _float_type(inputs)
@@ -61,6 +65,9 @@ def run_compute(program: Program, inputs: Mapping[str, Tensor], frame_rows: Mapp
                 value = _number(call_py(node).to(ragged.device), dtype)
             elif node.op == "uniform":
                 value = _drawn(node, ragged, seed, step, batch).to(dtype)
+            elif node.op in ARRAYS:
+                own = frame_rows[str(node.attr("frame"))].rows if node.attr("frame") else None
+                value = array(node, args[0] if args else None, own, group, row_numbers)
             elif node.op == "step":
                 value = torch.tensor(float(step + 1), dtype=torch.float64, device=ragged.device)
             elif _to_batch(node) and OPERATORS[node.op].combine == "gather":
@@ -74,7 +81,8 @@ def run_compute(program: Program, inputs: Mapping[str, Tensor], frame_rows: Mapp
             else:
                 value = evaluate(node, inner, args, ragged, dtype)
             done.append(value)
-    return {name: _number(done[i], dtype) for name, i in program.outputs}
+    return {name: done[i] if program.nodes[i].op in ARRAYS else _number(done[i], dtype)
+            for name, i in program.outputs}
 
 
 def _to_batch(node: Node) -> bool:

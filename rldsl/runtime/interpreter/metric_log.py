@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import torch
 
+from rldsl.plan.arrays import EXTENT
 from rldsl.plan.events import Log, split_buffer
+from rldsl.plan.model import Value
 from rldsl.runtime.comm.exchange import message_tag, post
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.metrics.reporter import Reporter
@@ -23,30 +25,36 @@ def log(step: StepState, ring: EventRing, event: Log) -> None:
     number (the train call skipped all minibatches) adds nothing to the step's line."""
     context, rank = step.context, step.context.rank
     by_rank: dict[int, list[tuple[str, str]]] = {}
+    widths = {name: _width(context.values[split_buffer(buffer)[0]]) for name, buffer in event.metrics}
     for name, buffer in event.metrics:
         spread = context.spreads[split_buffer(buffer)[1]]
         by_rank.setdefault(context.world.meshes[spread.mesh].members()[0], []).append((name, buffer))
-    own_numbers = [_optional_number(step.buffers.get(b).data) for _, b in by_rank.get(rank, ())]
+    own_numbers = [_optional_numbers(step.buffers.get(b).data, widths[name]) for name, b in by_rank.get(rank, ())]
     group, tag = context.world.log_group, message_tag(event)
     if rank != event.to:
         if own_numbers:
             step.sent_logs.add(post({event.to: torch.cat(own_numbers)}, {}, tag, group))
         return
-    receives = {peer: torch.empty(2 * len(names), dtype=torch.float64, device="cpu")
+    receives = {peer: torch.empty(sum(1 + widths[n] for n, _ in names), dtype=torch.float64, device="cpu")
                 for peer, names in by_rank.items() if peer != rank}
     posted = post({}, receives, tag, group)
     if own_numbers:
         receives[rank] = torch.cat(own_numbers)
     arrival = Arrival.now() if not posted.works else step.arrivals.expect(posted.wait)
-    order = tuple((peer, name) for peer, names in by_rank.items() for name, _ in names)
+    order = tuple((peer, name, widths[name]) for peer, names in by_rank.items() for name, _ in names)
     step.logged.append(LoggedNumbers(tuple(name for name, _ in event.metrics), order, receives, arrival,
                                      ring.wait_tracker(arrival.wait)))
 
 
-def _optional_number(data: torch.Tensor) -> torch.Tensor:
-    """[2], on the host: whether there is a number, and which."""
-    number = data.reshape(-1)[:1].double().cpu()
-    return torch.cat([number.new_ones(1), number]) if number.numel() else number.new_zeros(2)
+def _width(value: Value) -> int:
+    """How many numbers a logged value has."""
+    return value.width if value.extent == EXTENT else 1
+
+
+def _optional_numbers(data: torch.Tensor, width: int) -> torch.Tensor:
+    """[1 + width], on the host: whether there are numbers, and which."""
+    numbers = data.reshape(-1)[:width].double().cpu()
+    return torch.cat([numbers.new_ones(1), numbers]) if numbers.numel() else numbers.new_zeros(1 + width)
 
 
 def end_step(step: StepState, reporter: Reporter) -> None:

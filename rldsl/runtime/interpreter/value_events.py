@@ -7,6 +7,8 @@ from typing import Any, cast
 import torch
 
 from rldsl.diag import present
+from rldsl.plan.arrays import HEAD
+from rldsl.plan.arrays import tokens as longest_row
 from rldsl.plan.events import Collect, Compute, Fetch, Free, Lengths, Transfer, split_buffer
 from rldsl.plan.expr import Node
 from rldsl.plan.function import frames_of_call
@@ -24,6 +26,7 @@ from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.state.step import StepState
+from rldsl.runtime.state.turns import unmarked
 from rldsl.runtime.store import Pending, RaggedRows
 from rldsl.sharding.layout import coordinate
 
@@ -133,9 +136,12 @@ def compute(step: StepState, reader: DataReader, rewards: RewardPool, ring: Even
         ring.resume()
         return torch.tensor(cast("list[float]", numbers), dtype=torch.float32, device=context.device)
 
+    def row_numbers(node: Node, rows: torch.Tensor) -> torch.Tensor:
+        return _rows_with_tokens(step, event, str(node.attr("frame")), rows)
+
     results = run_compute(program, inputs, frame_rows, {f: context.frames[f] for f in event.frames},
                           context.world.group(spread.mesh), call_python, step.compute_seed(event.id), step.index,
-                          step.iteration if step.evaluated_source else 0, context.entries)
+                          step.iteration if step.evaluated_source else 0, context.entries, row_numbers)
     for name, value in event.outputs:
         record, data = context.values[value], results[name]
         ids = _ids(context, record.extent, record.frame, frame_rows)
@@ -145,6 +151,22 @@ def compute(step: StepState, reader: DataReader, rewards: RewardPool, ring: Even
             data = torch.zeros_like(there, dtype=data.dtype).masked_scatter(there, data)
         exact = record.dtype == "bool" or record.level == "batch"  # one number per step may take eight bytes
         step.write(value, spread.id, ids, data if exact else data.float())
+
+
+def _rows_with_tokens(step: StepState, event: Compute, frame: str, rows: torch.Tensor) -> torch.Tensor:
+    """[R, HEAD + longest row] float64: rows of a table, as `plan/arrays.py` says. The completion of a conversation
+    begins with the first turn."""
+    record, lens = step.context.frames[frame], step.rows.lens[frame]
+    held = step.read(event.reads, f"{frame}.tokens")
+    table = torch.zeros(len(rows), HEAD + longest_row(record), dtype=torch.float64, device=step.context.device)
+    for i, row in enumerate(rows.tolist()):
+        ids, prompt = held.select(rows[i : i + 1]).data, int(lens.prompt[row])
+        if record.max_turns:
+            ids, own = unmarked(ids)
+            prompt = own.tolist().index(True) if own.any() else len(ids)
+        table[i, :HEAD] = table.new_tensor([row, prompt, len(ids)])
+        table[i, HEAD : HEAD + len(ids)] = ids.to(torch.float64)
+    return table
 
 
 def collect(step: StepState, event: Collect) -> None:
@@ -196,7 +218,7 @@ def _turn_sizes(frame_rows: dict[str, FrameRows], frame: str) -> torch.Tensor:
 
 def _ids(context: RunContext, extent: str, frame: str, frame_rows: dict[str, FrameRows]) -> torch.Tensor:
     """The row or prompt numbers of a value of this extent and frame ([0] at batch level)."""
-    if extent == "batch":
+    if extent in ("batch", "array"):
         return torch.zeros(1, dtype=torch.int64, device=context.device)
     rows = frame_rows[frame if frame in frame_rows else _same_index_set(context, extent, frame, frame_rows)]
     return rows.prompts.unique() if extent == "prompt" else rows.rows

@@ -19,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rldsl.plan.arrays import Histogram
 from rldsl.runtime.metrics.names import computed, display_order
 from rldsl.runtime.metrics.tee import Tee
 
@@ -26,6 +27,7 @@ BARS = "▁▂▃▄▅▆▇█"
 COLORS = {"generate": "cyan", "infer": "blue", "train": "magenta", "rest": "bright_black"}
 CURVE_POINTS = 48
 MAX_NUMBERS = 8  # that are shown below the curve
+MAX_HISTOGRAMS = 4  # below the numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class ViewState:
     doing: str = ""                                       # what this rank is doing, in words
     line: Mapping[str, float] | None = None               # the latest line of metrics; None before the first
     history: Mapping[str, Sequence[float]] | None = None  # name -> values, oldest first
+    histograms: Mapping[str, Histogram] | None = None     # the latest
 
     def with_line(self, line: Mapping[str, float]) -> ViewState:
         history = {name: [*(self.history or {}).get(name, ()), line[name]][-CURVE_POINTS:] for name in computed(line)}
@@ -101,6 +104,7 @@ def picture(seen: ViewState, width: int = 80) -> RenderableType:
     parts: list[RenderableType] = [head]
     if seen.line:
         parts += [_phases(seen.line, width), *_numbers(seen, width)]
+    parts += [_distributions(seen.histograms, width)] if seen.histograms else []
     if seen.doing:
         parts.append(Text(f"now: {seen.doing}", "dim", no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
@@ -125,6 +129,22 @@ def _numbers(seen: ViewState, width: int) -> list[RenderableType]:
         curve = Text(sparkline(values[-room:]), "yellow") if i < 2 else Text("")
         table.add_row(Text(name, no_wrap=True), Text(f"{line[name]:.4g}", justify="right"), curve)
     return [table]
+
+
+def _distributions(histograms: Mapping[str, Histogram], width: int) -> RenderableType:
+    """One line each: the counts of the bins as bars, between the ends of the range."""
+    table = Table.grid(padding=(0, 2))
+    for name, h in list(histograms.items())[:MAX_HISTOGRAMS]:
+        bars = sparkline(_merged(h.counts, max(8, width - 44)))
+        table.add_row(Text(name, no_wrap=True), Text(f"{h.low:.3g}", justify="right"), Text(bars, "yellow"),
+                      Text(f"{h.high:.3g}"))
+    return table
+
+
+def _merged(counts: Sequence[int], most: int) -> list[int]:
+    """The counts, those of neighboring bins added up so that there are `most` at most."""
+    size = -(-len(counts) // most)
+    return [sum(counts[i : i + size]) for i in range(0, len(counts), size)]
 
 
 def usable(stream: TextIO) -> bool:
@@ -158,8 +178,10 @@ class LiveView:
     def doing(self, what: str) -> None:
         self._seen = replace(self._seen, doing=what)
 
-    def line(self, line: Mapping[str, float]) -> None:
-        self._seen = replace(self._seen, seconds=self._now() - self._since).with_line(line)
+    def line(self, line: Mapping[str, float], histograms: Mapping[str, Histogram] | None = None) -> None:
+        """histograms: of the same step; without any, those of an earlier step stay."""
+        self._seen = replace(self._seen, seconds=self._now() - self._since,
+                             histograms=histograms or self._seen.histograms).with_line(line)
 
     def close(self) -> None:
         """Leave the last view on the terminal."""

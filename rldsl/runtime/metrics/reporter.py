@@ -14,17 +14,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from rldsl.plan.arrays import Histogram
 from rldsl.plan.events import Event
-from rldsl.plan.metrics_file import METRICS, PHASES
+from rldsl.plan.metrics_file import METRICS, PHASES, SAMPLES, TABLES
 from rldsl.plan.naming import Labels, describe_event
 from rldsl.plan.projection import event_paths
 from rldsl.plan.references import Role, references
 from rldsl.runtime.files import check_writable, written
+from rldsl.runtime.metrics.array_files import ArrayFiles
 from rldsl.runtime.metrics.builtin_metrics import Meter
 from rldsl.runtime.metrics.json_lines import encoded, truncate
 from rldsl.runtime.metrics.names import computed, display_order
 from rldsl.runtime.metrics.samples import Samples, sample_sources, samples_file
-from rldsl.runtime.metrics.writers import MetricWriter, RunLabels, TensorBoard, Wandb
+from rldsl.runtime.metrics.writers import MetricWriter, RunLabels, Tables, TensorBoard, Wandb
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.logged_numbers import LoggedNumbers
@@ -63,6 +65,10 @@ class _Line:
     def ended_everywhere(self) -> float:
         """When its numbers had arrived, too: with a lag, a rank that generates ends a step before those that train."""
         return max([self.ended, *(numbers.arrival.at for numbers in self.logged)])
+
+    def arrays(self) -> dict[str, list[float]]:
+        """Histograms and tables. Of what was logged several times, the last."""
+        return {name: numbers for logged in self.logged for name, numbers in logged.arrays().items()}
 
     def numbers(self, since: float) -> dict[str, float]:
         """The line of metrics.jsonl. What was logged several times (a train in a `repeat`) counts by its mean. since:
@@ -108,6 +114,7 @@ class Reporter:
         if self.meter is None:
             return
         check_writable(context.out / METRICS)
+        self._arrays = ArrayFiles(context, data)
         if options.tensorboard:
             self._writers.append(TensorBoard(context.out, step.number + 1))
         labels = RunLabels(options.project or header.flow, options.run_name or context.out.name, options.tags,
@@ -188,9 +195,10 @@ class Reporter:
                     return
             values = line.numbers(self._since)
             self._since = max(self._since, line.ended_everywhere())
+            arrays = self._arrays.write(line.step, line.arrays())
             self._write(values)
             self._lines.popleft()  # before anything else can fail: a line is written once
-            self._show(values)
+            self._show(values, *arrays)
 
     def _write(self, line: Mapping[str, float]) -> None:
         """To the file of metrics."""
@@ -204,16 +212,20 @@ class Reporter:
             with target.open("a", encoding="utf-8") as file:
                 file.write(encoded(line) + "\n")
 
-    def _show(self, line: Mapping[str, float]) -> None:
+    def _show(self, line: Mapping[str, float], histograms: Mapping[str, Histogram], tables: Tables) -> None:
         """To people and trackers."""
         step = int(line["step"])
         samples = self._samples.take(step) if self._samples is not None else {}
+        rows = {f"{kind}/{name}": lines for kind, found in ((SAMPLES, samples), (TABLES, tables))
+                for name, lines in found.items() if lines}
         for writer in self._writers:
-            if samples:
-                writer.write_samples(step, samples)
+            if rows:
+                writer.write_tables(step, rows)
+            if histograms:
+                writer.write_histograms(step, histograms)
             writer.write(step, {name: value for name, value in line.items() if name != "step"})
         if self._view is not None:
-            self._view.line(line)
+            self._view.line(line, histograms)
         else:
             print_line(self._stream, line, self._steps)
 

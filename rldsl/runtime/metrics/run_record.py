@@ -49,13 +49,15 @@ TYPES: Mapping[str, type | UnionType] = {
     "host": str, "pid": int, "born": str | None, "params": dict, "seed": int, "world": int}
 # what a run writes, besides models, which may lie anywhere and are replaced by the next save, and logs, which each rank
 # begins anew
-RUN_FILES = (RECORD, PLAN, SOURCES, "metrics.jsonl", "summary.json", "samples", "tensorboard", "wandb",
+RUN_FILES = (RECORD, PLAN, SOURCES, "metrics.jsonl", "histograms.jsonl", "tables", "summary.json", "samples",
+             "tensorboard", "wandb",
              "trackers", "profile", "checkpoints/step-[0-9]*", "checkpoints/.step-[0-9]*.partial",
              "failed-batch-step-[0-9]*")
 # everything that a run writes in its directory, besides checkpoints and models, which replace whole directories; a file
 # that replaces another is first written next to it, as .NAME.partial
-WRITTEN = (RECORD, PLAN, f"{SOURCES}/*", "metrics.jsonl", "summary.json", "samples/*", "tensorboard", "wandb/id",
-           "trackers/*", "profile/*", "log/*", "postmortem/*", "failed-batch-step-*/*", ".*.partial")
+WRITTEN = (RECORD, PLAN, f"{SOURCES}/*", "metrics.jsonl", "histograms.jsonl", "tables/*", "summary.json", "samples/*",
+           "tensorboard", "wandb/id", "trackers/*", "profile/*", "log/*", "postmortem/*", "failed-batch-step-*/*",
+           ".*.partial")
 LOG = re.compile(r"rank-(\d+)\.log")
 CONTRADICTION = "--resume continues the existing run and --overwrite deletes it: use one of them"
 PACKAGES = ("rldsl", "torch", "transformers")

@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rldsl.diag import fail
+from rldsl.plan.arrays import Histogram
 from rldsl.runtime.files import written
-from rldsl.runtime.metrics.writers import RunLabels, Samples, check_packages, run_id, table
+from rldsl.runtime.metrics.writers import RunLabels, Tables, check_packages, run_id, table
 
 EXTRA = "trackers"
 IDS = "trackers"  # directory of the run, with the ids of its runs at trackers
@@ -51,8 +53,11 @@ class Accelerate:
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         self._try(lambda: self._tracker.log(dict(numbers), step=step))
 
-    def write_samples(self, step: int, samples: Samples) -> None:
-        self._try(lambda: TABLES[self._name](self._tracker, step, samples))
+    def write_tables(self, step: int, tables: Tables) -> None:
+        self._try(lambda: TABLES[self._name](self._tracker, step, tables))
+
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        self._try(lambda: HISTOGRAMS[self._name](self._tracker, step, histograms))
 
     def close(self, ok: bool) -> None:
         self._try(self._tracker.finish)
@@ -77,12 +82,19 @@ def _mlflow_started(tracker: Any, labels: RunLabels, file: Path) -> None:
     file.write_text(str(tracker.tracker.info.run_id))
 
 
-def _mlflow_table(tracker: Any, step: int, samples: Samples) -> None:
+def _mlflow_table(tracker: Any, step: int, tables: Tables) -> None:
     import mlflow
 
-    for name, lines in samples.items():
+    for name, lines in tables.items():
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        mlflow.log_text(text, f"samples/{name}/step-{step:06}.jsonl")
+        mlflow.log_text(text, f"{name}/step-{step:06}.jsonl")
+
+
+def _mlflow_histogram(tracker: Any, step: int, histograms: Mapping[str, Histogram]) -> None:
+    import mlflow
+
+    for name, h in histograms.items():
+        mlflow.log_dict(asdict(h), f"histograms/{name}/step-{step:06}.json")
 
 
 def _trackio(kind: Any, labels: RunLabels, file: Path, again: bool) -> Any:
@@ -95,13 +107,20 @@ def _trackio_started(tracker: Any, labels: RunLabels, file: Path) -> None:
         tracker.store_init_configuration({"tags": ", ".join(labels.tags)})
 
 
-def _trackio_table(tracker: Any, step: int, samples: Samples) -> None:
+def _trackio_table(tracker: Any, step: int, tables: Tables) -> None:
     import pandas
     import trackio
 
-    for name, lines in samples.items():
+    for name, lines in tables.items():
         columns, rows = table(lines)
-        tracker.log({f"samples/{name}": trackio.Table(dataframe=pandas.DataFrame(rows, columns=columns))}, step=step)
+        tracker.log({name: trackio.Table(dataframe=pandas.DataFrame(rows, columns=columns))}, step=step)
+
+
+def _trackio_histogram(tracker: Any, step: int, histograms: Mapping[str, Histogram]) -> None:
+    import trackio
+
+    tracker.log({name: trackio.Histogram(np_histogram=(list(h.counts), h.edges())) for name, h in histograms.items()},
+                step=step)
 
 
 def _comet(kind: Any, labels: RunLabels, file: Path, again: bool) -> Any:
@@ -115,10 +134,16 @@ def _comet_started(tracker: Any, labels: RunLabels, file: Path) -> None:
         tracker.tracker.add_tags(list(labels.tags))
 
 
-def _comet_table(tracker: Any, step: int, samples: Samples) -> None:
-    for name, lines in samples.items():
+def _comet_table(tracker: Any, step: int, tables: Tables) -> None:
+    for name, lines in tables.items():
         columns, rows = table(lines)
-        tracker.tracker.log_table(f"samples-{name}-{step:06}.csv", tabular_data=rows, headers=columns)
+        tracker.tracker.log_table(f"{name.replace('/', '-')}-{step:06}.csv", tabular_data=rows, headers=columns)
+
+
+def _comet_histogram(tracker: Any, step: int, histograms: Mapping[str, Histogram]) -> None:
+    """As files: its own histograms are made from the elements."""
+    for name, h in histograms.items():
+        tracker.tracker.log_asset_data(asdict(h), name=f"histogram-{name}-{step:06}.json", step=step)
 
 
 # tracker -> makes an object of accelerate's class (class, labels, file of its id, whether the run resumes)
@@ -127,6 +152,9 @@ STARTS: Mapping[str, Callable[[Any, RunLabels, Path, bool], Any]] = {
 # what is done once it has started
 STARTED: Mapping[str, Callable[[Any, RunLabels, Path], None]] = {
     "mlflow": _mlflow_started, "trackio": _trackio_started, "comet_ml": _comet_started}
-# how it gets samples
-TABLES: Mapping[str, Callable[[Any, int, Samples], None]] = {
+# how it gets samples and tables
+TABLES: Mapping[str, Callable[[Any, int, Tables], None]] = {
     "mlflow": _mlflow_table, "trackio": _trackio_table, "comet_ml": _comet_table}
+# how it gets histograms
+HISTOGRAMS: Mapping[str, Callable[[Any, int, Mapping[str, Histogram]], None]] = {
+    "mlflow": _mlflow_histogram, "trackio": _trackio_histogram, "comet_ml": _comet_histogram}

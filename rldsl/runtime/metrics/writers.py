@@ -12,18 +12,21 @@ import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from secrets import token_hex
 from types import ModuleType
 from typing import Any, Protocol
 
 from rldsl.diag import fail
+from rldsl.plan.arrays import Histogram
 from rldsl.runtime.files import written
 
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 
 
-Samples = Mapping[str, Sequence[Mapping[str, Any]]]  # name of generated sequences -> lines, as in OUT/samples
+# "samples/NAME" or "tables/NAME" -> lines, as in the file OUT/samples/NAME.jsonl
+Tables = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,10 @@ class RunLabels:
 class MetricWriter(Protocol):
     def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
-    def write_samples(self, step: int, samples: Samples) -> None:
+    def write_tables(self, step: int, tables: Tables) -> None:
+        """Called before `write` of the same step."""
+
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Called before `write` of the same step."""
 
     def close(self, ok: bool) -> None:
@@ -83,12 +89,22 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, step)
             self._writer.flush()
 
-    def write_samples(self, step: int, samples: Samples) -> None:
+    def write_tables(self, step: int, tables: Tables) -> None:
         with written(self._folder):
-            for name, lines in samples.items():
+            for name, lines in tables.items():
                 columns, rows = table(lines)
                 text = [columns, ["---"] * len(columns), *([_cell(x) for x in row] for row in rows)]
-                self._writer.add_text(f"samples/{name}", "\n".join(f"| {' | '.join(row)} |" for row in text), step)
+                self._writer.add_text(name, "\n".join(f"| {' | '.join(row)} |" for row in text), step)
+
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """TensorBoard stores sums, too, which it does not show: those of elements in the middle of their bins."""
+        with written(self._folder):
+            for name, h in histograms.items():
+                edges = h.edges()
+                middle = [(a + b) / 2 for a, b in pairwise(edges)]
+                self._writer.add_histogram_raw(
+                    name, h.low, h.high, sum(h.counts), sum(x * n for x, n in zip(middle, h.counts, strict=True)),
+                    sum(x * x * n for x, n in zip(middle, h.counts, strict=True)), edges[1:], list(h.counts), step)
 
     def close(self, ok: bool) -> None:
         self._writer.close()
@@ -114,10 +130,14 @@ class Wandb:
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
 
-    def write_samples(self, step: int, samples: Samples) -> None:
-        for name, lines in samples.items():
+    def write_tables(self, step: int, tables: Tables) -> None:
+        for name, lines in tables.items():
             columns, rows = table(lines)
-            self._run.log({f"samples/{name}": self._wandb.Table(columns=columns, data=rows)}, step=step)
+            self._run.log({name: self._wandb.Table(columns=columns, data=rows)}, step=step)
+
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        self._run.log({name: self._wandb.Histogram(np_histogram=(list(h.counts), h.edges()))
+                       for name, h in histograms.items()}, step=step)
 
     def close(self, ok: bool) -> None:
         self._run.finish(exit_code=0 if ok else 1)

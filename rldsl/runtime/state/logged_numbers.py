@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -104,14 +105,27 @@ class LoggedNumbers:
     """The metrics of one log event."""
 
     names: tuple[str, ...]                # in the order of the event
-    order: tuple[tuple[int, str], ...]    # sender and name of each pair of numbers, in the order of the messages
-    received: Mapping[int, torch.Tensor]  # sender -> [2 * its metrics] float64: whether there is a number, and which
+    # sender, name and how many numbers each metric has, in the order of the messages
+    order: tuple[tuple[int, str, int], ...]
+    # sender -> [numbers] float64: of each of its metrics whether there are numbers, and which
+    received: Mapping[int, torch.Tensor]
     arrival: Arrival                      # of all messages in `received`
     wait: Callable[[], None]              # the same as arrival.wait, noted as a wait of this rank
 
     def numbers(self) -> dict[str, float]:
         """Metric -> number, of those that have one, once all have arrived."""
+        return {name: numbers[0] for name, numbers in self._by_name().items() if len(numbers) == 1}
+
+    def arrays(self) -> dict[str, list[float]]:
+        """Metric -> numbers, of those that have several, once all have arrived."""
+        return {name: numbers for name, numbers in self._by_name().items() if len(numbers) > 1}
+
+    def _by_name(self) -> dict[str, list[float]]:
         self.arrival.wait()
-        pairs = {peer: iter(x.view(-1, 2).tolist()) for peer, x in self.received.items()}
-        by_name = {name: next(pairs[peer]) for peer, name in self.order}
-        return {name: by_name[name][1] for name in self.names if by_name[name][0]}
+        rest = {peer: iter(x.tolist()) for peer, x in self.received.items()}
+        found: dict[str, list[float]] = {}
+        for peer, name, width in self.order:
+            there, *numbers = islice(rest[peer], 1 + width)
+            if there:
+                found[name] = numbers
+        return {name: found[name] for name in self.names if name in found}

@@ -33,6 +33,7 @@ syntax match rlfKeyword /\(:\s*\)\@<=env\>/
 syntax match rlfKeyword /\(^\s*place\s\+\S\+\s\+\)\@<=auto\>/
 syntax match rlfKeyword /\(^\|{\)\s*\zs\(metric\|return\|save\|every\|repeat\|eval\|stop\|sync\|ema\|checkpoint\)\>\ze\(\s\+[^=,]\|\s*$\|\s*[{(]\)/
 syntax match rlfKeyword /\(^\|{\)\s*\zs\(first\|after\)\>\ze[ \t]\+\w/
+syntax match rlfKeyword /\(\(^\|{\)\s*metric\s\+\)\@<=\(hist\|table\)\>\ze[ \t]\+\h/
 syntax match rlfKeyword /^\s*\zsplace\>/
 syntax match rlfInclude /^\s*\zsuse\>\(\s\+py\>\)\?/
 syntax match rlfDeclaration /\(^\s*state\s\+\h\w*\s\+\)\@<=of\>/
