@@ -96,9 +96,9 @@ def _download(name: str, revision: str, patterns: tuple[str, ...], span: Span | 
 
 
 def snapshot(name: str, revision: str, patterns: tuple[str, ...], span: Span | None,
-             kind: Literal["model", "dataset"] = "model") -> Path:
+             kind: Literal["model", "dataset"] = "model", word: str = "") -> Path:
     """The directory of the cache for a branch, tag or commit of a repository, whose name is the commit. Files that fit
-    the patterns and lack there are downloaded.
+    the patterns and lack there are downloaded. word: what messages call its content.
     Errors: RL0095 the Hub refuses; FileNotFoundError it cannot be reached, and the cache does not know the revision."""
     from huggingface_hub import errors, snapshot_download
 
@@ -112,9 +112,10 @@ def snapshot(name: str, revision: str, patterns: tuple[str, ...], span: Span | N
         _refused(f'"{name}" has no revision "{revision}"', "no such branch, tag or commit",
                  f'leave "@{revision}" out for its newest files', span)
     except errors.RepositoryNotFoundError:
-        _refused(f'no {"model" if kind == "model" else "data"} directory "{name}", and no such {kind} on the Hub',
+        _refused(f'no {word or ("model" if kind == "model" else "data")} directory "{name}", and no such '
+                 f"{word or kind} on the Hub",
                  "not found, or private",
-                 f"check the name; for a private {kind} log in with `hf auth login` or set HF_TOKEN", span)
+                 f"check the name; for a private {word or kind} log in with `hf auth login` or set HF_TOKEN", span)
     except Exception as error:  # the library passes on whatever its HTTP client raises
         raise FileNotFoundError(next(iter(str(error).splitlines()), type(error).__name__)) from None
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from rldsl.diag import fail
+from rldsl.models import hub_adapters
 from rldsl.plan.adapter_names import CONFIG
 from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Lora
@@ -30,10 +30,11 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 
 def read_adapter(path: str, span: Span | None) -> Lora:
     """span: of the program, to be underlined. The weights are read by the ranks."""
-    file = Path(path) / CONFIG
+    file = hub_adapters.directory(path, span) / CONFIG
     if not file.is_file():
         raise fail("RL0342", f'no adapter in "{path}"', span, f"{CONFIG} is missing",
-                   help="give a directory written by `save` or PEFT, relative to the working directory")
+                   help="give a directory written by `save` or PEFT, relative to the working directory, or the name of "
+                        "an adapter on the Hub: \"owner/name\"")
     try:
         found: dict[str, Any] = json.loads(file.read_text())
         kind, r, alpha = found["peft_type"], int(found["r"]), float(found["lora_alpha"])

@@ -13,7 +13,7 @@ from typing import cast
 
 from rldsl.diag import Diagnostic, Failure, Label, fail
 from rldsl.graph import model as g
-from rldsl.models import hub, hub_data
+from rldsl.models import hub, hub_adapters, hub_data
 from rldsl.models.families import Family, describe, sizes_of
 from rldsl.placement import (
     backends,
@@ -32,7 +32,7 @@ from rldsl.placement.lora import split_adapter_parameters
 from rldsl.placement.model import Call, Local, Place, Placed, label, layout_of, mesh_of_range
 from rldsl.placement.patterns import check_patterns
 from rldsl.placement.rules import Choice, collect_choices, option_span, resolve_choices
-from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.plan.model import Layout, Lora, Mesh, Model
 from rldsl.progress import stage
 
 Describe = Callable[..., Family]
@@ -40,9 +40,15 @@ Describe = Callable[..., Family]
 
 def with_commits_of_the_hub(graph: g.Graph) -> g.Graph:
     """The program with the commits of the models and data that the Hub has. RL0095."""
-    return replace(graph, models=tuple(replace(m, path=hub.resolve(m.path, m.path_span or m.span))
+    return replace(graph, models=tuple(replace(m, path=hub.resolve(m.path, m.path_span or m.span), lora=_adapter(m))
                                        for m in graph.models),
                    data=tuple(_with_commit(d) if d.format == "hf" else d for d in graph.data))
+
+
+def _adapter(model: g.Model) -> Lora | None:
+    if model.lora is None or not model.lora.path:
+        return model.lora
+    return replace(model.lora, path=hub_adapters.resolve(model.lora.path, model.lora_span or model.span))
 
 
 def _with_commit(data: g.Data) -> g.Data:

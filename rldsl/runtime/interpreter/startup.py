@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rldsl.diag import Diagnostic, Failure, fail
-from rldsl.models import hub, hub_data
+from rldsl.models import hub, hub_adapters, hub_data
 from rldsl.plan.disk_paths import paths, shown, text
 from rldsl.plan.events import Checkpoint, Compute, Derive, Event, Fetch, Generate, Item
 from rldsl.plan.function import Function, frames_of_call
@@ -132,16 +132,18 @@ def _is_first_of_machine() -> bool:
 
 
 def _with_local_copies(plan: Plan, watchdog: Watchdog | None) -> Plan:
-    """Models and data of the Hub by their directories in the cache of this node; its first rank downloads what lacks
-    there."""
+    """Models, adapters and data of the Hub by their directories in the cache of this node; its first rank downloads
+    what lacks there."""
     models, data = sorted({m.path for m in plan.models}), sorted({d.path for d in plan.data if d.format == "hf"})
-    if not any(path.startswith(hub.PREFIX) for path in (*models, *data)):
+    adapters = sorted({m.lora.path for m in plan.models if m.lora is not None and m.lora.path})
+    if not any(path.startswith(hub.PREFIX) for path in (*models, *adapters, *data)):
         return plan
     if watchdog is not None:
         watchdog.ring.begin_startup("downloading from the Hub")
 
     def local() -> dict[str, str]:
-        return {path: hub.download(path) for path in models} | {path: hub_data.download(path) for path in data}
+        return {path: str(hub_adapters.directory(path)) for path in adapters} | {
+            path: hub.download(path) for path in models} | {path: hub_data.download(path) for path in data}
 
     if _is_first_of_machine():
         local()

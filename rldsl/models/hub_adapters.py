@@ -1,0 +1,68 @@
+"""Adapters of the Hugging Face Hub: `lora("owner/name")`.
+
+In: the path of an adapter as a program gives it. Out: what a plan records, `hf:NAME@COMMIT`, and the directory of the
+local cache with its two files, PEFT's configuration and the weights as safetensors. As for models (`hub.py`), the
+commit is resolved once, when the program is compiled; that also downloads both files, which are small.
+Errors: RL0095 an adapter that the Hub does not give.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rldsl.diag import fail
+from rldsl.models.hub import NAME, PREFIX, RECORDED, offline, snapshot
+from rldsl.plan.adapter_names import CONFIG, WEIGHTS
+from rldsl.progress import stage
+from rldsl.source import Span
+
+FILES = (CONFIG, WEIGHTS)
+
+
+def resolve(path: str, span: Span | None = None) -> str:
+    """What a plan records for an adapter: `hf:NAME@COMMIT`, or the path itself where it is a directory, or cannot be a
+    name on the Hub. RL0095."""
+    found = NAME.fullmatch(path)
+    if found is None or Path(path).exists() or Path(path).parent.is_dir():
+        return path
+    name = found["name"]
+    stage(f"reading {name} from the Hub")
+    try:
+        folder = _complete(name, found["revision"] or "main", span)
+    except FileNotFoundError as error:
+        if offline():
+            return path
+        raise fail("RL0095", f'no adapter directory "{path}", and the Hub cannot be reached', span, str(error),
+                   help="give a directory, or download the adapter on a machine with a network: "
+                        f"`hf download {name}`") from None
+    return f"{PREFIX}{name}@{folder.name}"
+
+
+def directory(path: str, span: Span | None = None) -> Path:
+    """The directory of an adapter, whether it is local or in the cache of the Hub; what lacks there is downloaded.
+    RL0095."""
+    found = RECORDED.fullmatch(path)
+    if found is None:
+        return Path(path)
+    name, commit = found["name"], found["commit"]
+    try:
+        return _complete(name, commit, span)
+    except FileNotFoundError as error:
+        raise fail("RL0095", f'the adapter "{name}" is not complete in the cache, and the Hub cannot be reached', span,
+                   str(error), help=f"download it first: `hf download {name} --revision {commit}`") from None
+
+
+def _complete(name: str, revision: str, span: Span | None) -> Path:
+    """The directory of the cache with both files. Errors: RL0095; FileNotFoundError if the Hub cannot be reached and
+    the cache lacks one."""
+    folder = snapshot(name, revision, FILES, span, word="adapter")
+    lacking = [file for file in FILES if not (folder / file).is_file()]
+    if not lacking:
+        return folder
+    if offline():
+        raise FileNotFoundError(f"{folder} lacks {', '.join(lacking)}")
+    if CONFIG in lacking:
+        raise fail("RL0095", f'"{name}" has no {CONFIG}', span, "it is not the repository of an adapter",
+                   help=f'a complete model is given as itself: `causal_lm("{name}")`')
+    raise fail("RL0095", f'"{name}" has no {WEIGHTS}', span, "the Hub has it in another format only",
+               help="load it with PEFT and save it with `save_pretrained`, which writes safetensors")
