@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from rldsl import api
-from rldsl.backends.torch.model.leaf_sums import LeafSums, exact_norm
+from rldsl.backends.torch.model.leaf_sums import Leaf, LeafSums, exact_norm
 from rldsl.diag import Failure
 from rldsl.models.families import describe, sizes_of
 from rldsl.plan.events import Loop, Train
@@ -204,32 +204,41 @@ def test_a_tree_of_a_rank_is_a_part_of_the_tree_of_all() -> None:
     def total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         sums = LeafSums()
         for part in parts:
-            sums.end(part.clone())  # given away
-        return sums.take()
+            sums.add([part.clone()])  # given away
+        return only(sums.take())
 
     for ranks in (1, 2, 4, 8):
         assert torch.equal(total([total(part) for part in leaves.chunk(ranks)]), tree(leaves))
     assert not torch.equal(leaves.sum(0), tree(leaves)) and torch.allclose(leaves.sum(0), tree(leaves))
 
 
-@pytest.mark.parametrize("dummies", [False, True])
-def test_leaves_without_rows_add_nothing(dummies: bool) -> None:
-    """All 256 patterns, in one buffer that all leaves use. dummies: leaves without rows have passes, too."""
+def only(leaf: Leaf | None) -> torch.Tensor:
+    assert leaf is not None and len(leaf) == 1 and leaf[0] is not None
+    return leaf[0]
+
+
+def test_leaves_without_rows_add_nothing() -> None:
+    """All 256 patterns; the sum is in the memory of the first leaf with rows."""
     leaves = torch.randn(LEAVES, 20, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(LEAVES)[:, None]
     sums, buffer = LeafSums(), torch.zeros(20)
     for pattern in product((False, True), repeat=LEAVES):
         for leaf, has_rows in zip(leaves, pattern, strict=True):
-            if has_rows or dummies:
-                sums.begin()
-                buffer.add_(leaf if has_rows else -0.0)
-            sums.end(buffer if has_rows else None)
+            own = leaf.clone() if sums.has_rows else buffer.copy_(leaf)
+            sums.add([own] if has_rows else None)
+        assert sums.has_rows == any(pattern)
         found, kept = sums.take(), torch.tensor(pattern, dtype=torch.float32)[:, None]
-        expected = tree(list(leaves * kept + 0.0))
-        assert torch.equal(torch.zeros(20) if found is None else found, expected)
-        assert (found is None) == (not any(pattern))
-        # nothing was copied if the last leaf with rows was the last with passes
-        assert found is buffer or not any(pattern) or (dummies and not pattern[-1])
-        buffer.zero_()
+        assert (found is None) == (not any(pattern)) and not sums.has_rows
+        if found is not None:
+            assert only(found) is buffer and torch.equal(buffer, tree(list(leaves * kept + 0.0)))
+
+
+def test_gradients_that_a_leaf_does_not_have_add_nothing() -> None:
+    sums, one = LeafSums(), torch.ones(3)
+    for leaf in ([one.clone(), None, None], [None, None, 2 * one], None, [one.clone(), None, 4 * one]):
+        sums.add(leaf)
+    found = sums.take()
+    assert found is not None and found[1] is None
+    assert [float(x.sum()) for x in found if x is not None] == [6.0, 18.0]
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e15])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -183,6 +183,6 @@ def _compute_tree(up: torch.Tensor, down: torch.Tensor, module: Any, rows: torch
     sizes = [sum(each) for each in groups]
     inner = expert_products(rows, up, groups, ordered.leaves, tp).split(sizes) if ordered is not None else \
         [linear(x, a) for x, a in zip(rows.split(sizes), up.unbind(), strict=True)]
-    out = torch.cat([row_parallel_product(module._apply_gate(x), b, cuts, linear=partial(linear, groups=each))
+    out = torch.cat([row_parallel_product(module._apply_gate(x), b, cuts, groups=each)
                      for x, b, each in zip(inner, down.unbind(), groups, strict=True) if len(x)])
     return (reduce_from_tensor_parallel_region(out, tp, tree=True) if tp.size > 1 else out).to(rows.dtype)

@@ -194,19 +194,31 @@ class HeadSums:
         self.first = {"query": self.blocks[0][0], "kv": tp.index * kv_heads // tp.size}
         self.last_kv = max((tp.index + 1) * kv_heads // tp.size, self.first["kv"] + 1)
         self.holders = max(1, tp.size // kv_heads)  # ranks that have the same KV head
+        kv = range(self.first["kv"], self.last_kv)
+        self.trees = [self._tree(range(i * self.each, (i + 1) * self.each)) for i in kv]
+        # whether all of them are one tree, of as many heads next to each other
+        self.alike = self.trees == [_moved(self.trees[0], i * self.each) for i in range(len(kv))]
+
+    def _tree(self, heads: range) -> HeadTree:
+        """The sum over those of some query heads that are on this rank."""
+        first = self.first["query"]
+
+        def block(i: int) -> HeadTree:
+            start, stop = (min(max(h, heads.start), heads.stop) - first for h in self.blocks[i])
+            return reduce(_sum_of_trees, range(start, stop), None)
+
+        def node(at: int, count: int) -> HeadTree:
+            return block(at) if count == 1 else _sum_of_trees(*(node(i, count // 2) for i in (at, at + count // 2)))
+
+        return node(0, len(self.blocks))
 
     def over_query_heads(self, x: torch.Tensor) -> torch.Tensor:
         """[S, query heads of this rank, ...] -> [S, KV heads of this rank, ...]: the sum over the query heads of a KV
         head, on whatever ranks they are."""
-        def total(kv: int) -> torch.Tensor:
-            def block(i: int) -> torch.Tensor | None:
-                first, last = (min(max(h, kv * self.each), (kv + 1) * self.each) for h in self.blocks[i])
-                return _in_order(x[:, h - self.first["query"]] for h in range(first, last)) if first < last else None
-
-            found = sparse_tree_sum(0, len(self.blocks), block)
-            return torch.zeros_like(x[:, 0]) if found is None else found
-
-        own = torch.stack([total(kv) for kv in range(self.first["kv"], self.last_kv)], 1)
+        if self.alike and x.shape[1] == len(self.trees) * self.each:
+            own = _add_heads(x.unflatten(1, (len(self.trees), self.each)), self.trees[0], 2)
+        else:
+            own = torch.stack([_add_heads(x, tree, 1) for tree in self.trees], 1)
         if self.holders == 1:
             return own
         complete = own.new_zeros(self.count["kv"], *own[:, 0].shape)
@@ -215,12 +227,34 @@ class HeadSums:
 
     def over_heads(self, x: torch.Tensor, kind: HeadKind) -> torch.Tensor:
         """[heads of this rank, D] -> [D], the sum over all heads, one after the other."""
+        if self.tp.size == 1:
+            return _in_order(x)
         complete = x.new_zeros(self.count[kind], x.shape[1])
         if kind == "query" or self.tp.index % self.holders == 0:  # the first of those that have the same
             complete[self.first[kind] : self.first[kind] + len(x)] = x
-        if self.tp.size > 1:
-            dist.all_reduce(complete, group=self.tp.group)  # exact: all terms of an element but one are 0
+        dist.all_reduce(complete, group=self.tp.group)  # exact: all terms of an element but one are 0
         return _in_order(complete)
+
+
+HeadTree = int | tuple[Any, Any] | None  # a head of this rank, the sum of two trees, or 0
+
+
+def _sum_of_trees(left: HeadTree, right: HeadTree) -> HeadTree:
+    return right if left is None else left if right is None else (left, right)
+
+
+def _moved(tree: HeadTree, by: int) -> HeadTree:
+    """The same of other heads."""
+    if isinstance(tree, tuple):
+        return _moved(tree[0], by), _moved(tree[1], by)
+    return None if tree is None else tree + by
+
+
+def _add_heads(x: torch.Tensor, tree: HeadTree, dim: int) -> torch.Tensor:
+    """x without dimension `dim`, whose elements are heads."""
+    if isinstance(tree, tuple):
+        return _add_heads(x, tree[0], dim) + _add_heads(x, tree[1], dim)
+    return torch.zeros_like(x.select(dim, 0)) if tree is None else x.select(dim, tree)
 
 
 def _in_order(terms: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -199,8 +199,12 @@ def sizes_of(groups: Groups, rows: int) -> Sequence[int]:
 
 
 def tree_of_groups(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The sum of what groups add to a gradient, rounded once."""
-    return parts[0] if len(parts) == 1 else tree_of(torch.stack([p.float() for p in parts])).to(dtype)
+    """The sum of what groups add to a gradient, rounded once. Overwrites the parts."""
+    if len(parts) == 1:
+        return parts[0]
+    if len(parts) == 2 and parts[0].dtype == dtype:  # torch adds two numbers in float32, too
+        return parts[0].add_(parts[1])
+    return tree_of(torch.stack([p.float() for p in parts])).to(dtype)
 
 
 class _SiLU(Function):

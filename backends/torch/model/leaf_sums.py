@@ -8,7 +8,7 @@ as a binary tree over the leaves, first those of a rank, then (`collectives.py`)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,58 +19,50 @@ LIMB = 28  # bits: 2^35 squares of a limb fit into an int64
 CHUNK = 1 << 16  # elements whose squares are in float64 at a time, in a cache: sums of so many limbs are exact
 
 
-class LeafSums:
-    """The tree over the leaves of one rank. As many tensors exist as a binary counter of the leaves has ones.
+Leaf = Sequence[torch.Tensor | None]  # gradients of some parameters, or joined ones; None: 0
 
-    The gradients of a leaf stay in the tensor to which its passes have added them until another leaf needs it, so that
-    a minibatch with rows in one leaf costs what one without leaves does. A leaf without rows adds nothing: x + 0.0 is
-    x, since sums that begin with 0.0 are never -0.0."""
+
+class LeafSums:
+    """The tree over the leaves of one rank. As many leaves exist as a binary counter of them has ones.
+
+    Tensors are given away: the sum of two leaves is in those of the left one, so the sum of all is in those of the
+    first leaf with rows. A leaf without rows adds nothing, and neither does a gradient that a leaf does not have. Zeros
+    inside the tree may be -0.0, which no sum shows if those of the first leaf with rows are 0.0."""
 
     def __init__(self) -> None:
-        self._nodes: list[tuple[int, torch.Tensor | None]] = []  # (leaves in it, their sum), from the left
-        self._last: list[torch.Tensor | None] = []  # leaves that are not in it yet; one has rows at most
+        self._nodes: list[tuple[int, Leaf | None]] = []  # (leaves in it, their sum), from the left
 
-    def begin(self) -> None:
-        """Before passes add to the tensor that the last leaf has ended with: empty it."""
-        leaf = next((x for x in self._last if x is not None), None)
-        if leaf is None:
-            return
-        self._fold()
-        self._nodes = [(size, total.clone() if total is leaf else total) for size, total in self._nodes]
-        leaf.zero_()
+    @property
+    def has_rows(self) -> bool:
+        """Whether a leaf so far has rows."""
+        return any(total is not None for _, total in self._nodes)
 
-    def end(self, leaf: torch.Tensor | None) -> None:
-        """The gradients of the next leaf, whose tensor is used until the next `begin`, and given away if there is none.
-        None: it has no rows."""
-        if leaf is not None and any(x is not None for x in self._last):
-            self._fold()
-        self._last.append(leaf)
+    @torch.no_grad()
+    def add(self, leaf: Leaf | None) -> None:
+        """The gradients of the next leaf; None: it has no rows."""
+        size, total = 1, leaf
+        while self._nodes and self._nodes[-1][0] == size:
+            left = self._nodes.pop()[1]
+            total = left if total is None else total if left is None else _add(left, total)
+            size *= 2
+        self._nodes.append((size, total))
 
-    def take(self) -> torch.Tensor | None:
-        """The sum of all leaves, whose number is a power of two; None if none has rows. Then there are none. It is in
-        the tensor of the last leaf with rows, unless a `begin` came since."""
-        self._fold(into_last=True)
+    def take(self) -> Leaf | None:
+        """The sum of all leaves, whose number is a power of two; None if none has rows. Then there are none."""
         ((_, total),) = self._nodes
         self.clear()
         return total
 
     def clear(self) -> None:
         self._nodes.clear()
-        self._last.clear()
 
-    def _fold(self, into_last: bool = False) -> None:
-        """Make the last leaves nodes. into_last: where two tensors are added, the sum is in that on the right."""
-        for total in self._last:
-            size = 1
-            while self._nodes and self._nodes[-1][0] == size:
-                left = self._nodes.pop()[1]
-                if left is not None and total is not None:
-                    total = total.add_(left) if into_last else left.add_(total)
-                elif total is None:
-                    total = left
-                size *= 2
-            self._nodes.append((size, total))
-        self._last.clear()
+
+def _add(left: Leaf, right: Leaf) -> Leaf:
+    """left + right, in the tensors of `left`."""
+    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    for a, b in both:
+        a.add_(b)
+    return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 
 def exact_norm(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> float:

@@ -118,7 +118,7 @@ def _row_parallel_tree(module: Any, x: torch.Tensor, tp: Axis, adapter: LoraAdap
     one, too, the low rank of an adapter is summed before the rest of the adapter is computed, so that every rank has
     the complete gradients of both factors."""
     def total(weight: torch.Tensor, adapter: LoraAdapter | None = None) -> torch.Tensor:
-        partial = row_parallel_product(x, weight, cuts, adapter)
+        partial = row_parallel_product(x, weight, cuts, adapter, groups or 1)
         if sequence_parallel.active:
             return sequence_parallel.reduce_scatter(partial, tree=True)
         return partial if tp.size == 1 else reduce_from_tensor_parallel_region(partial, tp, tree=True)

@@ -11,20 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.fixed_order import row_sum
+from rldsl.backends.torch.model.invariant import Groups, linear, multiply, sizes_of, weight_gradient
 from rldsl.backends.torch.model.lora import LoraAdapter
 
 
 def tree_sum(count: int, part: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """part(0) + ... + part(count - 1) in float32, as a binary tree. At most 1 + log2(count) of them exist at a time."""
+    """part(0) + ... + part(count - 1) in float32, as a binary tree. At most 1 + log2(count) of them exist at a time;
+    they are given away."""
     def node(first: int, size: int) -> torch.Tensor:
         if size == 1:
             return part(first).float()
-        return node(first, size // 2) + node(first + size // 2, size - size // 2)
+        return node(first, size // 2).add_(node(first + size // 2, size - size // 2))
 
     return node(0, count)
 
@@ -34,23 +37,45 @@ def sparse_tree_sum(first: int, count: int, part: Callable[[int], torch.Tensor |
     if count == 1:
         return part(first)
     left, right = (sparse_tree_sum(at, count // 2, part) for at in (first, first + count // 2))
-    return right if left is None else left if right is None else left + right
+    return right if left is None else left if right is None else left.add_(right)
 
 
 def row_parallel_product(x: torch.Tensor, weight: torch.Tensor, cuts: Sequence[int],
-                         adapter: LoraAdapter | None = None,
-                         linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear) -> torch.Tensor:
-    """x [..., k] @ weight [m, k].T + adapter(x) -> [..., m] float32, block by block of k. linear: (x, weight) -> the
-    product of a block."""
+                         adapter: LoraAdapter | None = None, groups: Groups = 1) -> torch.Tensor:
+    """x [..., k] @ weight [m, k].T + adapter(x) -> [..., m] float32, block by block of k. groups: of the rows, in the
+    gradient of the weight."""
+    if adapter is None:
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight = x.to(dtype), weight.to(dtype)
+        out: torch.Tensor = _RowProduct.apply(x.reshape(-1, x.shape[-1]), weight, cuts, groups)
+        return out.view(*x.shape[:-1], len(weight))
     sizes = [stop - start for start, stop in pairwise(cuts)]
-    inputs, columns = x.split(sizes, -1), weight.split(sizes, 1)
-    factors = () if adapter is None else adapter.a.split(sizes, 1)
+    inputs, columns, factors = x.split(sizes, -1), weight.split(sizes, 1), adapter.a.split(sizes, 1)
 
     def part(i: int) -> torch.Tensor:
-        out = linear(inputs[i], columns[i])
-        return out if adapter is None else out + LoraAdapter(factors[i], adapter.b, adapter.scale)(inputs[i])
+        out = linear(inputs[i], columns[i], groups=groups)
+        return out + LoraAdapter(factors[i], adapter.b, adapter.scale)(inputs[i])
 
     return tree_sum(len(sizes), part)
+
+
+class _RowProduct(Function):
+    """x [n, k], weight [m, k] -> [n, m] float32. Nothing is cut in the gradients, whose sums are over m and n."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, cuts: Sequence[int], groups: Groups) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.groups = sizes_of(groups, len(x))
+        return tree_sum(len(cuts) - 1, lambda i: multiply(x[:, cuts[i] : cuts[i + 1]],
+                                                          weight[:, cuts[i] : cuts[i + 1]].T))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        grad_x = multiply(grad, weight) if ctx.needs_input_grad[0] else None
+        return grad_x, weight_gradient(x, grad, ctx.groups) if ctx.needs_input_grad[1] else None, None, None
 
 
 def block_sums(x: torch.Tensor, cuts: Sequence[int] | None) -> torch.Tensor:

@@ -118,9 +118,9 @@ class ParamGroup:
             raise RuntimeError("gradients without leaves")
         if not has_rows:
             self.unsharded_grads.clear()
-            self.leaf_sums.end(None)
+            self.leaf_sums.add(None)
         else:
-            self.leaf_sums.end(self._join_grads() if self.leaf_grads is None else self.leaf_grads)
+            self.leaf_sums.add([self._join_grads() if self.leaf_grads is None else self.leaf_grads])
         self.leaf_grads = None
 
     @torch.no_grad()
@@ -145,9 +145,10 @@ class ParamGroup:
     def reduce_scatter(self) -> None:
         """Start to sum the gradients over dp; those that autograd did not compute are 0."""
         if self.leaf_sums is not None:
-            total = self.leaf_sums.take()
-            self.unsharded_grads = {} if total is None else \
-                dict(enumerate(total.split([w.numel() for w in self.unsharded])))
+            self.unsharded_grads = {}
+            for total in self.leaf_sums.take() or ():
+                if total is not None:
+                    self.unsharded_grads = dict(enumerate(total.split([w.numel() for w in self.unsharded])))
         padded = torch.zeros(self.dp.size, sum(self.shard_numel), device=self.sharded[0].device)
         for i, part in enumerate(padded.split(self.shard_numel, dim=1)):
             if i in self.unsharded_grads:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from rldsl.backends.torch.model.collectives import tree_all_reduce, tree_of
-from rldsl.backends.torch.model.leaf_sums import LeafSums, exact_norm
+from rldsl.backends.torch.model.leaf_sums import Leaf, LeafSums, exact_norm
 from rldsl.backends.torch.model.offload import HostMemory
 from rldsl.backends.torch.model.stage import Stage
 from rldsl.backends.torch.model.zero import rows_of_tree_sum
@@ -47,6 +47,7 @@ class ShardOptimizer:
     """Gradient buffer and optimizer state of one shard: Megatron's gradient buffer and optimizer in one."""
 
     grad_buffer: torch.Tensor  # [elements] float32: gradients, those of experts that ep divides at the end
+    in_buffer: list[torch.Tensor]  # the view of it for each parameter
     schedule_step: int         # updates of the schedule so far, taken or skipped
 
     def __init__(self, stage: Stage, model: Model, layout: Layout, mesh: Mesh, axes: Axes):
@@ -79,6 +80,7 @@ class ShardOptimizer:
         # what the passes of a leaf have added so far, where cp divides them: of all gradients, and of a tied head
         self.leaf_grads: torch.Tensor | None = None
         self.head_leaf: torch.Tensor | None = None
+        self.divided_passes = model.invariant_training and axes.cp.size > 1
         self.rounded = [stage.rounds_grad(name) for name in named] if model.invariant_training else []
         self._allocate_grads()
         # of each parameter: how many ranks of the mesh hold this rank's part of it
@@ -104,25 +106,26 @@ class ShardOptimizer:
         """Allocate the buffer, and make each parameter's gradient a view of it."""
         self.grad_buffer = torch.zeros(sum(p.numel() for p in self.parameters), device=self.stage.device)
         at = [0, self.dense_numel]  # the next free element of each part
+        self.in_buffer = []
         for parameter, expert in zip(self.parameters, self.is_divided_expert, strict=True):
-            parameter.grad = self.grad_buffer[at[expert] : at[expert] + parameter.numel()].view(parameter.shape)
+            self.in_buffer.append(self.grad_buffer[at[expert] : at[expert] + parameter.numel()].view(parameter.shape))
             at[expert] += parameter.numel()
-        divided = self.leaf_sums is not None and self.axes.cp.size > 1
-        self.leaf_grads = torch.zeros_like(self.grad_buffer) if divided and not self.stage.zero else None
-        self.head_leaf = None
+        self._use_buffer()
         if self.head_sums is not None:
             self.stage.keep_head_grad()
-            head = self.stage.head_grad
-            self.head_leaf = torch.zeros_like(head) if divided and head is not None else None
         if self.source_sums is not None:
             self.source_table = self.stage.keep_source_grads(self.divided_experts)
+
+    def _use_buffer(self) -> None:
+        for parameter, grad in zip(self.parameters, self.in_buffer, strict=True):
+            parameter.grad = grad
 
     def offload(self, host: HostMemory) -> None:
         """Move the optimizer state to host memory, and free the gradients, which no step keeps."""
         self.optimizer.replace(host.offload(self.optimizer.allocated()))
         for parameter in self.parameters:
             parameter.grad = None
-        self.grad_buffer = self.grad_buffer.new_empty(0)
+        self.grad_buffer, self.in_buffer = self.grad_buffer.new_empty(0), []
         self.stage.head_grad = self.source_table = self.leaf_grads = self.head_leaf = None
         self.stage.source_grads = {}
 
@@ -134,41 +137,48 @@ class ShardOptimizer:
         return finish
 
     def zero_grad(self) -> None:
+        self._use_buffer()
         self.grad_buffer.zero_()
         if self.stage.head_grad is not None:
             self.stage.head_grad.zero_()
         if self.source_table is not None:
             self.source_table.zero_()
-        for leaf in (self.leaf_grads, self.head_leaf):
-            if leaf is not None:
-                leaf.zero_()
+        self.leaf_grads = self.head_leaf = None
         for sums in (self.leaf_sums, self.head_sums, self.source_sums):
             if sums is not None:
                 sums.clear()
 
+    def begin_leaf(self) -> None:
+        """Before the passes of a leaf, of a model with `invariant=training`. The first leaf with rows adds to the
+        buffer, where the sum of all will be; the others get tensors of their own."""
+        if self.leaf_sums is not None and self.leaf_sums.has_rows and not self.divided_passes:
+            for parameter, expert in zip(self.parameters, self.is_divided_expert, strict=True):
+                if not expert:
+                    parameter.grad = None  # autograd puts its first result here instead of adding it to zeros
+        if self.head_sums is not None and self.head_sums.has_rows and not self.divided_passes:
+            self.stage.keep_head_grad()
+        if self.source_sums is not None and self.source_sums.has_rows:
+            self.source_table = self.stage.keep_source_grads(self.divided_experts)
+
     def end_pass(self) -> None:
         """After a backward pass, of a model with `invariant=training`: sum its gradients over cp."""
         cp = self.axes.cp
-        if self.leaf_sums is None or cp.size == 1:
+        if not self.divided_passes:
             return
         if self.stage.zero:
             self.stage.zero.end_pass(cp)
-        elif self.leaf_grads is not None:
+        else:
             _tree_over_ranks(self.grad_buffer, cp)
             for grad, rounded in zip(self._grads(), self.rounded, strict=True):
                 if rounded:
                     grad.copy_(grad.bfloat16())
-            self.leaf_grads.add_(self.grad_buffer)
+            self.leaf_grads = _add_or_copy(self.leaf_grads, self.grad_buffer)
             self.grad_buffer.zero_()
-        if self.head_leaf is not None and self.stage.head_grad is not None:
-            self.head_leaf.add_(_tree_over_ranks(self.stage.head_grad.view(-1), cp).view(self.head_leaf.shape))
-            self.stage.head_grad.zero_()
-
-    def begin_leaf(self) -> None:
-        """Before the passes of a leaf, of a model with `invariant=training`."""
-        for sums in (self.leaf_sums, self.head_sums, self.source_sums):
-            if sums is not None:
-                sums.begin()
+        if self.head_sums is not None and self.stage.head_grad is not None:
+            head = self.stage.head_grad
+            _tree_over_ranks(head.view(-1), cp)
+            self.head_leaf = _add_or_copy(self.head_leaf, head)
+            head.zero_()
 
     def end_leaf(self, has_rows: bool, has_passes: bool) -> None:
         """After the passes of a leaf, of a model with `invariant=training`. has_rows: of this rank. has_passes: it may
@@ -176,13 +186,14 @@ class ShardOptimizer:
         if self.stage.zero:
             self.stage.zero.end_leaf(has_rows)
         elif self.leaf_sums is not None:
-            grads = self.grad_buffer if self.leaf_grads is None else self.leaf_grads
-            self.leaf_sums.end(grads[: self.dense_numel] if has_rows else None)
+            own = [self.leaf_grads] if self.divided_passes else [
+                p.grad for p, expert in zip(self.parameters, self.is_divided_expert, strict=True) if not expert]
+            self.leaf_sums.add(own if has_rows else None)
         if self.head_sums is not None:
-            self.head_sums.end((self.stage.head_grad if self.head_leaf is None else self.head_leaf)
-                               if has_rows else None)
+            self.head_sums.add([self.head_leaf if self.divided_passes else self.stage.head_grad] if has_rows else None)
         if self.source_sums is not None:
-            self.source_sums.end(self.source_table if has_passes else None)
+            self.source_sums.add([self.source_table] if has_passes else None)
+        self.leaf_grads = self.head_leaf = None
 
     def step(self, rate: float | None = None) -> dict[str, float]:
         """Reduce, clip, update. Returns "grad_norm", before clipping, and "lr". If the norm is not finite, nothing is
@@ -251,18 +262,19 @@ class ShardOptimizer:
         if zero:
             zero.end_minibatch(use_grads=True)
         else:
-            dense, own = self.grad_buffer[: self.dense_numel], leaf_sums.take()
-            if own is not None and own.data_ptr() != dense.data_ptr():
-                dense.copy_(own)
-            _tree_over_ranks(dense, dp)
+            own = leaf_sums.take()
+            self._use_buffer()  # without cp the sum is there
+            if own is not None and self.divided_passes:
+                self.grad_buffer.copy_(_only(own))
+            _tree_over_ranks(self.grad_buffer[: self.dense_numel], dp)
         grads = self._grads()
         sources = self.source_sums.take() if self.source_sums is not None else None
         if sources is not None:
-            self._reduce_sources(tree_of(sources), grads)
+            self._reduce_sources(tree_of(_only(sources)), grads)
         if self.head_sums is not None and self.stage.head_grad is not None:
             (tied,) = (grads[i] for i in self.tied_embeddings)
             own = self.head_sums.take()
-            total = torch.zeros_like(self.stage.head_grad) if own is None else own
+            total = torch.zeros_like(self.stage.head_grad) if own is None else _only(own)
             total = rows_of_tree_sum(total, dp)[: tied.numel()] if zero else \
                 _tree_over_ranks(total.view(-1), dp)
             tied.add_(total.view(tied.shape))
@@ -339,6 +351,18 @@ def _tree_over_ranks(total: torch.Tensor, dp: Axis) -> torch.Tensor:
     for part in total.split(PART) if dp.size > 1 else ():
         part.copy_(tree_all_reduce(part, dp))
     return total
+
+
+def _add_or_copy(total: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """total + x, in the memory of `total`. Zeros of the first x become 0.0."""
+    return x + 0.0 if total is None else total.add_(x)
+
+
+def _only(leaf: Leaf) -> torch.Tensor:
+    (joined,) = leaf
+    if joined is None:
+        raise RuntimeError("a leaf with rows has no gradients")
+    return joined
 
 
 def _all_reduce_joined(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
