@@ -58,8 +58,8 @@ def split(batch: PackedBatch, parts: int) -> list[PackedBatch]:
 def wire_bytes(ranks: int, size: int) -> tuple[float, float]:
     """Bytes that a rank sends for a sum over `ranks` of `size` bytes: in one order, and in a ring.
 
-    Parts are exchanged (all-to-all), added locally and gathered, as `collectives.tree_all_reduce` does for all but
-    small tensors; over two ranks and for small ones whole tensors are gathered."""
+    Parts are exchanged (all-to-all), added locally and gathered, as `collectives.tree_all_reduce` does; over two ranks
+    whole tensors are gathered."""
     parts = 2 * (ranks - 1) / ranks * size
     return ((ranks - 1) * size if ranks == 2 else parts), parts
 

@@ -38,8 +38,9 @@ class NumberDifference:
     row: int | None  # of that step; None for a metric
     one: float | None  # in the first run at that place; None if only the other run has it
     two: float | None  # in the second run
-    largest: float  # absolute difference over all places; inf if one of the two is missing or not finite
+    largest: float | None  # absolute difference over the places that both have; None: none; inf: not finite
     places: int   # how many steps or rows differ
+    missing: int  # at how many of them one of the runs has no number
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class RunDifference:
             lines += [f"  {t.batch}, step {t.step}, row {t.row}: the {t.part} differs from character {t.position} on "
                       f"({_count(t.rows, 'sequence')} in all)", f"    {t.one}", f"    {t.two}"]
         rows = [(n.name, f"step {n.step}" + (f", row {n.row}" if n.row is not None else ""), _shown(n.one),
-                 _shown(n.two), f"largest difference {n.largest:.3g}, at {_count(n.places, 'place')}")
+                 _shown(n.two), _extent(n))
                 for n in self.numbers[:SHOWN]]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines += ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -162,13 +163,14 @@ def _numbers(places: Iterable[Place]) -> list[NumberDifference]:
     for found in sorted(places, key=lambda p: (p[0][0], -1 if p[0][1] is None else p[0][1])):
         by_name.setdefault(found[0][2], []).append(found)
     numbers = [NumberDifference(name, found[0][0][0], found[0][0][1], found[0][1], found[0][2],
-                      max(_difference(one, two) for _, one, two in found), len(found))
+                                max((_difference(a, b) for _, a, b in found if a is not None and b is not None),
+                                    default=None), len(found), sum(a is None or b is None for _, a, b in found))
                for name, found in by_name.items()]
     return sorted(numbers, key=lambda n: (n.step, n.row is None, n.name))
 
 
-def _difference(one: float | None, two: float | None) -> float:
-    found = math.inf if one is None or two is None else abs(one - two)
+def _difference(one: float, two: float) -> float:
+    found = abs(one - two)
     return math.inf if math.isnan(found) else found
 
 
@@ -204,6 +206,15 @@ def _plan(folder: Path) -> str:
 
 def _count(n: int, what: str) -> str:
     return f"{n:,} {what}{'s' * (n != 1)}"
+
+
+def _extent(n: NumberDifference) -> str:
+    """How much numbers differ, and how often."""
+    places = _count(n.places, "place")
+    if n.largest is None:
+        return f"in one of the runs only, at {places}"
+    also = f", {n.missing:,} of them in one of the runs only" if n.missing else ""
+    return f"largest difference {n.largest:.3g}, at {places}{also}"
 
 
 def _shown(x: float | None) -> str:

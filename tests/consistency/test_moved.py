@@ -63,9 +63,9 @@ def sent_bytes(rank: int, sizes: Sequence[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_sum_in_one_order_moves_the_bytes_of_a_ring(ranks: int) -> None:
-    sizes = [1 << 17, 1 << 18]
+    sizes = [8, 1 << 10, 1 << 17]
     for found in run_world(ranks, sent_bytes, sizes):
         for size, bytes_ in zip(sizes, found, strict=True):
             ours, ring = wire_bytes(ranks, 4 * size)

@@ -77,8 +77,14 @@ def test_a_prompt_that_differs(one: str, tmp_path: Path) -> None:
 
 def test_what_one_run_lacks_is_a_difference(one: str, tmp_path: Path) -> None:
     lines = [{k: v for k, v in line.items() if k != "reward" or line["step"] < 4} for line in LINES]
-    (reward,) = diff_runs(one, make(tmp_path / "two", lines, [])).numbers
-    assert (reward.step, reward.two, reward.largest, reward.places) == (4, None, float("inf"), 2)
+    two = make(tmp_path / "two", lines, [])
+    (reward,) = diff_runs(one, two).numbers
+    assert (reward.step, reward.two, reward.largest, reward.places, reward.missing) == (4, None, None, 2, 2)
+    said = rlc(one, two)[1]
+    assert "in one of the runs only, at 2 places" in said and "inf" not in said
+    (reward,) = diff_runs(one, make(tmp_path / "three", changed(lines, 0, reward=lines[0]["reward"] + 3), [])).numbers
+    assert (reward.step, reward.largest, reward.places, reward.missing) == (1, 3.0, 3, 2)
+    assert "largest difference 3, at 3 places, 2 of them in one of the runs only" in rlc(one, str(tmp_path / "three"))[1]
 
 
 def test_a_tolerance(one: str, tmp_path: Path) -> None:

@@ -26,8 +26,6 @@ from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.runtime import collectives
 from rldsl.runtime.backend import Axis
 
-SMALL = 1 << 14  # elements up to which an all-gather is faster than an exchange of parts and an all-gather of sums
-
 
 def copy_to_tensor_parallel_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The input of column-parallel layers: x itself; its gradient is summed over the axis."""
@@ -101,10 +99,11 @@ def tree_reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def tree_all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The tree sum over the axis. No gradient. A small tensor is gathered as it is, in one message instead of two."""
+    """The tree sum over the axis. No gradient. Two ranks gather whole tensors, in one message instead of two and with
+    as many bytes."""
     if axis.size == 1:
         return x
-    if axis.size == 2 or x.numel() <= SMALL:
+    if axis.size == 2:
         return tree_of(all_gather(x[None], axis))
     flat = F.pad(x.flatten(), (0, -x.numel() % axis.size))
     return all_gather(tree_reduce_scatter(flat, axis), axis)[: x.numel()].view(x.shape)

@@ -37,8 +37,9 @@ def check_kernels(model: Model, device: torch.device) -> None:
     for inputs, outputs, size in sorted({*_shapes(model)}):
         if why := _product_varies(inputs, min(outputs, max(MOST // inputs, 64)), size, dtype, str(device), threads):
             raise _refused(model, f"a product with a {inputs} x {outputs} matrix in {model.dtype} depends on {why}")
-        if model.invariant_training and (why := _gradient_varies(inputs, min(outputs, max(MOST // inputs, 64)), dtype,
-                                                                 str(device), threads)):
+    for outputs, inputs in sorted({s.shape[-2:] for s in (*model.params, *model.base) if len(s.shape) > 1}
+                                  if model.invariant_training else ()):
+        if why := _gradient_varies(inputs, min(outputs, max(MOST // inputs, 64)), dtype, str(device), threads):
             raise _refused(model, f"the gradient of a {inputs} x {outputs} matrix in {model.dtype} depends on {why}")
     if model.sizes.head_dim and (why := _attention_varies(model.sizes.head_dim, str(device), threads)):
         raise _refused(model, f"attention with heads of {model.sizes.head_dim} depends on {why}")
