@@ -58,9 +58,9 @@ def execution(body: Any, config: Any) -> Execution:
     """body: the model below its head."""
     name, count = layer_list(body)
     recurrent = tuple(n for n, m in _parts(body) if names_of(type(m)) & STATE_UPDATES)
-    layers = body.get_submodule(name) if name else ()
+    kinds: set[Any] = {type(layer) for layer in body.get_submodule(name)} if name else set()
     return Execution(name, count, recurrent, _by_rows(body, str(config.model_type), set(recurrent)),
-                     max((_outputs(type(layer)) for layer in layers), default=0))
+                     max(map(_outputs, kinds), default=0))
 
 
 def scans_from_a_state(kind: Any) -> bool:
@@ -212,6 +212,7 @@ def _names(kind: Any) -> frozenset[str]:
     return frozenset(found)
 
 
+@cache
 def _outputs(kind: Any) -> int:
     """How many items a layer returns, its hidden states first, from the source of its forward; 0: not a tuple."""
     try:

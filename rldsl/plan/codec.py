@@ -70,6 +70,7 @@ TABLES: Mapping[str, tuple[type, str]] = {
 RECORDS: Mapping[str, type] = {k: r for k, (r, _) in TABLES.items() if k != "body"}
 BLOCKS: Mapping[str, type] = {"loop": Loop, "when": When}
 SECTIONS = tuple(TABLES)
+PLACES: Mapping[str, int] = {name: i for i, name in enumerate(SECTIONS)}  # where the lines of a section are
 AnyRecord = TypeVar("AnyRecord")
 EDITED = "compile the program again; plans cannot be edited, because they would have to be verified again"
 
@@ -142,8 +143,8 @@ def _json(value: Any, hint: Any) -> Any:
     return float(value) if hint is float else value
 
 
-def _dump(obj: Any) -> str:
-    return json.dumps(obj, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+# made once: `json.dumps` makes one for each line
+_dump = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -160,9 +161,9 @@ def decode(data: bytes, name: str) -> Plan:
         place = f"{name}:{number}"
         obj = _object(line, place)
         kind = obj.pop("kind", None)
-        if not isinstance(kind, str) or kind not in RECORDS.keys() | BLOCKS.keys() | EVENTS.keys() | {"end"}:
+        if not (isinstance(kind, str) and (kind in RECORDS or kind in BLOCKS or kind in EVENTS or kind == "end")):
             raise fail("RL0604", f"unknown kind of record: {kind!r}", place=place, help=EDITED)
-        at = SECTIONS.index(kind if kind in RECORDS else "body")
+        at = PLACES[kind if kind in RECORDS else "body"]
         if at < section or (kind == "header") != (number == 1):
             raise fail(
                 "RL0604",
@@ -170,7 +171,7 @@ def decode(data: bytes, name: str) -> Plan:
                 place=place,
                 help="the order of records is " + ", ".join(SECTIONS),
             )
-        if at != SECTIONS.index("body") and open_blocks:
+        if at != PLACES["body"] and open_blocks:
             raise fail(
                 "RL0607",
                 f"the {open_blocks[-1][0].__name__.lower()} at {open_blocks[-1][2]} has no end",
@@ -286,19 +287,20 @@ def read_record(cls: type[AnyRecord], obj: Any, place: str) -> AnyRecord:
 
 def _record(cls: type, obj: dict[str, Any], place: str, path: str = "", **given: Any) -> Any:
     """A dataclass from its JSON object. `given`: fields that do not come from it."""
-    known = {f.name: f for f in _fields(cls) if f.name not in given}
+    known = _known(cls)
     where = path or cls.__name__.lower()
-    for key in obj.keys() - known.keys():
-        raise fail("RL0605", f"{where} has an unknown field {key!r}", place=place, help="fields: " + ", ".join(known))
-    shapes, values = _shapes(cls), dict(given)
-    for key, field in known.items():
-        if key in obj:
-            values[field.name] = _value(shapes[field.name], obj[key], place, f"{where}.{key}")
-            if _is_default(field, values[field.name]):
-                raise fail("RL0603", f"{where}.{key} is present although it has its default value",
-                           place=place, help=EDITED)
-        elif field.default is MISSING:
-            raise fail("RL0605", f"{where} lacks the field {key!r}", place=place, help=EDITED)
+    values = dict(given)
+    for key, value in obj.items():
+        if key not in known or key in given:
+            names = ", ".join(name for name in known if name not in given)
+            raise fail("RL0605", f"{where} has an unknown field {key!r}", place=place, help=f"fields: {names}")
+        field, shape = known[key]
+        values[key] = _value(shape, value, place, f"{where}.{key}")
+        if _is_default(field, values[key]):
+            raise fail("RL0603", f"{where}.{key} is present although it has its default value",
+                       place=place, help=EDITED)
+    if lacking := next((name for name in _required(cls) if name not in values), None):
+        raise fail("RL0605", f"{where} lacks the field {lacking!r}", place=place, help=EDITED)
     return cls(**values)
 
 
@@ -358,9 +360,16 @@ def _shape(hint: Any) -> _Shape:
 
 
 @cache
-def _shapes(cls: Hashable) -> dict[str, _Shape]:
-    """The shapes of a record's fields."""
-    return {name: _shape(hint) for name, hint in _hints(cls).items()}
+def _known(cls: Hashable) -> dict[str, tuple[Field[Any], _Shape]]:
+    """The fields of a record, with their shapes."""
+    hints = _hints(cls)
+    return {f.name: (f, _shape(hints[f.name])) for f in _fields(cls)}
+
+
+@cache
+def _required(cls: Hashable) -> tuple[str, ...]:
+    """The fields without a default."""
+    return tuple(f.name for f in _fields(cls) if f.default is MISSING)
 
 
 @cache

@@ -18,6 +18,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from random import Random
 from shutil import rmtree
@@ -77,6 +78,13 @@ class Flow:
             return False
         self.lines.append(line)
         return True
+
+    def add_each(self, lines: Sequence[str]) -> None:
+        """Keep those statements that the checker does: all in one check, or else by halves."""
+        if lines and not self.add("\n  ".join(lines)) and len(lines) > 1:
+            half = len(lines) // 2
+            self.add_each(lines[:half])
+            self.add_each(lines[half:])
 
     # ------------------------------------------------------------------------------------------- parts of a line
 
@@ -158,6 +166,7 @@ class _Draw(Random):
         self.seed_ = seed
 
 
+@cache  # a second of trials each
 def flow(seed: int, lag: int = 0) -> str:
     """A program that the checker accepts. It ends with a metric of whatever it has."""
     made = Flow(_Draw(seed), lag=lag)
@@ -179,12 +188,10 @@ def flow(seed: int, lag: int = 0) -> str:
         if not any(f"{model}.train" in line for line in made.lines):
             loss = "nll()" if model == "actor" else "near(aim=len(gen))"
             assert made.add(f"{model}.train(gen, loss={loss})")
-    for i, value in enumerate(made.values):
-        made.add(f"metric m{i} = mean({value})")
-    for i, f in enumerate(x for x in made.rows if not x.endswith("rejected")):
-        made.add(f"metric c{i} = count({f.removesuffix('.chosen')})")
-        made.add(f"metric t{i} = mean(len({f}))")
-        made.add(f"metric p{i} = mean(actor.logprobs({f}))")
+    made.add_each([f"metric m{i} = mean({value})" for i, value in enumerate(made.values)])
+    made.add_each([line for i, f in enumerate(x for x in made.rows if not x.endswith("rejected")) for line in (
+        f"metric c{i} = count({f.removesuffix('.chosen')})", f"metric t{i} = mean(len({f}))",
+        f"metric p{i} = mean(actor.logprobs({f}))")])
     made.add(f"save actor to \"out/{seed}-actor\"")
     return made.text()
 

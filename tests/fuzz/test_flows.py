@@ -80,4 +80,4 @@ def test_flows_have_what_makes_sequences_of_sequences() -> None:
     whole = "".join(texts)
     words = "concat( pick( others( prefixes( whole( .sample( .add( ask( where with repeat".split()
     assert all(word in whole for word in words), [word for word in words if word not in whole]
-    assert not any(api.check(HEAD + text, str(HERE / "flow.rlf")) for text in texts) and flow(FIRST) == HEAD + texts[0]
+    assert not any(api.check(HEAD + text, str(HERE / "flow.rlf")) for text in texts) and flow.__wrapped__(FIRST) == HEAD + texts[0]
