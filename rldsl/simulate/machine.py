@@ -24,7 +24,8 @@ SPLIT = 4096  # inner width of a product that a multiprocessor computes in one p
 RAMP = 256  # inner width whose products take as long as filling and draining the pipeline of a multiprocessor
 ADAM = 28  # bytes moved per element in a step: parameter, gradient, two moments read; all but the gradient written
 # seconds of an invariant model over those of the same without, as `python -m benchmarks.invariant` measures them on a
-# CPU: of decoding, of a forward pass, and of training, where gradients have no order of sums and where they have one
+# CPU in float32: of decoding, of a forward pass, and of training, where gradients have no order of sums and where they
+# have one
 INVARIANT_DECODE, INVARIANT_FORWARD, INVARIANT_TRAIN, ORDERED_TRAIN = 1.4, 1.2, 1.2, 1.5
 
 
