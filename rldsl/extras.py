@@ -12,14 +12,15 @@ from rldsl.diag import Diagnostic
 EXTRA_OF = {
     "torch": "compile", "transformers": "compile", "safetensors": "compile",
     "numpy": "compile", "rich": "run",
-    "pyarrow": "parquet", "datasets": "datasets", "matplotlib": "plot", "pandas": "notebook", "IPython": "notebook",
+    "pyarrow": "parquet", "PIL": "images", "datasets": "datasets", "matplotlib": "plot",
+    "pandas": "notebook", "IPython": "notebook",
     "tensorboard": "tensorboard", "wandb": "wandb", "accelerate": "trackers", "math_verify": "math",
     "megatron": "megatron", "flash_attn": "flash", "openenv": "openenv",
     "verifiers": "verifiers",
 }
 # import name -> the package's name for pip, where they differ
 DISTRIBUTION_OF = {"IPython": "ipython", "megatron": "megatron-core", "flash_attn": "flash-attn",
-                   "math_verify": "math-verify", "openenv": "openenv-core"}
+                   "math_verify": "math-verify", "openenv": "openenv-core", "PIL": "pillow"}
 
 
 def missing_package(error: ModuleNotFoundError, place: str = "") -> Diagnostic | None:
