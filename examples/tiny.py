@@ -31,9 +31,10 @@ _SIZES: dict[str, Any] = dict(hidden_size=32, intermediate_size=48, num_hidden_l
 _GPT2: dict[str, Any] = dict(n_embd=32, n_layer=4, n_head=4, n_positions=256)
 
 
-def make_tokenizer(directory: str | Path, characters: str = CHARACTERS, chat: str = "") -> Any:
+def make_tokenizer(directory: str | Path, characters: str = CHARACTERS, chat: str = "",
+                   tokens: tuple[str, ...] = CHAT_TOKENS) -> Any:
     """A tokenizer with one token per character, after <pad> (0) and <eos> (1). chat: a chat template, which may have
-    CHAT_TOKENS."""
+    `tokens`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -41,7 +42,7 @@ def make_tokenizer(directory: str | Path, characters: str = CHARACTERS, chat: st
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]" if chat else "."), "isolated")
     raw.decoder = decoders.Fuse()
-    more = {"additional_special_tokens": [t for t in CHAT_TOKENS if t in chat]} if chat else {}
+    more = {"additional_special_tokens": [t for t in tokens if t in chat or tokens is not CHAT_TOKENS]} if chat else {}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=PAD, eos_token=EOS, **more)
     if chat:
         tokenizer.chat_template = chat
@@ -70,13 +71,62 @@ def make_model(directory: str | Path, family: str = "qwen3", head: str = "causal
     else:
         config.num_labels = 1
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    if scale:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(0.0, scale)
+    _widen(model, scale)
     model.save_pretrained(str(directory))
     return Path(directory)
+
+
+# of a model that reads images: the tokens around an image, and a template that only adds
+VISION_TOKENS = ("<|start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+VISION_TEMPLATE = """{% for m in messages %}<|start|>{{ m.role }}
+{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' -%}
+<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<eos>{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant
+{% endif %}"""
+
+
+def make_vision_model(directory: str | Path, seed: int = 0, characters: str = CHARACTERS + "\n", scale: float = 0.15,
+                      patch: int = 4, tower: dict[str, Any] | None = None, max_pixels: int = 32 * 32,
+                      **overrides: Any) -> Path:
+    """Write a random Qwen2.5-VL model with its tokenizer and image processor; returns the directory.
+
+    patch: side of a patch in pixels, four of which are one token. tower: sizes of the vision tower. max_pixels: of an
+    image; larger ones are scaled down. Otherwise as `make_model`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = make_tokenizer(directory, characters, VISION_TEMPLATE, VISION_TOKENS)
+    ids = dict(zip(VISION_TOKENS, tokenizer.convert_tokens_to_ids(list(VISION_TOKENS)), strict=True))
+    text = dict(_SIZES) | dict(
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+        vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None) | overrides
+    vision = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=patch, spatial_merge_size=2,
+                  temporal_patch_size=2, window_size=4 * patch, out_hidden_size=text["hidden_size"],
+                  fullatt_block_indexes=[1]) | (tower or {})
+    config = AutoConfig.for_model(
+        "qwen2_5_vl", text_config=text, vision_config=vision, image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"], vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"], tie_word_embeddings=bool(text["tie_word_embeddings"]),
+        pad_token_id=0, eos_token_id=1)
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    _widen(model, scale)
+    model.save_pretrained(str(directory))
+    Qwen2VLImageProcessorPil(patch_size=patch, merge_size=2, temporal_patch_size=2,
+                             size={"shortest_edge": 4 * patch * patch, "longest_edge": max_pixels},
+                             ).save_pretrained(str(directory))
+    return Path(directory)
+
+
+def _widen(model: Any, scale: float) -> None:
+    """Draw the matrices of a model with a standard deviation of `scale`; 0: they stay as they are."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters() if scale else ():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, scale)
 
 
 def write_jsonl(path: str | Path, rows: Iterable[dict[str, Any]]) -> Path:

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     import torch
 
     from rldsl.backends.torch.shard import TorchShard
-    from rldsl.runtime.backend import Axes, Shard, WeightCache
+    from rldsl.runtime.backend import Axes, Images, Shard, WeightCache
 
 
 def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, *, load: bool,
-          trainable: bool, weight_cache: WeightCache | None = None) -> Shard:
+          trainable: bool, weight_cache: WeightCache | None = None, images: Images | None = None) -> Shard:
     """See `rldsl.runtime.backend.Build`."""
-    return _shard_class()(model, layout, mesh, axes, device, load, trainable, weight_cache)
+    return _shard_class()(model, layout, mesh, axes, device, load, trainable, weight_cache, images)
 
 
 @cache

@@ -35,6 +35,7 @@ from rldsl.runtime.backend import (
     ConversationOutput,
     FirstPass,
     GenerationOutput,
+    Images,
     LossFn,
     MicroBatch,
     PackedBatch,
@@ -72,14 +73,15 @@ class TorchShard:
     trainer_class: type[ShardOptimizer] = ShardOptimizer  # gradients and optimizer
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, load_weights: bool,
-                 trainable: bool, weight_cache: WeightCache | None = None):
+                 trainable: bool, weight_cache: WeightCache | None = None, images: Images | None = None):
         self.model, self.axes, self.device = model, axes, device
         self.uses_bfloat16 = model.dtype == "bfloat16"
         matmul_dtype, param_dtype = (torch.bfloat16 if name == "bfloat16" else torch.float32
                                      for name in (model.dtype, storage_dtype(model, layout.id)))
         if model.invariant:
             check_kernels(model, device)
-        self.stage = self.stage_class(model, layout, mesh, axes, device, param_dtype, matmul_dtype, weight_cache)
+        self.stage = self.stage_class(model, layout, mesh, axes, device, param_dtype, matmul_dtype, weight_cache,
+                                      *((images,) if images else ()))
         reads = WeightReads()
         load(model, self.stage.base_to_load, self.stage.base, reads)
         if load_weights and model.lora is not None:
@@ -145,7 +147,8 @@ class TorchShard:
         the same on every rank of the shard."""
         passes_must_match = self.axes.ep.size > 1  # ranks that share experts make the same passes
         batches = [b for b in batches if passes_must_match or len(b)]
-        inputs = [pack_inputs((b if len(b) else DUMMY_BATCH,), self.device, self.axes.cp, self.stage.sequence_parallel)
+        inputs = [pack_inputs((b if len(b) else DUMMY_BATCH,), self.device, self.axes.cp, self.stage.sequence_parallel,
+                              vision=self.stage.vision)
                   for b in batches]
         results: list[tuple[torch.Tensor, ...]] = []
 
@@ -175,7 +178,7 @@ class TorchShard:
         sequence_parallel = SequenceParallel(self.axes.tp, False) if self.stage.ordered_gradients else \
             self.stage.sequence_parallel
         inputs = {i: pack_inputs(minibatch[i] if has_rows[i] else (DUMMY_BATCH,), self.device, self.axes.cp,
-                                 sequence_parallel, self.stage.ordered_gradients) for i in passes}
+                                 sequence_parallel, self.stage.ordered_gradients, self.stage.vision) for i in passes}
         wanted = {name for names in outputs for name in names}
         others = [cast(TorchShard, head).stage for head in heads]
 

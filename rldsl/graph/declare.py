@@ -147,6 +147,14 @@ def data(decl: ast.DataDecl, exprs: ExpressionBuilder, scope: Scope) -> g.Data |
                                     "listed twice" if numbers.count(name) > 1 else "",
                                     help="the name of a number column must be unique and consist of letters, digits "
                                          "and `_`")
+    if given["images"]:
+        stated = next((value.span for name, value in written if name.name == "over_long"), None)
+        if stated is None:
+            given["over_long"] = "error"
+        elif given["over_long"] == "truncate":
+            return exprs.errors.add("RL0205", "rows with images cannot be truncated", stated,
+                                    "a prompt without the beginning of an image is none",
+                                    help='write `over_long="drop"` or `over_long="error"`')
     scalars = tuple((k, cast(Scalar, v)) for k, v in given.items())
     return g.Data(decl.name.name, source[0], source[1], "answers" if answers else kind, scalars, decl.span,
                   options.given_unit("batch", written, exprs, scope), numbers, answers, decl.value.args[0].value.span)

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from rldsl.models.vision import LANGUAGE, vision_family
+
 ATTENTION_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what a module names that lets others compute its attention
 STATE_UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})  # what a module calls that keeps a state
 RECURRENT_UPDATE = "update_recurrent_state"  # the one of them that keeps what a recurrence sums up
@@ -46,11 +48,12 @@ class Execution:
 
 
 def body_name(model: Any) -> str:
-    """What a model with a head calls the model below it."""
+    """What a model with a head calls the model below it; of a model that reads images, the text model."""
     from transformers import PreTrainedModel
 
     if isinstance(getattr(model, model.base_model_prefix, None), PreTrainedModel):
-        return str(model.base_model_prefix)
+        prefix = str(model.base_model_prefix)
+        return f"{prefix}.{LANGUAGE}" if vision_family(model.config) else prefix
     return next((name for name, child in model.named_children() if isinstance(child, PreTrainedModel)), "")
 
 

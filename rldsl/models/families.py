@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -21,6 +22,7 @@ from rldsl.models import directory as files
 from rldsl.models.cache import cached_record, entry_key
 from rldsl.models.execution import Execution
 from rldsl.models.skeleton import Skeleton, build, first_line
+from rldsl.models.vision import earlier_names, layers_with_images, processor_digest, vision_family
 from rldsl.plan.heads import HEADS, SCORE_WEIGHT
 from rldsl.plan.model import ParamSpec, Sizes, Split, StageKind
 from rldsl.source import Span
@@ -39,7 +41,13 @@ WITHOUT_PP = {"ctrl": "two stages compute other numbers than one", "zaya": "its 
 PLANS = {"gpt_oss": {"embed_tokens": "embedding_rowwise", "layers.*.self_attn.q_proj": "colwise",
                      "layers.*.self_attn.k_proj": "colwise", "layers.*.self_attn.v_proj": "colwise",
                      "layers.*.self_attn.o_proj": "rowwise", "layers.*.self_attn.sinks": "local_params",
-                     "layers.*.mlp.experts": "moe_tp_experts"}}
+                     "layers.*.mlp.experts": "moe_tp_experts"},
+         "qwen3_vl": {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.k_proj": "colwise",
+                      "layers.*.self_attn.v_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise",
+                      "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+                      "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+                      "layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise",
+                      "layers.*.mlp.down_proj": "rowwise"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,9 @@ class Family:
     recurrent: bool = False  # whether some layers carry a state from token to token
     invariant_problem: str = ""  # why its numbers depend on the batch that they are computed in; "" if they need not
     by_rows: str = ""  # why each sequence is a row of its own; "": sequences are packed (`execution.py`)
+    reads_images: bool = False  # whether it has a vision tower
+    layers_with_images: int = 0  # how many of the first layers have something of images added to what they give
+    image_processor: str = ""  # sha256 of what decides how images become numbers; "": nothing says it
 
 
 def describe(path: str, kind: str, span: Span | None = None, trained: bool = False) -> Family:
@@ -88,12 +99,15 @@ def describe(path: str, kind: str, span: Span | None = None, trained: bool = Fal
     that is trained may begin with a new head."""
     directory = hub.directory(path, span)
     names = files.check(directory, path, kind, span, trained)
-    return replace(describe_architecture(path, kind, names, span), tokenizer=files.tokenizer(directory))
+    found = describe_architecture(path, kind, names, span)
+    return replace(found, tokenizer=files.tokenizer(directory),
+                   image_processor=processor_digest(directory) if found.reads_images else "")
 
 
 def describe_architecture(path: str, kind: str, names: frozenset[str], span: Span | None = None) -> Family:
     """What follows from config.json, the names of the tensors of the directory, and the installed transformers; the
-    rest of the directory is not looked at, and `tokenizer` is "". Kept for the next time. Errors: RL0303."""
+    rest of the directory is not looked at: `tokenizer` and `image_processor` are "". Kept for the next time. Errors:
+    RL0303."""
     digest = sha256((hub.directory(path) / "config.json").read_bytes()).hexdigest()
     found = cached_record(Family, entry_key("family", digest, kind, *sorted(names)),
                           lambda: replace(_described(path, kind, names, digest, span), path=""))
@@ -109,7 +123,7 @@ def _described(path: str, kind: str, names: frozenset[str], digest: str, span: S
     text, how = config.get_text_config(), skeleton.execution
     heads = _size(text, "num_attention_heads") or 1
     hidden = _size(text, "hidden_size") or _width(skeleton)
-    sizes = {"heads": heads, "kv_heads": _size(text, "num_key_value_heads") or heads, "hidden": hidden,
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": _size(text, "num_key_value_heads") or heads, "hidden": hidden,
              "head_dim": _size(text, "head_dim") or hidden // heads}
     if _size(text, "kv_lora_rank"):  # latent attention: what is cached are the keys and values of all heads
         sizes |= {"kv_heads": heads, "head_dim": _size(text, "qk_nope_head_dim") + _size(text, "qk_rope_head_dim")}
@@ -124,12 +138,16 @@ def _described(path: str, kind: str, names: frozenset[str], digest: str, span: S
                   config=_meaning(config), linears=_linears(skeleton, params),
                   experts=min((s.experts for s in mixed), default=0), chosen=experts.chosen(text) if mixed else 0,
                   expert_width=min((s.shape[2] for s in mixed if s.name.endswith("down_proj")), default=0),
-                  recurrent=bool(how.recurrent), by_rows=how.by_rows,
-                  invariant_problem=_invariant_problem(how, text, params), **sizes)
+                  recurrent=bool(how.recurrent), by_rows=how.by_rows, reads_images=vision_family(config) is not None,
+                  layers_with_images=layers_with_images(config),
+                  invariant_problem=_invariant_problem(config, how, params), **sizes)
 
 
-def _invariant_problem(how: Execution, text: Any, params: tuple[ParamSpec, ...]) -> str:
+def _invariant_problem(config: Any, how: Execution, params: tuple[ParamSpec, ...]) -> str:
     """What of a family has no implementation whose sums have one order."""
+    text = config.get_text_config()
+    if vision_family(config):
+        return "its vision tower computes all images of a pass together"
     if how.recurrent:
         return "its layers carry a state, which decoding and training sum up in other orders"
     if how.by_rows:
@@ -160,6 +178,7 @@ def _width(skeleton: Skeleton) -> int:
 def sizes_of(family: Family) -> Sizes:
     """As a plan's model record has them."""
     config = dict(family.config)
+    config |= {k: json.dumps(v) for k, v in json.loads(config.get("text_config", "{}")).items()}
     activation = next((json.loads(config[k]) for k in ("hidden_activation", "hidden_act", "activation_function")
                        if config.get(k, "null") != "null"), "")
     return Sizes(family.hidden, family.expert_width or family.intermediate, family.heads, family.kv_heads,
@@ -186,10 +205,11 @@ def _config(directory: Path, path: str, span: Span | None) -> Any:
 
 
 def _check_head(config: Any, path: str, kind: str, span: Span | None) -> None:
-    """Value and reward models are saved as sequence classifiers, so the family must have one."""
+    """Value and reward models are saved as sequence classifiers, so the family must have one. Those that read images
+    need none: transformers has classifiers for few of them."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
-    if not HEADS[kind].vocabulary and config.model_type not in CLASSIFIERS:
+    if not HEADS[kind].vocabulary and config.model_type not in CLASSIFIERS and vision_family(config) is None:
         raise fail("RL0303", f'"{path}" cannot be a {kind}', span,
                    f"transformers has no sequence classifier for {config.model_type}",
                    help="use another family for critics and reward models")
@@ -203,12 +223,14 @@ def _specs(skeleton: Skeleton, config: Any, layers: int, kind: str, sizes: dict[
     """Parameter specs in module order, and why tp or pp are impossible."""
     prefix = skeleton.prefix
     styles = dict(skeleton.tp_plan)
-    declared = getattr(config, "base_model_tp_plan", None) or PLANS.get(str(config.model_type)) or {}
+    owner = config.get_text_config() if vision_family(config) else config  # of the plans of the layers
+    declared = getattr(owner, "base_model_tp_plan", None) or PLANS.get(str(config.model_type)) or {}
     styles |= {f"{prefix}.{k}": v for k, v in declared.items()}
     buffers = {n for n, _, _ in skeleton.buffers}
     tensors = (*skeleton.params, *((n, shape) for n, shape, _ in skeleton.buffers))
     base = [(n, shape) for n, shape in tensors if n.startswith(prefix + ".")]
-    head = [(n, shape) for n, shape in tensors if not n.startswith(prefix + ".")]
+    tower = [(n, shape) for n, shape in tensors if _of_tower(n, prefix)]
+    head = [(n, shape) for n, shape in tensors if not n.startswith(prefix + ".") and not _of_tower(n, prefix)]
     products = any(len(shape) == 2 and shape[0] == config.get_text_config().vocab_size for _, shape in head)
     tied = bool(getattr(config, "tie_word_embeddings", False)) and not products  # a head may have more, as BERT's
     if not HEADS[kind].vocabulary:
@@ -217,7 +239,7 @@ def _specs(skeleton: Skeleton, config: Any, layers: int, kind: str, sizes: dict[
         styles[skeleton.embedding.rpartition(".")[0]] = "embedding_rowwise"
     inner = f"{prefix}.{skeleton.execution.layers}."
     names = _fold(base, inner, layers)
-    pipeline = list(getattr(config, "base_model_pp_plan", None) or {})
+    pipeline = list(getattr(owner, "base_model_pp_plan", None) or {})
     pp_problem = _pp_problem(skeleton, bool(pipeline))
     if getattr(config.get_text_config(), PER_LAYER, None):  # every layer reads embeddings of its own, of all columns
         styles = {k: "" if "per_layer" in k else v for k, v in styles.items()}
@@ -226,6 +248,9 @@ def _specs(skeleton: Skeleton, config: Any, layers: int, kind: str, sizes: dict[
     problems = [] if declared else ["its config has no tensor-parallel plan"]
     problems += [WITHOUT_TP[str(config.model_type)]] if str(config.model_type) in WITHOUT_TP else []
     specs, behind, counted, renamed = [], False, skeleton.experts, skeleton.transforms
+    for name, shape in tower:  # whole on every rank of tp
+        specs.append(ParamSpec(name, shape, "first", 0, None, "replicated", False,
+                               stored=_stored(name, config, renamed, there), buffer=name in buffers))
     stage: StageKind
     for name, shape in names:
         number = _layer(name, inner)
@@ -246,18 +271,34 @@ def _specs(skeleton: Skeleton, config: Any, layers: int, kind: str, sizes: dict[
         problems += [problem] if problem else []
         several = number == "{}"
         specs.append(ParamSpec(name, shape, stage, layers if several else 0, split, style, partial, count,
-                               experts.stored(name, renamed, there),
+                               _stored(name, config, renamed, there),
                                layer=int(number) if in_layer and not several else -1,
                                buffer=name.replace("{}", "0", 1) in buffers))
     for name, shape in head:
         split, style, partial, problem = _division(name, shape, _style(name, styles), sizes)
         problems += [problem] if problem else []
         specs.append(ParamSpec(name, shape, "last", 0, split, style, partial,
-                               stored=experts.stored(name, renamed, there)))
+                               stored=_stored(name, config, renamed, there)))
     if problems:  # one whole copy on every rank: no style must look divided
         specs = [replace(s, split=None, style="experts" if s.experts else "replicated", partial_grad=False)
                  for s in specs]
     return tuple(specs), problems[0] if problems else "", pp_problem
+
+
+def _of_tower(name: str, prefix: str) -> bool:
+    """Whether a parameter is outside the text model of a family that reads images, and outside its head. prefix: of the
+    text model."""
+    root, _, inner = prefix.partition(".")
+    return bool(inner) and name.startswith(f"{root}.") and not name.startswith(f"{prefix}.")
+
+
+def _stored(name: str, config: Any, renamed: Sequence[Any], there: frozenset[str]) -> tuple[str, ...]:
+    """As `experts.stored`, and the names of families with images in directories of an earlier form."""
+    real = name.replace("{}", "0", 1)
+    if real in there:
+        return ()
+    old = next((x for x in earlier_names(config, name) if x.replace("{}", "0", 1) in there), "")
+    return (old,) if old else experts.stored(name, renamed, there)
 
 
 def _linears(skeleton: Skeleton, params: tuple[ParamSpec, ...]) -> tuple[Linear, ...]:

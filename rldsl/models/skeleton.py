@@ -13,6 +13,7 @@ from typing import Any
 from rldsl.diag import fail
 from rldsl.models import experts
 from rldsl.models.execution import Execution, body_name, called_after_layers, execution
+from rldsl.models.vision import auto_class, reads_images, supported, vision_family
 from rldsl.source import Span
 
 MAX_SHOWN = 160  # characters of a message of transformers
@@ -49,13 +50,17 @@ class Skeleton:
 def build(config: Any, path: str, span: Span | None) -> Skeleton:
     """The skeleton of the model of `config`, which is on the meta device: shapes without storage."""
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
     from transformers.pytorch_utils import Conv1D
 
+    family = str(config.model_type)
+    if vision_family(config) is None and reads_images(family):
+        raise fail("RL0303", f'the family {family} of "{path}" is not supported', span,
+                   "it reads images in a form that is not known here",
+                   help=f"families that read images and run: {supported()}")
     try:
         with torch.device("meta"), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = auto_class(config).from_config(config, trust_remote_code=False)
         model.tie_weights()  # else a part of the initialization
     except Exception as error:
         raise fail("RL0303", f'the model in "{path}" is not a causal language model', span, first_line(error),

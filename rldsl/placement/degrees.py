@@ -21,6 +21,7 @@ from rldsl.placement.rules import Choice, Option
 from rldsl.plan.expr import Scalar
 from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh
 from rldsl.plan.payloads import WAITING, Waiting
+from rldsl.sharding.layout import stage_layers
 from rldsl.sharding.rank_sets import union_of_ranges
 from rldsl.source import Span
 
@@ -235,13 +236,15 @@ def check_family(family: Family, tp: int, pp: int, cp: int, spans: dict[str, Spa
         if pp > family.layers:
             raise fail("RL0308", "more pipeline stages than layers", at, f'"{family.path}" has {family.layers} layers',
                        help=f"pp can be at most {family.layers}")
+        _check_image_layers(family, pp, at, "pipeline stages")
 
 
 def check_sequences(family: Family | None, x: Layout, spans: dict[str, Span], span: Span, call: str) -> None:
     """cp against what a family needs of a sequence."""
-    if x.cp == 1 or family is None or not (family.recurrent or family.by_rows):
+    if x.cp == 1 or family is None or not (family.recurrent or family.by_rows or family.reads_images):
         return
-    why = "its layers carry a state from token to token" if family.recurrent else family.by_rows
+    why = "its layers carry a state from token to token" if family.recurrent else family.by_rows or \
+        "an image belongs to one rank"
     raise fail("RL0318", f"{family.name} models do not support context parallelism", spans.get("cp", span), why,
                help=f"use cp=1 for {call}, with dp or pp instead")
 
@@ -273,6 +276,17 @@ def check_chunks(family: Family, x: Layout, spans: dict[str, Span], span: Span) 
                    f"pp={x.pp} with {x.vpp} chunks each makes {x.pp * x.vpp} chunks; \"{family.path}\" has "
                    f"{family.layers} layers",
                    help=f"vpp can be at most {family.layers // x.pp} with pp={x.pp}")
+    if x.vpp > 1:
+        _check_image_layers(family, x.pp * x.vpp, spans.get("vpp", span), "chunks of layers")
+
+
+def _check_image_layers(family: Family, count: int, at: Span, what: str) -> None:
+    """The layers that read images are with the vision tower, and one more layer too. count: parts of the layers."""
+    own = len(stage_layers(family.layers, count, 0))
+    if 0 < family.layers_with_images >= own:
+        raise fail("RL0308", f"too many {what} for the layers that read images", at,
+                   f"the first {family.layers_with_images} layers and the one behind them must be together; the first "
+                   f"part would have {own}", help="use a smaller pp or vpp")
 
 
 def _divisors(number: int) -> str:

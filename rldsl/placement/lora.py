@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from rldsl.diag import fail
 from rldsl.graph.model import Model
 from rldsl.models.families import Family, Linear
-from rldsl.placement.peft import read_adapter
+from rldsl.placement.peft import check_text_adapter, read_adapter
 from rldsl.plan.adapter_names import A, B
 from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Lora, ParamSpec
@@ -35,6 +35,8 @@ def split_adapter_parameters(model: Model, family: Family, seed: int) -> Adapter
     if model.lora is None:
         return AdapterParameters(family.params)
     wanted = read_adapter(model.lora.path, model.lora_span) if model.lora.path else model.lora
+    if wanted.path and family.reads_images:
+        check_text_adapter(wanted.path, model.lora_span)
     chosen = _target_modules(wanted.targets, family, model.lora_span)
     weights = {s.name: s for s in family.params}
     heads = tuple(s for s in family.params if s.name == SCORE_WEIGHT)  # small, and of this task alone: trained whole

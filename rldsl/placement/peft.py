@@ -7,12 +7,14 @@ is one that is not known here: to leave it out in silence would give wrong numbe
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from rldsl.diag import fail
 from rldsl.models import hub_adapters
-from rldsl.plan.adapter_names import CONFIG
+from rldsl.models.directory import tensor_names
+from rldsl.plan.adapter_names import CONFIG, TOWERS, WEIGHTS, stored_name
 from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Lora
 from rldsl.source import Span
@@ -23,6 +25,7 @@ ABOUT = ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path",
 IDLE = ("megatron_core", "qalora_group_size", "eva_config", "loftq_config")  # of no effect unless another one is set
 # option -> values that change nothing; of all others only these: null, false, [], {}, ""
 HARMLESS: dict[str, tuple[Any, ...]] = {
+    "exclude_modules": (TOWERS,),  # have no adapters here either
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),  # others change the base when it is loaded
 }
@@ -57,6 +60,14 @@ def read_adapter(path: str, span: Span | None) -> Lora:
                        f"target_modules is a pattern: {targets}", help="list the module names")
         targets = []
     return Lora(r, alpha, tuple(sorted(map(str, targets))), path=path)
+
+
+def check_text_adapter(path: str, span: Span | None) -> None:
+    """RL0342 for an adapter on the vision tower of a model that reads images: its weights would be left out."""
+    names = (name for name in tensor_names(hub_adapters.directory(path, span), path, span) if ".lora_" in name)
+    if other := next((name for name in names if re.match(re.escape(stored_name("")) + TOWERS, name)), ""):
+        raise fail("RL0342", f"the type of adapter in \"{path}\" is not supported", span, f"{WEIGHTS} has {other}",
+                   help="only the language model of a model that reads images can have adapters")
 
 
 def _unsupported_options(options: dict[str, Any]) -> Iterator[str]:

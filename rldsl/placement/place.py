@@ -20,6 +20,7 @@ from rldsl.placement import (
     budget,
     distributions,
     free,
+    images,
     invariant,
     positions,
     resident,
@@ -64,6 +65,7 @@ def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = descr
     cluster = cluster_of(graph, choices)
     families = _families(graph, describe)
     sync.check_sync_parameters(graph, families)
+    images.check_images(graph, families)
     tokenizers.check_tokenizers(graph, families)
     graph = distributions.with_hidden_sizes(distributions.with_known_tokens(graph, families), families)
     places, train_layouts = _places(graph, choices, families, cluster)

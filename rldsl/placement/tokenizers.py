@@ -15,7 +15,7 @@ from rldsl.models.families import Family
 from rldsl.placement.model import Call
 
 
-def _origins(graph: g.Graph) -> dict[str, str]:
+def origins_of(graph: g.Graph) -> dict[str, str]:
     """Frame -> where its tokens come from: the name of a data source, or the frame whose prompts are text that a Python
     function wrote."""
     buffers: dict[str, str] = {}
@@ -31,7 +31,7 @@ def _origins(graph: g.Graph) -> dict[str, str]:
 
 
 def _found(graph: g.Graph, buffers: Mapping[str, str]) -> dict[str, str]:
-    """`_origins`, where those of the rows of buffers are known. buffers: buffer -> where their tokens come from."""
+    """`origins_of`, where those of the rows of buffers are known. buffers: buffer -> where their tokens come from."""
     found: dict[str, str] = {}
     for node in g.nodes(graph.items):
         match node:
@@ -50,9 +50,9 @@ def _found(graph: g.Graph, buffers: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _readers(graph: g.Graph) -> dict[str, list[str]]:
-    """Where tokens come from (`_origins`) -> the models that read them, in program order."""
-    origins = _origins(graph)
+def readers_of(graph: g.Graph) -> dict[str, list[str]]:
+    """Where tokens come from (`origins_of`) -> the models that read them, in program order."""
+    origins = origins_of(graph)
     readers: dict[str, list[str]] = {}
     for node in g.nodes(graph.items):
         if not isinstance(node, Call):
@@ -74,7 +74,7 @@ def _readers(graph: g.Graph) -> dict[str, list[str]]:
 def check_tokenizers(graph: g.Graph, families: Mapping[str, Family]) -> None:
     """RL0316: two models read the same tokens with different tokenizers."""
     models = {m.name: m for m in graph.models}
-    for names in _readers(graph).values():
+    for names in readers_of(graph).values():
         for other in names[1:]:
             if families[other].tokenizer != families[names[0]].tokenizer:
                 raise Failure([Diagnostic(
@@ -87,7 +87,7 @@ def check_tokenizers(graph: g.Graph, families: Mapping[str, Family]) -> None:
 
 def tokenizers(graph: g.Graph) -> tuple[tuple[str, str], ...]:
     """Data source -> model directory, of the first that reads it; of any where none does."""
-    readers, paths = _readers(graph), {m.name: m.path for m in graph.models}
+    readers, paths = readers_of(graph), {m.name: m.path for m in graph.models}
     fallback = next(iter(paths.values()), "")
     return tuple((d.name, paths[readers[d.name][0]] if readers.get(d.name) else fallback) for d in graph.data)
 
@@ -95,7 +95,7 @@ def tokenizers(graph: g.Graph) -> tuple[tuple[str, str], ...]:
 def with_tokenizers(graph: g.Graph) -> g.Graph:
     """The graph, whose frames name the tokenizer of their tokens where it is not that of their data source: the one of
     the first model that reads them."""
-    origins, readers = _origins(graph), _readers(graph)
+    origins, readers = origins_of(graph), readers_of(graph)
     texts = {n.frame for n in g.nodes(graph.items) if isinstance(n, g.Derive) and n.op == "text"}
     paths, of_data = {m.name: m.path for m in graph.models}, dict(tokenizers(graph))
     return replace(graph, frames=tuple(

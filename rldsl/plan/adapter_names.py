@@ -6,6 +6,7 @@ puts the name of its wrapper before all of them. Nothing here depends on a rank.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from rldsl.diag import internal_error
@@ -15,6 +16,9 @@ from rldsl.plan.model import Model
 A, B = "lora_A.weight", "lora_B.weight"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WRAPPER = "base_model.model."
+# modules of a model that reads images and not of its text model, which alone has adapters: for PEFT, which matches
+# targets by the ends of names
+TOWERS = r"model\.(?!language_model\.).*"
 
 
 def module_of(name: str) -> str:
@@ -31,7 +35,9 @@ def config(model: Model) -> dict[str, Any]:
     """What adapter_config.json says of a model with adapters."""
     if model.lora is None:
         raise internal_error(f"model {model.name} has no adapters")
-    return {
+    towers = any(p.stage == "first" and re.fullmatch(TOWERS, p.name.removesuffix(".weight")) for p in model.base
+                 if p.name.removesuffix(".weight").rpartition(".")[2] in model.lora.targets)
+    return ({"exclude_modules": TOWERS} if towers else {}) | {
         "peft_type": "LORA", "task_type": "CAUSAL_LM" if model.head.vocabulary else "SEQ_CLS",
         "base_model_name_or_path": model.path, "r": model.lora.r, "lora_alpha": model.lora.alpha, "lora_dropout": 0.0,
         "target_modules": list(model.lora.targets), "bias": "none", "fan_in_fan_out": model.lora.transposed,

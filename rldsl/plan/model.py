@@ -302,6 +302,7 @@ class Data:
     numbers: tuple[str, ...] = ()  # columns that are values: one number per row
     over_long: Literal["truncate", "drop", "error"] = "truncate"  # what is done with rows above a limit
     answers: int = 0  # of each row, with row format "answers"; 0: one, and a row is a sequence
+    images: str = ""  # the column with the images of each row; "": rows have none
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,9 @@ class PackedBatch:
     rows: torch.Tensor           # [S] int64, row numbers in the frame
     prompt_lens: torch.Tensor    # [S] int64, tokens
     response_lens: torch.Tensor  # [S] int64, tokens
-    tokens: torch.Tensor         # [T] int64, T = sum(prompt_lens + response_lens); each prompt precedes its response
+    # [T] int64, T = sum(prompt_lens + response_lens); each prompt precedes its response. Those of images carry the
+    # numbers of their images (`runtime/image_tokens.py`)
+    tokens: torch.Tensor
     # [T] bool, of conversations: which tokens are responses. Pieces of prompt and response alternate, the prompt first.
     # None: each prompt precedes its response
     own: torch.Tensor | None = None
@@ -286,16 +288,27 @@ class Shard(Protocol):
 
 
 # Read-only tensors that this rank has loaded, by what they are: shards that hold the same ones share them.
+class Images(Protocol):
+    """The images of a run as one model reads them, by their numbers (`runtime/image_tokens.py`)."""
+
+    def grid(self, number: int) -> tuple[int, int] | None:
+        """Rows and columns of the image's tokens, where the positions of the model count them."""
+
+    def inputs(self, numbers: Sequence[int]) -> Mapping[str, torch.Tensor]:
+        """What the vision tower reads of some images, in this order; on the CPU."""
+
+
 WeightCache = MutableMapping[Hashable, torch.Tensor]
 
 
 class Build(Protocol):
     def __call__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, *, load: bool,
-                 trainable: bool, weight_cache: WeightCache | None = None) -> Shard:
+                 trainable: bool, weight_cache: WeightCache | None = None, images: Images | None = None) -> Shard:
         """This rank's shard.
 
         mesh: the ranks of the layout.
         load: read this rank's slices of the safetensors files; otherwise parameters stay uninitialized until a
             reallocation or a checkpoint fills them. `model.base` is read in any case.
         trainable: also make gradients and optimizer state.
-        weight_cache: this rank's; None where the shard moves between devices."""
+        weight_cache: this rank's; None where the shard moves between devices.
+        images: of a model that reads them. Each rank reads those that it needs itself."""

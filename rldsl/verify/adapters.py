@@ -24,7 +24,8 @@ def check_adapters(m: Model, lora: Lora) -> Iterator[Diagnostic]:
     weights = {p.name.removesuffix(".weight"): p for p in m.base if p.name.endswith(".weight")}
     own = {p.name: p for p in m.params}
     modules = [p.name.removesuffix(A) for p in m.params if p.name.endswith(A)]
-    named = {x for x in weights if any(f".{x}".endswith(f".{t}") for t in lora.targets) and len(weights[x].shape) == 2}
+    named = {x for x in weights if any(f".{x}".endswith(f".{t}") for t in lora.targets) and len(weights[x].shape) == 2
+             and weights[x].stage == "layer"}
     for x in sorted(named - set(modules)):
         yield _bad(m, f"has no adapter on {x}, although it is a target")
     allowed = {*(x + end for x in modules for end in (A, B)), SCORE_WEIGHT}

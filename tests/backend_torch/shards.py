@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rldsl.models.families import describe
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
-from rldsl.runtime.backend import Axes, Axis, PackedBatch, Shard, WeightCache
+from rldsl.runtime.backend import Axes, Axis, Images, PackedBatch, Shard, WeightCache
 from rldsl.sharding.layout import axis_ranks, coordinate, degree_product
 
 
@@ -26,7 +26,7 @@ def layout_of(**degrees: int) -> Layout:
 
 
 def shard_of(model: Model, layout: Layout, rank: int, trainable: bool = False,
-             weight_cache: WeightCache | None = None) -> tuple[Shard, int] | None:
+             weight_cache: WeightCache | None = None, images: Images | None = None) -> tuple[Shard, int] | None:
     """The shard of this rank on the first ranks of the world, on the layout's backend, and its place in dp. All ranks
     of the world must call."""
     mesh = Mesh("m0", ((0, degree_product(layout)),))
@@ -38,7 +38,7 @@ def shard_of(model: Model, layout: Layout, rank: int, trainable: bool = False,
     axes = Axes(**{axis: _axis(found, rank) for axis, found in groups.items()})
     build = importlib.import_module(f"rldsl.backends.{layout.backend}").build
     shard = build(model, layout, mesh, axes, torch.device("cpu"), load=True, trainable=trainable,
-                  weight_cache=weight_cache)
+                  weight_cache=weight_cache, **({"images": images} if images else {}))
     return shard, coordinate(layout, mesh, rank).dp
 
 

@@ -150,6 +150,26 @@ docs/families.md` has found it with a tiny random model of each, in float32 on t
 |---|{lines}|
 """
 
+VISION = """## Families that read images
+
+| family | placeholders of an image | positions | pp | tp | LoRA | value and reward models |
+|---|---|---|---|---|---|---|
+| gemma3 | as many as the config says, which see one another | of text | yes | yes | yes | yes |
+| llava | as many as its tower has patches | of text | yes | yes | yes | yes |
+| qwen2_vl, qwen2_5_vl | by the size of the image | by time, height and width | yes | yes | yes | yes |
+| qwen3_vl | by the size of the image | by time, height and width | while its first layers, which read images, are on one stage | yes | yes | yes |
+
+`tests/images` measures these with a tiny random model of each, against plain transformers: log-probs and gradients to
+1e-5, greedy responses token by token, and weights after loading bitwise, with dp, tp, pp, vpp and zero on two ranks;
+adapters as PEFT reads them; for qwen2_5_vl also a program with SFT, PPO, a value and a reward model on six placements.
+Value and reward models of the other families are offered and not measured. cp, `invariant` and Megatron are refused.
+Adapters are on the language model. A value or reward model is saved with its tower; transformers has a class that reads
+it for gemma3 only.
+Gemma's cutting of large images into several (`do_pan_and_scan`) is refused. All other families with images are, too, by
+name (RL0303). [Images](howto/images.md) says how to train on them.
+
+"""  # measured by tests/images, which it names
+
 
 def page(rows: dict[str, dict[str, str]]) -> str:
     import transformers
@@ -167,7 +187,7 @@ def page(rows: dict[str, dict[str, str]]) -> str:
     for family, r in sorted(ran.items()):
         cells = [r.get("why", "")] + [""] * (len(COLUMNS) - 1) if "why" in r else [r.get(c, "") for c in COLUMNS]
         text += f"| {family} | " + " | ".join(c.replace("|", "/").replace("\n", " ") for c in cells) + " |\n"
-    text += "\nNot built here:\n\n" + "".join(
+    text += f"\n{VISION}## Not built here\n\n" + "".join(
         f"- {f}: {textwrap.shorten(r['unbuilt'], 90)}\n" for f, r in sorted(rows.items()) if "unbuilt" in r)
     return text
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.families.table import COLUMNS, YES, architectures, page, row
+from rldsl.models.vision import FAMILIES as VISION_FAMILIES
+from tests.families.table import COLUMNS, VISION, YES, architectures, page, row
 
 PAGE = (Path(__file__).parents[2] / "docs/families.md").read_text()
 LINES = {line.split(" | ")[0].removeprefix("| "): line for line in PAGE.splitlines() if line.startswith("| ")}
@@ -21,6 +22,11 @@ def cells(family: str) -> dict[str, str]:
 def test_every_architecture_has_a_row_or_a_reason():
     without = {line.split(":")[0].removeprefix("- ") for line in PAGE.splitlines() if line.startswith("- ")}
     assert [f for f in architectures() if f not in LINES and f not in without] == []
+
+
+def test_families_that_read_images_have_rows():
+    assert VISION in PAGE
+    assert all(family in VISION.split("`tests/images`")[0] for family in VISION_FAMILIES)
 
 
 def test_most_of_those_that_are_built_run_with_dp_and_pp():

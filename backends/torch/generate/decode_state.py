@@ -47,6 +47,7 @@ class SlotState:
     num_generated: torch.Tensor    # [slots] int64, tokens sampled
     sampled_before: torch.Tensor   # [slots] int64, tokens of the response that earlier calls sampled
     last_prompt_pos: torch.Tensor  # [slots] int64, position of the prompt's last token
+    shift: torch.Tensor            # [slots] int64, what images add to the position of a new token
     token: torch.Tensor            # [slots] int64, sampled last
     logprob: torch.Tensor          # [slots] float32, of that token
     active: torch.Tensor           # [slots] bool, neither finished nor at its maximum length
@@ -54,16 +55,16 @@ class SlotState:
     draws: torch.Tensor            # [slots, M + 1] float64, its random numbers; no rows if there are none
 
     def __init__(self, slots: int, max_new_tokens: int, device: torch.device, draws: bool):
-        self.seq_id, self.num_generated, self.sampled_before, self.last_prompt_pos, self.token = torch.zeros(
-            5, slots, dtype=torch.long, device=device)
+        (self.seq_id, self.num_generated, self.sampled_before, self.last_prompt_pos, self.shift,
+         self.token) = torch.zeros(6, slots, dtype=torch.long, device=device)
         self.logprob = torch.zeros(slots, device=device)
         self.active, self.finished = torch.zeros(2, slots, dtype=torch.bool, device=device)
         self.draws = torch.zeros(slots if draws else 0, max_new_tokens + 1, dtype=torch.float64, device=device)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Move sequences to other slots. `logprob` stays: it is read before the next move."""
-        fields = (self.seq_id, self.num_generated, self.sampled_before, self.last_prompt_pos, self.token, self.active,
-                  self.finished)
+        fields = (self.seq_id, self.num_generated, self.sampled_before, self.last_prompt_pos, self.shift, self.token,
+                  self.active, self.finished)
         source, target = torch.tensor([list(sources), list(targets)], dtype=torch.int64, device=self.active.device)
         for x in (*fields, self.draws) if len(self.draws) else fields:
             x[target] = x[source]

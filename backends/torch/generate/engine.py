@@ -47,6 +47,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.prompt_starts = self.prompts.prompt_lens.cumsum(0) - self.prompts.prompt_lens  # [N]
+        vision = self.stage.vision
+        # [N]: what a token behind a prompt has as its position, less its place; None: its place is its position
+        self.shifts = vision.shifts(self.prompts.tokens, self.prompts.prompt_lens) if vision else None
         self.num_prefilled = 0  # tokens of prompts that went through the model
         self.last_prompt_hidden: torch.Tensor | None = None  # [1, H] at the last token of the prompt that ran last
 
@@ -148,7 +151,11 @@ class Engine:
             self.num_prefilled += self.num_tokens(batch)
             tokens = prompts.tokens[self.prompt_starts[new].repeat_interleave(lengths) + offsets_within(lengths)]
             attention = PrefillAttention(self.state.cache, lengths, slots[shared:], prompt_count[shared:] - 1)
-            hidden = self.stage.forward(tokens, attention.positions, attention, received)
+            positions, vision = attention.positions, self.stage.vision
+            if vision is not None:
+                vision.mark(attention, tokens)
+                positions = vision.positions(tokens, positions)
+            hidden = self.stage.forward(tokens, positions, attention, received)
             last_hidden = hidden[lengths.cumsum(0) - 1]
         if not self.stage.last:
             return () if hidden is None else (hidden,)
@@ -163,6 +170,8 @@ class Engine:
         slots = self.state.slots
         slots.seq_id[at], slots.last_prompt_pos[at] = seq_ids, self.prompts.prompt_lens[seq_ids] - 1
         slots.num_generated[at], slots.active[at], slots.finished[at] = 0, True, False
+        if self.shifts is not None:
+            slots.shift[at] = self.shifts[seq_ids]
         slots.sampled_before[at] = self.sampled_before[seq_ids]
         if len(slots.draws):
             slots.draws[at] = self._last_stage_sampler().draws(
@@ -194,6 +203,8 @@ class Engine:
         def step() -> tuple[torch.Tensor, ...]:
             positions = slots.last_prompt_pos[first:end] + slots.num_generated[first:end]
             attention = DecodeAttention(cache, first, positions, batch.kv_len)
+            if self.shifts is not None:
+                positions = positions + slots.shift[first:end]
             hidden = self.stage.forward(slots.token[first:end], positions, attention, received)
             return self._sample(hidden, slice(first, end)) if self.stage.last else (hidden,)
 

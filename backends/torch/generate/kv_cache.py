@@ -167,6 +167,8 @@ class PrefillAttention(VarlenAttention):
 class DecodeAttention:
     """Attention of one new token for each of the S slots from `first` on."""
 
+    complete = False
+
     def __init__(self, cache: KVCache, first: int, positions: torch.Tensor, kv_len: int):
         """positions: [S] of the new tokens in their sequences. kv_len: how many tokens of a slot are read, at least the
         largest position plus 1."""

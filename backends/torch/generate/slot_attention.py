@@ -20,6 +20,8 @@ from rldsl.runtime.store import offsets_within
 class SlotAttention:
     """One or more new tokens for each of some slots, which need not be neighbors."""
 
+    complete = False
+
     def __init__(self, cache: KVCache, slots: Sequence[int], cached: Sequence[int], counts: Sequence[int]):
         """cached: tokens that each of `slots` has. counts: new tokens of each."""
         device = cache.device

@@ -7,6 +7,7 @@ to keys and values. `VarlenAttention` keeps nothing; those of `generate/kv_cache
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -110,6 +111,9 @@ def _chunk(module: Any) -> int | None:
 class VarlenAttention:
     """Causal attention inside each of S packed sequences."""
 
+    complete = True
+    blocks: torch.Tensor | None = None  # [T]: tokens of a block, from 0, see one another; -1: of none. None: no blocks
+
     def __init__(self, lengths: torch.Tensor):
         """lengths: [S] int64, on the device of the model."""
         self.lengths = lengths
@@ -126,14 +130,23 @@ class VarlenAttention:
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """See `PackedAttention.attend`."""
-        if has_varlen_kernel(q) and scores.plain and q.shape[-1] == v.shape[-1]:
+        if has_varlen_kernel(q) and scores.plain and q.shape[-1] == v.shape[-1] and self.blocks is None:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
             cu_seqlens = F.pad(self.lengths.cumsum(0), (1, 0)).to(torch.int32)
             return varlen_attention(q, k, v, (cu_seqlens, cu_seqlens), (self.max_seqlen, self.max_seqlen), scores.scale,
                                     scores.window)
-        padded = zip(*(self.buckets.pad(x.transpose(0, 1)) for x in (q, k, v)), strict=True)
-        return self.buckets.unpad([_bucket_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scores)
-                                   for q, k, v in padded])
+        padded = zip(*(self.buckets.pad(x.transpose(0, 1)) for x in (q, k, v)), self._padded_blocks(), strict=True)
+        return self.buckets.unpad([
+            _bucket_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scores, blocks)
+            for q, k, v, blocks in padded])
+
+    def _padded_blocks(self) -> Sequence[torch.Tensor | None]:
+        """[sequences, tokens] of each bucket; padding is of no block."""
+        buckets = self.buckets
+        if self.blocks is None:
+            return [None] * len(buckets.shapes)
+        cells = self.blocks[buckets.token_of_cell].index_fill(0, buckets.padding_cells, -1)
+        return buckets.split_cells(cells)
 
     def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """See `Sequences.by_rows`."""
@@ -145,13 +158,17 @@ class VarlenAttention:
         return self.by_rows(place, run, inputs)
 
 
-def _bucket_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
-    """q: [S, H, T, D], of sequences that are padded to T tokens; k: [S, K, T, D]; v: [S, K, T, E]. Returns
-    [S, T, H, E]."""
+def _bucket_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores,
+                      blocks: torch.Tensor | None = None) -> torch.Tensor:
+    """q: [S, H, T, D], of sequences that are padded to T tokens; k: [S, K, T, D]; v: [S, K, T, E]. blocks: [S, T], as
+    of `VarlenAttention`. Returns [S, T, H, E]."""
     length, mask = q.shape[2], None
-    if not scores.plain or min(scores.window or length, length) < length:
+    if not scores.plain or min(scores.window or length, length) < length or blocks is not None:
         at = torch.arange(length, device=q.device)
         mask = scores.visible(at[:, None], at)
+    if mask is not None and blocks is not None:
+        near = at > at[:, None] - (scores.window or length)  # later tokens of a block are near
+        mask = mask | ((blocks[:, None, :, None] == blocks[:, None, None]) & (blocks[:, None, :, None] >= 0) & near)
     return masked_attention(q, k, v, mask, scores).transpose(1, 2)
 
 

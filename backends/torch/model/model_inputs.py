@@ -16,8 +16,10 @@ from rldsl.backends.torch.model.attention import PackedAttention, VarlenAttentio
 from rldsl.backends.torch.model.context_parallel import ContextParallelAttention, Partition
 from rldsl.backends.torch.model.sequence_parallel import PaddedAttention, SequenceParallel, pad_rows
 from rldsl.backends.torch.model.token_groups import GroupedAttention, GroupedPartition
+from rldsl.backends.torch.model.vision import Vision
 from rldsl.diag import fail
 from rldsl.runtime.backend import Axis, PackedBatch
+from rldsl.runtime.image_tokens import ids_of
 from rldsl.runtime.store import offsets_within
 
 
@@ -25,7 +27,8 @@ from rldsl.runtime.store import offsets_within
 class ModelInputs:
     """The sequences of several frames as one packed row; under context parallelism, this rank's part of it."""
 
-    tokens: torch.Tensor                        # [T] int64
+    tokens: torch.Tensor                        # [T] int64, with the numbers of images
+    positions: torch.Tensor                     # [T] int64, or as `vision.py` has them: [3, T]
     attention: PackedAttention                  # which tokens see each other
     predict_at: torch.Tensor                    # [R] where the hidden states that predict response tokens are
     targets: torch.Tensor                       # [R] int64, these response tokens
@@ -53,16 +56,20 @@ class ModelInputs:
 
 
 def pack_inputs(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, sequence_parallel: SequenceParallel,
-                in_groups: bool = False) -> ModelInputs:
+                in_groups: bool = False, vision: Vision | None = None) -> ModelInputs:
     """This rank's part of some frames; padded where sequence parallelism needs it. in_groups: for gradients with one
-    order of sums (`token_groups.py`).
+    order of sums (`token_groups.py`). vision: of a model that reads images.
     Errors: RL0732 for an empty prompt, since nothing predicts its first response token."""
     inputs = _own_part(frames, device, cp, in_groups)
     count = len(inputs.tokens)
     rows = sequence_parallel.padded_rows(count)
-    if rows == count:
+    if rows != count:
+        padded = PaddedAttention(inputs.attention, rows)
+        inputs = replace(inputs, tokens=pad_rows(inputs.tokens, rows), attention=padded, positions=padded.positions)
+    if vision is None:
         return inputs
-    return replace(inputs, tokens=pad_rows(inputs.tokens, rows), attention=PaddedAttention(inputs.attention, rows))
+    vision.mark(inputs.attention, inputs.tokens)
+    return replace(inputs, positions=vision.positions(inputs.tokens, inputs.positions))
 
 
 def _own_tokens(batch: PackedBatch) -> torch.Tensor:
@@ -85,7 +92,7 @@ def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, in_
         predict_at = torch.cat([_own_tokens(f) for f in frames]).to(device).nonzero()[:, 0] - 1
     else:
         predict_at = (starts + prompts - 1).repeat_interleave(responses) + offsets_within(responses)
-    targets, last_at = tokens[predict_at + 1], starts + lengths - 1
+    targets, last_at = ids_of(tokens[predict_at + 1]), starts + lengths - 1
     given = [f.ids for f in frames if f.ids is not None]
     ids = torch.cat(given).to(device) if given else None
     hidden = tuple(torch.cat(x).to(device) for x in zip(*(f.hidden for f in frames if f.hidden), strict=True))
@@ -95,16 +102,19 @@ def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, in_
         rows, predict, last = (groups.partition, *(GroupedPartition(groups.owner[at], cp) for at in
                                                    (predict_at, last_at)))
         return ModelInputs(
-            rows.pad(tokens[rows.own_items]), groups, predict.places(rows, predict_at), targets[predict.own_items],
-            None if ids is None else ids[predict.own_items], tuple(x[predict.own_items] for x in hidden),
-            last.places(rows, last_at), *sizes, predict, last, tuple(predict.sizes))
+            rows.pad(tokens[rows.own_items]), groups.positions, groups, predict.places(rows, predict_at),
+            targets[predict.own_items], None if ids is None else ids[predict.own_items],
+            tuple(x[predict.own_items] for x in hidden), last.places(rows, last_at), *sizes, predict, last,
+            tuple(predict.sizes))
     if cp.size == 1:
-        return ModelInputs(tokens, VarlenAttention(lengths), predict_at, targets, ids, hidden, last_at, *sizes)
+        varlen = VarlenAttention(lengths)
+        return ModelInputs(tokens, varlen.positions, varlen, predict_at, targets, ids, hidden, last_at, *sizes)
     attention = ContextParallelAttention(lengths, cp)
     partition = attention.partition
     predicted, ended = Partition.of(attention.owner[predict_at], cp), Partition.of(attention.owner[last_at], cp)
     return ModelInputs(
-        partition.pad(tokens[partition.own_items]), attention, partition.local_index[predict_at[predicted.own_items]],
+        partition.pad(tokens[partition.own_items]), attention.positions, attention,
+        partition.local_index[predict_at[predicted.own_items]],
         targets[predicted.own_items], None if ids is None else ids[predicted.own_items],
         tuple(x[predicted.own_items] for x in hidden),
         partition.local_index[last_at[ended.own_items]], *sizes, predicted, ended)

@@ -96,6 +96,7 @@ class PaddedAttention(DividedSequences):
     def __init__(self, inner: PackedAttention, rows: int):
         self.inner, self.rows, self.count = inner, rows, len(inner.positions)
         self.positions = pad_rows(inner.positions, rows)
+        self.complete = inner.complete
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """See `PackedAttention.attend`."""

@@ -28,6 +28,7 @@ class Sequences(Protocol):
     """How the tokens of a pass make up sequences."""
 
     positions: torch.Tensor  # [T] int64, of the row's tokens in their sequences
+    complete: bool  # whether all tokens of the sequences are here, from the first one on
 
     def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Run a function that needs complete sequences, from their first token on. inputs: [T, ...] each. place: of the
@@ -39,6 +40,8 @@ class Sequences(Protocol):
 
 class DividedSequences:
     """The part of a `Sequences` whose ranks divide each sequence: no module may need complete ones."""
+
+    complete = False
 
     def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Errors: RL0699, since the compiler refuses such a layout."""

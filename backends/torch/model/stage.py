@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.pytorch_utils import Conv1D
@@ -38,13 +37,16 @@ from rldsl.backends.torch.model.sequence_parallel import SequenceParallel, gathe
 from rldsl.backends.torch.model.sequences import CurrentPass, connect
 from rldsl.backends.torch.model.tensor_parallel import ColumnParallelInput, parallelize
 from rldsl.backends.torch.model.token_groups import groups_of_rank
+from rldsl.backends.torch.model.vision import Vision, features_of
 from rldsl.backends.torch.model.zero import ParamGroup, ParamGroups, ZeroSharding
 from rldsl.diag import fail
 from rldsl.models.execution import Execution, body_name, execution
+from rldsl.models.vision import auto_class, layers_with_images, vision_family
 from rldsl.plan.adapter_names import module_of
 from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.runtime.backend import Axes, Axis, WeightCache
+from rldsl.runtime.backend import Axes, Axis, Images, WeightCache
+from rldsl.runtime.image_tokens import ids_of
 from rldsl.sharding.boxes import Parameter, expand_specs, local_shape, parameters, pieces_of_rank
 from rldsl.sharding.gradient_leaves import TOKEN_GROUPS
 from rldsl.sharding.layout import stage_layers
@@ -133,10 +135,11 @@ class Stage(ActivationCheckpointing):
     sequence_parallel: SequenceParallel  # divides tokens over tp where layers allow it
     how: Execution               # how the family's modules run on packed sequences
     current: CurrentPass         # the pass under way, which these modules ask for its sequences
+    vision: Vision | None = None  # of a model that reads images
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
-                 matmul_dtype: torch.dtype, weight_cache: WeightCache | None = None):
-        """dtype: in which `parameters` are stored."""
+                 matmul_dtype: torch.dtype, weight_cache: WeightCache | None = None, images: Images | None = None):
+        """dtype: in which `parameters` are stored. images: see `Build`."""
         attention.register()
         pp, tp = axes.pp, axes.tp
         self.first, self.last = pp.index == 0, pp.index == pp.size - 1
@@ -177,7 +180,8 @@ class Stage(ActivationCheckpointing):
             self.zero = self._zero_sharding(layout.zero, axes, model.invariant_training)
         gathered = gathered_children((*model.params, *model.base))
         # some modules need all tokens of a sequence, or read inputs that are not divided by tokens
-        whole = bool(self.how.by_rows or self.how.recurrent or getattr(text, "hidden_size_per_layer_input", None))
+        whole = bool(self.how.by_rows or self.how.recurrent or getattr(text, "hidden_size_per_layer_input", None)
+                     or layers_with_images(self.config))
         self.sequence_parallel = SequenceParallel(tp, bool(gathered) and not whole)
         self.invariant, self.ordered_gradients = model.invariant, model.invariant_training
         self.groups = max(1, len(groups_of_rank(axes.cp))) if self.ordered_gradients else 1
@@ -186,10 +190,15 @@ class Stage(ActivationCheckpointing):
             if self.ordered_gradients and model.sizes.heads else None
         self._fuse_norms(skeleton, model)
         self._install_parameters(skeleton, model, tp, axes.ep)
-        for module in body.modules():
+        for module in skeleton.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.device))
-        body.eval()
+        skeleton.eval()
+        if family := vision_family(self.config):
+            root = skeleton.get_submodule(body_name(skeleton).rpartition(".")[0])
+            self.vision = Vision(images, family,
+                                 self.checkpointed(features_of(root)) if self.first else None,
+                                 skeleton.get_input_embeddings() if self.first else None, device, model.path)
         connect(body, () if self.how.by_rows else self.how.recurrent, self.current)
         self.chunks = [self._chunk(body, s, pp.size * layout.vpp, model)
                        for s in range(pp.index, pp.size * layout.vpp, pp.size)]
@@ -234,16 +243,33 @@ class Stage(ActivationCheckpointing):
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packed_attention: PackedAttention,
                 hidden: torch.Tensor | None, number: int = 0) -> torch.Tensor:
-        """Run chunk `number`. tokens, positions: [T] int64. hidden: [T, H] from the chunk before, None for the first.
-        Returns [T, H]; the last chunk's are after the final norm and in `matmul_dtype`, [T, H + 1] with a last column
-        of ones where the head has a bias."""
+        """Run chunk `number`. tokens: [T] int64. positions: [T] int64, or as `vision` has them. hidden: [T, H] from the
+        chunk before, None for the first. Returns [T, H]; the last chunk's are after the final norm and in
+        `matmul_dtype`, [T, H + 1] with a last column of ones where the head has a bias."""
         chunk = self.chunks[number]
+        if self.vision is not None:
+            return self._output(chunk, self._read(chunk, self.vision, tokens, positions, packed_attention, hidden))
         inputs = (tokens,) if hidden is None else (tokens, hidden)
         if self.how.by_rows:
             (out,) = packed_attention.by_rows(number, lambda rows, _: (self._run(chunk, rows, {}),), inputs)
         else:
             options = {"position_ids": positions[None]}
             out = self.current.inside(packed_attention, self._run, chunk, tuple(x[None] for x in inputs), options)[0]
+        return self._output(chunk, out)
+
+    def _read(self, chunk: Chunk, vision: Vision, tokens: torch.Tensor, positions: torch.Tensor,
+              packed_attention: PackedAttention, read: torch.Tensor | None) -> torch.Tensor:
+        """[T, H] behind a chunk of a model that reads images. read: as `hidden` of `forward`."""
+        options: dict[str, Any] = {"position_ids": positions[None] if positions.dim() == 1 else positions[:, None]}
+        if read is None:  # images are in prompts, and prompts run completely
+            read, more = vision.embeddings(tokens, packed_attention.positions if packed_attention.complete else None)
+            options |= more
+        inputs = (ids_of(tokens)[None], read[None])
+        out: torch.Tensor = self.current.inside(packed_attention, self._run, chunk, inputs, options)[0]
+        return out
+
+    def _output(self, chunk: Chunk, out: torch.Tensor) -> torch.Tensor:
+        """What a chunk hands over. out: [T, H] behind its layers."""
         if not chunk.last:
             return out.to(self.residual_dtype)
         out = out * self.hidden_scale if self.hidden_scale != 1 else out
@@ -251,12 +277,14 @@ class Stage(ActivationCheckpointing):
             out = torch.cat([out, out.new_ones(len(out), 1)], 1)
         return out.to(self.matmul_dtype)
 
-    def _run(self, chunk: Chunk, inputs: tuple[torch.Tensor, ...], options: Mapping[str, torch.Tensor]
+    def _run(self, chunk: Chunk, inputs: tuple[torch.Tensor, ...], options: Mapping[str, Any]
              ) -> torch.Tensor:
-        """[S, T, H] behind a chunk. inputs: tokens [S, T], and hidden states [S, T, H] from the chunk before."""
+        """[S, T, H] behind a chunk. inputs: tokens [S, T], and hidden states [S, T, H] from the chunk before, or
+        embeddings that have been made already."""
         given = {"input_ids": inputs[0]}
-        if chunk.entry is not None:
-            chunk.entry.received = inputs[1]
+        if len(inputs) > 1:
+            if chunk.entry is not None:
+                chunk.entry.received = inputs[1]
             if self._takes_embeddings:
                 given = {"inputs_embeds": inputs[1]}
         options = {k: v for k, v in options.items() if k in self._arguments}
@@ -465,7 +493,8 @@ def _has_more(skeleton: Any) -> bool:
     """Whether a family's head has parameters besides those of its output embedding."""
     output, name = skeleton.get_output_embeddings(), body_name(skeleton)
     products = {id(p) for p in output.parameters()} if output is not None else set()
-    return any(id(p) not in products for n, p in skeleton.named_parameters() if not n.startswith(name + "."))
+    root = name.partition(".")[0]  # a vision tower is beside the text model
+    return any(id(p) not in products for n, p in skeleton.named_parameters() if not n.startswith(root + "."))
 
 
 def _end_of_layers(_: nn.Module, __: Any, out: Any) -> None:
@@ -514,13 +543,15 @@ def _logit_form(text: Any) -> tuple[float, float]:
 
 def _skeleton(config: Any) -> tuple[Any, Execution]:
     """The model with parameters on the meta device but real buffers (rotary frequencies are computed, not stored), and
-    how it runs."""
+    how it runs. Its vision tower attends in transformers' own way: an image is complete, and nothing is kept of it."""
     with torch.device("meta"), no_init_weights():
-        trial = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        trial = auto_class(config).from_config(config, trust_remote_code=False)
         how = execution(trial.get_submodule(body_name(trial)), config)
     with _parameters_on_meta(), no_init_weights():
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=None if how.by_rows else attention.NAME, trust_remote_code=False)
+        implementation: Any = None if how.by_rows else attention.NAME
+        if vision_family(config):
+            implementation = {"text_config": implementation, "vision_config": "sdpa"}
+        model = auto_class(config).from_config(config, attn_implementation=implementation, trust_remote_code=False)
     model.tie_weights()  # otherwise a part of the initialization
     return model, how
 

@@ -70,7 +70,7 @@ def pipeline_forward(stage: Stage, pp: Axis, batches: Sequence[ModelInputs],
             p2p.exchange(Exchange((), (Message(this_pass, pp.index - 1),)), None,
                            lambda i: _recv_buffer(stage, batches[i]))
             received = p2p.wait_receive(this_pass)
-        hidden = stage.forward(batch.tokens, batch.attention.positions, batch.attention, received)
+        hidden = stage.forward(batch.tokens, batch.positions, batch.attention, received)
         if stage.last:
             finish(i, hidden)
         else:
@@ -91,7 +91,7 @@ def pipeline_first_pass(stage: Stage, pp: Axis, batches: Sequence[ModelInputs],
             output = None
             continue
         batch, hidden = batches[action.micro], p2p.wait_receive(action)
-        output = stage.forward(batch.tokens, batch.attention.positions, batch.attention, hidden, action.chunk)
+        output = stage.forward(batch.tokens, batch.positions, batch.attention, hidden, action.chunk)
         if stage.chunks[action.chunk].last:
             finish(action.micro, output)
             output = None
@@ -109,7 +109,7 @@ def pipeline_forward_backward(stage: Stage, pp: Axis, batches: Sequence[ModelInp
         batch, hidden = batches[p.micro], p2p.wait_receive(p)
         if hidden is not None:
             hidden.requires_grad_()
-        out = stage.forward(batch.tokens, batch.attention.positions, batch.attention, hidden, p.chunk)
+        out = stage.forward(batch.tokens, batch.positions, batch.attention, hidden, p.chunk)
         out = loss(p.micro, out) if stage.chunks[p.chunk].last else out
         in_flight[p.chunk, p.micro] = hidden, out
         return out

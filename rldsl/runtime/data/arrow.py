@@ -137,7 +137,8 @@ def check_files(path: str, files: Sequence[str], schema: Any, needs: RowNeeds, b
     check = RowCheck(needs.among(schema.names))
     _check_schema(pa, schema, check, files[0])
     check.errors.stop()
-    names = list(dict.fromkeys((*check.needs.roles.values(), *check.needs.numbers)))
+    names = list(dict.fromkeys((*check.needs.roles.values(), *check.needs.numbers,
+                                *((needs.images,) if needs.images else ()))))
     parts: list[ArrowFile] = []
     for file in files:
         with open_file(file) as opened:
@@ -171,6 +172,8 @@ def _firsts(counts: list[int]) -> np.ndarray:
 def _check_schema(pa: Any, schema: Any, check: RowCheck, file: str) -> None:
     """Report once what is wrong with whole columns."""
     types = {f.name: f.type for f in schema}
+    if check.needs.images and check.needs.images not in types:
+        check.errors.add([missing("images", check.needs.images, schema.names, file)])
     for role, name in [*check.needs.roles.items(), *(("", n) for n in check.needs.numbers)]:
         if name not in types:
             check.errors.add([missing(role, name, schema.names, file)])

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import isfinite
+from pathlib import Path
 from typing import Any, Protocol
 
 from rldsl.diag import Diagnostic, Failure, counted
@@ -48,6 +49,8 @@ class RowNeeds:
     # each answer
     numbers: tuple[str, ...] = ()
     answers: int = 0               # of each row; 0: one, which is not in a list
+    images: str = ""               # the column with the images of each row; "": rows have none
+    folder: Path = Path()          # to which paths of images are relative
 
     def among(self, columns: Collection[str]) -> RowNeeds:
         """The same needs, with ReaL's names of the two sides of pairs if a file has these and not ours."""
@@ -65,6 +68,7 @@ class ScannedFile:
     table: Table               # its rows
     roles: Mapping[str, str]   # as in `RowNeeds`
     counts: array[int] | None  # how many pairs each row makes; None: each is one row of the run
+    images_per_row: int = 0    # of the row with most images
 
 
 @dataclass(slots=True)
@@ -95,21 +99,34 @@ class RowCheck:
     errors: RowErrors = field(default_factory=RowErrors)            # what is wrong so far
     counts: array[int] = field(default_factory=lambda: array("I"))  # for each row so far, how many pairs it makes
     lists: bool = False                                             # whether a row has lists of answers
+    images_per_row: int = 0                                         # of the row with most images so far
 
     def row(self, row: Row, path: str, number: int, escapes: bool = False) -> None:
         """escapes: whether texts may hold half a surrogate pair, as JSON can write it."""
         roles = self.needs.roles
         if escapes or self.needs.numbers or self.needs.answers or not _plainly_fits(row, roles):
             self.errors.add(check_row(row, f"{path}:{number}", self.needs))
+        if self.needs.images:
+            self._images(row, f"{path}:{number}")
         if "chosen" in roles:
             value = row.get(roles["chosen"])
             self.lists |= several(value)
             self.counts.append(len(value) if several(value) else 1)  # type: ignore[arg-type]  # a list
 
+    def _images(self, row: Row, place: str) -> None:
+        from rldsl.runtime.data.images import check_images  # which needs what is above
+
+        if self.needs.images not in row:
+            self.errors.add([missing("images", self.needs.images, list(row), place)])
+            return
+        count, wrong = check_images(row, self.needs.images, self.needs.folder, place)
+        self.images_per_row = max(self.images_per_row, count)
+        self.errors.add(wrong)
+
     def finish(self, table: Table) -> ScannedFile:
         """Raises a Failure if there are errors."""
         self.errors.stop()
-        return ScannedFile(table, self.needs.roles, self.counts if self.lists else None)
+        return ScannedFile(table, self.needs.roles, self.counts if self.lists else None, self.images_per_row)
 
 
 def _plainly_fits(row: Row, roles: Mapping[str, str]) -> bool:

@@ -13,15 +13,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rldsl.diag import counted, fail
+from rldsl.diag import counted, fail, present
 from rldsl.plan.model import ROLES, Data
 from rldsl.runtime.data import hf, jsonl, parquet
+from rldsl.runtime.data.image_processor import image_processor
+from rldsl.runtime.data.image_prompts import ImagePrompts
+from rldsl.runtime.data.images import ImageColumn, import_pillow
 from rldsl.runtime.data.over_long_rows import filter_over_long
 from rldsl.runtime.data.row_schema import Row, RowNeeds, ScannedFile, Table
 from rldsl.runtime.data.row_views import answer_rows, rows_of
@@ -65,6 +69,11 @@ class Source:
         return self.tokens.tokenizer
 
     @property
+    def image_column(self) -> ImageColumn:
+        """Of a source with images."""
+        return present(self.tokens.images, f"images of the data `{self.data.name}`", self.data.path).column
+
+    @property
     def ends(self) -> frozenset[int]:
         return self.tokens.ends
 
@@ -83,7 +92,8 @@ class Source:
         def place_of_answer(i: int) -> str:
             return place(i // several)
 
-        prompts = [ids[-self.data.max_prompt_tokens :] for ids in self.tokens.prompts(rows, place)]  # [-0:] is all
+        prompts = [ids[-self.data.max_prompt_tokens :]  # [-0:] is all
+                   for ids in self.tokens.prompts(rows, place, numbers)]
         frames = {}
         for name, role in (SEVERAL if self.data.answers else FRAMES[self.data.row_format]).items():
             limit = self.data.max_answer_tokens or None
@@ -124,15 +134,20 @@ def column_name(data: Data, role: str) -> str:
     return dict(data.columns).get(role, role)
 
 
-def open_source(data: Data, steps_needed: int, speaks: bool = False) -> Source:
+def open_source(data: Data, steps_needed: int, speaks: bool = False, number: tuple[int, int] = (0, 1)) -> Source:
     """Check the file and load its tokenizer. Raises a Failure when either cannot be used. speaks: this rank informs the
-    user of truncated rows."""
+    user of truncated rows. number: which of how many sources of the run it is, by which its images are numbered."""
+    folder = Path(data.path) if Path(data.path).is_dir() else Path(data.path).parent
     needs = RowNeeds({role: column_name(data, role) for role in ROLES[data.row_format]}, data.numbers,
-                     data.answers)
+                     data.answers, data.images, folder)
+    if data.images:
+        import_pillow(data.path)
     scanned = SCANS[data.format](data.path, needs)
     table = rows_of(scanned)
     _enough(data, table, "")
-    tokens = Tokens(load_tokenizer(data), data.tokenizer, scanned.roles)
+    images = ImagePrompts(ImageColumn(data.images, folder, max(1, scanned.images_per_row), *number),
+                          image_processor(data.tokenizer)) if data.images else None
+    tokens = Tokens(load_tokenizer(data), data.tokenizer, scanned.roles, images)
     table, note = filter_over_long(data, table, tokens, speaks)
     _enough(data, table, note)
     return Source(data, table, tokens, steps_needed / (len(table) // data.batch), note)

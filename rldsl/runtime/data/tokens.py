@@ -16,6 +16,8 @@ from typing import Any
 
 from rldsl.diag import fail
 from rldsl.plan.model import Data
+from rldsl.plan.processor_files import PROCESSORS
+from rldsl.runtime.data.image_prompts import ImagePrompts
 from rldsl.runtime.data.row_schema import Row
 from rldsl.runtime.files import digest
 
@@ -29,16 +31,23 @@ class Tokens:
     tokenizer: Any = field(repr=False)  # of transformers
     directory: str                      # where the tokenizer is, for messages
     roles: Mapping[str, str]            # as in `RowNeeds`
+    images: ImagePrompts | None = None  # of rows with images
 
     @functools.cached_property
     def ends(self) -> frozenset[int]:
         """The tokens that end a sequence."""
         return end_tokens(self.directory, self.tokenizer)
 
-    def prompts(self, rows: Sequence[Row], place: RowLocation) -> list[list[int]]:
-        """The ids of the rows' prompts, with the special tokens that the tokenizer puts before a text."""
+    def prompts(self, rows: Sequence[Row], place: RowLocation, numbers: Sequence[int] = ()) -> list[list[int]]:
+        """The ids of the rows' prompts, with the special tokens that the tokenizer puts before a text. numbers: of the
+        rows in their source, where images are to be found by what is returned."""
         values = [row[self.roles["prompt"]] for row in rows]
-        found = self._each(values, lambda i: self._ids(self._chat(values[i], place(i)), special=False), special=True)
+        if self.images is None:
+            found = self._each(values, lambda i: self._ids(self._chat(values[i], place(i)), special=False),
+                               special=True)
+        else:
+            found = [self._with_images(self.images, row, numbers[i] if numbers else 0, place(i))
+                     for i, row in enumerate(rows)]
         for i, (value, ids) in enumerate(zip(values, found, strict=True)):
             if isinstance(value, str) and ids and ids[-1] == self.tokenizer.eos_token_id:
                 found[i] = ids = ids[:-1]
@@ -48,9 +57,9 @@ class Tokens:
 
     def answers(self, rows: Sequence[Row], role: str, place: RowLocation) -> list[list[int]]:
         """The ids of the rows' answers, with the end of the sequence."""
-        name, prompt = self.roles[role], self.roles["prompt"]
+        name = self.roles[role]
         values = [row[name] for row in rows]
-        found = self._each(values, lambda i: self._turns(rows[i][prompt], values[i], place(i)), special=False)
+        found = self._each(values, lambda i: self._turns(rows[i], values[i], place(i)), special=False)
         return [[*ids, self.tokenizer.eos_token_id] if isinstance(value, str) else ids
                 for value, ids in zip(values, found, strict=True)]
 
@@ -63,8 +72,18 @@ class Tokens:
     def _ids(self, text: Any, special: bool) -> Any:
         return self.tokenizer(text, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
 
-    def _turns(self, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], place: str) -> list[int]:
+    def _with_images(self, images: ImagePrompts, row: Row, number: int, place: str) -> list[int]:
+        """The ids of the prompt of a row."""
+        value = row[self.roles["prompt"]]
+        chat = not isinstance(value, str)
+        text = self._chat(images.messages(value, row, place), place) if chat else value
+        return images.ids(text, row, number, place, lambda text: list(self._ids(text, special=not chat)))
+
+    def _turns(self, row: Row, answer: list[dict[str, Any]], place: str) -> list[int]:
         """What the template adds to the prompt for the assistant's turns, up to the last end of a sequence."""
+        prompt = row[self.roles["prompt"]]
+        if self.images is not None:
+            prompt, answer = self.images.messages(prompt, row, place), self.images.messages(answer, {}, place)
         before, after = self._chat(prompt, place), self._chat([*prompt, *answer], place, generation=False)
         if not after.startswith(before):
             raise fail("RL0750", "the chat template renders the prompt differently when an answer follows",
@@ -90,7 +109,7 @@ class Tokens:
 
 # beginnings of the names of files that decide token ids, the chat template and which tokens end a sequence
 TOKENIZER_FILES = ("token", "vocab", "merges", "special", "added", "spiece", "sentencepiece", "generation_config",
-                   "chat_template", "config.json")
+                   "chat_template", "config.json", *PROCESSORS)
 
 
 def tokenizer_digest(directory: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from rldsl.plan.events import split_buffer
+from rldsl.runtime.image_tokens import plain_ids
 from rldsl.runtime.rewards.user_functions import Row
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.step import StepState
@@ -61,7 +62,7 @@ def _sequences(step: StepState, reader: DataReader, reads: tuple[str, ...], fram
     decode = tokens.tokenizer.decode
     found: dict[int, Row] = {}
     at = 0
-    ids: list[int] = packed.tokens.tolist()
+    ids = plain_ids(packed.tokens.tolist())
     own: list[bool] | None = None if packed.own is None else packed.own.tolist()
     for row, p, r in zip(wanted.tolist(), packed.prompt_lens.tolist(), packed.response_lens.tolist(), strict=True):
         first = p if own is None else own.index(True, at, at + p + r) - at if r else p

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from rldsl.diag import Diagnostic, Failure, fail
 from rldsl.models import hub, hub_adapters, hub_data
 from rldsl.plan.disk_paths import paths, shown, text
-from rldsl.plan.events import Checkpoint, Compute, Derive, Event, Fetch, Generate, Item
+from rldsl.plan.events import Checkpoint, Compute, Derive, Event, Fetch, Generate, Infer, Item, Train
 from rldsl.plan.function import Function, frames_of_call
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import schedule
@@ -296,6 +296,8 @@ def _sources(context: RunContext, items: Sequence[Item]) -> Iterator[str]:
     for frame in _texts(context, items):
         if not context.frames[frame].tokenizer:
             yield context.frames[frame].data  # its tokenizer makes the texts
+    if any(isinstance(event, Generate | Infer | Train) for event in _events(items)):  # models read images themselves
+        yield from (data.name for data in context.plan.data if data.images)
 
 
 def _texts(context: RunContext, items: Sequence[Item]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from rldsl.plan.projection import event_paths
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
 from rldsl.runtime.data.tokens import Tokens
 from rldsl.runtime.files import written
+from rldsl.runtime.image_tokens import plain_ids
 from rldsl.runtime.metrics.json_lines import encoded, truncate
 from rldsl.runtime.metrics.sampled_turns import REASONS, turns_of
 from rldsl.runtime.state.context import RunContext
@@ -135,7 +136,7 @@ class Samples:
                 talk = _talk(frame, row, stored, source, values)
                 stored, own = unmarked(stored)
                 prompt = own.tolist().index(True) if prompt < len(own) else prompt
-            ids = stored.tolist()
+            ids = plain_ids(stored.tolist())
             text = {"step": step, "row": row, "prompt": tokenizer.decode(ids[:prompt], skip_special_tokens=True),
                     "completion": tokenizer.decode(ids[prompt:], skip_special_tokens=True)}
             lines.append(text | {v: n[row] for v, n in numbers.items() if row in n} | talk)

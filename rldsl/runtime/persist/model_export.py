@@ -21,6 +21,7 @@ from rldsl.diag import Diagnostic
 from rldsl.plan.adapter_names import CONFIG, WEIGHTS, config, stored_name
 from rldsl.plan.events import Save
 from rldsl.plan.model import Model
+from rldsl.plan.processor_files import PROCESSORS
 from rldsl.reshard.gather import gather, owners
 from rldsl.reshard.in_place import pieces_by_parameter
 from rldsl.runtime.comm.agreement import raise_together
@@ -163,7 +164,8 @@ def _finish(partial: Path, final: Path, model: Model, export: Mapping[str, Any],
         (partial / CONFIG).write_text(json.dumps(config(model), indent=2) + "\n")
     else:
         _config(export["config"], model, dtype).save_pretrained(partial)
-    kept = ("token", "vocab", "merges", "special", "added", "generation_config", "chat_template")
+    kept = ("token", "vocab", "merges", "special", "added", "generation_config", "chat_template", *PROCESSORS,
+            "video_preprocessor")
     for file in Path(export["tokenizer"]).iterdir():
         if file.is_file() and file.name.startswith(kept):
             shutil.copyfile(file, partial / file.name)
@@ -194,5 +196,6 @@ def _config(config: Any, model: Model, dtype: str) -> Any:
     config.dtype = getattr(torch, dtype)
     if not model.head.vocabulary:
         config.num_labels = 1
-        config.architectures = [CLASSIFIERS[config.model_type]]
+        if config.model_type in CLASSIFIERS:  # there are few of models that read images
+            config.architectures = [CLASSIFIERS[config.model_type]]
     return config

@@ -44,7 +44,9 @@ class DataReader:
         """The source, opened and checked at its first use."""
         if data not in self.sources:
             reports = self.reports(data)
-            opened = self.sources[data] = open_source(self.context.data[data], self.context.plan.header.steps, reports)
+            every = list(self.context.data)
+            opened = self.sources[data] = open_source(self.context.data[data], self.context.plan.header.steps, reports,
+                                                      (every.index(data), len(every)))
             if reports and opened.note:
                 print(f"note: {opened.note}", file=sys.stderr, flush=True)
         return self.sources[data]

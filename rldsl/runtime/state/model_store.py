@@ -18,6 +18,8 @@ from rldsl.runtime.backend import Shard
 from rldsl.runtime.comm.content_digests import ContentDigest, compare_contents
 from rldsl.runtime.comm.reshard import RankReshard
 from rldsl.runtime.state.context import RunContext, ShardKey
+from rldsl.runtime.state.data_reader import DataReader
+from rldsl.runtime.state.run_images import RunImages
 from rldsl.runtime.store import Pending
 
 
@@ -26,11 +28,14 @@ class ModelStore:
     """One rank's shards; each is known by its model and layout."""
 
     context: RunContext                                          # the plan and the communicators
+    reader: DataReader | None = None                             # the sources of images
     shards: dict[ShardKey, Shard] = field(default_factory=dict)  # those that were built so far
     # shards whose parameters have no memory at the moment
     freed: set[ShardKey] = field(default_factory=set)
     # read-only tensors that several shards use (`runtime/backend.py`, WeightCache)
     shared_tensors: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+    # model directory -> the images of the run as its models read them
+    images: dict[str, RunImages] = field(default_factory=dict)
     # realloc event -> what this rank sends and receives in it
     reshards: dict[int, RankReshard] = field(default_factory=dict)
     # shard -> communication into its parameters, or onload, that nobody has waited for yet
@@ -50,8 +55,17 @@ class ModelStore:
             build = importlib.import_module(backends.package(where.backend)).build
             self.shards[key] = build(record, where, context.world.meshes[where.mesh], context.world.axes(where),
                                      context.device, load=load, trainable=record.train_layout == layout,
-                                     weight_cache=None if key in context.offloaded else self.shared_tensors)
+                                     weight_cache=None if key in context.offloaded else self.shared_tensors,
+                                     images=self._images(record.path))
         return self.shards[key]
+
+    def _images(self, directory: str) -> RunImages | None:
+        """The images of the run as the models of a directory read them; one for all of them."""
+        if self.reader is None or not any(data.images for data in self.context.data.values()):
+            return None
+        if directory not in self.images:
+            self.images[directory] = RunImages(self.reader, directory)
+        return self.images[directory]
 
     def compare_weights(self) -> None:
         """Check that all ranks have read the same weights. All ranks call it together, after their loads. RL0769."""

@@ -1,0 +1,91 @@
+"""Families that read images: how their parts are called, and what of them differs from a text model.
+
+In: a config of transformers. Out: a `VisionFamily`, or None. A model of such a family is a vision tower and a language
+model below one head; the tower turns an image into as many vectors as the prompt has placeholder tokens for it, and
+these vectors are what the language model reads in place of their embeddings.
+Invariant: only families whose numbers a test has compared with transformers are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
+
+from rldsl.plan.processor_files import PROCESSORS
+
+LANGUAGE = "language_model"  # the module of the text model, below the model without its head
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFamily:
+    """What of a family with images differs from a text model."""
+
+    tower: tuple[str, ...]  # its vision modules, below the model without its head
+    # positions of image tokens: "text" as of any token; "grid" by time, height and width (M-RoPE)
+    positions: Literal["text", "grid"]
+    # parts of names in a directory -> in the model, where the former are older
+    earlier_names: tuple[tuple[str, str], ...]
+    bidirectional: bool = False  # whether the tokens of an image see one another
+
+
+_LLAVA = (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."),
+          ("vision_tower.vision_model.", "model.vision_tower."), ("vision_tower.", "model.vision_tower."),
+          ("multi_modal_projector.", "model.multi_modal_projector."))
+_QWEN = (("visual.", "model.visual."), ("model.", "model.language_model."))
+FAMILIES: dict[str, VisionFamily] = {
+    "qwen2_vl": VisionFamily(("visual",), "grid", _QWEN),
+    "qwen2_5_vl": VisionFamily(("visual",), "grid", _QWEN),
+    "qwen3_vl": VisionFamily(("visual",), "grid", _QWEN),
+    "gemma3": VisionFamily(("vision_tower", "multi_modal_projector"), "text", _LLAVA, bidirectional=True),
+    "llava": VisionFamily(("vision_tower", "multi_modal_projector"), "text", _LLAVA),
+}
+
+
+def vision_family(config: Any) -> VisionFamily | None:
+    """None: a text model."""
+    return FAMILIES.get(str(config.model_type))
+
+
+def layers_with_images(config: Any) -> int:
+    """How many of the first layers have something of images added to what they give."""
+    vision = getattr(config, "vision_config", None) if vision_family(config) else None
+    return len(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+
+def reads_images(model_type: str) -> bool:
+    """Whether transformers knows models of this type only with images, so that none is a causal language model."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    return model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and \
+        model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that makes the model of `config`."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if vision_family(config) else AutoModelForCausalLM
+
+
+def supported() -> str:
+    """The families with images, for messages."""
+    return ", ".join(sorted(FAMILIES))
+
+
+def earlier_names(config: Any, name: str) -> Iterator[str]:
+    """What directories of an earlier form call a parameter. name: as of a `ParamSpec`."""
+    family = vision_family(config)
+    return (old + name.removeprefix(new) for old, new in family.earlier_names if name.startswith(new)) \
+        if family else iter(())
+
+
+def processor_digest(directory: Path) -> str:
+    """Equal for directories whose images become the same numbers; "" where nothing says how they become numbers."""
+    found = [directory / name for name in PROCESSORS if (directory / name).is_file()]
+    return sha256(b"\0".join(file.read_bytes() for file in found)).hexdigest() if found else ""

@@ -1,0 +1,56 @@
+"""Whether the models that read rows with images can read images, and the same ones.
+
+In: a graph and families. Out: nothing, or RL0333.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rldsl.diag import Diagnostic, Failure, Label
+from rldsl.graph import model as g
+from rldsl.models.families import Family
+from rldsl.models.vision import supported
+from rldsl.placement.tokenizers import origins_of, readers_of
+from rldsl.plan.processor_files import PROCESSORS
+from rldsl.source import Span
+
+
+def check_images(graph: g.Graph, families: Mapping[str, Family]) -> None:
+    """RL0333: a model without a vision tower, without an image processor or with another one, or a conversation."""
+    with_images = {d.name: d for d in graph.data if dict(d.options).get("images")}
+    if not with_images:
+        return
+    models = {m.name: m for m in graph.models}
+    for source, names in readers_of(graph).items():
+        if source not in with_images:
+            continue
+        label = Label(with_images[source].span, "its rows have images")
+        for name in names:
+            family, first = families[name], families[names[0]]
+            if not family.reads_images:
+                raise _refused(f"`{name}` cannot read the images of `{source}`", models[name].span,
+                               f"{family.name} models read text alone", label,
+                               f"families that read images: {supported()}")
+            if not family.image_processor:
+                raise _refused(f"`{name}` cannot read the images of `{source}`", models[name].span,
+                               f'"{family.path}" has neither {" nor ".join(PROCESSORS)}', label,
+                               "save the image processor to the directory: "
+                               "`AutoImageProcessor.from_pretrained(...).save_pretrained(directory)`")
+            if family.image_processor != first.image_processor:
+                raise _refused(f"`{names[0]}` and `{name}` read the same images with different image processors",
+                               models[name].span, f'the image processor of "{family.path}"',
+                               Label(models[names[0]].span, f'differs from that of "{first.path}"'),
+                               "an image has as many tokens for one model as for the other only if their "
+                               f"{PROCESSORS[0]} are equal")
+    origins = origins_of(graph)
+    for node in g.nodes(graph.items):
+        if isinstance(node, g.Generate) and node.conversation is not None and origins[node.prompts] in with_images:
+            raise _refused("a conversation cannot begin with images", node.span,
+                           "environments exchange text with models",
+                           Label(with_images[origins[node.prompts]].span, "its rows have images"),
+                           "use `generate` without `env=`, or data without `images=`")
+
+
+def _refused(title: str, span: Span, label: str, other: Label, help: str) -> Failure:
+    return Failure([Diagnostic("RL0333", title, span, label, (other,), help=help)])

@@ -1,0 +1,93 @@
+"""Prompts with images: the placeholders of a prompt, as many tokens as each image needs, and which image each is of.
+
+In: a row with a prompt and a column of images. Out: its messages as chat templates want them, and token ids whose image
+tokens carry the number of their image (`image_tokens.py`).
+Errors: RL0767 the placeholders of a prompt do not fit its images, and those of `images.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from rldsl.diag import Failure, counted, fail
+from rldsl.runtime.data.image_processor import ImageProcessor, Size
+from rldsl.runtime.data.images import ImageColumn, ImageFile, ImageProblem, problem
+from rldsl.runtime.data.row_schema import Row
+from rldsl.runtime.image_tokens import image_token
+
+Message = Mapping[str, Any]
+PARTS = ("text", "image")  # types of the parts of a message
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePrompts:
+    """Of one source."""
+
+    column: ImageColumn  # its images
+    processor: ImageProcessor  # of the model whose tokenizer the source has
+
+    def messages(self, messages: Sequence[Message], row: Row, place: str) -> list[dict[str, Any]]:
+        """Messages whose contents are lists of parts. Images that no message mentions come before the text of the first
+        message of the user, as in other trainers. row: with the images. Errors: RL0767."""
+        made = [{**m, "content": _parts(m["content"], place)} for m in messages]
+        count = len(self.column.images(row, place))
+        mentioned = sum(part["type"] == "image" for m in made for part in m["content"])
+        if count and not mentioned:
+            first = next((m for m in made if m.get("role") == "user"), made[0])
+            first["content"] = [{"type": "image"}] * count + first["content"]
+        return made
+
+    def ids(self, text: str, row: Row, number: int, place: str, tokenize: Callable[[str], list[int]]) -> list[int]:
+        """The ids of a prompt with one marker for each image. number: of the row in its source. Errors: RL0767."""
+        marker, files = self.processor.marker, self.column.images(row, place)
+        pieces = text.split(marker)
+        if len(pieces) - 1 != len(files):
+            raise fail("RL0767", f"the prompt has {counted(len(pieces) - 1, 'image placeholder')}, but the row has "
+                       f"{counted(len(files), 'image')}", place=place,
+                       notes=(f"the placeholder: {marker}", f"the column of images: `{self.column.column}`"),
+                       help="each image needs one placeholder in the text, or one part {\"type\": \"image\"} of a "
+                            "message, in the order of the column")
+        sizes = self.column.sizes(files, place)
+        counts = [self._count(file, size, place) for file, size in zip(files, sizes, strict=True)]
+        whole = "".join(a + b for a, b in zip_longest(pieces, map(self.processor.expanded, sizes), fillvalue=""))
+        ids, token = tokenize(whole), self.processor.token_id
+        if ids.count(token) != sum(counts):
+            raise fail("RL0767", f"the prompt has {ids.count(token)} image tokens, but its images need {sum(counts)}",
+                       place=place, notes=(f"the image token: {self.processor.placeholder}",),
+                       help="the text of a prompt must not contain the image token of the model")
+        of = (image for image, count in enumerate(counts) for _ in range(count))
+        return [image_token(token, self.column.number(number, next(of))) if x == token else x for x in ids]
+
+    def _count(self, file: ImageFile, size: Size, place: str) -> int:
+        try:
+            return self.processor.count(size)
+        except ValueError as error:
+            raise Failure([problem(ImageProblem(f"with {size[1]} x {size[0]} pixels, the image processor refuses it: "
+                                                f"{error}"), self.column.column, place, file.shown)]) from None
+
+
+def _parts(content: Any, place: str) -> list[dict[str, Any]]:
+    """The parts of a message. Those that Arrow has read have all the keys that any part has."""
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    parts = [{k: v for k, v in part.items() if v is not None} for part in content if isinstance(part, Mapping)] \
+        if isinstance(content, list) else []
+    wrong = next((part for part in parts if part.get("type") not in PARTS), None)
+    if not isinstance(content, list) or len(parts) != len(content) or wrong is not None:
+        raise fail("RL0767", "a message has a part that is neither text nor an image", place=place,
+                   notes=(f"the part: {str(content if wrong is None else wrong)[:120]}",),
+                   help='a part is {"type": "text", "text": "..."} or {"type": "image"}')
+    if named := next((part for part in parts if part["type"] == "image" and len(part) > 1), None):
+        key = next(k for k in named if k != "type")
+        raise fail("RL0767", f"a message names its image as `{key}`", place=place,
+                   help='write {"type": "image"}, and the image into the column of images: nothing else is read')
+    if textless := next((part for part in parts if part["type"] == "text" and not isinstance(part.get("text"), str)),
+                        None):
+        raise fail("RL0767", "a text part of a message has no text", place=place, notes=(f"the part: {textless}",),
+                   help='a part is {"type": "text", "text": "..."} or {"type": "image"}')
+    return parts

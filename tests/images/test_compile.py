@@ -1,0 +1,102 @@
+"""What the compiler says of data with images and of the models that read it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from examples.tiny import make_model, make_vision_model
+from rldsl import api
+from rldsl.diag import Failure
+from tests.images.models import qwen3_vl
+
+PROGRAM = """
+data rows = jsonl("rows.jsonl", batch=4, images="images", max_prompt_tokens=64{data})
+model actor = causal_lm("{actor}"{model}) train adamw(lr=1e-3)
+model other = causal_lm("{other}")
+flow f(steps=1, seed=1) {{
+  p = rows.next()
+  gen = actor.generate(p, max_new_tokens=4){place}
+  lp = other.logprobs(gen){placed}
+  metric m = mean(lp)
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("models")
+    make_vision_model(made / "vl")
+    make_model(made / "text")
+    qwen3_vl(made / "deep")
+    for name in ("bare", "other"):
+        shutil.copytree(made / "vl", made / name)
+    (made / "bare" / "preprocessor_config.json").unlink()
+    settings = json.loads((made / "other" / "preprocessor_config.json").read_text())
+    (made / "other" / "preprocessor_config.json").write_text(json.dumps(settings | {"patch_size": 8}))
+    shutil.copytree(made / "vl", made / "unknown")
+    config = json.loads((made / "unknown" / "config.json").read_text())
+    (made / "unknown" / "config.json").write_text(json.dumps({"model_type": "idefics3", "architectures": [
+        "Idefics3ForConditionalGeneration"]} | {k: v for k, v in config.items() if k.endswith("_token_id")}))
+    return made
+
+
+def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: str):
+    monkeypatch.chdir(folder)
+    given = dict(actor="vl", other="vl", data="", model="", place="", placed="") | changes
+    (folder / "p.rlf").write_text(PROGRAM.format(**given))
+    with pytest.raises(Failure) as failure:
+        api.compile("p.rlf")
+    return failure.value.diagnostics[0]
+
+
+WRONG = [  # what differs from the program, the code, and what is said
+    (dict(actor="text", other="text"), "RL0333", "`actor` cannot read the images of `rows`", "qwen3 models read text alone"),
+    (dict(other="text"), "RL0333", "`other` cannot read the images of `rows`", "qwen3 models read text alone"),
+    (dict(actor="bare", other="bare"), "RL0333", "`actor` cannot read the images of `rows`", "preprocessor_config.json"),
+    (dict(other="other"), "RL0333", "read the same images with different image processors", 'of "other"'),
+    (dict(actor="unknown", other="unknown"), "RL0303", 'the family idefics3 of "unknown" is not supported',
+     "it reads images in a form that is not known here"),
+    (dict(placed=" on mesh(0:2) cp=2"), "RL0318", "do not support context parallelism", "an image belongs to one rank"),
+    (dict(model=", invariant=true"), "RL0330", "cannot be invariant", "its vision tower computes all images"),
+    (dict(data=', over_long="truncate"'), "RL0205", "rows with images cannot be truncated", "beginning of an image"),
+    (dict(place=" on mesh(0:2) backend=megatron"), "RL0327", "cannot run on the backend `megatron`", "qwen2_5_vl"),
+    (dict(actor="deep", other="deep", place=" on mesh(0:4) pp=4"), "RL0308", "too many pipeline stages", "the first 1 layers"),
+]
+
+
+@pytest.mark.parametrize("changes, code, title, label", WRONG)
+def test_what_cannot_be_is_refused(folder, monkeypatch, changes, code, title, label):
+    found = refused(folder, monkeypatch, **changes)
+    assert found.code == code and title in found.title and label in found.label and found.help
+
+
+def test_a_conversation_cannot_begin_with_images(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "envs.py").write_text("class Guess:\n    def reset(self, **row): return 'x'\n")
+    (folder / "q.rlf").write_text("""
+use py "envs.py" (Guess: env)
+data rows = jsonl("rows.jsonl", batch=4, images="images", max_prompt_tokens=64)
+model actor = causal_lm("vl")
+flow f(steps=1) {
+  p = rows.next()
+  gen = actor.generate(p, max_new_tokens=4, env=Guess, max_turns=2, max_tokens=128)
+}
+""")
+    with pytest.raises(Failure) as failure:
+        api.compile("q.rlf")
+    found = failure.value.diagnostics[0]
+    assert found.code == "RL0333" and found.title == "a conversation cannot begin with images"
+
+
+def test_the_plan_names_the_column(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "p.rlf").write_text(PROGRAM.format(actor="vl", other="vl", data="", model="", place="", placed=""))
+    plan = api.compile("p.rlf")
+    (data,) = plan.data
+    assert (data.images, data.over_long) == ("images", "error")
+    tower = [p for p in plan.models[0].params if p.name.startswith("model.visual.")]
+    assert tower and all(p.stage == "first" and p.split is None for p in tower)
