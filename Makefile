@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup lint test test-isa oracles demo demo-agent docs dist vsix clean
+.PHONY: setup lint test test-isa oracles demo demo-agent demo-vision docs dist vsix clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -44,6 +44,9 @@ demo: setup
 
 demo-agent: setup
 	$(BIN)/python examples/demo_agent.py
+
+demo-vision: setup
+	$(BIN)/python examples/demo_vision.py
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -147,6 +147,7 @@ def data(decl: ast.DataDecl, exprs: ExpressionBuilder, scope: Scope) -> g.Data |
                                     "listed twice" if numbers.count(name) > 1 else "",
                                     help="the name of a number column must be unique and consist of letters, digits "
                                          "and `_`")
+    given["images"] = given["images"] or ""
     if given["images"]:
         stated = next((value.span for name, value in written if name.name == "over_long"), None)
         if stated is None:

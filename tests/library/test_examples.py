@@ -15,7 +15,7 @@ from tests.library.example_data import make_data, small
 from tests.world import run_world
 
 ROOT = Path(__file__).parents[2]
-MADE_BY_DEMO = ("arithmetic_", "vault_")  # need the models of examples/demo.py and demo_agent.py
+MADE_BY_DEMO = ("arithmetic_", "vault_", "vision_")  # need the models of examples/demo.py, demo_agent.py, demo_vision.py
 EXAMPLES = sorted(p for p in (ROOT / "examples").glob("*.rlf") if not p.name.startswith(MADE_BY_DEMO))
 ONE_RANK = "*.* on mesh(0:1) dp=1 tp=1 pp=1"
 
