@@ -94,29 +94,52 @@ def _lines(items: Sequence[Item], depth: int, turns: tuple[str, ...]) -> Iterato
         if isinstance(item, Loop):
             turn = f"turn{len(turns) if len(turns) > 1 else ''}" if turns else "step"
             yield f'{indent}for {turn} in run.loop({json.dumps(item.id)}):{_about(item)}'
-            for condition, group in groupby(item.body, partial(_condition, item, turn)):
+            placed = tuple(_with_blocks(item.body)) if item.first < 1 else tuple((i, ()) for i in item.body)
+            for condition, group in groupby(placed, partial(_condition, item, turn)):
                 if condition:
                     yield f"{indent}    if {condition}:"
-                yield from _lines(tuple(group), depth + 1 + bool(condition), (*turns, turn))
+                own = tuple(i for i, _ in group)
+                yield from _lines(own, depth + 1 + bool(condition), (*turns, turn))
         elif isinstance(item, When):
-            yield f"{indent}if {_runs(item, turns[-1])}:"
+            yield f"{indent}if {_runs(item, turns[-1]) or 'True'}:"
             yield from _lines(item.body, depth + 1, turns)
         else:
             yield _line(item, indent)
 
 
+def _with_blocks(items: Sequence[Item], blocks: tuple[When, ...] = ()) -> Iterator[tuple[Item, tuple[When, ...]]]:
+    """The items of a step loop with a lag, and the blocks around each that say for which steps it runs."""
+    for item in items:
+        if isinstance(item, When):
+            yield from _with_blocks(item.body, (*blocks, item))
+        else:
+            yield item, blocks
+
+
 def _runs(block: When, turn: str) -> str:
-    """When a block runs."""
+    """When a block runs; "" for always."""
     parts = [f"{turn} % {block.period} == 0"] if block.period > 1 else []
     parts += [f"{turn} > {block.after}"] if block.after else []
     parts += [f"{turn} <= {block.first}"] if block.first else []
-    return " and ".join(parts) or "True"
+    return " and ".join(parts)
 
 
-def _condition(loop: Loop, turn: str, item: Item) -> str:
-    """When an item of a loop runs; "" in every turn. With a lag, the first and the last turns lack some items."""
+def _condition(loop: Loop, turn: str, placed: tuple[Item, tuple[When, ...]]) -> str:
+    """When an item of a loop runs; "" in every turn. With a lag, the first and the last turns lack some items, and
+    blocks count the steps for which their items run."""
+    item, blocks = placed
     ahead = ahead_of(item)
-    return "" if loop.first == 1 or ahead == EVERY_TURN else f"run.is_due({turn}, ahead={ahead})"
+    if loop.first == 1 or ahead == EVERY_TURN and not blocks:
+        return ""
+    if ahead == EVERY_TURN:
+        ways = [_due(turn, a, blocks) for a in blocks[-1].aheads]
+        return " or ".join(ways if len(ways) == 1 else map("({})".format, ways))
+    return _due(turn, ahead, blocks)
+
+
+def _due(turn: str, ahead: int, blocks: Sequence[When]) -> str:
+    step = f"({turn} + {ahead})" if ahead else turn
+    return " and ".join(filter(None, (f"run.is_due({turn}, ahead={ahead})", *(_runs(b, step) for b in blocks))))
 
 
 def _about(loop: Loop) -> str:

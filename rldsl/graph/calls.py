@@ -253,9 +253,9 @@ class CallsOfFlow:
         """Whether a generate runs in its own step although others run ahead. lag: its option. None after an error."""
         own, most = self.flow.own_lag if lag is None else lag, self.flow.lag
         at = next((a.span for a in call.args if a.name is not None and a.name.name == "lag"), call.span)
-        if lag and self.flow.inside != "flow":
-            self.errors.add("RL0205", "`lag` of a call inside a block", at, "what runs ahead is at the top level",
-                            help="remove it, or move the call to the flow")
+        if lag and self.flow.inside in ("repeat", "eval"):
+            self.errors.add("RL0205", f"`lag` of a call inside `{self.flow.inside}`", at,
+                            "what is in this block does not run ahead", help="remove it, or move the call to the flow")
             return None
         if lag and too_long(lag, self.flow.steps, at, self.errors):
             return None

@@ -31,7 +31,7 @@ def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, c
     placed = list(_with_blocks(items))
     writer = {v: at for at in placed for v in at[0].writes if v not in lasting}
     waiting = [at for at in placed if isinstance(at[0], g.Generate) and not at[0].in_step
-               and not isinstance(at[1], g.Eval)]
+               and not any(isinstance(b, g.Eval) for b in at[1])]
     if not waiting and errors.found:
         return frozenset()
     if not waiting:
@@ -40,35 +40,49 @@ def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, c
             "no step generates anything", "generate responses in the flow")
         errors.add("RL0223", f"`lag` has no effect: {why}", where, help=f"remove `lag`, or {help}")
         return frozenset()
-    first, found, named = waiting[0][0], dict[str, g.Node](), list[Block]()
+    first, found, named = waiting[0][0], dict[str, g.Node](), list[g.Item]()
     while waiting:
-        node, block = waiting.pop()
+        node, blocks = waiting.pop()
         if node.id in found:
             continue
         found[node.id] = node
+        block = next((b for b in blocks if isinstance(b, g.Repeat | g.Eval)), None)
         if block is not None and any(block is x for x in named):
             pass  # one error for each block
         elif block is not None:
             named.append(block)
-            errors.add("RL0223", f"with `lag`, `{node.id}` must be at the top level of the flow", node.span,
+            errors.add("RL0223", f"with `lag`, `{node.id}` cannot be in this block", node.span,
                        "generation, and what it is made from, runs ahead of the rest of its step",
                        help=_way_out(node, block))
         elif isinstance(node, g.Generate) and node.in_step:
-            errors.add("RL0223", f"`{first.id}` runs ahead, but `{node.id}`, from which it is made, does not",
-                       node.span, "this call runs in its own step", help="give both the same `lag`")
+            errors.add("RL0223", f"`{first.id}` runs ahead, but `{node.id}`, {_relation(blocks)}, does not", node.span,
+                       "this call runs in its own step", help="give both the same `lag`")
         elif isinstance(node, g.Train | g.Sync | g.Update | g.Store):
             errors.add("RL0223", f"with `lag`, what is generated cannot depend on `{node.id}` of the same step",
                        node.span, f"`{first.id}` runs ahead of the rest of its step",
                        help="generate from prompts, other responses or a `state`")
+        elif not lasting.isdisjoint(node.writes):
+            errors.add("RL0223", "with `lag`, a `repeat ... until` that runs ahead cannot change a `state`", node.span,
+                       "the steps before have not ended yet", help="change it below the block")
         elif checkpoint is not None and isinstance(node, g.Lookup | g.Compute) and not lasting.isdisjoint(node.reads):
             errors.add("RL0223", f"with `lag`, checkpoints cannot store what `{node.id}` reads of a state", node.span,
                        "a resumed run would compute it again, from the state of a later step",
                        help="read the state below the generation, or remove `checkpoint`")
-        waiting += [writer[v] for v in node.reads if v in writer]
+        of_frames = (f"{f}.tokens" for f in (node.frames if isinstance(node, g.Compute) else ()))
+        waiting += [writer[v] for v in (*node.reads, *of_frames) if v in writer]
         if isinstance(node, g.Fetch):  # the batches of a source are read in order
             waiting += [at for at in placed if isinstance(at[0], g.Fetch) and at[0].data == node.data
-                        and not isinstance(at[1], g.Eval)]
+                        and not any(isinstance(b, g.Eval) for b in at[1])]
+        for until in blocks:  # how often it runs depends on everything in it
+            if isinstance(until, g.Until):
+                waiting += [at for at in placed if any(until is b for b in at[1])]
     return frozenset(found)
+
+
+def _relation(blocks: Sequence[Block]) -> str:
+    """Of a node that must run ahead to one that does."""
+    until = any(isinstance(b, g.Until) for b in blocks)
+    return "in the same `repeat ... until`" if until else "from which it is made"
 
 
 def too_long(lag: int, steps: int | None, where: Span, errors: Errors) -> bool:
@@ -83,16 +97,12 @@ def too_long(lag: int, steps: int | None, where: Span, errors: Errors) -> bool:
     return True
 
 
-def _way_out(node: g.Node, block: Block) -> str:
+def _way_out(node: g.Node, block: g.Repeat | g.Eval) -> str:
     if isinstance(node, g.Fetch):  # no generation at the top level can be made from it, but one is from its source
         return f"declare a second `data` for the block: what runs ahead reads `{node.data}`, too"
-    match block:
-        case g.Repeat():
-            return "make each iteration a step of its own, or move this out of the block"
-        case g.Until():
-            return "generate for more prompts at once and select from them with `where`, or remove `lag`"
-    other = "give the call `lag=0`" if isinstance(node, g.Generate) else "remove `lag`"
-    return f"move it out of its block, or {other}"
+    if isinstance(block, g.Repeat):
+        return "make each iteration a step of its own, or move this out of the block"
+    return f"move it out of its block, or {'give the call `lag=0`' if isinstance(node, g.Generate) else 'remove `lag`'}"
 
 
 def nodes_that_may(items: tuple[g.Item, ...], lasting: frozenset[str], ahead: frozenset[str],
@@ -103,7 +113,7 @@ def nodes_that_may(items: tuple[g.Item, ...], lasting: frozenset[str], ahead: fr
     changing = {n.model for n in g.nodes(items) if isinstance(n, g.Train | g.Sync)}
     early = {v for n in g.nodes(items) if n.id in ahead for v in n.writes}
     found = set[str]()
-    for node in items:
+    for node in of_steps(items):
         if (isinstance(node, g.Compute | g.Infer | g.Derive) and node.id not in ahead
                 and not (isinstance(node, g.Infer) and node.model in changing)
                 and lasting.isdisjoint((*node.reads, *node.writes)) and early.issuperset(inputs(node))):
@@ -125,13 +135,22 @@ def inputs_of(items: Iterable[g.Item], values: Iterable[Value]) -> Callable[[g.N
     return inputs
 
 
-def _with_blocks(items: Iterable[g.Item], block: Block | None = None) -> Iterator[tuple[g.Node, Block | None]]:
-    """Every node with the evaluation around it, or else the outermost block around it."""
+def _with_blocks(items: Iterable[g.Item], blocks: tuple[Block, ...] = ()) -> Iterator[tuple[g.Node, tuple[Block, ...]]]:
+    """Every node with the blocks around it, outermost first."""
     for item in items:
         if isinstance(item, Block):
-            yield from _with_blocks(item.body, item if isinstance(item, g.Eval) or block is None else block)
+            yield from _with_blocks(item.body, (*blocks, item))
         else:
-            yield item, block
+            yield item, blocks
+
+
+def of_steps(items: Iterable[g.Item]) -> Iterator[g.Node]:
+    """The nodes that run at most once in a step, in program order: not those of loops."""
+    for item in items:
+        if isinstance(item, g.When):
+            yield from of_steps(item.body)
+        elif isinstance(item, g.Node):
+            yield item
 
 
 def with_lag(file: ast.File, lag: int) -> ast.File:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from rldsl.diag import internal_error
 from rldsl.graph import model as g
+from rldsl.graph.carried import VERSION
 from rldsl.graph.computations import label
 from rldsl.plan.entries import ENTRIES, HIDDEN, EntrySpace, vocabulary_space
 from rldsl.plan.model import SEQUENCE_VALUES, Space, Value
@@ -287,10 +288,15 @@ class Selections:
         cut = ref.frame.id in all_rows and self.flow.exprs.ops.cuts_of(ref.frame) in all_rows
         fields = tuple((n, t) for n, old in ref.fields
                        for t in [self._collected_cuts(ref.frame, all_rows, old.span) if cut and n == "at"
+                                 else self._collected_age(old, all_rows) if n == VERSION and old.op != "input"
                                  else self._after(old, all_rows)]
                        if isinstance(t, Term))
         return replace(ref, frame=all_rows.get(ref.frame.id, ref.frame), base=base, fields=fields)
 
+    def _collected_age(self, age: Term, all_rows: dict[str, IndexedFrame]) -> Term | None:
+        """How old the tokens of all iterations are: as old as those of each. age: a number, repeated for each token."""
+        frame = all_rows.get(age.space)
+        return None if frame is None else self.flow.exprs.ops.broadcast(age.args[0], "token", frame)
 
     def _collected_cuts(self, frame: IndexedFrame, all_rows: dict[str, IndexedFrame], span: Span) -> Term:
         """The lengths of the prefixes that a block collects, which are prefixes, too. frame: a selection of them, of

@@ -231,8 +231,8 @@ class _Lifetimes:
         for e in self.events:
             if isinstance(e, Generate) and e.per_step:
                 self._hold(f"responses of {self.labels.name(e.frame)}", carried_bytes(self.t, e), 0, self.end)
-        live = {b: start for b, start in collected.items() if self._holds(b)}
-        ahead = self._values_of_later_steps() if self.plan.header.lag else set()
+        ahead = self._values_of_later_steps(collected) if self.plan.header.lag else set()
+        live = {b: start for b, start in collected.items() if self._holds(b) and b not in ahead}
         for i, e in enumerate(self.events):
             for b in e.writes:
                 if b not in ahead and b not in live and b not in lasting and self._holds(b):
@@ -243,18 +243,19 @@ class _Lifetimes:
         for b, start in live.items():
             self._value(b, start, until.get(b, self.end))
 
-    def _values_of_later_steps(self) -> set[str]:
+    def _values_of_later_steps(self, collected: Mapping[str, int]) -> set[str]:
         """Buffers that are freed in a later turn of the step loop than the one that writes them: of some steps all of a
-        turn, of one from its write, and of one up to its free."""
+        turn, of one from its write, and of one up to its free. collected: what loops collect, and the moment from which
+        on. What a block writes that runs in some steps counts as if it ran in all."""
         freed = {b: (i, e.ahead) for i, e in enumerate(self.events) for b in e.frees}
         found: set[str] = set()
         for i, e in enumerate(self.events):
-            for b in (b for b in e.writes if b in freed and self._holds(b)):
+            for b in (b for b in e.writes if b in freed and b not in found and self._holds(b)):
                 last, ahead = freed[b]
                 if e.ahead > ahead:
                     found.add(b)
                     self._value(b, self.top, self.end, e.ahead - ahead - 1)
-                    self._value(b, 2 * i + 1, self.end)
+                    self._value(b, collected.get(b, 2 * i + 1), self.end)
                     self._value(b, self.top, 2 * last + 1)
         return found
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 from rldsl.placement.model import Placed, mesh_of_set
-from rldsl.plan.events import Collect, Derive, Event, Fetch, Generate, Item, Loop, Sample, When, split_buffer
+from rldsl.plan.events import Collect, Derive, Event, Fetch, Generate, Item, Lengths, Loop, Sample, When, split_buffer
 from rldsl.plan.model import Layout, Mesh, ReplayBuffer, Spread, State, Value
 from rldsl.plan.naming import Labels
 from rldsl.plan.references import Reference, Role, named, references
@@ -82,6 +82,14 @@ def events(items: Iterable[Item]) -> Iterator[Event]:
             yield item
 
 
+def loops(items: Iterable[Item]) -> Iterator[Loop]:
+    """Every loop, those inside others too."""
+    for item in items:
+        if isinstance(item, When | Loop):
+            yield from (item,) if isinstance(item, Loop) else ()
+            yield from loops(item.body)
+
+
 def each_block(items: tuple[Item, ...], change: Callable[[tuple[Item, ...]], tuple[Item, ...]]) -> tuple[Item, ...]:
     """`change` applied to every block, inner ones first, then to the whole."""
     return change(tuple(replace(i, body=each_block(i.body, change)) if isinstance(i, When | Loop) else i
@@ -128,6 +136,16 @@ def replicated_spread_id(name: str) -> str:
     return f"all {name}"
 
 
+def ahead_spread_id(frame: str) -> str:
+    """The id of the spread in which ranks hold the lengths of a frame ahead of its step."""
+    return replicated_spread_id(f"{frame} ahead")
+
+
+def loop_spread_id(loop: str) -> str:
+    """The id of the spread in which the ranks of a loop that runs ahead hold the condition that ends it."""
+    return replicated_spread_id(f"ranks of {loop}")
+
+
 def row_states_spread_id(data: str) -> str:
     """The id of the spread in which every rank that fetches from a source holds the states of its rows."""
     return replicated_spread_id(f"rows of {data}")
@@ -140,20 +158,28 @@ class LengthsSpreads:
 
     row_spaces: Mapping[str, str]  # fetched or sampled frame, or what is collected of one -> its row space
     made_ahead: frozenset[str]  # the frames whose rows are made ahead of their step
+    # those of them that a loop collects and all ranks know that work on them, so that there is no other exchange
+    known_ahead: frozenset[str] = frozenset()
 
     @staticmethod
     def of(draft: Draft) -> LengthsSpreads:
         own, frames = tuple(events(draft.body)), draft.frames
         fetched = {f for e in own if isinstance(e, Fetch | Sample) for f in e.new_rows}
         into = {e.into: e.frame for e in own if isinstance(e, Collect)}
+        ahead = {e.into if isinstance(e, Collect) else e.frame for e in own
+                 if e.ahead > 0 and (isinstance(e, Collect) or makes_rows(e))}
+        exchanged = {e.frame for e in own if isinstance(e, Lengths)}
         return LengthsSpreads({f: x.row_space for f, x in frames.items() if into.get(f, f) in fetched},
-                              frozenset(e.frame for e in own if makes_rows(e) and e.ahead > 0))
+                              frozenset(ahead),
+                              frozenset(f for f in ahead & into.keys() - exchanged
+                                        if ahead_spread_id(f) in draft.spreads))
 
     def id(self, frame: str, ahead: int = 0) -> str:
         """The spread in which an event that runs so far ahead finds the lengths of a frame."""
         if frame in self.row_spaces:
             return replicated_spread_id(self.row_spaces[frame])
-        return replicated_spread_id(f"{frame} ahead" if ahead > 0 and frame in self.made_ahead else frame)
+        early = frame in self.known_ahead or ahead > 0 and frame in self.made_ahead
+        return (ahead_spread_id if early else replicated_spread_id)(frame)
 
 
 def makes_rows(e: Event) -> TypeGuard[Generate | Derive]:

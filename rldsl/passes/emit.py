@@ -13,7 +13,7 @@ from itertools import count
 from rldsl.graph import model as g
 from rldsl.passes.draft import Draft, events
 from rldsl.passes.groups import groups
-from rldsl.plan.events import Event, Item, Loop, Train, When, split_buffer
+from rldsl.plan.events import Event, Item, Loop, Train, When, aheads_in, split_buffer
 from rldsl.plan.model import FORMAT, ROLES, Data, Header, Layout, Mesh, Plan, Spread
 from rldsl.plan.projection import rank_classes, times, walk
 from rldsl.plan.references import Role, references, renamed
@@ -29,7 +29,8 @@ def emit(draft: Draft, compiler: str) -> Plan:
     rename = _Rename(names)
     setup = tuple(rename.event(e, next(numbers)) for e in draft.setup)
     until = rename.buffer(draft.stops_on) if draft.stops_on else ""
-    steps = Loop("steps", graph.steps, rename.block(draft.body, numbers), until, first=1 - graph.lag)
+    own = _with_aheads(draft.body) if graph.lag else draft.body
+    steps = Loop("steps", graph.steps, rename.block(own, numbers), until, first=1 - graph.lag)
     body: tuple[Item, ...] = (*setup, steps)
     models = tuple(replace(m, train_layout=names.get(m.train_layout, ""),
                            ema_layout=names.get(m.ema_layout, ""), planned_updates=updates(draft, m.name))
@@ -44,6 +45,12 @@ def emit(draft: Draft, compiler: str) -> Plan:
                 rank_classes(meshes, body, placed.world, {}),
                 tuple(replace(s, spread=names[s.spread]) for s in draft.states if s.spread in names),
                 tuple(replace(b, spread=names[b.spread]) for b in draft.buffers if b.spread in names))
+
+
+def _with_aheads(items: Iterable[Item]) -> tuple[Item, ...]:
+    """The items of the step loop; each block says by how many steps its events run ahead."""
+    return tuple(replace(i, body=_with_aheads(i.body), aheads=aheads_in(i)) if isinstance(i, When) else i
+                 for i in items)
 
 
 def updates(draft: Draft, model: str) -> int:

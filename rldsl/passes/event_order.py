@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from rldsl.diag import internal_error
 from rldsl.passes.draft import Draft, LengthsSpreads, events, uses
 from rldsl.passes.list_scheduling import Task, list_schedule
-from rldsl.plan.events import Event, Item, Loop, When, ahead_of, split_buffer
+from rldsl.plan.events import Event, Item, Loop, When, split_buffer
 from rldsl.plan.model import Value
 from rldsl.plan.traits import Family
 from rldsl.sharding.rank_sets import group_equal_ranks
@@ -43,11 +43,12 @@ def order(draft: Draft) -> Draft:
 
 
 def _block(draft: Draft, items: tuple[Item, ...], values: Mapping[str, Value],
-           lengths_in: LengthsSpreads) -> tuple[Item, ...]:
-    inner = tuple(replace(i, body=_block(draft, i.body, values, lengths_in)) if isinstance(i, When | Loop) else i
-                  for i in items)
+           lengths_in: LengthsSpreads, in_loop: bool = False) -> tuple[Item, ...]:
+    """in_loop: whether the block is in a loop of a step."""
+    inner = tuple(replace(i, body=_block(draft, i.body, values, lengths_in, in_loop or isinstance(i, Loop)))
+                  if isinstance(i, When | Loop) else i for i in items)
     jobs = _jobs(draft, inner, values, lengths_in)
-    begun = _movement_of_earlier_turns(inner, jobs) if draft.placed.graph.lag and items is draft.body else frozenset()
+    begun = _movement_of_earlier_turns(inner, jobs) if draft.placed.graph.lag and not in_loop else frozenset()
     return tuple(inner[i] for i in schedule(jobs, begun))
 
 
@@ -77,17 +78,17 @@ def _jobs(draft: Draft, items: Sequence[Item], values: Mapping[str, Value],
 
 def _job(draft: Draft, item: Item, values: Mapping[str, Value], lengths_in: LengthsSpreads,
          firsts: Mapping[str, set[int]], lasting: frozenset[str]) -> _Job:
-    own, ahead = list(events([item])), ahead_of(item)
+    own = list(events([item]))
 
-    def in_turn(buffers: Iterable[str]) -> list[str]:
+    def in_turn(e: Event, buffers: Iterable[str]) -> list[str]:
         """Buffers by the steps, counted from the turn's, whose values they hold: another step has another buffer."""
-        return [f"{b} {ahead}" if split_buffer(b)[0] in values and b not in lasting else b for b in buffers]
+        return [f"{b} {e.ahead}" if split_buffer(b)[0] in values and b not in lasting else b for b in buffers]
 
     priority = PRIORITY[item.traits.family] if isinstance(item, Event) else BLOCK_PRIORITY
     versions = [e.versions() for e in own]
-    needed = frozenset(in_turn(b for e in own for b in uses(draft, e, values, lengths_in)))
+    needed = frozenset(b for e in own for b in in_turn(e, uses(draft, e, values, lengths_in)))
     return _Job(needed.union(*(v.uses for v in versions)),
-                frozenset(in_turn(b for e in own for b in e.writes)).union(*(v.defs for v in versions)),
+                frozenset(b for e in own for b in in_turn(e, e.writes)).union(*(v.defs for v in versions)),
                 frozenset(r for m in {e.mesh for e in own} for r in firsts[m]),
                 sum(e.traits.order_cost for e in own), priority)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, assert_never
 
 from rldsl.diag import fail, internal_error
 from rldsl.graph import model as g
-from rldsl.passes.draft import Draft, replicated_spread_id, row_states_spread_id
+from rldsl.passes.draft import Draft, ahead_spread_id, loop_spread_id, replicated_spread_id, row_states_spread_id
 from rldsl.passes.run_ahead import steps_ahead
 from rldsl.placement.budget import decode_batch_size
 from rldsl.placement.model import Call, Place, Placed, mesh_of_range, mesh_of_set
@@ -156,6 +156,7 @@ class _EventBuilder:
         ranks = {id: Ranks.of_mesh(place.mesh) for id, place in self.places.items()}
         self.ahead = steps_ahead(placed.graph, ranks)  # of nodes that run ahead of the step loop
         self.num_loops = 0
+        self.conditions: dict[str, Spread] = {}  # that end a repeat which runs ahead -> the spread of its ranks
         self.world = mesh_of_range(placed.world)  # also of fetches, until all their readers are known (`lengths.py`)
         self.meshes: dict[str, Mesh] = {self.world.id: self.world}
         self.everywhere = on_every_rank(self.world)  # of states, and of the conditions that end a repeat
@@ -175,11 +176,10 @@ class _EventBuilder:
                 collects = tuple(b for e in body if isinstance(e, Collect) for b in e.writes)
                 out.append(Loop(name, item.max_iterations, body, collects=collects, over=item.data))
             elif isinstance(item, g.Until):
-                name, body = self.new_loop_id(), self.block(item.body)
-                collects = tuple(b for e in body if isinstance(e, Collect) for b in e.writes)
-                out.append(Loop(name, item.max_iterations, body, f"{item.condition}@{self.everywhere.id}", collects))
+                out.append(self.until(item))
             elif isinstance(item, g.Collect):
-                out += self.collect(item) if item.into in self.frames else []
+                collected = self.collect(item) if item.into in self.frames else []
+                out += (replace(e, ahead=self.ahead.get(item.id, 0)) for e in collected)
             elif isinstance(item, g.Update):
                 out += self.update(item)
             else:
@@ -187,6 +187,17 @@ class _EventBuilder:
                 out.append(replace(event, ahead=self.ahead.get(item.id, 0)))
                 self.made_in |= {split_buffer(b)[0]: split_buffer(b)[1] for b in event.writes}
         return tuple(out)
+
+    def until(self, item: g.Until) -> Loop:
+        """The condition is known to every rank; if the loop runs ahead, to those of the loop alone, so that others need
+        not wait for it. Which these are is not known yet (`lengths.py`)."""
+        name = self.new_loop_id()
+        if any(n.id in self.ahead for n in g.nodes(item.body)):
+            self.conditions[item.condition] = replace(self.everywhere, id=loop_spread_id(name))
+        body = self.block(item.body)
+        collects = tuple(b for e in body if isinstance(e, Collect) for b in e.writes)
+        spread = self.conditions.get(item.condition, self.everywhere)
+        return Loop(name, item.max_iterations, body, f"{item.condition}@{spread.id}", collects)
 
     def new_loop_id(self) -> str:
         self.num_loops += 1
@@ -200,7 +211,8 @@ class _EventBuilder:
         into = _named(replace(slots, frames=(node.into,)))
         old, new = self.frames[node.frame], self.frames[node.into]
         fetched = f"{old.id}.tokens" in self.replicated
-        src, dst = (replicated_spread_id(f.row_space if fetched else f.id) for f in (old, new))
+        of = ahead_spread_id if node.id in self.ahead else replicated_spread_id
+        src, dst = (replicated_spread_id(f.row_space) if fetched else of(f.id) for f in (old, new))
         in_full = tuple((v, w) for v, w in node.values if v in self.replicated)
         divided = tuple((v, w) for v, w in node.values if v not in self.replicated)
         self.replicated |= {w: dst for _, w in in_full}
@@ -339,9 +351,12 @@ class _EventBuilder:
         assert_never(node)
 
     def broadcast(self, node: g.Broadcast, at: str) -> Event:
-        """On every rank: all of them use a state, and the condition that ends a repeat."""
-        everywhere = self._everywhere()
+        """On every rank: all of them use a state, and the condition that ends a repeat. The condition of a repeat that
+        runs ahead is on its ranks alone."""
         (value,), (name,) = node.reads, node.writes
+        everywhere = self.conditions.get(name) or self._everywhere()
+        self.meshes[self.world.id] = self.world
+        self.spreads[everywhere.id] = everywhere
         return Compute(id=0, mesh=everywhere.mesh, at=at, reads=(f"{value}@{self._at(value, everywhere.id)}",),
                        writes=(f"{name}@{everywhere.id}",), spread=everywhere.id, program=node.program, frames=(),
                        inputs=((value, value),), outputs=((name, name),))

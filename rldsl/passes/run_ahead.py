@@ -3,7 +3,9 @@
 In: a draft in program order, whose events of nodes that run ahead say so. Out: the same for the events that passes
 inserted: what brings a value runs as early as its earliest reader needs it, so no rank that trains waits for the rows
 of a later step; and copies of parameters are refreshed, moved and freed in every turn of the step loop. Invariant: what
-makes a value of a step runs at least as far ahead as what reads it.
+makes a value of a step runs at least as far ahead as what reads it. A loop runs ahead as a whole; in a block that runs
+in some steps only, each event runs ahead by its own number of steps, and copies are refreshed in the turns in which
+anything else of the block runs.
 
 Generation, and what it is made from, runs `lag` steps ahead on any ranks: the program says so. What else may run ahead
 (`graph/lag.py`) does so on ranks that do not train, for otherwise a step would wait there for a reward of its own rows
@@ -19,9 +21,9 @@ from typing import Any, Protocol
 
 from rldsl.diag import internal_error
 from rldsl.graph import model as g
-from rldsl.graph.lag import inputs_of
-from rldsl.passes.draft import Draft, LengthsSpreads, events, uses
-from rldsl.plan.events import EVERY_TURN, Event, Item, ahead_of, split_buffer
+from rldsl.graph.lag import inputs_of, of_steps
+from rldsl.passes.draft import Draft, LengthsSpreads, each_block, events, uses
+from rldsl.plan.events import EVERY_TURN, Event, Item, Loop, When, ahead_of, split_buffer
 
 
 class RankSet(Protocol):
@@ -36,11 +38,12 @@ def steps_ahead(graph: g.Graph, ranks: Mapping[str, RankSet]) -> dict[str, int]:
     found = dict.fromkeys(graph.ahead, graph.lag)
     if not graph.may_run_ahead:
         return found
-    top = [i for i in graph.items if isinstance(i, g.Node)]
+    top = list(of_steps(graph.items))
     working = [ranks[n.id] for n in g.nodes(i for i in graph.items if not isinstance(i, g.Eval))
                if isinstance(n, g.Train | g.Infer) and n.id not in graph.ahead | graph.may_run_ahead]
-    generating = [ranks[n.id] for n in top if isinstance(n, g.Generate)]
-    made = {v: graph.lag for n in top if n.id in graph.ahead for v in n.writes}
+    generating = [ranks[n.id] for n in g.nodes(graph.items)
+                  if isinstance(n, g.Generate) and (n.id in graph.ahead or n in top)]
+    made = {v: graph.lag for n in g.nodes(graph.items) if n.id in graph.ahead for v in n.writes}
     inputs, held_by = inputs_of(graph.items, graph.values), dict[str, RankSet]()
     for node in top:
         own = ranks.get(node.id)
@@ -61,32 +64,55 @@ def run_ahead(draft: Draft) -> Draft:
         return draft
     values, lengths_in = draft.values, LengthsSpreads.of(draft)
     wanted: dict[str, int] = {}  # buffer -> how far ahead of the step loop the earliest reader runs
-    out: list[Item] = []
-    for item in reversed(draft.body):
-        if isinstance(item, Event) and item.refreshes:
-            item = replace(item, ahead=EVERY_TURN)
-        elif isinstance(item, Event) and item.traits.family == "movement" and not item.versions().defs:
-            item = replace(item, ahead=max((wanted.get(b, 0) for b in item.writes), default=0))
-        for event in events([item]):
-            for buffer in uses(draft, event, values, lengths_in):
-                wanted[buffer] = max(wanted.get(buffer, 0), ahead_of(event))
-        out.append(item)
-    return replace(draft, body=tuple(reversed(out)))
+
+    def block(items: tuple[Item, ...]) -> tuple[Item, ...]:
+        out: list[Item] = []
+        for item in reversed(items):
+            if isinstance(item, When):
+                out.append(replace(item, body=block(item.body)))
+                continue
+            if isinstance(item, Loop):
+                item = together(item)
+            elif item.refreshes:
+                item = replace(item, ahead=EVERY_TURN)
+            elif item.traits.family == "movement" and not item.versions().defs:
+                item = replace(item, ahead=max((wanted.get(b, 0) for b in item.writes), default=0))
+            for event in events([item]):
+                for buffer in uses(draft, event, values, lengths_in):
+                    wanted[buffer] = max(wanted.get(buffer, 0), ahead_of(event))
+            out.append(item)
+        return tuple(reversed(out))
+
+    return replace(draft, body=block(draft.body))
+
+
+def together(loop: Loop) -> Loop:
+    """A loop with all of its events as far ahead as those that are furthest: it runs as a whole."""
+    ahead = ahead_of(loop)
+    return replace(loop, body=each_block(loop.body, lambda items: tuple(
+        replace(i, ahead=ahead) if isinstance(i, Event) else i for i in items)))
 
 
 def check_run_ahead(draft: Draft) -> None:
-    """What is read has been made in the same turn or an earlier one, and nothing in a block runs ahead. What lasts,
-    such as parameters, is read as it is at its place in the turn."""
+    """What is read has been made in the same turn or an earlier one, and a loop runs ahead as a whole. What lasts, such
+    as parameters, is read as it is at its place in the turn."""
     if not draft.placed.graph.lag:
         return
     values, lengths_in, made = draft.values, LengthsSpreads.of(draft), dict[str, int]()
-    for item in draft.body:
-        for event in events([item]):
-            if item is not event and event.ahead:
-                raise internal_error(f"{event.called} in a block runs ahead", "pass run_ahead")
-            for buffer in uses(draft, event, values, lengths_in):
-                if made.get(buffer, event.ahead) < event.ahead:
-                    raise internal_error(f"{event.called} needs {buffer} before it is made", "pass run_ahead")
-            if event.ahead != EVERY_TURN:
-                made |= {b: event.ahead for b in event.writes
-                         if split_buffer(b)[0] in values and b not in draft.lasting}
+
+    def block(items: tuple[Item, ...]) -> None:
+        for item in items:
+            if isinstance(item, When):
+                block(item.body)
+                continue
+            if isinstance(item, Loop) and together(item) != item:
+                raise internal_error(f"a part of {item.id} runs ahead", "pass run_ahead")
+            for event in events([item]):
+                for buffer in uses(draft, event, values, lengths_in):
+                    if made.get(buffer, event.ahead) < event.ahead:
+                        raise internal_error(f"{event.called} needs {buffer} before it is made", "pass run_ahead")
+                if event.ahead != EVERY_TURN:
+                    made.update({b: event.ahead for b in event.writes
+                                 if split_buffer(b)[0] in values and b not in draft.lasting})
+
+    block(draft.body)

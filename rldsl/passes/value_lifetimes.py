@@ -26,20 +26,22 @@ def value_lifetimes(draft: Draft) -> Draft:
         items = tuple(replace(i, body=block(i.body, kept | _held(i))) if isinstance(i, When | Loop) else i
                       for i in items)
         own = {b for i in items for b in _made(i) if split_buffer(b)[0] not in models and b not in kept}
-        last: dict[str, int] = {}
+        last: dict[str, tuple[int, int]] = {}  # buffer -> (the steps by which its last use runs ahead, its index)
         for i, item in enumerate(items):
-            used = {b for e in events([item]) for b in (*uses(draft, e, values, lengths_in), *e.writes)}
-            for b in (used | {*_made(item)}) & own:
-                if b not in last or ahead_of(item) <= ahead_of(items[last[b]]):  # in a later turn, or later in the turn
-                    last[b] = i
-        ends: dict[int, list[str]] = defaultdict(list)
-        for b, i in last.items():
-            ends[i].append(b)
+            used = dict.fromkeys(_made(item), ahead_of(item))
+            for e in events([item]):
+                for b in (*uses(draft, e, values, lengths_in), *e.writes):
+                    used[b] = min(e.ahead, used.get(b, e.ahead))
+            for b in used.keys() & own:
+                if b not in last or used[b] <= last[b][0]:  # in a later turn, or later in the turn
+                    last[b] = used[b], i
+        ends: dict[int, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for b, (ahead, i) in last.items():
+            ends[i][ahead].append(b)
         out: list[Item] = []
         for i, item in enumerate(items):
             out.append(item)
-            if i in ends:
-                out.append(_free(draft, labels, sorted(ends[i]), item, meshes))
+            out += (_free(draft, labels, sorted(found), item, ahead, meshes) for ahead, found in ends[i].items())
         return tuple(out)
 
     body = block(draft.body, draft.lasting | {draft.stops_on})
@@ -55,12 +57,13 @@ def _made(item: Item) -> tuple[str, ...]:
     return item.writes if isinstance(item, Event) else item.collects if isinstance(item, Loop) else ()
 
 
-def _free(draft: Draft, labels: Labels, buffers: list[str], after: Item, meshes: list[Mesh]) -> Free:
+def _free(draft: Draft, labels: Labels, buffers: list[str], after: Item, ahead: int, meshes: list[Mesh]) -> Free:
+    """ahead: of the last use."""
     mesh = union(draft, {draft.spreads[split_buffer(b)[1]].mesh for b in buffers})
     meshes.append(mesh)
     reader = labels.event(after).called if isinstance(after, Event) else "the preceding block"
     return Free(id=0, mesh=mesh.id, because=f"last used by {reader}", buffers=tuple(buffers),
-                ahead=ahead_of(after))
+                ahead=ahead)
 
 
 def check_value_lifetimes(draft: Draft) -> None:

@@ -274,8 +274,9 @@ class Flow:
     def __init__(self, graph: g.Graph):
         nodes = tuple(g.nodes(graph.items))
         in_python = {p.id for p in graph.programs if any(n.op == "py" for n in p.nodes)}
-        self._early = {n.id for n in nodes  # they take time, which no call should wait for that could train instead
-                       if n.id in graph.may_run_ahead and isinstance(n, g.Compute) and n.program in in_python}
+        # what no call should wait for that could train instead: Python takes time, and generation waits for the others
+        self._early = {n.id for n in nodes if isinstance(n, Local) and n.id in graph.ahead} | {
+            n.id for n in nodes if n.id in graph.may_run_ahead and isinstance(n, g.Compute) and n.program in in_python}
         self._order = {n.id: i for i, n in enumerate(nodes)}
         self._writer = {v: n for n in nodes for v in n.writes}
         self._train: dict[str, int] = {}  # value -> the first train call that depends on it, by its place in `nodes`
@@ -287,8 +288,8 @@ class Flow:
 
     def near(self, node: Local) -> Call | Local | None:
         """The node with which `node` runs by default: the first train call, in program order, that depends on it; else
-        what made its inputs, the last written first. So what is only logged moves nothing. A Python function that may
-        run ahead of its step runs where its inputs were made."""
+        what made its inputs, the last written first. So what is only logged moves nothing. What generation is made
+        from, and a Python function that may run ahead of its step, run where their inputs were made."""
         found = [self._train[v] for v in node.writes if v in self._train and node.id not in self._early]
         if found:
             return cast(g.Train, self._nodes[min(found)])

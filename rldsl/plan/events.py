@@ -8,6 +8,7 @@ what it takes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -49,7 +50,7 @@ __all__ = [
     "AnyCall", "Checkpoint", "Collect", "Compute", "CopyPart", "Derive", "Draw", "EVENTS", "EVERY_TURN", "Event",
     "Fetch", "Free", "Generate", "Infer", "Item", "Lengths", "Load", "Log", "Lookup", "Loop", "ModelCall",
     "Offload", "Onload", "Realloc", "RowStates", "Sample", "Sampling", "Save", "Store", "Train", "Transfer", "Update",
-    "Versions", "When", "ahead_of", "optimizer_of", "runs_in", "split_buffer",
+    "Versions", "When", "ahead_of", "aheads_in", "optimizer_of", "runs_in", "split_buffer",
 ]
 
 EVERY_TURN = -1  # `Event.ahead` of what belongs to no step: copies of parameters are refreshed, moved and freed
@@ -666,12 +667,15 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class When:
-    """The body, in some iterations of the enclosing loop: `every`, `after` and `first` of a program."""
+    """The body, in some iterations of the enclosing loop: `every`, `after` and `first` of a program. In the step loop
+    it is for the steps of its events, which may run ahead of the turn."""
 
     period: int  # it runs in every so many iterations
     body: tuple[Item, ...]  # of one occurrence
     after: int = 0  # it does not run in the first so many
     first: int = 0  # it runs only in the first so many; 0: no limit
+    # in a step loop with a lag, by how many steps its events run ahead, on all ranks; ascending
+    aheads: tuple[int, ...] = ()
 
     def runs(self, iteration: int) -> bool:
         """Whether it runs in an iteration, from 1."""
@@ -694,13 +698,26 @@ Item = Event | Loop | When
 
 
 def ahead_of(item: Item) -> int:
-    """By how many steps an item of the step loop runs ahead. The events of a block run ahead by the same number."""
+    """By how many steps an item of the step loop runs ahead: of a block, those events that are furthest ahead. The
+    events of a loop run ahead by the same number; of a `When`, each by its own."""
     return item.ahead if isinstance(item, Event) else max((ahead_of(i) for i in item.body), default=0)
 
 
-def runs_in(turn: int, ahead: int, steps: int) -> bool:
-    """Whether items of the step loop that run so far ahead run in a turn.
+def aheads_in(block: Loop | When) -> tuple[int, ...]:
+    """By how many steps the events of a block run ahead, those that belong to a step; ascending."""
+    def found(items: tuple[Item, ...]) -> Iterator[int]:
+        for item in items:
+            yield from (item.ahead,) if isinstance(item, Event) else found(item.body)
+
+    return tuple(sorted({*found(block.body)} - {EVERY_TURN}))
+
+
+def runs_in(turn: int, ahead: int, steps: int, blocks: Sequence[When] = ()) -> bool:
+    """Whether an item of the step loop that runs so far ahead runs in a turn. blocks: those around it, outermost first.
 
     Turns are numbered so that in turn i the events of ahead 0 run for step i, of 1 to `steps`. Before turn 1 and in the
-    last turns, only a part of the events runs."""
-    return ahead == EVERY_TURN or 1 <= turn + ahead <= steps
+    last turns, only a part of the events runs. A block says for which steps its events run; those of every turn run
+    when another one of the block does, on whatever ranks."""
+    if ahead == EVERY_TURN:
+        return not blocks or any(runs_in(turn, a, steps, blocks) for a in blocks[-1].aheads)
+    return 1 <= turn + ahead <= steps and all(b.runs(turn + ahead) for b in blocks)

@@ -31,6 +31,14 @@ def walk(body: Iterable[Item], path: Path = ()) -> Iterator[tuple[Event, Path]]:
             yield item, path
 
 
+def of_steps(path: Path) -> Iterator[When]:
+    """Those of the blocks around an event of the step loop that say in which steps it runs."""
+    for block in path[1:]:
+        if isinstance(block, Loop):
+            return
+        yield block
+
+
 def times(path: Path) -> int:
     """How often a run executes an event inside these blocks: a `When` counts the iterations of the loop around it."""
     count, window = 1, Window(1)

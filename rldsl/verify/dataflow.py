@@ -26,6 +26,7 @@ from rldsl.plan.events import (
     runs_in,
     split_buffer,
 )
+from rldsl.plan.projection import walk
 from rldsl.plan.references import Role, references
 from rldsl.sharding.rank_sets import Ranks, group_equal_ranks, union
 from rldsl.verify.tables import Tables, name, problem
@@ -95,6 +96,7 @@ class _BufferTrace:
     def run(self, body: tuple[Item, ...]) -> None:
         for item in body:
             if isinstance(item, Loop) and item.first < 1:
+                self._check_scopes(item.body)
                 self._turns(item)
             elif isinstance(item, Loop):
                 self._loop(item)
@@ -106,7 +108,8 @@ class _BufferTrace:
                 self._event(self.effects[item.id])
 
     def _loop(self, loop: Loop) -> None:
-        collected = {b for b in loop.collects if self.meshes[b] in self.member_of}
+        ahead = ahead_of(loop)
+        collected = {self._at(b, ahead) for b in loop.collects if self.meshes[b] in self.member_of}
         if collected & self.live and self.last is not None:
             existing = ", ".join(sorted(collected & self.live))
             self.report("RL0514", f"loop {loop.id} collects into {existing}, which already exists", self.last)
@@ -116,21 +119,22 @@ class _BufferTrace:
         last = self.last
         self.run(loop.body)
         if loop.until and self.last is not None and self.last is not last:  # a rank without events is not in the loop
-            self._ends_on(loop, self.last)
+            self._ends_on(loop, self.last, ahead)
         self._check_balanced(before, loop)
         self.overwritable -= collected
 
-    def _ends_on(self, loop: Loop, last: Event) -> None:
+    def _ends_on(self, loop: Loop, last: Event, ahead: int = 0) -> None:
         """A loop reads its condition after an iteration, and frees it."""
-        if loop.until not in self.live:
+        if self._at(loop.until, ahead) not in self.live:
             self.report("RL0513", f"loop {loop.id} ends on {loop.until}, which does not exist", last)
-        self.live.discard(loop.until)
+        self.live.discard(self._at(loop.until, ahead))
 
     def _turns(self, loop: Loop) -> None:
         """A step loop whose events run ahead: buffers of later steps live from turn to turn. Between the first turns
         and the last, which lack some events, all turns are alike if two of them begin with the same buffers. What an
         event finds depends only on which events of the same step come before it. So turns in which nothing happens to
-        the values of a step are left out, and the work does not grow with the lag."""
+        the values of a step are left out, and the work does not grow with the lag. Blocks that run in some steps are
+        taken as if they ran in all: nothing outside depends on whether they do (`_check_scopes`)."""
         aheads = sorted({x.event.ahead for x in self.effects.values() if x.event.ahead > 0})
         self.turns_ahead = {ahead: i for i, ahead in enumerate(aheads, 1)}
         lag = len(aheads)
@@ -139,7 +143,7 @@ class _BufferTrace:
         for turn in range(1 - lag, steps + 1):
             if 1 <= turn <= steps - lag:
                 at_start.append(set(self.live))
-            for item in loop.body:
+            for item in without_blocks(loop.body):
                 ahead = ahead_of(item)
                 if runs_in(turn, self.turns_ahead.get(ahead, ahead), steps):
                     self.run((item,))
@@ -154,9 +158,33 @@ class _BufferTrace:
             self.report("RL0517", f"{changed}: a turn of loop {loop.id} ends with other buffers than it begins with",
                         self.last)
 
-    def _at(self, buffer: str, event: Event) -> str:
-        """A buffer by the step whose values it holds: events that run ahead use those of a later step."""
-        ahead = self.turns_ahead.get(event.ahead, event.ahead)
+    def _check_scopes(self, items: tuple[Item, ...]) -> None:
+        """With a lag, a block that runs in some steps frees the values that its events write, and no others, and no
+        event outside uses these."""
+        for block in (i for i in items if isinstance(i, When)):
+            own = [x for e, _ in walk(block.body) if e.mesh in self.member_of for x in (self.effects[e.id],)]
+            wrote = {b for x in own for b, ranks in x.writes if ranks in self.member_of} - self.kept
+            freed = {b for x in own for b, ranks in x.frees if ranks in self.member_of} - self.kept
+            wrote |= {b for loop in _loops(block.body) for b in loop.collects if self.meshes[b] in self.member_of}
+            wrote -= {loop.until for loop in _loops(block.body)}
+            last = own[-1].event if own else None
+            if last is not None and wrote - freed:
+                self.report("RL0516", f"{', '.join(sorted(wrote - freed))} is not freed inside the block that writes "
+                                      "it", last)
+            if last is not None and freed - wrote:
+                self.report("RL0517", f"{', '.join(sorted(freed - wrote))} is freed inside the block, but written "
+                                      "outside", last)
+            inside = {x.event.id for x in own}
+            for x in self.effects.values():
+                used = {b for b, _ in (*x.reads, *x.writes)} & wrote
+                if used and x.event.id not in inside and x.event.mesh in self.member_of:
+                    self.report("RL0513", f"{name(x.event)} uses {sorted(used)[0]}, which exists only in a block that "
+                                          "does not run in every step", x.event)
+            self._check_scopes(block.body)
+
+    def _at(self, buffer: str, ahead: int) -> str:
+        """A buffer by the step whose values it holds: what runs ahead uses those of a later step."""
+        ahead = self.turns_ahead.get(ahead, ahead)
         return f"{buffer}{AHEAD}{ahead}" if ahead > 0 and buffer not in self.kept else buffer
 
     def _check_balanced(self, before: set[str], block: Loop | When) -> None:
@@ -176,23 +204,40 @@ class _BufferTrace:
         event, member_of, live = effects.event, self.member_of, self.live
         self.last = event
         for buffer, rank_set in effects.reads:
-            if rank_set in member_of and self._at(buffer, event) not in live:
+            if rank_set in member_of and self._at(buffer, event.ahead) not in live:
                 self.report("RL0513", f"{name(event)} reads {buffer}, which does not exist", event)
         for frame, buffers in effects.lengths:
-            if live.isdisjoint(self._at(b, event) for b in buffers):
+            if live.isdisjoint(self._at(b, event.ahead) for b in buffers):
                 self.report("RL0518",
                             f"{name(event)} divides the rows of frame {frame}, but their lengths are not known yet",
                             event)
         for buffer, rank_set in effects.frees:
             if rank_set in member_of:
-                if self._at(buffer, event) not in live:
+                if self._at(buffer, event.ahead) not in live:
                     self.report("RL0515", f"{name(event)} frees {buffer}, which does not exist", event)
-                live.discard(self._at(buffer, event))
+                live.discard(self._at(buffer, event.ahead))
         for buffer, rank_set in effects.writes:
             if rank_set in member_of:
-                if self._at(buffer, event) in live and not (buffer in self.overwritable and _may_overwrite(event)):
+                held = self._at(buffer, event.ahead)
+                if held in live and not (held in self.overwritable and _may_overwrite(event)):
                     self.report("RL0514", f"{name(event)} writes {buffer} again before it is freed", event)
-                live.add(self._at(buffer, event))
+                live.add(held)
+
+
+def without_blocks(items: tuple[Item, ...]) -> Iterator[Event | Loop]:
+    """The items of the step loop, those of blocks that run in some steps in their place."""
+    for item in items:
+        if isinstance(item, When):
+            yield from without_blocks(item.body)
+        else:
+            yield item
+
+
+def _loops(items: tuple[Item, ...]) -> Iterator[Loop]:
+    for item in items:
+        if isinstance(item, Loop | When):
+            yield from (item,) if isinstance(item, Loop) else ()
+            yield from _loops(item.body)
 
 
 def _next_turn(buffer: str) -> str:

@@ -7,7 +7,9 @@ In: tables with sound references. Out: diagnostics RL0539. Rules:
 - so does what generation is made from and what reads a model, state or buffer that changes during the run; nothing else
   that reads one runs ahead. Where a Python reward or the log-probs of a frozen model run changes no number: they may
   run up to the lag ahead;
-- nothing in a block runs ahead, nor what makes parameters or a state, or writes to the log or to disk;
+- what makes parameters or a state, or writes to the log or to disk, does not run ahead;
+- a `repeat ... until` runs ahead as a whole, with all that is needed to know how often it runs, and no other loop does;
+  in an `every` each event runs ahead by its own number of steps;
 - all fetches of a source run ahead by the same number of steps, so each step has the rows that it has without a lag;
 - copies of parameters are refreshed, moved and freed in every turn.
 That what is read has been made, and not yet freed, is checked over turns by `dataflow.py` and `versions.py`.
@@ -20,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import EVERY_TURN, Event, Loop, split_buffer
-from rldsl.plan.projection import Path
+from rldsl.plan.events import EVERY_TURN, Event, Loop, When, aheads_in, split_buffer
+from rldsl.plan.projection import Path, walk
 from rldsl.plan.references import Role, references
 from rldsl.verify.tables import Tables, name, problem
 
@@ -32,12 +34,17 @@ def check_lag(t: Tables) -> Iterator[Diagnostic]:
         yield problem("RL0539", f"the plan has a lag of {lag} steps")
         return
     yield from _loops(t, lag)
+    blocks = {id(x): (x, path[1:i]) for _, path in t.events for i, x in enumerate(path) if isinstance(x, When)}
+    for block, around in blocks.values():
+        wanted = () if not lag or any(isinstance(x, Loop) for x in around) else aheads_in(block)
+        if block.aheads != wanted:
+            yield problem("RL0539", f"{block.head} says that its events run {_listed(block.aheads)} steps ahead, but "
+                          f"they run {_listed(wanted)} steps ahead")
     of_source: dict[str, int] = {}
     needed = _needed_for_generation(t) if lag else frozenset[str]()
     for event, path in t.events:
         wrong = _wrong(t, event, path, lag) or _reads_of_another_turn(t, event, path, lag, needed)
-        evaluates = any(isinstance(x, Loop) and x.over for x in path)
-        for source in () if wrong or evaluates else _read_in_order(event):
+        for source in () if wrong or _evaluates(path) else _read_in_order(event):
             ahead = of_source.setdefault(source, event.ahead)
             wrong = f"another event that reads {source} runs {_shown(ahead)}" if event.ahead != ahead else ""
         if wrong:
@@ -59,17 +66,35 @@ def _read_in_order(e: Event) -> list[str]:
     return [r.id for r in references(e) if r.role is Role.DATA] if e.traits.family == "data" and not e.reads else []
 
 
+def _evaluates(path: Path) -> bool:
+    return any(isinstance(x, Loop) and x.over for x in path)
+
+
+def _loop_of(path: Path) -> Loop | None:
+    """The outermost loop inside a step around an event."""
+    return next((x for x in path[1:] if isinstance(x, Loop)), None)
+
+
+def _of_loop(loop: Loop, lag: int) -> int:
+    """By how many steps a loop runs ahead, as what it generates says; others collect nothing that runs ahead."""
+    if not loop.until:
+        return 0
+    return max((e.wanted_ahead(lag) or 0 for e, _ in walk(loop.body)), default=0)
+
+
 def _wrong(t: Tables, e: Event, path: Path, lag: int) -> str:
     """What contradicts the steps by which an event runs ahead; "" if nothing does."""
     if not EVERY_TURN <= e.ahead <= lag or e.ahead == EVERY_TURN and not lag:
         return f"the lag is {lag}"
-    if len(path) != 1:
-        return "it is in a block" if path and e.ahead else "it comes before the first step" if e.ahead else ""
-    if lag and _is_of_copies(t, e) != (e.ahead == EVERY_TURN):
+    if not path:
+        return "it comes before the first step" if e.ahead else ""
+    wanted, loop = e.wanted_ahead(lag), _loop_of(path)
+    if loop is not None and e.ahead != (whole := _of_loop(loop, lag)):
+        return f"loop {loop.id}, around it, runs {_shown(whole)}"
+    if loop is None and lag and _is_of_copies(t, e) != (e.ahead == EVERY_TURN):
         return ("it moves a copy of parameters, which belongs to no step" if e.ahead != EVERY_TURN
                 else "it belongs to a step")
-    wanted = e.wanted_ahead(lag)
-    if wanted is not None and e.ahead != wanted:
+    if wanted is not None and e.ahead != wanted and not _evaluates(path):
         return f"its responses are generated {_shown(wanted)}"
     if e.ahead > 0:
         if e.versions().defs or e.logged or e.traits.family == "disk":
@@ -80,10 +105,13 @@ def _wrong(t: Tables, e: Event, path: Path, lag: int) -> str:
 
 
 def _needed_for_generation(t: Tables) -> frozenset[str]:
-    """The values that some generation of the step loop is made from, directly or not, and those that it makes."""
-    makers = {v: e for e, path in t.events if len(path) == 1 for v in _values(t, e.writes)}
+    """The values that some generation of a step is made from, directly or not, and those that it makes; and all of a
+    loop that generates."""
+    lag = t.plan.header.lag
+    own = [(e, _loop_of(path)) for e, path in t.events if path and not _evaluates(path)]
+    makers = {v: e for e, _ in own for v in _values(t, e.writes)}
     found = set[str]()
-    waiting = [v for e, path in t.events if len(path) == 1 and e.wanted_ahead(t.plan.header.lag)
+    waiting = [v for e, loop in own if e.wanted_ahead(lag) or loop is not None and _of_loop(loop, lag)
                for v in _values(t, (*e.reads, *e.writes))]
     while waiting:
         if (value := waiting.pop()) not in found:
@@ -99,7 +127,7 @@ def _values(t: Tables, buffers: tuple[str, ...]) -> list[str]:
 
 def _reads_of_another_turn(t: Tables, e: Event, path: Path, lag: int, needed: frozenset[str]) -> str:
     """What an event would read as it is in another turn than the program means; "" if nothing."""
-    if len(path) != 1 or e.ahead == EVERY_TURN:
+    if not path or _evaluates(path) or e.ahead == EVERY_TURN or e.refreshes:
         return ""
     own = lag if needed.intersection(_values(t, e.writes)) else 0
     changing = [m for m, _ in e.copies() if t.models[m].train_layout or t.models[m].updated_from]
@@ -113,6 +141,10 @@ def _is_of_copies(t: Tables, e: Event) -> bool:
     """Whether it only brings, moves or frees copies of parameters."""
     freed = {split_buffer(b)[0] for b in e.frees}
     return e.refreshes or bool(freed) and freed <= t.models.keys()
+
+
+def _listed(ahead: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ahead)) or "no"
 
 
 def _shown(ahead: int) -> str:

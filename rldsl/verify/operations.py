@@ -123,9 +123,14 @@ def _move(t: Tables, e: Offload | Onload) -> Iterator[Diagnostic]:
 
 def _exchange(t: Tables, e: Lengths) -> Iterator[Diagnostic]:
     read = {split_buffer(b)[0] for b in e.reads}
-    yield from calls.reads(t, e, {f"{e.frame}.tokens"} & read, calls.own(e.frame), e.spread)
     if len(e.writes) != 1 or not _is_all(t, e.writes[0], f"{e.frame}.lengths"):
         yield problem("RL0614", f"{name(e)} must write {e.frame}.lengths for every row, not {e.writes}", e)
+    if e.reads == (f"{e.frame}.lengths@{e.spread}",):  # of what a loop has collected, from the ranks that know them all
+        if t.spreads[e.spread].granularity != "all" or e.reads == e.writes:
+            yield problem("RL0614", f"{name(e)} must read the lengths of all rows of {e.frame}, and write them in "
+                          "another spread", e)
+        return
+    yield from calls.reads(t, e, {f"{e.frame}.tokens"} & read, calls.own(e.frame), e.spread)
     if not e.reads or t.spreads[e.spread].granularity == "all":
         yield problem("RL0614", f"{name(e)} must read {e.frame}.tokens in a spread that divides rows", e)
 

@@ -18,12 +18,14 @@ brings it again. What holds at the top of a loop is what holds on entry and afte
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import reduce
+from itertools import combinations, pairwise
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import (
+    EVERY_TURN,
     Checkpoint,
     Event,
     Generate,
@@ -34,7 +36,9 @@ from rldsl.plan.events import (
     Onload,
     Realloc,
     Train,
+    When,
     ahead_of,
+    aheads_in,
     runs_in,
     split_buffer,
 )
@@ -137,11 +141,38 @@ def _run(t: Tables, body: tuple[Item, ...], state: CopyStates, problems: list[Di
             problems += [d for d in found if d.code != "RL0522" or needless is None or d.title in needless]
             state = end if item.trips else state
         else:
-            end = _run(t, item.body, state, problems, cache)
-            if end.offloaded_parts != state.offloaded_parts:
-                problems.append(_unbalanced(item.head, end, state))
-            state = _meet(state, end)
+            state = _after_block(t, item, state, problems, cache)
     return state
+
+
+def _after_block(t: Tables, block: When, state: CopyStates, problems: list[Diagnostic],
+                 cache: dict[tuple[int, CopyStates], CopyStates]) -> CopyStates:
+    """The state after a block that runs in some steps. Where its events run ahead by different numbers of steps, any of
+    them may run in a turn without the others. A copy may be refreshed that is current in one of these cases only."""
+    levels, ends, needless = aheads_in(block), [state], list[frozenset[str]]()
+    for size in range(1, len(levels) + 1):
+        for chosen in combinations(levels, size):
+            found = list[Diagnostic]()
+            end = _run(t, _part(block.body, chosen), state, found, cache)
+            if end.offloaded_parts != state.offloaded_parts:
+                found.append(_unbalanced(block.head, end, state))
+            problems += [d for d in found if d.code != "RL0522" and d not in problems]
+            needless.append(frozenset(d.title for d in found if d.code == "RL0522"))
+            again = [d for d in found if d.code == "RL0522"]
+            ends.append(end)
+    problems += [d for d in again if all(d.title in titles for titles in needless)] if needless else []
+    return reduce(_meet, ends)
+
+
+def _part(items: tuple[Item, ...], ahead: Sequence[int]) -> tuple[Item, ...]:
+    """The items that run so far ahead, and those of every turn."""
+    out: list[Item] = []
+    for item in items:
+        if not isinstance(item, When):
+            out += [item] if ahead_of(item) in (*ahead, EVERY_TURN) else []
+        elif body := _part(item.body, ahead):
+            out.append(replace(item, body=body))
+    return tuple(out)
 
 
 def _before_first_step(t: Tables, loop: Loop, state: CopyStates, problems: list[Diagnostic],
@@ -152,11 +183,11 @@ def _before_first_step(t: Tables, loop: Loop, state: CopyStates, problems: list[
     that needs it only there. In the last turns the events that run ahead are missing, which makes no version and no
     copy."""
     needless: frozenset[str] | None = None
-    aheads = {ahead_of(i) for i in loop.body}
-    begins = {loop.first, *(x for a in aheads for x in (1 - a, loop.trips - a + 1) if loop.first < x < 1)}
+    levels = aheads_in(loop)
+    begins = {loop.first, *(x for a in levels for x in (1 - a, loop.trips - a + 1) if loop.first < x < 1)}
     spans = sorted(x for x in begins if x < 1)  # in the turns from one of these to the next, the same events run
     for first, end in pairwise([*spans, 1]):
-        body = tuple(i for i in loop.body if runs_in(first, ahead_of(i), loop.trips))
+        body = _part(loop.body, [a for a in levels if runs_in(first, a, loop.trips)])
         for _ in range(first, end):
             before, found = state, list[Diagnostic]()
             state = _run(t, body, before, found, cache)

@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rldsl.diag import Failure
+from rldsl.plan.events import Draw, Loop
 from rldsl.runtime.files import digest
 from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint, _none_there
 from rldsl.runtime.persist.manifest import DIGEST, MANIFEST, manifest_text
@@ -157,8 +158,11 @@ class Held:
     ([(Path("c/step-4"), 4, {5})], "the `lag` and `steps` of the run that wrote it, or start"),
     ([], "the `lag` and `steps` of the run that wrote it, or start")])
 def test_the_message_names_the_checkpoint_that_fits(others: list[tuple[Path, int, set[int]]], part: str) -> None:
-    header = SimpleNamespace(lag=2, steps=7)
-    context = SimpleNamespace(plan=SimpleNamespace(header=header, body=()), changing_models=frozenset())
+    header, drawn = SimpleNamespace(lag=2, steps=7), Draw(
+        id=1, mesh="m0", data="rows", frame="row", program="p", inputs=(), columns=(), ahead=2,
+        writes=("row.row_numbers@s0",))
+    plan = SimpleNamespace(header=header, body=(Loop("steps", 7, (drawn,), first=-1),))
+    context = SimpleNamespace(plan=plan, changing_models=frozenset())
     with pytest.raises(Failure) as refused:
         in_flight.check(Held(Path("c/step-5"), set(), others), [6, 7], context)  # type: ignore[arg-type]
     assert part in refused.value.diagnostics[0].help

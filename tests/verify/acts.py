@@ -125,6 +125,14 @@ def _sample(w: World, e: Sample, now: Moment) -> None:
 
 def _lengths(w: World, e: Lengths, now: Moment) -> None:
     s = w.story.spreads[e.spread]
+    if s.granularity == "all":  # of what a loop has collected: the first rank tells
+        first = w.members[s.mesh][0]
+        need(first in w.members[e.mesh], "lengths of ranks that do not take part")
+        w.knows(w.ranks[first], e.frame, w.story.rows(e.frame, now.lens), now)
+        w.communicates(w.members[e.mesh])
+        for rank in _here(w, e):
+            rank.lens[e.frame] = (now.lens[e.frame].stamp, None)
+        return
     x = w.story.layouts[s.layout]
     mesh = w.story.meshes[x.mesh]
     need(set(mesh.members()) <= set(w.members[e.mesh]), "lengths of ranks that do not take part")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from rldsl.plan.events import Item, Loop, When, ahead_of, runs_in
+from rldsl.plan.events import Event, Item, Loop, When, ahead_of, runs_in
 from rldsl.plan.model import Plan, Value
 from rldsl.plan.spaces import IndexedFrame
 from tests.verify.arithmetic import need
@@ -53,8 +53,12 @@ class Moment:
 
 
 def due(every: When, turn: int) -> bool:
-    period = every.period if every.period < 4 else 2 + every.period % 2
-    return replace(every, period=period).runs(turn)
+    return _often(every).runs(turn)
+
+
+def _often(every: When) -> When:
+    """A block that is due within the few turns that are looked at."""
+    return replace(every, period=every.period if every.period < 4 else 2 + every.period % 2)
 
 
 def turns(loop: Loop, outermost: bool) -> Iterator[int]:
@@ -63,9 +67,20 @@ def turns(loop: Loop, outermost: bool) -> Iterator[int]:
     yield from STEPS if few else range(loop.first, min(loop.trips, TURNS) + 1)
 
 
-def is_due(item: Item, loop: Loop, turn: int) -> bool:
-    """Whether an item of the step loop runs in a turn."""
-    return loop.first == 1 or runs_in(turn, ahead_of(item), min(loop.trips, TURNS))
+def is_due(item: Event | Loop, blocks: tuple[When, ...], loop: Loop, turn: int) -> bool:
+    """Whether an item of the step loop runs in a turn. blocks: around it, outermost first."""
+    if loop.first == 1:
+        return all(due(b, turn) for b in blocks)
+    return runs_in(turn, ahead_of(item), min(loop.trips, TURNS), tuple(map(_often, blocks)))
+
+
+def placed(items: Iterable[Item], blocks: tuple[When, ...] = ()) -> Iterator[tuple[Event | Loop, tuple[When, ...]]]:
+    """The items of the step loop with the blocks around each, outermost first."""
+    for item in items:
+        if isinstance(item, When):
+            yield from placed(item.body, (*blocks, item))
+        else:
+            yield item, blocks
 
 
 def enough(held: Held) -> bool:

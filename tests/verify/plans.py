@@ -116,6 +116,31 @@ flow f(steps=5, seed=7, lag=2) {
   checkpoint every 2
 }
 """
+AHEAD = """
+use std.sft (sft)
+use py "rewards.py" (size: gen, prompt -> seq)
+cluster nodes=1 gpus=4
+data prompts = jsonl("data/prompts.jsonl", batch=4, max_prompt_tokens=16)
+data others  = jsonl("data/prompts.jsonl", batch=4, max_prompt_tokens=16)
+model actor = causal_lm("models/sft") train adamw(lr=1e-3)
+flow f(steps=5, seed=7, lag=1) {
+  repeat {
+    more  = prompts.next()
+    tries = actor.generate(more, n=2, max_new_tokens=4)   on mesh(0:2) dp=2
+    r     = size(tries, more)
+    kept  = tries where r > 1
+  } until count(kept) >= 12 max 3
+  actor.train(kept, loss=sft())   on mesh(2:4) dp=2
+  every 2 {
+    o   = others.next()
+    gen = actor.generate(o, max_new_tokens=4)   on mesh(0:2) dp=2
+    actor.train(gen, loss=sft())                on mesh(2:4) dp=2
+    metric size = mean(size(gen, o))
+  }
+  metric asked = count(tries)
+  checkpoint every 2
+}
+"""
 REPLAY = """
 use std.sft (sft)
 use py "rewards.py" (size: gen, prompt -> seq)
@@ -213,7 +238,7 @@ def folder() -> Iterator[Path]:
 @cache
 def compiled() -> dict[str, Plan]:
     with folder() as here:
-        for name, text in (("grpo", GRPO), ("sync", SYNC), ("rows", ROW_STATES), ("replay", REPLAY), ("lag", LAG), ("vine", VINE), ("texts", TEXTS),
+        for name, text in (("grpo", GRPO), ("sync", SYNC), ("rows", ROW_STATES), ("replay", REPLAY), ("lag", LAG), ("ahead", AHEAD), ("vine", VINE), ("texts", TEXTS),
                            ("eval", whole(True, ranks=2, gen="dp=2", infer="dp=2"))):
             (here / f"{name}.rlf").write_text(text)
         (here / "two.rlf").write_text(TWO)
@@ -227,6 +252,7 @@ def compiled() -> dict[str, Plan]:
             "rows": api.compile("rows.rlf"),
             "replay": api.compile("replay.rlf"),
             "lag": api.compile("lag.rlf"),
+            "ahead": api.compile("ahead.rlf"),
             "vine": api.compile("vine.rlf"),
             "texts": api.compile("texts.rlf"),
             "eval": api.compile("eval.rlf"),

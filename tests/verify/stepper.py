@@ -12,10 +12,10 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from rldsl.diag import InternalError
-from rldsl.plan.events import Event, When, Generate, Infer, Item, Loop, split_buffer
+from rldsl.plan.events import Event, Generate, Infer, Item, Loop, When, ahead_of, split_buffer
 from rldsl.plan.model import Plan, Spread, Value
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.sharding import partition
@@ -142,8 +142,9 @@ class World:
         need(not stuck, f"ranks {stuck} wait for ever")
 
     def _program(self, rank: Rank, entries: list[tuple[Event, tuple[Block, ...]]], key: Key, turn: int,
-                 depth: int = 0) -> Iterator[tuple[Key, Event]]:
-        """The events of a rank's list, inside `depth` blocks, with the turns of the loops around each."""
+                 depth: int = 0, chosen: bool = False) -> Iterator[tuple[Key, Event]]:
+        """The events of a rank's list, inside `depth` blocks, with the turns of the loops around each. chosen: whether
+        they are those that run, whatever the blocks around them say of the turn."""
         for number, group in groupby(entries, lambda x: id(x[1][depth]) if len(x[1]) > depth else 0):
             inside = list(group)
             if not number:
@@ -151,15 +152,16 @@ class World:
                 continue
             block = inside[0][1][depth]
             if isinstance(block, When):
-                if due(block, turn):
-                    yield from self._program(rank, inside, key, turn, depth + 1)
+                if chosen or due(block, turn):
+                    yield from self._program(rank, inside, key, turn, depth + 1, chosen)
                 continue
             yield from self._loop(rank, block, inside, key, depth)
 
     def _loop(self, rank: Rank, loop: Loop, inside: list[tuple[Event, tuple[Block, ...]]], key: Key,
               depth: int) -> Iterator[tuple[Key, Event]]:
+        step = key[0] + max(ahead_of(loop), 0) if key else 0
         if key:
-            rank.of_step(key[0])  # nothing in a block runs ahead
+            rank.of_step(step)
         for buffer in loop.collects:
             value, spread = split_buffer(buffer)
             if rank.number in self.members[self.story.spreads[spread].mesh]:
@@ -172,11 +174,10 @@ class World:
         for turn in turns(loop, not key):
             here = inside
             if not key:
-                here = [(e, path) for e, path in inside
-                        if is_due(path[depth + 1] if len(path) > depth + 1 else e, loop, turn)]
-            yield from self._program(rank, here, (*key, turn), turn, depth + 1)
+                here = [(e, path) for e, path in inside if is_due(*_unit(e, path[depth + 1:]), loop, turn)]
+            yield from self._program(rank, here, (*key, turn), turn, depth + 1, not key)
             if loop.until and (key or turn >= 1):
-                rank.of_step(key[0] if key else turn)
+                rank.of_step(step if key else turn)
                 stamp, _ = rank.buffers.pop(loop.until)
                 if enough(self.story.made[split_buffer(loop.until)[0], stamp]):
                     break
@@ -316,6 +317,12 @@ class World:
         need(key in rank.shards, f"rank {rank.number} has no {model}@{layout}")
         need(rank.shards[key] == now.models[model][0], f"rank {rank.number} has another version of {model}@{layout}")
         need(anywhere or key not in rank.away, f"{model}@{layout} is in host memory on rank {rank.number}")
+
+
+def _unit(e: Event, path: tuple[Block, ...]) -> tuple[Event | Loop, tuple[When, ...]]:
+    """What runs as a whole in a turn: an event or the loop around it; and the blocks around that."""
+    blocks = tuple(takewhile(lambda b: isinstance(b, When), path))
+    return (path[len(blocks)] if len(path) > len(blocks) else e), blocks  # type: ignore[return-value]
 
 
 def _walk(items: tuple[Item, ...], path: tuple[Block, ...]) -> Iterator[tuple[Event, tuple[Block, ...]]]:

@@ -43,7 +43,7 @@ from rldsl.sharding import partition
 from tests.verify.arithmetic import WIDE, Cell, View, evaluate, need, term
 from tests.verify.derived import Derived, derived
 from tests.verify.loss import check_loss
-from tests.verify.moment import Held, Key, Lens, Moment, due, enough, is_due, kept, lasting_models, space, turns
+from tests.verify.moment import Held, Key, Lens, Moment, due, enough, is_due, kept, lasting_models, placed, space, turns
 
 LEVEL = {"tokens": "token", "response": "token", "row": "seq", "prompt": "prompt", "batch": "batch"}
 SPLITS = {"prompts": {"": None}, "answers": {"": "answer"}, "pairs": {"chosen": "chosen", "rejected": "rejected"}}
@@ -113,11 +113,12 @@ class Story:
                 self.drawn.clear()
             last = turn == loop.trips or not loop.over
             over = loop.over if last else f"{loop.over} "
-            for item in loop.body:
-                if not outermost or is_due(item, loop, turn):
-                    ahead = max(ahead_of(item), 0) if outermost else 0
-                    if outermost:
-                        self._of_step(turn + ahead)
+            if not outermost:
+                self._walk(loop.body, (*key, turn), turn, over)
+            for item, blocks in placed(loop.body) if outermost else ():
+                if is_due(item, blocks, loop, turn):
+                    ahead = max(ahead_of(item), 0)
+                    self._of_step(turn + ahead)
                     self._walk((item,), (*key, turn), turn + ahead, over)
             if outermost:
                 self._of_step(turn)

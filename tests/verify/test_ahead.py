@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rldsl.plan.events import EVERY_TURN, Event, Loop
+import pytest
+
+from rldsl.plan.events import EVERY_TURN, Event, Loop, When
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
 from tests.verify.faults import faults
@@ -27,13 +29,19 @@ def mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
     for first in (-3, -2, 0, 1, 2):
         body = tuple(replace(x, first=first) if isinstance(x, Loop) else x for x in plan.body)
         yield f"first turn {first}", replace(plan, body=body)
+    for block in {id(b): b for _, path in event_paths(plan) for b in path if isinstance(b, When)}.values():
+        for aheads in {(), (0,), (0, 1), (1,), (0, 2), (0, 1, 2)} - {block.aheads}:
+            def other(x: object, block: When = block, aheads: tuple[int, ...] = aheads) -> tuple[When, ...] | None:
+                return (replace(block, aheads=aheads),) if x is block else None
+            yield f"{block.head}: {block.aheads} -> {aheads}", replace(plan, body=edited(plan.body, other))
     for lag in (-1, 0, 1, 3):
         yield f"lag {lag}", replace(plan, header=replace(plan.header, lag=lag))
 
 
-def test_no_event_may_run_earlier_or_later() -> None:
+@pytest.mark.parametrize("name", ["lag", "ahead"])
+def test_no_event_may_run_earlier_or_later(name: str) -> None:
     """A change that leaves the meaning as it is may be accepted: a reward may be computed a turn later."""
-    plan = compiled()["lag"]
+    plan = compiled()[name]
     meaning = simulate(plan, random.Random(0)).meaning
     verdicts: Counter[tuple[str, bool]] = Counter()
     holes = []

@@ -34,9 +34,9 @@ from tests.verify.mutate_rows import OPERATORS, row_mutants
 from tests.verify.plans import compiled
 from tests.verify.stepper import simulate
 
-NAMES = ("sample", "ppo", "dpo", "grpo", "sync", "rows", "replay", "lag", "vine", "texts", "eval", "dynamic", "small")
-EACH, SEED = 500, 21  # of 10 plans, and a tenth of it of the two with the most events: 5,100 mutants
-LARGE = ("vine", "texts")
+NAMES = ("sample", "ppo", "dpo", "grpo", "sync", "rows", "replay", "lag", "ahead", "vine", "texts", "eval", "dynamic", "small")
+EACH, SEED = 500, 21  # of 10 plans, and a tenth of it of the three with the most events: 5,100 mutants
+LARGE = ("vine", "texts", "ahead")
 ROWS = 4 * len(OPERATORS)  # of each plan with rows that are made of rows: so many of each operator
 LENIENT = (Lengths, Free, Compute)  # lengths and tokens may be read besides, and what a free touches is said twice
 

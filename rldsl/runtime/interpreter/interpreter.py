@@ -81,6 +81,7 @@ from rldsl.runtime.plan_file import PlanFile
 from rldsl.runtime.rewards.pool import RewardPool
 from rldsl.runtime.state import in_flight
 from rldsl.runtime.state.model_store import ModelStore
+from rldsl.runtime.state.step import StepState
 
 
 def _generate(state: RankState, event: Generate) -> None:
@@ -169,24 +170,32 @@ class Interpreter:
                     else:
                         self.run_items(item.body, i)
 
-    def run_turn(self, items: Sequence[Item], turn: int) -> None:
-        """Execute those items of the step loop that run in a turn, each for its step."""
+    def run_turn(self, items: Sequence[Item], turn: int, blocks: tuple[When, ...] = ()) -> None:
+        """Execute those items of the step loop that run in a turn, each for its step. blocks: around the items."""
         for item in items:
-            if self.is_due(turn, ahead_of(item)):
+            if isinstance(item, When):
+                self.run_turn(item.body, turn, (*blocks, item))
+            elif self.is_due(turn, ahead_of(item), blocks):
                 self.run_items([item], turn)
 
-    def is_due(self, turn: int, ahead: int) -> bool:
+    def is_due(self, turn: int, ahead: int, blocks: Sequence[When] = ()) -> bool:
         """Whether items of the step loop that run so far ahead run in a turn. A resumed run first repeats, of the turns
-        before its checkpoint, what they made of later steps, and what brings parameters to the copies."""
+        before its checkpoint, what they made of later steps, and what brings parameters to the copies. blocks: around
+        the items, outermost first."""
+        if ahead == EVERY_TURN and blocks:
+            return any(self.is_due(turn, a, blocks) for a in blocks[-1].aheads)
         repeats = bool(self.resumed) and turn <= self.resumed
-        return runs_in(turn, ahead, self.state.context.plan.header.steps) and (
+        return runs_in(turn, ahead, self.state.context.plan.header.steps, blocks) and (
             not repeats or ahead == EVERY_TURN or turn + max(ahead, 0) > self.resumed)
 
     def state_of(self, event: Event) -> RankState:
         """The state of the step for which an event runs now."""
-        if event.ahead <= 0:
-            return self.state
-        return replace(self.state, step=self.state.step.later(self.turn + event.ahead))
+        return replace(self.state, step=self.step_of(event)) if event.ahead > 0 else self.state
+
+    def step_of(self, item: Item) -> StepState:
+        """The step for which an item runs now."""
+        ahead = ahead_of(item) if self.depth else 0
+        return self.state.step.later(self.turn + ahead) if ahead > 0 else self.state.step
 
     def handle(self, state: RankState, event: Event) -> None:
         """Execute one event, or restore what it did before the checkpoint of a resumed run."""
@@ -206,9 +215,9 @@ class Interpreter:
         begun = range(checkpoint.step + 1, min(checkpoint.step + lag, steps) + 1)
         if lag or checkpoint.steps_ahead:
             in_flight.check(checkpoint, begun, context)
-        for event in loop.body:
-            if isinstance(event, Fetch) and event.ahead and not event.reads:
-                reader.position[event.data] = reader.position.get(event.data, -1) - len(begun)
+        for number in begun:
+            for source, batches in in_flight.batches_read(loop.body, number, checkpoint).items():
+                reader.position[source] = reader.position.get(source, -1) - batches
 
     def run_event(self, event: Event) -> None:
         """Execute one event, and report and record how long it took."""
@@ -231,7 +240,7 @@ class Interpreter:
         """The iterations of a loop, from 1; the caller runs the body of each. The outermost loop is that of the steps:
         only loads come before it.
         What ends an iteration happens when the caller asks for the next one."""
-        context, step, services = self.state.context, self.state.step, self.state.services
+        context, step, services = self.state.context, self.step_of(loop), self.state.services
         is_step_loop = self.depth == 0
         if is_step_loop:
             self.compare_weights()
@@ -240,6 +249,10 @@ class Interpreter:
                 self.rewind(loop, services.resumed)
         outer, step.evaluated_source = (step.iteration, step.evaluated_source), loop.over
         count = eval_loops.num_iterations(services.data, loop) if loop.over else loop.trips
+        ahead = not is_step_loop and ahead_of(loop) > 0
+        restored = 0  # iterations that the run made which wrote the checkpoint; 0: none did
+        if ahead and services.resumed is not None and self.turn <= self.resumed:
+            restored = in_flight.iterations(services.resumed, step.number, loop)
         if not is_step_loop:
             services.reporter.entered(loop.id)
         for buffer in loop.collects:
@@ -263,11 +276,13 @@ class Interpreter:
                 if step.stopped:
                     break
             if loop.until and (not is_step_loop or i > self.resumed and i >= 1):
-                done = bool(step.buffers.get(loop.until).data)
+                done = i == restored if restored else bool(step.buffers.get(loop.until).data)
                 step.buffers.free(loop.until)
                 if done:
                     step.ended = is_step_loop
                     break
+        if ahead and services.writer is not None:
+            in_flight.keep_iterations(step, loop, step.iteration + 1)
         self.depth -= 1
         services.ring.leave_loop(self.depth)
         step.iteration, step.evaluated_source = outer

@@ -84,14 +84,18 @@ def _row_numbers(step: StepState, reader: DataReader, event: Fetch) -> list[int]
 
 
 def lengths(step: StepState, event: Lengths) -> None:
-    """One all-reduce of [rows, 2]: prompt and response lengths. The first rank of each dp rank contributes."""
+    """One all-reduce of [rows, 2]: prompt and response lengths. The first rank of each dp rank contributes; of ranks
+    that know all lengths, the first."""
     context, world = step.context, step.context.world
     frame, spread = context.frames[event.frame], context.spreads[event.spread]
     table = torch.zeros(frame.count, 2, dtype=torch.int64, device=context.device)
-    layout = world.layouts[spread.layout]
-    mesh = world.meshes[layout.mesh]
-    if world.rank in mesh.members():
-        at = coordinate(layout, mesh, world.rank)
+    mesh = world.meshes[spread.mesh]
+    if spread.granularity == "all":
+        if world.rank == mesh.members()[0]:
+            lens = step.rows.lens[frame.id]
+            table[:, 0], table[:, 1] = lens.prompt, lens.response
+    elif world.rank in mesh.members():
+        at = coordinate(world.layouts[spread.layout], mesh, world.rank)
         if at.tp == at.pp == at.cp == 0:
             lens = step.rows.lens[frame.id]
             rows = step.my_rows(spread, frame.id)
@@ -99,7 +103,7 @@ def lengths(step: StepState, event: Lengths) -> None:
     group = world.group(event.mesh)
     if group is not None:
         all_reduce(table, group=group)
-    if event.ahead > 0 or frame.id not in context.exchanged_ahead:
+    if event.ahead > 0 or frame.id not in context.known_ahead:
         step.set_lengths(frame.id, RowLengths(table[:, 0], table[:, 1]))
 
 

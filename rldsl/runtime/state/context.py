@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from rldsl.plan.entries import EntrySpace, entry_spaces
-from rldsl.plan.events import Derive, Generate, Lengths, Load, Offload, split_buffer
+from rldsl.plan.events import Collect, Derive, Generate, Lengths, Load, Offload, split_buffer
 from rldsl.plan.expr import Program
 from rldsl.plan.function import Function
 from rldsl.plan.model import Data, Model, Plan, Spread, Value
@@ -90,13 +90,17 @@ class RunContext:
     @cached_property
     def derived(self) -> frozenset[str]:
         """The frames whose sequences are copies of another frame's, so that their tokens count once."""
-        return frozenset(e.frame for e, _ in event_paths(self.plan) if isinstance(e, Derive))
+        own = {e.frame for e, _ in event_paths(self.plan) if isinstance(e, Derive)}
+        return frozenset(own | {e.into for e, _ in event_paths(self.plan) if isinstance(e, Collect) and e.frame in own})
 
     @cached_property
-    def exchanged_ahead(self) -> frozenset[str]:
+    def known_ahead(self) -> frozenset[str]:
         """The frames whose lengths this rank gets ahead of their step, so that an exchange in it tells nothing new."""
-        return frozenset(e.frame for e, _ in event_paths(self.plan)
-                         if isinstance(e, Lengths) and e.ahead > 0 and self.rank in self.world.meshes[e.mesh].members())
+        ahead = [e for e, _ in event_paths(self.plan)
+                 if e.ahead > 0 and self.rank in self.world.meshes[e.mesh].members()]
+        return frozenset((*(e.frame for e in ahead if isinstance(e, Lengths)),
+                          *(e.into for e in ahead if isinstance(e, Collect)
+                            if any(w.endswith(".lengths") for _, w in e.values))))
 
     @cached_property
     def continued(self) -> Mapping[str, Generate]:

@@ -4,11 +4,14 @@ In: the states of these steps. Out: tensors by name, and from them the buffers o
 placement. What depends on parameters, states or buffers of the past is stored: what was generated, inferred with a
 model that changes, drawn and sampled. The rest of what runs ahead is computed again when a run resumes: it may run
 ahead by another number of steps under another placement. A tensor is named
-`later step|STEP|VALUE|PART.RANK|0:n`, with the parts of a ragged value: ids, sizes and data.
+`later step|STEP|VALUE|PART.RANK|0:n`, with the parts of a ragged value: ids, sizes and data. In a loop, the rows of an
+iteration come after those of the iterations before, and the condition that ended the loop is stored with an entry for
+each iteration, so that a resumed run makes as many.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -16,8 +19,9 @@ from typing import Protocol
 import torch
 
 from rldsl.diag import fail
-from rldsl.plan.events import Event, split_buffer
-from rldsl.plan.projection import event_paths
+from rldsl.plan.events import Event, Item, Loop, When, ahead_of, split_buffer
+from rldsl.plan.projection import event_paths, of_steps
+from rldsl.plan.references import Role, references
 from rldsl.runtime.comm.row_assignment import RowLengths
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.step import StepState
@@ -25,8 +29,14 @@ from rldsl.runtime.store import RaggedRows
 from rldsl.sharding.layout import coordinate
 
 
+class Rows(Protocol):
+    """A checkpoint, from which rows are read."""
+
+    def rows_of(self, key: str) -> RaggedRows: ...
+
+
 class Ahead(Protocol):
-    """A checkpoint, as far as this module needs it."""
+    """A checkpoint, as far as `check` needs it."""
 
     @property
     def path(self) -> Path: ...
@@ -63,12 +73,46 @@ def keep(step: StepState, event: Event) -> None:
         return
     for value, buffer in ((split_buffer(b)[0], b) for b in event.writes):
         if value in stored:
-            step.made[value] = step.buffers.get(buffer)
+            _append(step, value, step.buffers.get(buffer), step.context.values[value].frame)
     for frame in event.new_rows:
-        lens = step.rows.lens[frame]
-        rows = next(step.made[v].ids for v in stored if v == f"{frame}.tokens")
-        step.made[f"{frame}.lengths"] = RaggedRows(
-            rows, torch.full_like(rows, 2), torch.stack([lens.prompt[rows], lens.response[rows]], 1).flatten())
+        lens, buffer = step.rows.lens[frame], next(b for b in event.writes if split_buffer(b)[0] == f"{frame}.tokens")
+        rows = step.buffers.get(buffer).ids
+        _append(step, f"{frame}.lengths", RaggedRows(
+            rows, torch.full_like(rows, 2), torch.stack([lens.prompt[rows], lens.response[rows]], 1).flatten()), frame)
+
+
+def _append(step: StepState, value: str, rows: RaggedRows, frame: str) -> None:
+    before = step.made.get(value) or RaggedRows.empty(rows.data.dtype, rows.data.device)
+    step.made[value] = before.append(rows, step.iteration * step.context.frames[frame].count)
+
+
+def keep_iterations(step: StepState, loop: Loop, count: int) -> None:
+    """Note how many iterations a loop that runs ahead made."""
+    value, spread = split_buffer(loop.until)
+    context = step.context
+    if context.rank == context.world.meshes[context.spreads[spread].mesh].members()[0]:
+        ids = torch.arange(count, device=context.device)
+        step.made[value] = RaggedRows(ids, torch.ones_like(ids), ids == count - 1)
+
+
+def iterations(checkpoint: Rows, step: int, loop: Loop) -> int:
+    """How many iterations of a loop there are in a checkpoint, for a later step."""
+    return len(checkpoint.rows_of(key_of(step, split_buffer(loop.until)[0])).ids)
+
+
+def batches_read(items: Iterable[Item], step: int, checkpoint: Rows) -> Counter[str]:
+    """Data source -> the batches of it that were read in order ahead of a later step."""
+    found = Counter[str]()
+    for item in items:
+        if isinstance(item, Event):  # one that reads a source in order makes rows of nothing else
+            if item.ahead > 0 and item.new_rows and item.traits.family == "data" and not item.reads:
+                found.update(r.id for r in references(item) if r.role is Role.DATA)
+        elif isinstance(item, When):
+            found += batches_read(item.body, step, checkpoint) if item.runs(step) else Counter()
+        elif isinstance(item, Loop) and ahead_of(item) > 0:
+            times = iterations(checkpoint, step, item)
+            found += Counter({d: times * n for d, n in batches_read(item.body, step, checkpoint).items()})
+    return found
 
 
 def _owns(context: RunContext, event: Event) -> bool:
@@ -93,17 +137,25 @@ def tensors(later: Mapping[int, StepState], rank: int) -> dict[str, torch.Tensor
     return found
 
 
+def _values_of(step: int, context: RunContext) -> set[str]:
+    """What a checkpoint stores of a later step."""
+    found = set[str]()
+    for event, path in event_paths(context.plan):
+        if event.ahead > 0 and all(b.runs(step) for b in of_steps(path)):
+            found.update(stored_values(event, context.changing_models))
+            found.update(split_buffer(b.until)[0] for b in path[1:] if isinstance(b, Loop) and b.until)
+    return found
+
+
 def check(checkpoint: Ahead, steps: Sequence[int], context: RunContext) -> None:
     """Whether a checkpoint holds what the plan made of these later steps, and of no others. RL0762."""
-    values = {v for e, _ in event_paths(context.plan) if e.ahead > 0
-              for v in stored_values(e, context.changing_models)}
-    if checkpoint.steps_ahead == set(steps) and all(
-            checkpoint.has_rows_of(key_of(s, v)) for s in steps for v in values):
+    holds = all(checkpoint.has_rows_of(key_of(s, v)) for s in steps for v in _values_of(s, context))
+    if holds and checkpoint.steps_ahead == {s for s in steps if _values_of(s, context)}:
         return
     held = ", ".join(map(str, sorted(checkpoint.steps_ahead))) or "none"
     lag, last = context.plan.header.lag, context.plan.header.steps
     older = next((path for path, step, ahead in checkpoint.earlier()
-                  if ahead == set(range(step + 1, min(step + lag, last) + 1))), None)
+                  if ahead == {s for s in range(step + 1, min(step + lag, last) + 1) if _values_of(s, context)}), None)
     other = (f"resume from {older}, which fits" if older
              else "resume with the `lag` and `steps` of the run that wrote it")
     raise fail("RL0762", "the checkpoint was written with another `lag`, or other `steps`", place=str(checkpoint.path),
@@ -116,14 +168,24 @@ def restore(step: StepState, event: Event, read: Callable[[str], RaggedRows]) ->
     """Do what an event did, from a checkpoint. read: all rows of a value, by `key_of`."""
     context = step.context
     for frame in event.new_rows:
-        _set_lengths(step, event, frame, read(key_of(step.number, f"{frame}.lengths")))
+        stored = read(key_of(step.number, f"{frame}.lengths"))
+        _set_lengths(step, event, frame, _of_iteration(step, stored, frame))
     for buffer in event.writes:
         value, spread_id = split_buffer(buffer)
         if value in stored_values(event, context.changing_models):
             whole, spread = read(key_of(step.number, value)), context.spreads[spread_id]
             ids, sizes, data = (x.to(context.device) for x in (whole.ids, whole.sizes, whole.data))
-            mine = ids if spread.granularity == "all" else step.my_rows(spread, context.values[value].frame)
-            step.buffers.put(buffer, RaggedRows(ids, sizes, data).gather(mine))
+            frame = context.values[value].frame
+            now = _of_iteration(step, RaggedRows(ids, sizes, data), frame)
+            mine = now.ids if spread.granularity == "all" else step.my_rows(spread, frame)
+            step.buffers.put(buffer, now.gather(mine))
+
+
+def _of_iteration(step: StepState, stored: RaggedRows, frame: str) -> RaggedRows:
+    """Of stored rows those of this iteration, as it numbers them."""
+    count = step.context.frames[frame].count
+    now = stored.gather(stored.ids[stored.ids // count == step.iteration])
+    return RaggedRows(now.ids - step.iteration * count, now.sizes, now.data)
 
 
 def _set_lengths(step: StepState, event: Event, frame: str, stored: RaggedRows) -> None:
