@@ -84,6 +84,7 @@ def fork_ranks() -> None:
         if isinstance(line, list) and LAUNCH in line:  # whatever options Python gets
             arguments = line[line.index(LAUNCH) + 1 :]
             return Launch(arguments, more.get("env") or dict(os.environ), more.get("stdout"), more.get("stderr"))
+        assert not isinstance(line, list) or "rldsl.run" not in line, f"these ranks would each import torch: {line}"
         return real(line, *rest, **more)
 
     subprocess.Popen = popen  # type: ignore[assignment,misc]
