@@ -18,12 +18,12 @@ from rldsl.plan.model import Layout, Mesh, Model
 if TYPE_CHECKING:
     import torch
 
-    from rldsl.runtime.backend import Axes, Images, Shard, WeightCache
+    from rldsl.runtime.backend import Axes, Shard, WeightCache
 
 
 def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, *, load: bool,
-          trainable: bool, weight_cache: WeightCache | None = None, images: Images | None = None) -> Shard:
-    """See `rldsl.runtime.backend.Build`. images: none, since no family here reads them."""
+          trainable: bool, weight_cache: WeightCache | None = None) -> Shard:
+    """See `rldsl.runtime.backend.Build`."""
     if line := lacking(DESCRIPTION):  # on this machine, whatever the compiler's had
         raise fail("RL0326", f"`{model.name}` is placed with `backend=megatron`, which is not available here",
                    notes=(why,) if (why := unfit(DESCRIPTION)) else (),

@@ -8,6 +8,6 @@ from typing import get_args
 from rldsl.plan.backends import Description
 from rldsl.plan.model import OptimizerKind
 
-DESCRIPTION = Description(invariant=True, reuses_cache=True, conversations=True, entries=True, first_pass=True,
-                          optimizers=get_args(OptimizerKind),
+DESCRIPTION = Description(invariant=True, reuses_cache=True, conversations=True, images=True, entries=True,
+                          first_pass=True, optimizers=get_args(OptimizerKind),
                           groups=True, freezes=True)

@@ -46,7 +46,8 @@ def check_backends(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, P
         why = unable(known, kinds[type(node)], x, node.model in adapted, optimizers[node.model], talks, entries,
                      isinstance(node, g.Train) and node.first_pass != "")
         if not why and family is not None:
-            why = known.problem(family, x)
+            why = known.problem(family, x) or (
+                "it does not read images" if family.reads_images and not known.images else "")
         span = option_span(place.span, "backend")
         if why:
             problems.append(Diagnostic("RL0327", f"`{label(node)}` cannot run on the backend `{x.backend}`", span, why,

@@ -69,6 +69,7 @@ class Description:
     needs: tuple[str, str] | None = None  # (a module that must be importable, the command that installs it)
     versions: tuple[str, str, str] | None = None  # (distribution, first supported version, first unsupported one)
     invariant: bool = False  # whether it can run models with `invariant=true`
+    images: bool = False  # whether models may read images; then `build` takes `images`
     reuses_cache: bool = False  # whether `generate` can keep its KV cache for a call that continues
     conversations: bool = False  # whether `generate` can talk with an environment
     entries: bool = False  # whether it has `Shard.top`, and the output "logprobs_at"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,15 @@ flow f(steps=1) {
         api.compile("q.rlf")
     found = failure.value.diagnostics[0]
     assert found.code == "RL0333" and found.title == "a conversation cannot begin with images"
+
+
+def test_a_backend_that_does_not_say_that_it_reads_images_is_refused(folder, monkeypatch):
+    from rldsl.placement import backends
+
+    real = backends.described
+    monkeypatch.setattr(backends, "described", lambda name: replace(real(name), images=False))
+    found = refused(folder, monkeypatch)
+    assert found.code == "RL0327" and found.label == "it does not read images"
 
 
 def test_the_plan_names_the_column(folder, monkeypatch):

@@ -56,16 +56,17 @@ class ModelStore:
             self.shards[key] = build(record, where, context.world.meshes[where.mesh], context.world.axes(where),
                                      context.device, load=load, trainable=record.train_layout == layout,
                                      weight_cache=None if key in context.offloaded else self.shared_tensors,
-                                     images=self._images(record.path))
+                                     **self._images(record.path))
         return self.shards[key]
 
-    def _images(self, directory: str) -> RunImages | None:
-        """The images of the run as the models of a directory read them; one for all of them."""
+    def _images(self, directory: str) -> dict[str, RunImages]:
+        """The images of the run as the models of a directory read them, one for all of them, as an argument for
+        `Build`; nothing where the run has none, since not every backend takes it."""
         if self.reader is None or not any(data.images for data in self.context.data.values()):
-            return None
+            return {}
         if directory not in self.images:
             self.images[directory] = RunImages(self.reader, directory)
-        return self.images[directory]
+        return {"images": self.images[directory]}
 
     def compare_weights(self) -> None:
         """Check that all ranks have read the same weights. All ranks call it together, after their loads. RL0769."""
