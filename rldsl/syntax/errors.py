@@ -63,8 +63,19 @@ def explain(error: UnexpectedInput, span: Span, text: str) -> Diagnostic:
         return two
     found = WORDS[kind] if kind in ("_NL", "$END") else f"`{word}`"
     help_, fix = _mend(word, accepted, span, text)
+    help_ = _unnamed_array(span, text) or help_
     return Diagnostic("RL0001", f"unexpected {found}", span, f"expected {expected(accepted)}", help=help_,
                       fix=fix)
+
+
+def _unnamed_array(span: Span, text: str) -> str:
+    """Help for `metric hist gen.logprobs`: only a name is its own name; "" anywhere else."""
+    line = text[text.rfind("\n", 0, span.start) + 1 :].partition("\n")[0]
+    found = re.match(r"[ \t{]*metric[ \t]+(hist|table)[ \t]+([A-Za-z_]\w*)[.([+*/-]", line)
+    if found is None or span.start != text.rfind("\n", 0, span.start) + found.end():
+        return ""
+    value = line[found.start(2) :].partition("#")[0].split("}")[0].strip()
+    return f"give it a name: `metric {found[1]} NAME = {value}`"
 
 
 def _two_words(span: Span, text: str) -> Diagnostic | None:
