@@ -16,8 +16,8 @@ from markupsafe import Markup
 from rldsl.pages.markup import element, number
 
 COLUMNS = 60  # steps shown, with the first and the last
-WIDTH, HEIGHT = 640.0, 180.0  # of the drawing
-LEFT, BOTTOM = 54.0, 18.0  # for the numbers of the axes
+WIDTH, HEIGHT = 320.0, 170.0  # of the drawing
+LEFT, BOTTOM = 48.0, 18.0  # for the numbers of the axes
 
 
 @dataclass(frozen=True, slots=True)

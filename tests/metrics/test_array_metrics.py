@@ -187,6 +187,7 @@ def test_python_and_the_page_have_them(place: Path) -> None:
     histograms = found.histograms
     assert list(histograms["metric"]) == ["reward_of", "gap"] * 3 and list(histograms["step"]) == [1, 1, 2, 2, 3, 3]
     page = run_page(str(place / "out")).html()
+    assert page.count('class="card metric"') == page.count('class="plot"'), "the script draws a curve in each"
     assert "Distributions" in page and "table answers" in page and page.count('class="spread"') == 2
 
 
