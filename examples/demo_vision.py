@@ -21,7 +21,7 @@ from tiny import make_vision_model, write_jsonl
 
 ROOT = Path("runs/shapes")
 HELD_OUT = 300
-STEPS = {"sft": 80, "grpo": 100}
+STEPS = {"sft": 80, "grpo": 160}
 SIDE, CELL = 3, 8  # cells of a picture in each direction, and pixels of a cell
 QUESTION = "circles?"
 
