@@ -86,7 +86,7 @@ def _infer(t: Tables, e: Infer) -> str:
 
 def _generate(t: Tables, e: Generate) -> str:
     s = t.spreads[e.spread]
-    if s.balance_by == "tokens" and e.frame in s.frames:
+    if (s.balance_by == "tokens" or s.minibatch_tokens) and e.frame in s.frames:
         return "divides its rows by lengths that do not exist yet"
     return "" if s.epochs == 1 else "uses rows that are repeated over several epochs"
 
