@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import load_file
 
 from rldsl.backends.torch.model import stage
+from rldsl.backends.torch.model.attention import VarlenAttention
 from rldsl.backends.torch.shard import TorchShard
 from rldsl.runtime.draws import uniform
 from tests.end_to_end.programs import compile_program
@@ -76,7 +77,8 @@ DENSE = (
 EXPERTS = (
     "dp=2 ep=2", "dp=2 ep=2 zero=1", "dp=2 ep=2 zero=3", "dp=2 ep=2 tp=2", "dp=2 ep=2 pp=2", "dp=4 ep=2",
     "dp=4 ep=2 zero=2", "dp=4 ep=4")
-CALLS = ("generate", "infer", "train")  # in which experts are chosen
+CALLS = ("generate", "infer", "train")  # of the actor, in which experts are chosen
+ENDS = "ends"  # in place of a call: what inference computes of the last token of each row, which generation does not
 GENERATE = ("dp=2", "tp=2", "pp=2", "dp=2 tp=2", "tp=4", "dp=2 pp=2", "dp=4")
 INFER = ("tp=2", "dp=2", "cp=2", "dp=2 tp=2", "pp=2", "tp=4")
 
@@ -88,8 +90,9 @@ class Found(NamedTuple):
     logprobs: str
     parameters: str
     gap: float  # the largest difference between the log-probs of generation and of inference
-    moved: float  # the share of tokens that other experts, or other hidden states, reach in inference or training
+    moved: float  # the share of tokens that other experts, or other hidden states, reach in one of the calls
     metrics: str
+    experts: frozenset[bytes]  # what all calls compute of tokens, with their experts, as one rank has it
 
     @property
     def exact(self) -> bool:
@@ -119,7 +122,7 @@ def placements(family: str) -> list[tuple[str, str]]:
     return found
 
 
-Routed = dict[str, set[bytes]]  # call -> a token's hidden state in a layer, and its experts in their order
+Routed = dict[str, set[bytes]]  # call, or `ENDS` -> a token's hidden state in a layer, and its experts in their order
 
 
 def recorded_rank(rank: int, data: bytes, out: str, cwd: str) -> tuple[Any, Any, Any, Routed]:
@@ -130,11 +133,18 @@ def recorded_rank(rank: int, data: bytes, out: str, cwd: str) -> tuple[Any, Any,
 
     found: list[tuple[torch.Tensor, ...]] = []
     real = TorchShard.generate
-    routed: Routed = {name: set() for name in CALLS}
-    calls = ["none"]
+    routed: Routed = {name: set() for name in (*CALLS, ENDS)}
+    calls, lengths = ["none"], [torch.empty(0, dtype=torch.long)]
     for name in CALLS:
         setattr(TorchShard, name, within(getattr(TorchShard, name), name, calls))
-    stage.parallelize_experts = partial(recorded_experts, stage.parallelize_experts, routed, calls)
+    stage.parallelize_experts = partial(recorded_experts, stage.parallelize_experts, routed, calls, lengths)
+    packed = VarlenAttention.__init__
+
+    def noted(self: VarlenAttention, of: torch.Tensor) -> None:
+        packed(self, of)
+        lengths.append(of)
+
+    VarlenAttention.__init__ = noted  # type: ignore[method-assign]
 
     def generate(self: Any, *args: Any, seed: int, step: int, **more: Any) -> Any:
         made = within(real, "generate", calls)(self, *args, seed=seed, step=step, **more)
@@ -158,42 +168,52 @@ def recorded_rank(rank: int, data: bytes, out: str, cwd: str) -> tuple[Any, Any,
 
 
 def within(function: Callable[..., Any], name: str, calls: list[str]) -> Callable[..., Any]:
-    """A function while which a name is the last one of `calls`."""
-    def run(*args: Any, **options: Any) -> Any:
-        calls.append(name)
+    """A function while which a name is the last one of `calls`, if a shard of the actor runs it."""
+    def run(shard: Any, *args: Any, **options: Any) -> Any:
+        calls.append(name if shard.model.name == "actor" else "none")
         try:
-            return function(*args, **options)
+            return function(shard, *args, **options)
         finally:
             calls.pop()
 
     return run
 
 
-def recorded_experts(real: Callable[..., None], routed: Routed, calls: list[str], module: Any, *args: Any,
-                     **options: Any) -> None:
-    """`parallelize_experts`, whose forward also records."""
+def recorded_experts(real: Callable[..., None], routed: Routed, calls: list[str], lengths: list[torch.Tensor],
+                     module: Any, *args: Any, **options: Any) -> None:
+    """`parallelize_experts`, whose forward also records. lengths: the last are those of the sequences that run."""
     real(module, *args, **options)
     compute = module.forward
 
     def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         states = hidden.detach().contiguous().view(torch.uint8).numpy()
-        for state, experts in zip(states, chosen.numpy(), strict=True):
-            routed.setdefault(calls[-1], set()).add(sha256(state.tobytes() + experts.tobytes()).digest())
+        found = [sha256(state.tobytes() + experts.tobytes()).digest()
+                 for state, experts in zip(states, chosen.numpy(), strict=True)]
+        if calls[-1] in routed:
+            routed[calls[-1]].update(found)
+        if calls[-1] == "infer" and int(lengths[-1].sum()) == len(found):
+            routed[ENDS].update(found[end - 1] for end in lengths[-1].cumsum(0).tolist())
         out: torch.Tensor = compute(hidden, chosen, weights)
         return out
 
     module.forward = forward
 
 
-def moved_tokens(ranks: Sequence[Routed]) -> float:
-    """The share of the tokens that generation computes, in all layers, which inference or training computes with other
-    experts."""
-    generated, inferred, trained = (set().union(*(r[name] for r in ranks)) for name in CALLS)
-    return 1 - len(generated & inferred & trained) / len(generated) if generated else 0.0
+def moved_tokens(ranks: Sequence[Routed], right: frozenset[bytes]) -> float:
+    """The share of `right` that generation, inference or training computes with other experts. What generation computes
+    besides, of rows that have ended while others go on, counts nowhere."""
+    computed = [set().union(*(r[name] for r in ranks)) for name in CALLS]
+    return 1 - len(right.intersection(*computed)) / len(right) if right else 0.0
 
 
-def run(folder: Path, model: Path, dtype: str, place: str, steps: int, invariant: bool = True) -> Found:
-    """invariant: with what the program asks for; else without."""
+def tokens_of_one_rank(routed: Routed) -> frozenset[bytes]:
+    """What all three calls compute: the tokens of inference, without the last one of each row."""
+    return frozenset(routed["infer"] - routed[ENDS])
+
+
+def run(folder: Path, model: Path, dtype: str, place: str, steps: int, invariant: bool = True,
+        right: Found | None = None) -> Found:
+    """invariant: with what the program asks for; else without. right: of one rank; None: this run is."""
     import json
 
     folder.mkdir(parents=True)
@@ -216,8 +236,11 @@ def run(folder: Path, model: Path, dtype: str, place: str, steps: int, invariant
     assert saved and len(at)
     lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     kept = [[line[name] for name in ("reward", "gap", "actor/loss", "actor/grad_norm")] for line in lines]
+    routed = [rank[3] for rank in ranks]
+    experts = tokens_of_one_rank(routed[0]) if right is None else right.experts
     return Found(digest(tokens[at]), digest(logprobs[at]), digest(*(saved[name] for name in sorted(saved))),
-                 max(line["gap"] for line in lines), moved_tokens([rank[3] for rank in ranks]), sha256(repr(kept).encode()).hexdigest()[:16])
+                 max(line["gap"] for line in lines), moved_tokens(routed, experts),
+                 sha256(repr(kept).encode()).hexdigest()[:16], experts)
 
 
 def digest(*tensors: torch.Tensor) -> str:
@@ -244,7 +267,8 @@ def main(words: list[str]) -> int:
                     if i and (given.only not in name or i % given.every):
                         continue
                     begin = time.time()
-                    found = run(Path(place) / f"{family}-{dtype}-{i}", model, dtype, text, given.steps)
+                    found = run(Path(place) / f"{family}-{dtype}-{i}", model, dtype, text, given.steps, right=right)
+                    assert found.experts or family != "moe"
                     right = right or found
                     good = found == right and found.exact
                     wrong, runs = wrong + (not good), runs + 1

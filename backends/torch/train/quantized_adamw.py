@@ -135,7 +135,7 @@ def _values(signed: bool, device: torch.device) -> torch.Tensor:
     found = [0.0, 1.0]
     for i in range(_DECADES):
         count = 2**i if signed else 2 ** (i + 1)
-        ends = torch.linspace(0.1, 1, count + 1)
+        ends = torch.linspace(0.1, 1, count + 1, device="cpu")  # so that every device has the same values
         magnitudes = ((ends[:-1] + ends[1:]) / 2 * 10 ** (i - _DECADES + 1)).tolist()
         found += magnitudes + [-m for m in magnitudes] * signed
     return torch.tensor(sorted(found), dtype=torch.float32, device=device)
