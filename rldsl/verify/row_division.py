@@ -43,6 +43,8 @@ def _spread(t: Tables, s: Spread) -> str:
         return f"divides frames with different numbers of {s.granularity}s: {', '.join(s.frames)}"
     if s.leaves and (s.leaves != LEAVES or not s.layout or not divides(t.layouts[s.layout].dp)):
         return f"has {s.leaves} leaves, which the dp ranks of its layout cannot share"
+    if s.minibatch_tokens and s.balance_by != "tokens":
+        return f"has minibatches of {s.minibatch_tokens} tokens, but divides rows by {s.balance_by}"
     if s.balance_by == "slot" and (len(frames) > 1 or s.minibatches * s.epochs > 1):
         return "has slots for several frames or minibatches"
     return ""
