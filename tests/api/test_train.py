@@ -31,7 +31,7 @@ flow small(steps=steps, seed=3) {
 '''
 # what a user writes: trains, stops after the second step, looks at the run, resumes; then lets a function fail
 SCRIPT = '''
-import json, math, sys
+import json, math, os, sys, time
 sys.path.insert(0, ".")
 import rldsl
 
@@ -40,7 +40,12 @@ SCALE = 0.5
 def scaled(x):
     return SCALE * math.fabs(x)
 
+def steps(file):
+    return len(open(file).readlines()) if os.path.exists(file) else 0
+
 def length(rows):
+    while os.path.exists("waits") and steps("run/metrics.jsonl") >= 2:  # until the callback has heard of the second one
+        time.sleep(0.01)
     return [scaled(len(r["completion"])) for r in rows]
 
 seen = []
@@ -48,6 +53,8 @@ seen = []
 def stop(line):
     seen.append(line["step"])
     line["reward"] = 1e9  # a copy: nothing changes
+    if line["step"] == 2:
+        os.remove("waits")
     return line["step"] == 2
 
 def report(run):
@@ -60,6 +67,7 @@ found["whole"] = report(whole)
 found["samples"] = whole.samples.to_dict("records")
 found["saved"] = str(whole.saved("actor"))
 found["parameters"] = whole.model("actor").num_parameters()
+open("waits", "w").close()  # the run cannot end before it is stopped
 first = rldsl.train("small.rlf", rewards={"length": length}, out="run", callbacks=[stop])
 found["first"] = report(first) | {"seen": list(seen)}
 seen.clear()
