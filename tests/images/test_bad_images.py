@@ -63,9 +63,10 @@ VALUES = [  # what the column has, and what is said of it
     ("https://example.com/a.png", "it is a URL, and nothing is fetched"),
     ("data:image/png;base64,iVBORw0KGgo=", "it is a URL, and nothing is fetched"),
     ("file:///etc/passwd", "it is a URL, and nothing is fetched"),
-    ("", "it is a string"), (7, "it is a number"), (True, "it is a boolean"),
+    ("", "it is an empty string"), (7, "it is a number"), (True, "it is a boolean"),
     ({"url": "a.png"}, "it is an object without `bytes` and `path`"), ({"bytes": None, "path": None}, "it is null"),
-    ({"bytes": "abc", "path": ""}, "it has a string as `bytes`"), ("a\0b", "this is not a path"), (".", "regular file"),
+    ({"bytes": "abc", "path": ""}, "it has a string as `bytes`"), ("a\0b", "this is not a path"),
+    (".", "cannot be read: it is not a regular file"),
     (["good.png", "nowhere.png"], "there is no such file"), (["good.png", 3], "image 2 is a number"),
 ]
 

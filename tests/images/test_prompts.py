@@ -132,6 +132,36 @@ BAD = [  # prompt, images, what is said
 ]
 
 
+NOWHERE = [  # answer, columns of images, what is said: places of images that would stand for none
+    ("a", "", "the prompt has a place for an image, but the data names no column of images"),
+    ([{"role": "assistant", "content": [IMAGE, TEXT]}], "images", "`answer` has a place for an image, which only a prompt"),
+    ("an <|image_pad|>", "images", "the column `answer` has an image token, and only a prompt can have images"),
+]
+
+
+@pytest.mark.parametrize("answer, column, why", NOWHERE)
+def test_places_of_images_that_would_stand_for_none(tmp_path, model, answer, column, why):
+    path = rows(tmp_path, chat(IMAGE, TEXT), ["0.png"], answer)
+    with pytest.raises(Failure) as failure:
+        open_source(data_of(path, model, images=column), 1)
+    found = failure.value.diagnostics[0]
+    assert found.code == "RL0767" and why in found.title and found.place == f"{path}:1" and found.help
+
+
+def test_messages_of_parts_need_no_column_of_images(tmp_path, model):
+    path = rows(tmp_path, chat(TEXT), [], [{"role": "assistant", "content": [TEXT]}])
+    given = open_source(data_of(path, model, images=""), 1).read([0])[""]
+    assert image_processor(str(model)).tokenizer.decode(given.tokens[0][given.prompt_lens[0]:]) == "what?<eos>"
+
+
+def test_a_long_row_with_images_is_not_told_to_be_truncated(tmp_path, model):
+    path = rows(tmp_path, chat(IMAGE, TEXT), ["0.png"])
+    with pytest.raises(Failure) as failure:
+        open_source(data_of(path, model, max_prompt_tokens=5), 1)
+    found = failure.value.diagnostics[0]
+    assert found.code == "RL0756" and "drop" in found.help and "truncate" not in found.help
+
+
 @pytest.mark.parametrize("prompt, images, why", BAD)
 def test_placeholders_that_do_not_fit(tmp_path, model, prompt, images, why):
     path = rows(tmp_path, prompt, images)

@@ -87,6 +87,24 @@ def saved(folder: Path, model: Path, rows: Path, adapter: str = "", freeze: str 
     return folder / "run/out/step-2/actor"
 
 
+def test_tables_have_the_text_of_prompts_with_images(tiny, tmp_path):
+    """On one rank and on two: as samples have it."""
+    (tmp_path / "p.rlf").write_text(
+        f'data rows = jsonl("{tiny / "rows.jsonl"}", batch=6, images="images", max_prompt_tokens=120, shuffle=false)\n'
+        f'model actor = causal_lm("{tiny / "m"}")\n'
+        "flow run(steps=2) {\n  prompt = rows.next()\n  gen = actor.generate(prompt, max_new_tokens=4)\n"
+        "  metric table shown = gen, count(gen.logprobs by seq)\n}\n")
+    for ranks in (1, 2):
+        out = tmp_path / str(ranks)
+        run_program(tmp_path / "p.rlf", {}, out, placement(ranks, **{"actor_*": f"on mesh(0:{ranks}) dp={ranks}"}))
+        lines = [json.loads(line) for line in (out / "out/tables/shown.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (tiny / "rows.jsonl").read_text().splitlines()]
+        assert len(lines) == len(rows) == 12
+        for line, row in zip(lines, rows, strict=True):
+            said = "".join(part.get("text", "") for part in row["prompt"][0]["content"])
+            assert line["prompt"] == f"user\n{said}assistant\n" and line["completion"] is not None
+
+
 def test_what_is_saved_is_read_by_transformers(tiny, tmp_path):
     """With its image processor, and with weights that differ from those before."""
     path = saved(tmp_path, tiny / "m", tiny / "rows.jsonl")

@@ -61,6 +61,14 @@ class ImagePrompts:
         of = (image for image, count in enumerate(counts) for _ in range(count))
         return [image_token(token, self.column.number(number, next(of))) if x == token else x for x in ids]
 
+    def check_answers(self, answers: Sequence[Sequence[int]], name: str, place: Callable[[int], str]) -> None:
+        """RL0767 where the ids of an answer have the image token: it would stand for no image. name: of the column."""
+        wrong = next((i for i, ids in enumerate(answers) if self.processor.token_id in ids), None)
+        if wrong is not None:
+            raise fail("RL0767", f"the column `{name}` has an image token, and only a prompt can have images",
+                       place=place(wrong), notes=(f"the image token: {self.processor.placeholder}",),
+                       help="remove it, or write it in other words")
+
     def _count(self, file: ImageFile, size: Size, place: str) -> int:
         try:
             return self.processor.count(size)

@@ -123,6 +123,8 @@ class ImageFile:
             raise ImageProblem("there is no such file", "check the path: it is relative to the data file") from None
         except OSError as error:
             raise ImageProblem(f"the file cannot be read: {error.strerror or error}") from None
+        except ImageProblem:
+            raise
         except ValueError as error:  # a path with a NUL
             raise ImageProblem(f"this is not a path: {error}") from None
         with opened:
@@ -167,7 +169,7 @@ def _image(value: Any, number: int, folder: Path) -> ImageFile:
     if content is not None:
         return ImageFile(content, str(path or ""))
     if not isinstance(path, str) or not path:
-        raise ImageProblem(f"{_which(number)}is {kind_of(path)}", FORMS)
+        raise ImageProblem(f"{_which(number)}is {'an empty string' if path == '' else kind_of(path)}", FORMS)
     if "://" in path or path.startswith("data:"):
         raise ImageProblem(f"{_which(number)}is a URL, and nothing is fetched: {path[:80]}",
                            "download it, and write the path of the file")

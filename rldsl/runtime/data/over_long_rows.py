@@ -34,7 +34,8 @@ def filter_over_long(data: Data, table: Table, tokens: Tokens, speaks: bool) -> 
             kept.append(row)
         elif data.over_long == "error":
             errors.add([Diagnostic("RL0756", f"this row is too long: {excess}", place=table.place(row),
-                                   help="raise the limit, shorten the row, or declare `over_long=drop` or `truncate`")])
+                                   help="raise the limit, shorten the row, or declare `over_long=drop`" +
+                                        ("; smaller images have fewer tokens" if data.images else " or `truncate`"))])
     errors.stop()
     dropped = len(table) - len(kept)
     if not dropped:

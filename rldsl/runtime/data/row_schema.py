@@ -162,9 +162,33 @@ def check_row(row: Row, place: str, needs: RowNeeds) -> list[Diagnostic]:
     errors += [_numbers(row, name, place, needs.answers) for name in needs.numbers]
     wrong = [d for d in errors if d is not None]
     if not wrong:
+        wrong = _unread_images(row, place, needs)
+    if not wrong:
         both = (_chat_after_text(row, needs.roles, place), _sides(row, needs.roles, place))
         wrong = [d for d in both if d is not None]
     return wrong
+
+
+def _unread_images(row: Row, place: str, needs: RowNeeds) -> list[Diagnostic]:
+    """RL0767 for parts of chat messages that are places of images where none can be: a template writes a placeholder,
+    which would stand for nothing."""
+    if not needs.images and _has_image(row.get(needs.roles["prompt"])):
+        return [Diagnostic("RL0767", "the prompt has a place for an image, but the data names no column of images",
+                           place=place, notes=(f"columns in this row: {', '.join(f'`{k}`' for k in row)}",),
+                           help='add `images="COLUMN"` to the data declaration, or remove the part {"type": "image"}')]
+    found = (name for role, name in needs.roles.items() if role != "prompt" and _has_image(row.get(name)))
+    return [Diagnostic("RL0767", f"the column `{name}` has a place for an image, which only a prompt can have",
+                       place=place, help='remove the part {"type": "image"}') for name in found]
+
+
+def _has_image(value: Any) -> bool:
+    """Whether a part of a message, or of one in a list of lists, is the place of an image."""
+    if isinstance(value, list):
+        return any(map(_has_image, value))
+    if not isinstance(value, dict):
+        return False
+    content = value.get("content")
+    return isinstance(content, list) and any(isinstance(p, dict) and p.get("type") == "image" for p in content)
 
 
 def missing(role: str, name: str, columns: Sequence[str], place: str) -> Diagnostic:

@@ -60,6 +60,8 @@ class Tokens:
         name = self.roles[role]
         values = [row[name] for row in rows]
         found = self._each(values, lambda i: self._turns(rows[i], values[i], place(i)), special=False)
+        if self.images is not None:
+            self.images.check_answers(found, name, place)
         return [[*ids, self.tokenizer.eos_token_id] if isinstance(value, str) else ids
                 for value, ids in zip(values, found, strict=True)]
 

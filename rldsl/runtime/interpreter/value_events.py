@@ -18,6 +18,7 @@ from rldsl.runtime.comm.exchange import DTYPES, message_tag, transfer
 from rldsl.runtime.comm.row_assignment import RowLengths
 from rldsl.runtime.data.row_views import numbers_of
 from rldsl.runtime.health.event_ring import EventRing
+from rldsl.runtime.image_tokens import ids_of
 from rldsl.runtime.interpreter.eval_loops import next_rows
 from rldsl.runtime.interpreter.expression_programs import FrameRows, run_compute
 from rldsl.runtime.interpreter.python_rows import python_rows
@@ -169,7 +170,7 @@ def _rows_with_tokens(step: StepState, event: Compute, frame: str, rows: torch.T
             ids, own = unmarked(ids)
             prompt = own.tolist().index(True) if own.any() else len(ids)
         table[i, :HEAD] = table.new_tensor([row, prompt, len(ids)])
-        table[i, HEAD : HEAD + len(ids)] = ids.to(torch.float64)
+        table[i, HEAD : HEAD + len(ids)] = ids_of(ids).to(torch.float64)  # float64 cannot hold all numbers of images
     return table
 
 
