@@ -133,14 +133,18 @@ def _with_conditions(draft: Draft) -> Draft:
         draft = draft.with_meshes(mesh_of_set(ranks)).with_spreads(
             replace(draft.spreads[id], mesh=mesh_of_set(ranks).id))
         new: dict[Event, tuple[Event, ...]] = {}
+        same: dict[str, str] = {}  # buffer -> the one that its ranks, which are the same, hold already
         for e in of_condition:
-            if isinstance(e, Transfer):
+            if isinstance(e, Transfer) and replace(draft.spreads[e.src], id=id) == draft.spreads[id]:
+                new[e], same = (), same | dict(zip(e.writes, e.reads, strict=True))
+            elif isinstance(e, Transfer):
                 mesh, (value,) = _ends(draft, e), e.values
                 draft, ends = draft.with_meshes(mesh), [draft.ranks(draft.spreads[x].mesh) for x in (e.src, e.dst)]
                 new[e] = (replace(e, mesh=mesh.id, bytes=8 * len(ends[1] - ends[0]),
                                   because=f"{draft.labels.name(value)} decides whether the loop goes on"),)
             else:
-                new[e] = (replace(e, mesh=draft.spreads[id].mesh),)
+                reads = tuple(same.get(b, b) for b in e.reads)
+                new[e] = (replace(e, mesh=draft.spreads[id].mesh, reads=reads),)
         draft = replace(draft, body=each_block(draft.body, partial(_replaced, new)))
     return draft
 
@@ -212,8 +216,8 @@ def _spread_further(draft: Draft, every: Sequence[Event], sources: Mapping[str, 
     """Adds to `touched` what follows from it. sources: data source -> the spreads of what its ranks hold in full.
     makers: frame -> the ranks that make its rows."""
     for e in every:
-        if isinstance(e, Collect) and e.ahead > 0 and touched.get(lengths_in.id(e.into)) and \
-                e.dst == (of_loop := lengths_in.id(e.into, e.ahead)):
+        if isinstance(e, Collect) and e.ahead > 0 and touched.get(in_step := lengths_in.id(e.into)) and \
+                e.dst == (of_loop := lengths_in.id(e.into, e.ahead)) != in_step:  # equal for rows of data
             touched[of_loop] |= makers[e.frame]  # somebody in the loop knows what others need after it
         if _collects_in_full(e, draft.spreads) and touched.get(e.dst):
             touched[e.src] |= touched[e.dst]  # who needs all of a collection needs each iteration's part

@@ -49,7 +49,8 @@ flow dapo(steps=6, seed=3, lag={lag}) {{
   {last}
 }}
 '''
-# blocks that run in some steps, one inside another, and with a repeat in it; generation above and below training
+# blocks that run in some steps, one inside another, and with a repeat in it; generation above and below training, and
+# from a buffer; rewards below the repeat, and generation in some of its iterations
 SELDOM = '''
 use std.sft (sft)
 use std.grpo (group_norm, grpo_free)
@@ -60,6 +61,7 @@ data prompts = jsonl(rows, batch=2, max_prompt_tokens=16)
 data others  = jsonl(rows, batch=2, max_prompt_tokens=16)
 model actor = causal_lm(base) train adamw(lr=2e-3, eps=1e-4)
 model slow  = causal_lm(base)
+buffer good = rows(capacity=8)
 flow seldom(steps=6, seed=3, lag={lag}) {{
   prompt = prompts.next()
   gen    = actor.generate(prompt, n=2, max_new_tokens=4)
@@ -72,6 +74,10 @@ flow seldom(steps=6, seed=3, lag={lag}) {{
     metric right = mean(digits(tries))
     metric late  = mean(abs(actor.logprobs(tries) - tries.logprobs))
     metric slow  = mean(below.logprobs)
+    past  = good.sample(3)
+    again = slow.generate(past, max_new_tokens=3)
+    metric again = mean(again.logprobs)
+    good.add(tries)
     sync slow from actor
   }}
   after 1 {{
@@ -80,9 +86,14 @@ flow seldom(steps=6, seed=3, lag={lag}) {{
         o = others.next()
         t = actor.generate(o, n=2, max_new_tokens=4)
         k = t where digits(t) > 0
-      }} until count(k) >= 5 max 3
+        every 2 {{
+          second = others.next()
+          extra  = actor.generate(second, max_new_tokens=2)
+        }}
+      }} until count(k) >= 5 and mean(len(t)) > 0 max 3
       actor.train(k, loss=sft())
       metric asked = count(t)
+      metric found = mean(digits(k)) - mean(digits(t))
     }}
   }}
   first 2 {{
@@ -219,7 +230,7 @@ def plan(base: Path, name: str, text: str, place: str) -> bytes:
 
 
 @pytest.mark.parametrize(("name", "text", "lag", "stops"), [
-    ("dynamic", DYNAMIC, 1, (4,)), ("seldom", SELDOM, 2, (2, 3))])
+    ("dynamic", DYNAMIC, 1, (4,)), ("seldom", SELDOM, 2, (2, 4))])
 def test_a_stopped_run_resumes(name: str, text: str, lag: int, stops: tuple[int, ...], base: Path) -> None:
     """As if nothing had happened; under another placement, to the same numbers."""
     full = filled(text, lag, last="checkpoint every 1 keep=9")

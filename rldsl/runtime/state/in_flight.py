@@ -35,7 +35,7 @@ class Rows(Protocol):
     def rows_of(self, key: str) -> RaggedRows: ...
 
 
-class Ahead(Protocol):
+class Ahead(Rows, Protocol):
     """A checkpoint, as far as `check` needs it."""
 
     @property
@@ -71,14 +71,20 @@ def keep(step: StepState, event: Event) -> None:
     stored = stored_values(event, step.context.changing_models)
     if not stored or not _owns(step.context, event):
         return
-    for value, buffer in ((split_buffer(b)[0], b) for b in event.writes):
-        if value in stored:
-            _append(step, value, step.buffers.get(buffer), step.context.values[value].frame)
+    for value, buffer in _buffers(event, stored):
+        _append(step, value, step.buffers.get(buffer), step.context.values[value].frame)
     for frame in event.new_rows:
         lens, buffer = step.rows.lens[frame], next(b for b in event.writes if split_buffer(b)[0] == f"{frame}.tokens")
         rows = step.buffers.get(buffer).ids
         _append(step, f"{frame}.lengths", RaggedRows(
             rows, torch.full_like(rows, 2), torch.stack([lens.prompt[rows], lens.response[rows]], 1).flatten()), frame)
+
+
+def _buffers(event: Event, stored: Sequence[str]) -> list[tuple[str, str]]:
+    """The stored values of an event that are in buffers, each with its buffer. A sample names the lengths of its rows
+    among them, which every rank has in its table of lengths instead."""
+    written = ((split_buffer(b)[0], b) for b in event.writes)
+    return [(v, b) for v, b in written if v in stored and v not in {f"{frame}.lengths" for frame in event.new_rows}]
 
 
 def _append(step: StepState, value: str, rows: RaggedRows, frame: str) -> None:
@@ -100,18 +106,19 @@ def iterations(checkpoint: Rows, step: int, loop: Loop) -> int:
     return len(checkpoint.rows_of(key_of(step, split_buffer(loop.until)[0])).ids)
 
 
-def batches_read(items: Iterable[Item], step: int, checkpoint: Rows) -> Counter[str]:
-    """Data source -> the batches of it that were read in order ahead of a later step."""
+def batches_read(items: Iterable[Item], step: int, checkpoint: Rows, iteration: int = 0) -> Counter[str]:
+    """Data source -> the batches of it that were read in order ahead of a later step. iteration: of the loop around the
+    items, from 1; 0: there is none but that of the steps."""
     found = Counter[str]()
     for item in items:
         if isinstance(item, Event):  # one that reads a source in order makes rows of nothing else
             if item.ahead > 0 and item.new_rows and item.traits.family == "data" and not item.reads:
                 found.update(r.id for r in references(item) if r.role is Role.DATA)
         elif isinstance(item, When):
-            found += batches_read(item.body, step, checkpoint) if item.runs(step) else Counter()
+            found += batches_read(item.body, step, checkpoint, iteration) if item.runs(iteration or step) else Counter()
         elif isinstance(item, Loop) and ahead_of(item) > 0:
-            times = iterations(checkpoint, step, item)
-            found += Counter({d: times * n for d, n in batches_read(item.body, step, checkpoint).items()})
+            for i in range(1, iterations(checkpoint, step, item) + 1):
+                found += batches_read(item.body, step, checkpoint, i)
     return found
 
 
@@ -137,19 +144,30 @@ def tensors(later: Mapping[int, StepState], rank: int) -> dict[str, torch.Tensor
     return found
 
 
-def _values_of(step: int, context: RunContext) -> set[str]:
-    """What a checkpoint stores of a later step."""
+def _values_of(step: int, context: RunContext, checkpoint: Ahead | None = None) -> set[str]:
+    """What a checkpoint stores of a later step. checkpoint: which says how many iterations each loop made, so that
+    blocks which none of them reached are left out; None: as if they all reached them."""
     found = set[str]()
     for event, path in event_paths(context.plan):
         if event.ahead > 0 and all(b.runs(step) for b in of_steps(path)):
-            found.update(stored_values(event, context.changing_models))
+            if checkpoint is None or _reached(step, path, checkpoint):
+                found.update(stored_values(event, context.changing_models))
             found.update(split_buffer(b.until)[0] for b in path[1:] if isinstance(b, Loop) and b.until)
     return found
 
 
+def _reached(step: int, path: Sequence[Loop | When], checkpoint: Ahead) -> bool:
+    """Whether an event inside these blocks ran in an iteration of the loop that is around it in the step, if any."""
+    loop = next((b for b in path[1:] if isinstance(b, Loop)), None)
+    if loop is None or not loop.until or not checkpoint.has_rows_of(key_of(step, split_buffer(loop.until)[0])):
+        return True
+    inside = [b for b in path[path.index(loop) + 1:] if isinstance(b, When)]
+    return any(all(b.runs(i) for b in inside) for i in range(1, iterations(checkpoint, step, loop) + 1))
+
+
 def check(checkpoint: Ahead, steps: Sequence[int], context: RunContext) -> None:
     """Whether a checkpoint holds what the plan made of these later steps, and of no others. RL0762."""
-    holds = all(checkpoint.has_rows_of(key_of(s, v)) for s in steps for v in _values_of(s, context))
+    holds = all(checkpoint.has_rows_of(key_of(s, v)) for s in steps for v in _values_of(s, context, checkpoint))
     if holds and checkpoint.steps_ahead == {s for s in steps if _values_of(s, context)}:
         return
     held = ", ".join(map(str, sorted(checkpoint.steps_ahead))) or "none"
@@ -170,15 +188,13 @@ def restore(step: StepState, event: Event, read: Callable[[str], RaggedRows]) ->
     for frame in event.new_rows:
         stored = read(key_of(step.number, f"{frame}.lengths"))
         _set_lengths(step, event, frame, _of_iteration(step, stored, frame))
-    for buffer in event.writes:
-        value, spread_id = split_buffer(buffer)
-        if value in stored_values(event, context.changing_models):
-            whole, spread = read(key_of(step.number, value)), context.spreads[spread_id]
-            ids, sizes, data = (x.to(context.device) for x in (whole.ids, whole.sizes, whole.data))
-            frame = context.values[value].frame
-            now = _of_iteration(step, RaggedRows(ids, sizes, data), frame)
-            mine = now.ids if spread.granularity == "all" else step.my_rows(spread, frame)
-            step.buffers.put(buffer, now.gather(mine))
+    for value, buffer in _buffers(event, stored_values(event, context.changing_models)):
+        whole, spread = read(key_of(step.number, value)), context.spreads[split_buffer(buffer)[1]]
+        ids, sizes, data = (x.to(context.device) for x in (whole.ids, whole.sizes, whole.data))
+        frame = context.values[value].frame
+        now = _of_iteration(step, RaggedRows(ids, sizes, data), frame)
+        mine = now.ids if spread.granularity == "all" else step.my_rows(spread, frame)
+        step.buffers.put(buffer, now.gather(mine))
 
 
 def _of_iteration(step: StepState, stored: RaggedRows, frame: str) -> RaggedRows:
