@@ -125,6 +125,21 @@ def test_damage_that_only_pixels_show_names_the_row_when_it_is_read(tmp_path, mo
     assert found.notes == (f"the image: {tmp_path}/hurt.png",)
 
 
+@pytest.mark.parametrize("other", [encoded(picture(8, 8, 1)), encoded(picture(40, 8, 1))])
+def test_an_image_that_changes_during_the_run_ends_it(tmp_path, model, other):
+    """Whether or not it has as many tokens as before."""
+    (tmp_path / "good.png").write_bytes(GOOD)
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": PROMPT, "answer": "a", "images": "good.png"}] * 4)
+    source = open_source(data_of(path, model), 1)
+    source.read([1])
+    (tmp_path / "good.png").write_bytes(other)
+    os.utime(tmp_path / "good.png", ns=(0, 7))
+    with pytest.raises(Failure) as failure:
+        source.read([1])
+    found = failure.value.diagnostics[0]
+    assert found.code == "RL0752" and found.place == f"{path}:2" and found.notes == (f"the image: {tmp_path}/good.png",)
+
+
 def test_an_image_that_is_gone_during_the_run_names_the_row(tmp_path, model):
     (tmp_path / "good.png").write_bytes(GOOD)
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": PROMPT, "answer": "a", "images": "good.png"}] * 4)

@@ -4,7 +4,7 @@ In: a row as it is read, and the name of its column of images. Out: an `ImageFil
 known from its header alone; its pixels when they are asked for. Pillow reads them, and only these `FORMATS`: nothing is
 fetched, and nothing of an image is run. An image is a path (relative to the data file), bytes, or {"bytes", "path"} as
 the `datasets` library stores it.
-Errors: RL0740 an image cannot be read, RL0753 Pillow is not installed.
+Errors: RL0740 an image cannot be read, RL0752 its file changed during the run, RL0753 Pillow is not installed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import stat
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,16 @@ class ImageFile:
     def shown(self) -> str:
         """For messages."""
         return self.path or "bytes in the row"
+
+    def stamp(self) -> int | None:
+        """What changes when its file is written again; None: it has no file, or none that can be read."""
+        if self.content is not None:
+            return None
+        try:
+            status = Path(self.path).stat()
+        except (OSError, ValueError):  # whoever reads it says why
+            return None
+        return hash((status.st_size, status.st_mtime_ns))
 
     def size(self) -> tuple[int, int]:
         """(height, width) in pixels, as it is shown. Raises ImageProblem."""
@@ -219,6 +229,8 @@ class ImageColumn:
     per_row: int  # images of a row, at most
     source: int  # number of the source in the run
     sources: int  # of the run
+    # hash of the path of each file read so far -> of its size and time; all are read before the first step
+    stamps: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
 
     def number(self, row: int, image: int) -> int:
         """Of an image in the run. row: of the source. image: of the row, from 0."""
@@ -244,6 +256,10 @@ class ImageColumn:
         return self._asked(image, image.read, place)
 
     def _asked(self, image: ImageFile, what: Any, place: str) -> Any:
+        stamp = image.stamp()
+        if stamp is not None and self.stamps.setdefault(hash(image.path), stamp) != stamp:
+            raise fail("RL0752", "this image changed during the run", place=place, notes=(f"the image: {image.shown}",),
+                       help="do not change it while a run reads it; start the run again")
         try:
             return what()
         except ImageProblem as error:
