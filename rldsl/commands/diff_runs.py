@@ -1,8 +1,9 @@
 """`rlc diff-runs`: where two runs first differ.
 
-In: two directories of runs. Out: for each metric and each value of sampled sequences the first step at which the runs
-differ and by how much; the first sampled sequence whose text differs, with the position. What is measured (times,
-rates, memory) is left out. Two runs that are equal in everything computed print no differences.
+In: two directories of runs. Out: for each metric, histogram and value of sampled sequences and tables the first step at
+which the runs differ and by how much; the first sampled sequence or row of a table whose text differs, with the
+position. What is measured (times, rates, memory) is left out. Two runs that are equal in everything computed print no
+differences.
 Errors: RL0783 no run, RL0784 damaged metrics or samples, or no step that both have.
 """
 
@@ -12,7 +13,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from rldsl.commands.runs import metrics
 from rldsl.diag import fail, visible
 from rldsl.files import read_bytes
 from rldsl.plan.codec import plan_id
-from rldsl.plan.metrics_file import MEASURED, SAMPLES, STEP, Lines
+from rldsl.plan.metrics_file import HISTOGRAMS, MEASURED, SAMPLES, STEP, TABLES, Lines, histogram_lines
 from rldsl.runtime.metrics.run_record import PLAN
 
-Key = tuple[str, int, int]  # batch, step, row
+Key = tuple[str, int, int]  # batch or "table NAME", step, row
 Place = tuple[tuple[int, int | None, str], float | None, float | None]  # (step, row, name), value, value
 CONTEXT = 24  # characters of a text that are shown around the first difference
 SHOWN = 12    # numbers that are listed as text
@@ -31,30 +32,30 @@ SHOWN = 12    # numbers that are listed as text
 
 @dataclass(frozen=True, slots=True)
 class NumberDifference:
-    """A metric, or a value of sampled sequences, that differs."""
+    """A metric, or a value of histograms, tables or sampled sequences, that differs."""
 
-    name: str     # of the metric; "BATCH.VALUE" for a value of sampled sequences
+    name: str     # of the metric; "BATCH.VALUE" of sampled sequences, "table NAME.VALUE", "histogram NAME.counts"
     step: int     # the first step at which it differs
-    row: int | None  # of that step; None for a metric
+    row: int | None  # of that step; None for a metric and a histogram
     one: float | None  # in the first run at that place; None if only the other run has it
     two: float | None  # in the second run
     largest: float | None  # absolute difference over the places that both have; None: none; inf: not finite
-    places: int   # how many steps or rows differ
+    places: int   # how many steps, rows or bins differ
     missing: int  # at how many of them one of the runs has no number
 
 
 @dataclass(frozen=True, slots=True)
 class TextDifference:
-    """The first sampled sequence of a batch whose text differs."""
+    """The first sampled sequence of a batch, or row of a table, whose text differs."""
 
-    batch: str     # its name in the program
+    batch: str     # its name in the program; "table NAME"
     step: int      # the step of the sequence
     row: int       # its row in the batch
     part: str      # "prompt" or "completion"
     position: int  # of the first character that differs
     one: str       # the text around that position in the first run
     two: str       # in the second run
-    rows: int      # how many sampled sequences of the batch differ
+    rows: int      # how many of the batch or table differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,9 @@ def diff_runs(one: str, two: str, tolerance: float = 0.0) -> RunDifference:
     Errors: RL0783, RL0784."""
     folders = Path(one), Path(two)
     lines = [_by_step(metrics(folder)) for folder in folders]
-    samples = [_samples(folder) for folder in folders]
+    samples = [_sequences(folder, SAMPLES) for folder in folders]
+    tables = [_sequences(folder, TABLES, "table ") for folder in folders]
+    histograms = [_histograms(folder) for folder in folders]
     steps, rows = lines[0].keys() & lines[1].keys(), samples[0].keys() & samples[1].keys()
     if not steps:
         raise fail("RL0784", "the runs have no step in common", place=two,
@@ -114,25 +117,55 @@ def diff_runs(one: str, two: str, tolerance: float = 0.0) -> RunDifference:
                            for name, a, b in _pairs(lines[0][step], lines[1][step])]
     places += [((key[1], key[2], f"{key[0]}.{name}"), a, b) for key in rows
                for name, a, b in _pairs(_values(samples[0][key]), _values(samples[1][key]))]
+    logged = tables[0].keys() & tables[1].keys()
+    places += [((key[1], key[2], f"{key[0]}.{name}"), a, b) for key in logged
+               for name, a, b in _pairs(_values(tables[0][key]), _values(tables[1][key]))]
+    # runs need not record the same sequences with `--log-samples`, but a table has the rows that the program chooses
+    places += [((step, row, f"{name}.row"), *((row, None) if (name, step, row) in tables[0] else (None, row)))
+               for name, step, row in tables[0].keys() ^ tables[1].keys() if step in steps]
+    places += [((step, None, f"histogram {name}"), a, b) for step in steps
+               for name, a, b in _bins(*(found.get(step, {}) for found in histograms))]
     different = [(place, a, b) for place, a, b in places if not _equal(a, b, 0.0)]
     beyond = [(place, a, b) for place, a, b in different if not _equal(a, b, tolerance)]
     return RunDifference(_plan(folders[0]) == _plan(folders[1]), len(steps), len(rows), tuple(_numbers(beyond)),
-                   tuple(_texts(samples[0], samples[1], rows)), len(different) - len(beyond))
+                         tuple(_texts(samples[0] | tables[0], samples[1] | tables[1], rows | logged)),
+                         len(different) - len(beyond))
 
 
 def _by_step(lines: Lines) -> dict[int, dict[str, float]]:
     return {int(line[STEP]): {n: x for n, x in line.items() if n != STEP and n not in MEASURED} for line in lines}
 
 
-def _samples(folder: Path) -> dict[Key, dict[str, Any]]:
+def _histograms(folder: Path) -> dict[int, dict[str, Any]]:
+    """Step -> name -> histogram."""
+    try:
+        lines = histogram_lines(folder / HISTOGRAMS)
+    except FileNotFoundError:  # the program logs none
+        return {}
+    return {int(line[STEP]): {name: h for name, h in line.items() if name != STEP} for line in lines}
+
+
+def _bins(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[tuple[str, float | None, float | None]]:
+    """The numbers of the histograms of a step, with their names. Of one that only one run has, the bins."""
+    for name in dict.fromkeys([*one, *two]):
+        a, b = one.get(name), two.get(name)
+        if a is not None and b is not None:
+            yield from ((f"{name}.{end}", a[end], b[end]) for end in ("low", "high", "below", "above", "nan"))
+        bins = zip_longest((a or {}).get("counts", ()), (b or {}).get("counts", ()))
+        yield from ((f"{name}.counts", x, y) for x, y in bins)
+
+
+def _sequences(folder: Path, directory: str, prefix: str = "") -> dict[Key, dict[str, Any]]:
+    """The sampled sequences of a run, or the rows of its tables. prefix: of their names."""
     found = {}
-    for file in sorted((folder / SAMPLES).glob("*.jsonl")):
+    for file in sorted((folder / directory).glob("*.jsonl")):
         for number, text in enumerate(read_bytes(str(file)).split(b"\n")[:-1], 1):
             try:
                 line = json.loads(text)
-                found[file.stem, int(line["step"]), int(line["row"])] = line
+                found[prefix + file.stem, int(line["step"]), int(line["row"])] = line
             except (ValueError, KeyError, TypeError, RecursionError):
-                raise fail("RL0784", "this line is not a sampled sequence", place=f"{file}:{number}",
+                what = "the row of a table" if prefix else "a sampled sequence"
+                raise fail("RL0784", f"this line is not {what}", place=f"{file}:{number}",
                            help="the file is damaged; delete it to compare metrics only") from None
     return found
 

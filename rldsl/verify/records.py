@@ -154,7 +154,7 @@ def _reads(*paths: str) -> str:
 def _entries(t: Tables, v: Value) -> str:
     """The entry space of a value, and how many numbers it has for each token."""
     if v.extent == "array":
-        return "" if not v.entries and v.width > 1 else f"has {v.width} numbers and entries {v.entries!r}"
+        return "" if not v.entries and v.width >= 1 else f"has {v.width} numbers and entries {v.entries!r}"
     if v.extent not in (ENTRIES, HIDDEN):
         plain = not v.entries and v.width == 1
         return "" if plain else f"of extent {v.extent} has width {v.width} and entries {v.entries!r}"

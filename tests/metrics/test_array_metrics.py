@@ -228,3 +228,15 @@ def test_an_evaluation_and_every(place: Path) -> None:
     shown = lines(place / "out/tables/shown.jsonl")
     rows = len((place / "data/prompts.jsonl").read_text().splitlines())
     assert sum(found[2]["held"]["counts"]) == rows and len(shown) == min(rows, 6) and {r["step"] for r in shown} == {3}
+
+
+def test_a_table_of_one_row_and_a_histogram_of_one_bin(place: Path) -> None:
+    text = ARRAYS.replace(" rows=3\n", " rows=1\n  metric hist one = reward bins=1\n")
+    run(plan(place, text=text), place / "out")
+    best, answers = (lines(place / f"out/tables/{name}.jsonl") for name in ("best", "answers"))
+    assert [row["step"] for row in best] == [1, 2, 3]
+    for row in best:
+        mine = [r["reward"] for r in answers if (r["step"], r["row"]) == (row["step"], row["row"])]
+        assert mine in ([], [row["reward"]])
+    for line in lines(place / "out/histograms.jsonl"):
+        assert line["one"]["counts"] == [sum(line["reward_of"]["counts"])]

@@ -135,3 +135,45 @@ def test_rewards_of_turns(tmp_path: Path) -> None:
     assert (found.name, found.one, found.two) == ("gen.turns.1.reward", 1.0, 3.0)
     (found,) = diff_runs(one, make(tmp_path / "odd", rows=changed(ROWS, 5, conversation=[3]))).numbers[:1]
     assert found.two is None
+
+
+BINS = {"low": 0.0, "high": 1.0, "below": 0, "above": 0, "nan": 0, "counts": [3, 1]}
+BAD = [{"step": 2, "row": 4, "prompt": "1+1=", "completion": "three", "reward": 0.5}]
+
+
+def arrays(folder: str, rows: list[dict[str, Any]] = BAD, **histograms: Any) -> str:
+    """Adds a table `bad` and the histograms of step 2."""
+    (Path(folder) / "tables").mkdir()
+    (Path(folder) / "tables/bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (Path(folder) / "histograms.jsonl").write_text(json.dumps({"step": 2} | histograms) + "\n")
+    return folder
+
+
+def test_histograms(one: str, tmp_path: Path) -> None:
+    arrays(one, gap=BINS, score=BINS)
+    assert diff_runs(one, arrays(make(tmp_path / "same"), gap=BINS, score=BINS)).same
+    two = arrays(make(tmp_path / "two"), gap=BINS | {"high": 1.5, "counts": [2, 2]}, wide=BINS)
+    found = {n.name: (n.step, n.row, n.one, n.two, n.places, n.missing) for n in diff_runs(one, two).numbers}
+    assert found == {"histogram gap.high": (2, None, 1.0, 1.5, 1, 0), "histogram gap.counts": (2, None, 3, 2, 2, 0),
+                     "histogram score.counts": (2, None, 3, None, 2, 2),
+                     "histogram wide.counts": (2, None, None, 3, 2, 2)}
+    status, printed = rlc(one, two)
+    assert status == 1 and "first difference in step 2" in printed
+
+
+def test_tables(one: str, tmp_path: Path) -> None:
+    arrays(one)
+    two = arrays(make(tmp_path / "two"), [BAD[0] | {"completion": "four", "reward": 0.25}])
+    (text,), (number,) = diff_runs(one, two).texts, diff_runs(one, two).numbers
+    assert (text.batch, text.step, text.row, text.part, text.rows) == ("table bad", 2, 4, "completion", 1)
+    assert (number.name, number.row, number.one, number.two) == ("table bad.reward", 4, 0.5, 0.25)
+    assert diff_runs(one, two).rows == 20  # sampled sequences only
+    (other,) = diff_runs(one, arrays(make(tmp_path / "other"), [BAD[0], BAD[0] | {"row": 7}])).numbers
+    assert (other.name, other.row, other.one, other.two, other.missing) == ("table bad.row", 7, None, 7, 1)
+
+
+def test_a_damaged_table(one: str, tmp_path: Path) -> None:
+    two = arrays(make(tmp_path / "two"), [{"step": 1}])
+    with pytest.raises(Failure) as refused:
+        diff_runs(one, two)
+    assert refused.value.diagnostics[0].code == "RL0784" and "the row of a table" in refused.value.diagnostics[0].title

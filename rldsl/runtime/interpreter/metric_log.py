@@ -12,7 +12,6 @@ import torch
 
 from rldsl.plan.arrays import EXTENT
 from rldsl.plan.events import Log, split_buffer
-from rldsl.plan.model import Value
 from rldsl.runtime.comm.exchange import message_tag, post
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.metrics.reporter import Reporter
@@ -25,7 +24,9 @@ def log(step: StepState, ring: EventRing, event: Log) -> None:
     number (the train call skipped all minibatches) adds nothing to the step's line."""
     context, rank = step.context, step.context.rank
     by_rank: dict[int, list[tuple[str, str]]] = {}
-    widths = {name: _width(context.values[split_buffer(buffer)[0]]) for name, buffer in event.metrics}
+    logged = {name: context.values[split_buffer(buffer)[0]] for name, buffer in event.metrics}
+    lists = [name for name, value in logged.items() if value.extent == EXTENT]
+    widths = {name: value.width if name in lists else 1 for name, value in logged.items()}
     for name, buffer in event.metrics:
         spread = context.spreads[split_buffer(buffer)[1]]
         by_rank.setdefault(context.world.meshes[spread.mesh].members()[0], []).append((name, buffer))
@@ -43,12 +44,7 @@ def log(step: StepState, ring: EventRing, event: Log) -> None:
     arrival = Arrival.now() if not posted.works else step.arrivals.expect(posted.wait)
     order = tuple((peer, name, widths[name]) for peer, names in by_rank.items() for name, _ in names)
     step.logged.append(LoggedNumbers(tuple(name for name, _ in event.metrics), order, receives, arrival,
-                                     ring.wait_tracker(arrival.wait)))
-
-
-def _width(value: Value) -> int:
-    """How many numbers a logged value has."""
-    return value.width if value.extent == EXTENT else 1
+                                     ring.wait_tracker(arrival.wait), frozenset(lists)))
 
 
 def _optional_numbers(data: torch.Tensor, width: int) -> torch.Tensor:

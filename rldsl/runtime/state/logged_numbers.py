@@ -111,14 +111,15 @@ class LoggedNumbers:
     received: Mapping[int, torch.Tensor]
     arrival: Arrival                      # of all messages in `received`
     wait: Callable[[], None]              # the same as arrival.wait, noted as a wait of this rank
+    lists: frozenset[str] = frozenset()   # the metrics that are lists of numbers, if only of one
 
     def numbers(self) -> dict[str, float]:
-        """Metric -> number, of those that have one, once all have arrived."""
-        return {name: numbers[0] for name, numbers in self._by_name().items() if len(numbers) == 1}
+        """Metric -> number, of those that are no lists, once all have arrived."""
+        return {name: numbers[0] for name, numbers in self._by_name().items() if name not in self.lists}
 
     def arrays(self) -> dict[str, list[float]]:
-        """Metric -> numbers, of those that have several, once all have arrived."""
-        return {name: numbers for name, numbers in self._by_name().items() if len(numbers) > 1}
+        """Metric -> numbers, of those that are lists, once all have arrived."""
+        return {name: numbers for name, numbers in self._by_name().items() if name in self.lists}
 
     def _by_name(self) -> dict[str, list[float]]:
         self.arrival.wait()
