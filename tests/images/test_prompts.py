@@ -204,3 +204,16 @@ def test_a_directory_without_a_usable_processor(tmp_path, change, why):
         open_source(data_of(rows(tmp_path, chat(IMAGE, TEXT), ["0.png"]), path), 1)
     found = failure.value.diagnostics[0]
     assert (found.code, found.title, found.place) == ("RL0768", why, str(path))
+
+
+def test_a_minibatch_on_disk_has_ids_and_images_apart(tmp_path):
+    """Of a gradient that is not finite."""
+    from safetensors.torch import load_file
+
+    from rldsl.runtime.interpreter.nonfinite import _write
+
+    stored, text = torch.tensor([5, image_token(7, 3), 6]), torch.tensor([5, ~6, 7])  # ~id: what an environment said
+    assert not _write(tmp_path / "rank.safetensors", {"a.tokens": stored, "b.tokens": text}, {})
+    found = load_file(tmp_path / "rank.safetensors")
+    assert {name: x.tolist() for name, x in found.items()} == {
+        "a.tokens": [5, 7, 6], "a.images": [-1, 3, -1], "b.tokens": text.tolist()}

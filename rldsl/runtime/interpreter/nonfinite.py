@@ -2,8 +2,9 @@
 
 In: what a loss saw on each rank. Out: `OUT/failed-batch-step-N/rank-R.safetensors`, of every rank that holds rows of
 its own, and the Failure, on all ranks together. In a file, by name: `FRAME.rows`, `FRAME.prompt_lens`,
-`FRAME.response_lens`, `FRAME.tokens` (prompt and response of one row after another), and `data.NAME` for each data
-input of the loss (entries of one row after another). Its metadata has the step, the model and the loss.
+`FRAME.response_lens`, `FRAME.tokens` (ids of the prompt and response of one row after another), `FRAME.images` (where
+rows have images: for each token the number of its image in the run, or -1), and `data.NAME` for each data input of the
+loss (entries of one row after another). Its metadata has the step, the model and the loss.
 Errors: RL0733.
 """
 
@@ -18,6 +19,7 @@ import torch
 from rldsl.diag import fail
 from rldsl.plan.events import Train
 from rldsl.runtime.comm.agreement import any_rank
+from rldsl.runtime.image_tokens import ids_of, image_of
 from rldsl.runtime.state.context import RunContext
 
 
@@ -47,7 +49,17 @@ def _write(file: Path, rows: Mapping[str, torch.Tensor], about: Mapping[str, str
         return ""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: t.detach().cpu().contiguous() for name, t in rows.items()}, str(file), metadata=dict(about))
+        save_file({name: t.detach().cpu().contiguous() for name, t in _ids_apart(rows).items()}, str(file),
+                  metadata=dict(about))
     except Exception as error:  # the library's own error type covers a full disk
         return str(getattr(error, "strerror", None) or error)
     return ""
+
+
+def _ids_apart(rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with ids as tokens, and the image of each token beside them where there are any."""
+    apart = dict(rows)
+    for name, tokens in rows.items():
+        if name.endswith(".tokens") and bool((image_of(tokens) >= 0).any()):
+            apart |= {name: ids_of(tokens), f"{name.removesuffix('.tokens')}.images": image_of(tokens)}
+    return apart
