@@ -19,6 +19,7 @@ So it is known how old each token is that a step trains on (`calls.py`, `ages`).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
@@ -109,14 +110,17 @@ def _needed_for_generation(t: Tables) -> frozenset[str]:
     loop that generates."""
     lag = t.plan.header.lag
     own = [(e, _loop_of(path)) for e, path in t.events if path and not _evaluates(path)]
-    makers = {v: e for e, _ in own for v in _values(t, e.writes)}
+    made_from = defaultdict[str, list[str]](list)  # of all events that write a value: transfers move what others make
+    for e, _ in own:
+        for value in _values(t, e.writes):
+            made_from[value] += _values(t, e.reads)
     found = set[str]()
     waiting = [v for e, loop in own if e.wanted_ahead(lag) or loop is not None and _of_loop(loop, lag)
                for v in _values(t, (*e.reads, *e.writes))]
     while waiting:
         if (value := waiting.pop()) not in found:
             found.add(value)
-            waiting += _values(t, makers[value].reads) if value in makers else []
+            waiting += made_from[value]
     return frozenset(found)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from rldsl import api
 from rldsl.diag import Failure
-from rldsl.plan.events import EVERY_TURN, Event, Generate, Loop, Train, split_buffer
+from rldsl.plan.events import EVERY_TURN, Event, Generate, Lookup, Loop, Train, split_buffer
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
 from tests.checkpoint.runs import attempt, held, lines
@@ -333,6 +333,18 @@ def test_what_cannot_run_ahead_is_refused(name: str) -> None:
     body, part = REFUSED[name]
     found = api.check(HEAD + body + "\n}\n", "x.rlf")
     assert any(part in d.title and d.help for d in found if d.code in ("RL0223", "RL0212")), found
+
+
+@pytest.mark.parametrize("body", [
+    "MADE p.rate = 0.3", "every 2 {\nMADE p.rate = 0.3\n}", "repeat {\nMADE} until count(gen) > 3 max 2\np.rate = 0.3"])
+def test_generation_from_rows_that_their_state_selects(body: str, base: Path) -> None:
+    """The selection runs ahead, too, and sees the state as it is at its place in the earlier step."""
+    head = HEAD.replace('"p.jsonl"', '"data/prompts.jsonl"').replace('"m"', '"models/sft"').replace(
+        "state x = 0.1", "state rate of prompts = 0.5")
+    made = "p = prompts.next()\n k = p where p.rate > 0\n gen = actor.generate(k, max_new_tokens=4)\n"
+    (base / "selected.rlf").write_text(head + body.replace("MADE", made) + "\n}\n")
+    plan = api.compile(str(base / "selected.rlf"), {})
+    assert {e.ahead for e, _ in event_paths(plan) if isinstance(e, Lookup)} == {1}
 
 
 @pytest.mark.parametrize("block", ["every 2", "first 2", "after 1"])
