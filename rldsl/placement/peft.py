@@ -14,11 +14,13 @@ from typing import Any
 from rldsl.diag import fail
 from rldsl.models import hub_adapters
 from rldsl.models.directory import tensor_names
+from rldsl.models.hub import NAME, offline
 from rldsl.plan.adapter_names import CONFIG, TOWERS, WEIGHTS, stored_name
 from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Lora
 from rldsl.source import Span
 
+PICKLED = "adapter_model.bin"  # of old versions of PEFT: unpickling would execute code of the file
 READ = ("peft_type", "r", "lora_alpha", "target_modules")
 ABOUT = ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
          "fan_in_fan_out", "lora_dropout", "runtime_config")  # no matter to what the stored weights compute
@@ -35,9 +37,14 @@ def read_adapter(path: str, span: Span | None) -> Lora:
     """span: of the program, to be underlined. The weights are read by the ranks."""
     file = hub_adapters.directory(path, span) / CONFIG
     if not file.is_file():
+        unasked = " (the cache of the Hub does not have it, and HF_HUB_OFFLINE forbids to download it)" \
+            if offline() and NAME.fullmatch(path) else ""
         raise fail("RL0342", f'no adapter in "{path}"', span, f"{CONFIG} is missing",
                    help="give a directory written by `save` or PEFT, relative to the working directory, or the name of "
-                        "an adapter on the Hub: \"owner/name\"")
+                        f"an adapter on the Hub: \"owner/name\"{unasked}")
+    if (file.parent / PICKLED).is_file() and not (file.parent / WEIGHTS).is_file():
+        raise fail("RL0342", f'the adapter in "{path}" is pickled', span, f"there is {PICKLED}, but no {WEIGHTS}",
+                   help="load it with PEFT and save it with `save_pretrained`, which writes safetensors")
     try:
         found: dict[str, Any] = json.loads(file.read_text())
         kind, r, alpha = found["peft_type"], int(found["r"]), float(found["lora_alpha"])

@@ -97,3 +97,4 @@ def test_without_a_network(tiny: Path, hub: Hub, tmp_path: Path) -> None:
     assert "the Hub cannot be reached" in done.stderr and "hf download lab/unknown" in done.stderr
     done = compiled(tiny, None, tmp_path, "lab/unknown", offline=True)
     assert "RL0342" in done.stderr and "no adapter in" in done.stderr
+    assert "HF_HUB_OFFLINE forbids to download it" in done.stderr

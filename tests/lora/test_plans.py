@@ -313,6 +313,17 @@ def test_adapters_that_cannot_be_read(base: Path, tmp_path: Path, config: str) -
     assert [d.code for d in caught.value.diagnostics] == ["RL0342"]
 
 
+def test_a_pickled_adapter(base: Path, tmp_path: Path) -> None:
+    given = PROGRAM.replace('r=4, targets=["q_proj", "down_proj"]', f'"{tmp_path}/a"')
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/adapter_config.json").write_text(json.dumps(PLAIN | WITHOUT))
+    (tmp_path / "a/adapter_model.bin").write_bytes(b"pickled")
+    ((code, text),) = refused(base, tmp_path, program=given)
+    assert code == "RL0342" and "adapter_model.bin" in text and "save_pretrained" in text
+    (tmp_path / "a/adapter_model.safetensors").write_bytes(b"")  # then the ranks read this one
+    compiled(base, tmp_path, program=given)
+
+
 def test_no_adapter_at_all(base: Path, tmp_path: Path) -> None:
     given = PROGRAM.replace('r=4, targets=["q_proj", "down_proj"]', f'"{tmp_path}/a"')
     assert refused(base, tmp_path, program=given)[0][0] == "RL0342"
