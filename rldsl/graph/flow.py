@@ -319,7 +319,12 @@ class FlowBuilder(Computations):
         condition = self.exprs.term(s.condition, scope)
         if isinstance(condition, Bad):
             return
-        if condition.dtype != "bool":
+        if isinstance(s.condition, ast.Bool):
+            self.errors.add("RL0203", f"`stop when {condition.span.text}` does not depend on the run", s.span,
+                            "ends the run after its first step" if s.condition.value else "never ends the run",
+                            help="use a comparison, for example `stop when mean(reward) > 0.95`; the number of steps "
+                                 "is an option of the flow, `steps=1`")
+        elif condition.dtype != "bool":
             self.errors.add("RL0203", "`stop when` needs a condition", s.condition.span,
                             f"this is {describe(condition)}",
                             help="use a comparison, for example `stop when mean(reward) > 0.95`")

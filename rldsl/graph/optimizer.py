@@ -59,6 +59,13 @@ def read_optimizer(call: ast.Expr, exprs: ExpressionBuilder, scope: Scope) -> De
     if values.get("nesterov") and not values["momentum"]:
         return exprs.errors.add("RL0205", "`nesterov` needs a `momentum` above 0", call.func.span,
                                 help="write `momentum=0.9`, or remove `nesterov`")
+    warmup = cast(float, values["warmup"])
+    if warmup > 1 and warmup != int(warmup):
+        tree = next(tree for ident, tree in given if ident.name == "warmup")
+        return exprs.errors.add("RL0205", f"`warmup={warmup:g}` is neither a number of steps nor a fraction", tree.span,
+                                "optimizer steps if at least 1, a fraction of all of them if below 1",
+                                help=f"write `warmup={round(warmup)}` for optimizer steps, or `warmup=0.03` for 3 % of "
+                                     "them")
     if values.get("adamw_lr") is None:
         values.pop("adamw_lr", None)
     record = Optimizer(**cast(dict[str, Any], values), kind=name, groups=tuple(group for group, _ in sound))

@@ -218,7 +218,8 @@ class ExpressionBuilder:
         names = (*first.numbers, *first.states, *dict(first.fields)) if isinstance(first, FrameRef) else ()
         help_ = suggest(what, [*fields, *names, *(("rest",) if isinstance(owner, TopTokens) else ())])
         if isinstance(owner, FrameRef):
-            help_ = _made_by_a_call(owner, what, expr.value.span.text) or help_
+            name = expr.value.span.text
+            help_ = _made_by_a_call(owner, what, name) or _of_prompts(owner, what, name) or help_
         if isinstance(first, FrameRef) and first.contents != "generated" and not help_:
             help_ = f"to use a column of the data, declare it: `numbers=[\"{what}\"]`"
         if isinstance(owner, ModelRef):
@@ -393,6 +394,20 @@ class ExpressionBuilder:
             return tuple(t.value for t in items.items) if isinstance(items, Items) else BAD
         term = self.constant(expr, scope)
         return term.value if isinstance(term, Term) else BAD
+
+
+def _of_prompts(ref: FrameRef, what: str, name: str) -> str:
+    """Advice where a batch is asked for its prompts, or they for what only answers have; "" for any other word."""
+    if what == "index" and ref.contents == "prompts":
+        return "prompts have no place in their row: it belongs to answers, `row.index` of `row = d.next()`"
+    if what not in (PROMPTS, "prompt"):
+        return ""
+    if ref.contents == "prompts":
+        return f"its rows are prompts already: write `{name}`"
+    if ref.contents == "generated":
+        return (f"its prompts are the batch that it was generated from; `by prompt` reduces values of `{name}` to "
+                f"them, for example `mean(len({name}) by prompt)`")
+    return "only rows of data with several answers have it (`answers=k`); a row with one answer is its own prompt"
 
 
 def _made_by_a_call(ref: FrameRef, what: str, name: str) -> str:

@@ -188,7 +188,11 @@ def _stop(conditions: list[Term], exprs: ExpressionBuilder) -> Term | None:
     """Whether one of the conditions of `stop when` holds; None without any, or after an error."""
     found: Term | None = None
     for term in conditions:
-        if term.dtype != "bool":
+        if term.at.text in ("true", "false"):
+            exprs.errors.add("RL0203", f"`stop when {term.at.text}` does not depend on the minibatch", term.at,
+                             "no minibatch makes an optimizer step" if term.at.text == "true" else "never stops",
+                             help="use a comparison, for example `stop when mean(ratio) > 5`")
+        elif term.dtype != "bool":
             exprs.errors.add("RL0203", "`stop when` needs a condition", term.at, f"this is {describe(term)}",
                              help="use a comparison, for example `stop when mean(ratio) > 5`")
         elif term.level != "batch":

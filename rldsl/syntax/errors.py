@@ -239,6 +239,8 @@ def _mend(token: str, accepted: set[str], span: Span, text: str) -> tuple[str, F
         return "write `->`", Fix(((both, "->"),)) if both.text == "=>" else None
     if token == "=" and "COMPARE" in accepted:
         return "`=` assigns; use `==` to compare", Fix(((span, "=="),))
+    if token == "." and (digits := re.match(r"[0-9]+", text[span.end :])) and not before[-1:].isalnum():
+        return f"a number begins with a digit: write `0.{digits[0]}`", Fix(((span, "0."),))
     if token == "/" and before[-1:] == "/":
         return "comments start with `#`", Fix(((back, "#"),))
     if token == "/" and text[span.start : span.start + 2] in ("//", "/*"):

@@ -124,6 +124,8 @@ def test_memory_is_that_of_the_optimizer(folder: Path) -> None:
     ("adafactor(1e-2, beta2_decay=0.8)", "RL0205", "at most 0"),
     ("adamw(1e-5, decay=\"norms\")", "RL0205", ""),
     ("adamw(1e-5, 0.1)", "RL0204", "must be named"),
+    ("adamw(1e-5, warmup=1.5)", "RL0205", "neither a number of steps nor a fraction"),
+    ("adamw_8bit(1e-5, momentum=0.9)", "RL0107", "no option `momentum`"),
     ('adamw(1e-5, group("*norm*"))', "RL0215", "`lr_scale` or `weight_decay`"),
     ("adamw(1e-5, group(weight_decay=0))", "RL0215", "a pattern"),
     ("adamw(1e-5, group(3, weight_decay=0))", "RL0205", "must be a string"),

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rldsl.diag import Failure
+from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint
 from tests.checkpoint.runs import held, lines, run
 from tests.end_to_end.programs import compile_program
 from tests.tiny import make_model
@@ -100,3 +102,22 @@ def test_a_learning_rate_is_an_expression(tiny: Path, tmp_path: Path) -> None:
 
 def test_a_learning_rate_below_zero_ends_the_run(tiny: Path, tmp_path: Path) -> None:
     assert rates(tiny, tmp_path, "1e-3 * (2.5 - step_number())") == [{"RL0735": 0.0}]
+
+
+@pytest.mark.parametrize(("key", "says"), [
+    ("actor|exp_avg|embed", "frozen when it was saved, by `freeze`"),  # of another parameter there is such a state
+    ("actor|momentum_buffer|embed", "another optimizer"),
+    ("actor|exp_avg|head", "a different shape"),
+    ("actor|param|other", "no parameter `other` of the model `actor`"),
+    ("actor|param|head", "only a part of parameter `head`"),
+    ("prompts.rate|state|rows", "more rows"),
+])
+def test_what_a_checkpoint_lacks(tmp_path: Path, key: str, says: str) -> None:
+    """A changed `freeze` or optimizer is not called a different shape."""
+    half = [(((0, 2), (0, 4)), tmp_path / "x", "x")]
+    stored = {"actor|exp_avg|head": half, "actor|param|head": half, "actor|param|embed": half}
+    loaded = LoadedCheckpoint(tmp_path, 1, {}, {}, {}, {}, stored, 0, ())
+    with pytest.raises(Failure) as caught:
+        loaded._cover(key, ((0, 4), (0, 4)))
+    (found,) = caught.value.diagnostics
+    assert found.code == "RL0762" and says in f"{found.title} {found.help}"

@@ -73,3 +73,47 @@ def test_errors_of_all_kinds_in_one_run() -> None:
 def test_a_wrong_cluster_does_not_make_meshes_wrong() -> None:
     text = "cluster nodes=2 gpu=8\n" + FLOW % "  x = m.logprobs(gen) on mesh(0:2, 0:8) dp=16\n  metric y = mean(x)\n"
     assert [d.code for d in api.check(text)] == ["RL0107"]
+
+
+ANSWERS = """use std.sft (sft)
+data rows = jsonl("rows.jsonl", batch=4, kind=answersMORE)
+model actor = causal_lm("m") train adamw(lr=1e-5)
+flow f(steps=3) {
+  row = rows.next()
+  gen = actor.generate(row.prompts, n=2)
+  actor.train(row, loss=sft())
+  LINE
+}
+"""
+
+
+@pytest.mark.parametrize(("line", "more", "code", "says"), [
+    ("metric x = mean(row.prompts.index)", ", answers=2", "RL0112", "`row.index` of `row = d.next()`"),
+    ("metric x = count(row.prompts.prompts)", ", answers=2", "RL0112", "write `row.prompts`"),
+    ("metric x = mean(len(gen.prompts))", ", answers=2", "RL0112", "`mean(len(gen) by prompt)`"),
+    ("metric x = mean(row.prompt)", ", answers=2", "RL0112", "several answers"),
+    ("stop when true", ", answers=2", "RL0203", "`steps=1`"),
+    ("stop when false", ", answers=2", "RL0203", "a comparison"),
+    ("metric x = quantile(len(gen) by prompt, .5)", ", answers=2", "RL0001", "write `0.5`"),
+])
+def test_advice_on_rows_and_conditions(line: str, more: str, code: str, says: str) -> None:
+    found = api.check(ANSWERS.replace("MORE", more).replace("LINE", line), "x.rlf")
+    assert [d.code for d in found] == [code] and found[0].span is not None and says in found[0].help
+
+
+@pytest.mark.parametrize("line", ["stop when mean(len(gen)) > 5", "metric x = mean(quantile(len(gen) by prompt, 0.5))",
+                                  "metric x = mean(row.index)"])
+def test_what_the_advice_leads_to(line: str) -> None:
+    assert api.check(ANSWERS.replace("MORE", ", answers=2").replace("LINE", line), "x.rlf") == ()
+
+
+@pytest.mark.parametrize("word", ["true", "false"])
+def test_a_loss_that_always_or_never_stops(word: str) -> None:
+    text = ANSWERS.replace("MORE", ", answers=2").replace("LINE", "").replace("sft()", "mine()") + f"""
+loss mine(logprobs: token) {{
+  stop when {word}
+  return -mean(logprobs)
+}}
+"""
+    (found,) = api.check(text, "x.rlf")
+    assert found.code == "RL0203" and f"stop when {word}" in found.title

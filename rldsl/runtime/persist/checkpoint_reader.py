@@ -198,11 +198,28 @@ class LoadedCheckpoint:
             cover += [(part, entry) for b in missing if (part := intersect(b, entry[0])) is not None]
             missing = [rest for b in missing for rest in subtract(b, entry[0])]
         if missing:
-            raise fail("RL0762", f"the checkpoint contains only a part of {name.replace('|', ' ')}",
-                       place=str(self.path),
-                       help="it was saved from a model with a different shape, or with another optimizer; start a new "
-                            "run")
+            raise self._incomplete(name)
         return cover
+
+    def _incomplete(self, name: str) -> Failure:
+        """name: model|part|parameter, or of a state of rows, of which boxes are missing."""
+        model, part, parameter = name.split("|")
+        if name == row_state_key(model):
+            return fail("RL0762", f"the checkpoint contains only a part of the state `{model}`", place=str(self.path),
+                        help="its data has more rows than when it was saved; start a new run")
+        if part == "param":
+            what = "only a part of" if name in self.stored else "no"
+            return fail("RL0762", f"the checkpoint contains {what} parameter `{parameter}` of the model `{model}`",
+                        place=str(self.path), help="it was saved from a model with a different shape; start a new run")
+        if name in self.stored:
+            return fail("RL0762", f"the checkpoint contains only a part of the optimizer state `{part}` of "
+                                  f"`{parameter}` of the model `{model}`", place=str(self.path),
+                        help="it was saved from a model with a different shape; start a new run")
+        same = any(key.startswith(f"{model}|{part}|") for key in self.stored)
+        why = ("the parameter was frozen when it was saved, by `freeze` of the optimizer: freeze it again" if same else
+               "it was saved with another optimizer: use that one")
+        return fail("RL0762", f"the checkpoint contains no optimizer state `{part}` of `{parameter}` of the model "
+                              f"`{model}`", place=str(self.path), help=f"{why}, or start a new run from a `save`")
 
 
 def load_checkpoint(resume: Path, header: Mapping[str, Any], device: torch.device) -> LoadedCheckpoint:
