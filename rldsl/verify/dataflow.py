@@ -87,6 +87,10 @@ class _BufferTrace:
         self.kept = states  # from step to step
         self.overwritable = set(states)  # buffers that may be written while they exist
         self.turns_ahead: dict[int, int] = {}  # ahead of an event -> by how many turns that are not left out
+        # with a lag: the blocks that run in some steps, by number, around what runs now, outermost first; and of what
+        # exists, those around the event that made it
+        self.blocks: tuple[int, ...] = ()
+        self.made_in: dict[str, tuple[int, ...]] = {}
         self.last: Event | None = None  # of the rank, so far
         self.problems: list[tuple[str, str, Event]] = []
 
@@ -114,6 +118,7 @@ class _BufferTrace:
             existing = ", ".join(sorted(collected & self.live))
             self.report("RL0514", f"loop {loop.id} collects into {existing}, which already exists", self.last)
         self.live |= collected
+        self.made_in |= dict.fromkeys(collected, self.blocks)
         self.overwritable |= collected
         before = set(self.live)
         last = self.last
@@ -134,7 +139,8 @@ class _BufferTrace:
         and the last, which lack some events, all turns are alike if two of them begin with the same buffers. What an
         event finds depends only on which events of the same step come before it. So turns in which nothing happens to
         the values of a step are left out, and the work does not grow with the lag. Blocks that run in some steps are
-        taken as if they ran in all: nothing outside depends on whether they do (`_check_scopes`)."""
+        taken as if they ran in all: nothing outside depends on whether they do, since they free what they make
+        (`_check_scopes`), and nothing outside uses it (`_exists`)."""
         aheads = sorted({x.event.ahead for x in self.effects.values() if x.event.ahead > 0})
         self.turns_ahead = {ahead: i for i, ahead in enumerate(aheads, 1)}
         lag = len(aheads)
@@ -143,15 +149,17 @@ class _BufferTrace:
         for turn in range(1 - lag, steps + 1):
             if 1 <= turn <= steps - lag:
                 at_start.append(set(self.live))
-            for item in without_blocks(loop.body):
+            for item, self.blocks in without_blocks(loop.body):
                 ahead = ahead_of(item)
                 if runs_in(turn, self.turns_ahead.get(ahead, ahead), steps):
                     self.run((item,))
+            self.blocks = ()
             if loop.until and turn >= 1 and self.last is not None:
                 self._ends_on(loop, self.last)
             left = {b for b in self.live if AHEAD not in b} - self.overwritable
             if left and self.last is not None:
                 self.report("RL0516", f"{', '.join(sorted(left))} is not freed in the step that writes it", self.last)
+            self.made_in = {_next_turn(b): self.made_in.get(b, ()) for b in self.live - left}
             self.live = {_next_turn(b) for b in self.live - left}
         if any(x != at_start[0] for x in at_start) and self.last is not None:
             changed = ", ".join(sorted(at_start[0] ^ at_start[-1]))
@@ -159,8 +167,7 @@ class _BufferTrace:
                         self.last)
 
     def _check_scopes(self, items: tuple[Item, ...]) -> None:
-        """With a lag, a block that runs in some steps frees the values that its events write, and no others, and no
-        event outside uses these."""
+        """With a lag, a block that runs in some steps frees the values that its events write, and no others."""
         for block in (i for i in items if isinstance(i, When)):
             own = [x for e, _ in walk(block.body) if e.mesh in self.member_of for x in (self.effects[e.id],)]
             wrote = {b for x in own for b, ranks in x.writes if ranks in self.member_of} - self.kept
@@ -174,13 +181,21 @@ class _BufferTrace:
             if last is not None and freed - wrote:
                 self.report("RL0517", f"{', '.join(sorted(freed - wrote))} is freed inside the block, but written "
                                       "outside", last)
-            inside = {x.event.id for x in own}
-            for x in self.effects.values():
-                used = {b for b, _ in (*x.reads, *x.writes)} & wrote
-                if used and x.event.id not in inside and x.event.mesh in self.member_of:
-                    self.report("RL0513", f"{name(x.event)} uses {sorted(used)[0]}, which exists only in a block that "
-                                          "does not run in every step", x.event)
             self._check_scopes(block.body)
+
+    def _exists(self, buffer: str, event: Event) -> bool:
+        """Whether a buffer is there for an event; reports one that is not there in every step in which the event runs."""
+        held = self._at(buffer, event.ahead)
+        if held in self.live and not self._is_in_reach(held):
+            self.report("RL0513", f"{name(event)} uses {buffer}, which exists only in a block that does not run in "
+                                  "every step", event)
+        return held in self.live
+
+    def _is_in_reach(self, held: str) -> bool:
+        """Whether a live buffer is there in every step in which what now runs does: all blocks around what made it are
+        around this, too."""
+        around = self.made_in.get(held, ())
+        return self.blocks[: len(around)] == around
 
     def _at(self, buffer: str, ahead: int) -> str:
         """A buffer by the step whose values it holds: what runs ahead uses those of a later step."""
@@ -204,16 +219,17 @@ class _BufferTrace:
         event, member_of, live = effects.event, self.member_of, self.live
         self.last = event
         for buffer, rank_set in effects.reads:
-            if rank_set in member_of and self._at(buffer, event.ahead) not in live:
+            if rank_set in member_of and not self._exists(buffer, event):
                 self.report("RL0513", f"{name(event)} reads {buffer}, which does not exist", event)
         for frame, buffers in effects.lengths:
-            if live.isdisjoint(self._at(b, event.ahead) for b in buffers):
+            known = live.intersection(self._at(b, event.ahead) for b in buffers)
+            if not any(map(self._is_in_reach, known)):
                 self.report("RL0518",
                             f"{name(event)} divides the rows of frame {frame}, but their lengths are not known yet",
                             event)
         for buffer, rank_set in effects.frees:
             if rank_set in member_of:
-                if self._at(buffer, event.ahead) not in live:
+                if not self._exists(buffer, event):
                     self.report("RL0515", f"{name(event)} frees {buffer}, which does not exist", event)
                 live.discard(self._at(buffer, event.ahead))
         for buffer, rank_set in effects.writes:
@@ -222,15 +238,18 @@ class _BufferTrace:
                 if held in live and not (held in self.overwritable and _may_overwrite(event)):
                     self.report("RL0514", f"{name(event)} writes {buffer} again before it is freed", event)
                 live.add(held)
+                self.made_in[held] = () if buffer in self.kept else self.blocks
 
 
-def without_blocks(items: tuple[Item, ...]) -> Iterator[Event | Loop]:
-    """The items of the step loop, those of blocks that run in some steps in their place."""
-    for item in items:
+def without_blocks(items: tuple[Item, ...], around: tuple[int, ...] = ()) -> Iterator[tuple[Event | Loop,
+                                                                                            tuple[int, ...]]]:
+    """The items of the step loop, those of blocks that run in some steps in their place, each with the numbers of the
+    blocks around it."""
+    for number, item in enumerate(items):
         if isinstance(item, When):
-            yield from without_blocks(item.body)
+            yield from without_blocks(item.body, (*around, number))
         else:
-            yield item
+            yield item, around
 
 
 def _loops(items: tuple[Item, ...]) -> Iterator[Loop]:

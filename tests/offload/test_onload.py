@@ -26,7 +26,7 @@ class Rank(ModelStore):
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        super().__init__(None, shards={("actor", "home"): Shard(self.seen)})  # type: ignore[arg-type, dict-item]
+        super().__init__(None, {("actor", "home"): Shard(self.seen)})  # type: ignore[arg-type, dict-item]
 
     def onload(self, what: Any) -> None:
         model_events.onload(self, Onload(id=1, mesh="m", model="actor", layout="home", part=what))

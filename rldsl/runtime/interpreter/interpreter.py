@@ -322,7 +322,7 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
                 watchdog.interruption = interruption
             services = Services(start.data, rewards, reporter, ring, start.writer, start.resumed, environments)
             ring.begin_startup("reading the weights")
-            state = RankState(context, ModelStore(context, start.data), step, services)
+            state = RankState(context, ModelStore(context, reader=start.data), step, services)
             begin = time.monotonic()
             profiler = EventProfiler(context, device, first, options.profile) if options.profile else None
             interpreter = Interpreter(state, start.items, recorder, profiler)

@@ -28,7 +28,6 @@ class ModelStore:
     """One rank's shards; each is known by its model and layout."""
 
     context: RunContext                                          # the plan and the communicators
-    reader: DataReader | None = None                             # the sources of images
     shards: dict[ShardKey, Shard] = field(default_factory=dict)  # those that were built so far
     # shards whose parameters have no memory at the moment
     freed: set[ShardKey] = field(default_factory=set)
@@ -42,6 +41,7 @@ class ModelStore:
     arriving: dict[ShardKey, Pending] = field(default_factory=dict)
     # shard that owns the parameters -> realloc event -> communication that still reads them
     leaving: dict[ShardKey, dict[int, Pending]] = field(default_factory=dict)
+    reader: DataReader | None = None  # the sources of images
 
     def shard(self, model: str, layout: str, load: bool = False) -> Shard:
         """The shard, built at its first use, without waiting for anything. A shard that was freed gets memory again;
