@@ -184,7 +184,7 @@ class _BufferTrace:
             self._check_scopes(block.body)
 
     def _exists(self, buffer: str, event: Event) -> bool:
-        """Whether a buffer is there for an event; reports one that is not there in every step in which the event runs."""
+        """Whether a buffer is there for an event. Reports one that is not in every step in which the event runs."""
         held = self._at(buffer, event.ahead)
         if held in self.live and not self._is_in_reach(held):
             self.report("RL0513", f"{name(event)} uses {buffer}, which exists only in a block that does not run in "

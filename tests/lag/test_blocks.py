@@ -6,7 +6,9 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from hashlib import sha256
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,22 @@ from safetensors.torch import load_file
 
 from rldsl import api
 from rldsl.diag import Failure
-from rldsl.plan.events import EVERY_TURN, Event, Generate, Lookup, Loop, Train, split_buffer
+from rldsl.plan.events import (
+    EVERY_TURN,
+    Compute,
+    Event,
+    Generate,
+    Lookup,
+    Loop,
+    Train,
+    Transfer,
+    When,
+    aheads_in,
+    split_buffer,
+)
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
+from rldsl.verify import verify
 from tests.checkpoint.runs import attempt, held, lines
 from tests.checkpoint.runs import run as run_plan
 from tests.end_to_end import reference
@@ -364,3 +379,56 @@ if __name__ == "__main__":
     (place / "rewards_small.py").write_text((HERE / "rewards_small.py").read_text())
     os.chdir(place)
     print(kills(place, int(sys.argv[1])) or "no difference")
+
+
+# ------------------------------------------------------------------------------- what exists in a block alone
+
+EACH = '''
+use std.sft (sft)
+param base = "models/sft"
+param rows = "data/prompts.jsonl"
+use py "rewards_small.py" (digits: gen -> seq)
+data prompts = jsonl(rows, batch=2, max_prompt_tokens=16)
+model actor = causal_lm(base) train adamw(lr=1e-3)
+flow run(steps=6, seed=3, lag={lag}) {{
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n=2, max_new_tokens=4)
+  actor.train(gen, loss=sft())
+  first 2 {{ metric early = mean(digits(gen)) }}
+  after 2 {{ metric late = mean(digits(gen)) }}
+  every 2 {{
+    more = actor.generate(prompt, n=2, max_new_tokens=3)
+    metric more = mean(digits(more))
+  }}
+}}
+'''
+
+
+def test_two_blocks_may_each_make_the_same_for_themselves(base: Path) -> None:
+    """The rows of `gen` as a reward needs them, which nothing outside the two blocks does."""
+    plan = compiled(base, EACH, 1, ALONE)  # and verified
+    loop = plan.body[-1]
+    assert isinstance(loop, Loop)
+    blocks = [i for i in loop.body if isinstance(i, When)]
+    made = [{b for e in block.body if isinstance(e, Event) for b in e.writes} for block in blocks]
+    assert any(a & b for a, b in combinations(made, 2))
+
+
+def test_what_a_block_makes_ahead_cannot_be_used_outside(base: Path) -> None:
+    """In the steps in which the block runs it would be there."""
+    plan = compiled(base, EACH, 1, ALONE)
+    loop = plan.body[-1]
+    assert isinstance(loop, Loop)
+    at, block = next((i, x) for i, x in enumerate(loop.body) if isinstance(x, When) and any(
+        isinstance(e, Generate) for e in x.body))
+    user = next(e for e in block.body if isinstance(e, Transfer | Compute) and e.ahead == 0)
+    made = {b for e in block.body if isinstance(e, Generate) for b in e.writes}
+    assert made.intersection(user.reads)
+    cut = block.body.index(user)
+    parts = [replace(block, body=x) for x in (block.body[:cut], block.body[cut + 1:])]
+    before, after = (replace(x, aheads=aheads_in(x)) for x in parts)
+    body = (*loop.body[:at], before, user, after, *loop.body[at + 1:])
+    with pytest.raises(Failure) as refused:
+        verify(replace(plan, body=(*plan.body[:-1], replace(loop, body=body))))
+    assert any(d.code == "RL0513" and "only in a block" in d.title for d in refused.value.diagnostics), \
+        [f"{d.code} {d.title}" for d in refused.value.diagnostics]
