@@ -183,6 +183,8 @@ def _before_first_step(t: Tables, loop: Loop, state: CopyStates, problems: list[
     that needs it only there. In the last turns the events that run ahead are missing, which makes no version and no
     copy."""
     needless: frozenset[str] | None = None
+    if loop.first >= 1:
+        return state, needless
     levels = aheads_in(loop)
     begins = {loop.first, *(x for a in levels for x in (1 - a, loop.trips - a + 1) if loop.first < x < 1)}
     spans = sorted(x for x in begins if x < 1)  # in the turns from one of these to the next, the same events run
