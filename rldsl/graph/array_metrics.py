@@ -43,6 +43,10 @@ class ArrayMetrics:
                              scope)
         if isinstance(x, Bad) or isinstance(given, Bad):
             return []
+        if x.dtype == "text":
+            self.errors.add("RL0205", "a histogram is of numbers", x.at, f"this is {describe(x)}",
+                            help="of texts, log a table: `metric table NAME = gen`")
+            return []
         if x.level == "batch":
             self.errors.add("RL0208", "a histogram of a single number", x.at, f"this is {describe(x)}",
                             help=f"log the number itself: `metric {s.name.name} = {s.value.span.text}`")
@@ -101,6 +105,10 @@ class ArrayMetrics:
         x = self.flow.exprs.term(tree, scope)
         if isinstance(x, Bad):
             return BAD
+        if x.dtype == "text":
+            return self.errors.add("RL0205", "a column of a table must be one number for each sequence, not text",
+                                   tree.span, f"this is {describe(x)}",
+                                   help="the texts of the rows are in the table anyway: remove it")
         if x.level in ("token", "turn", "entry"):
             return self.errors.add("RL0201", f"a column of a table must be one number for each sequence, not "
                                    f"{level_value(x.level)}", tree.span, f"this is {describe(x)}",

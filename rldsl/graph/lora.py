@@ -58,6 +58,9 @@ def _read(call: ast.Call, exprs: ExpressionBuilder, scope: Scope) -> Lora | Bad:
         return exprs.errors.add("RL0205", "the only positional argument of `lora` is the directory of an adapter",
                                 unnamed[0].span, f"this is {describe(path)}",
                                 help="options such as the rank must be named: `r=8`")
+    if not path.value:
+        return exprs.errors.add("RL0205", "the directory of an adapter is empty", unnamed[0].span, "no directory",
+                                help=f"name one, or {FORM} for a new adapter")
     if len(call.args) > 1:
         other = next(a for a in call.args if a is not unnamed[0])
         return exprs.errors.add("RL0204", "the directory defines the rank, alpha and targets of its adapter",

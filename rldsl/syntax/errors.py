@@ -75,6 +75,8 @@ def _unnamed_array(span: Span, text: str) -> str:
     if found is None or span.start != text.rfind("\n", 0, span.start) + found.end():
         return ""
     value = line[found.start(2) :].partition("#")[0].split("}")[0].strip()
+    if named := re.match(r"([^=<>!]*[^=<>!\s])\s*=(?!=)\s*(.*)", value):
+        return f"a name is one word: `metric {found[1]} {re.sub(r'[^A-Za-z0-9_]+', '_', named[1])} = {named[2]}`"
     return f"give it a name: `metric {found[1]} NAME = {value}`"
 
 

@@ -210,6 +210,7 @@ WRITTEN = {  # found by `check`
     'causal_lm("m", lora(r=8, r=8)) train adamw(1e-4)': "RL0215",
     'causal_lm("m", lora(targets=3)) train adamw(1e-4)': "RL0205",
     'causal_lm("m", lora(8)) train adamw(1e-4)': "RL0205",
+    'causal_lm("m", lora("")) train adamw(1e-4)': "RL0205",
     'causal_lm("m", lora("dir", r=8)) train adamw(1e-4)': "RL0204",
     'causal_lm("m", lora("dir", "other")) train adamw(1e-4)': "RL0204",
     'causal_lm("m", lora) train adamw(1e-4)': "RL0203",
