@@ -22,7 +22,8 @@ HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
 NUMERIC = frozenset({  # the directories of tests whose numbers come from kernels
     "backend_torch", "buffers", "carried", "checkpoint", "concat", "consistency", "context", "continued", "copies", "curriculum",
-    "data", "derive", "distributions", "end_to_end", "environments", "evaluation", "fuzz", "generation", "interleaved", "lag", "library", "lora",
+    "data", "derive", "distributions", "end_to_end", "environments", "evaluation", "fuzz", "generation", "images", "interleaved", "lag",
+    "library", "lora",
     "megatron", "moe", "numbers", "offload", "optimizers", "oracles", "papers", "prefixes", "relabelled", "runtime", "selection", "stop",
     "sync", "texts", "units", "zero"})
 
