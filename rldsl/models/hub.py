@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -29,22 +30,30 @@ SECONDS = 10.0  # to wait for an answer of the Hub
 
 
 def resolve(path: str, span: Span | None = None) -> str:
-    """What a plan records for a model: `hf:NAME@COMMIT`, or the path itself where it is a directory, or cannot be a
-    name on the Hub. Its small files are in the cache then."""
+    """What a plan records for a model, as `pinned` has it. Its small files are in the cache then."""
+    def find(name: str, revision: str) -> Path:
+        folder = _download(name, revision, SMALL, span)
+        return folder if (folder / INDEX).is_file() else _download(name, folder.name, SMALL + WEIGHTS, span)
+
+    return pinned(path, "model", find, span)
+
+
+def pinned(path: str, word: str, find: Callable[[str, str], Path], span: Span | None) -> str:
+    """What a plan records for the path of a model or an adapter: `hf:NAME@COMMIT`, or the path itself where it is a
+    directory, or cannot be a name on the Hub. word: what it is, for messages. find: of a name and a revision, the
+    directory of the cache, whose name is the commit; FileNotFoundError if the Hub cannot be reached. RL0095."""
     found = NAME.fullmatch(path)
     if found is None or Path(path).exists() or Path(path).parent.is_dir():
         return path
     name, revision = found["name"], found["revision"] or "main"
     stage(f"reading {name} from the Hub")
     try:
-        folder = _download(name, revision, SMALL, span)
-        if not (folder / INDEX).is_file():
-            folder = _download(name, folder.name, SMALL + WEIGHTS, span)
+        folder = find(name, revision)
     except FileNotFoundError as error:
         if offline():
             return path
-        raise fail("RL0095", f'no model directory "{path}", and the Hub cannot be reached', span, str(error),
-                   help="give a directory, or download the model on a machine with a network: "
+        raise fail("RL0095", f'no {word} directory "{path}", and the Hub cannot be reached', span, str(error),
+                   help=f"give a directory, or download the {word} on a machine with a network: "
                         f"`hf download {name}`") from None
     return f"{PREFIX}{name}@{folder.name}"
 

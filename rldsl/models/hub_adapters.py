@@ -11,31 +11,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from rldsl.diag import fail
-from rldsl.models.hub import NAME, PREFIX, RECORDED, offline, snapshot
+from rldsl.models.hub import RECORDED, offline, pinned, snapshot
 from rldsl.plan.adapter_names import CONFIG, WEIGHTS
-from rldsl.progress import stage
 from rldsl.source import Span
 
 FILES = (CONFIG, WEIGHTS)
 
 
 def resolve(path: str, span: Span | None = None) -> str:
-    """What a plan records for an adapter: `hf:NAME@COMMIT`, or the path itself where it is a directory, or cannot be a
-    name on the Hub. RL0095."""
-    found = NAME.fullmatch(path)
-    if found is None or Path(path).exists() or Path(path).parent.is_dir():
-        return path
-    name = found["name"]
-    stage(f"reading {name} from the Hub")
-    try:
-        folder = _complete(name, found["revision"] or "main", span)
-    except FileNotFoundError as error:
-        if offline():
-            return path
-        raise fail("RL0095", f'no adapter directory "{path}", and the Hub cannot be reached', span, str(error),
-                   help="give a directory, or download the adapter on a machine with a network: "
-                        f"`hf download {name}`") from None
-    return f"{PREFIX}{name}@{folder.name}"
+    """What a plan records for an adapter, as `pinned` has it. Both files are in the cache then."""
+    return pinned(path, "adapter", lambda name, revision: _complete(name, revision, span), span)
 
 
 def directory(path: str, span: Span | None = None) -> Path:

@@ -141,7 +141,7 @@ def _with_conditions(draft: Draft) -> Draft:
                 mesh, (value,) = _ends(draft, e), e.values
                 draft, ends = draft.with_meshes(mesh), [draft.ranks(draft.spreads[x].mesh) for x in (e.src, e.dst)]
                 new[e] = (replace(e, mesh=mesh.id, bytes=8 * len(ends[1] - ends[0]),
-                                  because=f"{draft.labels.name(value)} decides whether the loop goes on"),)
+                                  because=f"{draft.labels.name(value)} decides whether the loop continues"),)
             else:
                 reads = tuple(same.get(b, b) for b in e.reads)
                 new[e] = (replace(e, mesh=draft.spreads[id].mesh, reads=reads),)

@@ -168,7 +168,7 @@ def test_memory_is_counted_in_bytes(tiny: str) -> None:
 
 
 def test_a_gradient_of_zeros_leaves_a_moment_of_zeros(tmp_path: Path, tiny: str) -> None:
-    """A block without a largest value is no division by zero, and weight decay goes on."""
+    """A block without a largest value is no division by zero, and weight decay continues."""
     shard: Any = make_shard(plan_model(tiny, "causal_lm", replace(OPTIONS, groups=()), STEPS), 0)
     before = {n: t.clone() for n, t in shard.state_dict().items()}
     for parameter in shard.stage.parameters.values():

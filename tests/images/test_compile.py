@@ -12,6 +12,8 @@ import pytest
 from examples.tiny import make_model, make_vision_model
 from rldsl import api
 from rldsl.diag import Failure
+from rldsl.models.vision import FAMILIES
+from rldsl.runtime.data.image_processor import PROCESSOR_OF
 from tests.images.models import qwen3_vl
 
 PROGRAM = """
@@ -110,3 +112,7 @@ def test_the_plan_names_the_column(folder, monkeypatch):
     assert (data.images, data.over_long) == ("images", "error")
     tower = [p for p in plan.models[0].params if p.name.startswith("model.visual.")]
     assert tower and all(p.stage == "first" and p.split is None for p in tower)
+
+
+def test_every_family_with_images_has_an_image_processor() -> None:
+    assert PROCESSOR_OF.keys() == FAMILIES.keys()

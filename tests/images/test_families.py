@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.images.models import MAKERS, make
 from rldsl.models.families import describe
 from tests.backend_torch.shards import layout_of as at
 from tests.images.checks import check, expected
+from tests.images.models import MAKERS, make
 from tests.images.pictures import data_of, make_rows
 from tests.world import run_world
 
 LIMIT = 1e-5
 LAYOUTS = [at(), at(tp=2), at(pp=2), at(dp=2), at(dp=2, zero=1), at(dp=2, zero=3), at(pp=2, vpp=2)]
-
 
 
 @pytest.mark.parametrize("family", MAKERS)

@@ -7,7 +7,7 @@ each row: {step, row, prompt, completion, COLUMN: number}. Only the rank that lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from rldsl.plan.arrays import HISTOGRAM, ROWS, Array, Histogram, arrays, histogr
 from rldsl.plan.events import split_buffer
 from rldsl.plan.metrics_file import HISTOGRAMS, TABLES
 from rldsl.plan.projection import event_paths
-from rldsl.runtime.files import check_writable, written
-from rldsl.runtime.metrics.json_lines import encoded, truncate
+from rldsl.runtime.files import check_writable
+from rldsl.runtime.metrics.json_lines import LineFiles
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
 
@@ -31,7 +31,7 @@ class ArrayFiles:
         made = arrays(context.plan.programs)
         logged = {name: split_buffer(buffer)[0] for e, _ in event_paths(context.plan) for name, buffer in e.logged}
         self._arrays: dict[str, Array] = {name: made[value] for name, value in logged.items() if value in made}
-        self._out, self._begun = context.out, set[Path]()
+        self._out, self._files = context.out, LineFiles()
         self._tokenizers = {name: data.tokens(context.frames[a.frame]).tokenizer
                             for name, a in self._arrays.items() if a.op == ROWS}
         if any(a.op == HISTOGRAM for a in self._arrays.values()):
@@ -45,9 +45,10 @@ class ArrayFiles:
                       if self._arrays[name].op == HISTOGRAM}
         tables = {name: self._lines(step, name, found) for name in self._tokenizers if name in found}
         if histograms:
-            self._append(self._out / HISTOGRAMS, step, [{"step": step} | {n: asdict(h) for n, h in histograms.items()}])
+            line = {"step": step} | {name: asdict(h) for name, h in histograms.items()}
+            self._files.append(self._out / HISTOGRAMS, step, [line])
         for name, lines in tables.items():
-            self._append(self._table(name), step, lines)
+            self._files.append(self._table(name), step, lines)
         return histograms, tables
 
     def _lines(self, step: int, name: str, found: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
@@ -61,12 +62,3 @@ class ArrayFiles:
 
     def _table(self, name: str) -> Path:
         return self._out / TABLES / f"{name}.jsonl"
-
-    def _append(self, file: Path, step: int, lines: Iterable[Mapping[str, Any]]) -> None:
-        with written(file):
-            if file not in self._begun:
-                file.parent.mkdir(exist_ok=True)
-                truncate(file, step)
-                self._begun.add(file)
-            with file.open("a", encoding="utf-8") as opened:
-                opened.writelines(f"{encoded(line)}\n" for line in lines)

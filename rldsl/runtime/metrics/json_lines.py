@@ -6,17 +6,37 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rldsl.runtime.files import replace_text
+from rldsl.runtime.files import replace_text, written
 
 
 def encoded(line: Mapping[str, Any]) -> str:
     """One line, without its end."""
     finite = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in line.items()}
     return json.dumps(finite, ensure_ascii=False, allow_nan=False)
+
+
+class LineFiles:
+    """Such files, as this start of a run writes them."""
+
+    def __init__(self) -> None:
+        self._begun: set[Path] = set()
+
+    def append(self, file: Path, step: int, lines: Iterable[Mapping[str, Any]]) -> list[int]:
+        """Write the lines of a step. Before the first ones of a file, what an earlier start wrote of this step and
+        later ones is dropped. Returns what `truncate` does. RL0706 if the disk refuses."""
+        damaged: list[int] = []
+        with written(file):
+            if file not in self._begun:
+                file.parent.mkdir(exist_ok=True)
+                damaged = truncate(file, step)
+                self._begun.add(file)
+            with file.open("a", encoding="utf-8") as opened:
+                opened.writelines(f"{encoded(line)}\n" for line in lines)
+        return damaged
 
 
 def truncate(file: Path, step: int) -> list[int]:

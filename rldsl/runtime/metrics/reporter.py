@@ -20,10 +20,10 @@ from rldsl.plan.metrics_file import METRICS, PHASES, SAMPLES, TABLES
 from rldsl.plan.naming import Labels, describe_event
 from rldsl.plan.projection import event_paths
 from rldsl.plan.references import Role, references
-from rldsl.runtime.files import check_writable, written
+from rldsl.runtime.files import check_writable
 from rldsl.runtime.metrics.array_files import ArrayFiles
 from rldsl.runtime.metrics.builtin_metrics import Meter
-from rldsl.runtime.metrics.json_lines import encoded, truncate
+from rldsl.runtime.metrics.json_lines import LineFiles
 from rldsl.runtime.metrics.names import computed, display_order
 from rldsl.runtime.metrics.samples import Samples, sample_sources, samples_file
 from rldsl.runtime.metrics.writers import MetricWriter, RunLabels, Tables, TensorBoard, Wandb
@@ -102,7 +102,7 @@ class Reporter:
         self.meter = Meter(context.plan) if context.rank in logs else None
         self._since = self._ended = time.monotonic()  # when the last step had ended everywhere, and on this rank
         self._done = step.number
-        self._begun = False
+        self._files = LineFiles()
         self._lines: deque[_Line] = deque()  # of steps that have ended, whose metrics are on their way
         self._view: LiveView | None = None
         self._writers: list[MetricWriter] = []
@@ -203,14 +203,9 @@ class Reporter:
     def _write(self, line: Mapping[str, float]) -> None:
         """To the file of metrics."""
         target, step = self._out / METRICS, int(line["step"])
-        with written(target):
-            if not self._begun:
-                if damaged := truncate(target, step):
-                    print(f"warning: {target}: {len(damaged)} damaged line{'s' * (len(damaged) > 1)} dropped (first: "
-                          f"line {damaged[0]})", file=sys.stderr, flush=True)
-                self._begun = True
-            with target.open("a", encoding="utf-8") as file:
-                file.write(encoded(line) + "\n")
+        if damaged := self._files.append(target, step, [line]):
+            print(f"warning: {target}: {len(damaged)} damaged line{'s' * (len(damaged) > 1)} dropped (first: line "
+                  f"{damaged[0]})", file=sys.stderr, flush=True)
 
     def _show(self, line: Mapping[str, float], histograms: Mapping[str, Histogram], tables: Tables) -> None:
         """To people and trackers."""

@@ -25,9 +25,8 @@ from rldsl.plan.payloads import ROLLOUTS
 from rldsl.plan.projection import event_paths
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
 from rldsl.runtime.data.tokens import Tokens
-from rldsl.runtime.files import written
 from rldsl.runtime.image_tokens import plain_ids
-from rldsl.runtime.metrics.json_lines import encoded, truncate
+from rldsl.runtime.metrics.json_lines import LineFiles
 from rldsl.runtime.metrics.sampled_turns import REASONS, turns_of
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
@@ -87,7 +86,7 @@ class Samples:
         self._tokens: dict[int, dict[str, tuple[RaggedRows, Any]]] = defaultdict(dict)
         # value -> spread -> what this rank held there last; spreads may divide rows differently
         self._values: dict[int, dict[str, dict[str, RaggedRows]]] = defaultdict(lambda: defaultdict(dict))
-        self._begun: set[Path] = set()
+        self._files = LineFiles()
         self._lines: dict[int, dict[str, list[dict[str, Any]]]] = defaultdict(dict)  # by step, for `take`
         self._names = value_names(context.plan, {context.frames[s.frame].row_space for s in self._mine})
         self._turn_values = {f"{s.frame}.turn_reward" for s in self._mine}
@@ -141,13 +140,7 @@ class Samples:
                     "completion": tokenizer.decode(ids[prompt:], skip_special_tokens=True)}
             lines.append(text | {v: n[row] for v, n in numbers.items() if row in n} | talk)
         file = samples_file(self._context.out, frame.id)
-        with written(file):
-            if file not in self._begun:
-                file.parent.mkdir(exist_ok=True)
-                truncate(file, step)
-                self._begun.add(file)
-            with file.open("a", encoding="utf-8") as opened:
-                opened.writelines(f"{encoded(line)}\n" for line in lines)
+        self._files.append(file, step, lines)
         self._lines[step][file.stem] = lines
 
 
