@@ -20,6 +20,7 @@ from rldsl.backends.torch.generate import sampling
 from rldsl.backends.torch.shard import TorchShard
 
 from rldsl.runtime.draws import uniform
+from tests.gpu import shared_device
 
 NEAR = 1e-3  # of a probability: rounding errors after some updates of a tiny model are a hundredth of it
 
@@ -34,10 +35,10 @@ def recorded(file: Path) -> Iterator[None]:
         made = real(self, *args, seed=seed, step=step, **more)
         batch, at = made.batch, 0
         before = args[0].response_lens  # that earlier calls sampled
-        lens = zip(batch.rows, batch.prompt_lens.tolist(), batch.response_lens.tolist(), before, strict=True)
+        lens = zip(batch.rows.cpu(), batch.prompt_lens.tolist(), batch.response_lens.tolist(), before.cpu(), strict=True)
         for row, prompt, response, first in lens:
             draws = uniform(seed, step, row, first + torch.arange(response))
-            found.append((draws, batch.tokens[at + prompt : at + prompt + response].clone()))
+            found.append((draws, batch.tokens[at + prompt : at + prompt + response].cpu().clone()))
             at += prompt + response
         return made
 
@@ -64,8 +65,10 @@ def followed(file: Path) -> Iterator[None]:
     assert parts, f"no run has written {file}"
     draws, tokens = (torch.cat(x) for x in zip(*parts, strict=True))
     draws, order = draws.sort()
+    where = shared_device.device() or torch.device("cpu")
+    draws, tokens = draws.to(where), tokens[order].to(where)
     real = sampling.inverse_cdf
-    sampling.inverse_cdf = lambda weights, at: follow(weights, at, draws, tokens[order], real(weights, at))
+    sampling.inverse_cdf = lambda weights, at: follow(weights, at, draws, tokens, real(weights, at))
     try:
         yield
     finally:

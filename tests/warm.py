@@ -25,8 +25,10 @@ from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.metrics.run_record import versions
 from rldsl.runtime.plan_file import PlanFile
 from rldsl.verify import verify
+from tests.backend_torch import shards
 from tests.backend_torch.shards import make_shard, plan_model
 from tests.cpu import GARBAGE
+from tests.gpu import shared_device
 from tests.plan.sample import grpo
 from tests.tiny import make_model, write_jsonl
 
@@ -58,6 +60,7 @@ def _warm(folder: Path) -> None:
     (folder / "warm.rlf").write_text(PROGRAM)
     with chdir(folder):
         PlanFile.from_bytes(encode(api.compile("warm.rlf")), "warm.plan")
+    shards.DEVICE = torch.device("cpu")  # a process that has used a GPU cannot be forked
     shard = make_shard(plan_model(str(model)), 0)
     one = PackedBatch(*(torch.tensor([x]) for x in (0, 2, 0)), torch.tensor([2, 3]))
     made = shard.generate(one, Sampling(max_new_tokens=3), seed=0, step=0, max_num_seqs=0)
@@ -67,6 +70,7 @@ def _warm(folder: Path) -> None:
     torch.optim.AdamW([weight]).step()
     torch.save([weight.grad], folder / "saved")
     torch.load(folder / "saved")
+    shards.DEVICE = shared_device.device() or shards.DEVICE
 
 
 with TemporaryDirectory() as made:

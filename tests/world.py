@@ -82,11 +82,15 @@ def _enter(rank: int, size: int, store: str, pipe: Any, function: Callable[..., 
     import torch
     import torch.distributed as dist
 
+    from tests.gpu import shared_device
+
     stacks.register(Path(f"{store}.{rank}"))
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+        if (device := shared_device.device()) is not None:
+            shared_device.use(device)
         pipe.send((True, function(rank, *args)))
         _wait_for_all(rank, size)
     except BaseException:

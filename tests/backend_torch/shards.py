@@ -12,6 +12,9 @@ from rldsl.models.families import describe
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes, Axis, Images, PackedBatch, Shard, WeightCache
 from rldsl.sharding.layout import axis_ranks, coordinate, degree_product
+from tests.gpu import shared_device
+
+DEVICE = shared_device.device() or torch.device("cpu")
 
 
 def plan_model(path: str, kind: str = "causal_lm", optimizer: Optimizer | None = None, updates: int = 10,
@@ -37,7 +40,7 @@ def shard_of(model: Model, layout: Layout, rank: int, trainable: bool = False,
         return None
     axes = Axes(**{axis: _axis(found, rank) for axis, found in groups.items()})
     build = importlib.import_module(f"rldsl.backends.{layout.backend}").build
-    shard = build(model, layout, mesh, axes, torch.device("cpu"), load=True, trainable=trainable,
+    shard = build(model, layout, mesh, axes, DEVICE, load=True, trainable=trainable,
                   weight_cache=weight_cache, **({"images": images} if images else {}))
     return shard, coordinate(layout, mesh, rank).dp
 
@@ -62,10 +65,9 @@ def _axis(groups: Sequence[tuple[int, ...]], rank: int) -> Axis:
 
 def pack(rows: Sequence[tuple[list[int], list[int]]], first: int = 0) -> PackedBatch:
     """(prompt, response) pairs as rows first, first + 1, ..."""
-    return PackedBatch(torch.arange(first, first + len(rows)),
-                       torch.tensor([len(p) for p, _ in rows], dtype=torch.long),
-                       torch.tensor([len(r) for _, r in rows], dtype=torch.long),
-                       torch.tensor([t for p, r in rows for t in p + r], dtype=torch.long))
+    return PackedBatch(torch.arange(first, first + len(rows), device=DEVICE), *(
+        torch.tensor(numbers, dtype=torch.long, device=DEVICE) for numbers in (
+            [len(p) for p, _ in rows], [len(r) for _, r in rows], [t for p, r in rows for t in p + r])))
 
 
 def ragged(count: int, vocab: int, seed: int = 0, longest: int = 7) -> list[tuple[list[int], list[int]]]:

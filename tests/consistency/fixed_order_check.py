@@ -5,6 +5,7 @@ The interpreter multiplies tiles with numpy, whose library sums an element in an
 decides. A GPU's instructions treat all elements of a tile alike; here terms are added one after the other instead.
 
     TRITON_INTERPRET=1 python -m tests.consistency.fixed_order_check      # one line of JSON
+    RLDSL_TEST_DEVICE=cuda python -m tests.consistency.fixed_order_check  # on a GPU, with its own instructions
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rldsl.backends.torch.model import invariant, invariant_probe
 from rldsl.models.families import describe, sizes_of
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
-from tests.backend_torch.shards import layout_of, pack, plan_model, ragged, shard_of
+from tests.backend_torch.shards import DEVICE, layout_of, pack, plan_model, ragged, shard_of
 from tests.tiny import make_model
 
 
@@ -38,11 +39,14 @@ def in_order(self: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
     return TensorHandle(out, total.dtype.scalar)
 
 
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
 def products() -> Iterator[tuple[str, bool]]:
     """Rows and columns of products, alone and among others."""
-    draw = torch.Generator().manual_seed(0)
     for terms, columns in ((48, 37), (33, 50)):
-        x, w = (torch.randn(n, terms, generator=draw) for n in (80, columns))
+        x, w = drawn(80, terms), drawn(columns, terms, seed=1)
         whole = invariant.multiply(x, w.T)
         yield f"{terms} near torch's", torch.allclose(whole, x @ w.T, atol=1e-4)
         yield f"{terms} rows", all(torch.equal(invariant.multiply(x[a:b], w.T), whole[a:b])
@@ -55,9 +59,9 @@ def products() -> Iterator[tuple[str, bool]]:
 
 def reductions() -> Iterator[tuple[str, bool]]:
     """Rows of reductions, alone and among others, and those of torch in double precision."""
-    x = torch.randn(9, 1001, generator=torch.Generator().manual_seed(0)) * 3
+    x = drawn(9, 1001) * 3
     wide = x.double()
-    layer = torch.nn.LayerNorm(1001)
+    layer = torch.nn.LayerNorm(1001, device=DEVICE)
     cases: dict[str, tuple[Any, torch.Tensor]] = {
         "sum": (lambda y: y.sum(-1, keepdim=True), wide.sum(-1, keepdim=True)),
         "mean": (lambda y: torch.mean(y, 1), wide.mean(-1)),
@@ -76,10 +80,9 @@ def reductions() -> Iterator[tuple[str, bool]]:
 
 def attention() -> Iterator[tuple[str, bool]]:
     """The gradient of attention against torch's: grouped heads, causal or under a mask."""
-    draw = torch.Generator().manual_seed(1)
-    q, k, v, grad = (torch.randn(1, heads, 70, 8, generator=draw) for heads in (6, 2, 2, 6))
-    mask = torch.rand(1, 1, 70, 70, generator=draw) < 0.5
-    mask |= torch.eye(70, dtype=torch.bool)
+    q, k, v, grad = (drawn(1, heads, 70, 8, seed=seed) for seed, heads in enumerate((6, 2, 2, 6)))
+    mask = drawn(1, 1, 70, 70, seed=9) < 0
+    mask |= torch.eye(70, dtype=torch.bool, device=DEVICE)
     for name, options in (("causal", {"is_causal": True}), ("mask", {"attn_mask": mask}), ("all", {})):
         both = []
         for function, more in ((invariant.attend, {}), (F.scaled_dot_product_attention, {"enable_gqa": True})):
@@ -113,16 +116,18 @@ def model(path: str) -> Iterator[tuple[str, bool]]:
 
 
 def main() -> None:
-    InterpreterBuilder.create_dot = in_order
-    ordered_products.ROWS, ordered_products.COLUMNS, ordered_products.TERMS = 32, 16, 16  # less to interpret
-    fixed_order.needed = lambda _: True  # type: ignore[assignment]  # as on a GPU
+    if DEVICE.type == "cpu":
+        InterpreterBuilder.create_dot = in_order
+        ordered_products.ROWS, ordered_products.COLUMNS, ordered_products.TERMS = 32, 16, 16  # less to interpret
+        fixed_order.needed = lambda _: True  # type: ignore[assignment]  # as on a GPU
+        shard.check_kernels = lambda *_: None  # tries every shape, which takes the interpreter minutes
     found = [*products(), *reductions(), *attention()]
-    found += [("probe", not invariant_probe._product_varies(12, 20, 0, torch.float32, "cpu", 1)),
-              ("probe of gradients", not invariant_probe._gradient_varies(12, 20, torch.float32, "cpu", 1)),
-              ("probe of attention", not invariant_probe._attention_varies(8, "cpu", 1)),
-              ("probe of its gradient", not invariant_probe._attention_gradient_varies(8, "cpu", 1)),
-              ("probe of sums", not invariant_probe._sum_varies("cpu", 1))]
-    shard.check_kernels = lambda *_: None  # tries every shape, which takes the interpreter minutes
+    where = str(DEVICE)
+    found += [("probe", not invariant_probe._product_varies(12, 20, 0, torch.float32, where, 1)),
+              ("probe of gradients", not invariant_probe._gradient_varies(12, 20, torch.float32, where, 1)),
+              ("probe of attention", not invariant_probe._attention_varies(8, where, 1)),
+              ("probe of its gradient", not invariant_probe._attention_gradient_varies(8, where, 1)),
+              ("probe of sums", not invariant_probe._sum_varies(where, 1))]
     with tempfile.TemporaryDirectory() as place:
         found += model(str(make_model(Path(place) / "m", num_hidden_layers=1)))
     print(json.dumps(dict(found)))

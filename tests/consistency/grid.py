@@ -153,9 +153,10 @@ def recorded_rank(rank: int, data: bytes, out: str, cwd: str) -> tuple[Any, Any,
             return made
         lens = batch.prompt_lens + batch.response_lens
         starts = lens.cumsum(0) - lens + batch.prompt_lens
-        draws = [uniform(seed, step, row, torch.arange(n)) for row, n in zip(batch.rows, batch.response_lens.tolist())]
-        tokens = [batch.tokens[a : a + n] for a, n in zip(starts.tolist(), batch.response_lens.tolist())]
-        found.append((torch.cat(draws), torch.cat(tokens), made.logprobs))
+        draws = [uniform(seed, step, row, torch.arange(n))
+                 for row, n in zip(batch.rows.cpu(), batch.response_lens.tolist())]
+        tokens = [batch.tokens[a : a + n].cpu() for a, n in zip(starts.tolist(), batch.response_lens.tolist())]
+        found.append((torch.cat(draws), torch.cat(tokens), made.logprobs.cpu()))
         return made
 
     os.chdir(cwd)
@@ -186,9 +187,9 @@ def recorded_experts(real: Callable[..., None], routed: Routed, calls: list[str]
     compute = module.forward
 
     def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        states = hidden.detach().contiguous().view(torch.uint8).numpy()
+        states = hidden.detach().contiguous().view(torch.uint8).cpu().numpy()
         found = [sha256(state.tobytes() + experts.tobytes()).digest()
-                 for state, experts in zip(states, chosen.numpy(), strict=True)]
+                 for state, experts in zip(states, chosen.cpu().numpy(), strict=True)]
         if calls[-1] in routed:
             routed[calls[-1]].update(found)
         if calls[-1] == "infer" and int(lengths[-1].sum()) == len(found):

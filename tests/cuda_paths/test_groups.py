@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rldsl.diag import Failure
 from rldsl.plan.model import Layout, Plan
 from rldsl.runtime.comm import world
 
@@ -80,3 +81,14 @@ def test_meshes_with_an_order_of_their_own_keep_it(device: str, sets: None, monk
     world.join(plan(((0, 2, 1, 3), (7, 6, 5, 4)), 8), 0, torch.device(device))
     assert all(kind == "new" or list(map(sorted, sets)) == list(map(list, sets)) for kind, sets, *_ in calls.calls)
     assert ("new", (7, 6), False) in calls.calls and ("new", (0, 2), True) in calls.calls
+
+
+def test_a_torch_that_sorts_ranks_is_refused_for_them(sets: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 has no `sort_ranks`; meshes whose ranks ascend need none."""
+    calls = Dist(0)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout=None, backend=None: calls.new_group(ranks))
+    world.join(plan(((0, 1, 2, 3), (4, 5, 6, 7)), 8), 0, CUDA)
+    with pytest.raises(Failure) as raised:
+        world.join(plan(((0, 2, 1, 3), (7, 6, 5, 4)), 8), 0, CUDA)
+    (found,) = raised.value.diagnostics
+    assert found.code == "RL0710" and "torch 2.12" in found.title

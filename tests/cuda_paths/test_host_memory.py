@@ -12,11 +12,14 @@ from rldsl.backends.torch.model.offload import HostMemory
 
 class Cudart:
     def __init__(self, status: int = 0):
-        self.status, self.registered = status, list[tuple[int, int]]()
+        self.status, self.registered, self.unregistered = status, list[tuple[int, int]](), list[int]()
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
         self.registered.append((pointer, size))
         return self.status
+
+    def cudaHostUnregister(self, pointer: int) -> None:
+        self.unregistered.append(pointer)
 
 
 class Stream:
@@ -51,13 +54,16 @@ def test_memory_is_exact_and_allocated_once(cudart: Cudart) -> None:
                    for n, x in tensors.items())
     assert sorted(size for _, size in cudart.registered) == sorted([4 * (35 + 1025), 8 * 3, 2 * 9])
     host.offload({"later": torch.ones(2)})
-    assert len(cudart.registered) == 4
+    assert len(cudart.registered) == 4 and not cudart.unregistered
+    del host  # its memory may be given to others, who register it again
+    assert cudart.unregistered == [pointer for pointer, _ in cudart.registered]
 
 
 def test_memory_that_cannot_be_pinned_is_an_error(cudart: Cudart) -> None:
     cudart.status = 2
     with pytest.raises(RuntimeError, match="out of memory"):
         HostMemory(torch.device("cuda")).offload({"a": torch.ones(2)})
+    assert not cudart.unregistered
 
 
 def test_nothing_moves_on_the_cpu() -> None:

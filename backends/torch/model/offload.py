@@ -10,6 +10,7 @@ tensor up to a power of two.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 
 import torch
@@ -24,6 +25,9 @@ class HostMemory:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.pinned: Tensors = {}
+        self._registered: list[torch.Tensor] = []
+        # memory that is freed while it is registered would fail the next registration at its address
+        weakref.finalize(self, _unregister, self._registered).atexit = False  # CUDA may be gone by then
 
     @torch.no_grad()
     def offload(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
@@ -43,6 +47,7 @@ class HostMemory:
             flat = torch.empty(sum(x.numel() for x in chosen.values()), dtype=dtype, device="cpu")
             if flat.numel():
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0))
+                self._registered.append(flat)
             parts = flat.split([x.numel() for x in chosen.values()])
             self.pinned |= {name: part.view(x.shape) for (name, x), part in zip(chosen.items(), parts, strict=True)}
 
@@ -58,3 +63,9 @@ class HostMemory:
             for name, tensor in tensors.items():
                 copies[name].copy_(tensor, non_blocking=True)
         return copies, lambda: torch.cuda.current_stream(self.device).wait_stream(stream)
+
+
+def _unregister(registered: list[torch.Tensor]) -> None:
+    for flat in registered:
+        torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
+    registered.clear()

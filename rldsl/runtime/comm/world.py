@@ -2,7 +2,7 @@
 
 In: a plan and an initialized process group. Out: `World`, with the `Axes` of every layout that this rank is part of.
 Invariant: all ranks hold the same plan, and create the same groups in the same order.
-Errors: RL0702 different plans, RL0711 ranks on other machines than the plan has them on.
+Errors: RL0702 different plans, RL0710 an order of ranks that this torch cannot keep, RL0711 ranks on other machines than the plan has them on.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import sha256
+from inspect import signature
 from typing import Any
 
 import torch
@@ -132,8 +133,19 @@ def join(plan: Plan, rank: int, device: torch.device, timeout: timedelta | None 
             groups |= dict.fromkeys(new, dist.split_group(split_ranks=list(map(list, new)), timeout=timeout))
             continue
         for ranks in new:
-            groups[ranks] = dist.new_group(list(ranks), timeout=timeout, sort_ranks=list(ranks) == sorted(ranks))
+            groups[ranks] = dist.new_group(list(ranks), timeout=timeout, **_order(ranks))
     return World(rank, device, meshes, layouts, groups, _log_group(plan, meshes, device, timeout))
+
+
+def _order(ranks: tuple[int, ...]) -> dict[str, bool]:
+    """How `new_group` keeps the order of ranks, which it sorts by default. RL0710: this torch always does."""
+    if list(ranks) == sorted(ranks):
+        return {}
+    if "sort_ranks" not in signature(dist.new_group).parameters:
+        raise fail("RL0710", f"a mesh has the ranks {ranks_text(ranks)} in an order of its own, which needs torch 2.12",
+                   notes=(f"torch {torch.__version__} sorts the ranks of a group",),
+                   help="update torch, or compile for meshes whose ranks are in ascending order")
+    return {"sort_ranks": False}
 
 
 def _log_group(plan: Plan, meshes: Mapping[str, Mesh], device: torch.device, timeout: timedelta | None) -> Any:
