@@ -26,6 +26,7 @@ from benchmarks.layouts import llama
 from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, Round
 from rldsl.runtime.comm.exchange import post
 from rldsl.runtime.comm.reshard import RankReshard, reshard
+from rldsl.runtime.comm.side_stream import SideStream
 from tests.realloc.cases import Case
 from tests.realloc.test_run import place, tensors
 from tests.world import run_world
@@ -75,7 +76,7 @@ def measure(rank: int, case: Case, turns: int, bucket: int) -> dict[str, float]:
         post(out, into, 7).wait()
 
     def ours() -> None:
-        reshard(way, src, dst, torch.float32, CPU, 9).finish()
+        reshard(way, src, dst, torch.float32, SideStream(CPU), 9).finish()
 
     def canary() -> float:
         return min(timed(lambda: stayed.copy_(stays))[0] for _ in range(5))

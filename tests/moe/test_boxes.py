@@ -14,6 +14,7 @@ from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
 from rldsl.reshard.gather import gather, owners
 from rldsl.reshard.node_groups import MeshView
 from rldsl.runtime.comm.reshard import RankReshard, reshard
+from rldsl.runtime.comm.side_stream import SideStream
 from rldsl.sharding.boxes import (
     cell_of,
     holdings,
@@ -137,7 +138,7 @@ def move_all(rank: int) -> list[str]:
         src, dst = (tensors if rank in on.members() else None for on, tensors in (
             (case.src_mesh, held(case, "src", rank)), (case.dst_mesh, got)))
         route = RankReshard.plan(MODEL, case.src, case.src_mesh, case.dst, case.dst_mesh, case.devices, rank, 400)
-        reshard(route, src, dst, torch.float32, torch.device("cpu"), number * 16).finish()
+        reshard(route, src, dst, torch.float32, SideStream(torch.device("cpu")), number * 16).finish()
         wrong += [f"{case}: {name}" for name, t in right.items() if not torch.equal(got[name], t)]
     return wrong
 

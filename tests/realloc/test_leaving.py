@@ -10,6 +10,7 @@ import torch
 
 from rldsl.plan.events import Free, Offload, Realloc, Train
 from rldsl.runtime.comm.reshard import reshard
+from rldsl.runtime.comm.side_stream import SideStream
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.interpreter import model_events, train_event, value_events
 from rldsl.runtime.state.model_store import ModelStore
@@ -127,7 +128,7 @@ def written_at_once(rank: int) -> bool:
         right = tensors(case, "dst", rank, torch.float32)
         held = {name: torch.zeros_like(t) for name, t in right.items()}
         pending = reshard(route(case, rank, 1 << 30), source, place(case, "dst", rank, held), torch.float32,
-                          torch.device("cpu"), number * 16)
+                          SideStream(torch.device("cpu")), number * 16)
         pending.finish()
         pending.finish()  # the copy's reader and the source's writer both ask
         for t in (source or {}).values():

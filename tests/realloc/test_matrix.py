@@ -16,6 +16,7 @@ from rldsl.backends.torch import build
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes, Shard
 from rldsl.runtime.comm.reshard import RankReshard, Tensors, reshard
+from rldsl.runtime.comm.side_stream import SideStream
 from rldsl.sharding.layout import axis_ranks
 from tests.backend_torch.shards import _axis, pack, plan_model, ragged
 from tests.tiny import make_model
@@ -52,7 +53,7 @@ class At:
 
 def move(model: Model, rank: int, a: At, b: At, tag: int) -> None:
     route = RankReshard.plan(model, a.layout, a.mesh, b.layout, b.mesh, 4, rank)
-    reshard(route, a.state_dict(), b.state_dict(), torch.float32, CPU, tag).finish()
+    reshard(route, a.state_dict(), b.state_dict(), torch.float32, SideStream(CPU), tag).finish()
 
 
 def seen(at: At, what: str) -> torch.Tensor | None:

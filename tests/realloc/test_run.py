@@ -13,6 +13,7 @@ from rldsl.diag import InternalError
 from rldsl.reshard.in_place import pieces_by_parameter
 from rldsl.reshard.rounds import kept_boxes
 from rldsl.runtime.comm.reshard import RankReshard, Tensors, local_box, reshard
+from rldsl.runtime.comm.side_stream import SideStream
 from rldsl.sharding.boxes import cell_of, parameters, pieces_of_rank
 from tests.plan_algebra.models import layout, mesh, model
 from tests.realloc.cases import Case, wide
@@ -59,7 +60,8 @@ def move_all(rank: int, bucket: int, decay: float, cases: Sequence[Case]) -> lis
         held = {name: torch.full_like(t, 3.0) for name, t in right.items()}
         way = route(case, rank, bucket)
         pending = reshard(way, place(case, "src", rank, tensors(case, "src", rank, torch.float32)),
-                          place(case, "dst", rank, held), torch.float32, torch.device("cpu"), number * 16, decay)
+                          place(case, "dst", rank, held), torch.float32, SideStream(torch.device("cpu")), number * 16,
+                          decay)
         pending.finish()
         for name, t in right.items():
             if not torch.equal(held[name], 3.0 * decay + t * (1 - decay) if decay else t):
@@ -100,7 +102,7 @@ def _room(rank: int, case: Case, bucket: int, number: int) -> tuple[int, int]:
     held = {name: torch.zeros_like(t) for name, t in tensors(case, "dst", rank, torch.float32).items()}
     sides = place(case, "src", rank, tensors(case, "src", rank, torch.float32)), place(case, "dst", rank, held)
     with Watch():
-        reshard(way, *sides, torch.float32, torch.device("cpu"), number * 16).finish()
+        reshard(way, *sides, torch.float32, SideStream(torch.device("cpu")), number * 16).finish()
     boxes = max((len(m.boxes) for r in way.rounds for m in (*r.sends, *r.receives)), default=0)
     peers = max((len(r.sends) + len(r.receives) for r in way.rounds), default=0)
     return Watch.most, 4 * boxes * peers * 512
@@ -126,4 +128,4 @@ def test_a_route_that_was_spoiled_is_noticed() -> None:
     spoiled = replace(way, copies=((way.copies[0][0], None),))
     sides = (place(case, side, 0, tensors(case, side, 0, torch.float32)) for side in ("src", "dst"))
     with pytest.raises(InternalError, match="does not expect"):
-        reshard(spoiled, *sides, torch.float32, torch.device("cpu"), 0)
+        reshard(spoiled, *sides, torch.float32, SideStream(torch.device("cpu")), 0)

@@ -6,6 +6,9 @@ Every rank goes through all rounds in order, with two in flight: at most a bucke
 receives. A rank waits in a round only for ranks that are in the same round or in an earlier one, or at an earlier
 event, so the order of the plan rules out deadlock. What has to be forwarded is taken from the messages of two rounds
 before, so it is the same whether the destination keeps it or averages it with older values.
+
+On CUDA all rounds are launched at once on a stream beside the one that computes (`side_stream.py`), so that neither a
+rank that packs a round nor one that only sends holds up its own kernels.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from rldsl.reshard.in_place import MAX_PARTS, Held, buffer_elements, is_contiguo
 from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.rounds import BUCKET, ROUNDS_IN_FLIGHT, Message, Round, kept_boxes, num_buckets, rank_rounds
 from rldsl.runtime.comm.exchange import PostedMessages, post_each
+from rldsl.runtime.comm.side_stream import SideStream
 from rldsl.runtime.store import Pending
 from rldsl.sharding.boxes import Box, cell_of, contains, intersect, itemsize, local_slice, slices_within, volume
 
@@ -84,11 +88,35 @@ def _message_parts(messages: Sequence[Message], held: Held) -> tuple[MessagePart
 
 
 @torch.no_grad()
-def reshard(todo: RankReshard, src: Tensors | None, dst: Tensors | None, dtype: torch.dtype, device: torch.device,
+def reshard(todo: RankReshard, src: Tensors | None, dst: Tensors | None, dtype: torch.dtype, side: SideStream,
             tag: int, decay: float = 0.0) -> Pending:
     """Copy parameters from `src` to `dst`, on all ranks of both. The source may change once the result has been waited
     for. decay: if not 0, the destination becomes decay * old + (1 - decay) * new; the arithmetic of an element does not
     depend on the layouts."""
+    in_flight: deque[Callable[[], Arrived]] = deque()
+
+    def drain() -> None:
+        while in_flight:
+            in_flight.popleft()()
+
+    with side.entered():
+        _post_rounds(todo, src, dst, dtype, side.device, tag, decay, in_flight)
+        if side.stream is not None:  # no host waits there, and the buffers go back to the stream's memory
+            drain()
+    joined = side.mark()
+    kept = [src, dst]  # memory that a stream still reads and writes may not be reused
+
+    def finish() -> None:
+        drain()
+        joined()
+        kept.clear()
+
+    return Pending(finish)
+
+
+def _post_rounds(todo: RankReshard, src: Tensors | None, dst: Tensors | None, dtype: torch.dtype, device: torch.device,
+                 tag: int, decay: float, in_flight: deque[Callable[[], Arrived]]) -> None:
+    """Post all rounds. in_flight: gets what waits for the last ones."""
     def put(to: LocalBox | None, value: torch.Tensor) -> None:
         if dst is None or to is None:
             raise internal_error("a rank received data that it does not expect", "run")
@@ -101,7 +129,6 @@ def reshard(todo: RankReshard, src: Tensors | None, dst: Tensors | None, dtype: 
                        for side, held in enumerate((src, None if decay else dst)))
     out, into = ([torch.empty(n, dtype=dtype, device=device) for n in buffer_elements(
         [sum(p.size for p, view in each if view is None) for each in side])] for side in (sends, receives))
-    in_flight: deque[Callable[[], Arrived]] = deque()
     for number in range(len(todo.parts)):
         arrived = in_flight.popleft()() if len(in_flight) == ROUNDS_IN_FLIGHT else {}
         going = _with_tensors(sends[number], out[number % ROUNDS_IN_FLIGHT])
@@ -112,12 +139,6 @@ def reshard(todo: RankReshard, src: Tensors | None, dst: Tensors | None, dtype: 
         send, receive = ([(p.message.peer, flat) for p, flat, _ in side] for side in (going, coming))
         posted = post_each(send, receive, tag=tag, max_per_peer=MAX_PARTS)
         in_flight.append(partial(_arrive, posted, coming, put, todo.forwards))
-
-    def finish() -> None:
-        while in_flight:
-            in_flight.popleft()()
-
-    return Pending(finish)
 
 
 def _in_place_view(part: MessagePart, tensors: Tensors | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -48,7 +48,8 @@ def load(models: ModelStore, resumed: LoadedCheckpoint | None, event: Load) -> N
 
 def realloc(models: ModelStore, ring: EventRing, event: Realloc) -> None:
     """Reshard a model ("realloc" in the plan). The first call that uses the new copy, or changes the old one, waits for
-    the last rounds. Earlier communication into either copy is finished first."""
+    the last rounds. Earlier communication into either copy is finished first. A rank that only sends waits at once
+    where the host would wait anyway; a stream does not (`SideStream`)."""
     context = models.context
     model, source, world = context.models[event.model], context.models[event.source or event.model], context.world
     src, dst = world.layouts[event.src], world.layouts[event.dst]
@@ -66,13 +67,16 @@ def realloc(models: ModelStore, ring: EventRing, event: Realloc) -> None:
         models.shard(model.name, dst.id)
         want = models.shard_to_write(model.name, dst.id).state_dict()
     dtype = DTYPE[moved.dtype]
-    issued = reshard(models.reshards[event.id], have, want, dtype, context.device, message_tag(event), event.decay)
+    issued = reshard(models.reshards[event.id], have, want, dtype, models.side, message_tag(event), event.decay)
     pending = Pending(ring.wait_tracker(issued.finish), issued.bytes)
-    if want is None:
+    on_stream = models.side.stream is not None
+    if want is not None:
+        models.arriving[model.name, dst.id] = pending
+    elif not on_stream:
         pending.finish()
         return
-    models.arriving[model.name, dst.id] = pending
-    if have is not None and any(t.dtype == dtype for t in have.values()):  # other dtypes are sent from a copy
+    # other dtypes are sent from a copy, which a host has made by now and a stream has not
+    if have is not None and (on_stream or any(t.dtype == dtype for t in have.values())):
         models.leaving.setdefault(models.owner(source.name, src.id), {})[event.id] = pending
 
 

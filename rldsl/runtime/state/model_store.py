@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -17,6 +18,7 @@ from rldsl.plan import backends
 from rldsl.runtime.backend import Shard
 from rldsl.runtime.comm.content_digests import ContentDigest, compare_contents
 from rldsl.runtime.comm.reshard import RankReshard
+from rldsl.runtime.comm.side_stream import SideStream
 from rldsl.runtime.state.context import RunContext, ShardKey
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.run_images import RunImages
@@ -42,6 +44,11 @@ class ModelStore:
     # shard that owns the parameters -> realloc event -> communication that still reads them
     leaving: dict[ShardKey, dict[int, Pending]] = field(default_factory=dict)
     reader: DataReader | None = None  # the sources of images
+
+    @cached_property
+    def side(self) -> SideStream:
+        """Where reallocs run."""
+        return SideStream(self.context.device)
 
     def shard(self, model: str, layout: str, load: bool = False) -> Shard:
         """The shard, built at its first use, without waiting for anything. A shard that was freed gets memory again;
@@ -100,3 +107,6 @@ class ModelStore:
         """Wait for all parameters that are on their way."""
         for key in list(self.arriving):
             self.shard_to_read(*key)
+        for sent in self.leaving.values():
+            for pending in sent.values():
+                pending.finish()
