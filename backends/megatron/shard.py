@@ -12,10 +12,10 @@ import torch
 
 from rldsl.backends.megatron.blocks import Block
 from rldsl.backends.megatron.stage import MegatronStage
-from rldsl.backends.torch.model.offload import HostMemory
 from rldsl.backends.torch.shard import TorchShard
 from rldsl.backends.torch.train.optimizer import ShardOptimizer
 from rldsl.runtime.backend import Shard
+from rldsl.runtime.host_memory import HostMemory
 
 
 class MegatronOptimizer(ShardOptimizer):

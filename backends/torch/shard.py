@@ -18,7 +18,6 @@ from rldsl.backends.torch.model.invariant_probe import check_kernels
 from rldsl.backends.torch.model.load_weights import WeightReads, load
 from rldsl.backends.torch.model.lora import init_lora
 from rldsl.backends.torch.model.model_inputs import ModelInputs, pack_inputs
-from rldsl.backends.torch.model.offload import HostMemory
 from rldsl.backends.torch.model.outputs import model_outputs, top_tokens
 from rldsl.backends.torch.model.sequence_parallel import SequenceParallel
 from rldsl.backends.torch.model.stage import Stage
@@ -45,6 +44,7 @@ from rldsl.runtime.backend import (
     WeightCache,
     WeightDigest,
 )
+from rldsl.runtime.host_memory import HostMemory
 from rldsl.sharding.dtypes import storage_dtype
 
 # one token, for ranks without rows that must run a pass

@@ -28,24 +28,26 @@ class RaggedRows:
         if len(set(devices)) > 1:
             raise internal_error("tensors of one value on the devices {}, {} and {}".format(*devices), "run")
 
-    def select(self, ids: torch.Tensor) -> RaggedRows:
-        """The entries of `ids`, which are ascending and all held. This is checked on the CPU; on CUDA the check would
-        synchronize. Without it, two ranks that divide rows differently would give wrong numbers instead of an error."""
+    def select(self, ids: torch.Tensor, total: int | None = None) -> RaggedRows:
+        """The entries of `ids`, which are ascending and all held. This is checked on the CPU; on a GPU the check would
+        synchronize. Without it, two ranks that divide rows differently would give wrong numbers instead of an error.
+
+        total: how many entries these are, if the host knows it: else it waits for the device."""
         if ids.numel() == self.ids.numel():
-            if not ids.is_cuda and not torch.equal(ids, self.ids):
+            if ids.device.type == "cpu" and not torch.equal(ids, self.ids):
                 raise internal_error("the requested rows differ from the stored rows", "run")
             return self
-        return self.gather(ids)
+        return self.gather(ids, total)
 
-    def gather(self, ids: torch.Tensor) -> RaggedRows:
+    def gather(self, ids: torch.Tensor, total: int | None = None) -> RaggedRows:
         """The entries of `ids`, which are all held, in the order of `ids`; an id may occur more than once. Checked as
         by `select`."""
         at = torch.searchsorted(self.ids, ids)
-        if not ids.is_cuda and ids.numel() and not (
+        if ids.device.type == "cpu" and ids.numel() and not (
                 self.ids.numel() and torch.equal(self.ids[at.clamp(max=self.ids.numel() - 1)], ids)):
             raise internal_error("requested rows are not stored here", "run")
         sizes = self.sizes[at]
-        return RaggedRows(ids, sizes, self.data[ragged_indices(self.sizes.cumsum(0) - self.sizes, at, sizes)])
+        return RaggedRows(ids, sizes, self.data[ragged_indices(self.sizes.cumsum(0) - self.sizes, at, sizes, total)])
 
     @staticmethod
     def empty(dtype: torch.dtype, device: torch.device) -> RaggedRows:
@@ -66,18 +68,22 @@ class RaggedRows:
         ids, order = torch.cat([p.ids for p in parts]).sort()
         sizes, data = torch.cat([p.sizes for p in parts]), torch.cat([p.data for p in parts])
         starts = sizes.cumsum(0) - sizes
-        return RaggedRows(ids, sizes[order], data[ragged_indices(starts, order, sizes[order])])
+        return RaggedRows(ids, sizes[order], data[ragged_indices(starts, order, sizes[order], len(data))])
 
 
-def ragged_indices(starts: torch.Tensor, at: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Indices into a flat array: for each i, starts[at[i]], starts[at[i]] + 1, ..., sizes[i] of them."""
-    return starts[at].repeat_interleave(sizes) + offsets_within(sizes)
+def ragged_indices(starts: torch.Tensor, at: torch.Tensor, sizes: torch.Tensor, total: int | None = None
+                   ) -> torch.Tensor:
+    """Indices into a flat array: for each i, starts[at[i]], starts[at[i]] + 1, ..., sizes[i] of them. total: as of
+    `RaggedRows.select`."""
+    total = int(sizes.sum()) if total is None else total
+    return starts[at].repeat_interleave(sizes, output_size=total) + offsets_within(sizes, total)
 
 
-def offsets_within(sizes: torch.Tensor) -> torch.Tensor:
-    """[sum(sizes)]: 0, 1, ..., size - 1 for each of `sizes`."""
-    starts = sizes.cumsum(0) - sizes
-    return torch.arange(int(sizes.sum()), device=sizes.device) - starts.repeat_interleave(sizes)
+def offsets_within(sizes: torch.Tensor, total: int | None = None) -> torch.Tensor:
+    """[sum(sizes)]: 0, 1, ..., size - 1 for each of `sizes`. total: their sum, if the host knows it: else it waits for
+    the device, once."""
+    starts, total = sizes.cumsum(0) - sizes, int(sizes.sum()) if total is None else total
+    return torch.arange(total, device=sizes.device) - starts.repeat_interleave(sizes, output_size=total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from rldsl.backends.torch.model.offload import HostMemory
+from rldsl.runtime.host_memory import HostMemory
 
 
 class Cudart:
@@ -64,6 +66,28 @@ def test_memory_that_cannot_be_pinned_is_an_error(cudart: Cudart) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         HostMemory(torch.device("cuda")).offload({"a": torch.ones(2)})
     assert not cudart.unregistered
+
+
+def test_copies_of_a_checkpoint_are_pinned_and_kept(cudart: Cudart, tmp_path: Path) -> None:
+    """Parts of parameters, as a rank with a box of them writes them; the file has them, and no more."""
+    host, whole = HostMemory(torch.device("cuda")), torch.randn(6, 8)
+    views = {"a|param|w|0:6,2:5": whole[:, 2:5], "a|param|w|1:2,0:8": whole[1:2], "a|exp_avg|w": torch.randn(3).double()}
+    for _ in range(2):
+        whole.mul_(2)
+        copies = host.copies(views)
+        before = {name: x.clone() for name, x in views.items()}
+        save_file(copies, str(tmp_path / "x.safetensors"))
+        whole.add_(1)
+        read = load_file(str(tmp_path / "x.safetensors"))
+        assert read.keys() == before.keys() and all(torch.equal(read[n], x) for n, x in before.items())
+    assert sorted(size for _, size in cudart.registered) == [8 * 3, 4 * (18 + 8)]
+
+
+def test_copies_of_a_checkpoint_are_copies_on_the_cpu() -> None:
+    x = torch.ones(4, 3)
+    (copy,) = HostMemory(torch.device("cpu")).copies({"x": x[:, :2]}).values()
+    x.zero_()
+    assert copy.is_contiguous() and torch.equal(copy, torch.ones(4, 2))
 
 
 def test_nothing_moves_on_the_cpu() -> None:

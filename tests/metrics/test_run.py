@@ -21,7 +21,9 @@ from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.events import Realloc
 from rldsl.plan.metrics_file import MEASURED
 from rldsl.plan.projection import event_paths
+from rldsl.runtime.metrics.builtin_metrics import Measured
 from rldsl.runtime.metrics.names import computed
+from rldsl.runtime.metrics.phase_times import PhaseTimes
 from rldsl.runtime.metrics.reporter import ReportOptions
 from rldsl.runtime.metrics.run_record import read_record
 from rldsl.runtime.metrics.samples import sample_sources
@@ -250,7 +252,7 @@ def test_a_line_is_written_once_whatever_showing_it_raises(place: Path, monkeypa
     context: Any = SimpleNamespace(plan=decode(plan(place), "p"), rank=0, out=place)
     made = reporting.Reporter(context, cast(Any, SimpleNamespace(number=0)), cast(Any, None),
                               starting._reporting(starting._arguments(None)))
-    made._lines.append(reporting._Line(1, (), 0.0, 1.0, 0, {}))
+    made._lines.append(reporting._Line(1, (), 0.0, 1.0, 0, Measured(PhaseTimes(), {}, {})))
     with pytest.raises(BrokenPipeError), made:
         made.write_lines()
     assert [line["step"] for line in lines(place / "metrics.jsonl")] == [1]
@@ -259,7 +261,8 @@ def test_a_line_is_written_once_whatever_showing_it_raises(place: Path, monkeypa
 def test_a_step_ends_when_its_numbers_have_arrived() -> None:
     """A rank that generates ahead has nothing to do in the last step, and the others still train."""
     late = Arrival()
-    line = reporting._Line(3, (LoggedNumbers((), (), {}, late, late.wait),), 10.0, 11.0, 40, {"time/generate": 0.5})
+    times = PhaseTimes({"generate": 0.5})
+    line = reporting._Line(3, (LoggedNumbers((), (), {}, late, late.wait),), 10.0, 11.0, 40, Measured(times, {}, {}))
     late.complete(lambda: None)
     late.at = 14.0
     assert line.numbers(since=10.0) == {"step": 3, "seconds": 4.0, "tokens_per_second": 10.0, "time/generate": 0.5,

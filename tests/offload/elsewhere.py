@@ -51,7 +51,7 @@ def run(path: Path, folder: Path, goes: bool) -> Metrics:
 
 def _apart(rank: int, data: bytes, out: str, cwd: str, trace: str | None, responses: Path) -> None:
     """The process of a world, which ends with it."""
-    from rldsl.backends.torch.model.offload import HostMemory
+    from rldsl.runtime.host_memory import HostMemory
 
     HostMemory.offload, HostMemory.onload = offload, onload  # type: ignore[assignment,method-assign]
     _rank(rank, data, out, cwd, trace, responses)

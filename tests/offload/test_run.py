@@ -63,7 +63,7 @@ def test_gradients_give_their_memory_back(tiny: Path, tmp_path: Path, monkeypatc
 
 
 def test_host_memory_is_the_same_where_there_is_one() -> None:
-    from rldsl.backends.torch.model.offload import HostMemory
+    from rldsl.runtime.host_memory import HostMemory
 
     host, tensors = HostMemory(torch.device("cpu")), {"a": torch.arange(4.0), "b": torch.zeros(0, 3)}
     there = host.offload(tensors)
@@ -74,7 +74,7 @@ def test_host_memory_is_the_same_where_there_is_one() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device with memory of its own")
 def test_host_memory_on_cuda() -> None:
-    from rldsl.backends.torch.model.offload import HostMemory
+    from rldsl.runtime.host_memory import HostMemory
 
     device = torch.device("cuda", 0)
     host = HostMemory(device)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from rldsl.backends.torch.kernels.row_gathers import inverse_of, reorder, repeat_and_reorder
 from rldsl.backends.torch.model.collectives import (
     all_to_all,
     copy_to_tensor_parallel_region,
@@ -47,7 +48,8 @@ def parallelize_experts(module: Any, num_experts: int, tp: Axis, ep: Axis, cuts:
         order = chosen.reshape(-1).argsort(stable=True)  # pairs of token and expert, sorted by expert
         in_groups = ordered is not None and torch.is_grad_enabled()
         counts = _rows_by_group(chosen, num_experts, ordered.groups if ordered is not None and in_groups else 1)
-        rows = hidden[order // top_k]
+        inverse = inverse_of(order)
+        rows = repeat_and_reorder(hidden, top_k, order, inverse)
         if torch.is_autocast_enabled(rows.device.type):  # as linear layers do; here before rows are sent
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
 
@@ -64,9 +66,8 @@ def parallelize_experts(module: Any, num_experts: int, tp: Axis, ep: Axis, cuts:
             out = dispatcher.combine(compute(dispatcher.dispatch(rows), dispatcher.counts))
         else:
             out = compute(rows, counts)
-        out = out * weights.reshape(-1)[order, None]
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        by_choice = out[inverse].unflatten(0, (-1, top_k))
+        out = out * reorder(weights.reshape(-1), order, inverse)[:, None]
+        by_choice = reorder(out, inverse, order).unflatten(0, (-1, top_k))
         if cuts is not None:
             complete: torch.Tensor = reduce(torch.add, by_choice.unbind(1))
             return complete.to(hidden.dtype)
@@ -106,6 +107,7 @@ class TokenDispatcher:
     counts: torch.Tensor    # [experts of this rank, groups] rows for each, from all ranks
     by_rank: torch.Tensor   # [ep, experts of this rank, groups] the same from each rank
     order: torch.Tensor     # of received rows (rank by rank, each sorted by expert), so that they are sorted by expert
+    inverse: torch.Tensor   # of `order`
 
     @staticmethod
     def of(counts: torch.Tensor, ep: Axis) -> TokenDispatcher:
@@ -116,12 +118,13 @@ class TokenDispatcher:
         by_rank = received.unflatten(0, (ep.size, -1))
         send, recv = torch.stack([counts.view(ep.size, -1).sum(1), by_rank.flatten(1).sum(1)]).tolist()
         experts = torch.arange(by_rank.shape[1], device=counts.device).repeat(ep.size)
-        experts = experts.repeat_interleave(received.sum(1))
-        return TokenDispatcher(ep, send, recv, by_rank.sum(0), by_rank, experts.argsort(stable=True))
+        experts = experts.repeat_interleave(received.sum(1), output_size=sum(recv))
+        order = experts.argsort(stable=True)
+        return TokenDispatcher(ep, send, recv, by_rank.sum(0), by_rank, order, inverse_of(order))
 
     def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of this rank, sorted by expert -> those of all ranks for this rank's experts, sorted by expert."""
-        return self.exchange(rows)[self.order]
+        return reorder(self.exchange(rows), self.order, self.inverse)
 
     def exchange(self, rows: torch.Tensor) -> torch.Tensor:
         """`dispatch`, but sorted by rank, then by expert."""
@@ -129,8 +132,7 @@ class TokenDispatcher:
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
         """The inverse of `dispatch`."""
-        inverse = torch.empty_like(self.order).scatter_(0, self.order, torch.arange(len(rows), device=rows.device))
-        return self.exchange_back(rows[inverse])
+        return self.exchange_back(reorder(rows, self.inverse, self.order))
 
     def exchange_back(self, rows: torch.Tensor) -> torch.Tensor:
         """The inverse of `exchange`."""

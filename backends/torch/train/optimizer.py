@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 from rldsl.backends.torch.model.collectives import tree_all_reduce, tree_of
 from rldsl.backends.torch.model.leaf_sums import Leaf, LeafSums, exact_norm
-from rldsl.backends.torch.model.offload import HostMemory
 from rldsl.backends.torch.model.stage import Stage
 from rldsl.backends.torch.model.zero import rows_of_tree_sum
 from rldsl.backends.torch.train.complete_tensors import CompleteTensors
@@ -37,6 +36,7 @@ from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.plan.optimizers import param_options
 from rldsl.runtime.backend import Axes, Axis
 from rldsl.runtime.collectives import all_reduce
+from rldsl.runtime.host_memory import HostMemory
 from rldsl.sharding.boxes import first_holder, local_slice, pieces_at, slices, volume
 from rldsl.sharding.boxes import replicas as num_replicas
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,18 +21,30 @@ from rldsl.runtime.backend import Axis
 from rldsl.sharding.pipeline_schedule import Exchange, Message, MicroBatchPass, actions, forward_actions
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SentMessages:
+    """What was sent in one exchange."""
+
+    works: Sequence[dist.Work]
+    tensors: Sequence[torch.Tensor]  # kept alive until then
+    # Passes that need what the same work brings, which NCCL has one of for a whole exchange: to wait for it is to wait
+    # for these messages, too
+    with_receives: frozenset[MicroBatchPass] = frozenset()
+
+
 class P2PCommunicator:
     """Messages to and from other ranks of the pipeline."""
 
     def __init__(self, pp: Axis):
         self.pp = pp
-        self.sends: list[tuple[dist.Work, torch.Tensor]] = []
+        self.sends: list[SentMessages] = []
         self.receives: dict[MicroBatchPass, tuple[dist.Work, torch.Tensor]] = {}  # by the pass that needs the tensor
 
     def exchange(self, now: Exchange, output: torch.Tensor | None, recv_buffer: Callable[[int], torch.Tensor]) -> None:
         """Post all messages of an exchange together. output: what is sent. recv_buffer(i): a tensor for the hidden
-        states of micro-batch i. Waits for the previous send first, so that the memory of at most one is held."""
-        self.wait_sends()
+        states of micro-batch i. Waits for the previous sends first, so that the memory of few is held: of one, or where
+        sends are waited for with receives, of no more than there are messages that no pass has needed yet."""
+        self._wait_sends()
         outgoing = [output.detach().contiguous() for _ in now.sends if output is not None]
         incoming = [recv_buffer(message.for_pass.micro) for message in now.receives]
         peers, group = self.pp.ranks, self.pp.group
@@ -40,9 +53,11 @@ class P2PCommunicator:
         operations += [dist.P2POp(dist.irecv, t, peers[m.peer], group)
                        for m, t in zip(now.receives, incoming, strict=True)]
         works = dist.batch_isend_irecv(operations)
+        together: frozenset[MicroBatchPass] = frozenset()
         if len(works) < len(operations):  # coalesced into one, as NCCL does
-            works = [works[0]] * len(operations)
-        self.sends += zip(works[: len(outgoing)], outgoing, strict=True)
+            works, together = [works[0]] * len(operations), frozenset(m.for_pass for m in now.receives)
+        if outgoing:
+            self.sends.append(SentMessages(works[: len(outgoing)], outgoing, together))
         received = zip(works[len(outgoing) :], incoming, strict=True)
         self.receives |= {m.for_pass: work for m, work in zip(now.receives, received, strict=True)}
 
@@ -54,8 +69,16 @@ class P2PCommunicator:
         work.wait()
         return tensor
 
-    def wait_sends(self) -> None:
-        for work, _ in self.sends:
+    def _wait_sends(self) -> None:
+        """Wait for what was sent, but not for messages that a later pass needs."""
+        early = [not sent.with_receives.isdisjoint(self.receives) for sent in self.sends]
+        for work in (w for sent, keep in zip(self.sends, early, strict=True) if not keep for w in sent.works):
+            work.wait()
+        self.sends = [sent for sent, keep in zip(self.sends, early, strict=True) if keep]
+
+    def finish(self) -> None:
+        """Wait for everything that was sent."""
+        for work in (w for sent in self.sends for w in sent.works):
             work.wait()
         self.sends.clear()
 
@@ -76,7 +99,7 @@ def pipeline_forward(stage: Stage, pp: Axis, batches: Sequence[ModelInputs],
         else:
             p2p.exchange(Exchange((Message(this_pass, pp.index + 1),), ()), hidden,
                            lambda i: _recv_buffer(stage, batches[i]))
-    p2p.wait_sends()
+    p2p.finish()
 
 
 def pipeline_first_pass(stage: Stage, pp: Axis, batches: Sequence[ModelInputs],
@@ -95,7 +118,7 @@ def pipeline_first_pass(stage: Stage, pp: Axis, batches: Sequence[ModelInputs],
         if stage.chunks[action.chunk].last:
             finish(action.micro, output)
             output = None
-    p2p.wait_sends()
+    p2p.finish()
 
 
 def pipeline_forward_backward(stage: Stage, pp: Axis, batches: Sequence[ModelInputs],
@@ -134,7 +157,7 @@ def pipeline_forward_backward(stage: Stage, pp: Axis, batches: Sequence[ModelInp
             output = None
         else:
             output = backward(action) if action.backward else forward(action)
-    p2p.wait_sends()
+    p2p.finish()
 
 
 def _recv_buffer(stage: Stage, batch: ModelInputs) -> torch.Tensor:

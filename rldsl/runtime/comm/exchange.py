@@ -16,6 +16,7 @@ from rldsl.diag import present
 from rldsl.plan.events import Event
 from rldsl.plan.model import Spread, Value
 from rldsl.runtime.comm.row_assignment import StepRows
+from rldsl.runtime.host_numbers import on_device
 from rldsl.runtime.store import Pending, RaggedRows
 from rldsl.sharding.message_batches import MAX_MESSAGES, message_batches
 from rldsl.sharding.partition import row_moves
@@ -78,14 +79,15 @@ def transfer(rows: StepRows, value: Value, src: Spread, dst: Spread, source_rows
     dtype = torch.float64 if value.level == "batch" and value.dtype == "f32" else DTYPES[value.dtype]
     sends, receives, arriving = {}, {}, []
     for move in moves:
-        ids = torch.tensor(move.rows, device=world.device)
+        if world.rank not in (move.src, move.dst):
+            continue
+        ids, total = on_device(move.rows, world.device), sum(rows.amounts(value, move.rows))
         if move.src == world.rank:
             rows_held = present(source_rows, f"{value.id} in {src.id} on a rank that sends it", "run")
-            sends[move.dst] = rows_held.select(ids).data.to(dtype).contiguous()
-        elif move.dst == world.rank:
-            sizes = rows.sizes(value, ids)
-            receives[move.src] = torch.empty(int(sizes.sum()), dtype=dtype, device=world.device)
-            arriving.append((ids, sizes, move.src))
+            sends[move.dst] = rows_held.select(ids, total).data.to(dtype).contiguous()
+        else:
+            receives[move.src] = torch.empty(total, dtype=dtype, device=world.device)
+            arriving.append((ids, rows.sizes(value, ids), move.src))
     posted = post(sends, receives, tag)
 
     def finish() -> RaggedRows | None:
@@ -95,7 +97,7 @@ def transfer(rows: StepRows, value: Value, src: Spread, dst: Spread, source_rows
         parts = [RaggedRows(ids, sizes, receives[peer]) for ids, sizes, peer in arriving]
         kept_ids = sorted(set(want[world.rank]).intersection(have.get(world.rank, ())))
         if kept_ids and source_rows is not None:
-            parts.append(source_rows.select(torch.tensor(kept_ids, device=world.device)))
+            parts.append(source_rows.select(on_device(kept_ids, world.device), sum(rows.amounts(value, kept_ids))))
         if not parts:
             parts = [RaggedRows.empty(dtype, world.device)]
         joined = RaggedRows.join(parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import add
 
 import torch
 
@@ -16,6 +17,7 @@ from rldsl.plan.entries import ENTRIES, HIDDEN
 from rldsl.plan.model import Plan, Spread, Value
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
 from rldsl.runtime.comm.world import World
+from rldsl.runtime.host_numbers import on_device
 from rldsl.sharding.layout import dp_index
 from rldsl.sharding.partition import Rows, minibatch_rows_by_dp, rows_by_dp
 
@@ -26,6 +28,26 @@ class RowLengths:
 
     prompt: torch.Tensor    # tokens of each row's prompt
     response: torch.Tensor  # tokens of each row's response
+    # the same numbers in the host's memory: (prompt, response). None: nobody has needed them yet
+    on_host: tuple[list[int], list[int]] | None = field(default=None, init=False)
+
+    @staticmethod
+    def of_host(prompt: Sequence[int], response: Sequence[int], device: torch.device) -> RowLengths:
+        """Lengths that the host knows."""
+        made = RowLengths(on_device(prompt, device), on_device(response, device))
+        made.on_host = list(prompt), list(response)
+        return made
+
+    def numbers(self, extent: str) -> list[int]:
+        """What `of` returns, on the host, which waits for the device at most once. The tensors may not change
+        afterwards."""
+        if self.on_host is None:
+            prompt, response = torch.stack([self.prompt, self.response]).tolist()
+            self.on_host = prompt, response
+        prompt, response = self.on_host
+        if extent == "tokens":
+            return list(map(add, prompt, response))
+        return response if extent in ("response", ENTRIES, HIDDEN) else [1] * len(prompt)
 
     def of(self, extent: str) -> torch.Tensor:
         """[count]: entries of each row of a value with this extent, times its width."""
@@ -103,15 +125,24 @@ class StepRows:
         """Entries of each of `ids`."""
         if value.ragged:
             return self.lens[value.frame].of(value.extent)[ids] * value.width
-        if value.extent == "array":
-            return torch.full_like(ids, value.width)
+        return torch.full_like(ids, self._entries(value))
+
+    def amounts(self, value: Value, ids: Sequence[int]) -> list[int]:
+        """What `sizes` returns, on the host."""
+        if value.ragged:
+            numbers = self.lens[value.frame].numbers(value.extent)
+            return [numbers[i] * value.width for i in ids]
+        return [self._entries(value)] * len(ids)
+
+    def _entries(self, value: Value) -> int:
+        """Of each id of a value that has equally many everywhere."""
         if value.extent == "turn":
-            return torch.full_like(ids, self.frames[value.frame].max_turns)
-        return torch.ones_like(ids)
+            return self.frames[value.frame].max_turns
+        return value.width if value.extent == "array" else 1
 
     def _totals(self, spread: Spread, frames: Sequence[IndexedFrame]) -> dict[str, list[int]]:
         """Frame -> tokens of each row: of the frames that are balanced by tokens, and of those whose lengths say which
         rows of `frames` exist."""
         wanted = {f.present_in for f in frames if f.present_in in self.lens}
         wanted |= {*spread.frames} if spread.balance_by == "tokens" else set()
-        return {f: self.lens[f].of("tokens").tolist() for f in sorted(wanted)}
+        return {f: self.lens[f].numbers("tokens") for f in sorted(wanted)}

@@ -19,6 +19,7 @@ from rldsl.runtime.comm.exchange import message_tag
 from rldsl.runtime.comm.reshard import RankReshard, Tensors, reshard
 from rldsl.runtime.comm.row_assignment import RowLengths
 from rldsl.runtime.health.event_ring import EventRing
+from rldsl.runtime.host_numbers import on_device
 from rldsl.runtime.interpreter.carried import Parts, batch_of, interleaved, steps_ago, under_way
 from rldsl.runtime.interpreter.conversations import Environments, RowTalk
 from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint
@@ -240,15 +241,17 @@ def _repeated(tokens: RaggedRows, prompts: torch.Tensor) -> torch.Tensor:
 def infer(models: ModelStore, step: StepState, event: Infer) -> None:
     context = step.context
     spread, layout = context.spreads[event.spread], context.world.layouts[event.layout]
-    rows = step.my_rows(spread, event.frame)
-    totals = step.rows.lens[event.frame].of("tokens").tolist()
+    rows = step.my_row_numbers(spread, event.frame)
+    totals = step.rows.lens[event.frame].numbers("tokens")
     tokens = step.read(event.reads, f"{event.frame}.tokens")
     bounds = event.mbs, layout.pp, event.mbt
-    parts = [torch.tensor(p, device=context.device) for p in micro_batches(rows.tolist(), totals, *bounds)]
+    divided = list(micro_batches(rows, totals, *bounds))
     if layout.ep > 1:  # ranks that share experts make the same number of forward passes
         count = max(num_micro_batches(rows[event.frame], totals, *bounds) for rows in step.rows.rows_by_dp(spread))
-        parts += [torch.zeros(0, dtype=torch.int64, device=context.device)] * (count - len(parts))
-    batches = [step.packed(event.frame, tokens, part) for part in parts]
+        divided += [()] * (count - len(divided))
+    parts = [on_device(p, context.device) for p in divided]
+    batches = [step.packed(event.frame, tokens, part, sum(totals[r] for r in numbers))
+               for part, numbers in zip(parts, divided, strict=True)]
     shard = models.shard_to_read(event.model, event.layout)
     if event.output_name == TOP:
         ids, logprobs = shard.top(batches, context.values[event.ids].width, event.temperature, event.words)
@@ -258,17 +261,18 @@ def infer(models: ModelStore, step: StepState, event: Infer) -> None:
             batches = [replace(batch, ids=step.ids_of_tokens(event.reads, event.ids, part))
                        for batch, part in zip(batches, parts, strict=True)]
         results = {event.value: shard.infer(batches, event.output_name, event.temperature)}
-    order = torch.cat(parts) if parts else rows
+    order = torch.cat(parts) if parts else on_device(rows, context.device)
     for value, result in results.items():
-        sizes = step.rows.sizes(context.values[value], order)
-        by_part = _by_micro_batch(parts, sizes, result)
+        record = context.values[value]
+        sizes = step.rows.sizes(record, order)
+        by_part = _by_micro_batch(parts, sizes, [sum(step.rows.amounts(record, p)) for p in divided], result)
         joined = RaggedRows.join(by_part) if by_part else RaggedRows(order, sizes, result)
         step.write(value, spread.id, joined.ids, joined.data)
 
 
-def _by_micro_batch(parts: Sequence[torch.Tensor], sizes: torch.Tensor, data: torch.Tensor) -> list[RaggedRows]:
+def _by_micro_batch(parts: Sequence[torch.Tensor], sizes: torch.Tensor, amounts: Sequence[int], data: torch.Tensor
+                    ) -> list[RaggedRows]:
     """The results of each micro-batch. parts: the rows of each. sizes: entries of each row, in the order of `parts`.
-    data: the entries of all rows, in that order."""
+    amounts: of each micro-batch. data: the entries of all rows, in that order."""
     by_part = sizes.split([len(p) for p in parts])
-    amounts = [int(s.sum()) for s in by_part]
     return [RaggedRows(*x) for x in zip(parts, by_part, data.split(amounts), strict=True)]

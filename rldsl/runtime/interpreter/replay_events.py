@@ -18,7 +18,7 @@ def store(step: StepState, event: Store) -> None:
     """Add the rows of a frame, in ascending order; every rank adds all of them."""
     context, lens = step.context, step.rows.lens
     frame = context.frames[event.frame]
-    lengths = {frame.present_in: lens[frame.present_in].of("tokens").tolist()} if frame.present_in else {}
+    lengths = {frame.present_in: lens[frame.present_in].numbers("tokens")} if frame.present_in else {}
     rows = torch.tensor(present_rows(frame, lengths), dtype=torch.int64, device=context.device)
     kept: ReplayRows = step.read(event.reads, event.buffer)
     kept.add(lens[frame.id].prompt[rows].tolist(), lens[frame.id].response[rows].tolist(),
@@ -39,9 +39,8 @@ def sample(step: StepState, event: Sample) -> None:
                         "never drawn")
     drawn = kept.draw(frame.count, weights, step.sampling_seed(event.id, event.frame), step.index)
     absent = [0] * (frame.count - len(drawn))
-    step.set_lengths(event.frame, RowLengths(*(
-        torch.tensor([*sizes, *absent], dtype=torch.int64, device=context.device)
-        for sizes in ([row.prompt for row in drawn], [row.response for row in drawn]))))
+    step.set_lengths(event.frame, RowLengths.of_host([*(row.prompt for row in drawn), *absent],
+                                                     [*(row.response for row in drawn), *absent], context.device))
     for field, value in event.values:
         step.buffers.put(f"{value}@{spread}", kept.ragged(field, drawn, context.device))
 

@@ -21,6 +21,7 @@ from rldsl.plan.events import Train
 from rldsl.plan.heads import LOGPROBS_AT, SKIPPED, STOP, UPDATES
 from rldsl.runtime.backend import Axis, FirstPass, LossFn, OverVocabulary, PackedBatch
 from rldsl.runtime.collectives import all_reduce
+from rldsl.runtime.host_numbers import on_device
 from rldsl.runtime.interpreter.expression_ops import RaggedIndex
 from rldsl.runtime.interpreter.expression_programs import Counts, FrameRows, MinibatchLoss, loss_counts
 from rldsl.runtime.interpreter.nonfinite import refuse_minibatch
@@ -141,8 +142,8 @@ class _TrainCall:
         self.model_outputs_by_frame = [
             [output for _, frame, output in event.model_outputs if frame == f] for f in event.frames]
         lens = {f: step.rows.lens[f] for f in event.frames}
-        self.lens, self.responses = lens, {f: x.response.tolist() for f, x in lens.items()}
-        self.totals = [sum(x) for x in zip(*(x.of("tokens").tolist() for x in lens.values()), strict=True)]
+        self.lens, self.responses = lens, {f: x.numbers("response") for f, x in lens.items()}
+        self.totals = [sum(x) for x in zip(*(x.numbers("tokens") for x in lens.values()), strict=True)]
         self.tokens = {f: step.read(event.reads, f"{f}.tokens") for f in event.frames}
         self.data = {name: step.read(event.reads, value) for name, value in event.data_inputs}
         self.head_of = dict(event.heads)
@@ -189,7 +190,7 @@ class _TrainCall:
                              step.context.entries)
         whole = self._whole(counts) if event.first_pass else None
         minibatch_loss = whole or MinibatchLoss(self.program, counts)
-        parts = [torch.tensor(p, dtype=torch.int64, device=step.context.device) for p in divided]
+        parts = [on_device(p, step.context.device) for p in divided]
         batches = [tuple(self._packed(f, part) for f in event.frames) for part in parts]
         # selected before the first pass, since the host waits for the device to learn how many elements there are
         selected = [{name: _data(step.context, value, self.data[name], part, frames[event.frames[0]].per_prompt)

@@ -42,9 +42,8 @@ def fetch(step: StepState, reader: DataReader, event: Fetch) -> None:
     data = context.data[event.data]
     for frame, fetched in zip(event.frames, source.read(numbers).values(), strict=True):
         absent = [0] * (context.frames[frame].count - len(fetched.tokens))  # the last rows of a short batch
-        lens = RowLengths(*(torch.tensor([*lengths, *absent], dtype=torch.int64, device=context.device)
-                      for lengths in (fetched.prompt_lens, fetched.response_lens)))
-        step.set_lengths(frame, lens)
+        step.set_lengths(frame, RowLengths.of_host([*fetched.prompt_lens, *absent], [*fetched.response_lens, *absent],
+                                                   context.device))
         if f"{frame}.tokens" in spreads:
             ids = torch.arange(len(fetched.tokens), device=context.device)
             step.write(f"{frame}.tokens", spreads[f"{frame}.tokens"], ids,
@@ -105,7 +104,9 @@ def lengths(step: StepState, event: Lengths) -> None:
     if group is not None:
         all_reduce(table, group=group)
     if event.ahead > 0 or frame.id not in context.known_ahead:
-        step.set_lengths(frame.id, RowLengths(table[:, 0], table[:, 1]))
+        lens = RowLengths(table[:, 0], table[:, 1])
+        lens.numbers("tokens")  # here, since this event waits anyway, and not where a later one would be waited for
+        step.set_lengths(frame.id, lens)
 
 
 def transfer_values(step: StepState, ring: EventRing, event: Transfer) -> None:
@@ -184,7 +185,7 @@ def collect(step: StepState, event: Collect) -> None:
             lens, new = step.rows.lens[into.id], step.rows.lens[frame.id]
             rows = slice(step.iteration * frame.count, (step.iteration + 1) * frame.count)
             lens.prompt[rows], lens.response[rows] = new.prompt, new.response
-            step.rows.set_lengths(into.id, lens)
+            step.rows.set_lengths(into.id, RowLengths(lens.prompt, lens.response))
         elif record.extent == "columns":
             buffers.put(name, [*buffers.get(name), *buffers.get(f"{value}@{event.src}")])
         else:

@@ -10,23 +10,42 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from rldsl.plan.events import Event, Fetch, Generate, Infer, Item, Lengths, Loop, Train
 from rldsl.plan.model import Plan
 from rldsl.plan.payloads import ROLLOUTS
+from rldsl.runtime.metrics.phase_times import PhaseTimes
 from rldsl.runtime.state.step import StepState, TalkTotals
 
 PHASES: Mapping[type[Event], str] = {Generate: "generate", Infer: "infer", Train: "train"}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a rank measured in a step."""
+
+    times: PhaseTimes  # perhaps not over for the device
+    tokens: Mapping[str, int]  # of each phase
+    rest: Mapping[str, float]  # by the names of the metrics
+
+    def numbers(self) -> dict[str, float]:
+        """By name. Waits for what is not over."""
+        phases = self.times.seconds()
+        found = {f"time/{phase}": round(s, 4) for phase, s in phases.items()}
+        for phase, tokens in self.tokens.items():
+            if tokens and phases.get(phase):
+                found[f"tokens_per_second/{phase}"] = round(tokens / phases[phase], 1)
+        return {**found, **self.rest}
 
 
 class Meter:
     """The usual metrics of the step under way."""
 
     def __init__(self, plan: Plan):
-        self.seconds: dict[str, float] = defaultdict(float)
+        self._times = PhaseTimes()
         self._tokens: dict[str, int] = defaultdict(int)
         # step -> tokens and rows of responses whose lengths are known, perhaps before the step begins
         self._responses: dict[int, int] = defaultdict(int)
@@ -39,11 +58,16 @@ class Meter:
         self._priced = _priced(loop.body) if loop is not None else ()
         self._world = plan.header.world
 
+    def begins(self, step: StepState, event: Event) -> None:
+        """An event is about to be executed. step: for which."""
+        if type(event) in PHASES:
+            self._times.begin(step.context.device)
+
     def took(self, step: StepState, event: Event, seconds: float) -> None:
         """An event was executed. step: for which."""
         phase = PHASES.get(type(event))
         if phase is not None:
-            self.seconds[phase] += max(seconds, 0.0)
+            self._times.end(phase, seconds)
         if isinstance(event, Generate):
             self._generated.add(event.frame)
             self._talked = sum(step.talked, self._talked)
@@ -65,7 +89,7 @@ class Meter:
         if made_before or not record.max_response_tokens:
             return
         lens = step.rows.lens[frame]
-        total = int(lens.response.sum())
+        total = sum(lens.numbers("response"))
         if frame in self._generated:  # another rank's call takes none of this one's time
             self._generated.remove(frame)
             self._tokens["generate"] += step.sampled.get(frame, total)
@@ -74,7 +98,7 @@ class Meter:
         if not step.evaluated_source:  # the lengths of training are those of its own rows
             self._responses[step.number] += total
             # a row that a selection left out has no tokens at all
-            self._rows[step.number] += int((lens.of("tokens") > 0).sum())
+            self._rows[step.number] += sum(n > 0 for n in lens.numbers("tokens"))
 
     def entered(self, loop: str) -> None:
         """An inner loop begins."""
@@ -84,13 +108,9 @@ class Meter:
         """It begins one more iteration."""
         self._iterations[loop][-1] += 1
 
-    def finish(self, step: StepState) -> dict[str, float]:
+    def finish(self, step: StepState) -> Measured:
         """The numbers of the step, then begin the next."""
-        phases = dict(self.seconds)
-        numbers: dict[str, float] = {f"time/{phase}": round(s, 4) for phase, s in phases.items()}
-        for phase, tokens in self._tokens.items():
-            if tokens and phases.get(phase):
-                numbers[f"tokens_per_second/{phase}"] = round(tokens / phases[phase], 1)
+        numbers: dict[str, float] = {}
         responses, rows = self._responses.pop(step.number, 0), self._rows.pop(step.number, 0)
         if rows:
             numbers["length/response"] = responses / rows
@@ -105,15 +125,16 @@ class Meter:
             iterations = {loop: list(counts) for loop, counts in self._iterations.items()}
             numbers["moved/bytes"] = _bytes(self._priced, step.number, iterations) + step.ragged_bytes
         numbers["memory/peak_bytes"] = peak_bytes(step.context.device)
-        self.seconds.clear()
+        measured = Measured(self._times, dict(self._tokens), numbers)
+        self._times = PhaseTimes()
         self._tokens.clear()
         self._iterations.clear()
         step.ragged_bytes = 0
-        return numbers
+        return measured
 
 
 def _tokens(step: StepState, frame: str) -> int:
-    return int(step.rows.lens[frame].of("tokens").sum())
+    return sum(step.rows.lens[frame].numbers("tokens"))
 
 
 def _priced(items: Sequence[Item]) -> tuple[Item, ...]:

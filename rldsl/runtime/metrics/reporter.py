@@ -22,7 +22,7 @@ from rldsl.plan.projection import event_paths
 from rldsl.plan.references import Role, references
 from rldsl.runtime.files import check_writable
 from rldsl.runtime.metrics.array_files import ArrayFiles
-from rldsl.runtime.metrics.builtin_metrics import Meter
+from rldsl.runtime.metrics.builtin_metrics import Measured, Meter
 from rldsl.runtime.metrics.json_lines import LineFiles
 from rldsl.runtime.metrics.names import computed, display_order
 from rldsl.runtime.metrics.samples import Samples, sample_sources, samples_file
@@ -60,7 +60,7 @@ class _Line:
     began: float                       # when this rank ended the step before, by `time.monotonic`
     ended: float                       # when this rank ended it
     tokens: int                        # of its sequences
-    measured: Mapping[str, float]      # what this rank measured
+    measured: Measured                 # what this rank measured
 
     def ended_everywhere(self) -> float:
         """When its numbers had arrived, too: with a lag, a rank that generates ends a step before those that train."""
@@ -82,7 +82,7 @@ class _Line:
         line["seconds"] = round(seconds, 4)
         if self.tokens:
             line["tokens_per_second"] = round(self.tokens / seconds, 1)
-        line |= self.measured
+        line |= self.measured.numbers()
         line["time/rest"] = round(max(seconds - sum(line.get(f"time/{p}", 0.0) for p in PHASES), 0.0), 4)
         return line
 
@@ -146,6 +146,8 @@ class Reporter:
 
     def begins(self, step: StepState, event: Event) -> None:
         """step: the one for which the event runs."""
+        if self.meter is not None:
+            self.meter.begins(step, event)
         if self._lines:
             self.write_lines()
         if self._samples is not None and event.frees:
@@ -193,6 +195,8 @@ class Reporter:
                     numbers.wait()
                 elif not numbers.arrival.arrived():
                     return
+            if not (wait or line.measured.times.known()):
+                return
             values = line.numbers(self._since)
             self._since = max(self._since, line.ended_everywhere())
             arrays = self._arrays.write(line.step, line.arrays())

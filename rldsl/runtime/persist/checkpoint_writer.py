@@ -39,6 +39,7 @@ from rldsl.plan.optimizers import COMPLETE_STATE
 from rldsl.plan.projection import event_paths
 from rldsl.runtime.comm.agreement import any_rank
 from rldsl.runtime.files import digest, sync
+from rldsl.runtime.host_memory import HostMemory
 from rldsl.runtime.persist.manifest import FORMAT, MANIFEST, OPTIONAL, manifest_text
 from rldsl.runtime.persist.run_identity import program_identity
 from rldsl.runtime.state import carried, in_flight
@@ -97,7 +98,7 @@ def open_writer(context: RunContext, plan: str, watchdog: Any = None) -> Checkpo
         store.set("token", token_hex(4))
     token = store.get("token").decode()
     writer = CheckpointWriter(context.out, plan, program_identity(context.plan), store, context.rank,
-                              dist.get_world_size(), token)
+                              dist.get_world_size(), token, HostMemory(context.device))
     if watchdog is not None:
         watchdog.stops_after_step, writer.stop_requested = True, lambda: watchdog.stop_requested
     return writer
@@ -106,7 +107,7 @@ def open_writer(context: RunContext, plan: str, watchdog: Any = None) -> Checkpo
 def _tensors(models: ModelStore, writer: CheckpointWriter, event: Checkpoint) -> dict[str, torch.Tensor]:
     """Copies of the boxes that this rank writes."""
     context = models.context
-    copies: dict[str, torch.Tensor] = {}
+    written: dict[str, torch.Tensor] = {}
     for name, layout in map(split_buffer, event.reads):
         where = context.world.layouts.get(layout)
         if name not in context.models or where is None or (name, layout) not in models.shards:
@@ -123,9 +124,8 @@ def _tensors(models: ModelStore, writer: CheckpointWriter, event: Checkpoint) ->
                 stored = _stored_part(parameter, piece, part, tensors.get(parameter.name))
                 if stored is not None:
                     box, view = stored
-                    key = f"{name}|{part}|{parameter.name}|{box_text(box)}"
-                    copies[key] = view.detach().to("cpu", copy=True).contiguous()
-    return copies
+                    written[f"{name}|{part}|{parameter.name}|{box_text(box)}"] = view
+    return writer.memory.copies(written)
 
 
 def _stored_part(parameter: Parameter, piece: Piece, part: str,
@@ -188,11 +188,12 @@ def _facts(models: ModelStore, step: StepState, data: DataReader, event: Checkpo
 
 class CheckpointWriter:
     """A rank's checkpoints; one at a time is being written. token: of this start of the run, in names of what is not
-    finished. problem: why the last one could not be written here."""
+    finished. memory: of what is being written. problem: why the last one could not be written here."""
 
-    def __init__(self, out: Path, plan: str, header: Mapping[str, Any], store: Any, rank: int, world: int, token: str):
+    def __init__(self, out: Path, plan: str, header: Mapping[str, Any], store: Any, rank: int, world: int, token: str,
+                 memory: HostMemory):
         self.out, self.plan, self.header, self.store = out, plan, header, store
-        self.rank, self.world, self.token = rank, world, token
+        self.rank, self.world, self.token, self.memory = rank, world, token, memory
         self.problem: str | None = None
         self.mine: dict[tuple[str, str], tuple[tuple[Parameter, Piece], ...]] = {}  # model, layout -> what it writes
         self.stop_requested: Callable[[], bool] = lambda: False  # whether this rank was asked to end the run (SIGTERM)

@@ -15,12 +15,13 @@ from rldsl.plan.model import Spread
 from rldsl.plan.payloads import ROLLOUTS
 from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.comm.row_assignment import RowLengths, StepRows
+from rldsl.runtime.host_numbers import on_device
 from rldsl.runtime.state.carried import CarriedRows
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.logged_numbers import Arrivals, LoggedNumbers, SentLogs
 from rldsl.runtime.state.turns import unmarked
 from rldsl.runtime.store import BufferStore, RaggedRows
-from rldsl.sharding.partition import key_of, mix
+from rldsl.sharding.partition import Rows, key_of, mix
 
 COMPUTE_SEEDS = key_of("")  # keeps the seeds of computations apart from those of generated frames
 
@@ -148,10 +149,13 @@ class StepState:
 
     # rows and columns
 
+    def my_row_numbers(self, spread: Spread, frame: str) -> Rows:
+        """The rows of a frame that this rank works on under a spread, ascending."""
+        return self.rows.rows_by_dp(spread)[self.rows.dp_index(spread, self.context.rank)][frame]
+
     def my_rows(self, spread: Spread, frame: str) -> torch.Tensor:
-        """[S] int64, ascending: the rows of a frame that this rank works on under a spread."""
-        rows = self.rows.rows_by_dp(spread)[self.rows.dp_index(spread, self.context.rank)][frame]
-        return torch.tensor(rows, dtype=torch.int64, device=self.context.device)
+        """[S] int64: `my_row_numbers` on the device."""
+        return on_device(self.my_row_numbers(spread, frame), self.context.device)
 
     def read(self, reads: tuple[str, ...], value: str) -> Any:
         """The buffer among an event's reads that holds `value`."""
@@ -177,7 +181,7 @@ class StepState:
         if made_before or not record.max_response_tokens:
             return
         if not frame.endswith(ROLLOUTS):
-            self.tokens += int(lens.of("tokens").sum())
+            self.tokens += sum(lens.numbers("tokens"))
             return
         begun = record.count // record.iterations
         before = self.lens_before.get(frame, torch.zeros_like(lens.response))
@@ -191,9 +195,9 @@ class StepState:
         ids: torch.Tensor = self.read(reads, value).select(rows).data
         return ids.view(-1, self.context.values[value].width)
 
-    def packed(self, frame: str, tokens: RaggedRows, rows: torch.Tensor) -> PackedBatch:
-        """The sequences of some rows, packed."""
-        lens, data = self.rows.lens[frame], tokens.select(rows).data
+    def packed(self, frame: str, tokens: RaggedRows, rows: torch.Tensor, total: int | None = None) -> PackedBatch:
+        """The sequences of some rows, packed. total: their tokens, if the host knows them (`RaggedRows.select`)."""
+        lens, data = self.rows.lens[frame], tokens.select(rows, total).data
         own = None
         if self.context.frames[frame].max_turns:
             data, own = unmarked(data)

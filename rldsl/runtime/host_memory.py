@@ -1,4 +1,4 @@
-"""Tensors of a shard that are in host memory for a while.
+"""Tensors that are in host memory for a while: offloaded ones, and those of a checkpoint.
 
 In: tensors by name. Out: the same tensors on the other side. Where the device is the CPU nothing moves. For CUDA, host
 memory is pinned and is kept, since pinning is slow; an offload is waited for, so that the device's memory is free
@@ -19,7 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class HostMemory:
-    """The host memory of one shard."""
+    """The host memory of one shard, or of the checkpoints of a rank."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -39,6 +39,13 @@ class HostMemory:
             self.pinned[name].copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(self.device).synchronize()
         return {name: self.pinned[name] for name in tensors}
+
+    @torch.no_grad()
+    def copies(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """Contiguous copies in host memory, which stay as they are until the next call."""
+        if self.stream is None:
+            return {name: x.detach().to("cpu", copy=True).contiguous() for name, x in tensors.items()}
+        return self.offload(tensors)
 
     def _allocate(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Pinned memory for tensors, in `pinned`."""
