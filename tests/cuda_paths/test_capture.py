@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from rldsl.backends.torch.generate import captured_step
 from rldsl.backends.torch.generate.captured_step import CapturedSteps, CaptureSwitch, HostReads, capture_graph
 from rldsl.backends.torch.generate.decode_state import DecodeState
+from rldsl.backends.torch.kernels import attention_kernels
 from rldsl.backends.torch.generate.generate import generate
 from rldsl.memory.decode_shapes import MAX_CAPTURES_WITH_MEMORY
 from rldsl.plan.events import Sampling
@@ -23,6 +25,7 @@ from tests.moe import shards as experts
 from tests.tiny import make_model
 
 CUDA = torch.device("cuda")
+generate_module = import_module("rldsl.backends.torch.generate.generate")  # its name is also that of a function
 X = torch.randn(5, 6)
 
 
@@ -217,8 +220,14 @@ def test_graphs_are_few() -> None:
 
 
 def reads_of(shard: Any, monkeypatch: pytest.MonkeyPatch, sampling: Sampling) -> set[str]:
-    """What decode steps of a shard read on the host."""
+    """What decode steps of a shard read on the host, or copy from it: on a GPU, `torch.tensor` is such a copy."""
     found: set[str] = set()
+    crosses = captured_step._crosses_devices
+
+    def copies(func: Any, args: Any, out: Any) -> bool:
+        return func is torch.ops.aten.lift_fresh.default or crosses(func, args, out)
+
+    monkeypatch.setattr(captured_step, "_crosses_devices", copies)
 
     def watched(self: CapturedSteps, key: Any, function: Any) -> Any:
         with HostReads() as reads:
@@ -256,6 +265,21 @@ def test_decode_steps_whose_rotary_embedding_looks_at_positions(tmp_path: Any, m
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     shard = make_shard(plan_model(str(make_model(tmp_path / "m", "llama", rope_parameters=rope))), 0)
     assert reads_of(shard, monkeypatch, DRAWN)
+
+
+def test_the_kernel_of_decoding_is_tried_before_the_first_step(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in which it is tried reads the result of the trial, and would not be captured."""
+    tried: list[torch.device] = []
+    monkeypatch.setattr(attention_kernels, "_installed_decode_kernel", tried.append)
+    for device, dtype in ((CUDA, torch.float32), (torch.device("cpu"), torch.bfloat16), (CUDA, torch.bfloat16)):
+        attention_kernels.prepare_decode_kernel(device, dtype)
+    assert tried == [CUDA]
+    order: list[str] = []
+    monkeypatch.setattr(generate_module, "prepare_decode_kernel", lambda *_: order.append("tried"))
+    monkeypatch.setattr(generate_module, "run_to_completion", lambda *_: order.append("run"))
+    shard = make_shard(plan_model(str(make_model(tmp_path / "m"))), 0)
+    made(shard, [[3, 4, 5]], DRAWN)
+    assert order == ["tried", "run"]
 
 
 @pytest.mark.parametrize("axis", ["ep", "tp", ""])

@@ -19,6 +19,7 @@ from rldsl.backends.torch.generate.kept_cache import CacheKeeper, KeptCache
 from rldsl.backends.torch.generate.sampling import Sampler
 from rldsl.backends.torch.generate.scheduler import Scheduler
 from rldsl.backends.torch.generate.stop_conditions import StopStrings, tokenizer_of
+from rldsl.backends.torch.kernels.attention_kernels import prepare_decode_kernel
 from rldsl.diag import fail
 from rldsl.memory.decode_shapes import round_to_bucket
 from rldsl.plan.events import Sampling
@@ -65,6 +66,7 @@ def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling,
         prompts.prompt_lens.tolist(), shares_prompt(prompts), min(max_num_seqs or room, room), axes.pp.size,
         sampling.max_new_tokens, 1 if waits_anyway else poll_every or POLL_EVERY.get(device.type, 1), max_prompt_len,
         prefix is not None)
+    prepare_decode_kernel(device, stage.matmul_dtype)
     key = (room, scheduler.num_slots, sampling, tuple(eos_ids))
     state = None if states is None else states.pop(key, None)
     if state is None or state.cache.width < scheduler.kv_width:

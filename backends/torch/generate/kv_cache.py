@@ -52,9 +52,10 @@ class KVCache:
 
     def mask_values(self, dtype: torch.dtype) -> torch.Tensor:
         """[2]: what a mask adds to the score of a visible and of a hidden token. Made once, so that a captured decode
-        step refers to a tensor that stays."""
+        step refers to a tensor that stays; on the device, since a step that copies from the host is not captured."""
         if dtype not in self.masks:
-            self.masks[dtype] = torch.tensor([0.0, -torch.inf], dtype=dtype, device=self.device)
+            self.masks[dtype] = torch.zeros(2, dtype=dtype, device=self.device)
+            self.masks[dtype][1].fill_(-torch.inf)
         return self.masks[dtype]
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, token_indices: torch.Tensor,

@@ -78,6 +78,12 @@ def _torch_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens:
     return out if isinstance(out, torch.Tensor) else out[0]
 
 
+def prepare_decode_kernel(device: torch.device, dtype: torch.dtype) -> None:
+    """Choose the kernel of decoding, which may try it: before the first step, since the trial reads its result."""
+    if device.type == "cuda" and dtype in HALF_DTYPES:
+        _installed_decode_kernel(device)
+
+
 def decode_kernel(q: torch.Tensor) -> DecodeKernel | None:
     """The kernel that reads the KV cache in place for these queries; None: there is none."""
     return _installed_decode_kernel(q.device) if q.is_cuda and q.dtype in HALF_DTYPES else None
