@@ -17,10 +17,10 @@ import torch.nn.functional as F
 
 from rldsl.backends.torch.generate.captured_step import CapturedSteps
 from rldsl.backends.torch.kernels import attention_kernels
-from rldsl.backends.torch.model.offload import HostMemory
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
 from rldsl.runtime.backend import PackedBatch
+from rldsl.runtime.host_memory import HostMemory
 from tests.backend_torch import shards
 from tests.backend_torch.shards import make_shard, pack, plan_model, ragged
 from tests.moe import shards as experts

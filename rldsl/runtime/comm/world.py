@@ -2,7 +2,8 @@
 
 In: a plan and an initialized process group. Out: `World`, with the `Axes` of every layout that this rank is part of.
 Invariant: all ranks hold the same plan, and create the same groups in the same order.
-Errors: RL0702 different plans, RL0710 an order of ranks that this torch cannot keep, RL0711 ranks on other machines than the plan has them on.
+Errors: RL0702 different plans, RL0710 an order of ranks that this torch cannot keep, RL0711 ranks on other machines
+than the plan has them on.
 """
 
 from __future__ import annotations
