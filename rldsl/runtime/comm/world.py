@@ -138,7 +138,7 @@ def join(plan: Plan, rank: int, device: torch.device, timeout: timedelta | None 
     return World(rank, device, meshes, layouts, groups, _log_group(plan, meshes, device, timeout))
 
 
-def _order(ranks: tuple[int, ...]) -> dict[str, bool]:
+def _order(ranks: tuple[int, ...]) -> dict[str, Any]:
     """How `new_group` keeps the order of ranks, which it sorts by default. RL0710: this torch always does."""
     if list(ranks) == sorted(ranks):
         return {}
