@@ -58,7 +58,7 @@ class _Reduction:
             case "mean":
                 return self._sum(x.sum(-1)) / self._words(x)
             case "count":
-                return x.new_full(x.shape[:1], self._words(x))
+                return self._words(x).to(x.dtype).expand(x.shape[0])
             case "amax" | "amin":
                 return self._extreme(x, op)
         raise ValueError(f"no reduction {op} over the vocabulary")
@@ -70,9 +70,9 @@ class _Reduction:
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         return reduce_from_tensor_parallel_region(x.contiguous(), self.tp) if self.tp.size > 1 else x
 
-    def _words(self, x: torch.Tensor) -> float:
-        words = torch.tensor(float(x.shape[1]), device=x.device)
-        return float(_all_reduce(words, dist.ReduceOp.SUM, self.tp))
+    def _words(self, x: torch.Tensor) -> torch.Tensor:
+        """[]: as a tensor, so that the host does not wait for the other ranks."""
+        return _all_reduce(torch.full((), float(x.shape[1]), device=x.device), dist.ReduceOp.SUM, self.tp)
 
     def _extreme(self, x: torch.Tensor, op: str) -> torch.Tensor:
         """The gradient is divided among equals, as in torch."""

@@ -49,11 +49,12 @@ class RaggedIndex:
     frame_rows: Mapping[str, FrameRows]  # frame -> its rows at hand
     frames: Mapping[str, IndexedFrame]  # frame -> its record in the plan
     entries: Mapping[str, EntrySpace] = field(default_factory=dict)  # by name
+    without_rows: torch.device = torch.device("cpu")  # where numbers are if there are no rows
     _cache: dict[tuple[str, ...], Tensor] = field(default_factory=dict)  # what `_once` has computed
 
     @property
     def device(self) -> torch.device:
-        return next((v.lens.device for v in self.frame_rows.values()), torch.device("cpu"))
+        return next((v.lens.device for v in self.frame_rows.values()), self.without_rows)
 
     def frame(self, level: Level, space: str) -> str:
         """A frame that ranges over `space` at `level`."""
@@ -307,11 +308,11 @@ def of_all_elements(op: str, x: Tensor, args: Sequence[Tensor]) -> Tensor:
     if op in _WHOLE:
         return _WHOLE[op](x, args)
     one = torch.zeros(x.numel(), dtype=torch.int64, device=x.device)
-    return _SEGMENTS[op](x, one, one.new_tensor([x.numel()]), args)[0]
+    return _SEGMENTS[op](x, one, one.new_full((1,), x.numel()), args)[0]
 
 
 def _median(x: Tensor, args: Sequence[Tensor]) -> Tensor:
-    return _quantile(x, (x.new_tensor(0.5),))
+    return _quantile(x, (x.new_full((), 0.5),))
 
 
 def _quantile(x: Tensor, args: Sequence[Tensor]) -> Tensor:

@@ -120,12 +120,12 @@ def _local(op: str, x: Tensor) -> Tensor:
     wide = x.to(torch.float64)
     match op:
         case "count":
-            return wide.new_tensor(float(wide.numel()))
+            return wide.new_full((), float(wide.numel()))
         case "sum" | "mean":
             return wide.sum()
         case "amax" | "amin":
             wide = wide if op == "amax" else -wide
-            return wide.max() if wide.numel() else wide.new_tensor(-torch.inf)
+            return wide.max() if wide.numel() else wide.new_full((), -torch.inf)
     raise internal_error(f"the interpreter cannot reduce with {op} to batch")
 
 
@@ -363,7 +363,7 @@ class MinibatchLoss:
         for table, i in zip(tables, self._gathered, strict=True):
             for positions, elements in self._elements_of[i]:
                 table[positions.to(device)] = elements.to(device)
-        words = [as_floats(words).to(device) for words in self._words]
+        words = [as_floats(x).to(device) for x in self._words.cpu()]  # the device is waited for once
         return torch.cat([*words, *tables, marked_nan(self._partials.to(device)).flatten()])
 
     def finish(self, vector: Tensor) -> dict[str, float]:
@@ -408,12 +408,15 @@ class MinibatchLoss:
             node = self._program.nodes[i]
             terms = locals_[i][None] if node.op == "count" else done[node.args[0]]
             words = exact_words(terms.detach())
-            self._words = self._words.to(words.device)
+            if self._words.device != words.device:  # of the first rows; zeros are written there, not copied
+                self._words = torch.zeros_like(self._words, device=words.device)
             self._words[at] += words
         new = [locals_[i].detach() for i in self._maxima]
         new += [scalars[i].detach().to(torch.float64) for i in self._scalars]
         if new:
-            self._partials = torch.maximum(torch.stack(new), self._partials.to(new[0].device))
+            if self._partials.device != new[0].device:
+                self._partials = torch.full_like(self._partials, -torch.inf, device=new[0].device)
+            self._partials = torch.maximum(torch.stack(new), self._partials)
 
     def _size(self, reduction: int) -> int:
         """The global number of elements that a reduction to batch level reduces."""
@@ -429,11 +432,11 @@ class MinibatchLoss:
         """The batch-level arithmetic that `roots` need, from the reductions and inputs in `leaves`. tables: all
         elements of each reduction that needs them at once."""
         nodes, done = self._program.nodes, dict(leaves)
-        device = next((x.device for x in leaves.values()), torch.device("cpu"))
+        ragged = RaggedIndex({}, {}, without_rows=next((x.device for x in leaves.values()), torch.device("cpu")))
         for i in sorted(nodes_under(nodes, roots, lambda n: n.args[1:] if _to_batch(n) else n.args) - set(leaves)):
             if tables is not None and i in tables:
                 done[i] = of_all_elements(nodes[i].op, tables[i], [done[a] for a in nodes[i].args[1:]])
                 continue
             inner, args = [nodes[a] for a in nodes[i].args], [done[a] for a in nodes[i].args]
-            done[i] = evaluate(nodes[i], inner, args, RaggedIndex({}, {}), torch.float64).to(device)
+            done[i] = evaluate(nodes[i], inner, args, ragged, torch.float64)
         return done

@@ -145,7 +145,7 @@ def _reduced(op: str, args: list[Tensor]) -> Tensor:
     if OPERATORS[op].combine == "gather":
         return of_all_elements(op, x, args[1:])
     if op == "count" or not x.numel():
-        return x.new_tensor(float(x.numel()) if op == "count" else 0.0)
+        return x.new_full((), float(x.numel()) if op == "count" else 0.0)
     match op:
         case "sum":
             return x.sum()
