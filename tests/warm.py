@@ -25,7 +25,6 @@ from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.metrics.run_record import versions
 from rldsl.runtime.plan_file import PlanFile
 from rldsl.verify import verify
-from tests.backend_torch import shards
 from tests.backend_torch.shards import make_shard, plan_model
 from tests.cpu import GARBAGE
 from tests.gpu import shared_device
@@ -60,7 +59,6 @@ def _warm(folder: Path) -> None:
     (folder / "warm.rlf").write_text(PROGRAM)
     with chdir(folder):
         PlanFile.from_bytes(encode(api.compile("warm.rlf")), "warm.plan")
-    shards.DEVICE = torch.device("cpu")  # a process that has used a GPU cannot be forked
     shard = make_shard(plan_model(str(model)), 0)
     one = PackedBatch(*(torch.tensor([x]) for x in (0, 2, 0)), torch.tensor([2, 3]))
     made = shard.generate(one, Sampling(max_new_tokens=3), seed=0, step=0, max_num_seqs=0)
@@ -70,11 +68,11 @@ def _warm(folder: Path) -> None:
     torch.optim.AdamW([weight]).step()
     torch.save([weight.grad], folder / "saved")
     torch.load(folder / "saved")
-    shards.DEVICE = shared_device.device() or shards.DEVICE
 
 
-with TemporaryDirectory() as made:
-    _warm(Path(made))
+if shared_device.device() is None:  # a process in which CUDA has begun, be it to see whether it is there, cannot be forked
+    with TemporaryDirectory() as made:
+        _warm(Path(made))
 gc.collect()
 gc.freeze()
 gc.set_threshold(*GARBAGE)

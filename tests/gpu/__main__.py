@@ -70,7 +70,8 @@ class Result:
 def run(stage: Stage, out: Path, deadline: float) -> Result:
     log, begin = out / f"{stage.name}.log", time.monotonic()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RLDSL_TEST_LINES": str(out / f"{stage.name}.tests"),
-                                "PYTHONUNBUFFERED": "1"}
+                                "PYTHONUNBUFFERED": "1",
+                                "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # or the server that forks ranks could not
     environment.pop("RLDSL_TEST_DEVICE", None)
     if stage.on_gpu:
         environment["RLDSL_TEST_DEVICE"] = "cuda"
