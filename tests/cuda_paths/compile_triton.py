@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rldsl.backends.torch.kernels import ordered_products, split_kv
+from rldsl.backends.torch.kernels import nucleus, ordered_products, split_kv
 
 # compute capability, head size, query heads per KV head
 PART_CASES = ((80, 64, 4), (80, 128, 7), (90, 64, 6), (90, 80, 2), (90, 96, 1), (90, 128, 8), (90, 256, 4))
@@ -50,6 +50,10 @@ def main() -> None:
         numbers = dict.fromkeys(set(ordered_products._product.arg_names) - set(tile), "i32")
         types = numbers | dict.fromkeys(("left", "right", "out"), f"*{dtype}")
         found.append(compiled(ordered_products._product, target, types, tile))
+    for target in (80, 90):
+        types = {"scores": "*fp32", "out": "*fp32", "mass": "fp32", "columns": "i32", "stride": "i32"}
+        found.append(compiled(nucleus._threshold, target, types,
+                              {"BLOCK": nucleus.BLOCK, "WAYS": nucleus.WAYS, "ROUNDS": nucleus.ROUNDS}))
     print(json.dumps(found))
 
 

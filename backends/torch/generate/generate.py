@@ -16,7 +16,7 @@ from rldsl.backends.torch.generate.clock_ticks import run_to_completion
 from rldsl.backends.torch.generate.decode_state import DecodeState, DecodeStates, Responses, keep_released
 from rldsl.backends.torch.generate.engine import Engine
 from rldsl.backends.torch.generate.kept_cache import CacheKeeper, KeptCache
-from rldsl.backends.torch.generate.sampling import Sampler
+from rldsl.backends.torch.generate.sampling import Sampler, prepare_kernels
 from rldsl.backends.torch.generate.scheduler import Scheduler
 from rldsl.backends.torch.generate.stop_conditions import StopStrings, tokenizer_of
 from rldsl.backends.torch.kernels.attention_kernels import prepare_decode_kernel
@@ -67,6 +67,7 @@ def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling,
         sampling.max_new_tokens, 1 if waits_anyway else poll_every or POLL_EVERY.get(device.type, 1), max_prompt_len,
         prefix is not None)
     prepare_decode_kernel(device, stage.matmul_dtype)
+    prepare_kernels(sampling, device)
     key = (room, scheduler.num_slots, sampling, tuple(eos_ids))
     state = None if states is None else states.pop(key, None)
     if state is None or state.cache.width < scheduler.kv_width:

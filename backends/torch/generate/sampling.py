@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rldsl.backends.torch.kernels.nucleus_kernel import nucleus_kernel
 from rldsl.backends.torch.model.logprobs import cap_logits
 from rldsl.backends.torch.model.tree_sums import block_sums
 from rldsl.plan.events import Sampling
@@ -66,7 +67,10 @@ def threshold(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
     if 0 < sampling.top_k < scores.shape[-1]:
         ordered = scores.topk(sampling.top_k, -1).values
         limits.append(ordered[:, -1:])
-    if sampling.top_p < 1:
+    kernel = nucleus_kernel(scores.device) if sampling.top_p < 1 and ordered is None else None
+    if kernel is not None:
+        limits.append(kernel(scores, sampling.top_p))
+    elif sampling.top_p < 1:
         ordered = scores.sort(-1, descending=True).values if ordered is None else ordered
         mass = ordered.softmax(-1, dtype=torch.float64)
         before = mass.cumsum(-1) - mass
@@ -102,6 +106,12 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor
     none above; then the first that reaches the total, which has some weight, while those behind it have none."""
     total = cumulative[:, -1:]
     return torch.searchsorted(cumulative, torch.minimum(target, total * (1 - 2.0**-52)), right=True)
+
+
+def prepare_kernels(sampling: Sampling, device: torch.device) -> None:
+    """Choose kernels before the first step, since trying one reads its result."""
+    if sampling.top_p < 1 and not sampling.greedy:
+        nucleus_kernel(device)
 
 
 @dataclass
