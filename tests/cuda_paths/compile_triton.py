@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rldsl.backends.torch.kernels import nucleus, ordered_products, split_kv
+from rldsl.backends.torch.kernels import layer_kernels, nucleus, ordered_products, split_kv
 
 # compute capability, head size, query heads per KV head
 PART_CASES = ((80, 64, 4), (80, 128, 7), (90, 64, 6), (90, 80, 2), (90, 96, 1), (90, 128, 8), (90, 256, 4))
@@ -44,7 +45,7 @@ def main() -> None:
         shape = {"HEADS": 4, "EACH": each, "SIZE": size, "ROWS": max(16, triton.next_power_of_2(each)),
                  "WIDE": triton.next_power_of_2(size)}
         found.append(compiled(split_kv._join, target, {"sums": "*fp32", "stats": "*fp32", "out": "*bf16",
-                                                       "parts": "i32"}, shape))
+                                                       "parts": "i32"}, shape | {"MANY": 64}))
     tile = {"ROWS": ordered_products.ROWS, "COLUMNS": ordered_products.COLUMNS, "TERMS": ordered_products.TERMS}
     for target, dtype in PRODUCT_CASES:
         numbers = dict.fromkeys(set(ordered_products._product.arg_names) - set(tile), "i32")
@@ -54,6 +55,14 @@ def main() -> None:
         types = {"scores": "*fp32", "out": "*fp32", "mass": "fp32", "columns": "i32", "stride": "i32"}
         found.append(compiled(nucleus._threshold, target, types,
                               {"BLOCK": nucleus.BLOCK, "WAYS": nucleus.WAYS, "ROUNDS": nucleus.ROUNDS}))
+    for target, half in itertools.product((80, 90), (32, 40, 64, 128)):
+        types = dict(x="*bf16", y="*bf16", cos="*fp32", sin="*fp32", head="i32", token="i32", heads="i32")
+        found.append(compiled(layer_kernels._rotate, target, types, {
+            "HALF": half, "WIDE": triton.next_power_of_2(half), "ROWS": layer_kernels.HEADS_AT_ONCE, "BACK": target == 80}))
+    for target, kernel in itertools.product((80, 90), (layer_kernels._gate, layer_kernels._gate_backward)):
+        types = {name: "*bf16" for name in kernel.arg_names} | {"count": "i32"}
+        del types["BLOCK"]
+        found.append(compiled(kernel, target, types, {"BLOCK": layer_kernels.ELEMENTS_AT_ONCE}))
     print(json.dumps(found))
 
 

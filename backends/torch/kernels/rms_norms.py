@@ -15,6 +15,7 @@ from copy import copy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from rldsl.backends.torch.kernels.autograd import Function
@@ -55,10 +56,11 @@ def normalize(x: torch.Tensor, eps: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return x * scale, scale
 
 
-def fuse_norms(module: nn.Module, device: torch.device, function_of: Callable[[str], NormFunction] | None = None
-               ) -> list[str]:
+def fuse_norms(module: nn.Module, device: torch.device, function_of: Callable[[str], NormFunction] | None = None,
+               library: bool = False) -> list[str]:
     """Replace the forward of every norm in `module` that computes what `RMSNormFunction` does. Returns their names.
-    function_of: name of a norm -> what computes it (None: `RMSNormFunction`, if all numbers are float32)."""
+    function_of: name of a norm -> what computes it (None: `RMSNormFunction`, if all numbers are float32). library: let
+    torch's kernel compute them instead."""
     fusible: dict[tuple[type, float, torch.Size], bool] = {}  # norms of one kind differ in their weights alone
     fused = []
     for name, norm in module.named_modules():
@@ -72,7 +74,7 @@ def fuse_norms(module: nn.Module, device: torch.device, function_of: Callable[[s
         if kind not in fusible:
             fusible[kind] = _is_plain_rms_norm(norm, weight.shape, eps)
         if fusible[kind]:
-            function = _fused if function_of is None else function_of(name)
+            function = function_of(name) if function_of else _library_norm(eps) if library else _fused
             norm.forward = _fused_forward(norm, norm.forward, torch.tensor(eps, device=device), function)
             fused.append(name)
     return fused
@@ -94,6 +96,16 @@ def _fused(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor, plain: Plai
         return plain(x)
     out: torch.Tensor = RMSNormFunction.apply(x, weight, eps)
     return out
+
+
+def _library_norm(eps: float) -> NormFunction:
+    """torch's own: on a GPU one kernel forward, and few backward."""
+    def function(x: torch.Tensor, weight: torch.Tensor, _: torch.Tensor, plain: PlainNorm) -> torch.Tensor:
+        if x.dtype != torch.float32 or weight.dtype != torch.float32:
+            return plain(x)
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    return function
 
 
 @torch.no_grad()

@@ -63,26 +63,26 @@ def _part(queries: tl.tensor, keys: tl.tensor, values: tl.tensor, positions: tl.
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no type hints
 def _join(sums: tl.tensor, stats: tl.tensor, out: tl.tensor, parts: tl.tensor, HEADS: tl.constexpr,
-          EACH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr) -> None:
+          EACH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, MANY: tl.constexpr) -> None:
     """Combines the parts of sequence s and KV head h. At least one of them has a finite largest score: a query sees its
-    own position."""
+    own position. MANY: parts rounded up to a power of two."""
     s, h = tl.program_id(0), tl.program_id(1)
-    at_row, at_size = tl.arange(0, ROWS), tl.arange(0, WIDE)
+    at_row, at_size, at_part = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, MANY)
     rows, sizes = at_row < EACH, at_size < SIZE
     here = (s * HEADS + h) * parts
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    for p in range(parts):
-        top = tl.maximum(top, tl.load(stats + 2 * ((here + p) * EACH + at_row), mask=rows, other=0.0))
-    mass = tl.zeros((ROWS,), tl.float32)
+    places = 2 * ((here + at_part[:, None]) * EACH + at_row[None, :])
+    seen = (at_part < parts)[:, None] & rows[None, :]
+    peaks = tl.load(stats + places, mask=seen, other=float("-inf"))
+    top = tl.where(rows, tl.max(peaks, 0), 0.0)
+    mass = tl.sum(tl.exp(peaks - top[None, :]) * tl.load(stats + places + 1, mask=seen, other=0.0), 0)
     total = tl.zeros((ROWS, WIDE), tl.float32)
     for p in range(parts):
         row = (here + p) * EACH + at_row
         weight = tl.exp(tl.load(stats + 2 * row, mask=rows, other=0.0) - top)
-        mass += weight * tl.load(stats + 2 * row + 1, mask=rows, other=1.0)
         part = tl.load(sums + row[:, None] * SIZE + at_size[None, :], mask=rows[:, None] & sizes[None, :], other=0.0)
         total += weight[:, None] * part
     row = (s * HEADS + h) * EACH + at_row
-    result = total / mass[:, None]
+    result = total / tl.where(rows, mass, 1.0)[:, None]
     tl.store(out + row[:, None] * SIZE + at_size[None, :], result.to(out.dtype.element_ty),
              mask=rows[:, None] & sizes[None, :])
 
@@ -110,5 +110,5 @@ def split_kv_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     _part[count, groups, many](q, keys, values, positions, sums, stats, first, scale,
                                kv_len if window is None else window, *keys.stride()[:3], **shape, PART=part,
                                BLOCK=BLOCK)
-    _join[count, groups](sums, stats, out, many, **shape)
+    _join[count, groups](sums, stats, out, many, **shape, MANY=triton.next_power_of_2(many))
     return out

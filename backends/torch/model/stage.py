@@ -28,6 +28,7 @@ from rldsl.backends.torch.model import attention
 from rldsl.backends.torch.model.attention import PackedAttention
 from rldsl.backends.torch.model.autocast import round_parameter
 from rldsl.backends.torch.model.experts import OrderedExperts, SourceGrads, parallelize_experts
+from rldsl.backends.torch.model.fused_layers import fuse_layers
 from rldsl.backends.torch.model.gradient_sums import HeadKind, HeadSums, Norms, with_gradient_apart
 from rldsl.backends.torch.model.invariant import Invariant
 from rldsl.backends.torch.model.load_weights import HeldPieces, allocate_parameters, load_config
@@ -188,7 +189,7 @@ class Stage(ActivationCheckpointing):
         self.source_grads, self._ep_size = {}, axes.ep.size
         self.head_sums = HeadSums(model.sizes.heads, model.sizes.kv_heads, tp) \
             if self.ordered_gradients and model.sizes.heads else None
-        self._fuse_norms(skeleton, model)
+        self._fuse(skeleton, model)
         self._install_parameters(skeleton, model, tp, axes.ep)
         for module in skeleton.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -344,11 +345,14 @@ class Stage(ActivationCheckpointing):
         return ZeroSharding(level, {x: group_of(x) for x in sorted(x for x in numbers if x is not None)},
                             [group_of(None)] if None in numbers else [], in_leaves)
 
-    def _fuse_norms(self, skeleton: nn.Module, model: Model) -> None:
-        """Also check that norms of heads whose gradients tp divides can be summed in one order."""
+    def _fuse(self, skeleton: nn.Module, model: Model) -> None:
+        """Let norms and layers run with fewer kernels. Also check that norms of heads whose gradients tp divides can be
+        summed in one order."""
         sums = self.head_sums
         if sums is None:
-            fuse_norms(skeleton, self.device)
+            fuse_norms(skeleton, self.device, library=self.device.type == "cuda" and not model.invariant)
+            if not model.invariant:  # the sums of an invariant model have an order of their own
+                fuse_layers(skeleton, self.device)
             return
         kinds: dict[str, HeadKind] = {}  # norms of heads
         for spec in (*model.params, *model.base):

@@ -1,0 +1,111 @@
+"""Layers with fewer kernels on a GPU: the kernels in Triton's interpreter, and which modules get them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rldsl.backends.torch.model import fused_layers, stage
+from rldsl.backends.torch.model.fused_layers import fuse_layers
+from tests.backend_torch.shards import make_shard, pack, plan_model, ragged
+from tests.tiny import make_model
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+@needs_triton
+def test_kernels_compute_what_torch_does() -> None:
+    done = subprocess.run([sys.executable, "-m", "tests.cuda_paths.layer_kernels_check"], capture_output=True, text=True,
+                          cwd=Path(__file__).parents[2], env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said: dict[str, float] = json.loads(done.stdout)
+    assert len(said) == 12
+    # the interpreter cuts bfloat16 off where a GPU rounds: one unit in the last place of numbers up to 256
+    limits = {name: 1e-5 if "float32" in name else 0.04 if "rotary" in name else 2.0 for name in said}
+    assert not {name: gap for name, gap in said.items() if gap > limits[name]}
+
+
+def fused(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> tuple[list[str], torch.Tensor]:
+    """Names of modules in the first layer that get kernels, and log-probs on the CPU, where these fall back."""
+    names: list[str] = []
+    monkeypatch.setattr(stage, "fuse_layers", lambda skeleton, _: names.extend(
+        fuse_layers(skeleton, torch.device("cuda"))))
+    model = plan_model(str(make_model(folder / "m", family, num_hidden_layers=1, **sizes)))
+    found = make_shard(model, 0).infer([pack(ragged(5, 46))], "logprobs", 1.0)
+    return [name.rpartition(".")[2] for name in names], found
+
+
+@pytest.mark.parametrize(("family", "expected"), [
+    ("llama", ["self_attn", "mlp"]), ("qwen2", ["self_attn", "mlp"]), ("qwen3", ["self_attn", "mlp"]),
+    ("mistral", ["self_attn", "mlp"]),
+    ("gemma", ["self_attn"]),  # whose layers use another function than silu
+    ("phi3", []), ("cohere", ["mlp"]), ("gpt2", []), ("stablelm", ["self_attn", "mlp"])])
+@needs_triton
+def test_which_modules_get_them(family: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the numbers are those without: on the CPU no kernel runs, so a forward that leaves something out shows."""
+    plain = make_shard(plan_model(str(make_model(tmp_path / "m", family, num_hidden_layers=1))), 0).infer(
+        [pack(ragged(5, 46))], "logprobs", 1.0)
+    names, found = fused(family, tmp_path, monkeypatch)
+    assert names == expected and torch.equal(found, plain)
+
+
+def test_an_invariant_model_gets_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    monkeypatch.setattr(stage, "fuse_layers", lambda *_: pytest.fail("an invariant model was changed"))
+    make_shard(replace(plan_model(str(make_model(tmp_path / "m", num_hidden_layers=1))), invariant=True), 0)
+
+
+def test_nothing_is_changed_on_the_cpu_or_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not fuse_layers(nn.Linear(2, 2), torch.device("cpu"))
+    monkeypatch.setattr(fused_layers, "find_spec", lambda _: None)
+    assert not fuse_layers(nn.Linear(2, 2), torch.device("cuda"))
+
+
+class Mlp(nn.Module):
+    """Like a gated product, but not one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)
+        self.act_fn, self.kind = nn.SiLU(), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.kind == "swapped":
+            gate, up = up, gate
+        inner = self.act_fn(gate) * (up + 1 if self.kind == "plus one" else up)
+        out: torch.Tensor = self.down_proj(inner)
+        return out * 2 if self.kind == "scaled" else out
+
+
+@pytest.mark.parametrize(("kind", "same"), [("plain", True), ("swapped", False), ("plus one", False), ("scaled", False)])
+def test_a_layer_that_computes_something_else_is_left(kind: str, same: bool) -> None:
+    assert fused_layers._is_gated_product(Mlp(kind)) is same
+
+
+def interleaved(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        return x * cos[:, None] + torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * sin[:, None]
+
+    return turn(q), turn(k)
+
+
+def test_another_rotary_embedding_is_left() -> None:
+    scope: dict[str, Any] = {"apply_rotary_pos_emb": interleaved}
+    exec("def forward(self, q, k, cos, sin):\n    return apply_rotary_pos_emb(q, k, cos, sin)", scope)
+    assert not fused_layers._rotates_halves(scope["forward"])
+    scope = {"apply_rotary_pos_emb": lambda q, k, cos, sin: tuple(
+        x * cos[:, None] + torch.cat([-x[..., 4:], x[..., :4]], -1) * sin[:, None] for x in (q, k))}
+    exec("def forward(self, q, k, cos, sin):\n    return apply_rotary_pos_emb(q, k, cos, sin)", scope)
+    assert fused_layers._rotates_halves(scope["forward"])
+    assert not fused_layers._rotates_halves(lambda q: q)
