@@ -11,7 +11,7 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,13 +25,29 @@ from rldsl.runtime.backend import Axes, Axis, PackedBatch, Shard
 
 LEAST, MOST = 3, 7  # timings of one thing
 ENOUGH = 0.15  # seconds of them
-SMALL = 600  # tokens of a batch that is also trained on in several micro-batches
-# (layers, sequences, tokens of each, of these in the response)
-SHAPES = ((2, 1, 32, 16), (2, 4, 32, 16), (2, 16, 32, 31), (2, 16, 32, 4), (2, 48, 48, 24), (2, 4, 192, 96),
-          (1, 4, 32, 16), (1, 16, 48, 24))
-# (layers, sequences, tokens of a prompt)
-DECODES = ((2, 1, 16), (2, 8, 16), (2, 32, 16), (2, 16, 96), (1, 8, 16), (1, 32, 16))
-ONE, FEW, MANY = 1, 4, 36  # tokens generated: between the last two, decoding of shapes that were met before
+ONE, FEW = 1, 4  # tokens generated; from the second to `Trials.many`, decoding of shapes that were met before
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """What is timed: enough of everything that its cost shows, and not only that of starting it."""
+
+    shapes: tuple[tuple[int, int, int, int], ...]  # (layers, sequences, tokens of each, of these in the response)
+    decodes: tuple[tuple[int, int, int], ...]  # (layers, sequences, tokens of a prompt)
+    many: int  # tokens generated
+    small: int  # tokens of a batch that is also trained on in several micro-batches
+
+
+PROCESSOR = Trials(
+    ((2, 1, 32, 16), (2, 4, 32, 16), (2, 16, 32, 31), (2, 16, 32, 4), (2, 48, 48, 24), (2, 4, 192, 96),
+     (1, 4, 32, 16), (1, 16, 48, 24)),
+    ((2, 1, 16), (2, 8, 16), (2, 32, 16), (2, 16, 96), (1, 8, 16), (1, 32, 16)), 36, 600)
+# A batch of a few hundred tokens takes a GPU as long as launching its kernels. And decoding long enough that captures
+# of CUDA graphs, which each call makes anew, weigh as much as in a run
+GPU = Trials(
+    ((2, 1, 512, 256), (2, 8, 512, 256), (2, 16, 512, 500), (2, 16, 512, 32), (2, 16, 1024, 512), (2, 2, 4096, 2048),
+     (1, 8, 512, 256), (1, 16, 1024, 512)),
+    ((2, 1, 128), (2, 32, 128), (2, 128, 128), (2, 32, 1024), (1, 32, 128), (1, 128, 128)), 260, 5000)
 
 
 def median_seconds(work: Callable[[], Any], device: torch.device) -> float:
@@ -92,25 +108,26 @@ def measure_calls(model: Model, tp: int, backend: str, sampling: Sampling,
             device: torch.device) -> dict[str, dict[str, float]]:
     """Microseconds by pass and feature (`clusters/model.py`)."""
     output, vocab = model.head.main, model.sizes.vocab or 64
+    trials = GPU if device.type == "cuda" else PROCESSOR
     found: dict[str, list[tuple[dict[str, float], float]]] = {"forward": [], "train": [], "decode": [], "start": []}
-    for layers in sorted({s[0] for s in SHAPES}):
+    for layers in sorted({s[0] for s in trials.shapes}):
         frozen, trained = (build(model, layers, tp, backend, device, t) for t in (False, True))
-        for _, count, length, response in (s for s in SHAPES if s[0] == layers):
+        for _, count, length, response in (s for s in trials.shapes if s[0] == layers):
             batch = random_batch(vocab, count, length - response, response, device)
             tokens, outputs = count * length, count if output.level == "seq" else count * response
             once = {"call": 1.0, "layer": layers, "token": layers * tokens, "pair": layers * tokens * length,
                     "output": outputs}
             found["forward"].append((once, median_seconds(partial(frozen.infer, [batch], output.name, 1.0), device)))
-            for times in (1, 3) if tokens < SMALL else (1,):
+            for times in (1, 3) if tokens < trials.small else (1,):
                 counts = {k: times * n for k, n in once.items()}
                 counts |= {"update": 1.0, "element": sum(t.numel() for t in trained.state_dict().values())}
                 parts = [(batch,)] * times
                 seconds = median_seconds(partial(trained.train, parts, [[output.name]], 1.0, _loss), device)
                 found["train"].append((counts, seconds))
         if model.head.generates:
-            for _, count, length in (s for s in DECODES if s[0] == layers):
+            for _, count, length in (s for s in trials.decodes if s[0] == layers):
                 prompts = random_batch(vocab, count, length, 0, device)
-                start, decode = _decode(frozen, layers, prompts, length, sampling, device)
+                start, decode = _decode(frozen, layers, prompts, length, sampling, device, trials.many)
                 found["start"].append(start)
                 found["decode"].append(decode)
     rates = {name: fit_costs(samples) for name, samples in found.items() if samples}
@@ -123,8 +140,8 @@ def _loss(_: int, model_outputs: Sequence[Mapping[str, torch.Tensor]]) -> torch.
 
 
 def _decode(shard: Shard, layers: int, prompts: PackedBatch, length: int, sampling: Sampling,
-            device: torch.device) -> tuple[tuple[dict[str, float], float], tuple[dict[str, float], float]]:
-    """(start, decode): what the tokens up to FEW take beyond those between FEW and MANY, and those."""
+            device: torch.device, most: int) -> tuple[tuple[dict[str, float], float], tuple[dict[str, float], float]]:
+    """(start, decode): what the tokens up to FEW take beyond those between FEW and `most`, and those."""
     count = len(prompts)
 
     def made(many: int) -> float:
@@ -135,9 +152,9 @@ def _decode(shard: Shard, layers: int, prompts: PackedBatch, length: int, sampli
         """Timed in turn, so that what changes the machine's speed from moment to moment changes both."""
         return statistics.median([made(many) - made(few) for _ in range(2 + MOST)][2:])
 
-    steps, width = MANY - FEW, length + (MANY + FEW) / 2
+    steps, width = most - FEW, length + (most + FEW) / 2
     each = steps * count
-    later = max(between(FEW, MANY), 1e-9)
+    later = max(between(FEW, most), 1e-9)
     more = between(ONE, FEW) - (FEW - ONE) / steps * later
     return (({"call": 1.0, "layer": float(layers)}, max(more, 1e-9)),
             ({"call": steps, "layer": steps * layers, "token": each * layers, "pair": each * layers * width,

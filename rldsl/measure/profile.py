@@ -27,6 +27,7 @@ import torch.distributed as dist
 from rldsl.measure.call_costs import measure_calls, median_seconds, synchronize, training_step
 from rldsl.plan.events import Sampling
 from rldsl.runtime.collectives import all_reduce, reduce_scatter
+from rldsl.runtime.comm.exchange import post
 from rldsl.runtime.metrics.run_record import PACKAGES, versions
 from rldsl.runtime.parent import terminate_with
 from rldsl.sharding.partition import partition
@@ -70,9 +71,8 @@ def link_rates(device: torch.device) -> dict[str, float]:
     small, large = (torch.ones(n // ranks * ranks, device=device) for n in (2**12, most))
 
     def there_and_back(x: torch.Tensor) -> None:
-        if rank < 2:
-            (dist.send if rank == 0 else dist.recv)(x, 1 - rank)
-            (dist.recv if rank == 0 else dist.send)(x, 1 - rank)
+        for sender in (0, 1) if rank < 2 else ():  # as messages of a run are posted, over the same communicator
+            (post({1 - rank: x}, {}, 0) if rank == sender else post({}, {1 - rank: x}, 0)).wait()
 
     found: dict[str, float] = {}
     if rank < ranks:
@@ -136,7 +136,9 @@ def main() -> None:
     device = torch.device("cuda", local) if given.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    # as a run does: with the device, communicators of groups are made from that of the world
+    dist.init_process_group(**({"backend": "nccl", "device_id": device} if device.type == "cuda" else
+                               {"backend": "gloo"}))
     try:
         found = _measured(given, rank, device)
         if rank == 0:

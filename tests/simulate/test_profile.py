@@ -19,13 +19,15 @@ from rldsl import api, clusters
 from rldsl.cli import main
 from rldsl.clusters.model import PASSES
 from rldsl.commands import profile as command
-from rldsl.measure.call_costs import build, fit_costs, measure_calls
+from rldsl.measure import profile as measuring
+from rldsl.measure.call_costs import GPU, PROCESSOR, Trials, build, fit_costs, measure_calls
 from rldsl.measure.solo_group import SingleRankGroup
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Sampling
 from rldsl.simulate import simulate
 from tests import forked
 from tests.tiny import make_model, make_sums, write_jsonl
+from tests.world import run_world
 
 PROGRAM = """data prompts = jsonl("data/prompts.jsonl", batch=4, max_prompt_tokens=8)
 model actor = causal_lm("models/sft")
@@ -92,7 +94,7 @@ def test_a_solo_group_meets_nobody() -> None:
 def test_every_pass_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of real shards of both kinds, one of them half a model; few shapes and tokens, for speed."""
     shapes = ((2, 1, 8, 4), (2, 2, 8, 4), (1, 2, 8, 7), (1, 1, 16, 4), (2, 2, 12, 4))
-    for name, value in (("SHAPES", shapes), ("DECODES", ((2, 1, 4), (1, 2, 4))), ("ENOUGH", 0.0)):
+    for name, value in (("PROCESSOR", Trials(shapes, ((2, 1, 4), (1, 2, 4)), 36, 600)), ("ENOUGH", 0.0)):
         monkeypatch.setattr(f"rldsl.measure.call_costs.{name}", value)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -109,6 +111,56 @@ def test_every_pass_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     half, whole = (build(models["actor"], 1, tp, "torch", CPU, False).state_dict() for tp in (2, 1))
     name = "model.layers.0.mlp.up_proj.weight"
     assert 2 * half[name].numel() == whole[name].numel() and not any("layers.1" in n for n in whole)
+
+
+@pytest.mark.parametrize("trials", [PROCESSOR, GPU])
+def test_shapes_tell_the_features_apart(trials: Trials) -> None:
+    """No feature of a pass is a sum of the others."""
+    passes = torch.tensor([[1, n, n * s * t, n * s * t * t, s * r] for n, s, t, r in trials.shapes], dtype=torch.float64)
+    decodes = torch.tensor([[1, n, n * s, n * s * (t + trials.many / 2), s] for n, s, t in trials.decodes],
+                           dtype=torch.float64)
+    for table in (passes, decodes):
+        assert torch.linalg.matrix_rank(table / table.norm(dim=0)) == table.shape[1]
+    assert all(r < t for _, _, t, r in trials.shapes) and min(s * t for _, s, t, _ in trials.shapes) < trials.small
+
+
+def test_a_gpu_is_measured_with_more() -> None:
+    """Of what takes a processor a few milliseconds, a GPU would show its launches."""
+    assert max(s * t for _, s, t, _ in GPU.shapes) > 16_000 > 20 * min(s * t for _, s, t, _ in GPU.shapes)
+    assert max(s for _, s, _ in GPU.decodes) >= 128 and GPU.many > 4 * PROCESSOR.many
+
+
+def links(rank: int) -> dict[str, float]:
+    """Rates between two ranks, where single messages, which NCCL gives a communicator of their own, are refused."""
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("a message outside of a batch")
+
+    dist.send = dist.recv = refused
+    measuring._added_seconds = lambda message, *_: (message(), 1e-3)[1]
+    return measuring.link_rates(CPU)
+
+
+def test_links_are_measured_as_runs_use_them() -> None:
+    found = run_world(2, links)
+    assert found[0].keys() == {"link_us", "link_gb_s", "reduce_us", "reduce_gb_s", "scatter_us", "scatter_gb_s"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ranks_meet_as_those_of_a_run(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Met(Exception):
+        pass
+
+    def meet(**given: object) -> None:
+        raise Met(given)
+
+    monkeypatch.setattr(measuring.dist, "init_process_group", meet)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr("sys.argv", ["profile", "p", "w", "f", "--device", device])
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with pytest.raises(Met) as met:
+        measuring.main()
+    assert met.value.args[0] == ({"backend": "nccl", "device_id": torch.device("cuda", 0)} if device == "cuda" else
+                                 {"backend": "gloo"})
 
 
 # -------------------------------------------------------------------------------------------- the command
