@@ -29,13 +29,13 @@ class RaggedRows:
             raise internal_error("tensors of one value on the devices {}, {} and {}".format(*devices), "run")
 
     def select(self, ids: torch.Tensor, total: int | None = None) -> RaggedRows:
-        """The entries of `ids`, which are ascending and all held. This is checked on the CPU; on a GPU the check would
-        synchronize. Without it, two ranks that divide rows differently would give wrong numbers instead of an error.
+        """The entries of `ids`, which are ascending and all held. This is checked, since else two ranks that divide
+        rows differently would give wrong numbers; by the GPU itself, where the host does not wait for the answer.
 
         total: how many entries these are, if the host knows it: else it waits for the device."""
         if ids.numel() == self.ids.numel():
-            if ids.device.type == "cpu" and not torch.equal(ids, self.ids):
-                raise internal_error("the requested rows differ from the stored rows", "run")
+            if ids.numel():
+                _check(ids == self.ids, "the requested rows differ from the stored rows")
             return self
         return self.gather(ids, total)
 
@@ -43,9 +43,10 @@ class RaggedRows:
         """The entries of `ids`, which are all held, in the order of `ids`; an id may occur more than once. Checked as
         by `select`."""
         at = torch.searchsorted(self.ids, ids)
-        if ids.device.type == "cpu" and ids.numel() and not (
-                self.ids.numel() and torch.equal(self.ids[at.clamp(max=self.ids.numel() - 1)], ids)):
-            raise internal_error("requested rows are not stored here", "run")
+        if ids.numel():
+            if not self.ids.numel():
+                raise internal_error("requested rows are not stored here", "run")
+            _check(self.ids[at.clamp(max=self.ids.numel() - 1)] == ids, "requested rows are not stored here")
         sizes = self.sizes[at]
         return RaggedRows(ids, sizes, self.data[ragged_indices(self.sizes.cumsum(0) - self.sizes, at, sizes, total)])
 
@@ -69,6 +70,16 @@ class RaggedRows:
         sizes, data = torch.cat([p.sizes for p in parts]), torch.cat([p.data for p in parts])
         starts = sizes.cumsum(0) - sizes
         return RaggedRows(ids, sizes[order], data[ragged_indices(starts, order, sizes[order], len(data))])
+
+
+def _check(equal: torch.Tensor, text: str) -> None:
+    """Raise an internal error unless all of `equal` are true. On CUDA the kernels behind this one do not run then, and
+    the next wait of the host raises."""
+    if equal.device.type == "cpu":
+        if not bool(equal.all()):
+            raise internal_error(text, "run")
+    elif equal.is_cuda:
+        torch._assert_async(equal.all(), text)
 
 
 def ragged_indices(starts: torch.Tensor, at: torch.Tensor, sizes: torch.Tensor, total: int | None = None
