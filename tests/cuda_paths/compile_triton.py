@@ -42,10 +42,10 @@ def main() -> None:
                  "head": "i32"}
         found.append(compiled(split_kv._part, target, types, shape | {"PART": 256, "BLOCK": split_kv.BLOCK}))
     for target, size, each in JOIN_CASES:
-        shape = {"HEADS": 4, "EACH": each, "SIZE": size, "ROWS": max(16, triton.next_power_of_2(each)),
+        shape = {"HEADS": 4, "EACH": each, "SIZE": size,
                  "WIDE": triton.next_power_of_2(size)}
         found.append(compiled(split_kv._join, target, {"sums": "*fp32", "stats": "*fp32", "out": "*bf16",
-                                                       "parts": "i32"}, shape | {"MANY": 64}))
+                                                       "parts": "i32"}, shape | {"MANY": 64, "AT_ONCE": split_kv.JOINED_AT_ONCE}))
     tile = {"ROWS": ordered_products.ROWS, "COLUMNS": ordered_products.COLUMNS, "TERMS": ordered_products.TERMS}
     for target, dtype in PRODUCT_CASES:
         numbers = dict.fromkeys(set(ordered_products._product.arg_names) - set(tile), "i32")
@@ -63,6 +63,9 @@ def main() -> None:
         types = {name: "*bf16" for name in kernel.arg_names} | {"count": "i32"}
         del types["BLOCK"]
         found.append(compiled(kernel, target, types, {"BLOCK": layer_kernels.ELEMENTS_AT_ONCE}))
+    for target, wide in itertools.product((80, 90), (1024, 8192)):
+        types = dict(x="*fp32", weight="*bf16", out="*bf16", size="i32", eps="fp32")
+        found.append(compiled(layer_kernels._normalize, target, types, {"WIDE": wide}))
     print(json.dumps(found))
 
 

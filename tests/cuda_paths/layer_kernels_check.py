@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from rldsl.backends.torch.kernels.layer_kernels import GatedProductFunction, RotaryFunction
+from rldsl.backends.torch.kernels.layer_kernels import GatedProductFunction, RotaryFunction, normalized
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -57,5 +57,13 @@ def gated() -> Iterator[tuple[str, float]]:
             yield f"gated {dtype} {count}", gap(*both)
 
 
+def norms() -> Iterator[tuple[str, float]]:
+    for size, stored in ((8, torch.bfloat16), (20, torch.float32), (130, torch.float32)):
+        x, weight = drawn(2, 3, size, seed=0) * 3, drawn(size, seed=1).to(stored)
+        found = normalized(x, weight, 1e-5, torch.bfloat16)
+        right = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.bfloat16().float()
+        yield f"norm {stored} {size}", gap([found], [right.bfloat16()])
+
+
 if __name__ == "__main__":
-    print(json.dumps(dict([*rotary(), *gated()])))
+    print(json.dumps(dict([*rotary(), *gated(), *norms()])))

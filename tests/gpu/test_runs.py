@@ -132,9 +132,9 @@ def test_memory_is_what_the_estimate_says(dtype: str, compiled: Any) -> None:
     plan = compiled(dtype, 2, GRPO.replace("batch=8", "batch=16").replace(
         "max_new_tokens=24", "max_new_tokens=256, min_new_tokens=256").replace('"base"', '"large"'))
     (estimate,) = (peak(curve).bytes for _, curve in each_rank(curves(plan, "cuda")))
-    done = torchrun("p.plan", "--out", "out")
+    done = subprocess.run([sys.executable, "-m", "tests.gpu.peak", str(Path.cwd() / "p.plan")], capture_output=True,
+                          text=True, timeout=240, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
-    line = json.loads(Path("out/metrics.jsonl").read_text().splitlines()[-1])
-    measured = next(value for name, value in line.items() if name.startswith("memory/peak"))
+    measured = int(done.stdout.split()[-1])
     print(f"{dtype}: estimate {estimate / 2**20:.0f} MiB, measured {measured / 2**20:.0f} MiB")
-    assert 0.9 * measured <= estimate <= 1.25 * measured, (estimate, measured)
+    assert 0.92 * measured <= estimate <= 1.15 * measured, (estimate, measured)

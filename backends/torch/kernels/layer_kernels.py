@@ -1,11 +1,13 @@
-"""Two steps of a decoder layer as one Triton kernel each: rotary embeddings of queries and keys, and the gated product
-of a feed-forward layer. torch takes 14 kernels and 2, which a decode step of few sequences cannot amortize.
+"""Three steps of a decoder layer as one Triton kernel each: rotary embeddings of queries and keys, the gated product of
+a feed-forward layer, and a norm with the casts around it. torch takes 14, 2 and 4 kernels, which a decode step of few
+sequences cannot amortize.
 
 In: tensors on a GPU. Out: what torch's operations give, rounded in the same places; only where a product and a sum are
 one instruction may the last bit of a float32 differ.
 
 Sources: rotary embeddings, Su et al. 2021 (arXiv:2104.09864), in the form that rotates halves of a head; gated
-feed-forward layers, Shazeer 2020 (arXiv:2002.05202).
+feed-forward layers, Shazeer 2020 (arXiv:2002.05202); root-mean-square norms, Zhang and Sennrich 2019
+(arXiv:1910.07467).
 
 Parameters of kernels are annotated with names of `tl` alone: Triton evaluates annotations, too, and refuses others.
 """
@@ -73,6 +75,28 @@ def _gate_backward(gate: tl.tensor, up: tl.tensor, grad: tl.tensor, grad_gate: t
     inner = (above * b.to(tl.float32)).to(a.dtype).to(tl.float32)
     tl.store(grad_up + at, (above * silu).to(a.dtype), mask=seen)
     tl.store(grad_gate + at, (inner * share * (1 + wide * (1 - share))).to(a.dtype), mask=seen)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no type hints
+def _normalize(x: tl.tensor, weight: tl.tensor, out: tl.tensor, size: tl.tensor, eps: tl.tensor, WIDE: tl.constexpr
+               ) -> None:
+    """One row. The weight is rounded to the dtype of the result."""
+    at = tl.arange(0, WIDE)
+    seen, row = at < size, tl.program_id(0).to(tl.int64) * size
+    values = tl.load(x + row + at, mask=seen, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / size + eps)
+    factor = tl.load(weight + at, mask=seen, other=0.0).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row + at, (values * scale * factor).to(out.dtype.element_ty), mask=seen)
+
+
+def normalized(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in that dtype, to which the weight is rounded, too.
+    x: [..., H], contiguous; weight: [H] of any dtype. Without a gradient."""
+    size = x.shape[-1]
+    out = torch.empty_like(x, dtype=dtype)
+    if x.numel():
+        _normalize[(x.numel() // size,)](x, weight, out, size, eps, WIDE=triton.next_power_of_2(size))
+    return out
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, back: bool) -> torch.Tensor:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 64  # keys that are read at once
+JOINED_AT_ONCE = 32  # parts that are read at once
 TARGET_PROGRAMS = 512  # enough to keep a GPU busy
 
 
@@ -63,28 +64,27 @@ def _part(queries: tl.tensor, keys: tl.tensor, values: tl.tensor, positions: tl.
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no type hints
 def _join(sums: tl.tensor, stats: tl.tensor, out: tl.tensor, parts: tl.tensor, HEADS: tl.constexpr,
-          EACH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, MANY: tl.constexpr) -> None:
-    """Combines the parts of sequence s and KV head h. At least one of them has a finite largest score: a query sees its
-    own position. MANY: parts rounded up to a power of two."""
-    s, h = tl.program_id(0), tl.program_id(1)
-    at_row, at_size, at_part = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, MANY)
-    rows, sizes = at_row < EACH, at_size < SIZE
-    here = (s * HEADS + h) * parts
-    places = 2 * ((here + at_part[:, None]) * EACH + at_row[None, :])
-    seen = (at_part < parts)[:, None] & rows[None, :]
-    peaks = tl.load(stats + places, mask=seen, other=float("-inf"))
-    top = tl.where(rows, tl.max(peaks, 0), 0.0)
-    mass = tl.sum(tl.exp(peaks - top[None, :]) * tl.load(stats + places + 1, mask=seen, other=0.0), 0)
-    total = tl.zeros((ROWS, WIDE), tl.float32)
-    for p in range(parts):
-        row = (here + p) * EACH + at_row
-        weight = tl.exp(tl.load(stats + 2 * row, mask=rows, other=0.0) - top)
-        part = tl.load(sums + row[:, None] * SIZE + at_size[None, :], mask=rows[:, None] & sizes[None, :], other=0.0)
-        total += weight[:, None] * part
-    row = (s * HEADS + h) * EACH + at_row
-    result = total / tl.where(rows, mass, 1.0)[:, None]
-    tl.store(out + row[:, None] * SIZE + at_size[None, :], result.to(out.dtype.element_ty),
-             mask=rows[:, None] & sizes[None, :])
+          EACH: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, MANY: tl.constexpr, AT_ONCE: tl.constexpr
+          ) -> None:
+    """Combines the parts of one query head of sequence s. At least one of them has a finite largest score: a query sees
+    its own position. MANY: parts rounded up to a power of two; AT_ONCE of them are read together."""
+    s, head = tl.program_id(0), tl.program_id(1)
+    at_size, at_part = tl.arange(0, WIDE), tl.arange(0, MANY)
+    first = (s * HEADS + head // EACH) * parts * EACH + head % EACH
+    rows = first + at_part * EACH
+    peaks = tl.load(stats + 2 * rows, mask=at_part < parts, other=float("-inf"))
+    top = tl.max(peaks, 0)
+    mass = tl.sum(tl.exp(peaks - top) * tl.load(stats + 2 * rows + 1, mask=at_part < parts, other=0.0), 0)
+    total = tl.zeros((WIDE,), tl.float32)
+    for start in range(0, parts, AT_ONCE):
+        part = start + tl.arange(0, AT_ONCE)
+        row, seen = first + part * EACH, part < parts
+        weight = tl.exp(tl.load(stats + 2 * row, mask=seen, other=float("-inf")) - top)
+        each = tl.load(sums + row[:, None] * SIZE + at_size[None, :], mask=seen[:, None] & (at_size < SIZE)[None, :],
+                       other=0.0)
+        total += tl.sum(weight[:, None] * each, 0)
+    tl.store(out + (s * HEADS * EACH + head) * SIZE + at_size, (total / mass).to(out.dtype.element_ty),
+             mask=at_size < SIZE)
 
 
 def parts(sequences: int, heads: int, width: int) -> tuple[int, int]:
@@ -110,5 +110,7 @@ def split_kv_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     _part[count, groups, many](q, keys, values, positions, sums, stats, first, scale,
                                kv_len if window is None else window, *keys.stride()[:3], **shape, PART=part,
                                BLOCK=BLOCK)
-    _join[count, groups](sums, stats, out, many, **shape, MANY=triton.next_power_of_2(many))
+    del shape["ROWS"]
+    together = triton.next_power_of_2(many)
+    _join[count, heads](sums, stats, out, many, **shape, MANY=together, AT_ONCE=min(together, JOINED_AT_ONCE))
     return out

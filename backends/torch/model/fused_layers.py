@@ -1,13 +1,14 @@
 """Layers of a model family that run with fewer kernels on a GPU (`kernels/layer_kernels.py`).
 
-In: the modules of a family. Out: the same modules; attention whose rotary embedding rotates halves of a head, and
-feed-forward layers that compute down(silu(gate(x)) * up(x)), have another forward. Which these are is found by trying
-them on a few numbers: others are left as they are, and so is every tensor that a kernel does not take.
+In: the modules of a family. Out: the same modules; attention whose rotary embedding rotates halves of a head,
+feed-forward layers that compute down(silu(gate(x)) * up(x)), and norms whose results only these two read, have another
+forward. Which these are is found by trying them on a few numbers: others are left as they are, and so is every tensor
+that a kernel does not take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from copy import copy
 from functools import cache, partial
 from importlib.util import find_spec
@@ -22,11 +23,14 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
+PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+
 Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-def fuse_layers(skeleton: nn.Module, device: torch.device) -> list[str]:
-    """Replace the forward of modules on a GPU where Triton can be used. Returns their names."""
+def fuse_layers(skeleton: nn.Module, device: torch.device, norms: Collection[str] = ()) -> list[str]:
+    """Replace the forward of modules on a GPU where Triton can be used. Returns their names. norms: names of those that
+    are root-mean-square norms with a plain weight."""
     if device.type != "cuda" or find_spec("triton") is None:
         return []
     fused = []
@@ -43,6 +47,18 @@ def fuse_layers(skeleton: nn.Module, device: torch.device) -> list[str]:
             if gated[kind]:
                 module.forward = partial(gated_forward, module)
                 fused.append(name)
+    pre_norm: dict[type, bool] = {}
+    for name, layer in skeleton.named_modules():
+        if {*layer._modules} != {*PARTS} or not {f"{name}.self_attn", f"{name}.mlp"} <= {*fused}:
+            continue
+        kind = type(layer)
+        if kind not in pre_norm:
+            pre_norm[kind] = _is_pre_norm(layer)
+        for part in PARTS[2:] if pre_norm[kind] else ():
+            if f"{name}.{part}" in norms:
+                norm = layer.get_submodule(part)
+                norm.forward = _norm_forward(norm, norm.forward)
+                fused.append(f"{name}.{part}")
     return fused
 
 
@@ -147,3 +163,55 @@ def _cast_once(x: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled() or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+# ------------------------------------------------------------------------------------------------------------ norms
+
+
+class _Affine(nn.Module):
+    """In the place of a part of a layer: a function of its own, which commutes with no other, so that the result says
+    what was computed from what."""
+
+    def __init__(self, factor: float, alone: bool) -> None:
+        super().__init__()
+        self.factor, self.alone = factor, alone
+
+    def forward(self, hidden_states: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        out = hidden_states * self.factor + 1 / self.factor
+        return out if self.alone else (out, None)
+
+
+@torch.no_grad()
+def _is_pre_norm(layer: nn.Module) -> bool:
+    """Whether a layer computes y = x + attention(norm(x)) and then y + mlp(norm(y)), and so reads the results of its
+    norms nowhere else."""
+    trial: Any = copy(layer)
+    trial._modules = {part: _Affine(factor, part != "self_attn") for part, factor in
+                      zip(PARTS, (3.0, 7.0, 2.0, 5.0), strict=True)}
+    attend, mlp, first, second = trial._modules.values()
+    x = torch.linspace(-1, 2, 12, device="cpu").view(1, 3, 4)
+    try:
+        found = type(layer).forward(trial, hidden_states=x)
+    except Exception:  # a layer that needs more
+        return False
+    found = found[0] if isinstance(found, tuple) else found
+    attended = x + attend(first(x))[0]
+    expected = attended + mlp(second(attended))
+    return isinstance(found, torch.Tensor) and found.shape == x.shape and torch.allclose(found, expected)
+
+
+def _norm_forward(norm: Any, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """What is read by products alone is rounded at once to the dtype in which they multiply, where nothing is
+    differentiated."""
+    eps: float = getattr(norm, "variance_epsilon", None) or norm.eps
+
+    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states
+        if torch.is_grad_enabled() or not x.is_cuda or not torch.is_autocast_enabled("cuda") or not x.is_contiguous():
+            return plain(x)
+        from rldsl.backends.torch.kernels.layer_kernels import normalized
+
+        # the parameter itself: `norm.weight` may be a property that rounds it (`model/autocast.py`)
+        return normalized(x, norm._parameters["weight"], eps, torch.get_autocast_dtype("cuda"))
+
+    return forward

@@ -350,9 +350,9 @@ class Stage(ActivationCheckpointing):
         summed in one order."""
         sums = self.head_sums
         if sums is None:
-            fuse_norms(skeleton, self.device, library=self.device.type == "cuda" and not model.invariant)
+            norms = fuse_norms(skeleton, self.device, library=self.device.type == "cuda" and not model.invariant)
             if not model.invariant:  # the sums of an invariant model have an order of their own
-                fuse_layers(skeleton, self.device)
+                fuse_layers(skeleton, self.device, norms)
             return
         kinds: dict[str, HeadKind] = {}  # norms of heads
         for spec in (*model.params, *model.base):
