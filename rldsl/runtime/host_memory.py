@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+PAGE = 4096  # bytes
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -51,12 +53,19 @@ class HostMemory:
         """Pinned memory for tensors, in `pinned`."""
         for dtype in dict.fromkeys(x.dtype for x in tensors.values()):
             chosen = {name: x for name, x in tensors.items() if x.dtype == dtype}
-            flat = torch.empty(sum(x.numel() for x in chosen.values()), dtype=dtype, device="cpu")
-            if flat.numel():
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0))
-                self._registered.append(flat)
+            flat = self._registered_memory(sum(x.numel() for x in chosen.values()), dtype)
             parts = flat.split([x.numel() for x in chosen.values()])
             self.pinned |= {name: part.view(x.shape) for (name, x), part in zip(chosen.items(), parts, strict=True)}
+
+    def _registered_memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """[count] in pages of its own: CUDA registers whole pages, and each of them once."""
+        size = -(-count * dtype.itemsize // PAGE) * PAGE
+        memory = torch.empty(size + PAGE, dtype=torch.uint8, device="cpu")
+        pages = memory[-memory.data_ptr() % PAGE :][:size]
+        if size:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), size, 0))
+            self._registered.append(pages)
+        return pages[: count * dtype.itemsize].view(dtype)
 
     @torch.no_grad()
     def onload(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, Callable[[], None]]:

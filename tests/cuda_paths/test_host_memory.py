@@ -54,7 +54,9 @@ def test_memory_is_exact_and_allocated_once(cudart: Cudart) -> None:
         copies = host.offload(tensors)
         assert all(torch.equal(copies[n], x) and copies[n].shape == x.shape and copies[n].dtype == x.dtype
                    for n, x in tensors.items())
-    assert sorted(size for _, size in cudart.registered) == sorted([4 * (35 + 1025), 8 * 3, 2 * 9])
+    assert sorted(size for _, size in cudart.registered) == [4096, 4096, 2 * 4096]  # whole pages of 18, 24, 4240 bytes
+    pages = [page for start, size in cudart.registered for page in range(start, start + size, 4096)]
+    assert all(page % 4096 == 0 for page in pages) and len({*pages}) == len(pages)
     host.offload({"later": torch.ones(2)})
     assert len(cudart.registered) == 4 and not cudart.unregistered
     del host  # its memory may be given to others, who register it again

@@ -233,6 +233,15 @@ def test_offload_and_onload(cuda: torch.device) -> None:
         assert all(torch.equal(x, kept[name]) for name, x in tensors.items())
 
 
+def test_small_tensors_share_no_page(cuda: torch.device) -> None:
+    """CUDA registers a page once."""
+    hosts = [HostMemory(cuda) for _ in range(40)]
+    for i, host in enumerate(hosts):
+        away = host.offload({str(dtype): torch.full((3,), i, device=cuda).to(dtype)
+                             for dtype in (torch.float32, torch.bfloat16, torch.int64)})
+        assert all(x.is_pinned() and x.tolist() == [i] * 3 for x in away.values())
+
+
 def test_memory_is_free_after_an_offload(cuda: torch.device) -> None:
     """Of the device at once, and of the host when nobody holds it: its addresses can be registered again."""
     torch.cuda.synchronize()

@@ -20,7 +20,7 @@ from rldsl import api
 from rldsl.memory import curves
 from rldsl.memory.curve import each_rank, peak
 from rldsl.plan.codec import encode
-from tests.tiny import make_all, make_model, make_sums, write_jsonl
+from tests.tiny import make_model, make_sums, write_jsonl
 
 ROOT = Path(__file__).parents[2]
 GRPO = """
