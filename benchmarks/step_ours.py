@@ -95,9 +95,9 @@ def run(work: Work) -> Times:
     plan = encode(api.compile(str(program), asked))
 
     class Timed(Interpreter):
-        def turns(self, loop: Loop) -> Iterator[int]:
+        def iterate(self, loop: Loop) -> Iterator[int]:
             steps = self.depth == 0
-            for i in super().turns(loop):
+            for i in super().iterate(loop):
                 if steps:
                     clock.mark()
                 yield i
@@ -108,7 +108,7 @@ def run(work: Work) -> Times:
     out = folder / "ours"
     execute(PlanFile.from_bytes(plan, program.name), out,
             options=Options(overwrite=True, reward_workers=2, allow_write=(work.folder,)),
-            run=lambda walk: Timed(walk.state, walk.own, walk.recorder).run())
+            run=lambda walk: Timed(walk.state, walk.items, walk.recorder, walk.profiler).run())
     dist.destroy_process_group()
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     rows = work.batch * work.n
