@@ -28,6 +28,7 @@ Outputs = tuple[torch.Tensor, ...]
 Op = Callable[..., Any]
 Effect = Literal["view", "in place", "new", "unknown"]
 
+NAMESPACES = ("aten", "mkldnn")  # of operators whose schemas say what they do
 UNDECLARED_VIEWS = ("_unsafe_view",)  # the result shares its argument's memory, though the schema does not say so
 
 
@@ -105,7 +106,7 @@ def _classify(func: Any) -> tuple[Effect, Op, Op | None]:
     into an existing tensor, if it can. torch's own Python binding, where there is one, takes half the time."""
     name, reads_values = func._schema.name.partition("::")[2], torch.Tag.data_dependent_output in func.tags
     dynamic_shape = torch.Tag.dynamic_output_shape in func.tags and func is not torch.ops.aten.index.Tensor
-    if func.namespace != "aten" or reads_values or dynamic_shape:
+    if func.namespace not in NAMESPACES or reads_values or dynamic_shape:
         return "unknown", func, None
     bindings = (getattr(owner, name, None) for owner in (torch, torch.Tensor))
     op: Op = next((x for x in bindings if x is not None and type(x) in (type(torch.add), type(torch.Tensor.add))), func)

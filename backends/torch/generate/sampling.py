@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rldsl.backends.torch.kernels.nucleus_kernel import nucleus_kernel
+from rldsl.backends.torch.kernels.products import product
 from rldsl.backends.torch.model.logprobs import cap_logits
 from rldsl.backends.torch.model.tree_sums import block_sums
 from rldsl.plan.events import Sampling
@@ -149,7 +150,8 @@ class Sampler:
         """[S, V] float32, gathered over the vocabulary's shards."""
         if self.head is None:
             raise ValueError("only the last stage of a model with an output embedding samples")
-        logits = cap_logits((hidden @ self.head.T).float(), self.stage.logit_cap)
+        logits = product(hidden, self.head) if self.vocab_cuts is None else hidden @ self.head.T
+        logits = cap_logits(logits.float(), self.stage.logit_cap)
         tp, vocab = self.stage.head_axis, self.stage.vocab_size
         if tp.size == 1:
             return logits

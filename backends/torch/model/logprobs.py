@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from rldsl.backends.torch.kernels.autograd import Function
+from rldsl.backends.torch.kernels.products import add_product, product
 from rldsl.backends.torch.model.collectives import tree_all_reduce
 from rldsl.backends.torch.model.invariant import multiply, tree_of_groups, weight_gradient
 from rldsl.backends.torch.model.tree_sums import block_sums, tree_sum
@@ -70,7 +71,7 @@ def top_logprobs(hidden: torch.Tensor, weight: torch.Tensor, k: int, temperature
     own = head.shape[0] if not words else min(max(words - vocab_start, 0), head.shape[0])
     for start in range(0, count, chunk):
         part = slice(start, start + chunk)
-        logits = capped_logits(hidden[part], head, temperature, cap)
+        logits = capped_logits(hidden[part], head, temperature, cap, cuts is not None)
         values, at = logits[:, :own].topk(min(k, own), dim=-1)
         values, at = _candidates(values, at + vocab_start, k, tp)
         order = at.argsort(dim=-1)
@@ -103,7 +104,7 @@ class _TokenLogprobs(Function):
         head = weight.to(hidden.dtype)
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
-            logits = capped_logits(hidden[part], head, temperature, cap)
+            logits = capped_logits(hidden[part], head, temperature, cap, cuts is not None)
             peak, sums, chosen = _softmax_sums(logits, targets[part], tp, vocab_start, want_entropy, want_squares, cuts)
             del logits  # before the next table is made
             normalizer[part] = peak + sums[0].log()
@@ -114,7 +115,7 @@ class _TokenLogprobs(Function):
                 squares[part] = sums[-1] / sums[0] ** 2
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, squares)
         ctx.options = (temperature, tp, vocab_start, want_entropy, want_squares, chunk, cap)
-        ctx.cuts, ctx.groups = cuts if groups else None, groups or (count,)
+        ctx.cuts, ctx.groups, ctx.invariant = cuts if groups else None, groups or (count,), cuts is not None
         return logprobs, entropy, squares
 
     @staticmethod
@@ -130,7 +131,7 @@ class _TokenLogprobs(Function):
             grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
             for start in range(first, last, chunk):
                 part = slice(start, min(start + chunk, last))
-                logprobs = capped_logits(hidden[part], head, temperature, cap, cuts is not None)
+                logprobs = capped_logits(hidden[part], head, temperature, cap, ctx.invariant, cuts is not None)
                 derivative = cap_derivative(logprobs, temperature, cap) if cap else None
                 logprobs.sub_(normalizer[part, None])
                 grad = _grad_logits(logprobs, targets[part], vocab_start, grad_logprobs[part],
@@ -139,11 +140,16 @@ class _TokenLogprobs(Function):
                 del logprobs  # before the next table is made
                 grad = grad if derivative is None else grad.mul_(derivative)
                 grad = grad.div_(temperature).to(hidden.dtype) if temperature != 1 else grad.to(hidden.dtype)
-                grad_hidden[part] = grad @ head if cuts is None else _in_blocks(grad, head, cuts)
+                if cuts is not None:
+                    grad_hidden[part] = _in_blocks(grad, head, cuts)
+                else:
+                    grad_hidden[part] = grad @ head if ctx.invariant else product(grad, head.T)
                 if grad_weight is None:
                     continue
                 if cuts is not None:
                     grad_weight += weight_gradient(hidden[part], grad)
+                elif grad_weight.dtype == grad.dtype and not ctx.invariant:
+                    add_product(grad_weight, grad.T, hidden[part].T)
                 elif grad_weight.dtype == grad.dtype:
                     grad_weight.addmm_(grad.T, hidden[part])
                 else:
@@ -208,11 +214,12 @@ def _statistics(hidden: torch.Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def capped_logits(hidden: torch.Tensor, head: torch.Tensor, temperature: float, cap: float, again: bool = False
-                  ) -> torch.Tensor:
-    """[N, V_local] of hidden states [N, H] in the dtype of statistics. cap: as of `token_logprobs`. again: in the
-    backward pass of an invariant model, where its mode is off."""
-    logits = cap_logits((multiply(hidden, head.T) if again else hidden @ head.T).to(_statistics(hidden)), cap)
+def capped_logits(hidden: torch.Tensor, head: torch.Tensor, temperature: float, cap: float, invariant: bool = False,
+                  again: bool = False) -> torch.Tensor:
+    """[N, V_local] of hidden states [N, H] in the dtype of statistics. cap: as of `token_logprobs`. invariant: of an
+    invariant model. again: in its backward pass, where its mode is off."""
+    products = multiply(hidden, head.T) if again else hidden @ head.T if invariant else product(hidden, head)
+    logits = cap_logits(products.to(_statistics(hidden)), cap)
     return logits if temperature == 1 else logits.div_(temperature)
 
 

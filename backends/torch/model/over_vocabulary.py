@@ -145,7 +145,7 @@ def _add_head_gradients(part: slice, grad_logprobs: torch.Tensor | None, logprob
     total = _all_reduce(grad_logprobs.sum(-1), dist.ReduceOp.SUM, tp)
     grad = grad_logprobs.sub_(logprobs.exp_().mul_(total[:, None]))
     if cap:
-        grad.mul_(cap_derivative(capped_logits(hidden[part], head, temperature, cap), temperature, cap))
+        grad.mul_(cap_derivative(capped_logits(hidden[part], head, temperature, cap, True), temperature, cap))
     grad = (grad.div_(temperature) if temperature != 1 else grad).to(hidden.dtype)
     grad_hidden[part] = grad @ head
     if grad_weight is not None:
@@ -155,7 +155,7 @@ def _add_head_gradients(part: slice, grad_logprobs: torch.Tensor | None, logprob
 def _log_softmax(hidden: torch.Tensor, head: torch.Tensor, temperature: float, tp: Axis, cap: float) -> torch.Tensor:
     """[C, V_local] of this rank's words, normalized over those of all tp ranks; without gradient."""
     with torch.no_grad():
-        logits = capped_logits(hidden, head, temperature, cap)
+        logits = capped_logits(hidden, head, temperature, cap, True)  # also of invariant models
         peak = _all_reduce(logits.amax(-1), dist.ReduceOp.MAX, tp)
         total = _all_reduce((logits - peak[:, None]).exp_().sum(-1), dist.ReduceOp.SUM, tp)
         return logits.sub_((peak + total.log())[:, None])

@@ -23,6 +23,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.pytorch_utils import Conv1D
 
+from rldsl.backends.torch.kernels.products import use_onednn
 from rldsl.backends.torch.kernels.rms_norms import fuse_norms
 from rldsl.backends.torch.model import attention
 from rldsl.backends.torch.model.attention import PackedAttention
@@ -190,6 +191,8 @@ class Stage(ActivationCheckpointing):
         self.head_sums = HeadSums(model.sizes.heads, model.sizes.kv_heads, tp) \
             if self.ordered_gradients and model.sizes.heads else None
         self._fuse(skeleton, model)
+        if not model.invariant and device.type == "cpu":
+            use_onednn(skeleton)
         self._install_parameters(skeleton, model, tp, axes.ep)
         for module in skeleton.modules():
             for name, buffer in module.named_buffers(recurse=False):

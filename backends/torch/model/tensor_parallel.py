@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rldsl.backends.torch.kernels.products import linear
 from rldsl.backends.torch.model.collectives import (
     copy_to_tensor_parallel_region,
     gather_from_tensor_parallel_region,
@@ -103,7 +104,7 @@ def _shared_by_heads(x: torch.Tensor, shared: int, tp: Axis) -> torch.Tensor:
 def _row_parallel(module: Any, x: torch.Tensor, tp: Axis, adapter: LoraAdapter | None,
                   sequence_parallel: SequenceParallel) -> torch.Tensor:
     """The bias is complete on every rank and added once, after the sum."""
-    partial = F.linear(x, module.weight)
+    partial = linear(x, module.weight, None)
     partial = partial if adapter is None else partial + adapter(x)
     if sequence_parallel.active:
         out = sequence_parallel.reduce_scatter(partial)

@@ -1,0 +1,111 @@
+"""Products of float32 matrices on CPUs, by the faster of the two libraries that torch has.
+
+In: matrices. Out: their product, or a linear layer with its gradients.
+
+torch multiplies float32 matrices by MKL, which uses AVX-512 on Intel's processors alone; oneDNN, which torch has for
+other dtypes, uses it everywhere, and there is more than twice as fast. Which one multiplies depends on the machine and
+on the sizes of the matrices and on nothing else, so that the same call gives the same numbers every time. Small
+products stay with MKL, since a call of oneDNN takes longer to begin. Invariant models never come here: their products
+have one order of sums.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rldsl.backends.torch.kernels.autograd import Function
+
+MIN_MULTIPLICATIONS = 1 << 20  # from here on oneDNN is faster
+MIN_ELEMENTS = 1 << 12         # that a product has then: oneDNN is slow at few rows and columns with long sums
+
+
+@cache
+def onednn_is_faster() -> bool:
+    """Whether this machine has AVX-512 that MKL does not use."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkl.is_available():
+        return False
+    try:
+        vendor = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("vendor_id"))
+    except (OSError, StopIteration):
+        return False
+    return "Intel" not in vendor and has_onednn()
+
+
+def has_onednn() -> bool:
+    """Whether this build of torch has oneDNN's linear layer."""
+    try:
+        _onednn(torch.ones(2, 2), torch.ones(2, 2), None)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [n, k] @ b [m, k].T -> [n, m]. Not differentiable: for functions with a gradient of their own."""
+    return _onednn(a, b, None) if _takes(a, b) else a @ b.T
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """total [n, m] + a [n, k] @ b [m, k].T, in place."""
+    if not _takes(a, b):
+        return total.addmm_(a, b.T)
+    # oneDNN is faster where the product has more columns than rows
+    return total.add_(_onednn(b, a, None).T if a.shape[0] > 4 * b.shape[0] else _onednn(a, b, None))
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [..., k] @ weight [m, k].T + bias [m]."""
+    if x.dim() < 2 or not _takes(x.flatten(0, -2) if x.dim() > 2 else x, weight):
+        return F.linear(x, weight, bias)
+    out: torch.Tensor = _Linear.apply(x, weight, bias)
+    return out
+
+
+class OneDNNLinear(nn.Linear):
+    """A linear layer whose large products oneDNN computes."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+def use_onednn(module: nn.Module) -> None:
+    """Let the plain linear layers of a model be `OneDNNLinear`, where that is faster."""
+    if onednn_is_faster():
+        for layer in module.modules():
+            if type(layer) is nn.Linear:
+                layer.__class__ = OneDNNLinear
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return _onednn(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_x = product(rows, weight.T).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_weight = product(rows.T, x.flatten(0, -2).T) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _takes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether oneDNN computes a [n, k] @ b [m, k].T."""
+    elements = a.shape[0] * b.shape[0]
+    return (elements >= MIN_ELEMENTS and elements * a.shape[1] >= MIN_MULTIPLICATIONS and onednn_is_faster()
+            and all(type(x) in (torch.Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu"
+                    for x in (a, b))
+            and not torch.is_autocast_enabled("cpu"))
+
+
+def _onednn(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+    return out
