@@ -43,6 +43,7 @@ from rldsl.plan.spaces import unit_tokens, units_of_minibatch
 from rldsl.sharding.partition import count_without_token_limit
 from rldsl.sharding.pipeline_schedule import actions, max_activations_in_flight, max_waiting_messages, rank_passes
 
+MAX_SENT_GRADIENTS = 3  # that a rank with several chunks keeps (`tests/cuda_paths/test_coalesced.py`)
 INDEX = 48  # bytes of indices per token of a call: token ids, positions, offsets
 # Bytes for each entry: of ids and log-probs that are made and joined; and of what a loss keeps of them
 TOP_ENTRY, LOSS_ENTRY = 12, 96
@@ -279,7 +280,7 @@ def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) ->
             for c, layers in enumerate(copy.chunks)]
     scheduled = m.count if layout.vpp > 1 else min(m.count, layout.pp)  # more micro-batches only last longer
     order = rank_passes(layout.pp, layout.vpp, scheduled, copy.cell.pp_rank)
-    passed = m.tokens * b.stream * _num_messages(layout, m.count, copy.cell.pp_rank)
+    passed = m.tokens * b.stream * _num_messages(layout, m.count, copy.cell.pp_rank, device)
     weight = (copy.compute + (FLOAT if copy.compute != FLOAT else 0)) * largest_weight(copy)
     inside = max_activations_in_flight(order, each) + (kept if full else 0) + weight
     inside += m.tokens * b.backward + 2 * m.cp_tokens * b.seen
@@ -303,14 +304,16 @@ def _num_boundary_states(copy: Copy, chunk: int) -> int:
     return 2 - (copy.first and chunk == 0) - (copy.last and chunk == copy.layout.vpp - 1)
 
 
-def _num_messages(layout: Layout, count: int, rank: int) -> int:
-    """Messages in flight, or received before the pass that uses them."""
+def _num_messages(layout: Layout, count: int, rank: int, device: str) -> int:
+    """Messages in flight, or received before the pass that uses them; and with several chunks under NCCL gradients that
+    were sent in exchanges whose messages no pass has used yet (`P2PCommunicator`)."""
     if layout.pp == 1:
         return 0
     if layout.vpp == 1:
         return 2  # one arrives while the previous one is read
     steady = min(count, 4 * layout.pp)  # more micro-batches only last longer
-    return max(2, _waiting(layout.pp, layout.vpp, steady, rank))
+    waiting = max(2, _waiting(layout.pp, layout.vpp, steady, rank))
+    return waiting if device == "cpu" else waiting + MAX_SENT_GRADIENTS - 1
 
 
 @cache

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rldsl.backends.torch.train.pipeline import P2PCommunicator
+from rldsl.backends.torch.train.pipeline import P2PCommunicator, SentMessages
+from rldsl.memory.call_memory import MAX_SENT_GRADIENTS
 from rldsl.runtime.backend import Axis
 from rldsl.sharding.pipeline_schedule import Exchange, MicroBatchPass, actions, max_waiting_messages
 
@@ -42,17 +43,18 @@ class Operation:
 
 
 @pytest.mark.parametrize("coalesced", [True, False])
-@pytest.mark.parametrize(("pp", "chunks", "count"), [(2, 1, 4), (4, 1, 8), (2, 2, 4), (4, 2, 8), (3, 4, 7)])
+@pytest.mark.parametrize(("pp", "chunks", "count"), [(2, 1, 4), (4, 1, 8), (2, 2, 4), (4, 2, 8), (3, 2, 6), (3, 4, 7), (8, 3, 16)])
 def test_no_message_is_waited_for_before_a_pass_needs_it(pp: int, chunks: int, count: int, coalesced: bool,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "P2POp", Operation)
-    early_at_all = False
+    early_at_all, gradients = False, 0
     for rank, own in enumerate(actions(pp, chunks, count)):
         exchanges = Exchanges(coalesced)
         monkeypatch.setattr(dist, "batch_isend_irecv", exchanges.post)
         p2p = P2PCommunicator(Axis(tuple(range(pp)), rank, None))
         brings: dict[int, set[MicroBatchPass]] = {}  # exchange -> passes that need what it brings
         used: set[MicroBatchPass] = set()
+        backward: list[SentMessages] = []  # of gradients
         kept = 0
         for action in own:
             before = len(exchanges.waited)
@@ -62,6 +64,8 @@ def test_no_message_is_waited_for_before_a_pass_needs_it(pp: int, chunks: int, c
                 for number, kind in exchanges.waited[before:]:
                     assert kind == "send" or brings[number] <= used, (rank, number)
                 kept = max(kept, len(p2p.sends))
+                backward += p2p.sends[-1:] if any(m.for_pass.backward for m in action.sends) else []
+                gradients = max(gradients, sum(any(sent is x for x in backward) for sent in p2p.sends))
                 early_at_all |= any(x - used for x in brings.values())
             else:
                 used.add(action)
@@ -70,4 +74,4 @@ def test_no_message_is_waited_for_before_a_pass_needs_it(pp: int, chunks: int, c
         assert not p2p.sends and not p2p.receives
         assert {number for number, _ in exchanges.waited} == set(range(exchanges.posted))
         assert kept <= (max(1, max_waiting_messages(own)) if coalesced else 1)
-    assert early_at_all
+    assert early_at_all and gradients <= (MAX_SENT_GRADIENTS if coalesced else 1)
