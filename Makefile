@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup lint test test-isa oracles demo demo-agent demo-vision docs dist vsix clean
+.PHONY: setup lint test test-isa gpu oracles demo demo-agent demo-vision docs dist vsix clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -25,6 +25,11 @@ test: setup
 # the numbers once more, with the next smaller instruction set than the processor's best
 test-isa: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.isa -n 2 --dist worksteal -m numeric
+
+# Every CUDA path on one GPU, in at most 35 minutes; nothing is installed: without a .venv, with the packages that
+# $(PYTHON) has. Leaves runs/gpu/report.md and a log of each stage
+gpu:
+	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m tests.gpu
 
 # The formulas of the systems that docs/algorithms.md names, from the systems themselves: each in an environment of its
 # own. RECORD=--record keeps what they answer for `make test`.
