@@ -139,8 +139,9 @@ def judged(files: Sequence[ast.File], graph: Graph | None, found: tuple[Diagnost
            rules: str = "") -> tuple[Diagnostic, ...]:
     """What `examine` finds once `attempt` has made `graph` of `files` and `found` mistakes. rules: name of the
     placement file."""
-    from rldsl.graph.corrections import uncorrected
+    from rldsl.graph.corrections import uncorrected, uncorrected_engines
     from rldsl.graph.unreached import unreached
+    from rldsl.placement.engines import other_engines
     from rldsl.placement.invariant import inexact_comparisons, varying_inputs
     from rldsl.placement.lints import lint as lint_rules
     from rldsl.placement.place import places_of, problems_of
@@ -152,9 +153,12 @@ def judged(files: Sequence[ast.File], graph: Graph | None, found: tuple[Diagnost
     placed = problems_of(graph, rules)
     if found:  # calls with a mistake are not in the graph, so only the clauses of the others can be judged
         return (*found, *(d for d in placed if d.code in LOCAL))
-    return placed or (*lint(files), *lint_rules(graph, rules), *idle_copies(graph, places_of(graph, rules)),
-                      *varying_inputs(graph), *inexact_comparisons(graph), *uncorrected(graph),
-                      *unreached(graph, files))
+    if placed:
+        return placed
+    places = places_of(graph, rules)
+    return (*lint(files), *lint_rules(graph, rules), *idle_copies(graph, places), *varying_inputs(graph),
+            *inexact_comparisons(graph), *uncorrected(graph),
+            *uncorrected_engines(graph, other_engines(graph, places)), *unreached(graph, files))
 
 
 def draft(path: str, sets: Mapping[str, Scalar] | None = None, place: str | None = None,

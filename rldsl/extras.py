@@ -16,7 +16,7 @@ EXTRA_OF = {
     "pandas": "notebook", "IPython": "notebook",
     "tensorboard": "tensorboard", "wandb": "wandb", "accelerate": "trackers", "math_verify": "math",
     "megatron": "megatron", "flash_attn": "flash", "openenv": "openenv",
-    "verifiers": "verifiers",
+    "verifiers": "verifiers", "vllm": "vllm",
 }
 # import name -> the package's name for pip, where they differ
 DISTRIBUTION_OF = {"IPython": "ipython", "megatron": "megatron-core", "flash_attn": "flash-attn",

@@ -25,7 +25,7 @@ NUMERIC = frozenset({  # the directories of tests whose numbers come from kernel
     "data", "derive", "distributions", "end_to_end", "environments", "evaluation", "fuzz", "generation", "images", "interleaved", "lag",
     "library", "lora",
     "megatron", "moe", "numbers", "offload", "optimizers", "oracles", "papers", "prefixes", "relabelled", "runtime", "selection", "stop",
-    "sync", "texts", "units", "zero"})
+    "sync", "texts", "units", "vllm", "zero"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

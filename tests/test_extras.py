@@ -54,7 +54,7 @@ def test_all_brings_every_extra_of_users() -> None:
                  for name in m[1].split(",")}
         return {extra}.union(*map(closure, inner))
 
-    assert closure("all") == set(PROJECT["optional-dependencies"]) - TOOLS - {"flash", "lsp", "openenv", "verifiers"}
+    assert closure("all") == set(PROJECT["optional-dependencies"]) - TOOLS - {"flash", "lsp", "openenv", "verifiers", "vllm"}
 
 
 def test_without_extras(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ ALLOWED: dict[str, set[str]] = {
                                          "backends.torch.model"},
     "backends.torch": PLACED | {"runtime"} | TORCH_BACKEND,
     "backends.megatron": PLACED | {"runtime"} | TORCH_BACKEND,
+    "backends.vllm": PLACED | {"memory", "runtime"} | TORCH_BACKEND,
     # what users touch
     "api": PLAN | COMPILER | {"files", "search"},
     "preview": PLAN | {"passes", "memory"},

@@ -27,7 +27,7 @@ _FENCE = re.compile(r"^```(\w+)(?: +([^\n]*))?\n(.*?)^```$", re.MULTILINE | re.D
 
 RANGES = {
     "RL00": "syntax and files", "RL01": "names", "RL02": "types", "RL03": "placement", "RL04": "memory",
-    "RL05": "schedule", "RL06": "plan files", "RL07": "run time", "RL09": "lints",
+    "RL05": "schedule", "RL06": "plan files", "RL07": "run time", "RL08": "engines", "RL09": "lints",
 }
 
 

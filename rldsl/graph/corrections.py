@@ -1,9 +1,9 @@
-"""A warning for a training on responses of an earlier policy whose loss does not know that policy.
+"""A warning for a training on responses of another policy than the one that is trained, whose loss does not know it.
 
-In: a graph with a lag, or with responses that continue in later steps. Out: RL0909 for each `train` of the model that
-generated its rows, whose loss weighs them by values, and never compares the log-probs that they were sampled with with
-other ones of this model. A loss without such values, like `sft`, and one of pairs, like `dpo`, does not assume that the
-rows are those of the current policy.
+In: a graph with a lag, or with responses that continue in later steps, or with calls of another engine. Out: RL0909, or
+RL0912 for the engine, for each `train` of the model that generated its rows, whose loss weighs them by values, and
+never compares the log-probs that they were sampled with with other ones of this model. A loss without such values, like
+`sft`, and one of pairs, like `dpo`, does not assume that the rows are those of the current policy.
 
 What is followed is where numbers come from. A ratio, a weight, a mask or a penalty on the distance of two policies is
 made from both their log-probs by an operator that compares; a product with an advantage is not, although the advantage
@@ -12,7 +12,7 @@ may be made from the log-probs that were sampled with, as where a KL penalty is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Flag, auto
 
 from rldsl.diag import Diagnostic, Label
@@ -30,10 +30,38 @@ class Origin(Flag):
 
 
 def uncorrected(graph: g.Graph) -> Iterator[Diagnostic]:
+    """RL0909."""
+    for train, made, read in _unaware(graph, lambda n: n.id in graph.ahead or n.per_step > 0):
+        why = "`lag`" if made.id in graph.ahead else "`per_step`"
+        yield Diagnostic(
+            "RL0909", f"this loss takes responses of an earlier `{train.model}` for those of the current one",
+            train.span, read, (Label(made.span, f"with {why}, the parameters that sample them are older"),),
+            help=_help(made), severity="warning")
+
+
+def uncorrected_engines(graph: g.Graph, engines: Mapping[str, str]) -> Iterator[Diagnostic]:
+    """RL0912. engines: id of a generate whose log-probs are another engine's -> its backend. A correction for a lag is
+    one for the engine, too."""
+    for train, made, read in _unaware(graph, lambda n: n.id in engines and n.id not in graph.ahead):
+        yield Diagnostic(
+            "RL0912", f"this loss takes responses that {engines[made.id]} samples for those of `{train.model}` in "
+            "training", train.span, read,
+            (Label(made.span, f"the probabilities of {engines[made.id]} are not exactly those of training"),),
+            help=_help(made), severity="warning")
+
+
+def _help(made: g.Generate) -> str:
+    return ("give it the log-probs of the policy that sampled, such as "
+            f"`old={made.draws_as}.logprobs`, or multiply the advantage by a weight of `std.correction`")
+
+
+def _unaware(graph: g.Graph, other: Callable[[g.Generate], bool]) -> Iterator[tuple[g.Train, g.Generate, str]]:
+    """Each training whose loss does not compare, the generate whose rows it trains on, and what it reads of it. other:
+    whether a generate samples from another policy than the one that is trained."""
     every = tuple(g.nodes(graph.items))
     made_from = _made_from(every)
     programs = {p.id: p for p in graph.programs}
-    earlier = {n.frame: n for n in every if isinstance(n, g.Generate) and (n.id in graph.ahead or n.per_step)}
+    earlier = {n.frame: n for n in every if isinstance(n, g.Generate) and other(n)}
     for node in every if earlier else ():
         if not isinstance(node, g.Train) or len(node.frames) != 1 or not node.data_inputs:
             continue
@@ -44,16 +72,9 @@ def uncorrected(graph: g.Graph) -> Iterator[Diagnostic]:
             found = _of_loss(node, programs, _origins(every, programs, node.model, frame))
             if Origin.COMPARED in found:
                 continue
-            why = "`lag`" if made.id in graph.ahead else "`per_step`"
             name = f"`{made.draws_as}.logprobs`"
-            yield Diagnostic(
-                "RL0909", f"this loss takes responses of an earlier `{node.model}` for those of the current one",
-                node.span, f"it reads {name}, but compares them with no log-probs of `{node.model}`"
-                if Origin.SAMPLED in found else f"it does not read {name}",
-                (Label(made.span, f"with {why}, the parameters that sample them are older"),),
-                help="give it the log-probs of the policy that sampled, such as "
-                     f"`old={made.draws_as}.logprobs`, or multiply the advantage by a weight of `std.correction`",
-                severity="warning")
+            yield node, made, (f"it reads {name}, but compares them with no log-probs of `{node.model}`"
+                               if Origin.SAMPLED in found else f"it does not read {name}")
             break
 
 

@@ -19,6 +19,7 @@ from rldsl.placement import (
     backends,
     budget,
     distributions,
+    engines,
     free,
     images,
     invariant,
@@ -69,6 +70,7 @@ def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = descr
     tokenizers.check_tokenizers(graph, families)
     graph = distributions.with_hidden_sizes(distributions.with_known_tokens(graph, families), families)
     places, train_layouts = _places(graph, choices, families, cluster)
+    graph, places = engines.with_differences(graph, places)
     memory = int((graph.cluster.memory_gb if graph.cluster else 0) * 1e9)
     ema_layouts = sync.ema_layouts(graph, places, train_layouts)
     models = tuple(replace(_model(m, families[m.name], train_layouts.get(m.name, ""), sync.sync_sources(graph, m.name),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import pkgutil
 import re
 from collections.abc import Callable, Sequence
@@ -68,10 +69,16 @@ class Description:
     freezes: bool = False  # whether some parameters of a trained model may be frozen
     needs: tuple[str, str] | None = None  # (a module that must be importable, the command that installs it)
     versions: tuple[str, str, str] | None = None  # (distribution, first supported version, first unsupported one)
+    # the environment variable that may name a Python of its own, in which the package is then
+    interpreter: str = ""
     invariant: bool = False  # whether it can run models with `invariant=true`
     images: bool = False  # whether models may read images; then `build` takes `images`
     reuses_cache: bool = False  # whether `generate` can keep its KV cache for a call that continues
     conversations: bool = False  # whether `generate` can talk with an environment
+    per_step: bool = True  # whether `generate` can continue the responses of an earlier call (`per_step=`)
+    # whether the log-probs of `generate` are computed by another engine than those of training, which differ by more
+    # than rounding
+    other_logprobs: bool = False
     entries: bool = False  # whether it has `Shard.top`, and the output "logprobs_at"
     first_pass: bool = False  # whether `train` can make a pass without gradient before those of a minibatch
     problem: Callable[[Facts, Layout], str] = runs_every_model  # the feature it cannot express; "" if there is none
@@ -172,8 +179,8 @@ def unusable(name: str, why: str, place: str = "") -> Failure:
 
 def lacking(description: Description) -> str:
     """The command that installs the package behind a backend, if that is missing or of an unsupported version; else
-    ""."""
-    if description.needs is None:
+    "". A Python of its own is not asked: who runs the backend finds out."""
+    if description.needs is None or description.interpreter and os.environ.get(description.interpreter):
         return ""
     module, command = description.needs
     try:
@@ -206,14 +213,17 @@ def release(version: str) -> tuple[int, ...]:
 
 def unable(description: Description, call: str, layout: Layout, adapters: bool,
            optimizer: Optimizer | None = None, talks: bool = False, entries: bool = False,
-           first_pass: bool = False) -> str:
+           first_pass: bool = False, per_step: bool = False) -> str:
     """Why a backend cannot run a call under a layout, whatever the model; "" if it can. optimizer: of the model.
     talks: whether environments answer a `generate`. entries: whether the call is about several tokens at each token.
-    first_pass: whether a pass without gradient comes before each minibatch of a `train`."""
+    first_pass: whether a pass without gradient comes before each minibatch of a `train`. per_step: whether a `generate`
+    continues responses of earlier steps."""
     if call not in description.calls:
         return f"it does not support `{call}`"
     if talks and not description.conversations:
         return "it cannot talk with environments"
+    if per_step and not description.per_step:
+        return "it cannot continue the responses of earlier steps (`per_step`)"
     divided = next((d for d in DIVISIONS if getattr(layout, d) > 1 and d not in description.divisions), "")
     if divided:
         return f"it does not support `{divided}`"

@@ -143,7 +143,10 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
         made |= {f"{e.frame}.{x}": ("turn" if level == "turn" else "row", "f32") for x, level in CONVERSATION_VALUES}
     if e.per_step:
         made |= {f"{e.frame}.{x}": of for x, of in PARTS.items()}
-        if wrong := _wrong_parts(t, e):
+        known = described(t.layouts[e.layout].backend)
+        wrong = _wrong_parts(t, e) or (
+            "" if known is not None and known.per_step else f"the backend of layout {e.layout} does not")
+        if wrong:
             yield problem("RL0615", f"{name(e)} continues responses in later steps, but {wrong}", e)
     yield from writes(t, e, {*made}, {f"{e.frame}.cache"}, e.spread)
     yield from _cache(t, e)

@@ -87,6 +87,8 @@ def test_examples(code: str, number: int, tmp_path: Path, models: Path, monkeypa
         (tmp_path / "models" / model.name).symlink_to(model)
     if code == "RL0326":  # whatever is installed here
         monkeypatch.setattr("rldsl.placement.backends.lacking", lambda known: known.needs[1] if known.needs else "")
+    elif code == "RL0912":
+        monkeypatch.setenv("RLDSL_VLLM_PYTHON", "python")
     page = explain.page(code)
     example = page.examples[number]
     said = found(page, example, tmp_path)

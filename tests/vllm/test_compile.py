@@ -1,0 +1,209 @@
+"""What the compiler knows of the backend: what it refuses, what it warns of, and which metrics it adds. No vLLM is
+needed, and none is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rldsl import api
+from rldsl.diag import Diagnostic, Failure
+from rldsl.placement.engines import other_engines
+from rldsl.plan.backends import described, lacking
+from rldsl.plan.events import Compute, Infer, Log
+from rldsl.plan.model import Plan
+from rldsl.plan.projection import event_paths
+from tests.docs.pages import files
+from tests.tiny import make_model, make_sums, write_jsonl
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+use std.grpo (group_norm)
+use std.ppo (ppo_clip)
+use std.rloo (reinforce)
+use std.correction (truncated)
+cluster nodes=1 gpus=4
+data prompts = jsonl("prompts.jsonl", batch=4, max_prompt_tokens=8)
+data heldout = jsonl("prompts.jsonl", batch=8, max_prompt_tokens=8)
+model actor = causal_lm({model}) {train}
+flow run({flow}) {{
+  {body}
+}}
+"""
+BODY = """prompt = prompts.next()
+  gen = actor.generate(prompt, n=2, max_new_tokens=4{options}) on mesh(0:2) dp=2 {place}
+  actor.train(gen, loss={loss}) on mesh({trained})"""
+UNCORRECTED = "reinforce(adv=group_norm(len(gen)))"
+CORRECTED = "ppo_clip(old=gen.logprobs, adv=group_norm(len(gen)))"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: Path) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLDSL_VLLM_PYTHON", "/is/not/asked")
+    (tmp_path / "models").symlink_to(models)
+    write_jsonl(tmp_path / "prompts.jsonl", make_sums(16))
+    yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("models")
+    make_model(base / "dense", num_hidden_layers=2)
+    make_model(base / "experts", "qwen3_moe", num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2,
+               num_hidden_layers=1)
+    make_model(base / "gpt2", "gpt2")
+    return base
+
+
+def program(model: str = '"models/dense"', train: str = "train adamw(lr=1e-3)", flow: str = "steps=4", options: str = "",
+            place: str = "backend=vllm", loss: str = CORRECTED, trained: str = "0:2", body: str = BODY) -> str:
+    return PROGRAM.format(model=model, train=train, flow=flow, body=body.format(
+        options=options, place=place, loss=loss, trained=trained))
+
+
+def compiled(**given: str) -> Plan:
+    Path("p.rlf").write_text(program(**given))
+    return api.compile("p.rlf")
+
+
+def refused(**given: str) -> Diagnostic:
+    with pytest.raises(Failure) as caught:
+        compiled(**given)
+    (diagnostic,) = caught.value.diagnostics
+    return diagnostic
+
+
+@pytest.mark.parametrize("given, code, words", [
+    (dict(place="tp=2 backend=vllm", body=BODY.replace("dp=2 ", "")), "RL0327", "it does not support `tp`"),
+    (dict(place="backend=vllm", body=BODY.replace("dp=2", "pp=2")), "RL0327", "it does not support `pp`"),
+    (dict(trained="0:2) dp=2 backend=vllm  # (", loss="reinforce(adv=1)", place=""), "RL0327",
+     "it does not support `train`"),
+    (dict(model='"models/dense", lora(r=4)'), "RL0327", "it does not support adapters"),
+    (dict(model='"models/experts"'), "RL0327", "mixture-of-experts models are not supported"),
+    (dict(model='"models/gpt2"'), "RL0327", "the family gpt2; supported families: llama"),
+    (dict(options=", per_step=2"), "RL0327", "the responses of earlier steps (`per_step`)"),
+    (dict(model='"models/dense", invariant=true'), "RL0330", "the backend `vllm`")])
+def test_what_it_does_not_support_is_refused(given: dict[str, str], code: str, words: str) -> None:
+    d = refused(**given)
+    assert d.code == code and words in d.label, (d.code, d.label)
+    assert d.span is not None and (code != "RL0327" or "backend=torch" in d.help)
+
+
+def test_environments_are_refused() -> None:
+    Path("envs.py").write_text("class Game:\n    pass\n")
+    d = refused(body='prompt = prompts.next()\n  gen = actor.generate(prompt, env=Game, max_turns=2, max_tokens=64) '
+                     "on mesh(0:2) dp=2 backend=vllm\n  actor.train(gen, loss=reinforce(adv=gen.reward)) on mesh(0:2)",
+                model='"models/dense"', train='train adamw(lr=1e-3)\nuse py "envs.py" (Game: env)')
+    assert (d.code, d.label) == ("RL0327", "it cannot talk with environments")
+
+
+def test_a_cache_is_not_reused() -> None:
+    d = refused(body="prompt = prompts.next()\n  gen = actor.generate(prompt, max_new_tokens=4) on mesh(0:2) dp=2 "
+                     "backend=vllm\n  more = actor.generate(gen, max_new_tokens=4) on mesh(0:2) dp=2 backend=vllm "
+                     "reuse=true\n  metric l = mean(len(more))")
+    assert (d.code, d.label) == ("RL0332", "the backend `vllm` keeps no KV cache")
+
+
+def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RLDSL_VLLM_PYTHON")
+    known = described("vllm")
+    assert known is not None
+    if not lacking(known):
+        pytest.skip("vLLM is installed here")
+    d = refused()
+    assert d.code == "RL0326" and "pip install 'rldsl[vllm]'" in d.help and "RLDSL_VLLM_PYTHON" in d.help
+
+
+def test_the_description_is_light() -> None:
+    code = ("import sys; from rldsl.plan.backends import described; assert described('vllm') is not None; "
+            "print(sorted({m.partition('.')[0] for m in sys.modules} & {'torch', 'vllm', 'transformers', 'numpy'}))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def warnings(**given: str) -> list[Diagnostic]:
+    return [d for d in api.examine(program(**given)) if d.code == "RL0912"]
+
+
+def test_a_loss_that_does_not_correct() -> None:
+    (d,) = warnings(loss=UNCORRECTED)
+    assert d.severity == "warning" and d.label == "it does not read `gen.logprobs`" and "std.correction" in d.help
+    recomputed = BODY.replace("  actor.train", "  lp = actor.logprobs(gen) on mesh(0:2) dp=2\n  actor.train")
+    assert warnings(loss="ppo_clip(old=lp, adv=group_norm(len(gen)))", body=recomputed)
+    weighted = "ppo_clip(old=lp, adv=group_norm(len(gen)) * truncated(lp, gen.logprobs))"
+    assert not warnings(loss=weighted, body=recomputed)
+    assert not warnings(loss=CORRECTED)
+    assert not warnings(loss=UNCORRECTED, place="")
+
+
+def events(plan: Plan, kind: type) -> list[Any]:
+    return [e for e, _ in event_paths(plan) if isinstance(e, kind)]
+
+
+def test_the_difference_of_log_probs_is_a_metric() -> None:
+    """Against an inference under the layout of the training, which is added, or is the program's own."""
+    plan = compiled(loss=UNCORRECTED, trained="2:4) tp=2  # (")
+    (added,) = events(plan, Infer)
+    layouts = {x.id: x for x in plan.layouts}
+    assert (layouts[added.layout].tp, layouts[added.layout].backend) == (2, "torch")
+    logged = {name for e in events(plan, Log) for name, _ in e.metrics}
+    assert {"gen/logprob_difference", "gen/logprob_difference_max"} <= logged
+    own = BODY.replace("  actor.train", "  lp = actor.logprobs(gen) on mesh(0:2) dp=2\n  actor.train")
+    plan = compiled(body=own, loss=UNCORRECTED)
+    (infer,) = events(plan, Infer)
+    assert infer.value == "lp" and any("lp" in str(e.inputs) for e in events(plan, Compute))
+
+
+def test_no_metric_without_another_engine_or_without_training() -> None:
+    for given in (dict(place=""), dict(body="prompt = prompts.next()\n  gen = actor.generate(prompt, max_new_tokens=4) "
+                                            "on mesh(0:2) dp=2 backend=vllm\n  metric l = mean(len(gen))", train="")):
+        plan = compiled(**given)
+        assert not events(plan, Infer)
+        assert not any("difference" in name for e in events(plan, Log) for name, _ in e.metrics)
+
+
+@pytest.mark.parametrize("flow, body, inferred", [
+    ("steps=4, lag=1", BODY, 1),
+    ("steps=4", """repeat {{
+    prompt = prompts.next()
+    gen = actor.generate(prompt, n=2, max_new_tokens=4{options}) on mesh(0:2) dp=2 {place}
+    kept = gen where len(gen) > 2
+  }} until count(len(kept)) > 3 max 3
+  actor.train(kept, loss=reinforce(adv=len(kept))) on mesh({trained})""", 1),
+    ("steps=4, lag=1", """repeat {{
+    prompt = prompts.next()
+    gen = actor.generate(prompt, n=2, max_new_tokens=4{options}) on mesh(0:2) dp=2 {place}
+    kept = gen where len(gen) > 2
+  }} until count(len(kept)) > 3 max 3
+  actor.train(kept, loss=reinforce(adv=len(kept))) on mesh({trained})""", 0),
+    ("steps=4", BODY + """
+  eval heldout {{
+    held = heldout.next()
+    g = actor.generate(held, max_new_tokens=4) on mesh(0:2) dp=2 {place}
+    metric l = mean(len(g))
+  }}""", 1)])
+def test_blocks_and_lags(flow: str, body: str, inferred: int) -> None:
+    assert len(events(compiled(flow=flow, body=body), Infer)) == inferred
+
+
+def test_the_program_of_the_guide() -> None:
+    """It compiles without a warning."""
+    text = files((ROOT / "docs/howto/vllm.md").read_text())["vllm.rlf"]
+    Path("models/sft").symlink_to("dense")
+    write_jsonl(Path("questions.jsonl"), make_sums(64))
+    assert not api.examine(text)
+    Path("vllm.rlf").write_text(text)
+    (infer,) = events(api.compile("vllm.rlf"), Infer)
+    assert infer.value == "lp"
+
+
+def test_which_calls_have_another_engine() -> None:
+    Path("p.rlf").write_text(program())
+    placed = api.placed_source(api.read_source("p.rlf"))
+    assert other_engines(placed.graph, dict(placed.places)) == {"gen": "vllm"}
