@@ -17,13 +17,13 @@ import torch
 
 from rldsl.backends.torch.generate.stop_conditions import tokenizer_of
 from rldsl.backends.torch.model.load_weights import WeightReads, load, load_config
-from rldsl.backends.torch.model.offload import HostMemory
 from rldsl.backends.vllm.process import EngineProcess
 from rldsl.backends.vllm.shared_weights import SharedWeights
 from rldsl.diag import fail
 from rldsl.plan.events import CopyPart, Sampling
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, GenerationOutput, PackedBatch, Prefix, Shard, WeightDigest
+from rldsl.runtime.host_memory import HostMemory
 from rldsl.sharding.boxes import local_shape, parameters, pieces_of_rank
 from rldsl.sharding.dtypes import storage_dtype
 from rldsl.sharding.partition import mix
