@@ -25,11 +25,11 @@ from rldsl.runtime.backend import Axes, Axis, PackedBatch, Shard
 
 LEAST, MOST = 3, 7  # timings of one thing
 ENOUGH = 0.15  # seconds of them
-ONE, FEW = 1, 4  # tokens generated; from the second to `Trials.many`, decoding of shapes that were met before
+ONE, FEW = 1, 4  # tokens generated; from the second to `MeasuredShapes.many`, decoding of shapes that were met before
 
 
 @dataclass(frozen=True, slots=True)
-class Trials:
+class MeasuredShapes:
     """What is timed: enough of everything that its cost shows, and not only that of starting it."""
 
     shapes: tuple[tuple[int, int, int, int], ...]  # (layers, sequences, tokens of each, of these in the response)
@@ -38,13 +38,13 @@ class Trials:
     small: int  # tokens of a batch that is also trained on in several micro-batches
 
 
-PROCESSOR = Trials(
+PROCESSOR = MeasuredShapes(
     ((2, 1, 32, 16), (2, 4, 32, 16), (2, 16, 32, 31), (2, 16, 32, 4), (2, 48, 48, 24), (2, 4, 192, 96),
      (1, 4, 32, 16), (1, 16, 48, 24)),
     ((2, 1, 16), (2, 8, 16), (2, 32, 16), (2, 16, 96), (1, 8, 16), (1, 32, 16)), 36, 600)
 # A batch of a few hundred tokens takes a GPU as long as launching its kernels. And decoding long enough that captures
 # of CUDA graphs, which each call makes anew, weigh as much as in a run
-GPU = Trials(
+GPU = MeasuredShapes(
     ((2, 1, 512, 256), (2, 8, 512, 256), (2, 16, 512, 500), (2, 16, 512, 32), (2, 16, 1024, 512), (2, 2, 4096, 2048),
      (1, 8, 512, 256), (1, 16, 1024, 512)),
     ((2, 1, 128), (2, 32, 128), (2, 128, 128), (2, 32, 1024), (1, 32, 128), (1, 128, 128)), 260, 5000)
@@ -108,26 +108,26 @@ def measure_calls(model: Model, tp: int, backend: str, sampling: Sampling,
             device: torch.device) -> dict[str, dict[str, float]]:
     """Microseconds by pass and feature (`clusters/model.py`)."""
     output, vocab = model.head.main, model.sizes.vocab or 64
-    trials = GPU if device.type == "cuda" else PROCESSOR
+    measured = GPU if device.type == "cuda" else PROCESSOR
     found: dict[str, list[tuple[dict[str, float], float]]] = {"forward": [], "train": [], "decode": [], "start": []}
-    for layers in sorted({s[0] for s in trials.shapes}):
+    for layers in sorted({s[0] for s in measured.shapes}):
         frozen, trained = (build(model, layers, tp, backend, device, t) for t in (False, True))
-        for _, count, length, response in (s for s in trials.shapes if s[0] == layers):
+        for _, count, length, response in (s for s in measured.shapes if s[0] == layers):
             batch = random_batch(vocab, count, length - response, response, device)
             tokens, outputs = count * length, count if output.level == "seq" else count * response
             once = {"call": 1.0, "layer": layers, "token": layers * tokens, "pair": layers * tokens * length,
                     "output": outputs}
             found["forward"].append((once, median_seconds(partial(frozen.infer, [batch], output.name, 1.0), device)))
-            for times in (1, 3) if tokens < trials.small else (1,):
+            for times in (1, 3) if tokens < measured.small else (1,):
                 counts = {k: times * n for k, n in once.items()}
                 counts |= {"update": 1.0, "element": sum(t.numel() for t in trained.state_dict().values())}
                 parts = [(batch,)] * times
                 seconds = median_seconds(partial(trained.train, parts, [[output.name]], 1.0, _loss), device)
                 found["train"].append((counts, seconds))
         if model.head.generates:
-            for _, count, length in (s for s in trials.decodes if s[0] == layers):
+            for _, count, length in (s for s in measured.decodes if s[0] == layers):
                 prompts = random_batch(vocab, count, length, 0, device)
-                start, decode = _decode(frozen, layers, prompts, length, sampling, device, trials.many)
+                start, decode = _decode(frozen, layers, prompts, length, sampling, device, measured.many)
                 found["start"].append(start)
                 found["decode"].append(decode)
     rates = {name: fit_costs(samples) for name, samples in found.items() if samples}

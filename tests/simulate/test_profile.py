@@ -20,7 +20,7 @@ from rldsl.cli import main
 from rldsl.clusters.model import PASSES
 from rldsl.commands import profile as command
 from rldsl.measure import profile as measuring
-from rldsl.measure.call_costs import GPU, PROCESSOR, Trials, build, fit_costs, measure_calls
+from rldsl.measure.call_costs import GPU, PROCESSOR, MeasuredShapes, build, fit_costs, measure_calls
 from rldsl.measure.solo_group import SingleRankGroup
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Sampling
@@ -94,7 +94,7 @@ def test_a_solo_group_meets_nobody() -> None:
 def test_every_pass_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of real shards of both kinds, one of them half a model; few shapes and tokens, for speed."""
     shapes = ((2, 1, 8, 4), (2, 2, 8, 4), (1, 2, 8, 7), (1, 1, 16, 4), (2, 2, 12, 4))
-    for name, value in (("PROCESSOR", Trials(shapes, ((2, 1, 4), (1, 2, 4)), 36, 600)), ("ENOUGH", 0.0)):
+    for name, value in (("PROCESSOR", MeasuredShapes(shapes, ((2, 1, 4), (1, 2, 4)), 36, 600)), ("ENOUGH", 0.0)):
         monkeypatch.setattr(f"rldsl.measure.call_costs.{name}", value)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -113,15 +113,15 @@ def test_every_pass_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert 2 * half[name].numel() == whole[name].numel() and not any("layers.1" in n for n in whole)
 
 
-@pytest.mark.parametrize("trials", [PROCESSOR, GPU])
-def test_shapes_tell_the_features_apart(trials: Trials) -> None:
+@pytest.mark.parametrize("measured", [PROCESSOR, GPU])
+def test_shapes_tell_the_features_apart(measured: MeasuredShapes) -> None:
     """No feature of a pass is a sum of the others."""
-    passes = torch.tensor([[1, n, n * s * t, n * s * t * t, s * r] for n, s, t, r in trials.shapes], dtype=torch.float64)
-    decodes = torch.tensor([[1, n, n * s, n * s * (t + trials.many / 2), s] for n, s, t in trials.decodes],
+    passes = torch.tensor([[1, n, n * s * t, n * s * t * t, s * r] for n, s, t, r in measured.shapes], dtype=torch.float64)
+    decodes = torch.tensor([[1, n, n * s, n * s * (t + measured.many / 2), s] for n, s, t in measured.decodes],
                            dtype=torch.float64)
     for table in (passes, decodes):
         assert torch.linalg.matrix_rank(table / table.norm(dim=0)) == table.shape[1]
-    assert all(r < t for _, _, t, r in trials.shapes) and min(s * t for _, s, t, _ in trials.shapes) < trials.small
+    assert all(r < t for _, _, t, r in measured.shapes) and min(s * t for _, s, t, _ in measured.shapes) < measured.small
 
 
 def test_a_gpu_is_measured_with_more() -> None:
