@@ -138,3 +138,18 @@ def test_memory_is_what_the_estimate_says(dtype: str, compiled: Any) -> None:
     measured = int(done.stdout.split()[-1])
     print(f"{dtype}: estimate {estimate / 2**20:.0f} MiB, measured {measured / 2**20:.0f} MiB")
     assert 0.92 * measured <= estimate <= 1.15 * measured, (estimate, measured)
+
+
+def test_a_profile_of_this_gpu_predicts_a_step(compiled: Any) -> None:
+    """`rlc profile` and `rlc sim` with it, against the step that a run takes."""
+    compiled("bfloat16", 6)
+    rlc = (sys.executable, "-m", "rldsl.cli")
+    for arguments in (("profile", "p.rlf", "-o", "gpu.yaml"), ("sim", "p.rlf", "--cluster", "gpu.yaml", "--json")):
+        done = subprocess.run([*rlc, *arguments], capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    predicted = json.loads(done.stdout)
+    run = torchrun("p.plan", "--out", "out")
+    assert run.returncode == 0, run.stderr[-4000:]
+    lines = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    print("PREDICTED", json.dumps(predicted)[:400], "MEASURED", [line["seconds"] for line in lines])
+    assert predicted
