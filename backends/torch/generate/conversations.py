@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -38,6 +39,7 @@ from rldsl.plan.turns import STOPPED
 from rldsl.runtime.backend import Axes, ConversationOutput, PackedBatch, Talk
 from rldsl.runtime.draws import uniform
 from rldsl.runtime.environments import Arrival, Stopped
+from rldsl.runtime.host_numbers import on_device
 
 PASSES_TO_WAIT = 8  # that a conversation keeps its slot for while it waits, if others can decode
 
@@ -248,7 +250,7 @@ class Engine:
         """[tokens, H] hidden states of the slots' tokens. received: those of the stage before."""
         counts = [len(s.ready) for s in batch]
         attention = SlotAttention(self.cache, [s.index for s in batch], [s.cached for s in batch], counts)
-        tokens = torch.tensor([t for s in batch for t in s.ready], device=self.stage.device)
+        tokens = on_device([t for s in batch for t in s.ready], self.stage.device)
         return self.stage.forward(tokens, attention.positions, attention, received)
 
     def sample(self, batch: Sequence[Slot], hidden: torch.Tensor) -> torch.Tensor:
@@ -256,15 +258,13 @@ class Engine:
         turns that end with it."""
         if self.sampler is None:
             raise internal_error("only the last pipeline stage samples", "generate")
-        device = self.stage.device
-        last = torch.tensor([len(s.ready) for s in batch], device=device).cumsum(0) - 1
+        numbers = zip(*((len(s.ready), s.in_turn, s.row, s.num_sampled) for s in batch), strict=True)
+        ready, generated, rows, positions = on_device([*chain(*numbers)], self.stage.device).view(4, -1).unbind()
         draws = None
         if not self.sampling.greedy:
-            position = torch.tensor([s.num_sampled for s in batch], device=device)
-            rows = torch.tensor([s.row for s in batch], device=device)
-            draws = uniform(self.sampler.seed, self.sampler.step, rows, position)
-        generated = torch.tensor([s.in_turn for s in batch], device=device)
-        sampled = torch.stack([x.double() for x in self.sampler.sample(hidden[last], generated, draws)])  # exact
+            draws = uniform(self.sampler.seed, self.sampler.step, rows, positions)
+        chosen = self.sampler.sample(hidden[ready.cumsum(0) - 1], generated, draws)
+        sampled = torch.stack([x.double() for x in chosen])  # exact
         if self.talk is not None:
             for slot, token, logprob in zip(batch, *sampled.tolist(), strict=True):
                 turn, logprobs = [*slot.turn, int(token)], slot.branch.logprobs

@@ -14,6 +14,7 @@ from rldsl.backends.torch.generate.kv_cache import KVCache
 from rldsl.backends.torch.generate.sequence_states import SequenceState
 from rldsl.backends.torch.model.attention import Scores, decode_attention, masked_attention
 from rldsl.backends.torch.model.sequences import RowFunction
+from rldsl.runtime.host_numbers import on_device
 from rldsl.runtime.store import offsets_within
 
 
@@ -26,11 +27,11 @@ class SlotAttention:
         """cached: tokens that each of `slots` has. counts: new tokens of each."""
         device = cache.device
         self.cache, self.slots, self.cached, self.counts = cache, slots, cached, counts
-        sizes = torch.tensor(counts, device=device)
-        self.positions = torch.tensor(cached, device=device).repeat_interleave(sizes) + offsets_within(sizes)
-        at = cache.slot_offsets[torch.tensor(slots, device=device)]
-        self.token_indices = at.repeat_interleave(sizes) + self.positions
-        self.at = torch.tensor(slots, device=device)
+        self.at, first, sizes = on_device([*slots, *cached, *counts], device).view(3, -1).unbind()
+        total = sum(counts)
+        self.positions = first.repeat_interleave(sizes, output_size=total) + offsets_within(sizes, total)
+        offsets = cache.slot_offsets[self.at].repeat_interleave(sizes, output_size=total)
+        self.token_indices = offsets + self.positions
         self._masks: dict[Hashable, torch.Tensor] = {}  # one for all layers in which the same tokens are visible
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
