@@ -72,6 +72,8 @@ class PackedBatch:
     ids: torch.Tensor | None = None  # [R, k] int64: the tokens whose log-probs are asked for at each response token
     # [R, H] float32 each: last hidden states of other models, to compare the whole vocabulary with; see `train`
     hidden: tuple[torch.Tensor, ...] = ()
+    # `prompt_lens` and `response_lens` where the host knows them, so that nobody has to read them from the device
+    on_host: tuple[Sequence[int], Sequence[int]] | None = None
 
     def __len__(self) -> int:
         return self.rows.numel()

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from rldsl.backends.torch.model.model_inputs import pack_inputs
+from rldsl.backends.torch.model.sequence_parallel import SequenceParallel
+from rldsl.diag import Failure
 from rldsl.plan.model import Spread, Value
+from rldsl.runtime.backend import Axis, PackedBatch
 from rldsl.runtime.comm import exchange
 from rldsl.runtime.comm.row_assignment import RowLengths, StepRows
 from rldsl.runtime.host_numbers import on_device
@@ -98,3 +102,40 @@ def test_numbers_go_to_the_device_pinned(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch, "tensor", lambda numbers, **options: seen.append(options) or Pinned())
     assert on_device([1, 2], CUDA) == "there"  # type: ignore[comparison-overlap]
     assert [x["pin_memory"] for x in seen] == [True]
+
+
+def batch(prompts: list[int], responses: list[int], device: torch.device, known: bool) -> PackedBatch:
+    lens = [torch.tensor(x, dtype=torch.int64).to(device) for x in (prompts, responses)]
+    tokens = torch.arange(sum(prompts) + sum(responses), device=device)
+    return PackedBatch(torch.arange(len(prompts), device=device), *lens, tokens,
+                       on_host=(prompts, responses) if known else None)
+
+
+ALONE = Axis((0,), 0, None)
+SHAPES = [[([3, 1], [2, 0])], [([3, 1], [2, 0]), ([4], [5])], [([], [])]]
+
+
+@pytest.mark.parametrize("frames", SHAPES)
+def test_inputs_of_a_pass_are_made_without_a_wait(frames: list[tuple[list[int], list[int]]]) -> None:
+    """And are those that the device's lengths give."""
+    made = [pack_inputs([batch(*f, where, known) for f in frames], where, ALONE, SequenceParallel(ALONE, False))
+            for where, known in ((GPU, True), (torch.device("cpu"), True), (torch.device("cpu"), False))]
+    assert made[0].tokens.device == GPU
+    for name in ("tokens", "positions", "predict_at", "targets", "last_at"):
+        far, near, right = (getattr(x, name) for x in made)
+        assert far.shape == near.shape and torch.equal(near, right), name
+    assert made[1].responses == made[2].responses and made[1].attention.max_seqlen == made[2].attention.max_seqlen
+    buckets, right = (x.attention.buckets for x in made[1:])
+    assert buckets.shapes == right.shapes and torch.equal(buckets.token_of_cell, right.token_of_cell)
+
+
+def test_inputs_of_lengths_that_the_host_does_not_know_are_read() -> None:
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        pack_inputs([batch([3], [2], GPU, False)], GPU, ALONE, SequenceParallel(ALONE, False))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_empty_prompt_is_an_error(known: bool) -> None:
+    with pytest.raises(Failure, match="RL0732"):
+        pack_inputs([batch([3, 0], [2, 1], torch.device("cpu"), known)], torch.device("cpu"), ALONE,
+                    SequenceParallel(ALONE, False))

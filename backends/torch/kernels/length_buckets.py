@@ -33,9 +33,10 @@ class LengthBuckets:
     cell_of_token: torch.Tensor    # [T]
     padding_cells: torch.Tensor    # [C - T]
 
-    def __init__(self, lengths: torch.Tensor):
-        """lengths: [S] int64."""
-        host_lengths = lengths.cpu()  # the one wait for the device: everything below is computed on the host
+    def __init__(self, lengths: torch.Tensor, on_host: Sequence[int] | None = None):
+        """lengths: [S] int64. on_host: the same, if the host knows them."""
+        # without these, the one wait for the device: everything below is computed on the host
+        host_lengths = lengths.cpu() if on_host is None else torch.tensor(on_host, dtype=torch.long)
         sizes = host_lengths.tolist()
         by_width: defaultdict[int, list[int]] = defaultdict(list)
         for i, size in enumerate(sizes):

@@ -114,18 +114,20 @@ class VarlenAttention:
     complete = True
     blocks: torch.Tensor | None = None  # [T]: tokens of a block, from 0, see one another; -1: of none. None: no blocks
 
-    def __init__(self, lengths: torch.Tensor):
-        """lengths: [S] int64, on the device of the model."""
-        self.lengths = lengths
-        self.max_seqlen = int(lengths.max()) if lengths.numel() else 0
-        self.positions = offsets_within(lengths)
+    def __init__(self, lengths: torch.Tensor, on_host: Sequence[int] | None = None):
+        """lengths: [S] int64, on the device of the model. on_host: the same, if the host knows them; else it waits for
+        the device."""
+        self.lengths, self._on_host = lengths, on_host
+        longest = max(on_host, default=0) if on_host is not None else int(lengths.max()) if lengths.numel() else 0
+        self.max_seqlen = longest
+        self.positions = offsets_within(lengths, None if on_host is None else sum(on_host))
         # On the CPU now, since every pass needs them. On a GPU when a layer asks, since a fused kernel needs none
-        self._buckets = None if lengths.is_cuda else LengthBuckets(lengths)
+        self._buckets = LengthBuckets(lengths, on_host) if lengths.device.type == "cpu" else None
 
     @property
     def buckets(self) -> LengthBuckets:
         if self._buckets is None:
-            self._buckets = LengthBuckets(self.lengths)
+            self._buckets = LengthBuckets(self.lengths, self._on_host)
         return self._buckets
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add
 
 import torch
 
@@ -20,7 +21,7 @@ from rldsl.backends.torch.model.vision import Vision
 from rldsl.diag import fail
 from rldsl.runtime.backend import Axis, PackedBatch
 from rldsl.runtime.image_tokens import ids_of
-from rldsl.runtime.store import offsets_within
+from rldsl.runtime.store import offsets_within, ragged_indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,23 +81,35 @@ def _own_tokens(batch: PackedBatch) -> torch.Tensor:
     return offsets_within(lengths) >= batch.prompt_lens.repeat_interleave(lengths)
 
 
+def _on_host(frames: Sequence[PackedBatch]) -> tuple[list[int], list[int]] | None:
+    """Prompt and response lengths of the sequences of all frames; None if the host does not know them."""
+    known = [f.on_host for f in frames if f.on_host is not None]
+    if len(known) < len(frames):
+        return None
+    prompts, responses = ([n for lens in side for n in lens] for side in zip(*known, strict=True))
+    return prompts, responses
+
+
 def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, in_groups: bool) -> ModelInputs:
     tokens = torch.cat([f.tokens for f in frames]).to(device)
     prompts = torch.cat([f.prompt_lens for f in frames]).to(device)
     responses = torch.cat([f.response_lens for f in frames]).to(device)
-    if prompts.numel() and int(prompts.min()) == 0:
+    on_host = _on_host(frames)
+    if prompts.numel() and (int(prompts.min()) if on_host is None else min(on_host[0])) == 0:
         raise fail("RL0732", "a sequence has an empty prompt", help="every prompt needs at least one token")
     lengths = prompts + responses
     starts = lengths.cumsum(0) - lengths
     if any(f.own is not None for f in frames):  # the token before the first of a turn is the environment's
         predict_at = torch.cat([_own_tokens(f) for f in frames]).to(device).nonzero()[:, 0] - 1
     else:
-        predict_at = (starts + prompts - 1).repeat_interleave(responses) + offsets_within(responses)
+        total = None if on_host is None else sum(on_host[1])
+        predict_at = ragged_indices(starts + prompts - 1, torch.arange(len(starts), device=device), responses, total)
     targets, last_at = ids_of(tokens[predict_at + 1]), starts + lengths - 1
     given = [f.ids for f in frames if f.ids is not None]
     ids = torch.cat(given).to(device) if given else None
     hidden = tuple(torch.cat(x).to(device) for x in zip(*(f.hidden for f in frames if f.hidden), strict=True))
-    sizes = tuple(int(f.response_lens.sum()) for f in frames), tuple(len(f) for f in frames)
+    sizes = tuple(int(f.response_lens.sum()) if f.on_host is None else sum(f.on_host[1]) for f in frames), tuple(
+        len(f) for f in frames)
     if in_groups:
         groups = GroupedAttention(lengths, cp)
         rows, predict, last = (groups.partition, *(GroupedPartition(groups.owner[at], cp) for at in
@@ -107,7 +120,7 @@ def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, in_
             tuple(x[predict.own_items] for x in hidden), last.places(rows, last_at), *sizes, predict, last,
             tuple(predict.sizes))
     if cp.size == 1:
-        varlen = VarlenAttention(lengths)
+        varlen = VarlenAttention(lengths, None if on_host is None else list(map(add, *on_host)))
         return ModelInputs(tokens, varlen.positions, varlen, predict_at, targets, ids, hidden, last_at, *sizes)
     attention = ContextParallelAttention(lengths, cp)
     partition = attention.partition

@@ -41,13 +41,21 @@ class RowLengths:
     def numbers(self, extent: str) -> list[int]:
         """What `of` returns, on the host, which waits for the device at most once. The tensors may not change
         afterwards."""
-        if self.on_host is None:
-            prompt, response = torch.stack([self.prompt, self.response]).tolist()
-            self.on_host = prompt, response
-        prompt, response = self.on_host
+        prompt, response = self._read()
         if extent == "tokens":
             return list(map(add, prompt, response))
         return response if extent in ("response", ENTRIES, HIDDEN) else [1] * len(prompt)
+
+    def of_rows(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        """(prompt, response) of some rows, on the host, as `numbers`."""
+        prompt, response = self._read()
+        return [prompt[r] for r in rows], [response[r] for r in rows]
+
+    def _read(self) -> tuple[list[int], list[int]]:
+        if self.on_host is None:
+            prompt, response = torch.stack([self.prompt, self.response]).tolist()
+            self.on_host = prompt, response
+        return self.on_host
 
     def of(self, extent: str) -> torch.Tensor:
         """[count]: entries of each row of a value with this extent, times its width."""

@@ -250,8 +250,7 @@ def infer(models: ModelStore, step: StepState, event: Infer) -> None:
         count = max(num_micro_batches(rows[event.frame], totals, *bounds) for rows in step.rows.rows_by_dp(spread))
         divided += [()] * (count - len(divided))
     parts = [on_device(p, context.device) for p in divided]
-    batches = [step.packed(event.frame, tokens, part, sum(totals[r] for r in numbers))
-               for part, numbers in zip(parts, divided, strict=True)]
+    batches = [step.packed(event.frame, tokens, part, numbers) for part, numbers in zip(parts, divided, strict=True)]
     shard = models.shard_to_read(event.model, event.layout)
     if event.output_name == TOP:
         ids, logprobs = shard.top(batches, context.values[event.ids].width, event.temperature, event.words)

@@ -191,7 +191,7 @@ class _TrainCall:
         whole = self._whole(counts) if event.first_pass else None
         minibatch_loss = whole or MinibatchLoss(self.program, counts)
         parts = [on_device(p, step.context.device) for p in divided]
-        batches = [tuple(self._packed(f, part) for f in event.frames) for part in parts]
+        batches = [tuple(self._packed(f, *part) for f in event.frames) for part in zip(parts, divided, strict=True)]
         # selected before the first pass, since the host waits for the device to learn how many elements there are
         selected = [{name: _data(step.context, value, self.data[name], part, frames[event.frames[0]].per_prompt)
                      for name, value in event.data_inputs if value not in self.head_of} for part in parts]
@@ -221,8 +221,8 @@ class _TrainCall:
             self.program, counts, outputs, {n for n in given if values[data[n]].dtype == "bool"},
             {n: self.data[n].data[0] for n in given if values[data[n]].extent == "batch"})
 
-    def _packed(self, frame: str, rows: torch.Tensor) -> PackedBatch:
-        packed = self.step.packed(frame, self.tokens[frame], rows)
+    def _packed(self, frame: str, rows: torch.Tensor, numbers: Rows) -> PackedBatch:
+        packed = self.step.packed(frame, self.tokens[frame], rows, numbers)
         ids = self.event.ids
         if self.head_of:
             values = self.step.context.values

@@ -195,10 +195,12 @@ class StepState:
         ids: torch.Tensor = self.read(reads, value).select(rows).data
         return ids.view(-1, self.context.values[value].width)
 
-    def packed(self, frame: str, tokens: RaggedRows, rows: torch.Tensor, total: int | None = None) -> PackedBatch:
-        """The sequences of some rows, packed. total: their tokens, if the host knows them (`RaggedRows.select`)."""
-        lens, data = self.rows.lens[frame], tokens.select(rows, total).data
+    def packed(self, frame: str, tokens: RaggedRows, rows: torch.Tensor, numbers: Rows | None = None) -> PackedBatch:
+        """The sequences of some rows, packed. numbers: the rows on the host, if it knows them."""
+        lens = self.rows.lens[frame]
+        on_host = None if numbers is None else lens.of_rows(numbers)
+        data = tokens.select(rows, None if on_host is None else sum(map(sum, on_host))).data
         own = None
         if self.context.frames[frame].max_turns:
             data, own = unmarked(data)
-        return PackedBatch(rows, lens.prompt[rows], lens.response[rows], data, own)
+        return PackedBatch(rows, lens.prompt[rows], lens.response[rows], data, own, on_host=on_host)
