@@ -59,6 +59,32 @@ def test_a_layer_and_its_gradients(calls: list[tuple[int, ...]], shape: tuple[in
     assert calls == [(ROWS, INPUTS, OUTPUTS), (ROWS, OUTPUTS, INPUTS), (OUTPUTS, ROWS, INPUTS)]
 
 
+class Doubled(torch.autograd.Function):
+    """In place, as sums over tp are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad
+
+
+@pytest.mark.parametrize("shape", [(ROWS,), (1, ROWS), (4, ROWS // 4)])
+def test_the_result_may_be_overwritten(calls: list[tuple[int, ...]], shape: tuple[int, ...]) -> None:
+    results = []
+    for layer in (products.linear, F.linear):
+        x, weight = numbers(*shape, INPUTS).requires_grad_(), numbers(OUTPUTS, INPUTS).requires_grad_()
+        out = Doubled.apply(layer(x, weight, None))
+        out.backward(numbers(*out.shape))
+        results.append((out, x.grad, weight.grad))
+    for own, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-4)
+    assert len(calls) == 3
+
+
 def test_a_frozen_weight_has_no_gradient(calls: list[tuple[int, ...]]) -> None:
     x, weight = numbers(ROWS, INPUTS).requires_grad_(), numbers(OUTPUTS, INPUTS)
     products.linear(x, weight, None).sum().backward()

@@ -61,10 +61,11 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [..., k] @ weight [m, k].T + bias [m]."""
-    if x.dim() < 2 or not _takes(x.flatten(0, -2) if x.dim() > 2 else x, weight):
+    rows = x.flatten(0, -2) if x.dim() > 2 else x
+    if x.dim() < 2 or not _takes(rows, weight):
         return F.linear(x, weight, bias)
-    out: torch.Tensor = _Linear.apply(x, weight, bias)
-    return out
+    out: torch.Tensor = _Linear.apply(rows, weight, bias)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
 
 class OneDNNLinear(nn.Linear):
@@ -83,18 +84,19 @@ def use_onednn(module: nn.Module) -> None:
 
 
 class _Linear(Function):
+    """[n, k] -> [n, m]. Its result is no view: a sum over tp is made in its place."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return _onednn(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], -1)
+        return _onednn(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
-        grad_x = product(rows, weight.T).view(x.shape) if ctx.needs_input_grad[0] else None
-        grad_weight = product(rows.T, x.flatten(0, -2).T) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+        grad_x = product(grad, weight.T) if ctx.needs_input_grad[0] else None
+        grad_weight = product(grad.T, x.T) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def _takes(a: torch.Tensor, b: torch.Tensor) -> bool:
