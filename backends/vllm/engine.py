@@ -81,6 +81,7 @@ class WorkerExtension:
             del model.load_weights
         if missing := sorted(wanted - loaded):
             raise ValueError(f"vLLM has parameters that got no weights: {', '.join(missing[:3])}")
+        pack_shared_weights(model)
 
     def divide_logits(self, temperature: float) -> None:
         """Let logits be those at a temperature, before anything else is done with them: then the log-probs that vLLM
@@ -96,6 +97,16 @@ class WorkerExtension:
                 return None if logits is None else logits / temperature
 
             model.compute_logits = divided
+
+
+def pack_shared_weights(model: Any) -> None:
+    """On a CPU, linear layers multiply with packed copies of their weights. vLLM 0.32 makes the copy of a layer whose
+    own weights it loads, so a head that shares the weight of the embedding would keep the one before."""
+    packed = [m for m in model.modules() if hasattr(m, "cpu_linear") and m.weight.numel()]
+    places = [m.weight.data_ptr() for m in packed]
+    for module, place in zip(packed, places, strict=True):
+        if places.count(place) > 1:
+            module.quant_method.process_weights_after_loading(module)
 
 
 class Engine:

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_model(tmp_path_factory.mktemp("vllm") / "model", head_dim=32))
+    return str(make_model(tmp_path_factory.mktemp("vllm") / "model", head_dim=32, tie_word_embeddings=True))
 
 
 def model_of(path: str) -> Model:

@@ -74,12 +74,28 @@ class Request:
     made: Completion = field(default_factory=Completion)
 
 
+class Packing:
+    """Of a layer that multiplies with a copy of its weight, as on a CPU."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        copy = layer.weight.clone()
+        layer.cpu_linear = lambda x: x.float() @ copy.float().T
+
+
+class Layer:
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight, self.quant_method = weight, Packing()
+        self.quant_method.process_weights_after_loading(self)
+
+
 class Model:
     """A decoder with the parameters of a HuggingFace directory; random until `load_weights`."""
 
     def __init__(self, directory: str) -> None:
         self.config = json.loads((Path(directory) / "config.json").read_text())
         self.directory, self.weights = directory, dict[str, torch.Tensor]()
+        self.embedding: Any = None
+        self.head: Any = None
         from safetensors import safe_open
 
         with safe_open(f"{directory}/model.safetensors", "pt") as opened:
@@ -92,13 +108,21 @@ class Model:
         found = {name: tensor.clone() for name, tensor in weights}
         if unknown := found.keys() - self.shapes:
             raise ValueError(f"There is no module or parameter named {sorted(unknown)[0]!r}")
-        self.weights |= found
+        for name, x in found.items():
+            self.weights.setdefault(name, torch.empty_like(x)).copy_(x)
+        embedding = self.weights["model.embed_tokens.weight"]
+        self.embedding = self.embedding or Layer(embedding)
+        # a head that shares the weight of the embedding is not loaded, so nothing packs it again
+        if "lm_head.weight" in found or self.head is None:
+            self.head = Layer(self.weights.get("lm_head.weight", embedding))
         return set(found)
 
+    def modules(self) -> list[Any]:
+        return [self.embedding, self.head]
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        w = self.weights
-        head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
-        return hidden.float() @ head.float().T
+        logits: torch.Tensor = self.head.cpu_linear(hidden)
+        return logits
 
     def hidden(self, tokens: list[int]) -> torch.Tensor:
         """[1, H] of the last token."""
@@ -258,7 +282,7 @@ class LLM:
             raise ValueError("sleep mode is off")
         log("sleep")
         self.runner.asleep = {"weights", "kv_cache"}
-        self.runner.model.weights = {}
+        self.runner.model.weights, self.runner.model.head, self.runner.model.embedding = {}, None, None
 
     def wake_up(self, tags: list[str]) -> None:
         log(f"wake {','.join(tags)}")
