@@ -15,6 +15,7 @@ import importlib.util
 import os
 import pkgutil
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -179,10 +180,12 @@ def unusable(name: str, why: str, place: str = "") -> Failure:
 
 def lacking(description: Description) -> str:
     """The command that installs the package behind a backend, if that is missing or of an unsupported version; else
-    "". A Python of its own is not asked: who runs the backend finds out."""
-    if description.needs is None or description.interpreter and os.environ.get(description.interpreter):
+    "". A Python of its own is looked for, but not asked: who runs the backend finds out."""
+    if description.needs is None:
         return ""
     module, command = description.needs
+    if python := _own_python(description):
+        return "" if shutil.which(python) else command
     try:
         installed = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the package around the module
@@ -190,9 +193,16 @@ def lacking(description: Description) -> str:
     return "" if installed and not unfit(description) else command
 
 
+def _own_python(description: Description) -> str:
+    """The Python that the user names for the package of a backend; "" if there is none."""
+    return os.environ.get(description.interpreter, "") if description.interpreter else ""
+
+
 def unfit(description: Description) -> str:
-    """The unsupported version of its package that is installed; "" if there is none, or if the version is unknown. A
-    release candidate counts as the release."""
+    """The unsupported version of its package that is installed, or the Python that does not exist; "" if there is none,
+    or if the version is unknown. A release candidate counts as the release."""
+    if python := _own_python(description):
+        return "" if shutil.which(python) else f"{description.interpreter} names {python}, which cannot be run"
     if description.versions is None:
         return ""
     from importlib import metadata

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rldsl.plan.backends import described, lacking
 from rldsl.plan.events import Compute, Infer, Log
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
+from rldsl.verify import verify
 from tests.docs.pages import files
 from tests.tiny import make_model, make_sums, write_jsonl
 
@@ -45,7 +47,7 @@ CORRECTED = "ppo_clip(old=gen.logprobs, adv=group_norm(len(gen)))"
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: Path) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RLDSL_VLLM_PYTHON", "/is/not/asked")
+    monkeypatch.setenv("RLDSL_VLLM_PYTHON", sys.executable)  # it is not asked
     (tmp_path / "models").symlink_to(models)
     write_jsonl(tmp_path / "prompts.jsonl", make_sums(16))
     yield
@@ -118,6 +120,23 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("vLLM is installed here")
     d = refused()
     assert d.code == "RL0326" and "pip install 'rldsl[vllm]'" in d.help and "RLDSL_VLLM_PYTHON" in d.help
+
+
+def test_a_python_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLDSL_VLLM_PYTHON", "/no/python")
+    d = refused()
+    assert (d.code, d.label) == ("RL0326", "RLDSL_VLLM_PYTHON names /no/python, which cannot be run")
+
+
+def test_a_forged_plan_is_refused_by_the_verifier() -> None:
+    """Of a call that continues responses of earlier steps, moved to the backend."""
+    plan = compiled(options=", per_step=2", place="")
+    verify(plan)
+    layouts = tuple(replace(x, backend="vllm") for x in plan.layouts)
+    with pytest.raises(Failure) as caught:
+        verify(replace(plan, layouts=layouts))
+    assert any(d.code == "RL0615" and "continues responses in later steps" in d.title
+               for d in caught.value.diagnostics)
 
 
 def test_the_description_is_light() -> None:
