@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -142,6 +143,7 @@ def installed(guard: Guard) -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in _functions(guard).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(dist, "new_group", _new_group(guard)))
         # devices have another name below Python, where a hook that saves a tensor is called and autocast has its switch
         stack.enter_context(mock.patch.dict(torch.utils.checkpoint._allowed_determinism_checks_to_fns, {
             "default": lambda x: {"shape": x.shape, "dtype": x.dtype}}))
@@ -158,6 +160,18 @@ def installed(guard: Guard) -> Iterator[None]:
                 (nucleus_kernel, "_installed", lambda device: None), (fused_layers, "find_spec", lambda name: None)):
             stack.enter_context(mock.patch.object(module, name, value))
         yield
+
+
+def _new_group(guard: Guard) -> Any:
+    plain = dist.new_group
+
+    def new_group(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        group = plain(*args, backend=backend, **kwargs)
+        if backend == "gloo" and isinstance(group, dist.ProcessGroup):
+            guard.host_groups.add(group.group_name)
+        return group
+
+    return new_group
 
 
 def _functions(guard: Guard) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -84,6 +85,7 @@ class Guard:
         self.order = Order(lambda what: self.cross("race", what))
         self.streams = ["compute"]  # that were entered; the last one is current
         self.registered: dict[int, int] = {}  # address -> bytes of host memory that is pinned
+        self.host_groups: set[str] = set()  # names of groups whose messages are on the host
         self.graphs = self.replays = 0
         self.sites: set[tuple[str, str, int]] = set()  # lines that make a tensor on the device
         self.forgotten: tuple[str, str, int] | None = None  # a line that makes it on the host, as if by mistake
@@ -299,7 +301,9 @@ class Operators(TorchDispatchMode):
         kwargs, guard = kwargs or {}, self.guard
         given = tensors(args, kwargs)
         sides = [guard.side(x) for x in given]
-        if SIDE in sides and not guard.muted:
+        if func.namespace == "c10d" and HOST in sides and not self._among_hosts(args):
+            guard.cross("mix", f"{func.__name__} of a message on the host")
+        elif SIDE in sides and not guard.muted:
             for x, side in zip(given, sides):
                 if not side:  # made inside an operator
                     guard.place(x, SIDE)
@@ -313,6 +317,12 @@ class Operators(TorchDispatchMode):
             self._launch(SIDE in sides, given, [*written(func, args), *fresh])
         return out
 
+    def _among_hosts(self, args: Any) -> bool:
+        """Whether the messages are those of a group of hosts."""
+        groups = [dist.ProcessGroup.unbox(x) for x in tree_leaves(args) if isinstance(x, torch.ScriptObject)
+                  and "ProcessGroup" in str(x._type())]
+        return any(group.group_name in self.guard.host_groups for group in groups)
+
     def _launch(self, on_device: bool, given: Iterable[torch.Tensor], changed: Iterable[torch.Tensor]) -> None:
         """Note what is read and written; of the host's memory, only what is pinned may be used by a stream."""
         reads, writes = ([m for m in map(self.guard.shared, xs) if m] for xs in (given, changed))
@@ -322,10 +332,7 @@ class Operators(TorchDispatchMode):
 
     def _check(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], sides: list[str]) -> None:
         name, cross = func.__name__.partition(".")[0], self.guard.cross
-        if func.namespace == "c10d":
-            if any(side == HOST for x, side in zip(given, sides) if x.numel()):
-                cross("mix", f"{name} of a message on the host")
-        elif name in ("copy_", "_foreach_copy_"):
+        if name in ("copy_", "_foreach_copy_"):
             self._copy(args)
         elif name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             self._index(name, args)

@@ -5,8 +5,11 @@ change before. gloo is early: a missing wait, which is a race under NCCL, passes
 from __future__ import annotations
 
 import math
+import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from rldsl.runtime import collectives
+
+ROOT = Path(__file__).parents[2]
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -55,14 +60,26 @@ class Late:
         return getattr(self.work, name)
 
 
+def _poster() -> str:
+    """The file of the program that wants the message: functions that only post for others are passed over."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        own = any(folder in file.parents for folder in (ROOT / "rldsl", ROOT / "backends"))
+        if own and file.name != "collectives.py" and frame.f_code.co_name not in ("post", "post_each"):
+            return file.name
+        frame = frame.f_back
+    return ""
+
+
 def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 @contextmanager
 def late_communication() -> Iterator[dict[str, int]]:
-    """Yields how many operations were posted, and how many were waited for."""
-    counts = {"posted": 0, "waited": 0}
+    """Yields how many operations were posted, and how many were waited for; and by file, how many each has posted."""
+    counts: Counter[str] = Counter(posted=0, waited=0)
     plain = dist.batch_isend_irecv
 
     def batch(operations: list[Any]) -> list[Late]:
@@ -73,6 +90,7 @@ def late_communication() -> Iterator[dict[str, int]]:
             real.append(dist.P2POp(op.op, tensor, op.peer, op.group, op.tag))
             sides.append(([op.tensor], []) if sends else ([], [(op.tensor, tensor)]))
         counts["posted"] += len(operations)
+        counts[_poster()] += len(operations)
         for work, (sent, received) in zip(plain(real), sides, strict=True):
             works.append(Late(work, sent, received, counts))
         return works
@@ -83,6 +101,7 @@ def late_communication() -> Iterator[dict[str, int]]:
                 return function(out, x, *args, **kwargs)
             arrived = torch.empty_like(out)
             counts["posted"] += 1
+            counts[_poster()] += 1
             return Late(function(arrived, x, *args, async_op=True, **kwargs), [x], [(out, arrived)], counts)
 
         return call

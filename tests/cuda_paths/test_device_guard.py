@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.cuda_paths.device_guard import DEVICE, Border, guarded
+from tests.world import run_world
 
 CPU = torch.device("cpu")
 
@@ -164,6 +166,25 @@ def test_memory_is_not_freed_while_a_stream_uses_it(waits: bool) -> None:
         with torch.cuda.stream(side):
             del y
     assert [b.kind for b in seen] == ([] if waits else ["race"])
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+def _sent(rank: int) -> list[list[str]]:
+    found = []
+    for device, backend in ((DEVICE, None), ("cpu", None), ("cpu", "gloo")):
+        seen: list[Border] = []
+        with guarded(seen.append):
+            group = dist.new_group([0], backend=backend)
+            dist.all_reduce(torch.ones(2, device=device), group=group)
+        found.append([b.kind for b in seen])
+    return found
+
+
+def test_messages_are_on_the_device() -> None:
+    """But for those of a group that is made for the host's."""
+    assert run_world(1, _sent) == [[[], ["mix"], []]]
 
 
 # ------------------------------------------------------------------------------------------------ graphs

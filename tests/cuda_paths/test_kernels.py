@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import os
@@ -135,3 +136,18 @@ def test_triton_kernels_compile_for_gpus(tmp_path: Path) -> None:
     assert len(found) == 32
     limits = {80: 163 << 10, 90: 227 << 10}  # bytes of shared memory that a program may have
     assert all(size > 0 and shared <= limits[target] for target, size, shared in found), found
+
+
+def test_all_kernels_are_compiled() -> None:
+    """One that nobody compiles for GPUs would be tried on a GPU first."""
+    compiled = (ROOT / "tests/cuda_paths/compile_triton.py").read_text()
+    lacking = []
+    for file in sorted((ROOT / "backends").rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        kernels = [f for f in tree.body if isinstance(f, ast.FunctionDef)
+                   and any(ast.unparse(d).startswith("triton.jit") for d in f.decorator_list)]
+        inlined = {c.func.id for f in kernels for c in ast.walk(f) if isinstance(c, ast.Call)
+                   and isinstance(c.func, ast.Name)}
+        lacking += [f"{file.stem}.{f.name}" for f in kernels
+                    if f.name not in inlined and f"{file.stem}.{f.name}" not in compiled]
+    assert lacking == []
