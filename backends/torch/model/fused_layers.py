@@ -1,4 +1,5 @@
-"""Layers of a model family that run with fewer kernels on a GPU (`kernels/layer_kernels.py`).
+"""Layers of a model family that run with fewer kernels: on a GPU (`kernels/layer_kernels.py`), and rotary embeddings on
+a CPU (`kernels/cpu_rotary.py`).
 
 In: the modules of a family. Out: the same modules; attention whose rotary embedding rotates halves of a head,
 feed-forward layers that compute down(silu(gate(x)) * up(x)), and norms whose results only these two read, have another
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rldsl.backends.torch.kernels.cpu_rotary import CpuRotary, takes
+
 ROTARY = "apply_rotary_pos_emb"  # what transformers calls it in the modules of all families
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
@@ -29,8 +32,10 @@ Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def fuse_layers(skeleton: nn.Module, device: torch.device, norms: Collection[str] = ()) -> list[str]:
-    """Replace the forward of modules on a GPU where Triton can be used. Returns their names. norms: names of those that
-    are root-mean-square norms with a plain weight."""
+    """Replace the forward of modules on a GPU where Triton can be used, and of attention on a CPU. Returns their names.
+    norms: names of those that are root-mean-square norms with a plain weight."""
+    if device.type == "cpu":
+        return _fuse_rotary(skeleton)
     if device.type != "cuda" or find_spec("triton") is None:
         return []
     fused = []
@@ -65,6 +70,17 @@ def fuse_layers(skeleton: nn.Module, device: torch.device, norms: Collection[str
 # ------------------------------------------------------------------------------------------------ rotary embeddings
 
 
+def _fuse_rotary(skeleton: nn.Module) -> list[str]:
+    """Replace that of attention on a CPU."""
+    fused = []
+    for name, module in skeleton.named_modules():
+        forward = type(module).forward
+        if all(isinstance(getattr(module, p, None), nn.Linear) for p in PROJECTIONS) and _rotates_halves(forward):
+            module.forward = partial(_with_rotary(forward, cpu_rotary), module)
+            fused.append(name)
+    return fused
+
+
 @cache
 def _rotates_halves(forward: Any) -> bool:
     """Whether a forward calls, by this name, a function that computes what the kernel does."""
@@ -89,15 +105,29 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 def _attention_forward(module: nn.Module, forward: FunctionType) -> Callable[..., Any]:
     """The module's forward with another function under the name of the rotary embedding. Its input is only read by
     projections: where nothing is differentiated it is cast once and not by each of them."""
-    names = forward.__globals__
-    mine = FunctionType(forward.__code__, {**names, ROTARY: partial(rotary, names[ROTARY])}, forward.__name__,
-                        forward.__defaults__, forward.__closure__)
-    mine.__kwdefaults__ = forward.__kwdefaults__
+    mine = _with_rotary(forward, rotary)
 
     def run(hidden_states: torch.Tensor, *rest: Any, **options: Any) -> Any:
         return mine(module, _cast_once(hidden_states), *rest, **options)
 
     return run
+
+
+def _with_rotary(forward: FunctionType, function: Callable[..., Any]) -> FunctionType:
+    """The forward with `function` under the name of the rotary embedding; it gets the family's own first."""
+    names = forward.__globals__
+    mine = FunctionType(forward.__code__, {**names, ROTARY: partial(function, names[ROTARY])}, forward.__name__,
+                        forward.__defaults__, forward.__closure__)
+    mine.__kwdefaults__ = forward.__kwdefaults__
+    return mine
+
+
+def cpu_rotary(plain: Rotary, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+               *more: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `rotary`; of float32 numbers on a CPU."""
+    if more or options or not takes(q, k, cos, sin):
+        return plain(q, k, cos, sin, *more, **options)
+    return CpuRotary.apply(q, cos, sin), CpuRotary.apply(k, cos, sin)
 
 
 def rotary(plain: Rotary, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,

@@ -1,0 +1,41 @@
+"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864) on CPUs: three passes over memory forward and three
+backward, where the steps of `x * cos + rotate_half(x) * sin` take ten.
+
+In: float32 queries and keys, halves of whose heads are rotated. Out: the rotated ones. Nothing of them is kept for the
+gradient, which is the rotation by the opposite angles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rldsl.backends.torch.kernels.autograd import Function
+
+
+class CpuRotary(Function):
+    """(x [1, heads, T, D], cos, sin [1, T, D]) -> x * cos + rotate_half(x) * sin, with T before heads in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        out, half = x * cos[:, None], x.shape[-1] // 2
+        out[..., :half].addcmul_(x[..., half:], sin[:, None, :, :half], value=-1)
+        out[..., half:].addcmul_(x[..., :half], sin[:, None, :, half:])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        out, half = grad * cos[:, None], grad.shape[-1] // 2
+        out[..., :half].addcmul_(grad[..., half:], sin[:, None, :, half:])
+        out[..., half:].addcmul_(grad[..., :half], sin[:, None, :, :half], value=-1)
+        return out, None, None
+
+
+def takes(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether `CpuRotary` computes these."""
+    return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in (q, k, cos, sin)) and all(
+        x.dim() == 4 and len(x) == 1 and x.shape[-2:] == cos.shape[-2:] and x.shape[-1] % 2 == 0
+        for x in (q, k)) and cos.dim() == 3 and len(cos) == 1 and not (cos.requires_grad or sin.requires_grad)
