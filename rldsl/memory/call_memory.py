@@ -188,7 +188,7 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
     captured = 0
     # steps with experts or collectives are not captured, nor are those of conversations
     if tp == 1 and not sizes.experts_per_token and e.conversation is None:
-        captured = num_captures_with_memory(longest, new) * (
+        captured = num_captures_with_memory(longest, new, device == "cpu") * (
             max(step, sampling - cast) if device == "cuda" else
             slots * (copy.layers * b.made + masked
                      + (sampling_bytes_per_logit(_head(copy), e.sampling) * _head(copy).rows if copy.last else 0)))

@@ -13,6 +13,7 @@ from rldsl.plan.payloads import Waiting
 
 MAX_PREFILL_TOKENS = 1 << 14  # prompt tokens per prefill, so that its memory does not grow with the batch
 MIN_CACHE_WIDTH = 64  # tokens: the smallest unit of the width that the KV cache is read in
+CPU_CACHE_WIDTH = 16  # the same on a CPU, whose attention takes as long as what it reads, visible or not
 MAX_CAPTURES_WITH_MEMORY = 4  # captured steps per micro-batch group that hold the intermediate results of their step
 
 MAX_LIVE_PER_SLOT = 4  # conversations that are alive for each slot of the KV cache, where waiting ones give theirs away
@@ -29,12 +30,17 @@ def round_to_bucket(count: int, least: int = 1, parts: int = 2) -> int:
     return -(-count // unit) * unit
 
 
-def num_captures_with_memory(prompt: int, new: int) -> int:
+def tokens_to_read(count: int, cpu: bool = False) -> int:
+    """How many tokens of each slot a step reads, at least `count`, so that few widths occur. cpu: on a CPU."""
+    return round_to_bucket(count, CPU_CACHE_WIDTH, 8) if cpu else round_to_bucket(count, MIN_CACHE_WIDTH, 4)
+
+
+def num_captures_with_memory(prompt: int, new: int, cpu: bool = False) -> int:
     """The largest number of captured steps with memory that exist at once, while sequences of `prompt` tokens get `new`
     more: one for each width at which the KV cache is read for two steps or more."""
     count, generated = 0, 1
     while generated < new and count < MAX_CAPTURES_WITH_MEMORY:
-        next_width = min(round_to_bucket(prompt + generated, MIN_CACHE_WIDTH, 4) - prompt + 1, new)
+        next_width = min(tokens_to_read(prompt + generated, cpu) - prompt + 1, new)
         count += next_width - generated > 1
         generated = next_width
     return count

@@ -75,10 +75,11 @@ def _packed(seed: int) -> Any:
     return pack([(p, []) for p in prompts(seed)])
 
 
-def test_a_second_call_runs_no_module_for_what_is_recorded(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_call_runs_no_module_for_what_is_recorded(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     states: dict = {}
-    sampling = replace(DRAWN, min_new_tokens=12)  # all end together: one shape
-    made(shard, prompts(1), sampling, states=states)
+    sampling = replace(DRAWN, min_new_tokens=12)  # all end together: one number of rows
+    for _ in range(3):  # a width may occur once in a call
+        made(shard, prompts(1), sampling, states=states)
     monkeypatch.setattr(engine, "DecodeAttention", lambda *_: pytest.fail("its modules were run"))
     made(shard, prompts(1), sampling, states=states)
 
@@ -142,13 +143,13 @@ def test_what_is_read_does_not_depend_on_what_was_there_before(shard: Any, monke
 
     class Noted(engine.DecodeAttention):
         def __init__(self, *args: Any) -> None:
-            widths.append(args[-1])
+            widths.append(args[3])
             super().__init__(*args)
 
     monkeypatch.setattr(engine, "DecodeAttention", Noted)
     states: dict = {}
-    short, long = ([[3] * n for _ in range(4)] for n in (5, 40))
+    short, long = ([[3] * n for _ in range(4)] for n in (6, 40))
     made(shard, long, DRAWN, states=states)
     widths.clear()
     made(shard, short, DRAWN, states=states)
-    assert len(states) == 1 and set(widths) == {5 + DRAWN.max_new_tokens}
+    assert len(states) == 1 and set(widths) == {16, 6 + DRAWN.max_new_tokens}

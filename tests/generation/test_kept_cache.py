@@ -84,7 +84,8 @@ def test_a_chain_of_three(shard: Any) -> None:
     assert third.num_prefilled == int((third.batch.response_lens > 0).sum())
 
 
-def test_invariant_is_bitwise(shard: Any) -> None:
+def test_invariant_is_bitwise(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard.stage, "invariant", True)
     with Invariant():
         found, texts = begun(shard, 5)
         prefix = Prefix(found.cache, torch.arange(len(texts)))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rldsl.backends.torch.generate.scheduler import DecodeBatch, MicroBatchGroup, PrefillBatch, Scheduler
-from rldsl.memory.decode_shapes import MAX_CAPTURES_WITH_MEMORY, num_captures_with_memory, round_to_bucket
+from rldsl.memory.decode_shapes import MAX_CAPTURES_WITH_MEMORY, num_captures_with_memory, round_to_bucket, tokens_to_read
 
 
 class Story:
@@ -134,7 +134,12 @@ def test_buckets_of_rows(count: int, found: int) -> None:
 @pytest.mark.parametrize("count, found", [
     (1, 64), (64, 64), (65, 128), (200, 256), (257, 320), (600, 640), (1100, 1280)])
 def test_buckets_of_widths(count: int, found: int) -> None:
-    assert round_to_bucket(count, 64, 4) == found
+    assert round_to_bucket(count, 64, 4) == tokens_to_read(count) == found
+
+
+@pytest.mark.parametrize("count, found", [(1, 16), (16, 16), (17, 32), (100, 112), (200, 208), (257, 288), (600, 640)])
+def test_buckets_of_widths_on_a_cpu(count: int, found: int) -> None:
+    assert tokens_to_read(count, cpu=True) == found
 
 
 def test_buckets_are_few_and_near() -> None:
@@ -146,9 +151,10 @@ def test_buckets_are_few_and_near() -> None:
 
 @pytest.mark.parametrize("prompt", [0, 1, 30, 63, 64, 200, 1000])
 @pytest.mark.parametrize("new", [0, 1, 2, 3, 40, 100, 700])
-def test_captured_steps_are_the_widths_of_two_steps_or_more(prompt: int, new: int) -> None:
-    widths = [min(round_to_bucket(prompt + made, 64, 4), prompt + new) for made in range(1, new)]
-    assert num_captures_with_memory(prompt, new) == min(MAX_CAPTURES_WITH_MEMORY, sum(widths.count(w) > 1 for w in set(widths)))
+@pytest.mark.parametrize("cpu", [False, True])
+def test_captured_steps_are_the_widths_of_two_steps_or_more(prompt: int, new: int, cpu: bool) -> None:
+    widths = [min(tokens_to_read(prompt + made, cpu), prompt + new) for made in range(1, new)]
+    assert num_captures_with_memory(prompt, new, cpu) == min(MAX_CAPTURES_WITH_MEMORY, sum(widths.count(w) > 1 for w in set(widths)))
 
 
 def test_numbers_of_a_damaged_plan_are_counted_too() -> None:

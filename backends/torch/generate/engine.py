@@ -202,7 +202,7 @@ class Engine:
 
         def step() -> tuple[torch.Tensor, ...]:
             positions = slots.last_prompt_pos[first:end] + slots.num_generated[first:end]
-            attention = DecodeAttention(cache, first, positions, batch.kv_len)
+            attention = DecodeAttention(cache, first, positions, batch.kv_len, not self.stage.invariant)
             if self.shifts is not None:
                 positions = positions + slots.shift[first:end]
             hidden = self.stage.forward(slots.token[first:end], positions, attention, received)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rldsl.backends.torch.generate.kv_cache import KVCache
+from rldsl.runtime.host_numbers import on_device
 from rldsl.runtime.store import offsets_within, ragged_indices
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]  # [T, K, D] each: tokens, heads, width of a head
@@ -34,10 +35,10 @@ class KeptCache:
         if bool((lengths > self.lengths[sequences]).any()):
             raise RuntimeError("a sequence continues more tokens than were kept of it")
         source = ragged_indices(self.starts, sequences, lengths)
-        target = cache.slot_offsets[slots].repeat_interleave(lengths) + offsets_within(lengths)
+        target = cache.places(slots.repeat_interleave(lengths), offsets_within(lengths))
         for index, pair in self.layers.items():
             for cached, x in zip(cache.layer(index, *(x.transpose(0, 1) for x in pair)), pair, strict=True):
-                cached.flatten(0, 1).index_copy_(0, target, x[source])
+                cache.put(cached, target, x[source])
 
     def spread_out(self, chosen: torch.Tensor) -> KeptCache:
         """The same for more sequences, of which these are the `chosen` ones ([N] bool)."""
@@ -56,8 +57,9 @@ class CacheKeeper:
 
     def keep(self, cache: KVCache, slots: Sequence[int], sequences: torch.Tensor, lengths: torch.Tensor) -> None:
         """Copy the first lengths[i] tokens of slots[i], which are those of sequences[i]."""
-        at = cache.slot_offsets[list(slots)].repeat_interleave(lengths) + offsets_within(lengths)
-        layers = {i: (k.flatten(0, 1)[at], v.flatten(0, 1)[at]) for i, (k, v) in cache.layers.items()}
+        at = on_device(slots, lengths.device).repeat_interleave(lengths)
+        places = cache.places(at, offsets_within(lengths))
+        layers = {i: (cache.take(k, places), cache.take(v, places)) for i, (k, v) in cache.layers.items()}
         self.parts.append((sequences, lengths, layers))
 
     def kept(self, device: torch.device) -> KeptCache:

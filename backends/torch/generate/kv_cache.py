@@ -2,8 +2,9 @@
 
 In: queries, keys and values of a forward pass. Out: the attention output; keys and values are in the cache.
 `PrefillAttention` writes whole prompts, one prompt perhaps into several slots; `DecodeAttention` appends one token to
-each slot of a run and reads the cache in place. The tokens of a slot are contiguous, with heads inside a token:
-[slots, width, K, D], the layout of flash-attn's kernels.
+each slot of a run and reads the cache in place. A cache is [slots, width, K, D], as flash-attn's kernels want it. In
+memory heads are inside a token on a GPU; on the CPU the tokens of a head are contiguous, since attention reads one head
+after the other there.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch
 
 from rldsl.backends.torch.generate.sequence_states import SequenceState, StateKey, StateTensors
 from rldsl.backends.torch.kernels.attention_kernels import decode_kernel
-from rldsl.backends.torch.model.attention import Scores, VarlenAttention, decode_attention
+from rldsl.backends.torch.model.attention import Scores, VarlenAttention, decode_attention, decode_by_products
 from rldsl.backends.torch.model.sequences import RowFunction
 from rldsl.runtime.store import offsets_within
 
+TokenPlaces = tuple[torch.Tensor, ...]  # where some tokens are in a cache, as `KVCache.places` says
 HostSlot = tuple[torch.Tensor, ...]  # all that a slot holds, in host memory; () of nothing
 
 
@@ -36,19 +38,42 @@ class KVCache:
     # number of tokens. A step reads one and writes the other, so that it can be run twice
     states: dict[int, dict[StateKey, torch.Tensor]] = field(default_factory=dict)
     masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)                # see `mask_values`
-    slot_offsets: torch.Tensor = field(init=False)  # [slots] the index of a slot's first token among all slots * width
+    slot_numbers: torch.Tensor = field(init=False)  # [slots] 0, 1, ...
     columns: torch.Tensor = field(init=False)       # [width] 0, 1, ...
+    heads_first: bool = field(init=False)           # the order in memory: [slots, K, width, D]
 
     def __post_init__(self) -> None:
-        self.slot_offsets = torch.arange(self.num_slots, device=self.device) * self.width
+        self.slot_numbers = torch.arange(self.num_slots, device=self.device)
         self.columns = torch.arange(self.width, device=self.device)
+        self.heads_first = self.device.type == "cpu"
+
+    def places(self, slots: torch.Tensor, columns: torch.Tensor) -> TokenPlaces:
+        """Of tokens at columns [n] of slots [n]: both, or what they are among all slots * width, if that is a dimension
+        in memory."""
+        return (slots, columns) if self.heads_first else (slots * self.width + columns,)
+
+    def put(self, cached: torch.Tensor, places: TokenPlaces, x: torch.Tensor) -> None:
+        """Write tokens x [n, K, D] to a cache."""
+        if self.heads_first:
+            cached.index_put_(places, x)
+        else:
+            cached.flatten(0, 1).index_copy_(0, places[0], x)
+
+    def take(self, cached: torch.Tensor, places: TokenPlaces) -> torch.Tensor:
+        """[n, K, D]: a copy of tokens of a cache."""
+        return cached[places] if self.heads_first else cached.flatten(0, 1)[places[0]]
 
     def layer(self, index: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, allocated at first use. k, v: any [K, T, D] of this layer."""
         if index not in self.layers:  # zeros: masked scores are multiplied by values too, which must be finite
-            keys, values = (x.new_zeros(self.num_slots, self.width, x.shape[0], x.shape[2]) for x in (k, v))
-            self.layers[index] = (keys, values)
+            self.layers[index] = self._empty(k), self._empty(v)
         return self.layers[index]
+
+    def _empty(self, x: torch.Tensor) -> torch.Tensor:
+        heads, size = x.shape[0], x.shape[2]
+        if self.heads_first:
+            return x.new_zeros(self.num_slots, heads, self.width, size).transpose(1, 2)
+        return x.new_zeros(self.num_slots, self.width, heads, size)
 
     def mask_values(self, dtype: torch.dtype) -> torch.Tensor:
         """[2]: what a mask adds to the score of a visible and of a hidden token. Made once, so that a captured decode
@@ -58,21 +83,21 @@ class KVCache:
             self.masks[dtype][1].fill_(-torch.inf)
         return self.masks[dtype]
 
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, token_indices: torch.Tensor,
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, places: TokenPlaces,
               source: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write token source[i] of k and v (token i without `source`) to token_indices[i] among all slots * width.
-        k, v: [K, T, D]; token_indices, source: [n] int64. Returns the layer's keys and values."""
+        """Write token source[i] of k and v (token i without `source`) to the i-th of n places. k, v: [K, T, D]; source:
+        [n] int64. Returns the layer's keys and values."""
         cached = self.layer(layer, k, v)
         for cache, x in zip(cached, (k, v), strict=True):
             tokens = x.transpose(0, 1)
-            cache.flatten(0, 1).index_copy_(0, token_indices, tokens if source is None else tokens[source])
+            self.put(cache, places, tokens if source is None else tokens[source])
         return cached
 
-    def write_inputs(self, place: int, inputs: tuple[torch.Tensor, ...], token_indices: torch.Tensor,
+    def write_inputs(self, place: int, inputs: tuple[torch.Tensor, ...], places: TokenPlaces,
                      source: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Write what a function that needs complete sequences is given: [T] of tokens, and [T, H] if it has more."""
         tokens, hidden = inputs[0], inputs[1] if len(inputs) > 1 else inputs[0].new_empty(len(inputs[0]), 0)
-        return self.write(-1 - place, tokens[None, :, None], hidden[None], token_indices, source)
+        return self.write(-1 - place, tokens[None, :, None], hidden[None], places, source)
 
     def write_states(self, place: int, tensors: StateTensors, slots: torch.Tensor, counts: torch.Tensor,
                      source: torch.Tensor | None = None) -> None:
@@ -133,18 +158,18 @@ class PrefillAttention(VarlenAttention):
         self.slots, self.prompt = slots, prompt
         copied = lengths[prompt]
         column = offsets_within(copied)
-        self.cache, self.token_indices = cache, cache.slot_offsets[slots].repeat_interleave(copied) + column
+        self.cache, self.places = cache, cache.places(slots.repeat_interleave(copied), column)
         starts = lengths.cumsum(0) - lengths
         repeats = len(prompt) > len(lengths)
         self.source = starts[prompt].repeat_interleave(copied) + column if repeats else None
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
-        self.cache.write(layer, k, v, self.token_indices, self.source)
+        self.cache.write(layer, k, v, self.places, self.source)
         return super().attend(layer, q, k, v, scores)
 
     def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """See `Sequences.by_rows`."""
-        self.cache.write_inputs(place, inputs, self.token_indices, self.source)
+        self.cache.write_inputs(place, inputs, self.places, self.source)
         return super().by_rows(place, run, inputs)
 
     def recur(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -170,26 +195,29 @@ class DecodeAttention:
 
     complete = False
 
-    def __init__(self, cache: KVCache, first: int, positions: torch.Tensor, kv_len: int):
+    def __init__(self, cache: KVCache, first: int, positions: torch.Tensor, kv_len: int, by_products: bool = False):
         """positions: [S] of the new tokens in their sequences. kv_len: how many tokens of a slot are read, at least the
-        largest position plus 1."""
+        largest position plus 1. by_products: with float32 numbers by batched products."""
+        self.by_products = by_products and cache.heads_first
         self.cache, self.slots = cache, slice(first, first + len(positions))
         self.positions, self.kv_len = positions, kv_len
-        self.token_indices = cache.slot_offsets[self.slots] + positions
+        self.places = cache.places(cache.slot_numbers[self.slots], positions)
         self._masks: dict[Hashable, torch.Tensor] = {}  # one for all layers in which the same tokens are visible
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """See `PackedAttention.attend`."""
-        cached = self.cache.write(layer, k, v, self.token_indices)
+        cached = self.cache.write(layer, k, v, self.places)
         if (kernel := decode_kernel(q)) is not None and scores.plain and q.shape[-1] == v.shape[-1]:
             return kernel(q.transpose(0, 1), *cached, self.slots.start, self.positions, self.kv_len, scores.scale,
                           scores.window)
         keys, values = (x[self.slots, : self.kv_len].transpose(1, 2) for x in cached)
+        if self.by_products and scores.plain_softmax and q.dtype == torch.float32:
+            return decode_by_products(q, keys, values, self._mask(scores, q.dtype, keys.shape[1]), scores.scale)
         return decode_attention(q, keys, values, self._mask(scores, q.dtype), scores)
 
     def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """See `Sequences.by_rows`: the sequences so far run again."""
-        cached = self.cache.write_inputs(place, inputs, self.token_indices)
+        cached = self.cache.write_inputs(place, inputs, self.places)
         tokens, hidden = (x[self.slots, : self.kv_len, 0] for x in cached)
         out = run((tokens[..., 0], hidden)[: len(inputs)], None)
         at = torch.arange(len(self.positions), device=self.positions.device)
@@ -203,9 +231,11 @@ class DecodeAttention:
         self.cache.write_states(place, state.tensors(), slots, self.positions + 1)
         return tuple(x[:, 0] for x in out)
 
-    def _mask(self, scores: Scores, dtype: torch.dtype) -> torch.Tensor:
-        """[S, 1, 1, kv_len], 0 or -inf."""
-        key = scores.masked, dtype
+    def _mask(self, scores: Scores, dtype: torch.dtype, heads: int = 0) -> torch.Tensor:
+        """[S, 1, 1, kv_len], 0 or -inf. heads: [S * heads, 1, kv_len] for so many."""
+        key = scores.masked, dtype, heads
+        if heads and key not in self._masks:
+            self._masks[key] = self._mask(scores, dtype).expand(-1, heads, -1, -1).flatten(0, 1)
         if key not in self._masks:
             visible = scores.visible(self.positions[:, None], self.cache.columns[: self.kv_len])
             zero, minus_inf = self.cache.mask_values(dtype)

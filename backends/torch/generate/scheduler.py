@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from rldsl.memory.decode_shapes import MAX_PREFILL_TOKENS, MIN_CACHE_WIDTH, round_to_bucket
+from rldsl.memory.decode_shapes import MAX_PREFILL_TOKENS, MIN_CACHE_WIDTH, round_to_bucket, tokens_to_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,15 @@ class Scheduler:
     """The state of one generate call."""
 
     def __init__(self, prompt_lens: Sequence[int], shared_prefix: Sequence[bool], num_slots: int, num_groups: int,
-                 max_new_tokens: int, poll_every: int, max_prompt_len: int = 0, cached: bool = False):
+                 max_new_tokens: int, poll_every: int, max_prompt_len: int = 0, cached: bool = False,
+                 narrow: bool = False):
         """prompt_lens: [N] tokens. shared_prefix: [N] whether a sequence has the prompt of the one before.
         poll_every: the most decode steps between two polls. max_prompt_len: tokens of the longest prompt of any call
         (0: unknown); calls with prompts of nearly the same length then get a KV cache of the same width. cached: the
-        prompts are in a kept cache, so that a sequence begins with a decode step."""
+        prompts are in a kept cache, so that a sequence begins with a decode step. narrow: steps read hardly more of the
+        cache than they need, as on a CPU."""
         self.prompt_lens, self.shared_prefix = prompt_lens, shared_prefix
-        self.max_new_tokens, self.poll_every, self.cached = max_new_tokens, poll_every, cached
+        self.max_new_tokens, self.poll_every, self.cached, self.narrow = max_new_tokens, poll_every, cached, narrow
         self.prefill_tokens = [0 if shared else n for n, shared in zip(prompt_lens, shared_prefix, strict=True)]
         self.next_seq = 0   # sequences from here on wait
         self.last_slot = 0  # the slot of the sequence that was admitted last
@@ -124,7 +126,7 @@ class Scheduler:
         for s in group.num_generated:
             group.num_generated[s] += 1
         group.steps_until_poll -= 1
-        return DecodeBatch(batch_size, min(round_to_bucket(kv_len, MIN_CACHE_WIDTH, 4), self.kv_width), moves,
+        return DecodeBatch(batch_size, min(tokens_to_read(kv_len, self.narrow), self.kv_width), moves,
                            group.steps_until_poll <= 0, attached)
 
     def _compact(self, group: MicroBatchGroup, end: int) -> tuple[tuple[int, int], ...]:

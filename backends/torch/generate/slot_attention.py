@@ -30,13 +30,12 @@ class SlotAttention:
         self.at, first, sizes = on_device([*slots, *cached, *counts], device).view(3, -1).unbind()
         total = sum(counts)
         self.positions = first.repeat_interleave(sizes, output_size=total) + offsets_within(sizes, total)
-        offsets = cache.slot_offsets[self.at].repeat_interleave(sizes, output_size=total)
-        self.token_indices = offsets + self.positions
+        self.places = cache.places(self.at.repeat_interleave(sizes, output_size=total), self.positions)
         self._masks: dict[Hashable, torch.Tensor] = {}  # one for all layers in which the same tokens are visible
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """See `PackedAttention.attend`."""
-        keys, values = self.cache.write(layer, k, v, self.token_indices)
+        keys, values = self.cache.write(layer, k, v, self.places)
         if max(self.counts) == 1:
             return self._decode(q, keys, values, scores)
         parts: list[torch.Tensor] = []
@@ -50,7 +49,7 @@ class SlotAttention:
 
     def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """See `Sequences.by_rows`: the sequences so far run again."""
-        cached = self.cache.write_inputs(place, inputs, self.token_indices)
+        cached = self.cache.write_inputs(place, inputs, self.places)
         parts = []
         for slot, before, count in zip(self.slots, self.cached, self.counts, strict=True):
             tokens, hidden = (x[slot : slot + 1, : before + count, 0] for x in cached)

@@ -207,3 +207,12 @@ def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
         return masked_attention(q[:, :, None], k, v, mask, scores)[:, :, 0]
     q = q.unflatten(1, (k.shape[1], -1))  # [S, K, H / K, D]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scores.scale).flatten(1, 2)
+
+
+def decode_by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+                       ) -> torch.Tensor:
+    """`decode_attention` by products of batches, which a CPU computes faster than its fused kernel if the tokens of a
+    head are contiguous. mask: [S * K, 1, L], 0 or -inf."""
+    queries = q.transpose(0, 1).unflatten(1, (k.shape[1], -1)).flatten(0, 1)  # [S * K, H / K, D]
+    weights = torch.baddbmm(mask, queries, k.flatten(0, 1).transpose(1, 2), alpha=scale).softmax(-1)
+    return torch.bmm(weights, v.flatten(0, 1)).view(*q.shape[1::-1], v.shape[3])
