@@ -61,7 +61,7 @@ PLACES: dict[tuple[str, str], str] = {
     ("rldsl/runtime/store.py", "ragged_indices"): LENGTHS,
     # arithmetic of the flow, and metrics
     ("backends/torch/train/optimizer.py", "ShardOptimizer._grad_norm"): "whether to clip, and whether it is finite",
-    ("rldsl/runtime/comm/row_assignment.py", "RowLengths.numbers"): LENGTHS,
+    ("rldsl/runtime/comm/row_assignment.py", "RowLengths._read"): LENGTHS,
     ("rldsl/runtime/interpreter/model_events.py", "_write"): LENGTHS,
     ("rldsl/runtime/interpreter/model_events.py", "converse"): METRICS,
     ("rldsl/runtime/interpreter/expression_ops.py", "FrameRows.total"): LENGTHS,
