@@ -21,6 +21,7 @@ import traceback
 from array import array
 from collections.abc import Callable, Mapping
 from itertools import accumulate
+from math import prod
 from typing import IO, Any
 
 Arrays = Mapping[str, "array[Any]"]
@@ -133,10 +134,7 @@ class Engine:
 
         memory = mmap.mmap(message["memory"], message["bytes"])
         for name, dtype, shape, offset in message["weights"]:
-            count = 1
-            for size in shape:
-                count *= size
-            self.weights[name] = torch.frombuffer(memory, dtype=getattr(torch, dtype), count=count,
+            self.weights[name] = torch.frombuffer(memory, dtype=getattr(torch, dtype), count=prod(shape),
                                                   offset=offset).view(shape)
         blocks = message["max_num_seqs"] * (-(-message["max_len"] // BLOCK) + 1) + 1
         on_cpu = message["device"] == "cpu"

@@ -33,7 +33,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_model(tmp_path_factory.mktemp("vllm") / "model", head_dim=32, tie_word_embeddings=True))
+    return str(make_model(tmp_path_factory.mktemp("vllm") / "model", head_dim=32, tie_word_embeddings=True,
+                          num_hidden_layers=2))
 
 
 def model_of(path: str) -> Model:
