@@ -26,7 +26,7 @@ WORLDS = (  # what is executed in worlds of several ranks, or compares placement
     "tests/moe/test_programs.py", "tests/context/test_programs.py", "tests/offload/test_run.py",
     "tests/copies/test_run.py", "tests/sync/test_sync.py", "tests/lora/test_run.py", "tests/images/test_run.py",
     "tests/lag/test_reference.py", "tests/distributions/test_runs.py", "tests/interleaved/test_programs.py",
-    "tests/environments/test_layouts.py", "tests/evaluation/test_runs.py", "tests/realloc/test_run.py")
+    "tests/environments/test_layouts.py", "tests/evaluation/test_runs.py", "tests/lag/test_bits.py")
 
 
 @dataclass(frozen=True, slots=True)
