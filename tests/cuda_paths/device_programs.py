@@ -125,18 +125,20 @@ def prepare(folder: Path) -> Path:
     return home
 
 
-def run(case: Case, folder: Path, resume: bool = False, forgotten: tuple[str, str, int] | None = None) -> list[Found]:
+def run(case: Case, folder: Path, resume: bool = False, forgotten: tuple[str, str, int] | None = None,
+        unjoined: bool = False) -> list[Found]:
     """Of each rank. The working directory has the models. resume: go on from the checkpoint of an earlier run.
-    forgotten: a line that makes its tensor on the host."""
+    forgotten: a line that makes its tensor on the host. unjoined: nothing waits for what an onload copies."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "p.rlf"
     path.write_text(case.source.replace("steps=1", "steps=2") if resume else case.source)
     data = compile_program(path, {}, f"cluster nodes=1 gpus={case.ranks}\n{case.place}\n", folder)
-    return run_world(case.ranks, _rank, data, str(folder / "run/out"), os.getcwd(), resume, forgotten)
+    return run_world(case.ranks, _rank, data, str(folder / "run/out"), os.getcwd(), resume, forgotten, unjoined)
 
 
 def _rank(rank: int, data: bytes, out: str, cwd: str, resume: bool,
-          forgotten: tuple[str, str, int] | None) -> Found:
+          forgotten: tuple[str, str, int] | None, unjoined: bool) -> Found:
+    from rldsl.runtime.host_memory import HostMemory
     from rldsl.runtime.interpreter import conversations
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options
@@ -146,6 +148,9 @@ def _rank(rank: int, data: bytes, out: str, cwd: str, resume: bool,
     os.chdir(cwd)
     conversations.open_conversations = (  # type: ignore[assignment]  # environments in this process
         lambda function, limits, sampling, tokens, rank: Scripted(tokens.tokenizer, None))
+    if unjoined:
+        plain = HostMemory.onload
+        HostMemory.onload = lambda self, x: (plain(self, x)[0], lambda: None)  # type: ignore[method-assign]
     seen: Counter[tuple[str, Border]] = Counter()
 
     def note(border: Border) -> None:

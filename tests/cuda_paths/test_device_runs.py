@@ -90,6 +90,13 @@ def shows(folder: Path, site: tuple[str, str, int], right: Found) -> bool:
         return True
 
 
+@pytest.mark.parametrize("unjoined", [False, True])
+def test_parameters_that_have_not_come_yet_are_seen(unjoined: bool, tmp_path: Path) -> None:
+    case = replace(ONE, place="place ref.logprobs on mesh(0:1) offload=true")
+    found = refused(run(case, tmp_path, unjoined=unjoined))
+    assert bool(found) == unjoined and all("race: " in x for x in found), found
+
+
 # ------------------------------------------------------------------------------------------------ the list
 
 
