@@ -5,15 +5,15 @@ the call alone."""
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 from rldsl.memory.call_memory import MemoryCosts, Needs
 from rldsl.memory.parameters import Copy
 from rldsl.memory.values import Tables
-from rldsl.plan.events import Generate
 
 
 class VllmMemory(MemoryCosts):
-    def generate(self, tables: Tables, event: Generate, copy: Copy, device: str) -> Needs:
+    def generate(self, tables: Tables, event: Any, copy: Copy, device: str) -> Needs:
         elements = sum(prod(spec.shape) * max(len(tuple(spec.numbers(copy.model.layers))), 1)
                        for spec in copy.model.params)
         return {**super().generate(tables, event, copy, device), "weights of the engine": copy.compute * elements}
