@@ -10,12 +10,13 @@ tensor up to a power of two.
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Callable, Mapping
 
 import torch
 
-PAGE = 4096  # bytes
+PAGE = mmap.PAGESIZE  # bytes
 
 Tensors = dict[str, torch.Tensor]
 
@@ -34,8 +35,9 @@ class HostMemory:
     @torch.no_grad()
     def offload(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         """Copy tensors to host memory. Returns the copies."""
-        if self.stream is None:
-            return dict(tensors)
+        return dict(tensors) if self.stream is None else self._pinned_copies(tensors)
+
+    def _pinned_copies(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         self._allocate({name: x for name, x in tensors.items() if name not in self.pinned})
         for name, tensor in tensors.items():
             self.pinned[name].copy_(tensor, non_blocking=True)
@@ -47,7 +49,7 @@ class HostMemory:
         """Contiguous copies in host memory, which stay as they are until the next call."""
         if self.stream is None:
             return {name: x.detach().to("cpu", copy=True).contiguous() for name, x in tensors.items()}
-        return self.offload(tensors)
+        return self._pinned_copies(tensors)
 
     def _allocate(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Pinned memory for tensors, in `pinned`."""
@@ -58,13 +60,14 @@ class HostMemory:
             self.pinned |= {name: part.view(x.shape) for (name, x), part in zip(chosen.items(), parts, strict=True)}
 
     def _registered_memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """[count] in pages of its own: CUDA registers whole pages, and each of them once."""
+        """[count] in pages of its own: CUDA registers whole pages, and each of them once. A tensor's memory begins
+        with a page, since torch asks for that address whether a tensor is pinned."""
         size = -(-count * dtype.itemsize // PAGE) * PAGE
-        memory = torch.empty(size + PAGE, dtype=torch.uint8, device="cpu")
-        pages = memory[-memory.data_ptr() % PAGE :][:size]
-        if size:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), size, 0))
-            self._registered.append(pages)
+        if not size:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        pages = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), size, 0))
+        self._registered.append(pages)
         return pages[: count * dtype.itemsize].view(dtype)
 
     @torch.no_grad()

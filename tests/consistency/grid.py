@@ -140,8 +140,8 @@ def recorded_rank(rank: int, data: bytes, out: str, cwd: str) -> tuple[Any, Any,
     stage.parallelize_experts = partial(recorded_experts, stage.parallelize_experts, routed, calls, lengths)
     packed = VarlenAttention.__init__
 
-    def noted(self: VarlenAttention, of: torch.Tensor) -> None:
-        packed(self, of)
+    def noted(self: VarlenAttention, of: torch.Tensor, *more: Any) -> None:
+        packed(self, of, *more)
         lengths.append(of)
 
     VarlenAttention.__init__ = noted  # type: ignore[method-assign]

@@ -71,10 +71,19 @@ def test_who_uses_it(sampling: Sampling, used: bool, monkeypatch: pytest.MonkeyP
         seen.append(mass)
         return _sorted(x, mass)
 
-    monkeypatch.setattr(module, "nucleus_kernel", lambda device: kernel)
+    monkeypatch.setattr(module, "nucleus_kernel", lambda device, rows: kernel if rows == 6 else None)
     found = threshold(scores, sampling)
     assert seen == [0.9] * used
     assert found is expected is None or found is not None and expected is not None and torch.equal(found, expected)
+
+
+def test_few_rows_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program for each row leaves most of a GPU idle."""
+    monkeypatch.setattr(nucleus_kernel, "_installed", lambda device: _sorted)
+    few, many = nucleus_kernel.MIN_ROWS - 1, nucleus_kernel.MIN_ROWS
+    assert nucleus_kernel.nucleus_kernel(CUDA, few) is None
+    assert nucleus_kernel.nucleus_kernel(CUDA, many) is _sorted is nucleus_kernel.nucleus_kernel(CUDA)
+    assert nucleus_kernel.nucleus_kernel(CPU, many) is None
 
 
 def _sorted(scores: torch.Tensor, mass: float) -> torch.Tensor:

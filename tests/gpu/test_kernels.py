@@ -21,7 +21,6 @@ from rldsl.backends.torch.model import stage
 from rldsl.backends.torch.model.fused_layers import fuse_layers
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
-from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.host_memory import HostMemory
 from tests.backend_torch import shards
 from tests.backend_torch.shards import make_shard, pack, plan_model, ragged
@@ -269,11 +268,3 @@ def test_products_in_one_order() -> None:
 
     said: dict[str, bool] = json.loads(made.stdout.splitlines()[-1])
     assert len(said) > 30 and not [name for name, good in said.items() if not good]
-
-
-def test_a_batch_on_another_device_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                               cuda: torch.device) -> None:
-    shard = on(cuda, monkeypatch, plan_model(str(make_model(tmp_path / "m", "llama"))))
-    batch = pack(ragged(3, 46))
-    with pytest.raises(RuntimeError, match="device"):
-        shard.infer([PackedBatch(batch.rows, batch.prompt_lens, batch.response_lens, batch.tokens.cpu())], "logprobs", 1.0)

@@ -68,7 +68,7 @@ def threshold(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
     if 0 < sampling.top_k < scores.shape[-1]:
         ordered = scores.topk(sampling.top_k, -1).values
         limits.append(ordered[:, -1:])
-    kernel = nucleus_kernel(scores.device) if sampling.top_p < 1 and ordered is None else None
+    kernel = nucleus_kernel(scores.device, len(scores)) if sampling.top_p < 1 and ordered is None else None
     if kernel is not None:
         limits.append(kernel(scores, sampling.top_p))
     elif sampling.top_p < 1:
