@@ -105,7 +105,7 @@ def _arguments(program: Program | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="device to run on (default: cuda if available)")
     parser.add_argument("--deterministic", action="store_true",
                         help="on GPUs, use kernels that add in a fixed order where there are any, so that a resumed "
-                             "run repeats the numbers of an uninterrupted one; slower, and not tested on a GPU yet")
+                             "run repeats the numbers of an uninterrupted one; slower")
     parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS",
                         help="seconds that a rank waits for another rank (default: 1800)")
     parser.add_argument("--reward-workers", type=_count, metavar="N",

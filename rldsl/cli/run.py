@@ -43,8 +43,7 @@ SHELLS = ("bash", "zsh", "fish")
               help="Also allow saves to this directory, outside --out and the working directory; repeatable.")
 @click.option("--overwrite", is_flag=True, help="Delete an earlier run in --out.")
 @click.option("--deterministic", is_flag=True,
-              help="On GPUs, use kernels that add in a fixed order where there are any; slower, and not tested on "
-                   "a GPU yet.")
+              help="On GPUs, use kernels that add in a fixed order where there are any; slower.")
 @click.option("--tensorboard", is_flag=True, help="Also write the metrics for TensorBoard, to OUT/tensorboard.")
 @click.option("--wandb", is_flag=False, flag_value="online", type=click.Choice(["offline", "online"]),
               help="Also log the metrics to Weights & Biases (without a value: online).")
