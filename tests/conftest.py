@@ -24,7 +24,7 @@ NUMERIC = frozenset({  # the directories of tests whose numbers come from kernel
     "backend_torch", "buffers", "carried", "checkpoint", "concat", "consistency", "context", "continued", "copies", "curriculum",
     "data", "derive", "distributions", "end_to_end", "environments", "evaluation", "fuzz", "generation", "images", "interleaved", "lag",
     "library", "lora",
-    "megatron", "moe", "numbers", "offload", "optimizers", "oracles", "papers", "prefixes", "relabelled", "runtime", "selection", "stop",
+    "megatron", "moe", "numbers", "offload", "optimizers", "oracles", "other_prompts", "papers", "prefixes", "relabelled", "runtime", "selection", "stop",
     "sync", "texts", "units", "vllm", "zero"})
 
 

@@ -14,6 +14,7 @@ from rldsl.graph.computations import label
 from rldsl.graph.distributions import distribution, logprobs_at, same_tokens, top, without_ids
 from rldsl.graph.lag import too_long
 from rldsl.graph.minibatch import minibatches, whole_prompts
+from rldsl.graph.other_prompts import PROMPT, behind_prompt
 from rldsl.graph.row_states import ROW_NUMBERS
 from rldsl.plan.events import Sampling
 from rldsl.plan.expr import Level
@@ -339,8 +340,11 @@ class CallsOfFlow:
 
     def _infer(self, owner: ModelRef, call_name: str, call: ast.Call, ref: FrameRef, scope: Scope, target: str | None,
                clause: g.Clause | None, span: Span, ids: Term | None = None) -> Meaning:
-        given = self._options(options.TOP if call_name == TOP else {}, call, call_name, scope)
+        given = self._options(options.TOP if call_name == TOP else {}, call, call_name, scope, skip=(PROMPT,))
         if not self._responses(ref, call_name, call.args[0].span) or isinstance(given, Bad):
+            return BAD
+        read = behind_prompt(self.flow, call, ref, scope)
+        if isinstance(read, Bad):
             return BAD
         output = owner.head.output_of(call_name)
         frame = ref.frame
@@ -348,15 +352,15 @@ class CallsOfFlow:
         if target is None:
             target, known = self.flow.anonymous("expr"), label(call.span)
         if call_name == TOP:
-            return top(self.flow, owner, frame, cast(int, given["k"]), target, clause, span, known)
+            return top(self.flow, owner, frame, read, cast(int, given["k"]), target, clause, span, known)
         if call_name == DISTRIBUTION:
-            return distribution(self.flow, owner, frame, target, clause, span, known)
+            return distribution(self.flow, owner, frame, read, target, clause, span, known)
         if ids is not None:
-            return logprobs_at(self.flow, owner, frame, ids, target, clause, span, known)
+            return logprobs_at(self.flow, owner, frame, read, ids, target, clause, span, known)
         self.flow.value(target, output.level, frame.id, label=known)
         self.flow.items.append(g.Infer(
-            id=self.flow.unique(target), reads=(f"{frame.id}.tokens",), writes=(target,), span=span, clause=clause,
-            model=owner.name, frame=frame.id, output_name=output.name, value=target, temperature=frame.temperature))
+            id=self.flow.unique(target), reads=(f"{read.id}.tokens",), writes=(target,), span=span, clause=clause,
+            model=owner.name, frame=read.id, output_name=output.name, value=target, temperature=frame.temperature))
         return input_(target, output.level, self.flow.spaces.of(frame, output.level), span)
 
     def _train(self, owner: ModelRef, call: ast.Call, refs: list[FrameRef], scope: Scope, target: str | None,

@@ -25,43 +25,43 @@ if TYPE_CHECKING:
     from rldsl.graph.flow import FlowBuilder
 
 
-def top(flow: FlowBuilder, owner: ModelRef, frame: IndexedFrame, k: int, target: str, clause: g.Clause | None,
-        span: Span, label: str) -> TopTokens:
-    """The k most likely tokens at each token of the responses of `frame`. label: what people call them, where the
-    program gives them no name."""
+def top(flow: FlowBuilder, owner: ModelRef, frame: IndexedFrame, read: IndexedFrame, k: int, target: str,
+        clause: g.Clause | None, span: Span, label: str) -> TopTokens:
+    """The k most likely tokens at each token of the responses of `frame`. read: what the model reads, `frame` or the
+    same responses behind other prompts. label: what people call them, where the program gives them no name."""
     ids, logprobs = (f"{target}.{name}" for name in ("ids", "logprobs"))
     flow.value(ids, "entry", frame.id, "i64", label=label and f"{label}.ids", width=k, entries=ids)
     flow.value(logprobs, "entry", frame.id, label=label and f"{label}.logprobs", width=k, entries=ids)
     flow.spaces.entries[ids] = EntrySpace(frame.id, k)
     flow.items.append(g.Infer(
-        id=flow.unique(target), reads=(f"{frame.id}.tokens",), writes=(ids, logprobs), span=span, clause=clause,
-        model=owner.name, frame=frame.id, output_name=TOP, value=logprobs, ids=ids, temperature=frame.temperature))
+        id=flow.unique(target), reads=(f"{read.id}.tokens",), writes=(ids, logprobs), span=span, clause=clause,
+        model=owner.name, frame=read.id, output_name=TOP, value=logprobs, ids=ids, temperature=frame.temperature))
     return TopTokens(input_(ids, "entry", ids, span, "id"), input_(logprobs, "entry", ids, span))
 
 
-def logprobs_at(flow: FlowBuilder, owner: ModelRef, frame: IndexedFrame, ids: Term, target: str,
+def logprobs_at(flow: FlowBuilder, owner: ModelRef, frame: IndexedFrame, read: IndexedFrame, ids: Term, target: str,
                 clause: g.Clause | None, span: Span, label: str) -> Term:
-    """The log-probs of given tokens at each token of the responses of `frame`. label: as of `top`."""
+    """The log-probs of given tokens at each token of the responses of `frame`. read, label: as of `top`."""
     space = ids.space
     flow.value(target, "entry", frame.id, label=label, width=flow.spaces.entries[space].width, entries=space)
     flow.items.append(g.Infer(
-        id=flow.unique(target), reads=(f"{frame.id}.tokens", space), writes=(target,), span=span, clause=clause,
-        model=owner.name, frame=frame.id, output_name=LOGPROBS_AT, value=target, ids=space,
+        id=flow.unique(target), reads=(f"{read.id}.tokens", space), writes=(target,), span=span, clause=clause,
+        model=owner.name, frame=read.id, output_name=LOGPROBS_AT, value=target, ids=space,
         temperature=frame.temperature))
     return input_(target, "entry", space, span)
 
 
-def distribution(flow: FlowBuilder, owner: ModelRef, frame: IndexedFrame, target: str, clause: g.Clause | None,
-                 span: Span, label: str) -> Term:
+def distribution(flow: FlowBuilder, owner: ModelRef, frame: IndexedFrame, read: IndexedFrame, target: str,
+                 clause: g.Clause | None, span: Span, label: str) -> Term:
     """The whole distribution at each token of the responses of `frame`: what a loss compares with that of the model in
-    training. The placement says how wide its hidden states are. label: as of `top`."""
+    training. The placement says how wide its hidden states are. read, label: as of `top`."""
     space = vocabulary_space(frame.id)
     flow.value(target, "entry", frame.id, extent=HIDDEN, label=label, entries=space)
     flow.spaces.entries[space] = EntrySpace(frame.id, 0)
     flow.distributions[target] = owner.name
     flow.items.append(g.Infer(
-        id=flow.unique(target), reads=(f"{frame.id}.tokens",), writes=(target,), span=span, clause=clause,
-        model=owner.name, frame=frame.id, output_name=DISTRIBUTION, value=target, temperature=frame.temperature))
+        id=flow.unique(target), reads=(f"{read.id}.tokens",), writes=(target,), span=span, clause=clause,
+        model=owner.name, frame=read.id, output_name=DISTRIBUTION, value=target, temperature=frame.temperature))
     return input_(target, "entry", space, span)
 
 

@@ -16,7 +16,7 @@ from rldsl.lsp.index import FRAMES, Index, Symbol
 from rldsl.lsp.library import Library
 from rldsl.placement.degrees import OPTIONS
 from rldsl.plan.expr import LEVELS
-from rldsl.plan.heads import HEADS, TRAIN
+from rldsl.plan.heads import HEADS, INFERENCE_CALLS, TRAIN
 from rldsl.semantics import options
 from rldsl.semantics.modules import library
 from rldsl.syntax import ast
@@ -186,6 +186,8 @@ def _options(text: str, offset: int, scope: dict[str, Symbol]) -> Iterator[Item]
             yield Item(f"{key}=", "option", "needed" if option.needed else _default(option))
     if name == "train" and "loss" not in given:
         yield Item("loss=", "option", "needed")
+    if name in INFERENCE_CALLS and "prompt" not in given:
+        yield Item("prompt=", "option", "default: the prompts of the sequences")
     if name in ("next", "sample") and "weight" not in given:
         yield Item("weight=", "option", "default: all rows are equally likely" if name == "sample" else
                    "default: the next rows")

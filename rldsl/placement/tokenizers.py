@@ -64,7 +64,7 @@ def readers_of(graph: g.Graph) -> dict[str, list[str]]:
             if node.model not in names:
                 names.append(node.model)
     for node in g.nodes(graph.items):
-        if isinstance(node, g.Derive) and node.op == "concat":  # the tokens of all parts mean the same
+        if isinstance(node, g.Derive) and node.op in ("concat", "reprompt"):  # tokens of all parts mean the same
             of = [origins[p] for p in node.parts]
             together = list(dict.fromkeys(name for o in of for name in readers.get(o, [])))
             readers |= dict.fromkeys(of, together)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-DeriveOpName = Literal["where", "restrict", "pick", "others", "whole", "text", "prefixes", "concat"]
+DeriveOpName = Literal["where", "restrict", "pick", "others", "whole", "text", "prefixes", "concat", "reprompt"]
 OverLong = Literal["error", "truncate", "drop"]  # what is done with a text above the limit
 
 
@@ -45,6 +45,8 @@ DERIVE_OPS: Mapping[DeriveOpName, DeriveOp] = {
     "text": DeriveOp(verb="write", calls_python=True, keeps_turns=False),
     # prompts that are the beginnings of each row's response
     "prefixes": DeriveOp(verb="cut", keeps_prefixes=True, keeps_turns=False),
+    # the responses of a frame, each behind another prompt
+    "reprompt": DeriveOp(verb="reprompt", keeps_turns=False),
     "concat": DeriveOp(verb="concatenate", several=True),  # the rows of several frames as those of one
 }
 

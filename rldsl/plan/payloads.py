@@ -190,7 +190,8 @@ class DeriveSpec:
     key: ValueId = ""  # a seq value of the source that says which rows there are, where the operation has one
     also_reads: tuple[ValueId, ...] = ()  # what else it reads of the rows
     # of "whole": the frames whose responses are joined, one after the other; the last one is the source. Of "concat":
-    # the frames whose rows are those of the new one; the first one is the source
+    # the frames whose rows are those of the new one; the first one is the source. Of "reprompt": the frame of the
+    # prompts, and that of the responses, which is the source
     parts: tuple[FrameId, ...] = ()
     function: str = ""  # of "text": the id of the Python function
     # of "text": (argument, frame whose rows the function gets), in which those of the source lie; "": the row itself

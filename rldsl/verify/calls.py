@@ -282,7 +282,7 @@ def check_infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
         yield problem("RL0615", f"{name(e)}: the backend of layout {e.layout} has no entry values", e)
     elif makes_ids and (fault := _known_tokens(t, e)):
         yield problem("RL0615", f"{name(e)} {fault}", e)
-    if v.frame != e.frame or v.extent != extent or v.dtype != "f32":
+    if v.frame not in (e.frame, _responses_of(t, e.frame)) or v.extent != extent or v.dtype != "f32":
         yield problem(
             "RL0615",
             f"{name(e)}: {e.output_name} of frame {e.frame} do not match value {v.id} "
@@ -300,6 +300,12 @@ def check_infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
             f"{t.frames[e.frame].temperature}",
             e,
         )
+
+
+def _responses_of(t: Tables, frame: str) -> str:
+    """The frame whose responses, token by token, the rows of `frame` have behind other prompts; "" if they have their
+    own."""
+    return next((d.source for d, _ in t.events if isinstance(d, Derive) and (d.op, d.frame) == ("reprompt", frame)), "")
 
 
 def _known_tokens(t: Tables, e: Infer) -> str:

@@ -32,7 +32,7 @@ def check_derive(t: Tables, e: Derive) -> Iterator[Diagnostic]:
         return
     if not DERIVE_OPS[e.op].calls_python and (e.function or e.given or e.over_long != "error"):
         yield problem("RL0615", f"{name(e)}: {e.op} calls no function", e)
-    if e.op not in ("whole", "concat") and e.parts:
+    if e.op not in ("whole", "concat", "reprompt") and e.parts:
         yield problem("RL0615", f"{name(e)}: {e.op} joins no frames", e)
     if e.op != "prefixes" and (e.cut_at or e.cut_every or e.cut_fractions):
         yield problem("RL0615", f"{name(e)}: {e.op} cuts nothing", e)
@@ -234,6 +234,31 @@ def _concat(t: Tables, e: Derive) -> str:
     return ""
 
 
+def _reprompt(t: Tables, e: Derive) -> str:
+    if len(e.parts) != 2 or e.parts[1] != e.source:
+        return f"it has no frame of prompts, or other responses than those of {e.source}"
+    frame, asked, source = t.frames[e.frame], t.frames[e.parts[0]], t.frames[e.source]
+    if asked.max_response_tokens or asked.row_space not in [s.id for s in source.chain]:
+        return f"the rows of {e.source} do not lie in {asked.id}, or this has responses"
+    # a prompt that is absent where its response is present would be empty
+    if asked.present_in not in ("", source.present_in):
+        return f"{asked.id} may lack rows that {e.source} has"
+    if source.max_turns or not source.max_response_tokens:
+        return f"{e.source} has no responses, or its responses are in pieces"
+    if frame.row_space != source.row_space or frame.selected_from or frame.picked_from or frame.data != source.data \
+            or frame.present_in != source.present_in or frame.temperature != source.temperature:
+        return f"frame {e.frame} does not have the rows of {e.source}"
+    if (frame.max_prompt_tokens, frame.max_response_tokens) != (asked.max_prompt_tokens, source.max_response_tokens):
+        return f"frame {e.frame} does not have the limits of its prompts and responses"
+    if len({p.tokenizer or t.data[p.data].tokenizer for p in (asked, source)}) > 1:
+        return f"the tokens of {asked.id} and {e.source} have different tokenizers"
+    if e.also_reads != (f"{asked.id}.tokens",):
+        return f"it must read {asked.id}.tokens"
+    if e.values != ((f"{e.source}.tokens", f"{e.frame}.tokens"),):
+        return f"it derives more than {e.frame}.tokens"
+    return ""
+
+
 def _numbers_parts(frame: IndexedFrame, parts: list[IndexedFrame]) -> bool:
     """Whether the space of a frame has the rows of all parts, where `numberings` says."""
     parent, space, root = common_parent(parts), frame.chain[0], frame.chain[-1]
@@ -247,7 +272,7 @@ def _numbers_parts(frame: IndexedFrame, parts: list[IndexedFrame]) -> bool:
 
 OPS: Mapping[DeriveOpName, FrameRule] = {
     "where": _where, "restrict": _restrict, "pick": _pick, "others": _others, "whole": _whole, "text": _text,
-    "prefixes": _prefixes, "concat": _concat,
+    "prefixes": _prefixes, "concat": _concat, "reprompt": _reprompt,
 }
 
 

@@ -40,6 +40,7 @@ FILES = {  # what programs of the documentation read
     "agent.py": "async def solve(row, base_url, api_key):\n    return 0.0\n",
     "envs.py": "".join(f"class {name}:\n    def reset(self, **row):\n        return None\n\n\n"
                        for name in ("Guess", "Calculator", "WordGame")),
+    "hints.py": "def with_example(rows):\n    return ['?' for _ in rows]\n",
     "judge.py": "def ask(rows):\n    return ['?' for _ in rows]\n\n\ndef grade(rows):\n    return [0.0 for _ in rows]\n",
     "objectives.rlf": "loss careful(logprobs: token) {\n  return -mean(logprobs)\n}\n",
 }

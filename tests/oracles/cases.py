@@ -7,7 +7,7 @@ In: a row and the name of a batch. Out: a case as the servers read it, and the s
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from tests.library.test_algorithms_page import EXPORTS, LOSSES
 from tests.oracles.rows import Row
 
 W, L = "pair.chosen", "pair.rejected"
+SDFT = ("sdft", "sdft_sampled")
+WORD = 3  # the word that every response consists of, as in `trl_trainers.py`
 JUMPS = (0.0, 30.0, -30.0, 15.0, -15.0, 1.5, -1.5, 0.1, -0.1, 21.0, -21.0)  # log-ratios of "far"
 REWARDS = {  # of sequences; all others are drawn
     "ragged 1": [0.0, 0, 0, 2, 2, 2, 12.5, 0, -3, 0, -11, 1.5],  # two groups without variance, some beyond ±10
@@ -133,7 +135,7 @@ def fresh_of(row: Row) -> tuple[str, ...]:
     head = row.call.partition("(")[0]
     if head not in LOSSES:
         return ()
-    return PAIRED if row.batches[0] in PAIR_BATCHES else ("z",) if head == "gkd" else ("x",)
+    return PAIRED if row.batches[0] in PAIR_BATCHES else ("z",) if head in ("gkd", *SDFT) else ("x",)
 
 
 def read_by(row: Row, name: str) -> dict[str, Given | float]:
@@ -145,6 +147,8 @@ def read_by(row: Row, name: str) -> dict[str, Given | float]:
         found["h"] = values_of(row, name)["h"]
     if row.call.startswith("wpo("):
         found |= {n: v for n, v in values_of(row, name).items() if n in ("sw", "sl")}
+    if row.oracle == "sdft":  # the system makes `at` and `teacher` of all log-probabilities
+        found = {n: v for n, v in values_of(row, name).items() if n in ("z", "d", "old")}
     if row.call.startswith("reward_model"):  # scores of sequences, not of tokens
         b = BATCHES[name]
         found |= {"chosen": b.seqs(1), "rejected": Given("seq", W, b.seqs(2).data)}
@@ -160,8 +164,31 @@ def case(row: Row, name: str) -> dict[str, Any]:
             "values": values, "fresh": list(fresh_of(row))}
 
 
+def _distilled(row: Row, name: str) -> Numbers:
+    """`sdft`: at the student's k most likely words, or at the sampled one, as TRL finds them."""
+    b, given = BATCHES[name], read_by(row, name)
+    z, d = (g.data.view(-1, b.width) for n in ("z", "d") if isinstance(g := given[n], Given))
+    ids = z.topk(row.options.get("distillation_topk", b.width)).indices
+    sampled = Given("token", "gen", z[:, WORD])
+    leaves = {"logprobs": sampled}
+    values: dict[str, Given | float] = {"old": given["old"], "teacher": Given("token", "gen", d[:, WORD])}
+    if not row.call.startswith("sdft_sampled("):
+        leaves["logprobs_at"] = Given("entry", "gen", z.gather(1, ids).flatten())
+        values = {"old": given["old"]} | dict.fromkeys(("d", "at"), Given("entry", "gen", d.gather(1, ids).flatten()))
+    words = set(re.findall(r"\w+", row.call))
+    done = run_loss("std.sdft", row.call, replace(b, width=ids.shape[1]), leaves,
+                    **{n: v for n, v in values.items() if n in words})  # type: ignore[arg-type]
+    grad = torch.zeros_like(z)
+    grad[:, WORD] += done.grads["logprobs"]
+    if "logprobs_at" in leaves:
+        grad.scatter_add_(1, ids, done.grads["logprobs_at"].view(len(z), -1))
+    return Numbers([[done.loss]], {"z": _of_logits(grad, z).flatten().tolist()})
+
+
 def ours(row: Row, name: str) -> Numbers:
     """The same case through the library."""
+    if row.oracle == "sdft":
+        return _distilled(row, name)
     b, given, fresh = BATCHES[name], read_by(row, name), fresh_of(row)
     modules = " ".join(sorted({f"std.{EXPORTS[w]}" for w in EXPORTS if re.search(rf"\b{w}\(", row.call)})) or "std.ppo"
     if not fresh:

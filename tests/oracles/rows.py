@@ -321,6 +321,18 @@ PREFERENCE: tuple[Row, ...] = (
     Row("gkd(teacher=d, beta=0)", "TRL", "gkd", {"beta": 0}, ("vocabulary",)),
     Row("gkd(teacher=d, beta=1)", "TRL", "gkd", {"beta": 1}, ("vocabulary",)),
     Row("gkd(teacher=d)", "TRL", "gkd", batches=("vocabulary",)),
+    Row("sdft(teacher=d, old=old)", "TRL", "sdft", {"distillation_mode": "full_logits"}, ("vocabulary",)),
+    Row("sdft(teacher=d, old=old, alpha=0)", "TRL", "sdft",
+        {"distillation_mode": "full_logits", "distillation_alpha": 0.0}, ("vocabulary",)),
+    Row("sdft(teacher=d, old=old, alpha=1)", "TRL", "sdft",
+        {"distillation_mode": "full_logits", "distillation_alpha": 1.0}, ("vocabulary",)),
+    Row("sdft(teacher=at, old=old)", "TRL", "sdft", {"distillation_topk": 4}, ("vocabulary",)),
+    Row('sdft(teacher=at, old=old, others="rest")', "TRL", "sdft",
+        {"distillation_topk": 4, "distillation_add_tail": True}, ("vocabulary",)),
+    Row("sdft(teacher=at, old=old, skip=2)", "TRL", "sdft",
+        {"distillation_topk": 4, "num_loss_tokens_to_skip": 2}, ("vocabulary",)),
+    Row("sdft_sampled(teacher=teacher, old=old)", "TRL", "sdft",
+        {"distillation_mode": "sampled_token", "distillation_alpha": 1.0}, ("vocabulary",)),
     Row("orpo(lam=0.1, by_token=true)", "TRL", "orpo", batches=PAIRS),
 )
 ROWS = (*POLICY, *PREFERENCE)

@@ -23,6 +23,8 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer  # isort: skip
 from trl.experimental.gkd import GKDTrainer  # isort: skip
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer  # isort: skip
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # isort: skip
+from trl.experimental.sdft import SDFTConfig, SDFTTrainer  # isort: skip
+from trl.experimental.sdft.sdft_trainer import DistillationLogits  # isort: skip
 from trl.experimental.tpo import TPOConfig, TPOTrainer  # isort: skip
 
 W, L = "pair.chosen", "pair.rejected"
@@ -213,10 +215,22 @@ def gkd(case: Case) -> Output:
     return GKDTrainer.generalized_jsd_loss(case.words("z"), case.words("d"), labels, **case.options)
 
 
+def sdft(case: Case) -> Output:
+    """The trainer's loss of the logits of student and teacher at the tokens of responses: its loss mask, as
+    `_compute_teacher_student_logits` makes it, and what it divides by."""
+    args = SDFTConfig(**COMMON, per_device_train_batch_size=4, num_generations=2, **case.options)
+    rows = Dataset.from_dict({"prompt": ["a", "b"] * 24, "privileged_context": ["c", "d"] * 24})
+    made = SDFTTrainer(model=saved_model(), args=args, train_dataset=rows, processing_class=tokenizer())
+    ids, mask = torch.full(case.mask().shape, WORD), case.mask().long()
+    logits = DistillationLogits(ids, mask * (torch.arange(mask.shape[1]) >= made.num_loss_tokens_to_skip).long(),
+                                case.words("z"), case.words("d"))
+    return made._compute_self_distillation_loss(made.model, {"old_per_token_logps": case.table("old")}, logits)
+
+
 ORACLES: dict[str, Oracle] = {
     f.__name__: f for f in (grpo_loss, gmpo_loss, grpo_advantage, rloo_advantage, rloo_loss,
                             corrected_loss, sft, dpo, kto,
-                            reward_model, cpo, orpo, tpo, gkd)}
+                            reward_model, cpo, orpo, tpo, gkd, sdft)}
 
 if __name__ == "__main__":
     serve(ORACLES, ["trl", "transformers"])

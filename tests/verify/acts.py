@@ -363,15 +363,18 @@ def _derive(w: World, e: Derive, now: Moment) -> None:
         if e.op == "text":
             calls += own[e.source]
             _python(w, e, rank, e.source, own[e.source], e.given, now)
-        if e.op == "prefixes":
+        if e.op in ("prefixes", "reprompt"):
             w.reads(rank, e, f"{e.source}.tokens", own[e.source], now)
+        if e.op == "reprompt":
+            each = f.count // w.story.frames[e.parts[0]].count
+            w.reads(rank, e, f"{e.parts[0]}.tokens", frozenset(r // each for r in own[e.source]), now)
         for p in e.parts if e.op == "whole" else ():
             each = f.count // w.story.frames[p].count
             w.reads(rank, e, f"{p}.logprobs", frozenset(r // each for r in own[e.source]), now)
         sources = {new: [v for v, x in e.values if x == new] for _, new in e.values}
         for new, held in sources.items():
             ids = frozenset(kept(w.story.records[new], tuple(mine), f))
-            if e.op != "text" and e.op != "prefixes":
+            if e.op not in ("text", "prefixes", "reprompt"):
                 for v, p in zip(held, e.parts if e.op == "concat" else (e.source,)):
                     w.reads(rank, e, v, ids if w.story.records[v].extent == "prompt" or e.op == "restrict" else
                             frozenset(r for n in mine for x, r in (made[n],) if x == p), now)

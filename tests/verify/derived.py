@@ -39,7 +39,7 @@ def derived(story: Story, e: Derive) -> Derived:
         need(e.op == "text" or story.tokenizer(frame) == story.tokenizer(part), "tokens of another tokenizer")
         need(e.op in ("text", "prefixes") or frame.temperature == part.temperature, "another temperature")
         need(e.op == "concat" or frame.data == part.data, "columns of another source")
-        if e.op not in ("text", "prefixes", "whole"):
+        if e.op not in ("text", "prefixes", "whole", "reprompt"):
             room = frame.max_prompt_tokens >= part.max_prompt_tokens and frame.max_response_tokens >= part.max_response_tokens
             need(room, "longer rows than there is room for")
     return made
@@ -145,6 +145,23 @@ def _prefixes(story: Story, e: Derive, frame: IndexedFrame, source: IndexedFrame
     return Derived(of, sizes, tokens)
 
 
+def _reprompt(story: Story, e: Derive, frame: IndexedFrame, source: IndexedFrame) -> Derived:
+    need(len(e.parts) == 2 and e.parts[1] == e.source and frame.row_space == source.row_space, "other responses")
+    asked = story.frames[e.parts[0]]
+    need(asked.row_space in [s.id for s in source.chain] and not asked.max_response_tokens, "prompts of other rows")
+    need(story.tokenizer(asked) == story.tokenizer(source), "prompts of another tokenizer")
+    need(frame.max_prompt_tokens >= asked.max_prompt_tokens, "no room for the prompts")
+    need(frame.max_response_tokens >= source.max_response_tokens and not source.max_turns, "no room for the responses")
+    before, own, lens, tokens = story.lens[asked.id], story.lens[source.id], {}, {}
+    for r in story.rows(e.source):
+        above = r // (source.count // asked.count)
+        need(above in story.rows(asked.id), "a response without a prompt")
+        lens[r] = before.prompt[above], own.response[r]
+        tokens[r] = term("reprompt", story.values[f"{asked.id}.tokens"].of[above], story.values[f"{e.source}.tokens"].of[r])
+    story.behind[e.frame] = e.source
+    return Derived({r: (e.source, r) for r in tokens}, lens, tokens)
+
+
 def _concat(story: Story, e: Derive, frame: IndexedFrame, source: IndexedFrame) -> Derived:
     parts = [story.frames[p] for p in e.parts]
     need(len(parts) > 1 and len({*e.parts}) == len(parts) and parts[0] is source, "nothing to concatenate")
@@ -169,5 +186,5 @@ def _concat(story: Story, e: Derive, frame: IndexedFrame, source: IndexedFrame) 
 
 OPS: Mapping[str, Callable[[Story, Derive, IndexedFrame, IndexedFrame], Derived]] = {
     "where": _where, "restrict": _restrict, "pick": _pick, "others": _others, "whole": _whole, "text": _text,
-    "prefixes": _prefixes, "concat": _concat,
+    "prefixes": _prefixes, "concat": _concat, "reprompt": _reprompt,
 }

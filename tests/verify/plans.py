@@ -214,6 +214,8 @@ flow f(steps=3) {
   clear   = duel where duel.chosen.x > duel.rejected.x
   rival   = others(scored)
   good.add(scored where r > 0)
+  hinted  = actor.logprobs(gen, prompt=ask(gen))                       on mesh(0:2) tp=2
+  metric hinted = mean(hinted)
   mix     = concat(scored, old)
   two     = concat(gen, other)
   actor.train(clear.chosen, clear.rejected, loss=simpo())              on mesh(0:4) dp=4

@@ -60,6 +60,7 @@ class Story:
     made: dict[tuple[str, int], Held] = field(default_factory=dict)  # value, stamp -> what it was then
     derived: dict[tuple[str, int], Derived] = field(default_factory=dict)  # frame, stamp -> its rows
     before: dict[int, int] = field(default_factory=dict)  # tokens -> the tokens that they continue
+    behind: dict[str, str] = field(default_factory=dict)  # frame -> the one whose responses it has behind other prompts
     contained: dict[int, int] = field(default_factory=dict)  # tokens of a prefix -> those that it was cut from
     caches: dict[str, tuple[str, str]] = field(default_factory=dict)  # frame -> model and layout that wrote its cache
     moments_over: set[int] = field(default_factory=set)  # stamps of fetches that go over their source
@@ -357,7 +358,7 @@ class Story:
         tokens, model = self.values[f"{e.frame}.tokens"], self.models[e.model][1]
         heads = {"causal_lm": ("logprobs", "entropy", "sum_squares"), "value_model": ("values", "end_values"), "reward_model": ("scores",)}
         need(e.output_name in heads[self.owners[e.model].head_name], "another head")
-        need(self.records[e.value].frame == e.frame, "an output for other rows")
+        need(self.records[e.value].frame in (e.frame, self.behind.get(e.frame)), "an output for other rows")
         drawn = self.frames[e.frame].temperature
         need(e.output_name not in heads["causal_lm"] or e.temperature == drawn, "another temperature")
         made = {r: term(e.output_name, model, e.temperature, tokens.of[r]) for r in self.rows(e.frame)}

@@ -24,7 +24,7 @@ from rldsl.runtime.interpreter.cuts import cut_positions
 from rldsl.runtime.interpreter.python_rows import python_rows
 from rldsl.runtime.interpreter.rank_state import Services
 from rldsl.runtime.state.step import StepState
-from rldsl.runtime.store import RaggedRows
+from rldsl.runtime.store import RaggedRows, offsets_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class DerivedRows:
     source_rows: torch.Tensor  # [S] int64: the row of the source that each comes from
     tokens: RaggedRows | None = None  # of its prompts, where they are not those of the source
     logprobs: RaggedRows | None = None  # of its responses, where they are not those of the source
+    # [S] int64: tokens of `tokens` that belong to the response, of each row; None: there are no responses
+    response_lens: torch.Tensor | None = None
 
 
 def derive(step: StepState, services: Services, event: Derive) -> None:
@@ -89,6 +91,9 @@ def _lengths(step: StepState, event: Derive, made: DerivedRows) -> RowLengths:
     prompt, response = (torch.zeros(count, dtype=x.dtype, device=x.device) for x in (source.prompt, source.response))
     if made.tokens is not None:
         prompt[made.rows] = made.tokens.sizes
+        if made.response_lens is not None:
+            prompt[made.rows] -= made.response_lens
+            response[made.rows] = made.response_lens
         return RowLengths(prompt, response)
     prompt[made.rows], response[made.rows] = source.prompt[made.source_rows], source.response[made.source_rows]
     if made.logprobs is not None:  # what the responses have more, the prompts have less
@@ -195,7 +200,25 @@ def _prefixes(step: StepState, services: Services, event: Derive) -> DerivedRows
     return DerivedRows(ids, of, RaggedRows(ids, n, data))
 
 
+def _reprompt(step: StepState, services: Services, event: Derive) -> DerivedRows:
+    """The same rows, whose responses are behind the prompts of another frame."""
+    context = step.context
+    rows = step.my_rows(context.spreads[event.spread], event.source)
+    asked, source = (context.frames[f] for f in event.parts)
+    held: RaggedRows = step.read(event.reads, f"{asked.id}.tokens")
+    prompts = held.gather(rows // (source.count // asked.count))
+    old = step.packed(source.id, step.read(event.reads, f"{source.id}.tokens"), rows)
+    sizes = old.prompt_lens + old.response_lens
+    is_response = offsets_within(sizes) >= old.prompt_lens.repeat_interleave(sizes)
+    index = torch.arange(len(rows), device=rows.device)
+    of_token = torch.cat([index.repeat_interleave(prompts.sizes), index.repeat_interleave(old.response_lens)])
+    # sorted by row; a stable sort keeps each prompt before its response
+    joined = torch.cat([prompts.data, old.tokens[is_response]])[of_token.argsort(stable=True)]
+    tokens = RaggedRows(rows, prompts.sizes + old.response_lens, joined)
+    return DerivedRows(rows, rows, tokens, response_lens=old.response_lens)
+
+
 OPS: Mapping[DeriveOpName, Callable[[StepState, Services, Derive], DerivedRows]] = {
     "where": _where, "restrict": _restrict, "pick": _pick, "others": _others, "whole": _whole, "text": _text,
-    "prefixes": _prefixes,
+    "prefixes": _prefixes, "reprompt": _reprompt,
 }
