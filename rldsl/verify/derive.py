@@ -92,6 +92,8 @@ def _where(t: Tables, e: Derive) -> str:
         return f"frame {e.frame} is not a selection of {e.source}, or does not record its rows"
     if fault := _same_kind(frame, t.frames[e.source]):
         return fault
+    if wrong := [v for v, w in e.values if w == f"{e.frame}.tokens" and v != f"{e.source}.tokens"]:
+        return f"{wrong[0]} is not the tokens of {e.source}"
     return _along(t, e, {f.id for f in _above(t, frame)})
 
 
