@@ -32,7 +32,7 @@ PLACES: dict[tuple[str, str], str] = {
     ("rldsl/runtime/comm/world.py", "gather_hosts"): START,
     ("rldsl/runtime/comm/agreement.py", "any_rank"): AGREE,
     # what goes to the host, and comes back
-    ("rldsl/runtime/host_memory.py", "HostMemory.offload"): "the device's memory is free when it returns",
+    ("rldsl/runtime/host_memory.py", "HostMemory._pinned_copies"): "the device's memory is free when it returns",
     ("rldsl/runtime/persist/checkpoint_reader.py", "LoadedCheckpoint.fill"): FILES,
     ("rldsl/runtime/persist/model_export.py", "_gather"): FILES,
     ("rldsl/runtime/interpreter/value_events.py", "fetch"): "rows of the data come from the host",
