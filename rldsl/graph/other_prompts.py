@@ -79,12 +79,12 @@ def _reprompted(flow: FlowBuilder, source: IndexedFrame, asked: IndexedFrame, sp
     for node in flow.items:
         if isinstance(node, g.Derive) and (node.op, node.parts) == ("reprompt", parts):
             return flow.spaces.frames[node.frame]
-    id_ = flow.anonymous("behind")
+    id_, shown = flow.anonymous("behind"), f"{source_name(source)} behind {source_name(asked)}"
     frame = flow.spaces.add(replace(
         source, id=id_, selected_from="", picked_from="", max_prompt_tokens=asked.max_prompt_tokens,
-        label=f"{source_name(source)} behind {source_name(asked)}"))
+        label=shown))
     own, prompts = f"{source.id}.tokens", f"{asked.id}.tokens"
-    tokens = flow.value(f"{id_}.tokens", "token", id_, "i64", "tokens")
+    tokens = flow.value(f"{id_}.tokens", "token", id_, "i64", "tokens", label=f"{shown}.tokens")
     flow.value(f"{id_}.lengths", "seq", id_, "i64", "lengths")
     flow.items.append(g.Derive(
         id=flow.unique(id_), reads=(prompts, own), writes=(tokens,), span=span, op="reprompt", source=source.id,
