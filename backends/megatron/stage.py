@@ -68,6 +68,7 @@ class MegatronStage(ActivationCheckpointing):
     score: torch.Tensor | None
     head_grad: torch.Tensor | None  # None: `invariant=training`, which keeps it apart, is refused
     vision = None  # no family here reads images
+    invariant = False  # `invariant=true` is refused
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
                  matmul_dtype: torch.dtype, weight_cache: WeightCache | None = None):
