@@ -53,6 +53,7 @@ def check_values(t: Tables, e: Derive | Collect) -> Iterator[Diagnostic]:
     for v, w in pairs:
         if (v.level, v.extent, v.dtype) != (w.level, w.extent, w.dtype) or v.level == "batch":
             yield problem("RL0615", f"{name(e)} derives {w.id} from {v.id}, which is of another kind", e)
+            continue  # a value of the batch has no frame
         turns = t.frames[v.frame].max_turns if not isinstance(e, Derive) or DERIVE_OPS[e.op].keeps_turns else 0
         if v.extent == "tokens" and (t.frames[w.frame].max_turns > 0) != (turns > 0):
             yield problem("RL0615", f"{name(e)}: {w.id} has {t.frames[w.frame].max_turns} turns, {v.id} {turns}", e)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,7 +123,7 @@ def test_what_stays_with_torch(calls: list[tuple[int, ...]]) -> None:
     ("AuthenticAMD", "AVX2", True, False), ("AuthenticAMD", "AVX512", False, False), ("", "AVX512", True, False)])
 def test_machines(monkeypatch: pytest.MonkeyPatch, vendor: str, capability: str, mkl: bool, faster: bool) -> None:
     text = f"processor\t: 0\nvendor_id\t: {vendor}\n" if vendor else "processor\t: 0\n"
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
+    monkeypatch.setattr(products, "Path", lambda _: SimpleNamespace(read_text=lambda: text))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
     assert products.onednn_is_faster.__wrapped__() is faster
