@@ -62,12 +62,16 @@ def _fits(flow: FlowBuilder, ref: FrameRef, asked: Meaning, at: Span) -> bool:
             f"it belongs to `{source_name(asked.frame)}`",
             help=f"call the function on `{name}`: `{PROMPT}=ask({name})`")
     elif asked.frame.present_in not in ("", ref.frame.present_in):
-        partial = asked.frame.present_in == asked.frame.id
+        own, collected = asked.frame, asked.frame.iterations > 1
+        partial = not collected and own.present_in == own.id != own.row_space  # a Python function leaves some out
         add("RL0213", f"`{at.text}` may lack prompts", at,
             "a function with `-> prompts?(...)` or `over_long=drop` leaves rows out" if partial else
             f"not all rows of `{source_name(flow.spaces.frames[asked.frame.present_in])}` may be there",
             help="declare it `-> prompts(...)`, and return the question itself where there is nothing to add; or "
-                 "select the sequences first" if partial else f"call a function on `{name}`: `{PROMPT}=ask({name})`")
+                 "select the sequences first" if partial else
+                 f"call a function on `{name}`: `{PROMPT}=ask({name})`" +
+                 (", or make the call a statement of the block, before its rows are collected: "
+                  f"`x = m.logprobs({name}, {PROMPT}={at.text})`" if collected else ""))
     else:
         return True
     return False

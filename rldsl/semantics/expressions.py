@@ -328,11 +328,13 @@ class ExpressionBuilder:
         if isinstance(bound, Bad):
             return BAD
         if bound.rows.root_origin in self.spaces.without_columns:
+            made = f"m.logprobs(gen, prompt={ref.id}(gen))" if bound.returns_text else f"{ref.id}(gen)"
+            what = "what needs the prompts" if bound.returns_text else "it"
             return self.errors.add("RL0213", f"`{ref.id}` needs the columns of data of its rows", expr.args[0].span,
                                    f"the rows of `{source_name(bound.rows)}` "
                                    f"{self.spaces.without_columns[bound.rows.root_origin]}",
-                                   help=f"compute it before, and keep it with the rows: `kept = gen with "
-                                        f"x={ref.id}(gen)`, then `.x` of those that are sampled or concatenated")
+                                   help=f"compute {what} before, and keep it with the rows: `kept = gen with "
+                                        f"x={made}`, then `.x` of those that are sampled or concatenated")
         if bound.returns_text:
             if self.texts is None:
                 return self.errors.add("RL0212", f"`{ref.id}` makes prompts, outside the flow", expr.span,

@@ -85,6 +85,23 @@ def test_sdft_sampled(skip: int, most: float, edge: str, dp: int, mbs: int) -> N
     torch.testing.assert_close(done.grads["logprobs"], leaf.grad, **TIGHT)
 
 
+@pytest.mark.parametrize("skip", [0, 1])
+def test_a_token_that_the_teacher_rules_out_is_not_left_out(skip: int) -> None:
+    """Its divergence is infinite, which stops a run. Without that token and those after it, the loss would be finite."""
+    b = batch()
+    student, teacher, now, old = b.alternatives(1), b.alternatives(2), b.logprobs(3), b.logprobs(4)
+    out = teacher.data.clone().view(-1, K)
+    at = 1 + next(sum(rows_of(b)[:i]) for i, n in enumerate(rows_of(b)) if n > 2)  # the second token of a sequence
+    out[at, 0] = -torch.inf
+    done = run_loss("std.sdft", f'sdft(teacher=t, old=old, alpha=1, others="ignore", skip={skip})', b,
+                    {"logprobs_at": student, "logprobs": now}, t=replace(teacher, data=out.view_as(teacher.data)), old=old)
+    assert done.loss == torch.inf
+    ruled = b.logprobs(2)
+    ruled.data[at] = -torch.inf
+    done = run_loss("std.sdft", f"sdft_sampled(teacher=t, old=old, skip={skip})", b, {"logprobs": now}, t=ruled, old=old)
+    assert abs(done.loss) == torch.inf
+
+
 def test_other_numbers_would_be_seen() -> None:
     b = batch()
     student, teacher, now, old = b.alternatives(1), b.alternatives(2), b.logprobs(3), b.logprobs(4)

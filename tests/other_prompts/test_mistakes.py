@@ -27,6 +27,8 @@ PROGRAM = '''use py "r.py" (ask: gen -> prompts(max_tokens=64), some: gen -> pro
   dropped: gen -> prompts(max_tokens=64, over_long=drop), hint: prompt -> prompts(max_tokens=64), f: gen -> seq,
   again: q -> prompts(max_tokens=64))
 data d = jsonl("d.jsonl", batch=4)
+data held = jsonl("d.jsonl", batch=4)
+buffer good = rows(capacity=16)
 data seen = jsonl("d.jsonl", batch=4, images="pictures", over_long=error)
 data sorted = jsonl("d.jsonl", batch=4, kind="pairs")
 model actor = causal_lm("m") train adamw(lr=1e-3)
@@ -102,6 +104,31 @@ def test_mistakes(body: str, code: str, under: str | None) -> None:
     assert found.code == code, found
     assert under is None or found.span is not None and found.span.text == under
     assert found.help or code == "RL0101"
+
+
+EVALUATION = '''  eval held {
+    q = held.next()
+    g = actor.generate(q, n=2)
+    asked = ask(g)
+    BODY
+  }'''
+
+
+@pytest.mark.parametrize("given", ["asked", "q", "hint(q)", "ask(g)"])
+def test_in_an_evaluation_a_call_is_a_statement(given: str) -> None:
+    assert check(EVALUATION.replace("BODY", f"x = other.logprobs(g, prompt={given})\n    metric m = mean(x)")) == ()
+
+
+@pytest.mark.parametrize("given", ["asked", "q", "hint(q)"])
+def test_prompts_from_the_block_are_not_put_before_what_it_has_collected(given: str) -> None:
+    (found,) = check(EVALUATION.replace("BODY", f"metric m = mean(other.logprobs(g, prompt={given}))"))
+    assert found.code == "RL0213" and "leaves rows out" not in str(found.label), found
+    assert f"`x = m.logprobs(g, prompt={given})`" in found.help
+
+
+def test_rows_of_a_buffer_keep_numbers_and_no_prompts() -> None:
+    (found,) = check("old = good.sample(4)\n  x = other.logprobs(old, prompt=ask(old))\n  good.add(gen)")
+    assert found.code == "RL0213" and "`kept = gen with x=m.logprobs(gen, prompt=ask(gen))`" in found.help
 
 
 def test_the_same_prompts_are_put_before_responses_once() -> None:
