@@ -15,6 +15,8 @@ from rldsl.plan.model import Layout
 
 PYTHON = "RLDSL_VLLM_PYTHON"  # environment variable: the Python that has vLLM, if it is not the one of the run
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# scalings whose factor vLLM multiplies the stated positions by; those of the others include it
+SCALED = ("linear", "dynamic")
 # numbers of a config that are above 0 where a layer has experts
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -30,7 +32,16 @@ def problem(facts: Facts, layout: Layout) -> str:
     return ""
 
 
+def positions(facts: Facts) -> int:
+    """The longest sequence that vLLM accepts (`_get_and_verify_max_len` of its config/model.py): the positions that the
+    config states, times the factor of some scalings. 0: the config states none."""
+    config: dict[str, Any] = {key: json.loads(text) for key, text in facts.config}
+    rope = config.get("rope_parameters") or {}
+    most = config.get("max_position_embeddings") or 0
+    return int(most * (rope.get("factor") or 1)) if rope.get("rope_type") in SCALED else int(most)
+
+
 DESCRIPTION = Description(
     calls=("generate",), divisions=("dp",), zero=0, adapters=False, per_step=False, other_logprobs=True,
     needs=("vllm", "pip install 'rldsl[vllm]'"), versions=("vllm", "0.32", "0.33"), interpreter=PYTHON,
-    problem=problem, memory=VllmMemory())
+    positions=positions, problem=problem, memory=VllmMemory())

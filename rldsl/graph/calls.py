@@ -209,6 +209,10 @@ class CallsOfFlow:
             return self.errors.add("RL0205", "`min_new_tokens` is larger than `max_new_tokens`", call.func.span,
                                    f"{given['min_new_tokens']} > {given['max_new_tokens']}",
                                    help="raise `max_new_tokens` or lower `min_new_tokens`")
+        if "" in cast(tuple[str, ...], given["stop"]):
+            return self.errors.add("RL0205", "a string of `stop` is empty", call.func.span,
+                                   "every response would end after its first token",
+                                   help="remove the empty string, or write `max_new_tokens=1`")
         if target is None:
             return self.errors.add("RL0212", "the result of `generate` is not used", span,
                                    help="assign it to a name: `gen = ...`")

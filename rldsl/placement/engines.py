@@ -35,7 +35,8 @@ def other_engines(graph: g.Graph, places: Mapping[str, Place]) -> dict[str, str]
 
 def with_differences(graph: g.Graph, places: Mapping[str, Place]) -> tuple[g.Graph, dict[str, Place]]:
     """The graph with the metrics, and the places of all calls and computations. A call in an `eval` gets none, and
-    neither does one in another block where a lag lets blocks run ahead as a whole."""
+    neither does one in another block where a lag lets blocks run ahead as a whole. A graph that has them keeps them: a
+    search places the graph of a program again."""
     placed = dict(places)
     engines = other_engines(graph, places)
     trains: dict[str, g.Train] = {}  # model -> its first training
@@ -44,13 +45,20 @@ def with_differences(graph: g.Graph, places: Mapping[str, Place]) -> tuple[g.Gra
             trains.setdefault(node.model, node)
     for node in tuple(g.nodes(graph.items)):
         if isinstance(node, g.Generate) and node.id in engines and node.model in trains \
-                and (node in graph.items or not graph.lag) and not _in_eval(graph.items, node):
+                and (node in graph.items or not graph.lag) and not _in_eval(graph.items, node) \
+                and not _has_difference(graph, node):
             graph = _with_difference(graph, node, trains[node.model], placed)
     return graph, placed
 
 
 def _in_eval(items: tuple[g.Item, ...], node: g.Node) -> bool:
-    return any(node in g.nodes(item.body) for item in items if isinstance(item, g.Eval))
+    """Also in one that other blocks hold, as `every 50 { eval heldout { ... } }`."""
+    return any(node in g.nodes(item.body) if isinstance(item, g.Eval) else _in_eval(item.body, node)
+               for item in items if isinstance(item, g.When | g.Repeat | g.Until | g.Eval))
+
+
+def _has_difference(graph: g.Graph, made: g.Generate) -> bool:
+    return any(p.id == f"{made.frame}.{DIFFERENCE}" for p in graph.programs)
 
 
 def _with_difference(graph: g.Graph, made: g.Generate, train: g.Train, places: dict[str, Place]) -> g.Graph:

@@ -115,7 +115,7 @@ def _places(graph: g.Graph, choices: Mapping[str, Choice], families: Mapping[str
     budget.check_token_budgets(graph, calls, places)
     backends.check_backends(graph, calls, places, families)
     invariant.check_invariance(graph, calls, places, families)
-    positions.check_positions(graph, calls, families)
+    positions.check_positions(graph, calls, places, families)
     sync.sync_places(graph, places, train_layouts)
     return places, train_layouts
 

@@ -1,8 +1,9 @@
 """Whether a model has positions for the sequences that it is given.
 
-In: calls, and the families of their models. Out: nothing, or RL0331. A model with a table of positions has no row to
-read beyond its last. Rotary positions have no end, but some scalings stretch those of all sequences next to a long one,
-so that a loss would depend on the micro-batch.
+In: calls, their places, and the families of their models. Out: nothing, or RL0331. A model with a table of positions
+has no row to read beyond its last, and a backend may compute no more positions than the config states. Rotary positions
+have no end, but some scalings stretch those of all sequences next to a long one, so that a loss would depend on the
+micro-batch.
 """
 
 from __future__ import annotations
@@ -15,19 +16,28 @@ from rldsl.diag import Diagnostic, Failure
 from rldsl.graph import model as g
 from rldsl.models.families import Family
 from rldsl.placement.budget import max_row_tokens
-from rldsl.placement.model import Call, label
+from rldsl.placement.model import Call, Place, label
+from rldsl.plan.backends import described
 
+LIMIT = "limit them (`max_prompt_tokens`, `max_answer_tokens`, `max_new_tokens`)"
 CHANGING = ("dynamic", "longrope")  # in transformers' names; the others are one function of the position
 
 
-def check_positions(graph: g.Graph, calls: Iterable[Call], families: Mapping[str, Family]) -> None:
+def check_positions(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place],
+                    families: Mapping[str, Family]) -> None:
     """RL0331, once for each model. families: empty where no model directory has been read."""
     frames = {f.id: f for f in graph.frames}
     problems: dict[str, Diagnostic] = {}
     for node in calls:
         family = families.get(node.model)
-        if family is None or node.model in problems or not (most := max_positions(family)):
+        if family is None or node.model in problems:
             continue
+        backend = places[node.id].layout.backend
+        known = described(backend)
+        limits = (max_positions(family), known.positions(family) if known else 0)
+        if not any(limits):
+            continue
+        most = min(x for x in limits if x)
         own = [frames[f] for f in (node.frames if isinstance(node, g.Train) else (node.frame,))]
         frame = max(own, key=max_row_tokens)
         if max_row_tokens(frame) > most:
@@ -36,7 +46,8 @@ def check_positions(graph: g.Graph, calls: Iterable[Call], families: Mapping[str
                 f"`{label(node)}` has sequences of up to {max_row_tokens(frame)} tokens, but the model has {most} "
                 "positions",
                 node.span, f"{frame.max_prompt_tokens} + {frame.max_response_tokens} tokens",
-                help=_help(family, most))
+                help=_help(family, most) if most == limits[0] else
+                f"{LIMIT}; `backend={backend}` has no more positions, `backend=torch` goes on beyond them")
     if problems:
         raise Failure(problems.values())
 
@@ -58,7 +69,6 @@ def _rope_configs(family: Family) -> list[Mapping[str, Any]]:
 
 
 def _help(family: Family, most: int) -> str:
-    text = "limit them (`max_prompt_tokens`, `max_answer_tokens`, `max_new_tokens`)"
     changing = sorted({str(r["rope_type"]) for r in _rope_configs(family) if r.get("rope_type") in CHANGING})
-    return text if not changing else \
-        f"{text}; beyond {most} tokens the scaling `{changing[0]}` depends on the longest sequence of the micro-batch"
+    return LIMIT if not changing else \
+        f"{LIMIT}; beyond {most} tokens the scaling `{changing[0]}` depends on the longest sequence of the micro-batch"

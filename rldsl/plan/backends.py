@@ -53,6 +53,11 @@ def runs_every_model(facts: Facts, layout: Layout) -> str:
     return ""
 
 
+def without_limit(facts: Facts) -> int:
+    """The `positions` of a backend that adds no limit to that of the model."""
+    return 0
+
+
 @dataclass(frozen=True, slots=True)
 class Description:
     """What a backend can express, and what its calls cost.
@@ -82,6 +87,7 @@ class Description:
     other_logprobs: bool = False
     entries: bool = False  # whether it has `Shard.top`, and the output "logprobs_at"
     first_pass: bool = False  # whether `train` can make a pass without gradient before those of a minibatch
+    positions: Callable[[Facts], int] = without_limit  # tokens of a sequence, at most; 0: as many as the model has
     problem: Callable[[Facts, Layout], str] = runs_every_model  # the feature it cannot express; "" if there is none
     memory: object = None  # what a call holds: a `rldsl.memory.call_memory.MemoryCosts`
     time: object = None  # what passes a call makes, and their seconds: a `rldsl.simulate.time_costs.TimeCosts`

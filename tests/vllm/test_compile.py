@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from rldsl import api
+from rldsl.cli import main
 from rldsl.diag import Diagnostic, Failure
 from rldsl.placement.engines import other_engines
 from rldsl.plan.backends import described, lacking
@@ -56,7 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: Path) -> Ite
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("models")
-    make_model(base / "dense", num_hidden_layers=2)
+    make_model(base / "dense", num_hidden_layers=2, max_position_embeddings=1024)
     make_model(base / "experts", "qwen3_moe", num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2,
                num_hidden_layers=1)
     make_model(base / "gpt2", "gpt2")
@@ -206,7 +208,13 @@ def test_no_metric_without_another_engine_or_without_training() -> None:
     held = heldout.next()
     g = actor.generate(held, max_new_tokens=4) on mesh(0:2) dp=2 {place}
     metric l = mean(len(g))
-  }}""", 1)])
+  }}""", 1),
+    ("steps=4", BODY + """
+  every 2 {{ eval heldout {{
+    held = heldout.next()
+    g = actor.generate(held, max_new_tokens=4) on mesh(0:2) dp=2 {place}
+    metric l = mean(len(g))
+  }} }}""", 1)])
 def test_blocks_and_lags(flow: str, body: str, inferred: int) -> None:
     assert len(events(compiled(flow=flow, body=body), Infer)) == inferred
 
@@ -226,3 +234,36 @@ def test_which_calls_have_another_engine() -> None:
     Path("p.rlf").write_text(program())
     placed = api.placed_source(api.read_source("p.rlf"))
     assert other_engines(placed.graph, dict(placed.places)) == {"gen": "vllm"}
+
+
+@pytest.mark.parametrize("rope, most", [
+    (None, 48),
+    ({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, 96),
+    ({"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}, 48),
+    ({"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+      "original_max_position_embeddings": 16}, 48)])
+def test_vllm_has_no_positions_beyond_those_of_the_config(tmp_path: Path, rope: dict[str, Any] | None,
+                                                          most: int) -> None:
+    """As vLLM 0.32 derives `max_model_len`; torch goes on."""
+    more = {"rope_parameters": rope} if rope else {}
+    make_model(tmp_path / "own", "llama", num_hidden_layers=1, max_position_embeddings=48, **more)
+    body = BODY.replace("max_new_tokens=4", "max_new_tokens={new}")
+    kept = {"model": '"own"'}
+    compiled(**kept, body=body.replace("{new}", str(most - 8)))
+    d = refused(**kept, body=body.replace("{new}", str(most - 7)))
+    assert d.code == "RL0331" and d.span is not None and f"{most} positions" in d.title and "backend=torch" in d.help
+    compiled(**kept, place="", body=body.replace("{new}", str(most - 7)))
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    for stop in ('[""]', '["a", ""]'):
+        d = refused(options=f", stop={stop}")
+        assert d.code == "RL0205" and "empty" in d.title and d.span is not None
+    compiled(options=', stop=["a", " "]')
+
+
+def test_a_placement_is_compared_with_the_best_one() -> None:
+    """The search places a graph again that has the metrics already."""
+    Path("p.rlf").write_text(program())
+    said = CliRunner().invoke(main, ["explain-placement", "p.rlf", "--cluster", "h100x8"])
+    assert said.exit_code == 0 and "proposed" in said.output and "best" in said.output, said.output
