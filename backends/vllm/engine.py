@@ -20,6 +20,7 @@ import time
 import traceback
 from array import array
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import accumulate
 from math import prod
 from typing import IO, Any
@@ -29,6 +30,8 @@ Message = Mapping[str, Any]
 LENGTH = struct.Struct("<Q")
 BLOCK = 128  # tokens: no block of a KV cache is larger
 POLL = 0.5  # seconds between looks whether the rank is still there
+PROGRESS: dict[str, Any] = {"progress": True}  # not an answer: that there will be one
+PROGRESS_EVERY = 10.0  # seconds
 
 
 def send(stream: IO[bytes], message: Message, arrays: Arrays | None = None) -> None:
@@ -53,10 +56,14 @@ def receive(stream: IO[bytes]) -> tuple[dict[str, Any], dict[str, array[Any]]]:
 
 
 def _exactly(stream: IO[bytes], count: int) -> bytes:
-    found = stream.read(count) if count else b""
-    if len(found) < count:
-        raise EOFError
-    return found
+    parts: list[bytes] = []
+    while count:
+        part = stream.read(count)  # of an unbuffered stream perhaps less
+        if not part:
+            raise EOFError
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
 
 
 class WorkerExtension:
@@ -117,6 +124,7 @@ class Engine:
         self.llm: Any = None
         self.weights: dict[str, Any] = {}  # parameter name -> tensor in the shared memory
         self.sleeps = False  # whether its memory was given back
+        self.report_progress: Callable[[], None] = lambda: None  # called between decode steps
 
     def hello(self, message: Message, arrays: Arrays) -> tuple[Message, Arrays]:
         import vllm
@@ -191,6 +199,7 @@ class Engine:
                 if output.finished:
                     done[int(output.request_id)] = output.outputs[0]
                     running -= 1
+            self.report_progress()
         sampled = [list(x.token_ids) for x in done]
         logprobs = array("f", (at[token].logprob for x, ids in zip(done, sampled, strict=True)
                                for at, token in zip(x.logprobs, ids, strict=True)))
@@ -214,6 +223,16 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.dup2(2, 1)  # what is printed must not get between the answers
     engine = Engine()
+    reported = time.monotonic()
+
+    def report_progress() -> None:
+        nonlocal reported
+        if time.monotonic() - reported >= PROGRESS_EVERY:
+            reported = time.monotonic()
+            with suppress(BrokenPipeError):
+                send(answers, PROGRESS)
+
+    engine.report_progress = report_progress
     verbs: dict[str, Callable[[Message, Arrays], tuple[Message, Arrays]]] = {
         "hello": engine.hello, "open": engine.open, "load": engine.load, "sleep": engine.sleep,
         "generate": engine.generate}

@@ -9,6 +9,7 @@ Errors: RL0326 no vLLM of a supported version, RL0801 the engine failed or ended
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "
 LAST_LINES = 12  # of its output, that a message shows
 TAIL = 2**16  # bytes in which they are looked for
 PATIENCE = 5.0  # seconds that it has to end after its input was closed
+START_LIMIT = 600.0  # seconds in which it must have imported vLLM
+SILENCE_LIMIT = 1800.0  # seconds without a sign of progress, in which it loads a model or takes a decode step
 
 
 class EngineProcess:
@@ -51,18 +54,30 @@ class EngineProcess:
             ) -> tuple[dict[str, Any], engine.Arrays]:
         """Send a request and wait for its answer. Errors: RL0801."""
         requests = present(self.process.stdin, "standard input of the engine")
-        answers = present(self.process.stdout, "standard output of the engine")
+        stream = present(self.process.stdout, "standard output of the engine")
+        answers = open(stream.fileno(), "rb", buffering=0, closefd=False)  # noqa: SIM115 -- what is read ahead is no wait
         try:
             engine.send(requests, {"verb": verb, **message}, arrays)
+            self._wait_for(answers, verb)
             answer, found = engine.receive(answers)
+            while answer == engine.PROGRESS:
+                self._wait_for(answers, verb)
+                answer, found = engine.receive(answers)
         except (EOFError, BrokenPipeError):
             raise self._ended() from None
         if "error" in answer:
-            raise self._failed(verb, answer["error"])
+            raise self._failed(verb, str(answer["error"]))
         return answer, found
 
     def close(self) -> None:
         self._finalizer()
+
+    def _wait_for(self, answers: IO[bytes], verb: str) -> None:
+        """Wait until there is something to read. Errors: RL0801 where nothing comes."""
+        limit = START_LIMIT if verb == "hello" else SILENCE_LIMIT
+        if not select.select([answers], [], [], limit)[0]:
+            self.process.kill()
+            raise self._failed(verb, f"it has given no sign of life for {limit:g} s", *self._last_lines())
 
     def _check_version(self, python: str) -> None:
         try:
@@ -80,11 +95,11 @@ class EngineProcess:
         return fail("RL0326", f"`{self.model}` is placed with `backend=vllm`, which is not available here", notes=notes,
                     help=f"install it on every machine with `{line}`, or let {PYTHON} name a Python that has it")
 
-    def _failed(self, verb: str, text: str) -> Failure:
+    def _failed(self, verb: str, *notes: str) -> Failure:
         if verb == "hello":
             self.close()
-        return fail("RL0801", f"the vLLM engine of `{self.model}` could not {VERBS[verb]}", notes=(text,),
-                    help="the message is vLLM's own; `backend=torch` samples without it")
+        return fail("RL0801", f"the vLLM engine of `{self.model}` could not {VERBS[verb]}", notes=notes,
+                    help="the messages are of vLLM and its engine; `backend=torch` samples without it")
 
     def _ended(self) -> Failure:
         try:

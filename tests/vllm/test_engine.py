@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from rldsl.backends.vllm import process
 from rldsl.backends.vllm.process import EngineProcess, environment
 from rldsl.backends.vllm.shared_weights import SharedWeights
 from rldsl.diag import Failure
@@ -243,6 +244,54 @@ def test_no_vllm_of_a_supported_version(alone: Any, variables: dict[str, str], n
         monkeypatch.setenv(name, value)
     d = failed(alone)
     assert d.code == "RL0326" and d.notes[0].startswith(note) and "RLDSL_VLLM_PYTHON" in d.help
+
+
+def test_an_engine_that_never_answers(alone: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither at its start nor later: it is ended, and the run hears of it."""
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr(process, "START_LIMIT", 0.2)
+    with monkeypatch.context() as only, pytest.raises(Failure) as raised:
+        only.setenv("RLDSL_VLLM_PYTHON", str(silent))
+        made(alone)
+    (found,) = raised.value.diagnostics
+    assert found.code == "RL0326" and "no sign of life for 0.2 s" in found.notes[1]
+    monkeypatch.setattr(process, "START_LIMIT", 60.0)
+    made(alone)
+    monkeypatch.setattr(process, "SILENCE_LIMIT", 0.2)
+    os.kill(alone.engine.process.pid, signal.SIGSTOP)
+    found = failed(alone)
+    assert found.code == "RL0801" and "could not generate" in found.title and "no sign of life" in found.notes[0]
+
+
+TALKS = """
+import importlib.util, os, sys, time
+spec = importlib.util.spec_from_file_location("engine", sys.argv[1])
+engine = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(engine)
+requests, answers = os.fdopen(0, "rb"), os.fdopen(1, "wb")
+while True:
+    message, _ = engine.receive(requests)
+    if message["verb"] == "generate":
+        for _ in range(6):
+            time.sleep(0.5)
+            engine.send(answers, engine.PROGRESS)
+    engine.send(answers, {"version": "0.32.0"})
+"""
+
+
+def test_an_engine_that_makes_progress_may_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "talks.py").write_text(TALKS)
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/talks.py" "$1"\n')
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv("RLDSL_VLLM_PYTHON", str(tmp_path / "python"))
+    shared = SharedWeights({"w": (2,)}, torch.float32)
+    talks = EngineProcess("m", shared.descriptor, "cpu")
+    monkeypatch.setattr(process, "SILENCE_LIMIT", 2.0)
+    answer, _ = talks.ask("generate")
+    assert answer == {"version": "0.32.0"}
+    talks.close()
 
 
 def test_the_engine_sees_nothing_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
