@@ -8,10 +8,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ADD = {f"{name}{end}" for name in ("index_add", "scatter_add", "index_put", "scatter_reduce", "index_reduce")
        for end in ("", "_")}
-EXACT, ONCE, STATED = (
+EXACT, ONCE, STATED, WRITES = (
     "integers, or their sums in float64, or largest numbers: exact in any order",
     "of equal indices all but one add 0",
-    "float64 or float32 rounding that --deterministic removes, as docs/howto/resume.md says")
+    "float64 or float32 rounding that --deterministic removes, as docs/howto/resume.md says",
+    "adds nothing: each place is written once")
 REASONS = {
     ("rldsl/runtime/interpreter/derive.py", "_pick"): EXACT,
     ("rldsl/runtime/interpreter/exact_sums.py", "exact_words"): EXACT,
@@ -23,6 +24,7 @@ REASONS = {
     ("backends/torch/model/vision.py", "shifts"): EXACT,
     ("backends/torch/train/quantized_adamw.py", "_add_maxima"): EXACT,
     ("backends/torch/generate/generate.py", "shares_prompt"): EXACT,
+    ("backends/torch/generate/kv_cache.py", "put"): WRITES,
 }
 
 

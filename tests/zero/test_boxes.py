@@ -18,6 +18,7 @@ from rldsl.reshard.node_groups import MeshView
 from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.summary import summary
 from rldsl.runtime.comm.reshard import RankReshard, reshard
+from rldsl.runtime.comm.side_stream import SideStream
 from rldsl.sharding.boxes import (
     Parameter,
     cell_of,
@@ -171,7 +172,8 @@ def move_all(rank: int) -> list[str]:
         right = held(b, bm)
         got = {name: torch.full_like(t, -1) for name, t in right.items()}
         src, dst = (x if rank in on.members() else None for x, on in ((held(a, am), am), (got, bm)))
-        reshard(RankReshard.plan(made, a, am, b, bm, devices, rank), src, dst, torch.float32, torch.device("cpu"), number * 16).finish()
+        reshard(RankReshard.plan(made, a, am, b, bm, devices, rank), src, dst, torch.float32,
+                SideStream(torch.device("cpu")), number * 16).finish()
         wrong += [f"{a.id} to {b.id}: {name}" for name, t in right.items() if not torch.equal(got[name], t)]
     return wrong
 
