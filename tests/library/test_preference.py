@@ -524,7 +524,9 @@ ROWS = {  # calls that choose rows of responses: tests/papers and below
     "best_only(r)", "best_random(r)", "best_worst(r)", "log(uniform(r)) / w", "sppo(old=old, win=win_rate(won, 5))",
 }
 
-DISTRIBUTIONS = {  # tests/distributions/test_gkd.py
+DISTRIBUTIONS = {  # tests/distributions/test_gkd.py, and those of SDFT in test_sdft.py and tests/oracles
+    *(f"sdft(teacher=d, old=old{alpha})" for alpha in ("", ", alpha=0", ", alpha=1")),
+    *(f"sdft(teacher=at, old=old{way})" for way in ("", ', others="rest"', ", skip=2")), "sdft_sampled(teacher=teacher, old=old)",
     "gkd(teacher=t.logprobs, beta=0)", "gkd(teacher=t.logprobs, beta=0.5)", "gkd(teacher=at, beta=1)",
     *(f'gkd(teacher=t.logprobs, beta=0, others="{way}")' for way in ("rest", "renormalize")),
     "minillm(teacher=t.logprobs, old=old, sampled=teacher)", "gkd(teacher=d, beta=0)", "gkd(teacher=d, beta=1)", "gkd(teacher=d)",
