@@ -44,15 +44,15 @@ def stages(workers: int) -> tuple[Stage, ...]:
     return (
         Stage("doctor", "what is installed", (sys.executable, "-m", "rldsl.cli", "doctor"), 60, on_gpu=False),
         Stage("kernels", "Triton, packed attention, captured steps, models against the CPU, offload",
-              (*PYTEST, "-n", "3", "tests/gpu/test_kernels.py"), 300, on_gpu=False),
-        Stage("runs", "torchrun over NCCL: starters, resume, memory against the estimate",
-              (*PYTEST, "-n", "4", "tests/gpu/test_runs.py"), 300, on_gpu=False),
-        Stage("worlds", "placements on several ranks that share the GPU", (*many, *WORLDS), 400),
+              (*PYTEST, "-n", "3", "tests/gpu/test_kernels.py"), 600, on_gpu=False),
+        Stage("runs", "torchrun over NCCL: the CPU's first step, resume, memory against the estimate, a profile",
+              (*PYTEST, "-n", "4", "tests/gpu/test_runs.py"), 900, on_gpu=False),
+        Stage("worlds", "placements on several ranks that share the GPU", (*many, *WORLDS), 1200),
         Stage("invariant", "one digest under every placement",
-              (sys.executable, "-m", "tests.consistency.grid", "--steps", "2", "--every", "5"), 300),
-        Stage("learns", "a GRPO run that learns", (sys.executable, "-m", "tests.gpu.learns"), 300, on_gpu=False),
+              (sys.executable, "-m", "tests.consistency.grid", "--steps", "2", "--every", "5"), 1200),
+        Stage("learns", "a GRPO run that learns", (sys.executable, "-m", "tests.gpu.learns"), 600, on_gpu=False),
         Stage("bounds", "decoding, training and a GRPO step against their bounds",
-              (sys.executable, "-m", "benchmarks.gpu"), 600, alone=True, on_gpu=False),
+              (sys.executable, "-m", "benchmarks.gpu"), 850, alone=True, on_gpu=False),
     )
 
 
