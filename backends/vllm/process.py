@@ -77,7 +77,7 @@ class EngineProcess:
         limit = START_LIMIT if verb == "hello" else SILENCE_LIMIT
         if not select.select([answers], [], [], limit)[0]:
             self.process.kill()
-            raise self._failed(verb, f"it has given no sign of life for {limit:g} s", *self._last_lines())
+            raise self._failed(verb, f"it has reported no progress for {limit:g} s", *self._last_lines())
 
     def _check_version(self, python: str) -> None:
         try:

@@ -47,7 +47,7 @@ def check_positions(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, 
                 "positions",
                 node.span, f"{frame.max_prompt_tokens} + {frame.max_response_tokens} tokens",
                 help=_help(family, most) if most == limits[0] else
-                f"{LIMIT}; `backend={backend}` has no more positions, `backend=torch` goes on beyond them")
+                f"{LIMIT}; `backend={backend}` has no more positions, `backend=torch` continues beyond them")
     if problems:
         raise Failure(problems.values())
 

@@ -34,11 +34,11 @@ class HostMemory:
 
     @torch.no_grad()
     def offload(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """Copy tensors to host memory. Returns the copies."""
-        return dict(tensors) if self.stream is None else self._pinned_copies(tensors)
+        """Copy tensors to host memory. Returns the copies, with the strides of dense tensors."""
+        return dict(tensors) if self.stream is None else self._pinned_copies(tensors, torch.preserve_format)
 
-    def _pinned_copies(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        self._allocate({name: x for name, x in tensors.items() if name not in self.pinned})
+    def _pinned_copies(self, tensors: Mapping[str, torch.Tensor], strides: torch.memory_format) -> Tensors:
+        self._allocate({name: x for name, x in tensors.items() if name not in self.pinned}, strides)
         for name, tensor in tensors.items():
             self.pinned[name].copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(self.device).synchronize()
@@ -49,15 +49,17 @@ class HostMemory:
         """Contiguous copies in host memory, which stay as they are until the next call."""
         if self.stream is None:
             return {name: x.detach().to("cpu", copy=True).contiguous() for name, x in tensors.items()}
-        return self._pinned_copies(tensors)
+        return self._pinned_copies(tensors, torch.contiguous_format)
 
-    def _allocate(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _allocate(self, tensors: Mapping[str, torch.Tensor], strides: torch.memory_format) -> None:
         """Pinned memory for tensors, in `pinned`."""
         for dtype in dict.fromkeys(x.dtype for x in tensors.values()):
             chosen = {name: x for name, x in tensors.items() if x.dtype == dtype}
             flat = self._registered_memory(sum(x.numel() for x in chosen.values()), dtype)
             parts = flat.split([x.numel() for x in chosen.values()])
-            self.pinned |= {name: part.view(x.shape) for (name, x), part in zip(chosen.items(), parts, strict=True)}
+            for (name, x), part in zip(chosen.items(), parts, strict=True):
+                like = torch.empty_like(x, device="meta", memory_format=strides)
+                self.pinned[name] = part.as_strided(like.shape, like.stride())
 
     def _registered_memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """[count] in pages of its own: CUDA registers whole pages, and each of them once. A tensor's memory begins

@@ -63,6 +63,15 @@ def test_memory_is_exact_and_allocated_once(cudart: Cudart) -> None:
     assert cudart.unregistered == [pointer for pointer, _ in cudart.registered]
 
 
+def test_strides_are_kept_by_an_offload_alone(cudart: Cudart) -> None:
+    """A checkpoint's file has contiguous tensors, of views, too."""
+    whole = torch.randn(4, 6)
+    tensors = {"transposed": whole[:, :].t(), "view": whole[:, 2:5]}
+    away, copies = (getattr(HostMemory(torch.device("cuda")), name)(tensors) for name in ("offload", "copies"))
+    assert all(torch.equal(x, tensors[name]) for found in (away, copies) for name, x in found.items())
+    assert away["transposed"].stride() == (1, 6) and all(x.is_contiguous() for x in copies.values())
+
+
 def test_memory_that_cannot_be_pinned_is_an_error(cudart: Cudart) -> None:
     cudart.status = 2
     with pytest.raises(RuntimeError, match="out of memory"):

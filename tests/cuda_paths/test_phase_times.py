@@ -86,13 +86,14 @@ def test_a_line_waits_until_the_device_has_passed_its_step(device: Device, monke
     step: Any = SimpleNamespace(context=SimpleNamespace(device=CUDA), talked=[], number=1, ragged_bytes=0)
     monkeypatch.setattr("rldsl.runtime.metrics.builtin_metrics.peak_bytes", lambda _: 7)
     meter = Meter(SimpleNamespace(body=(), header=SimpleNamespace(world=1)))  # type: ignore[arg-type]
+    lines: list[Any] = []
     for number in range(2):
         generate = event(Generate, frame="gen")
         meter.begins(step, generate)
         device.launched += 1.0 + number
         meter.took(step, generate, 1e-4)
         meter.begins(step, event(Lengths))
-        lines = [*lines, meter.finish(step)] if number else [meter.finish(step)]
+        lines.append(meter.finish(step))
     reporter: Any = object.__new__(Reporter)
     written: list[dict[str, float]] = []
     reporter._lines = type("Lines", (list,), {"popleft": lambda self: self.pop(0)})(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ def run_program(path: Path, sets: Mapping[str, Any], folder: Path, place: str | 
     lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     found = ({"step": line["step"], **{name: line[name] for name in computed(line)}} for line in lines)
     return Metrics(found, responses)
+
+
+def run_text(base: Path, text: str, out: str, place: str | None = None, like: Metrics | None = None) -> Metrics:
+    """`run_program` of this text, in the directory `base`."""
+    path = base / f"{out}.rlf"
+    path.write_text(text)
+    with chdir(base):
+        return run_program(path, {}, base / out, place=place, like=like)
 
 
 def _rank(rank: int, data: bytes, out: str, cwd: str, trace: str | None, responses: Path, follow: bool = False) -> None:

@@ -78,7 +78,7 @@ def test_host_memory_on_cuda() -> None:
 
     device = torch.device("cuda", 0)
     host = HostMemory(device)
-    tensors = {"a": torch.randn(1 << 20, device=device), "b": torch.randn(3, 5, device=device)}
+    tensors = {"a": torch.randn(1 << 20, device=device), "b": torch.randn(3, 5, device=device).t()}
     expected = {k: v.cpu() for k, v in tensors.items()}
     for _ in range(3):
         there = host.offload(tensors)
@@ -86,6 +86,7 @@ def test_host_memory_on_cuda() -> None:
         tensors, finish = host.onload(there)
         finish()
         assert all(t.device == device and torch.equal(t.cpu(), expected[k]) for k, t in tensors.items())
+        assert tensors["b"].stride() == expected["b"].stride()
 
 
 def test_the_other_memory_of_these_tests_catches_mistakes() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from tests.end_to_end.programs import Metrics, run_program
+from tests.end_to_end.programs import Metrics, run_text
 from tests.tiny import CHARACTERS, make_model
 
 HERE = Path(__file__).parent
@@ -56,11 +55,4 @@ def text(body: str, *, steps: int = 3, most: int = 64, over_long: str = "error")
 def run(base: Path, body: str, out: str = "run", *, place: str | None = None, like: Metrics | None = None,
         **more: Any) -> Metrics:
     """The metrics of a flow with these statements."""
-    path = base / f"{out}.rlf"
-    path.write_text(text(body, **more))
-    before = os.getcwd()
-    os.chdir(base)
-    try:
-        return run_program(path, {}, base / out, place=place, like=like)
-    finally:
-        os.chdir(before)
+    return run_text(base, text(body, **more), out, place, like)

@@ -244,7 +244,7 @@ def test_which_calls_have_another_engine() -> None:
       "original_max_position_embeddings": 16}, 48)])
 def test_vllm_has_no_positions_beyond_those_of_the_config(tmp_path: Path, rope: dict[str, Any] | None,
                                                           most: int) -> None:
-    """As vLLM 0.32 derives `max_model_len`; torch goes on."""
+    """As vLLM 0.32 derives `max_model_len`; torch continues beyond it."""
     more = {"rope_parameters": rope} if rope else {}
     make_model(tmp_path / "own", "llama", num_hidden_layers=1, max_position_embeddings=48, **more)
     body = BODY.replace("max_new_tokens=4", "max_new_tokens={new}")

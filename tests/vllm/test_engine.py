@@ -256,13 +256,13 @@ def test_an_engine_that_never_answers(alone: Any, monkeypatch: pytest.MonkeyPatc
         only.setenv("RLDSL_VLLM_PYTHON", str(silent))
         made(alone)
     (found,) = raised.value.diagnostics
-    assert found.code == "RL0326" and "no sign of life for 0.2 s" in found.notes[1]
+    assert found.code == "RL0326" and "no progress for 0.2 s" in found.notes[1]
     monkeypatch.setattr(process, "START_LIMIT", 60.0)
     made(alone)
     monkeypatch.setattr(process, "SILENCE_LIMIT", 0.2)
     os.kill(alone.engine.process.pid, signal.SIGSTOP)
     found = failed(alone)
-    assert found.code == "RL0801" and "could not generate" in found.title and "no sign of life" in found.notes[0]
+    assert found.code == "RL0801" and "could not generate" in found.title and "no progress" in found.notes[0]
 
 
 TALKS = """
