@@ -11,15 +11,16 @@ from __future__ import annotations
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rldsl.runtime.local_ranks import held_port
 from tests import stacks
 from tests.world import context
 
@@ -127,9 +128,8 @@ class Launch:
                  stderr: int | None = None) -> None:
         world = int(arguments[arguments.index("--nproc-per-node") + 1])
         module, *rest = arguments[arguments.index("-m") + 1 :]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self.held = ExitStack()  # the port, as long as there are ranks
+        port = self.held.enter_context(held_port())
         self.ranks: set[int] = set()
         self.code = 0
         pipes = {1: stdout, 2: stderr}
@@ -165,6 +165,7 @@ class Launch:
                     self.send_signal(signal.SIGTERM)
             elif end is not None and time.monotonic() > end:
                 raise subprocess.TimeoutExpired("ranks", timeout or 0.0)
+        self.held.close()
         return self.code
 
     def send_signal(self, number: int) -> None:

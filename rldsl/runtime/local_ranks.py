@@ -16,7 +16,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 PATIENCE = 30.0  # seconds that ranks have to end after a signal, as with torchrun
@@ -47,14 +48,14 @@ def run(world: int, module: str, arguments: Sequence[str]) -> Ending:
                 rank.send_signal(number)
 
     signal.signal(signal.SIGTERM, forward)
-    port = _free_port()
     safely = ["-P"] if sys.flags.safe_path else []  # as this process was started
     try:
-        for rank in range(world):
-            ranks.append(subprocess.Popen([sys.executable, *safely, "-u", "-m", module, *arguments],
-                                          start_new_session=True,
-                                          env=os.environ | _environment(rank, world, port)))
-        first = _first_failure(ranks)
+        with held_port() as port:
+            for rank in range(world):
+                ranks.append(subprocess.Popen([sys.executable, *safely, "-u", "-m", module, *arguments],
+                                              start_new_session=True,
+                                              env=os.environ | _environment(rank, world, port)))
+            first = _first_failure(ranks)
     except KeyboardInterrupt:
         _end(ranks, signal.SIGINT)
         return Ending(128 + signal.SIGINT, {}, forwarded)
@@ -71,11 +72,15 @@ def _environment(rank: int, world: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items()}
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A free TCP port of this machine that no other program is given meanwhile. Rank 0 listens on it only once torch is
+    loaded, seconds later. A server that sets SO_REUSEADDR, as torch's TCPStore does, can listen on it beside us, who
+    are bound and do not listen."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def _first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> int:

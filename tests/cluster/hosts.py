@@ -8,16 +8,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 
+from rldsl.runtime.local_ranks import held_port
 from rldsl.runtime.metrics.names import computed
 
 MARK = "TWO_HOSTS_TEST"  # in the environment of every process of a run
@@ -89,8 +89,9 @@ def started(plan: bytes, folder: Path, namespaces: bool, *more: str, restarts: i
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "p.plan").write_bytes(plan)
     (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for n, a in ADDRESSES.items()))
-    endpoint = "host-a:29500" if namespaces else f"localhost:{_free_port()}"
     agents: list[subprocess.Popen[bytes]] = []
+    held = ExitStack()
+    endpoint = "host-a:29500" if namespaces else f"localhost:{held.enter_context(held_port())}"
     try:
         for node, (name, address) in enumerate(ADDRESSES.items()):
             command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
@@ -112,6 +113,7 @@ def started(plan: bytes, folder: Path, namespaces: bool, *more: str, restarts: i
                 kill(pid)
         for agent in agents:
             agent.wait(20)
+        held.close()
 
 
 def _beside(pid: int) -> list[str]:
@@ -131,12 +133,6 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:  # it has just ended
         pass
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def _processes(id: str) -> list[tuple[int, dict[str, str]]]:

@@ -13,7 +13,6 @@ import os
 import re
 import runpy
 import shutil
-import socket
 import subprocess
 import sys
 import tomllib
@@ -23,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rldsl.runtime.local_ranks import held_port
 from tests import forked
 
 ROOT = Path(__file__).parents[2]
@@ -170,12 +170,9 @@ class Copy:
 
     def together(self, world: int, module: str, *arguments: str, **env: str) -> None:
         """`python -m MODULE ARGUMENTS`, or `python FILE.py ARGUMENTS`, as each rank of a world."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world),
-                "LOCAL_WORLD_SIZE": str(world)} | env
-        with ThreadPoolExecutor(world) as ranks:
+        with held_port() as port, ThreadPoolExecutor(world) as ranks:
+            meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world),
+                    "LOCAL_WORLD_SIZE": str(world)} | env
             list(ranks.map(lambda rank: self.forked(module, *arguments, **meet, RANK=str(rank), LOCAL_RANK=str(rank)),
                            range(world)))
 

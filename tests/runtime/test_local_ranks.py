@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import rldsl
 from rldsl.python.start import interpreter
+from rldsl.runtime.local_ranks import held_port
 
 RANK = """
 import json, os, signal, sys, time
@@ -43,6 +46,25 @@ def until_ready(folder: Path, world: int) -> list[int]:
             return [int(f.read_text()) for f in found]
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def test_nobody_else_gets_the_port_of_a_run_that_begins() -> None:
+    with held_port() as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        others = []
+        for _ in range(64):
+            free = socket.socket()
+            free.bind(("127.0.0.1", 0))
+            others.append(free)
+        assert port not in {free.getsockname()[1] for free in others}
+        for free in others:
+            free.close()
+        with held_port() as another:
+            assert another != port
+        store = torch.distributed.TCPStore("127.0.0.1", port, 1, is_master=True)  # as rank 0 does
+        store.set("rank", "0")
+        assert store.get("rank") == b"0"
 
 
 def gone(pid: int) -> bool:
