@@ -20,9 +20,9 @@ from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.model import Plan
 from rldsl.progress import garbage_collection_paused, stage
 from rldsl.verify import (
-    calls,
     class_schedules,
     dataflow,
+    generation,
     groups,
     issue_order,
     lag,
@@ -52,7 +52,7 @@ STAGES: tuple[tuple[tuple[str, Check], ...], ...] = (
      ("schedule", class_schedules.check_class_schedules), ("order", total_order.check_total_order),
      ("issue order", issue_order.check_issue_order), ("groups", groups.check_groups), ("loops", loops.check_loops),
      ("lag", lag.check_lag),
-     ("operations", operations.check_operations), ("turns", calls.check_turns),
+     ("operations", operations.check_operations), ("turns", generation.check_turns),
      ("division", row_division.check_row_division), ("row states", row_states.check_row_states),
      ("sizes", sizes.check_sizes), ("reallocs", reshards.check_reshards), ("saves", saves.check_saves)),
     (("data flow", dataflow.check_dataflow), ("versions", versions.check_versions)),
@@ -67,7 +67,7 @@ class Proof:
     events: int  # in the plan
     entries: int  # events in the lists of all ranks together
     checks: tuple[str, ...]  # names of the checks, in order
-    ages: tuple[calls.Age, ...] = ()  # of what is generated for training, where some of it is of an earlier step
+    ages: tuple[generation.Age, ...] = ()  # of what is generated for training, where some of it is of an earlier step
 
 
 @garbage_collection_paused()
@@ -85,4 +85,4 @@ def verify(plan: Plan) -> Proof:
             raise Failure(found)
     entries = sum(len(class_ranks(c, plan.header.world)) * len(c.events) for c in plan.classes)
     return Proof(len(t.events), entries, tuple(name for checks in STAGES for name, _ in checks),
-                 calls.ages(t))
+                 generation.ages(t))

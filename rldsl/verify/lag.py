@@ -14,7 +14,7 @@ In: tables with sound references. Out: diagnostics RL0539. Rules:
 - copies of parameters are refreshed, moved and freed in every turn.
 That what is read has been made, and not yet freed, is checked over turns by `dataflow.py` and `versions.py`.
 
-So it is known how old each token is that a step trains on (`calls.py`, `ages`).
+So it is known how old each token is that a step trains on (`generation.py`, `ages`).
 """
 
 from __future__ import annotations

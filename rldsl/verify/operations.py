@@ -40,7 +40,7 @@ from rldsl.plan.model import INDEX, PROMPTS, Model, Value
 from rldsl.plan.references import Reference, Role, named
 from rldsl.plan.traits import expand, rule_for
 from rldsl.sharding.rank_sets import Ranks, union
-from rldsl.verify import calls, collect, derive, evaluations, replay, row_states
+from rldsl.verify import calls, collect, derive, evaluations, generation, replay, row_states
 from rldsl.verify.tables import Tables, name, problem
 from rldsl.verify.transfer_slices import MeshCells
 
@@ -345,8 +345,9 @@ def _divides(t: Tables, v: Value, spread: str) -> bool:
 # What is particular to a kind: every kind whose traits do not say what it reads and writes is here.
 RULES: Mapping[type[Event], Callable[[Tables, Any], Iterator[Diagnostic]]] = {
     Load: _load, Offload: _move, Onload: _move, Realloc: _realloc, Lengths: _exchange, Transfer: _transfer,
-    Generate: calls.check_generate, Infer: calls.check_infer, Train: calls.check_train, Compute: calls.check_compute,
-    Derive: derive.check_derive, Collect: collect.check_collect, Checkpoint: _checkpoint, Log: _log, Free: _free,
-    Fetch: _fetch, Draw: row_states.check_draw, Lookup: row_states.check_lookup, Update: row_states.check_update,
-    Store: replay.check_store, Sample: replay.check_sample,
+    Generate: generation.check_generate, Infer: calls.check_infer, Train: calls.check_train,
+    Compute: calls.check_compute, Derive: derive.check_derive, Collect: collect.check_collect,
+    Checkpoint: _checkpoint, Log: _log, Free: _free, Fetch: _fetch, Draw: row_states.check_draw,
+    Lookup: row_states.check_lookup, Update: row_states.check_update, Store: replay.check_store,
+    Sample: replay.check_sample,
 }
