@@ -18,7 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rldsl.plan.model import Optimizer
-from rldsl.runtime.interpreter.expression_programs import FrameRows, MinibatchLoss, loss_counts
+from rldsl.runtime.interpreter.minibatch_loss import MinibatchLoss, loss_counts
+from rldsl.runtime.interpreter.ragged_index import FrameRows
 from tests.backend_torch.shards import make_shard, pack, plan_model, ragged
 from tests.end_to_end.programs import compile_program
 from tests.library.harness import Batch, compile_loss

@@ -11,7 +11,8 @@ import torch
 from rldsl.plan.expr import Node, Program
 from rldsl.plan.model import Frame, Space, Spread
 from rldsl.plan.spaces import indexed
-from rldsl.runtime.interpreter.expression_programs import FrameRows, run_compute
+from rldsl.runtime.interpreter.expression_programs import run_compute
+from rldsl.runtime.interpreter.ragged_index import FrameRows
 from rldsl.sharding.partition import rows_by_dp
 
 FANS = (3, 2, 4)

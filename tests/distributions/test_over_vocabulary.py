@@ -15,8 +15,8 @@ from rldsl.memory.logits import vocabulary_rows_at_once
 from rldsl.plan.entries import EntrySpace
 from rldsl.plan.expr import Program
 from rldsl.runtime.backend import SINGLE_RANK, Axis
-from rldsl.runtime.interpreter.expression_ops import RaggedIndex
-from rldsl.runtime.interpreter.expression_programs import MinibatchLoss, loss_counts
+from rldsl.runtime.interpreter.ragged_index import RaggedIndex
+from rldsl.runtime.interpreter.minibatch_loss import MinibatchLoss, loss_counts
 from rldsl.runtime.interpreter.vocabulary import split
 from tests.distributions.test_gkd import jsd
 from tests.library.harness import Batch, Given, _part, _shards, _views
@@ -183,7 +183,7 @@ def test_a_whole_table_never_exists() -> None:
     part = split(program, SPACE)
     assert part is not None
     lens = torch.tensor([count])
-    from rldsl.runtime.interpreter.expression_programs import FrameRows
+    from rldsl.runtime.interpreter.ragged_index import FrameRows
     views = {"gen": FrameRows(torch.tensor([0]), torch.tensor([0]), lens)}
     chunk = vocabulary_rows_at_once(words, count, "cpu")
     kept = [x.untyped_storage() for x in (hidden, weight, *theirs) if isinstance(x, torch.Tensor)]

@@ -31,7 +31,9 @@ from rldsl.plan.expr import Level, Program
 from rldsl.plan.heads import HEADS
 from rldsl.plan.model import Spread
 from rldsl.plan.spaces import IndexedFrame
-from rldsl.runtime.interpreter.expression_programs import FrameRows, MinibatchLoss, loss_counts, run_compute
+from rldsl.runtime.interpreter.expression_programs import run_compute
+from rldsl.runtime.interpreter.minibatch_loss import MinibatchLoss, loss_counts
+from rldsl.runtime.interpreter.ragged_index import FrameRows
 from rldsl.runtime.interpreter.whole_minibatch import WholeMinibatchLoss
 from rldsl.semantics.errors import BAD, Errors
 from rldsl.semantics.levels import Spaces
@@ -345,8 +347,9 @@ def _on_ranks(count: int, work: Callable[[int, Any], Any]) -> list[Any]:
             meeting.barrier.abort()
 
     with ExitStack() as patched:
-        for name in ("expression_programs", "whole_minibatch"):
+        for name in ("expression_programs", "batch_reductions", "whole_minibatch"):
             patched.enter_context(mock.patch(f"rldsl.runtime.interpreter.{name}.dist", _FAKE))
+        for name in ("batch_reductions", "whole_minibatch"):
             patched.enter_context(mock.patch(f"rldsl.runtime.interpreter.{name}.all_reduce", _all_reduce))
         threads = [threading.Thread(target=one, args=(r,)) for r in range(count)]
         for thread in threads:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rldsl.plan.expr import Node, Program
-from rldsl.runtime.interpreter.expression_programs import FrameRows, run_compute
+from rldsl.runtime.interpreter.expression_programs import run_compute
+from rldsl.runtime.interpreter.ragged_index import FrameRows
 from tests.frames import frame
 from tests.world import run_world
 

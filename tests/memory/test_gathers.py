@@ -14,7 +14,9 @@ from rldsl.memory.values import Tables, flow_gather_bytes, loss_gather_bytes
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Layout, Spread
 from rldsl.plan.projection import event_paths
-from rldsl.runtime.interpreter.expression_programs import FrameRows, MinibatchLoss, loss_counts, run_compute
+from rldsl.runtime.interpreter.expression_programs import run_compute
+from rldsl.runtime.interpreter.minibatch_loss import MinibatchLoss, loss_counts
+from rldsl.runtime.interpreter.ragged_index import FrameRows
 from rldsl.runtime.interpreter.train_event import minibatch_metrics
 from tests.frames import frame
 from tests.memory.accounting import Storages

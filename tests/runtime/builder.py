@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rldsl.plan.expr import LEVELS, Level, Node, Program
-from rldsl.runtime.interpreter.expression_programs import FrameRows
+from rldsl.runtime.interpreter.ragged_index import FrameRows
 from tests.frames import frame
 
 FRAMES = {

@@ -29,7 +29,7 @@ ALLOWED = {
     ("backends/torch/model/invariant_probe.py", "_attention_varies"): "numbers from the host's generator, then moved",
     ("backends/torch/model/invariant_probe.py", "_attention_gradient_varies"): "as `_attention_varies`",
     ("backends/torch/model/invariant_probe.py", "_sum_varies"): "numbers from the host's generator, then moved",
-    ("rldsl/runtime/interpreter/expression_programs.py", "__init__"): "a vector of partials, which `partials` moves",
+    ("rldsl/runtime/interpreter/minibatch_loss.py", "__init__"): "a vector of partials, which `partials` moves",
     ("backends/torch/model/lora.py", "_draw"): "numbers for which no GPU is asked, so that they are the same everywhere",
     ("backends/torch/train/optimizer.py", "optimizer_state"): "AdamW counts its steps on the host",
     ("backends/torch/shard.py", ""): "a micro-batch of one token; `pack_inputs` moves it",

@@ -13,7 +13,8 @@ from rldsl.diag import InternalError
 from rldsl.plan.expr import Program
 from rldsl.plan.operators import OPERATORS, Operator
 from rldsl.runtime.interpreter.expression_ops import discount_by, filled, pad
-from rldsl.runtime.interpreter.expression_programs import MinibatchLoss, loss_counts, run_compute
+from rldsl.runtime.interpreter.expression_programs import run_compute
+from rldsl.runtime.interpreter.minibatch_loss import MinibatchLoss, loss_counts
 from tests.runtime.builder import FRAMES, Builder, space, tokens_of, view
 from tests.world import run_world
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rldsl.plan.expr import Level, Program
 from rldsl.plan.operators import OPERATORS
-from rldsl.runtime.interpreter.expression_programs import MinibatchLoss, loss_counts, run_compute
+from rldsl.runtime.interpreter.expression_programs import run_compute
+from rldsl.runtime.interpreter.minibatch_loss import MinibatchLoss, loss_counts
 from rldsl.runtime.interpreter.train_event import minibatch_metrics
 from tests.runtime.builder import FRAMES, Builder, tokens_of, view
 from tests.world import run_world

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rldsl.diag import Failure
-from rldsl.runtime.interpreter.expression_programs import MinibatchLoss, loss_counts
+from rldsl.runtime.interpreter.minibatch_loss import MinibatchLoss, loss_counts
 from tests.library import harness
 from tests.library.harness import Batch, Given, compile_loss
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rldsl.plan.expr import Node
-from rldsl.runtime.interpreter.expression_ops import RaggedIndex, discount, filled, last_of_each, neighbor, pad
+from rldsl.runtime.interpreter.expression_ops import discount, filled, last_of_each, neighbor, pad
+from rldsl.runtime.interpreter.ragged_index import RaggedIndex
 
 
 def evaluate_rows(node: Node, inner: Sequence[Node], args: Sequence[Tensor], ragged: RaggedIndex,

@@ -22,9 +22,9 @@ from rldsl.plan.heads import LOGPROBS_AT, SKIPPED, STOP, UPDATES
 from rldsl.runtime.backend import Axis, FirstPass, LossFn, OverVocabulary, PackedBatch
 from rldsl.runtime.collectives import all_reduce
 from rldsl.runtime.host_numbers import on_device
-from rldsl.runtime.interpreter.expression_ops import RaggedIndex
-from rldsl.runtime.interpreter.expression_programs import Counts, FrameRows, MinibatchLoss, loss_counts
+from rldsl.runtime.interpreter.minibatch_loss import Counts, MinibatchLoss, loss_counts
 from rldsl.runtime.interpreter.nonfinite import refuse_minibatch
+from rldsl.runtime.interpreter.ragged_index import FrameRows, RaggedIndex
 from rldsl.runtime.interpreter.vocabulary import split
 from rldsl.runtime.interpreter.whole_minibatch import WholeMinibatchLoss
 from rldsl.runtime.state.context import RunContext

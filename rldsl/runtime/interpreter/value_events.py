@@ -20,8 +20,9 @@ from rldsl.runtime.data.row_views import numbers_of
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.image_tokens import ids_of
 from rldsl.runtime.interpreter.eval_loops import next_rows
-from rldsl.runtime.interpreter.expression_programs import FrameRows, run_compute
+from rldsl.runtime.interpreter.expression_programs import run_compute
 from rldsl.runtime.interpreter.python_rows import python_rows
+from rldsl.runtime.interpreter.ragged_index import FrameRows
 from rldsl.runtime.rewards.pool import RewardPool
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader

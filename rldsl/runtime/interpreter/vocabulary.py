@@ -17,7 +17,8 @@ from rldsl.diag import internal_error
 from rldsl.plan.expr import Node, Program, nodes_under
 from rldsl.plan.operators import in_family
 from rldsl.runtime.backend import OverVocabulary, VocabularyReduction
-from rldsl.runtime.interpreter.expression_ops import RaggedIndex, broadcast, elementwise, evaluate
+from rldsl.runtime.interpreter.expression_ops import broadcast, elementwise, evaluate
+from rldsl.runtime.interpreter.ragged_index import RaggedIndex
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,10 @@ from rldsl.diag import internal_error
 from rldsl.plan.expr import Node, Program
 from rldsl.plan.operators import OPERATORS, in_family
 from rldsl.runtime.collectives import all_reduce
-from rldsl.runtime.interpreter.expression_ops import FrameRows, RaggedIndex, evaluate, of_all_elements
-from rldsl.runtime.interpreter.expression_programs import Counts, marked_nan, positions, unmarked_nan
+from rldsl.runtime.interpreter.batch_reductions import marked_nan, unmarked_nan
+from rldsl.runtime.interpreter.expression_ops import evaluate, of_all_elements
+from rldsl.runtime.interpreter.minibatch_loss import Counts, positions
+from rldsl.runtime.interpreter.ragged_index import FrameRows, RaggedIndex
 from rldsl.runtime.interpreter.row_ops import evaluate_rows
 
 
