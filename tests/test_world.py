@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,15 @@ import torch.distributed as dist
 
 from tests.forked import command
 from tests.world import run_world
+
+
+def _loaded(rank: int) -> bool:
+    return "tests.warm" in sys.modules
+
+
+def test_ranks_have_what_the_server_loads_wherever_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_world(1, _loaded) == [True]
 
 
 def _drops_a_receive(rank: int) -> int:
