@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any, cast
@@ -53,6 +54,13 @@ ONLY_WITH_ENV = tuple(o for o in options.ENVIRONMENT if o != "max_tokens")  # th
 # options of a placement -> what to say where a call has one
 OF_PLACEMENT = {name: f"it is an option of the placement: write it behind the call, `... {name}=...`, or in `place`"
                 for name in PLACEMENT}
+# calls without `prompt=`: option -> what to do instead
+ELSEWHERE: Mapping[str, Mapping[str, str]] = {
+    GENERATE: {PROMPT: "the model answers the prompts that the call is given: `m.generate(ask(x))`, with `ask` "
+                       "declared `-> prompts(max_tokens=...)`"},
+    TRAIN: {PROMPT: "a model learns responses behind the prompts that they answered. What a model thinks of them "
+                    "behind others can be an argument of the loss: `teacher.logprobs(gen, prompt=ask(gen))`"},
+}
 
 
 class CallsOfFlow:
@@ -194,7 +202,8 @@ class CallsOfFlow:
                  skip: tuple[str, ...] = ()) -> dict[str, options.Value] | Bad:
         """skip: options that are read elsewhere, and suggested here."""
         given = [(a.name, a.value) for a in call.args if a.name is not None and a.name.name not in skip]
-        return options.read(table, given, f"`{call_name}`", call.span, self.flow.exprs, scope, skip, OF_PLACEMENT)
+        return options.read(table, given, f"`{call_name}`", call.span, self.flow.exprs, scope, skip,
+                            {**OF_PLACEMENT, **ELSEWHERE.get(call_name, {})})
 
     def _generate(self, owner: ModelRef, call: ast.Call, prompts: FrameRef, scope: Scope, target: str | None,
                   clause: g.Clause | None, span: Span) -> Meaning:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from rldsl import api
+from rldsl.plan.heads import CALLS
+from rldsl.plan.model import OptimizerKind
 from rldsl.verify import verify
 from tests.docs.pages import ROOT, programs
 from tests.end_to_end.programs import run_program
@@ -101,6 +104,7 @@ def test_a_linked_call_is_one_of_the_algorithms(page: str, call: str) -> None:
 @pytest.mark.parametrize(("page", "cell"), RIGHT)
 def test_every_function_exists(page: str, cell: str) -> None:
     known = set(EXPORTS) | {"generate", "train", "adamw", "causal_lm", "lora", "mean", "std", "clip", "whiten",
-                            "discount", "len", "right", "short", "mesh", "count", "entropy", "logprobs", "sum"}
+                            "discount", "len", "right", "short", "mesh", "count", "entropy", "logprobs", "sum",
+                            "min", "step_number", *get_args(OptimizerKind), *CALLS}
     code = " ".join(re.findall(r"`([^`]+)`", cell))
     assert set(re.findall(r"\b([a-z_]+)\(", code)) <= known

@@ -133,6 +133,11 @@ def sft(y: Seqs) -> Tensor:
     return -torch.cat(y).sum() / sum(len(x) for x in y)
 
 
+def dft(y: Seqs) -> Tensor:
+    """Wu et al. 2025."""
+    return -torch.cat([x.detach().exp() * x for x in y]).sum() / sum(len(x) for x in y)
+
+
 # ------------------------------------------------------------------------------------------------------------- cases
 
 
@@ -162,6 +167,7 @@ def margins(b: Batch) -> dict[str, Given | float]:
 
 CASES = {
     "sft": Case("std.sft", "sft()", lambda y, d: sft(y), kind="gen"),
+    "dft": Case("std.sft", "dft()", lambda y, d: dft(y), kind="gen"),
     "dpo": Case("std.dpo", "dpo(ref_chosen=rw, ref_rejected=rl, beta=0.3)",
                 lambda c, r, d: dpo(c, r, d["rw"], d["rl"], 0.3), refs),
     "dpo_offset": Case("std.dpo", "dpo(ref_chosen=rw, ref_rejected=rl, offset=m)",

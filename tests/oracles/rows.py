@@ -271,6 +271,7 @@ def pair_loss(call: str, loss_type: str, **more: Any) -> Row:
 PREFERENCE: tuple[Row, ...] = (
     Row("sft()", "TRL", "sft"),
     Row("sft()", "OpenRLHF", "sft"),
+    Row("dft()", "TRL", "sft", {"loss_type": "dft"}),
     Row("reward_model()", "OpenRLHF", "reward_model", batches=PAIRS),
     Row("reward_model()", "OpenRLHF", "reward_model", {"model.loss_type": "logexp"}, PAIRS),
     Row("reward_model(margin=m, center=0.01)", "TRL", "reward_model", {"center_rewards_coefficient": 0.01}, PAIRS),

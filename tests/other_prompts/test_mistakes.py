@@ -106,6 +106,15 @@ def test_mistakes(body: str, code: str, under: str | None) -> None:
     assert found.help or code == "RL0101"
 
 
+@pytest.mark.parametrize(("body", "way_out"), [
+    ("x = actor.generate(p, prompt=ask(gen))", "`m.generate(ask(x))`"),
+    ("actor.train(gen, loss=nll(), prompt=ask(gen))", "`teacher.logprobs(gen, prompt=ask(gen))`"),
+])
+def test_calls_without_another_prompt_say_what_to_do_instead(body: str, way_out: str) -> None:
+    (found,) = check(body)
+    assert way_out in found.help
+
+
 EVALUATION = '''  eval held {
     q = held.next()
     g = actor.generate(q, n=2)
@@ -163,6 +172,8 @@ def test_a_function_that_writes_no_prompt_stops_the_run(ask: str, most: int, cod
         run(folder(tmp_path), ASKS.format(ask=ask), most=most, steps=1)
     said = str(caught.value) + capfd.readouterr().err
     assert code in said and says in said
+    for refused in ("prompts?", "over_long=drop"):  # what `prompt=` does not take is not advised without saying so
+        assert refused not in said or "`prompt=`, which needs one for each response" in " ".join(said.split()), said
 
 
 def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ def prompt_ids(tokens: Tokens, function: Function, texts: Sequence[Text | None],
             raise fail("RL0789", f"`{function.name}` returned a prompt of {len(row):,} tokens for row {names[i]}, but "
                        f"max_tokens={most}", place=function.path,
                        help=f"write a shorter prompt, raise `max_tokens` of `-> {function.returns}(...)`, or declare "
-                            "`over_long=truncate` or `over_long=drop`")
+                            "`over_long=truncate`, or `over_long=drop` if no call takes these prompts as `prompt=`, "
+                            "which needs one for each response")
         ids[i] = row[-most:] if len(row) <= most or over_long == "truncate" else []
     return ids
 

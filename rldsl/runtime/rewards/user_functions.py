@@ -197,7 +197,8 @@ def _text(function: Function, row: Row, name: str, value: Any) -> Text | None:
         fault = "a string with half of a character (a lone surrogate)"
     if fault:
         more = "" if function.returns == "prompts?" or value is not None else \
-            "; to return None for rows without a prompt, declare `-> prompts?(...)`"
+            "; to return None for rows without a prompt, declare `-> prompts?(...)`, unless a call takes these " \
+            "prompts as `prompt=`, which needs one for each response: return the question itself there"
         raise _wrong(function, f"returned {fault} for row {name}, not a prompt", notes=describe(row, name)[1:],
                      help="return a string, or a list of messages {'role': ..., 'content': ...}, for every row" + more)
     return value if isinstance(value, str) else [dict(m) for m in value]
