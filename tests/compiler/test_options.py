@@ -3,6 +3,7 @@ starts anything."""
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import math
@@ -23,6 +24,7 @@ from rldsl.plan.codec import encode
 from rldsl.plan.events import Loop
 from rldsl.report import colored
 from tests.plan.sample import grpo
+from tests.report.runs import make_run
 from tests.tiny import make_model
 
 PROGRAM = """param steps = 2
@@ -35,6 +37,8 @@ flow generate(steps=steps, seed=1) {
   metric logprob = mean(gen.logprobs)
 }
 """
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +67,26 @@ ASKED = {"check": ["no.rlf"], "compile": ["no.rlf"], "graph": ["no.rlf"], "run":
          "search": ["no.rlf", "--cluster", "h100x8"], "explain-placement": ["no.rlf", "--cluster", "h100x8"]}
 
 
+# commands that find nothing wrong in anything but their command line
+WITHOUT_INPUT = {"lsp", "doctor", "completion", "new", "explain"}
+
+
+def test_no_command_is_missing_here() -> None:
+    """Who adds a command adds it to `ASKED` and to `RESULTS`."""
+    assert set(main.commands) == ASKED.keys() | WITHOUT_INPUT == RESULTS.keys() | ELSEWHERE.keys() | {"lsp"}
+    assert not ASKED.keys() & WITHOUT_INPUT and not RESULTS.keys() & ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize("name", main.commands)
+def test_each_command_takes_the_option(name: str) -> None:
+    """Of help and of a wrong command line, all commands print the same two shapes, each an object and no more."""
+    for given in (["--json", name], [name, "--json"], [name, "--output-format", "json"]):
+        [error] = json.loads(rlc(*given, "--no-such-option").stdout)["diagnostics"]
+        assert error.keys() == {"code", "severity", "title", "place", "label", "span", "labels", "notes", "help", "fix"}
+        assert error["code"] == "RL0099" and error["place"] == f"rlc {name}"
+        assert json.loads(rlc(*given, "--help").stdout).keys() == {"format", "help"}
+
+
 @pytest.mark.parametrize("name", ASKED)
 def test_each_command_says_its_errors_as_json(name: str) -> None:
     for given in (["--json", name, *ASKED[name]], [name, *ASKED[name], "--json"],
@@ -81,13 +105,33 @@ RESULTS: dict[str, tuple[list[str], set[str]]] = {
     "report": (["a.plan", "-o", "a.html"], {"wrote"}), "runs": (["."], {"runs"}),
     "fmt": (["p.rlf", "--check"], {"files"}), "sim": (["a.plan", "--cluster", "h100x8"], {"seconds"}),
     "new": ([], {"starters"}), "explain": (["RL0304"], {"code", "title", "text"}),
-    "compile": (["p.rlf", "--emit", "graph"], {"stage", "text"})}
+    "compile": (["p.rlf", "--emit", "graph"], {"stage", "text"}), "completion": (["fish"], {"shell", "script"}),
+    "diff-runs": (["one", "two"], {"same", "numbers"}), "plot": (["one", "-o", "a.svg"], {"wrote", "metrics"})}
+# commands whose results are tested where what they need is made. `lsp` has none: it speaks the protocol of editors
+ELSEWHERE = {
+    "run": ("tests/runtime/test_failure.py", "test_a_run_for_programs_prints_one_object"),
+    "push": ("tests/hub/test_push.py", "test_what_arrives"),
+    "postmortem": ("tests/postmortem/test_command.py", "test_for_programs"),
+    "doctor": ("tests/compiler/test_doctor.py", "test_versions_are_those_installed"),
+    "profile": ("tests/simulate/test_profile.py", "test_the_result_as_json"),
+    "search": ("tests/compiler/test_options.py", "test_a_search_prints_its_result_as_json"),
+    "explain-placement": ("tests/compiler/test_options.py", "test_a_search_prints_its_result_as_json")}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_the_results_of_other_commands_are_tested(name: str) -> None:
+    file, function = ELSEWHERE[name]
+    [found] = [node for node in ast.parse((ROOT / file).read_text()).body
+               if isinstance(node, ast.FunctionDef) and node.name == function]
+    assert "--json" in ast.unparse(found)
 
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_each_command_prints_its_result_as_json(name: str) -> None:
     """One object, and nothing else, on standard output."""
     arguments, keys = RESULTS[name]
+    for run in {"one", "two"} & {*arguments}:
+        make_run(Path(run))
     for given in ([name, *arguments, "--json"], ["--json", name, *arguments]):
         found = rlc(*given)
         assert found.exit_code in (0, 1), found.output
@@ -168,12 +212,6 @@ def test_the_paths_of_a_plan_are_an_object_too() -> None:
     assert {"python", "writes", "id"} <= found.keys()
 
 
-def test_the_commands_whose_result_is_not_asked_here() -> None:
-    """run, plot, postmortem, push, profile, doctor and diff-runs are asked in their directories."""
-    elsewhere = {"run", "search", "explain-placement", "profile", "plot", "postmortem", "lsp", "doctor", "diff-runs", "completion", "push"}
-    assert {*main.commands} - {*RESULTS} == elsewhere
-
-
 def test_verbose_before_and_after_the_name() -> None:
     for given in (["-v", "check", "p.rlf"], ["check", "-v", "p.rlf"]):
         assert "s of CPU" in rlc(*given).stderr
@@ -241,10 +279,6 @@ def test_the_earlier_name_of_an_option_is_taken_with_a_notice() -> None:
     found = rlc("check", "p.rlf", "--output", "text")
     assert found.exit_code == 0 and "note: `--output` is now called `--output-format`" in found.stderr
     assert "note:" not in rlc("check", "p.rlf", "--output-format", "text").stderr
-
-
-def test_all_commands_are_asked() -> None:
-    assert {*main.commands} - {*ASKED} == {"new", "explain", "lsp", "doctor", "completion"}
 
 
 def test_rules_of_the_command_line_are_checked_and_drawn() -> None:

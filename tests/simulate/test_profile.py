@@ -207,6 +207,12 @@ def test_the_file_is_a_cluster(asked: list[dict], folder: Path) -> None:
     assert simulate(api.compile("score.rlf"), found).estimated == ()
 
 
+def test_the_result_as_json(asked: list[dict], folder: Path) -> None:
+    done = CliRunner().invoke(main, ["profile", "score.rlf", "-o", "a.yaml", "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout) == {"format": 1, "wrote": "a.yaml"}, done.output
+    assert Path("a.yaml").exists()
+
+
 def test_what_was_measured_is_kept(asked: list[dict], folder: Path) -> None:
     assert profile("score.rlf").exit_code == 0
     again = profile("score.rlf", "-o", "again.yaml")
