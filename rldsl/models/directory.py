@@ -13,13 +13,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from rldsl.diag import fail
+from rldsl.diag import Failure, fail
 from rldsl.models.cache import cached_record, entry_key
+from rldsl.models.hub import unasked
 from rldsl.plan.heads import HEADS, SCORE_WEIGHT
 from rldsl.source import Span
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 MAX_HEADER = 100_000_000  # bytes that the library takes, too
+HEADER_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error)
 
 
 def check(directory: Path, path: str, kind: str, span: Span | None, trained: bool) -> frozenset[str]:
@@ -28,7 +30,8 @@ def check(directory: Path, path: str, kind: str, span: Span | None, trained: boo
         what = "config.json is missing" if directory.is_dir() else "no such directory"
         raise fail("RL0301", f'no model directory "{path}"', span, what,
                    help="give a HuggingFace directory (config.json, tokenizer, *.safetensors), relative to the working "
-                        f"directory {Path.cwd()}, or the name of a model on the Hub: \"Qwen/Qwen3-0.6B\"")
+                        f"directory {Path.cwd()}, or the name of a model on the Hub: \"Qwen/Qwen3-0.6B\"",
+                   notes=tuple(filter(None, [unasked(path)])))
     if not any((directory / name).is_file() for name in TOKENIZERS):
         raise fail("RL0302", f'the model directory "{path}" has no tokenizer', span, "tokenizer.json is missing",
                    help="save one to the directory: `AutoTokenizer.from_pretrained(...).save_pretrained(directory)`")
@@ -51,19 +54,36 @@ def tensor_names(directory: Path, path: str, span: Span | None = None) -> frozen
             return frozenset(json.loads(index.read_text())["weight_map"])
         names: set[str] = set()
         for file in sorted(f for f in directory.glob("*.safetensors") if f.is_file()):
-            with file.open("rb") as stream:
-                (length,) = struct.unpack("<Q", stream.read(8))
-                if length > min(MAX_HEADER, file.stat().st_size - 8):
-                    raise ValueError(f"{file.name} has a header of {length} bytes")
-                names |= json.loads(stream.read(length)).keys() - {"__metadata__"}
+            names |= _header(file).keys()
         return frozenset(names)
-    except OSError as error:
-        raise fail("RL0302", f'the weights in "{path}" cannot be read', span,
-                   f"{Path(error.filename or directory).name}: {error.strerror}",
-                   help="check the permissions of the files") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        raise fail("RL0302", f'the weights in "{path}" cannot be read', span, f"{type(error).__name__}: {error}",
-                   help="the safetensors files or their index are corrupted; copy them again") from None
+    except HEADER_ERRORS as error:
+        raise _unreadable(error, directory, path, span) from None
+
+
+def tensor_shapes(file: Path, path: str, span: Span | None = None) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors of a safetensors file, from its header. path: as the program has it."""
+    try:
+        return {name: tuple(tensor["shape"]) for name, tensor in _header(file).items()}
+    except HEADER_ERRORS as error:
+        raise _unreadable(error, file, path, span) from None
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Name -> type, shape and place of each tensor of a safetensors file."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        if length > min(MAX_HEADER, file.stat().st_size - 8):
+            raise ValueError(f"{file.name} has a header of {length} bytes")
+        return {name: tensor for name, tensor in json.loads(stream.read(length)).items() if name != "__metadata__"}
+
+
+def _unreadable(error: Exception, file: Path, path: str, span: Span | None) -> Failure:
+    """RL0302 for one of HEADER_ERRORS. file: which, if the error does not say."""
+    if isinstance(error, OSError):
+        return fail("RL0302", f'the weights in "{path}" cannot be read', span,
+                    f"{Path(error.filename or file).name}: {error.strerror}", help="check the permissions of the files")
+    return fail("RL0302", f'the weights in "{path}" cannot be read', span, f"{type(error).__name__}: {error}",
+                help="the safetensors files or their index are corrupted; copy them again")
 
 
 def tokenizer(directory: Path) -> str:

@@ -90,6 +90,14 @@ def offline() -> bool:
     return bool(is_offline_mode())
 
 
+def unasked(path: str) -> str:
+    """For the help of a message that there is no such directory: that it may be a name on the Hub, which was not asked
+    because HF_HUB_OFFLINE is set; "" if it was, or if the path is no name."""
+    if not NAME.fullmatch(path) or Path(path).parent.is_dir() or not offline():
+        return ""
+    return "the cache of the Hub does not have it, and HF_HUB_OFFLINE forbids to download it"
+
+
 def _download(name: str, revision: str, patterns: tuple[str, ...], span: Span | None) -> Path:
     """The directory of the cache with the files of a branch, tag or commit, whose name is the commit; those that lack
     are downloaded. Without a network what the cache has is enough.

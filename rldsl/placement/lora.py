@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from rldsl.diag import fail
 from rldsl.graph.model import Model
 from rldsl.models.families import Family, Linear
-from rldsl.placement.peft import check_text_adapter, read_adapter
+from rldsl.placement.peft import check_text_adapter, check_weights, read_adapter, trained_on
 from rldsl.plan.adapter_names import A, B
 from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Lora, ParamSpec
+from rldsl.sharding.boxes import expand_specs
 from rldsl.source import Span
 
 
@@ -37,28 +38,32 @@ def split_adapter_parameters(model: Model, family: Family, seed: int) -> Adapter
     wanted = read_adapter(model.lora.path, model.lora_span) if model.lora.path else model.lora
     if wanted.path and family.reads_images:
         check_text_adapter(wanted.path, model.lora_span)
-    chosen = _target_modules(wanted.targets, family, model.lora_span)
+    chosen = _target_modules(wanted, family, model.lora_span)
     weights = {s.name: s for s in family.params}
     heads = tuple(s for s in family.params if s.name == SCORE_WEIGHT)  # small, and of this task alone: trained whole
     adapters = tuple(spec for m in chosen for spec in _factors(weights[f"{m.name}.weight"], m, wanted.r))
+    if wanted.path:
+        check_weights(wanted.path, {p.name: p.spec.shape for p in expand_specs((*adapters, *heads), family.layers)},
+                      model.path, model.lora_span)
     targets = wanted.targets or tuple(dict.fromkeys(_last(m.name) for m in chosen))
     return AdapterParameters((*adapters, *heads), tuple(s for s in family.params if s not in heads),
                  replace(wanted, targets=targets, seed=seed, transposed=any(m.transposed for m in chosen)))
 
 
-def _target_modules(targets: tuple[str, ...], family: Family, span: Span | None) -> list[Linear]:
+def _target_modules(lora: Lora, family: Family, span: Span | None) -> list[Linear]:
     """The modules that `targets` name by the ends of their names; all of them where it is empty."""
     known = tuple(dict.fromkeys(_last(m.name) for m in family.linears))
     if not known:
         raise fail("RL0341", f"\"{family.path}\" has no module that an adapter can target", span,
                    f"the blocks of {family.name} contain no linear layers", help="train it without `lora`")
-    for target in targets:
+    for target in lora.targets:
         if not any(_named(m, target) for m in family.linears):
             near = _close_matches(target, known)
             raise fail("RL0341", f"\"{family.path}\" has no module named `{target}`", span,
-                       f"did you mean `{near}`?" if near else "",
+                       f"did you mean `{near}`?" if near and not lora.path else "",
+                       notes=tuple(filter(None, [lora.path and trained_on(lora.path, family.path, span)])),
                        help=f"linear layers in the blocks of {family.name}: {', '.join(known)}")
-    return [m for m in family.linears if not targets or any(_named(m, t) for t in targets)]
+    return [m for m in family.linears if not lora.targets or any(_named(m, t) for t in lora.targets)]
 
 
 def _close_matches(word: str, known: Iterable[str]) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rldsl.diag import fail
+from rldsl.diag import counted, fail
 from rldsl.models import hub_adapters
-from rldsl.models.directory import tensor_names
-from rldsl.models.hub import NAME, offline
+from rldsl.models.directory import tensor_names, tensor_shapes
+from rldsl.models.hub import unasked
 from rldsl.plan.adapter_names import CONFIG, TOWERS, WEIGHTS, stored_name
 from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Lora
@@ -34,17 +34,12 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 
 
 def read_adapter(path: str, span: Span | None) -> Lora:
-    """span: of the program, to be underlined. The weights are read by the ranks."""
+    """Its configuration. span: of the program, to be underlined."""
     file = hub_adapters.directory(path, span) / CONFIG
     if not file.is_file():
-        unasked = " (the cache of the Hub does not have it, and HF_HUB_OFFLINE forbids to download it)" \
-            if offline() and NAME.fullmatch(path) else ""
         raise fail("RL0342", f'no adapter in "{path}"', span, f"{CONFIG} is missing",
                    help="give a directory written by `save` or PEFT, relative to the working directory, or the name of "
-                        f"an adapter on the Hub: \"owner/name\"{unasked}")
-    if (file.parent / PICKLED).is_file() and not (file.parent / WEIGHTS).is_file():
-        raise fail("RL0342", f'the adapter in "{path}" is pickled', span, f"there is {PICKLED}, but no {WEIGHTS}",
-                   help="load it with PEFT and save it with `save_pretrained`, which writes safetensors")
+                        "an adapter on the Hub: \"owner/name\"", notes=tuple(filter(None, [unasked(path)])))
     try:
         found: dict[str, Any] = json.loads(file.read_text())
         kind, r, alpha = found["peft_type"], int(found["r"]), float(found["lora_alpha"])
@@ -67,6 +62,52 @@ def read_adapter(path: str, span: Span | None) -> Lora:
                        f"target_modules is a pattern: {targets}", help="list the module names")
         targets = []
     return Lora(r, alpha, tuple(sorted(map(str, targets))), path=path)
+
+
+def check_weights(path: str, shapes: Mapping[str, tuple[int, ...]], base: str, span: Span | None) -> None:
+    """RL0342 for weights that are not there, or that do not fit the base model, whose path is `base`. shapes: of the
+    parameters that the adapter has there, by name."""
+    directory = hub_adapters.directory(path, span)
+    if not (directory / WEIGHTS).is_file():
+        if (directory / PICKLED).is_file():
+            raise fail("RL0342", f'the adapter in "{path}" is pickled', span, f"there is {PICKLED}, but no {WEIGHTS}",
+                       help="load it with PEFT and save it with `save_pretrained`, which writes safetensors")
+        raise fail("RL0342", f'the adapter in "{path}" has no weights', span, f"{WEIGHTS} is missing",
+                   help="copy the directory again, or save the adapter again")
+    stored = tensor_shapes(directory / WEIGHTS, path, span)
+    wanted = {stored_name(name): shape for name, shape in shapes.items()}
+    if (wrong := next(_misfits(stored, wanted), "")) == "":
+        return
+    raise fail("RL0342", f'the adapter in "{path}" does not fit the model "{base}"', span, wrong,
+               help=f"{other}: give this model, or another adapter" if (other := trained_on(path, base, span)) else
+               f"it belongs to another model, or {CONFIG} to another adapter; copy the directory again")
+
+
+def trained_on(path: str, base: str, span: Span | None) -> str:
+    """What PEFT says of the base of an adapter, for messages, if it is another one than `base`."""
+    named = json.loads((hub_adapters.directory(path, span) / CONFIG).read_text()).get("base_model_name_or_path")
+    return f'the adapter was trained on "{named}", as its {CONFIG} says' if named and named != base else ""
+
+
+def _misfits(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """What is wrong with the tensors of a file, by name. A score head may lack: it is new then."""
+    for name, shape in wanted.items():
+        if name in stored and stored[name] != shape:
+            yield f"{_module(name)} is {_shown(stored[name])} there, and must be {_shown(shape)}"
+    for name in wanted:
+        if name not in stored and name != stored_name(SCORE_WEIGHT):
+            yield f"{_module(name)} is missing there"
+    if more := sorted(stored.keys() - wanted.keys()):
+        others = f" and {counted(len(more) - 1, 'other tensor')}" if len(more) > 1 else ""
+        yield f"the model has nothing for its {_module(more[0])}{others}"
+
+
+def _module(name: str) -> str:
+    return name.removeprefix(stored_name(""))
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "one number"
 
 
 def check_text_adapter(path: str, span: Span | None) -> None:

@@ -63,7 +63,7 @@ def explain(error: UnexpectedInput, span: Span, text: str) -> Diagnostic:
         return two
     found = WORDS[kind] if kind in ("_NL", "$END") else f"`{word}`"
     help_, fix = _mend(word, accepted, span, text)
-    help_ = _unnamed_array(span, text) or help_
+    help_ = _unnamed_array(span, text) or _unbracketed_option(span, text) or help_
     return Diagnostic("RL0001", f"unexpected {found}", span, f"expected {expected(accepted)}", help=help_,
                       fix=fix)
 
@@ -78,6 +78,17 @@ def _unnamed_array(span: Span, text: str) -> str:
     if named := re.match(r"([^=<>!]*[^=<>!\s])\s*=(?!=)\s*(.*)", value):
         return f"a name is one word: `metric {found[1]} {re.sub(r'[^A-Za-z0-9_]+', '_', named[1])} = {named[2]}`"
     return f"give it a name: `metric {found[1]} NAME = {value}`"
+
+
+def _unbracketed_option(span: Span, text: str) -> str:
+    """Help for `low=edge - 0.5` or `dp=2 * n`: the value of an option ends before an operator; "" anywhere else."""
+    line = text[text.rfind("\n", 0, span.start) + 1 :].partition("\n")[0].partition("#")[0]
+    before = line[: span.start - (text.rfind("\n", 0, span.start) + 1)]
+    option = re.search(r"[ \t]([A-Za-z_]\w*)[ \t]*=[ \t]*(-?[\w.]+)[ \t]*$", before)
+    rest = re.match(r"(\*\*|[-+*/])[ \t]*[\w.(][^=]*?(?=[ \t]+[A-Za-z_]\w*=|[ \t]*$)", line[len(before) :])
+    if option is None or rest is None:
+        return ""
+    return f"put brackets around the value: `{option[1]}=({option[2]}{before[option.end(2) :]}{rest[0]})`"
 
 
 def _two_words(span: Span, text: str) -> Diagnostic | None:

@@ -56,6 +56,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder(tmp_path_factory.mktemp("start"))
 
 
+def line_of_generate(text: str) -> int:
+    return text[: text.index(".generate(")].count("\n") + 1
+
+
 @pytest.mark.parametrize("takes, tool, template, code, place", [
     ("target, **row", "hint(self, a: int)", CALLS, "RL0720", "prompts.jsonl:1"),
     ("number, **row", "hint(self, a)", CALLS, "RL0713", "envs.py"),
@@ -77,6 +81,7 @@ def test_refused_with_one_message_before_anything_is_written(
                    "--device", "cpu")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.count("error[") == 1 and f"error[{code}]" in done.stderr and place in done.stderr, done.stderr
+    assert f"in the conversations of the call at p.rlf:{line_of_generate(text)}:" in done.stderr, done.stderr
     assert not (base / code / "metrics.jsonl").exists()
 
 
@@ -106,6 +111,7 @@ def test_an_environment_that_fails_ends_all_ranks_of_the_shard(base: Path, degre
                    "--device", "cpu")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.count("error[") == 1 and "error[RL0714]" in done.stderr and "envs.py:7" in done.stderr, done.stderr
+    assert f"in the conversations of the call at p.rlf:{line_of_generate(text)}:" in done.stderr, done.stderr
 
 
 TWO = {"A": ResetParameters(("x",)), "B": ResetParameters()}

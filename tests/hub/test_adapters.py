@@ -98,3 +98,7 @@ def test_without_a_network(tiny: Path, hub: Hub, tmp_path: Path) -> None:
     done = compiled(tiny, None, tmp_path, "lab/unknown", offline=True)
     assert "RL0342" in done.stderr and "no adapter in" in done.stderr
     assert "HF_HUB_OFFLINE forbids to download it" in done.stderr
+    done = compiled(tiny, None, tmp_path, "lab/adapter", "lab/unknown", offline=True)
+    assert "RL0301" in done.stderr and "HF_HUB_OFFLINE forbids to download it" in done.stderr
+    done = compiled(tiny, None, tmp_path, "lab/adapter", "models/unknown", offline=True)
+    assert "RL0301" in done.stderr and "HF_HUB_OFFLINE" not in done.stderr, "a path in a directory that is there"

@@ -13,10 +13,11 @@ from rldsl.diag import Failure
 from rldsl.models.families import describe
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Event, Item, Load, Loop, Realloc
-from rldsl.plan.model import Model, Plan
+from rldsl.plan.model import Lora, Model, Plan
 from rldsl.plan.projection import rank_classes, walk
 from rldsl.sharding.boxes import itemsize, parameters, pieces_of_rank, volume
 from rldsl.verify import verify
+from tests.lora.adapted import make_adapter
 from tests.tiny import make_model
 
 PROGRAM = """
@@ -288,7 +289,7 @@ ODD = [
 
 
 def with_config(base: Path, folder: Path, config: str) -> api.Compiled:
-    (folder / "a").mkdir()
+    make_adapter(folder / "a", str(base), Lora(4, 8.0, ("q_proj",)))
     (folder / "a/adapter_config.json").write_text(config)
     given = PROGRAM.replace('r=4, targets=["q_proj", "down_proj"]', f'"{folder}/a"')
     return compiled(base, folder, program=given)
@@ -321,8 +322,70 @@ def test_a_pickled_adapter(base: Path, tmp_path: Path) -> None:
     (tmp_path / "a/adapter_model.bin").write_bytes(b"pickled")
     ((code, text),) = refused(base, tmp_path, program=given)
     assert code == "RL0342" and "adapter_model.bin" in text and "save_pretrained" in text
-    (tmp_path / "a/adapter_model.safetensors").write_bytes(b"")  # then the ranks read this one
-    compiled(base, tmp_path, program=given)
+    (tmp_path / "b").mkdir()
+    make_adapter(tmp_path / "b/a", str(base), Lora(4, 8.0, ("q_proj",)))
+    (tmp_path / "b/a/adapter_model.bin").write_bytes(b"pickled")  # the safetensors are read, not this
+    compiled(base, tmp_path, program=given.replace(f"{tmp_path}/a", f"{tmp_path}/b/a"))
+
+
+def with_adapter(base: Path, folder: Path, adapter: Path) -> str:
+    """The one error of a program whose model has this adapter."""
+    given = PROGRAM.replace('r=4, targets=["q_proj", "down_proj"]', f'"{adapter}"')
+    with pytest.raises(Failure) as caught:
+        compiled(base, folder, program=given)
+    (found,) = caught.value.diagnostics
+    assert found.code == "RL0342" and found.span is not None and found.span.text.startswith("lora(")
+    return f"{found.title}; {found.label}; {found.help}"
+
+
+def test_an_adapter_without_weights(base: Path, tmp_path: Path) -> None:
+    make_adapter(tmp_path / "a", str(base), Lora(4, 8.0, ("q_proj",)))
+    (tmp_path / "a/adapter_model.safetensors").unlink()
+    assert "has no weights; adapter_model.safetensors is missing" in with_adapter(base, tmp_path / "p", tmp_path / "a")
+
+
+@pytest.mark.parametrize("named", ["", "lab/wide"])
+def test_an_adapter_of_another_base_is_named(base: Path, tmp_path: Path, named: str) -> None:
+    """By the base that PEFT has noted, if it has."""
+    wide = make_model(tmp_path / "wide", hidden_size=64)
+    make_adapter(tmp_path / "a", str(wide), Lora(4, 8.0, ("q_proj",)))
+    config = tmp_path / "a/adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": named or None}))
+    text = with_adapter(base, tmp_path / "p", tmp_path / "a")
+    assert f'does not fit the model "{base}"' in text
+    assert "model.layers.0.self_attn.q_proj.lora_A.weight is 4 x 64 there, and must be 4 x 32" in text
+    assert ('was trained on "lab/wide", as its adapter_config.json says' if named else "to another model") in text
+
+
+def test_an_adapter_with_more_layers_than_the_base(base: Path, tmp_path: Path) -> None:
+    deep = make_model(tmp_path / "deep", num_hidden_layers=7)
+    make_adapter(tmp_path / "a", str(deep), Lora(4, 8.0, ("q_proj",)))
+    text = with_adapter(base, tmp_path / "p", tmp_path / "a")
+    assert "the model has nothing for its model.layers." in text and "q_proj.lora_A.weight and " in text
+    make_adapter(tmp_path / "b", str(base), Lora(4, 8.0, ("q_proj",)))
+    assert "model.layers.4.self_attn.q_proj.lora_A.weight is missing there" in with_adapter(
+        make_model(tmp_path / "deeper", num_hidden_layers=7), tmp_path / "q", tmp_path / "b")
+
+
+def test_a_base_without_the_modules_of_an_adapter(base: Path, tmp_path: Path) -> None:
+    make_adapter(tmp_path / "a", str(base), Lora(4, 8.0, ("q_proj",)))
+    config = tmp_path / "a/adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "lab/llama"}))
+    plain = make_model(tmp_path / "gpt2", family="gpt2", n_positions=1024)
+    given = PROGRAM.replace('r=4, targets=["q_proj", "down_proj"]', f'"{tmp_path}/a"').replace("tp=2 pp=2", "dp=4")
+    with pytest.raises(Failure) as caught:
+        compiled(plain, tmp_path / "p", program=given.replace("dp=2 pp=2", "dp=4"))
+    (found,) = caught.value.diagnostics
+    assert found.code == "RL0341" and 'trained on "lab/llama"' in found.notes[0] and not found.label
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\2\0\0\0\0\0\0\0[]", b'\7\0\0\0\0\0\0\0{"a":1}'])
+def test_weights_of_an_adapter_that_cannot_be_read(base: Path, tmp_path: Path, data: bytes) -> None:
+    make_adapter(tmp_path / "a", str(base), Lora(4, 8.0, ("q_proj",)))
+    (tmp_path / "a/adapter_model.safetensors").write_bytes(data)
+    given = PROGRAM.replace('r=4, targets=["q_proj", "down_proj"]', f'"{tmp_path}/a"')
+    ((code, text),) = refused(base, tmp_path / "p", program=given)
+    assert code == "RL0302" and "cannot be read" in text
 
 
 def test_no_adapter_at_all(base: Path, tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rldsl.diag import Failure
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Load
-from rldsl.plan.model import Lora, Optimizer
+from rldsl.plan.model import Lora, Model, Optimizer
 from rldsl.plan.projection import event_paths
 from rldsl.sharding.boxes import Box, local_slice
 from tests.backend_torch.shards import make_shard, pack, ragged
@@ -81,7 +82,10 @@ def test_placement_changes_no_numbers(alone: Path, tiny: Path, tmp_path: Path, p
 
 
 def _logprobs(rank: int, base: str, adapter: str) -> np.ndarray:
-    model = adapted(base, Lora(0, 0.0, (), path=adapter))
+    return _of_record(rank, adapted(base, Lora(0, 0.0, (), path=adapter)))
+
+
+def _of_record(rank: int, model: Model) -> np.ndarray:
     return make_shard(model, rank, 1, 1, 1).infer([pack(ROWS)], "logprobs", 1.0).numpy()
 
 
@@ -145,14 +149,22 @@ def test_what_peft_writes_is_read(tiny: Path, tmp_path: Path) -> None:
     assert torch.allclose(mine, expected(model), atol=1e-5)
 
 
-def _refused(rank: int, base: str, adapter: str) -> str:
-    from rldsl.diag import Failure
-
+def _refused(rank: int, model: Model) -> str:
     try:
-        _logprobs(rank, base, adapter)
+        _of_record(rank, model)
     except Failure as failure:
         return failure.diagnostics[0].code
     return ""
+
+
+def code_at_run(model: Model) -> str:
+    return run_world(1, _refused, model)[0]
+
+
+def code_at_compile(base: str, adapter: Path) -> str:
+    with pytest.raises(Failure) as caught:
+        adapted(base, Lora(0, 0.0, (), path=str(adapter)))
+    return caught.value.diagnostics[0].code
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "score.weight", "model.layers.0.self_attn.q_proj.bias",
@@ -161,25 +173,33 @@ def _refused(rank: int, base: str, adapter: str) -> str:
 def test_weights_that_would_be_left_out_are_refused(tiny: Path, tmp_path: Path, name: str) -> None:
     base, file = str(tiny / "models/sft"), tmp_path / "a/adapter_model.safetensors"
     make_adapter(tmp_path / "a", base, Lora(2, 4.0, ("q_proj",)))
-    assert run_world(1, _refused, base, str(tmp_path / "a")) == [""]
+    model = adapted(base, Lora(0, 0.0, (), path=str(tmp_path / "a")))
+    assert code_at_run(model) == ""
     save_file(load_file(file) | {f"base_model.model.{name}": torch.zeros(2)}, str(file))
-    assert run_world(1, _refused, base, str(tmp_path / "a")) == ["RL0727"]
+    assert code_at_run(model) == "RL0727"
+    assert code_at_compile(base, tmp_path / "a") == "RL0342"
 
 
-def test_weights_of_another_adapter_are_refused(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("other, code", [(Lora(2, 4.0, ("v_proj",)), "RL0727"), (Lora(3, 4.0, ("q_proj",)), "RL0723")])
+def test_weights_of_another_adapter_are_refused(tiny: Path, tmp_path: Path, other: Lora, code: str) -> None:
+    """When the program is compiled, or by the run if they were changed after that."""
     base = str(tiny / "models/sft")
+    for name, lora in (("a", Lora(2, 4.0, ("q_proj",))), ("b", other)):
+        make_adapter(tmp_path / name, base, lora)
+    model = adapted(base, Lora(0, 0.0, (), path=str(tmp_path / "a")))
+    shutil.copy(tmp_path / "b/adapter_model.safetensors", tmp_path / "a")
+    assert code_at_run(model) == code
+    assert code_at_compile(base, tmp_path / "a") == "RL0342"
+
+
+def test_damaged_weights_are_refused(tiny: Path, tmp_path: Path) -> None:
+    base, file = str(tiny / "models/sft"), tmp_path / "a/adapter_model.safetensors"
     make_adapter(tmp_path / "a", base, Lora(2, 4.0, ("q_proj",)))
-    config = tmp_path / "a/adapter_config.json"
-    given = config.read_text()
-    for change, code in ((given.replace("q_proj", "v_proj"), "RL0727"), (given.replace('"r": 2', '"r": 3'), "RL0723")):
-        config.write_text(change)
-        assert run_world(1, _refused, base, str(tmp_path / "a")) == [code]
-    config.write_text(given)
-    weights = tmp_path / "a/adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100])
-    assert run_world(1, _refused, base, str(tmp_path / "a")) == ["RL0721"]
-    weights.unlink()
-    assert run_world(1, _refused, base, str(tmp_path / "a")) == ["RL0721"]
+    model = adapted(base, Lora(0, 0.0, (), path=str(tmp_path / "a")))
+    file.write_bytes(file.read_bytes()[:100])
+    assert (code_at_run(model), code_at_compile(base, tmp_path / "a")) == ("RL0721", "RL0302")
+    file.unlink()
+    assert (code_at_run(model), code_at_compile(base, tmp_path / "a")) == ("RL0721", "RL0342")
 
 
 # ---------------------------------------------------------------------------------------------- resuming

@@ -95,5 +95,10 @@ def _read_adapter(file: Path, model: Model, held: HeldPieces, tensors: Mapping[s
             if stored_name(name) not in known:
                 raise fail("RL0727", f"{name} is missing from the adapter", place=str(file),
                            help="the adapter belongs to another base model, or adapter_config.json to another adapter")
-            copy_pieces(tensors[name], parameter, pieces, tensor_slice(reader, stored_name(name), file), file,
-                        reads)
+            source = tensor_slice(reader, stored_name(name), file)
+            if tuple(source.get_shape()) != parameter.spec.shape:
+                raise fail("RL0723", f"{name} of the adapter has shape {tuple(source.get_shape())}, and "
+                                     f"{parameter.spec.shape} on the base model", place=str(file),
+                           help=f"the adapter was written again since the program was compiled, for another model than "
+                                f'"{model.path}"; compile the program again')
+            copy_pieces(tensors[name], parameter, pieces, source, file, reads)

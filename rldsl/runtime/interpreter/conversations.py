@@ -1,15 +1,17 @@
 """The environments of a rank: opened before the run begins, and kept for all of its steps.
 
 In: the class, limits and tokenizer of a generate call; rows with the columns of their data. Out: conversations by row.
-An environment gets a seed of its row, so that what it draws does not depend on the placement.
+An environment gets a seed of its row, so that what it draws does not depend on the placement. A Failure names the line
+of the call in the program, besides what the environment's own error names.
 Code, besides those of `runtime/environments`: RL0720 the columns of the data are not those that `reset` takes.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -49,9 +51,15 @@ class Environments:
     errors: int = 0  # those that an error of their environment ended, since this process started
 
     def open(self, event: int, functions: Sequence[Function], limits: Conversation, sampling: Sampling, tokens: Tokens,
-             rank: int, rows: Source | None) -> None:
+             rank: int, rows: Source | None, at: str = "") -> None:
         """Open those of a generate event, and check that they fit the tokenizer and the data. Codes: RL0713, RL0716 ..
-        RL0720, RL0770 .. RL0774. rows: of the data, if this rank compares them with what `reset` takes."""
+        RL0720, RL0770 .. RL0774. rows: of the data, if this rank compares them with what `reset` takes. at: the call's
+        place in the program, for messages."""
+        with _failures_name(at):
+            self._open(event, functions, limits, sampling, tokens, rank, rows)
+
+    def _open(self, event: int, functions: Sequence[Function], limits: Conversation, sampling: Sampling, tokens: Tokens,
+              rank: int, rows: Source | None) -> None:
         named: dict[str, Conversations] = {}
         self.opened[event] = SeveralEnvironments(named)
         for function in functions:
@@ -68,6 +76,18 @@ class Environments:
         for conversations in self.opened.values():
             conversations.close()
         self.opened.clear()
+
+
+@contextmanager
+def _failures_name(at: str) -> Iterator[None]:
+    """Let Failures name a place in the program, too. at: "p.rlf:7:3"; "" for none."""
+    try:
+        yield
+    except Failure as failure:
+        if not at:
+            raise
+        note = f"in the conversations of the call at {at}"
+        raise Failure(replace(d, notes=(*d.notes, note)) for d in failure.diagnostics) from failure.__cause__
 
 
 def _never_branches(function: Function, branches: int) -> Failure:
@@ -129,6 +149,7 @@ class RowTalk:
     columns: dict[int, dict[str, Any]]  # row -> the columns of its data
     prompt: str  # the column that has the prompt
     seed: int  # of this call in this step
+    at: str = ""  # the call's place in the program, for messages
 
     @property
     def conversations(self) -> Conversations:
@@ -137,16 +158,20 @@ class RowTalk:
     def begin(self, row: int) -> None:
         columns = self.columns[row]
         messages = columns[self.prompt]
-        self.conversations.begin(row, columns, messages, mix(self.seed, row) >> 1)
+        with _failures_name(self.at):
+            self.conversations.begin(row, columns, messages, mix(self.seed, row) >> 1)
 
     def said(self, row: int, ids: Sequence[int], ended_by_limit: bool, logprobs: Sequence[float]) -> None:
-        self.conversations.said(row, ids, ended_by_limit, logprobs)
+        with _failures_name(self.at):
+            self.conversations.said(row, ids, ended_by_limit, logprobs)
 
     def finish(self, row: int, why: Stopped) -> None:
-        self.conversations.finish(row, why)
+        with _failures_name(self.at):
+            self.conversations.finish(row, why)
 
     def arrivals(self, wait: bool) -> list[Arrival]:
-        found = self.conversations.arrivals(wait)
+        with _failures_name(self.at):
+            found = self.conversations.arrivals(wait)
         self.environments.timeouts += sum(a.stopped == "timeout" for a in found)
         self.environments.errors += sum(a.stopped == "error" for a in found)
         return found

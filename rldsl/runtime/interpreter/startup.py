@@ -342,7 +342,7 @@ def open_environments(context: RunContext, reader: DataReader, items: Sequence[I
             note(f"opening the environment {', '.join(f'`{f.name}`' for f in functions)}")
             rows = reader.source(frame.data) if axes.dp.index == 0 else None  # other ranks read the same
             environments.open(event.id, functions, event.conversation, event.sampling, reader.tokens(frame),
-                              context.rank, rows)
+                              context.rank, rows, event.at)
 
 
 def _check_files(context: RunContext, options: Options) -> None:
