@@ -116,7 +116,8 @@ def test_a_checkpoint_says_what_its_positions_mean(place: Place) -> None:
     rows = place.folder / "rows.jsonl"
     assert held["readings"].keys() == {"sums", "held"} and held["readings"]["sums"] == {
         "format": "jsonl", "path": str(rows), "kind": "answers", "batch": 4, "shuffle": True, "rows": 21,
-        "bytes": rows.stat().st_size, "sha256": held["readings"]["sums"]["sha256"]}
+        "bytes": rows.stat().st_size, "sha256": held["readings"]["sums"]["sha256"],
+        "images": "", "image_marks": ""}
 
 
 def test_a_position_without_its_meaning_is_refused(place: Place) -> None:

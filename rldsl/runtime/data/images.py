@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,17 @@ class ImageFile:
         except (OSError, ValueError):  # whoever reads it says why
             return None
         return hash((status.st_size, status.st_mtime_ns))
+
+    def digest(self) -> str:
+        """sha256 of its bytes, in hexadecimal. Raises ImageProblem."""
+        total = sha256()
+        with self._file() as file:
+            try:
+                while part := file.read(1 << 22):
+                    total.update(part)
+            except OSError as error:
+                raise ImageProblem(f"the file cannot be read: {error.strerror or error}") from None
+        return total.hexdigest()
 
     def size(self) -> tuple[int, int]:
         """(height, width) in pixels, as it is shown. Raises ImageProblem."""
@@ -254,6 +266,10 @@ class ImageColumn:
     def read(self, image: ImageFile, place: str) -> Any:
         """A PIL image. Errors: RL0740."""
         return self._asked(image, image.read, place)
+
+    def digest(self, image: ImageFile, place: str) -> str:
+        """Of the bytes of its file. Errors: RL0740."""
+        return str(self._asked(image, image.digest, place))
 
     def _asked(self, image: ImageFile, what: Any, place: str) -> Any:
         stamp = image.stamp()

@@ -3,8 +3,9 @@
 In: a source as a run reads it, and as the run of a checkpoint did. Out: whether the position still means the same rows.
 A batch is known by its size, by the order of the rows and by how many there are (`data/source.py`); so none of these
 may change on the way. The same rows in a file of another name are the same; a file that was edited under its name is
-taken, with a warning.
-Codes: RL0764 the position would mean other rows, RL0765 (a warning) the file is another one.
+taken, with a warning. Images belong to the rows that name them: rows that the run has read, and keeps, must show what
+they showed.
+Codes: RL0764 the position would mean other rows or images, RL0765 (a warning) the file is another one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rldsl.diag import Diagnostic
 from rldsl.plan.disk_paths import shown
 from rldsl.plan.model import Data
 from rldsl.runtime.data import Source, hf, parquet
+from rldsl.runtime.data.image_digests import ImageDigests, changed_image
 from rldsl.runtime.files import digest
 
 FILES: Mapping[str, Callable[[str], list[str]]] = {"jsonl": lambda path: [path], "parquet": parquet.files_of,
@@ -37,14 +39,21 @@ class SourceReading:
     rows: int      # of an epoch
     bytes: int     # of its file, or of all of them together
     sha256: str    # of its file, or of all of them together
+    # of the files of its images, as `ImageDigests`; "" without any, and in checkpoints of earlier versions
+    images: str = ""
+    image_marks: str = ""
+
+    @property
+    def image_digests(self) -> ImageDigests:
+        return ImageDigests(self.images, self.image_marks)
 
     @classmethod
     def of(cls, source: Source, digest: str = "") -> SourceReading:
         """How `source` is read. digest: of its files, if it is known already."""
         data, files = source.data, [Path(f) for f in FILES[source.data.format](source.data.path)]
-        size = sum(f.stat().st_size for f in files)
+        size, images = sum(f.stat().st_size for f in files), ImageDigests.of(source)
         return cls(data.format, data.path, data.row_format, data.batch, data.shuffle, len(source.table), size,
-                   digest or content_digest(data))
+                   digest or content_digest(data), images.sha256, images.marks)
 
     @classmethod
     def read(cls, record: Any) -> SourceReading:
@@ -88,6 +97,22 @@ def compare_readings(name: str, then: SourceReading, now: SourceReading, begun: 
     return Diagnostic("RL0765", f"the data of `{name}` changed since the checkpoint"
                       + (": some rows of this epoch may be read twice or skipped" if begun else ""),
                       place=shown(now.path), severity="warning", notes=(sizes,) if sizes else ())
+
+
+def compare_images(source: Source, then: SourceReading, now: SourceReading, begun: bool) -> Diagnostic | None:
+    """An image of a source that is another one than it was, of rows that are the same. An error where the run has read
+    rows of the source, a warning where only evaluations do."""
+    if not then.images or then.images == now.images or (then.sha256, then.rows) != (now.sha256, now.rows):
+        return None
+    place, file = changed_image(source, then.image_digests, now.image_digests)
+    title = f"an image of `{source.data.name}` changed since the checkpoint"
+    notes = (f"the image: {shown(file)}",) if file else ()
+    place = place or shown(now.path)
+    if not begun:
+        return Diagnostic("RL0765", title, place=place, severity="warning", notes=notes)
+    return Diagnostic("RL0764", title, place=place, notes=notes,
+                      help="rows that the run has read would show something else: put the earlier file back, or start a "
+                           "new run from the saved models")
 
 
 def unknown_source(name: str, now: SourceReading) -> Diagnostic:

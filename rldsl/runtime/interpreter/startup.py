@@ -30,7 +30,13 @@ from rldsl.plan.references import Role, references
 from rldsl.runtime.comm.agreement import raise_together
 from rldsl.runtime.comm.content_digests import compare_contents
 from rldsl.runtime.comm.world import check_hosts, check_same_plan, gather_hosts, join
-from rldsl.runtime.data.read_positions import SourceReading, compare_readings, unknown_position, unknown_source
+from rldsl.runtime.data.read_positions import (
+    SourceReading,
+    compare_images,
+    compare_readings,
+    unknown_position,
+    unknown_source,
+)
 from rldsl.runtime.files import check_writable, refuse_link_out, refuse_links_out
 from rldsl.runtime.health.dump_files import remove_dumps
 from rldsl.runtime.health.watchdog import Watchdog
@@ -208,8 +214,10 @@ def _check_positions(context: RunContext, reader: DataReader, checkpoint: Loaded
         if reader.reports(name) and (checkpoint or writes):
             now = reader.readings[name] = SourceReading.of(source, reader.digests.get(name, ""))
             if checkpoint and name in checkpoint.readings:
-                comparisons.append(compare_readings(name, checkpoint.readings[name], now, name in checkpoint.data,
+                then, begun = checkpoint.readings[name], name in checkpoint.data
+                comparisons.append(compare_readings(name, then, now, begun,
                                                     any(s.data == name for s in context.plan.states)))
+                comparisons.append(compare_images(source, then, now, begun))
             elif checkpoint:
                 comparisons.append(unknown_position(name, now) if name in checkpoint.data else
                                    unknown_source(name, now))
