@@ -12,9 +12,10 @@ for every causal language model, whatever it does inside, at the price of paddin
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -44,7 +45,7 @@ class Execution:
     num_layers: int              # in this list
     recurrent: tuple[str, ...]   # modules that carry a state from token to token, below the head
     by_rows: str                 # why every sequence is a row of its own; "" if sequences are packed
-    outputs: int                 # items of the tuple that a layer returns, hidden states first; 0: it returns these
+    outputs: int                 # items of the tuple or list that a layer returns, hidden states first; 0: only these
 
 
 def body_name(model: Any) -> str:
@@ -55,6 +56,23 @@ def body_name(model: Any) -> str:
         prefix = str(model.base_model_prefix)
         return f"{prefix}.{LANGUAGE}" if vision_family(model.config) else prefix
     return next((name for name, child in model.named_children() if isinstance(child, PreTrainedModel)), "")
+
+
+def shared_name(names: Sequence[str], prefix: str) -> str:
+    """Which of the names of one parameter is the one that directories have: the first below the head. prefix: of the
+    model below its head."""
+    return next((name for name in names if name.startswith(f"{prefix}.")), names[0])
+
+
+def keep_weights(config: Any) -> Any:
+    """The config of a model whose code does not change its weights. RWKV's halves them, and hidden states with them, so
+    that float16 is wide enough for inference; then they would no longer be those that are trained and saved. Without
+    it, it computes what it computes in training."""
+    if not getattr(config, "rescale_every", 0):
+        return config
+    kept = copy.deepcopy(config)
+    kept.rescale_every = 0
+    return kept
 
 
 def execution(body: Any, config: Any) -> Execution:
@@ -226,21 +244,31 @@ def _outputs(kind: Any) -> int:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and (size := _items(node.value, {})):
             made |= {t.id: max(size, made.get(t.id, 0)) for t in node.targets if isinstance(t, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If):
+            either, other = _added(node.body), _added(node.orelse)
+            made |= {name: made[name] + size for name, size in either.items() if name in made and name in other}
     return max((_items(value, made) for value in _returned(tree)), default=0)
 
 
 def _items(value: ast.expr, made: Mapping[str, int]) -> int:
-    """The items of an expression that is a tuple; 0 if it is none. made: names of tuples, and their items."""
+    """The items of an expression that is a tuple or a list; 0 if it is none. made: names of these, and their items."""
     match value:
-        case ast.Tuple(elts=items):
+        case ast.Tuple(elts=items) | ast.List(elts=items):
             return len(items)
         case ast.BinOp(left=left, op=ast.Add(), right=ast.Tuple() | ast.Subscript()):
-            return _items(left, made) if isinstance(left, ast.Tuple) else 0
+            return _items(left, made) if isinstance(left, ast.Tuple | ast.List) else 0
         case ast.BinOp(left=ast.Tuple(elts=items), op=ast.Add()):
             return len(items)
         case ast.Name(id=name):
             return made.get(name, 0)
     return 0
+
+
+def _added(block: Sequence[ast.stmt]) -> dict[str, int]:
+    """How many items the statements of a block add to a tuple by its name."""
+    return {node.target.id: _items(node.value, {}) for node in block
+            if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and isinstance(node.target, ast.Name)}
 
 
 def _caches(kind: Any) -> bool:

@@ -63,7 +63,7 @@ def _candidates(name: str, transforms: Sequence[Any]) -> Iterable[tuple[str, ...
         kinds = tuple(type(op).__name__ for op in getattr(t, "operations", ()))
         if (kinds in JOINED and len(t.target_patterns) == 1 and t.target_patterns[0] in name
                 and [getattr(op, "dim", None) for op in t.operations] == [0, 1][: len(kinds)]):
-            made.append(tuple(name.replace(t.target_patterns[0], s.replace("*", "{expert}"))
+            made.append(tuple(name.replace(t.target_patterns[0], _plain(s).replace("*", "{expert}"))
                               for s in t.source_patterns))
         elif (kinds == ("Concatenate",) and len(t.target_patterns) == 1 and t.target_patterns[0] in name
                 and t.operations[0].dim == 0):
@@ -71,12 +71,15 @@ def _candidates(name: str, transforms: Sequence[Any]) -> Iterable[tuple[str, ...
     for found in made:
         yield found
         yield tuple(_renamed(x, transforms) for x in found)
+        yield tuple(_renamed(x, transforms[::-1], 1) for x in found)
 
 
-def _renamed(name: str, transforms: Sequence[Any]) -> str:
+def _renamed(name: str, transforms: Sequence[Any], most: int = -1) -> str:
+    """The earlier name. Some families' names need the last renaming undone first, and each at one place. most: how
+    often one is undone in a name; -1: wherever it applies."""
     for t in transforms:
         if not getattr(t, "operations", ()) and len(t.target_patterns) == len(t.source_patterns) == 1:
-            name = name.replace(_plain(t.target_patterns[0]), _plain(t.source_patterns[0]))
+            name = name.replace(_plain(t.target_patterns[0]), _plain(t.source_patterns[0]), most)
     return name
 
 

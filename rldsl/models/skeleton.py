@@ -12,7 +12,7 @@ from typing import Any
 
 from rldsl.diag import fail
 from rldsl.models import experts
-from rldsl.models.execution import Execution, body_name, called_after_layers, execution
+from rldsl.models.execution import Execution, body_name, called_after_layers, execution, keep_weights, shared_name
 from rldsl.models.vision import auto_class, reads_images, supported, vision_family
 from rldsl.source import Span
 
@@ -58,6 +58,7 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
         raise fail("RL0303", f'the family {family} of "{path}" is not supported', span,
                    "it reads images in a form that is not known here",
                    help=f"families that read images and run: {supported()}")
+    config = keep_weights(config)
     try:
         with torch.device("meta"), no_init_weights():
             model = auto_class(config).from_config(config, trust_remote_code=False)
@@ -78,9 +79,9 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
     return Skeleton(
         prefix=prefix,
         tp_plan=dict(getattr(model, "_tp_plan", None) or {}),
-        params=tuple((n, tuple(p.shape)) for n, p in model.named_parameters()),
+        params=_parameters(model, prefix),
         linears=tuple(linears),
-        embedding=_embedding(model),
+        embedding=_embedding(model, prefix),
         buffers=tuple((n, tuple(x.shape), x.is_floating_point()) for n, x in model.state_dict().items()
                       if n not in named),
         execution=how,
@@ -88,6 +89,14 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
         shared=_shared(model, f"{prefix}.{how.layers}."),
         experts=experts.counts(model),
         transforms=tuple(experts.transforms(model)))
+
+
+def _parameters(model: Any, prefix: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """(name, shape) of each; one that is tied by its name below the head, as directories have it."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple((shared_name(names[id(p)], prefix), tuple(p.shape)) for p in model.parameters())
 
 
 def _shared(model: Any, layers: str) -> frozenset[str]:
@@ -99,12 +108,13 @@ def _shared(model: Any, layers: str) -> frozenset[str]:
     return frozenset(name for name, numbers in owners.values() if len(numbers) > 1)
 
 
-def _embedding(model: Any) -> str:
+def _embedding(model: Any, prefix: str) -> str:
     try:
         weight = model.get_input_embeddings().weight
     except (NotImplementedError, AttributeError):
         return ""
-    return next((n for n, p in model.named_parameters() if p is weight), "")
+    names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is weight]
+    return shared_name(names, prefix) if names else ""
 
 
 def first_line(error: Exception) -> str:

@@ -161,8 +161,8 @@ VISION = """## Families that read images
 
 `tests/images` measures these with a tiny random model of each, against plain transformers: log-probs and gradients to
 1e-5, greedy responses token by token, and weights after loading bitwise, with dp, tp, pp, vpp and zero on two ranks;
-adapters as PEFT reads them; for qwen2_5_vl also a program with SFT, PPO, a value and a reward model on six placements.
-Value and reward models of the other families are offered and not measured. cp, `invariant` and Megatron are refused.
+value and reward models likewise; log-probs in bfloat16; adapters as PEFT reads them; for qwen2_5_vl also a program with
+SFT, PPO, a value and a reward model on six placements. cp, `invariant` and Megatron are refused.
 Adapters are on the language model. A value or reward model is saved with its tower; transformers has a class that reads
 it for gemma3 only.
 Gemma's cutting of large images into several (`do_pan_and_scan`) is refused. All other families with images are, too, by

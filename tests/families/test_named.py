@@ -4,10 +4,13 @@ bitwise as the directory after loading, and generation that agrees with its own 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from rldsl.models.families import describe
 from tests.backend_torch.shards import layout_of as at
-from tests.families.checks import check, expected
+from tests.backend_torch.shards import pack, plan_model, shard_of
+from tests.backend_torch.steps import difference
+from tests.families.checks import ROWS, check, expected, logprobs_of, model_of
 from tests.families.table import LIMIT, NAMED, NOISE
 from tests.families.tiny_configs import make
 from tests.world import run_world
@@ -24,3 +27,16 @@ def test_every_degree_that_is_offered(tmp_path, family):
     limit = NOISE.get(family, LIMIT)
     for layout, what, error in sum(run_world(2, check, path, layouts, right), []):
         assert error == 0 if what == "load" else error < limit, f"{family}: {what} under {layout} differs by {error}"
+
+
+def test_weights_are_not_scaled_for_inference(tmp_path):
+    """As RWKV's code does in place, where a model has more layers than `rescale_every`: what is computed is what
+    transformers computes in training."""
+    path = make(tmp_path / "m", "rwkv", rescale_every=1)
+    model = model_of(path).train()
+    with torch.no_grad():
+        right = torch.cat([logprobs_of(model, *row) for row in ROWS])
+    shard, _ = shard_of(plan_model(path), at(), 0)
+    found = shard.infer([pack(ROWS)], "logprobs", 1.0)
+    assert float((found - right).abs().max()) < LIMIT
+    assert difference(shard, dict(model.named_parameters())) == 0

@@ -10,7 +10,8 @@ from rldsl.models.vision import FAMILIES as VISION_FAMILIES
 from tests.families.table import COLUMNS, VISION, YES, architectures, page, row
 
 PAGE = (Path(__file__).parents[2] / "docs/families.md").read_text()
-LINES = {line.split(" | ")[0].removeprefix("| "): line for line in PAGE.splitlines() if line.startswith("| ")}
+TABLE = PAGE.split("## Families that read images")[0]
+LINES = {line.split(" | ")[0].removeprefix("| "): line for line in TABLE.splitlines() if line.startswith("| ")}
 OF_ISSUE = ("gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_5_text", "llama4_text", "glm",
             "glm4", "glm4_moe", "minimax", "minimax_m2")
 
@@ -32,7 +33,7 @@ def test_families_that_read_images_have_rows():
 def test_most_of_those_that_are_built_run_with_dp_and_pp():
     ran = [f for f in architectures() if f in LINES]
     both = [f for f in ran if all(cells(f).get(c) == YES for c in ("log-probs", "train", "dp", "pp"))]
-    assert len(both) >= 0.84 * len(ran), sorted(set(ran) - set(both))
+    assert len(both) >= 0.9 * len(ran), sorted(set(ran) - set(both))
 
 
 @pytest.mark.parametrize("family", OF_ISSUE)

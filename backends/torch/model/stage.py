@@ -42,7 +42,7 @@ from rldsl.backends.torch.model.token_groups import groups_of_rank
 from rldsl.backends.torch.model.vision import Vision, features_of
 from rldsl.backends.torch.model.zero import ParamGroup, ParamGroups, ZeroSharding
 from rldsl.diag import fail
-from rldsl.models.execution import Execution, body_name, execution
+from rldsl.models.execution import Execution, body_name, execution, keep_weights, shared_name
 from rldsl.models.vision import auto_class, layers_with_images, vision_family
 from rldsl.plan.adapter_names import module_of
 from rldsl.plan.heads import SCORE_WEIGHT
@@ -53,6 +53,8 @@ from rldsl.sharding.boxes import Parameter, expand_specs, local_shape, parameter
 from rldsl.sharding.gradient_leaves import TOKEN_GROUPS
 from rldsl.sharding.layout import stage_layers
 from rldsl.sharding.sum_blocks import column_leaves, local_cuts, summed_input, summed_output
+
+INTO_EMBEDDINGS = ("ctrl",)  # families that write into the embeddings that they are given
 
 
 class PassThroughLayer(nn.Module):
@@ -173,7 +175,9 @@ class Stage(ActivationCheckpointing):
                                                            weight_cache)
         arguments = inspect.signature(body.forward).parameters
         self._arguments = frozenset(arguments)
-        self._takes_embeddings = "inputs_embeds" in arguments
+        # what a later stage gets takes the place of its embeddings, if it can
+        self._takes_embeddings = ("inputs_embeds" in arguments and str(self.config.model_type) not in INTO_EMBEDDINGS
+                                  and skeleton.get_input_embeddings().weight.shape[-1] == self.hidden_size)
         self._top = _HeadWithoutProducts(skeleton) if model.head.vocabulary and _has_more(skeleton) else None
         self.unsharded = self.parameters
         self.zero = None
@@ -387,8 +391,7 @@ class Stage(ActivationCheckpointing):
         self.vocab_cuts = local_cuts(self.vocab_size, 1, 1, 0) if model.invariant else None
         embedding = skeleton.get_input_embeddings()
         tied = output is not None and output.weight is embedding.weight
-        aliases = _aliases(skeleton, output)
-        shared = int(getattr(self.config.get_text_config(), "qk_rope_head_dim", 0) or 0)
+        aliases = _aliases(skeleton, output, body_name(skeleton))
         bias = next((n for n, p in skeleton.named_parameters() if p is getattr(output, "bias", None)), "")
         column_input = ColumnParallelInput(tp, self.sequence_parallel)
         adapters = lora_adapters(model, self.unsharded)
@@ -418,7 +421,9 @@ class Stage(ActivationCheckpointing):
             start = held[0].box[0][0] if held[0].box else 0
             if attribute == "weight":
                 parallelize(module, parameter.spec.style, tp, start, column_input, adapters.get(path), cuts,
-                            leaves, self.groups if self.ordered_gradients else 0, parameter.spec.shape[0], shared)
+                            leaves, self.groups if self.ordered_gradients else 0, parameter.spec.shape[0],
+                            _rope_width(self.config.get_text_config(),
+                                        parameter.spec.layer if parameter.layer is None else parameter.layer))
             if attribute == "weight" and self.last and (module is output or (tied and module is embedding)):
                 self._head, self.vocab_start = local[name], start
                 if parameter.spec.split is not None:
@@ -496,6 +501,13 @@ class _Given(nn.Module):
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.hidden)
 
 
+def _rope_width(text: Any, layer: int) -> int:
+    """Of what all heads of a layer with latent attention share; 0 with any other. layer: -1 outside of layers."""
+    if getattr(text, "is_heterogeneous", False):
+        return int(getattr(text.per_layer_config[layer], "qk_rope_head_dim", 0) or 0) if layer >= 0 else 0
+    return int(getattr(text, "qk_rope_head_dim", 0) or 0)
+
+
 def _has_more(skeleton: Any) -> bool:
     """Whether a family's head has parameters besides those of its output embedding."""
     output, name = skeleton.get_output_embeddings(), body_name(skeleton)
@@ -505,22 +517,21 @@ def _has_more(skeleton: Any) -> bool:
 
 
 def _end_of_layers(_: nn.Module, __: Any, out: Any) -> None:
-    raise _LayersDone(out[0] if isinstance(out, tuple) else out)
+    raise _LayersDone(out[0] if isinstance(out, tuple | list) else out)
 
 
-def _aliases(skeleton: nn.Module, output: nn.Module | None) -> Mapping[str, list[tuple[nn.Module, str]]]:
+def _aliases(skeleton: nn.Module, output: nn.Module | None, prefix: str) -> Mapping[str, list[tuple[nn.Module, str]]]:
     """Name of a parameter or buffer -> (module, attribute) of all that share it, without the output embedding's if it
-    is tied: the head is read from the parameter itself."""
-    names: dict[int, str] = {}
-    found: dict[str, list[tuple[nn.Module, str]]] = {}
+    is tied: the head is read from the parameter itself. prefix: of the model below its head."""
+    places: dict[int, dict[str, tuple[nn.Module, str]]] = {}
     for path, module in skeleton.named_modules():
         for attribute, x in (*module._parameters.items(), *module._buffers.items()):
-            if x is None:
-                continue
-            first = id(x) not in names
-            name = names.setdefault(id(x), f"{path}.{attribute}" if path else attribute)
-            if first or module is not output:
-                found.setdefault(name, []).append((module, attribute))
+            if x is not None:
+                places.setdefault(id(x), {})[f"{path}.{attribute}" if path else attribute] = module, attribute
+    found: dict[str, list[tuple[nn.Module, str]]] = {}
+    for of in places.values():
+        name = shared_name([*of], prefix)
+        found[name] = [place for n, place in of.items() if n == name or place[0] is not output]
     return found
 
 
@@ -551,6 +562,7 @@ def _logit_form(text: Any) -> tuple[float, float]:
 def _skeleton(config: Any) -> tuple[Any, Execution]:
     """The model with parameters on the meta device but real buffers (rotary frequencies are computed, not stored), and
     how it runs. Its vision tower attends in transformers' own way: an image is complete, and nothing is kept of it."""
+    config = keep_weights(config)
     with torch.device("meta"), no_init_weights():
         trial = auto_class(config).from_config(config, trust_remote_code=False)
         how = execution(trial.get_submodule(body_name(trial)), config)

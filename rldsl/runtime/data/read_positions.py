@@ -111,8 +111,8 @@ def compare_images(source: Source, then: SourceReading, now: SourceReading, begu
     if not begun:
         return Diagnostic("RL0765", title, place=place, severity="warning", notes=notes)
     return Diagnostic("RL0764", title, place=place, notes=notes,
-                      help="rows that the run has read would show something else: put the earlier file back, or start a "
-                           "new run from the saved models")
+                      help="rows that the run has read would show something else: put the earlier file back, or start "
+                           "a new run from the saved models")
 
 
 def unknown_source(name: str, now: SourceReading) -> Diagnostic:
