@@ -145,10 +145,10 @@ def _compile_faster_neighbors(p: PreparedProgram, evaluator: Evaluator, best: li
     while len(more) + len(refused) < MAX_NEIGHBORS:
         now = min([*best, *more], key=lambda b: b.seconds).evaluation
         known = {one.evaluation.assignment for one in [*best, *more]} | {*refused}
-        neighbors = [j for j in evaluator.faster_neighbors(now.assignment, now.seconds) if j.assignment not in known]
-        if not neighbors:
+        faster = evaluator.fastest_neighbor(evaluator.free_neighbors(now.assignment), now.seconds, known)
+        if faster is None:
             break
-        fastest = min(neighbors, key=lambda j: j.seconds)
+        fastest = faster[1]
         one = compile_assignment(p, evaluator, fastest, cluster, lengths)
         if p.placed.memory and one.bytes > p.placed.memory:
             refused.append(fastest.assignment)

@@ -47,10 +47,10 @@ def _next_best_text(i: Evaluator, a: Assignment, c: int, now: float, outcomes: M
     if job.number in i.problem.fixed and i.problem.fixed[job.number].strategy is not None:
         return "as in the program"
     neighbors = list(i.neighbors(a, c))
-    fitting = [(e, found) for e, found in neighbors if i.fits(found.bytes)]
-    if not fitting:
+    fastest = i.fastest_neighbor(sorted(neighbors, key=lambda n: n.candidate.strategy))
+    if fastest is None:
         return f"{len(neighbors)} other layouts do not fit with the rest" if neighbors else "the only layout that fits"
-    e, found = min(fitting, key=lambda x: (x[1].seconds, x[0].strategy))
+    e, found = fastest[0].candidate, fastest[1]
     longer = found.seconds - now
     if longer >= 0:
         return f"next: {e.strategy.text()}, +{seconds_text(longer)}"

@@ -7,11 +7,12 @@ depends on nothing but the evaluator and the number of search nodes explored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf
+from typing import NamedTuple
 
 from rldsl.search.call_costs import Candidate
 from rldsl.search.evaluator import Assignment, Evaluation, Evaluator
@@ -37,6 +38,23 @@ class Result:
     @property
     def gap(self) -> float:
         return self.best[0].seconds / self.bound - 1 if self.best and self.bound else inf
+
+
+class LeastBytes(NamedTuple):
+    """What a call takes at least, as of a `Candidate`."""
+
+    static: int  # trained state
+    shared: int  # read-only parameters
+    active: int  # while it runs
+    copy: int  # a copy of a trained model, where it certainly uses one
+
+
+class Remaining(NamedTuple):
+    """The bytes that all other calls leave to one on every one of its ranks."""
+
+    resting: int  # for what it always holds
+    waiting: int  # for that and a copy of its model, while earlier calls run
+    running: int  # for all that it needs while it runs
 
 
 Blocks = tuple[Block, ...]
@@ -71,6 +89,7 @@ class _BranchAndBound:
         self.pruned_bound = inf  # the smallest bound of a subspace that was pruned within the gap
         self.heap: list[tuple[float, int, int, SearchNode]] = []  # bound, minus the decisions made, serial number, node
         self.number = 0
+        self._divisions: dict[tuple[int, int], frozenset[tuple[object, ...]]] = {}  # a cache
         self.train_index = evaluator.problem.train_index
         order = sorted(range(len(self.calls)), key=lambda c: (-self._work(c), c))
         self.order = [c for c in order if not self._is_tied(c)]
@@ -114,11 +133,10 @@ class _BranchAndBound:
         not leave out what its own report lists."""
         while self.best:
             now = self.best[0]
-            faster = min(self.evaluator.faster_neighbors(now.assignment, now.seconds), key=lambda j: j.seconds,
-                         default=None)
+            faster = self.evaluator.fastest_neighbor(self.evaluator.free_neighbors(now.assignment), now.seconds)
             if faster is None:
                 break
-            self.record(faster)
+            self.record(faster[1])
 
     def add_neighbors(self, a: Assignment) -> None:
         """Where the greedy assignment was the best: the assignments that differ from it in one call."""
@@ -213,7 +231,7 @@ class _BranchAndBound:
             if c in chosen:
                 optimistic.append(chosen[c])
                 continue
-            fitting = self.fitting_candidates(c, every[c], remaining[c])
+            fitting = self.fitting_candidates(c, every, chosen, remaining[c])
             fastest = next(islice(fitting, num_skipped if c == next_call else 0, None), None)
             if fastest is None:
                 return inf
@@ -224,18 +242,47 @@ class _BranchAndBound:
         """(the candidate that the next call gets, whether it has slower ones)."""
         chosen, every = dict(zip(self.order, candidates, strict=False)), self.blocks_in_program_order(blocks)
         c = self.order[len(candidates)]
-        fitting = self.fitting_candidates(c, every[c], self.remaining_bytes(every, chosen)[c])
+        fitting = self.fitting_candidates(c, every, chosen, self.remaining_bytes(every, chosen)[c])
         first, *slower = islice(fitting, num_skipped, num_skipped + 2)
         return first, bool(slower)
 
-    def fitting_candidates(self, c: int, block: Block, remaining: tuple[int, int]) -> Iterator[Candidate]:
-        """The candidates of a call that leave the others their least memory, the fastest first. remaining: as
-        `remaining_bytes` has it."""
-        candidates = self.table.candidates(self.calls[c], block.size)
+    def fitting_candidates(self, c: int, every: Blocks, chosen: Mapping[int, Candidate],
+                           remaining: Remaining) -> Iterator[Candidate]:
+        """The candidates of a call that leave the others their least memory, the fastest first."""
+        candidates = self.table.candidates(self.calls[c], every[c].size)
         if not self.table.memory:
             return iter(candidates)
-        resting, running = remaining
-        return (e for e in candidates if e.min_bytes <= running and e.static_bytes + e.shared_bytes <= resting)
+        resting, waiting, running = remaining
+
+        def fits(e: Candidate) -> bool:
+            held = e.static_bytes + e.shared_bytes
+            if held > resting or held + e.active_bytes > running:
+                return False
+            if not e.copy_bytes or held + e.copy_bytes <= waiting and held + e.active_bytes + e.copy_bytes <= running:
+                return True
+            return not self.needs_copy(c, e, every, chosen)
+
+        return filter(fits, candidates)
+
+    def needs_copy(self, c: int, e: Candidate, every: Blocks, chosen: Mapping[int, Candidate]) -> bool:
+        """Whether a call with this candidate certainly uses a copy of its model, which is alive while it runs: on other
+        ranks than the training, or if the training, or any that it may get, divides the parameters differently
+        (`reshard/alias.py`). A call that uses the trained parameters has the degrees of the training."""
+        train = self.train_index.get(self.calls[c].model)
+        if train is None or not e.copy_bytes:
+            return False
+        if every[c] != every[train]:
+            return True
+        return _division(e.strategy) not in (self.train_divisions(train, every[train].size) if train not in chosen
+                                             else {_division(chosen[train].strategy)})
+
+    def train_divisions(self, train: int, size: int) -> frozenset[tuple[object, ...]]:
+        """How a training on `size` ranks may divide the parameters."""
+        key = (train, size)
+        if key not in self._divisions:
+            self._divisions[key] = frozenset(_division(e.strategy)
+                                             for e in self.table.candidates(self.calls[train], size))
+        return self._divisions[key]
 
     def optimistic_reshards(self, every: Blocks,
                             chosen: Mapping[int, Candidate]) -> dict[int, tuple[ReshardCost, int]]:
@@ -259,38 +306,63 @@ class _BranchAndBound:
                 reshards[c] = cost, train
         return reshards
 
-    def remaining_bytes(self, every: Blocks, chosen: Mapping[int, Candidate]) -> list[tuple[int, int]]:
-        """For each call, (the bytes that it may hold all the time, the bytes that it may use while it runs), when all
-        other calls take their least. Read-only parameters of one model directory count once."""
+    def remaining_bytes(self, every: Blocks, chosen: Mapping[int, Candidate]) -> list[Remaining]:
+        """Of each call, when all others take their least. Read-only parameters of one model directory count once, and
+        so do copies of a model on the same ranks."""
         if not self.table.memory:
-            return [(0, 0)] * len(every)
-        least = []  # (static, shared, active) of each call
-        for c, block in enumerate(every):
-            e = chosen.get(c)
-            least.append((e.static_bytes, e.shared_bytes, e.active_bytes) if e is not None
-                         else self.bound.call_bytes(c, block.size))
+            return [Remaining(0, 0, 0)] * len(every)
+        least = [self.least_bytes(c, every, chosen) for c in range(len(every))]
+        index = self.evaluator.problem.call_index
+        position = {index[n]: at for at, n in enumerate(self.evaluator.schedule(every).jobs) if n in index}
         covering = {b: [k for k, (start, stop) in enumerate(every) if start <= b[0] and b[1] <= stop]
                     for b in set(every)}
         out = []
         for c in range(len(every)):
-            others_static = others_peak = 0
+            resting = waiting = running = self.table.memory
             for calls in covering.values():
                 if c not in calls:
                     continue
+                others = [k for k in calls if k != c]
                 shared: dict[str, int] = {}
-                static = active = 0
-                for k in calls:
-                    if k == c:
-                        continue
-                    own_static, own_shared, own_active = least[k]
-                    static += own_static
-                    active = max(active, own_active)
-                    if own_shared and (other := self.paths[k]) != self.paths[c]:
-                        shared[other] = max(shared.get(other, 0), own_shared)
-                static += sum(shared.values())
-                others_static, others_peak = max(others_static, static), max(others_peak, static + active)
-            out.append((self.table.memory - others_peak, self.table.memory - others_static))
+                for k in others:
+                    if least[k].shared and (path := self.paths[k]) != self.paths[c]:
+                        shared[path] = max(shared.get(path, 0), least[k].shared)
+                free = self.table.memory - sum([least[k].static for k in others]) - sum(shared.values())
+                copying = [k for k in others if least[k].copy]
+                running = min(running, free - self.waiting_copies(c, copying, every, least, position))
+                for k in others:
+                    left = free - least[k].active - least[k].copy
+                    if copying:
+                        left -= self.waiting_copies(k, copying, every, least, position)
+                    resting = min(resting, left)
+                    if position[k] <= position[c] and not self.may_share_copy(k, c, every):
+                        waiting = min(waiting, left)
+            out.append(Remaining(resting, waiting, running))
         return out
+
+    def least_bytes(self, c: int, every: Blocks, chosen: Mapping[int, Candidate]) -> LeastBytes:
+        e, train = chosen.get(c), self.train_index.get(self.calls[c].model)
+        if e is not None:
+            copy = e.copy_bytes if self.needs_copy(c, e, every, chosen) else 0
+            return LeastBytes(e.static_bytes, e.shared_bytes, e.active_bytes, copy)
+        moves = train is not None and self.bound.moves(c, every[c], every[train])
+        return LeastBytes(*self.bound.call_bytes(c, every[c].size),
+                          self.bound.least_copy_bytes(c, every[c].size) if moves else 0)
+
+    def waiting_copies(self, k: int, copying: Sequence[int], every: Blocks, least: Sequence[LeastBytes],
+                       position: Mapping[int, int]) -> int:
+        """Bytes of the copies that calls of `copying` use after call `k`, and that it does not use itself: all copies
+        arrive when a step begins."""
+        found: dict[tuple[str, Block], int] = {}
+        for m in copying:
+            if m != k and position[m] >= position[k] and not self.may_share_copy(m, k, every):
+                key = self.calls[m].model, every[m]
+                found[key] = max(found.get(key, 0), least[m].copy)
+        return sum(found.values())
+
+    def may_share_copy(self, a: int, b: int, every: Blocks) -> bool:
+        """Whether two calls may use the same copy of a model."""
+        return self.calls[a].model == self.calls[b].model and every[a] == every[b]
 
     def complete_assignments(self, blocks: Blocks, candidates: Candidates) -> Iterator[Assignment]:
         """Assignments of all calls: further trainings of a model with every candidate of the first one's layout."""
@@ -308,6 +380,11 @@ class _BranchAndBound:
                         yield from extend(c + 1, (*out, e))
 
         return (Assignment(every, out) for out in extend(0, ()))
+
+
+def _division(s: Strategy) -> tuple[object, ...]:
+    """Equal for strategies that may share parameters on the same ranks; `zero` is the last."""
+    return s.tp, s.pp, s.vpp, s.ep, s.backend, min(s.zero, 1)
 
 
 def _optimistic_candidate(seconds: float, kind: str, size: int) -> Candidate:

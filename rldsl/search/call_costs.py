@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from rldsl.memory.call_memory import call_bytes, gradient_bytes, optimizer_bytes
+from rldsl.memory.call_memory import call_bytes, optimizer_bytes
 from rldsl.memory.parameters import Copy, elements, resting
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
-from rldsl.search.isolated_call import IsolatedCall
+from rldsl.search.isolated_call import HeldBytes, IsolatedCall, compute_seconds
 from rldsl.search.problem import Job, Problem
 from rldsl.search.space import Strategy
-from rldsl.sharding.layout import own_layers
 from rldsl.simulate.call_ops import (
     generate_ops,
     infer_passes,
@@ -24,10 +23,9 @@ from rldsl.simulate.call_ops import (
     outputs_seconds,
     result_seconds,
     train_passes,
-    update_ops,
 )
-from rldsl.simulate.engine import Compute, Op, Pool
-from rldsl.simulate.time_costs import Stage, StagePasses, build_stage
+from rldsl.simulate.engine import Pool
+from rldsl.simulate.time_costs import Stage, StagePasses
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +86,27 @@ def build_candidate(isolated: IsolatedCall, problem: Problem, job: Job, s: Strat
 def call_memory(problem: Problem, isolated: IsolatedCall, job: Job, s: Strategy) -> CallMemory:
     """Bytes of the fullest rank. Offloaded state is on the device while the call runs."""
     event = isolated.event(s)
-    each = [_memory_of_stage(problem, isolated, job, s, event, copy) for copy in isolated.fullest_stages]
+    each = [_memory_of_stage(problem, isolated, job, s, event, copy, held)
+            for copy, held in zip(isolated.fullest_stages, isolated.held_bytes, strict=True)]
     static, shared = max(b.static_bytes for b in each), max(b.shared_bytes for b in each)
     copy, active = max(b.copy_bytes for b in each), max(b.active_bytes for b in each)
     return CallMemory(0, 0, copy, active + static + shared) if s.offload else CallMemory(static, shared, copy, active)
 
 
+def least_bytes(problem: Problem, isolated: IsolatedCall, job: Job) -> int:
+    """Bytes that the call needs with any micro-batches: parameters, gradients and optimizer state."""
+    trains = job.kind == "train" and problem.first_train[job.model] == job.number
+    copies = job.kind == "train" or isolated.model.train_layout
+    return max(x.base + (x.parameters + x.update if trains else 0 if copies else x.parameters)
+               for x in isolated.held_bytes)
+
+
 def _memory_of_stage(problem: Problem, isolated: IsolatedCall, job: Job, s: Strategy, event: AnyCall,
-                     copy: Copy) -> CallMemory:
-    held = copy.stored * resting(copy)
-    base = copy.compute * elements(copy.model.base, copy)
+                     copy: Copy, of: HeldBytes) -> CallMemory:
+    held, base = of.parameters, of.base
     active = sum(call_bytes(isolated.tables, event, copy, "cuda").values())
     if isinstance(event, Train):
-        trained = held + gradient_bytes(copy) + optimizer_bytes(copy)
+        trained = held + of.update
         return CallMemory(trained if problem.first_train[job.model] == job.number else 0, base, 0, active)
     if copy.model.train_layout == isolated.layout.id:
         return CallMemory(0, base, 0, active + (held if s.offload else 0))
@@ -121,37 +127,25 @@ def call_seconds(isolated: IsolatedCall, event: AnyCall) -> float:
     """Seconds of the call, once."""
     match event:
         case Generate():
-            return _with_shared_cores(isolated, _compute_seconds(generate_ops(isolated, event, 0, 0)))
+            return _with_shared_cores(isolated, compute_seconds(generate_ops(isolated, event, 0, 0)))
         case Infer():
-            each = _distinct_stages(isolated)
+            each = isolated.distinct_stages
             times = _pipeline_times(each, [infer_passes(isolated, event, stage) for stage, _ in each])
             if not times.count:
                 return 0.0
             seconds = inference_seconds(times) + result_seconds(isolated, event, each[-1][0])
             return _with_shared_cores(isolated, isolated.machine.call() + seconds)
         case Train():
-            each = _distinct_stages(isolated)
+            each = isolated.distinct_stages
             updates = isolated.spread.minibatches * isolated.spread.epochs
             passes = [train_passes(isolated, event, stage) for stage, _ in each]
             times = _pipeline_times(each, passes)
             first = _first_pass_seconds(isolated, event, each, passes) if event.first_pass and times.count else 0.0
-            update_seconds = max(_compute_seconds(update_ops(stage, isolated.layout.zero)) for stage, _ in each)
-            seconds = updates * (first + training_seconds(times) + update_seconds) + metrics_seconds(each[-1][0])
+            seconds = updates * (first + training_seconds(times) + isolated.update_seconds) + metrics_seconds(each[-1][0])
             seconds += isolated.machine.call()
             return _with_shared_cores(isolated, seconds) if times.count else 0.0
         case _:
             assert_never(event)
-
-
-def _distinct_stages(isolated: IsolatedCall) -> list[tuple[Stage, int]]:
-    """(a stage, how many are equal to it): the first, the last, and those between them by number of layers."""
-    pp = isolated.layout.pp
-    kinds: dict[tuple[int, bool, bool], list[int]] = {}
-    for s in range(pp):
-        layers = len(own_layers(isolated.model.layers, isolated.layout, s))
-        kinds.setdefault((layers, s == 0, s == pp - 1), []).append(s)
-    return [(build_stage(isolated, isolated.model.name, isolated.layout.id, of[0], 0), len(of))
-            for of in kinds.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +197,6 @@ def training_seconds(p: PipelineTimes) -> float:
     further = p.count * p.chunks - p.leaves if p.stages > 1 else 0
     filled = p.leaves * ((p.total - p.slowest) / p.chunks + fill * p.message)
     return p.count * p.slowest + filled + further * p.message
-
-
-def _compute_seconds(ops: list[Op]) -> float:
-    return sum(a.seconds for a in ops if isinstance(a, Compute))
 
 
 def _with_shared_cores(isolated: IsolatedCall, seconds: float) -> float:

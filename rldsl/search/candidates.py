@@ -15,7 +15,7 @@ from typing import cast
 from rldsl.graph import model as g
 from rldsl.plan.backends import described, unable
 from rldsl.plan.model import DEFAULT_BACKEND
-from rldsl.search.call_costs import CallMemory, Candidate, build_candidate, call_memory
+from rldsl.search.call_costs import CallMemory, Candidate, build_candidate, call_memory, least_bytes
 from rldsl.search.isolated_call import IsolatedCall
 from rldsl.search.problem import FixedCall, Job, Problem
 from rldsl.search.space import Block, Kind, Strategy, divisions, micro_batch_sizes, with_chunks, zero_levels
@@ -131,6 +131,9 @@ class CandidateTable:
                           count: int) -> Sequence[Strategy]:
         """The last `count` strategies that fit, of a sequence that needs more and more memory."""
         own = job.kind == "train"
+        if not strategies or self.memory and not self.fits(
+                least_bytes(self.problem, self.isolated_call(job, strategies[0], size, own), job)):
+            return ()
 
         def too_large(s: Strategy) -> bool:
             return not self.fits(self._memory_of(job, s, size, own).min_bytes)

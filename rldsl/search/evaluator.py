@@ -6,8 +6,9 @@ In: a problem, an assignment: the block and the candidate of every call, in prog
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from rldsl.memory.parameters import resting
 from rldsl.reshard.rounds import BUCKET
@@ -33,6 +34,14 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
+class Neighbor:
+    """An assignment that differs from another one in one call, with all trainings of its model."""
+
+    candidate: Candidate  # of that call
+    assignment: Assignment  # not evaluated yet
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
     """An assignment with its estimated time and memory."""
 
@@ -40,6 +49,11 @@ class Evaluation:
     seconds: float  # per step, in the steady state
     bytes: int  # peak of the fullest rank
     keeps_copies: bool  # whether copies of trained models stay from step to step: needs more memory, and fits
+
+
+# The train call of a model, its block and candidate, a call that uses the model, its block and candidate -> the cost of
+# bringing the parameters from the first to the second.
+CostOf = Callable[[int, Block, Candidate, int, Block, Candidate], ReshardCost]
 
 
 class Evaluator:
@@ -103,24 +117,47 @@ class Evaluator:
                 changed[k] = same[0]
         return tuple(changed)
 
-    def neighbors(self, a: Assignment, c: int) -> Iterator[tuple[Candidate, Evaluation]]:
+    def neighbors(self, a: Assignment, c: int) -> Iterator[Neighbor]:
         """The assignment with each other layout of call `c` on the same ranks, whether it fits or not."""
         for e in self.table.candidates(self.calls[c], a.blocks[c].size):
             if e.strategy.degrees != a.candidates[c].strategy.degrees:
                 candidates = self.with_candidate(a.candidates, c, e)
                 if candidates is not None:
-                    yield e, self.evaluate(Assignment(a.blocks, candidates))
+                    yield Neighbor(e, Assignment(a.blocks, candidates))
 
-    def faster_neighbors(self, a: Assignment, seconds: float) -> Iterator[Evaluation]:
-        """The neighbors that fit and take less than `seconds`, of every call whose layout is free."""
+    def fastest_neighbor(self, neighbors: Iterable[Neighbor], limit: float = inf,
+                         without: Collection[Assignment] = ()) -> tuple[Neighbor, Evaluation] | None:
+        """The first of the fastest that fit and take less than `limit` seconds. without: evaluated assignments to leave
+        out. They are evaluated in the order of a lower bound, which plans no routes, until it reaches the best."""
+        bounds = sorted((self.min_seconds(n.assignment), k, n) for k, n in enumerate(neighbors))
+        best: tuple[float, int, Neighbor, Evaluation] | None = None
+        for bound, k, n in bounds:
+            if bound >= limit or best is not None and bound > best[0]:
+                break
+            found = self.evaluate(n.assignment)
+            better = best is None or (found.seconds, k) < best[:2]
+            if better and found.seconds < limit and self.fits(found.bytes) and found.assignment not in without:
+                best = found.seconds, k, n, found
+        return best[2:] if best is not None else None
+
+    def free_neighbors(self, a: Assignment) -> Iterator[Neighbor]:
+        """The neighbors of every call whose layout is free."""
         for c, job in enumerate(self.calls):
             if self.problem.fixed.get(job.number, FixedCall()).strategy is None:
-                yield from (found for _, found in self.neighbors(a, c)
-                            if found.seconds < seconds and self.fits(found.bytes))
+                yield from self.neighbors(a, c)
+
+    def min_seconds(self, a: Assignment) -> float:
+        """A lower bound on the seconds of a step, without planning routes."""
+        candidates = self.resolve_copies(a.blocks, a.candidates)
+        return self._seconds_with_bound(a.blocks, candidates, self._reshards(a.blocks, candidates, self.min_reshard_cost))
 
     def reshards_of_copies(self, blocks: Sequence[Block],
                            candidates: Sequence[Candidate]) -> dict[int, tuple[ReshardCost, int]]:
         """The first call that uses a copy -> (the cost of its reshard, its model's train call)."""
+        return self._reshards(blocks, candidates, self._planned_cost)
+
+    def _reshards(self, blocks: Sequence[Block], candidates: Sequence[Candidate],
+                  cost_of: CostOf) -> dict[int, tuple[ReshardCost, int]]:
         reshards: dict[int, tuple[ReshardCost, int]] = {}
         seen: set[tuple[object, ...]] = set()
         for i, (job, block, e) in enumerate(zip(self.calls, blocks, candidates, strict=True)):
@@ -129,10 +166,13 @@ class Evaluator:
             if train is None or job.kind == "train" or e.on_trained_params or key in seen:
                 continue
             seen.add(key)
-            cost = self.reshard_costs.cost(job.model, blocks[train], candidates[train].strategy, block, e.strategy)
+            cost = cost_of(train, blocks[train], candidates[train], i, block, e)
             if cost.has_copy:
                 reshards[i] = cost, train
         return reshards
+
+    def _planned_cost(self, train: int, src: Block, trained: Candidate, c: int, dst: Block, e: Candidate) -> ReshardCost:
+        return self.reshard_costs.cost(self.calls[c].model, src, trained.strategy, dst, e.strategy)
 
     def min_reshard_cost(self, train: int, src: Block, trained: Candidate, c: int, dst: Block,
                          e: Candidate) -> ReshardCost:
@@ -162,13 +202,18 @@ class Evaluator:
     def evaluate(self, a: Assignment) -> Evaluation:
         candidates = self.resolve_copies(a.blocks, a.candidates)
         reshards = self.reshards_of_copies(a.blocks, candidates)
-        # Three simulated steps may be too few to show a chain that spans several steps; the bound covers it.
-        bound = self.bound.step_seconds(dict(enumerate(a.blocks)), {c: e.seconds for c, e in enumerate(candidates)})
-        seconds = max(self.seconds(a.blocks, candidates, reshards), bound)
+        seconds = self._seconds_with_bound(a.blocks, candidates, reshards)
         bytes_with_copies = self.bytes(a.blocks, candidates, reshards, keeps_copies=True)
         keeps_copies = self.fits(bytes_with_copies)
         bytes = bytes_with_copies if keeps_copies else self.bytes(a.blocks, candidates, reshards)
         return Evaluation(Assignment(a.blocks, candidates), seconds, bytes, keeps_copies)
+
+    def _seconds_with_bound(self, blocks: Sequence[Block], candidates: Sequence[Candidate],
+                            reshards: Mapping[int, tuple[ReshardCost, int]]) -> float:
+        """Seconds of a step. Three simulated steps may be too few to show a chain that spans several steps; the bound
+        covers it."""
+        bound = self.bound.step_seconds(dict(enumerate(blocks)), {c: e.seconds for c, e in enumerate(candidates)})
+        return max(self.seconds(blocks, candidates, reshards), bound)
 
     def seconds(self, blocks: Sequence[Block], candidates: Sequence[Candidate],
                 reshards: Mapping[int, tuple[ReshardCost, int]]) -> float:

@@ -8,14 +8,15 @@ and its groups follow in closed form.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
 from typing import Any
 
 from rldsl.diag import internal_error
 from rldsl.graph import model as g
-from rldsl.memory.parameters import Copy
+from rldsl.memory.call_memory import gradient_bytes, optimizer_bytes
+from rldsl.memory.parameters import Copy, elements, resting
 from rldsl.memory.values import Tables
 from rldsl.passes.node_events import spread_of, tokens_per_pass
 from rldsl.placement.model import Place
@@ -27,9 +28,21 @@ from rldsl.search.problem import Job, Problem
 from rldsl.search.space import Block, Strategy
 from rldsl.sharding.boxes import Cell
 from rldsl.sharding.layout import own_layers
+from rldsl.simulate.call_ops import update_ops
 from rldsl.simulate.classes import Groups
+from rldsl.simulate.engine import Compute, Op
 from rldsl.simulate.machine import Machine
+from rldsl.simulate.time_costs import Stage, build_stage
 from rldsl.simulate.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBytes:
+    """What a rank holds of a model, whatever the micro-batches of its call."""
+
+    parameters: int  # between calls
+    base: int  # below adapters
+    update: int  # gradients and optimizer state; 0 where the model is not trained
 
 
 class IsolatedCall(World):
@@ -64,8 +77,34 @@ class IsolatedCall(World):
         return tuple(Copy(self.model, self.layout, Cell(s, 0)) for s in stages)
 
     @cached_property
+    def held_bytes(self) -> tuple[HeldBytes, ...]:
+        """Of each of `fullest_stages`."""
+        return tuple(HeldBytes(c.stored * resting(c), c.compute * elements(c.model.base, c),
+                               gradient_bytes(c) + optimizer_bytes(c) if c.trained else 0) for c in self.fullest_stages)
+
+    @cached_property
+    def distinct_stages(self) -> list[tuple[Stage, int]]:
+        """(a stage, how many are equal to it): the first, the last, and those between them by number of layers."""
+        pp = self.layout.pp
+        kinds: dict[tuple[int, bool, bool], list[int]] = {}
+        for s in range(pp):
+            layers = len(own_layers(self.model.layers, self.layout, s))
+            kinds.setdefault((layers, s == 0, s == pp - 1), []).append(s)
+        return [(build_stage(self, self.model.name, self.layout.id, of[0], 0), len(of)) for of in kinds.values()]
+
+    @cached_property
+    def update_seconds(self) -> float:
+        """Of what ends a minibatch of training."""
+        return max(compute_seconds(update_ops(stage, self.layout.zero)) for stage, _ in self.distinct_stages)
+
+    @cached_property
     def tables(self) -> Tables:
         return Tables(self.frames, self.values, self.spreads, self.layouts)
+
+
+def compute_seconds(ops: list[Op]) -> float:
+    """Of the ops in which a rank computes."""
+    return sum(a.seconds for a in ops if isinstance(a, Compute))
 
 
 def machine_of(problem: Problem) -> Machine:

@@ -29,7 +29,8 @@ class LowerBound:
     def __init__(self, problem: Problem, table: CandidateTable):
         self.problem, self.calls, self.table = problem, problem.calls, table
         self._seconds: dict[tuple[int, int], float] = {}
-        self._bytes: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self._copies: dict[tuple[int, int], int] = {}
+        self._bytes: dict[tuple[int, int, bool], tuple[int, int, int]] = {}
 
     def call_seconds(self, call: int, size: int) -> float:
         """The shortest time of a call on `size` ranks; inf where it does not fit."""
@@ -96,10 +97,11 @@ class LowerBound:
         bound = sum(work) / root.size
         on_all_ranks = {c for c, b in blocks.items() if b == root}
         trains = {c for c in on_all_ranks if calls[c].kind == "train"}
+        spread = [c for c in on_all_ranks if calls[c].kind == "generate"]
         for cycle, steps in self.version_cycles:
-            generates = {c for c in on_all_ranks
-                         if calls[c].kind == "generate" and self.dependents[c] >= cycle - {c} - trains}
-            alone = trains | generates
+            alone = trains
+            if spread:
+                alone = trains.union(c for c in spread if self.dependents[c] >= cycle - {c} - trains)
             chain = sum([seconds[c] for c in alone]) + sum([seconds[c] for c in cycle - alone]) / steps
             if chain > bound:
                 bound = chain
@@ -115,16 +117,29 @@ class LowerBound:
                 bound = busy
         return bound
 
-    def call_bytes(self, call: int, size: int) -> tuple[int, int, int]:
-        """(static, shared, active) bytes that a call on `size` ranks takes at least, each minimized separately."""
-        key = (call, size)
+    def call_bytes(self, call: int, size: int, copies: bool = False) -> tuple[int, int, int]:
+        """(static, shared, active) bytes that a call on `size` ranks takes at least, each minimized separately. copies:
+        whether it certainly uses a copy of a trained model, which then counts as active."""
+        key = (call, size, copies)
         if key not in self._bytes:
             candidates = self.table.candidates(self.calls[call], size)
             none = 1 << 62
             self._bytes[key] = (min((e.static_bytes for e in candidates), default=none),
                                 min((e.shared_bytes for e in candidates), default=none),
-                                min((e.active_bytes for e in candidates), default=none))
+                                min((e.active_bytes + copies * e.copy_bytes for e in candidates), default=none))
         return self._bytes[key]
+
+    def least_copy_bytes(self, call: int, size: int) -> int:
+        """Of the copies that a call on `size` ranks may use."""
+        key = (call, size)
+        if key not in self._copies:
+            self._copies[key] = min((e.copy_bytes for e in self.table.candidates(self.calls[call], size)), default=0)
+        return self._copies[key]
+
+    def moves(self, call: int, block: Block, train_block: Block | None) -> bool:
+        """Whether a call on `block` certainly uses a copy, because its model is trained on other ranks. train_block: of
+        that training; None: not placed."""
+        return train_block is not None and train_block != block and self.calls[call].kind != "train"
 
     def peak_bytes(self, blocks: Mapping[int, Block], inside: Block | None = None) -> int:
         """Bytes that some rank (of `inside`, if given) needs at least."""
@@ -137,11 +152,13 @@ class LowerBound:
         for c, b in blocks.items():
             if not b[0] <= at[0] or not at[1] <= b[1]:
                 continue
-            path = self.problem.models[self.calls[c].model].path
-            own_static, own_shared, own_active = self.call_bytes(c, b.size)
+            train = self.problem.train_index.get(self.calls[c].model)
+            copies = train is not None and self.moves(c, b, blocks.get(train))
+            own_static, own_shared, own_active = self.call_bytes(c, b.size, copies)
             static += own_static
             if own_active > active:
                 active = own_active
+            path = self.problem.models[self.calls[c].model].path
             if own_shared > shared.get(path, 0):
                 shared[path] = own_shared
         return static + active + sum(shared.values())

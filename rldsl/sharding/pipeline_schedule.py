@@ -49,6 +49,7 @@ class Exchange(NamedTuple):
 Action = MicroBatchPass | Exchange
 
 
+@lru_cache(maxsize=1024)
 def rank_passes(pp: int, chunks: int, count: int, rank: int) -> tuple[MicroBatchPass, ...]:
     """The passes of a rank for `count` micro-batches, in order."""
     if not (0 <= rank < pp and chunks >= 1 and (pp > 1 or chunks == 1)):

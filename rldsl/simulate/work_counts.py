@@ -6,7 +6,7 @@ profile` measures (`clusters/model.py`): calls, layers, tokens, pairs, outputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, log2, prod
 
@@ -55,7 +55,12 @@ class Shard:
 
 @cache
 def build_shard(model: Model, layout: Layout, stage: int) -> Shard:
-    """The shard of a pipeline stage."""
+    """The shard of a pipeline stage. It does not depend on the ranks, on cp or on `zero`, and on dp only through ep."""
+    return _build_shard(model, replace(layout, mesh="", dp=layout.ep, cp=1, zero=0), stage)
+
+
+@cache
+def _build_shard(model: Model, layout: Layout, stage: int) -> Shard:
     specs = (*model.params, *model.base)
     here = len(own_layers(model.layers, layout, stage))
     first, last = stage == 0, stage == layout.pp - 1

@@ -7,9 +7,9 @@ from math import inf
 
 import pytest
 
-from rldsl.search.branch_and_bound import branch_and_bound
+from rldsl.search.branch_and_bound import _BranchAndBound, branch_and_bound
 from rldsl.search.call_costs import Candidate
-from rldsl.search.evaluator import Evaluator
+from rldsl.search.evaluator import Assignment, Evaluation, Evaluator
 from rldsl.search.problem import Job
 from rldsl.simulate import Lengths
 from tests.search.brute import assignments, best
@@ -86,8 +86,68 @@ def test_a_search_that_ends_early_has_no_faster_neighbor(name: str, nodes: int, 
     i = instance(name, "1B", cluster(nodes, 4), Lengths(0.0, 200.0))
     found = branch_and_bound(i, gap=gap)
     now = found.best[0]
-    assert not list(i.faster_neighbors(now.assignment, now.seconds))
+    assert not [j for j in every_neighbor(i, now.assignment) if j.seconds < now.seconds]
     assert found.bound <= now.seconds
+
+
+def every_neighbor(i: Evaluator, a: Assignment) -> list[Evaluation]:
+    """Those that fit, evaluated one by one."""
+    found = [i.evaluate(n.assignment) for n in i.free_neighbors(a)]
+    return [j for j in found if i.fits(j.bytes)]
+
+
+@pytest.mark.parametrize("name, nodes, memory", [("ppo", 1, 24), ("ppo", 2, 80), ("grpo", 2, 24), ("ppo lag=1", 2, 40)])
+def test_the_fastest_neighbor_is_found_without_planning_all_routes(name: str, nodes: int, memory: int) -> None:
+    i = instance(name, "1B", cluster(nodes, 4, memory), Lengths(0.0, 200.0))
+    draw, looked = random.Random(1), 0
+    starts = [j for j in branch_and_bound(i, max_nodes=30).best if i.fits(j.bytes)]
+    for now in draw.sample(starts, min(3, len(starts))):
+        neighbors = list(i.free_neighbors(now.assignment))
+        assert all(i.min_seconds(n.assignment) <= i.evaluate(n.assignment).seconds * (1 + 1e-9) for n in neighbors)
+        every = every_neighbor(i, now.assignment)
+        for limit in (inf, now.seconds, now.seconds * 0.9):
+            wanted = min((j.seconds for j in every if j.seconds < limit), default=None)
+            found = i.fastest_neighbor(neighbors, limit)
+            assert (found[1].seconds if found else None) == wanted
+            looked += found is not None
+            if found is not None:  # and without that one, the next
+                rest = [j.seconds for j in every if j.seconds < limit and j.assignment != found[1].assignment]
+                second = i.fastest_neighbor(neighbors, limit, {found[1].assignment})
+                assert (second[1].seconds if second else None) == min(rest, default=None)
+    assert looked
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo", "remax", "grpo lag=2"])
+def test_a_copy_that_is_called_certain_is_there(name: str) -> None:
+    """The bound of memory counts it, so an assignment without it must not exist."""
+    i = instance(name, "1B", cluster(1, 4), batch=64)
+    search, draw, certain = _BranchAndBound(i, 0.0, 0, lambda _: True), random.Random(2), 0
+    for a in [draw_assignment(i, draw) for _ in range(150)]:
+        resolved = i.resolve_copies(a.blocks, a.candidates)
+        reshards = i.reshards_of_copies(a.blocks, resolved)
+        for c, e in enumerate(a.candidates):
+            trained = search.train_index.get(i.calls[c].model)
+            for chosen in ({}, {} if trained is None else {trained: a.candidates[trained]}):
+                if search.needs_copy(c, e, a.blocks, chosen):
+                    certain += 1
+                    own = i.calls[c].model, a.blocks[c], e.strategy.degrees
+                    assert any((i.calls[k].model, a.blocks[k], resolved[k].strategy.degrees) == own for k in reshards)
+                    assert resolved[c].copy_bytes == e.copy_bytes > 0
+                    assert i.evaluate(a).bytes >= e.min_bytes + e.copy_bytes
+    assert certain > 100
+
+
+def draw_assignment(i: Evaluator, draw: random.Random) -> Assignment:
+    blocks = [draw.choice(i.tree.all_blocks) for _ in i.calls]
+    return Assignment(tuple(blocks), tuple(draw.choice(i.table.candidates(j, b.size))
+                                           for j, b in zip(i.calls, blocks, strict=True)))
+
+
+@pytest.mark.parametrize("memory", [20, 28, 36])
+def test_the_gap_is_small_where_memory_is_short(memory: int) -> None:
+    """Copies of trained models decide what fits: the bound counts them."""
+    found = branch_and_bound(instance("ppo", "7B", cluster(2, 8, memory), Lengths(0.0, 300.0)))
+    assert found.best and found.gap <= 0.02
 
 
 def test_twice_the_same() -> None:
