@@ -141,8 +141,8 @@ def call_seconds(isolated: IsolatedCall, event: AnyCall) -> float:
             passes = [train_passes(isolated, event, stage) for stage, _ in each]
             times = _pipeline_times(each, passes)
             first = _first_pass_seconds(isolated, event, each, passes) if event.first_pass and times.count else 0.0
-            seconds = updates * (first + training_seconds(times) + isolated.update_seconds) + metrics_seconds(each[-1][0])
-            seconds += isolated.machine.call()
+            seconds = updates * (first + training_seconds(times) + isolated.update_seconds)
+            seconds += metrics_seconds(each[-1][0]) + isolated.machine.call()
             return _with_shared_cores(isolated, seconds) if times.count else 0.0
         case _:
             assert_never(event)

@@ -149,7 +149,8 @@ class Evaluator:
     def min_seconds(self, a: Assignment) -> float:
         """A lower bound on the seconds of a step, without planning routes."""
         candidates = self.resolve_copies(a.blocks, a.candidates)
-        return self._seconds_with_bound(a.blocks, candidates, self._reshards(a.blocks, candidates, self.min_reshard_cost))
+        reshards = self._reshards(a.blocks, candidates, self.min_reshard_cost)
+        return self._seconds_with_bound(a.blocks, candidates, reshards)
 
     def reshards_of_copies(self, blocks: Sequence[Block],
                            candidates: Sequence[Candidate]) -> dict[int, tuple[ReshardCost, int]]:
@@ -171,7 +172,7 @@ class Evaluator:
                 reshards[i] = cost, train
         return reshards
 
-    def _planned_cost(self, train: int, src: Block, trained: Candidate, c: int, dst: Block, e: Candidate) -> ReshardCost:
+    def _planned_cost(self, _: int, src: Block, trained: Candidate, c: int, dst: Block, e: Candidate) -> ReshardCost:
         return self.reshard_costs.cost(self.calls[c].model, src, trained.strategy, dst, e.strategy)
 
     def min_reshard_cost(self, train: int, src: Block, trained: Candidate, c: int, dst: Block,
