@@ -10,9 +10,11 @@ import pytest
 
 from rldsl.diag import Failure
 from rldsl.runtime.data import open_source
+from rldsl.runtime.data.shared_prompts import with_shared_prompt
 from tests.data.makers import WRITERS, declared, jsonl, opened, texts, wrong
 
 FORMATS = list(WRITERS)
+PARTS = ("prompt", "chosen", "rejected")
 REAL = [{"prompt": "1+1=", "pos_answers": ["2"], "neg_answers": ["3"], "id": 7},
         {"prompt": "2+2=", "pos_answers": ["4", "04", "004"], "neg_answers": ["5", "6", "7"], "id": 8},
         {"prompt": "3+3=", "pos_answers": ["6", "06"], "neg_answers": ["1", "2"], "id": 9}]
@@ -101,6 +103,71 @@ def test_fields_that_a_message_lacks_are_not_given_to_the_template(tmp_path: Pat
     made.save_pretrained(tmp_path / "t")
     rows = [{"prompt": [{**turn("user", "1+1="), "name": "2"}]}, {"prompt": [turn("user", "1+1=")]}]
     assert texts(opened(tmp_path, str(tmp_path / "t"), rows, format="parquet")) == {"": ["*2*1+1=", "1+1="]}
+
+
+# ------------------------------------------------------------------------------- prompts that both sides begin with
+
+ASKED, YES, NO = turn("user", "1+1"), turn("assistant", "2"), turn("assistant", "3")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_prompt_that_both_sides_begin_with(tmp_path: Path, chat: str, format: str) -> None:
+    """As in TRL's datasets: a chat, and a chat next to a prompt that is text."""
+    for number, more in enumerate(({}, {"prompt": "1+1"}, {"id": 3})):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        source = opened(folder, chat, [{"chosen": [ASKED, YES], "rejected": [ASKED, NO], **more}], "pairs", format)
+        assert texts(source) == {"chosen": ["u.1+1 a.2$"], "rejected": ["u.1+1 a.3$"]}
+        assert source.columns(0, 1) == [{**more, "prompt": [ASKED], "chosen": [YES], "rejected": [NO]}]
+        assert source.note == "data d: the prompt of 1 row is what `chosen` and `rejected` begin with"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_text_that_both_sides_begin_with(tmp_path: Path, tokenizer: str, format: str) -> None:
+    source = opened(tmp_path, tokenizer, [{"chosen": "1+1=2", "rejected": "1+1=3"}], "pairs", format)
+    assert texts(source) == {"chosen": ["1+1=2$"], "rejected": ["1+1=3$"]}
+    assert source.step(0, 1)["chosen"].prompt_lens == [4]
+
+
+@pytest.mark.parametrize("chosen, rejected, prompt, rest", [  # what `extract_prompt` of TRL 1.16 makes of them
+    ("a b c", "a b d", "a b", (" c", " d")), ("ab", "ac", "a", ("b", "c")), ("a bc", "a d", "a", (" bc", " d")),
+    ("abc", "abcd", "ab", ("c", "cd")), ("abc", "abc", "ab", ("c", "c")), ("  a", "  b", " ", (" a", " b")),
+    ([ASKED, YES], [ASKED, YES], [ASKED], ([YES], [YES])),
+    ([ASKED, YES, ASKED, YES], [ASKED, YES, ASKED, NO], [ASKED, YES, ASKED], ([YES], [NO])),
+    ([ASKED, YES], [ASKED, NO, YES], [ASKED], ([YES], [NO, YES])),
+])
+def test_what_is_the_prompt(chosen: Any, rejected: Any, prompt: Any, rest: tuple[Any, Any]) -> None:
+    found = with_shared_prompt({"chosen": chosen, "rejected": rejected, "x": 1}, dict(zip(PARTS, PARTS, strict=True)))
+    assert [found[name] for name in PARTS] == [prompt, *rest] and found["x"] == 1
+
+
+@pytest.mark.parametrize("row", [
+    {"chosen": "ab", "rejected": "cd"}, {"chosen": "a ", "rejected": "b"}, {"chosen": [YES], "rejected": [NO]},
+    {"chosen": "a", "rejected": "a"}, {"chosen": [], "rejected": []}, {"chosen": "", "rejected": ""},
+    {"chosen": "ab", "rejected": [YES]}, {"chosen": None, "rejected": None}, {"chosen": ["ab"], "rejected": ["ac"]},
+    {"prompt": "a", "chosen": "ab", "rejected": "ac"}, {"prompt": None, "chosen": "ab", "rejected": "ac"},
+    {"prompt": [ASKED], "chosen": [ASKED, YES], "rejected": [ASKED, NO]},
+    {"prompt": [ASKED], "chosen": "ab", "rejected": "ac"}, {"prompt": "1+1", "chosen": [YES], "rejected": [NO]}])
+def test_rows_that_are_not_split(row: dict[str, Any]) -> None:
+    """They are checked as they are, like those of other data."""
+    assert with_shared_prompt(row, dict(zip(PARTS, PARTS, strict=True))) is row
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_sides_with_nothing_in_common(tmp_path: Path, tokenizer: str, format: str) -> None:
+    rows = [{"chosen": "1+1=2", "rejected": "1+1=3"}, {"chosen": "1+1=2", "rejected": "2+1=3"}]
+    with pytest.raises(Failure) as caught:
+        opened(tmp_path, tokenizer, rows, "pairs", format)
+    (found,) = caught.value.diagnostics
+    assert found.code == "RL0746" and found.notes[-1].startswith("a pair needs no prompt if both sides begin with it")
+    assert str(found.place).endswith(":2") or format != "jsonl"
+
+
+def test_a_prompt_of_another_name_is_not_made_up(tmp_path: Path, tokenizer: str) -> None:
+    data = declared(jsonl(tmp_path, [{"chosen": "1+1=2", "rejected": "1+1=3"}]), tokenizer, "pairs",
+                    columns=(("prompt", "question"), ("chosen", "chosen"), ("rejected", "rejected")))
+    (found,) = wrong(data)
+    assert found.code == "RL0746" and "`question` is missing" in found.title
 
 
 # ------------------------------------------------------------------------------------------------- what is wrong

@@ -139,6 +139,7 @@ def check_files(path: str, files: Sequence[str], schema: Any, needs: RowNeeds, b
     check.errors.stop()
     names = list(dict.fromkeys((*check.needs.roles.values(), *check.needs.numbers,
                                 *((needs.images,) if needs.images else ()))))
+    names = [name for name in names if name in schema.names]  # without a prompt that rows may lack
     parts: list[ArrowFile] = []
     for file in files:
         with open_file(file) as opened:
@@ -176,7 +177,8 @@ def _check_schema(pa: Any, schema: Any, check: RowCheck, file: str) -> None:
         check.errors.add([missing("images", check.needs.images, schema.names, file)])
     for role, name in [*check.needs.roles.items(), *(("", n) for n in check.needs.numbers)]:
         if name not in types:
-            check.errors.add([missing(role, name, schema.names, file)])
+            if role != "prompt" or not check.needs.shared_prompts:
+                check.errors.add([missing(role, name, schema.names, file)])
         elif role and not _may_hold(pa, types[name]):
             expected = "a string or a list of chat messages" if role == "prompt" else "a string or assistant messages"
             title = f"the column `{name}` is {types[name]}, not {expected}"

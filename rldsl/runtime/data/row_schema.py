@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rldsl.diag import Diagnostic, Failure, counted
+from rldsl.runtime.data.shared_prompts import SharedPromptRows, with_shared_prompt
 
 Row = dict[str, Any]
 
@@ -51,11 +52,16 @@ class RowNeeds:
     answers: int = 0               # of each row; 0: one, which is not in a list
     images: str = ""               # the column with the images of each row; "": rows have none
     folder: Path = Path()          # to which paths of images are relative
+    # whether the prompt of a pair may be what both sides begin with (`shared_prompts.py`)
+    shared_prompts: bool = False
 
     def among(self, columns: Collection[str]) -> RowNeeds:
-        """The same needs, with ReaL's names of the two sides of pairs if a file has these and not ours."""
-        if not SIDES.keys() <= self.roles.keys() or not set(SIDES.values()) <= set(columns):
+        """The same needs, with ReaL's names of the two sides of pairs if a file has these and not ours; and whether its
+        prompts may be what both sides begin with."""
+        if not SIDES.keys() <= self.roles.keys():
             return self
+        if not set(SIDES.values()) <= set(columns):
+            return replace(self, shared_prompts=self.roles["prompt"] == "prompt" and not self.images)
         if any(self.roles[role] != role or role in columns for role in SIDES):
             return self
         return replace(self, roles={**self.roles, **SIDES})
@@ -69,6 +75,7 @@ class ScannedFile:
     roles: Mapping[str, str]   # as in `RowNeeds`
     counts: array[int] | None  # how many pairs each row makes; None: each is one row of the run
     images_per_row: int = 0    # of the row with most images
+    shared_prompts: int = 0    # rows whose prompt is what both sides begin with
 
 
 @dataclass(slots=True)
@@ -100,10 +107,14 @@ class RowCheck:
     counts: array[int] = field(default_factory=lambda: array("I"))  # for each row so far, how many pairs it makes
     lists: bool = False                                             # whether a row has lists of answers
     images_per_row: int = 0                                         # of the row with most images so far
+    shared: int = 0                                                 # rows so far whose prompt both sides begin with
 
     def row(self, row: Row, path: str, number: int, escapes: bool = False) -> None:
         """escapes: whether texts may hold half a surrogate pair, as JSON can write it."""
         roles = self.needs.roles
+        if self.needs.shared_prompts:
+            before, row = row, with_shared_prompt(row, roles)
+            self.shared += row is not before
         if escapes or self.needs.numbers or self.needs.answers or not _plainly_fits(row, roles):
             self.errors.add(check_row(row, f"{path}:{number}", self.needs))
         if self.needs.images:
@@ -126,7 +137,9 @@ class RowCheck:
     def finish(self, table: Table) -> ScannedFile:
         """Raises a Failure if there are errors."""
         self.errors.stop()
-        return ScannedFile(table, self.needs.roles, self.counts if self.lists else None, self.images_per_row)
+        table = SharedPromptRows(table, self.needs.roles) if self.shared else table
+        return ScannedFile(table, self.needs.roles, self.counts if self.lists else None, self.images_per_row,
+                           self.shared)
 
 
 def _plainly_fits(row: Row, roles: Mapping[str, str]) -> bool:
@@ -159,6 +172,8 @@ def check_row(row: Row, place: str, needs: RowNeeds) -> list[Diagnostic]:
     """The errors of a row."""
     errors = [_answers(row, name, place, needs.answers) if role == "answer" and needs.answers else
               _column(row, role, name, place) for role, name in needs.roles.items()]
+    if needs.shared_prompts and errors[0] is not None and needs.roles["prompt"] not in row:
+        errors[0] = _without_shared(errors[0])
     errors += [_numbers(row, name, place, needs.answers) for name in needs.numbers]
     wrong = [d for d in errors if d is not None]
     if not wrong:
@@ -167,6 +182,11 @@ def check_row(row: Row, place: str, needs: RowNeeds) -> list[Diagnostic]:
         both = (_chat_after_text(row, needs.roles, place), _sides(row, needs.roles, place))
         wrong = [d for d in both if d is not None]
     return wrong
+
+
+def _without_shared(found: Diagnostic) -> Diagnostic:
+    return replace(found, notes=(*found.notes, "a pair needs no prompt if both sides begin with it and then differ, as "
+                                               "two texts or as two lists of chat messages"))
 
 
 def _unread_images(row: Row, place: str, needs: RowNeeds) -> list[Diagnostic]:

@@ -27,7 +27,7 @@ from rldsl.runtime.data.image_processor import image_processor
 from rldsl.runtime.data.image_prompts import ImagePrompts
 from rldsl.runtime.data.images import ImageColumn, import_pillow
 from rldsl.runtime.data.over_long_rows import filter_over_long
-from rldsl.runtime.data.row_schema import Row, RowNeeds, ScannedFile, Table
+from rldsl.runtime.data.row_schema import SIDES, Row, RowNeeds, ScannedFile, Table
 from rldsl.runtime.data.row_views import answer_rows, rows_of
 from rldsl.runtime.data.tokens import Tokens, load_tokenizer
 from rldsl.sharding.partition import mix
@@ -149,6 +149,10 @@ def open_source(data: Data, steps_needed: int, speaks: bool = False, number: tup
                           image_processor(data.tokenizer)) if data.images else None
     tokens = Tokens(load_tokenizer(data), data.tokenizer, scanned.roles, images)
     table, note = filter_over_long(data, table, tokens, speaks)
+    if scanned.shared_prompts:
+        sides = " and ".join(f"`{scanned.roles[side]}`" for side in SIDES)
+        shared = f"data {data.name}: the prompt of {counted(scanned.shared_prompts, 'row')} is what {sides} begin with"
+        note = "; ".join(filter(None, (shared, note)))
     _enough(data, table, note)
     return Source(data, table, tokens, steps_needed / (len(table) // data.batch), note)
 
