@@ -27,8 +27,8 @@ from rldsl.backends.torch.model.over_vocabulary import Readout, over_vocabulary
 from rldsl.memory.logits import vocabulary_rows_at_once
 from rldsl.plan.entries import EntrySpace
 from rldsl.runtime.backend import SINGLE_RANK
-from rldsl.runtime.interpreter.expression_ops import FrameRows, RaggedIndex
-from rldsl.runtime.interpreter.expression_programs import MinibatchLoss, loss_counts
+from rldsl.runtime.interpreter.minibatch_loss import MinibatchLoss, loss_counts
+from rldsl.runtime.interpreter.ragged_index import FrameRows, RaggedIndex
 from rldsl.runtime.interpreter.vocabulary import split
 from tests.frames import frame
 from tests.library.over_vocabulary import SPACE, vocabulary_loss
