@@ -314,12 +314,13 @@ class _BranchAndBound:
         least = [self.least_bytes(c, every, chosen) for c in range(len(every))]
         index = self.evaluator.problem.call_index
         position = {index[n]: at for at, n in enumerate(self.evaluator.schedule(every).jobs) if n in index}
-        covering = {b: [k for k, (start, stop) in enumerate(every) if start <= b[0] and b[1] <= stop]
+        covering = {frozenset([k for k, (start, stop) in enumerate(every) if start <= b[0] and b[1] <= stop])
                     for b in set(every)}
+        fullest = [sorted(calls) for calls in covering if not any(calls < other for other in covering)]
         out = []
         for c in range(len(every)):
             resting = waiting = running = self.table.memory
-            for calls in covering.values():
+            for calls in fullest:
                 if c not in calls:
                     continue
                 others = [k for k in calls if k != c]

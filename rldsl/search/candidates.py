@@ -13,6 +13,8 @@ from dataclasses import replace
 from typing import cast
 
 from rldsl.graph import model as g
+from rldsl.passes.node_events import tokens_per_pass
+from rldsl.placement.budget import max_row_tokens
 from rldsl.plan.backends import described, unable
 from rldsl.plan.model import DEFAULT_BACKEND
 from rldsl.search.call_costs import CallMemory, Candidate, build_candidate, call_memory, least_bytes
@@ -24,6 +26,8 @@ from rldsl.sharding.gradient_leaves import divides
 DEFAULT_VPP = (1,)  # chunks of layers per stage, where the program does not say
 GENERATED = ("mbs", "mbt", "vpp", "backend")  # options whose given value is the only one that is generated
 NUM_SIZES, NUM_PIPELINE_SIZES = 3, 6  # micro-batch sizes kept per layout: the largest that fit
+NUM_TOKEN_LIMITS = 2  # limits of tokens kept per layout: the largest that fit
+MAX_MEAN_ROW = 0.9  # of the longest row: limits of tokens are tried where rows are shorter on average
 
 
 class CandidateTable:
@@ -104,6 +108,8 @@ class CandidateTable:
                     sizes = self._largest_that_fit(self._with_micro_batches(job, s, given), job, size,
                                                    NUM_SIZES if s.pp == 1 else NUM_PIPELINE_SIZES)
                     yield from (self.candidate(job, x, size) for x in sizes)
+                    limited = self._largest_that_fit(self._with_token_limits(job, s, given), job, size, NUM_TOKEN_LIMITS)
+                    yield from (self.candidate(job, x, size) for x in limited)
 
     def _backend_supports(self, job: Job, s: Strategy) -> bool:
         """Whether the backend can run the call under this strategy. A call that it cannot run at all is left to the
@@ -126,6 +132,17 @@ class CandidateTable:
             return [s]
         sizes = (mbs,) if tokens or "mbs" in given else micro_batch_sizes(self._max_rows(job, s.dp), s.pp)
         return [replace(s, mbs=m, mbt=tokens) for m in sizes]
+
+    def _with_token_limits(self, job: Job, s: Strategy, given: Mapping[str, object]) -> list[Strategy]:
+        """With limits of tokens instead, as large as powers of two of the longest rows: where most rows are shorter,
+        more of them fit in a micro-batch that needs as much memory."""
+        problem, frames = self.problem, [self.problem.frames[f] for f in job.frames]
+        longest = sum(map(max_row_tokens, frames))
+        if (job.kind == "generate" or {"mbs", "mbt"} & {*given} or s.backend != DEFAULT_BACKEND
+                or isinstance(job.node, g.Train) and (job.node.invariant or tokens_per_pass(job.node, problem.frames))
+                or sum(problem.lengths.of(f).tokens for f in frames) > MAX_MEAN_ROW * longest):
+            return []
+        return [replace(s, mbt=m * longest) for m in micro_batch_sizes(self._max_rows(job, s.dp), s.pp) if m]
 
     def _largest_that_fit(self, strategies: Sequence[Strategy], job: Job, size: int,
                           count: int) -> Sequence[Strategy]:

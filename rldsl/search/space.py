@@ -111,7 +111,7 @@ class Strategy:
     recompute: bool = False  # full activation recomputation
     offload: bool = False  # parameters and optimizer state in host memory between calls
     vpp: int = 1  # chunks of layers per stage
-    mbt: int = 0  # tokens per micro-batch; 0: no limit. Not searched for
+    mbt: int = 0  # tokens per micro-batch; 0: no limit
     backend: str = DEFAULT_BACKEND  # that computes
 
     @staticmethod

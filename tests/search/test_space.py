@@ -7,7 +7,8 @@ from itertools import combinations
 import pytest
 
 from rldsl.search.space import Block, BlockTree, Strategy, can_tp, divisions, micro_batch_sizes, zero_levels
-from tests.search.programs import family
+from rldsl.simulate import Lengths
+from tests.search.programs import PROGRAMS, cluster, family, instance
 
 
 @pytest.mark.parametrize("nodes, gpus", [(1, 1), (1, 8), (2, 4), (3, 8), (5, 6), (4, 3), (16, 8)])
@@ -71,3 +72,21 @@ def test_zero_is_for_training_over_several_ranks() -> None:
                                              (3, 4, (0,))])
 def test_micro_batches_differ(rows: int, pp: int, found: tuple[int, ...]) -> None:
     assert micro_batch_sizes(rows, pp) == found
+
+
+def test_limits_of_tokens_are_tried_where_rows_are_shorter_than_they_may_be() -> None:
+    short, full = (instance("grpo", "1B", cluster(1, 4), Lengths(*of)) for of in ((0.0, 100.0), (0.0, 0.0)))
+    for i, limited in (short, True), (full, False):
+        for job in i.calls:
+            some = [e.strategy for e in i.table.candidates(job, 4)]
+            assert any(s.mbt for s in some) == (limited and job.kind != "generate"), job.name
+            assert all(s.mbt % 768 == 0 and not (s.mbt and s.mbs) for s in some), "of rows of 256 + 512 tokens"
+    train = next(j for j in short.calls if j.kind == "train")
+    packed, whole = (short.table.candidate(train, Strategy(dp=4, mbs=m, mbt=t), 4) for m, t in ((0, 1536), (2, 0)))
+    assert packed.seconds < whole.seconds and packed.active_bytes < 1.01 * whole.active_bytes
+
+
+def test_a_size_that_the_program_gives_is_kept() -> None:
+    i = instance("grpo", "1B", cluster(1, 4), Lengths(0.0, 100.0), text=PROGRAMS["grpo"] + "place actor.train mbs=2\n")
+    train = next(j for j in i.calls if j.kind == "train")
+    assert {(e.strategy.mbs, e.strategy.mbt) for e in i.table.candidates(train, 4)} == {(2, 0)}
