@@ -107,9 +107,9 @@ class CandidateTable:
                 if as_given and self._backend_supports(job, s) and _keeps_gradients(job.node, s):
                     sizes = self._largest_that_fit(self._with_micro_batches(job, s, given), job, size,
                                                    NUM_SIZES if s.pp == 1 else NUM_PIPELINE_SIZES)
-                    yield from (self.candidate(job, x, size) for x in sizes)
-                    limited = self._largest_that_fit(self._with_token_limits(job, s, given), job, size, NUM_TOKEN_LIMITS)
-                    yield from (self.candidate(job, x, size) for x in limited)
+                    limits = self._largest_that_fit(self._with_token_limits(job, s, given), job, size,
+                                                    NUM_TOKEN_LIMITS)
+                    yield from (self.candidate(job, x, size) for x in (*sizes, *limits))
 
     def _backend_supports(self, job: Job, s: Strategy) -> bool:
         """Whether the backend can run the call under this strategy. A call that it cannot run at all is left to the
