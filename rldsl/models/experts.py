@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-from rldsl.plan.model import Split
+from rldsl.plan.model import PACKED, Split
 
 FORM = {"is_concatenated": True, "is_transposed": False, "has_bias": False, "has_gate": True,
         "has_post_expert_norm": False}
@@ -58,7 +58,7 @@ def _among(templates: Iterable[str], there: Set[str]) -> bool:
 
 def _candidates(name: str, transforms: Sequence[Any]) -> Iterable[tuple[str, ...]]:
     """What a parameter may be called in a directory: made of the tensors of its experts, renamed, or both."""
-    made: list[tuple[str, ...]] = [(name,)]
+    made: list[tuple[str, ...]] = [(name,), tuple(name + end for end in PACKED)]
     for t in transforms:
         kinds = tuple(type(op).__name__ for op in getattr(t, "operations", ()))
         if (kinds in JOINED and len(t.target_patterns) == 1 and t.target_patterns[0] in name

@@ -140,6 +140,9 @@ class Split:
     parts: tuple[tuple[int, int], ...]
 
 
+PACKED = ("_blocks", "_scales")  # how the names of the two stored tensors of an MXFP4 parameter end
+
+
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
     """A parameter, or one per layer when `name` contains "{}"."""

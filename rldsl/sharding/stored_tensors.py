@@ -1,23 +1,27 @@
 """The tensors of a model's directory that make up a parameter where there is not one of its own name.
 
 In: a parameter whose spec names them. Out: their names, and the box of the parameter that each one is. Directories of
-mixture-of-experts models have a tensor for each expert, without the dimension that counts experts.
+mixture-of-experts models have a tensor for each expert, without the dimension that counts experts. Directories of
+gpt-oss have blocks of 4-bit numbers and a scale for each block (MXFP4); nothing is written in this form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rldsl.plan.model import PACKED
 from rldsl.sharding.boxes import Box, Parameter
 
 EXPERT = "{expert}"
 
 
 def stored_tensors(parameter: Parameter) -> Iterator[tuple[str, Box]]:
-    """(name, box) of each; nothing where the directory has the parameter as it is."""
+    """(name, box) of each; nothing where the directory has the parameter as it is, or packed."""
     spec = parameter.spec
+    if is_packed(parameter):
+        return
     for i, template in enumerate(spec.stored):
-        name = template if parameter.layer is None else template.replace("{}", str(parameter.layer), 1)
+        name = _name(parameter, template)
         if EXPERT not in name:
             rows = spec.shape[0] // len(spec.stored) if spec.shape else 0
             first = ((i * rows, (i + 1) * rows),) if len(spec.stored) > 1 else tuple((0, n) for n in spec.shape[:1])
@@ -37,3 +41,18 @@ def shape(single: bool, box: Box) -> tuple[int, ...]:
 def of_experts(parameter: Parameter) -> bool:
     """Whether its stored tensors are of one expert each."""
     return any(EXPERT in template for template in parameter.spec.stored)
+
+
+def is_packed(parameter: Parameter) -> bool:
+    """Whether it is stored as MXFP4."""
+    return any(template.endswith(PACKED) for template in parameter.spec.stored)
+
+
+def packed_tensors(parameter: Parameter) -> tuple[str, str]:
+    """The names of the blocks and of the scales of an MXFP4 parameter."""
+    blocks, scales = (_name(parameter, template) for template in parameter.spec.stored)
+    return blocks, scales
+
+
+def _name(parameter: Parameter, template: str) -> str:
+    return template if parameter.layer is None else template.replace("{}", str(parameter.layer), 1)

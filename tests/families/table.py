@@ -142,6 +142,9 @@ docs/families.md` has found it with a tiny random model of each, in float32 on t
   which decoding keeps in its slots. **rows**: every sequence is a padded row of its own, and decoding runs sequences
   from their beginning for each token: it is right for every causal model, and slow.
 - What is neither yes nor no is the reason why something is refused, or how it differs.
+- gpt-oss directories with MXFP4 weights are read as they are, unpacked to the model's `dtype` bit for bit as
+  transformers does; what is saved is not packed (`tests/families/test_packed_weights.py`). Other quantized weights are
+  RL0721.
 - invariant: whether `invariant=true` is possible. ep: whether there are experts in a form that `ep` divides.
 
 {counts}

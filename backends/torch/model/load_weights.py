@@ -26,9 +26,11 @@ from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Model
 from rldsl.runtime.backend import WeightCache, WeightDigest
 from rldsl.sharding.boxes import Parameter, Piece, intersect, local_shape, local_slice, slices, slices_within
-from rldsl.sharding.stored_tensors import of_experts, shape, stored_tensors
+from rldsl.sharding.stored_tensors import is_packed, of_experts, packed_tensors, shape, stored_tensors
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # smaller ones need scales, which are other tensors
+MX_BLOCK = 32  # MXFP4 numbers with one scale
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # of 4 bits: E2M1
 HeldPieces = Mapping[str, tuple[Parameter, tuple[Piece, ...]]]  # parameter name -> its record, and this rank's pieces
 
 
@@ -88,6 +90,9 @@ def load(model: Model, held: HeldPieces, tensors: Mapping[str, torch.Tensor], re
         open_files: dict[Path, safe_open] = {}
         for name, (parameter, pieces) in held.items():
             key = _stored_name(name, where)
+            if key is None and is_packed(parameter):
+                _load_packed(tensors[name], parameter, pieces, where, open_files, stack, reads)
+                continue
             if key is None and parameter.spec.stored:
                 _load_from_parts(tensors[name], parameter, pieces, where, open_files, stack, reads)
                 continue
@@ -116,18 +121,57 @@ def _load_from_parts(target: torch.Tensor, parameter: Parameter, pieces: Sequenc
         common = [(piece, both) for piece in pieces if (both := intersect(piece.box, box)) is not None]
         if not common:
             continue
-        key = _stored_name(name, where)
-        if key is None:
-            raise fail("RL0722", f"parameter {name} is missing from the checkpoint",
-                       place=str(next(iter(where.values())).parent),
-                       help="the weights do not belong to this config.json")
-        file = where[key]
-        source = tensor_slice(_reader(file, open_files, stack), key, file)
+        source, key, file = _tensor(name, where, open_files, stack)
         _check_tensor(name, shape(single, box), source, file)
         for piece, both in common:
             part = source[slices_within(both, box)[int(single):]]
             reads.take(file, key, str(both), part, both == box)
             target[local_slice(piece, both, parameter.dim)].copy_(part[None] if single else part)
+
+
+def _tensor(name: str, where: Mapping[str, Path], open_files: dict[Path, safe_open], stack: ExitStack
+            ) -> tuple[Any, str, Path]:
+    """(slice of a tensor, its name there, its file). RL0722: there is none of this name."""
+    key = _stored_name(name, where)
+    if key is None:
+        raise fail("RL0722", f"parameter {name} is missing from the checkpoint",
+                   place=str(next(iter(where.values())).parent), help="the weights do not belong to this config.json")
+    return tensor_slice(_reader(where[key], open_files, stack), key, where[key]), key, where[key]
+
+
+def _load_packed(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Piece], where: Mapping[str, Path],
+                 open_files: dict[Path, safe_open], stack: ExitStack, reads: WeightReads) -> None:
+    """Fill the pieces of a parameter [E, inputs, outputs] that a file stores as MXFP4, one expert after another: blocks
+    [E, outputs, inputs / 32, 16] of two 4-bit numbers each, and the exponent of each block."""
+    experts, inputs, outputs = parameter.spec.shape
+    blocks, scales = (_tensor(name, where, open_files, stack) for name in packed_tensors(parameter))
+    groups = -(-inputs // MX_BLOCK)
+    _check_tensor(blocks[1], (experts, outputs, groups, MX_BLOCK // 2), blocks[0], blocks[2], ("U8",))
+    _check_tensor(scales[1], (experts, outputs, groups), scales[0], scales[2], ("U8",))
+    for expert in range(experts):
+        common = [(piece, both) for piece in pieces
+                  if (both := intersect(piece.box, ((expert, expert + 1), (0, inputs), (0, outputs)))) is not None]
+        if not common:
+            continue
+        parts = []
+        for source, key, file in (blocks, scales):
+            parts.append(source[expert : expert + 1])
+            reads.take(file, key, str(expert), parts[-1], False)
+        whole = unpacked(*parts)[0].T[None, :inputs]
+        if not bool(torch.isfinite(whole).all()):
+            raise fail("RL0729", f"the weights contain an infinite number: {blocks[1]}", place=str(blocks[2]),
+                       help="the model was damaged when it was saved: use another checkpoint of it")
+        for piece, both in common:
+            inside = slices_within(both, ((expert, expert + 1), (0, inputs), (0, outputs)))
+            target[local_slice(piece, both, parameter.dim)].copy_(whole[inside])
+
+
+def unpacked(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """MXFP4 numbers in float32, which bfloat16 holds exactly, too: [..., G, 16] bytes, whose low half comes first, and
+    [..., G] exponents, 127 of which is 1 -> [..., G * 32]. Source: OCP Microscaling Formats specification 1.0, sections
+    5.3.3 and 5.4."""
+    halves = torch.stack([blocks & 0x0F, blocks >> 4], -1).flatten(-2)
+    return torch.ldexp(torch.tensor(FP4)[halves.int()], scales[..., None].int() - 127).flatten(-2)
 
 
 def copy_pieces(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Piece], source: Any, file: Path,
@@ -140,10 +184,10 @@ def copy_pieces(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Pie
         target[local_slice(piece, piece.box, parameter.dim)].copy_(part)
 
 
-def _check_tensor(name: str, shape: tuple[int, ...], source: Any, file: Path) -> None:
-    if source.get_dtype() not in FLOATS:
+def _check_tensor(name: str, shape: tuple[int, ...], source: Any, file: Path, kinds: Sequence[str] = FLOATS) -> None:
+    if source.get_dtype() not in kinds:
         raise fail("RL0721", f"{name} has the type {source.get_dtype()}", place=str(file),
-                   help=f"supported types are {', '.join(FLOATS)}; save the model unquantized")
+                   help=f"supported types are {', '.join(kinds)}; save the model unquantized")
     if tuple(source.get_shape()) != shape:
         raise fail("RL0723", f"{name} has shape {tuple(source.get_shape())}, but the config requires {shape}",
                    place=str(file),

@@ -104,8 +104,9 @@ def _as_stored(model: Model, tensors: Mapping[str, torch.Tensor], index: Mapping
     """Tensors, and the file of every tensor, as the model's directory has them: of one expert each, where it does."""
     stored, files = dict(tensors), dict(index)
     for p in parameters(model):
-        file, tensor = (files.pop(p.name), stored.pop(p.name, None)) if p.spec.stored else ("", None)
-        for name, box in stored_tensors(p):
+        parts = [*stored_tensors(p)]
+        file, tensor = (files.pop(p.name), stored.pop(p.name, None)) if parts else ("", None)
+        for name, box in parts:
             files[name] = file
             if tensor is not None:
                 stored[name] = tensor[slices(box)][0] if of_experts(p) else tensor
@@ -186,14 +187,16 @@ def _finish(partial: Path, final: Path, model: Model, export: Mapping[str, Any],
 
 
 def _config(config: Any, model: Model, dtype: str) -> Any:
-    """The config that loads what we wrote: a value model is a sequence classifier with one label. dtype: that of the
-    parameters, whatever the calls computed in."""
+    """The config that loads what we wrote: a value model is a sequence classifier with one label, and nothing is packed
+    any more. dtype: that of the parameters, whatever the calls computed in."""
     import copy
 
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
     config = copy.deepcopy(config)
     config.dtype = getattr(torch, dtype)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     if not model.head.vocabulary:
         config.num_labels = 1
         if config.model_type in CLASSIFIERS:  # there are few of models that read images
