@@ -14,7 +14,7 @@ from rldsl.graph.computations import label
 from rldsl.plan.derive_ops import OverLong
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad
-from rldsl.semantics.expressions import Arguments
+from rldsl.semantics.python_calls import Arguments
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.values import FrameRef, Meaning
 from rldsl.syntax import ast

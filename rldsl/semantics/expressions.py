@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
-from rldsl.diag import Label
 from rldsl.plan.expr import LEVELS, Level, Scalar
-from rldsl.plan.function import ROW_KEYS, call_attributes
 from rldsl.plan.heads import CALLS, INFERENCE_CALLS, TRAIN
 from rldsl.plan.model import PROMPTS
 from rldsl.plan.operators import BUILTINS, REDUCTIONS
-from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics.builtins import Builtins
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
 from rldsl.semantics.functions import Functions
-from rldsl.semantics.levels import Spaces, source_name
+from rldsl.semantics.levels import Spaces
 from rldsl.semantics.modules import library_modules_with
 from rldsl.semantics.operators import INFIX, Operators, Target
+from rldsl.semantics.python_calls import Arguments, PythonCalls
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, const
 from rldsl.semantics.units import Unit
@@ -61,21 +59,6 @@ class RowStatesOfFlow(Protocol):
     def of_all_rows(self, owner: DataRef | BufferRef, expr: ast.Attribute) -> Meaning: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """What a Python function is called with."""
-
-    ref: PyRef  # the function
-    refs: tuple[FrameRef, ...]  # its arguments, as the program gives them
-    rows: IndexedFrame  # the finest of them: the function gives one result for each of its rows
-    given: tuple[tuple[str, IndexedFrame], ...]  # (name, batch) of those whose rows it gets; the first is its first
-
-    @property
-    def returns_text(self) -> bool:
-        """Whether it returns prompts, and not numbers."""
-        return self.ref.returns in ("prompts", "prompts?")
-
-
 TextsOfFunction = Callable[[Arguments, ast.Call], Meaning]
 
 
@@ -89,6 +72,7 @@ class ExpressionBuilder:
         self.ops = Operators(spaces, errors)
         self.builtins = Builtins(self)
         self.functions = Functions(self)
+        self.python = PythonCalls(self)
         self.calls: CallOfModel | None = None  # what the flow does with a call of a model or data source
         self.texts: TextsOfFunction | None = None  # what the flow does with a function that returns prompts
         self.frames: CallForFrames | None = None  # what it does with a built-in function that makes sequences
@@ -279,7 +263,7 @@ class ExpressionBuilder:
             case LossRef():
                 return self.functions.loss_use(target, expr, scope)
             case PyRef():
-                return self.python(target, expr, scope)
+                return self.python.call(target, expr, scope)
             case Bad():
                 for arg in expr.args:  # their own mistakes are worth a message
                     self.build(arg.value, scope)
@@ -308,86 +292,6 @@ class ExpressionBuilder:
         self.errors.add("RL0101", f"unknown level `{ident.name}`", ident.span,
                         help=f"levels: {', '.join(LEVELS)}; or the name of a batch, to reduce up to its rows")
         return None
-
-    def python(self, ref: PyRef, expr: ast.Call, scope: Scope) -> Meaning:
-        """A user's function over the rows of its finest argument; the others must be where those come from, or share
-        them."""
-        args = [self.build(a.value, scope) for a in expr.args]
-        if any(isinstance(a, Bad) for a in args):
-            return BAD
-        if len(args) != len(ref.params) or any(a.name is not None for a in expr.args):
-            many = "s" * (len(ref.params) > 1)
-            return self.errors.add(
-                "RL0204", f"`{ref.id}` takes {len(ref.params)} positional argument{many} ({', '.join(ref.params)})",
-                expr.span)
-        for arg, tree in zip(args, expr.args, strict=True):
-            if not isinstance(arg, FrameRef):
-                return self.errors.add("RL0203", f"a Python function takes sequences, not {describe(arg)}",
-                                       tree.span, help="pass the generated batch and its prompts")
-        bound = self._arguments(ref, [a for a in args if isinstance(a, FrameRef)], expr)
-        if isinstance(bound, Bad):
-            return BAD
-        if bound.rows.root_origin in self.spaces.without_columns:
-            made = f"m.logprobs(gen, prompt={ref.id}(gen))" if bound.returns_text else f"{ref.id}(gen)"
-            what = "what needs the prompts" if bound.returns_text else "it"
-            return self.errors.add("RL0213", f"`{ref.id}` needs the columns of data of its rows", expr.args[0].span,
-                                   f"the rows of `{source_name(bound.rows)}` "
-                                   f"{self.spaces.without_columns[bound.rows.root_origin]}",
-                                   help=f"compute {what} before, and keep it with the rows: `kept = gen with "
-                                        f"x={made}`, then `.x` of those that are sampled or concatenated")
-        if bound.returns_text:
-            if self.texts is None:
-                return self.errors.add("RL0212", f"`{ref.id}` makes prompts, outside the flow", expr.span,
-                                       help="call it in a statement of the flow: `asked = ...`")
-            return self.texts(bound, expr)
-        level: Level = "prompt" if ref.returns == "prompt" else "seq"
-        contents = {b.contents for b in bound.refs}
-        if level == "prompt" and contents != {"prompts"}:
-            return self.errors.add("RL0201",
-                                   f"`{ref.id}` returns one number per prompt, but `{source_name(bound.rows)}` has "
-                                   "several sequences per prompt", expr.args[0].span,
-                                   help=f"declare `-> seq` and reduce: `mean({ref.id}(...) by prompt)`")
-        if level == "seq" and contents == {"prompts"}:
-            return self.errors.add("RL0213", f"`{ref.id}` returns one number per sequence", expr.args[0].span,
-                                   f"`{source_name(bound.rows)}` contains only prompts",
-                                   help="generate responses first, or declare `-> prompt` for one number per prompt")
-        return Term("py", (), level, self.spaces.of(bound.rows, level), "f32", expr.span,
-                    (("function", ref.id), *call_attributes(bound.rows.id, tuple((n, f.id) for n, f in bound.given))))
-
-    def _arguments(self, ref: PyRef, refs: list[FrameRef], expr: ast.Call) -> Arguments | Bad:
-        """The batches whose rows a function gets: those with responses, each row with the row of the others that it
-        belongs to, and the first one. Prompts of data are part of the rows that come from them, and the rows from which
-        others were selected are these rows."""
-        finest = max(refs, key=lambda r: len(r.frame.chain))  # the first of those
-        above = {s.id for s in finest.frame.chain}
-        given: list[tuple[str, IndexedFrame]] = []
-        for i, (name, other, tree) in enumerate(zip(ref.params, refs, expr.args, strict=True)):
-            twice = any(other.frame.id == frame.id for _, frame in given)
-            lies = other.frame.row_space in above
-            same = other.contents == "prompts" or self.spaces.selected("seq", finest.frame.row_space,
-                                                                       other.frame.row_space)
-            if twice or not lies and not (same and i and self.spaces.source(finest.frame, other.frame)):
-                return self._no_source(ref, name, other.frame, finest.frame, tree.span)
-            if i == 0 or lies and other.contents != "prompts":
-                given.append((name, other.frame))
-        for name, frame in given[1:]:
-            if name in ROW_KEYS:
-                return self.errors.add("RL0205", f"`{ref.id}` gets each row of `{source_name(frame)}` under the name "
-                                       f"`{name}`, which rows have anyway", ref.span,
-                                       help=f"rename the argument: {', '.join(f'`{k}`' for k in ROW_KEYS)} are taken")
-        return Arguments(ref, tuple(refs), finest.frame, tuple(given))
-
-    def _no_source(self, ref: PyRef, name: str, other: IndexedFrame, rows: IndexedFrame, span: Span) -> Bad:
-        """RL0202 for an argument of a Python function whose rows are not among those that the finest comes from."""
-        given = "the same sequences" if other.id == rows.id else "other sequences" \
-            if other.max_response_tokens else "other prompts"
-        return self.errors.add(
-            "RL0202", f"`{source_name(other)}` is not the source of `{source_name(rows)}`", span,
-            f"declared as `{name}`, whose rows those of `{source_name(rows)}` must belong to; this is {given}",
-            labels=(Label(ref.span, "declared here"),),
-            help=f"`{ref.id}` gets each row of `{source_name(rows)}` with the rows that it belongs to: "
-                 "its prompts, what it was generated from, or a batch with the same rows. To compare other "
-                 "batches, reduce values of each, for example `mean(x by prompt)`")
 
     def scalar(self, expr: ast.Expr, scope: Scope) -> Scalar | tuple[Scalar, ...] | Bad:
         """The value of a constant expression, or of a list of them."""
