@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
 from rldsl.diag import Label, counted
 from rldsl.graph import carried
 from rldsl.graph import model as g
 from rldsl.graph.computations import label
+from rldsl.graph.conversations import ONLY_WITH_ENV, conversation, env_of
 from rldsl.graph.distributions import distribution, logprobs_at, same_tokens, top, without_ids
 from rldsl.graph.lag import too_long
-from rldsl.graph.minibatch import minibatches, whole_prompts
 from rldsl.graph.other_prompts import PROMPT, behind_prompt
 from rldsl.graph.row_states import ROW_NUMBERS
+from rldsl.graph.train_calls import TrainCalls
 from rldsl.plan.events import Sampling
 from rldsl.plan.expr import Level
-from rldsl.plan.heads import CALLS, DISTRIBUTION, GENERATE, LOGPROBS_AT, SKIPPED, TOP, TRAIN, heads_with
-from rldsl.plan.metrics_file import BUILT_IN, METRICS
+from rldsl.plan.heads import CALLS, DISTRIBUTION, GENERATE, LOGPROBS_AT, TOP, TRAIN, heads_with
 from rldsl.plan.model import CONVERSATION_VALUES, INDEX, PROMPTS, Frame, Space
-from rldsl.plan.payloads import Conversation
 from rldsl.semantics import options
-from rldsl.semantics.errors import BAD, NO_VALUE, Bad, suggest
+from rldsl.semantics.errors import BAD, Bad, suggest
 from rldsl.semantics.levels import source_name
-from rldsl.semantics.losses import bind_loss
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, const, input_
-from rldsl.semantics.values import (
-    BufferRef,
-    DataRef,
-    EnvRef,
-    FrameRef,
-    LossRef,
-    LossUse,
-    Meaning,
-    ModelRef,
-    Pairs,
-    describe,
-)
+from rldsl.semantics.values import BufferRef, DataRef, FrameRef, Meaning, ModelRef, Pairs, describe
 from rldsl.source import Span
 from rldsl.syntax import ast
 from rldsl.syntax.errors import PLACEMENT
@@ -49,7 +34,6 @@ if TYPE_CHECKING:
     from rldsl.graph.flow import FlowBuilder
 
 
-ONLY_WITH_ENV = tuple(o for o in options.ENVIRONMENT if o != "max_tokens")  # this may mean `max_new_tokens`
 
 # options of a placement -> what to say where a call has one
 OF_PLACEMENT = {name: f"it is an option of the placement: write it behind the call, `... {name}=...`, or in `place`"
@@ -69,7 +53,7 @@ class CallsOfFlow:
     def __init__(self, flow: FlowBuilder):
         self.flow, self.errors = flow, flow.errors
         self.prompts_of: dict[str, str] = {}  # generated frame -> the frame that it was generated from
-        self._trains: Counter[str] = Counter()  # model -> `train` calls so far
+        self.trains = TrainCalls(self)
 
     def nested(self, owner: ModelRef | DataRef | BufferRef, call: ast.Call, scope: Scope) -> Meaning:
         """A call inside an expression: an inference is anonymous, anything else needs a statement of its own."""
@@ -95,7 +79,7 @@ class CallsOfFlow:
             code = "RL0206" if call_name in CALLS else "RL0112"
             other = heads_with(call_name)
             return self.errors.add(code, f"a {owner.head_name} has no call `{call_name}`", ident.span,
-                                   f"`{owner.name}` is a {owner.head_name}", labels=self._declared(owner),
+                                   f"`{owner.name}` is a {owner.head_name}", labels=self.declared(owner),
                                    help=f"`{call_name}` needs a {other[0]}" if other else suggest(call_name, legal))
         ids: Term | None = None
         if call_name == LOGPROBS_AT:
@@ -107,7 +91,7 @@ class CallsOfFlow:
         if isinstance(refs, Bad):
             return BAD
         if call_name == TRAIN:
-            return self._train(owner, call, refs, scope, target, clause, span)
+            return self.trains.train(owner, call, refs, scope, target, clause, span)
         if len(refs) != 1:
             return self.errors.add("RL0204", f"`{call_name}` takes one batch, not {len(refs)}", call.span)
         if call_name == GENERATE:
@@ -116,7 +100,7 @@ class CallsOfFlow:
             return BAD
         return self._infer(owner, call_name, call, refs[0], scope, target, clause, span, ids)
 
-    def _declared(self, owner: ModelRef) -> tuple[Label, ...]:
+    def declared(self, owner: ModelRef) -> tuple[Label, ...]:
         return (Label(self.flow.models[owner.name].span, "declared here"),) if owner.name in self.flow.models else ()
 
     def _refs(self, call: ast.Call, call_name: str, scope: Scope) -> list[FrameRef] | Bad:
@@ -198,7 +182,7 @@ class CallsOfFlow:
         refs = [FrameRef(f, data.row_format, data.numbers, states, sides[0]) for f in frames]
         return Pairs(refs[0], refs[1]) if len(refs) == 2 else refs[0]
 
-    def _options(self, table: dict[str, options.Opt], call: ast.Call, call_name: str, scope: Scope,
+    def options_of(self, table: dict[str, options.Opt], call: ast.Call, call_name: str, scope: Scope,
                  skip: tuple[str, ...] = ()) -> dict[str, options.Value] | Bad:
         """skip: options that are read elsewhere, and suggested here."""
         given = [(a.name, a.value) for a in call.args if a.name is not None and a.name.name not in skip]
@@ -207,9 +191,9 @@ class CallsOfFlow:
 
     def _generate(self, owner: ModelRef, call: ast.Call, prompts: FrameRef, scope: Scope, target: str | None,
                   clause: g.Clause | None, span: Span) -> Meaning:
-        skip = ("env", *options.ENVIRONMENT) if _env(call) else ("env", *ONLY_WITH_ENV)
-        given = self._options(options.GENERATE, call, "generate", scope, skip=skip)
-        talk = self._conversation(call, prompts, scope)
+        skip = ("env", *options.ENVIRONMENT) if env_of(call) else ("env", *ONLY_WITH_ENV)
+        given = self.options_of(options.GENERATE, call, "generate", scope, skip=skip)
+        talk = conversation(self.flow, call, prompts, scope)
         if prompts.contents not in ("prompts", "generated"):
             return self._answered(prompts, call.args[0].span)
         if isinstance(given, Bad) or isinstance(talk, Bad):
@@ -280,62 +264,6 @@ class CallsOfFlow:
             return None
         return own < most
 
-    def _conversation(self, call: ast.Call, prompts: FrameRef, scope: Scope) -> Conversation | None | Bad:
-        """What `env=` and its options say; None for a call without."""
-        env = _env(call)
-        given = [(a.name, a.value) for a in call.args if a.name is not None and a.name.name in options.ENVIRONMENT]
-        given = [o for o in given if env is not None or o[0].name in ONLY_WITH_ENV]
-        if env is None and given:
-            return self.errors.add("RL0107", f"`{given[0][0].name}` is an option of conversations", given[0][0].span,
-                                   help="add the environment: `env=NAME`")
-        if prompts.frame.max_turns:
-            return self.errors.add("RL0213", "`generate` does not continue a conversation", call.args[0].span,
-                                   "its environments have ended",
-                                   help="raise `max_turns` of the call that made it, or generate from its prompts")
-        if env is None:
-            return None
-        environments = self._environments(env.value, scope)
-        if isinstance(environments, Bad):
-            return BAD
-        read = options.read(options.ENVIRONMENT, given, "`generate` with an environment", call.span, self.flow.exprs,
-                            scope)
-        if isinstance(read, Bad):
-            return BAD
-        frame, where = prompts.frame, call.args[0].span
-        if prompts.contents != "prompts" or frame.tokenizer or frame.chain[-1].id not in self.flow.columns:
-            return self.errors.add("RL0213", "a conversation begins with prompts of data", where,
-                                   f"`{source_name(frame)}` contains others",
-                                   help="`reset` gets the columns of a row of data: use `data.next()`, or a selection "
-                                        "of it")
-        talk = Conversation(environments, **cast(dict[str, Any], read))
-        longest = frame.max_prompt_tokens + frame.max_response_tokens
-        if talk.max_tokens <= longest:
-            at = next(value.span for name, value in given if name.name == "max_tokens")
-            return self.errors.add("RL0205", "`max_tokens` leaves no room for a response", at,
-                                   f"a prompt has up to {longest} tokens",
-                                   help=f"raise it above {longest}: it counts the prompt, what the environment says "
-                                        "and what the model says; or lower `max_prompt_tokens` of the data")
-        return talk
-
-    def _environments(self, value: ast.Expr, scope: Scope) -> tuple[str, ...] | Bad:
-        """The classes that `env=` names: one, or a list."""
-        found: list[str] = []
-        for item in value.items if isinstance(value, ast.ListOf) else (value,):
-            ref = self.flow.exprs.build(item, scope)
-            if isinstance(ref, Bad):
-                return BAD
-            if not isinstance(ref, EnvRef):
-                return self.errors.add("RL0203", f"`env` must be an environment, not {describe(ref)}", item.span,
-                                       help="declare it: `use py \"envs.py\" (Calculator: env)`")
-            if ref.id in found:
-                return self.errors.add("RL0205", "`env` names this environment twice", item.span,
-                                       help="remove it: a row of data names its environment in the column `env`")
-            found.append(ref.id)
-        if not found:
-            return self.errors.add("RL0205", "`env` names no environment", value.span,
-                                   help="name a class that `use py` declares: `env=Calculator`")
-        return tuple(found)
-
     def _answered(self, ref: FrameRef, span: Span) -> Bad:
         """`generate` on sequences whose responses are data."""
         alone = self.flow.spaces.data_prompts(ref.frame.id)
@@ -344,7 +272,7 @@ class CallsOfFlow:
                                help=f"generate from the prompts alone: `{span.text}.{PROMPTS}`" if alone else
                                "load the data with `kind=\"prompts\"`")
 
-    def _responses(self, ref: FrameRef, call_name: str, span: Span) -> bool:
+    def has_responses(self, ref: FrameRef, call_name: str, span: Span) -> bool:
         if ref.contents == "prompts":
             self.errors.add("RL0213", f"`{call_name}` needs sequences with a response", span,
                             f"`{source_name(ref.frame)}` contains only prompts",
@@ -353,8 +281,8 @@ class CallsOfFlow:
 
     def _infer(self, owner: ModelRef, call_name: str, call: ast.Call, ref: FrameRef, scope: Scope, target: str | None,
                clause: g.Clause | None, span: Span, ids: Term | None = None) -> Meaning:
-        given = self._options(options.TOP if call_name == TOP else {}, call, call_name, scope, skip=(PROMPT,))
-        if not self._responses(ref, call_name, call.args[0].span) or isinstance(given, Bad):
+        given = self.options_of(options.TOP if call_name == TOP else {}, call, call_name, scope, skip=(PROMPT,))
+        if not self.has_responses(ref, call_name, call.args[0].span) or isinstance(given, Bad):
             return BAD
         read = behind_prompt(self.flow, call, ref, scope)
         if isinstance(read, Bad):
@@ -375,134 +303,3 @@ class CallsOfFlow:
             id=self.flow.unique(target), reads=(f"{read.id}.tokens",), writes=(target,), span=span, clause=clause,
             model=owner.name, frame=read.id, output_name=output.name, value=target, temperature=frame.temperature))
         return input_(target, output.level, self.flow.spaces.of(frame, output.level), span)
-
-    def _train(self, owner: ModelRef, call: ast.Call, refs: list[FrameRef], scope: Scope, target: str | None,
-               clause: g.Clause | None, span: Span) -> Meaning:
-        given = self._options(options.TRAIN, call, "train", scope, skip=("loss", "lr"))
-        losses = [a for a in call.args if a.name is not None and a.name.name == "loss"]
-        if not losses:
-            return self.errors.add("RL0215", "`train` needs a loss", cast(ast.Attribute, call.func).name.span,
-                                   help="write `loss=ppo_clip(...)`")
-        use = self.flow.exprs.build(losses[0].value, scope)
-        if not isinstance(use, (LossUse, Bad)):
-            help_ = "call it: `loss=name(...)`" if isinstance(use, LossRef) else \
-                "declare it with `loss` instead of `fn`"
-            return self.errors.add("RL0203", f"`loss` must be a loss, not {describe(use)}", losses[0].value.span,
-                                   help=help_)
-        if not owner.trainable:
-            word = cast(ast.Attribute, call.func).name.span
-            return self.errors.add("RL0207", f"the model `{owner.name}` is frozen", word,
-                                   "only a model with an optimizer can be trained", labels=self._declared(owner),
-                                   help=f"declare it with an optimizer: `model {owner.name} = ... train adamw(lr=...)`")
-        if len(refs) not in (1, 2):
-            return self.errors.add("RL0204",
-                                   f"`train` takes one batch, or the two sides of a pair, not {len(refs)} batches",
-                                   call.span)
-        if isinstance(use, Bad) or isinstance(given, Bad):
-            return BAD
-        if (fault := self._trained_rows(call, refs)) is not None:
-            return fault
-        parts = minibatches(call, given, refs[0], self.flow.exprs, scope)
-        if isinstance(parts, Bad):
-            return BAD
-        if target is not None:
-            return self.errors.add("RL0212", "`train` returns nothing", span, help="remove the name before `=`")
-        node = self.flow.unique(f"{owner.name}.train")
-        number = self._trains[owner.name]
-        self._trains[owner.name] += 1
-        frames = tuple(r.frame for r in refs)
-        made = bind_loss(use, owner.head, frames, f"{node}/{use.ref.decl.name.name}", self.flow.exprs)
-        if isinstance(made, Bad):
-            return BAD
-        if made.whole_prompts and not whole_prompts(call, parts.count, refs[0], made.first_pass, self.flow.exprs):
-            return BAD
-        most = parts.most(frames, made.whole_prompts)
-        data = tuple((n, self.flow.materialize(t, "expr", use.spans[n]).name) for n, t in made.data)
-        made_by = self.flow.distributions
-        heads = tuple((v, made_by[v]) for v in dict.fromkeys(v for _, v in data) if v in made_by)
-        rate = self._rate(call, scope)
-        if isinstance(rate, Bad):
-            return BAD
-        shown = node.replace(".train", "", 1)
-        skips = given["nonfinite"] == "skip"
-        outputs = tuple((m, self.flow.value(f"{node}/{m}", "batch", ""))
-                        for m in ("loss", "grad_norm", "lr", *made.metrics, *([SKIPPED] if skips else [])))
-        if taken := [f"{shown}/{m}" for m, _ in outputs if f"{shown}/{m}" in BUILT_IN]:
-            return self.errors.add("RL0111", f"`{taken[0]}` is a built-in field of {METRICS}", span,
-                                   help="choose another name for the metric of the loss, or for the model")
-        self.flow.metrics += [(f"{shown}/{m}", v) for m, v in outputs]
-        self.flow.programs.append(made.program)
-        reads = dict.fromkeys([*(f"{f.id}.tokens" for f in frames), *(v for _, v in data),
-                               *filter(None, (rate, made.ids))])
-        self.flow.items.append(g.Train(
-            id=node, reads=tuple(reads), writes=tuple(v for _, v in outputs), span=span, clause=clause,
-            model=owner.name, frames=tuple(f.id for f in frames), loss=made.program.id,
-            model_outputs=made.model_outputs, data_inputs=data,
-            outputs=outputs, minibatches=most, minibatch_tokens=parts.tokens, epochs=cast(int, given["epochs"]),
-            shuffle=bool(given["shuffle"]) and most > 1, call=number,
-            invariant=self.flow.models[owner.name].invariant_training,
-            nonfinite="skip" if skips else "stop", rate=rate, ids=made.ids, heads=heads,
-            first_pass=made.first_pass, whole_prompts=made.whole_prompts))
-        return NO_VALUE
-
-    def _rate(self, call: ast.Call, scope: Scope) -> str | Bad:
-        """The value that `lr=` computes; "" without it."""
-        given = [a.value for a in call.args if a.name is not None and a.name.name == "lr"]
-        if not given:
-            return ""
-        if len(given) > 1:
-            return self.errors.add("RL0215", "`lr` is passed twice", given[1].span, help="remove one of the two")
-        term = self.flow.exprs.term(given[0], scope)
-        if isinstance(term, Bad):
-            return BAD
-        if term.dtype != "f32" or term.level != "batch" or term.unit.word:
-            code = "RL0201" if term.level != "batch" else "RL0205"
-            return self.errors.add(code, "`lr` must be a single number per step, without a unit", given[0].span,
-                                   f"this is {describe(term)}",
-                                   help="for example `lr=1e-6 * min(1, step_number() / 100)`")
-        if term.constant and not 0 <= float(term.value) < inf:
-            return self.errors.add("RL0205", "`lr` must be at least 0", given[0].span, f"this is {term.value:g}")
-        return self.flow.materialize(term, "lr", given[0].span, force=True).name
-
-    def _trained_rows(self, call: ast.Call, refs: list[FrameRef]) -> Bad | None:
-        """What is wrong with the one or two batches of a `train`; None: nothing."""
-        answered = [self._responses(r, "train", call.span) for r in refs]  # a list: each reports its own mistake
-        if not all(answered):
-            return BAD
-        if refs[0].frame.row_space != refs[-1].frame.row_space:
-            return self.errors.add("RL0202",
-                                   f"`{source_name(refs[0].frame)}` and `{source_name(refs[1].frame)}` are not the two "
-                                   "sides of a pair", call.span, help=_help_for_two(refs))
-        if len(refs) == 2 and refs[0].frame.id == refs[1].frame.id:
-            second = [a for a in call.args if a.name is None][1]
-            return self.errors.add("RL0215", f"`{source_name(refs[1].frame)}` is passed twice", second.span,
-                                   "both sides are the same",
-                                   help=_help_for_two(refs) if _pair_of(refs[0]) else "pass it once")
-        return None
-
-
-def _pair_of(ref: FrameRef) -> str:
-    """The name of the pairs that a batch is one side of; "" for another batch."""
-    name, _, side = source_name(ref.frame).rpartition(".")
-    return name if (ref.contents == "pairs" or ref.paired) and side in ("chosen", "rejected") else ""
-
-
-def _help_for_two(refs: list[FrameRef]) -> str:
-    """What to train on instead of two batches that are not the two sides of a pair."""
-    pair = next(filter(None, map(_pair_of, refs)), "")
-    if pair:
-        return f"train on `{pair}.chosen` and `{pair}.rejected`"
-    a, b = (r.frame for r in refs[:2])
-    if a.row_space == b.row_space:
-        return f"make pairs: `duel = pair({source_name(a)}, {source_name(b)})`, then `duel.chosen` and `duel.rejected`"
-    if a.prompt_space == b.prompt_space and all(r.contents == "generated" for r in refs):
-        one, other = (f"pick({source_name(f)}, {x})" for f, x in ((a, "x"), (b, "y")))
-        return f"make pairs of one sequence of each prompt: `duel = pair({one}, {other})`, then `duel.chosen` and " \
-               "`duel.rejected`"
-    return "train on one batch, or on the two sides of pairs from data: `data NAME = jsonl(..., kind=\"pairs\")`, " \
-           "`pair = NAME.next()`, then `pair.chosen` and `pair.rejected`"
-
-
-def _env(call: ast.Call) -> ast.Argument | None:
-    """The argument `env=` of a call."""
-    return next((a for a in call.args if a.name is not None and a.name.name == "env"), None)
