@@ -11,7 +11,7 @@ from rldsl.diag import Diagnostic
 # the name under which a package is imported -> the smallest extra with it
 EXTRA_OF = {
     "torch": "compile", "transformers": "compile", "safetensors": "compile",
-    "numpy": "compile", "rich": "run",
+    "huggingface_hub": "compile", "numpy": "compile", "rich": "run",
     "pyarrow": "parquet", "PIL": "images", "datasets": "datasets", "matplotlib": "plot",
     "pandas": "notebook", "IPython": "notebook",
     "tensorboard": "tensorboard", "wandb": "wandb", "accelerate": "trackers", "math_verify": "math",
@@ -20,7 +20,8 @@ EXTRA_OF = {
 }
 # import name -> the package's name for pip, where they differ
 DISTRIBUTION_OF = {"IPython": "ipython", "megatron": "megatron-core", "flash_attn": "flash-attn",
-                   "math_verify": "math-verify", "openenv": "openenv-core", "PIL": "pillow"}
+                   "huggingface_hub": "huggingface-hub", "math_verify": "math-verify", "openenv": "openenv-core",
+                   "PIL": "pillow"}
 
 
 def missing_package(error: ModuleNotFoundError, place: str = "") -> Diagnostic | None:

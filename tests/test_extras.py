@@ -62,6 +62,7 @@ def test_without_extras(tmp_path: Path) -> None:
     works = [["check", "small.rlf"], ["fmt", "--diff", "small.rlf"], ["graph", "small.rlf"], ["explain", "RL0097"],
              ["new", "grpo"], ["runs", "."], ["--help"]]
     refused = [["compile", "--place", "search", "small.rlf"], ["profile", "small.rlf"],
+               ["compile", "small.rlf", "--set", "base=lab/none"],  # the Hub would be asked
                ["compile", "small.rlf", "--json", "--set", "base=models/other"]]
     shutil.copytree(tmp_path / "models/tiny", tmp_path / "models/other")
     config = json.loads((tmp_path / "models/tiny/config.json").read_text())

@@ -26,7 +26,8 @@
     }
     if (name === "seconds" || name.startsWith("time/")) return duration(x);
     if (Math.abs(x) >= 1e5) return Number.isInteger(x) ? x.toLocaleString("en") : x.toPrecision(4);
-    return String(+x.toPrecision(4));
+    const rounded = +x.toPrecision(4);  // what JavaScript writes as 0.00000105 has no room next to an axis
+    return x && Math.abs(x) < 1e-4 ? rounded.toExponential() : String(rounded);
   }
 
   function duration(x) {
