@@ -122,7 +122,7 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
     lag, ahead = builder.lag, frozenset[str]()
     lasting = frozenset((*(s.name for s in top.states.values()), *buffers))
     if lag:
-        ahead = nodes_ahead(body, lasting, flow.name.span, builder.checkpoint, errors)
+        ahead = nodes_ahead(body, lasting, flow.name.span, errors)
     if 0 < builder.own_lag < lag and not errors.found:  # no call takes it, or RL0205 has said so
         errors.add("RL0223", "`lag` of the flow has no effect: every call has a lag of its own", flow.name.span,
                    help=f"remove `lag={builder.own_lag}`, or those of the calls")

@@ -24,8 +24,8 @@ from rldsl.syntax import ast
 Block = g.When | g.Repeat | g.Until | g.Eval
 
 
-def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, checkpoint: g.Checkpoint | None,
-                errors: Errors) -> frozenset[str]:
+def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, errors: Errors
+                ) -> frozenset[str]:
     """lasting: values that live from step to step. where: the flow's name. Errors: RL0223; where the program has
     others, not that nothing runs ahead, since a call of `generate` may be missing because of them."""
     placed = list(_with_blocks(items))
@@ -55,8 +55,9 @@ def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, c
                        "generation, and what it is made from, runs ahead of the rest of its step",
                        help=_way_out(node, block))
         elif isinstance(node, g.Generate) and node.in_step:
+            below = " or move this one below the block" if any(isinstance(b, g.Until) for b in blocks) else ""
             errors.add("RL0223", f"`{first.id}` runs ahead, but `{node.id}`, {_relation(blocks)}, does not", node.span,
-                       "this call runs in its own step", help="give both the same `lag`")
+                       "this call runs in its own step", help=f"give both the same `lag`{',' if below else ''}{below}")
         elif isinstance(node, g.Train | g.Sync | g.Update | g.Store):
             errors.add("RL0223", f"with `lag`, what is generated cannot depend on `{node.id}` of the same step",
                        node.span, f"`{first.id}` runs ahead of the rest of its step",
@@ -64,10 +65,6 @@ def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, c
         elif not lasting.isdisjoint(node.writes):
             errors.add("RL0223", "with `lag`, a `repeat ... until` that runs ahead cannot change a `state`", node.span,
                        "the steps before have not ended yet", help="change it below the block")
-        elif checkpoint is not None and isinstance(node, g.Lookup | g.Compute) and not lasting.isdisjoint(node.reads):
-            errors.add("RL0223", f"with `lag`, checkpoints cannot store what `{node.id}` reads of a state", node.span,
-                       "a resumed run would compute it again, from the state of a later step",
-                       help="read the state below the generation, or remove `checkpoint`")
         of_frames = (f"{f}.tokens" for f in (node.frames if isinstance(node, g.Compute) else ()))
         waiting += [writer[v] for v in (*node.reads, *of_frames) if v in writer]
         if isinstance(node, g.Fetch):  # the batches of a source are read in order

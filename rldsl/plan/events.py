@@ -431,7 +431,7 @@ class Draw(DrawSpec, RowStates):
         return f"rows of {self.data}"
 
 
-@event_kind(Traits(family="compute", blocking="none", participants=("writes",), drawing="value",
+@event_kind(Traits(family="compute", stored_ahead=True, blocking="none", participants=("writes",), drawing="value",
                    not_diffed=("frame", "state", "value")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup(LookupSpec, RowStates):
@@ -490,9 +490,9 @@ class Transfer(Event):
         return ", ".join(self.values)
 
 
-@event_kind(Traits(family="compute", blocking="collective", participants=("spread",), communicators="mesh",
-                   needs_lengths_of=("frames",), divides_rows=True, order_cost=10, scratch=True, timed=True,
-                   drawing="value", not_diffed=("spread", "program", "frames", "outputs")))
+@event_kind(Traits(family="compute", stored_ahead=True, blocking="collective", participants=("spread",),
+                   communicators="mesh", needs_lengths_of=("frames",), divides_rows=True, order_cost=10, scratch=True,
+                   timed=True, drawing="value", not_diffed=("spread", "program", "frames", "outputs")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute(ComputeSpec, Event):
     """A pure program over values of the participants' rows."""

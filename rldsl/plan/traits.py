@@ -100,7 +100,8 @@ class Traits:
     order_cost: int = 1
 
     # Whether a run that resumes reads what the event made for a later step from the checkpoint, since it depends on
-    # parameters, states or buffers of the past. All else that runs ahead is done again.
+    # parameters, states or buffers of the past. All else that runs ahead is done again: calls of
+    # models that do not change, and what is computed from no state.
     stored_ahead: bool = False
 
     drawing: Drawing = "none"  # how the dataflow picture shows it

@@ -335,8 +335,6 @@ REFUSED = {
                           "in the same `repeat ... until`"),
     "what a training made": ("q = others.next()\n now = actor.generate(q, lag=0)\n" + UNTIL.format(
         inside="", condition="count(gen) > 3 and mean(len(now)) > 2", below=TRAIN), "does not"),
-    "a state that a checkpoint cannot bring back": (UNTIL.format(
-        inside="", condition="mean(len(gen)) > x", below=TRAIN + "\ncheckpoint every 2"), "checkpoints cannot store"),
     "a training in it": (UNTIL.format(inside=TRAIN, condition="count(gen) > 3", below=""), "not allowed"),
     "a repeat of a fixed number": ("repeat 2 {\n p = prompts.next()\n gen = actor.generate(p)\n" + TRAIN + "\n}",
                                    "cannot be in this block"),

@@ -200,8 +200,7 @@ class Interpreter:
     def handle(self, state: RankState, event: Event) -> None:
         """Execute one event, or restore what it did before the checkpoint of a resumed run."""
         resumed = state.services.resumed
-        if resumed is not None and self.turn <= self.resumed and in_flight.stored_values(
-                event, state.context.changing_models):
+        if resumed is not None and self.turn <= self.resumed and in_flight.stored_values(event, state.context):
             in_flight.restore(state.step, event, resumed.rows_of)
         else:
             rule_for(HANDLERS, event, "the interpreter")(state, event)

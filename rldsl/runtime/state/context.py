@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from rldsl.plan.entries import EntrySpace, entry_spaces
-from rldsl.plan.events import Collect, Derive, Generate, Lengths, Load, Offload, split_buffer
+from rldsl.plan.events import Collect, Derive, Event, Generate, Lengths, Load, Loop, Offload, split_buffer
 from rldsl.plan.expr import Program
 from rldsl.plan.function import Function
 from rldsl.plan.model import Data, Model, Plan, Spread, Value
@@ -111,6 +111,21 @@ class RunContext:
     def changing_models(self) -> frozenset[str]:
         """The models whose parameters change during the run."""
         return frozenset(m.name for m in self.plan.models if m.train_layout or m.updated_from)
+
+    def reads_states(self, event: Event) -> bool:
+        """Whether an event reads a state of the run, or of rows."""
+        return any(b in self.lasting for b in event.reads)
+
+    @cached_property
+    def lasting(self) -> frozenset[str]:
+        """The values that persist over steps, as `value@spread`."""
+        return frozenset(self.plan.lasting)
+
+    @cached_property
+    def conditions(self) -> frozenset[str]:
+        """The values that end loops."""
+        return frozenset(split_buffer(x.until)[0] for _, path in event_paths(self.plan) for x in path
+                         if isinstance(x, Loop) and x.until)
 
     @cached_property
     def aliases(self) -> Mapping[ShardKey, str]:

@@ -2,7 +2,7 @@
 
 In: the states of these steps. Out: tensors by name, and from them the buffers of an event, on the ranks of any
 placement. What depends on parameters, states or buffers of the past is stored: what was generated, inferred with a
-model that changes, drawn and sampled. The rest of what runs ahead is computed again when a run resumes: it may run
+model that changes, drawn, sampled, and computed from a state. The rest of what runs ahead is computed again when a run resumes: it may run
 ahead by another number of steps under another placement. A tensor is named
 `later step|STEP|VALUE|PART.RANK|0:n`, with the parts of a ragged value: ids, sizes and data. In a loop, the rows of an
 iteration come after those of the iterations before, and the condition that ended the loop is stored with an entry for
@@ -23,6 +23,7 @@ from rldsl.plan.events import Event, Item, Loop, When, ahead_of, split_buffer
 from rldsl.plan.projection import event_paths, of_steps
 from rldsl.plan.references import Role, references
 from rldsl.runtime.comm.row_assignment import RowLengths
+from rldsl.runtime.host_numbers import on_device
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.step import StepState
 from rldsl.runtime.store import RaggedRows
@@ -52,13 +53,17 @@ class Ahead(Rows, Protocol):
 PREFIX = "later step"  # of the names of tensors in a checkpoint; no model, state or buffer has a name with a blank
 
 
-def stored_values(event: Event, models: frozenset[str]) -> tuple[str, ...]:
+def stored_values(event: Event, context: RunContext) -> tuple[str, ...]:
     """The values of an event that a checkpoint stores, and the lengths of the rows that it makes. KV caches are not
-    needed again. models: those that change during the run."""
-    if not event.new_rows and event.copies() and models.isdisjoint(m for m, _ in event.copies()):
+    needed again."""
+    if not event.traits.stored_ahead:
+        return ()
+    if not event.new_rows and event.copies() and context.changing_models.isdisjoint(m for m, _ in event.copies()):
+        return ()
+    if event.traits.family == "compute" and not context.reads_states(event):
         return ()
     values = (v for v, _ in map(split_buffer, event.writes) if not v.endswith(".cache"))
-    return (*values, *(f"{frame}.lengths" for frame in event.new_rows)) if event.traits.stored_ahead else ()
+    return (*values, *(f"{frame}.lengths" for frame in event.new_rows))
 
 
 def key_of(step: int, value: str) -> str:
@@ -68,12 +73,13 @@ def key_of(step: int, value: str) -> str:
 
 def keep(step: StepState, event: Event) -> None:
     """Note what an event that runs ahead has made; buffers may be freed before the next checkpoint."""
-    stored = stored_values(event, step.context.changing_models)
-    if not stored or not _owns(step.context, event):
-        return
+    context = step.context
+    stored = stored_values(event, context)
     for value, buffer in _buffers(event, stored):
-        _append(step, value, step.buffers.get(buffer), step.context.values[value].frame)
-    for frame in event.new_rows:
+        # `keep_iterations` stores the conditions of loops
+        if value not in context.conditions and _owns(context, buffer, context.values[value].level == "batch"):
+            _append(step, value, step.buffers.get(buffer), context.values[value].frame)
+    for frame in event.new_rows if stored and _owns(context, event.writes[0]) else ():
         lens, buffer = step.rows.lens[frame], next(b for b in event.writes if split_buffer(b)[0] == f"{frame}.tokens")
         rows = step.buffers.get(buffer).ids
         _append(step, f"{frame}.lengths", RaggedRows(
@@ -89,7 +95,12 @@ def _buffers(event: Event, stored: Sequence[str]) -> list[tuple[str, str]]:
 
 def _append(step: StepState, value: str, rows: RaggedRows, frame: str) -> None:
     before = step.made.get(value) or RaggedRows.empty(rows.data.dtype, rows.data.device)
-    step.made[value] = before.append(rows, step.iteration * step.context.frames[frame].count)
+    step.made[value] = before.append(rows, step.iteration * _count(step.context, frame))
+
+
+def _count(context: RunContext, frame: str) -> int:
+    """The rows of a frame in an iteration; 1: of a number of the whole batch, which has no frame."""
+    return context.frames[frame].count if frame else 1
 
 
 def keep_iterations(step: StepState, loop: Loop, count: int) -> None:
@@ -122,11 +133,12 @@ def batches_read(items: Iterable[Item], step: int, checkpoint: Rows, iteration: 
     return found
 
 
-def _owns(context: RunContext, event: Event) -> bool:
-    """Whether this rank writes its rows: the first of those that hold the same."""
-    spread = context.spreads[split_buffer(event.writes[0])[1]]
+def _owns(context: RunContext, buffer: str, one: bool = False) -> bool:
+    """Whether this rank writes its rows of a buffer: the first of those that hold the same. one: it is a number of the
+    whole batch, which all ranks have."""
+    spread = context.spreads[split_buffer(buffer)[1]]
     mesh = context.world.meshes[spread.mesh]
-    if spread.granularity == "all" or not spread.layout:
+    if one or spread.granularity == "all" or not spread.layout:
         return context.rank == mesh.members()[0]
     if context.rank not in mesh.members():
         return False
@@ -151,7 +163,7 @@ def _values_of(step: int, context: RunContext, checkpoint: Ahead | None = None) 
     for event, path in event_paths(context.plan):
         if event.ahead > 0 and all(b.runs(step) for b in of_steps(path)):
             if checkpoint is None or _reached(step, path, checkpoint):
-                found.update(stored_values(event, context.changing_models))
+                found.update(stored_values(event, context))
             found.update(split_buffer(b.until)[0] for b in path[1:] if isinstance(b, Loop) and b.until)
     return found
 
@@ -188,18 +200,19 @@ def restore(step: StepState, event: Event, read: Callable[[str], RaggedRows]) ->
     for frame in event.new_rows:
         stored = read(key_of(step.number, f"{frame}.lengths"))
         _set_lengths(step, event, frame, _of_iteration(step, stored, frame))
-    for value, buffer in _buffers(event, stored_values(event, context.changing_models)):
+    for value, buffer in _buffers(event, stored_values(event, context)):
         whole, spread = read(key_of(step.number, value)), context.spreads[split_buffer(buffer)[1]]
         ids, sizes, data = (x.to(context.device) for x in (whole.ids, whole.sizes, whole.data))
-        frame = context.values[value].frame
-        now = _of_iteration(step, RaggedRows(ids, sizes, data), frame)
-        mine = now.ids if spread.granularity == "all" else step.my_rows(spread, frame)
-        step.buffers.put(buffer, now.gather(mine))
+        record = context.values[value]
+        now = _of_iteration(step, RaggedRows(ids, sizes, data), record.frame)
+        if spread.granularity != "all":
+            now = now.gather(on_device(step.rows.ids(spread, record)[context.rank], context.device))
+        step.buffers.put(buffer, now)
 
 
 def _of_iteration(step: StepState, stored: RaggedRows, frame: str) -> RaggedRows:
     """Of stored rows those of this iteration, as it numbers them."""
-    count = step.context.frames[frame].count
+    count = _count(step.context, frame)
     now = stored.gather(stored.ids[stored.ids // count == step.iteration])
     return RaggedRows(now.ids - step.iteration * count, now.sizes, now.data)
 
