@@ -149,7 +149,7 @@ def test_list() -> None:
     assert result.exit_code == 0
     assert [row.split()[0] for row in result.output.splitlines()] == list(NAMES)
     assert {"ppo", "grpo", "dpo", "sft", "rloo", "reward_model"} <= set(NAMES) and len(NAMES) - len(PRESETS) <= 16
-    assert {"agent", "async", "self_rewarding", "replay", "vineppo"} <= set(NAMES)
+    assert {"agent", "async", "dapo_async", "self_rewarding", "replay", "vineppo"} <= set(NAMES)
 
 
 def test_writes_the_python_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
