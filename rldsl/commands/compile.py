@@ -84,14 +84,17 @@ def predicted(file: str, sets: Mapping[str, Scalar], place: str | None, override
 
     found = plan.simulate(cluster)
     other = other_lag(plan, lambda change: compiled_program(file, sets, place, overrides, change),
-                      lambda p: p.simulate(cluster).seconds)
+                      lambda p: p.simulate(cluster).average)
     line = f"  step        {seconds_text(found.seconds)} on {found.cluster.name}"
+    if found.timeline.average_differs:
+        line += f", {seconds_text(found.average)} on average"
     if other is not None:
         lag, peak = plan.record.header.lag, peak_bytes(plan)
         with_lag, without = (peak, other.peak_bytes) if lag else (other.peak_bytes, peak)
-        line += (f"; lag {lag}: {lag_verdict(lag, found.seconds, other)}; peak memory {human(with_lag)} with a lag, "
+        line += (f"; lag {lag}: {lag_verdict(lag, found.average, other)}; peak memory {human(with_lag)} with a lag, "
                  f"{human(without)} without")
-    return line + "\n", {"step_seconds": found.seconds, "lag": plan.record.header.lag,
+    return line + "\n", {"step_seconds": found.seconds, "average_seconds": found.average,
+                         "lag": plan.record.header.lag,
                          "other_lag": asdict(other) if other is not None else None}
 
 

@@ -17,7 +17,7 @@ from rldsl.syntax import ast
 
 def other_lag(plan: Plan, compiled_as: Callable[[Callable[[ast.File], ast.File]], Plan],
               seconds: Callable[[Plan], float]) -> OtherLag | None:
-    """compiled_as: compiles the program after a change of its text. seconds: of a simulated step."""
+    """compiled_as: compiles the program after a change of its text. seconds: of a simulated step, on average."""
     lag = 0 if plan.record.header.lag else 1
     if lag and not may_overlap(plan.record):
         return None

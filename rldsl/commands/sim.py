@@ -35,7 +35,7 @@ def sim(file: str, cluster: str, sets: Mapping[str, Scalar], place: str | None, 
     if not file.endswith(ENDING):
         found = replace(found, other=other_lag(
             plan, lambda change: compiled_program(file, sets, place, overrides, change),
-            lambda other: simulated(other).seconds))
+            lambda other: simulated(other).average))
     if trace:
         write(trace, chrome(found.plan, found.timeline).encode(), "choose another path with --trace")
     return found.json() if as_json else found.text()

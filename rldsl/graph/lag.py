@@ -52,6 +52,8 @@ def nodes_ahead(items: Iterable[g.Item], lasting: frozenset[str], where: Span, e
         elif block is not None:
             named.append(block)
             errors.add("RL0223", f"with `lag`, `{node.id}` cannot be in this block", node.span,
+                       "each iteration generates with what the one before it has trained, so none can run a step ahead"
+                       if isinstance(node, g.Generate) and isinstance(block, g.Repeat) else
                        "generation, and what it is made from, runs ahead of the rest of its step",
                        help=_way_out(node, block))
         elif isinstance(node, g.Generate) and node.in_step:

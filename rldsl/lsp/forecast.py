@@ -49,6 +49,7 @@ class Forecast:
 
     calls: tuple[CallCost, ...] = ()  # in the order of the program
     seconds: float = -1.0             # of a step, with sequences at their maximum length; -1: not known
+    average: float = -1.0             # with what runs in every K-th step
     tokens_per_second: float = 0.0    # of a step; 0: not known
     peak: int = 0                     # bytes on the rank that needs most
     memory: int = 0                   # bytes of a device; 0: not known
@@ -71,7 +72,7 @@ def forecast(question: Question) -> Forecast:
         found = _timed(held, plan, curves, cluster)
     except Failure as failure:
         return replace(held, why=failure.diagnostics[0].title)
-    return replace(found, lag=_lag(file, read, plan, cluster, found.seconds))
+    return replace(found, lag=_lag(file, read, plan, cluster, found.average))
 
 
 def _planned(file: ast.File, read: Callable[[str], str]) -> tuple[g.Graph, int, Plan, tuple[Curve, ...]]:
@@ -86,7 +87,7 @@ def _planned(file: ast.File, read: Callable[[str], str]) -> tuple[g.Graph, int, 
 
 def _lag(file: ast.File, read: Callable[[str], str], plan: Plan, cluster: Cluster, seconds: float) -> str:
     """What the lag, or one of a step where generation has ranks of its own, gains or loses; "" where there is nothing
-    to compare with. seconds: of a step."""
+    to compare with. seconds: of a step, on average."""
     from rldsl.simulate import simulate
     from rldsl.simulate.summary import OtherLag, lag_verdict, may_overlap
 
@@ -95,7 +96,7 @@ def _lag(file: ast.File, read: Callable[[str], str], plan: Plan, cluster: Cluste
         return ""
     try:
         *_, changed, curves = _planned(with_lag(file, other), read)
-        late = OtherLag(other, simulate(changed, cluster).seconds, max(peak(c).bytes for c in curves))
+        late = OtherLag(other, simulate(changed, cluster).average, max(peak(c).bytes for c in curves))
     except Failure:  # with a lag the program is wrong, or does not fit
         return ""
     return f"lag {lag}: {lag_verdict(lag, seconds, late)}"
@@ -130,8 +131,9 @@ def _timed(held: Forecast, plan: Plan, curves: tuple[Curve, ...], cluster: Clust
 
     found = simulate(plan, cluster)
     memory = held.memory or int(cluster.memory_gb * 1e9)
-    return replace(held, calls=_calls(plan, curves, found.event_seconds()), seconds=found.seconds, memory=memory,
-                   tokens_per_second=found.tokens_per_second, machine=cluster.name)
+    return replace(held, calls=_calls(plan, curves, found.event_seconds()), seconds=found.seconds,
+                   average=found.average, memory=memory, tokens_per_second=found.tokens_per_second,
+                   machine=cluster.name)
 
 
 def _calls(plan: Plan, curves: tuple[Curve, ...], seconds: Mapping[int, float]) -> tuple[CallCost, ...]:

@@ -133,6 +133,11 @@ class Simulation:
         return self.timeline.seconds
 
     @property
+    def average(self) -> float:
+        """Seconds of a step, on average: with what runs in every K-th step only."""
+        return self.timeline.average
+
+    @property
     def tokens_per_second(self) -> float:
         """Prompt and response tokens of a step, divided by its seconds."""
         return self.timeline.tokens_per_second

@@ -37,7 +37,9 @@ class PeriodicEvents:
 
     period: int  # in steps
     events: tuple[int, ...]  # ids
-    seconds: float  # that such a step takes longer; of a block inside another, longer than with the outer block alone
+    # by which such a step, and those before in which parts of it run, take longer; of a block inside another, longer
+    # than with the outer block alone
+    seconds: float
     first: int = 0  # they run only in the first so many steps; 0: no limit
 
 
@@ -54,6 +56,16 @@ class Timeline:
     periodic: tuple[PeriodicEvents, ...] = ()  # blocks that do not run in every step
     estimated: tuple[str, ...] = ()  # models without measurements in the cluster's file: times from counted operations
     free: tuple[str, ...] = ()  # rates that the plan needs and the cluster's file leaves out, counted as free
+
+    @property
+    def average(self) -> float:
+        """Seconds of a step, on average over a long run: with what runs in every K-th step."""
+        return self.seconds + sum(o.seconds / o.period for o in self.periodic if not o.first)
+
+    @property
+    def average_differs(self) -> bool:
+        """Whether the average is visibly another one than `seconds`."""
+        return self.average > self.seconds * 1.001
 
     @property
     def tokens_per_second(self) -> float:

@@ -1,14 +1,16 @@
 """The ops of every class of ranks: the plan's body, walked in the order of `runtime/interpreter/interpreter.py`.
 
-In: a world. Out: per class its ops over some steps. The body of an `every` of steps is no part of an ordinary step, and
-is left out unless asked for; an `every` inside a loop counts the loop's iterations (`iterations.py`). Invariant:
-classes that share an event give its messages the same keys, since they execute it equally often.
+In: a world. Out: per class its ops over some turns of the step loop. The body of an `every` of steps is no part of an
+ordinary step, and is left out unless asked for; with a lag, the parts of it that run ahead then run in earlier turns.
+An `every` inside a loop counts the loop's iterations (`iterations.py`). Invariant: classes that share an event give its
+messages the same keys, since they execute it equally often.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -18,6 +20,7 @@ from rldsl.memory.call_memory import optimizer_bytes
 from rldsl.memory.parameters import Copy, elements, resting
 from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.events import (
+    EVERY_TURN,
     Checkpoint,
     Collect,
     Compute,
@@ -39,7 +42,9 @@ from rldsl.plan.events import (
     Train,
     Transfer,
     When,
+    ahead_of,
 )
+from rldsl.plan.projection import walk
 from rldsl.plan.traits import rule_for
 from rldsl.sharding.boxes import cell_of, parameters
 from rldsl.simulate.call_ops import generate_ops, infer_ops, train_ops
@@ -54,6 +59,7 @@ from rldsl.simulate.world import World, collective
 FETCH_ROWS, FETCH_KERNELS = 90, 600  # to read and tokenize a row; to collate a batch
 CALL_ROWS = 110  # to call a Python function with a row
 MOVE_KERNELS = 150  # to divide, pack and join a value
+MOST_TURNS = 4  # that an event of a block is simulated ahead of its step
 
 
 def step_loop(world: World) -> Loop:
@@ -61,10 +67,36 @@ def step_loop(world: World) -> Loop:
     return next(item for item in world.plan.body if isinstance(item, Loop))
 
 
-def build_programs(world: World, steps: int, also: Sequence[When] = ()) -> list[list[Op]]:
-    """The ops of each class. also: blocks that run in the last step too, though not in every step."""
+@dataclass(frozen=True, slots=True)
+class Occasions:
+    """The steps in which blocks run, each around the next, that do not run in every one."""
+
+    blocks: tuple[When, ...] = ()
+    step: int = 0  # the turn of the first such step, from 0
+    period: int = 0  # steps from one to the next; 0: there is only one
+
+    def has(self, block: When) -> bool:
+        return any(block is other for other in self.blocks)
+
+    def includes(self, step: int) -> bool:
+        later = step - self.step
+        return later == 0 or bool(self.period) and later > 0 and later % self.period == 0
+
+
+def build_programs(world: World, turns: int, also: Occasions = Occasions()) -> list[list[Op]]:  # noqa: B008 (immutable)
+    """The ops of each class. also: what runs besides what runs in every step."""
     body = step_loop(world).body
-    return [_OpBuilder(world, c).whole(body, steps, also) for c in range(len(world.classes.ranks))]
+    return [_OpBuilder(world, c, also).whole(body, turns) for c in range(len(world.classes.ranks))]
+
+
+def turns_ahead(blocks: Sequence[When]) -> int:
+    """By how many turns the earliest event of the innermost of some blocks runs before the step that it is for, as the
+    simulation counts them: many turns between two parts of a block are as good as a few."""
+    return max((_turns(ahead_of(item)) for item, _ in walk(blocks[-1].body)), default=0)
+
+
+def _turns(ahead: int) -> int:
+    return min(max(ahead, 0), MOST_TURNS)
 
 
 def periodic_blocks(items: Sequence[Item], around: tuple[When, ...] = ()) -> Iterator[tuple[When, ...]]:
@@ -77,10 +109,6 @@ def periodic_blocks(items: Sequence[Item], around: tuple[When, ...] = ()) -> Ite
             yield from periodic_blocks(item.body, path)
 
 
-def _is_among(blocks: Sequence[When], block: When) -> bool:
-    return not block.seldom or any(block is other for other in blocks)
-
-
 def _runs_in(kind: IterationKind, block: When) -> bool:
     return block.runs(kind.number)
 
@@ -88,8 +116,8 @@ def _runs_in(kind: IterationKind, block: When) -> bool:
 class _OpBuilder:
     """Builds the ops of one class, in the order of the plan's body."""
 
-    def __init__(self, world: World, c: int):
-        self.world, self.c = world, c
+    def __init__(self, world: World, c: int, also: Occasions):
+        self.world, self.c, self.also = world, c, also
         self.ops: list[Op] = []
         # buffer -> keys of the messages under way to it, and seconds of work once they have arrived
         self.pending: dict[str, tuple[tuple[Hashable, ...], float]] = {}
@@ -99,16 +127,31 @@ class _OpBuilder:
         self.iterations: Counter[int] = Counter()  # event -> executions so far in this step
         self.step = 0
 
-    def whole(self, body: Sequence[Item], steps: int, also: Sequence[When]) -> list[Op]:
-        for self.step in range(steps):
+    def whole(self, body: Sequence[Item], turns: int) -> list[Op]:
+        for self.step in range(turns):
             self.iterations.clear()
-            now = also if self.step == steps - 1 else ()
-            self.block(body, partial(_is_among, now))
+            self.turn(body)
             self.ops.append(EventBegin(-1, self.step, 0))
         for buffer in list(self.pending):
             self.wait(buffer)
         self.ops += [Wait(key) for key in self.offloading.values()]
         return self.ops
+
+    def turn(self, items: Sequence[Item], around: tuple[When, ...] = ()) -> None:
+        """around: the blocks around the items."""
+        for item in items:
+            if isinstance(item, When):
+                if not item.seldom or self.also.has(item):
+                    self.turn(item.body, (*around, item))
+            elif not any(b.seldom for b in around) or self.is_due(item, around[-1]):
+                self.block([item], lambda _: True)
+
+    def is_due(self, item: Item, block: When) -> bool:
+        """Whether an item of a block that does not run in every step runs in this turn, for the step of another."""
+        ahead = ahead_of(item)
+        if ahead == EVERY_TURN:  # with anything of the block
+            return any(self.also.includes(self.step + _turns(a)) for a in block.aheads)
+        return self.also.includes(self.step + _turns(ahead))
 
     def block(self, body: Sequence[Item], runs: Callable[[When], bool], depth: int = 0) -> None:
         """runs: whether a block runs now."""

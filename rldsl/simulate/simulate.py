@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from itertools import pairwise, takewhile
 from math import lcm
@@ -23,7 +23,7 @@ from rldsl.simulate.critical_path import find_critical_path
 from rldsl.simulate.engine import Pool, Timelines, run_programs
 from rldsl.simulate.lengths import AT_MOST, Lengths, token_frames
 from rldsl.simulate.model import PeriodicEvents, Span, Timeline
-from rldsl.simulate.program import build_programs, periodic_blocks, step_loop
+from rldsl.simulate.program import Occasions, build_programs, periodic_blocks, step_loop, turns_ahead
 from rldsl.simulate.world import World
 
 STEPS = 3  # only the last one is steady: transfers at the top of a step overlap with the end of the step before
@@ -65,7 +65,7 @@ def run(world: World) -> Timeline:
     lengths: dict[tuple[When, ...], float] = {(): seconds}
     found: list[PeriodicEvents] = []
     for path in periodic_blocks(step_loop(world).body):
-        lengths[path] = _step_seconds(world, path)
+        lengths[path] = _with_blocks(world, path, seconds)
         own = tuple(e.id for e, around in walk(path[-1].body) if not any(
             isinstance(b, When) and b.seldom for b in _outside_step_loop(around)))
         found.append(PeriodicEvents(lcm(*(e.period for e in path)), own, max(0.0, lengths[path] - lengths[path[:-1]]),
@@ -81,16 +81,24 @@ def _outside_step_loop(path: Path) -> Path:
     return tuple(takewhile(lambda block: not isinstance(block, Loop), path))
 
 
-def _simulated(world: World, also: Sequence[When] = ()) -> Timelines:
+def _simulated(world: World, turns: int = STEPS, also: Occasions = Occasions()) -> Timelines:  # noqa: B008 (immutable)
     cluster = world.cluster
     nodes = [r // world.per_node for r in world.classes.first]
     pool = Pool(max(1, cluster.cores // world.machine.threads), cluster.core_speed) if cluster.cores else None
-    return run_programs(build_programs(world, STEPS, also), nodes, pool)
+    return run_programs(build_programs(world, turns, also), nodes, pool)
 
 
-def _step_seconds(world: World, also: Sequence[When]) -> float:
-    begin, end, _ = _last_step(_simulated(world, also))
-    return end - begin
+def _with_blocks(world: World, blocks: tuple[When, ...], seconds: float) -> float:
+    """What a step takes in which blocks run, each around the next. With a lag, parts of them run in the turns before,
+    and what these take longer counts. seconds: of a steady step."""
+    earlier, period = turns_ahead(blocks) if world.lag else 0, lcm(*(b.period for b in blocks))
+    step = STEPS - 1 + earlier
+    if period > 1 and earlier >= period:  # it begins again before it has ended
+        ends = _ends_of_turns(_simulated(world, step + 1 + STEPS * period, Occasions(blocks, step, period)))
+        return ends[-1] - ends[-1 - period] - (period - 1) * seconds
+    after = 1 if earlier else 0  # ranks that are late there still hold up those of the next turn
+    ends = _ends_of_turns(_simulated(world, step + 1 + after, Occasions(blocks, step)))
+    return ends[-1] - ends[STEPS - 2] - (earlier + after) * seconds
 
 
 def check_cluster(plan: Plan, cluster: Cluster) -> None:
@@ -123,9 +131,19 @@ def _machines(nodes: int, devices: int) -> str:
 
 def _last_step(timelines: Timelines) -> tuple[float, float, int]:
     """Begin and end of the last step, and the class that ends it."""
-    ends = [[at for at_event, at in begins if at_event.event == -1] for begins in timelines.begins]
-    before, after = (max(e[k] for e in ends) for k in (STEPS - 2, STEPS - 1))
+    before, after = _ends_of_turns(timelines)[STEPS - 2:STEPS]
+    ends = _ends(timelines)
     return before, after, max(range(len(ends)), key=lambda c: ends[c][STEPS - 1])
+
+
+def _ends(timelines: Timelines) -> list[list[float]]:
+    """[class][turn]"""
+    return [[at for at_event, at in begins if at_event.event == -1] for begins in timelines.begins]
+
+
+def _ends_of_turns(timelines: Timelines) -> list[float]:
+    """When the last class ends each turn."""
+    return [max(ends) for ends in zip(*_ends(timelines), strict=True)]
 
 
 def _spans(timelines: Timelines, zero: float) -> tuple[Span, ...]:

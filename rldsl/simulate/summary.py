@@ -41,7 +41,7 @@ class OtherLag:
     """The same program with another lag."""
 
     lag: int  # steps
-    seconds: float  # of a step
+    seconds: float  # of a step, on average
     peak_bytes: int  # of the rank that needs most memory
 
 
@@ -74,13 +74,15 @@ def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: L
         f"{plan.header.world} of {counted(cluster.world, 'device')}"
     lines = [f"{name} on {cluster.name}: {used}", ""]
     lines.append(f"  step      {seconds_text(timeline.seconds):>10}      {timeline.tokens_per_second:,.0f} tokens/s")
+    if timeline.average_differs:
+        lines.append(f"  average   {seconds_text(timeline.average):>10}      with what runs in every K-th step, below")
     rows = [(count, lengths.of(f)) for f, count in token_frames(plan)]
     if rows:
         texts = dict.fromkeys(f"{n:,} x ({r.prompt:g} + {r.response:g})" for n, r in rows)
         lines.append(f"  lengths   {', '.join(texts)} tokens" + (" (maximum lengths)" if lengths == Lengths() else ""))
     lines += [f"  {what}" for what in _at_most(plan)]
     if other is not None:
-        lines += [f"  lag {plan.header.lag:<5} {lag_verdict(plan.header.lag, timeline.seconds, other)}"]
+        lines += [f"  lag {plan.header.lag:<5} {lag_verdict(plan.header.lag, timeline.average, other)}"]
     every = timeline.event_seconds()
     calls = [(e, every[e.id]) for e in known.values() if isinstance(e, ModelCall) and e.id in every]
     lines += ["", "  call                          longest rank  busy  where"]
@@ -116,7 +118,7 @@ def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: L
 
 
 def lag_verdict(lag: int, seconds: float, other: OtherLag) -> str:
-    """What the lag, or one of a step, gains or loses."""
+    """What the lag, or one of a step, gains or loses. seconds: of a step, on average."""
     late, plain = (seconds, other.seconds) if lag else (other.seconds, seconds)
     saved = plain - late
     share = f"{abs(saved) / plain:.0%}" if plain else "0%"
@@ -173,7 +175,8 @@ def to_json(plan: Plan, timeline: Timeline, cluster: Cluster, other: OtherLag | 
     every = timeline.event_seconds()
     meshes = {m.id: [list(r) for r in m.ranks] for m in plan.meshes}
     found: dict[str, Any] = {
-        "format": 1, "cluster": cluster.name, "seconds": timeline.seconds, "tokens": timeline.tokens,
+        "format": 1, "cluster": cluster.name, "seconds": timeline.seconds,
+        "average_seconds": timeline.average, "tokens": timeline.tokens,
         "tokens_per_second": timeline.tokens_per_second, "lag": plan.header.lag,
         "other_lag": asdict(other) if other is not None else None,
         "calls": [{"event": e.id, "call": e.called, "at": e.at, "seconds": every[e.id],

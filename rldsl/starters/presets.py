@@ -44,10 +44,12 @@ param others     = "rest"                # all other tokens count as one more; "
 _DISTILL_METRIC = """the KL divergence from the teacher, which should fall.
   metric kl     = mean(gen.logprobs - judged)
 """
-_DAPO_FLOW = """# One training step. While it trains, the other GPUs sample until the next step has enough sequences, with the policy of
-# `ahead` steps earlier. The ratio to `kept.logprobs`, the policy that wrote the answers, corrects for the difference.
+_DAPO_FLOW = """# One training step. While it trains, the other GPUs sample until the next step has enough sequences,
+# with the policy of `ahead` steps earlier. The ratio to `kept.logprobs`, of that policy, corrects for the difference.
 flow dapo(steps=steps, seed=1, lag=ahead) {"""
-_AHEAD_PARAM = """param steps      = 500                   # each step samples until there are enough sequences, then trains once
+_SIM = "#   rlc sim dapo.rlf --cluster h100x8      predict the time of a step, and what the lag gains\n"
+_STEPS_PARAM = "each step samples until there are enough sequences, then trains once\n"
+_AHEAD_PARAM = f"""{_STEPS_PARAM}\
 param ahead      = 1                     # steps by which sampling runs ahead; 0: with the policy of the step
 """
 _DAPO_TOGETHER = """place actor.generate on mesh(0:8) dp=4 tp=2
@@ -64,9 +66,7 @@ PRESETS = {
         *_GRPO_FREE, (_GRPO_USE, "use std.grpo (group_norm)\nuse std.gspo (gspo)"),
         (_GRPO_LOSS, "gspo(old=gen.logprobs, adv=adv)"))),
     "dapo_async": Preset("dapo", "Asynchronous DAPO: dynamic sampling for the next step while this one trains.", (
-        ("#   rlc run dapo.rlf --out", "#   rlc sim dapo.rlf --cluster h100x8      predict the time of a step, and what the "
-                                       "lag gains\n#   rlc run dapo.rlf --out"),
-        (_AHEAD_PARAM.partition("\n")[0] + "\n", _AHEAD_PARAM),
+        ("#   rlc run dapo.rlf --out", _SIM + "#   rlc run dapo.rlf --out"), (_STEPS_PARAM, _AHEAD_PARAM),
         ("# One training step.\nflow dapo(steps=steps, seed=1) {", _DAPO_FLOW),
         (_DAPO_TOGETHER, _DAPO_APART))),
     "dr_grpo": Preset("grpo", "Dr GRPO: GRPO without division by the deviation of rewards or the length of answers.", (

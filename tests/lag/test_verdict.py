@@ -42,8 +42,8 @@ def sim(folder: Path, place: str, option: str, *more: str, text: str = "", comma
 def test_on_disjoint_ranks(folder: Path) -> None:
     plain, late = (json.loads(sim(folder, "apart", option, "--json")) for option in ("", ", lag=1"))
     assert (plain["lag"], late["lag"]) == (0, 1) and late["seconds"] < plain["seconds"]
-    assert plain["other_lag"] | {"peak_bytes": 0} == {"lag": 1, "seconds": late["seconds"], "peak_bytes": 0}
-    assert late["other_lag"] | {"peak_bytes": 0} == {"lag": 0, "seconds": plain["seconds"], "peak_bytes": 0}
+    assert plain["other_lag"] | {"peak_bytes": 0} == {"lag": 1, "seconds": late["average_seconds"], "peak_bytes": 0}
+    assert late["other_lag"] | {"peak_bytes": 0} == {"lag": 0, "seconds": plain["average_seconds"], "peak_bytes": 0}
     assert "with lag=1 a step would be" in sim(folder, "apart", "") and "shorter" in sim(folder, "apart", "")
     assert "shorter than without it" in sim(folder, "apart", ", lag=2")
 
@@ -90,7 +90,7 @@ def test_the_lag_of_a_call(folder: Path) -> None:
     late = text.replace("temperature=0.9)", "temperature=0.9, lag=1)")
     plain, of_call = (json.loads(sim(folder, "apart", "", "--json", text=x)) for x in (text, late))
     assert of_call["lag"] == 1 and of_call["seconds"] < plain["seconds"]
-    assert (of_call["other_lag"]["lag"], of_call["other_lag"]["seconds"]) == (0, plain["seconds"])
+    assert (of_call["other_lag"]["lag"], of_call["other_lag"]["seconds"]) == (0, plain["average_seconds"])
 
 
 def test_only_generation_loses_its_lag() -> None:
@@ -112,3 +112,47 @@ def test_with_known_durations_only_the_schedule_is_left(folder: Path, generate: 
     assert plain["seconds"] == pytest.approx(generate + train + 20, rel=0.01)
     assert late["seconds"] == pytest.approx(max(generate, train + 20), rel=0.01)
     assert late["other_lag"]["seconds"] == pytest.approx(plain["seconds"])
+
+
+SELDOM = '''
+use std.sft (sft)
+param base = "models/sft"
+param rows = "data/prompts.jsonl"
+cluster nodes=1 gpus=2
+data prompts = jsonl(rows, batch=4, max_prompt_tokens=16)
+data others  = jsonl(rows, batch=4, max_prompt_tokens=16)
+model actor  = causal_lm(base) train adamw(lr=1e-3)
+model second = causal_lm(base) train adamw(lr=1e-3)
+flow run(steps=20, seed=7) {
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, max_new_tokens=4)
+  actor.train(gen, loss=sft())
+  every PERIOD {
+    other = others.next()
+    more  = second.generate(other, max_new_tokens=4)
+    second.train(more, loss=sft())
+  }
+}
+'''
+BLOCKS = placement(2, **{"*_generate": "on mesh(0:1)", "*_train": "on mesh(1:2)"})
+
+
+@pytest.mark.parametrize(("period", "lag", "seconds"), [
+    (4, 0, 20 + (100 + 60) / 4),  # one after the other
+    (4, 1, 10 + (100 + 60) / 4),  # in consecutive turns, each beside an ordinary step
+    (2, 1, 10 + (100 + 60) / 2),
+    (2, 4, 10 + 100 / 2),  # beside the training of an earlier one
+])
+def test_the_parts_of_a_block_run_in_turns_of_their_own(folder: Path, period: int, lag: int, seconds: float) -> None:
+    """On average; the steady step is without it."""
+    (folder / "blocks.rlf").write_text(BLOCKS)
+    text = SELDOM.replace("PERIOD", str(period))
+    given = [x for name, n in (("actor.generate", 10), ("actor.train", 10), ("second.generate", 100),
+                               ("second.train", 60)) for x in ("--duration", f"{name}={n}")]
+    option = f", lag={lag}" if lag else ""
+    found = json.loads(sim(folder, "blocks", option, "--json", *given, text=text))
+    assert found["seconds"] == pytest.approx(10 if lag else 20, rel=0.01)
+    assert found["average_seconds"] == pytest.approx(seconds, rel=0.01)
+    if lag != 1:  # the second simulation has a lag of 0 or 1
+        assert found["other_lag"]["seconds"] == pytest.approx(20 + 160 / period if lag else 10 + 160 / period, rel=0.01)
+    assert f"every {period} steps" in (said := sim(folder, "blocks", option, *given, text=text)) and "average" in said

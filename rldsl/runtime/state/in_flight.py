@@ -2,8 +2,8 @@
 
 In: the states of these steps. Out: tensors by name, and from them the buffers of an event, on the ranks of any
 placement. What depends on parameters, states or buffers of the past is stored: what was generated, inferred with a
-model that changes, drawn, sampled, and computed from a state. The rest of what runs ahead is computed again when a run resumes: it may run
-ahead by another number of steps under another placement. A tensor is named
+model that changes, drawn, sampled, and computed from a state. The rest of what runs ahead is computed again when a run
+resumes: it may run ahead by another number of steps under another placement. A tensor is named
 `later step|STEP|VALUE|PART.RANK|0:n`, with the parts of a ragged value: ids, sizes and data. In a loop, the rows of an
 iteration come after those of the iterations before, and the condition that ended the loop is stored with an entry for
 each iteration, so that a resumed run makes as many.
