@@ -49,13 +49,13 @@ class Forecast:
 
     calls: tuple[CallCost, ...] = ()  # in the order of the program
     seconds: float = -1.0             # of a step, with sequences at their maximum length; -1: not known
-    average: float = -1.0             # with what runs in every K-th step
     tokens_per_second: float = 0.0    # of a step; 0: not known
     peak: int = 0                     # bytes on the rank that needs most
     memory: int = 0                   # bytes of a device; 0: not known
     machine: str = ""                 # name of the cluster
     lag: str = ""                     # what the lag, or one of a step, gains or loses; "": not known
     why: str = ""                     # why there is no answer, or why a part of it is missing; "": complete
+    average: float = -1.0             # seconds of a step, with what runs in every K-th step; -1: not known
 
 
 def forecast(question: Question) -> Forecast:
