@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, inf, log2
+from typing import NamedTuple
 
 from rldsl.clusters import Cluster, Measured
 from rldsl.plan.model import Model
@@ -23,10 +24,19 @@ LOW_TILE = 16  # rows of a tile of a result that has few, at least
 SPLIT = 4096  # inner width of a product that a multiprocessor computes in one piece
 RAMP = 256  # inner width whose products take as long as filling and draining the pipeline of a multiprocessor
 ADAM = 28  # bytes moved per element in a step: parameter, gradient, two moments read; all but the gradient written
-# seconds of an invariant model over those of the same without, as `python -m benchmarks.invariant` measures them on a
-# CPU in float32: of decoding, of a forward pass, and of training, where gradients have no order of sums and where they
-# have one
-INVARIANT_DECODE, INVARIANT_FORWARD, INVARIANT_TRAIN, ORDERED_TRAIN = 1.4, 1.2, 1.2, 1.5
+
+
+class InvariantPrice(NamedTuple):
+    """Seconds of an invariant model over those of the same without, as `python -m benchmarks.invariant` measures them
+    on a CPU."""
+
+    decode: float
+    forward: float
+    train: float          # where gradients have no order of sums
+    ordered_train: float  # where they have one
+
+
+INVARIANT_PRICE = {"float32": InvariantPrice(1.5, 1.2, 1.2, 1.8), "bfloat16": InvariantPrice(1.7, 1.2, 1.2, 1.8)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,7 @@ class Machine:
     def forward(self, s: Shard, c: WorkCounts, links: float = 0.0) -> float:
         """Seconds of a forward pass. links: seconds in which it exchanges data with other ranks."""
         found = self.measured(s.model, s.tp)
-        price = INVARIANT_FORWARD - 1 if s.model.invariant else 0.0  # of what it computes itself
+        price = INVARIANT_PRICE[s.model.dtype].forward - 1 if s.model.invariant else 0.0  # of what it computes itself
         if found and found.forward:
             return (1 + price) * _sum(found.forward, c) + links
         return self._pass(s, c, 1, links) + (price * self._pass(s, c, 1, 0.0) if price else 0.0)
@@ -63,9 +73,10 @@ class Machine:
         """(forward, backward) seconds of a micro-batch. links: seconds in which a forward pass exchanges data with
         other ranks, and again a backward pass; again_links: the same of the forward pass that is made again."""
         forward, backward = self._train(s, c, recompute, links, again_links)
-        price = ORDERED_TRAIN if s.model.invariant_training else INVARIANT_TRAIN if s.model.invariant else 1.0
-        if price == 1.0:
+        if not s.model.invariant:
             return forward, backward
+        prices = INVARIANT_PRICE[s.model.dtype]
+        price = prices.ordered_train if s.model.invariant_training else prices.train
         own = self._train(s, c, recompute, 0.0, 0.0)
         return forward + (price - 1) * own[0], backward + (price - 1) * own[1]
 
@@ -84,7 +95,7 @@ class Machine:
 
     def decode(self, s: Shard, c: WorkCounts, captured: bool = False) -> float:
         """Seconds of decoding steps. captured: kernels are replayed from a graph."""
-        return self._decode(s, c, captured) * (INVARIANT_DECODE if s.model.invariant else 1.0)
+        return self._decode(s, c, captured) * (INVARIANT_PRICE[s.model.dtype].decode if s.model.invariant else 1.0)
 
     def _decode(self, s: Shard, c: WorkCounts, captured: bool) -> float:
         found = self.measured(s.model, s.tp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks.match import gap
 from benchmarks.match import prompts as ragged_prompts
 from rldsl.backends.torch.generate.op_trace import trace
 from rldsl.backends.torch.kernels import products
+from rldsl.backends.torch.model import invariant
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
 from tests.backend_torch.shards import make_shard, pack, plan_model
@@ -169,11 +171,18 @@ def test_a_model_generates_and_trains_with_them(calls: list[tuple[int, ...]], pa
     torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-6)
 
 
-def test_an_invariant_model_has_none(calls: list[tuple[int, ...]], path: str) -> None:
+@pytest.mark.parametrize("faster", [True, False])
+def test_an_invariant_model_has_one_library(calls: list[tuple[int, ...]], path: str, faster: bool,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of every size, or none: a row must have the same numbers in every batch."""
+    monkeypatch.setattr(invariant, "onednn_is_faster", lambda: faster)
     model = replace(plan_model(path, optimizer=Optimizer(lr=1e-3)), invariant=True)
     shard: Any = make_shard(model, 0)
     given = pack([([2 + i % 40] * 8, []) for i in range(64)])
     assert gap(shard, given, Sampling(max_new_tokens=4)).most == 0
     made = shard.generate(given, Sampling(max_new_tokens=4), seed=1, step=0, max_num_seqs=0)
     shard.train([(made.batch,)], [("logprobs",)], 1.0, lambda _, out: out[0]["logprobs"].mean())
-    assert not calls
+    sizes = [math.prod(shape) for shape in calls]
+    assert (min(sizes) < products.MIN_MULTIPLICATIONS) if faster else not sizes
+    assert not any(isinstance(module, products.OneDNNLinear) for chunk in shard.stage.chunks
+                   for module in chunk.body.modules())

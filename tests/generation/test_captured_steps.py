@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from rldsl.backends.torch.generate.captured_step import CALLS_BEFORE_CAPTURE, CapturedSteps
 from rldsl.backends.torch.generate.op_trace import NotTraceable, trace
@@ -50,7 +52,18 @@ def constant_view() -> tuple[torch.Tensor, ...]:
     return WEIGHT.T @ X[2:4].T.flip(0), X[0]
 
 
-RECORDED = [norm, lists, in_place, several, layer, constant_view]
+def casts_and_constants() -> tuple[torch.Tensor, ...]:
+    half = X.bfloat16()
+    made = torch.zeros_like(half)
+    made += half  # what is made anew is written anew
+    full = X.new_full((5,), 3.0)
+    full.mul_(X[:, 0])
+    rest = X.new_zeros(2, 3)
+    rest += X[:2, :3]
+    return half.float(), made, full, rest, X.T.to(torch.bfloat16), X[:, ::2].double()
+
+
+RECORDED = [norm, lists, in_place, several, layer, constant_view, casts_and_constants]
 
 
 @pytest.mark.parametrize("function", RECORDED)
@@ -62,6 +75,22 @@ def test_a_trace_gives_what_the_function_gives(function: Callable[[], tuple[torc
         for _ in range(2):
             X.normal_()  # constants are read where they lie
             assert all(map(torch.equal, traced(), function()))
+
+
+def test_a_trace_runs_outside_modes_of_functions() -> None:
+    class Counted(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Counted() as mode:
+        out, traced = trace(norm)
+        before = mode.calls
+        again = traced()
+        assert mode.calls == before > 0
+    assert torch.equal(again[0], out[0])
 
 
 def test_a_trace_writes_where_the_function_does() -> None:

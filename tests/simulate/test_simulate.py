@@ -18,7 +18,7 @@ from rldsl.plan.projection import event_paths
 from rldsl.simulate import Lengths, Timeline, simulate, transfer_ops
 from rldsl.simulate.classes import build_classes
 from rldsl.simulate.engine import Compute, EventBegin
-from rldsl.simulate.machine import Machine
+from rldsl.simulate.machine import INVARIANT_PRICE, Machine
 from rldsl.simulate.program import build_programs
 from rldsl.simulate.simulate import STEPS, run
 from rldsl.simulate.work_counts import WorkCounts, build_shard, num_cache_widths
@@ -348,17 +348,21 @@ def test_ten_thousand_ranks() -> None:
     assert plan.header.world == 10_240 and len(large.classes) < 20 and large.seconds > 0
 
 
-def test_invariance_has_its_price() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_invariance_has_its_price(dtype: str) -> None:
     """As `benchmarks/invariant.py` measures it; what does not compute with the model costs nothing more."""
+    price = INVARIANT_PRICE[dtype]
     plan, work = known("together"), WorkCounts(1, 2, 100, 1000, 10)
     model, machine = next(m for m in plan.models if m.head_name == "causal_lm"), Machine(ROUND)
     layout = next(x for x in plan.layouts if x.id == model.train_layout)
 
     def seconds(invariant: bool, ordered: bool) -> tuple[float, ...]:
-        shard = build_shard(replace(model, invariant=invariant, invariant_training=ordered), layout, 0)
+        shard = build_shard(replace(model, dtype=dtype, invariant=invariant, invariant_training=ordered), layout, 0)
         return (machine.forward(shard, work), machine.decode(shard, work), *machine.train(shard, work, False))
 
     plain = seconds(False, False)
     assert all(s > 0 for s in plain)
-    assert seconds(True, False) == pytest.approx([p * f for p, f in zip(plain, (1.2, 1.4, 1.2, 1.2))])
-    assert seconds(True, True) == pytest.approx([p * f for p, f in zip(plain, (1.2, 1.4, 1.5, 1.5))])
+    assert seconds(True, False) == pytest.approx([p * f for p, f in zip(plain, (price.forward, price.decode, price.train, price.train))])
+    assert seconds(True, True) == pytest.approx([
+        p * f for p, f in zip(plain, (price.forward, price.decode, price.ordered_train, price.ordered_train))])
+    assert INVARIANT_PRICE["bfloat16"].decode > INVARIANT_PRICE["float32"].decode

@@ -32,6 +32,16 @@ NAMESPACES = ("aten", "mkldnn")  # of operators whose schemas say what they do
 UNDECLARED_VIEWS = ("_unsafe_view",)  # the result shares its argument's memory, though the schema does not say so
 
 
+# of operators whose result a tensor that exists can take in one step, though they have no such variant: (result,
+# arguments) -> the step
+WRITERS: dict[Op, Callable[[torch.Tensor, Any], Callable[[], Any]]] = {
+    torch.ops.aten._to_copy.default: lambda out, args: partial(out.copy_, args[0]),
+    torch.ops.aten.zeros_like.default: lambda out, args: out.zero_,
+    torch.ops.aten.new_zeros.default: lambda out, args: out.zero_,
+    torch.ops.aten.new_full.default: lambda out, args: partial(out.fill_, args[2]),
+}
+
+
 class NotTraceable(Exception):
     """The function cannot be captured."""
 
@@ -45,8 +55,8 @@ class OpTrace:
         self.storage = storage  # the memory of what the operators make, which each run writes anew
 
     def __call__(self) -> Outputs:
-        # what was captured is below autocast and autograd, and must not meet them again
-        with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+        # what was captured is below autocast, autograd and modes of functions, and must not meet them again
+        with torch.inference_mode(), torch.autocast("cpu", enabled=False), torch._C.DisableTorchFunction():
             for op in self.ops:
                 op()
         return self.out
@@ -93,6 +103,8 @@ class _Tracer(TorchDispatchMode):
             args = [[*x] if isinstance(x, list) else x for x in args]
             if effect == "in place":
                 self.ops.append(partial(op, *args, **kwargs))
+            elif (write := WRITERS.get(func)) is not None:
+                self.ops.append(write(out, args))
             elif out_variant is not None:
                 self.ops.append(partial(out_variant, *args, **kwargs, out=out))
             else:

@@ -5,8 +5,8 @@ In: matrices. Out: their product, or a linear layer with its gradients.
 torch multiplies float32 matrices by MKL, which uses AVX-512 on Intel's processors alone; oneDNN, which torch has for
 other dtypes, uses it everywhere, and there is more than twice as fast. Which one multiplies depends on the machine and
 on the sizes of the matrices and on nothing else, so that the same call gives the same numbers every time. Small
-products stay with MKL, since a call of oneDNN takes longer to begin. Invariant models never come here: their products
-have one order of sums.
+products stay with MKL, since a call of oneDNN takes longer to begin. Invariant models choose by the machine alone
+(`ordered_product`), since a row must have the same numbers in every batch.
 """
 
 from __future__ import annotations
@@ -49,6 +49,18 @@ def has_onednn() -> bool:
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [n, k] @ b [m, k].T -> [n, m]. Not differentiable: for functions with a gradient of their own."""
     return _onednn(a, b, None) if _takes(a, b) else a @ b.T
+
+
+def ordered_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [n, k] @ b [m, k].T -> [n, m] by oneDNN, whatever the sizes are; n and m are at least 2. It adds the terms of
+    an element in an order that follows from k, as `model/invariant_probe.py` checks. A run of the columns of a larger
+    matrix is copied, since oneDNN has no fast kernel for one."""
+    return _onednn(_dense(a), _dense(b), None)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """x, its elements next to one another in the order of rows or of columns that they have."""
+    return x.T.contiguous().T if x.stride(0) == 1 and x.stride(1) != 1 else x.contiguous()
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

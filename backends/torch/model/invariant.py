@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from rldsl.backends.torch.kernels import fixed_order
 from rldsl.backends.torch.kernels.autograd import Function
+from rldsl.backends.torch.kernels.products import onednn_is_faster, ordered_product
 from rldsl.backends.torch.model.collectives import tree_of
 
 ROWS, COLUMNS = 4, 16  # a matrix product has whole multiples of both
@@ -62,6 +63,12 @@ def multiply(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         # a product of two bfloat16 numbers is exact in float32, so only the order of the sums is another one
         return multiply(x.float(), right.float()).to(x.dtype)
     (count, size), width = x.shape, right.shape[1]
+    if x.dtype == torch.float32 and onednn_is_faster():
+        # one row or one column has another order of sums, every other number the same
+        few = count < ROWS or width < COLUMNS
+        out = ordered_product(pad_to_multiple(x, ROWS) if count < ROWS else x,
+                              pad_to_multiple(right.T, COLUMNS) if width < COLUMNS else right.T)
+        return out[:count, :width] if few else out
     x, whole = pad_to_multiple(x, ROWS), width // COLUMNS * COLUMNS
     if x.dtype != torch.float32 and len(x) * size * COLUMNS <= HALF_PRODUCT:
         x = pad_to_multiple(x, HALF_PRODUCT // (size * COLUMNS) // ROWS * ROWS + ROWS)
@@ -269,20 +276,24 @@ class _Attention(Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *inputs, mask = ctx.saved_tensors
         causal, scale, over_query_heads = ctx.options
+        dtype = inputs[0].dtype
         if over_query_heads is not None:
             repeat = inputs[0].shape[1] // inputs[1].shape[1]
             inputs = [inputs[0], *(x.repeat_interleave(repeat, 1) for x in inputs[1:])]
         if fixed_order.needed(grad):
             of_q, *of_kv = _blocked_gradient(inputs[0], inputs[1], inputs[2], mask, causal, scale, grad)
         else:
+            if mask is not None and mask.dtype != torch.bool:
+                mask = mask.float()
             with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
-                q, k, v = (x.detach().requires_grad_() for x in inputs)
+                # in float32, where torch's kernel takes less than half of its time in bfloat16
+                q, k, v = (x.detach().float().requires_grad_() for x in inputs)
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale,
                                                      enable_gqa=True)
-            of_q, *of_kv = torch.autograd.grad(out, (q, k, v), grad)
+            of_q, *of_kv = torch.autograd.grad(out, (q, k, v), grad.float())
         if over_query_heads is not None:
-            of_kv = [over_query_heads(x.float()).to(x.dtype) for x in of_kv]
-        return of_q, *of_kv, None, None, None, None
+            of_kv = [over_query_heads(x.float()) for x in of_kv]
+        return of_q.to(dtype), *(x.to(dtype) for x in of_kv), None, None, None, None
 
 
 def _blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool,
