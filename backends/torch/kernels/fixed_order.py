@@ -6,8 +6,8 @@ changes a bit.
 
 Reductions add halves element by element, and element-wise kernels compute each element alone. Products need a kernel of
 their own (`ordered_products.py`). On a CPU none of this is used: torch's own are faster, and
-`model/invariant_probe.py` tries them. Nothing here has run on a GPU: the tests run it on a CPU, the kernel in Triton's
-interpreter, and compile the kernel for two generations of GPUs.
+`model/invariant_probe.py` tries them. The tests run this on a CPU, the kernel in Triton's interpreter, and compile the
+kernel for two generations of GPUs; docs/gpu.md says what has run on one.
 """
 
 from __future__ import annotations
