@@ -148,7 +148,7 @@ class TorchShard:
         passes_must_match = self.axes.ep.size > 1  # ranks that share experts make the same passes
         batches = [b for b in batches if passes_must_match or len(b)]
         inputs = [pack_inputs((b if len(b) else DUMMY_BATCH,), self.device, self.axes.cp, self.stage.sequence_parallel,
-                              vision=self.stage.vision)
+                              vision=self.stage.vision, share=self.stage.shares_prompts)
                   for b in batches]
         results: list[tuple[torch.Tensor, ...]] = []
 
@@ -178,7 +178,8 @@ class TorchShard:
         sequence_parallel = SequenceParallel(self.axes.tp, False) if self.stage.ordered_gradients else \
             self.stage.sequence_parallel
         inputs = {i: pack_inputs(minibatch[i] if has_rows[i] else (DUMMY_BATCH,), self.device, self.axes.cp,
-                                 sequence_parallel, self.stage.ordered_gradients, self.stage.vision) for i in passes}
+                                 sequence_parallel, self.stage.ordered_gradients, self.stage.vision,
+                                 self.stage.shares_prompts) for i in passes}
         wanted = {name for names in outputs for name in names}
         others = [cast(TorchShard, head).stage for head in heads]
 

@@ -182,7 +182,8 @@ def sizes_of(family: Family) -> Sizes:
     activation = next((json.loads(config[k]) for k in ("hidden_activation", "hidden_act", "activation_function")
                        if config.get(k, "null") != "null"), "")
     return Sizes(family.hidden, family.expert_width or family.intermediate, family.heads, family.kv_heads,
-                 family.head_dim, family.vocab, str(activation), family.chosen)
+                 family.head_dim, family.vocab, str(activation), family.chosen,
+                 family.recurrent or bool(family.by_rows) or family.reads_images)
 
 
 def _meaning(config: Any) -> tuple[tuple[str, str], ...]:

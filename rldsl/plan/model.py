@@ -242,6 +242,7 @@ class Sizes:
     vocab: int = 0  # tokens
     activation: str = ""  # of the MLP, as in the config: "silu"
     experts_per_token: int = 0  # experts per token; 0: a dense model
+    whole_sequences: bool = False  # whether modules need complete sequences: they carry a state, or read images
 
 
 @dataclass(frozen=True, slots=True)

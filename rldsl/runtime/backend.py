@@ -74,6 +74,9 @@ class PackedBatch:
     hidden: tuple[torch.Tensor, ...] = ()
     # `prompt_lens` and `response_lens` where the host knows them, so that nobody has to read them from the device
     on_host: tuple[Sequence[int], Sequence[int]] | None = None
+    # [S] names of the prompts: sequences of a micro-batch with the same name and prompts of one length have the same
+    # prompt, also those of two frames. None: the caller knows none
+    prompts: Sequence[Hashable] | None = None
 
     def __len__(self) -> int:
         return self.rows.numel()

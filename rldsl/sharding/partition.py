@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heapreplace
@@ -283,12 +283,29 @@ def _present(rows: Sequence[int], frame: IndexedFrame, lengths: Lengths) -> Rows
     return tuple(r for r in rows if r in present)
 
 
+@dataclass(frozen=True, slots=True)
+class Siblings:
+    """Rows that have the same prompt, which is computed once for those of a micro-batch."""
+
+    run: int  # row r has prompt r // run
+    prompts: Sequence[int]  # tokens of prompts, by row number
+
+    def computed(self, rows: Iterable[int], lengths: Sequence[int]) -> int:
+        """Tokens that a micro-batch of these rows, ascending, computes. lengths: tokens, by row number."""
+        tokens, last = 0, -1
+        for r in rows:
+            tokens += lengths[r] - (self.prompts[r] if r // self.run == last else 0)
+            last = r // self.run
+        return tokens
+
+
 def micro_batches(rows: Sequence[int], lengths: Sequence[int], mbs: int, min_count: int,
-                  mbt: int = 0) -> tuple[Rows, ...]:
+                  mbt: int = 0, siblings: Siblings | None = None) -> tuple[Rows, ...]:
     """`rows` in micro-batches of at most `mbs` rows and `mbt` tokens (0: any number), of about equal token counts,
     at least `min_count` of them while there are that many rows. A row longer than `mbt` is alone. lengths: tokens,
     by row number. Rows ascend inside a micro-batch and micro-batches by their first row, so their concatenation is in
-    general *not* in the order of `rows`."""
+    general *not* in the order of `rows`. siblings: rows of one prompt stay together where that makes the micro-batch
+    with most to compute smaller; there are as many as without."""
     if not rows:
         return ()
     rows = sorted(rows)
@@ -298,7 +315,45 @@ def micro_batches(rows: Sequence[int], lengths: Sequence[int], mbs: int, min_cou
     while mbt and any(len(part) > 1 and sum(sizes[i] for i in part) > mbt for part in parts):
         count += 1
         parts = balance_items(sizes, count, mbs or len(rows))
-    return tuple(sorted(tuple(rows[i] for i in part) for part in parts))
+    found = tuple(sorted(tuple(rows[i] for i in part) for part in parts))
+    if siblings is None or len(found) == 1:
+        return found
+    together = _together(rows, lengths, count, mbs or len(rows), mbt, siblings)
+    return min((found, together), key=lambda cut: max(siblings.computed(part, lengths) for part in cut)) \
+        if together else found
+
+
+def _together(rows: Sequence[int], lengths: Sequence[int], count: int, mbs: int, mbt: int, siblings: Siblings
+              ) -> tuple[Rows, ...]:
+    """`count` micro-batches of neighbors, so that the one with most to compute has as little as possible; empty if that
+    many are not enough for the bounds. rows: ascending."""
+    def runs(most: int) -> list[list[int]]:
+        """As few as possible that compute at most `most` tokens each."""
+        found: list[list[int]] = []
+        tokens = computed = 0
+        for r in rows:
+            more = lengths[r]
+            if found and found[-1][-1] // siblings.run == r // siblings.run:
+                more -= siblings.prompts[r]
+            if not found or len(found[-1]) == mbs or mbt and tokens + lengths[r] > mbt or computed + more > most:
+                found.append([])
+                tokens, computed, more = 0, 0, lengths[r]
+            found[-1].append(r)
+            tokens += lengths[r]
+            computed += more
+        return found
+
+    low, high = 0, sum(lengths[r] for r in rows)
+    if len(runs(high)) > count:
+        return ()
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if len(runs(middle)) > count else (low, middle)
+    found = runs(high)
+    while len(found) < count:  # fewer are enough
+        at = max(range(len(found)), key=lambda i: len(found[i]))
+        found[at : at + 1] = [found[at][: len(found[at]) // 2], found[at][len(found[at]) // 2 :]]
+    return tuple(map(tuple, found))
 
 
 def num_micro_batches(rows: Sequence[int], lengths: Sequence[int], mbs: int, min_count: int, mbt: int = 0) -> int:

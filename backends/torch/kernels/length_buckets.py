@@ -28,21 +28,23 @@ class LengthBuckets:
     """The buckets of one packed row. Cells are the tokens of all buckets, one bucket after the other: C in all, of
     which T hold a token of the row and the others are padding."""
 
+    runs: list[list[int]]          # numbers of the sequences of each bucket; empty ones are in none
     shapes: list[tuple[int, int]]  # (sequences, tokens) of each bucket
     token_of_cell: torch.Tensor    # [C] the token of the row that a cell holds
     cell_of_token: torch.Tensor    # [T]
     padding_cells: torch.Tensor    # [C - T]
 
-    def __init__(self, lengths: torch.Tensor, on_host: Sequence[int] | None = None):
-        """lengths: [S] int64. on_host: the same, if the host knows them."""
+    def __init__(self, lengths: torch.Tensor, on_host: Sequence[int] | None = None, before: Sequence[int] = ()):
+        """lengths: [S] int64. on_host: the same, if the host knows them. before: a second number of tokens of each
+        sequence, by which those of a bucket are alike, too."""
         # without these, the one wait for the device: everything below is computed on the host
         host_lengths = lengths.cpu() if on_host is None else torch.tensor(on_host, dtype=torch.long)
         sizes = host_lengths.tolist()
-        by_width: defaultdict[int, list[int]] = defaultdict(list)
-        for i, size in enumerate(sizes):
-            if size:
-                by_width[round_to_bucket(size, MIN_STEP, 4)].append(i)
-        runs = [by_width[width] for width in sorted(by_width)]
+        by_width: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        for i, both in enumerate(zip(sizes, before or sizes, strict=True)):
+            if sizes[i]:
+                by_width[tuple(round_to_bucket(size, MIN_STEP, 4) for size in both)].append(i)
+        self.runs = runs = [by_width[width] for width in sorted(by_width)]
         self.shapes = [(len(run), max(sizes[i] for i in run)) for run in runs]
         order = torch.tensor([i for run in runs for i in run], dtype=torch.long)
         widths = torch.tensor([width for count, width in self.shapes for _ in range(count)], dtype=torch.long)

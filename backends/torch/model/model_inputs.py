@@ -16,6 +16,7 @@ import torch
 from rldsl.backends.torch.model.attention import PackedAttention, VarlenAttention
 from rldsl.backends.torch.model.context_parallel import ContextParallelAttention, Partition
 from rldsl.backends.torch.model.sequence_parallel import PaddedAttention, SequenceParallel, pad_rows
+from rldsl.backends.torch.model.shared_prompts import SharedPrompts, shared_prompts
 from rldsl.backends.torch.model.token_groups import GroupedAttention, GroupedPartition
 from rldsl.backends.torch.model.vision import Vision
 from rldsl.diag import fail
@@ -57,11 +58,12 @@ class ModelInputs:
 
 
 def pack_inputs(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, sequence_parallel: SequenceParallel,
-                in_groups: bool = False, vision: Vision | None = None) -> ModelInputs:
+                in_groups: bool = False, vision: Vision | None = None, share: bool = False) -> ModelInputs:
     """This rank's part of some frames; padded where sequence parallelism needs it. in_groups: for gradients with one
-    order of sums (`token_groups.py`). vision: of a model that reads images.
+    order of sums (`token_groups.py`). vision: of a model that reads images. share: a prompt that the frames say several
+    sequences have may be there once (`shared_prompts.py`).
     Errors: RL0732 for an empty prompt, since nothing predicts its first response token."""
-    inputs = _own_part(frames, device, cp, in_groups)
+    inputs = _own_part(frames, device, cp, in_groups, share and vision is None)
     count = len(inputs.tokens)
     rows = sequence_parallel.padded_rows(count)
     if rows != count:
@@ -90,7 +92,17 @@ def _on_host(frames: Sequence[PackedBatch]) -> tuple[list[int], list[int]] | Non
     return prompts, responses
 
 
-def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, in_groups: bool) -> ModelInputs:
+def _shared(frames: Sequence[PackedBatch], prompts: Sequence[int], responses: Sequence[int], device: torch.device
+            ) -> SharedPrompts | None:
+    """The row with each prompt once, where the frames say which are the same and it pays."""
+    if any(f.own is not None for f in frames):
+        return None
+    names = [name for f in frames for name in f.prompts or [None] * len(f)]
+    return shared_prompts(names, prompts, responses, device)
+
+
+def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, in_groups: bool, share: bool
+              ) -> ModelInputs:
     tokens = torch.cat([f.tokens for f in frames]).to(device)
     prompts = torch.cat([f.prompt_lens for f in frames]).to(device)
     responses = torch.cat([f.response_lens for f in frames]).to(device)
@@ -119,6 +131,10 @@ def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, in_
             targets[predict.own_items], None if ids is None else ids[predict.own_items],
             tuple(x[predict.own_items] for x in hidden), last.places(rows, last_at), *sizes, predict, last,
             tuple(predict.sizes))
+    shared = _shared(frames, *on_host, device) if share and cp.size == 1 and on_host is not None else None
+    if shared is not None:
+        return ModelInputs(tokens[shared.keep], shared.attention.positions, shared.attention, shared.predict_at,
+                           targets, ids, hidden, shared.last_at, *sizes)
     if cp.size == 1:
         varlen = VarlenAttention(lengths, None if on_host is None else list(map(add, *on_host)))
         return ModelInputs(tokens, varlen.positions, varlen, predict_at, targets, ids, hidden, last_at, *sizes)

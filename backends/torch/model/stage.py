@@ -215,6 +215,12 @@ class Stage(ActivationCheckpointing):
         self._wrap_layers()
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether a pass may have a prompt of several sequences once: no module needs complete sequences, and sums have
+        no prescribed order."""
+        return not (self.how.by_rows or self.how.recurrent or self.invariant)
+
+    @property
     def head(self) -> torch.Tensor | None:
         """[V_local, H] rows of the output embedding on the last stage, if the model has one; [V_local, H + 1] with
         its bias as the last column, if it has one."""

@@ -46,6 +46,10 @@ class RowLengths:
             return list(map(add, prompt, response))
         return response if extent in ("response", ENTRIES, HIDDEN) else [1] * len(prompt)
 
+    def prompts(self) -> list[int]:
+        """Tokens of prompts, on the host, as `numbers`."""
+        return self._read()[0]
+
     def of_rows(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
         """(prompt, response) of some rows, on the host, as `numbers`."""
         prompt, response = self._read()

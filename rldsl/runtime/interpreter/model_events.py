@@ -245,7 +245,7 @@ def infer(models: ModelStore, step: StepState, event: Infer) -> None:
     totals = step.rows.lens[event.frame].numbers("tokens")
     tokens = step.read(event.reads, f"{event.frame}.tokens")
     bounds = event.mbs, layout.pp, event.mbt
-    divided = list(micro_batches(rows, totals, *bounds))
+    divided = list(micro_batches(rows, totals, *bounds, step.siblings((event.frame,), event.model, layout)))
     if layout.ep > 1:  # ranks that share experts make the same number of forward passes
         count = max(num_micro_batches(rows[event.frame], totals, *bounds) for rows in step.rows.rows_by_dp(spread))
         divided += [()] * (count - len(divided))

@@ -144,6 +144,7 @@ class _TrainCall:
         lens = {f: step.rows.lens[f] for f in event.frames}
         self.lens, self.responses = lens, {f: x.numbers("response") for f, x in lens.items()}
         self.totals = [sum(x) for x in zip(*(x.numbers("tokens") for x in lens.values()), strict=True)]
+        self.siblings = step.siblings(event.frames, event.model, step.context.world.layouts[event.layout])
         self.tokens = {f: step.read(event.reads, f"{f}.tokens") for f in event.frames}
         self.data = {name: step.read(event.reads, value) for name, value in event.data_inputs}
         self.head_of = dict(event.heads)
@@ -174,7 +175,7 @@ class _TrainCall:
         if self.in_leaves:
             return passes_of_rank(parts, dp.size, dp.index, self.totals, self.event.mbt, pad_count)
         bounds = self.event.mbs, pp, self.event.mbt
-        divided = micro_batches(parts[dp.index], self.totals, *bounds)
+        divided = micro_batches(parts[dp.index], self.totals, *bounds, self.siblings)
         if pad_count:
             divided += ((),) * (max(num_micro_batches(r, self.totals, *bounds) for r in parts) - len(divided))
         return [divided]

@@ -18,6 +18,7 @@ from rldsl.plan.expr import Program
 from rldsl.plan.function import Function
 from rldsl.plan.model import Data, Model, Plan, Spread, Value
 from rldsl.plan.projection import event_paths
+from rldsl.plan.prompt_sources import PromptSource, prompt_sources
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
 from rldsl.runtime.comm.world import World
 
@@ -92,6 +93,11 @@ class RunContext:
         """The frames whose sequences are copies of another frame's, so that their tokens count once."""
         own = {e.frame for e, _ in event_paths(self.plan) if isinstance(e, Derive)}
         return frozenset(own | {e.into for e, _ in event_paths(self.plan) if isinstance(e, Collect) and e.frame in own})
+
+    @cached_property
+    def prompt_sources(self) -> Mapping[str, PromptSource]:
+        """See `plan/prompt_sources.py`."""
+        return prompt_sources(self.plan)
 
     @cached_property
     def known_ahead(self) -> frozenset[str]:

@@ -5,14 +5,17 @@ In: a run's context. Out: rows, columns and random seeds of the current step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 
 import torch
 
 from rldsl.plan.events import split_buffer
-from rldsl.plan.model import Spread
+from rldsl.plan.model import Layout, Spread
 from rldsl.plan.payloads import ROLLOUTS
+from rldsl.plan.prompt_sources import shares_prompts
 from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.comm.row_assignment import RowLengths, StepRows
 from rldsl.runtime.host_numbers import on_device
@@ -21,7 +24,7 @@ from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.logged_numbers import Arrivals, LoggedNumbers, SentLogs
 from rldsl.runtime.state.turns import unmarked
 from rldsl.runtime.store import BufferStore, RaggedRows
-from rldsl.sharding.partition import Rows, key_of, mix
+from rldsl.sharding.partition import Rows, Siblings, key_of, mix
 
 COMPUTE_SEEDS = key_of("")  # keeps the seeds of computations apart from those of generated frames
 
@@ -195,12 +198,22 @@ class StepState:
         ids: torch.Tensor = self.read(reads, value).select(rows).data
         return ids.view(-1, self.context.values[value].width)
 
+    def siblings(self, frames: Sequence[str], model: str, layout: Layout) -> Siblings | None:
+        """The rows of a call's frames, which have the same rows, that share a prompt; None if no two do."""
+        sources = [self.context.prompt_sources.get(f) for f in frames]
+        runs = [s.run for s in sources if s is not None]
+        if len(runs) < len(sources) or gcd(*runs) == 1 or not shares_prompts(self.context.models[model], layout):
+            return None
+        prompts = (self.rows.lens[f].prompts() for f in frames)
+        return Siblings(gcd(*runs), [sum(x) for x in zip(*prompts, strict=True)])
+
     def packed(self, frame: str, tokens: RaggedRows, rows: torch.Tensor, numbers: Rows | None = None) -> PackedBatch:
         """The sequences of some rows, packed. numbers: the rows on the host, if it knows them."""
-        lens = self.rows.lens[frame]
+        lens, source = self.rows.lens[frame], self.context.prompt_sources.get(frame)
         on_host = None if numbers is None else lens.of_rows(numbers)
         data = tokens.select(rows, None if on_host is None else sum(map(sum, on_host))).data
         own = None
         if self.context.frames[frame].max_turns:
             data, own = unmarked(data)
-        return PackedBatch(rows, lens.prompt[rows], lens.response[rows], data, own, on_host=on_host)
+        prompts = tuple((source.frame, row // source.run) for row in numbers) if numbers and source else None
+        return PackedBatch(rows, lens.prompt[rows], lens.response[rows], data, own, on_host=on_host, prompts=prompts)
