@@ -34,6 +34,7 @@ class LayerActivations:
     norm: int  # of the norm after the last layer: peak of its backward pass
     hidden: int  # the last hidden states, in the dtype that the head multiplies in
     seen: int  # keys and values gathered from the cp group, per token of the group; kept for the backward pass, too
+    repeated: int  # keys and values of a token once more, next to another response to its prompt; kept, too
     made: int  # outputs of all operations of a forward pass together, which an operator trace holds
 
 
@@ -83,7 +84,7 @@ def layer_activations(model: Model, layout: Layout, compute: int, stream: int, a
     backward = max(2 * ways * compute * inner + routed, 3 * compute * q) + stream * h
     final = (stream + 4 if stream == 4 else 6) * h if not layer_norm else 4 * h
     return LayerActivations(stream * h, saved, forward, backward, final, 16 * h, compute * h,
-                 2 * compute * kv if layout.cp > 1 else 0,
+                 2 * compute * kv if layout.cp > 1 else 0, 2 * compute * kv,
                  _made(specs, h, inner, q, kv, norms, layer_norm, s.activation, compute, stream))
 
 

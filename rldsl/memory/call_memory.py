@@ -8,8 +8,8 @@ Errors: RL0326 a backend whose description returns something else than bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
 from typing import assert_never
@@ -39,7 +39,8 @@ from rldsl.plan.backends import costs, unusable
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
 from rldsl.plan.heads import DISTRIBUTION, LOGPROBS_AT, OUTPUTS
 from rldsl.plan.model import Layout
-from rldsl.plan.spaces import unit_tokens, units_of_minibatch
+from rldsl.plan.prompt_sources import pays, shares_prompts
+from rldsl.plan.spaces import IndexedFrame, unit_tokens, units_of_minibatch
 from rldsl.sharding.partition import count_without_token_limit
 from rldsl.sharding.pipeline_schedule import actions, max_activations_in_flight, max_waiting_messages, rank_passes
 
@@ -130,13 +131,15 @@ class MicroBatch:
     sequences: int  # that it has
     count: int  # how many micro-batches there are
     cp_tokens: int  # tokens on all ranks of the cp group together
+    repeated: int = 0  # tokens whose keys and values are there again, next to responses to one prompt
 
 
 def largest_micro_batch(t: Tables, frames: tuple[str, ...], rows: int, mbs: int, mbt: int,
-                        layout: Layout) -> MicroBatch:
+                        layout: Layout, shares_prompts: bool = False) -> MicroBatch:
     """The largest micro-batch of `rows` rows of some frames, with at most `mbs` rows and `mbt` tokens (0: any number).
     With context parallelism a rank has two chunks of each row, which at worst hold nothing but responses. A token
-    budget counts as full, since shorter rows are packed until it is."""
+    budget counts as full, since shorter rows are packed until it is. shares_prompts: a prompt of several rows is
+    computed once; a micro-batch has no more prompts than there are in all."""
     num_chunks = 2 * layout.cp  # of a row
     count = count_without_token_limit(rows, mbs, min_count=layout.pp)
     num_rows = -(-rows // count)  # of the largest micro-batch, of each frame
@@ -147,7 +150,25 @@ def largest_micro_batch(t: Tables, frames: tuple[str, ...], rows: int, mbs: int,
         count = -(-rows // max(1, mbt // longest))
         return MicroBatch(-(-mbt // layout.cp), min(mbt, responses), num_rows * len(records), count, mbt)
     tokens = cp_tokens if layout.cp == 1 else num_rows * sum(2 * -(-width(f) // num_chunks) for f in records)
-    return MicroBatch(tokens, min(tokens, responses), num_rows * len(records), count, cp_tokens)
+    found = MicroBatch(tokens, min(tokens, responses), num_rows * len(records), count, cp_tokens)
+    saved = _shared_tokens(t, records, num_rows) if shares_prompts else 0
+    return replace(found, tokens=tokens - saved, cp_tokens=cp_tokens - saved, repeated=saved) \
+        if pays(saved, tokens) else found
+
+
+def _shared_tokens(t: Tables, frames: Sequence[IndexedFrame], rows: int) -> int:
+    """Tokens of prompts that `rows` rows of each frame have in common, at least, if they are as many as can be."""
+    most: dict[str, int] = {}  # prompts of each source
+    longest: dict[str, int] = {}
+    saved = 0
+    for frame in frames:
+        source = t.prompts.get(frame.id)
+        if source is None:
+            continue
+        saved += rows * frame.max_prompt_tokens
+        most[source.frame] = min(rows, -(-frame.count // source.run))
+        longest[source.frame] = frame.max_prompt_tokens
+    return saved - sum(count * longest[source] for source, count in most.items())
 
 
 # ------------------------------------------------------------------------------- the torch backend's counts
@@ -244,7 +265,7 @@ def kept_cache_bytes(t: Tables, e: Generate, copy: Copy) -> int:
 
 def _infer(t: Tables, e: Infer, copy: Copy, b: LayerActivations, device: str) -> Needs:
     count = rows(t.frames[e.frame], t.spreads[e.spread], t.layouts, t.frames)
-    m = largest_micro_batch(t, (e.frame,), count, e.mbs, e.mbt, copy.layout)
+    m = largest_micro_batch(t, (e.frame,), count, e.mbs, e.mbt, copy.layout, shares_prompts(copy.model, copy.layout))
     head = 0
     if copy.last:
         head = (m.tokens + m.responses) * b.hidden
@@ -253,7 +274,7 @@ def _infer(t: Tables, e: Infer, copy: Copy, b: LayerActivations, device: str) ->
         head += m.responses * TOP_ENTRY * _width(t, e.ids)
         head += m.responses * 2 * FLOAT * copy.model.sizes.hidden * (e.output_name == DISTRIBUTION)
     passed = 0 if copy.last else m.tokens * b.stream  # the message of the micro-batch before
-    most = max(m.tokens * b.forward + 3 * m.cp_tokens * b.seen, head)
+    most = max(m.tokens * b.forward + 3 * m.cp_tokens * b.seen + m.repeated * b.repeated, head)
     return {"activations": passed + most, "half-precision weights": _half_precision_bytes(copy),
             "rows": count * (width(t.frames[e.frame]) * INDEX
                              + t.frames[e.frame].max_response_tokens * TOP_ENTRY * _width(t, e.ids))}
@@ -273,9 +294,10 @@ def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) ->
     unit = frames[0].per_prompt if spread.granularity == "prompt" else 1  # rows that stay together
     longest = unit_tokens(frames, unit > 1)
     count = unit * ceil(units_of_minibatch(spread, frames[0].count // unit, longest) / layout.dp)
-    m = largest_micro_batch(t, e.frames, count, e.mbs, e.mbt, layout)
+    m = largest_micro_batch(t, e.frames, count, e.mbs, e.mbt, layout, shares_prompts(copy.model, layout))
     full = e.recompute == "full"
-    kept = m.tokens * b.saved + m.cp_tokens * b.seen  # by a layer, for its backward pass
+    # by a layer, for its backward pass
+    kept = m.tokens * b.saved + m.cp_tokens * b.seen + m.repeated * b.repeated
     each = [m.tokens * b.stream * _num_boundary_states(copy, c) + layers * (m.tokens * b.stream if full else kept)
             for c, layers in enumerate(copy.chunks)]
     scheduled = m.count if layout.vpp > 1 else min(m.count, layout.pp)  # more micro-batches only last longer
@@ -283,7 +305,7 @@ def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) ->
     passed = m.tokens * b.stream * _num_messages(layout, m.count, copy.cell.pp_rank, device)
     weight = (copy.compute + (FLOAT if copy.compute != FLOAT else 0)) * largest_weight(copy)
     inside = max_activations_in_flight(order, each) + (kept if full else 0) + weight
-    inside += m.tokens * b.backward + 2 * m.cp_tokens * b.seen
+    inside += m.tokens * b.backward + 2 * m.cp_tokens * b.seen + m.repeated * b.repeated
     embedding = 0
     if copy.first and not copy.model.base:  # its gradient comes last, as a full matrix
         gradient = FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden

@@ -13,6 +13,7 @@ from rldsl.plan.entries import ENTRIES, HIDDEN, EntrySpace, entry_spaces
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Layout, Plan, ReplayBuffer, Spread, Value
 from rldsl.plan.operators import OPERATORS
+from rldsl.plan.prompt_sources import PromptSource, prompt_sources
 from rldsl.plan.spaces import IndexedFrame, indexed_frames, unit_tokens, units_of_minibatch
 
 WIDE = 8  # bytes of a float64, and of an int64
@@ -29,11 +30,12 @@ class Tables:
     spreads: Mapping[str, Spread]  # by id
     layouts: Mapping[str, Layout]  # by id
     entries: Mapping[str, EntrySpace] = field(default_factory=dict)  # by name
+    prompts: Mapping[str, PromptSource] = field(default_factory=dict)  # by frame, as far as it is known
 
     @staticmethod
     def of(plan: Plan) -> Tables:
         return Tables(indexed_frames(plan), {v.id: v for v in plan.values}, {s.id: s for s in plan.spreads},
-                      {x.id: x for x in plan.layouts}, entry_spaces(plan.values))
+                      {x.id: x for x in plan.layouts}, entry_spaces(plan.values), prompt_sources(plan))
 
 
 def rows(frame: IndexedFrame, spread: Spread, layouts: Mapping[str, Layout],
