@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rldsl.plan.events import Collect, Derive, Event, Fetch, Generate
 from rldsl.plan.model import Layout, Model, Plan
+from rldsl.plan.payloads import CollectSpec, DeriveSpec, FetchSpec, GenerateSpec
 from rldsl.plan.projection import event_paths
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
 
@@ -35,8 +35,8 @@ def prompt_sources(plan: Plan) -> dict[str, PromptSource]:
     return sources_of((event for event, _ in event_paths(plan)), indexed_frames(plan))
 
 
-def sources_of(events: Iterable[Event], frames: Mapping[str, IndexedFrame]) -> dict[str, PromptSource]:
-    """As `prompt_sources`. events: of a plan, in order, those of blocks included."""
+def sources_of(events: Iterable[object], frames: Mapping[str, IndexedFrame]) -> dict[str, PromptSource]:
+    """As `prompt_sources`. events: of a plan, or the nodes of a graph, in order, those of blocks included."""
     found: dict[str, PromptSource] = {}
     selected: dict[str, str] = {}  # frame -> the one whose sequences it has, under the same numbers
 
@@ -44,26 +44,30 @@ def sources_of(events: Iterable[Event], frames: Mapping[str, IndexedFrame]) -> d
         return PromptSource(selected.get(prompts, prompts), max(frames[frame].count // frames[prompts].count, 1))
 
     for event in events:
-        if isinstance(event, Derive) and event.op == "where":
-            selected[event.frame] = selected.get(event.source, event.source)
-        match event:
-            case Fetch():
-                found |= {f: lies_in(f, event.frames[0]) for f in event.frames}
-            case Generate(conversation=None):
-                found[event.frame] = lies_in(event.frame, event.prompts)
-            case Collect() if event.frame in found:
-                found[event.into] = PromptSource(event.into, found[event.frame].run)
-            case Derive(op="where" | "whole") if event.source in found:  # the same prompts, or beginnings of them
-                found[event.frame] = found[event.source]
-            case Derive(op="pick") if event.source in found:
-                source, each = found[event.source], frames[event.source].per_prompt
-                if source.run % each == 0:  # row p of it is one of the rows p * each, p * each + 1, ... of its source
-                    found[event.frame] = PromptSource(source.frame, source.run // each)
-            case Derive(op="reprompt"):
-                found[event.frame] = lies_in(event.frame, event.parts[0])
-            case _:
-                pass
+        if isinstance(event, FetchSpec):
+            found |= {f: lies_in(f, event.frames[0]) for f in event.frames}
+        elif isinstance(event, GenerateSpec) and event.conversation is None:
+            found[event.frame] = lies_in(event.frame, event.prompts)
+        elif isinstance(event, CollectSpec) and event.frame in found:
+            found[event.into] = PromptSource(event.into, found[event.frame].run)
+        elif isinstance(event, DeriveSpec):
+            if event.op == "where":
+                selected[event.frame] = selected.get(event.source, event.source)
+            source = lies_in(event.frame, event.parts[0]) if event.op == "reprompt" else \
+                _of_derived(event, frames, found.get(event.source))
+            found |= {event.frame: source} if source else {}
     return found
+
+
+def _of_derived(event: DeriveSpec, frames: Mapping[str, IndexedFrame], source: PromptSource | None
+                ) -> PromptSource | None:
+    """source: of the frame that it is made from."""
+    if source is None or event.op in ("where", "whole"):  # the same prompts, or beginnings of them
+        return source
+    each = frames[event.source].per_prompt
+    if event.op == "pick" and source.run % each == 0:  # its row p is one of the rows p * each, p * each + 1, ...
+        return PromptSource(source.frame, source.run // each)
+    return None
 
 
 def shares_prompts(model: Model, layout: Layout) -> bool:
