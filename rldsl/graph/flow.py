@@ -107,9 +107,9 @@ class FlowBuilder(Computations):
             case ast.Do(value=value):
                 self._do(s, value, scope)
             case ast.Metric(form="hist" | "table"):
-                self._array_metric(s, scope, inside)
+                self._array_metric(s, scope)
             case ast.Metric(name=name, value=value):
-                self._metric(s, name, value, scope, inside)
+                self._metric(s, name, value, scope)
             case ast.Save():
                 self._save(s, scope)
             case ast.WhenBlock(count=number) | ast.RepeatBlock(times=number):
@@ -245,11 +245,11 @@ class FlowBuilder(Computations):
             self.errors.add("RL0212", "this statement has no effect", s.span, f"its value is {describe(result)}",
                             help="assign it to a name: `name = ...`")
 
-    def _metric(self, s: ast.Metric, name: ast.Ident, value: ast.Expr, scope: Scope, inside: str) -> None:
+    def _metric(self, s: ast.Metric, name: ast.Ident, value: ast.Expr, scope: Scope) -> None:
         term = self.exprs.term(value, scope)
         if isinstance(term, Bad):
             return
-        if inside == "until":
+        if self.inside == "until":  # also in an `every` of it
             self.errors.add("RL0212", "a metric inside `repeat ... until`", s.span,
                             help="move it after the block, where the names refer to everything that was collected")
         elif term.level != "batch":
@@ -258,9 +258,9 @@ class FlowBuilder(Computations):
         elif self._can_log(name):
             self.metrics.append((name.name, self.materialize(term, name.name, s.span, force=True).name))
 
-    def _array_metric(self, s: ast.Metric, scope: Scope, inside: str) -> None:
+    def _array_metric(self, s: ast.Metric, scope: Scope) -> None:
         """`metric hist`, `metric table`"""
-        if inside == "until":
+        if self.inside == "until":  # also in an `every` of it
             self.errors.add("RL0212", "a metric inside `repeat ... until`", s.span,
                             help="move it after the block, where the names refer to everything that was collected")
         elif self._can_log(s.name):

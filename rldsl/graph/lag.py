@@ -122,13 +122,14 @@ def nodes_that_may(items: tuple[g.Item, ...], lasting: frozenset[str], ahead: fr
 
 
 def inputs_of(items: Iterable[g.Item], values: Iterable[Value]) -> Callable[[g.Node], frozenset[str]]:
-    """A function that says what a node needs: what it reads, and the tokens of the derived frames whose values it reads
-    or writes, since these say which rows there are."""
+    """A function that says what a node needs: what it reads, and the tokens of the derived frames that it counts, or
+    whose values it reads or writes, since these say which rows there are."""
     frame_of = {v.id: v.frame for v in values}
     derived = {n.frame for n in g.nodes(items) if isinstance(n, g.Derive) and DERIVE_OPS[n.op].makes_rows}
 
     def inputs(node: g.Node) -> frozenset[str]:
-        frames = {frame_of.get(v, "") for v in (*node.reads, *node.writes)} & derived
+        of_counts = node.frames if isinstance(node, g.Compute) else ()
+        frames = {*of_counts, *(frame_of.get(v, "") for v in (*node.reads, *node.writes))} & derived
         return frozenset({*node.reads, *(f"{f}.tokens" for f in frames)}.difference(node.writes))
 
     return inputs

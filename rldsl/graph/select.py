@@ -209,6 +209,7 @@ class Selections:
         if iterations is not None:
             after = self.collected(inner, before, iterations, _head(s), "a `repeat ... until`")
             now = {n: v for n, v in inner.names.items() if isinstance(v, Term) and v.level == "batch"}
+            after |= {n: BAD for n, v in inner.names.items() if isinstance(v, Bad)}  # their uses stay silent
             condition = self.flow.exprs.term(s.condition, Scope(scope.module, scope, now | after))
             if isinstance(condition, Term) and (condition.dtype != "bool" or condition.level != "batch"):
                 self.errors.add("RL0203", "`until` needs a single condition for the whole batch", s.condition.span,

@@ -336,6 +336,8 @@ REFUSED = {
     "what a training made": ("q = others.next()\n now = actor.generate(q, lag=0)\n" + UNTIL.format(
         inside="", condition="count(gen) > 3 and mean(len(now)) > 2", below=TRAIN), "does not"),
     "a training in it": (UNTIL.format(inside=TRAIN, condition="count(gen) > 3", below=""), "not allowed"),
+    "a metric of some iterations": (UNTIL.format(inside="every 2 { metric n = mean(len(gen)) }",
+                                                condition="count(gen) > 3", below=TRAIN), "a metric inside"),
     "a repeat of a fixed number": ("repeat 2 {\n p = prompts.next()\n gen = actor.generate(p)\n" + TRAIN + "\n}",
                                    "cannot be in this block"),
 }
@@ -346,6 +348,13 @@ def test_what_cannot_run_ahead_is_refused(name: str) -> None:
     body, part = REFUSED[name]
     found = api.check(HEAD + body + "\n}\n", "x.rlf")
     assert any(part in d.title and d.help for d in found if d.code in ("RL0223", "RL0212")), found
+
+
+def test_one_mistake_is_named_once() -> None:
+    """What a refused call would have made has no message of its own: not in the condition, and not below."""
+    body = UNTIL.format(inside="", condition="count(gen) > 3", below=TRAIN).replace("(p)", "(p, per_step=2)")
+    found = [d.code for d in api.check(HEAD + body + "\n}\n", "x.rlf") if d.severity == "error"]
+    assert found == ["RL0213"]
 
 
 @pytest.mark.parametrize("body", [
@@ -410,6 +419,31 @@ def test_two_blocks_may_each_make_the_same_for_themselves(base: Path) -> None:
     blocks = [i for i in loop.body if isinstance(i, When)]
     made = [{b for e in block.body if isinstance(e, Event) for b in e.writes} for block in blocks]
     assert any(a & b for a, b in combinations(made, 2))
+
+
+COUNTED = '''
+use std.sft (sft)
+use py "rewards_small.py" (digits: gen -> seq)
+data prompts = jsonl("data/prompts.jsonl", batch=2, max_prompt_tokens=16)
+model actor = causal_lm("models/sft") train adamw(lr=1e-3)
+state st = 0.5
+flow run(steps=4, lag={lag}) {{
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n=2, max_new_tokens=4)
+  kept   = gen where len(gen) > st
+  actor.train(gen, loss=sft())
+  metric kept = count(kept)
+  st = mean(digits(gen))
+}}
+'''
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_what_a_state_selects_is_counted_in_its_own_step(lag: int, base: Path) -> None:
+    """A count reads no value, only how many rows there are: it runs no earlier than the selection that makes them."""
+    plan = compiled(base, COUNTED, lag, ALONE)  # and verified
+    ahead = {e.called: e.ahead for e, _ in event_paths(plan)}
+    assert (ahead["select kept"], ahead["kept#1"], ahead["actor.generate"]) == (0, 0, lag)
 
 
 def test_what_a_block_makes_ahead_cannot_be_used_outside(base: Path) -> None:
