@@ -38,6 +38,7 @@ from rldsl.plan.projection import event_paths
 from rldsl.plan.visible_plan import visible_plan
 from rldsl.simulate import Lengths, Timeline
 from rldsl.simulate.lengths import token_frames
+from rldsl.simulate.summary import which_steps
 from rldsl.verify import Proof
 
 MANY = 40  # rows of a chart; of more, the first
@@ -142,12 +143,15 @@ def _figures(given: Given, steps: Chart, known: Mapping[int, gantt.Drawn], panel
     """The simulated step, and the recorded one, each with the memory of its ranks. top: bytes at the upper end."""
     spans = given.timeline.spans
     class_of = {a: c for c, ranges in enumerate(given.timeline.classes) for a, b in ranges for a in range(a, b)}
-    charts = [("simulated", f"Simulated on {given.cluster.name}", steps)]
+    seldom = " or ".join(dict.fromkeys(map(which_steps, given.timeline.periodic)))
+    left_out = f", without what runs {seldom}" if seldom else ""
+    charts = [("simulated", f"Simulated on {given.cluster.name}{left_out}", steps)]
     strips = {"simulated": _strips(panels, top, lambda rank: [
         (s.event, s.start, s.stop) for s in spans if s.rank_class == class_of.get(rank)])}
     if given.plan.header.lag:
         ahead = {e.id: e.ahead for e, path in event_paths(given.plan) if path and e.ahead >= 0}
-        charts.append(("steps", f"{STEPS_SHOWN} steps in a row: the number in a bar is the step that it belongs to",
+        charts.append(("steps", f"{STEPS_SHOWN} steps in a row: the number in a bar is the step that it belongs to"
+                       f"{left_out}",
                        several(steps, given.timeline.seconds, STEPS_SHOWN, ahead)))
     if given.recorded is not None:
         r = given.recorded

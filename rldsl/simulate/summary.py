@@ -108,7 +108,7 @@ def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: L
         lines.append(f"  {f'{small[0]:.0f} smaller parts':<28} {seconds_text(small[1]):>13}  "
                      f"{small[1] / timeline.seconds:>4.0%}")
     for o in timeline.periodic:
-        lines.append(f"  {_which_steps(o)}: {seconds_text(o.seconds)} in addition  "
+        lines.append(f"  {which_steps(o)}: {seconds_text(o.seconds)} in addition  "
                      f"({cut(_name_inserted([known[e] for e in o.events]), 60)})")
     about = {"given, not predicted": given, "estimated from operation counts, not measured": timeline.estimated,
              f"assumed to be free, because {cluster.name} has no value for it": timeline.free}
@@ -140,7 +140,8 @@ def may_overlap(plan: Plan) -> bool:
     return bool(generating - working and working - generating)
 
 
-def _which_steps(events: PeriodicEvents) -> str:
+def which_steps(events: PeriodicEvents) -> str:
+    """"every 2 steps", "in the first 3 steps", both."""
     parts = [f"every {events.period} steps"] if events.period > 1 else []
     return ", ".join([*parts, *([f"in the first {events.first} steps"] if events.first else [])])
 

@@ -156,3 +156,15 @@ def test_the_parts_of_a_block_run_in_turns_of_their_own(folder: Path, period: in
     if lag != 1:  # the second simulation has a lag of 0 or 1
         assert found["other_lag"]["seconds"] == pytest.approx(20 + 160 / period if lag else 10 + 160 / period, rel=0.01)
     assert f"every {period} steps" in (said := sim(folder, "blocks", option, *given, text=text)) and "average" in said
+
+
+@pytest.mark.parametrize(("block", "left_out"), [("every 4", True), ("after 1", False)])
+def test_the_charts_of_a_report_name_what_they_leave_out(block: str, left_out: bool, folder: Path) -> None:
+    (folder / "blocks.rlf").write_text(BLOCKS)
+    text = SELDOM.replace("every PERIOD", block)
+    sim(folder, "blocks", ", lag=1", "-o", str(folder / "p.plan"), text=text, command="compile")
+    done = CliRunner().invoke(main, ["report", str(folder / "p.plan"), "-o", str(folder / "p.html")])
+    assert done.exit_code == 0, done.output
+    page = (folder / "p.html").read_text()
+    for title in ("Simulated on h100x8", "the step that it belongs to"):
+        assert title in page and (f"{title}, without what runs every 4 steps" in page) == left_out
