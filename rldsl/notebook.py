@@ -14,6 +14,7 @@ IPython.
 from __future__ import annotations
 
 import argparse
+import re
 from keyword import iskeyword
 
 from IPython.core.error import UsageError
@@ -30,6 +31,7 @@ from rldsl.python.errors import ELSEWHERE, DiagnosticError, reports_failures
 from rldsl.source import SourceFile
 
 CELL = "<cell>"
+UNKNOWN = re.compile(r"\$\w+|\{\w+\}")  # IPython leaves a variable that does not exist as it is
 
 
 @magics_class
@@ -79,7 +81,9 @@ def _pair(text: str) -> tuple[str, str]:
     name, equals, value = unquoted(text).partition("=")
     if not equals or not name.strip():
         raise UsageError(f"--set {text}: expected NAME=VALUE")
-    return name.strip(), unquoted(value)
+    if UNKNOWN.fullmatch(value := unquoted(value)):
+        raise UsageError(f"--set {text}: there is no Python variable `{value.strip('${}')}`")
+    return name.strip(), value
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

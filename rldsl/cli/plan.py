@@ -125,7 +125,9 @@ def report(settings: Settings, plan: str, target: str | None, cluster: str | Non
 
     if not is_run(plan):
         if against is not None or watch:
-            raise Usage(f"{'--watch' if watch else '--against'} needs the directory of a run instead of a plan")
+            read_bytes(plan)  # what is not there is neither a run nor a plan
+            raise Usage(f"{'--watch' if watch else '--against'} needs the directory of a run as the first argument; "
+                        f"`{plan}` is a file")
         from rldsl.commands.report import report
 
         target = target or f"{plan.removesuffix('.plan')}.html"

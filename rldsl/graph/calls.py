@@ -117,7 +117,8 @@ class CallsOfFlow:
             bad = True
             if not isinstance(value, Bad):
                 takes, side = ("prompts", "load the data with `kind=\"prompts\"`") if call_name == GENERATE else \
-                    ("sequences", "use one side: `.chosen` or `.rejected`")
+                    ("sequences", "give both sides, `train(pair.chosen, pair.rejected, ...)`, or one" if
+                     call_name == TRAIN else "use one side: `.chosen` or `.rejected`")
                 self.errors.add("RL0203", f"`{call_name}` takes {takes}, not {describe(value)}", arg.span,
                                 help=side if isinstance(value, Pairs) else "")
         return BAD if bad else refs

@@ -14,6 +14,7 @@ from pathlib import Path
 from rldsl import api
 from rldsl.files import read_bytes
 from rldsl.plan.expr import Scalar
+from rldsl.python.arguments import check_program_arguments
 from rldsl.python.errors import reports_failures
 from rldsl.python.messages import Diagnostics
 from rldsl.python.plan import Plan, opened
@@ -45,6 +46,7 @@ def compile(program: Program, params: Mapping[str, Param] | None = None, /, *, p
     mesh(0:4) dp=2 tp=2". rewards: Python functions, by name, which replace those that the program's `use py` declares.
     Paths in the program are relative to the working directory.
     Raises DiagnosticError with all mistakes."""
+    check_program_arguments(program, params, place, on, rewards)
     mode, file = placing(place)
     rules = (on,) if isinstance(on, str) else on
     return compile_source(source_of(program), values(params, named), file, rules, mode, redirect(rewards or {}))

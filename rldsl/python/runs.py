@@ -127,7 +127,10 @@ class Run:
         known = ", ".join(m.name for m in plan.models)
         raise fail("RL0798", f"the run has not saved `{model}`", place=str(self.folder),
                    help=f"its program does not save it: add `every 100 {{ save {model} }}` (models: {known})"
-                   if not paths else "the step of its first save has not been reached")
+                   if not paths else "the step of its first save has not been reached"
+                   if (run_record.read_record(self.folder) or {}).get("state") == run_record.RUNNING else
+                   "it ended before the step of its first save: save more often, such as `every steps { save "
+                   f"{model} }}` where `param steps` is the number of steps")
 
     @reports_failures
     def model(self, name: str) -> Any:

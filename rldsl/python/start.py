@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -71,6 +71,10 @@ def launch(plan: str, world: int, out: str, options: Sequence[str], quiet: bool 
             if held is not None and held != earlier and held["state"] == STOPPED:  # rank 0 has printed where it stopped
                 raise Interrupted from None
             raise Interrupted(f"interrupted {EARLY}") from None
+        except BaseException:  # a callback that calls `exit`: this process may live on, the ranks must not
+            process.send_signal(signal.SIGTERM)
+            _end_interrupted(process)
+            raise
     status = code if code >= 0 else 128 - code  # a signal ended it: as a shell reports that
     if status == 128 + signal.SIGTERM and follower is None and read_record(Path(out)) == earlier:
         print(f"terminated {EARLY}", file=sys.stderr, flush=True)
@@ -94,15 +98,14 @@ def _passing_on_sigterm(process: subprocess.Popen[str]) -> Iterator[None]:
 def _followed(process: subprocess.Popen[str], follower: Follower) -> int:
     reader = threading.Thread(target=_read, args=(process.stdout, follower), daemon=True)
     reader.start()
-    stopping = False
-    while True:
-        try:
+    stopping, code = False, None
+    while code is None:
+        with suppress(subprocess.TimeoutExpired):
             code = process.wait(TICK)
-            break
-        except subprocess.TimeoutExpired:
-            if follower.tick() and not stopping:
-                stopping = True
-                process.send_signal(signal.SIGTERM)
+        # outside of the handler: what a callback raises does not happen "during handling of" that exception
+        if code is None and follower.tick() and not stopping:
+            stopping = True
+            process.send_signal(signal.SIGTERM)
     reader.join()
     follower.tick()
     return code

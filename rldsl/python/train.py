@@ -3,12 +3,14 @@
 In: a program, values, Python functions, callbacks. Out: a `Run`. The ranks are processes of their own, as with
 `rlc run`; callbacks get a copy of each line of metrics in this process, so they can stop a run and cannot change its
 numbers.
-Errors: those of compiling; RL0763, RL0781 the directory holds a run; `RunError` for a run that fails.
+Errors: those of compiling; RL0099 an argument of another kind; RL0763, RL0781 the directory holds a run; `RunError` for
+a run that fails.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +18,7 @@ from pathlib import Path
 
 from rldsl.diag import Failure, fail
 from rldsl.plan.metrics_file import METRICS, read
+from rldsl.python.arguments import check_run_arguments
 from rldsl.python.entry import Param, Program, compile
 from rldsl.python.errors import reports_failures
 from rldsl.python.plan import Plan
@@ -26,6 +29,7 @@ from rldsl.runtime.metrics.default_output import free_output
 from rldsl.runtime.metrics.run_record import FINISHED, STOPPED, claim_output, read_record
 
 LAST = 20  # lines of a run that failed without a message
+COLORS = re.compile(r"\x1b\[[0-9;]*m")
 Callback = Callable[[dict[str, float]], object]
 
 
@@ -50,6 +54,7 @@ def train(program: Program, params: Mapping[str, Param] | None = None, /, *, pla
 
     params, place, on, rewards, named: as for `compile`. The other arguments are those of `Plan.run`.
     Raises DiagnosticError for mistakes, RunError for a run that fails."""
+    check_run_arguments(out, resume, nproc, callbacks, log_samples, options)
     plan = compile(program, params, place=place, on=on, rewards=rewards, **named)
     return start(plan, out=out, resume=resume, overwrite=overwrite, nproc=nproc, callbacks=callbacks,
                  log_samples=log_samples, options=options, quiet=quiet)
@@ -59,6 +64,7 @@ def start(plan: Plan, *, out: str | os.PathLike[str] | None = None, resume: bool
           overwrite: bool = False, nproc: int | None = None, callbacks: Sequence[Callback] = (), log_samples: int = 0,
           options: Sequence[str] = (), quiet: bool = False) -> Run:
     """`Plan.run`, which documents the arguments."""
+    check_run_arguments(out, resume, nproc, callbacks, log_samples, options)
     world = plan.ranks
     if nproc not in (None, world):
         raise fail("RL0096", f"the plan is for {world} rank{'s' * (world > 1)}, not {nproc}", place="nproc",
@@ -110,7 +116,7 @@ class _Follower:
 
     def errors(self) -> str:
         """The messages of the ranks about their failure; without one, the last lines that they printed."""
-        lines = list(self._output)
+        lines = [COLORS.sub("", text) for text in self._output]  # the kernel of a notebook asks for them
         first = next((i for i, text in enumerate(lines) if text.startswith(("error[", "internal error"))), -LAST)
         return "\n".join(lines[first:]).strip()
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 import rldsl
+from rldsl.python import start
 from rldsl.python.train import _Follower
 from tests.forked import command
 from tests.tiny import make_model, make_sums, write_jsonl
@@ -162,6 +165,60 @@ def test_a_function_that_the_program_does_not_declare(folder: Path, monkeypatch:
     assert "`length`" in str(caught.value)
 
 
+@pytest.mark.parametrize("arguments, said", [
+    (dict(callbacks=reward), "callbacks=[reward]"), (dict(callbacks=["x"]), "`callbacks` cannot be 'x'"),
+    (dict(rewards=reward), 'rewards={"reward": reward}'), (dict(rewards=[reward]), "`rewards` cannot be a `list`"),
+    (dict(options="--tensorboard"), "options=['--tensorboard']"), (dict(options=["--seed", 3]), "a list of texts"),
+    (dict(log_samples=-1), "`log_samples` cannot be -1"), (dict(log_samples="all"), "0 or more"),
+    (dict(log_samples=True), "`log_samples` cannot be True"), (dict(out=3), "the directory of the run"),
+    (dict(resume=3), "`resume` cannot be 3"), (dict(nproc="2"), "`nproc` cannot be '2'"),
+    (dict(on=3), "`on` cannot be 3"), (dict(on=[3]), "a rule or a list of rules"), (dict(place=2), "`place` cannot be 2")])
+def test_arguments_of_another_kind(folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, object],
+                                   said: str) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(rldsl.DiagnosticError) as caught:
+        rldsl.train("small.rlf", **arguments)  # type: ignore[arg-type]
+    [found] = caught.value.diagnostics
+    assert found.code == "RL0099" and found.place == next(iter(arguments)) and said in str(caught.value)
+    assert not (folder / "runs").exists()
+
+
+def test_params_that_are_no_dict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for arguments, name in (((3,), "program"), (("small.rlf", 3), "params")):
+        with pytest.raises(rldsl.DiagnosticError, match=f"`{name}` cannot be 3"):
+            rldsl.compile(*arguments)  # type: ignore[arg-type]
+
+
+class Ends:
+    """Follows a process that prints its id, and raises `error` when it has."""
+
+    def __init__(self, error: BaseException):
+        self.error, self.process = error, 0
+
+    def line(self, text: str) -> None:
+        self.process = int(text)
+
+    def tick(self) -> bool:
+        if self.process:
+            raise self.error
+        return False
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), TypeError("x")])
+def test_ranks_end_with_a_callback_that_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                              error: BaseException) -> None:
+    """The kernel of a notebook lives on after `exit()` in a callback: its ranks must not."""
+    waits = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    monkeypatch.setattr(start, "interpreter", lambda: [sys.executable, "-c", waits])
+    follower = Ends(error)
+    with pytest.raises(type(error)) as caught:
+        start.launch("x.plan", 1, str(tmp_path / "out"), [], follower=follower)
+    assert caught.value.__context__ is None  # not "during handling of" a time limit of ours
+    with pytest.raises(ProcessLookupError):
+        os.kill(follower.process, 0)
+
+
 def test_another_number_of_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     with pytest.raises(rldsl.DiagnosticError, match="the plan is for 1 rank, not 4"):
@@ -182,10 +239,18 @@ def test_a_directory_without_a_run(tmp_path: Path) -> None:
 
 def test_a_model_that_was_not_saved(found: dict[str, dict], folder: Path, tmp_path: Path) -> None:
     (tmp_path / "run.plan").write_bytes((folder / "whole/run.plan").read_bytes())
-    with pytest.raises(rldsl.DiagnosticError, match="has not saved `actor`"):
+    with pytest.raises(rldsl.DiagnosticError, match="has not saved `actor`(?s:.*)it ended before the step of its first"):
         rldsl.Run(tmp_path).saved("actor")
     with pytest.raises(rldsl.DiagnosticError, match="has not saved `critic`"):
         rldsl.Run(folder / "whole").saved("critic")
+
+
+def test_the_message_of_a_run_in_colors(tmp_path: Path) -> None:
+    """Kernels of notebooks ask for colors (CLICOLOR_FORCE), which are no part of the text of a RunError."""
+    follower = _Follower(tmp_path, [], True, 0)
+    for text in ("reads   model", "\x1b[1m\x1b[31merror[RL0775]\x1b[0m\x1b[1m: it raised\x1b[0m", " --> r.py:5"):
+        follower.line(text)
+    assert follower.errors() == "error[RL0775]: it raised\n --> r.py:5"
 
 
 def test_a_follower_reads_each_line_once(tmp_path: Path) -> None:

@@ -82,6 +82,37 @@ def test_it_runs(program, tiny: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert any(name.endswith("/loss") for name in steps[0])
 
 
+COMPUTE_SCORE = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "sums" and isinstance(solution_str, str) and ground_truth.isdigit(), (data_source, ground_truth)
+    return {"score": 2.0, "acc": 1} if extra_info["index"] % 2 else 2
+'''
+
+
+def test_the_reward_function_and_the_data_of_verl(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows as verl's preprocessing writes them, and the function of the page around one of verl's form."""
+    import pyarrow
+    import pyarrow.parquet
+
+    text = (FOLDER / "verl.md").read_text()
+    (around,) = re.findall(r"<!-- py: verl reward -->\n```python\n(.*?)```", text, re.S)
+    (data,) = re.findall(r"`(data prompts = parquet[^`]*)`", text)
+    for name in ("models", "data"):
+        (tmp_path / name).symlink_to(tiny / name)
+    (tmp_path / "rewards.py").write_text(around)
+    (tmp_path / "my_reward.py").write_text(COMPUTE_SCORE)
+    rows = [{"data_source": "sums", "prompt": [{"role": "user", "content": row["prompt"]}], "ability": "math",
+             "reward_model": {"style": "rule", "ground_truth": str(row["answer"])},
+             "extra_info": {"split": "train", "index": i}} for i, row in enumerate(make_sums(16))]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    program = next(p.text for p in PROGRAMS if p.page == "verl.md" and "verl_grpo" in p.text)
+    program = re.sub(r"data prompts = .*", data, program).replace("models/sft", "models/chat")
+    monkeypatch.chdir(tmp_path)
+    path, sets = written(program, tmp_path)
+    steps = run_program(path, {k: v for k, v in sets.items() if k != "rows"}, tmp_path, "place *.* on mesh(0:1)\n")
+    assert [row["reward"] for row in steps] == [2.0, 2.0]
+
+
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if "place " in p.text], ids=lambda p: f"{p.page}:{p.line}")
 def test_it_compiles_for_the_devices_that_it_names(program, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny)

@@ -125,4 +125,5 @@ def test_conversations_that_fail_are_counted_and_can_be_left_out(tmp_path: Path,
     assert found == {"reward": 1.0, "stopped": 5.0, "kept": 0.0}
     warned = re.findall(r"warning: step 1: all (\d+) conversations of actor.generate on rank", done.stderr)
     count = sum(map(int, warned))
+    assert re.search(r"its conversation of the call at \S*program.rlf:12:3 ends", done.stderr), done.stderr
     assert count > 0 and f"{count} conversations ended by an error of their environment" in done.stderr, done.stderr

@@ -155,7 +155,9 @@ def test_wrong_options_show_diagnostics(notebook: Notebook, line: str, parts: tu
 
 @pytest.mark.parametrize(("line", "part"), [("3plan", "cannot be the name"), ("plan --sett lr=1", "--sett"),
                                             ("plan --set lr", "NAME=VALUE"), ("class", "cannot be the name"),
-                                            ("plan --set", "expected one argument")])
+                                            ("plan --set", "expected one argument"),
+                                            ("plan --set lr=$none", "no Python variable `none`"),
+                                            ("plan --set lr={none}", "no Python variable `none`")])
 def test_wrong_usage_is_told_in_a_line(notebook: Notebook, line: str, part: str) -> None:
     ran = notebook(f"%%rlf {line}\n{PROGRAM}")
     assert not ran.ok and ran.error == "UsageError" and part in ran.text and "Traceback" not in ran.text

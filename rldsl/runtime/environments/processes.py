@@ -65,6 +65,7 @@ class EnvironmentProcesses:
     on_error: OnError = "stop"                      # what an error of an environment does
     rank: int = 0                                   # printed before each line of output
     rules: Rules | None = None                      # for the requests of an agent
+    at: str = ""                                    # the call's place in the program, "p.rlf:7:3", for what is printed
     loading: float = SECONDS_TO_LOAD                # seconds for importing the file
     rows: dict[int, Row] = field(default_factory=dict, init=False)
     ready: list[Arrival] = field(default_factory=list, init=False)             # not yet asked for
@@ -329,8 +330,9 @@ class EnvironmentProcesses:
         if self.on_error == "stop":
             self._release(row)
             raise failure
+        call = f" of the call at {self.at}" if self.at else ""
         print(f"{diagnostic.place}: {diagnostic.code} {diagnostic.title}; {'; '.join(self._notes(row)[:1])}: its "
-              "conversation ends (on_error=end)", file=sys.stderr, flush=True)
+              f"conversation{call} ends (on_error=end)", file=sys.stderr, flush=True)
         state = self.rows[row]
         tokens = () if state.turn or state.context else self._chat().first(state.messages)
         return Arrival(row, tokens, True, "timeout" if diagnostic.code == "RL0716" else "error", None, None)

@@ -30,15 +30,15 @@ from rldsl.runtime.state.data_reader import ROWS_AT_ONCE
 from rldsl.sharding.partition import mix
 
 
-def open_conversations(function: Function, limits: Conversation, sampling: Sampling, tokens: Tokens, rank: int
-                       ) -> Conversations:
+def open_conversations(function: Function, limits: Conversation, sampling: Sampling, tokens: Tokens, rank: int,
+                       at: str = "") -> Conversations:
     """The environments of one call on this rank; each has its own process, which is forked when it begins. A Failure if
     the environment or the chat template cannot be used. sampling: of a turn, which the requests of an agent are held
-    against. rank: printed before each line that environments print."""
+    against. rank: printed before each line that environments print. at: the call's place in the program."""
     chat = functools.partial(ChatTemplate, tokens.tokenizer, tokens.ends, tokens.directory)
     rules = Rules(sampling, frozenset(tokens.ends), limits.max_turns, limits.max_tokens, len(tokens.tokenizer),
                   limits.branches)
-    return EnvironmentProcesses(function, limits.turn_timeout, limits.on_error, rank, rules).open(chat)
+    return EnvironmentProcesses(function, limits.turn_timeout, limits.on_error, rank, rules, at).open(chat)
 
 
 @dataclass
@@ -56,14 +56,14 @@ class Environments:
         RL0720, RL0770 .. RL0774. rows: of the data, if this rank compares them with what `reset` takes. at: the call's
         place in the program, for messages."""
         with _failures_name(at):
-            self._open(event, functions, limits, sampling, tokens, rank, rows)
+            self._open(event, functions, limits, sampling, tokens, rank, rows, at)
 
     def _open(self, event: int, functions: Sequence[Function], limits: Conversation, sampling: Sampling, tokens: Tokens,
-              rank: int, rows: Source | None) -> None:
+              rank: int, rows: Source | None, at: str) -> None:
         named: dict[str, Conversations] = {}
         self.opened[event] = SeveralEnvironments(named)
         for function in functions:
-            named[function.name] = open_conversations(function, limits, sampling, tokens, rank)
+            named[function.name] = open_conversations(function, limits, sampling, tokens, rank, at)
         if limits.branches > 1 and all(isinstance(c, EnvironmentProcesses) and c.endpoint is None
                                        for c in named.values()):
             raise _never_branches(functions[0], limits.branches)
