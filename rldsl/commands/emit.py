@@ -21,7 +21,7 @@ from rldsl.files import read_bytes
 from rldsl.inspect.view import check_rank
 from rldsl.pages.templates import template
 from rldsl.plan.codec import decode, plan_id
-from rldsl.plan.events import EVERY_TURN, Event, Item, Loop, When, ahead_of
+from rldsl.plan.events import EVERY_ITERATION, Event, Item, Loop, When, ahead_of
 from rldsl.plan.model import Plan, Ranges
 from rldsl.plan.naming import describe_event, labelled
 from rldsl.plan.notation import ranks_text
@@ -87,24 +87,29 @@ def _name(ranks: Ranges) -> str:
     return f"ranks_{start}_and_others"
 
 
-def _lines(items: Sequence[Item], depth: int, turns: tuple[str, ...]) -> Iterator[str]:
-    """turns: the variables of the loops around, outermost first; an `every` is in one."""
+def _lines(items: Sequence[Item], depth: int, loop_variables: tuple[str, ...]) -> Iterator[str]:
+    """loop_variables: those of the loops around, outermost first; an `every` is in one."""
     indent = "    " * depth
     for item in items:
         if isinstance(item, Loop):
-            turn = f"turn{len(turns) if len(turns) > 1 else ''}" if turns else "step"
-            yield f'{indent}for {turn} in run.loop({json.dumps(item.id)}):{_about(item)}'
+            variable = _loop_variable(len(loop_variables))
+            yield f'{indent}for {variable} in run.loop({json.dumps(item.id)}):{_about(item)}'
             placed = tuple(_with_blocks(item.body)) if item.first < 1 else tuple((i, ()) for i in item.body)
-            for condition, group in groupby(placed, partial(_condition, item, turn)):
+            for condition, group in groupby(placed, partial(_condition, item, variable)):
                 if condition:
                     yield f"{indent}    if {condition}:"
                 own = tuple(i for i, _ in group)
-                yield from _lines(own, depth + 1 + bool(condition), (*turns, turn))
+                yield from _lines(own, depth + 1 + bool(condition), (*loop_variables, variable))
         elif isinstance(item, When):
-            yield f"{indent}if {_runs(item, turns[-1]) or 'True'}:"
-            yield from _lines(item.body, depth + 1, turns)
+            yield f"{indent}if {_runs(item, loop_variables[-1]) or 'True'}:"
+            yield from _lines(item.body, depth + 1, loop_variables)
         else:
             yield _line(item, indent)
+
+
+def _loop_variable(depth: int) -> str:
+    """"step" for the step loop, then "iteration", "iteration2", ... for the loops inside it."""
+    return f"iteration{depth if depth > 1 else ''}" if depth else "step"
 
 
 def _with_blocks(items: Sequence[Item], blocks: tuple[When, ...] = ()) -> Iterator[tuple[Item, tuple[When, ...]]]:
@@ -116,30 +121,30 @@ def _with_blocks(items: Sequence[Item], blocks: tuple[When, ...] = ()) -> Iterat
             yield item, blocks
 
 
-def _runs(block: When, turn: str) -> str:
+def _runs(block: When, variable: str) -> str:
     """When a block runs; "" for always."""
-    parts = [f"{turn} % {block.period} == 0"] if block.period > 1 else []
-    parts += [f"{turn} > {block.after}"] if block.after else []
-    parts += [f"{turn} <= {block.first}"] if block.first else []
+    parts = [f"{variable} % {block.period} == 0"] if block.period > 1 else []
+    parts += [f"{variable} > {block.after}"] if block.after else []
+    parts += [f"{variable} <= {block.first}"] if block.first else []
     return " and ".join(parts)
 
 
-def _condition(loop: Loop, turn: str, placed: tuple[Item, tuple[When, ...]]) -> str:
-    """When an item of a loop runs; "" in every turn. With a lag, the first and the last turns lack some items, and
-    blocks count the steps for which their items run."""
+def _condition(loop: Loop, variable: str, placed: tuple[Item, tuple[When, ...]]) -> str:
+    """When an item of a loop runs; "" in every iteration. With a lag, the first and the last iterations lack some
+    items, and blocks count the steps for which their items run."""
     item, blocks = placed
     ahead = ahead_of(item)
-    if loop.first == 1 or ahead == EVERY_TURN and not blocks:
+    if loop.first == 1 or ahead == EVERY_ITERATION and not blocks:
         return ""
-    if ahead == EVERY_TURN:
-        ways = [_due(turn, a, blocks) for a in blocks[-1].aheads]
+    if ahead == EVERY_ITERATION:
+        ways = [_due(variable, a, blocks) for a in blocks[-1].aheads]
         return " or ".join(ways if len(ways) == 1 else map("({})".format, ways))
-    return _due(turn, ahead, blocks)
+    return _due(variable, ahead, blocks)
 
 
-def _due(turn: str, ahead: int, blocks: Sequence[When]) -> str:
-    step = f"({turn} + {ahead})" if ahead else turn
-    return " and ".join(filter(None, (f"run.is_due({turn}, ahead={ahead})", *(_runs(b, step) for b in blocks))))
+def _due(variable: str, ahead: int, blocks: Sequence[When]) -> str:
+    step = f"({variable} + {ahead})" if ahead else variable
+    return " and ".join(filter(None, (f"run.is_due({variable}, ahead={ahead})", *(_runs(b, step) for b in blocks))))
 
 
 def _about(loop: Loop) -> str:

@@ -1,9 +1,10 @@
 """`lag=k`: which nodes run k steps ahead, and which others may.
 
 In: the items of a flow. Out: the ids of its generates, and of all that they are made from within a step; or errors. In
-turn i of the run these nodes work for step i + k, on the parameters, states and buffers as they are at their place in
-turn i; all others work for step i. Those of the others that depend on nothing that lasts, such as rewards and the
-log-probs of a frozen model, may run earlier: it changes no number, and where they run decides (`passes/run_ahead.py`).
+iteration i of the run these nodes work for step i + k, on the parameters, states and buffers as they are at their place
+in iteration i; all others work for step i. Those of the others that depend on nothing that lasts, such as rewards and
+the log-probs of a frozen model, may run earlier: it changes no number, and where they run decides
+(`passes/run_ahead.py`).
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _items(plan: Plan, items: Sequence[Item], indent: str) -> Iterator[str]:
 
 
 def _first(loop: Loop) -> str:
-    return f" from turn {loop.first}" if loop.first != 1 else ""
+    return f" from iteration {loop.first}" if loop.first != 1 else ""
 
 
 def line(event: Event) -> str:
@@ -90,7 +90,7 @@ def line(event: Event) -> str:
     if event.bytes:
         parts.append(f"[{human(event.bytes)}]" if event.bytes > 0 else "[size known at run time]")
     if event.ahead:
-        parts.append(f"for step {event.ahead:+}" if event.ahead > 0 else "in every turn")
+        parts.append(f"for step {event.ahead:+}" if event.ahead > 0 else "in every iteration")
     if event.because:
         parts.append(f"because {event.because}")
     if event.at:

@@ -244,9 +244,9 @@ class _Lifetimes:
             self._value(b, start, until.get(b, self.end))
 
     def _values_of_later_steps(self, collected: Mapping[str, int]) -> set[str]:
-        """Buffers that are freed in a later turn of the step loop than the one that writes them: of some steps all of a
-        turn, of one from its write, and of one up to its free. collected: what loops collect, and the moment from which
-        on. What a block writes that runs in some steps counts as if it ran in all."""
+        """Buffers that are freed in a later iteration of the step loop than the one that writes them: of some steps all
+        of an iteration, of one from its write, and of one up to its free. collected: what loops collect, and the moment
+        from which on. What a block writes that runs in some steps counts as if it ran in all."""
         freed = {b: (i, e.ahead) for i, e in enumerate(self.events) for b in e.frees}
         found: set[str] = set()
         for i, e in enumerate(self.events):

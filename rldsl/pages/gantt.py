@@ -91,7 +91,7 @@ def _bar(chart: Chart, bar: Bar, y: float, event: Drawn) -> Markup:
     length, share = bar.stop - bar.start, (bar.stop - bar.start) / chart.length
     tooltip = f"{event.about}: {seconds_text(length)}, from {seconds_text(bar.start)}"
     tooltip += f", busy {bar.busy:.0%} of the time" if bar.busy is not None else ""
-    tooltip += f", iteration {bar.turn + 1}" if bar.turn else ""
+    tooltip += f", iteration {bar.iteration + 1}" if bar.iteration else ""
     tooltip += f", of step {bar.step}" if bar.step else ""
     label = f"{bar.step} · {event.label}" if bar.step else event.label
     full = bar.busy is None or bar.busy > 0.995

@@ -38,7 +38,7 @@ class Recorded:
     what: str  # "recorded" or "simulated"
 
     def event_seconds(self) -> dict[int, float]:
-        """Event -> the longest that a rank spent in it, all turns together."""
+        """Event -> the longest that a rank spent in it, all iterations together."""
         by: dict[tuple[int, int], float] = {}
         for r in self.ran:
             by[r.event, r.rank] = by.get((r.event, r.rank), 0.0) + r.stop - r.start

@@ -24,7 +24,7 @@ class Bar:
     start: float  # seconds
     stop: float  # seconds
     busy: float | None = None  # the share of it in which its ranks compute; None: unknown
-    turn: int = 0  # how often the event ran before in the step
+    iteration: int = 0  # how often the event ran before in the step
     step: int = 0  # of several that are shown, the one that it belongs to; 0: none
 
 
@@ -80,16 +80,16 @@ def simulated(timeline: Timeline) -> Chart:
 
 
 def several(one: Chart, seconds: float, count: int, ahead: Mapping[int, int]) -> Chart:
-    """So many turns of the step loop, from turn 1 on, where one follows another after `seconds`. ahead: by how many
-    steps each event runs ahead, of those that belong to a step."""
-    def at(bar: Bar, turn: int) -> Bar:
-        after = (turn - 1) * seconds
+    """So many iterations of the step loop, from iteration 1 on, where one follows another after `seconds`. ahead: by
+    how many steps each event runs ahead, of those that belong to a step."""
+    def at(bar: Bar, iteration: int) -> Bar:
+        after = (iteration - 1) * seconds
         return replace(bar, start=bar.start + after, stop=bar.stop + after,
-                       step=turn + ahead[bar.event] if bar.event in ahead else 0)
+                       step=iteration + ahead[bar.event] if bar.event in ahead else 0)
 
-    turns = range(1, count + 1)
-    starts = [(t - 1) * seconds for t in turns]
-    rows = (replace(row, bars=tuple(at(b, t) for t in turns for b in row.bars),
+    iterations = range(1, count + 1)
+    starts = [(t - 1) * seconds for t in iterations]
+    rows = (replace(row, bars=tuple(at(b, t) for t in iterations for b in row.bars),
                     critical=tuple((a + s, b + s) for s in starts for a, b in row.critical)) for row in one.rows)
     return Chart(tuple(rows), one.start, one.stop + (count - 1) * seconds, one.hidden)
 

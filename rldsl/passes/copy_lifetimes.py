@@ -15,7 +15,7 @@ from rldsl.graph.model import nodes
 from rldsl.passes.draft import Draft, each_block, events
 from rldsl.passes.run_ahead import together
 from rldsl.placement.model import Call
-from rldsl.plan.events import EVERY_TURN, Event, Free, Item, Load, Loop, Realloc, When
+from rldsl.plan.events import EVERY_ITERATION, Event, Free, Item, Load, Loop, Realloc, When
 
 Copies = frozenset[tuple[str, str]]  # (model, layout)
 
@@ -55,13 +55,13 @@ def copy_lifetimes(draft: Draft) -> Draft:
         return tuple(x for i, item in enumerate(items)
                      for x in (item, *(_free(draft, b, item) for b in sorted(ends.get(i, ())))))
 
-    def in_every_turn(items: tuple[Item, ...]) -> tuple[Item, ...]:
-        return tuple(replace(i, ahead=EVERY_TURN) if isinstance(i, Free) and i.buffers[0] in not_kept
-                     else replace(i, body=in_every_turn(i.body)) if isinstance(i, When)
+    def in_every_iteration(items: tuple[Item, ...]) -> tuple[Item, ...]:
+        return tuple(replace(i, ahead=EVERY_ITERATION) if isinstance(i, Free) and i.buffers[0] in not_kept
+                     else replace(i, body=in_every_iteration(i.body)) if isinstance(i, When)
                      else together(i) if isinstance(i, Loop) else i for i in items)
 
     body = each_block(draft.body, insert)
-    return replace(draft, body=in_every_turn(body) if draft.placed.graph.lag else body)
+    return replace(draft, body=in_every_iteration(body) if draft.placed.graph.lag else body)
 
 
 def _free(draft: Draft, buffer: str, after: Item) -> Free:

@@ -53,8 +53,8 @@ def _block(draft: Draft, items: tuple[Item, ...], values: Mapping[str, Value],
 
 
 def _movement_of_earlier_turns(items: Sequence[Item], jobs: Sequence[_Job]) -> frozenset[int]:
-    """The indices of the movements that bring what an earlier turn has made. They come first: ranks that generate would
-    otherwise begin with the next rows, and those that train wait for these."""
+    """The indices of the movements that bring what an earlier iteration has made. They come first: ranks that generate
+    would otherwise begin with the next rows, and those that train wait for these."""
     found = set[int]()
     for i, before in enumerate(dependencies(jobs)):
         item = items[i]
@@ -80,15 +80,16 @@ def _job(draft: Draft, item: Item, values: Mapping[str, Value], lengths_in: Leng
          firsts: Mapping[str, set[int]], lasting: frozenset[str]) -> _Job:
     own = list(events([item]))
 
-    def in_turn(e: Event, buffers: Iterable[str]) -> list[str]:
-        """Buffers by the steps, counted from the turn's, whose values they hold: another step has another buffer."""
+    def in_iteration(e: Event, buffers: Iterable[str]) -> list[str]:
+        """Buffers by the steps, counted from the iteration's, whose values they hold: another step has another
+        buffer."""
         return [f"{b} {e.ahead}" if split_buffer(b)[0] in values and b not in lasting else b for b in buffers]
 
     priority = PRIORITY[item.traits.family] if isinstance(item, Event) else BLOCK_PRIORITY
     versions = [e.versions() for e in own]
-    needed = frozenset(b for e in own for b in in_turn(e, uses(draft, e, values, lengths_in)))
+    needed = frozenset(b for e in own for b in in_iteration(e, uses(draft, e, values, lengths_in)))
     return _Job(needed.union(*(v.uses for v in versions)),
-                frozenset(b for e in own for b in in_turn(e, e.writes)).union(*(v.defs for v in versions)),
+                frozenset(b for e in own for b in in_iteration(e, e.writes)).union(*(v.defs for v in versions)),
                 frozenset(r for m in {e.mesh for e in own} for r in firsts[m]),
                 sum(e.traits.order_cost for e in own), priority)
 

@@ -2,10 +2,10 @@
 
 In: a draft in program order, whose events of nodes that run ahead say so. Out: the same for the events that passes
 inserted: what brings a value runs as early as its earliest reader needs it, so no rank that trains waits for the rows
-of a later step; and copies of parameters are refreshed, moved and freed in every turn of the step loop. Invariant: what
-makes a value of a step runs at least as far ahead as what reads it. A loop runs ahead as a whole; in a block that runs
-in some steps only, each event runs ahead by its own number of steps, and copies are refreshed in the turns in which
-anything else of the block runs.
+of a later step; and copies of parameters are refreshed, moved and freed in every iteration of the step loop. Invariant:
+what makes a value of a step runs at least as far ahead as what reads it. A loop runs ahead as a whole; in a block that
+runs in some steps only, each event runs ahead by its own number of steps, and copies are refreshed in the iterations in
+which anything else of the block runs.
 
 Generation, and what it is made from, runs `lag` steps ahead on any ranks: the program says so. What else may run ahead
 (`graph/lag.py`) does so on ranks that do not train, for otherwise a step would wait there for a reward of its own rows
@@ -23,7 +23,7 @@ from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.graph.lag import inputs_of, of_steps
 from rldsl.passes.draft import Draft, LengthsSpreads, each_block, events, uses
-from rldsl.plan.events import EVERY_TURN, Event, Item, Loop, When, ahead_of, split_buffer
+from rldsl.plan.events import EVERY_ITERATION, Event, Item, Loop, When, ahead_of, split_buffer
 
 
 class RankSet(Protocol):
@@ -74,7 +74,7 @@ def run_ahead(draft: Draft) -> Draft:
             if isinstance(item, Loop):
                 item = together(item)
             elif item.refreshes:
-                item = replace(item, ahead=EVERY_TURN)
+                item = replace(item, ahead=EVERY_ITERATION)
             elif item.traits.family == "movement" and not item.versions().defs:
                 item = replace(item, ahead=max((wanted.get(b, 0) for b in item.writes), default=0))
             for event in events([item]):
@@ -94,8 +94,8 @@ def together(loop: Loop) -> Loop:
 
 
 def check_run_ahead(draft: Draft) -> None:
-    """What is read has been made in the same turn or an earlier one, and a loop runs ahead as a whole. What lasts, such
-    as parameters, is read as it is at its place in the turn."""
+    """What is read has been made in the same iteration or an earlier one, and a loop runs ahead as a whole. What lasts,
+    such as parameters, is read as it is at its place in the iteration."""
     if not draft.placed.graph.lag:
         return
     values, lengths_in, made = draft.values, LengthsSpreads.of(draft), dict[str, int]()
@@ -111,7 +111,7 @@ def check_run_ahead(draft: Draft) -> None:
                 for buffer in uses(draft, event, values, lengths_in):
                     if made.get(buffer, event.ahead) < event.ahead:
                         raise internal_error(f"{event.called} needs {buffer} before it is made", "pass run_ahead")
-                if event.ahead != EVERY_TURN:
+                if event.ahead != EVERY_ITERATION:
                     made.update({b: event.ahead for b in event.writes
                                  if split_buffer(b)[0] in values and b not in draft.lasting})
 

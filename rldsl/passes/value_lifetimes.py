@@ -33,7 +33,7 @@ def value_lifetimes(draft: Draft) -> Draft:
                 for b in (*uses(draft, e, values, lengths_in), *e.writes):
                     used[b] = min(e.ahead, used.get(b, e.ahead))
             for b in used.keys() & own:
-                if b not in last or used[b] <= last[b][0]:  # in a later turn, or later in the turn
+                if b not in last or used[b] <= last[b][0]:  # in a later iteration, or later in the iteration
                     last[b] = used[b], i
         ends: dict[int, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         for b, (ahead, i) in last.items():

@@ -47,13 +47,13 @@ from rldsl.plan.references import (
 from rldsl.plan.traits import EVENTS, Buffers, Traits, event_kind
 
 __all__ = [
-    "AnyCall", "Checkpoint", "Collect", "Compute", "CopyPart", "Derive", "Draw", "EVENTS", "EVERY_TURN", "Event",
+    "AnyCall", "Checkpoint", "Collect", "Compute", "CopyPart", "Derive", "Draw", "EVENTS", "EVERY_ITERATION", "Event",
     "Fetch", "Free", "Generate", "Infer", "Item", "Lengths", "Load", "Log", "Lookup", "Loop", "ModelCall",
     "Offload", "Onload", "Realloc", "RowStates", "Sample", "Sampling", "Save", "Store", "Train", "Transfer", "Update",
     "Versions", "When", "ahead_of", "aheads_in", "optimizer_of", "runs_in", "split_buffer",
 ]
 
-EVERY_TURN = -1  # `Event.ahead` of what belongs to no step: copies of parameters are refreshed, moved and freed
+EVERY_ITERATION = -1  # `Event.ahead` of what belongs to no step: copies of parameters are refreshed, moved and freed
 CopyPart = Literal["parameters", "optimizer"]  # of a model under a layout; optimizer: moments and gradients
 Copy = tuple[ModelName, LayoutId]  # the parameters of a model under a layout
 
@@ -92,7 +92,7 @@ class Event:
     at: str = ""  # the position in the program that asked for it: "ppo.rlf:22:3"
     because: str = ""  # why the compiler inserted it; "" for what the user wrote
     bytes: int = 0  # sent between ranks; -1 if it depends on the lengths of sequences
-    ahead: int = 0  # steps by which it runs ahead of the step loop (`runs_in`), or EVERY_TURN
+    ahead: int = 0  # steps by which it runs ahead of the step loop (`runs_in`), or EVERY_ITERATION
 
     @property
     def called(self) -> str:
@@ -662,13 +662,13 @@ class Loop:
     until: Buffer = ""  # batch-level, written by the body: where it is true the loop ends; freed in each iteration
     collects: tuple[Buffer, ...] = ()  # emptied before the first iteration; the body appends to them
     over: DataName = ""  # the data source that it reads once, in file order; the last batch may be short
-    first: int = 1  # number of the first turn; in the step loop below 1 if events run ahead
+    first: int = 1  # number of the first iteration; in the step loop below 1 if events run ahead
 
 
 @dataclass(frozen=True, slots=True)
 class When:
     """The body, in some iterations of the enclosing loop: `every`, `after` and `first` of a program. In the step loop
-    it is for the steps of its events, which may run ahead of the turn."""
+    it is for the steps of its events, which may run ahead of the iteration."""
 
     period: int  # it runs in every so many iterations
     body: tuple[Item, ...]  # of one occurrence
@@ -709,15 +709,16 @@ def aheads_in(block: Loop | When) -> tuple[int, ...]:
         for item in items:
             yield from (item.ahead,) if isinstance(item, Event) else found(item.body)
 
-    return tuple(sorted({*found(block.body)} - {EVERY_TURN}))
+    return tuple(sorted({*found(block.body)} - {EVERY_ITERATION}))
 
 
-def runs_in(turn: int, ahead: int, steps: int, blocks: Sequence[When] = ()) -> bool:
-    """Whether an item of the step loop that runs so far ahead runs in a turn. blocks: those around it, outermost first.
+def runs_in(iteration: int, ahead: int, steps: int, blocks: Sequence[When] = ()) -> bool:
+    """Whether an item of the step loop that runs so far ahead runs in an iteration. blocks: those around it, outermost
+    first.
 
-    Turns are numbered so that in turn i the events of ahead 0 run for step i, of 1 to `steps`. Before turn 1 and in the
-    last turns, only a part of the events runs. A block says for which steps its events run; those of every turn run
-    when another one of the block does, on whatever ranks."""
-    if ahead == EVERY_TURN:
-        return not blocks or any(runs_in(turn, a, steps, blocks) for a in blocks[-1].aheads)
-    return 1 <= turn + ahead <= steps and all(b.runs(turn + ahead) for b in blocks)
+    Iterations are numbered so that in iteration i the events of ahead 0 run for step i, of 1 to `steps`. Before
+    iteration 1 and in the last iterations, only a part of the events runs. A block says for which steps its events run;
+    those of every iteration run when another one of the block does, on whatever ranks."""
+    if ahead == EVERY_ITERATION:
+        return not blocks or any(runs_in(iteration, a, steps, blocks) for a in blocks[-1].aheads)
+    return 1 <= iteration + ahead <= steps and all(b.runs(iteration + ahead) for b in blocks)

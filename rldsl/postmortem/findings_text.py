@@ -162,14 +162,14 @@ class _Sentences:
 
     def _step(self, at: EventRun) -> str:
         """"of step 3": the step that an event works for, and its iterations; "" outside the step loop. With a lag, the
-        turns of the loop begin before the first step."""
+        iterations of the loop begin before the first step."""
         event = self._order.events.get(at.event)
         if event is None or not at.turns:
             return ""
-        turn, *inner = at.turns
+        iteration, *inner = at.turns
         ahead = max(event.ahead, 0)
-        step = f"of step {turn + ahead}" if turn + ahead > 0 else "before step 1"
-        early = f" (ahead, during step {turn})" if ahead and turn > 0 else " (ahead)" if ahead else ""
+        step = f"of step {iteration + ahead}" if iteration + ahead > 0 else "before step 1"
+        early = f" (ahead, during step {iteration})" if ahead and iteration > 0 else " (ahead)" if ahead else ""
         return step + (f", iteration {'.'.join(map(str, inner))}" if inner else "") + early
 
 

@@ -33,7 +33,7 @@ from rldsl.verify.tables import Tables, name, problem
 
 # The name of a set of ranks is the id of a mesh, "first of MESH" for its first rank, or this, for those of the event.
 ALL_PARTICIPANTS = ""
-AHEAD = " of a later step: +"  # between the name of a buffer and how many turns later its step begins
+AHEAD = " of a later step: +"  # between the name of a buffer and how many iterations later its step begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class _BufferTrace:
         self.live: set[str] = {b for b in states if meshes[b] in member_of}
         self.kept = states  # from step to step
         self.overwritable = set(states)  # buffers that may be written while they exist
-        self.turns_ahead: dict[int, int] = {}  # ahead of an event -> by how many turns that are not left out
+        self.iterations_ahead: dict[int, int] = {}  # ahead of an event -> by how many iterations that are not left out
         # with a lag: the blocks that run in some steps, by number, around what runs now, outermost first; and of what
         # exists, those around the event that made it
         self.blocks: tuple[int, ...] = ()
@@ -135,35 +135,36 @@ class _BufferTrace:
         self.live.discard(self._at(loop.until, ahead))
 
     def _turns(self, loop: Loop) -> None:
-        """A step loop whose events run ahead: buffers of later steps live from turn to turn. Between the first turns
-        and the last, which lack some events, all turns are alike if two of them begin with the same buffers. What an
-        event finds depends only on which events of the same step come before it. So turns in which nothing happens to
-        the values of a step are left out, and the work does not grow with the lag. Blocks that run in some steps are
-        taken as if they ran in all: nothing outside depends on whether they do, since they free what they make
-        (`_check_scopes`), and nothing outside uses it (`_exists`)."""
+        """A step loop whose events run ahead: buffers of later steps live from iteration to iteration. Between the
+        first iterations and the last, which lack some events, all iterations are alike if two of them begin with the
+        same buffers. What an event finds depends only on which events of the same step come before it. So iterations in
+        which nothing happens to the values of a step are left out, and the work does not grow with the lag. Blocks that
+        run in some steps are taken as if they ran in all: nothing outside depends on whether they do, since they free
+        what they make (`_check_scopes`), and nothing outside uses it (`_exists`)."""
         aheads = sorted({x.event.ahead for x in self.effects.values() if x.event.ahead > 0})
-        self.turns_ahead = {ahead: i for i, ahead in enumerate(aheads, 1)}
+        self.iterations_ahead = {ahead: i for i, ahead in enumerate(aheads, 1)}
         lag = len(aheads)
         steps = min(loop.trips, 2 * lag + 2)
         at_start: list[set[str]] = []
-        for turn in range(1 - lag, steps + 1):
-            if 1 <= turn <= steps - lag:
+        for iteration in range(1 - lag, steps + 1):
+            if 1 <= iteration <= steps - lag:
                 at_start.append(set(self.live))
             for item, self.blocks in without_blocks(loop.body):
                 ahead = ahead_of(item)
-                if runs_in(turn, self.turns_ahead.get(ahead, ahead), steps):
+                if runs_in(iteration, self.iterations_ahead.get(ahead, ahead), steps):
                     self.run((item,))
             self.blocks = ()
-            if loop.until and turn >= 1 and self.last is not None:
+            if loop.until and iteration >= 1 and self.last is not None:
                 self._ends_on(loop, self.last)
             left = {b for b in self.live if AHEAD not in b} - self.overwritable
             if left and self.last is not None:
                 self.report("RL0516", f"{', '.join(sorted(left))} is not freed in the step that writes it", self.last)
-            self.made_in = {_next_turn(b): self.made_in.get(b, ()) for b in self.live - left}
-            self.live = {_next_turn(b) for b in self.live - left}
+            self.made_in = {_next_iteration(b): self.made_in.get(b, ()) for b in self.live - left}
+            self.live = {_next_iteration(b) for b in self.live - left}
         if any(x != at_start[0] for x in at_start) and self.last is not None:
             changed = ", ".join(sorted(at_start[0] ^ at_start[-1]))
-            self.report("RL0517", f"{changed}: a turn of loop {loop.id} ends with other buffers than it begins with",
+            self.report("RL0517",
+                        f"{changed}: an iteration of loop {loop.id} ends with other buffers than it begins with",
                         self.last)
 
     def _check_scopes(self, items: tuple[Item, ...]) -> None:
@@ -199,7 +200,7 @@ class _BufferTrace:
 
     def _at(self, buffer: str, ahead: int) -> str:
         """A buffer by the step whose values it holds: what runs ahead uses those of a later step."""
-        ahead = self.turns_ahead.get(ahead, ahead)
+        ahead = self.iterations_ahead.get(ahead, ahead)
         return f"{buffer}{AHEAD}{ahead}" if ahead > 0 and buffer not in self.kept else buffer
 
     def _check_balanced(self, before: set[str], block: Loop | When) -> None:
@@ -259,8 +260,8 @@ def _loops(items: tuple[Item, ...]) -> Iterator[Loop]:
             yield from _loops(item.body)
 
 
-def _next_turn(buffer: str) -> str:
-    """The name of a buffer in the next turn, which is one step closer to the step of its values."""
+def _next_iteration(buffer: str) -> str:
+    """The name of a buffer in the next iteration, which is one step closer to the step of its values."""
     value, _, ahead = buffer.partition(AHEAD)
     return f"{value}{AHEAD}{int(ahead) - 1}" if ahead not in ("", "1") else value
 

@@ -1,9 +1,9 @@
 """Events run as far ahead of the step loop as the lag of the run says, and what lasts changes only at its own step.
 
 In: tables with sound references. Out: diagnostics RL0539. Rules:
-- the step loop begins `lag` turns early, and no other loop does;
+- the step loop begins `lag` iterations early, and no other loop does;
 - every generate of a step runs ahead by exactly the lag, so the policy that samples the rows of step s is the one of
-  its place in turn s - lag; one that says so runs in its own step;
+  its place in iteration s - lag; one that says so runs in its own step;
 - so does what generation is made from and what reads a model, state or buffer that changes during the run; nothing else
   that reads one runs ahead. Where a Python reward or the log-probs of a frozen model run changes no number: they may
   run up to the lag ahead;
@@ -11,8 +11,8 @@ In: tables with sound references. Out: diagnostics RL0539. Rules:
 - a `repeat ... until` runs ahead as a whole, with all that is needed to know how often it runs, and no other loop does;
   in an `every` each event runs ahead by its own number of steps;
 - all fetches of a source run ahead by the same number of steps, so each step has the rows that it has without a lag;
-- copies of parameters are refreshed, moved and freed in every turn.
-That what is read has been made, and not yet freed, is checked over turns by `dataflow.py` and `versions.py`.
+- copies of parameters are refreshed, moved and freed in every iteration.
+That what is read has been made, and not yet freed, is checked over iterations by `dataflow.py` and `versions.py`.
 
 So it is known how old each token is that a step trains on (`generation.py`, `ages`).
 """
@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import EVERY_TURN, Event, Loop, When, aheads_in, split_buffer
+from rldsl.plan.events import EVERY_ITERATION, Event, Loop, When, aheads_in, split_buffer
 from rldsl.plan.projection import Path, walk
 from rldsl.plan.references import Role, references
 from rldsl.verify.tables import Tables, name, problem
@@ -44,7 +44,7 @@ def check_lag(t: Tables) -> Iterator[Diagnostic]:
     of_source: dict[str, int] = {}
     needed = _needed_for_generation(t) if lag else frozenset[str]()
     for event, path in t.events:
-        wrong = _wrong(t, event, path, lag) or _reads_of_another_turn(t, event, path, lag, needed)
+        wrong = _wrong(t, event, path, lag) or _reads_of_another_iteration(t, event, path, lag, needed)
         for source in () if wrong or _evaluates(path) else _read_in_order(event):
             ahead = of_source.setdefault(source, event.ahead)
             wrong = f"another event that reads {source} runs {_shown(ahead)}" if event.ahead != ahead else ""
@@ -58,8 +58,8 @@ def _loops(t: Tables, lag: int) -> Iterator[Diagnostic]:
     inner = {id(x): x for _, path in t.events for x in path[1:] if isinstance(x, Loop)}
     for loop, first in (*((x, 1 - lag) for x in outer), *((x, 1) for x in inner.values())):
         if loop.first != first:
-            yield problem("RL0539", f"loop {loop.id} begins with turn {loop.first}, but with a lag of {lag} it begins "
-                                    f"with turn {first}")
+            yield problem("RL0539", f"loop {loop.id} begins with iteration {loop.first}, but with a lag of {lag} it "
+                                    f"begins with iteration {first}")
 
 
 def _read_in_order(e: Event) -> list[str]:
@@ -85,15 +85,15 @@ def _of_loop(loop: Loop, lag: int) -> int:
 
 def _wrong(t: Tables, e: Event, path: Path, lag: int) -> str:
     """What contradicts the steps by which an event runs ahead; "" if nothing does."""
-    if not EVERY_TURN <= e.ahead <= lag or e.ahead == EVERY_TURN and not lag:
+    if not EVERY_ITERATION <= e.ahead <= lag or e.ahead == EVERY_ITERATION and not lag:
         return f"the lag is {lag}"
     if not path:
         return "it comes before the first step" if e.ahead else ""
     wanted, loop = e.wanted_ahead(lag), _loop_of(path)
     if loop is not None and e.ahead != (whole := _of_loop(loop, lag)):
         return f"loop {loop.id}, around it, runs {_shown(whole)}"
-    if loop is None and lag and _is_of_copies(t, e) != (e.ahead == EVERY_TURN):
-        return ("it moves a copy of parameters, which belongs to no step" if e.ahead != EVERY_TURN
+    if loop is None and lag and _is_of_copies(t, e) != (e.ahead == EVERY_ITERATION):
+        return ("it moves a copy of parameters, which belongs to no step" if e.ahead != EVERY_ITERATION
                 else "it belongs to a step")
     if wanted is not None and e.ahead != wanted and not _evaluates(path):
         return f"its responses are generated {_shown(wanted)}"
@@ -129,9 +129,9 @@ def _values(t: Tables, buffers: tuple[str, ...]) -> list[str]:
     return [split_buffer(b)[0] for b in buffers if b not in t.plan.lasting and split_buffer(b)[0] in t.values]
 
 
-def _reads_of_another_turn(t: Tables, e: Event, path: Path, lag: int, needed: frozenset[str]) -> str:
-    """What an event would read as it is in another turn than the program means; "" if nothing."""
-    if not path or _evaluates(path) or e.ahead == EVERY_TURN or e.refreshes:
+def _reads_of_another_iteration(t: Tables, e: Event, path: Path, lag: int, needed: frozenset[str]) -> str:
+    """What an event would read as it is in another iteration than the program means; "" if nothing."""
+    if not path or _evaluates(path) or e.ahead == EVERY_ITERATION or e.refreshes:
         return ""
     own = lag if needed.intersection(_values(t, e.writes)) else 0
     changing = [m for m, _ in e.copies() if t.models[m].train_layout or t.models[m].updated_from]
@@ -152,4 +152,4 @@ def _listed(ahead: tuple[int, ...]) -> str:
 
 
 def _shown(ahead: int) -> str:
-    return "in every turn" if ahead == EVERY_TURN else f"{ahead} steps ahead" if ahead else "in its own step"
+    return "in every iteration" if ahead == EVERY_ITERATION else f"{ahead} steps ahead" if ahead else "in its own step"

@@ -25,7 +25,7 @@ from itertools import combinations, pairwise
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import (
-    EVERY_TURN,
+    EVERY_ITERATION,
     Checkpoint,
     Event,
     Generate,
@@ -148,7 +148,8 @@ def _run(t: Tables, body: tuple[Item, ...], state: CopyStates, problems: list[Di
 def _after_block(t: Tables, block: When, state: CopyStates, problems: list[Diagnostic],
                  cache: dict[tuple[int, CopyStates], CopyStates]) -> CopyStates:
     """The state after a block that runs in some steps. Where its events run ahead by different numbers of steps, any of
-    them may run in a turn without the others. A copy may be refreshed that is current in one of these cases only."""
+    them may run in an iteration without the others. A copy may be refreshed that is current in one of these cases
+    only."""
     levels, ends, needless = aheads_in(block), [state], list[frozenset[str]]()
     for size in range(1, len(levels) + 1):
         for chosen in combinations(levels, size):
@@ -165,11 +166,11 @@ def _after_block(t: Tables, block: When, state: CopyStates, problems: list[Diagn
 
 
 def _part(items: tuple[Item, ...], ahead: Sequence[int]) -> tuple[Item, ...]:
-    """The items that run so far ahead, and those of every turn."""
+    """The items that run so far ahead, and those of every iteration."""
     out: list[Item] = []
     for item in items:
         if not isinstance(item, When):
-            out += [item] if ahead_of(item) in (*ahead, EVERY_TURN) else []
+            out += [item] if ahead_of(item) in (*ahead, EVERY_ITERATION) else []
         elif body := _part(item.body, ahead):
             out.append(replace(item, body=body))
     return tuple(out)
@@ -177,17 +178,17 @@ def _part(items: tuple[Item, ...], ahead: Sequence[int]) -> tuple[Item, ...]:
 
 def _before_first_step(t: Tables, loop: Loop, state: CopyStates, problems: list[Diagnostic],
                        cache: dict[tuple[int, CopyStates], CopyStates]) -> tuple[CopyStates, frozenset[str] | None]:
-    """The state after the turns before the first step, in which only events that run ahead take place, and those of
-    every turn; and what is said of the copies that are refreshed in each of these turns though they are current, None
-    where there is no such turn. There a copy may be refreshed that is current, since nothing has been trained; and one
-    that needs it only there. In the last turns the events that run ahead are missing, which makes no version and no
-    copy."""
+    """The state after the iterations before the first step, in which only events that run ahead take place, and those
+    of every iteration; and what is said of the copies that are refreshed in each of these iterations though they are
+    current, None where there is no such iteration. There a copy may be refreshed that is current, since nothing has
+    been trained; and one that needs it only there. In the last iterations the events that run ahead are missing, which
+    makes no version and no copy."""
     needless: frozenset[str] | None = None
     if loop.first >= 1:
         return state, needless
     levels = aheads_in(loop)
     begins = {loop.first, *(x for a in levels for x in (1 - a, loop.trips - a + 1) if loop.first < x < 1)}
-    spans = sorted(x for x in begins if x < 1)  # in the turns from one of these to the next, the same events run
+    spans = sorted(x for x in begins if x < 1)  # in the iterations from one of these to the next, the same events run
     for first, end in pairwise([*spans, 1]):
         body = _part(loop.body, [a for a in levels if runs_in(first, a, loop.trips)])
         for _ in range(first, end):
@@ -196,7 +197,7 @@ def _before_first_step(t: Tables, loop: Loop, state: CopyStates, problems: list[
             here = frozenset(d.title for d in found if d.code == "RL0522")
             needless = here if needless is None else needless & here
             problems += [d for d in found if d.code != "RL0522"]
-            if state == before:  # so are all further turns of the span
+            if state == before:  # so are all further iterations of the span
                 break
     return state, needless
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from rldsl import api
 from rldsl.diag import Failure
 from rldsl.plan.events import (
-    EVERY_TURN,
+    EVERY_ITERATION,
     Compute,
     Event,
     Generate,
@@ -316,7 +316,7 @@ def test_each_event_of_a_block_runs_for_its_step(base: Path) -> None:
     ages = {(e.ahead, len(path) > 1) for e, path in event_paths(made) if isinstance(e, Generate)}
     assert ages == {(2, False), (2, True)}
     refreshed = {e.ahead for e, path in event_paths(made) if len(path) == 2 and isinstance(e, Event) and e.refreshes}
-    assert refreshed == {EVERY_TURN}, "a copy is refreshed in the turns in which anything of its block runs"
+    assert refreshed == {EVERY_ITERATION}, "a copy is refreshed in the iterations in which anything of its block runs"
 
 
 HEAD = '''use std.sft (sft)

@@ -14,7 +14,7 @@ from rldsl.graph import build
 from rldsl.graph import model as g
 from rldsl.graph.lag import nodes_that_may
 from rldsl.plan.events import (
-    EVERY_TURN,
+    EVERY_ITERATION,
     Compute,
     Event,
     Fetch,
@@ -87,7 +87,7 @@ FORGED = {
     "generates a step too late": (changed(Generate, 1), {"RL0539"}),
     "generates in its own step": (changed(Generate, 0), {"RL0539"}),
     "generates too early": (changed(Generate, 3), {"RL0539"}),
-    "generates in every turn": (changed(Generate, EVERY_TURN), {"RL0539"}),
+    "generates in every iteration": (changed(Generate, EVERY_ITERATION), {"RL0539"}),
     "trains ahead": (changed(Train, 2), {"RL0539"}),
     "refreshes its copy in its own step only": (changed(Realloc, 0), {"RL0539"}),
     "refreshes its copy ahead": (changed(Realloc, 2), {"RL0539"}),
@@ -113,7 +113,7 @@ def test_the_plan_is_right(plan: Plan) -> None:
     assert exchanges == {(((0, 2),), 2), (((0, 4),), 0)}, "that for rewards does not hold those that train"
     reward = next(e for e in loop.body if isinstance(e, Compute) and "reward" in e.result_names)
     assert (ranks[reward.mesh], reward.ahead) == (((0, 2),), 2), "nobody who trains waits for a reward"
-    assert {e.ahead for e in loop.body if isinstance(e, Realloc)} == {EVERY_TURN}
+    assert {e.ahead for e in loop.body if isinstance(e, Realloc)} == {EVERY_ITERATION}
 
 
 @pytest.mark.parametrize("name", FORGED)

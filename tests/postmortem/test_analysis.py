@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rldsl.plan.events import EVERY_TURN, Fetch, Generate, Loop, Realloc
+from rldsl.plan.events import EVERY_ITERATION, Fetch, Generate, Loop, Realloc
 from rldsl.postmortem.analysis import Culprit, Findings, Wait, analyse, order_key, rank_traces
 from rldsl.postmortem.dumps import EventRun, Heartbeat, RankDump, RankPosition, RingEntry
 from rldsl.postmortem.findings_text import notes, place, report, title
@@ -333,7 +333,7 @@ def test_a_step_that_runs_ahead_is_named() -> None:
     loop = PLAN.body[0]
     assert isinstance(loop, Loop)
     late = replace(PLAN, body=(replace(loop, first=0, body=tuple(
-        replace(x, ahead=1) if isinstance(x, Fetch | Generate) else replace(x, ahead=EVERY_TURN)
+        replace(x, ahead=1) if isinstance(x, Fetch | Generate) else replace(x, ahead=EVERY_ITERATION)
         if isinstance(x, Realloc) else x for x in loop.body)),))
 
     def says(event: int, turn: int) -> str:

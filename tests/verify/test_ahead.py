@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from rldsl.plan.events import EVERY_TURN, Event, Loop, When
+from rldsl.plan.events import EVERY_ITERATION, Event, Loop, When
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
 from tests.verify.faults import faults
@@ -22,7 +22,7 @@ from tests.verify.stepper import simulate
 def mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """(what was changed, the plan): one event, the first turn, or the lag of the header."""
     for event, _ in event_paths(plan):
-        for ahead in {EVERY_TURN, 0, 1, 2, 3} - {event.ahead}:
+        for ahead in {EVERY_ITERATION, 0, 1, 2, 3} - {event.ahead}:
             def edit(x: object, event: Event = event, ahead: int = ahead) -> tuple[Event, ...] | None:
                 return (replace(event, ahead=ahead),) if x is event else None
             yield f"{event.called} {event.id}: {event.ahead} -> {ahead}", replace(plan, body=edited(plan.body, edit))

@@ -76,9 +76,9 @@ class Rank:
             raise self._none(f"loop {id}", self._loops)
         return self._interpreter.iterate(self._loops[id])
 
-    def is_due(self, turn: int, ahead: int) -> bool:
-        """Whether events that run so many steps ahead run in a turn of the step loop."""
-        return self._interpreter.is_due(turn, ahead)
+    def is_due(self, iteration: int, ahead: int) -> bool:
+        """Whether events that run so many steps ahead run in an iteration of the step loop."""
+        return self._interpreter.is_due(iteration, ahead)
 
     def __getattr__(self, kind: str) -> Callable[[int], None]:
         if kind not in EVENTS:

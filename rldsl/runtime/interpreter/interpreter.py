@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from rldsl.diag import counted, present
 from rldsl.plan.events import (
-    EVERY_TURN,
+    EVERY_ITERATION,
     Checkpoint,
     Collect,
     Compute,
@@ -139,7 +139,7 @@ class Interpreter:
     recorder: TimelineRecorder | None = None  # records the timeline; None without `--trace`
     profiler: EventProfiler | None = None     # torch's; None without `--profile`
     depth: int = 0                            # number of loops around the current item
-    turn: int = 0                             # of the step loop: the step of events that do not run ahead
+    iteration: int = 0                        # of the step loop: the step of events that do not run ahead
     resumed: int = 0                          # the last step that the checkpoint of a resumed run contains
     compared: bool = False                    # whether this rank has compared its weights with those of the other ranks
     hold: Callable[[], None] = lambda: None   # called before each event: does not return once the run ends
@@ -166,27 +166,28 @@ class Interpreter:
             else:
                 for i in self.iterate(item):
                     if self.depth == 1:
-                        self.run_turn(item.body, i)
+                        self.run_iteration(item.body, i)
                     else:
                         self.run_items(item.body, i)
 
-    def run_turn(self, items: Sequence[Item], turn: int, blocks: tuple[When, ...] = ()) -> None:
-        """Execute those items of the step loop that run in a turn, each for its step. blocks: around the items."""
+    def run_iteration(self, items: Sequence[Item], iteration: int, blocks: tuple[When, ...] = ()) -> None:
+        """Execute those items of the step loop that run in an iteration of it, each for its step. blocks: around the
+        items."""
         for item in items:
             if isinstance(item, When):
-                self.run_turn(item.body, turn, (*blocks, item))
-            elif self.is_due(turn, ahead_of(item), blocks):
-                self.run_items([item], turn)
+                self.run_iteration(item.body, iteration, (*blocks, item))
+            elif self.is_due(iteration, ahead_of(item), blocks):
+                self.run_items([item], iteration)
 
-    def is_due(self, turn: int, ahead: int, blocks: Sequence[When] = ()) -> bool:
-        """Whether items of the step loop that run so far ahead run in a turn. A resumed run first repeats, of the turns
-        before its checkpoint, what they made of later steps, and what brings parameters to the copies. blocks: around
-        the items, outermost first."""
-        if ahead == EVERY_TURN and blocks:
-            return any(self.is_due(turn, a, blocks) for a in blocks[-1].aheads)
-        repeats = bool(self.resumed) and turn <= self.resumed
-        return runs_in(turn, ahead, self.state.context.plan.header.steps, blocks) and (
-            not repeats or ahead == EVERY_TURN or turn + max(ahead, 0) > self.resumed)
+    def is_due(self, iteration: int, ahead: int, blocks: Sequence[When] = ()) -> bool:
+        """Whether items of the step loop that run so far ahead run in an iteration. A resumed run first repeats, of
+        the iterations before its checkpoint, what they made of later steps, and what brings parameters to the copies.
+        blocks: around the items, outermost first."""
+        if ahead == EVERY_ITERATION and blocks:
+            return any(self.is_due(iteration, a, blocks) for a in blocks[-1].aheads)
+        repeats = bool(self.resumed) and iteration <= self.resumed
+        return runs_in(iteration, ahead, self.state.context.plan.header.steps, blocks) and (
+            not repeats or ahead == EVERY_ITERATION or iteration + max(ahead, 0) > self.resumed)
 
     def state_of(self, event: Event) -> RankState:
         """The state of the step for which an event runs now."""
@@ -195,12 +196,12 @@ class Interpreter:
     def step_of(self, item: Item) -> StepState:
         """The step for which an item runs now."""
         ahead = ahead_of(item) if self.depth else 0
-        return self.state.step.later(self.turn + ahead) if ahead > 0 else self.state.step
+        return self.state.step.later(self.iteration + ahead) if ahead > 0 else self.state.step
 
     def handle(self, state: RankState, event: Event) -> None:
         """Execute one event, or restore what it did before the checkpoint of a resumed run."""
         resumed = state.services.resumed
-        if resumed is not None and self.turn <= self.resumed and in_flight.stored_values(event, state.context):
+        if resumed is not None and self.iteration <= self.resumed and in_flight.stored_values(event, state.context):
             in_flight.restore(state.step, event, resumed.rows_of)
         else:
             rule_for(HANDLERS, event, "the interpreter")(state, event)
@@ -208,7 +209,7 @@ class Interpreter:
             in_flight.keep(state.step, event)
 
     def rewind(self, loop: Loop, checkpoint: LoadedCheckpoint) -> None:
-        """Before the turns that a resumed run repeats: the data is at the batches that they read. RL0762."""
+        """Before the iterations that a resumed run repeats: the data is at the batches that they read. RL0762."""
         context, reader = self.state.context, self.state.services.data
         lag, steps = context.plan.header.lag, context.plan.header.steps
         begun = range(checkpoint.step + 1, min(checkpoint.step + lag, steps) + 1)
@@ -250,7 +251,7 @@ class Interpreter:
         count = eval_loops.num_iterations(services.data, loop) if loop.over else loop.trips
         ahead = not is_step_loop and ahead_of(loop) > 0
         restored = 0  # iterations that the run made which wrote the checkpoint; 0: none did
-        if ahead and services.resumed is not None and self.turn <= self.resumed:
+        if ahead and services.resumed is not None and self.iteration <= self.resumed:
             restored = in_flight.iterations(services.resumed, step.number, loop)
         if not is_step_loop:
             services.reporter.entered(loop.id)
@@ -263,7 +264,7 @@ class Interpreter:
             step.iteration = i - 1
             services.ring.enter_iteration(self.depth - 1, i)
             if is_step_loop:
-                self.turn = i
+                self.iteration = i
                 if i > self.resumed:
                     step.begin()
             else:
