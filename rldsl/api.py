@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 Rewrite = Callable[[ast.File], ast.File]
 MANUAL = "manual"  # calls are placed as rules say
-# Mistakes of placement that concern one clause alone.
-LOCAL = frozenset({"RL0304", "RL0305", "RL0306", "RL0310", "RL0311", "RL0312", "RL0314"})
+# Errors of placement that concern one clause, whatever the others say.
+OF_ONE_CLAUSE = frozenset({"RL0304", "RL0305", "RL0306", "RL0310", "RL0311", "RL0312", "RL0314"})
 
 
 def unchanged(file: ast.File) -> ast.File:
@@ -123,7 +123,7 @@ def examine(text: str, name: str = "<text>", *, sets: Mapping[str, Scalar] | Non
             overrides: Sequence[str] = ()) -> tuple[Diagnostic, ...]:
     """What `check` finds; of a program without mistakes the warnings (RL09xx). read: where imported files come from.
     overrides: as for `build_graph`."""
-    from rldsl.graph.build import attempt, read_text
+    from rldsl.graph.build import build_recovering, read_text
     from rldsl.syntax.parse import parse_recovering
 
     parsed = [parse_recovering(f) for f in (SourceFile(name, text), *_rules(place, overrides))]
@@ -131,13 +131,13 @@ def examine(text: str, name: str = "<text>", *, sets: Mapping[str, Scalar] | Non
     if broken:
         return broken
     files = [file for file, _ in parsed]
-    graph, found = attempt(files[0], dict(sets or {}), _joined(files[1:]), read or read_text)
-    return judged(files, graph, found, place.name if place else "")
+    graph, found = build_recovering(files[0], dict(sets or {}), _joined(files[1:]), read or read_text)
+    return diagnostics_of(files, graph, found, place.name if place else "")
 
 
-def judged(files: Sequence[ast.File], graph: Graph | None, found: tuple[Diagnostic, ...],
-           rules: str = "") -> tuple[Diagnostic, ...]:
-    """What `examine` finds once `attempt` has made `graph` of `files` and `found` mistakes. rules: name of the
+def diagnostics_of(files: Sequence[ast.File], graph: Graph | None, found: tuple[Diagnostic, ...],
+                   rules: str = "") -> tuple[Diagnostic, ...]:
+    """What `examine` returns, where `build_recovering` has made `graph` and `found` of `files`. rules: name of the
     placement file."""
     from rldsl.graph.corrections import uncorrected, uncorrected_engines
     from rldsl.graph.unreached import unreached
@@ -151,8 +151,8 @@ def judged(files: Sequence[ast.File], graph: Graph | None, found: tuple[Diagnost
     if graph is None:
         return found
     placed = problems_of(graph, rules)
-    if found:  # calls with a mistake are not in the graph, so only the clauses of the others can be judged
-        return (*found, *(d for d in placed if d.code in LOCAL))
+    if found:  # calls with a mistake are not in the graph, so only the clauses of the others can be checked
+        return (*found, *(d for d in placed if d.code in OF_ONE_CLAUSE))
     if placed:
         return placed
     places = places_of(graph, rules)

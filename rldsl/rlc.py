@@ -10,13 +10,13 @@ import signal
 import sys
 from types import FrameType
 
-from rldsl import collector
+from rldsl import garbage_collection
 from rldsl.output_format import EARLY_INTERRUPTION, json_requested
 
 
 def main() -> None:
     """Run the command line. Exit status 130 after Ctrl-C."""
-    collector.collect_seldom()
+    garbage_collection.collect_rarely()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell has it ignored
         signal.signal(signal.SIGINT, _end)
     from rldsl.cli import main

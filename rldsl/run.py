@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rldsl import collector
+from rldsl import garbage_collection
 from rldsl.diag import Failure, counted, fail
 from rldsl.plan.metrics_file import TRACKERS
 from rldsl.report import render
@@ -271,7 +271,7 @@ def _reporting(arguments: argparse.Namespace) -> ReportOptions:
 
 def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, program: Program | None,
          agent: int | None) -> None:
-    with collector.importing():
+    with garbage_collection.importing():
         import torch
         import torch.distributed as dist
         import transformers

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LEAVES = {"source", "diag", "progress", "collector"}
+LEAVES = {"source", "diag", "progress", "garbage_collection"}
 PLAN = LEAVES | {"plan"}
 PLACED = PLAN | {"sharding", "reshard"}
 COMPILER = {"syntax", "semantics", "graph", "models", "placement", "passes"}
@@ -20,7 +20,7 @@ TORCH_BACKEND = {"backends", "backends.torch", "backends.torch.kernels", "backen
                  "backends.torch.train", "backends.torch.generate"}
 # package or module -> what of ours it may import besides itself
 ALLOWED: dict[str, set[str]] = {
-    "source": set(), "progress": set(), "collector": set(), "highlight": set(), "explain": set(), "starters": set(),
+    "source": set(), "progress": set(), "garbage_collection": set(), "highlight": set(), "explain": set(), "starters": set(),
     "output_format": set(),
     "diag": {"source"}, "report": LEAVES, "fix": LEAVES, "files": LEAVES, "extras": LEAVES,
     # the plan and what is derived from it alone
@@ -78,7 +78,7 @@ ALLOWED: dict[str, set[str]] = {
                                    "search", "simulate", "starters", "verify"},
     "cli": PLAN | {"api", "clusters", "commands", "explain", "extras", "files", "output_format", "report", "search",
                    "simulate", "syntax", "verify"},
-    "rlc": {"cli", "collector", "output_format"},
+    "rlc": {"cli", "garbage_collection", "output_format"},
 }
 TORCH = {"torch", "transformers", "safetensors", "tokenizers", "accelerate", "flash_attn"}
 MAY_TORCH = {"runtime", "backends", "run", "measure"}

@@ -14,6 +14,6 @@ from rldsl.memory.values import Tables
 
 class VllmMemory(MemoryCosts):
     def generate(self, tables: Tables, event: Any, copy: Copy, device: str) -> Needs:
-        elements = sum(prod(spec.shape) * max(len(tuple(spec.numbers(copy.model.layers))), 1)
+        elements = sum(prod(spec.shape) * max(len(tuple(spec.layer_numbers(copy.model.layers))), 1)
                        for spec in copy.model.params)
         return {**super().generate(tables, event, copy, device), "weights of the engine": copy.compute * elements}

@@ -10,10 +10,10 @@ import click
 from rldsl.cli.options import FILE, FOLDER, on_cluster
 from rldsl.cli.printing import say
 from rldsl.cli.shell import Settings, command, print_result, report_diagnostics
-from rldsl.collector import never_collect
 from rldsl.commands import Usage
 from rldsl.diag import Failure, counted
 from rldsl.files import read_bytes
+from rldsl.garbage_collection import never_collect
 
 
 @command

@@ -52,7 +52,7 @@ class ArrayMetrics:
                             help=f"log the number itself: `metric {s.name.name} = {s.value.span.text}`")
             return []
         if x.dtype not in ("f32", "bool") or exprs.ops.whole(x):
-            exprs.ops.reduce("mean", x, "batch", x.span)  # it says why
+            exprs.ops.reduce("mean", x, "batch", x.span)  # reports why there are no numbers
             return []
         low, high = given["low"], given["high"]
         if (low is None) != (high is None):

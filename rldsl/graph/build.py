@@ -15,10 +15,10 @@ from rldsl.graph import carried, declare, lora
 from rldsl.graph import model as g
 from rldsl.graph.buffers import declared, with_stored
 from rldsl.graph.flow import FlowBuilder
-from rldsl.graph.kinds import ROWS, kinds
 from rldsl.graph.lag import generates, nodes_ahead, nodes_that_may, too_long
 from rldsl.graph.params import param, supplied
 from rldsl.graph.prune import prune, tables
+from rldsl.graph.row_formats import ROWS, row_formats
 from rldsl.plan.expr import Scalar
 from rldsl.semantics import options
 from rldsl.semantics.alone import check_alone
@@ -51,26 +51,27 @@ def build(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None = N
           read: Callable[[str], str] = read_text) -> g.Graph:
     """The graph of a program. sets: values for `param`s. place: a second file with `mesh`, `place`, `cluster` and
     `param` declarations. Raises Failure with all diagnostics (RL01xx, RL02xx)."""
-    graph, found = attempt(file, sets, place, read)
+    graph, found = build_recovering(file, sets, place, read)
     if found or graph is None:
         raise Failure(found)
     return graph
 
 
-def attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None = None,
-            read: Callable[[str], str] = read_text, parse: Callable[[SourceFile], ast.File] = parse,
-            ) -> tuple[g.Graph | None, tuple[Diagnostic, ...]]:
+def build_recovering(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None = None,
+                     read: Callable[[str], str] = read_text, parse: Callable[[SourceFile], ast.File] = parse,
+                     ) -> tuple[g.Graph | None, tuple[Diagnostic, ...]]:
     """The graph, and every error found. Despite errors, the graph contains what is correct, so that its placement can
     be checked too; it is None where checking it would only report spurious errors. parse: of imported files; an editor
     keeps their trees."""
     try:
-        return _attempt(file, sets, place, read, parse)
+        return _build_recovering(file, sets, place, read, parse)
     except RecursionError:  # expressions in functions in functions
         return None, (too_deep(Span(file.source, 0, min(1, len(file.source.text)))),)
 
 
-def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None, read: Callable[[str], str],
-             parse: Callable[[SourceFile], ast.File]) -> tuple[g.Graph | None, tuple[Diagnostic, ...]]:
+def _build_recovering(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
+                      read: Callable[[str], str], parse: Callable[[SourceFile], ast.File]
+                      ) -> tuple[g.Graph | None, tuple[Diagnostic, ...]]:
     found = slips(file)
     if found:
         return None, found
@@ -90,18 +91,18 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
     flow, scope = _only_flow(file, errors), Scope(module)
     if flow is None:
         return None, tuple(errors.found)
-    for name, kind in kinds(flow, top.data).items():
-        top.data[name] = replace(top.data[name], row_format=kind)
+    for name, row_format in row_formats(flow, top.data).items():
+        top.data[name] = replace(top.data[name], row_format=row_format)
         unit = top.data[name].unit
         if unit is not None:
-            options.counts("batch", "prompts" if top.data[name].answers else ROWS[kind], *unit, exprs)
+            options.counts("batch", "prompts" if top.data[name].answers else ROWS[row_format], *unit, exprs)
     buffers = _buffers(flow, top, prelude) if top.buffers else {}
     builder = FlowBuilder(exprs, top.models, top.data, top.states, buffers)
     given = options.read(options.FLOW, [(o.name, o.value) for o in flow.options], "a flow", flow.name.span, exprs,
                          scope)
     for node in ast.walk(flow):
         for target in node.targets if isinstance(node, ast.Assign) else ():
-            exprs.elsewhere.setdefault(target.name, node.span)
+            exprs.first_bound.setdefault(target.name, node.span)
     known: dict[str, Meaning] = {s.name: input_(s.name, "batch", "", s.span) for s in top.states.values()
                                  if not s.data}
     if not isinstance(given, Bad):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 OF_PLACEMENT = {name: f"it is an option of the placement: write it behind the call, `... {name}=...`, or in `place`"
                 for name in PLACEMENT}
 # calls without `prompt=`: option -> what to do instead
-ELSEWHERE: Mapping[str, Mapping[str, str]] = {
+INSTEAD_OF: Mapping[str, Mapping[str, str]] = {
     GENERATE: {PROMPT: "the model answers the prompts that the call is given: `m.generate(ask(x))`, with `ask` "
                        "declared `-> prompts(max_tokens=...)`"},
     TRAIN: {PROMPT: "a model learns responses behind the prompts that they answered. What a model thinks of them "
@@ -188,7 +188,7 @@ class CallsOfFlow:
         """skip: options that are read elsewhere, and suggested here."""
         given = [(a.name, a.value) for a in call.args if a.name is not None and a.name.name not in skip]
         return options.read(table, given, f"`{call_name}`", call.span, self.flow.exprs, scope, skip,
-                            {**OF_PLACEMENT, **ELSEWHERE.get(call_name, {})})
+                            {**OF_PLACEMENT, **INSTEAD_OF.get(call_name, {})})
 
     def _generate(self, owner: ModelRef, call: ast.Call, prompts: FrameRef, scope: Scope, target: str | None,
                   clause: g.Clause | None, span: Span) -> Meaning:

@@ -191,7 +191,7 @@ def _cluster_file(path: str, span: Span, read: Callable[[str], str],
         try:
             found = clusters.parse(SourceFile(path, text))
         except Failure as failure:
-            return exprs.errors.take(failure)
+            return exprs.errors.extend(failure)
     stated = {k: getattr(found, k) for k in options.CLUSTER}
     return [(ast.Ident(name=k, span=span), ast.Number(value=v, span=span)) for k, v in stated.items() if v]
 

@@ -151,7 +151,7 @@ class RowStates:
         if term.level == "batch":
             return ops.broadcast(term, level, frame)
         here = None if term.level == "token" else ops.on_frame(term, frame)
-        if here is None and self.spaces.selected(term.level, term.space, frame.row_space):
+        if here is None and self.spaces.is_selection_of(term.level, term.space, frame.row_space):
             here = term  # rows that are not selected keep their numbers
         if here is not None and here.space in (frame.row_space, term.space):
             return here

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rldsl import api
 from rldsl.diag import Diagnostic, Failure
-from rldsl.graph.build import attempt
+from rldsl.graph.build import build_recovering
 from rldsl.lsp.facts import Facts, facts
 from rldsl.lsp.index import Index
 from rldsl.lsp.library import Library
@@ -40,8 +40,8 @@ def analyse(path: str, text: str, files: Library, read: Callable[[str], str]) ->
     if broken or not program:
         found = broken or _alone(file, files, read)
         return Analysis(source, file, made, Facts(), _own(found, source))
-    graph, found = attempt(file, {}, None, read, files.parse)
-    found = api.judged([file], graph, found)
+    graph, found = build_recovering(file, {}, None, read, files.parse)
+    found = api.diagnostics_of([file], graph, found)
     known = Facts()
     if graph is not None:
         try:
@@ -55,7 +55,7 @@ def _alone(file: ast.File, files: Library, read: Callable[[str], str]) -> tuple[
     """The errors of a file without a flow; that it has none is not an error here."""
     if any(isinstance(i, ast.Place) for i in file.items):
         return ()
-    return tuple(d for d in attempt(file, {}, None, read, files.parse)[1] if d.code != "RL0109")
+    return tuple(d for d in build_recovering(file, {}, None, read, files.parse)[1] if d.code != "RL0109")
 
 
 def _own(found: tuple[Diagnostic, ...], source: SourceFile) -> tuple[Diagnostic, ...]:

@@ -4,8 +4,9 @@ In: a model of the plan, a layout's tensor parallelism, and the kind of attentio
 are those of HuggingFace modules under torch autograd, tensor by tensor: what each operation saves for its backward
 pass. They were found by counting storages op by op (`tests/memory/`), and hold for pre-norm blocks with RMS or layer
 norm, gated or plain MLPs, grouped-query attention and adapters. A token goes through as many experts as it chose; with
-`ep`, ranks are taken to get as many tokens as they send. Full recomputation keeps a layer's input alone (Chen et al.
-2016)."""
+`ep`, ranks are assumed to get as many tokens as they send. Full recomputation keeps only a layer's input (Chen et al.
+2016).
+"""
 
 from __future__ import annotations
 
@@ -33,14 +34,14 @@ class LayerActivations:
     final: int  # of the norm after the last layer: kept for the backward pass
     norm: int  # of the norm after the last layer: peak of its backward pass
     hidden: int  # the last hidden states, in the dtype that the head multiplies in
-    seen: int  # keys and values gathered from the cp group, per token of the group; kept for the backward pass, too
-    repeated: int  # keys and values of a token once more, next to another response to its prompt; kept, too
-    made: int  # outputs of all operations of a forward pass together, which an operator trace holds
+    gathered_kv: int  # keys and values gathered from the cp group, per token of the group; also kept for backward
+    repeated: int  # keys and values of a token once more, next to another response to its prompt; also kept
+    outputs: int  # of all operations of a forward pass together, which an operator trace holds
 
 
-def kernel(model: Model, compute: int, device: str) -> Attention:
-    """Which attention `backends/torch/model/attention.py` gets. device: "cuda" or "cpu". CUDA's kernels for float32
-    want as many key-value heads as heads."""
+def attention_kind(model: Model, compute: int, device: str) -> Attention:
+    """Which attention `backends/torch/model/attention.py` uses. device: "cuda" or "cpu". CUDA's kernels for float32
+    need as many key-value heads as heads."""
     if device == "cuda" and compute == 2 and fused_kernels_take(model.sizes.head_dim):
         return "fused"
     return "plain" if device == "cuda" and model.sizes.heads != model.sizes.kv_heads else "grid"
@@ -74,30 +75,30 @@ def layer_activations(model: Model, layout: Layout, compute: int, stream: int, a
     if s.experts_per_token:  # in addition: what each expert reads and gives, and the choice among all in float32
         mlp = s.experts_per_token * (mlp + 2 * compute * h) + 4 * max((p.experts for p in specs), default=0)
     saved = first + second + (norms - 2) * after + head_norms + attended + mlp + _adapters(model, layout, compute)
-    stays = stream * h * 4  # the input of the stage and of the layer, the stream, and what the sublayer reads
+    held = stream * h * 4  # the input of the stage and of the layer, the stream, and what the sublayer reads
     inside = 4 if model.lora is not None or s.activation in COMPOSED else 3
     attending = _attention(q, kv, heads, compute, "grid", longest) + compute * q
     attending += 3 * 4 * heads * longest if attention == "plain" else 0  # scores, masked, and their softmax
     # rows by expert, what comes of them, weighed and put in order
     routed = 4 * ways * compute * h if s.experts_per_token else 0
-    forward = stays + max(inside * ways * compute * inner + routed, attending)
+    forward = held + max(inside * ways * compute * inner + routed, attending)
     backward = max(2 * ways * compute * inner + routed, 3 * compute * q) + stream * h
     final = (stream + 4 if stream == 4 else 6) * h if not layer_norm else 4 * h
     return LayerActivations(stream * h, saved, forward, backward, final, 16 * h, compute * h,
-                 2 * compute * kv if layout.cp > 1 else 0, 2 * compute * kv,
-                 _made(specs, h, inner, q, kv, norms, layer_norm, s.activation, compute, stream))
+                            2 * compute * kv if layout.cp > 1 else 0, 2 * compute * kv,
+                            _outputs(specs, h, inner, q, kv, norms, layer_norm, s.activation, compute, stream))
 
 
-def _made(specs: tuple[ParamSpec, ...], h: int, inner: int, q: int, kv: int, norms: int, layer_norm: bool,
-          activation: str, compute: int, stream: int) -> int:
-    """Norms take a square and two products each, and so do those of heads; rotary embeddings a half that is turned, the
-    turned, two products and their sum; then linear layers, activations and two residual sums. In half precision, what
-    linear layers read is cast for each of them."""
+def _outputs(specs: tuple[ParamSpec, ...], h: int, inner: int, q: int, kv: int, norms: int, layer_norm: bool,
+             activation: str, compute: int, stream: int) -> int:
+    """A norm of the stream or of heads makes a square and two products. A rotary embedding makes the negated half, the
+    rotated input, two products and their sum. Then come the linear layers, the activations and two residual sums. In
+    half precision, the input of each linear layer is cast."""
     normed = norms * (1 if layer_norm else 3) * h + 2 * h + (3 * (q + kv) if _has(specs, "q_norm") else 0)
-    turned = 0 if layer_norm and _fused_inputs(specs) else 9 * (q + kv) // 2
+    rotary = 0 if layer_norm and _fused_inputs(specs) else 9 * (q + kv) // 2
     products = 2 * q + 2 * kv + 2 * h + inner * (4 if _gated(specs) else 10 if activation in COMPOSED else 2)
     cast = 0 if compute == stream else 5 * h + q + kv
-    return stream * (normed + turned) + compute * (products + cast)
+    return stream * (normed + rotary) + compute * (products + cast)
 
 
 def _norm(h: int, compute: int, stream: int, reads: int, layer_norm: bool, trained: bool) -> int:

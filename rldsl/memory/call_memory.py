@@ -15,7 +15,7 @@ from math import ceil
 from typing import assert_never
 
 from rldsl.memory import logits
-from rldsl.memory.activations import LayerActivations, kernel, layer_activations
+from rldsl.memory.activations import LayerActivations, attention_kind, layer_activations
 from rldsl.memory.decode_shapes import (
     MAX_PREFILL_TOKENS,
     live_conversations,
@@ -175,7 +175,7 @@ def _shared_tokens(t: Tables, frames: Sequence[IndexedFrame], rows: int) -> int:
 
 
 def _block(t: Tables, event: AnyCall, copy: Copy, device: str) -> LayerActivations:
-    attention = kernel(copy.model, copy.compute, device)
+    attention = attention_kind(copy.model, copy.compute, device)
     longest = max(width(t.frames[f]) for f in (event.frames if isinstance(event, Train) else (event.frame,)))
     return layer_activations(copy.model, copy.layout, copy.compute, copy.stream, attention, longest)
 
@@ -211,7 +211,7 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
     if tp == 1 and not sizes.experts_per_token and e.conversation is None:
         captured = num_captures_with_memory(longest, new, device == "cpu") * (
             max(step, sampling - cast) if device == "cuda" else
-            slots * (copy.layers * b.made + masked
+            slots * (copy.layers * b.outputs + masked
                      + (sampling_bytes_per_logit(_head(copy), e.sampling) * _head(copy).rows if copy.last else 0)))
     drawn = 0 if e.sampling.greedy or not copy.last else 8 * new * slots
     return {"KV cache": slots * groups * each * copy.layers,
@@ -274,7 +274,7 @@ def _infer(t: Tables, e: Infer, copy: Copy, b: LayerActivations, device: str) ->
         head += m.responses * TOP_ENTRY * _width(t, e.ids)
         head += m.responses * 2 * FLOAT * copy.model.sizes.hidden * (e.output_name == DISTRIBUTION)
     passed = 0 if copy.last else m.tokens * b.stream  # the message of the micro-batch before
-    most = max(m.tokens * b.forward + 3 * m.cp_tokens * b.seen + m.repeated * b.repeated, head)
+    most = max(m.tokens * b.forward + 3 * m.cp_tokens * b.gathered_kv + m.repeated * b.repeated, head)
     return {"activations": passed + most, "half-precision weights": _half_precision_bytes(copy),
             "rows": count * (width(t.frames[e.frame]) * INDEX
                              + t.frames[e.frame].max_response_tokens * TOP_ENTRY * _width(t, e.ids))}
@@ -297,7 +297,7 @@ def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) ->
     m = largest_micro_batch(t, e.frames, count, e.mbs, e.mbt, layout, shares_prompts(copy.model, layout))
     full = e.recompute == "full"
     # by a layer, for its backward pass
-    kept = m.tokens * b.saved + m.cp_tokens * b.seen + m.repeated * b.repeated
+    kept = m.tokens * b.saved + m.cp_tokens * b.gathered_kv + m.repeated * b.repeated
     each = [m.tokens * b.stream * _num_boundary_states(copy, c) + layers * (m.tokens * b.stream if full else kept)
             for c, layers in enumerate(copy.chunks)]
     scheduled = m.count if layout.vpp > 1 else min(m.count, layout.pp)  # more micro-batches only last longer
@@ -305,7 +305,7 @@ def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) ->
     passed = m.tokens * b.stream * _num_messages(layout, m.count, copy.cell.pp_rank, device)
     weight = (copy.compute + (FLOAT if copy.compute != FLOAT else 0)) * largest_weight(copy)
     inside = max_activations_in_flight(order, each) + (kept if full else 0) + weight
-    inside += m.tokens * b.backward + 2 * m.cp_tokens * b.seen + m.repeated * b.repeated
+    inside += m.tokens * b.backward + 2 * m.cp_tokens * b.gathered_kv + m.repeated * b.repeated
     embedding = 0
     if copy.first and not copy.model.base:  # its gradient comes last, as a full matrix
         gradient = FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden

@@ -116,7 +116,7 @@ def saved_bytes(copy: Copy) -> int:
     held_specs = [p for p in copy.model.params if _complete_elements((p,), copy)]
     own = max(_complete_elements(held_specs, copy) // ranks, max((_volume(p) for p in held_specs), default=0))
     if copy.model.lora is not None:  # one file of one rank
-        own = sum(_volume(p) * max(1, len(p.numbers(copy.model.layers))) for p in copy.model.params)
+        own = sum(_volume(p) * max(1, len(p.layer_numbers(copy.model.layers))) for p in copy.model.params)
     return copy.stored * (own + 2 * own * (count - 1) // count)
 
 

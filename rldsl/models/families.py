@@ -27,8 +27,9 @@ from rldsl.plan.heads import HEADS, SCORE_WEIGHT
 from rldsl.plan.model import ParamSpec, Sizes, Split, StageKind
 from rldsl.source import Span
 
-ASIDE = ("_name_or_path", "architectures", "dtype", "id2label", "initializer_range", "label2id", "num_labels",
-         "problem_type", "torch_dtype", "transformers_version", "use_cache")
+# keys of a config that do not change what the model computes
+WITHOUT_MEANING = ("_name_or_path", "architectures", "dtype", "id2label", "initializer_range", "label2id", "num_labels",
+                   "problem_type", "torch_dtype", "transformers_version", "use_cache")
 
 
 PER_LAYER = "hidden_size_per_layer_input"  # width of the embeddings that each layer reads, in configs that have them
@@ -124,7 +125,7 @@ def _described(path: str, kind: str, names: frozenset[str], digest: str, span: S
     heads = _size(text, "num_attention_heads") or 1
     hidden = _size(text, "hidden_size") or _width(skeleton)
     sizes: dict[str, Any] = {"heads": heads, "kv_heads": _size(text, "num_key_value_heads") or heads, "hidden": hidden,
-             "head_dim": _size(text, "head_dim") or hidden // heads}
+                             "head_dim": _size(text, "head_dim") or hidden // heads}
     if _size(text, "kv_lora_rank"):  # latent attention: what is cached are the keys and values of all heads
         sizes |= {"kv_heads": heads, "head_dim": _size(text, "qk_nope_head_dim") + _size(text, "qk_rope_head_dim")}
     layers = how.num_layers or 1
@@ -189,7 +190,7 @@ def sizes_of(family: Family) -> Sizes:
 def _meaning(config: Any) -> tuple[tuple[str, str], ...]:
     """What of a config bears on the arithmetic of the model."""
     return tuple(sorted((k, json.dumps(v, sort_keys=True, default=str)) for k, v in config.to_dict().items()
-                        if k not in ASIDE and not k.endswith(("_token_id", "_dropout", "_pdrop"))))
+                        if k not in WITHOUT_MEANING and not k.endswith(("_token_id", "_dropout", "_pdrop"))))
 
 
 # ------------------------------------------------------------------------------------------------ config and modules
@@ -263,7 +264,8 @@ def _specs(skeleton: Skeleton, config: Any, layers: int, kind: str, sizes: dict[
         elif tied and HEADS[kind].vocabulary and name == skeleton.embedding:
             stage = "ends"
         else:
-            stage = "last" if _late(name.removeprefix(prefix + "."), module, pipeline, skeleton, behind) else "first"
+            inner_name = name.removeprefix(prefix + ".")
+            stage = "last" if _follows_layers(inner_name, module, pipeline, skeleton, behind) else "first"
         if count := counted.get(name.replace("{}", "0", 1), 0):
             split, problem = experts.division(name, shape, styles.get(_generic(name), ""))
             style, partial = "experts", False
@@ -335,7 +337,7 @@ def _layer(name: str, inner: str) -> str:
     return number if number.isdigit() or number == "{}" else ""
 
 
-def _late(name: str, module: str, pipeline: list[str], skeleton: Skeleton, behind: bool) -> bool:
+def _follows_layers(name: str, module: str, pipeline: list[str], skeleton: Skeleton, behind: bool) -> bool:
     """Whether a parameter outside layers belongs to what follows them. behind: whether it is listed after them."""
     if {module, "layers"} <= {*pipeline}:
         return pipeline.index(module) > pipeline.index("layers")

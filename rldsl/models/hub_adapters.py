@@ -19,34 +19,34 @@ FILES = (CONFIG, WEIGHTS)
 
 
 def resolve(path: str, span: Span | None = None) -> str:
-    """What a plan records for an adapter, as `pinned` has it. Both files are in the cache then."""
-    return pinned(path, "adapter", lambda name, revision: _complete(name, revision, span), span)
+    """What a plan records for an adapter, as `pinned` has it. Afterwards both files are in the cache."""
+    return pinned(path, "adapter", lambda name, revision: _with_both_files(name, revision, span), span)
 
 
 def directory(path: str, span: Span | None = None) -> Path:
-    """The directory of an adapter, whether it is local or in the cache of the Hub; what lacks there is downloaded.
-    RL0095."""
+    """The directory of an adapter, whether it is local or in the cache of the Hub; what is missing there is
+    downloaded. RL0095."""
     found = RECORDED.fullmatch(path)
     if found is None:
         return Path(path)
     name, commit = found["name"], found["commit"]
     try:
-        return _complete(name, commit, span)
+        return _with_both_files(name, commit, span)
     except FileNotFoundError as error:
         raise fail("RL0095", f'the adapter "{name}" is not complete in the cache, and the Hub cannot be reached', span,
                    str(error), help=f"download it first: `hf download {name} --revision {commit}`") from None
 
 
-def _complete(name: str, revision: str, span: Span | None) -> Path:
+def _with_both_files(name: str, revision: str, span: Span | None) -> Path:
     """The directory of the cache with both files. Errors: RL0095; FileNotFoundError if the Hub cannot be reached and
-    the cache lacks one."""
+    one is missing in the cache."""
     folder = snapshot(name, revision, FILES, span, word="adapter")
-    lacking = [file for file in FILES if not (folder / file).is_file()]
-    if not lacking:
+    missing = [file for file in FILES if not (folder / file).is_file()]
+    if not missing:
         return folder
     if offline():
-        raise FileNotFoundError(f"{folder} lacks {', '.join(lacking)}")
-    if CONFIG in lacking:
+        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}")
+    if CONFIG in missing:
         raise fail("RL0095", f'"{name}" has no {CONFIG}', span, "it is not the repository of an adapter",
                    help=f'a complete model is given as itself: `causal_lm("{name}")`')
     raise fail("RL0095", f'"{name}" has no {WEIGHTS}', span, "the Hub has it in another format only",

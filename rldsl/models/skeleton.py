@@ -33,18 +33,18 @@ class LinearModule:
 class Skeleton:
     """What the modules of a model say about it."""
 
-    prefix: str                                     # of the parameters below the head: "model"
-    tp_plan: Mapping[str, str]                      # module -> style, of the model's class
+    prefix: str  # of the names of parameters below the head: "model"
+    tp_plan: Mapping[str, str]  # module -> tensor-parallel style, of the model's class
     params: tuple[tuple[str, tuple[int, ...]], ...]  # (name, shape) in module order; tied ones once
-    linears: tuple[LinearModule, ...]               # in module order
-    embedding: str                                  # parameter of the input embedding; "" where the model names none
-    buffers: tuple[tuple[str, tuple[int, ...], bool], ...]  # (name, shape, whether floating-point) of what a
-    # checkpoint holds besides parameters
-    execution: Execution                            # how it runs
-    after_layers: frozenset[str] | None             # modules that work on what the layers give; None: not known
-    shared: frozenset[str]                          # parameters that several layers have
-    experts: Mapping[str, int]                      # parameter -> how many experts it is of
-    transforms: tuple[Any, ...]                     # of `experts.transforms`
+    linears: tuple[LinearModule, ...]  # in module order
+    embedding: str  # name of the weight of the input embedding; "" if the model does not say
+    # (name, shape, whether floating-point) of what a checkpoint holds besides parameters
+    buffers: tuple[tuple[str, tuple[int, ...], bool], ...]
+    execution: Execution  # how it runs
+    after_layers: frozenset[str] | None  # modules that run after the layers; None: not known
+    shared: frozenset[str]  # parameters that several layers share
+    experts: Mapping[str, int]  # parameter -> the number of experts whose weights it holds
+    transforms: tuple[Any, ...]  # of `experts.transforms`
 
 
 def build(config: Any, path: str, span: Span | None) -> Skeleton:

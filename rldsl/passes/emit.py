@@ -80,9 +80,9 @@ def _source(d: g.Data, tokenizer: str) -> Data:
 def _tables(draft: Draft, every: tuple[Event, ...]) -> tuple[dict[str, str], tuple[Mesh, ...], tuple[Layout, ...],
                                                               tuple[Spread, ...]]:
     """Long id -> short id, and the records in the order of first use. Equal spreads become one."""
-    rights = [x for e in every for x in _named(e)]
-    layouts = {x: draft.layouts[x] for x in dict.fromkeys(rights) if x in draft.layouts}
-    spreads = {x: draft.spreads[x] for x in dict.fromkeys(rights) if x in draft.spreads}
+    ids = [x for e in every for x in _named(e)]
+    layouts = {x: draft.layouts[x] for x in dict.fromkeys(ids) if x in draft.layouts}
+    spreads = {x: draft.spreads[x] for x in dict.fromkeys(ids) if x in draft.spreads}
     layouts |= {s.layout: draft.layouts[s.layout] for s in spreads.values() if s.layout and s.layout not in layouts}
     used = [*(e.mesh for e in every), *(x.mesh for x in layouts.values()), *(s.mesh for s in spreads.values())]
     meshes = {m: f"m{i}" for i, m in enumerate(sorted(dict.fromkeys(used), key=lambda m: draft.meshes[m].ranks))}

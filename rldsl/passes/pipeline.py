@@ -105,7 +105,7 @@ def check_pass(step: CompilerPass, before: Draft, after: Draft) -> None:
     """What every pass promises, and what this one does. Errors: RL0699."""
     for event in events((*after.setup, *after.body)):
         if event.mesh not in after.meshes or not after.meshes[event.mesh].ranks:
-                    raise internal_error(f"{event.called} has no ranks", f"pass {step.name}")
+            raise internal_error(f"{event.called} has no ranks", f"pass {step.name}")
     if step.check is not None:
         step.check(before, after)
 
@@ -116,7 +116,7 @@ def after(placed: Placed, name: str) -> Draft:
     for step in PASSES:
         before, draft = draft, step.run(draft)
         if step.name == name:
-                    break
+            break
         check_pass(step, before, draft)
     return draft
 

@@ -157,8 +157,8 @@ def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, c
                  waiting=cast(Waiting, given.get("waiting", ("keep",))[0]))
 
 
-def infer_degrees(given: dict[str, int], size: int, mesh: Mesh, choice: Choice, written: dict[str, tuple[Scalar, Span]],
-         call: str) -> tuple[int, int, int, int]:
+def infer_degrees(given: dict[str, int], size: int, mesh: Mesh, choice: Choice,
+                  written: dict[str, tuple[Scalar, Span]], call: str) -> tuple[int, int, int, int]:
     """(dp, tp, pp, cp) whose product is `size`; one that is left out is inferred: dp first, else the only one
     missing of dp, tp and pp."""
     product = 1

@@ -21,7 +21,7 @@ from rldsl.sharding.rank_sets import Ranks
 from rldsl.source import Span
 
 Call = Generate | Infer | Train
-Local = Compute | Derive | Collect  # what runs on values alone
+Computation = Compute | Derive | Collect  # nodes that read and write values, and call no model
 
 
 @dataclass(frozen=True, slots=True)

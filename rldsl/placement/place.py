@@ -31,7 +31,7 @@ from rldsl.placement import (
 )
 from rldsl.placement.degrees import DEGREES, Cluster, mesh_ranks, place
 from rldsl.placement.lora import split_adapter_parameters
-from rldsl.placement.model import Call, Local, Place, Placed, label, layout_of, mesh_of_range
+from rldsl.placement.model import Call, Computation, Place, Placed, label, layout_of, mesh_of_range
 from rldsl.placement.patterns import check_patterns
 from rldsl.placement.rules import Choice, collect_choices, option_span, resolve_choices
 from rldsl.plan.model import Layout, Lora, Mesh, Model
@@ -192,7 +192,7 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
                 why += ", with dp instead of cp"
             if not isinstance(node, g.Train) and (base.layout.zero or base.layout.vpp > 1):
                 why += f", without {' and '.join(k for k in ('zero', 'vpp') if getattr(base.layout, k) > (k == 'vpp'))}"
-                base = replace(base, layout=_for_passes(base.layout, base.mesh))
+                base = replace(base, layout=_without_training_options(base.layout, base.mesh))
         else:
             mesh = mesh_of_range(cluster.world)
             base, why = Place(mesh, layout_of(mesh, dp=cluster.world)), "default: all ranks, data parallel"
@@ -241,8 +241,8 @@ def _call_place(node: Call, choice: Choice, mesh: Mesh, families: Mapping[str, F
     return made
 
 
-def _for_passes(x: Layout, mesh: Mesh) -> Layout:
-    """`x` without `zero` and `vpp`, which apply to training only."""
+def _without_training_options(x: Layout, mesh: Mesh) -> Layout:
+    """`x` without `zero` and `vpp`, which apply only to training."""
     return layout_of(mesh, x.dp, x.tp, x.pp, x.cp, x.backend, ep=x.ep)
 
 
@@ -270,14 +270,14 @@ def _train_layouts(calls: list[Call], places: Mapping[str, Place]) -> dict[str, 
 # ------------------------------------------------------------------------------------------------ computations
 
 
-class Flow:
-    """Who writes a value, and which train call needs it."""
+class ValueUses:
+    """Who writes each value, and which train call needs it: with which node a computation runs by default."""
 
     def __init__(self, graph: g.Graph):
         nodes = tuple(g.nodes(graph.items))
         in_python = {p.id for p in graph.programs if any(n.op == "py" for n in p.nodes)}
         # what no call should wait for that could train instead: Python takes time, and generation waits for the others
-        self._early = {n.id for n in nodes if isinstance(n, Local) and n.id in graph.ahead} | {
+        self._early = {n.id for n in nodes if isinstance(n, Computation) and n.id in graph.ahead} | {
             n.id for n in nodes if n.id in graph.may_run_ahead and isinstance(n, g.Compute) and n.program in in_python}
         self._order = {n.id: i for i, n in enumerate(nodes)}
         self._writer = {v: n for n in nodes for v in n.writes}
@@ -288,7 +288,7 @@ class Flow:
                 self._train[v] = min(*needed, self._train.get(v, len(nodes)))
         self._nodes = nodes
 
-    def near(self, node: Local) -> Call | Local | None:
+    def near(self, node: Computation) -> Call | Computation | None:
         """The node with which `node` runs by default: the first train call, in program order, that depends on it; else
         what made its inputs, the last written first. So what is only logged moves nothing. What generation is made
         from, and a Python function that may run ahead of its step, run where their inputs were made."""
@@ -297,16 +297,16 @@ class Flow:
             return cast(g.Train, self._nodes[min(found)])
         frames = node.frames if isinstance(node, g.Compute) else ()
         for values in (node.reads, [f"{f}.tokens" for f in frames]):
-            made = [w for v in values if isinstance(w := self._writer.get(v), Call | Local) and w.id != node.id]
+            made = [w for v in values if isinstance(w := self._writer.get(v), Call | Computation) and w.id != node.id]
             if made:
                 return max(made, key=lambda w: self._order[w.id])
         return None
 
-    def anchor(self, node: Local) -> Call | None:
+    def anchor(self, node: Computation) -> Call | None:
         """The call with which `node` runs by default; None if it depends on none."""
         seen: set[str] = set()
-        found: Call | Local | None = node
-        while isinstance(found, Local) and found.id not in seen:
+        found: Call | Computation | None = node
+        while isinstance(found, Computation) and found.id not in seen:
             seen.add(found.id)
             found = self.near(found)
         return found if isinstance(found, Call) else None
@@ -316,25 +316,25 @@ def _compute_places(graph: g.Graph, choices: Mapping[str, Choice], calls: Mappin
                     cluster: Cluster) -> dict[str, Place]:
     """A computation runs where it says, else where the first train call that needs it runs, else where its inputs are
     made, else on the mesh of the first call."""
-    flow, every = Flow(graph), tuple(g.nodes(graph.items))
+    uses, every = ValueUses(graph), tuple(g.nodes(graph.items))
     first = next((calls[n.id].mesh for n in every if n.id in calls), mesh_of_range(cluster.world))
     places: dict[str, Place] = {}
     for node in every:
-        if not isinstance(node, Local):
+        if not isinstance(node, Computation):
             continue
         choice = choices.get(node.id)
         if choice is not None and choice.mesh is not None:
             mesh = mesh_ranks(choice.mesh, cluster)
             places[node.id] = place(choice, mesh, None, cluster, label(node), compute=True)
             continue
-        near = flow.near(node)
-        same = places.get(near.id) if isinstance(near, Local) else None
+        near = uses.near(node)
+        same = places.get(near.id) if isinstance(near, Computation) else None
         if near is not None and same is not None:
             why = same.why if same.why.startswith("default: ") else f"default: same as {label(near)}"
             places[node.id] = Place(same.mesh, layout_of(same.mesh, dp=same.mesh.size), 0, False, node.span,
                                     why)
             continue
-        call = flow.anchor(node)
+        call = uses.anchor(node)
         mesh = calls[call.id].mesh if call is not None else first
         places[node.id] = Place(mesh, layout_of(mesh, dp=mesh.size), 0, False, node.span,
                                 f"default: same as {label(call)}" if call else "default: same as the first call")

@@ -51,7 +51,7 @@ def paths(plan: Plan) -> Paths:
 
 
 def _once(reads: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """A path with all that it is: the tokenizer of a data source mostly belongs to a model."""
+    """Each path once, with all its uses: the tokenizer of a data source is usually also that of a model."""
     found: dict[str, list[str]] = {}
     for what, path in reads:
         found.setdefault(path, []).append(what)
@@ -59,8 +59,8 @@ def _once(reads: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
 
 
 def in_kernel_files(path: str) -> bool:
-    """Whether an absolute path lies among the kernel's own files. They are not data, and reading one may block, never
-    end, or change something, although some of them say that they are regular files."""
+    """Whether an absolute path is in a file system of the kernel. Its files are not data: reading one may block, never
+    end, or change something, even where it claims to be a regular file."""
     normal = normpath(path)
     return not _below(normal, SHARED_MEMORY) and any(_below(normal, top) for top in KERNEL)
 
@@ -70,7 +70,7 @@ def _below(path: str, top: str) -> bool:
 
 
 def text(found: Paths, out: str = "OUT") -> str:
-    """For people. out: the run's own directory."""
+    """The same as text. out: the run's own directory."""
     lines = [*_part("reads", [f"{shown(path)} ({shown(what)})" for what, path in found.reads]),
              *_part("runs", [f"{shown(path)} ({_called(names)}; sha256 {shown(digest[:12])})"
                              for path, names, digest in found.python]),
@@ -79,7 +79,7 @@ def text(found: Paths, out: str = "OUT") -> str:
 
 
 def as_json(found: Paths) -> dict[str, Any]:
-    """For programs."""
+    """The same as JSON."""
     return {"reads": [{"path": path, "what": what} for what, path in found.reads],
             "python": [{"path": path, "functions": list(names), "sha256": digest}
                        for path, names, digest in found.python],
@@ -95,5 +95,6 @@ def _part(word: str, entries: Sequence[str]) -> Iterable[str]:
 
 
 def shown(path: str) -> str:
-    """A plan from elsewhere may hold control characters, which must not reach a terminal."""
+    """`path` without control characters: a plan from an unknown source may hold some, which must not reach a
+    terminal."""
     return visible(path)

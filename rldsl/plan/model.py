@@ -169,7 +169,7 @@ class ParamSpec:
         """Quickly, as of a layout."""
         return hash((self.name, self.shape))
 
-    def numbers(self, layers: int) -> tuple[int, ...]:
+    def layer_numbers(self, layers: int) -> tuple[int, ...]:
         """The layers, of so many of the model, that have it; () if it belongs to none."""
         if self.stage != "layer":
             return ()

@@ -13,8 +13,8 @@ from rldsl.report import render, to_json
 
 
 class Diagnostics(tuple[Diagnostic, ...]):
-    """What was found in a program, in its order: a tuple of `rldsl.diag.Diagnostic`. Empty, and so false, where there
-    is nothing to say."""
+    """The messages about a program, in its order: a tuple of `rldsl.diag.Diagnostic`. Empty, and so false, if there are
+    none."""
 
     __slots__ = ()
 
@@ -35,15 +35,15 @@ class Diagnostics(tuple[Diagnostic, ...]):
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """`rlc explain CODE` explains what a code means."""
+        """The code of each message; `rlc explain CODE` explains one."""
         return tuple(d.code for d in self)
 
     def text(self, color: bool = False) -> str:
-        """Every message with its place underlined."""
+        """Every message, with the code that it is about underlined."""
         return render(self, color) if self else "no errors found"
 
     def json(self) -> str:
-        """For programs; docs/messages.md describes it."""
+        """The messages as JSON, in the form of docs/messages.md."""
         return to_json(self)
 
     def __str__(self) -> str:

@@ -136,8 +136,8 @@ class BufferStore:
             value = self._buffers[name] = value.finish()
         return value
 
-    def take(self, other: BufferStore) -> None:
-        """Take over all buffers of another store, as if each were put here."""
+    def update(self, other: BufferStore) -> None:
+        """Put all buffers of another store here."""
         for name, value in other._buffers.items():
             self.put(name, value)
 

@@ -16,7 +16,7 @@ from rldsl.graph import model as g
 from rldsl.models.families import Family
 from rldsl.passes.run_ahead import steps_ahead
 from rldsl.placement.model import Call, Placed, label
-from rldsl.placement.place import Flow
+from rldsl.placement.place import ValueUses
 from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Model, Value
@@ -189,7 +189,7 @@ def build_problem(placed: Placed, cluster: Cluster, lengths: Lengths = AT_MOST, 
 def _build_jobs(graph: g.Graph) -> Iterator[Job]:
     jobs = [(n, t) for n, t in _nodes_with_times(graph.items, 1.0)
             if isinstance(n, Call | g.Compute) or _calls_python(n)]
-    flow = Flow(graph)
+    uses = ValueUses(graph)
     numbers = {n.id: i for i, (n, _) in enumerate(jobs)}
     first = next((i for i, (n, _) in enumerate(jobs) if isinstance(n, Call)), 0)
     writers: dict[str, set[int]] = {}
@@ -200,7 +200,7 @@ def _build_jobs(graph: g.Graph) -> Iterator[Job]:
             writers[v] = {i} if i is not None else sources
         if i is None:
             continue
-        anchor = flow.anchor(node) if isinstance(node, g.Compute | g.Derive) else node
+        anchor = uses.anchor(node) if isinstance(node, g.Compute | g.Derive) else node
         placed_with = numbers[anchor.id] if anchor is not None else first
         yield Job(i, node, KINDS.get(type(node), ""), getattr(node, "model", ""), jobs[i][1], tuple(sorted(sources)),
                   placed_with)

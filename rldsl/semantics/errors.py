@@ -93,7 +93,7 @@ class Errors:
             self.found[index] = replace(first, fix=fix)
         return BAD
 
-    def take(self, failure: Failure) -> Bad:
+    def extend(self, failure: Failure) -> Bad:
         self.found.extend(d for d in failure.diagnostics if d not in self.found)
         return BAD
 

@@ -78,7 +78,7 @@ class ExpressionBuilder:
         self.frames: CallForFrames | None = None  # what it does with a built-in function that makes sequences
         self.selections: SelectionOfFlow | None = None  # what it does with `gen where c` as an argument
         self.row_states: RowStatesOfFlow | None = None  # set by the flow
-        self.elsewhere: dict[str, Span] = {}  # name -> the statement of the flow that binds it first
+        self.first_bound: dict[str, Span] = {}  # name -> the statement of the flow that binds it first
 
     # ------------------------------------------------------------------------------------------ expressions
 
@@ -152,7 +152,7 @@ class ExpressionBuilder:
 
     def advice(self, name: str, scope: Scope, at: Span) -> str:
         """What may have been meant by an unknown name."""
-        bound = self.elsewhere.get(name) if not self.functions.active else None
+        bound = self.first_bound.get(name) if not self.functions.active else None
         if bound is not None and bound.file is at.file:
             if bound.start > at.start:
                 return f"it is defined below, on line {bound.line}: define it before its first use"

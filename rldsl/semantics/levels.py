@@ -150,17 +150,17 @@ class Spaces:
             return self.frames[space].selected_from
         return self.tree[space].of if level != "batch" else ""
 
-    def selected(self, level: Level, space: str, of: str) -> bool:
+    def is_selection_of(self, level: Level, space: str, of: str) -> bool:
         """Whether `space` is a selection of `of`, directly or through other selections."""
         above = self.selected_space(level, space)
-        return above != "" and (above == of or self.selected(level, above, of))
+        return above != "" and (above == of or self.is_selection_of(level, above, of))
 
-    def source(self, frame: IndexedFrame, other: IndexedFrame) -> bool:
+    def is_made_from(self, frame: IndexedFrame, other: IndexedFrame) -> bool:
         """Whether the rows of `frame` come from those of `other`: its prompts, or what either was selected from."""
         parent = self.frames.get(frame.selected_from or frame.prompt_space)
         if parent is None or parent.id == frame.id:
             return False
-        return parent.id == other.id or self.source(parent, other)
+        return parent.id == other.id or self.is_made_from(parent, other)
 
     def counted(self, term: Term) -> str:
         """What `count` counts in a value: its tokens, its prompts, or its rows, which are pairs where two frames share

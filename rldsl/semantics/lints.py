@@ -1,4 +1,4 @@
-"""Warnings about a program without mistakes: what is most likely a slip, though it means something.
+"""Warnings about a program without errors: code that is valid, but most likely not what was meant.
 
 In: the syntax trees of the program and of its placement file. Out: diagnostics of severity "warning": RL0901 a name
 that nothing uses, RL0903 equality with a number that arithmetic seldom hits, RL0904 a model that follows one which
@@ -17,13 +17,14 @@ from rldsl.syntax import ast
 
 def lint(files: Sequence[ast.File]) -> tuple[Diagnostic, ...]:
     """The warnings, in the order of the text."""
-    found = [d for f in files for d in (*_declared(f, files), *_bound(f), *_equalities(f), *_follows(f), *_still(f))]
+    found = [d for f in files for d in (*_unused_declarations(f, files), *_unused_bindings(f), *_equalities(f),
+                                        *_syncs_without_effect(f), *_idle_blocks(f))]
     order = {id(f.source): i for i, f in enumerate(files)}
     # a warning of a lint always has a span
     return tuple(sorted(found, key=lambda d: (order[id(d.span.file)], d.span.start)))  # type: ignore[union-attr]
 
 
-def _declared(file: ast.File, files: Sequence[ast.File]) -> list[Diagnostic]:
+def _unused_declarations(file: ast.File, files: Sequence[ast.File]) -> list[Diagnostic]:
     """Names of the file itself that are used in no file."""
     per_item = {id(item): set(_uses(item)) for f in files for item in f.items}
     used = Counter(name for names in per_item.values() for name in names)
@@ -47,7 +48,7 @@ def _declared(file: ast.File, files: Sequence[ast.File]) -> list[Diagnostic]:
     return [d for d in found if not d.title.startswith("`_")]
 
 
-def _bound(file: ast.File) -> list[Diagnostic]:
+def _unused_bindings(file: ast.File) -> list[Diagnostic]:
     """Names bound in a flow, function or loss that nothing there reads. Of `a, b = f(x)` one may stay unused."""
     states = {i.name.name for i in file.items if isinstance(i, ast.State)}
     found: list[Diagnostic] = []
@@ -81,7 +82,7 @@ def _equalities(file: ast.File) -> Iterator[Diagnostic]:
                             severity="warning")
 
 
-def _follows(file: ast.File) -> Iterator[Diagnostic]:
+def _syncs_without_effect(file: ast.File) -> Iterator[Diagnostic]:
     """Models that take the parameters of others, none of which ever change."""
     moves = [n for item in file.items for n in ast.walk(item) if isinstance(n, (ast.Sync, ast.Ema))]
     declared = {i.name.name: i for i in file.items if isinstance(i, ast.ModelDecl)}
@@ -97,8 +98,8 @@ def _follows(file: ast.File) -> Iterator[Diagnostic]:
                              help="copy from a model that is trained", severity="warning")
 
 
-def _still(file: ast.File) -> Iterator[Diagnostic]:
-    """Loops and flows in which nothing happens."""
+def _idle_blocks(file: ast.File) -> Iterator[Diagnostic]:
+    """Flows that do nothing, and loops whose condition nothing in them can change."""
     for item in file.items:
         if isinstance(item, ast.Flow) and not item.body:
             yield Diagnostic("RL0906", "the flow does nothing", item.name.span, "empty block",

@@ -111,7 +111,7 @@ class Modules:
             file = self.parse(SourceFile(key, text))
             self.errors.found += slips(file)
         except Failure as failure:
-            self.errors.take(failure)
+            self.errors.extend(failure)
             return None
         self._loaded[key] = filled = self._fill(file, key, main=False)
         return filled

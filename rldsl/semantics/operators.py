@@ -88,7 +88,7 @@ class Operators:
         over a selection of the other's rows."""
         mine, theirs = map(self.spaces.rows_of, (a, b))
         above = (mine,) if b.level in FINE else self.spaces.chain(a)
-        meeting = next((s for s in above if self.spaces.selected(b.level, s, theirs)), None)
+        meeting = next((s for s in above if self.spaces.is_selection_of(b.level, s, theirs)), None)
         if meeting is not None:
             old, new = b, self.on_selection(b, meeting)
             if new is None and a.level == "seq":
@@ -96,7 +96,7 @@ class Operators:
         else:
             chosen = next((f for f in self.spaces.frames.values()
                            if f.selected_from and self.spaces.of(f, b.level) == theirs
-                           and self.spaces.selected(a.level, self.spaces.of(f, a.level), mine)), None)
+                           and self.spaces.is_selection_of(a.level, self.spaces.of(f, a.level), mine)), None)
             if chosen is None:
                 return None
             old, new = a, self.on_selection(a, self.spaces.of(chosen, a.level))
@@ -106,7 +106,7 @@ class Operators:
         """x itself, or its values for the rows of the selection `space`; None where it does not range over them."""
         if x.level == "batch" or self.spaces.rows_of(x) == space:
             return x
-        if self.restrict is None or not self.spaces.selected(x.level, space, self.spaces.rows_of(x)):
+        if self.restrict is None or not self.spaces.is_selection_of(x.level, space, self.spaces.rows_of(x)):
             return None
         if not any(f.selected_from and self.spaces.of(f, x.level) == space for f in self.spaces.frames.values()):
             return None  # what the rows of a selection continue has no frame of its own

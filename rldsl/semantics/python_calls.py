@@ -101,9 +101,9 @@ class PythonCalls:
         for i, (name, other, tree) in enumerate(zip(ref.params, refs, expr.args, strict=True)):
             twice = any(other.frame.id == frame.id for _, frame in given)
             lies = other.frame.row_space in above
-            same = other.contents == "prompts" or self.spaces.selected("seq", finest.frame.row_space,
+            same = other.contents == "prompts" or self.spaces.is_selection_of("seq", finest.frame.row_space,
                                                                        other.frame.row_space)
-            if twice or not lies and not (same and i and self.spaces.source(finest.frame, other.frame)):
+            if twice or not lies and not (same and i and self.spaces.is_made_from(finest.frame, other.frame)):
                 return self._no_source(ref, name, other.frame, finest.frame, tree.span)
             if i == 0 or lies and other.contents != "prompts":
                 given.append((name, other.frame))

@@ -39,7 +39,7 @@ def check_above(ops: Operators, x: Term, ref: FrameRef) -> Bad | None:
                               help=f"reduce values of the tokens of `{name}`, or of what was made from its rows")
     chain = ops.spaces.chain(x)
     above = chain[0 if x.level in ("turn", "token") else 1:]
-    if any(s == space or ops.spaces.selected("seq", s, space) for s in above):
+    if any(s == space or ops.spaces.is_selection_of("seq", s, space) for s in above):
         return None
     return ops.errors.add("RL0202", f"this {x.level} value does not lie below the rows of `{name}`", x.at,
                           f"it belongs to {ops.spaces.shown(x)}",
@@ -100,7 +100,7 @@ def over_all(ops: Operators, x: Term, ref: FrameRef, default: Meaning, span: Spa
         return ops.errors.add("RL0201", "`over(x, gen, y)` needs a value of sequences or prompts", x.at,
                               f"this is {describe(x)}", labels=x.origin,
                               help="reduce it first, for example `mean(x by seq)`")
-    if x.level == "batch" or not ops.spaces.selected(x.level, x.space, frame.row_space):
+    if x.level == "batch" or not ops.spaces.is_selection_of(x.level, x.space, frame.row_space):
         return ops.errors.add("RL0202", f"this {x.level} value does not belong to a selection of `{name}`", x.at,
                               f"it belongs to {ops.spaces.shown(x)}",
                               help=f"`over(x, {name}, y)` takes values of `kept`, where `kept = {name} where ...`")

@@ -72,7 +72,7 @@ def parameters(model: Model) -> Iterator[Parameter]:
 def expand_specs(specs: Iterable[ParamSpec], layers: int) -> Iterator[Parameter]:
     """The parameters of some specs of a model with `layers` layers."""
     for spec in specs:
-        for layer in spec.numbers(layers):
+        for layer in spec.layer_numbers(layers):
             yield Parameter(spec.name.replace("{}", str(layer), 1), spec, layer)
         if spec.stage != "layer":
             yield Parameter(spec.name, spec, None)

@@ -5,7 +5,7 @@ added to those of the leaf's passes before it; the leaves are added in a binary 
 leaves, which are a subtree for every degree that divides their number; `partition.py` divides a `Spread` with `leaves`.
 
 Invariant: leaves and passes follow from the rows, their lengths and the program alone, never from a placement. So each
-product of a backward pass has the same rows in the same order everywhere.
+matrix multiplication of a backward pass has the same rows in the same order on every placement.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from rldsl.plan.spaces import IndexedFrame
 from rldsl.sharding.partition import Rows, micro_batches
 
 LEAVES = 8  # of a minibatch: the highest degree of dp
-TOKEN_GROUPS = 2  # of a pass: the highest degree of cp, which divides each sequence as if there were so many ranks
-PASS_TOKENS = 1024  # of a pass, unless one row has more: enough to fill the products of a layer
+TOKEN_GROUPS = 2  # of a pass: the highest degree of cp, which divides each sequence as if there were that many ranks
+PASS_TOKENS = 1024  # of a pass, unless one row has more: enough to fill the matrix multiplications of a layer
 
 
 def pass_tokens(frames: Iterable[IndexedFrame]) -> int:
-    """The most tokens of a pass over the rows of some frames, which are trained on together: a row is never cut."""
+    """The most tokens of a pass over rows of frames that are trained on together. At least those of the longest row,
+    since a row is never cut."""
     return max(PASS_TOKENS, sum(f.max_prompt_tokens + f.max_response_tokens for f in frames))
 
 
 def divides(dp: int, cp: int = 1) -> bool:
-    """Whether every one of `dp` ranks can have a subtree of the leaves, and of `cp` ranks one of the groups."""
+    """Whether each of `dp` ranks can have a subtree of the leaves, and each of `cp` ranks whole token groups."""
     return LEAVES % dp == 0 and TOKEN_GROUPS % cp == 0
 
 
 def passes_of_rank(leaves: Sequence[Rows], dp: int, index: int, lengths: Sequence[int], mbt: int, pad: bool
                    ) -> list[tuple[Rows, ...]]:
     """[leaf] -> passes of a dp rank, of at most `mbt` tokens each. leaves: of the whole minibatch. lengths: tokens, by
-    row number. pad: with empty passes, so that all ranks make as many at the same time."""
+    row number. pad: add empty passes, so that all ranks run the same number at the same time."""
     each = len(leaves) // dp
     passes = [micro_batches(leaf, lengths, 0, 1, mbt) for leaf in leaves]
     mine = passes[index * each : (index + 1) * each]

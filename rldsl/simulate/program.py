@@ -1,7 +1,7 @@
 """The ops of every class of ranks: the plan's body, walked in the order of `runtime/interpreter/interpreter.py`.
 
 In: a world. Out: per class its ops over some turns of the step loop. The body of an `every` of steps is no part of an
-ordinary step, and is left out unless asked for; with a lag, the parts of it that run ahead then run in earlier turns.
+ordinary step, and is left out unless asked for; with a lag, the parts of it that run ahead then run in earlier iterations.
 An `every` inside a loop counts the loop's iterations (`iterations.py`). Invariant: classes that share an event give its
 messages the same keys, since they execute it equally often.
 """
@@ -20,7 +20,7 @@ from rldsl.memory.call_memory import optimizer_bytes
 from rldsl.memory.parameters import Copy, elements, resting
 from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.events import (
-    EVERY_TURN,
+    EVERY_ITERATION,
     Checkpoint,
     Collect,
     Compute,
@@ -149,7 +149,7 @@ class _OpBuilder:
     def is_due(self, item: Item, block: When) -> bool:
         """Whether an item of a block that does not run in every step runs in this turn, for the step of another."""
         ahead = ahead_of(item)
-        if ahead == EVERY_TURN:  # with anything of the block
+        if ahead == EVERY_ITERATION:  # with anything of the block
             return any(self.also.includes(self.step + _turns(a)) for a in block.aheads)
         return self.also.includes(self.step + _turns(ahead))
 

@@ -59,7 +59,7 @@ def _faults(model: Model, src: Layout, dst: Layout, classes: Sequence[BoxClass])
 def _parameter_faults(model: Model, spec: ParamSpec, src: Layout, dst: Layout,
                       claims: Mapping[int, tuple[Layers, Sequence[Claim]]], right: _RightClaims) -> Iterator[str]:
     """Layers with the same boxes on the same pp ranks are checked once. claims: by layers that are listed together."""
-    layers = spec.numbers(model.layers) or (None,)
+    layers = spec.layer_numbers(model.layers) or (None,)
     listed: dict[int | None, list[int]] = {layer: [] for layer in layers}  # where each layer is listed
     for together, (listed_layers, _) in claims.items():
         for layer in listed_layers:

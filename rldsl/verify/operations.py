@@ -44,7 +44,7 @@ from rldsl.verify import calls, collect, derive, evaluations, generation, replay
 from rldsl.verify.tables import Tables, name, problem
 from rldsl.verify.transfer_slices import MeshCells
 
-LOCAL = ("columns", "lengths", "row_numbers", "table", "cache")
+NEVER_SENT = ("columns", "lengths", "row_numbers", "table", "cache")  # extents of values that stay on their ranks
 
 
 def check_operations(t: Tables) -> Iterator[Diagnostic]:
@@ -317,7 +317,7 @@ def _transfer(t: Tables, e: Transfer) -> Iterator[Diagnostic]:
         yield problem("RL0615", f"{name(e)} moves from spread {e.src} to itself", e)
     if len({t.values[v].frame for v in e.values}) > 1:
         yield problem("RL0615", f"{name(e)} moves values of several frames", e)
-    if local := [v for v in e.values if t.values[v].extent in LOCAL]:
+    if local := [v for v in e.values if t.values[v].extent in NEVER_SENT]:
         yield problem("RL0615", f"{name(e)} moves {', '.join(local)}, which is local to each rank", e)
 
 

@@ -226,12 +226,12 @@ def test_imports_are_passed_over_until_the_process_ends() -> None:
     code = """
 import atexit, gc
 atexit.register(lambda: print(gc.get_freeze_count()))
-from rldsl import collector
+from rldsl import garbage_collection
 usual = gc.get_threshold()
 try:
-    with collector.importing():
+    with garbage_collection.importing():
         import csv
-        print(gc.get_threshold() == collector.SELDOM)
+        print(gc.get_threshold() == garbage_collection.RARELY)
         raise ImportError
 except ImportError:
     print(gc.get_freeze_count() > 1000, gc.get_threshold() == usual)

@@ -86,7 +86,7 @@ def test_sizes_that_nobody_says_are_read() -> None:
 def test_numbers_of_the_host_are_those_of_the_device(extent: str) -> None:
     asked = RowLengths(torch.tensor(PROMPTS), torch.tensor(RESPONSES))
     for lens in (asked, RowLengths.of_host(PROMPTS, RESPONSES, torch.device("cpu"))):
-        assert lens.numbers(extent) == lens.of(extent).tolist()
+        assert lens.to_list(extent) == lens.of(extent).tolist()
     assert asked.on_host == (PROMPTS, RESPONSES)
 
 

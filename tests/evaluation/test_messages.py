@@ -6,7 +6,7 @@ import pytest
 
 from rldsl.diag import Failure
 from rldsl.graph import model as g
-from rldsl.graph.build import attempt
+from rldsl.graph.build import build_recovering
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
 from tests.evaluation.programs import small
@@ -19,7 +19,7 @@ GOOD = f"{ANS}\nmetric n = mean(len(ans))"
 def found(text: str) -> list[tuple[str, str]]:
     """(code, title) of every mistake."""
     try:
-        graph, diagnostics = attempt(parse(SourceFile("e.rlf", text)), {})
+        graph, diagnostics = build_recovering(parse(SourceFile("e.rlf", text)), {})
     except Failure as failure:
         diagnostics = tuple(failure.diagnostics)
     return [(d.code, d.title) for d in diagnostics]

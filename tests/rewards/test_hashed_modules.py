@@ -74,7 +74,7 @@ def test_a_plan_keeps_them(tmp_path: Path) -> None:
 
 
 def test_the_compiler_records_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rldsl.graph.build import attempt, read_text
+    from rldsl.graph.build import build_recovering, read_text
     from rldsl.source import SourceFile
     from rldsl.syntax.parse import parse_recovering
 
@@ -92,7 +92,7 @@ flow f(steps=1) {
   metric x = mean(score(g))
 }
 """
-    graph, problems = attempt(parse_recovering(SourceFile("p.rlf", text))[0], {}, None, read_text)
+    graph, problems = build_recovering(parse_recovering(SourceFile("p.rlf", text))[0], {}, None, read_text)
     assert graph is not None and not problems
     (function,) = graph.functions
     assert [(name, path) for name, path, _ in function.modules] == \

@@ -38,7 +38,7 @@ class RowLengths:
         made.on_host = list(prompt), list(response)
         return made
 
-    def numbers(self, extent: str) -> list[int]:
+    def to_list(self, extent: str) -> list[int]:
         """What `of` returns, on the host, which waits for the device at most once. The tensors may not change
         afterwards."""
         prompt, response = self._read()
@@ -51,7 +51,7 @@ class RowLengths:
         return self._read()[0]
 
     def of_rows(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
-        """(prompt, response) of some rows, on the host, as `numbers`."""
+        """(prompt, response) of some rows, on the host, as `to_list`."""
         prompt, response = self._read()
         return [prompt[r] for r in rows], [response[r] for r in rows]
 
@@ -142,7 +142,7 @@ class StepRows:
     def amounts(self, value: Value, ids: Sequence[int]) -> list[int]:
         """What `sizes` returns, on the host."""
         if value.ragged:
-            numbers = self.lens[value.frame].numbers(value.extent)
+            numbers = self.lens[value.frame].to_list(value.extent)
             return [numbers[i] * value.width for i in ids]
         return [self._entries(value)] * len(ids)
 
@@ -157,4 +157,4 @@ class StepRows:
         rows of `frames` exist."""
         wanted = {f.present_in for f in frames if f.present_in in self.lens}
         wanted |= {*spread.frames} if spread.balance_by == "tokens" else set()
-        return {f: self.lens[f].numbers("tokens") for f in sorted(wanted)}
+        return {f: self.lens[f].to_list("tokens") for f in sorted(wanted)}

@@ -1,9 +1,9 @@
-"""Work on the device that runs beside the current stream, where the device has streams.
+"""A second stream of the device, for communication that must not hold up the stream that computes.
 
 In: what is launched inside `entered`. Out: a function after which the current stream sees its results.
-On CUDA, `wait` of a message makes a stream wait and not the host. So a chain of messages, of which each needs what an
-earlier one brought, is launched as a whole and holds up nothing but its own stream. On a CPU the host waits, and work
-runs where it is launched.
+On CUDA, waiting for a message makes a stream wait and not the host. So a chain of messages, each of which needs what an
+earlier one brought, can be launched at once, and only its own stream waits. On a CPU there is no second stream: the
+host waits, and work runs when it is launched.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class SideStream:
-    """A stream of a rank besides that on which it computes."""
+    """A stream of a rank besides the one on which it computes."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -34,7 +34,7 @@ class SideStream:
             yield
 
     def mark(self) -> Callable[[], None]:
-        """A function: what is launched after it is called runs after what was entered until now."""
+        """A function that makes the current stream wait for everything launched inside `entered` until now."""
         if self.stream is None:
             return lambda: None
         event = self.stream.record_event()

@@ -242,7 +242,7 @@ def infer(models: ModelStore, step: StepState, event: Infer) -> None:
     context = step.context
     spread, layout = context.spreads[event.spread], context.world.layouts[event.layout]
     rows = step.my_row_numbers(spread, event.frame)
-    totals = step.rows.lens[event.frame].numbers("tokens")
+    totals = step.rows.lens[event.frame].to_list("tokens")
     tokens = step.read(event.reads, f"{event.frame}.tokens")
     bounds = event.mbs, layout.pp, event.mbt
     divided = list(micro_batches(rows, totals, *bounds, step.siblings((event.frame,), event.model, layout)))

@@ -18,7 +18,7 @@ def store(step: StepState, event: Store) -> None:
     """Add the rows of a frame, in ascending order; every rank adds all of them."""
     context, lens = step.context, step.rows.lens
     frame = context.frames[event.frame]
-    lengths = {frame.present_in: lens[frame.present_in].numbers("tokens")} if frame.present_in else {}
+    lengths = {frame.present_in: lens[frame.present_in].to_list("tokens")} if frame.present_in else {}
     rows = torch.tensor(present_rows(frame, lengths), dtype=torch.int64, device=context.device)
     kept: ReplayRows = step.read(event.reads, event.buffer)
     kept.add(lens[frame.id].prompt[rows].tolist(), lens[frame.id].response[rows].tolist(),

@@ -66,7 +66,7 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
         return bool(metrics[-1][STOP])
 
     def skip_update() -> float:
-        """Its learning rate."""
+        """Count a minibatch that makes no optimizer step. Returns the learning rate that it would have had."""
         scheduled = shard.skip_updates(1)
         return scheduled if given_rate is None else given_rate
 
@@ -75,17 +75,18 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
         if stopped or not any(minibatch):
             rate = skip_update()
             continue
-        passes = call.passes(minibatch, axes.dp, axes.pp.size, pad_count=layout.zero > 0 or layout.ep > 1)
-        minibatch_loss, batches, loss, first_pass = call.minibatch(minibatch, [p for leaf in passes for p in leaf],
+        by_leaf = call.micro_batches_by_leaf(minibatch, axes.dp, axes.pp.size,
+                                             pad_count=layout.zero > 0 or layout.ep > 1)
+        minibatch_loss, batches, loss, first_pass = call.minibatch(minibatch, list(chain.from_iterable(by_leaf)),
                                                                    axes.dp)
         losses.append(minibatch_loss)
-        leaves = [len(leaf) for leaf in passes] if spread.leaves else ()
-        # only where they are needed: a backend may not know them
-        special: dict[str, Any] = {name: x for name, x in (("heads", heads), ("leaves", leaves),
+        leaves = [len(leaf) for leaf in by_leaf] if spread.leaves else ()
+        # passed only where they are needed: a backend may lack these arguments
+        optional: dict[str, Any] = {name: x for name, x in (("heads", heads), ("leaves", leaves),
                                                            ("first_pass", first_pass)) if x}
         result = shard.train(batches, call.model_outputs_by_frame, call.temperature, loss,
                              record_metrics_and_ask_to_stop if STOP in program_outputs else None, event.recompute,
-                             given_rate, **special)
+                             given_rate, **optional)
         if result is None:
             stopped = True
             rate = skip_update()
@@ -142,8 +143,8 @@ class _TrainCall:
         self.model_outputs_by_frame = [
             [output for _, frame, output in event.model_outputs if frame == f] for f in event.frames]
         lens = {f: step.rows.lens[f] for f in event.frames}
-        self.lens, self.responses = lens, {f: x.numbers("response") for f, x in lens.items()}
-        self.totals = [sum(x) for x in zip(*(x.numbers("tokens") for x in lens.values()), strict=True)]
+        self.lens, self.responses = lens, {f: x.to_list("response") for f, x in lens.items()}
+        self.totals = [sum(x) for x in zip(*(x.to_list("tokens") for x in lens.values()), strict=True)]
         self.siblings = step.siblings(event.frames, event.model, step.context.world.layouts[event.layout])
         self.tokens = {f: step.read(event.reads, f"{f}.tokens") for f in event.frames}
         self.data = {name: step.read(event.reads, value) for name, value in event.data_inputs}
@@ -169,9 +170,10 @@ class _TrainCall:
         each = len(parts) // dp.size
         return tuple(r for part in parts[dp.index * each : (dp.index + 1) * each] for r in part)
 
-    def passes(self, parts: Sequence[Rows], dp: Axis, pp: int, pad_count: bool) -> list[tuple[Rows, ...]]:
-        """[leaf] -> the micro-batches of a dp rank; without leaves, all in one. pad_count: add empty ones, so that all
-        dp ranks have as many."""
+    def micro_batches_by_leaf(self, parts: Sequence[Rows], dp: Axis, pp: int, pad_count: bool
+                              ) -> list[tuple[Rows, ...]]:
+        """[leaf] -> the micro-batches of a dp rank; one leaf for all without `invariant=training`. pad_count: add empty
+        ones, so that all dp ranks have as many."""
         if self.in_leaves:
             return passes_of_rank(parts, dp.size, dp.index, self.totals, self.event.mbt, pad_count)
         bounds = self.event.mbs, pp, self.event.mbt
@@ -182,8 +184,8 @@ class _TrainCall:
 
     def minibatch(self, rows: Sequence[Rows], divided: Sequence[Rows], dp: Axis
                   ) -> tuple[AnyLoss, list[tuple[PackedBatch, ...]], LossFn, FirstPass | None]:
-        """The loss and metrics of a minibatch, the micro-batches of this dp rank, the loss of one of them, and what
-        comes before.
+        """The loss and metrics of a minibatch, the micro-batches of this dp rank, the loss of one of them, and
+        the first pass, if the loss needs all outputs of the minibatch at once.
 
         rows: of the whole minibatch, in any parts. divided: of each micro-batch."""
         step, event, frames = self.step, self.event, self.frames
@@ -210,7 +212,8 @@ class _TrainCall:
             return inputs, frame_rows
 
         first_pass = None if whole is None else FirstPass(
-            lambda i, outputs: whole.see(*read(i, outputs)), lambda: whole.evaluate(dp.group, step.context.device))
+            lambda i, outputs: whole.add_outputs(*read(i, outputs)),
+            lambda: whole.evaluate(dp.group, step.context.device))
         return minibatch_loss, batches, lambda i, outputs: minibatch_loss(*read(i, outputs)), first_pass
 
     def _whole(self, counts: Counts) -> WholeMinibatchLoss:

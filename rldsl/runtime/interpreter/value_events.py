@@ -106,7 +106,7 @@ def lengths(step: StepState, event: Lengths) -> None:
         all_reduce(table, group=group)
     if event.ahead > 0 or frame.id not in context.known_ahead:
         lens = RowLengths(table[:, 0], table[:, 1])
-        lens.numbers("tokens")  # here, since this event waits anyway, and not where a later one would be waited for
+        lens.to_list("tokens")  # here, since this event waits anyway, and not where a later one would be waited for
         step.set_lengths(frame.id, lens)
 
 

@@ -48,7 +48,7 @@ class WholeMinibatchLoss:
         self._gradients: dict[str, Tensor] = {}  # d loss / d output, of all elements
         self._results: dict[str, float] = {}
 
-    def see(self, inputs: Mapping[str, Tensor], frame_rows: Mapping[str, FrameRows]) -> None:
+    def add_outputs(self, inputs: Mapping[str, Tensor], frame_rows: Mapping[str, FrameRows]) -> None:
         """Keep the inputs of a micro-batch."""
         ragged = RaggedIndex(frame_rows, self._counts.frames, self._counts.entries)
         for name, node in self._inputs.items():

@@ -89,7 +89,7 @@ class Meter:
         if made_before or not record.max_response_tokens:
             return
         lens = step.rows.lens[frame]
-        total = sum(lens.numbers("response"))
+        total = sum(lens.to_list("response"))
         if frame in self._generated:  # another rank's call takes none of this one's time
             self._generated.remove(frame)
             self._tokens["generate"] += step.sampled.get(frame, total)
@@ -98,7 +98,7 @@ class Meter:
         if not step.evaluated_source:  # the lengths of training are those of its own rows
             self._responses[step.number] += total
             # a row that a selection left out has no tokens at all
-            self._rows[step.number] += sum(n > 0 for n in lens.numbers("tokens"))
+            self._rows[step.number] += sum(n > 0 for n in lens.to_list("tokens"))
 
     def entered(self, loop: str) -> None:
         """An inner loop begins."""
@@ -134,7 +134,7 @@ class Meter:
 
 
 def _tokens(step: StepState, frame: str) -> int:
-    return sum(step.rows.lens[frame].numbers("tokens"))
+    return sum(step.rows.lens[frame].to_list("tokens"))
 
 
 def _priced(items: Sequence[Item]) -> tuple[Item, ...]:

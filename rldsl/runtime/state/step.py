@@ -115,7 +115,7 @@ class StepState:
         self.tokens, self.draws, self.rows, self.batches = begun.tokens, begun.draws, begun.rows, begun.batches
         self.sampled = begun.sampled
         self.ragged_bytes += begun.ragged_bytes
-        self.buffers.take(begun.buffers)
+        self.buffers.update(begun.buffers)
 
     def later(self, number: int) -> StepState:
         """The state of a later step, for events that run ahead: what lasts from step to step is the same."""
@@ -184,7 +184,7 @@ class StepState:
         if made_before or not record.max_response_tokens:
             return
         if not frame.endswith(ROLLOUTS):
-            self.tokens += sum(lens.numbers("tokens"))
+            self.tokens += sum(lens.to_list("tokens"))
             return
         begun = record.count // record.iterations
         before = self.lens_before.get(frame, torch.zeros_like(lens.response))

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import os, sys
-from rldsl.collector import never_collect
+from rldsl.garbage_collection import never_collect
 
 class Cycle:
     def __init__(self):

@@ -1,4 +1,4 @@
-"""What kind of rows a data source holds: given by `kind=`, or else seen from how the flow uses its batches."""
+"""The row format of each data source: given by `kind=`, or else seen from how the flow uses its batches."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rldsl.plan.heads import CALLS, GENERATE
 from rldsl.syntax import ast
 
 SIDES = ("chosen", "rejected")
-ROWS = {"prompts": "prompts", "answers": "sequences", "pairs": "pairs"}  # kind -> the unit of its rows
+ROWS = {"prompts": "prompts", "answers": "sequences", "pairs": "pairs"}  # row format -> the unit of its rows
 
 
-def kinds(flow: ast.Flow, data: Mapping[str, g.Data]) -> dict[str, str]:
-    """data source -> kind. `.chosen` of a batch means pairs; a generation from it prompts, whatever else is then done
-    with it by mistake; another call on the rows themselves means answers."""
+def row_formats(flow: ast.Flow, data: Mapping[str, g.Data]) -> dict[str, str]:
+    """Data source -> its row format. `.chosen` of a batch means pairs; a generation from it means prompts, even if the
+    program also uses it in another, wrong way; another call on the rows themselves means answers."""
     trees = list(ast.walk(flow))
     batches = {t.targets[0].name: name for t in trees if isinstance(t, ast.Assign)
                for name in [_source(t.value)] if name in data}

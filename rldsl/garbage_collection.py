@@ -1,4 +1,4 @@
-"""Fewer collections of cyclic garbage, which take a good part of the time of a short process.
+"""Fewer collections of Python's cyclic garbage, which take a good part of the time of a short process.
 
 Importing torch and transformers makes a million objects that live as long as the process, and Python's collector goes
 through all of them again and again: that is a fifth of the CPU time of a start.
@@ -12,17 +12,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SELDOM = (100_000, 50, 100)  # `gc.set_threshold`: collections of the youngest objects after 100,000 new ones
+RARELY = (100_000, 50, 100)  # `gc.set_threshold`: collections of the youngest objects after 100,000 new ones
 
 
-def collect_seldom() -> None:
-    """For good: in a process that ends with what it makes."""
-    gc.set_threshold(*SELDOM)
+def collect_rarely() -> None:
+    """For the rest of the process, which needs most of what it makes until it ends."""
+    gc.set_threshold(*RARELY)
 
 
 def never_collect() -> None:
-    """For a command that ends with what it makes. The interpreter collects once more when it ends, and that takes a
-    tenth of the time of `rlc verify` at 10,240 ranks."""
+    """For a command that needs most of what it makes until it ends. The interpreter
+    collects once more when it ends, which takes a tenth of the time of `rlc verify` at 10,240 ranks."""
     gc.disable()
     atexit.register(_skip_last_collection)
 
@@ -35,10 +35,10 @@ def _skip_last_collection() -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Collect seldom while the block imports, and go through what there is by its end only when the process ends: a
+    """Collect rarely while the block imports, and go through what there is by its end only when the process ends: a
     library that triton uses prints a list of what is not freed then."""
     usual = gc.get_threshold()
-    gc.set_threshold(*SELDOM)
+    gc.set_threshold(*RARELY)
     try:
         yield
     finally:
