@@ -5,7 +5,8 @@ it to operators. The type rules, the verifier, the losses, the language server, 
 highlighters derive from these records. What an operator computes is in `runtime/interpreter/expression_ops.py`, under
 its name.
 
-`pytest --update-golden tests/docs tests/editors` writes the table and the highlighters from these records.
+`pytest --update-golden tests/docs/test_pages.py tests/editors/test_words.py` writes the table and the highlighters from
+these records.
 """
 
 from __future__ import annotations
