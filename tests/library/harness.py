@@ -240,7 +240,7 @@ def run_loss(modules: str, call: str, batch: Batch, fresh: dict[str, Given], *, 
         if rank is not None:
             for part in parts[rank]:
                 with torch.no_grad():
-                    whole.see({n: _part(batch, known[n], part) for n in code.inputs()}, _views(batch, part))
+                    whole.add_outputs({n: _part(batch, known[n], part) for n in code.inputs()}, _views(batch, part))
             whole.evaluate(group, torch.device("cpu"))
         return whole
 
