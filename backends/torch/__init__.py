@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from rldsl import collector
+from rldsl import garbage_collection
 from rldsl.plan.model import Layout, Mesh, Model
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.de
 
 @cache
 def _shard_class() -> type[TorchShard]:
-    with collector.importing():
+    with garbage_collection.importing():
         from rldsl.backends.torch.shard import TorchShard
 
     return TorchShard

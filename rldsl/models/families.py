@@ -91,8 +91,8 @@ class Family:
     invariant_problem: str = ""  # why its numbers depend on the batch that they are computed in; "" if they need not
     by_rows: str = ""  # why each sequence is a row of its own; "": sequences are packed (`execution.py`)
     reads_images: bool = False  # whether it has a vision tower
-    layers_with_images: int = 0  # how many of the first layers have something of images added to what they give
-    image_processor: str = ""  # sha256 of what decides how images become numbers; "": nothing says it
+    layers_with_images: int = 0  # how many of the first layers get features of images added to their outputs
+    image_processor: str = ""  # sha256 of the files that say how images are preprocessed; "": there are none
 
 
 def describe(path: str, kind: str, span: Span | None = None, trained: bool = False) -> Family:

@@ -13,7 +13,7 @@ from typing import Any
 from rldsl.diag import fail
 from rldsl.models import experts
 from rldsl.models.execution import Execution, body_name, called_after_layers, execution, keep_weights, shared_name
-from rldsl.models.vision import auto_class, reads_images, supported, vision_family
+from rldsl.models.vision import auto_class, only_with_images, supported_families, vision_family
 from rldsl.source import Span
 
 MAX_SHOWN = 160  # characters of a message of transformers
@@ -54,10 +54,10 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
     from transformers.pytorch_utils import Conv1D
 
     family = str(config.model_type)
-    if vision_family(config) is None and reads_images(family):
+    if vision_family(config) is None and only_with_images(family):
         raise fail("RL0303", f'the family {family} of "{path}" is not supported', span,
                    "it reads images in a form that is not known here",
-                   help=f"families that read images and run: {supported()}")
+                   help=f"families that read images and run: {supported_families()}")
     config = keep_weights(config)
     try:
         with torch.device("meta"), no_init_weights():

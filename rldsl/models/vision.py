@@ -1,4 +1,4 @@
-"""Families that read images: how their parts are called, and what of them differs from a text model.
+"""Families that read images: the names of their parts, and how they differ from a text model.
 
 In: a config of transformers. Out: a `VisionFamily`, or None. A model of such a family is a vision tower and a language
 model below one head; the tower turns an image into as many vectors as the prompt has placeholder tokens for it, and
@@ -21,12 +21,12 @@ LANGUAGE = "language_model"  # the module of the text model, below the model wit
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
-    """What of a family with images differs from a text model."""
+    """How a family with images differs from a text model."""
 
     tower: tuple[str, ...]  # its vision modules, below the model without its head
     # positions of image tokens: "text" as of any token; "grid" by time, height and width (M-RoPE)
     positions: Literal["text", "grid"]
-    # parts of names in a directory -> in the model, where the former are older
+    # (beginning of names in directories of an earlier format, the same in the model)
     earlier_names: tuple[tuple[str, str], ...]
     bidirectional: bool = False  # whether the tokens of an image see one another
 
@@ -45,17 +45,17 @@ FAMILIES: dict[str, VisionFamily] = {
 
 
 def vision_family(config: Any) -> VisionFamily | None:
-    """None: a text model."""
+    """How the family of a config differs from a text model; None if it is one."""
     return FAMILIES.get(str(config.model_type))
 
 
 def layers_with_images(config: Any) -> int:
-    """How many of the first layers have something of images added to what they give."""
+    """How many of the first layers get features of images added to their outputs (deepstack of Qwen3-VL)."""
     vision = getattr(config, "vision_config", None) if vision_family(config) else None
     return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
-def reads_images(model_type: str) -> bool:
+def only_with_images(model_type: str) -> bool:
     """Whether transformers knows models of this type only with images, so that none is a causal language model."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -73,19 +73,19 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if vision_family(config) else AutoModelForCausalLM
 
 
-def supported() -> str:
+def supported_families() -> str:
     """The families with images, for messages."""
     return ", ".join(sorted(FAMILIES))
 
 
 def earlier_names(config: Any, name: str) -> Iterator[str]:
-    """What directories of an earlier form call a parameter. name: as of a `ParamSpec`."""
+    """The names that a parameter has in directories of an earlier format. name: as in `ParamSpec`."""
     family = vision_family(config)
     return (old + name.removeprefix(new) for old, new in family.earlier_names if name.startswith(new)) \
         if family else iter(())
 
 
 def processor_digest(directory: Path) -> str:
-    """Equal for directories whose images become the same numbers; "" where nothing says how they become numbers."""
+    """Equal for directories that preprocess images in the same way; "" if none of their files says how."""
     found = [directory / name for name in PROCESSORS if (directory / name).is_file()]
     return sha256(b"\0".join(file.read_bytes() for file in found)).hexdigest() if found else ""

@@ -1,7 +1,7 @@
 """A recorded timeline (`plan/trace.py`) as the rows of a picture, next to those of the simulation.
 
-In: the text of a trace file, and the plan that was run. Out: `Recorded`. Errors: RL0098 this is no timeline, or not one
-of this plan.
+In: the text of a trace file, and the plan that was run. Out: `Recorded`. Errors: RL0098 this is no timeline, or it
+belongs to another plan.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
 
 
-class Ran(NamedTuple):
-    """A rank ran an event from start to stop."""
+class EventRun(NamedTuple):
+    """One run of an event on a rank."""
 
     rank: int  # of the world
     event: int  # id
@@ -34,7 +34,7 @@ class Recorded:
     step: int  # its number
     steps: int  # how many the trace has
     seconds: float  # from the first begin to the last end
-    ran: tuple[Ran, ...]  # by all ranks
+    ran: tuple[EventRun, ...]  # by all ranks
     what: str  # "recorded" or "simulated"
 
     def event_seconds(self) -> dict[int, float]:
@@ -55,34 +55,34 @@ def read(text: str, file: str, plan: Plan) -> Recorded:
         about, every = data["otherData"], [x for x in data["traceEvents"] if x["ph"] == "X"]
         steps = _steps(every)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _no(file, "not a trace file", f"{type(error).__name__}: {error}") from None
+        raise _wrong_trace(file, "not a trace file", f"{type(error).__name__}: {error}") from None
     header, known = plan.header, {e.id: e for e, _ in event_paths(plan)}
     for key, value in (("program", header.program), ("flow", header.flow), ("world", header.world)):
         if not isinstance(about, dict) or about.get(key) != value:
             found = about.get(key) if isinstance(about, dict) else None
-            raise _no(file, "this trace belongs to another plan",
+            raise _wrong_trace(file, "this trace belongs to another plan",
                       f"{key}: {found!r} in the trace, {value!r} in the plan")
     for x in every:
         event = known.get(x["args"]["event"])
         if event is None or x.get("cat") != event.kind or x["args"].get("at") != event.at:
-            raise _no(file, "this trace belongs to another plan",
+            raise _wrong_trace(file, "this trace belongs to another plan",
                       f"event {x['args']['event']} is {x.get('cat')!r} of {x['args'].get('at')!r} in the trace")
     if not steps:
-        raise _no(file, "this trace contains no step", "it ends before the end of the first step")
+        raise _wrong_trace(file, "this trace contains no step", "it ends before the end of the first step")
     later = {n: ran for n, ran in steps.items() if n > min(steps)} or steps
     lengths = sorted((max(r.stop for r in ran) - min(r.start for r in ran), n) for n, ran in later.items())
     seconds, step = lengths[len(lengths) // 2]
     return Recorded(step, len(steps), seconds, tuple(steps[step]), str(about.get("what", "recorded")))
 
 
-def _no(file: str, title: str, note: str) -> Failure:
+def _wrong_trace(file: str, title: str, note: str) -> Failure:
     return fail("RL0098", title, place=file, notes=(note,),
                 help="--trace takes a file written by `rlc run --trace FILE` for this plan")
 
 
-def _steps(every: list[Any]) -> dict[int, list[Ran]]:
+def _steps(every: list[Any]) -> dict[int, list[EventRun]]:
     """Step -> what ran in it. Step 0 is what comes before the first."""
-    found: dict[int, list[Ran]] = {}
+    found: dict[int, list[EventRun]] = {}
     for x in every:
         start, length, args = x["ts"], x["dur"], x["args"]
         rank, event, step, busy = x["tid"], args["event"], args["step"], args.get("busy")
@@ -93,7 +93,7 @@ def _steps(every: list[Any]) -> dict[int, list[Ran]]:
             raise ValueError(f"a span at {start!r} of length {length!r}")
         share = min(busy / (length / 1e6), 1.0) if isinstance(busy, int | float) and busy >= 0 and length else None
         if step > 0:
-            found.setdefault(step, []).append(Ran(rank, event, start / 1e6, (start + length) / 1e6, share))
+            found.setdefault(step, []).append(EventRun(rank, event, start / 1e6, (start + length) / 1e6, share))
     return found
 
 

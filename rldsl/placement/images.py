@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from rldsl.diag import Diagnostic, Failure, Label
 from rldsl.graph import model as g
 from rldsl.models.families import Family
-from rldsl.models.vision import supported
+from rldsl.models.vision import supported_families
 from rldsl.placement.tokenizers import origins_of, readers_of
 from rldsl.plan.processor_files import PROCESSORS
 from rldsl.source import Span
@@ -31,7 +31,7 @@ def check_images(graph: g.Graph, families: Mapping[str, Family]) -> None:
             if not family.reads_images:
                 raise _refused(f"`{name}` cannot read the images of `{source}`", models[name].span,
                                f"{family.name} models read text alone", label,
-                               f"families that read images: {supported()}")
+                               f"families that read images: {supported_families()}")
             if not family.image_processor:
                 raise _refused(f"`{name}` cannot read the images of `{source}`", models[name].span,
                                f'"{family.path}" has neither {" nor ".join(PROCESSORS)}', label,

@@ -34,7 +34,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")  # of messages, as 
 
 
 @dataclass(frozen=True)
-class Said:
+class EnvironmentReply:
     """What an environment says to a turn of the model."""
 
     messages: list[Message] = field(default_factory=list)  # to the model
@@ -56,7 +56,7 @@ class Talk(Protocol):
     def begin(self, messages: list[Message], columns: Mapping[str, Any], seed: int) -> list[Message]:
         """Reset it. Returns the messages of the first context."""
 
-    def answer(self, content: str, calls: Sequence[Mapping[str, Any]]) -> Said:
+    def answer(self, content: str, calls: Sequence[Mapping[str, Any]]) -> EnvironmentReply:
         """What it says to a turn. content: its text; calls: {"name", "arguments"}, or {"name", "error"} of a call that
         cannot be read."""
 
@@ -145,7 +145,7 @@ class TrlForm:
         *before, last = messages
         return [*before, {**last, "content": last["content"] + observation}]
 
-    def answer(self, content: str, calls: Sequence[Mapping[str, Any]]) -> Said:
+    def answer(self, content: str, calls: Sequence[Mapping[str, Any]]) -> EnvironmentReply:
         results: list[tuple[str, Any]] = []
         waiting: list[tuple[str, Coroutine[Any, Any, Any]]] = []
         for call in calls:
@@ -168,7 +168,8 @@ class TrlForm:
             found = self.loop.run_until_complete(_gathered([coroutine for _, coroutine in waiting]))
             results += [(name, {"error": str(r)} if isinstance(r, Exception) else r)
                         for (name, _), r in zip(waiting, found, strict=True)]
-        return Said([{"role": "tool", "name": n, "content": _content(self.function, n, r)} for n, r in results])
+        return EnvironmentReply([{"role": "tool", "name": n, "content": _content(self.function, n, r)}
+                                 for n, r in results])
 
     def reward(self) -> float | None:
         if not self.scores:

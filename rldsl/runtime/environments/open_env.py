@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 from rldsl.diag import fail
 from rldsl.plan.function import Function
 from rldsl.runtime.environments import Message, ResetParameters
-from rldsl.runtime.environments.contract import Said, Speaks, number, reset_parameters, tool_schema, wrong
+from rldsl.runtime.environments.contract import EnvironmentReply, Speaks, number, reset_parameters, tool_schema, wrong
 from rldsl.runtime.rewards.user_functions import type_name
 
 
@@ -46,7 +46,7 @@ class OpenEnv:
         last = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{said}".strip()}
         return [*messages[:-1], last] if said else messages
 
-    def answer(self, content: str, calls: Sequence[Mapping[str, Any]]) -> Said:
+    def answer(self, content: str, calls: Sequence[Mapping[str, Any]]) -> EnvironmentReply:
         messages, reward, done = [], None, False
         for call in calls:
             try:
@@ -62,7 +62,7 @@ class OpenEnv:
                 break
         if reward is not None:
             self.total = (self.total or 0.0) + reward
-        return Said([] if done else messages, done, reward)
+        return EnvironmentReply([] if done else messages, done, reward)
 
     def reward(self) -> float | None:
         return self.total

@@ -8,7 +8,7 @@ from typing import Any
 
 from rldsl.plan.function import Function
 from rldsl.runtime.environments import Message, ResetParameters
-from rldsl.runtime.environments.contract import ROLES, Said, Speaks, checked_messages, number, wrong
+from rldsl.runtime.environments.contract import ROLES, EnvironmentReply, Speaks, checked_messages, number, wrong
 from rldsl.runtime.rewards.user_functions import type_name
 
 
@@ -33,7 +33,7 @@ class TextForm:
         first = found[0] if isinstance(found, tuple) and found else found
         return checked_messages(self.function, "`init` returned", first)
 
-    def answer(self, content: str, calls: Sequence[Mapping[str, Any]]) -> Said:
+    def answer(self, content: str, calls: Sequence[Mapping[str, Any]]) -> EnvironmentReply:
         step = self.environment.step(content)
         if not isinstance(step, Mapping) or "done" not in step:
             raise wrong(self.function, f"`step` returned {type_name(step)}, not a dict with `done`",
@@ -49,7 +49,7 @@ class TextForm:
         if not step["done"] and not messages:
             raise wrong(self.function, "`step` said nothing, and did not end the conversation",
                         'return "observations", or "done": True')
-        return Said([] if step["done"] else messages, bool(step["done"]), reward)
+        return EnvironmentReply([] if step["done"] else messages, bool(step["done"]), reward)
 
     def reward(self) -> float | None:
         return self.total
