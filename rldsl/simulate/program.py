@@ -1,9 +1,9 @@
 """The ops of every class of ranks: the plan's body, walked in the order of `runtime/interpreter/interpreter.py`.
 
-In: a world. Out: per class its ops over some turns of the step loop. The body of an `every` of steps is no part of an
-ordinary step, and is left out unless asked for; with a lag, the parts of it that run ahead then run in earlier iterations.
-An `every` inside a loop counts the loop's iterations (`iterations.py`). Invariant: classes that share an event give its
-messages the same keys, since they execute it equally often.
+In: a world. Out: per class its ops over some iterations of the step loop. The body of an `every` of steps is no part of
+an ordinary step, and is left out unless asked for; with a lag, the parts of it that run ahead then run in earlier
+iterations. An `every` inside a loop counts the loop's iterations (`iterations.py`). Invariant: classes that share an
+event give its messages the same keys, since they execute it equally often.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Occasions:
     """The steps in which blocks run, each around the next, that do not run in every one."""
 
     blocks: tuple[When, ...] = ()
-    step: int = 0  # the turn of the first such step, from 0
+    step: int = 0  # the iteration of the first such step, from 0
     period: int = 0  # steps from one to the next; 0: there is only one
 
     def has(self, block: When) -> bool:
@@ -83,15 +83,15 @@ class Occasions:
         return later == 0 or bool(self.period) and later > 0 and later % self.period == 0
 
 
-def build_programs(world: World, turns: int, also: Occasions = Occasions()) -> list[list[Op]]:  # noqa: B008 (immutable)
+def build_programs(world: World, iterations: int, also: Occasions = Occasions()) -> list[list[Op]]:  # noqa: B008 (immutable)
     """The ops of each class. also: what runs besides what runs in every step."""
     body = step_loop(world).body
-    return [_OpBuilder(world, c, also).whole(body, turns) for c in range(len(world.classes.ranks))]
+    return [_OpBuilder(world, c, also).whole(body, iterations) for c in range(len(world.classes.ranks))]
 
 
-def turns_ahead(blocks: Sequence[When]) -> int:
-    """By how many turns the earliest event of the innermost of some blocks runs before the step that it is for, as the
-    simulation counts them: many turns between two parts of a block are as good as a few."""
+def iterations_ahead(blocks: Sequence[When]) -> int:
+    """By how many iterations the earliest event of the innermost of some blocks runs before the step that it is for, as
+    the simulation counts them: many iterations between two parts of a block are as good as a few."""
     return max((_turns(ahead_of(item)) for item, _ in walk(blocks[-1].body)), default=0)
 
 
@@ -127,27 +127,28 @@ class _OpBuilder:
         self.iterations: Counter[int] = Counter()  # event -> executions so far in this step
         self.step = 0
 
-    def whole(self, body: Sequence[Item], turns: int) -> list[Op]:
-        for self.step in range(turns):
+    def whole(self, body: Sequence[Item], iterations: int) -> list[Op]:
+        for self.step in range(iterations):
             self.iterations.clear()
-            self.turn(body)
+            self.iteration(body)
             self.ops.append(EventBegin(-1, self.step, 0))
         for buffer in list(self.pending):
             self.wait(buffer)
         self.ops += [Wait(key) for key in self.offloading.values()]
         return self.ops
 
-    def turn(self, items: Sequence[Item], around: tuple[When, ...] = ()) -> None:
+    def iteration(self, items: Sequence[Item], around: tuple[When, ...] = ()) -> None:
         """around: the blocks around the items."""
         for item in items:
             if isinstance(item, When):
                 if not item.seldom or self.also.has(item):
-                    self.turn(item.body, (*around, item))
+                    self.iteration(item.body, (*around, item))
             elif not any(b.seldom for b in around) or self.is_due(item, around[-1]):
                 self.block([item], lambda _: True)
 
     def is_due(self, item: Item, block: When) -> bool:
-        """Whether an item of a block that does not run in every step runs in this turn, for the step of another."""
+        """Whether an item of a block that does not run in every step runs in this iteration, for the step of
+        another."""
         ahead = ahead_of(item)
         if ahead == EVERY_ITERATION:  # with anything of the block
             return any(self.also.includes(self.step + _turns(a)) for a in block.aheads)

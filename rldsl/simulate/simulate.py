@@ -23,7 +23,7 @@ from rldsl.simulate.critical_path import find_critical_path
 from rldsl.simulate.engine import Pool, Timelines, run_programs
 from rldsl.simulate.lengths import AT_MOST, Lengths, token_frames
 from rldsl.simulate.model import PeriodicEvents, Span, Timeline
-from rldsl.simulate.program import Occasions, build_programs, periodic_blocks, step_loop, turns_ahead
+from rldsl.simulate.program import Occasions, build_programs, iterations_ahead, periodic_blocks, step_loop
 from rldsl.simulate.world import World
 
 STEPS = 3  # only the last one is steady: transfers at the top of a step overlap with the end of the step before
@@ -81,23 +81,23 @@ def _outside_step_loop(path: Path) -> Path:
     return tuple(takewhile(lambda block: not isinstance(block, Loop), path))
 
 
-def _simulated(world: World, turns: int = STEPS, also: Occasions = Occasions()) -> Timelines:  # noqa: B008 (immutable)
+def _simulated(world: World, iterations: int = STEPS, also: Occasions = Occasions()) -> Timelines:  # noqa: B008 (immutable)
     cluster = world.cluster
     nodes = [r // world.per_node for r in world.classes.first]
     pool = Pool(max(1, cluster.cores // world.machine.threads), cluster.core_speed) if cluster.cores else None
-    return run_programs(build_programs(world, turns, also), nodes, pool)
+    return run_programs(build_programs(world, iterations, also), nodes, pool)
 
 
 def _with_blocks(world: World, blocks: tuple[When, ...], seconds: float) -> float:
-    """What a step takes in which blocks run, each around the next. With a lag, parts of them run in the turns before,
-    and what these take longer counts. seconds: of a steady step."""
-    earlier, period = turns_ahead(blocks) if world.lag else 0, lcm(*(b.period for b in blocks))
+    """What a step takes in which blocks run, each around the next. With a lag, parts of them run in the iterations
+    before, and what these take longer counts. seconds: of a steady step."""
+    earlier, period = iterations_ahead(blocks) if world.lag else 0, lcm(*(b.period for b in blocks))
     step = STEPS - 1 + earlier
     if period > 1 and earlier >= period:  # it begins again before it has ended
-        ends = _ends_of_turns(_simulated(world, step + 1 + STEPS * period, Occasions(blocks, step, period)))
+        ends = _ends_of_iterations(_simulated(world, step + 1 + STEPS * period, Occasions(blocks, step, period)))
         return ends[-1] - ends[-1 - period] - (period - 1) * seconds
-    after = 1 if earlier else 0  # ranks that are late there still hold up those of the next turn
-    ends = _ends_of_turns(_simulated(world, step + 1 + after, Occasions(blocks, step)))
+    after = 1 if earlier else 0  # ranks that are late there still hold up those of the next iteration
+    ends = _ends_of_iterations(_simulated(world, step + 1 + after, Occasions(blocks, step)))
     return ends[-1] - ends[STEPS - 2] - (earlier + after) * seconds
 
 
@@ -131,18 +131,18 @@ def _machines(nodes: int, devices: int) -> str:
 
 def _last_step(timelines: Timelines) -> tuple[float, float, int]:
     """Begin and end of the last step, and the class that ends it."""
-    before, after = _ends_of_turns(timelines)[STEPS - 2:STEPS]
+    before, after = _ends_of_iterations(timelines)[STEPS - 2:STEPS]
     ends = _ends(timelines)
     return before, after, max(range(len(ends)), key=lambda c: ends[c][STEPS - 1])
 
 
 def _ends(timelines: Timelines) -> list[list[float]]:
-    """[class][turn]"""
+    """[class][iteration]"""
     return [[at for at_event, at in begins if at_event.event == -1] for begins in timelines.begins]
 
 
-def _ends_of_turns(timelines: Timelines) -> list[float]:
-    """When the last class ends each turn."""
+def _ends_of_iterations(timelines: Timelines) -> list[float]:
+    """When the last class ends each iteration."""
     return [max(ends) for ends in zip(*_ends(timelines), strict=True)]
 
 
