@@ -13,7 +13,7 @@ from statistics import mean, stdev
 RESULTS = Path(__file__).parent / "results.json"
 DOCS = Path(__file__).parents[2] / "docs"
 WAYS = {"distilled": "distillation", "plain": "SFT"}  # the model of a run -> its name
-COLORS = {"distilled": "#4051b5", "plain": "#c4690c"}  # readable on light and on dark
+COLORS = {"distilled": "#5c73e6", "plain": "#c4690c"}  # at least 3.8 : 1 on white and on dark pages
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 300, 48, 110, 12, 36
 Curve = list[dict[str, float]]

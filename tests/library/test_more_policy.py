@@ -127,8 +127,10 @@ def test_where_every_set_passes_or_none_does_nothing_is_learned(r: list[float]) 
     assert groups(r, "pass_at_k(r, 2)") == [0, 0, 0, 0]
 
 
-def test_sets_larger_than_the_group_have_no_advantage() -> None:
-    assert all(x == 0 or math.isnan(x) for x in groups([1.0, 0, 0, 0], "pass_at_k(r, 5)"))
+@pytest.mark.parametrize("r", [[1.0, 0, 0, 0], [0.0, 0, 0, 0], [1.0, 1, 1, 1]])
+def test_sets_larger_than_the_group_have_no_advantage(r: list[float]) -> None:
+    """0 would train on nothing without a word."""
+    assert all(math.isnan(x) for x in groups(r, "pass_at_k(r, 5)"))
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rldsl.diag import Failure
+from rldsl.runtime.interpreter.expression_ops import of_all_elements
 from tests.library.harness import Batch, run_fn, run_loss
 
 TIGHT = dict(rtol=1e-10, atol=1e-10)
@@ -38,6 +39,18 @@ def test_nan_infinities_and_a_share_that_is_computed() -> None:
     x = b.given("token", [1.0, float("nan"), 2.0, float("-inf"), 5.0, float("inf"), 7.0, 9.0])
     found = run_fn("std.ppo", "quantile(x by seq, mean(0 * r) + 0.5)", b, x=x, r=b.seqs(1))
     assert isinstance(found, Tensor) and found[0].isnan() and found[1:].tolist() == [5.0, 8.0]
+
+
+@pytest.mark.parametrize(("share", "want"), [(-0.5, None), (1.5, None), (1.001, None), (float("nan"), None),
+                                             (float("inf"), None), (1 + 1e-7, 4.0), (-1e-7, 1.0)])
+def test_a_computed_share_outside_0_to_1_is_nan_and_one_outside_by_rounding_is_the_bound(
+        share: float, want: float | None) -> None:
+    b = Batch({"gen": [4]}, n=1)
+    x = b.given("token", [3.0, 1.0, 4.0, 2.0])
+    by_seq = run_fn("std.ppo", "quantile(x by seq, mean(r))", b, x=x, r=b.given("seq", [share]))
+    assert isinstance(by_seq, Tensor)
+    for found in (by_seq[0], of_all_elements("quantile", x.data, (torch.tensor(share),))):
+        assert bool(found.isnan()) if want is None else float(found) == want, found
 
 
 LOSSES = {

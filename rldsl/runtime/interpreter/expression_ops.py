@@ -154,11 +154,19 @@ def _medians(x: Tensor, index: Tensor, counts: Tensor, args: Sequence[Tensor]) -
 
 def _quantiles(x: Tensor, index: Tensor, counts: Tensor, args: Sequence[Tensor]) -> Tensor:
     """[segments]: as `_quantile` of each segment; 0 for an empty one."""
-    at = args[0].to(torch.float64).clamp(0, 1) * (counts - 1).clamp(min=0)
+    at = _share(args[0]) * (counts - 1).clamp(min=0)
     below = at.nan_to_num().floor().long()
     low, high, worst = _at_places(x, index, counts, (below, torch.minimum(below + 1, counts - 1), counts - 1))
     found = _between(low, high, at - below)
     return torch.where(counts > 0, torch.where(worst.isnan(), worst, found), 0.0)
+
+
+def _share(share: Tensor) -> Tensor:
+    """The share of a quantile; NaN outside [0, 1], where no element lies. What is outside by rounding alone, such as a
+    schedule that ends at 1, is 0 or 1."""
+    share = share.to(torch.float64)
+    inside = share.clamp(0, 1)
+    return torch.where((share - inside).abs() <= 1e-6, inside, torch.nan)
 
 
 def _at_places(x: Tensor, index: Tensor, counts: Tensor, places: Sequence[Tensor]) -> list[Tensor]:
@@ -193,10 +201,9 @@ def _median(x: Tensor, args: Sequence[Tensor]) -> Tensor:
 
 
 def _quantile(x: Tensor, args: Sequence[Tensor]) -> Tensor:
-    """args: the share, clipped to [0, 1]. NaN if an element is, or the share."""
+    """args: the share. NaN if an element is, or the share is none."""
     ordered = x.sort().values  # NaN behind all numbers
-    share = args[0].to(torch.float64).clamp(0, 1)
-    at = share * (ordered.numel() - 1)
+    at = _share(args[0]) * (ordered.numel() - 1)
     below = at.nan_to_num().floor().long()
     between = _between(ordered[below], ordered[(below + 1).clamp(max=ordered.numel() - 1)], at - below)
     return torch.where(ordered[-1].isnan(), torch.nan, between)
