@@ -111,15 +111,7 @@ def _by_sequence(plain: Callable[..., Any], place: int, current: CurrentPass, sc
         tokens = next(x.shape[1] for x in given.values() if isinstance(x, torch.Tensor) and x.dim() > 2)
         inputs: list[torch.Tensor] = []
         tuples: list[bool] = []  # whether the result was a tuple
-
-        def take(x: Any) -> Any:
-            """Replace what has a row for each token by its number among the inputs."""
-            if isinstance(x, torch.Tensor) and x.dim() > 1 and x.shape[:2] == (1, tokens):
-                inputs.append(x[0])
-                return _Input(len(inputs) - 1)
-            return tuple(map(take, x)) if isinstance(x, tuple) else x
-
-        named = {name: take(x) for name, x in given.items() if name not in MASKS}
+        named = {name: _take(x, tokens, inputs) for name, x in given.items() if name not in MASKS}
 
         def run(rows: tuple[torch.Tensor, ...], state: Any) -> tuple[torch.Tensor, ...]:
             if scans or state is None or not state.continues:
@@ -128,12 +120,7 @@ def _by_sequence(plain: Callable[..., Any], place: int, current: CurrentPass, sc
             return tuple(torch.cat(outputs, 1) for outputs in zip(*steps, strict=True))
 
         def run_at_once(rows: tuple[torch.Tensor, ...], state: Any) -> tuple[torch.Tensor, ...]:
-            def put(x: Any) -> Any:
-                if isinstance(x, _Input):
-                    return rows[x.number]
-                return tuple(map(put, x)) if isinstance(x, tuple) else x
-
-            out = plain(**{name: put(x) for name, x in named.items()} | dict.fromkeys(caches, state))
+            out = plain(**{name: _put(x, rows) for name, x in named.items()} | dict.fromkeys(caches, state))
             tuples.append(isinstance(out, tuple))
             return tuple(x for x in out if x is not None) if isinstance(out, tuple) else (out,)
 
@@ -148,3 +135,19 @@ class _Input:
 
     def __init__(self, number: int):
         self.number = number
+
+
+# no function of a pass refers to itself: a cycle would hold the tensors of the pass until garbage is collected
+def _take(x: Any, tokens: int, inputs: list[torch.Tensor]) -> Any:
+    """Replace what has a row for each token by its number among the inputs."""
+    if isinstance(x, torch.Tensor) and x.dim() > 1 and x.shape[:2] == (1, tokens):
+        inputs.append(x[0])
+        return _Input(len(inputs) - 1)
+    return tuple(_take(y, tokens, inputs) for y in x) if isinstance(x, tuple) else x
+
+
+def _put(x: Any, rows: tuple[torch.Tensor, ...]) -> Any:
+    """The opposite."""
+    if isinstance(x, _Input):
+        return rows[x.number]
+    return tuple(_put(y, rows) for y in x) if isinstance(x, tuple) else x
