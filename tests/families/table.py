@@ -146,7 +146,7 @@ docs/families.md` has found it with a tiny random model of each, in float32 on t
   transformers does; what is saved is not packed (`tests/families/test_packed_weights.py`). Other quantized weights are
   RL0721.
 - The memory estimate does not know recurrent layers: what they keep for the backward pass is not counted. In GRPO on
-  the CPU the peak was 1.33 times the estimate with Qwen3-Next, and 3.3 times with Falcon-H1, both with transformers'
+  the CPU the peak was 1.27 times the estimate with Qwen3-Next, and 3.2 times with Falcon-H1, both with transformers'
   plain code for them: leave room, or bound micro-batches with `mbs`.
 - invariant: whether `invariant=true` is possible. ep: whether there are experts in a form that `ep` divides.
 
