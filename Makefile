@@ -66,9 +66,13 @@ dist: setup
 	  bin/rlc fmt --check $$name.rlf || exit 1; done
 	build/dist/bin/rlc doctor
 
-vsix: setup
-	cd grammar/editors/vscode && npm ci --omit=dev --ignore-scripts --no-audit --no-fund
-	$(BIN)/python grammar/editors/vsix.py grammar/editors/vscode dist
+# vsce of the registry packs what `files` of package.json names
+VSCE := @vscode/vsce@4.1.0
+vsix:
+	mkdir -p dist
+	cp LICENSE grammar/editors/vscode
+	cd grammar/editors/vscode && npm ci --omit=dev --ignore-scripts --no-audit --no-fund && \
+	  npm_config_ignore_scripts=true npx --yes $(VSCE) package --allow-missing-repository --out $(CURDIR)/dist/
 
 clean:
 	rm -rf $(VENV) .oracles build dist *.egg-info runs

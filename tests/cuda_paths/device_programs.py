@@ -147,7 +147,7 @@ def _rank(rank: int, data: bytes, out: str, cwd: str, resume: bool,
 
     os.chdir(cwd)
     conversations.open_conversations = (  # type: ignore[assignment]  # environments in this process
-        lambda function, limits, sampling, tokens, rank: Scripted(tokens.tokenizer, None))
+        lambda function, limits, sampling, tokens, rank, at: Scripted(tokens.tokenizer, None))
     if unjoined:
         plain = HostMemory.onload
         HostMemory.onload = lambda self, x: (plain(self, x)[0], lambda: None)  # type: ignore[method-assign]

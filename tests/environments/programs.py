@@ -59,5 +59,5 @@ def _rank(rank: int, data: bytes, out: str, cwd: str, delays: int | None) -> Non
     os.chdir(cwd)
     seed = None if delays is None else delays * 100 + rank
     conversations.open_conversations = (  # type: ignore[assignment]
-        lambda function, limits, sampling, tokens, rank: Scripted(tokens.tokenizer, seed))
+        lambda function, limits, sampling, tokens, rank, at: Scripted(tokens.tokenizer, seed))
     execute(PlanFile.from_bytes(data, "test.plan"), out, options=Options(overwrite=True))
