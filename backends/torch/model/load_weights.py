@@ -171,7 +171,7 @@ def unpacked(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     [..., G] exponents, 127 of which is 1 -> [..., G * 32]. Source: OCP Microscaling Formats specification 1.0, sections
     5.3.3 and 5.4."""
     halves = torch.stack([blocks & 0x0F, blocks >> 4], -1).flatten(-2)
-    return torch.ldexp(torch.tensor(FP4)[halves.int()], scales[..., None].int() - 127).flatten(-2)
+    return torch.ldexp(torch.tensor(FP4, device=blocks.device)[halves.int()], scales[..., None].int() - 127).flatten(-2)
 
 
 def copy_pieces(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Piece], source: Any, file: Path,
