@@ -61,7 +61,7 @@ class IsolatedCall(World):
         self.programs, self.values = problem.programs, problem.values
         self.layout, self.spread, self.mesh = layout, spread, mesh
         self.groups = {layout.id: stage_groups(layout, size, self.per_node)}  # in place of the property of that name
-        self.node = job.node
+        self.node, self.prompts = job.node, problem.prompt_sources
         self.served, self.lag = {}, problem.graph.lag
 
     def event(self, s: Strategy) -> AnyCall:
@@ -99,7 +99,7 @@ class IsolatedCall(World):
 
     @cached_property
     def tables(self) -> Tables:
-        return Tables(self.frames, self.values, self.spreads, self.layouts)
+        return Tables(self.frames, self.values, self.spreads, self.layouts, prompts=self.prompts)
 
 
 def compute_seconds(ops: list[Op]) -> float:

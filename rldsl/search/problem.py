@@ -20,6 +20,7 @@ from rldsl.placement.place import ValueUses
 from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Model, Value
+from rldsl.plan.prompt_sources import PromptSource, sources_of
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.search.space import Block, BlockTree, Kind, Strategy
 from rldsl.simulate.lengths import AT_MOST, Lengths
@@ -124,6 +125,11 @@ class Problem:
     @cached_property
     def frames(self) -> Mapping[str, IndexedFrame]:
         return {f.id: f for f in self.graph.frames}
+
+    @cached_property
+    def prompt_sources(self) -> Mapping[str, PromptSource]:
+        """Frame -> where its prompts come from, as far as it is known."""
+        return sources_of(g.nodes(self.graph.items), self.frames)
 
     @cached_property
     def values(self) -> dict[str, Value]:

@@ -158,9 +158,6 @@ MISTAKES = {
     "nothing is generated": ("row = prompts.next()\n actor.train(row, loss=sft())", "no effect"),
     "in a block": ("repeat 2 {\n prompt = prompts.next()\n gen = actor.generate(prompt)\n"
                    " actor.train(gen, loss=sft())\n }", "cannot be in this block"),
-    "a checkpoint of what a state decided": (
-        "prompt = prompts.next()\n gen = actor.generate(prompt)\n kept = gen where len(gen) > x\n"
-        " more = actor.generate(kept)\n metric m = mean(len(more))\n checkpoint every 2", "checkpoints"),
     "not a number": ("prompt = prompts.next()\n gen = actor.generate(prompt)", "lag"),
 }
 
