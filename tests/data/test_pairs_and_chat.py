@@ -10,7 +10,7 @@ import pytest
 
 from rldsl.diag import Failure
 from rldsl.runtime.data import open_source
-from rldsl.runtime.data.shared_prompts import with_shared_prompt
+from rldsl.runtime.data.implicit_prompts import with_implicit_prompt
 from tests.data.makers import WRITERS, declared, jsonl, opened, texts, wrong
 
 FORMATS = list(WRITERS)
@@ -137,7 +137,7 @@ def test_a_text_that_both_sides_begin_with(tmp_path: Path, tokenizer: str, forma
     ([ASKED, YES], [ASKED, NO, YES], [ASKED], ([YES], [NO, YES])),
 ])
 def test_what_is_the_prompt(chosen: Any, rejected: Any, prompt: Any, rest: tuple[Any, Any]) -> None:
-    found = with_shared_prompt({"chosen": chosen, "rejected": rejected, "x": 1}, dict(zip(PARTS, PARTS, strict=True)))
+    found = with_implicit_prompt({"chosen": chosen, "rejected": rejected, "x": 1}, dict(zip(PARTS, PARTS, strict=True)))
     assert [found[name] for name in PARTS] == [prompt, *rest] and found["x"] == 1
 
 
@@ -150,7 +150,7 @@ def test_what_is_the_prompt(chosen: Any, rejected: Any, prompt: Any, rest: tuple
     {"prompt": [ASKED], "chosen": "ab", "rejected": "ac"}, {"prompt": "1+1", "chosen": [YES], "rejected": [NO]}])
 def test_rows_that_are_not_split(row: dict[str, Any]) -> None:
     """They are checked as they are, like those of other data."""
-    assert with_shared_prompt(row, dict(zip(PARTS, PARTS, strict=True))) is row
+    assert with_implicit_prompt(row, dict(zip(PARTS, PARTS, strict=True))) is row
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -12,9 +12,11 @@ import torch
 from rldsl.backends.torch.model.model_inputs import pack_inputs
 from rldsl.backends.torch.model.sequence_parallel import SequenceParallel
 from rldsl.backends.torch.model.shared_prompts import SharedPromptAttention
+from rldsl.models.families import describe, sizes_of
 from rldsl.plan.model import Lora
+from rldsl.plan.prompt_sources import shares_prompts
 from rldsl.runtime.backend import Axis
-from tests.backend_torch.shards import layout_of
+from tests.backend_torch.shards import layout_of, plan_model, shard_of
 from tests.families.checks import logprobs_of, model_of
 from tests.families.tiny_configs import make
 from tests.lora.adapted import adapted, make_adapter
@@ -108,6 +110,14 @@ def test_models_that_need_complete_sequences_compute_each(tmp_path, family):
     path = make(tmp_path / "m", family)
     once, each = computed(0, path, [(layout_of(), True), (layout_of(), False)], ROWS)
     assert all(torch.equal(x, each[n]) for n, x in once.items())
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_next", "minimax"])
+def test_the_memory_estimate_and_the_backend_agree_on_what_is_shared(tmp_path, family):
+    path, layout = make(tmp_path / "m", family), layout_of()
+    model = replace(plan_model(path, "causal_lm", SGD), sizes=sizes_of(describe(path, "causal_lm")))
+    shard, _ = shard_of(model, layout, 0, True)
+    assert shard.stage.shares_prompts == shares_prompts(model, layout) == (family in FAMILIES)
 
 
 def test_a_row_with_each_prompt_once():

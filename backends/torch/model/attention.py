@@ -108,7 +108,7 @@ def _chunk(module: Any) -> int | None:
     return int(module.config.attention_chunk_size) if _kind(module) == "chunked_attention" else None
 
 
-def one_kernel(q: torch.Tensor, v: torch.Tensor, scores: Scores) -> bool:
+def uses_varlen_kernel(q: torch.Tensor, v: torch.Tensor, scores: Scores) -> bool:
     """Whether a kernel for packed sequences computes a layer's attention."""
     return has_varlen_kernel(q) and scores.plain and q.shape[-1] == v.shape[-1]
 
@@ -137,7 +137,7 @@ class VarlenAttention:
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """See `PackedAttention.attend`."""
-        if one_kernel(q, v, scores) and self.blocks is None:
+        if uses_varlen_kernel(q, v, scores) and self.blocks is None:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
             cu_seqlens = F.pad(self.lengths.cumsum(0), (1, 0)).to(torch.int32)
             return varlen_attention(q, k, v, (cu_seqlens, cu_seqlens), (self.max_seqlen, self.max_seqlen), scores.scale,

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from rldsl.backends.torch.kernels.attention_kernels import varlen_attention
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.length_buckets import LengthBuckets
-from rldsl.backends.torch.model.attention import Scores, VarlenAttention, masked_attention, one_kernel
+from rldsl.backends.torch.model.attention import Scores, VarlenAttention, masked_attention, uses_varlen_kernel
 from rldsl.backends.torch.model.sequences import DividedSequences
 from rldsl.plan.prompt_sources import pays
 from rldsl.runtime.host_numbers import on_device
@@ -102,7 +102,7 @@ class SharedPromptAttention(DividedSequences):
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """See `PackedAttention.attend`."""
-        if one_kernel(q, v, scores):
+        if uses_varlen_kernel(q, v, scores):
             keys, offsets, longest = self._packed
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
             return varlen_attention(q, keys.repeat(k), keys.repeat(v), offsets, longest, scores.scale, scores.window)

@@ -47,7 +47,7 @@ class RowLengths:
         return response if extent in ("response", ENTRIES, HIDDEN) else [1] * len(prompt)
 
     def prompts(self) -> list[int]:
-        """Tokens of prompts, on the host, as `numbers`."""
+        """Tokens of prompts, on the host, as `to_list`."""
         return self._read()[0]
 
     def of_rows(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:

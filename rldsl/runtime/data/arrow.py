@@ -177,7 +177,7 @@ def _check_schema(pa: Any, schema: Any, check: RowCheck, file: str) -> None:
         check.errors.add([missing("images", check.needs.images, schema.names, file)])
     for role, name in [*check.needs.roles.items(), *(("", n) for n in check.needs.numbers)]:
         if name not in types:
-            if role != "prompt" or not check.needs.shared_prompts:
+            if role != "prompt" or not check.needs.implicit_prompts:
                 check.errors.add([missing(role, name, schema.names, file)])
         elif role and not _may_hold(pa, types[name]):
             expected = "a string or a list of chat messages" if role == "prompt" else "a string or assistant messages"

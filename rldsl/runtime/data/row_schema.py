@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rldsl.diag import Diagnostic, Failure, counted
-from rldsl.runtime.data.shared_prompts import SharedPromptRows, with_shared_prompt
+from rldsl.runtime.data.implicit_prompts import ImplicitPromptRows, with_implicit_prompt
 
 Row = dict[str, Any]
 
@@ -52,8 +52,8 @@ class RowNeeds:
     answers: int = 0               # of each row; 0: one, which is not in a list
     images: str = ""               # the column with the images of each row; "": rows have none
     folder: Path = Path()          # to which paths of images are relative
-    # whether the prompt of a pair may be what both sides begin with (`shared_prompts.py`)
-    shared_prompts: bool = False
+    # whether the prompt of a pair may be what both sides begin with (`implicit_prompts.py`)
+    implicit_prompts: bool = False
 
     def among(self, columns: Collection[str]) -> RowNeeds:
         """The same needs, with ReaL's names of the two sides of pairs if a file has these and not ours; and whether its
@@ -61,7 +61,7 @@ class RowNeeds:
         if not SIDES.keys() <= self.roles.keys():
             return self
         if not set(SIDES.values()) <= set(columns):
-            return replace(self, shared_prompts=self.roles["prompt"] == "prompt" and not self.images)
+            return replace(self, implicit_prompts=self.roles["prompt"] == "prompt" and not self.images)
         if any(self.roles[role] != role or role in columns for role in SIDES):
             return self
         return replace(self, roles={**self.roles, **SIDES})
@@ -75,7 +75,7 @@ class ScannedFile:
     roles: Mapping[str, str]   # as in `RowNeeds`
     counts: array[int] | None  # how many pairs each row makes; None: each is one row of the run
     images_per_row: int = 0    # of the row with most images
-    shared_prompts: int = 0    # rows whose prompt is what both sides begin with
+    implicit_prompts: int = 0    # rows whose prompt is what both sides begin with
 
 
 @dataclass(slots=True)
@@ -112,8 +112,8 @@ class RowCheck:
     def row(self, row: Row, path: str, number: int, escapes: bool = False) -> None:
         """escapes: whether texts may hold half a surrogate pair, as JSON can write it."""
         roles = self.needs.roles
-        if self.needs.shared_prompts:
-            before, row = row, with_shared_prompt(row, roles)
+        if self.needs.implicit_prompts:
+            before, row = row, with_implicit_prompt(row, roles)
             self.shared += row is not before
         if escapes or self.needs.numbers or self.needs.answers or not _plainly_fits(row, roles):
             self.errors.add(check_row(row, f"{path}:{number}", self.needs))
@@ -137,7 +137,7 @@ class RowCheck:
     def finish(self, table: Table) -> ScannedFile:
         """Raises a Failure if there are errors."""
         self.errors.stop()
-        table = SharedPromptRows(table, self.needs.roles) if self.shared else table
+        table = ImplicitPromptRows(table, self.needs.roles) if self.shared else table
         return ScannedFile(table, self.needs.roles, self.counts if self.lists else None, self.images_per_row,
                            self.shared)
 
@@ -172,7 +172,7 @@ def check_row(row: Row, place: str, needs: RowNeeds) -> list[Diagnostic]:
     """The errors of a row."""
     errors = [_answers(row, name, place, needs.answers) if role == "answer" and needs.answers else
               _column(row, role, name, place) for role, name in needs.roles.items()]
-    if needs.shared_prompts and errors[0] is not None and needs.roles["prompt"] not in row:
+    if needs.implicit_prompts and errors[0] is not None and needs.roles["prompt"] not in row:
         errors[0] = _without_shared(errors[0])
     errors += [_numbers(row, name, place, needs.answers) for name in needs.numbers]
     wrong = [d for d in errors if d is not None]

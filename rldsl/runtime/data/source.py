@@ -149,10 +149,11 @@ def open_source(data: Data, steps_needed: int, speaks: bool = False, number: tup
                           image_processor(data.tokenizer)) if data.images else None
     tokens = Tokens(load_tokenizer(data), data.tokenizer, scanned.roles, images)
     table, note = filter_over_long(data, table, tokens, speaks)
-    if scanned.shared_prompts:
+    if scanned.implicit_prompts:
         sides = " and ".join(f"`{scanned.roles[side]}`" for side in SIDES)
-        shared = f"data {data.name}: the prompt of {counted(scanned.shared_prompts, 'row')} is what {sides} begin with"
-        note = "; ".join(filter(None, (shared, note)))
+        rows = counted(scanned.implicit_prompts, "row")
+        implicit = f"data {data.name}: the prompt of {rows} is what {sides} begin with"
+        note = "; ".join(filter(None, (implicit, note)))
     _enough(data, table, note)
     return Source(data, table, tokens, steps_needed / (len(table) // data.batch), note)
 

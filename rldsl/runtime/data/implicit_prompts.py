@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rldsl.runtime.data.row_schema import Row, Table
 
 
-def with_shared_prompt(row: Row, roles: Mapping[str, str]) -> Row:
+def with_implicit_prompt(row: Row, roles: Mapping[str, str]) -> Row:
     """The row with its prompt, if it has none, or a text while both sides are chats, which then begin with it; the same
     row otherwise. roles: as in `RowNeeds`, of pairs."""
     names = [roles[role] for role in ("prompt", "chosen", "rejected")]
@@ -44,7 +44,7 @@ def _shared(chosen: Any, rejected: Any) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPromptRows:
+class ImplicitPromptRows:
     """The rows of a table, with prompts."""
 
     table: Table              # the rows of the file
@@ -57,4 +57,4 @@ class SharedPromptRows:
         return self.table.place(row)
 
     def read(self, rows: Sequence[int]) -> list[Row]:
-        return [with_shared_prompt(row, self.roles) for row in self.table.read(rows)]
+        return [with_implicit_prompt(row, self.roles) for row in self.table.read(rows)]
