@@ -26,7 +26,15 @@ from rldsl.python.redirect import Rewards
 from rldsl.python.runs import Run
 from rldsl.python.start import launch
 from rldsl.runtime.metrics.default_output import free_output
-from rldsl.runtime.metrics.run_record import FINISHED, STOPPED, claim_output, read_record
+from rldsl.runtime.metrics.run_record import (
+    FINISHED,
+    PYTHON,
+    PYTHON_CALL,
+    STOPPED,
+    claim_output,
+    is_own_checkpoint,
+    read_record,
+)
 
 LAST = 20  # lines of a run that failed without a message
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
@@ -76,10 +84,14 @@ def start(plan: Plan, *, out: str | os.PathLike[str] | None = None, resume: bool
     folder = Path(out if out is not None else resume if isinstance(resume, str | os.PathLike) else
                   free_output(plan.name if plan.name.endswith((".rlf", ".plan")) else plan.record.header.program))
     origin = None if resume is False else folder if resume is True else Path(resume)
-    claim_output(folder, origin, overwrite=overwrite)
+    if overwrite and origin and is_own_checkpoint(folder, origin):
+        raise fail("RL0099", "resume continues the run in this directory, and overwrite=True deletes it",
+                   place=str(folder), help="pass one of them")
+    claim_output(folder, origin, overwrite=overwrite, options=PYTHON)
     follower = _Follower(folder, callbacks, quiet, 0 if origin is None else _last_step(folder))
-    more = ["--plain", *([f"--resume={origin}"] if origin else []), *(["--overwrite"] if overwrite else []),
-            *([f"--log-samples={log_samples}"] if log_samples else []), *options]
+    more = ["--plain", "--command", PYTHON_CALL, *([f"--resume={origin}"] if origin else []),
+            *(["--overwrite"] if overwrite else []), *([f"--log-samples={log_samples}"] if log_samples else []),
+            *options]
     with tempfile.TemporaryDirectory(prefix="rldsl-") as temporary:
         path = plan.save(Path(temporary) / f"{Path(plan.name).stem.strip('<>') or 'program'}.plan")
         status = launch(str(path), world, str(folder), more, follower=follower)

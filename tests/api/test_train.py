@@ -73,6 +73,12 @@ found["parameters"] = whole.model("actor").num_parameters()
 open("waits", "w").close()  # the run cannot end before it is stopped
 first = rldsl.train("small.rlf", rewards={"length": length}, out="run", callbacks=[stop])
 found["first"] = report(first) | {"seen": list(seen)}
+found["refused"] = []
+for arguments in ({}, {"resume": True, "overwrite": True}):
+    try:
+        first.plan.run(out="run", quiet=True, **arguments)
+    except rldsl.DiagnosticError as error:
+        found["refused"].append(str(error))
 seen.clear()
 rest = first.plan.run(out="run", resume=True, callbacks=[lambda line: seen.append(line["step"])], quiet=True)
 found["rest"] = report(rest) | {"seen": seen}
@@ -137,6 +143,12 @@ def test_a_callback_stops_a_run_which_then_resumes(found: dict[str, dict]) -> No
     assert rest["state"] == "finished" and rest["rewards"] == whole["rewards"]  # bit for bit
     assert re.findall(r"(?m)^step +(\d+)/20 ", found["stdout"])[:2] == ["1", "2"]  # of the run that was not quiet
     assert sorted(found["runs"]) == ["run", "whole"]
+
+
+def test_a_stopped_run_is_not_replaced(found: dict[str, list]) -> None:
+    kept, both = found["refused"]
+    assert "error[RL0781]" in kept and "`resume=True`" in kept and "`overwrite=True`" in kept and "`--" not in kept
+    assert "error[RL0099]" in both and "pass one of them" in both
 
 
 def test_a_failing_run_says_why(found: dict[str, list]) -> None:

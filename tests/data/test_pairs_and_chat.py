@@ -170,6 +170,95 @@ def test_a_prompt_of_another_name_is_not_made_up(tmp_path: Path, tokenizer: str)
     assert found.code == "RL0746" and "`question` is missing" in found.title
 
 
+# --------------------------------------------------------------------------------------------------- equal sides
+
+FINE = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+EQUAL = {"prompt": "1+1=", "chosen": "2", "rejected": "2"}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_pairs_with_equal_sides_are_reported(tmp_path: Path, tokenizer: str, format: str) -> None:
+    """All is read as before."""
+    source = opened(tmp_path, tokenizer, [FINE, FINE, EQUAL, EQUAL], "pairs", format)
+    (found,) = source.warnings
+    assert (found.code, found.severity) == ("RL0802", "warning")
+    assert found.title == "`chosen` and `rejected` are equal in 2 of 4 pairs" and found.notes
+    assert found.place == source.table.place(2) and len(source.table) == 4
+
+
+@pytest.mark.parametrize("rows, count", [
+    ([{"prompt": "1", "pos_answers": ["2", "3"], "neg_answers": ["4", "3"]}], "1 of 2 pairs"),
+    ([{"chosen": [ASKED, YES], "rejected": [ASKED, NO]}, {"chosen": [ASKED, YES], "rejected": [ASKED, YES]}],
+     "1 of 2 pairs"),
+    ([{"chosen": "1+1=2", "rejected": "1+1=3"}, {"chosen": "1+1=2", "rejected": "1+1=2"}], "1 of 2 pairs")])
+def test_equal_answers_of_lists_and_of_implicit_prompts(tmp_path: Path, chat: str, rows: list[Any], count: str) -> None:
+    (found,) = opened(tmp_path, chat, rows, "pairs").warnings
+    assert found.title.endswith(f"are equal in {count}") and not found.notes
+
+
+@pytest.mark.parametrize("rows", [
+    [FINE], [{"prompt": "1", "pos_answers": ["2", "3"], "neg_answers": ["3", "2"]}],
+    [{"chosen": [ASKED, YES], "rejected": [ASKED, NO]}], [{**FINE, "rejected": "2 "}]])
+def test_sides_that_differ(tmp_path: Path, chat: str, rows: list[Any]) -> None:
+    assert opened(tmp_path, chat, rows, "pairs").warnings == ()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_sides_that_are_equal_everywhere(tmp_path: Path, tokenizer: str, format: str) -> None:
+    """As when one column is named twice."""
+    columns = (("prompt", "prompt"), ("chosen", "chosen"), ("rejected", "chosen"))
+    with pytest.raises(Failure) as caught:
+        opened(tmp_path, tokenizer, [FINE, FINE], "pairs", format, columns=columns)
+    (found,) = caught.value.diagnostics
+    assert (found.code, found.severity) == ("RL0802", "error") and "equal in every row" in found.title
+    assert str(found.place).endswith(":1") and found.help
+
+
+# ------------------------------------------------------------------------------------------------ calls of tools
+
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
+ANSWERS = ({"role": "tool", "content": "2"}, YES)
+OTHER = {**CALL, "tool_calls": [{"type": "function", "function": {"name": "sub", "arguments": {"b": 1}}}]}
+TOOLS = ("{% for m in messages %}{% if m.content is undefined %}{% for c in m.tool_calls %}({{ c.function.name }}"
+         "{{ c.function.arguments | tojson }}){% endfor %}{% else %}{{ m.role[0] }}.{{ m.content }}{% endif %}"
+         "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_messages_without_content(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, format: str,
+                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of OpenAI's format: `content` is missing or null where a message calls tools. Templates see none in both, and of
+    the arguments those that the row has."""
+    from tests.tiny import make_tokenizer
+
+    made = make_tokenizer(tmp_path / "t")
+    made.chat_template = TOOLS
+    made.save_pretrained(tmp_path / "t")
+    seen: list[str] = []
+    monkeypatch.setattr("rldsl.runtime.data.tokens.Tokens._ids", lambda self, text, special: seen.append(text) or (
+        [[2]] * len(text) if isinstance(text, list) else [2]))
+    rows = [{"chosen": [ASKED, CALL, *ANSWERS], "rejected": [ASKED, CALL, ANSWERS[0], NO]},
+            {"chosen": [ASKED, CALL], "rejected": [ASKED, {**OTHER, "content": None}]}]
+    opened(tmp_path, str(tmp_path / "t"), rows, "pairs", format).step(0, 1)
+    before, end = 'u.1+1(add{"a": 1})', made.eos_token
+    assert seen[:2] == [f"{before}{end}t.2", "u.1+1"]
+    assert seen[2:] == [f"a.2{end}", f'(add{{"a": 1}}){end}', f"a.3{end}", f'(sub{{"b": 1}}){end}']
+
+
+@pytest.mark.parametrize("message, note", [
+    ({"role": "assistant"}, "message 1 has neither `content` nor `tool_calls`"),
+    ({"role": "assistant", "content": None}, "message 1 has neither `content` nor `tool_calls`"),
+    ({"role": "assistant", "tool_calls": None, "name": "x"}, "message 1 has neither `content` nor `tool_calls`"),
+    ({"content": "2"}, "message 1 has no `role`"), ({"role": 1, "content": "2"}, "message 1 has no `role`")])
+def test_messages_that_are_none(tmp_path: Path, chat: str, message: dict[str, Any], note: str) -> None:
+    row = {"prompt": [ASKED], "answer": [message]}
+    (found,) = wrong(declared(jsonl(tmp_path, [row]), chat, "answers"))
+    assert found.code == "RL0747" and found.notes == (note,) and found.place.endswith(":1")
+    (tmp_path / "prompts").mkdir()
+    (found,) = wrong(declared(jsonl(tmp_path / "prompts", [{"prompt": [ASKED, message]}]), chat))
+    assert found.code == "RL0747" and found.notes == (note.replace("1", "2", 1),)
+
+
 # ------------------------------------------------------------------------------------------------- what is wrong
 
 PROMPT = {"prompt": "1+1="}

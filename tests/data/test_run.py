@@ -88,6 +88,8 @@ def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     said = run(plan(folder / "plan", base, "jsonl"), folder / "out")
     assert NOTE in said[0] and "dropped" not in said[1]
+    assert said[0].count("warning[RL0802]: `pos_answers` and `neg_answers` are equal in 1 of 18 pairs") == 1
+    assert "RL0802" not in said[1]
     return folder / "out"
 
 

@@ -24,6 +24,9 @@ from rldsl.run import main as start
 from rldsl.runtime.metrics.run_record import (
     CONTRADICTION,
     OutputClaim,
+    COMMAND_LINE,
+    PYTHON,
+    RunOptions,
     claim_output,
     read_record,
     refuse_existing_run,
@@ -205,10 +208,27 @@ def test_a_run_is_not_overwritten(tmp_path: Path, state: str, said: str) -> None
     assert (out / "metrics.jsonl").read_text().count("\n") == 3
 
 
-@pytest.mark.parametrize("state", ["failed", "stopped"])
-def test_a_run_that_came_to_nothing_may_be_begun_again(tmp_path: Path, state: str) -> None:
-    refuse_existing_run(made(tmp_path / "a", state, LINES))
+@pytest.mark.parametrize("state, lines", [("failed", LINES), ("failed", ()), ("stopped", ())])
+def test_a_run_that_came_to_nothing_may_be_begun_again(tmp_path: Path, state: str, lines: Any) -> None:
+    refuse_existing_run(made(tmp_path / "a", state, lines))
     refuse_existing_run(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("options, words", [
+    (COMMAND_LINE, "use `--out` to choose another directory; use `--overwrite` to delete it"),
+    (PYTHON, "use `out=` to choose another directory; use `overwrite=True` to delete it")])
+def test_the_metrics_of_a_stopped_run_are_not_overwritten(tmp_path: Path, options: RunOptions, words: str) -> None:
+    """A callback may have stopped it because it was good enough."""
+    out = made(tmp_path / "a", "stopped", LINES)
+    with pytest.raises(Failure, match="RL0781 this directory contains a run that was stopped") as error:
+        claim_output(out, None, options=options)
+    assert error.value.diagnostics[0].help == words
+    assert claim_output(out, None, overwrite=True, options=options) == OutputClaim(None, False)
+    checkpoint(out, 2)
+    with pytest.raises(Failure) as error:
+        claim_output(out, None, options=options)
+    assert options.resume in error.value.diagnostics[0].help
+    assert claim_output(out, out, options=options) == OutputClaim(out, True)
 
 
 def test_checkpoints_are_not_overwritten(tmp_path: Path) -> None:

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from rldsl.runtime.launch import main as launch
-from rldsl.runtime.metrics.run_record import RunRecord, interruption_text, read_record, resume_command
+from rldsl.runtime.metrics.run_record import (
+    PYTHON_CALL,
+    RunRecord,
+    interruption_text,
+    read_record,
+    resume_command,
+)
 from rldsl.runtime.plan_file import PlanFile
 from tests import forked
 from tests.end_to_end.programs import compile_program
@@ -219,6 +225,20 @@ def test_under_torchrun_the_command_is_not_known(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-4/checkpoint.json").write_text("{}")
     line = interruption_text(tmp_path, 5, 9, ["run.py", "p.plan"])
     assert line == "interrupted in step 5 of 9; to resume after step 4: the same command with --resume"
+
+
+@pytest.mark.parametrize("command, begin, resume", [
+    (["rlc run p.rlf"], "start again with --overwrite", "rlc run p.rlf --out {out} --resume"),
+    ([PYTHON_CALL], "start again with overwrite=True", 'the same call with out="{out}", resume=True')])
+def test_the_words_of_whoever_started_the_run(tmp_path: Path, command: list[str], begin: str, resume: str) -> None:
+    assert interruption_text(tmp_path, 1, 9, command).endswith(": start again")  # nothing is there yet
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert interruption_text(tmp_path, 2, 9, command).endswith(f": {begin}")
+    assert interruption_text(tmp_path, 2, 9, command, "terminated").endswith(f", and {begin}")
+    (tmp_path / "checkpoints/step-4").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-4/checkpoint.json").write_text("{}")
+    line = interruption_text(tmp_path, 5, 9, command)
+    assert line == "interrupted in step 5 of 9; to resume after step 4: " + resume.format(out=tmp_path)
 
 
 # ----------------------------------------------------------------------------------------- launchers that do not meet

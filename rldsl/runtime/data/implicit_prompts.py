@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rldsl.runtime.data.chat_messages import without_nulls
+
 if TYPE_CHECKING:
     from rldsl.runtime.data.row_schema import Row, Table
 
@@ -38,9 +40,14 @@ def _shared(chosen: Any, rejected: Any) -> int:
     """How many messages or characters both begin with."""
     shorter = min(len(chosen), len(rejected))
     for i in range(shorter):
-        if chosen[i] != rejected[i]:
+        if not same_answers(chosen[i], rejected[i]):
             return i - 1 if i and chosen[i - 1] == " " else i
     return max(0, shorter - 1)
+
+
+def same_answers(a: Any, b: Any) -> bool:
+    """Whether two answers, or messages or characters of them, are the same."""
+    return bool(a == b) or not isinstance(a, str) and without_nulls(a) == without_nulls(b)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 In: rows as dicts, and what the program needs of them. Out: diagnostics, each with its file and line (or row).
 Codes: RL0743 not UTF-8, RL0746 missing column, RL0747 wrong type, RL0749 empty prompt, RL0757 another number of
-answers than is needed.
+answers than is needed, RL0802 pairs with two equal sides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rldsl.diag import Diagnostic, Failure, counted
-from rldsl.runtime.data.implicit_prompts import ImplicitPromptRows, with_implicit_prompt
+from rldsl.runtime.data.implicit_prompts import ImplicitPromptRows, same_answers, with_implicit_prompt
 
 Row = dict[str, Any]
 
@@ -76,6 +76,7 @@ class ScannedFile:
     counts: array[int] | None  # how many pairs each row makes; None: each is one row of the run
     images_per_row: int = 0    # of the row with most images
     implicit_prompts: int = 0    # rows whose prompt is what both sides begin with
+    warnings: tuple[Diagnostic, ...] = ()  # about rows that can be read, and are probably not what was meant
 
 
 @dataclass(slots=True)
@@ -108,6 +109,9 @@ class RowCheck:
     lists: bool = False                                             # whether a row has lists of answers
     images_per_row: int = 0                                         # of the row with most images so far
     shared: int = 0                                                 # rows so far whose prompt both sides begin with
+    pairs: int = 0                                                  # that the rows so far make
+    equal_sides: int = 0                                            # pairs so far whose sides are equal
+    first_equal: str = ""                                           # the place of the first of these
 
     def row(self, row: Row, path: str, number: int, escapes: bool = False) -> None:
         """escapes: whether texts may hold half a surrogate pair, as JSON can write it."""
@@ -120,9 +124,13 @@ class RowCheck:
         if self.needs.images:
             self._images(row, f"{path}:{number}")
         if "chosen" in roles:
-            value = row.get(roles["chosen"])
+            value, other = row.get(roles["chosen"]), row.get(roles["rejected"])
             self.lists |= several(value)
             self.counts.append(len(value) if several(value) else 1)  # type: ignore[arg-type]  # a list
+            self.pairs += self.counts[-1]
+            if equal := _equal_sides(value, other):
+                self.equal_sides += equal
+                self.first_equal = self.first_equal or f"{path}:{number}"
 
     def _images(self, row: Row, place: str) -> None:
         from rldsl.runtime.data.images import check_images  # which needs what is above
@@ -137,9 +145,27 @@ class RowCheck:
     def finish(self, table: Table) -> ScannedFile:
         """Raises a Failure if there are errors."""
         self.errors.stop()
+        equal = self._equal()
+        if equal and equal.severity == "error":
+            raise Failure([equal])
         table = ImplicitPromptRows(table, self.needs.roles) if self.shared else table
         return ScannedFile(table, self.needs.roles, self.counts if self.lists else None, self.images_per_row,
-                           self.shared)
+                           self.shared, (equal,) if equal else ())
+
+    def _equal(self) -> Diagnostic | None:
+        """RL0802 for pairs whose sides are equal: a warning, and an error if there are no others."""
+        if not self.equal_sides:
+            return None
+        sides = " and ".join(f"`{self.needs.roles[side]}`" for side in SIDES)
+        if self.equal_sides == self.pairs:
+            return Diagnostic("RL0802", f"{sides} are equal in every row", place=self.first_equal,
+                              help="a pair needs two different answers: check what wrote the file, and which columns "
+                                   "the data declaration names")
+        return Diagnostic("RL0802", f"{sides} are equal in {self.equal_sides} of {counted(self.pairs, 'pair')}",
+                          place=self.first_equal, severity="warning",
+                          notes=("this is the first of them",) if self.equal_sides > 1 else (),
+                          help="no side of such a pair is preferred, so it counts in every mean and teaches nothing: "
+                               "remove it")
 
 
 def _plainly_fits(row: Row, roles: Mapping[str, str]) -> bool:
@@ -158,6 +184,13 @@ def _whole(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _equal_sides(chosen: Any, rejected: Any) -> int:
+    """How many pairs of a row have two equal sides."""
+    if several(chosen) and several(rejected):
+        return sum(map(same_answers, chosen, rejected))  # another number of them is an error of its own
+    return int(same_answers(chosen, rejected))
 
 
 def several(value: Any) -> bool:
@@ -283,6 +316,7 @@ def _column(row: Row, role: str, name: str, place: str) -> Diagnostic | None:
         if all(map(_message, value)):
             return _text_of(value, f"the column `{name}`", place)
         return Diagnostic("RL0747", f"the column `{name}` is a list, but not of chat messages", place=place,
+                          notes=_wrong_message(value),
                           help="a message has the form {\"role\": \"user\", \"content\": \"...\"}")
     if not isinstance(value, str):
         return Diagnostic("RL0747", f"the column `{name}` is {kind_of(value)}, not a string or a list of chat messages",
@@ -301,6 +335,7 @@ def _answer(value: Any, what: str, row: Row, place: str) -> Diagnostic | None:
     if not all(map(_message, value)):
         text = all(isinstance(x, str) for x in value)
         return Diagnostic("RL0747", f"{what} is a list, but not of chat messages", place=place,
+                          notes=_wrong_message(value),
                           help=f"for {len(value)} answers to each prompt: `answers={len(value)}` in the declaration of "
                                "the data" if text and len(value) > 1 else ASSISTANT)
     other = next((m["role"] for m in value if m["role"] != "assistant"), None)
@@ -312,7 +347,19 @@ def _answer(value: Any, what: str, row: Row, place: str) -> Diagnostic | None:
 
 
 def _message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+    """Whether a value is a chat message. One with `tool_calls`, say, may lack its content."""
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and any(
+        value[k] is not None for k in value if k not in ("role", "name"))
+
+
+def _wrong_message(messages: Sequence[Any]) -> tuple[str, ...]:
+    """What the first message that is none lacks, if it looks like one."""
+    found = ((i, m) for i, m in enumerate(messages, 1) if isinstance(m, dict) and not _message(m))
+    for i, message in found:
+        if not isinstance(message.get("role"), str):
+            return (f"message {i} has no `role`",)
+        return (f"message {i} has neither `content` nor `tool_calls`",)
+    return ()
 
 
 def _text_of(value: Any, what: str, place: str) -> Diagnostic | None:

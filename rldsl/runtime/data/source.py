@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rldsl.diag import counted, fail, present
+from rldsl.diag import Diagnostic, counted, fail, present
 from rldsl.plan.model import ROLES, Data
 from rldsl.runtime.data import hf, jsonl, parquet
 from rldsl.runtime.data.image_processor import image_processor
@@ -63,6 +63,7 @@ class Source:
     tokens: Tokens  # makes token ids of them
     passes: float   # how often the run goes over the rows
     note: str = ""  # a line about over-long rows, or ""
+    warnings: tuple[Diagnostic, ...] = ()  # about its rows
 
     @property
     def tokenizer(self) -> Any:
@@ -155,7 +156,7 @@ def open_source(data: Data, steps_needed: int, speaks: bool = False, number: tup
         implicit = f"data {data.name}: the prompt of {rows} is what {sides} begin with"
         note = "; ".join(filter(None, (implicit, note)))
     _enough(data, table, note)
-    return Source(data, table, tokens, steps_needed / (len(table) // data.batch), note)
+    return Source(data, table, tokens, steps_needed / (len(table) // data.batch), note, scanned.warnings)
 
 
 def _enough(data: Data, table: Table, note: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from rldsl.diag import fail
 from rldsl.plan.model import Data
 from rldsl.plan.processor_files import PROCESSORS
+from rldsl.runtime.data.chat_messages import without_nulls
 from rldsl.runtime.data.image_prompts import ImagePrompts
 from rldsl.runtime.data.row_schema import Row
 from rldsl.runtime.files import digest
@@ -101,8 +102,7 @@ class Tokens:
             raise fail("RL0750", "the prompt is a list of chat messages, but the tokenizer has no chat template",
                        place=place, notes=(f"tokenizer: {self.directory}",),
                        help="use the tokenizer of a chat model, or provide the prompt as a string")
-        # Arrow gives every message all the fields that any message has
-        chat = [{k: v for k, v in m.items() if v is not None or k == "content"} for m in messages]
+        chat = without_nulls(messages)
         try:
             return str(self.tokenizer.apply_chat_template(chat, add_generation_prompt=generation, tokenize=False))
         except Exception as error:  # a template is a program: it may raise anything

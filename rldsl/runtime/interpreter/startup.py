@@ -204,8 +204,9 @@ def _resumed(context: RunContext, options: Options) -> LoadedCheckpoint | None:
 
 def _check_positions(context: RunContext, reader: DataReader, checkpoint: LoadedCheckpoint | None,
                      writes: bool) -> None:
-    """Check that the data positions in the checkpoint still refer to the same rows, and note how each source is read
-    for the next checkpoint. writes: whether this run writes checkpoints. All ranks call it together."""
+    """Check that the data positions in the checkpoint still refer to the same rows, report what is odd about the rows,
+    and note how each source is read for the next checkpoint. writes: whether this run writes checkpoints. All ranks
+    call it together."""
     comparisons: list[Diagnostic | None] = []
     if checkpoint:  # of sources that the program no longer has: their positions are kept, so is what these mean
         kept = checkpoint.readings.keys() - {d.name for d in context.plan.data}
@@ -222,6 +223,8 @@ def _check_positions(context: RunContext, reader: DataReader, checkpoint: Loaded
                 comparisons.append(unknown_position(name, now) if name in checkpoint.data else
                                    unknown_source(name, now))
     problems = [d for d in comparisons if d is not None]
+    problems += [warning for name, source in reader.sources.items() if reader.reports(name)
+                 for warning in source.warnings]
     errors = [d for d in problems if d.severity == "error"]
     if warnings := [d for d in problems if d not in errors]:
         report(warnings)

@@ -2,7 +2,8 @@
 
 In: a plan and how it was started. Out: files that another person can tell the run by, and begin it again from; for the
 commands, what a directory holds. Imports nothing heavy, since the command line reads it too.
-Invariant: a running or finished run, and the checkpoints of a run, are never overwritten unless the user asks for it.
+Invariant: a running or finished run, the metrics of one that was stopped, and the checkpoints of a run are never
+overwritten unless the user asks for it.
 Errors: RL0708 a link in the directory leads out of it, RL0763 the directory holds checkpoints, RL0780 another process
 owns it, RL0781 it holds a run.
 """
@@ -30,6 +31,7 @@ from typing import Any
 
 from rldsl.diag import fail
 from rldsl.plan.disk_paths import shown
+from rldsl.plan.metrics_file import METRICS
 from rldsl.plan.model import Plan
 from rldsl.runtime.files import refuse_links_out, replace_text, written
 from rldsl.runtime.metrics.run_lock import born, is_alive, refuse_owned
@@ -43,6 +45,7 @@ STATES = (RUNNING, FINISHED, FAILED, STOPPED)
 DAMAGED = "damaged"  # of a record that cannot be read
 # states of runs that are not overwritten unasked
 KEPT = {RUNNING: "an active run", FINISHED: "a finished run", DAMAGED: "a run whose run.json is damaged"}
+STOPPED_RUN = "a run that was stopped"  # kept, too, once a step has metrics: a callback may have ended it on purpose
 # of the fields that are read again
 TYPES: Mapping[str, type | UnionType] = {
     "program": str, "flow": str, "step": int, "steps": int, "started": str, "ended": str, "resumed": list,
@@ -61,6 +64,20 @@ WRITTEN = (RECORD, PLAN, f"{SOURCES}/*", "metrics.jsonl", "histograms.jsonl", "t
 LOG = re.compile(r"rank-(\d+)\.log")
 CONTRADICTION = "--resume continues the existing run and --overwrite deletes it: use one of them"
 PACKAGES = ("rldsl", "torch", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How whoever starts a run writes the options that decide about an earlier one."""
+
+    out: str        # chooses the directory
+    resume: str     # continues the run
+    overwrite: str  # deletes it
+
+
+COMMAND_LINE = RunOptions("`--out`", "`--resume`", "`--overwrite`")
+PYTHON = RunOptions("`out=`", "`resume=True`", "`overwrite=True`")
+PYTHON_CALL = "rldsl.Plan.run"  # the command of a run that was started from Python
 
 
 def read_record(out: Path, owned: bool = False) -> dict[str, Any] | None:
@@ -84,26 +101,32 @@ def read_record(out: Path, owned: bool = False) -> dict[str, Any] | None:
     return record
 
 
-def refuse_existing_run(out: Path, owned: bool = False) -> None:
+def refuse_existing_run(out: Path, owned: bool = False, options: RunOptions = COMMAND_LINE) -> None:
     """Where a new run must not begin. owned: as for `read_record`."""
     record = read_record(out, owned)
-    if record is not None and record["state"] in KEPT:
-        state_text = KEPT[record["state"]]
-        ways = "use `--resume` to continue from its last checkpoint" if last_checkpoint(out) is not None else ""
+    state_text = KEPT.get(record["state"], STOPPED_RUN if _keeps_metrics(out, record) else "") if record else ""
+    if record and state_text:
+        ways = f"use {options.resume} to continue from its last checkpoint" if last_checkpoint(out) is not None else ""
         raise fail("RL0781", f"this directory contains {state_text}", place=str(out), notes=(_run_description(record),),
-                   help="; ".join(x for x in ("use `--out` to choose another directory", ways,
-                                              "use `--overwrite` to delete it") if x))
-    refuse_checkpoints(out)
+                   help="; ".join(x for x in (f"use {options.out} to choose another directory", ways,
+                                              f"use {options.overwrite} to delete it") if x))
+    refuse_checkpoints(out, options)
 
 
-def refuse_checkpoints(out: Path) -> None:
+def _keeps_metrics(out: Path, record: Mapping[str, Any]) -> bool:
+    """Whether this is a run that was stopped after a step."""
+    file = out / METRICS
+    return record["state"] == STOPPED and file.is_file() and file.stat().st_size > 0
+
+
+def refuse_checkpoints(out: Path, options: RunOptions = COMMAND_LINE) -> None:
     """Refuse a directory with checkpoints that the run does not resume from."""
     step = last_checkpoint(out)
     if step is not None:
         program = (read_record(out) or {}).get("program", "of an unknown program")
         raise fail("RL0763", f"this directory contains checkpoints ({program}, step {step})", place=str(out),
-                   help="use `--resume` to continue from the last one, `--out` to choose another directory, or "
-                        "`--overwrite` to delete them")
+                   help=f"use {options.resume} to continue from the last one, {options.out} to choose another "
+                        f"directory, or {options.overwrite} to delete them")
 
 
 def _run_description(record: dict[str, Any]) -> str:
@@ -121,13 +144,18 @@ def interruption_text(out: Path, step: int, steps: int, command: Sequence[str], 
     several words where that is not known, as under torchrun. what: `TERMINATED`: a run that writes no checkpoints,
     by SIGTERM."""
     where, saved = f"{what} in step {max(step, 1)} of {steps}", last_checkpoint(out)
+    in_python = tuple(command) == (PYTHON_CALL,)
+    overwrite = PYTHON.overwrite.strip("`") if in_python else COMMAND_LINE.overwrite.strip("`")
+    again = f"start again with {overwrite}" if _keeps_metrics(out, {"state": STOPPED}) else "start again"
     if saved is None and what == TERMINATED:
         return (f"{where}; no checkpoint was saved, because the flow has no `checkpoint every K`: add it to resume "
-                "from such a stop, and start again with --overwrite")
+                f"from such a stop, and {again}")
     if saved is None:
-        return (f"{where}; there is no checkpoint to resume from (`checkpoint every K` writes them): start again with "
-                "--overwrite")
-    again = resume_command(command[0], out) if len(command) == 1 else "the same command with --resume"
+        return f"{where}; there is no checkpoint to resume from (`checkpoint every K` writes them): {again}"
+    if in_python:
+        again = f'the same call with out="{out}", resume=True'
+    else:
+        again = resume_command(command[0], out) if len(command) == 1 else "the same command with --resume"
     return f"{where}; to resume after step {saved}: {again}"
 
 
@@ -164,9 +192,10 @@ class OutputClaim:
 
 
 def claim_output(out: Path, resume: Path | None, again: bool = False, overwrite: bool = False,
-                 owned: bool = False) -> OutputClaim:
+                 owned: bool = False, options: RunOptions = COMMAND_LINE) -> OutputClaim:
     """Check that a run may write in `out`. resume: what the user wants to resume from. again: torchrun has started the
-    run before, and it has had its directory. owned: as for `read_record`. Errors: RL0708, RL0763, RL0780, RL0781."""
+    run before, and it has had its directory. owned: as for `read_record`. options: what messages call the options.
+    Errors: RL0708, RL0763, RL0780, RL0781."""
     refuse_links_out(out, WRITTEN)
     if again:
         return OutputClaim(resume if last_checkpoint(out) is None else out, True)
@@ -179,7 +208,7 @@ def claim_output(out: Path, resume: Path | None, again: bool = False, overwrite:
         raise fail("RL0781", "this directory contains an active run", place=str(out), notes=(_run_description(record),),
                    help="wait until it has finished; `kill -TERM` stops a run with checkpoints after the current step")
     if not continues and not overwrite:
-        refuse_existing_run(out, owned)
+        refuse_existing_run(out, owned, options)
     return OutputClaim(resume, continues)
 
 
