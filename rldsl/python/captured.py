@@ -2,8 +2,8 @@
 workers can run.
 
 In: functions and classes. Out: source text that defines them and everything of their own module that they use: imports,
-constants, other functions and classes. Nothing is pickled, so what workers run is what one can read, and the same
-functions give the same text.
+constants, other functions and classes; and where each definition comes from. Nothing is pickled, so what workers run is
+what one can read, and the same functions give the same text.
 Errors: RL0790 a function whose source is unknown, or that uses a value which cannot be written as source.
 """
 
@@ -17,6 +17,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from symtable import SymbolTable, symtable
 from types import FunctionType, ModuleType
 from typing import Any
@@ -26,8 +27,26 @@ from rldsl.diag import Failure, fail
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 
 
-def captured(functions: Mapping[str, Callable[..., Any]]) -> str:
-    """The text of a module that defines every function. functions: the name in the program -> the function, or the
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """A function or class in the text of a module, and where the user wrote it."""
+
+    first: int  # its first line in the text, from 1
+    count: int  # how many lines it has
+    file: str   # the user's file, or what Python calls the cell of a notebook
+    line: int   # its first line there, from 1
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedModule:
+    """A module that defines functions of a script or a notebook."""
+
+    text: str                             # its source
+    definitions: tuple[Definition, ...]   # in the order of the text
+
+
+def captured(functions: Mapping[str, Callable[..., Any]]) -> CapturedModule:
+    """The module that defines every function. functions: the name in the program -> the function, or the
     class of an environment, which must have this name itself. Errors: RL0790."""
     capture = _Capture()
     for name, function in functions.items():
@@ -39,7 +58,7 @@ def captured(functions: Mapping[str, Callable[..., Any]]) -> str:
             raise _refused(name, f"the {kind} is {what}; workers find it by its name",
                            help=f"define it as `{word} {name}" + ("`" if word == "class" else "(...)`"))
         capture.define(name, function, function)
-    return capture.text()
+    return capture.module()
 
 
 class _Capture:
@@ -49,17 +68,24 @@ class _Capture:
         self._imports: dict[str, str] = {}      # name -> the import statement that binds it
         self._definitions: dict[str, str] = {}  # name -> the statements that bind it, what they need first
         self._values: dict[str, Any] = {}       # name -> what it is bound to: functions of two modules may disagree
+        self._written: dict[str, tuple[str, int]] = {}  # name -> the file and line where the user wrote it
 
-    def text(self) -> str:
+    def module(self) -> CapturedModule:
         imports = sorted(set(self._imports.values()))
-        future = ["from __future__ import annotations"]
-        return "\n".join([*future, "", *imports, "", "", "\n\n\n".join(self._definitions.values()), ""])
+        lines = ["from __future__ import annotations", "", *imports]
+        definitions = []
+        for name, source in self._definitions.items():
+            lines += ["", "", *source.split("\n")]
+            count = source.count("\n") + 1
+            if name in self._written:
+                definitions.append(Definition(len(lines) - count + 1, count, *self._written[name]))
+        return CapturedModule("\n".join([*lines, ""]), tuple(definitions))
 
     def define(self, name: str, value: Any, root: Callable[..., Any]) -> None:
         """Bind `name` to `value`, a function or class, with everything that it uses. root: the user's function."""
         if self._is_bound(name, value, root):
             return
-        source = _source(value, root)
+        source, self._written[name] = _source(value, root)
         for used, found in _uses(source, value, annotations=value is root and isinstance(root, type)).items():
             self._bind(used, found, root)
         self._definitions[name] = source
@@ -107,13 +133,15 @@ class _Capture:
                             "anything else inside the function, or put the function into a file of its own")
 
 
-def _source(value: Any, root: Callable[..., Any]) -> str:
+def _source(value: Any, root: Callable[..., Any]) -> tuple[str, tuple[str, int]]:
+    """The text of a definition, and the file and line where it begins."""
     if isinstance(value, FunctionType) and value.__closure__:
         names = ", ".join(f"`{name}`" for name in value.__code__.co_freevars)
         raise _refused(root.__name__, f"`{value.__name__}` uses {names} of the function around it",
                        help="define it at the top level of the module or cell")
     try:
-        text = textwrap.dedent(_class_text(value) if isinstance(value, type) else inspect.getsource(value))
+        lines, place = _class_lines(value) if isinstance(value, type) else _lines(value)
+        text = textwrap.dedent("".join(lines))
         tree = ast.parse(text)
     except (OSError, TypeError, SyntaxError):
         raise _refused(root.__name__, f"the source text of `{value.__name__}` is not known",
@@ -121,22 +149,31 @@ def _source(value: Any, root: Callable[..., Any]) -> str:
     if len(tree.body) != 1 or getattr(tree.body[0], "name", None) != value.__name__:
         raise _refused(root.__name__, f"the source text of `{value.__name__}` is not known",
                        help="define it in a file or in a notebook cell")
-    return text.rstrip("\n")
+    return text.rstrip("\n"), place
 
 
-def _class_text(value: type) -> str:
-    """The source text of a class. In a notebook Python does not know the file of a class, but those of its methods.
-    Errors: OSError, TypeError if it is not known."""
+Lines = tuple[list[str], tuple[str, int]]  # of a definition; the file and line where it begins
+
+
+def _lines(value: Any) -> Lines:
+    """Errors: OSError, TypeError if they are not known."""
+    lines, first = inspect.getsourcelines(value)
+    return lines, (inspect.getsourcefile(value) or "", first)
+
+
+def _class_lines(value: type) -> Lines:
+    """In a notebook Python does not know the file of a class, but those of its methods. Errors: OSError, TypeError if
+    the lines are not known."""
     method = next((m for m in vars(value).values() if isinstance(m, FunctionType)
                    and m.__qualname__ == f"{value.__qualname__}.{m.__name__}"), None)
     if value.__module__ != "__main__" or method is None:
-        return inspect.getsource(value)
+        return _lines(value)
     lines = linecache.getlines(method.__code__.co_filename)
     for node in ast.walk(ast.parse("".join(lines))):
         if isinstance(node, ast.ClassDef) and node.name == value.__name__ and \
                 node.lineno <= method.__code__.co_firstlineno <= (node.end_lineno or 0):
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            return "".join(lines[first - 1 : node.end_lineno])
+            return lines[first - 1 : node.end_lineno], (method.__code__.co_filename, first)
     raise OSError("source code not available")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rldsl import api
@@ -49,7 +50,9 @@ def compile(program: Program, params: Mapping[str, Param] | None = None, /, *, p
     check_program_arguments(program, params, place, on, rewards)
     mode, file = placing(place)
     rules = (on,) if isinstance(on, str) else on
-    return compile_source(source_of(program), values(params, named), file, rules, mode, redirect(rewards or {}))
+    redirection = redirect(rewards or {})
+    plan = compile_source(source_of(program), values(params, named), file, rules, mode, redirection)
+    return replace(plan, redirection=redirection)
 
 
 @reports_failures

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from rldsl.python.compare import Difference, compared
 from rldsl.python.errors import ELSEWHERE, reports_failures
 from rldsl.python.html import terminal
 from rldsl.python.machines import Machines, assumed, machine_of
+from rldsl.python.redirect import Redirection
 from rldsl.python.sources import event_quote, sources_of
 from rldsl.python.views import Graph, Memory, Report, Simulation
 from rldsl.verify import verify
@@ -40,6 +41,7 @@ class Plan:
     name: str                                # the program's or the plan's, for people
     folder: Path                             # where to look for sources that are given relative to the plan
     texts: tuple[tuple[str, str], ...] = ()  # (path, text) of sources that are not read from files
+    redirection: Redirection = field(default=Redirection(), compare=False)  # to functions of the caller, for messages
 
     @property
     def record(self) -> Record:

@@ -1,14 +1,14 @@
 """Python functions that are passed from Python replace those that the program's files define.
 
 In: a parsed program, and functions by name. Out: the program with those functions declared in the file that holds the
-captured source, which is written to the cache under its own hash. Errors: RL0790 as in `captured.py`, RL0793 a name
-that the program does not declare.
+captured source, which is written to the cache under its own hash; where the user wrote what is in it.
+Errors: RL0790 as in `captured.py`, RL0793 a name that the program does not declare.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
@@ -17,18 +17,30 @@ from typing import Any
 
 from rldsl.diag import fail
 from rldsl.files import cache_folder, write
-from rldsl.python.captured import captured
+from rldsl.python.captured import Definition, captured
 from rldsl.syntax import ast
 
 Rewards = Mapping[str, Callable[..., Any]]
 
 
-def redirect(rewards: Rewards) -> Callable[[ast.File], ast.File]:
+@dataclass(frozen=True, slots=True)
+class Redirection:
+    """What makes a program use functions of the caller."""
+
+    path: str = ""                            # the file of the captured source; "": no functions were passed
+    names: frozenset[str] = frozenset()       # of the functions
+    definitions: tuple[Definition, ...] = ()  # what the file defines, and where the user wrote it
+
+    def __call__(self, file: ast.File) -> ast.File:
+        return replace(file, items=tuple(_items(file, self.path, self.names))) if self.names else file
+
+
+def redirect(rewards: Rewards) -> Redirection:
     """What turns a program into one whose functions of these names are the given ones."""
     if not rewards:
-        return lambda file: file
-    path = _stored(captured(rewards))
-    return lambda file: replace(file, items=tuple(_items(file, path, frozenset(rewards))))
+        return Redirection()
+    module = captured(rewards)
+    return Redirection(_stored(module.text), frozenset(rewards), module.definitions)
 
 
 def _items(file: ast.File, path: str, names: frozenset[str]) -> Iterator[ast.Declaration]:

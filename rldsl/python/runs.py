@@ -38,7 +38,10 @@ RECENT = 10          # steps that a notebook shows
 class Run:
     """A run on disk. In a notebook it shows its last steps."""
 
-    folder: Path  # its directory
+    folder: Path  # its directory; a text becomes a path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))
 
     @property
     @reports_failures

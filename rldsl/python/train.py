@@ -4,7 +4,7 @@ In: a program, values, Python functions, callbacks. Out: a `Run`. The ranks are 
 `rlc run`; callbacks get a copy of each line of metrics in this process, so they can stop a run and cannot change its
 numbers.
 Errors: those of compiling; RL0099 an argument of another kind; RL0763, RL0781 the directory holds a run; `RunError` for
-a run that fails.
+a run that fails; `RunInterrupted`, a KeyboardInterrupt, after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from rldsl.plan.metrics_file import METRICS, read
 from rldsl.python.arguments import check_run_arguments
 from rldsl.python.entry import Param, Program, compile
 from rldsl.python.errors import reports_failures
+from rldsl.python.origins import in_own_places
 from rldsl.python.plan import Plan
-from rldsl.python.redirect import Rewards
+from rldsl.python.redirect import Redirection, Rewards
 from rldsl.python.runs import Run
-from rldsl.python.start import launch
+from rldsl.python.start import EARLY, launch
 from rldsl.runtime.metrics.default_output import free_output
 from rldsl.runtime.metrics.run_record import (
     FINISHED,
+    INTERRUPTED,
     PYTHON,
     PYTHON_CALL,
     STOPPED,
@@ -50,6 +52,13 @@ class RunError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         return str(self).splitlines()
+
+
+class RunInterrupted(KeyboardInterrupt):
+    """Ctrl-C, which has stopped a run. Its text says where, and how to resume; IPython shows that text alone."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
 
 
 @reports_failures
@@ -88,13 +97,16 @@ def start(plan: Plan, *, out: str | os.PathLike[str] | None = None, resume: bool
         raise fail("RL0099", "resume continues the run in this directory, and overwrite=True deletes it",
                    place=str(folder), help="pass one of them")
     claim_output(folder, origin, overwrite=overwrite, options=PYTHON)
-    follower = _Follower(folder, callbacks, quiet, 0 if origin is None else _last_step(folder))
+    follower = _Follower(folder, callbacks, quiet, 0 if origin is None else _last_step(folder), plan.redirection)
     more = ["--plain", "--command", PYTHON_CALL, *([f"--resume={origin}"] if origin else []),
             *(["--overwrite"] if overwrite else []), *([f"--log-samples={log_samples}"] if log_samples else []),
             *options]
     with tempfile.TemporaryDirectory(prefix="rldsl-") as temporary:
         path = plan.save(Path(temporary) / f"{Path(plan.name).stem.strip('<>') or 'program'}.plan")
-        status = launch(str(path), world, str(folder), more, follower=follower)
+        try:
+            status = launch(str(path), world, str(folder), more, follower=follower)
+        except KeyboardInterrupt:
+            raise RunInterrupted(follower.interruption() or f"interrupted {EARLY}") from None
     if follower.error is not None:
         raise follower.error
     run, state = Run(folder), (read_record(folder) or {}).get("state")
@@ -113,8 +125,11 @@ def _last_step(folder: Path) -> int:
 class _Follower:
     """Prints what the ranks print, and calls the callbacks with each new line of metrics."""
 
-    def __init__(self, folder: Path, callbacks: Sequence[Callback], quiet: bool, seen: int):
-        """seen: the last step whose line is there already."""
+    def __init__(self, folder: Path, callbacks: Sequence[Callback], quiet: bool, seen: int,
+                 redirection: Redirection):
+        """seen: the last step whose line is there already. redirection: to functions of the caller, whose places
+        messages name."""
+        self._redirection = redirection
         self._file, self._callbacks, self._quiet, self._seen = folder / METRICS, callbacks, quiet, seen
         self._size = -1  # bytes of the file when it was read last
         self._output: list[str] = []
@@ -122,6 +137,7 @@ class _Follower:
         self.error: BaseException | None = None  # that a callback raised
 
     def line(self, text: str) -> None:
+        text = in_own_places(text, self._redirection)
         self._output.append(text)
         if not self._quiet:
             print(text)
@@ -131,6 +147,10 @@ class _Follower:
         lines = [COLORS.sub("", text) for text in self._output]  # the kernel of a notebook asks for them
         first = next((i for i, text in enumerate(lines) if text.startswith(("error[", "internal error"))), -LAST)
         return "\n".join(lines[first:]).strip()
+
+    def interruption(self) -> str:
+        """Where the run was when Ctrl-C stopped it, as a rank has printed it; "" if none has."""
+        return next((text for text in reversed(self._output) if text.startswith(f"{INTERRUPTED} ")), "")
 
     def tick(self) -> bool:
         try:

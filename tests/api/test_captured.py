@@ -58,14 +58,14 @@ def nested(rows: list[Any]) -> list[int]:
 
 
 def test_the_text_defines_the_same_functions() -> None:
-    text = captured({"exact": exact, "countdown": countdown, "nested": nested})
+    text = captured({"exact": exact, "countdown": countdown, "nested": nested}).text
     module: dict[str, Any] = {}
     exec(compile(text, "module", "exec"), module)
     rows = [{"completion": "12 and 3 "}, {"completion": "a/b"}]
     for function in (exact, countdown, nested):
         assert module[function.__name__](rows) == function(rows)
     assert "stream" not in module and module["DIGITS"].flags == DIGITS.flags
-    assert text == captured({"exact": exact, "countdown": countdown, "nested": nested})
+    assert text == captured({"exact": exact, "countdown": countdown, "nested": nested}).text
 
 
 Move = Literal["up", "down"]
@@ -92,7 +92,7 @@ class Aliased:
 
 def test_an_environment_with_the_types_of_its_tools() -> None:
     module: dict[str, Any] = {"__name__": "game"}
-    exec(compile(captured({"Game": Game}), "game", "exec"), module)
+    exec(compile(captured({"Game": Game}).text, "game", "exec"), module)
     game = module["Game"]()
     assert game.move("up", 9) == "up 3" and game.moves == ["up"]
     found = get_type_hints(module["Game"].move, module, include_extras=True)
@@ -107,7 +107,7 @@ def test_classes_of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     exec(compile(cell, "<cell 7>", "exec"), main.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", main)
     module: dict[str, Any] = {}
-    exec(captured({"Cell": main.Cell}), module)
+    exec(captured({"Cell": main.Cell}).text, module)
     assert module["Cell"]().area() == 4
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import rldsl
 from rldsl.python import start
+from rldsl.python.redirect import Redirection
 from rldsl.python.train import _Follower
 from tests.forked import command
 from tests.tiny import make_model, make_sums, write_jsonl
@@ -259,7 +260,7 @@ def test_a_model_that_was_not_saved(found: dict[str, dict], folder: Path, tmp_pa
 
 def test_the_message_of_a_run_in_colors(tmp_path: Path) -> None:
     """Kernels of notebooks ask for colors (CLICOLOR_FORCE), which are no part of the text of a RunError."""
-    follower = _Follower(tmp_path, [], True, 0)
+    follower = _Follower(tmp_path, [], True, 0, Redirection())
     for text in ("reads   model", "\x1b[1m\x1b[31merror[RL0775]\x1b[0m\x1b[1m: it raised\x1b[0m", " --> r.py:5"):
         follower.line(text)
     assert follower.errors() == "error[RL0775]: it raised\n --> r.py:5"
@@ -267,7 +268,7 @@ def test_the_message_of_a_run_in_colors(tmp_path: Path) -> None:
 
 def test_a_follower_reads_each_line_once(tmp_path: Path) -> None:
     steps: list[float] = []
-    follower = _Follower(tmp_path, [lambda line: steps.append(line["step"])], True, 1)
+    follower = _Follower(tmp_path, [lambda line: steps.append(line["step"])], True, 1, Redirection())
     file = tmp_path / "metrics.jsonl"
     for text in ("", '{"step": 1}\n', '{"step": 1}\n{"step": 2}\n{"st', '{"step": 1}\n{"step": 2}\n{"step": 3}\n', "x\n"):
         file.write_text(text)
