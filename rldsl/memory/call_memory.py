@@ -41,7 +41,7 @@ from rldsl.plan.heads import DISTRIBUTION, LOGPROBS_AT, OUTPUTS
 from rldsl.plan.model import Layout
 from rldsl.plan.prompt_sources import pays, shares_prompts
 from rldsl.plan.spaces import IndexedFrame, unit_tokens, units_of_minibatch
-from rldsl.sharding.partition import count_without_token_limit
+from rldsl.sharding.micro_batches import count_without_token_limit
 from rldsl.sharding.pipeline_schedule import actions, max_activations_in_flight, max_waiting_messages, rank_passes
 
 MAX_SENT_GRADIENTS = 3  # that a rank with several chunks keeps (`tests/cuda_paths/test_coalesced.py`)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import gcd
 
-from rldsl.plan.model import Layout, Model, Plan
+from rldsl.plan.events import Infer, Train
+from rldsl.plan.model import Layout, Model, Plan, Spread
 from rldsl.plan.payloads import CollectSpec, DeriveSpec, FetchSpec, GenerateSpec
 from rldsl.plan.projection import event_paths
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
@@ -74,6 +76,26 @@ def shares_prompts(model: Model, layout: Layout) -> bool:
     """Whether calls that need no KV cache compute the prompt of several sequences in a micro-batch once. Not where each
     sequence is divided over ranks, where sums have one order, and where modules need complete sequences."""
     return layout.cp == 1 and not model.invariant and not model.sizes.whole_sequences
+
+
+def prompts_by_spread(plan: Plan) -> dict[str, int]:
+    """Spread -> how many consecutive rows surely have one prompt, of spreads that divide rows by tokens for calls that
+    compute it once for the rows of a rank."""
+    sources, models = prompt_sources(plan), {m.name: m for m in plan.models}
+    layouts, spreads = {x.id: x for x in plan.layouts}, {s.id: s for s in plan.spreads}
+    runs: dict[str, int] = {}
+    for event, _ in event_paths(plan):
+        if isinstance(event, Infer | Train):
+            frames = event.frames if isinstance(event, Train) else (event.frame,)
+            known = [sources[f].run if f in sources else 1 for f in frames]
+            run = gcd(*known) if shares_prompts(models[event.model], layouts[event.layout]) else 1
+            runs[event.spread] = gcd(runs.get(event.spread, 0), run)
+    return {id: run for id, run in runs.items() if run > 1 and _by_tokens(spreads[id])}
+
+
+def _by_tokens(s: Spread) -> bool:
+    """Whether dp ranks have single rows, balanced by their lengths."""
+    return s.granularity == "row" and s.balance_by == "tokens" and not s.leaves
 
 
 def pays(saved: float, tokens: float) -> bool:

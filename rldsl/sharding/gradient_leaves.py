@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rldsl.plan.spaces import IndexedFrame
-from rldsl.sharding.partition import Rows, micro_batches
+from rldsl.sharding.micro_batches import micro_batches
+from rldsl.sharding.partition import Rows
 
 LEAVES = 8  # of a minibatch: the highest degree of dp
 TOKEN_GROUPS = 2  # of a pass: the highest degree of cp, which divides each sequence as if there were that many ranks

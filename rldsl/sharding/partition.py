@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from heapq import heapreplace
 from itertools import groupby
 from typing import Literal
@@ -22,6 +21,7 @@ from rldsl.diag import internal_error
 from rldsl.plan.model import Spread
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.sharding.balance import balance_items, sequence_cost
+from rldsl.sharding.siblings import Siblings
 
 MASK = (1 << 64) - 1
 PLACE = "the division of rows"  # in internal errors
@@ -93,19 +93,21 @@ def minibatch_positions(count: int, minibatches: int, epochs: int, shuffle: bool
 # ---------------------------------------------------------------------------------------------------- spreads
 
 
-def rows_by_dp(spread: Spread, dp: int, frames: Sequence[IndexedFrame], lengths: Lengths, seed: int,
-               step: int) -> tuple[dict[str, Rows], ...]:
+def rows_by_dp(spread: Spread, dp: int, frames: Sequence[IndexedFrame], lengths: Lengths, seed: int, step: int,
+               siblings: Siblings | None = None) -> tuple[dict[str, Rows], ...]:
     """[dp rank] -> frame -> the rows of each of `frames` that it works on (in a training spread, in any minibatch).
 
     frames: at least those of the spread. The others, which share their rows or prompts or are concatenated in them, are
     divided accordingly: a dp rank gets the rows that belong to its own. lengths: needed of frames that are balanced by
     tokens, and of those whose lengths say which rows exist; of a frame whose rows are not known yet there are none in
-    the result. A spread with granularity "all" has one dp rank with every row."""
+    the result. A spread with granularity "all" has one dp rank with every row. siblings: rows of one prompt, and the
+    costs of prompts, of a spread whose ranks compute a prompt once: then they stay together where that makes the dp
+    rank with most to compute faster."""
     known = {f.id: f for f in frames}
     if spread.granularity == "all":
         return ({f.id: present_rows(f, lengths) for f in frames},)
     first = _spread_frames(spread, known)[0]
-    minibatches = [m for epoch in _units_by_dp(spread, dp, known, lengths, seed, step) for m in epoch]
+    minibatches = [m for epoch in _units_by_dp(spread, dp, known, lengths, seed, step, siblings) for m in epoch]
     unions = (sorted({unit for m in minibatches for unit in m[dp_rank]}) for dp_rank in range(dp))
     present = [f for f in frames if not f.present_in or f.present_in in lengths]
     return tuple({f.id: _rows_of_units(spread.granularity, first, f, units, lengths) for f in present}
@@ -113,15 +115,17 @@ def rows_by_dp(spread: Spread, dp: int, frames: Sequence[IndexedFrame], lengths:
 
 
 def minibatch_rows_by_dp(spread: Spread, dp: int, frames: Sequence[IndexedFrame], lengths: Lengths, seed: int,
-                         step: int) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
-    """[epoch][minibatch][dp rank] -> rows, the same of every frame of the spread. frames: as for `rows_by_dp`."""
+                         step: int, siblings: Siblings | None = None) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
+    """[epoch][minibatch][dp rank] -> rows, the same of every frame of the spread. frames, siblings: as for
+    `rows_by_dp`."""
     known = {f.id: f for f in frames}
     first, *others = _spread_frames(spread, known)
     if any(f.row_space != first.row_space for f in others):
         raise internal_error(f"the frames of spread {spread.id} do not share rows", place=PLACE)
     return tuple(tuple(tuple(_rows_of_units(spread.granularity, first, first, units, lengths)
                              for units in minibatch)
-                       for minibatch in epoch) for epoch in _units_by_dp(spread, dp, known, lengths, seed, step))
+                       for minibatch in epoch)
+                 for epoch in _units_by_dp(spread, dp, known, lengths, seed, step, siblings))
 
 
 def present_rows(frame: IndexedFrame, lengths: Lengths) -> Rows:
@@ -140,8 +144,8 @@ def _spread_frames(spread: Spread, known: Mapping[str, IndexedFrame]) -> tuple[I
     return tuple(known[f] for f in spread.frames)
 
 
-def _units_by_dp(spread: Spread, dp: int, known: Mapping[str, IndexedFrame], lengths: Lengths, seed: int,
-              step: int) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
+def _units_by_dp(spread: Spread, dp: int, known: Mapping[str, IndexedFrame], lengths: Lengths, seed: int, step: int,
+                 siblings: Siblings | None) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
     """[epoch][minibatch][dp rank] -> unit ids (numbers of rows or prompts)."""
     frames = _spread_frames(spread, known)
     balance_by = spread.balance_by
@@ -149,12 +153,17 @@ def _units_by_dp(spread: Spread, dp: int, known: Mapping[str, IndexedFrame], len
         return ((_slots(frames[0], spread.granularity, dp),),)
     weights = _weights(spread, frames, lengths)
     unit_ids, tokens = tuple(weights), _tokens(spread, frames, lengths)
-    # three numberings: index in the minibatch -> position among the present units -> unit id
-    divide = partition if not spread.leaves else partial(_in_leaves, spread.leaves)
+
+    def divide(units: Rows) -> tuple[Rows, ...]:
+        """[dp rank] -> those of some units, ascending, that it works on."""
+        costs = [weights[unit] for unit in units]
+        parts = _in_leaves(spread.leaves, costs, dp, balance_by) if spread.leaves else partition(costs, dp, balance_by)
+        found = tuple(tuple(units[i] for i in part) for part in parts)
+        return found if siblings is None or dp == 1 else siblings.together(found, weights)
+
+    # positions among the present units -> unit ids
     return tuple(
-        tuple(tuple(tuple(unit_ids[positions[i]] for i in chosen)
-                    for chosen in divide([weights[unit_ids[p]] for p in positions], dp, balance_by))
-              for positions in epoch)
+        tuple(divide(tuple(unit_ids[p] for p in positions)) for positions in epoch)
         for epoch in _positions(spread, [tokens[unit] for unit in unit_ids] if spread.minibatch_tokens else None,
                                 len(unit_ids), seed, step)
     )
@@ -281,104 +290,6 @@ def _present(rows: Sequence[int], frame: IndexedFrame, lengths: Lengths) -> Rows
         return tuple(rows)
     present = set(present_rows(frame, lengths))
     return tuple(r for r in rows if r in present)
-
-
-@dataclass(frozen=True, slots=True)
-class Siblings:
-    """Rows that have the same prompt, which is computed once for those of a micro-batch."""
-
-    run: int  # row r has prompt r // run
-    prompts: Sequence[int]  # tokens of prompts, by row number
-
-    def computed(self, rows: Iterable[int], lengths: Sequence[int]) -> int:
-        """Tokens that a micro-batch of these rows, ascending, computes. lengths: tokens, by row number."""
-        tokens, last = 0, -1
-        for r in rows:
-            tokens += lengths[r] - (self.prompts[r] if r // self.run == last else 0)
-            last = r // self.run
-        return tokens
-
-
-def micro_batches(rows: Sequence[int], lengths: Sequence[int], mbs: int, min_count: int,
-                  mbt: int = 0, siblings: Siblings | None = None) -> tuple[Rows, ...]:
-    """`rows` in micro-batches of at most `mbs` rows and `mbt` tokens (0: any number), of about equal token counts,
-    at least `min_count` of them while there are that many rows. A row longer than `mbt` is alone. lengths: tokens,
-    by row number. Rows ascend inside a micro-batch and micro-batches by their first row, so their concatenation is in
-    general *not* in the order of `rows`. siblings: rows of one prompt stay together where that makes the micro-batch
-    with most to compute smaller; there are as many as without."""
-    if not rows:
-        return ()
-    rows = sorted(rows)
-    sizes = [lengths[r] for r in rows]
-    count = max(count_without_token_limit(len(rows), mbs, min_count), _bins(sizes, mbt) if mbt else 1)
-    parts = balance_items(sizes, count, mbs or len(rows))
-    while mbt and any(len(part) > 1 and sum(sizes[i] for i in part) > mbt for part in parts):
-        count += 1
-        parts = balance_items(sizes, count, mbs or len(rows))
-    found = tuple(sorted(tuple(rows[i] for i in part) for part in parts))
-    if siblings is None or len(found) == 1:
-        return found
-    together = _together(rows, lengths, count, mbs or len(rows), mbt, siblings)
-    return min((found, together), key=lambda cut: max(siblings.computed(part, lengths) for part in cut)) \
-        if together else found
-
-
-def _together(rows: Sequence[int], lengths: Sequence[int], count: int, mbs: int, mbt: int, siblings: Siblings
-              ) -> tuple[Rows, ...]:
-    """`count` micro-batches of neighbors, so that the one with most to compute has as little as possible; empty if that
-    many are not enough for the bounds. rows: ascending."""
-    def runs(most: int) -> list[list[int]]:
-        """As few as possible that compute at most `most` tokens each."""
-        found: list[list[int]] = []
-        tokens = computed = 0
-        for r in rows:
-            more = lengths[r]
-            if found and found[-1][-1] // siblings.run == r // siblings.run:
-                more -= siblings.prompts[r]
-            if not found or len(found[-1]) == mbs or mbt and tokens + lengths[r] > mbt or computed + more > most:
-                found.append([])
-                tokens, computed, more = 0, 0, lengths[r]
-            found[-1].append(r)
-            tokens += lengths[r]
-            computed += more
-        return found
-
-    low, high = 0, sum(lengths[r] for r in rows)
-    if len(runs(high)) > count:
-        return ()
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if len(runs(middle)) > count else (low, middle)
-    found = runs(high)
-    while len(found) < count:  # fewer are enough
-        at = max(range(len(found)), key=lambda i: len(found[i]))
-        found[at : at + 1] = [found[at][: len(found[at]) // 2], found[at][len(found[at]) // 2 :]]
-    return tuple(map(tuple, found))
-
-
-def num_micro_batches(rows: Sequence[int], lengths: Sequence[int], mbs: int, min_count: int, mbt: int = 0) -> int:
-    """Into how many micro-batches `micro_batches` divides them."""
-    if mbt:
-        return len(micro_batches(rows, lengths, mbs, min_count, mbt))
-    return count_without_token_limit(len(rows), mbs, min_count)
-
-
-def _bins(sizes: Sequence[int], capacity: int) -> int:
-    """The number of bins that first-fit decreasing needs (Johnson 1973: at most 11/9 of the fewest possible, plus
-    one)."""
-    free: list[int] = []  # per bin
-    for size in sorted(sizes, reverse=True):
-        at = next((i for i, left in enumerate(free) if left >= size), None)
-        if at is None:
-            free.append(capacity - size)
-        else:
-            free[at] -= size
-    return len(free)
-
-
-def count_without_token_limit(rows: int, mbs: int, min_count: int) -> int:
-    """Into how many micro-batches `micro_batches` divides `rows` rows if `mbt` is 0."""
-    return min(rows, max(min_count, -(-rows // mbs) if mbs else 1, 1))
 
 
 # ---------------------------------------------------------------------------------------------------- moves

@@ -19,7 +19,7 @@ from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.model import Layout, Model
 from rldsl.sharding.boxes import itemsize
 from rldsl.sharding.layout import stage_layers
-from rldsl.sharding.partition import count_without_token_limit
+from rldsl.sharding.micro_batches import count_without_token_limit
 from rldsl.sharding.pipeline_schedule import Message
 from rldsl.simulate.classes import Groups
 from rldsl.simulate.conversations import PassCosts, ShardConversations, conversation_seconds

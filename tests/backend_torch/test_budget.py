@@ -19,7 +19,7 @@ from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Event, Generate, Infer, Item, Loop, Train
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
-from rldsl.sharding.partition import count_without_token_limit, micro_batches, num_micro_batches
+from rldsl.sharding.micro_batches import count_without_token_limit, micro_batches, num_micro_batches
 from rldsl.simulate import simulate
 from rldsl.verify import verify
 from tests.compiler.graphs import family, on, ppo

@@ -23,7 +23,7 @@ from tests.library.harness import Batch, Given, _part, _shards, _views
 from tests.library.over_vocabulary import SPACE, vocabulary_loss
 from tests.memory.accounting import Storages
 from tests.world import run_world
-from rldsl.sharding.partition import micro_batches
+from rldsl.sharding.micro_batches import micro_batches
 
 WORDS, SIZE, OTHER = 37, 6, 5
 BATCH = Batch.random(1, 4, 3)

@@ -43,7 +43,8 @@ from rldsl.semantics.modules import Modules
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_, program
 from rldsl.semantics.values import FrameRef, LossUse, Meaning, Pairs, Several
-from rldsl.sharding.partition import micro_batches, rows_by_dp
+from rldsl.sharding.micro_batches import micro_batches
+from rldsl.sharding.partition import rows_by_dp
 from rldsl.source import SourceFile
 from rldsl.syntax import ast
 from rldsl.syntax.parse import parse

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from rldsl.diag import InternalError
 from rldsl.plan.model import Spread
+from rldsl.sharding.micro_batches import micro_batches
 from rldsl.sharding.partition import (
     RowMove,
-    micro_batches,
     minibatch_positions,
     mix,
     partition,

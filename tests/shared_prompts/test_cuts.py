@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from rldsl.sharding.partition import Siblings, micro_batches, num_micro_batches
+from rldsl.sharding.micro_batches import micro_batches, num_micro_batches
+from rldsl.sharding.siblings import Siblings
 
 
 def heaviest(cut, siblings, lengths):

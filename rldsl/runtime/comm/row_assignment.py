@@ -18,8 +18,10 @@ from rldsl.plan.model import Plan, Spread, Value
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
 from rldsl.runtime.comm.world import World
 from rldsl.runtime.host_numbers import on_device
+from rldsl.sharding.balance import sequence_cost
 from rldsl.sharding.layout import dp_index
 from rldsl.sharding.partition import Rows, minibatch_rows_by_dp, rows_by_dp
+from rldsl.sharding.siblings import Siblings
 
 
 @dataclass
@@ -75,6 +77,7 @@ class StepRows:
     plan: Plan  # whose spreads these are
     world: World  # this rank and its communicators
     step_index: int  # from 0, as in seeds
+    prompts: Mapping[str, int]  # spread -> rows of a prompt that is computed once (`plan/prompt_sources.py`)
     lens: dict[str, RowLengths] = field(default_factory=dict)  # frame -> lengths, as far as this rank knows them
     _rows_by_dp: dict[str, tuple[dict[str, Rows], ...]] = field(default_factory=dict)  # spread -> `rows_by_dp`
 
@@ -100,7 +103,7 @@ class StepRows:
             frames = [f for f in frames if not f.present_in or f.present_in in self.lens or f.id in spread.frames]
             self._rows_by_dp[spread.id] = rows_by_dp(
                 spread, self.world.dp(spread), frames, self._totals(spread, frames), self.plan.header.seed,
-                self.step_index)
+                self.step_index, self._siblings(spread))
         return self._rows_by_dp[spread.id]
 
     def minibatch_parts(self, spread: Spread) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
@@ -109,7 +112,7 @@ class StepRows:
         frames = tuple(self.frames.values())
         totals = self._totals(spread, [self.frames[f] for f in spread.frames])
         return minibatch_rows_by_dp(spread, spread.leaves or self.world.dp(spread), frames, totals,
-                                    self.plan.header.seed, self.step_index)
+                                    self.plan.header.seed, self.step_index, self._siblings(spread))
 
     def dp_index(self, spread: Spread, rank: int) -> int:
         """The index along dp, in the spread's layout, of a rank of its mesh; 0 if the spread has no layout."""
@@ -151,6 +154,13 @@ class StepRows:
         if value.extent == "turn":
             return self.frames[value.frame].max_turns
         return value.width if value.extent == "array" else 1
+
+    def _siblings(self, spread: Spread) -> Siblings | None:
+        """The rows of a spread's frames that share a prompt, and what it costs to compute it."""
+        if spread.id not in self.prompts:
+            return None
+        prompts = zip(*(self.lens[f].prompts() for f in spread.frames), strict=True)
+        return Siblings(self.prompts[spread.id], [sum(map(sequence_cost, lengths)) for lengths in prompts])
 
     def _totals(self, spread: Spread, frames: Sequence[IndexedFrame]) -> dict[str, list[int]]:
         """Frame -> tokens of each row: of the frames that are balanced by tokens, and of those whose lengths say which

@@ -28,7 +28,8 @@ from rldsl.runtime.state.step import StepState, TalkTotals
 from rldsl.runtime.state.turns import marked
 from rldsl.runtime.store import Pending, RaggedRows, offsets_within, ragged_indices
 from rldsl.sharding.dtypes import in_wire_dtype
-from rldsl.sharding.partition import micro_batches, mix, num_micro_batches
+from rldsl.sharding.micro_batches import micro_batches, num_micro_batches
+from rldsl.sharding.partition import mix
 
 DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -32,7 +32,8 @@ from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.state.step import StepState
 from rldsl.runtime.store import RaggedRows
 from rldsl.sharding.gradient_leaves import passes_of_rank
-from rldsl.sharding.partition import Rows, micro_batches, num_micro_batches
+from rldsl.sharding.micro_batches import micro_batches, num_micro_batches
+from rldsl.sharding.partition import Rows
 
 AnyLoss = MinibatchLoss | WholeMinibatchLoss
 

@@ -18,7 +18,7 @@ from rldsl.plan.expr import Program
 from rldsl.plan.function import Function
 from rldsl.plan.model import Data, Model, Plan, Spread, Value
 from rldsl.plan.projection import event_paths
-from rldsl.plan.prompt_sources import PromptSource, prompt_sources
+from rldsl.plan.prompt_sources import PromptSource, prompt_sources, prompts_by_spread
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
 from rldsl.runtime.comm.world import World
 
@@ -98,6 +98,11 @@ class RunContext:
     def prompt_sources(self) -> Mapping[str, PromptSource]:
         """See `plan/prompt_sources.py`."""
         return prompt_sources(self.plan)
+
+    @cached_property
+    def prompts_by_spread(self) -> Mapping[str, int]:
+        """See `plan/prompt_sources.py`."""
+        return prompts_by_spread(self.plan)
 
     @cached_property
     def known_ahead(self) -> frozenset[str]:

@@ -24,7 +24,8 @@ from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.logged_numbers import Arrivals, LoggedNumbers, SentLogs
 from rldsl.runtime.state.turns import unmarked
 from rldsl.runtime.store import BufferStore, RaggedRows
-from rldsl.sharding.partition import Rows, Siblings, key_of, mix
+from rldsl.sharding.partition import Rows, key_of, mix
+from rldsl.sharding.siblings import Siblings
 
 COMPUTE_SEEDS = key_of("")  # keeps the seeds of computations apart from those of generated frames
 
@@ -93,7 +94,10 @@ class StepState:
     made: dict[str, RaggedRows] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.rows = StepRows(self.context.plan, self.context.world, 0)
+        self.rows = self._rows_of_step()
+
+    def _rows_of_step(self) -> StepRows:
+        return StepRows(self.context.plan, self.context.world, self.index, self.context.prompts_by_spread)
 
     @property
     def index(self) -> int:
@@ -110,7 +114,7 @@ class StepState:
             self.draws.clear()
             self.batches.clear()
             self.sampled.clear()
-            self.rows = StepRows(self.context.plan, self.context.world, self.index)
+            self.rows = self._rows_of_step()
             return
         self.tokens, self.draws, self.rows, self.batches = begun.tokens, begun.draws, begun.rows, begun.batches
         self.sampled = begun.sampled
@@ -122,7 +126,6 @@ class StepState:
         if number not in self.begun:
             step = StepState(self.context, number, buffers=BufferStore(self.buffers, self.context.plan.lasting),
                              carried=self.carried, lens_before=self.lens_before)
-            step.rows = StepRows(self.context.plan, self.context.world, step.index)
             self.begun[number] = step
         return self.begun[number]
 
