@@ -62,7 +62,9 @@ def mesh_ranks(ref: MeshRef, cluster: Cluster) -> Mesh:
             raise fail("RL0305", "the mesh extends beyond the cluster", ref.span,
                        counted(stop, "rank") if ref.free else
                        f"needs rank {stop - 1}; the cluster has ranks 0 to {cluster.world - 1}",
-                       help=f"cluster nodes={cluster.nodes} gpus={cluster.gpus} is {counted(cluster.world, 'rank')}")
+                       help=f"cluster nodes={cluster.nodes} gpus={cluster.gpus} is {counted(cluster.world, 'rank')}; "
+                            f"to place every call there, whatever the rules say: "
+                            f"--on \"*.* on mesh(0:{cluster.world})\"")
         ranges = [(start, stop)]
     else:
         if not cluster.declared:
