@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -111,6 +111,25 @@ def test_the_reward_function_and_the_data_of_verl(tiny: Path, tmp_path: Path, mo
     path, sets = written(program, tmp_path)
     steps = run_program(path, {k: v for k, v in sets.items() if k != "rows"}, tmp_path, "place *.* on mesh(0:1)\n")
     assert [row["reward"] for row in steps] == [2.0, 2.0]
+
+
+ACCURACY = '''
+def accuracy(completions, answer, prompts, **kwargs):
+    assert kwargs["completion_ids"] and len(prompts) == len(completions)
+    return [float(given.strip() == wanted) for given, wanted in zip(completions, answer)]
+'''
+
+
+def test_a_reward_function_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function of the page around one of TRL's form, with rows as the runtime makes them."""
+    (around,) = re.findall(r"<!-- py: trl reward -->\n```python\n(.*?)```", (FOLDER / "trl.md").read_text(), re.S)
+    (tmp_path / "my_rewards.py").write_text(ACCURACY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module: dict[str, Any] = {}
+    exec(compile(around, "rewards.py", "exec"), module)
+    rows = [{"prompt": "1+1=", "completion": text, "completion_ids": [3], "finished": True, "answer": "2"}
+            for text in (" 2", "3", "2")]
+    assert module["exact_match"](rows) == [1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if "place " in p.text], ids=lambda p: f"{p.page}:{p.line}")

@@ -46,7 +46,9 @@ def load(function: Function) -> Callable[[list[Row]], Any]:
     function_object = imported(function, "function", f"`{function.name}` is called with a list of rows")
     if (takes := _wrong_signature(function_object)) is not None:
         raise fail("RL0774", f"`{function.name}{takes}` does not take exactly one list of rows", place=function.path,
-                   help=f"write `def {function.name}(rows): return [... for row in rows]`; a row is a dict")
+                   help=f"write `def {function.name}(rows): return [... for row in rows]`; a row is a dict" +
+                        ('; to keep a function of TRL, call it there: `f(prompts=[r["prompt"] for r in rows], '
+                         'completions=[r["completion"] for r in rows])`' if "completions" in takes.parameters else ""))
     checked: Callable[[list[Row]], Any] = function_object
     return checked
 
