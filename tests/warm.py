@@ -11,6 +11,7 @@ its pages.
 
 import gc
 import importlib
+from dataclasses import replace
 from contextlib import chdir
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +20,8 @@ import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from rldsl import api
+from rldsl.backends.torch.model import invariant_probe
+from rldsl.models.families import describe, sizes_of
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Sampling
 from rldsl.runtime.backend import PackedBatch
@@ -59,7 +62,15 @@ def _warm(folder: Path) -> None:
     (folder / "warm.rlf").write_text(PROGRAM)
     with chdir(folder):
         PlanFile.from_bytes(encode(api.compile("warm.rlf")), "warm.plan")
-    shard = make_shard(plan_model(str(model)), 0)
+    described = plan_model(str(model))
+    # what `invariant=true` needs of the kernels, and `invariant=training` of products, is found once for all ranks
+    for dtype in (torch.float32, torch.bfloat16):
+        exact = replace(described, dtype=str(dtype).removeprefix("torch."), invariant=True,
+                        sizes=sizes_of(describe(str(model), "causal_lm")))
+        invariant_probe.check_kernels(exact, torch.device("cpu"))
+        for outputs, inputs in {spec.shape for spec in exact.params if len(spec.shape) == 2}:
+            invariant_probe._gradient_varies(inputs, outputs, dtype, "cpu", torch.get_num_threads())
+    shard = make_shard(described, 0)
     one = PackedBatch(*(torch.tensor([x]) for x in (0, 2, 0)), torch.tensor([2, 3]))
     made = shard.generate(one, Sampling(max_new_tokens=3), seed=0, step=0, max_num_seqs=0)
     shard.infer([made.batch], "logprobs", 1.0)

@@ -47,13 +47,13 @@ def program(name: str, tiny: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
     sets: dict[str, Any] = {"base": str(tiny / "models/sft"), "steps": 2}
     prompts = str(tiny / "data/prompts.jsonl")
     if name == "grpo":
-        return HERE / "grpo_small.rlf", sets | {"rows": prompts, "tokens": 3, "batch": 5, "samples": 2}
+        return HERE / "grpo_small.rlf", sets | {"rows": prompts, "tokens": 3, "batch": 3, "samples": 2}
     path, text = folder / f"{name}.rlf", (EXAMPLES / f"{name}.rlf").read_text()
     path.write_text(text.replace("cluster nodes=1 gpus=8\n", "").replace("lr=5e-7", "lr=1e-3")
                     .replace("minibatches=4", "minibatches=2"))
     if name == "dpo":
-        return path, sets | {"rows": str(tiny / "data/pairs.jsonl"), "batch": 6}
-    return path, sets | {"rows": prompts, "rm": str(tiny / "models/rm"), "lr": 1e-3, "batch": 6, "tokens": 4}
+        return path, sets | {"rows": str(tiny / "data/pairs.jsonl"), "batch": 4}
+    return path, sets | {"rows": prompts, "rm": str(tiny / "models/rm"), "lr": 1e-3, "batch": 4, "tokens": 3}
 
 
 def rule(call: str, draw: random.Random) -> str:
