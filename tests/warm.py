@@ -9,9 +9,13 @@ What the imports made lives as long as the process: no collection of garbage in 
 its pages.
 """
 
+import atexit
 import gc
 import importlib
-from dataclasses import replace
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import cache
 from contextlib import chdir
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +25,6 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from rldsl import api
 from rldsl.backends.torch.model import invariant_probe
-from rldsl.models.families import describe, sizes_of
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Sampling
 from rldsl.runtime.backend import PackedBatch
@@ -62,15 +65,7 @@ def _warm(folder: Path) -> None:
     (folder / "warm.rlf").write_text(PROGRAM)
     with chdir(folder):
         PlanFile.from_bytes(encode(api.compile("warm.rlf")), "warm.plan")
-    described = plan_model(str(model))
-    # what `invariant=true` needs of the kernels, and `invariant=training` of products, is found once for all ranks
-    for dtype in (torch.float32, torch.bfloat16):
-        exact = replace(described, dtype=str(dtype).removeprefix("torch."), invariant=True,
-                        sizes=sizes_of(describe(str(model), "causal_lm")))
-        invariant_probe.check_kernels(exact, torch.device("cpu"))
-        for outputs, inputs in {spec.shape for spec in exact.params if len(spec.shape) == 2}:
-            invariant_probe._gradient_varies(inputs, outputs, dtype, "cpu", torch.get_num_threads())
-    shard = make_shard(described, 0)
+    shard = make_shard(plan_model(str(model)), 0)
     one = PackedBatch(*(torch.tensor([x]) for x in (0, 2, 0)), torch.tensor([2, 3]))
     made = shard.generate(one, Sampling(max_new_tokens=3), seed=0, step=0, max_num_seqs=0)
     shard.infer([made.batch], "logprobs", 1.0)
@@ -81,6 +76,24 @@ def _warm(folder: Path) -> None:
     torch.load(folder / "saved")
 
 
+def _shared(probe: Callable[..., object], folder: Path) -> Callable[..., object]:
+    """A probe of the processor's kernels whose answer all ranks forked from here share: it is the same in each. `folder`
+    holds answers that are "" (good), by the arguments; another is found again by each rank."""
+    def answer(*args: object) -> object:
+        good = folder / f"{probe.__name__}{args}".replace("/", "_")
+        if good.exists():
+            return ""
+        if not (found := probe(*args)):
+            good.touch()
+        return found
+
+    return cache(answer)
+
+
+answers = Path(tempfile.mkdtemp(prefix="rldsl-probes-"))
+atexit.register(shutil.rmtree, answers, ignore_errors=True)  # of the server: what is forked ends without
+for name in ("_product_varies", "_gradient_varies", "_attention_varies", "_attention_gradient_varies", "_sum_varies"):
+    setattr(invariant_probe, name, _shared(getattr(invariant_probe, name), answers))
 if shared_device.device() is None:  # a process in which CUDA has begun, be it to see whether it is there, cannot be forked
     with TemporaryDirectory() as made:
         _warm(Path(made))

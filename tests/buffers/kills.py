@@ -211,8 +211,8 @@ def seen(base: Path, out: str) -> set[str]:
     return {line for file in base.glob(f"{out}-seen.*.jsonl") for line in file.read_text().splitlines()}
 
 
-def checkpoints(base: Path, out: str) -> dict[int, dict[str, torch.Tensor]]:
-    return {step: held(base / out / f"checkpoints/step-{step:06d}") for step in range(1, STEPS + 1)}
+def checkpoints(base: Path, out: str, steps: int = STEPS) -> dict[int, dict[str, torch.Tensor]]:
+    return {step: held(base / out / f"checkpoints/step-{step:06d}") for step in range(1, steps + 1)}
 
 
 def differences(base: Path, mine: str, theirs: str) -> list[str]:

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.buffers.kills import HEAD, STEPS, checkpoints, lines, seen, start
+from tests.buffers.kills import HEAD, checkpoints, lines, seen, start
 from tests.end_to_end.programs import compile_program
 from tests.papers.matrix import joined
 from tests.papers.programs import RECORDER
 from tests.selection.programs import HERE, folder
 
+STEPS = 3
 PLACES = {
     "one": "place *.* on mesh(0:1)",
     "dp": "place *.* on mesh(0:2) dp=2",
@@ -33,7 +34,7 @@ BODY = """
   checkpoint every 1 keep=9
   old    = good.sample(5, weight=good.value)
   prompt = prompts.next(weight=1.5 - prompts.rate)
-  gen    = fixed.generate(prompt, n=3, max_new_tokens=6)
+  gen    = fixed.generate(prompt, n=3, max_new_tokens=4)
   more   = fixed.generate(gen, n=2, max_new_tokens=3)
   tail   = fixed.generate(prefixes(gen, every=3, most=2), n=2, max_new_tokens=3, temperature=0.7)
   again  = fixed.generate(old, max_new_tokens=3)
@@ -70,8 +71,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_placement_has_the_same_bits(base: Path, place: str) -> None:
     assert lines(base / place) == lines(base / "one")
     assert seen(base, place) == seen(base, "one")
-    for step, (mine, theirs) in enumerate(zip(checkpoints(base, place).values(), checkpoints(base, "one").values(),
-                                              strict=True), 1):
+    for step, (mine, theirs) in enumerate(zip(checkpoints(base, place, STEPS).values(),
+                                              checkpoints(base, "one", STEPS).values(), strict=True), 1):
         rows, others = joined(mine), joined(theirs)
         assert rows.keys() == others.keys() and len(rows) >= 6
         assert [key for key, t in rows.items() if not torch.equal(t, others[key])] == [], step
@@ -81,4 +82,4 @@ def test_there_is_something_to_compare(base: Path) -> None:
     """Rows are drawn and have left, and their log-probs are those that generation gave them, with no difference."""
     found = lines(base / "one")
     assert all(step["gap"] == 0 for step in found[1:]) and len({step["v"] for step in found}) == STEPS
-    assert int(joined(checkpoints(base, "one")[STEPS])["rows of buffer|good|number of rows added"]) > 12
+    assert int(joined(checkpoints(base, "one", STEPS)[STEPS])["rows of buffer|good|number of rows added"]) > 12

@@ -31,7 +31,7 @@ from tests.papers.programs import RECORDER, Program, root, run_all
 from tests.verify.faults import faults
 from tests.verify.stepper import simulate
 
-STEPS = 3
+STEPS = 2  # the second reads what the first has written; with a lag one more
 ROWS = 60  # of a batch: what makes more is left out
 HERE = Path(__file__).parent
 HEAD = """use py "noted.py" (parity: gen -> seq, spread: gen -> seq, alike: gen, other -> seq,
@@ -69,7 +69,7 @@ class Flow:
     def text(self, *more: str) -> str:
         body = "".join(f"  {line}\n" for line in (*self.lines, *more))
         lag = f", lag={self.lag}" if self.lag and ".generate(" in body else ""
-        return f"{HEAD}flow f(steps={STEPS}, seed={self.draw.seed_}{lag}) {{\n{body}}}\n"
+        return f"{HEAD}flow f(steps={STEPS + bool(lag)}, seed={self.draw.seed_}{lag}) {{\n{body}}}\n"
 
     def add(self, line: str) -> bool:
         """Keep a statement if the checker does."""

@@ -193,7 +193,7 @@ def test_streaming_false_is_what_happens_anyway() -> None:
 
 def test_without_the_library(tiny: Path, hub: Hub, tmp_path: Path) -> None:
     hide = "import sys; sys.modules['datasets'] = None\n"
-    done = call(tiny, hub, tmp_path, "-c", hide + TRIES, json.dumps([("lab/plain", "", "train")]))
+    done = call(tiny, hub, tmp_path, "-c", hide + TRIES, json.dumps([("lab/plain", "", "train")]), fresh=True)
     assert "RL0097 datasets is not installed" in done.stdout and "rldsl[datasets]" in done.stdout, done.stderr
 
 

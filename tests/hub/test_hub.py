@@ -7,11 +7,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 
 from rldsl.plan.codec import decode
+from tests.forked import command as forked
+from tests.fresh import read_environment
 from tests.hub.server import COMMIT, Hub, serving
 from tests.tiny import make_all
 
@@ -48,18 +51,30 @@ def hub(tiny: Path) -> Iterator[Hub]:
         yield found
 
 
-def call(tiny: Path, hub: Hub | None, cache: Path, *command: str, offline: bool = False) -> subprocess.CompletedProcess:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
-    environment |= {"HF_HOME": str(cache), "HF_ENDPOINT": hub.endpoint if hub else "http://127.0.0.1:9",
-                    "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
-    environment |= {"HF_HUB_OFFLINE": "1"} if offline else {}
-    return subprocess.run([sys.executable, *command], cwd=tiny, env=environment, capture_output=True, text=True,
-                          timeout=300)
+def call(tiny: Path, hub: Hub | None, cache: Path, *command: str, offline: bool = False,
+         fresh: bool = False) -> subprocess.CompletedProcess[str]:
+    """`python -m MODULE ...` or `python -c CODE ...` on a machine with this cache. fresh: in an interpreter of its own,
+    and not in a process that is forked with the libraries loaded."""
+    own = {"HF_HOME": str(cache), "HF_ENDPOINT": hub.endpoint if hub else "http://127.0.0.1:9",
+           "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT,
+           "HF_HUB_OFFLINE": str(int(offline))}
+    with pytest.MonkeyPatch.context() as patch, chdir(tiny):
+        for name in [name for name in os.environ if name.startswith("HF_")]:
+            patch.delenv(name)
+        if fresh:
+            line = command if command[0] == "-c" else ("-m", "tests.fresh", *command)
+            return subprocess.run([sys.executable, *line], env=os.environ | own, capture_output=True, text=True,
+                                  timeout=300)
+        if command[0] == "-c":
+            code = cache.parent / f"{cache.name}.py"
+            code.write_text(command[1])
+            command = (str(code), *command[2:])
+        return forked(*command, timeout=300, env=own, before=read_environment)
 
 
 ROOT = str(Path(__file__).parents[2])
-RLC = ("-m", "tests.fresh", "rldsl.cli")
-RUN = ("-m", "tests.fresh", "rldsl.runtime.launch", "--nproc-per-node", "2", "-m", "rldsl.run")
+RLC = ("rldsl.cli",)
+RUN = ("rldsl.runtime.launch", "--nproc-per-node", "2", "-m", "rldsl.run")
 
 
 def test_from_the_program_to_the_run(tiny: Path, hub: Hub, tmp_path: Path) -> None:
@@ -70,7 +85,7 @@ def test_from_the_program_to_the_run(tiny: Path, hub: Hub, tmp_path: Path) -> No
     (model,) = decode((tiny / "p.plan").read_bytes(), "p.plan").models
     assert model.path == f"hf:lab/tiny@{COMMIT}"
     hub.sent.clear()
-    done = call(tiny, hub, tmp_path / "b", *RUN, "p.plan", "--out", str(tmp_path / "out"))  # another machine
+    done = call(tiny, hub, tmp_path / "b", *RUN, "p.plan", "--out", str(tmp_path / "out"), fresh=True)  # another machine
     assert done.returncode == 0 and "run: 1 step in" in done.stderr, done.stderr
     assert hub.sent.count("model.safetensors") == 1, "the first rank of a node downloads, and nobody else"
     assert not any(f.endswith((".bin", ".py")) for f in hub.sent)

@@ -1,5 +1,5 @@
 """The examples that follow papers compute the same numbers wherever their calls run: of the table of
-`tests/papers/matrix.py`, two placements of each example, over three steps, with the same responses."""
+`tests/papers/matrix.py`, two placements of each example, over two steps, with the same responses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CELLS = [(name, place) for name, places in CHOSEN.items() for place in places]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    return compare(root(tmp_path_factory.mktemp("placements")), CHOSEN, steps=3)
+    return compare(root(tmp_path_factory.mktemp("placements")), CHOSEN, steps=2)
 
 
 def test_every_placement_is_tried() -> None:
@@ -29,15 +29,15 @@ def test_every_placement_is_tried() -> None:
 @pytest.mark.parametrize(("name", "place"), CELLS)
 def test_the_placement_changes_no_number(found: dict[str, Found], name: str, place: str) -> None:
     alone, other = found[name], found[f"{name} {place}"]
-    assert len(alone.steps) == 3 and alone.trained and (alone.seen or name == "pf_ppo")
+    assert len(alone.steps) == 2 and alone.trained and (alone.seen or name == "pf_ppo")
     assert distance(other, alone) <= 1
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_steps_differ(found: dict[str, Found], name: str) -> None:
     """The comparison above is not one of constants."""
-    first, second, third = found[name].steps
-    assert first["actor/grad_norm"] != second["actor/grad_norm"] != third["actor/grad_norm"]
+    first, second = found[name].steps
+    assert first["actor/grad_norm"] != second["actor/grad_norm"]
 
 
 def test_a_difference_is_noticed(found: dict[str, Found]) -> None:
