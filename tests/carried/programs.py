@@ -50,7 +50,7 @@ flow run(steps=6, seed=5{{flow}}) {{{{
 """
 
 
-def grpo(per_step: int = 4, lr: float = 2e-3, steps: int = 6, flow: str = "", more: str = "",
+def grpo(per_step: int = 4, lr: float = 2e-3, steps: int = 4, flow: str = "", more: str = "",
          exact: bool = False) -> str:
     """per_step: 0 for all in one step. exact: a prefill has the bits of decoding, so that no draw moves."""
     return GRPO.format(per_step=f", per_step={per_step}" if per_step else "", lr=lr, steps=steps, flow=flow, exact=", invariant=true" if exact else "",

@@ -47,7 +47,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_placements_agree(base: Path) -> None:
-    first, *others = under(base, BODY, list(PLACES.values()), steps=3)
+    first, *others = under(base, BODY, list(PLACES.values()), steps=2)
     for step in first:
         assert step["same"] < 1e-6 and step["lens"] == 0 and step["fresh"] < 1e-4 and step["joined"] < 1e-4
     for other in others:

@@ -54,7 +54,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_placements_agree(base: Path) -> None:
-    first, *others = under(base, BODY, list(PLACES.values()), top=LEAD, steps=3, batch=6)
+    first, *others = under(base, BODY, list(PLACES.values()), top=LEAD, steps=2, batch=6)
     assert all(0 < step["wide"] <= step["duels"] and step["again"] < 1e-6 for step in first)
     assert any(step["wide"] < step["duels"] for step in first) and any(step["duels"] < 6 for step in first)
     for other in others:

@@ -72,7 +72,7 @@ def grpo_alone(tiny, tmp_path_factory) -> Metrics:
 
 
 def grpo(tiny: Path, folder: Path, place: str, like: Metrics | None = None) -> Metrics:
-    sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/prompts.jsonl"), "batch": 5, "steps": STEPS}
+    sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/prompts.jsonl"), "batch": 5, "steps": STEPS, "tokens": 4}
     return run_program(HERE / "grpo_small.rlf", sets, folder, place, like=like)
 
 
@@ -100,7 +100,7 @@ PPO_PLACEMENTS = {
 
 def ppo(tiny: Path, folder: Path, place: str | None, like: Metrics | None = None) -> Metrics:
     sets = {"base": str(tiny / "models/sft"), "rm": str(tiny / "models/rm"), "rows": str(tiny / "data/prompts.jsonl"),
-            "lr": 1e-3, "steps": STEPS, "batch": 8, "tokens": 6}
+            "lr": 1e-3, "steps": STEPS, "batch": 8, "tokens": 4}
     text = PPO.read_text().replace("minibatches=4", "minibatches=2")
     if place is not None:  # the program's own cluster would contradict the placement's
         text = text.replace("cluster nodes=1 gpus=8\n", "")

@@ -73,7 +73,7 @@ def test_no_degree_moves_a_row_to_another_minibatch(granularity: str) -> None:
             assert all({r // 3 for r in m} == {r // 3 for r in m if sum(x // 3 == r // 3 for x in m) == 3} for m in epoch)
 
 
-PROGRAM = """data d = jsonl("{rows}", batch=16, max_prompt_tokens=16)
+PROGRAM = """data d = jsonl("{rows}", batch=8, max_prompt_tokens=16)
 use std.dpo (dpo)
 model slow  = causal_lm("{base}")
 model actor = causal_lm("{base}") train adamw(lr=1e-3)

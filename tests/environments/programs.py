@@ -19,7 +19,7 @@ data prompts = jsonl("prompts.jsonl", batch=4, max_prompt_tokens=16, shuffle=fal
 model actor = causal_lm("model"{options}) train adamw(lr=0.01)
 loss pg(logprobs: token; adv: token) {{ return -mean(adv * logprobs) }}
 """
-TALK = "gen = actor.generate(prompt, env=Guess, n=2, max_turns=3, max_new_tokens=6, max_tokens=64)"
+TALK = "gen = actor.generate(prompt, env=Guess, n=2, max_turns=3, max_new_tokens=4, max_tokens=64)"
 
 
 def folder(base: Path) -> Path:

@@ -23,7 +23,7 @@ from tests.tiny import make_model
 from tests.world import run_world
 
 LIMITS = Conversation(("Guess",), max_turns=3, max_tokens=48, turn_timeout=60.0)
-SAMPLING = Sampling(max_new_tokens=5, temperature=0.9)
+SAMPLING = Sampling(max_new_tokens=4, temperature=0.9)
 ROWS = 7
 LAYOUTS = [dict(), dict(pp=4), dict(tp=2, pp=2), dict(dp=4), dict(dp=2, tp=2), dict(dp=2, pp=2)]
 EXPERTS = [dict(), dict(dp=4, ep=4), dict(dp=2, ep=2, pp=2), dict(dp=2, ep=2, tp=2)]

@@ -15,7 +15,7 @@ from tests.tiny import make_model
 from tests.world import run_world
 
 PROMPTS = [p for p, _ in ragged(5, 46, seed=1) for _ in range(2)]
-DRAWN = Sampling(max_new_tokens=9, temperature=1.3, top_k=30)
+DRAWN = Sampling(max_new_tokens=6, temperature=1.3, top_k=30)
 LAYOUTS = [(1, 2, 1), (1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 2)]
 WORK: dict[str, tuple[Sampling, int, dict[str, Any]]] = {
     "all at once": (DRAWN, 0, {}),
