@@ -100,3 +100,4 @@ if shared_device.device() is None:  # a process in which CUDA has begun, be it t
 gc.collect()
 gc.freeze()
 gc.set_threshold(*GARBAGE)
+gc.enable()

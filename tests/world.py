@@ -19,7 +19,7 @@ from typing import Any
 from tests import stacks
 
 ROOT = Path(__file__).parents[1]
-_PRELOAD = ["torch", "torch.distributed", "transformers", "transformers.models.qwen3.modeling_qwen3",
+_PRELOAD = ["tests.no_garbage", "torch", "torch.distributed", "transformers", "transformers.models.qwen3.modeling_qwen3",
             "transformers.models.llama.modeling_llama", "transformers.tokenization_utils_tokenizers", "safetensors.torch",
             "rldsl.runtime.interpreter.interpreter", "rldsl.backends.torch", "rldsl.backends.torch.shard", "pytest", "tests.warm"]
 

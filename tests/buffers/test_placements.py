@@ -46,7 +46,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_placements_agree(base: Path) -> None:
-    first, *others = under(base, BODY, list(PLACES.values()), top=BUFFERS, steps=5, batch=4)
+    first, *others = under(base, BODY, list(PLACES.values()), top=BUFFERS, steps=4, batch=4)
     assert first[0]["old"] == 0 and all(step["old"] == 6 for step in first[3:]) and first[-1]["again"] == 9
     assert all(step["same"] == 0 for step in first) and any(step["moved"] for step in first)
     assert any(step["few"] > 0 for step in first) and all(step["least"] > 1.2 for step in first)

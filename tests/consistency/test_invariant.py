@@ -32,8 +32,8 @@ from tests.tiny import make_model
 from tests.world import run_world
 
 CPU, TWO = torch.device("cpu"), dict(num_hidden_layers=2)
-MIXTURE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
-ASKED = (Sampling(max_new_tokens=80, min_new_tokens=70), Sampling(max_new_tokens=24, temperature=0.7, top_p=0.9))
+MIXTURE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+ASKED = (Sampling(max_new_tokens=80, min_new_tokens=70), Sampling(max_new_tokens=12, temperature=0.7, top_p=0.9))
 
 
 def shard_of(path: str, rank: int = 0, invariant: bool = True, **degrees: Any) -> Any:

@@ -25,7 +25,7 @@ def _gaps(rank: int, paths: list[str], dtype: str, degrees: dict[str, int]) -> l
     for path in paths:
         shard = make_shard(plan_model(path, dtype=dtype), rank, **degrees)
         for temperature, limit in ((1.0, 0), (0.7, 5)):  # all at once, and with slots that are filled again
-            asked = Sampling(max_new_tokens=24, temperature=temperature)
+            asked = Sampling(max_new_tokens=12, temperature=temperature)
             found.append(gap(shard, prompts(46, 12, 9, torch.device("cpu")), asked, limit))
     return found
 
@@ -59,7 +59,7 @@ def test_a_model_in_bfloat16_does_not_compute_in_float32(directories: dict[str, 
     """Rounded parameters alone, of 8 bits, change every log-prob, whatever the processor."""
     for family in ("qwen3", "llama"):
         half, whole = (make_shard(plan_model(directories[family], dtype=dtype), 0) for dtype in ("bfloat16", "float32"))
-        given, asked = prompts(46, 12, 9, torch.device("cpu")), Sampling(max_new_tokens=24)
+        given, asked = prompts(46, 12, 9, torch.device("cpu")), Sampling(max_new_tokens=12)
         made = half.generate(given, asked, seed=1, step=0, max_num_seqs=0)
         got = Gap.of(made.logprobs, whole.infer([made.batch], "logprobs", 1.0))
         assert 1e-4 < got.mean < 2e-2, got
@@ -71,7 +71,7 @@ def _apart(rank: int, path: str, other: str) -> list[Gap]:
 
     shard, judge = (make_shard(plan_model(p), rank) for p in (path, other))
     given: PackedBatch = prompts(46, 12, 9, torch.device("cpu"))
-    made = shard.generate(given, Sampling(max_new_tokens=24), seed=1, step=0, max_num_seqs=0)
+    made = shard.generate(given, Sampling(max_new_tokens=12), seed=1, step=0, max_num_seqs=0)
     return [Gap.of(made.logprobs, judge.infer([made.batch], "logprobs", 1.0)),
             Gap.of(made.logprobs, shard.infer([made.batch], "logprobs", 0.7))]
 

@@ -28,8 +28,8 @@ def sets(tiny: Path, program: Path) -> dict[str, object]:
     if program == DPO:
         return base | {"rows": str(tiny / "data/pairs.jsonl"), "batch": 4, "lr": 1e-3}
     if program == PPO:
-        return base | {"rm": str(tiny / "models/rm"), "lr": 1e-3, "batch": 4, "tokens": 6}
-    return base
+        return base | {"rm": str(tiny / "models/rm"), "lr": 1e-3, "batch": 4, "tokens": 4}
+    return base | {"batch": 4, "samples": 3, "tokens": 4}
 
 
 def run(tiny: Path, program: Path, folder: Path, place: str, like: Metrics | None = None) -> Metrics:

@@ -132,7 +132,7 @@ def plan(base: Path) -> Plan:
 def test_a_turn_may_be_allowed_more_than_a_conversation(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever limit comes first ends it."""
     monkeypatch.chdir(base)
-    (base / "long.rlf").write_text(source(TALKED + TRAIN).replace("max_new_tokens=6", "max_new_tokens=500"))
+    (base / "long.rlf").write_text(source(TALKED + TRAIN).replace("max_new_tokens=4", "max_new_tokens=500"))
     (event,) = [e for e in _events(api.compile("long.rlf")) if isinstance(e, Generate)]
     assert event.sampling.max_new_tokens == 500 and event.conversation and event.conversation.max_tokens == 64
 

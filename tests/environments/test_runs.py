@@ -9,9 +9,10 @@ import pytest
 
 from tests.environments.programs import TALK, folder, run
 
+LONGER = TALK.replace("max_new_tokens=4", "max_new_tokens=6")  # so that some conversations are stopped
 BODY = f"""
   prompt = prompts.next()
-  {TALK}
+  {LONGER}
   adv = per_token(group_norm(gen.reward + 0.1 * len(gen)), gen.logprobs)
   kept = gen where gen.turns > 2
   metric gap     = max(abs(gen.logprobs - actor.logprobs(gen)))

@@ -76,7 +76,7 @@ def test_what_was_refused_compiles(base: Path, name: str, monkeypatch: pytest.Mo
 
 def test_flows_have_what_makes_sequences_of_sequences() -> None:
     """And whatever they have, the checker accepts."""
-    texts = [flow(seed).removeprefix(HEAD) for seed in range(FIRST, FIRST + 8)]
+    texts = [flow(seed).removeprefix(HEAD) for seed in range(FIRST, FIRST + 12)]
     whole = "".join(texts)
     words = "concat( pick( others( prefixes( whole( .sample( .add( ask( where with repeat".split()
     assert all(word in whole for word in words), [word for word in words if word not in whole]

@@ -18,9 +18,9 @@ model critic = value_model(base) train adamw(lr=1e-3, eps=1e-3)
 model ref    = causal_lm(base)
 model judge  = reward_model(rm)
 state beta = 0.1
-flow run(steps=5, seed=3, lag={lag}) {
+flow run(steps=4, seed=3, lag={lag}) {
   prompt = prompts.next()
-  gen    = actor.generate(prompt, n=2, max_new_tokens=6)
+  gen    = actor.generate(prompt, n=2, max_new_tokens=4)
   score  = judge.score(gen)
   ref_lp = ref.logprobs(gen)
   now    = actor.logprobs(gen)
@@ -43,8 +43,8 @@ buffer good = rows(capacity=12)
 data held = jsonl(rows, batch=4, max_prompt_tokens=16)
 flow run(steps=5, seed=3, lag={lag}) {
   prompt = prompts.next(weight=1.5 - prompts.rate)
-  gen    = slow.generate(prompt, n=2, max_new_tokens=5)
-  more   = actor.generate(gen, n=2, max_new_tokens=3)
+  gen    = slow.generate(prompt, n=2, max_new_tokens=4)
+  more   = actor.generate(gen, n=2, max_new_tokens=2)
   r      = digits(gen)
   won    = gen where r >= median(r by batch)
   good.add(won)

@@ -46,7 +46,7 @@ def run(tiny: Path, folder: Path, text: str, place: str, like: Metrics | None = 
     (folder / "rewards_small.py").write_text((HERE / "rewards_small.py").read_text())
     (folder / "lagged.rlf").write_text(text)
     sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/prompts.jsonl")}
-    sets |= {"rm": str(tiny / "models/rm")} if "param rm" in text else {"batch": 5}
+    sets |= {"rm": str(tiny / "models/rm")} if "param rm" in text else {"batch": 5, "steps": 4}
     return run_program(folder / "lagged.rlf", sets, folder, place, like=like)
 
 

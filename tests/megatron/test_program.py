@@ -38,7 +38,7 @@ def test_grpo_is_the_same_on_megatron(tiny: Path, tmp_path: Path) -> None:
     rewards = (END_TO_END / "rewards_small.py").read_text()
     (tmp_path / "rewards.py").write_text(rewards.replace("def digits", "def exact_match"))
     sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/prompts.jsonl"), "lr": 1e-3, "steps": 3,
-            "batch": 2, "tokens": 6}
+            "batch": 2, "tokens": 4}
     mixed = {"actor_train": f"{MESH} tp=2 pp=2 backend=megatron",
              "actor_generate": f"{MESH} dp=2 tp=2 backend=megatron", "ref_*": f"{MESH} dp=2 pp=2"}
     plans = [compiled(program, sets, placement(4, **calls), tmp_path) for calls in (ALL, mixed)]
@@ -51,7 +51,7 @@ def test_grpo_is_the_same_on_megatron(tiny: Path, tmp_path: Path) -> None:
 def test_ppo_is_the_same_on_megatron(tiny: Path, tmp_path: Path) -> None:
     needed()
     sets = {"base": str(tiny / "models/sft"), "rm": str(tiny / "models/rm"), "rows": str(tiny / "data/prompts.jsonl"),
-            "lr": 1e-3, "steps": 3, "batch": 8, "tokens": 6}
+            "lr": 1e-3, "steps": 3, "batch": 8, "tokens": 4}
     program = tmp_path / "ppo.rlf"
     program.write_text((EXAMPLES / "ppo.rlf").read_text().replace("cluster nodes=1 gpus=8\n", ""))
     plain = placement(4, **{f"{m}_*": f"{MESH} dp=4" for m in ("actor", "critic", "ref", "judge")})

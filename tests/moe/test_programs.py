@@ -54,7 +54,7 @@ def rules(ranks: int, train: str, other: str = "", gpus: int = 0) -> str:
 
 
 def grpo(tiny: Path, model: str, folder: Path, place: str, like: Metrics | None = None) -> Metrics:
-    return run_program(GRPO, sets(tiny, model, every_step=2, eps=1e-4), folder, place, like=like)
+    return run_program(GRPO, sets(tiny, model, every_step=2, eps=1e-4, batch=4, samples=2, tokens=4), folder, place, like=like)
 
 
 @pytest.fixture(scope="module")

@@ -53,13 +53,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(base: Path):
-    return run(base, BODY, steps=3)
+    return run(base, BODY, steps=2)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_no_placement_changes_a_number(base: Path, alone, place: str) -> None:
-    found = numbers(run(base, BODY, steps=3, place=place, like=alone))
-    assert len(found) == 3
+    found = numbers(run(base, BODY, steps=2, place=place, like=alone))
+    assert len(found) == 2
     for mine, theirs in zip(found, numbers(alone), strict=True):
         assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}
 
@@ -98,13 +98,13 @@ NESTED = """
 
 def test_selections_of_selections_and_rows_of_a_buffer_come_back(base: Path) -> None:
     top = "buffer good = rows(capacity=12)"
-    first = run(base, NESTED, steps=3, top=top)
+    first = run(base, NESTED, steps=2, top=top)
     for step in numbers(first):
         assert [step[x] for x in ("one", "two", "three", "past")] == [0] * 4
     kept, long, wide = (sum(step[x] for step in first) for x in ("kept", "long", "wide"))
     assert 12 < kept < 36 and kept > long > wide > 0, "each selection leaves rows out"
     assert numbers(first)[-1]["back"] > 4
     for place in ("place *.* on mesh(0:4) dp=2 pp=2", "place @gen on mesh(0:1)\nplace @more on mesh(1:4) dp=3"):
-        found = numbers(run(base, NESTED, steps=3, top=top, place=place, like=first))
+        found = numbers(run(base, NESTED, steps=2, top=top, place=place, like=first))
         for mine, theirs in zip(found, numbers(first), strict=True):
             assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}

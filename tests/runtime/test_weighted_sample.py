@@ -11,7 +11,7 @@ import pytest
 from rldsl.runtime.weighted_sample import sample_by_weight
 
 WEIGHTS = np.array([1.0, 0.0, 2.0, 0.5, 4.0, 2.5], np.float32)
-DRAWS = 100_000
+DRAWS = 40_000
 
 
 @pytest.fixture(scope="module")
