@@ -45,6 +45,24 @@ def found(page: str, environments: Path) -> list[str]:
         [name] if name.startswith("-") else name.split(".")))]
 
 
+def script(text: str) -> list[str]:
+    """The arguments of ReaL's script on its page: `name=value`."""
+    (command,) = re.findall(r"```bash\npython3 -m realhf.apps.quickstart ppo (.*?)```", text, re.S)
+    return [word for word in command.replace("\\\n", " ").split() if "=" in word]
+
+
+def refused(arguments: list[str], environments: Path) -> str:
+    """What ReaL's configuration says of arguments that it does not take; "" if it takes all with these values."""
+    python = environments / SYSTEMS["ReaL"].environment / "bin/python"
+    done = subprocess.run([python, HERE / "real_script.py", *arguments], text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, check=False)
+    if done.returncode:
+        return done.stderr.strip()
+    held = json.loads(done.stdout.splitlines()[-1])
+    wrong = [a for a in arguments if str(held[a.partition("=")[0]]) != a.partition("=")[2]]
+    return f"other values: {', '.join(wrong)}" if wrong else ""
+
+
 def record(environments: Path) -> None:
     FILE.write_text(json.dumps({page: found(page, environments) for page in SOURCES}, indent=1) + "\n")
 
@@ -58,4 +76,6 @@ def unknown(environments: Path) -> list[str]:
         lines += [f"docs/coming-from/{page}.md: {system} has no {name}" for name in asked(page) if name not in now]
         if now != known.get(page):
             lines.append(f"the options of docs/coming-from/{page}.md are not those recorded: make oracles RECORD=--record")
+    if fault := refused(script((PAGES / "real.md").read_text()), environments):
+        lines.append(f"docs/coming-from/real.md: ReaL does not take the script: {fault}")
     return lines

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.oracles.options import FILE, PAGES, SOURCES, asked
+from tests.oracles.options import FILE, PAGES, SOURCES, asked, script
 from tests.oracles.page import PAGE
 
 RECORDED = json.loads(FILE.read_text())
@@ -29,6 +29,12 @@ def test_the_system_has_every_option_of_the_page(page: str) -> None:
     ("real", {"allocation_mode", "ppo.kl_ctl", "packed_ref_logprobs"})])
 def test_names_values_and_flags_are_asked(page: str, names: set[str]) -> None:
     assert names <= set(asked(page))
+
+
+def test_the_script_of_real_is_asked() -> None:
+    found = script((PAGES / "real.md").read_text())
+    assert len(found) > 14 and {"ppo.kl_ctl=0.1", "allocation_mode=manual"} <= set(found)
+    assert all(re.fullmatch(r"[\w.]+=\S+", word) for word in found)
 
 
 def test_the_algorithms_are_found_by_these_names() -> None:
