@@ -113,6 +113,7 @@ class Cluster:
     sync_s: float = 0.0  # seconds
     sync_gb_s: float = 0.0  # 10^9 bytes per second
     call_s: float = 0.0  # seconds per call
+    prompts_once: int = 1  # 0 or 1
     matmul_efficiency: float = 1.0  # a fraction
     attention_efficiency: float = 1.0  # a fraction
     memory_efficiency: float = 1.0  # a fraction
@@ -188,6 +189,8 @@ FIELDS: dict[str, Field] = {
     "sync_gb_s": Field("float", "rate at which a serving engine gets the bytes of all weights, 10^9 bytes per second; "
                        "0: no limit"),
     "call_s": Field("float", "time around each call of a model in which a driver prepares and moves data, in seconds"),
+    "prompts_once": Field("int", "1: the prompt of several responses in a micro-batch is computed once, as rldsl does; "
+                          "0: with each of them, as other systems do", 0, 1),
     "matmul_efficiency": Field("float", "fraction of the stated rate that matrix products reach", 0, 1, True),
     "attention_efficiency": Field("float", "fraction of the stated rate that attention reaches", 0, 1, True),
     "memory_efficiency": Field("float", "fraction of the memory bandwidth that is reached", 0, 1, True),

@@ -225,7 +225,24 @@ class Evaluator:
             seconds[n], sync_ranks[n] = e.seconds, 0 if e.sync_ranks == e.size else e.sync_ranks
         return step_seconds(self.problem, self.schedule(blocks), seconds, sync_ranks,
                             {numbers[i]: (cost, numbers[train]) for i, (cost, train) in reshards.items()},
-                            {n: e.onload_seconds for n, e in zip(numbers, candidates, strict=True) if e.onload_seconds})
+                            self._onloads(blocks, candidates))
+
+    def _onloads(self, blocks: Sequence[Block], candidates: Sequence[Candidate]) -> dict[int, float]:
+        """A job -> seconds of its onload; none if the call before it on its ranks leaves the copy there
+        (`passes/offloads.py`)."""
+        found: dict[int, float] = {}
+        if not any(e.onload_seconds for e in candidates):
+            return found
+        s = self.schedule(blocks)
+        held: dict[int, tuple[object, ...]] = {}  # atom -> the copy that the last call on it used
+        for n in s.jobs:
+            if (i := self.problem.call_index.get(n)) is None:
+                continue
+            copy = (self.calls[i].model, blocks[i], candidates[i].strategy.degrees)
+            if candidates[i].onload_seconds and any(held.get(a) != copy for a in s.job_atoms[n]):
+                found[n] = candidates[i].onload_seconds
+            held |= dict.fromkeys(s.job_atoms[n], copy)
+        return found
 
     def bytes(self, blocks: Sequence[Block], candidates: Sequence[Candidate],
               reshards: Mapping[int, tuple[ReshardCost, int]], keeps_copies: bool = False) -> int:

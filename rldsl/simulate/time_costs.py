@@ -27,6 +27,7 @@ from rldsl.simulate.engine import Compute, Isend, Op
 from rldsl.simulate.lengths import Row
 from rldsl.simulate.machine import Machine
 from rldsl.simulate.serving_engine import packed, response_lengths, serve
+from rldsl.simulate.shared_prompts import computed_prompts
 from rldsl.simulate.work_counts import (
     Shard,
     WorkCounts,
@@ -330,8 +331,9 @@ def _infer_passes(world: World, event: Infer, stage: Stage) -> StagePasses:
     if not count:
         return StagePasses(0, (), 0.0)
     responses = 1.0 if OUTPUTS[event.output_name].level == "seq" else row.response
-    one = count_micro_batch(stage.shard, rows / count, row, responses, layout.cp)
-    tokens = rows / count * row.tokens / layout.cp
+    prompts = computed_prompts(world, event, rows / count)
+    one = count_micro_batch(stage.shard, rows / count, row, responses, layout.cp, prompts)
+    tokens = rows / count * (row.tokens - (1 - prompts) * row.prompt) / layout.cp
     links = (stage.tensor_parallel(tokens, one.outputs, stage.shard.layers)
              + stage.context_parallel(tokens, stage.shard.layers) + stage.expert_parallel(tokens, stage.shard.layers))
     seconds = world.machine.forward(stage.shard, one, links)
@@ -352,13 +354,14 @@ def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
     if not count:
         return StagePasses(0, (), 0.0)
     by_seq = all(OUTPUTS[what].level == "seq" for _, _, what in event.model_outputs)
-    tokens = sum(rows / count * world.row(f).tokens for f in event.frames) / layout.cp
+    prompts = computed_prompts(world, event, rows / count)
+    tokens = rows / count * (wide.tokens - (1 - prompts) * wide.prompt) / layout.cp
     operators = len(world.programs[event.loss].nodes)
     durations: list[tuple[float, float]] = []
     for chunk in _stage_per_chunk(stage, layout):
         held = chunk.shard
         parts = [count_micro_batch(held, rows / count, world.row(f), 1.0 if by_seq else world.row(f).response,
-                                   layout.cp)
+                                   layout.cp, prompts)
                  for f in event.frames]
         one = WorkCounts(1, held.layers, *(sum(getattr(p, n) for p in parts) for n in ("tokens", "pairs", "outputs")))
         comm = (chunk.tensor_parallel(tokens, one.outputs, held.layers, sequence_parallel=True)

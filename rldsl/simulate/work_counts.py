@@ -148,11 +148,14 @@ class WorkCounts:
         return float(getattr(self, f"{feature}s"))
 
 
-def count_micro_batch(s: Shard, rows: float, row: Row, responses: float, cp: int = 1) -> WorkCounts:
+def count_micro_batch(s: Shard, rows: float, row: Row, responses: float, cp: int = 1, prompts: float = 1.0
+                      ) -> WorkCounts:
     """One micro-batch of `rows` sequences of `row.tokens`, divided over `cp` ranks. responses: tokens of each sequence
-    whose outputs are needed."""
-    tokens = rows * row.tokens / cp
-    return WorkCounts(1, s.layers, s.layers * tokens, s.layers * tokens * row.tokens, rows * responses / cp * s.last)
+    whose outputs are needed. prompts: the share of the sequences that compute their prompt."""
+    less = (1 - prompts) * row.prompt
+    pairs = rows / cp * (row.tokens**2 - less * row.prompt)
+    return WorkCounts(1, s.layers, s.layers * rows * (row.tokens - less) / cp, s.layers * pairs,
+                      rows * responses / cp * s.last)
 
 
 @dataclass(frozen=True, slots=True)

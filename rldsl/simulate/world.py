@@ -10,6 +10,7 @@ from rldsl.memory.reshard_buffers import reshard_plans
 from rldsl.memory.values import rows
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Layout, Mesh, Model, Plan, Spread, Value
+from rldsl.plan.prompt_sources import PromptSource, prompt_sources
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
 from rldsl.reshard.records import ReshardPlan
 from rldsl.simulate.classes import Classes, Groups, build_classes, build_groups, call_layouts
@@ -56,6 +57,11 @@ class World:
         ends = [end // self.per_node for m in meshes for start, stop in self.meshes[m].ranks
                 for end in (start, stop - 1)]
         return min(ends) != max(ends)
+
+    @cached_property
+    def prompts(self) -> Mapping[str, PromptSource]:
+        """Frame -> which of its rows have the same prompt."""
+        return prompt_sources(self.plan)
 
     @cached_property
     def groups(self) -> dict[str, dict[int, Groups]]:

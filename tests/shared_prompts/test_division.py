@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 
 from rldsl import api
+from rldsl.clusters import Cluster
+from rldsl.plan.events import Infer, Train
 from rldsl.plan.model import Spread
+from rldsl.plan.projection import event_paths
 from rldsl.plan.prompt_sources import prompts_by_spread
 from rldsl.sharding.balance import sequence_cost
 from rldsl.sharding.partition import minibatch_rows_by_dp, rows_by_dp
 from rldsl.sharding.siblings import Siblings
+from rldsl.simulate import simulate
 from tests.frames import frame
 from tests.tiny import make_all
 
@@ -112,3 +116,27 @@ def test_pairs_have_a_prompt_each(tmp_path, monkeypatch):
     assert found(tmp_path, """duel = pair(pick(gen, mean(old by seq)), pick(gen, -mean(old by seq)))
   actor.train(duel.chosen, duel.rejected, loss=dpo(ref_chosen=ref.logprobs(duel.chosen),
     ref_rejected=ref.logprobs(duel.rejected)), minibatches=2)""") == {"1 1": 4}
+
+
+def simulated(tmp_path: Path, n: int, statement: str, **cluster: int) -> tuple[float, float]:
+    """Seconds of log-probs and of training."""
+    (tmp_path / "p.rlf").write_text((PROGRAM % ("", statement)).replace("n=4", f"n={n}").replace("16)", "256)"))
+    (tmp_path / "p.place").write_text("cluster nodes=1 gpus=2\nplace *.* on mesh(0:2) dp=2\n")
+    plan = api.compile(str(tmp_path / "p.rlf"), {}, str(tmp_path / "p.place"))
+    machine = Cluster(gpus=2, bfloat16_tflops=1, float32_tflops=1, memory_gb_s=1000, link_gb_s=100, **cluster)
+    by = simulate(plan, machine).event_seconds()
+    return tuple(next(by[e.id] for e, _ in event_paths(plan) if isinstance(e, kind))  # type: ignore[return-value]
+                 for kind in (Infer, Train))
+
+
+def test_the_simulator_counts_a_prompt_once(tmp_path, monkeypatch):
+    """Prompts of 256 tokens and responses of 4: n samples of a prompt take little longer than one."""
+    monkeypatch.chdir(tmp_path)
+    make_all(tmp_path)
+    whole = "actor.train(gen, loss=own(old=old))"
+    once, each = simulated(tmp_path, 8, whole), simulated(tmp_path, 8, whole, prompts_once=0)
+    assert all(4 < b / a < 8 for a, b in zip(once, each, strict=True)), "260 tokens of a row, or 256 / 8 + 4"
+    assert simulated(tmp_path, 1, whole) == simulated(tmp_path, 1, whole, prompts_once=0)
+    shuffled = simulated(tmp_path, 8, "actor.train(gen, loss=own(old=old), minibatches=8, shuffle=true)")
+    assert each[1] / 3 < shuffled[1] < 2 * each[1], "which scatters the rows of a prompt"
+    assert once[0] == pytest.approx(shuffled[0], rel=0.01)

@@ -279,12 +279,13 @@ def test_a_measured_step_is_the_sum_of_its_features() -> None:
     fast = Cluster(gpus=1, bfloat16_tflops=1e30, float32_tflops=1e30, memory_gb_s=1e30)
     found = simulate(plan, replace(fast, measured=(measured,)))
     rows, tokens, layers = 16, 24, 4
-    infer = 1e6 + layers * 1e3 + layers * rows * tokens * 10 + layers * rows * tokens**2 + rows * 16 * 0.1
+    fresh = rows // 2  # the two samples of a prompt compute it once
+    distinct, pairs = rows * 16 + fresh * 8, rows * (tokens**2 - 8**2) + fresh * 8**2
+    infer = 1e6 + layers * 1e3 + layers * distinct * 10 + layers * pairs + rows * 16 * 0.1
     by = found.event_seconds()
     (event,) = [e for e, _ in event_paths(plan) if getattr(e, "value", "") == "ref_lp"]
     assert by[event.id] == pytest.approx(infer * 1e-6)
     (gen,) = [e for e, _ in event_paths(plan) if isinstance(e, Generate)]
-    fresh = rows // 2  # the two samples of a prompt share its prefill
     prefill = 1e6 + layers * 1e3 + layers * fresh * 8 * 10 + layers * fresh * 64 + rows * 0.1
     assert by[gen.id] == pytest.approx(prefill * 1e-6)
     first = replace(measured, start=(("call", 3e6), ("layer", 1e5)))

@@ -1,0 +1,40 @@
+"""Which share of the rows of a micro-batch compute their prompt, where those of one prompt compute it once.
+
+In: a call of a plan and the rows of its micro-batches. Out: a number from 0 to 1. Rows of one prompt are neighbors
+(`sharding/siblings.py`), except where a shuffle has divided them into minibatches.
+"""
+
+from __future__ import annotations
+
+from rldsl.plan.events import Infer, Train
+from rldsl.plan.model import Spread
+from rldsl.plan.prompt_sources import pays, shares_prompts
+from rldsl.simulate.lengths import Row
+from rldsl.simulate.world import World
+
+
+def computed_prompts(world: World, event: Infer | Train, rows: float) -> float:
+    """rows: of a micro-batch. 1 where each row computes its own, of several frames too."""
+    frames = event.frames if isinstance(event, Train) else (event.frame,)
+    sources = [world.prompts.get(f) for f in frames]
+    known = [s for s in sources if s is not None]
+    if not (world.cluster.prompts_once and rows) or len(known) < len(frames) or len({s.frame for s in known}) > 1 \
+            or not shares_prompts(world.models[event.model], world.layouts[event.layout]):
+        return 1.0
+    run = _together(world.spreads[event.spread], max(s.run for s in known))
+    share = min(max(1.0 / run, 1.0 / rows), 1.0) / len(frames)
+    each = [world.row(f) for f in frames]
+    prompts = sum(row.prompt for row in each)
+    return share if pays(rows * prompts * (1 - share), rows * _tokens(each)) else 1.0
+
+
+def _tokens(rows: list[Row]) -> float:
+    return sum(row.tokens for row in rows)
+
+
+def _together(spread: Spread, run: int) -> float:
+    """Rows of a prompt, on average, that a minibatch has of those prompts that it has any of."""
+    if not spread.shuffle or spread.minibatches == 1 or spread.granularity == "prompt":
+        return run
+    part = 1 / spread.minibatches  # of the rows; the chance that a row is in this minibatch
+    return run * part / (1 - (1 - part) ** run)
