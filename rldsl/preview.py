@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from textwrap import wrap
 
 from rldsl.diag import counted
-from rldsl.memory.curve import each_rank, host_peak
+from rldsl.memory.curve import each_rank, host_peak, left_out
 from rldsl.memory.values import buffer_bound
 from rldsl.passes.pipeline import Compiled
 from rldsl.plan.codec import plan_id
@@ -40,7 +40,8 @@ def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
     above = [f"{head}    {counted(plan.header.world, 'rank')}, "
              f"{counted(sum(isinstance(e, ModelCall) for e in every), 'call')}, "
              f"{len(inserted)} inserted", *_meshes(compiled, plan, every)]
-    below = [f"  - free      {counted(sum(len(e.frees) for e in frees), 'buffer')} after their last use",
+    below = [*(f"  memory      {line}" for line in left_out(plan)),
+             f"  - free      {counted(sum(len(e.frees) for e in frees), 'buffer')} after their last use",
              f"  ok          {counted(proof.events, 'event')}, "
              f"{counted(proof.entries, 'entry')}: {', '.join(proof.checks)}",
              f"  plan        {plan_id(data)}  {human(len(data))}"]

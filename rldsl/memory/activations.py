@@ -10,12 +10,13 @@ norm, gated or plain MLPs, grouped-query attention and adapters. A token goes th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 from rldsl.plan.adapter_names import module_of
-from rldsl.plan.model import Layout, Model, ParamSpec
+from rldsl.plan.model import Layout, Model, ParamSpec, Recurrence
 
 # fused: variable-length attention; grid: torch's attention over a padded grid of sequences; plain: the same where torch
 # has no kernel that leaves out the probabilities
@@ -37,6 +38,49 @@ class LayerActivations:
     gathered_kv: int  # keys and values gathered from the cp group, per token of the group; also kept for backward
     repeated: int  # keys and values of a token once more, next to another response to its prompt; also kept
     outputs: int  # of all operations of a forward pass together, which an operator trace holds
+    outside: int = 0  # peak of a forward pass besides what a recurrent module needs
+    after: int = 0  # of `saved`, what is gone when the backward pass of a recurrent module begins
+    # bytes per sequence of modules that carry a state
+    row_saved: int = 0  # kept for the backward pass
+    row_forward: int = 0  # peak of a forward pass that saves nothing
+    row_backward: int = 0  # peak of the backward pass, with what is saved
+    state: int = 0  # between decoding steps
+    step: int = 0  # peak of a decoding step, with a copy of the state
+    row_outputs: int = 0  # as `outputs`, of one decoding step
+    caches: bool = True  # whether it has keys and values
+
+    def kept(self, tokens: int, rows: int) -> int:
+        """For the backward pass."""
+        return tokens * self.saved + rows * self.row_saved
+
+    def forward_peak(self, tokens: int, rows: int) -> int:
+        """Of a forward pass that saves nothing."""
+        return max(tokens * self.forward, (tokens * self.outside + rows * self.row_forward) * bool(self.row_forward))
+
+    def backward_peak(self, tokens: int, rows: int) -> int:
+        """Of the backward pass, besides what is kept."""
+        of_rows = rows * (self.row_backward - self.row_saved) + tokens * (2 * self.stream - self.after)
+        return max(tokens * self.backward, of_rows if self.row_saved else 0)
+
+    def decoding(self, sequences: int, masked: int) -> int:
+        """Peak of a decoding step, with so many bytes of masks for each."""
+        return sequences * (max(self.forward, self.outside + self.step if self.step else 0) + masked)
+
+
+@dataclass(frozen=True, slots=True)
+class StackActivations:
+    """Those of all layers of a model."""
+
+    layers: tuple[LayerActivations, ...]  # one where all layers are alike, else one of each
+
+    def of(self, layers: Sequence[int]) -> tuple[LayerActivations, ...]:
+        """Of some layers, by their numbers."""
+        return tuple(self.layers[0 if len(self.layers) == 1 else n] for n in layers)
+
+    @property
+    def any(self) -> LayerActivations:
+        """For what does not differ."""
+        return self.layers[0]
 
 
 def attention_kind(model: Model, compute: int, device: str) -> Attention:
@@ -53,40 +97,78 @@ def fused_kernels_take(head_dim: int) -> bool:
 
 
 @cache
-def layer_activations(model: Model, layout: Layout, compute: int, stream: int, attention: Attention,
-                      longest: int) -> LayerActivations:
+def stack_activations(model: Model, layout: Layout, compute: int, stream: int, attention: Attention,
+                      longest: int) -> StackActivations:
     """compute: bytes of an element inside a layer; stream: of the residual stream, 4 where float32 parameters run under
     autocast. longest: tokens of the longest sequence."""
-    s, tp = model.sizes, layout.tp
     specs = tuple(p for p in (*model.params, *model.base) if p.stage == "layer")
+    if not model.sizes.recurrences:
+        return StackActivations((_layer(model, layout, compute, stream, attention, longest, specs, None),))
+    found: dict[object, LayerActivations] = {}
+    layers = []
+    for number in range(model.layers):
+        own = tuple(p for p in specs if p.layer in (-1, number))
+        states = next((r for r in model.sizes.recurrences if number in r.layers and r.itemsize == compute), None)
+        key = states, tuple((p.name.replace(f".{number}.", ".{}.", 1), p.shape) for p in own)
+        if key not in found:
+            found[key] = _layer(model, layout, compute, stream, attention, longest, own, states)
+        layers.append(found[key])
+    return StackActivations(tuple(layers))
+
+
+def _layer(model: Model, layout: Layout, compute: int, stream: int, attention: Attention, longest: int,
+           specs: tuple[ParamSpec, ...], states: Recurrence | None) -> LayerActivations:
+    """specs: of the parameters of the layer. states: of its modules that carry a state."""
+    s, tp = model.sizes, layout.tp
     trained = not model.base
     h, inner = s.hidden, -(-s.intermediate // tp)
+    ways = s.experts_per_token  # to how many experts a token goes
+    shared = 0  # width of what all tokens go through besides experts
+    attends = states is None or states.attends
+    outer = specs  # those of no module that carries a state
+    if s.recurrences:  # layers differ
+        outer = tuple(p for p in specs if states is None or not any(f".{m}." in p.name for m in states.modules))
+        ways = s.experts_per_token if any(p.experts for p in outer) else 0
+        shared = -(-_mlp_width(outer) // tp)
+        inner, shared = (inner, shared) if ways else (shared, 0)
+    gated = _gated(outer)
     heads, groups = -(-s.heads // tp), -(-s.kv_heads // tp)
-    q, kv = heads * s.head_dim, groups * s.head_dim
+    q, kv = (heads * s.head_dim, groups * s.head_dim) if attends else (0, 0)
     layer_norm = any(_is_norm(p, h) and p.name.endswith("bias") for p in specs)
     norms = sum(_is_norm(p, h) and p.name.endswith("weight") for p in specs) or 2
-    reads = (1, 1) if _fused_inputs(specs) else (3, 2 if _gated(specs) else 1)
+    reads = (1, 1) if _fused_inputs(outer) and attends else (3 * attends, 2 if gated else 1)
     first, second = (_norm(h, compute, stream, n, layer_norm, trained) for n in reads)
     after = _norm(h, compute, stream, 0, layer_norm, trained)  # of families that also norm what a sublayer gives
-    head_norms = _head_norm(q + kv, compute, stream, trained) if _has(specs, "q_norm") else 0
-    attended = _attention(q, kv, heads, compute, attention, longest)
-    mlp = compute * inner * (4 if _gated(specs) else 5 if s.activation in COMPOSED else 2)
-    ways = s.experts_per_token or 1  # how often a token goes through an MLP
-    if s.experts_per_token:  # in addition: what each expert reads and gives, and the choice among all in float32
-        mlp = s.experts_per_token * (mlp + 2 * compute * h) + 4 * max((p.experts for p in specs), default=0)
+    head_norms = _head_norm(q + kv, compute, stream, trained) if _has(specs, "q_norm") and attends else 0
+    attended = _attention(q, kv, heads, compute, attention, longest) if attends else 0
+    each = 4 if gated else 5 if s.activation in COMPOSED else 2
+    mlp = compute * inner * each
+    if ways:  # in addition: what each expert reads and gives, and the choice among all in float32
+        mlp = ways * (mlp + 2 * compute * h) + 4 * max((p.experts for p in specs), default=0)
+        mlp += compute * shared * each
+    second = second if inner else 0  # without an MLP there is one sublayer
+    norms = norms if inner else max(norms, 2)
     saved = first + second + (norms - 2) * after + head_norms + attended + mlp + _adapters(model, layout, compute)
+    routed = 4 * ways * compute * h  # rows by expert, what comes of them, weighed and put in order
+    ways = ways or 1  # how often a token goes through an MLP
     held = stream * h * 4  # the input of the stage and of the layer, the stream, and what the sublayer reads
     inside = 4 if model.lora is not None or s.activation in COMPOSED else 3
-    attending = _attention(q, kv, heads, compute, "grid", longest) + compute * q
-    attending += 3 * 4 * heads * longest if attention == "plain" else 0  # scores, masked, and their softmax
-    # rows by expert, what comes of them, weighed and put in order
-    routed = 4 * ways * compute * h if s.experts_per_token else 0
+    attending = _attention(q, kv, heads, compute, "grid", longest) + compute * q if attends else 0
+    attending += 3 * 4 * heads * longest if attention == "plain" and attends else 0  # scores, masked, their softmax
     forward = held + max(inside * ways * compute * inner + routed, attending)
     backward = max(2 * ways * compute * inner + routed, 3 * compute * q) + stream * h
+    row: dict[str, int] = {}
+    if states is not None:
+        row = {"outside": held, "after": second + mlp + (norms - 2) * after,
+               "row_saved": states.saved.bytes(longest), "row_forward": states.forward.bytes(longest),
+               "row_backward": states.backward.bytes(longest), "state": states.state,
+               "step": states.step + states.state, "row_outputs": states.outputs + states.state}
     final = (stream + 4 if stream == 4 else 6) * h if not layer_norm else 4 * h
     return LayerActivations(stream * h, saved, forward, backward, final, 16 * h, compute * h,
                             2 * compute * kv if layout.cp > 1 else 0, 2 * compute * kv,
-                            _outputs(specs, h, inner, q, kv, norms, layer_norm, s.activation, compute, stream))
+                            _outputs(specs, h, inner, q, kv, norms, layer_norm, s.activation, compute, stream),
+                            **row, caches=attends)
+
 
 
 def _outputs(specs: tuple[ParamSpec, ...], h: int, inner: int, q: int, kv: int, norms: int, layer_norm: bool,
@@ -140,6 +222,14 @@ def _is_norm(p: ParamSpec, hidden: int) -> bool:
     module = p.name.split(".")[-2] if "." in p.name else ""
     of_heads = module.startswith(("q_", "k_"))
     return p.shape == (hidden,) and ("norm" in module or module.startswith("ln")) and not of_heads
+
+
+def _mlp_width(specs: tuple[ParamSpec, ...]) -> int:
+    """Of the first product of an MLP, or of the shared expert; 0: the layer has none."""
+    return max((p.shape[0] for p in specs if len(p.shape) == 2 and not p.experts
+                and p.name.split(".")[-2] in ("gate_proj", "up_proj", "w1", "w3", "fc1")), default=0) or max(
+        (p.shape[0] // 2 for p in specs if len(p.shape) == 2 and not p.experts
+         and p.name.split(".")[-2] in ("input_linear", "gate_up_proj")), default=0)
 
 
 def _has(specs: tuple[ParamSpec, ...], module: str) -> bool:

@@ -15,7 +15,7 @@ from math import ceil
 from typing import assert_never
 
 from rldsl.memory import logits
-from rldsl.memory.activations import LayerActivations, attention_kind, layer_activations
+from rldsl.memory.activations import LayerActivations, StackActivations, attention_kind, stack_activations
 from rldsl.memory.decode_shapes import (
     MAX_PREFILL_TOKENS,
     live_conversations,
@@ -41,6 +41,7 @@ from rldsl.plan.heads import DISTRIBUTION, LOGPROBS_AT, OUTPUTS
 from rldsl.plan.model import Layout
 from rldsl.plan.prompt_sources import pays, shares_prompts
 from rldsl.plan.spaces import IndexedFrame, unit_tokens, units_of_minibatch
+from rldsl.sharding.layout import stage_layers
 from rldsl.sharding.micro_batches import count_without_token_limit
 from rldsl.sharding.pipeline_schedule import actions, max_activations_in_flight, max_waiting_messages, rank_passes
 
@@ -60,15 +61,15 @@ class MemoryCosts:
 
     def generate(self, tables: Tables, event: Generate, copy: Copy, device: str) -> Needs:
         """Holder -> bytes while a `generate` runs."""
-        return _generate(tables, event, copy, _block(tables, event, copy, device), device)
+        return _generate(tables, event, copy, _stack(tables, event, copy, device), device)
 
     def infer(self, tables: Tables, event: Infer, copy: Copy, device: str) -> Needs:
         """Holder -> bytes while an inference call runs."""
-        return _infer(tables, event, copy, _block(tables, event, copy, device), device)
+        return _infer(tables, event, copy, _stack(tables, event, copy, device), device)
 
     def train(self, tables: Tables, event: Train, copy: Copy, device: str) -> Needs:
         """Holder -> bytes while a train call runs, besides gradients and optimizer state."""
-        return _train(tables, event, copy, _block(tables, event, copy, device), device)
+        return _train(tables, event, copy, _stack(tables, event, copy, device), device)
 
     def gradient_bytes(self, copy: Copy) -> int:
         """Gradients that stay between calls: one flat float32 buffer, where the model is trained."""
@@ -174,15 +175,26 @@ def _shared_tokens(t: Tables, frames: Sequence[IndexedFrame], rows: int) -> int:
 # ------------------------------------------------------------------------------- the torch backend's counts
 
 
-def _block(t: Tables, event: AnyCall, copy: Copy, device: str) -> LayerActivations:
+def _stack(t: Tables, event: AnyCall, copy: Copy, device: str) -> StackActivations:
     attention = attention_kind(copy.model, copy.compute, device)
-    longest = max(width(t.frames[f]) for f in (event.frames if isinstance(event, Train) else (event.frame,)))
-    return layer_activations(copy.model, copy.layout, copy.compute, copy.stream, attention, longest)
+    return stack_activations(copy.model, copy.layout, copy.compute, copy.stream, attention, _longest(t, event))
 
 
-def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: str) -> Needs:
+def _longest(t: Tables, event: AnyCall) -> int:
+    """Tokens of the longest sequence."""
+    return max(width(t.frames[f]) for f in (event.frames if isinstance(event, Train) else (event.frame,)))
+
+
+def _chunks(copy: Copy, stack: StackActivations) -> tuple[tuple[LayerActivations, ...], ...]:
+    """Of the layers of each chunk here."""
+    pp, count = copy.layout.pp, copy.layout.pp * copy.layout.vpp
+    return tuple(stack.of(stage_layers(copy.model.layers, count, s)) for s in range(copy.cell.pp_rank, count, pp))
+
+
+def _generate(t: Tables, e: Generate, copy: Copy, stack: StackActivations, device: str) -> Needs:
     """The maximum over a prefill, the first tokens after it, and a decoding step that is not replayed. The captured
     steps so far (CUDA graphs, on the CPU operator traces) are held during all three."""
+    b, here = stack.any, [layer for chunk in _chunks(copy, stack) for layer in chunk]
     frame, prompts = t.frames[e.frame], t.frames[e.prompts]
     count = rows(frame, t.spreads[e.spread], t.layouts, t.frames)
     slots = _slots(e, count)
@@ -205,17 +217,20 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
     if e.conversation is not None:  # slots of a pass need not be neighbors: what they hold is copied
         read = max(read, each * groups)
     masked = 5 * wide
-    step = slots * (read + b.forward + masked)
+    step = slots * read + max(layer.decoding(slots, masked) for layer in here)
+    prefilled = prefill // max(prompt, 1)  # sequences of a prefill
     captured = 0
     # steps with experts or collectives are not captured, nor are those of conversations
     if tp == 1 and not sizes.experts_per_token and e.conversation is None:
         captured = num_captures_with_memory(longest, new, device == "cpu") * (
             max(step, sampling - cast) if device == "cuda" else
-            slots * (copy.layers * b.outputs + masked
+            slots * (sum(layer.outputs + layer.row_outputs for layer in here) + masked
                      + (sampling_bytes_per_logit(_head(copy), e.sampling) * _head(copy).rows if copy.last else 0)))
     drawn = 0 if e.sampling.greedy or not copy.last else 8 * new * slots
-    return {"KV cache": slots * groups * each * copy.layers,
-            "activations": cast + max(prefill * b.forward, prefill * b.hidden + sampling - cast,
+    return {"KV cache": slots * groups * each * sum(layer.caches for layer in here),
+            "states": 2 * slots * sum(layer.state for layer in here),
+            "activations": cast + max(max(layer.forward_peak(prefill, prefilled) for layer in here),
+                                      prefill * b.hidden + sampling - cast,
                                       max(step, sampling - cast) + captured),
             "half-precision weights": _half_precision_bytes(copy),
             "progress": drawn + count * (12 * new + INDEX + 8 * width(frame) + 8 * longest)}
@@ -263,7 +278,8 @@ def kept_cache_bytes(t: Tables, e: Generate, copy: Copy) -> int:
     return tokens * 2 * heads * sizes.head_dim * copy.compute * copy.layers
 
 
-def _infer(t: Tables, e: Infer, copy: Copy, b: LayerActivations, device: str) -> Needs:
+def _infer(t: Tables, e: Infer, copy: Copy, stack: StackActivations, device: str) -> Needs:
+    b, here = stack.any, [layer for chunk in _chunks(copy, stack) for layer in chunk]
     count = rows(t.frames[e.frame], t.spreads[e.spread], t.layouts, t.frames)
     m = largest_micro_batch(t, (e.frame,), count, e.mbs, e.mbt, copy.layout, shares_prompts(copy.model, copy.layout))
     head = 0
@@ -274,7 +290,9 @@ def _infer(t: Tables, e: Infer, copy: Copy, b: LayerActivations, device: str) ->
         head += m.responses * TOP_ENTRY * _width(t, e.ids)
         head += m.responses * 2 * FLOAT * copy.model.sizes.hidden * (e.output_name == DISTRIBUTION)
     passed = 0 if copy.last else m.tokens * b.stream  # the message of the micro-batch before
-    most = max(m.tokens * b.forward + 3 * m.cp_tokens * b.gathered_kv + m.repeated * b.repeated, head)
+    sequences = -(-m.tokens // _longest(t, e))  # of full length, which need as much as those of the micro-batch
+    most = max(max(layer.forward_peak(m.tokens, sequences) for layer in here)
+               + 3 * m.cp_tokens * b.gathered_kv + m.repeated * b.repeated, head)
     return {"activations": passed + most, "half-precision weights": _half_precision_bytes(copy),
             "rows": count * (width(t.frames[e.frame]) * INDEX
                              + t.frames[e.frame].max_response_tokens * TOP_ENTRY * _width(t, e.ids))}
@@ -285,10 +303,11 @@ def _width(t: Tables, ids: str) -> int:
     return t.values[ids].width if ids else 0
 
 
-def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) -> Needs:
+def _train(t: Tables, e: Train, copy: Copy, stack: StackActivations, device: str) -> Needs:
     """The maximum over the backward passes of a layer, of the head, and of the embedding, and over the optimizer step:
     one fused kernel without extra memory, except where it needs complete parameters. The pipeline schedule gives the
     number of forward passes in flight."""
+    b, chunks = stack.any, _chunks(copy, stack)
     layout, frames = copy.layout, [t.frames[f] for f in e.frames]
     spread = t.spreads[e.spread]
     unit = frames[0].per_prompt if spread.granularity == "prompt" else 1  # rows that stay together
@@ -296,16 +315,19 @@ def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) ->
     count = unit * ceil(units_of_minibatch(spread, frames[0].count // unit, longest) / layout.dp)
     m = largest_micro_batch(t, e.frames, count, e.mbs, e.mbt, layout, shares_prompts(copy.model, layout))
     full = e.recompute == "full"
-    # by a layer, for its backward pass
-    kept = m.tokens * b.saved + m.cp_tokens * b.gathered_kv + m.repeated * b.repeated
-    each = [m.tokens * b.stream * _num_boundary_states(copy, c) + layers * (m.tokens * b.stream if full else kept)
-            for c, layers in enumerate(copy.chunks)]
+    sequences = -(-m.tokens // _longest(t, e))  # of full length, which need as much as those of the micro-batch
+    # by each layer, for its backward pass
+    kept = [[layer.kept(m.tokens, sequences) + m.cp_tokens * b.gathered_kv + m.repeated * b.repeated
+             for layer in layers] for layers in chunks]
+    each = [m.tokens * b.stream * _num_boundary_states(copy, c) + (len(k) * m.tokens * b.stream if full else sum(k))
+            for c, k in enumerate(kept)]
     scheduled = m.count if layout.vpp > 1 else min(m.count, layout.pp)  # more micro-batches only last longer
     order = rank_passes(layout.pp, layout.vpp, scheduled, copy.cell.pp_rank)
     passed = m.tokens * b.stream * _num_messages(layout, m.count, copy.cell.pp_rank, device)
     weight = (copy.compute + (FLOAT if copy.compute != FLOAT else 0)) * largest_weight(copy)
-    inside = max_activations_in_flight(order, each) + (kept if full else 0) + weight
-    inside += m.tokens * b.backward + 2 * m.cp_tokens * b.gathered_kv + m.repeated * b.repeated
+    inside = max_activations_in_flight(order, each) + weight + 2 * m.cp_tokens * b.gathered_kv + m.repeated * b.repeated
+    inside += max(_backward(k, [layer.backward_peak(m.tokens, sequences) for layer in layers], full)
+                  for k, layers in zip(kept, chunks, strict=True))
     embedding = 0
     if copy.first and not copy.model.base:  # its gradient comes last, as a full matrix
         gradient = FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden
@@ -318,6 +340,14 @@ def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) ->
     most = max(passed + max(inside, embedding, head), largest_step(copy))
     return {"activations": most, "half-precision weights": _half_precision_bytes(copy), "rows": whole, **gathered(copy),
             **summed_in_leaves(copy)}
+
+
+def _backward(kept: Sequence[int], peaks: Sequence[int], full: bool) -> int:
+    """The peak of the backward passes of some layers, besides what all of them keep: that of a layer begins when those
+    of later layers are over. peaks: of each layer."""
+    if full:  # each is run again
+        return max(k + p for k, p in zip(kept, peaks, strict=True))
+    return max(p - sum(kept[n + 1 :]) for n, p in enumerate(peaks))
 
 
 def _num_boundary_states(copy: Copy, chunk: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from rldsl.plan.model import Ranges
+from rldsl.plan.model import Plan, Ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +109,8 @@ def each_rank(curves: tuple[Curve, ...]) -> Iterator[tuple[int, Curve]]:
         for start, stop in curve.ranks:
             for rank in range(start, stop):
                 yield rank, curve
+
+
+def left_out(plan: Plan) -> tuple[str, ...]:
+    """What the estimates of a plan's models are known to leave out, a sentence for each model."""
+    return tuple(f"not counted of `{m.name}`: {m.sizes.uncounted}" for m in plan.models if m.sizes.uncounted)

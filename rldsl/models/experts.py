@@ -32,6 +32,15 @@ def counts(skeleton: Any) -> dict[str, int]:
     return found
 
 
+def other_form(skeleton: Any) -> str:
+    """The first module of experts in another form, for messages; "": there is none."""
+    known = {name.rpartition(".")[0] for name in counts(skeleton)}
+    found = (path for path, module in skeleton.named_modules() if path not in known and path.endswith("experts")
+             and any(p.dim() == 3 for p in module.parameters(recurse=False)))
+    path = next(found, "")
+    return f"{path}, which has a form of its own" if path else ""
+
+
 def division(name: str, shape: tuple[int, ...], style: str) -> tuple[Split | None, str]:
     """(split, problem) of an expert parameter under a style of the config's plan."""
     match name.rpartition(".")[2], style:

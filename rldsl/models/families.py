@@ -24,7 +24,7 @@ from rldsl.models.execution import Execution
 from rldsl.models.skeleton import Skeleton, build, first_line
 from rldsl.models.vision import earlier_names, layers_with_images, processor_digest, vision_family
 from rldsl.plan.heads import HEADS, SCORE_WEIGHT
-from rldsl.plan.model import ParamSpec, Sizes, Split, StageKind
+from rldsl.plan.model import ParamSpec, Recurrence, Sizes, Split, StageKind
 from rldsl.source import Span
 
 # keys of a config that do not change what the model computes
@@ -93,6 +93,8 @@ class Family:
     reads_images: bool = False  # whether it has a vision tower
     layers_with_images: int = 0  # how many of the first layers get features of images added to their outputs
     image_processor: str = ""  # sha256 of the files that say how images are preprocessed; "": there are none
+    recurrences: tuple[Recurrence, ...] = ()  # what layers that carry a state need in memory
+    uncounted: str = ""  # what the memory estimate leaves out; "": nothing that is known
 
 
 def describe(path: str, kind: str, span: Span | None = None, trained: bool = False) -> Family:
@@ -140,7 +142,8 @@ def _described(path: str, kind: str, names: frozenset[str], digest: str, span: S
                   experts=min((s.experts for s in mixed), default=0), chosen=experts.chosen(text) if mixed else 0,
                   expert_width=min((s.shape[2] for s in mixed if s.name.endswith("down_proj")), default=0),
                   recurrent=bool(how.recurrent), by_rows=how.by_rows, reads_images=vision_family(config) is not None,
-                  layers_with_images=layers_with_images(config),
+                  layers_with_images=layers_with_images(config), recurrences=skeleton.recurrences,
+                  uncounted=skeleton.uncounted,
                   invariant_problem=_invariant_problem(config, how, params), **sizes)
 
 
@@ -184,7 +187,7 @@ def sizes_of(family: Family) -> Sizes:
                        if config.get(k, "null") != "null"), "")
     return Sizes(family.hidden, family.expert_width or family.intermediate, family.heads, family.kv_heads,
                  family.head_dim, family.vocab, str(activation), family.chosen,
-                 family.recurrent or bool(family.by_rows) or family.reads_images)
+                 family.recurrent or bool(family.by_rows) or family.reads_images, family.recurrences, family.uncounted)
 
 
 def _meaning(config: Any) -> tuple[tuple[str, str], ...]:

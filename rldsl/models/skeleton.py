@@ -13,7 +13,9 @@ from typing import Any
 from rldsl.diag import fail
 from rldsl.models import experts
 from rldsl.models.execution import Execution, body_name, called_after_layers, execution, keep_weights, shared_name
+from rldsl.models.recurrence import recurrences, uncounted
 from rldsl.models.vision import auto_class, only_with_images, supported_families, vision_family
+from rldsl.plan.model import Recurrence
 from rldsl.source import Span
 
 MAX_SHOWN = 160  # characters of a message of transformers
@@ -45,6 +47,8 @@ class Skeleton:
     shared: frozenset[str]  # parameters that several layers share
     experts: Mapping[str, int]  # parameter -> the number of experts whose weights it holds
     transforms: tuple[Any, ...]  # of `experts.transforms`
+    recurrences: tuple[Recurrence, ...] = ()  # what layers that carry a state need in memory
+    uncounted: str = ""  # what the memory estimate leaves out
 
 
 def build(config: Any, path: str, span: Span | None) -> Skeleton:
@@ -76,6 +80,7 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
     prefix = body_name(model)
     body = model.get_submodule(prefix)
     how = execution(body, config)
+    states = recurrences(model, body, how)
     return Skeleton(
         prefix=prefix,
         tp_plan=dict(getattr(model, "_tp_plan", None) or {}),
@@ -88,7 +93,8 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
         after_layers=called_after_layers(body, how),
         shared=_shared(model, f"{prefix}.{how.layers}."),
         experts=experts.counts(model),
-        transforms=tuple(experts.transforms(model)))
+        transforms=tuple(experts.transforms(model)), recurrences=states,
+        uncounted=uncounted(how, states) or experts.other_form(model))
 
 
 def _parameters(model: Any, prefix: str) -> tuple[tuple[str, tuple[int, ...]], ...]:

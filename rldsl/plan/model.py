@@ -231,6 +231,41 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True)
+class Growth:
+    """Bytes that a sequence needs, by its tokens."""
+
+    sequence: int  # whatever its tokens
+    token: int  # for each token
+    chunk: int = 0  # tokens of a chunk, up to which a sequence is padded; 0: no chunks
+    single: int = 0  # instead of all but `token`, where there is one chunk
+    per_chunk: int = 0  # for each chunk
+    squared: int = 0  # for each pair of chunks
+
+    def bytes(self, tokens: int) -> int:
+        """Of a sequence of so many tokens."""
+        chunks = -(-tokens // self.chunk) if self.chunk else 0
+        rest = self.single if chunks == 1 else self.sequence + (self.per_chunk + self.squared * chunks) * chunks
+        return max(self.token * tokens + rest, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """What the modules that carry a state need in the layers of one kind, with transformers' own code of torch: bytes
+    per sequence (`models/recurrence.py`)."""
+
+    itemsize: int  # bytes of an element in which these hold
+    layers: tuple[int, ...]  # numbers of the layers
+    attends: bool  # whether the layers have attention, too
+    modules: tuple[str, ...]  # their names in a layer
+    saved: Growth  # kept for the backward pass, with what they read
+    forward: Growth  # peak of a forward pass that saves nothing
+    backward: Growth  # peak of the backward pass, with what is saved
+    state: int  # what is kept between decoding steps
+    step: int  # peak of a decoding step, without the state
+    outputs: int  # of all operations of a decoding step together
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """The sizes of a model that determine the work and memory of a call, besides its parameters; 0: unknown."""
 
@@ -243,6 +278,8 @@ class Sizes:
     activation: str = ""  # of the MLP, as in the config: "silu"
     experts_per_token: int = 0  # experts per token; 0: a dense model
     whole_sequences: bool = False  # whether modules need complete sequences: they carry a state, or read images
+    recurrences: tuple[Recurrence, ...] = ()  # of layers that carry a state from token to token
+    uncounted: str = ""  # what of it the memory estimate leaves out; "": nothing that is known
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rldsl.clusters import Cluster
 from rldsl.files import write
-from rldsl.memory.curve import Curve, Peak, peak, peaks
+from rldsl.memory.curve import Curve, Peak, left_out, peak, peaks
 from rldsl.plan.model import Plan as Record
 from rldsl.plan.notation import human
 from rldsl.python.errors import ELSEWHERE, reports_failures
@@ -71,7 +71,8 @@ class Memory:
         """A line for each set of ranks that hold the same."""
         rows = [_HEAD, *self._rows()]
         wide = [max(len(r[i]) for r in rows) for i in range(len(_HEAD))]
-        return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, wide, strict=True)).rstrip() for row in rows)
+        lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, wide, strict=True)).rstrip() for row in rows]
+        return "\n".join((*lines, *left_out(self.plan)))
 
     def _rows(self) -> list[tuple[str, ...]]:
         from rldsl.plan.notation import ranks_text

@@ -145,9 +145,11 @@ docs/families.md` has found it with a tiny random model of each, in float32 on t
 - gpt-oss directories with MXFP4 weights are read as they are, unpacked to the model's `dtype` bit for bit as
   transformers does; what is saved is not packed (`tests/families/test_packed_weights.py`). Other quantized weights are
   RL0721.
-- The memory estimate does not know recurrent layers: what they keep for the backward pass is not counted. In GRPO on
-  the CPU the peak was 1.27 times the estimate with Qwen3-Next, and 3.2 times with Falcon-H1, both with transformers'
-  plain code for them: leave room, or bound micro-batches with `mbs`.
+- The memory estimate counts what recurrent layers keep, from a trial of their modules in transformers' own torch code,
+  without storage, when a model is described. In GRPO on the CPU it is within 10 % of measured peaks for Qwen3-Next,
+  Falcon-H1, Jamba and Mamba-2, in float32 and bfloat16, with adapters and with pp (`tests/memory/test_recurrent.py`);
+  kernels of other packages, and those of GPUs, may need less. `rlc compile` says what it leaves out: attention and
+  decoding in rows, experts in a form of their own (gpt-oss, Llama 4), and states of modules whose trial fails.
 - invariant: whether `invariant=true` is possible. ep: whether there are experts in a form that `ep` divides.
 
 {counts}
