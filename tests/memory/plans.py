@@ -224,7 +224,7 @@ def plan_of(case: Case, folder: Path) -> Plan:
         make_model(folder / "rm", family=case.family, head="reward_model", seed=1, **sizes)
     prompt, answer = "7" * case.prompt, "5" * (case.response - 1)  # and the token that ends it
     write_jsonl(folder / "prompts.jsonl", [{"prompt": prompt}] * (4 * case.batch))
-    write_jsonl(folder / "pairs.jsonl", [{"prompt": prompt, "chosen": answer, "rejected": answer}] * (2 * case.batch))
+    write_jsonl(folder / "pairs.jsonl", [{"prompt": prompt, "chosen": answer, "rejected": "4" * len(answer)}] * (2 * case.batch))
     text = case.program.format(**{k: getattr(case, k) for k in Case.__dataclass_fields__})
     program = folder / "run.rlf"
     program.write_text(f"cluster nodes=1 gpus={case.world}\n{text}\n{case.top}\n{case.place}\n")

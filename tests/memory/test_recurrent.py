@@ -15,13 +15,14 @@ from rldsl.api import compile
 from rldsl.cli import main
 from rldsl.memory import curves
 from rldsl.memory.curve import each_rank, left_out, peak, points
+from rldsl.models import recurrence
 from rldsl.models.families import describe
 from rldsl.models.skeleton import build
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.model import Growth
 from rldsl.plan.projection import event_paths
-from tests.families.tiny_configs import make
+from tests.families.tiny_configs import make, tiny_config
 from tests.memory.accounting import measured
 from tests.memory.plans import GRPO, Case, on
 from tests.tiny import make_model, write_jsonl
@@ -99,15 +100,12 @@ def test_growth() -> None:
     assert Growth(-50, 1).bytes(10) == 0
 
 
-def test_a_trial_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a module does not run without storage, the plan says what its estimate leaves out."""
-    from tests.families.tiny_configs import tiny_config
-    from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
-
-    def unknown(*_: Any, **__: Any) -> Any:
+    def unknown(*_: Any) -> Any:
         raise NotImplementedError("no kernel for this device")
 
-    monkeypatch.setattr(Lfm2ShortConv, "forward", unknown)
+    monkeypatch.setattr(recurrence, "_call", unknown)
     found = build(tiny_config("lfm2"), "m", None)
     assert found.recurrences == () and found.uncounted == "the states of layers.0.conv and 1 more"
 
