@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -103,11 +103,14 @@ class TorchShard:
     def generate(self, prompts: PackedBatch, sampling: Sampling, *, seed: int, step: int, max_num_seqs: int,
                  max_prompt_len: int = 0, max_prompts: int = 0, continues: bool = False, keep_cache: bool = False,
                  prefix: Prefix | None = None) -> GenerationOutput:
+        keeps = self._can_keep_captures()
         with self._numerics():
+            if keeps:
+                self.stage.weight_copies.fill()
             return generate(self.stage, self.axes, prompts, sampling, tokenizer_dir=self.model.path, seed=seed,
                             step=step, max_num_seqs=max_num_seqs, max_prompt_len=max_prompt_len,
                             max_prompts=max_prompts, continues=continues, capture=self.capture,
-                            states=self.decode_states if self._can_keep_captures() else None, keep_cache=keep_cache,
+                            states=self.decode_states if keeps else None, keep_cache=keep_cache,
                             prefix=prefix)
 
     def converse(self, rows: torch.Tensor, sampling: Sampling, limits: Conversation, talk: Talk | None, *, seed: int,
@@ -290,7 +293,11 @@ class TorchShard:
     @contextmanager
     def _numerics(self) -> Iterator[None]:
         """The dtypes, and the order of sums, in which everything inside is computed."""
-        with self._autocast(), self.stage.invariant_mode() if self.model.invariant else nullcontext():
+        if not self.model.invariant:
+            with self._autocast():
+                yield
+            return
+        with self._autocast(), self.stage.weight_copies.in_call(), self.stage.invariant_mode():
             yield
 
     def _autocast(self) -> torch.autocast:

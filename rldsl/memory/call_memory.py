@@ -25,11 +25,13 @@ from rldsl.memory.decode_shapes import (
 from rldsl.memory.parameters import (
     FLOAT,
     Copy,
+    column_parallel_elements,
     gathered,
     largest_step,
     largest_weight,
     linear_elements,
     optimizer_state,
+    row_parallel_elements,
     summed_in_leaves,
     trained,
     vocabulary,
@@ -232,7 +234,7 @@ def _generate(t: Tables, e: Generate, copy: Copy, stack: StackActivations, devic
             "activations": cast + max(max(layer.forward_peak(prefill, prefilled) for layer in here),
                                       prefill * b.hidden + sampling - cast,
                                       max(step, sampling - cast) + captured),
-            "half-precision weights": _half_precision_bytes(copy),
+            "half-precision weights": _half_precision_bytes(copy), **_weights_in_blocks(copy, device),
             "progress": drawn + count * (12 * new + INDEX + 8 * width(frame) + 8 * longest)}
 
 
@@ -294,6 +296,7 @@ def _infer(t: Tables, e: Infer, copy: Copy, stack: StackActivations, device: str
     most = max(max(layer.forward_peak(m.tokens, sequences) for layer in here)
                + 3 * m.cp_tokens * b.gathered_kv + m.repeated * b.repeated, head)
     return {"activations": passed + most, "half-precision weights": _half_precision_bytes(copy),
+            **_weights_in_blocks(copy, device),
             "rows": count * (width(t.frames[e.frame]) * INDEX
                              + t.frames[e.frame].max_response_tokens * TOP_ENTRY * _width(t, e.ids))}
 
@@ -339,7 +342,7 @@ def _train(t: Tables, e: Train, copy: Copy, stack: StackActivations, device: str
     whole = count * sum(map(width, frames)) * INDEX
     most = max(passed + max(inside, embedding, head), largest_step(copy))
     return {"activations": most, "half-precision weights": _half_precision_bytes(copy), "rows": whole, **gathered(copy),
-            **summed_in_leaves(copy)}
+            **summed_in_leaves(copy), **_weights_in_blocks(copy, device, trains=True)}
 
 
 def _backward(kept: Sequence[int], peaks: Sequence[int], full: bool) -> int:
@@ -394,8 +397,21 @@ def _head(copy: Copy) -> logits.Head:
 
 
 def _half_precision_bytes(copy: Copy) -> int:
-    """Half-precision copies of float32 matrices. Autocast keeps those of trained parameters until the call ends; with
-    `zero` parameters are gathered in half precision anyway; for an `ema` model one matrix is cast at a time."""
+    """Half-precision copies of float32 matrices. Autocast keeps those of trained parameters until the call ends, and an
+    invariant model all; with `zero` parameters are gathered in half precision anyway; for another `ema` model one
+    matrix is cast at a time."""
     if copy.stored == copy.compute or copy.layout.zero:
         return 0
-    return copy.compute * (linear_elements(copy) if copy.trained else largest_weight(copy))
+    kept = copy.trained or copy.model.invariant
+    return copy.compute * (linear_elements(copy) if kept else largest_weight(copy))
+
+
+def _weights_in_blocks(copy: Copy, device: str, trains: bool = False) -> Needs:
+    """Copies of matrices that an invariant model keeps until a call ends, as `WeightCopies` of the torch backend does:
+    of float32 ones in blocks of columns, which oneDNN reads on a CPU, and for the gradients of `invariant_training`
+    rows of several."""
+    if not copy.model.invariant or copy.layout.zero:
+        return {}
+    blocks = FLOAT * row_parallel_elements(copy) if device == "cpu" and copy.compute == FLOAT else 0
+    joined = copy.compute * column_parallel_elements(copy) if trains and copy.model.invariant_training else 0
+    return {"weights in blocks": blocks + joined} if blocks + joined else {}

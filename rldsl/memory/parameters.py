@@ -18,6 +18,7 @@ from rldsl.sharding.boxes import Box, Cell, itemsize, pieces_at, volume
 from rldsl.sharding.dtypes import storage_dtype
 from rldsl.sharding.gradient_leaves import LEAVES
 from rldsl.sharding.layout import own_layers, stage_layers
+from rldsl.sharding.sum_blocks import summed_input, summed_output
 
 FLOAT = 4  # bytes of float32
 # bytes per element of a parameter while Muon or Adafactor updates it: the update in float32 and what it is made from,
@@ -191,6 +192,25 @@ def _size(spec: ParamSpec, copy: Copy) -> int:
 def linear_elements(copy: Copy) -> int:
     """Elements of all matrices of the layers here: what autocast keeps a half-precision copy of."""
     return elements([s for s in copy.model.params if s.stage == "layer" and len(s.shape) > 1], copy)
+
+
+@cache
+def row_parallel_elements(copy: Copy) -> int:
+    """Elements of the layers' matrices here whose inputs tp divides, without experts: what an invariant model keeps a
+    copy of in blocks."""
+    return elements([s for s in _linear_layers(copy) if summed_input(s)], copy)
+
+
+@cache
+def column_parallel_elements(copy: Copy) -> int:
+    """The same of matrices whose outputs tp divides: what a model with `invariant_training` joins for the gradient of
+    their input."""
+    return elements([s for s in _linear_layers(copy) if summed_output(s)], copy)
+
+
+def _linear_layers(copy: Copy) -> list[ParamSpec]:
+    return [s for s in (*copy.model.params, *copy.model.base)
+            if s.stage == "layer" and not s.experts and len(s.shape) > 1]
 
 
 @cache

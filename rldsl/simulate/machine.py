@@ -36,7 +36,7 @@ class InvariantPrice(NamedTuple):
     ordered_train: float  # where they have one
 
 
-INVARIANT_PRICE = {"float32": InvariantPrice(1.5, 1.2, 1.2, 1.8), "bfloat16": InvariantPrice(1.7, 1.2, 1.2, 1.8)}
+INVARIANT_PRICE = {"float32": InvariantPrice(1.35, 1.1, 1.1, 1.7), "bfloat16": InvariantPrice(1.4, 1.1, 1.1, 1.8)}
 
 
 @dataclass(frozen=True, slots=True)

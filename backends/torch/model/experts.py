@@ -30,15 +30,16 @@ from rldsl.backends.torch.model.collectives import (
 )
 from rldsl.backends.torch.model.gradient_sums import Leaves, expert_products, with_gradient_apart
 from rldsl.backends.torch.model.invariant import linear
-from rldsl.backends.torch.model.tree_sums import row_parallel_product
+from rldsl.backends.torch.model.tree_sums import NO_COPIES, row_parallel_product
+from rldsl.backends.torch.model.weight_copies import WeightCopies
 from rldsl.runtime.backend import Axis
 
 
 def parallelize_experts(module: Any, num_experts: int, tp: Axis, ep: Axis, cuts: Sequence[int] | None = None,
-                        ordered: OrderedExperts | None = None) -> None:
+                        ordered: OrderedExperts | None = None, copies: WeightCopies = NO_COPIES) -> None:
     """Give `module` its forward: (tokens [T, H], chosen experts [T, K], their weights [T, K]) -> [T, H]. num_experts:
     of the whole layer. cuts: of the inputs of down projections in an invariant model (`tree_sums.py`). ordered: if
-    gradients have one order."""
+    gradients have one order. copies: of the weights of an invariant model."""
     def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if tp.size > 1 and ordered is None:
             hidden = copy_to_tensor_parallel_region(hidden, tp)
@@ -56,7 +57,8 @@ def parallelize_experts(module: Any, num_experts: int, tp: Axis, ep: Axis, cuts:
         def compute(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
             if cuts is None:
                 return _compute(module, rows, counts.sum(1))
-            return _compute_tree(module.gate_up_proj, module.down_proj, module, rows, counts, tp, cuts, ordered)
+            up, down = (copies.cast(w, rows.dtype) for w in (module.gate_up_proj, module.down_proj))
+            return _compute_tree(up, down, module, rows, counts, tp, cuts, ordered)
 
         grads = ordered.source_grads() if ordered is not None and in_groups else None
         if grads is not None and cuts is not None:

@@ -21,12 +21,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from rldsl.backends.torch.kernels.autograd import Function
+from rldsl.backends.torch.kernels.autograd import Function, outside_modes
 from rldsl.backends.torch.kernels.fixed_order import row_sum
 from rldsl.backends.torch.kernels.rms_norms import PlainNorm, normalize
 from rldsl.backends.torch.model.collectives import tree_all_reduce
 from rldsl.backends.torch.model.invariant import multiply, sizes_of, sum_of_rows, tree_of_groups, weight_gradient
-from rldsl.backends.torch.model.tree_sums import sparse_tree_sum
+from rldsl.backends.torch.model.tree_sums import NO_COPIES, sparse_tree_sum
+from rldsl.backends.torch.model.weight_copies import WeightCopies
 from rldsl.runtime.backend import Axis
 from rldsl.sharding.sum_blocks import BLOCKS, head_blocks
 
@@ -58,6 +59,7 @@ class _Part:
 
     grad: torch.Tensor    # [T, m] of its output
     weight: torch.Tensor  # [m, k], in the dtype in which it multiplies
+    source: torch.Tensor  # whose rows are joined with those of others: the parameter, or the weight
     leaves: Leaves        # runs of its m outputs
 
 
@@ -65,30 +67,34 @@ class _Part:
 class _Reader:
     """The products that read one tensor."""
 
+    copies: WeightCopies  # of their weights
     parts: dict[int, _Part] = field(default_factory=dict)  # by the place of a product among them, in a backward pass
-    count: int = 0  # products
+    sources: list[torch.Tensor] = field(default_factory=list)  # of each product: the parameter, or the weight it read
 
 
 def column_parallel_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, leaves: Leaves, tp: Axis,
-                            groups: int = 1) -> torch.Tensor:
+                            groups: int = 1, copies: WeightCopies | None = None) -> torch.Tensor:
     """x [..., k] @ weight [m, k].T + bias [m] -> [..., m]. leaves: of the m outputs of this rank. groups: of the
-    tokens, by which the gradients of weight and bias are summed."""
+    tokens, by which the gradients of weight and bias are summed. copies: of weights (None: none are kept)."""
     if not torch.is_grad_enabled():
-        return F.linear(x, weight, bias)
-    token, reader = _reader_of(x, tp)
+        return F.linear(x, weight, bias)  # in the model's mode, which knows the copies
+    copies = copies or NO_COPIES
+    token, reader = _reader_of(x, tp, copies)
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    place, reader.count = reader.count, reader.count + 1
+    place = len(reader.sources)
     rows = x.detach().reshape(-1, x.shape[-1]).to(dtype)
-    out: torch.Tensor = _ColumnProduct.apply(rows, token, weight.to(dtype), bias, reader, place, leaves,
+    read = copies.cast(weight, dtype)
+    reader.sources.append(weight if copies.keeps(weight) else read.detach())
+    out: torch.Tensor = _ColumnProduct.apply(rows, token, read, bias, reader, place, leaves,
                                              sizes_of(groups, len(rows)))
     return out.view(*x.shape[:-1], len(weight))
 
 
-def _reader_of(x: torch.Tensor, tp: Axis) -> tuple[torch.Tensor, _Reader]:
+def _reader_of(x: torch.Tensor, tp: Axis, copies: WeightCopies) -> tuple[torch.Tensor, _Reader]:
     """One for all products that read x, kept next to it and as long as it: a token of which they are functions."""
     found: tuple[torch.Tensor, _Reader] | None = getattr(x, "_reader", None)
     if found is None:
-        reader = _Reader()
+        reader = _Reader(copies)
         found = _Enter.apply(x, tp, reader), reader
         x._reader = found  # type: ignore[attr-defined]
     return found
@@ -106,21 +112,22 @@ class _Enter(Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         parts = [ctx.reader.parts[i] for i in sorted(ctx.reader.parts)]
         ctx.reader.parts.clear()
-        total = tree_all_reduce(input_gradient(parts, ctx.tp), ctx.tp)
+        total = tree_all_reduce(input_gradient(parts, ctx.tp, ctx.reader.copies), ctx.tp)
         return total.view(ctx.shape).to(ctx.dtype), None, None
 
 
-def input_gradient(parts: Sequence[_Part], tp: Axis) -> torch.Tensor:
+def input_gradient(parts: Sequence[_Part], tp: Axis, copies: WeightCopies) -> torch.Tensor:
     """[T, k] float32: this rank's node of the tree. In a leaf all products are one, of their runs next to each
     other."""
     def leaf(i: int) -> torch.Tensor | None:
-        runs = [(p.grad[:, a:b], p.weight[a:b]) for p in parts for a, b in p.leaves.get(i, ())]
+        runs = [(p, a, b) for p in parts for a, b in p.leaves.get(i, ())]
         if not runs:
             return None
-        grads, weights = ([run[side] for run in runs] for side in (0, 1))
         if len(runs) == 1:
-            return multiply(grads[0], weights[0]).float()
-        return multiply(torch.cat(grads, 1), torch.cat(weights)).float()
+            ((part, a, b),) = runs
+            return multiply(part.grad[:, a:b], part.weight[a:b]).float()
+        weights = copies.joined([(p.source, a, b) for p, a, b in runs], runs[0][0].weight.dtype)
+        return multiply(torch.cat([p.grad[:, a:b] for p, a, b in runs], 1), weights).float()
 
     total = sparse_tree_sum(tp.index * BLOCKS // tp.size, BLOCKS // tp.size, leaf)
     if total is None:
@@ -134,14 +141,15 @@ class _ColumnProduct(Function):
                 reader: _Reader, place: int, leaves: Leaves, groups: Sequence[int]) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.reader, ctx.place, ctx.leaves, ctx.groups = reader, place, leaves, groups
-        out = multiply(x, weight.T)
-        return out if bias is None else out + bias.to(out.dtype)
+        with outside_modes():
+            out = multiply(x, weight.T)
+            return out if bias is None else out + bias.to(out.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
-            ctx.reader.parts[ctx.place] = _Part(grad, weight, ctx.leaves)
+            ctx.reader.parts[ctx.place] = _Part(grad, weight, ctx.reader.sources[ctx.place], ctx.leaves)
         grad_weight = weight_gradient(x, grad, ctx.groups) if ctx.needs_input_grad[2] else None
         grad_bias = sum_of_rows(grad.float(), ctx.groups) if ctx.needs_input_grad[3] else None
         return None, grad.new_zeros((), dtype=torch.float32), grad_weight, grad_bias, None, None, None, None
@@ -161,8 +169,9 @@ class _ExpertProducts(Function):
                 tp: Axis) -> torch.Tensor:
         ctx.save_for_backward(rows, weights)
         ctx.groups, ctx.leaves, ctx.tp = groups, leaves, tp
-        parts = rows.split([sum(sizes) for sizes in groups])
-        return torch.cat([multiply(x, w.T) for x, w in zip(parts, weights, strict=True) if len(x)])
+        with outside_modes():
+            parts = rows.split([sum(sizes) for sizes in groups])
+            return torch.cat([multiply(x, w.T) for x, w in zip(parts, weights, strict=True) if len(x)])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -173,7 +182,7 @@ class _ExpertProducts(Function):
         for i, (x, g) in enumerate(zip(rows.split(counts), grad.split(counts), strict=True)):
             if not len(x):
                 continue
-            inputs.append(input_gradient([_Part(g, weights[i], ctx.leaves)], ctx.tp))
+            inputs.append(input_gradient([_Part(g, weights[i], weights[i], ctx.leaves)], ctx.tp, NO_COPIES))
             if grad_weights is not None:
                 grad_weights[i] = weight_gradient(x, g, ctx.groups[i])
         total = tree_all_reduce(torch.cat(inputs), ctx.tp).to(rows.dtype)
@@ -271,7 +280,9 @@ class Norms:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor, plain: PlainNorm) -> torch.Tensor:
         """x: [1, T, H]; of heads [1, T, heads of this rank, D]."""
-        out: torch.Tensor = _RMSNorm.apply(x, weight, eps, plain, self) if weight.dtype == torch.float32 else plain(x)
+        if weight.dtype != torch.float32 or x.dtype != torch.float32 and not torch.is_grad_enabled():
+            return plain(x)
+        out: torch.Tensor = _RMSNorm.apply(x, weight, eps, plain, self)
         return out
 
     def sum_of_tokens(self, x: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,9 @@ summed in another order. Whole multiples of ROWS and COLUMNS are not, on the pro
 here is tried before a model is used (`invariant_probe.py`). So a token gets the same numbers whether it is decoded in a
 batch or is part of a packed row: log-probs of generation are those of training, bit for bit. Sums that tp divides are
 cut into blocks (`sharding/sum_blocks.py`) and added in one tree (`tree_sums.py`). Norms and embeddings work row by row
-and are left as they are; activations are built from exponentials, since torch's own compute the last elements of a
-tensor differently from the rest. Backward passes use plain products, which are as fast as without: a gradient need not
-be the same in two places.
+and are left as they are. torch's activations compute the last elements of a tensor differently from the rest: SiLU gets
+whole vectors, sigmoid and GELU are built from other functions. Backward passes use plain products, which are as fast as
+without: a gradient need not be the same in two places.
 """
 
 from __future__ import annotations
@@ -29,25 +29,35 @@ from rldsl.backends.torch.kernels import fixed_order
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.products import onednn_is_faster, ordered_product
 from rldsl.backends.torch.model.collectives import tree_of
+from rldsl.backends.torch.model.weight_copies import WeightCopies
 
 ROWS, COLUMNS = 4, 16  # a matrix product has whole multiples of both
 HALF_PRODUCT = 1 << 12  # multiplications up to which torch uses another kernel in bfloat16
 KEYS = 64  # of a block of attention
+VECTORS = 64       # elements of a whole number of a CPU's vectors, as its kernels read them
+THREAD_RUN = 1 << 15  # elements up to which torch lets one thread compute an operation
 Groups = int | Sequence[int]  # of rows: so many equal ones, or their sizes
 
 
 class Invariant(TorchFunctionMode):
     """While this mode is on, products have fixed multiples of rows and columns and attention has blocks of one size."""
 
-    def __init__(self, over_query_heads: Callable[[torch.Tensor], torch.Tensor] | None = None, groups: int = 1):
+    def __init__(self, over_query_heads: Callable[[torch.Tensor], torch.Tensor] | None = None, groups: int = 1,
+                 copies: WeightCopies | None = None):
         """over_query_heads: with it the gradient of keys and values does not depend on which heads are on this rank
-        (`gradient_sums.py`). groups: of the tokens, by which gradients are summed (`token_groups.py`)."""
+        (`gradient_sums.py`). groups: of the tokens, by which gradients are summed (`token_groups.py`). copies: of
+        weights (None: none are kept)."""
         super().__init__()
-        self.over_query_heads, self.groups = over_query_heads, groups
+        self.over_query_heads, self.groups, self.copies = over_query_heads, groups, copies
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in HANDLED:
+            return func(*args, **(kwargs or {}))
         if func is F.scaled_dot_product_attention:
             return attend(*args, **(kwargs or {}) | {"over_query_heads": self.over_query_heads})
+        if self.copies is not None and func is F.linear and torch.is_autocast_enabled(args[0].device.type):
+            dtype = torch.get_autocast_dtype(args[0].device.type)
+            args = args[0], self.copies.cast(args[1], dtype), *args[2:]
         if func in GROUPED:
             return GROUPED[func](*args, **(kwargs or {}), groups=self.groups if torch.is_grad_enabled() else 1)
         if func in fixed_order.REDUCTIONS and (compute := fixed_order.replacement(func, args, kwargs or {})):
@@ -218,20 +228,44 @@ class _SiLU(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
-        return x / torch.neg(x).exp_().add_(1)
+        if x.device.type == "cpu":
+            return _in_vectors(torch.ops.aten.silu.out, x)
+        wide = x.float()
+        return (wide / torch.neg(wide).exp_().add_(1)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
-        s = 1 / torch.neg(x).exp_().add_(1)  # not torch's own, for the reason that the forward has
-        found: torch.Tensor = grad * (s * (1 + x * (1 - s)))
+        if x.device.type == "cpu":
+            return _in_vectors(lambda g, x, out: torch.ops.aten.silu_backward.grad_input(g, x, grad_input=out), grad, x)
+        wide = x.float()
+        s = 1 / torch.neg(wide).exp_().add_(1)  # not torch's own, for the reason that the forward has
+        found: torch.Tensor = (grad * (s * (1 + wide * (1 - s)))).to(x.dtype)
         return found
+
+
+def _in_vectors(compute: Callable[..., Any], *inputs: torch.Tensor) -> torch.Tensor:
+    """compute(*inputs, out=result) of tensors of one shape, element by element, on a CPU. torch computes whole vectors
+    by one kernel and what is left over at the end of a thread's part by another, so nothing may be left over: a thread
+    gets THREAD_RUN elements or fewer, and vectors at the end are padded."""
+    out = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
+    flat, count = [x.reshape(-1) for x in (*inputs, out)], out.numel()
+    whole, size = count - count % VECTORS, THREAD_RUN * torch.get_num_threads()
+    for start in range(0, whole, size):
+        *given, found = (x[start : min(start + size, whole)] for x in flat)
+        compute(*given, out=found)
+    if whole < count:
+        *given, found = (x[whole:] for x in flat)
+        complete = pad_to_multiple(found, VECTORS)
+        compute(*(pad_to_multiple(x, VECTORS) for x in given), out=complete)
+        found.copy_(complete[: count - whole])
+    return out
 
 
 def silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
     """x / (1 + exp(-x)), element by element, computed in float32. inplace: accepted and ignored."""
-    out: torch.Tensor = _SiLU.apply(x.float())
-    return out.to(x.dtype)
+    out: torch.Tensor = _SiLU.apply(x)
+    return out
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -299,38 +333,50 @@ class _Attention(Function):
 def _blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool,
                        scale: float) -> torch.Tensor:
     """See `attend`."""
-    rows, blocks, total = _softmax_blocks(q, k, mask, causal, scale)
-    out = torch.zeros_like(rows)
-    for i, (start, weights) in enumerate(blocks):  # always in this order
+    _, blocks, total = _softmax_blocks(q, k, mask, causal, scale)
+    return _by_head(_weighted_values(blocks, v).div_(total), q).to(q.dtype)
+
+
+def _weighted_values(blocks: list[tuple[int, torch.Tensor]], v: torch.Tensor) -> torch.Tensor:
+    """[groups, rows, D]: the sum over keys of weights * v."""
+    out = _batched(blocks[0][1], _block(v, 0))
+    for i, (start, weights) in enumerate(blocks[1:], 1):  # always in this order
         out[:, start:] += _batched(weights, _block(v, i * KEYS))
-    return _by_head(out / total, q).to(q.dtype)
+    return out
 
 
 def _softmax_blocks(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
                     ) -> tuple[torch.Tensor, list[tuple[int, torch.Tensor]], torch.Tensor]:
     """The queries of the heads that share a key are the rows of a product, position by position: under a causal mask a
-    block of keys needs no row before its own first position. Returns scaled queries [groups, rows, D]; for each block
-    of keys the first row that sees any, and weights exp(score - largest) [groups, rows from there, KEYS]; and the sums
-    of these [groups, rows, 1], which are not 0."""
+    block of keys needs no row before its own first position. There are more rows, up to a multiple of ROWS, whose
+    numbers are not used. Returns scaled queries [groups, rows, D]; for each block of keys the first row that sees any,
+    and weights exp(score - largest) [groups, rows from there, KEYS]; and the sums of these [groups, rows, 1], which are
+    not 0."""
     (count, heads, queries, _), (kv_heads, num_keys) = q.shape, k.shape[1:3]
-    repeat = heads // kv_heads
-    rows = _by_key(q.float() * scale, kv_heads)
-    visible = _visible(mask, causal, queries, num_keys, q.device)  # [S or 1, T, blocks * KEYS]
+    repeat, number = heads // kv_heads, torch.finfo(torch.float32)
+    rows = pad_to_multiple(_by_key(q.float() * scale, kv_heads), ROWS, 1)
+    hidden = ~_visible(mask, causal, queries, num_keys, q.device)  # [S or 1, T, blocks * KEYS]
     scores: list[tuple[int, torch.Tensor]] = []
-    peak = rows.new_full((*rows.shape[:2], 1), -torch.inf)
+    peak = rows[..., :1]
     for first in range(0, num_keys, KEYS):
         start = first if causal else 0
         block = _batched(rows[:, start * repeat :], _block(k, first).transpose(1, 2))
-        hidden = ~visible[:, None, start:, None, first : first + KEYS]
-        block.view(count, kv_heads, -1, repeat, KEYS).masked_fill_(hidden, -torch.inf)
-        peak[:, start * repeat :] = torch.maximum(peak[:, start * repeat :], block.amax(-1, keepdim=True))
+        block[:, : (queries - start) * repeat].unflatten(1, (-1, repeat)).unflatten(0, (count, kv_heads)).masked_fill_(
+            hidden[:, None, start:, None, first : first + KEYS], -torch.inf)
+        largest = block.amax(-1, keepdim=True)
+        if first:
+            torch.maximum(peak[:, start * repeat :], largest, out=peak[:, start * repeat :])
+        else:
+            peak = largest
         scores.append((start * repeat, block))
-    peak = torch.where(peak == -torch.inf, 0.0, peak)  # rows that see nothing
-    total = torch.zeros_like(peak)
+    peak.clamp_(min=number.min)  # rows that see nothing
+    totals = []
     for start, block in scores:  # always in this order
         block.sub_(peak[:, start:]).exp_()
-        total[:, start:] += fixed_order.row_sum(block, keepdim=True)
-    return rows, scores, total.clamp_(min=torch.finfo(torch.float32).tiny)
+        totals.append(fixed_order.row_sum(block, keepdim=True))
+        if len(totals) > 1:
+            totals[0][:, start:] += totals[-1]
+    return rows, scores, totals[0].clamp_(min=number.tiny)
 
 
 def _blocked_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool,
@@ -340,11 +386,9 @@ def _blocked_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: t
     num_keys = k.shape[2]
     with torch.autocast(q.device.type, enabled=False):
         rows, blocks, total = _softmax_blocks(q, k, mask, causal, scale)
-        of_out, of_q = _by_key(grad.float(), k.shape[1]), torch.zeros_like(rows)
-        out = torch.zeros_like(rows)
-        for i, (start, weights) in enumerate(blocks):
-            out[:, start:] += _batched(weights, _block(v, i * KEYS))
-        mean = fixed_order.row_sum(of_out * (out / total), keepdim=True)
+        of_out = pad_to_multiple(_by_key(grad.float(), k.shape[1]), ROWS, 1)
+        of_q = torch.zeros_like(rows)
+        mean = fixed_order.row_sum(of_out * _weighted_values(blocks, v).div_(total), keepdim=True)
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         for i, (start, weights) in enumerate(blocks):
             shares, seen = weights / total[:, start:], of_out[:, start:]
@@ -363,10 +407,12 @@ def _by_key(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 def _by_head(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_by_key`."""
-    (count, heads, queries, size), groups = like.shape, x.shape[0]
+    """The inverse of `_by_key`, without what was padded."""
+    (count, heads, queries, _), groups = like.shape, x.shape[0]
     kv_heads = groups // count
-    return x.view(count, kv_heads, queries, heads // kv_heads, size).transpose(2, 3).reshape(like.shape)
+    x = x[:, : queries * heads // kv_heads]
+    out: torch.Tensor = x.unflatten(1, (queries, -1)).unflatten(0, (count, kv_heads)).transpose(2, 3)
+    return out.reshape(like.shape)
 
 
 def _block(x: torch.Tensor, first: int) -> torch.Tensor:
@@ -409,3 +455,4 @@ GROUPED: dict[Any, Callable[..., Any]] = {
 REPLACED: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: attend, F.silu: silu, F.gelu: gelu, torch.sigmoid: sigmoid,
     torch.Tensor.sigmoid: sigmoid, F.sigmoid: sigmoid}
+HANDLED = {*GROUPED, *REPLACED, *fixed_order.REDUCTIONS}

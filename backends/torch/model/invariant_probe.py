@@ -2,7 +2,7 @@
 
 In: a model and the device. Out: nothing, or RL0734. For the shape of every matrix of the model and its dtype, a
 product of `invariant.py` must give a row the same bits whatever rows are with it, in every column slice that a degree
-of tp makes, on a run of the inputs inside a larger matrix, and on one thread; attention and sums likewise. With
+of tp makes, on a run of the inputs inside a larger matrix, and on one thread; attention, SiLU and sums likewise. With
 `invariant=training` gradients of weights are tried, too.
 
 Invariant: what is tried follows from the model and not from the placement, so that all ranks find the same.
@@ -46,6 +46,8 @@ def check_kernels(model: Model, device: torch.device) -> None:
     if model.sizes.head_dim and model.invariant_training and (
             why := _attention_gradient_varies(model.sizes.head_dim, str(device), threads)):
         raise _refused(model, f"the gradient of attention with heads of {model.sizes.head_dim} depends on {why}")
+    if _activation_varies(dtype, str(device), threads):
+        raise _refused(model, f"an activation in {model.dtype} depends on where an element stands")
     if _sum_varies(str(device), threads):
         raise _refused(model, "a sum over columns depends on the number of rows")
 
@@ -176,6 +178,26 @@ def _attention_gradient_varies(size: int, device: str, threads: int) -> str:
         if not all(torch.equal(a, b[:, heads]) for a, b in zip(gradients(heads), expected, strict=True)):
             return "the number of its heads or threads"
     return ""
+
+
+@cache
+def _activation_varies(dtype: torch.dtype, device: str, threads: int) -> bool:
+    draw = torch.Generator().manual_seed(0)
+    x, grad = (4 * torch.randn(2, 3 * invariant.THREAD_RUN, generator=draw)).to(device, dtype)
+
+    def found(at: slice) -> torch.Tensor:
+        given = x[at].detach().requires_grad_()
+        with torch.enable_grad():
+            out = invariant.silu(given)
+        return torch.stack([out.detach(), *torch.autograd.grad(out, given, grad[at])])
+
+    try:
+        torch.set_num_threads(1)
+        expected = found(slice(None))
+    finally:
+        torch.set_num_threads(threads)
+    return not all(torch.equal(found(slice(start, start + n)), expected[:, start : start + n])
+                   for start, n in ((0, len(x)), (1, 5), (7, 64), (13, 1000), (5, 2 * invariant.THREAD_RUN + 9)))
 
 
 @cache

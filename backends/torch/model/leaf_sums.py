@@ -73,7 +73,8 @@ def exact_norm(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | Non
     gradients = [g for g in gradients if g.numel()]
     peak = torch.zeros(1, dtype=torch.float64, device=device)
     for g in gradients:
-        peak = torch.maximum(peak, g.abs().max().double())  # keeps a NaN
+        low, high = g.aminmax()
+        peak = torch.maximum(peak, torch.maximum(-low, high).double())  # keeps a NaN
     peak = torch.where(peak.isnan(), torch.inf, peak)
     if group is not None:
         all_reduce(peak, dist.ReduceOp.MAX, group)

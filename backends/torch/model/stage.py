@@ -40,6 +40,7 @@ from rldsl.backends.torch.model.sequences import CurrentPass, connect
 from rldsl.backends.torch.model.tensor_parallel import ColumnParallelInput, parallelize
 from rldsl.backends.torch.model.token_groups import groups_of_rank
 from rldsl.backends.torch.model.vision import Vision, features_of
+from rldsl.backends.torch.model.weight_copies import WeightCopies
 from rldsl.backends.torch.model.zero import ParamGroup, ParamGroups, ZeroSharding
 from rldsl.diag import fail
 from rldsl.models.execution import Execution, body_name, execution, keep_weights, shared_name
@@ -133,6 +134,7 @@ class Stage(ActivationCheckpointing):
     zero: ZeroSharding | None    # under a layout with `zero`
     ordered_gradients: bool      # gradients have one order of sums, of a model with `invariant=training`
     head_sums: HeadSums | None   # of such a model
+    weight_copies: WeightCopies  # of an invariant model, as its products read them
     groups: int                  # of tokens on this rank, by which such gradients are summed
     # of such a model under ep: gradients of experts' weights by the rank of ep whose tokens they come from, [ep, ...]
     source_grads: Mapping[str, torch.Tensor]
@@ -194,6 +196,7 @@ class Stage(ActivationCheckpointing):
         self.source_grads, self._ep_size = {}, axes.ep.size
         self.head_sums = HeadSums(model.sizes.heads, model.sizes.kv_heads, tp) \
             if self.ordered_gradients and model.sizes.heads else None
+        self.weight_copies = WeightCopies(model.invariant and self.zero is None)
         self._fuse(skeleton, model)
         if not model.invariant and device.type == "cpu":
             use_onednn(skeleton)
@@ -253,7 +256,7 @@ class Stage(ActivationCheckpointing):
     def invariant_mode(self) -> AbstractContextManager[Any]:
         """In which an invariant model computes."""
         over_query_heads = self.head_sums.over_query_heads if self.head_sums else None
-        return Invariant(over_query_heads, self.groups) if self.invariant else nullcontext()
+        return Invariant(over_query_heads, self.groups, self.weight_copies) if self.invariant else nullcontext()
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packed_attention: PackedAttention,
                 hidden: torch.Tensor | None, number: int = 0) -> torch.Tensor:
@@ -422,14 +425,15 @@ class Stage(ActivationCheckpointing):
                     up_leaves = leaves
                 if attribute == "down_proj" or cuts is None:
                     ordered = OrderedExperts(up_leaves, self.groups, self._source_grads_of(path)) if up_leaves else None
-                    parallelize_experts(module, parameter.spec.experts, tp, ep, cuts, ordered)
+                    parallelize_experts(module, parameter.spec.experts, tp, ep, cuts, ordered, self.weight_copies)
                 continue
             start = held[0].box[0][0] if held[0].box else 0
             if attribute == "weight":
                 parallelize(module, parameter.spec.style, tp, start, column_input, adapters.get(path), cuts,
                             leaves, self.groups if self.ordered_gradients else 0, parameter.spec.shape[0],
                             _rope_width(self.config.get_text_config(),
-                                        parameter.spec.layer if parameter.layer is None else parameter.layer))
+                                        parameter.spec.layer if parameter.layer is None else parameter.layer),
+                            self.weight_copies)
             if attribute == "weight" and self.last and (module is output or (tied and module is embedding)):
                 self._head, self.vocab_start = local[name], start
                 if parameter.spec.split is not None:

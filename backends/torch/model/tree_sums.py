@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 
-from rldsl.backends.torch.kernels.autograd import Function
+from rldsl.backends.torch.kernels.autograd import Function, outside_modes
 from rldsl.backends.torch.kernels.fixed_order import row_sum
 from rldsl.backends.torch.model.invariant import Groups, linear, multiply, sizes_of, weight_gradient
 from rldsl.backends.torch.model.lora import LoraAdapter
+from rldsl.backends.torch.model.weight_copies import WeightCopies
+
+NO_COPIES = WeightCopies(enabled=False)
 
 
 def tree_sum(count: int, part: Callable[[int], torch.Tensor]) -> torch.Tensor:
@@ -41,14 +44,17 @@ def sparse_tree_sum(first: int, count: int, part: Callable[[int], torch.Tensor |
 
 
 def row_parallel_product(x: torch.Tensor, weight: torch.Tensor, cuts: Sequence[int],
-                         adapter: LoraAdapter | None = None, groups: Groups = 1) -> torch.Tensor:
+                         adapter: LoraAdapter | None = None, groups: Groups = 1, copies: WeightCopies | None = None
+                         ) -> torch.Tensor:
     """x [..., k] @ weight [m, k].T + adapter(x) -> [..., m] float32, block by block of k. groups: of the rows, in the
-    gradient of the weight."""
+    gradient of the weight. copies: of weights (None: none are kept)."""
     if adapter is None:
+        copies = copies or NO_COPIES
         if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight = x.to(dtype), weight.to(dtype)
-        out: torch.Tensor = _RowProduct.apply(x.reshape(-1, x.shape[-1]), weight, cuts, groups)
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        blocks = copies.blocks(weight, x.dtype, cuts)
+        out: torch.Tensor = _RowProduct.apply(x.reshape(-1, x.shape[-1]), copies.cast(weight, x.dtype), blocks, cuts,
+                                              groups)
         return out.view(*x.shape[:-1], len(weight))
     sizes = [stop - start for start, stop in pairwise(cuts)]
     inputs, columns, factors = x.split(sizes, -1), weight.split(sizes, 1), adapter.a.split(sizes, 1)
@@ -61,21 +67,24 @@ def row_parallel_product(x: torch.Tensor, weight: torch.Tensor, cuts: Sequence[i
 
 
 class _RowProduct(Function):
-    """x [n, k], weight [m, k] -> [n, m] float32. Nothing is cut in the gradients, whose sums are over m and n."""
+    """x [n, k], weight [m, k] -> [n, m] float32. blocks: of the weight's columns. Nothing is cut in the gradients,
+    whose sums are over m and n."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, cuts: Sequence[int], groups: Groups) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, blocks: Sequence[torch.Tensor], cuts: Sequence[int],
+                groups: Groups) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.groups = sizes_of(groups, len(x))
-        return tree_sum(len(cuts) - 1, lambda i: multiply(x[:, cuts[i] : cuts[i + 1]],
-                                                          weight[:, cuts[i] : cuts[i + 1]].T))
+        with outside_modes():
+            return tree_sum(len(blocks), lambda i: multiply(x[:, cuts[i] : cuts[i + 1]], blocks[i].T))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = grad.to(x.dtype)
         grad_x = multiply(grad, weight) if ctx.needs_input_grad[0] else None
-        return grad_x, weight_gradient(x, grad, ctx.groups) if ctx.needs_input_grad[1] else None, None, None
+        grad_weight = weight_gradient(x, grad, ctx.groups) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None, None
 
 
 def block_sums(x: torch.Tensor, cuts: Sequence[int] | None) -> torch.Tensor:
