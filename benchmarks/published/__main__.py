@@ -16,12 +16,12 @@ import argparse
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 from benchmarks.published.phases import gains as gains_of_phases
 from benchmarks.published.prediction import Prediction, predict, workplace
-from benchmarks.published.rows import CALIBRATION, LEFT_OUT, ROWS, SPREAD, VERL, Row
-from benchmarks.simulate import tau
+from benchmarks.published.rows import AGAIN, CALIBRATION, LEFT_OUT, OVER_RACKS, ROWS, SPREAD, VERL, Row
 
 DENSE, MOE, ORDER, GAIN = 0.25, 0.35, 0.9, 0.15
 HEAD = f"{'row':<24} {'step':>8} {'published':>9} {'ratio':>6} {'tok/s/GPU':>10} {'published':>9}  phases (published)"
@@ -66,12 +66,40 @@ def verdict(found: Sequence[Prediction]) -> Iterator[str]:
             good = sum(within(p) for p in some)
             worst = max(some, key=lambda p: abs(p.ratio - 1))
             yield f"{name}: {good} of {len(some)} rows within {gate:.0%}; furthest {worst.row.name}, {worst.ratio:.2f}"
-    order = tau([(p.seconds, p.row.seconds) for p in found])
-    yield f"order of {len(found)} steps: Kendall's tau {order:.3f} (gate {ORDER})"
+    yield f"order of {len(found)} steps: Kendall's tau {order(found):.3f} (gate {ORDER})"
     for moe in (False, True):
-        some = [(p.seconds, p.row.seconds) for p in found if p.row.moe == moe]
+        some = [p for p in found if p.row.moe == moe]
         if len(some) > 1:
-            yield f"  {'mixtures of experts' if moe else 'dense'}: {tau(some):.3f}"
+            yield f"  {'mixtures of experts' if moe else 'dense'}: {order(some):.3f}"
+    inside = [p for p in found if within(p)]
+    yield f"  of the {len(inside)} rows within their gates: {order(inside):.3f}"
+    apart = spread_of_releases()
+    yield (f"  of the {num_apart(found, apart)} of {num_apart(found, 1.0)} pairs that are further apart than a row is "
+           f"from itself in another release ({apart - 1:.0%}): {order(found, apart):.3f}, of those within their gates "
+           f"{order(inside, apart):.3f}")
+
+
+def spread_of_releases() -> float:
+    """The most by which a published step differs from the same one in another release, as a ratio."""
+    known = {row.name: row.seconds for row in ROWS}
+    return max(max(x / known[name], known[name] / x) for name, again in AGAIN.items() for x in again.values())
+
+
+def ratio(a: Prediction, b: Prediction) -> float:
+    """Of the published steps, at least 1."""
+    return max(a.row.seconds / b.row.seconds, b.row.seconds / a.row.seconds)
+
+
+def order(found: Sequence[Prediction], apart: float = 1.0) -> float:
+    """Kendall's tau of the predicted and the published order. apart: least ratio of the published steps of a pair."""
+    signs = [(a.seconds - b.seconds) * (a.row.seconds - b.row.seconds) for a, b in combinations(found, 2)
+             if ratio(a, b) >= apart]
+    return sum((s > 0) - (s < 0) for s in signs) / len(signs) if signs else 1.0
+
+
+def num_apart(found: Sequence[Prediction], apart: float) -> int:
+    """Pairs whose published steps have this ratio at least."""
+    return sum(ratio(a, b) >= apart for a, b in combinations(found, 2))
 
 
 def searched(only: str, seconds: float, spread: float) -> None:
@@ -99,10 +127,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose names contain this")
     parser.add_argument("--spread", type=float, default=SPREAD, help="deviation of the logarithm of lengths")
-    parser.add_argument("--search", default="", help="search for the on-policy rows whose names contain this")
+    parser.add_argument("--search", help='search for the on-policy rows whose names contain this; "" for all')
     parser.add_argument("--seconds", type=float, default=60.0, help="CPU seconds of such a search")
     given = parser.parse_args()
-    if given.search:
+    if given.search is not None:
         return searched(given.search, given.seconds, given.spread)
     found: dict[str, Prediction] = {}
     with tempfile.TemporaryDirectory() as place, workplace(Path(place)) as folder:
@@ -118,18 +146,22 @@ def main() -> None:
                 means[row.name] = whole.response or means.get(row.baseline, 1000.0)
                 found[row.name] = p = predict(replace(whole, response=means[row.name]), folder, given.spread)
                 print(line(p).replace("  outside the gate", "") + f"  [mean {means[row.name]:.0f} tokens]", flush=True)
-        given = [gain for p in found.values() if p.row.phases and p.row.baseline in found
-                 for gain in gains_of_phases(found[p.row.baseline], p, folder)]
+        measured = [gain for p in found.values() if p.row.phases and p.row.baseline in found
+                    for gain in gains_of_phases(found[p.row.baseline], p, folder)]
+        scattered = [predict(replace(p.row, scattered=True, domain=8), folder, given.spread)
+                     for name, p in found.items() if name in OVER_RACKS]
     judged = [p for p in found.values() if p.row in ROWS]
     print()
     if judged:
         print("\n".join(verdict(judged)))
+    for p in scattered:
+        print(f"  {p.row.name} if no two hosts share a rack: {p.seconds:.1f} s, {p.ratio:.2f}")
     print("\ngain of generating one step ahead")
     for p, ours, theirs in gains(found):
         right = "right" if (ours > 1) == (theirs > 1) else "WRONG"
         print(f"  {p.row.name:<24} {ours:.2f}, published {theirs:.2f}: sign {right}")
     print(f"\nthe same where phases are published, with their seconds as the durations of calls (gate {GAIN:.0%})")
-    for gain in given:
+    for gain in measured:
         mark = "" if abs(gain.error) <= GAIN else "  outside the gate"
         print(f"  {gain.row.name:<18} {gain.what:<54} {gain.seconds[0]:>4.0f} s / {gain.seconds[1]:>4.0f} s = "
               f"{gain.predicted:.2f}, published {gain.published:.2f}, {gain.error:+.0%}{mark}")

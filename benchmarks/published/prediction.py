@@ -60,6 +60,8 @@ def cluster_of(row: Row) -> Cluster:
     """The cluster of a row, with as many machines as it needs."""
     whole = read(str(HERE / "clusters" / f"{row.cluster}.yaml"))
     gpus = min(row.domain, row.gpus)
+    if row.scattered:
+        whole = replace(whole, link_gb_s=whole.network_gb_s, link_us=whole.network_us)
     return replace(whole, nodes=-(-row.gpus // gpus), gpus=gpus, cache_gb=row.cache * whole.memory_gb)
 
 

@@ -42,6 +42,7 @@ class Row:
     phases: Mapping[str, float] = field(default_factory=dict)  # published seconds of calls
     baseline: str = ""  # the row without the lag on equally many devices
     standin: str = ""  # how the placement differs from the published one, where ours cannot express it
+    scattered: bool = False  # no two hosts of it share a rack, so what leaves a host goes over the network
 
     @property
     def moe(self) -> bool:
@@ -111,6 +112,18 @@ VERL = tuple(Row(name, "verl1", "qwen2.5-math-7b", "h20", 16, 4, 512, n, most, 0
     ("verl-fsdp2-off", 12, 20480, 520, 1, {"generate": 458, "logprobs": 108, "train": 337}, "verl-fsdp2"),
     ("verl-megatron", 16, 8192, 699, 0, {"generate": 162, "switch": 45, "logprobs": 119, "train": 344}, ""),
     ("verl-megatron-off", 12, 8192, 566, 1, {"generate": 501, "logprobs": 120, "train": 347}, "verl-megatron")))
+
+# What other releases of NeMo-RL published for the same recipe with the same layout, in seconds of a step: how far a
+# published step is from the same one measured again. v0.5 is [nemo5]; "2026-06" is github.com/NVIDIA-NeMo/RL/pull/2986.
+AGAIN: Mapping[str, Mapping[str, float]] = {
+    "qwen30b-h100-32": {"v0.5": 198}, "qwen30b-h100-32-off": {"v0.5": 154},
+    "qwen235b-h100-128": {"v0.5": 431}, "qwen235b-h100-256-off": {"v0.5": 203},
+    "qwen30b-gb200-16": {"v0.5": 232, "2026-06": 250},
+    "qwen235b-gb200-64": {"v0.5": 332}, "qwen235b-gb200-128-off": {"v0.5": 268}}
+
+# Rows with more devices than a rack has (72), whose recipes at v0.6.0 do not say which hosts share one: NeMo-RL places
+# by rack since pull/2612, and these recipes ask for it since pull/3069.
+OVER_RACKS = ("qwen235b-gb200-128", "qwen235b-gb200-128-off")
 
 # Published, and not simulated: the cost model has no terms for latent attention, Mamba layers and linear attention, or
 # what was run is not published.

@@ -110,6 +110,7 @@ class Cluster:
     decode_us: float = 0.0  # microseconds per step
     decode_row_us: float = 0.0  # microseconds per sequence and step
     decode_reduce_us: float = 0.0  # microseconds
+    decode_reduce_ranks: int = 0  # most ranks
     sync_s: float = 0.0  # seconds
     sync_gb_s: float = 0.0  # 10^9 bytes per second
     call_s: float = 0.0  # seconds per call
@@ -185,6 +186,8 @@ FIELDS: dict[str, Field] = {
                            "microseconds"),
     "decode_reduce_us": Field("float", "latency of an all-reduce of a serving engine inside a machine, in "
                               "microseconds; 0: as of any collective"),
+    "decode_reduce_ranks": Field("int", "most ranks of such an all-reduce; over more, it is as any collective; 0: no "
+                                 "limit"),
     "sync_s": Field("float", "time to give a serving engine new weights and wake it up, in seconds"),
     "sync_gb_s": Field("float", "rate at which a serving engine gets the bytes of all weights, 10^9 bytes per second; "
                        "0: no limit"),

@@ -270,7 +270,8 @@ def _conversation_time(world: World, event: Generate, stage: Stage, rows: int, r
 def _served_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
     """A serving engine on the ranks of one dp rank. Before, it gets the new weights."""
     layout, cluster = world.layouts[event.layout], world.cluster
-    if cluster.decode_reduce_us and layout.tp > 1:
+    one_shot = not cluster.decode_reduce_ranks or layout.tp <= cluster.decode_reduce_ranks
+    if cluster.decode_reduce_us and layout.tp > 1 and one_shot:
         cluster = replace(cluster, reduce_us=cluster.decode_reduce_us / ceil(log2(layout.tp)))
     machine = replace(world.machine, cluster=cluster)
     stage = replace(stage, machine=machine)
