@@ -67,6 +67,8 @@ _asked = together(
                  help="Memory per device in GB (default: from the cluster)."),
     click.option("--gap", type=click.FloatRange(0), default=0.01, show_default=True, metavar="FRACTION",
                  help="Accepted gap to the lower bound; 0 searches until the optimum is proved."),
+    click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, metavar="N",
+                 help="Processes that work out the costs of calls; the result does not depend on it."),
     lengths)
 
 
@@ -77,13 +79,13 @@ _asked = together(
 @click.option("--lock", "locks", multiple=True, metavar="CALL",
               help="Keep the program's placement of these calls, for example actor.generate or ref.*; repeatable.")
 def search(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
-           overrides: tuple[str, ...], seconds: float | None, memory: float | None, gap: float, lengths: Lengths,
-           target: str | None, locks: tuple[str, ...]) -> None:
+           overrides: tuple[str, ...], seconds: float | None, memory: float | None, gap: float, jobs: int,
+           lengths: Lengths, target: str | None, locks: tuple[str, ...]) -> None:
     """Find the fastest placement of FILE on a cluster. Also proves a lower bound on the step time."""
     from rldsl.commands import search as work
 
     asked = work.SearchRequest(file, cluster, sets, place, overrides, locks, seconds or 0.0, memory or 0.0, gap,
-                               lengths)
+                               lengths, jobs)
     say(work.search(asked, target or work.default_target(file), settings.output == "json"))
 
 
@@ -91,10 +93,11 @@ def search(settings: Settings, file: str, cluster: str, sets: dict[str, Any], pl
 @_asked
 def explain_placement(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
                       overrides: tuple[str, ...], seconds: float | None, memory: float | None, gap: float,
-                      lengths: Lengths) -> None:
+                      jobs: int, lengths: Lengths) -> None:
     """Compare a placement of FILE with the best one. The placement is that of FILE, --place and --on. Reports time,
     memory, and why it is slower than the best one."""
     from rldsl.commands import search as work
 
-    asked = work.SearchRequest(file, cluster, sets, place, overrides, (), seconds or 0.0, memory or 0.0, gap, lengths)
+    asked = work.SearchRequest(file, cluster, sets, place, overrides, (), seconds or 0.0, memory or 0.0, gap, lengths,
+                               jobs)
     say(work.explain(asked, settings.output == "json"))

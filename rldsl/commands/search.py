@@ -37,6 +37,7 @@ class SearchRequest:
     memory: float  # GB per device; 0: as the cluster has it
     gap: float  # relative, at which the search ends
     lengths: Lengths  # expected tokens per prompt and response
+    jobs: int = 1  # processes that work out the costs of calls
 
 
 def search(request: SearchRequest, target: str, as_json: bool) -> str:
@@ -97,7 +98,8 @@ def _run_search(p: PreparedProgram, cluster: Cluster, request: SearchRequest) ->
         timed_out = bool(request.seconds) and time.process_time() - begin > request.seconds
         return not timed_out
 
-    options = Options(gap=request.gap, lengths=request.lengths, should_continue=should_continue)
+    options = Options(gap=request.gap, lengths=request.lengths, should_continue=should_continue,
+                      num_processes=request.jobs)
     try:
         answer = find_placement(p, cluster, p.placed.memory, options)
     except KeyboardInterrupt:

@@ -45,7 +45,7 @@ from rldsl.plan.prompt_sources import pays, shares_prompts
 from rldsl.plan.spaces import IndexedFrame, unit_tokens, units_of_minibatch
 from rldsl.sharding.layout import stage_layers
 from rldsl.sharding.micro_batches import count_without_token_limit
-from rldsl.sharding.pipeline_schedule import actions, max_activations_in_flight, max_waiting_messages, rank_passes
+from rldsl.sharding.pipeline_schedule import actions, max_activations_in_flight, max_waiting_messages, passes_in_flight
 
 MAX_SENT_GRADIENTS = 3  # that a rank with several chunks keeps (`tests/cuda_paths/test_coalesced.py`)
 INDEX = 48  # bytes of indices per token of a call: token ids, positions, offsets
@@ -325,19 +325,20 @@ def _train(t: Tables, e: Train, copy: Copy, stack: StackActivations, device: str
     each = [m.tokens * b.stream * _num_boundary_states(copy, c) + (len(k) * m.tokens * b.stream if full else sum(k))
             for c, k in enumerate(kept)]
     scheduled = m.count if layout.vpp > 1 else min(m.count, layout.pp)  # more micro-batches only last longer
-    order = rank_passes(layout.pp, layout.vpp, scheduled, copy.cell.pp_rank)
+    schedule = layout.pp, layout.vpp, scheduled, copy.cell.pp_rank
     passed = m.tokens * b.stream * _num_messages(layout, m.count, copy.cell.pp_rank, device)
     weight = (copy.compute + (FLOAT if copy.compute != FLOAT else 0)) * largest_weight(copy)
-    inside = max_activations_in_flight(order, each) + weight + 2 * m.cp_tokens * b.gathered_kv + m.repeated * b.repeated
+    inside = (max_activations_in_flight(passes_in_flight(*schedule), each) + weight
+              + 2 * m.cp_tokens * b.gathered_kv + m.repeated * b.repeated)
     inside += max(_backward(k, [layer.backward_peak(m.tokens, sequences) for layer in layers], full)
                   for k, layers in zip(kept, chunks, strict=True))
     embedding = 0
     if copy.first and not copy.model.base:  # its gradient comes last, as a full matrix
         gradient = FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden
-        embedding = max_activations_in_flight(order, each, 0) - each[0] + gradient
+        embedding = max_activations_in_flight(passes_in_flight(*schedule, 0), each) - each[0] + gradient
     head = 0
     if copy.last:
-        head = max_activations_in_flight(order, each, layout.vpp - 1) + m.tokens * b.final
+        head = max_activations_in_flight(passes_in_flight(*schedule, layout.vpp - 1), each) + m.tokens * b.final
         head += max(m.tokens * b.norm, _loss(t, e, copy, b, m, device)) + m.responses * LOSS_ENTRY * _width(t, e.ids)
     whole = count * sum(map(width, frames)) * INDEX
     most = max(passed + max(inside, embedding, head), largest_step(copy))

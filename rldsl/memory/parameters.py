@@ -121,17 +121,16 @@ def largest_step(copy: Copy) -> int:
     return max(found)
 
 
-def _trained_parameters(copy: Copy) -> Iterator[tuple[ParamSpec, int, ParamOptions, int]]:
+@lru_cache(maxsize=1024)
+def _trained_parameters(copy: Copy) -> tuple[tuple[ParamSpec, int, ParamOptions, int], ...]:
     """The parameters that a rank holds between calls: of each spec, the elements of one layer, and in how many layers
     it is trained alike."""
-    optimizer = copy.model.optimizer
-    if optimizer is None:
-        return
-    for spec in copy.model.params:
-        layers = tuple(held(spec, copy))
+    optimizer, found = copy.model.optimizer, []
+    for spec in copy.model.params if optimizer is not None else ():
         numel = sum(map(volume, boxes(spec, copy.layout, copy.cell.part, rest=True)))
-        for own, count in _options_of_layers(optimizer, spec, layers):
-            yield spec, numel, own, count
+        for own, count in _options_of_layers(optimizer, spec, tuple(held(spec, copy))):
+            found.append((spec, numel, own, count))
+    return tuple(found)
 
 
 @lru_cache(maxsize=65536)

@@ -17,6 +17,7 @@ from rldsl.search.branch_and_bound import GAP, MAX_NODES, Result, ShouldContinue
 from rldsl.search.compiled_placements import CompiledPlacement, compile_assignment
 from rldsl.search.evaluator import Assignment, Evaluation, Evaluator
 from rldsl.search.greedy import greedy_evaluation
+from rldsl.search.parallel import fill
 from rldsl.search.prepared_program import PreparedProgram
 from rldsl.search.problem import Problem, build_problem
 from rldsl.simulate import Lengths
@@ -38,6 +39,7 @@ class Options:
     max_nodes: int = MAX_NODES  # search nodes explored
     lengths: Lengths = Lengths()  # expected tokens per prompt and response
     should_continue: ShouldContinue = lambda _: True  # called at every search node; false ends the search
+    num_processes: int = 1  # that work out the costs of calls; the answer does not depend on it
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ def run_search(problem: Problem, reserve: int, options: Options) -> tuple[Evalua
 def _search_with_offload(problem: Problem, reserve: int, options: Options) -> tuple[Evaluator, Result]:
     for offload in (False, True):
         evaluator = Evaluator(problem, reserve, offload)
+        fill(evaluator.table, reserve, options.num_processes)
         if options.mode == "heuristic":
             found = greedy_evaluation(evaluator)
             result = Result((found,) if found else (), 0.0, 0, False)

@@ -21,7 +21,8 @@ from rldsl.search.reshard_costs import ReshardCost
 from rldsl.search.space import Block, Strategy
 
 GAP = 0.01  # relative gap at which the search ends, by default
-MAX_NODES = 2_000  # search nodes explored, by default
+MAX_NODES = 20_000  # search nodes explored, by default
+NUM_NODES, WIDE_GAP = 2_000, 0.02  # after so many search nodes, a search ends at this gap, too
 NUM_KEPT = 16  # best evaluations kept
 NUM_NEIGHBORS = 3  # other strategies tried per call
 
@@ -111,7 +112,7 @@ class _BranchAndBound:
         self.push(self.bound.step_seconds({}), SearchNode())
         num_nodes, complete = 0, True
         while self.heap and self.heap[0][0] < self.cutoff():
-            if num_nodes >= self.max_nodes or self.best and not self.should_continue(self.result(num_nodes, False)):
+            if self.is_spent(num_nodes):
                 complete = False
                 break
             bound, _, _, node = heappop(self.heap)
@@ -127,6 +128,12 @@ class _BranchAndBound:
         if len(self.best) == 1:
             self.add_neighbors(self.best[0].assignment)
         return self.result(num_nodes, complete)
+
+    def is_spent(self, num_nodes: int) -> bool:
+        """Whether the search ends before it has reached its gap."""
+        now = self.result(num_nodes, False)
+        return (num_nodes >= self.max_nodes or num_nodes >= NUM_NODES and now.gap <= WIDE_GAP
+                or bool(self.best) and not self.should_continue(now))
 
     def improve(self) -> None:
         """Until no other layout of one call alone makes the best faster: a search that ends at the accepted gap must

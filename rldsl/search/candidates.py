@@ -23,7 +23,8 @@ from rldsl.search.problem import FixedCall, Job, Problem
 from rldsl.search.space import Block, Kind, Strategy, divisions, micro_batch_sizes, with_chunks, zero_levels
 from rldsl.sharding.gradient_leaves import divides
 
-DEFAULT_VPP = (1,)  # chunks of layers per stage, where the program does not say
+CHUNKS = (2, 4)  # of layers per stage (vpp) that are tried, where the program does not say
+MIN_FILL = 0.05  # share of a minibatch in which a pipeline fills and drains, from which chunks are tried
 GENERATED = ("mbs", "mbt", "vpp", "backend")  # options whose given value is the only one that is generated
 NUM_SIZES, NUM_PIPELINE_SIZES = 3, 6  # micro-batch sizes kept per layout: the largest that fit
 NUM_TOKEN_LIMITS = 2  # limits of tokens kept per layout: the largest that fit
@@ -48,6 +49,10 @@ class CandidateTable:
             self._candidates[key] = tuple(sorted(self._worthwhile(job, size),
                                                  key=lambda e: (e.seconds, e.min_bytes, e.strategy)))
         return self._candidates[key]
+
+    def take(self, found: Mapping[tuple[int, int], tuple[Candidate, ...]]) -> None:
+        """Candidates by job number and ranks, as another table found them."""
+        self._candidates |= found
 
     def candidate(self, job: Job, s: Strategy, size: int, own: bool = False) -> Candidate:
         key = (job.number, s, size, own or job.kind == "train")
@@ -93,11 +98,12 @@ class CandidateTable:
         sharing = sum(m.path == model.path and (not m.train_layout or bool(m.base)) for m in models)
         return (s.tp, s.pp, s.ep) if sharing > 1 else ()
 
-    def _all_candidates(self, job: Job, size: int, given: Mapping[str, object]) -> Iterator[Candidate]:
+    def _all_candidates(self, job: Job, size: int, given: Mapping[str, object]) -> list[Candidate]:
         problem, family = self.problem, self.problem.families[job.model]
         kind, tokens = cast(Kind, job.kind), problem.max_tokens(job)
-        chunks = (cast(int, given["vpp"]),) if "vpp" in given else DEFAULT_VPP
+        chunks = (cast(int, given["vpp"]),) if "vpp" in given else (1,)
         backend = cast(str, given.get("backend", DEFAULT_BACKEND))
+        found: list[Candidate] = []
         for division in divisions(kind, size, problem.cluster.gpus, family, tokens):
             plain = replace(division, backend=backend)
             for s in (x for c in with_chunks(kind, plain, family.layers, chunks) for z in zero_levels(kind, c)
@@ -109,7 +115,29 @@ class CandidateTable:
                                                    NUM_SIZES if s.pp == 1 else NUM_PIPELINE_SIZES)
                     limits = self._largest_that_fit(self._with_token_limits(job, s, given), job, size,
                                                     NUM_TOKEN_LIMITS)
-                    yield from (self.candidate(job, x, size) for x in (*sizes, *limits))
+                    found += [self.candidate(job, x, size) for x in (*sizes, *limits)]
+        return found if kind != "train" or "vpp" in given else [*found, *self._with_chunks(job, found, size)]
+
+    def _with_chunks(self, job: Job, found: Sequence[Candidate], size: int) -> Iterator[Candidate]:
+        """Strategies with several chunks of layers per stage that may be worth their messages and memory: where a
+        pipeline takes long enough to fill and drain, and no other layout needs as little memory and is as fast as this
+        one would be with chunks that cost nothing. found: strategies without chunks."""
+        front = undominated(list(found))
+        for e in found:
+            fill = self._fill(job, e.strategy)
+            for v in CHUNKS if fill >= MIN_FILL else ():
+                hoped = replace(e, seconds=e.seconds * (1 - fill * (1 - 1 / v)))
+                for s in with_chunks("train", e.strategy, self.problem.families[job.model].layers, (v,)):
+                    if not any(_dominates(k, hoped) for k in front) and self._backend_supports(job, s) and self.fits(
+                            self._memory_of(job, s, size, True).min_bytes):
+                        yield self.candidate(job, s, size)
+
+    def _fill(self, job: Job, s: Strategy) -> float:
+        """The most that the share of a minibatch in which a pipeline without chunks fills and drains can be."""
+        if s.pp == 1 or s.mbt:
+            return 0.0
+        count = -(-self._max_rows(job, s.dp) // s.mbs) if s.mbs else s.pp
+        return (s.pp - 1) / (max(count, s.pp) + s.pp - 1)
 
     def _backend_supports(self, job: Job, s: Strategy) -> bool:
         """Whether the backend can run the call under this strategy. A call that it cannot run at all is left to the
@@ -180,10 +208,14 @@ def undominated(entries: list[Candidate]) -> list[Candidate]:
     for each other, in resident bytes and in active bytes."""
     kept: list[Candidate] = []
     for e in sorted(entries, key=lambda e: (e.seconds, e.resident_bytes, e.active_bytes, e.strategy)):
-        if not any(k.resident_bytes <= e.resident_bytes and k.active_bytes <= e.active_bytes
-                   and k.onload_seconds <= e.onload_seconds and k.sync_ranks <= e.sync_ranks for k in kept):
+        if not any(_dominates(k, e) for k in kept):
             kept.append(e)
     return kept
+
+
+def _dominates(k: Candidate, e: Candidate) -> bool:
+    return (k.seconds <= e.seconds and k.resident_bytes <= e.resident_bytes and k.active_bytes <= e.active_bytes
+            and k.onload_seconds <= e.onload_seconds and k.sync_ranks <= e.sync_ranks)
 
 
 def _keeps_gradients(node: g.Node, s: Strategy) -> bool:

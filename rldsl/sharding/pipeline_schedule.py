@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from rldsl.diag import internal_error
@@ -154,18 +154,24 @@ def grid(lists: Sequence[Sequence[MicroBatchPass]], done: Sequence[int], chunked
     return "\n".join(rows)
 
 
-def max_activations_in_flight(order: Sequence[MicroBatchPass], weights: Sequence[int], of: int | None = None) -> int:
-    """The most that is kept for backward passes when one begins. weights: what a pass through each chunk keeps. of:
-    only count backward passes of this chunk."""
-    kept = most = 0
-    for p in order:
-        if not p.backward:
-            kept += weights[p.chunk]
-            continue
-        if of is None or p.chunk == of:
-            most = max(most, kept)
-        kept -= weights[p.chunk]
-    return most
+@cache
+def passes_in_flight(pp: int, chunks: int, count: int, rank: int,
+                     of: int | None = None) -> tuple[tuple[int, ...], ...]:
+    """How many passes through each chunk a rank has made forwards and not backwards when a backward pass begins, at the
+    moments at which no other one has as many of all. of: only count backward passes of this chunk."""
+    waiting, found = [0] * chunks, set[tuple[int, ...]]()
+    for p in rank_passes(pp, chunks, count, rank):
+        if p.backward and of in (None, p.chunk):
+            found.add(tuple(waiting))
+        waiting[p.chunk] += -1 if p.backward else 1
+    return tuple(x for x in sorted(found) if not any(
+        x != y and all(a <= b for a, b in zip(x, y, strict=True)) for y in found))
+
+
+def max_activations_in_flight(passes: Sequence[Sequence[int]], weights: Sequence[int]) -> int:
+    """The most that is kept for backward passes when one begins. passes: as of `passes_in_flight`. weights: what a pass
+    through each chunk keeps."""
+    return max((sum(n * w for n, w in zip(x, weights, strict=True)) for x in passes), default=0)
 
 
 def max_waiting_messages(own: Sequence[Action]) -> int:

@@ -56,7 +56,13 @@ class Shard:
 @cache
 def build_shard(model: Model, layout: Layout, stage: int) -> Shard:
     """The shard of a pipeline stage. It does not depend on the ranks, on cp or on `zero`, and on dp only through ep."""
-    return _build_shard(model, replace(layout, mesh="", dp=layout.ep, cp=1, zero=0), stage)
+    found = _build_shard(_without_layouts(model), replace(layout, id=".", mesh="", dp=layout.ep, cp=1, zero=0), stage)
+    return replace(found, model=model, item=4 if storage_dtype(model, layout.id) == "float32" else itemsize(model))
+
+
+@cache
+def _without_layouts(model: Model) -> Model:
+    return replace(model, train_layout="", ema_layout="")
 
 
 @cache
@@ -84,7 +90,7 @@ def _build_shard(model: Model, layout: Layout, stage: int) -> Shard:
     return Shard(
         model=model, tp=layout.tp, layers=here, first=first, last=last, layer=layer, head=head, elements=held(specs),
         trained=held(model.params), attention=heads * sizes.head_dim, cache=2 * kv * sizes.head_dim,
-        item=4 if storage_dtype(model, layout.id) == "float32" else itemsize(model), experts=experts,
+        item=itemsize(model), experts=experts,
         active=layer - experts + chosen, local_experts=held(local_experts), outside_layers=held(outside),
         products=tuple(_product(s, layout, sizes.experts_per_token) for s in matrices), ep=layout.ep)
 

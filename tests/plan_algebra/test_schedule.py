@@ -16,6 +16,7 @@ from rldsl.sharding.pipeline_schedule import (
     actions,
     max_activations_in_flight,
     max_waiting_messages,
+    passes_in_flight,
     rank_passes,
 )
 
@@ -122,9 +123,10 @@ def test_memory_is_that_of_the_paper(pp: int, chunks: int, count: int) -> None:
     for rank in range(pp):
         apart = pp - 1 - rank
         most = apart + 1 if chunks == 1 else (chunks - 1) * group + 2 * apart + 1
-        assert max_activations_in_flight(rank_passes(pp, chunks, count, rank), [1] * chunks) == min(most, chunks * count)
+        assert max_activations_in_flight(passes_in_flight(pp, chunks, count, rank), [1] * chunks) == min(
+            most, chunks * count)
     if chunks > 1 and count % pp == 0 and count > pp:
-        assert max_activations_in_flight(rank_passes(pp, chunks, count, 0), [1] * chunks) / chunks == pytest.approx(
+        assert max_activations_in_flight(passes_in_flight(pp, chunks, count, 0), [1] * chunks) / chunks == pytest.approx(
             pp * (1 + (pp - 1) / (pp * chunks)))
 
 
@@ -136,9 +138,25 @@ def test_few_messages_wait_however_many_micro_batches(pp: int, chunks: int, most
 
 
 def test_kept_when_the_pass_of_one_chunk_begins() -> None:
-    order = rank_passes(2, 2, 4, 0)
-    assert max_activations_in_flight(order, [10, 1], 1) >= max_activations_in_flight(order, [10, 0], 0)
-    assert max_activations_in_flight(order, [10, 0]) == 40 and max_activations_in_flight((), [1]) == 0
+    last, first = passes_in_flight(2, 2, 4, 0, 1), passes_in_flight(2, 2, 4, 0, 0)
+    assert max_activations_in_flight(last, [10, 1]) >= max_activations_in_flight(first, [10, 0])
+    assert max_activations_in_flight(passes_in_flight(2, 2, 4, 0), [10, 0]) == 40
+    assert max_activations_in_flight((), [1]) == 0
+
+
+@pytest.mark.parametrize("pp, chunks, count", SHAPES)
+def test_what_is_in_flight_is_that_of_the_passes_played(pp: int, chunks: int, count: int) -> None:
+    weights = [3 ** c for c in range(chunks)]
+    for rank in range(pp):
+        for of in (None, *range(chunks)):
+            kept = most = 0
+            for p in rank_passes(pp, chunks, count, rank):
+                if not p.backward:
+                    kept += weights[p.chunk]
+                    continue
+                most = max(most, kept) if of in (None, p.chunk) else most
+                kept -= weights[p.chunk]
+            assert max_activations_in_flight(passes_in_flight(pp, chunks, count, rank, of), weights) == most
 
 
 # ------------------------------------------------------------------------------------------- what would go wrong

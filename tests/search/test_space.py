@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 
+from rldsl.search.candidates import CHUNKS, MIN_FILL, _dominates
 from rldsl.search.space import Block, BlockTree, Strategy, can_tp, divisions, micro_batch_sizes, zero_levels
 from rldsl.simulate import Lengths
 from tests.search.programs import PROGRAMS, cluster, family, instance
@@ -90,3 +92,30 @@ def test_a_size_that_the_program_gives_is_kept() -> None:
     i = instance("grpo", "1B", cluster(1, 4), Lengths(0.0, 100.0), text=PROGRAMS["grpo"] + "place actor.train mbs=2\n")
     train = next(j for j in i.calls if j.kind == "train")
     assert {(e.strategy.mbs, e.strategy.mbt) for e in i.table.candidates(train, 4)} == {(2, 0)}
+
+
+def test_chunks_of_layers_are_tried_where_they_may_pay() -> None:
+    """Those that are left out, though the layout fits and its pipeline takes long to fill, are no faster than another
+    layout that needs no more memory."""
+    i = instance("ppo", "7B", cluster(2, 4), batch=64)
+    table, left, kept = i.table, 0, 0
+    for job in (j for j in i.calls if j.kind == "train"):
+        found = {e.strategy for e in table._all_candidates(job, 8, {})}
+        front = [e for e in table._all_candidates(job, 8, {}) if e.strategy.vpp == 1]
+        for e in front:
+            for v in CHUNKS if e.strategy.pp > 1 and not e.strategy.mbt else ():
+                chunked = table.candidate(job, replace(e.strategy, vpp=v), 8)
+                kept += chunked.strategy in found
+                if chunked.strategy not in found and table._fill(job, e.strategy) >= MIN_FILL:
+                    left += 1
+                    assert not table.fits(chunked.min_bytes) or any(_dominates(k, chunked) for k in front)
+    assert left and kept
+
+
+@pytest.mark.parametrize("said, chunks", [("vpp=1", {1}), ("vpp=4", {1, 4}), ("", {1, 2, 4})])
+def test_chunks_that_the_program_states_are_the_only_ones(said: str, chunks: set[int]) -> None:
+    i = instance("ppo", "7B", cluster(2, 4), batch=64)
+    job = next(j for j in i.calls if j.kind == "train")
+    given = {name: int(value) for name, _, value in (x.partition("=") for x in said.split())}
+    found = {e.strategy.vpp if e.strategy.pp > 1 else 1 for e in i.table._all_candidates(job, 8, given)}
+    assert found <= chunks and max(found) == max(chunks)

@@ -1,0 +1,54 @@
+"""The search counts the time in which conversations wait for their environments, as the simulator does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rldsl.clusters.model import Distribution
+from rldsl.search.branch_and_bound import branch_and_bound
+from rldsl.search.evaluator import Evaluator
+from rldsl.simulate import Lengths
+from tests.search.programs import ACTOR, HEAD, PROMPTS, REF, cluster, instance
+
+GAME = '''class Game:
+    def reset(self, **row) -> None:
+        """Starts."""
+
+    def guess(self, number: int) -> str:
+        """Guesses.
+
+        Args:
+            number: a number
+        """
+        return "no"
+
+    def get_reward(self) -> float:
+        return 1.0
+'''
+FLOW = """
+flow grpo(steps=10, seed=1) {
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, env=Game, n=n, max_turns=6, max_new_tokens=tokens, max_tokens=2048)
+  ref_lp = ref.logprobs(gen)
+  actor.train(gen, loss=grpo(old=gen.logprobs, adv=group_norm(gen.reward), ref=ref_lp, beta=0.04), minibatches=4)
+}
+"""
+TURNS = 3  # of each conversation
+
+
+def with_latency(folder: Path, seconds: float) -> Evaluator:
+    (folder / "envs.py").write_text(GAME)
+    use = f'use std.grpo (group_norm, grpo)\nuse py "{folder / "envs.py"}" (Game: env)\n'
+    machines = cluster(1, 2, turns=Distribution(TURNS), tool_seconds=Distribution(seconds))
+    text = HEAD + use + PROMPTS + ACTOR + REF + FLOW
+    return instance("grpo", "1B", machines, Lengths(0.0, 300.0), text=text, batch=16)
+
+
+def test_a_step_is_longer_by_what_environments_take(tmp_path: Path) -> None:
+    fast, slow = (branch_and_bound(with_latency(tmp_path, s), gap=0.0) for s in (0.0, 50.0))
+    waits = 50.0 * (TURNS + 1)  # the environment begins, and answers each turn
+    assert slow.best[0].seconds - fast.best[0].seconds == pytest.approx(waits, rel=0.01)
+    assert slow.bound > waits, "the bound counts them, too"
+
