@@ -2,7 +2,7 @@
 
     python benchmarks/simulate.py                 # all plans: about half an hour
     python benchmarks/simulate.py --only ppo      # those whose names contain a word
-    python benchmarks/simulate.py --drawn 40 --seed 1    # drawn programs and placements, with lag and selections
+    python benchmarks/simulate.py --drawn 40 --seed 1    # drawn programs and placements, with lag, selections, environments
 
 Each plan is profiled and run within the same minute. A step's time is the median over the steps of a run, without the
 first two. Gates: median error 15 %, Kendall's tau of the order 0.8. The machine must have nothing else to do: a step
@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,7 +107,37 @@ AHEAD = GRPO.replace("seed=1)", "seed=1, lag=1)")  # generation runs one step ah
 SELECTED = GRPO.replace(  # all are kept, as the simulator assumes
     "  ref_lp = ", "  kept   = gen where reward >= 0\n  ref_lp = ").replace(
     "ref.logprobs(gen)", "ref.logprobs(kept)").replace("actor.train(gen,", "actor.train(kept,")
-PROGRAMS = {"generate": GENERATE, "sft": SFT, "dpo": DPO, "grpo": GRPO, "ppo": PPO, "ahead": AHEAD,
+TALK = HEAD + """use std.grpo (group_norm, grpo)
+use py "envs.py" (Talk: env)
+data prompts = jsonl("data/prompts.jsonl", batch=batch, max_prompt_tokens=64)
+model actor = causal_lm("models/" + size + "-chat") train adamw(lr=1e-6)
+model ref   = causal_lm("models/" + size + "-chat")
+flow talk(steps=steps, seed=1) {
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, env=Talk, n=2, max_turns=3, max_new_tokens=12, max_tokens=192)
+  ref_lp = ref.logprobs(gen)
+  actor.train(gen, loss=grpo(old=gen.logprobs, adv=group_norm(gen.reward), ref=ref_lp, beta=0.04), minibatches=2)
+}
+"""  # three turns, with an answer of the environment before each but the first
+TURNS, TOOL_SECONDS = 3, 0.05
+ENVS = f'''"""Three turns, with {TOOL_SECONDS} seconds before each answer."""
+import time
+
+
+class Talk:
+    def init(self, prompt):
+        self.turns = 0
+        time.sleep({TOOL_SECONDS})
+        return prompt, {{}}
+
+    def step(self, text):
+        self.turns += 1
+        time.sleep({TOOL_SECONDS})
+        done = self.turns == {TURNS}
+        answer = [] if done else [{{"role": "user", "content": "0123456789"}}]
+        return {{"observations": answer, "reward": float(len(text) % 2), "done": done}}
+'''
+PROGRAMS = {"talk": TALK, "generate": GENERATE, "sft": SFT, "dpo": DPO, "grpo": GRPO, "ppo": PPO, "ahead": AHEAD,
             "selected": SELECTED}
 ALL2, ALL4 = "mesh(0:2)", "mesh(0:4)"
 SPLIT = ("actor.generate on mesh(0:4) dp=4", "judge.* on mesh(0:1)", "ref.* on mesh(1:2)",
@@ -153,7 +183,8 @@ APART = {2: ("actor.generate on mesh(0:1)", "ref.* on mesh(1:2)", "actor.train o
 
 
 def drawn(count: int, seed: int) -> list[Case]:
-    """Programs with placements, drawn: with and without a lag or a selection, on one, two and four ranks."""
+    """Programs with placements, drawn: with and without a lag, a selection or an environment, on one, two and four
+    ranks."""
     import random
 
     draw, found = random.Random(seed), []
@@ -175,7 +206,7 @@ def make(folder: Path) -> None:
     """Models and data; prompts of 24 to 32 characters, one token each."""
     import random
 
-    from examples.tiny import make_model, write_jsonl
+    from examples.tiny import CHAT_TEMPLATE, make_model, write_jsonl
 
     draw = random.Random(0)
 
@@ -185,6 +216,8 @@ def make(folder: Path) -> None:
     for name, size in SIZES.items():
         make_model(folder / "models" / name, scale=0.02, **size)
         make_model(folder / "models" / f"{name}-rm", head="reward_model", scale=0.02, **size)
+        make_model(folder / "models" / f"{name}-chat", scale=0.02, chat=CHAT_TEMPLATE, **size)
+    (folder / "envs.py").write_text(ENVS)
     rows = [{"prompt": words(24, 32)} for _ in range(512)]
     write_jsonl(folder / "data/prompts.jsonl", rows)
     write_jsonl(folder / "data/answers.jsonl", [r | {"answer": words(72, 95)} for r in rows])
@@ -194,7 +227,9 @@ def make(folder: Path) -> None:
         (folder / f"{name}.rlf").write_text(text)
 
 
-PROMPT, ANSWERS = 28.0, {"sft": 84.5, "dpo": 26.5}  # means of what `make` writes; an end-of-sequence token more
+# means of what `make` writes; an end-of-sequence token more. Of conversations: what the model did not write, with the
+# words of the template, and what it wrote before it ended a turn
+PROMPTS, PROMPT, ANSWERS = {"talk": 102.0}, 28.0, {"sft": 84.5, "dpo": 26.5, "talk": 32.5}
 
 
 def compiled(case: Case, steps: int) -> Path:
@@ -252,6 +287,7 @@ def main() -> None:
     os.chdir(folder)
     from rldsl.api import read_plan
     from rldsl.clusters import read
+    from rldsl.clusters.model import Distribution
     from rldsl.simulate import Lengths, simulate
 
     found: list[tuple[float, float]] = []
@@ -263,7 +299,8 @@ def main() -> None:
         plan = read_plan(str(file))
         subprocess.run([sys.executable, "-m", "rldsl.cli", "profile", str(file), "-o", "profile.yaml",
                         "--device", "cpu", *([] if given.reuse else ["--fresh"])], check=True, capture_output=True)
-        guess = simulate(plan, read("profile.yaml"), Lengths(PROMPT, ANSWERS.get(case.program, 0.0)))
+        machine = replace(read("profile.yaml"), turns=Distribution(TURNS), tool_seconds=Distribution(TOOL_SECONDS))
+        guess = simulate(plan, machine, Lengths(PROMPTS.get(case.program, PROMPT), ANSWERS.get(case.program, 0.0)))
         real = measured(file, plan.header.world, given.steps)
         found.append((guess.seconds, real.seconds))
         print(f"{guess.seconds:>9.3f}s {real.seconds:>9.3f}s {guess.seconds / real.seconds - 1:>+7.1%} "

@@ -103,31 +103,29 @@ def num_apart(found: Sequence[Prediction], apart: float) -> int:
 
 
 def searched(only: str, seconds: float, spread: float) -> None:
+    """The table of "What would be better" in docs/published.md, for rows whose names contain `only`."""
+    from benchmarks.published.searched import HEAD as SEARCHED
+    from benchmarks.published.searched import line as searched_line
     from benchmarks.published.searched import search
     from rldsl.diag import Failure
 
     with tempfile.TemporaryDirectory() as place, workplace(Path(place)) as folder:
-        print("modelled", flush=True)
+        print(f"modelled\n\n{SEARCHED}", flush=True)
         for row in ROWS:
-            if row.lag or only not in row.name:
+            if only not in row.name:
                 continue
-            as_published = predict(row, folder, spread).seconds
-            print(f"{row.name}: published {row.seconds:g} s, its placement predicted {as_published:.1f} s", flush=True)
-            for lag in (0, 1):
-                try:
-                    found = search(row, folder, seconds, lag, spread)
-                except Failure as failure:
-                    print(f"  lag={lag}: {failure}", flush=True)
-                    continue
-                said = f"  lag={lag}: {found.seconds:.1f} s, certified gap {found.gap:.2%}"
-                print("\n    ".join([said, *found.placement]), flush=True)
+            as_published = predict(row, folder, spread)
+            try:
+                print(searched_line(as_published, search(row, folder, seconds, row.lag, spread)), flush=True)
+            except Failure as failure:
+                print(f"| `{row.name}` | {as_published.seconds:.1f} s | {failure} | | |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose names contain this")
     parser.add_argument("--spread", type=float, default=SPREAD, help="deviation of the logarithm of lengths")
-    parser.add_argument("--search", help='search for the on-policy rows whose names contain this; "" for all')
+    parser.add_argument("--search", help='search for the rows whose names contain this; "" for all')
     parser.add_argument("--seconds", type=float, default=60.0, help="CPU seconds of such a search")
     given = parser.parse_args()
     if given.search is not None:

@@ -85,6 +85,12 @@ def test_the_same_input_gives_the_same_output(folder: Path) -> None:
     assert texts[0] == texts[1] and files[0] == files[1]
 
 
+def test_more_processes_find_the_same_output(folder: Path) -> None:
+    one = searched("--json"), (folder / "grpo.place.rlf").read_bytes()
+    (folder / "grpo.place.rlf").unlink()
+    assert (searched("--json", "--jobs", "3"), (folder / "grpo.place.rlf").read_bytes()) == one
+
+
 def test_a_lock_keeps_a_call_where_the_program_has_it(folder: Path) -> None:
     (folder / "own.rlf").write_text(PROGRAM + "place ref.* on mesh(1:2) mbs=4\n")
     free = json.loads(searched("--json", program="own.rlf"))

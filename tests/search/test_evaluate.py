@@ -9,10 +9,12 @@ from statistics import median
 
 import pytest
 
+from rldsl.search.call_costs import Candidate
 from rldsl.search.compiled_placements import CompiledPlacement, compile_assignment
 from rldsl.search.evaluator import Assignment, Evaluation, Evaluator
 from rldsl.search.greedy import choose_candidates
-from rldsl.search.problem import build_problem
+from rldsl.search.problem import Job, build_problem
+from rldsl.search.space import Block
 from rldsl.simulate import Lengths
 from tests.search.programs import cluster, ready
 
@@ -20,20 +22,26 @@ DRAWN = [("ppo", "1B", 1, 8), ("ppo", "7B", 2, 8), ("grpo", "7B", 2, 4), ("remax
          ("ppo lag=1", "1B", 1, 8), ("grpo lag=2", "7B", 2, 4)]
 
 
-def drawn(i: Evaluator, count: int, seed: int) -> Iterator[Evaluation]:
-    """Assignments that fit: blocks at random, entries among the fastest few."""
+def drawn(i: Evaluator, count: int, seed: int, chunks: bool = False) -> Iterator[Evaluation]:
+    """Assignments that fit: blocks at random, entries among the fastest few. chunks: trainings divide the layers of a
+    stage where they may; else none does."""
     draw = random.Random(seed)
     tries = 0
     while count and tries < 200:
         tries += 1
         blocks = tuple(draw.choice([b for b in i.tree.all_blocks if i.table.candidates(j, b.size)]) for j in i.calls)
-        entries = tuple(draw.choice(i.table.candidates(j, b.size)[:12]) for j, b in zip(i.calls, blocks))
+        entries = tuple(draw.choice(entries_of(i, j, b, chunks)[:12]) for j, b in zip(i.calls, blocks))
         found: Evaluation | None = i.evaluate(Assignment(blocks, entries))
         if found is not None and not i.fits(found.bytes):
             found = choose_candidates(i, blocks)
         if found is not None:
             count -= 1
             yield found
+
+
+def entries_of(i: Evaluator, job: Job, block: Block, chunks: bool) -> list[Candidate]:
+    found = i.table.candidates(job, block.size)
+    return [e for e in found if (e.strategy.vpp > 1) == chunks] or list(found)
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +67,21 @@ def test_memory_is_what_the_compiler_counts(pairs: list[tuple[Evaluation, Compil
     """Values and messages are left out; what does not fit with them is found out when it is compiled."""
     off = sorted(judged.bytes / one.bytes - 1 for judged, one in pairs)
     assert abs(median(off)) < 0.001 and off[0] > -0.005 and off[-1] < 0.02, off
+
+
+def test_chunks_of_layers_are_judged_as_well() -> None:
+    off, bytes = [], []
+    for name, size, nodes, gpus in (("ppo", "7B", 2, 8), ("grpo", "7B", 2, 4), ("grpo lag=2", "7B", 2, 4)):
+        machines = cluster(nodes, gpus, 400.0)
+        p = ready(name, size, machines)
+        i = Evaluator(build_problem(p.placed, machines, Lengths(), p.placed.memory, p.fixed))
+        for judged in drawn(i, 4, 2, chunks=True):
+            if any(e.strategy.vpp > 1 for e in judged.assignment.candidates):
+                one = compile_assignment(p, i, judged, machines, Lengths())
+                off.append(abs(judged.seconds / one.seconds - 1))
+                bytes.append(judged.bytes / one.bytes - 1)
+    assert len(off) > 6 and median(off) < 0.005 and max(off) < 0.02, off
+    assert min(bytes) > -0.005 and max(bytes) < 0.05, bytes
 
 
 def test_a_call_that_takes_longer_never_makes_a_step_shorter() -> None:
