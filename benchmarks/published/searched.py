@@ -109,7 +109,8 @@ def reasons(name: str, longest: int, before: Mapping[str, PlacedCall],
     if name.endswith("generate"):
         parts = a.tp * a.pp * a.ep, b.tp * b.pp * b.ep
         if parts[1] > parts[0]:
-            yield f"a device reads one part in {parts[1]} of the weights in each step instead of one in {parts[0]}"
+            before_it = f"one in {parts[0]}" if parts[0] > 1 else "all"
+            yield f"a device reads one part in {parts[1]} of the weights in each step instead of {before_it}"
         return
     apart = [WORDS[k] for k, c in after.items() if k != name and not k.endswith("generate")
              and not c.overlaps(now) and before[k].overlaps(old)]
@@ -125,5 +126,7 @@ def reasons(name: str, longest: int, before: Mapping[str, PlacedCall],
         yield "fewer stages that wait for each other"
     if b.vpp > a.vpp:
         yield "a pipeline of chunks fills sooner"
-    if (b.mbt or b.mbs * longest) > (a.mbt or a.mbs * longest) > 0:
+    if not b.mbs and not b.mbt and b.pp == 1 and (a.mbs or a.mbt):
+        yield "all rows in one pass"
+    elif (b.mbt or b.mbs * longest) > (a.mbt or a.mbs * longest) > 0:
         yield "fewer and larger passes"

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published.__main__ import DENSE, MOE
-from benchmarks.published.prediction import predict, workplace
+from benchmarks.published.__main__ import DENSE, MOE, order, spread_of_releases, within
+from benchmarks.published.prediction import Prediction, predict, workplace
 from benchmarks.published.rows import ROWS
+from benchmarks.published.searched import line, search
+from rldsl.simulate import Timeline
 
 PAGE = Path(__file__).parents[2] / "docs/published.md"
 
@@ -38,6 +40,35 @@ def test_the_numbers_of_rows_within_their_gates_are_those_of_the_table() -> None
     said = " ".join(PAGE.read_text().split())
     assert f"{dense} of {sum(not moe for moe, _ in ratios)} dense rows" in said
     assert f"and {experts} of {sum(moe for moe, _ in ratios)} rows of mixtures" in said
+
+
+def test_the_order_on_the_page_is_that_of_the_table() -> None:
+    """Whole seconds are enough: no two predicted steps are nearer."""
+    plan = None  # of which nothing is read
+    rows = [Prediction(row, plan, Timeline(float(cells[2].removesuffix(" s")), (), (), (), (), 0))
+            for cells, row in zip(table(), ROWS, strict=True)]
+    apart = spread_of_releases()
+    inside = [p for p in rows if within(p)]
+    said = PAGE.read_text()
+    assert f"| all pairs | {order(rows):.3f} | {order(inside):.3f} |" in said
+    assert (f"| pairs whose published steps differ by more than {apart - 1:.0%} | ".replace("%", " %")
+            + f"{order(rows, apart):.3f} | {order(inside, apart):.3f} |") in said
+    assert f"the {len(inside)} within their gates" in said and f"all {len(rows)} rows" in said
+
+
+@pytest.mark.parametrize("name", ["llama8b-gb200-8", "llama8b-gb200-8-off"])
+def test_what_would_be_better_is_what_the_search_finds(name: str, tmp_path: Path) -> None:
+    row = next(r for r in ROWS if r.name == name)
+    with workplace(tmp_path) as folder:
+        assert line(predict(row, folder), search(row, folder, 600.0, row.lag)) in PAGE.read_text()
+
+
+def test_what_would_be_better_is_said_of_every_row() -> None:
+    said = PAGE.read_text().split("## What would be better")[1].split("\n## ")[0]
+    rows = [x.split("|") for x in said.splitlines() if x.startswith("| `")]
+    assert [x[1].strip(" `") for x in rows] == [r.name for r in ROWS]
+    for cells in rows:
+        assert float(cells[4].strip(" %")) <= 2 and float(cells[3].strip(" s")) <= float(cells[2].strip(" s"))
 
 
 @pytest.mark.parametrize("row", [r for r in ROWS if r.name in ("llama8b-h100-16", "llama8b-gb200-8-off")],
