@@ -158,6 +158,23 @@ def diff_runs(settings: Settings, one: str, two: str, tolerance: float) -> int:
     return int(not found.same)
 
 
+# no space after `NAME=`, where the value comes next: shell -> (what click writes, what takes its place); fish adds none
+WITHOUT_SPACE = {
+    "bash": (("    return 0\n",
+              "    [[ ${#COMPREPLY[@]} == 1 && $COMPREPLY == *= ]] && compopt -o nospace 2>/dev/null\n"
+              "    return 0\n"),),
+    "zsh": (("        _describe -V unsorted completions_with_descriptions -U\n",
+             "        local -a before_value=(${(M)completions_with_descriptions:#*=:*})\n"
+             "        completions_with_descriptions=(${completions_with_descriptions:#*=:*})\n"
+             "        (( $#before_value )) && _describe -V unsorted before_value -U -S ''\n"
+             "        (( $#completions_with_descriptions )) && \\\n"
+             "            _describe -V unsorted completions_with_descriptions -U\n"),
+            ("        compadd -U -V unsorted -a completions\n",
+             "        local -a alone=(${(M)completions:#*=})\n        completions=(${completions:#*=})\n"
+             "        compadd -U -V unsorted -S '' -a alone\n        compadd -U -V unsorted -a completions\n")),
+}
+
+
 @command
 @click.argument("shell", type=click.Choice(SHELLS))
 def completion(settings: Settings, shell: str) -> None:
@@ -166,6 +183,8 @@ def completion(settings: Settings, shell: str) -> None:
     if found is None:
         raise Usage(f"no completion for {shell}")
     script = ShellComplete.source(found(main, {}, "rlc", "_RLC_COMPLETE"))
+    for text, other in WITHOUT_SPACE.get(shell, ()):
+        script = script.replace(text, other)
     print_result(settings, script, shell=shell, script=script)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import select
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +95,40 @@ def test_a_script_for_each_shell(shell: str) -> None:
     assert found.exit_code == 0 and f"_RLC_COMPLETE={shell}_complete" in found.output
     as_json = json.loads(CliRunner().invoke(main, ["completion", shell, "--json"]).output)
     assert as_json["script"] == found.output.rstrip("\n") or as_json["script"] == found.output
+
+
+@pytest.mark.parametrize("shell, words", [("bash", "compopt -o nospace"), ("zsh", "-S '' -a alone"),
+                                          ("zsh", "before_value -U -S ''")])
+def test_no_space_follows_the_name_of_a_param(shell: str, words: str) -> None:
+    """Click's scripts are changed for that: this fails if their text is another one."""
+    assert CliRunner().invoke(main, ["completion", shell]).output.count(words) == 1
+
+
+def test_bash_on_a_terminal(tmp_path: Path) -> None:
+    """`--set l` and Tab: the value can be typed at once."""
+    program = shutil.which("bash")
+    if program is None:
+        pytest.skip("there is no bash here")
+    (tmp_path / "p.rlf").write_text(PROGRAM)
+    (tmp_path / "rlc").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m rldsl.cli "$@"\n')
+    (tmp_path / "rlc").chmod(0o755)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.environ.update(PATH=f"{tmp_path}:{os.environ['PATH']}", TERM="dumb", PS1="> ", HISTFILE="/dev/null")
+        os.execv(program, [program, "--norc", "--noprofile", "-i"])
+    seen = ""
+    try:
+        for typed, wanted in (('eval "$(rlc completion bash)"; echo RE""ADY\n', "READY"),
+                              ("rlc compile p.rlf --set l\t", "--set lr="), ("1e-3", "lr=1e-3")):
+            os.write(terminal, typed.encode())
+            while wanted not in seen:
+                assert select.select([terminal], [], [], 120)[0], seen
+                seen += os.read(terminal, 4096).decode(errors="replace")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(terminal)
 
 
 @pytest.mark.parametrize("arguments", [[], ["tcsh"], ["bash", "zsh"]])
