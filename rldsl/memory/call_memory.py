@@ -22,6 +22,7 @@ from rldsl.memory.decode_shapes import (
     num_captures_with_memory,
     sampling_bytes_per_logit,
 )
+from rldsl.memory.images import ImageBytes, image_tokens
 from rldsl.memory.parameters import (
     FLOAT,
     Copy,
@@ -221,6 +222,8 @@ def _generate(t: Tables, e: Generate, copy: Copy, stack: StackActivations, devic
     masked = 5 * wide
     step = slots * read + max(layer.decoding(slots, masked) for layer in here)
     prefilled = prefill // max(prompt, 1)  # sequences of a prefill
+    seen = min(prefill, -(-slots // max(e.sampling.n, 1)) * prompts.max_prompt_tokens)
+    images = ImageBytes.of(t, copy, seen).forward
     captured = 0
     # steps with experts or collectives are not captured, nor are those of conversations
     if tp == 1 and not sizes.experts_per_token and e.conversation is None:
@@ -232,6 +235,7 @@ def _generate(t: Tables, e: Generate, copy: Copy, stack: StackActivations, devic
     return {"KV cache": slots * groups * each * sum(layer.caches for layer in here),
             "states": 2 * slots * sum(layer.state for layer in here),
             "activations": cast + max(max(layer.forward_peak(prefill, prefilled) for layer in here),
+                                      prefill * b.stream + images if images else 0,
                                       prefill * b.hidden + sampling - cast,
                                       max(step, sampling - cast) + captured),
             "half-precision weights": _half_precision_bytes(copy), **_weights_in_blocks(copy, device),
@@ -295,6 +299,8 @@ def _infer(t: Tables, e: Infer, copy: Copy, stack: StackActivations, device: str
     sequences = -(-m.tokens // _longest(t, e))  # of full length, which need as much as those of the micro-batch
     most = max(max(layer.forward_peak(m.tokens, sequences) for layer in here)
                + 3 * m.cp_tokens * b.gathered_kv + m.repeated * b.repeated, head)
+    if images := ImageBytes.of(t, copy, image_tokens(t, (t.frames[e.frame],), m.sequences, True)).forward:
+        most = max(most, m.tokens * b.stream + images)
     return {"activations": passed + most, "half-precision weights": _half_precision_bytes(copy),
             **_weights_in_blocks(copy, device),
             "rows": count * (width(t.frames[e.frame]) * INDEX
@@ -324,6 +330,8 @@ def _train(t: Tables, e: Train, copy: Copy, stack: StackActivations, device: str
              for layer in layers] for layers in chunks]
     each = [m.tokens * b.stream * _num_boundary_states(copy, c) + (len(k) * m.tokens * b.stream if full else sum(k))
             for c, k in enumerate(kept)]
+    images = ImageBytes.of(t, copy, image_tokens(t, frames, m.sequences // len(frames), False), full)
+    each[0] += images.kept
     scheduled = m.count if layout.vpp > 1 else min(m.count, layout.pp)  # more micro-batches only last longer
     schedule = layout.pp, layout.vpp, scheduled, copy.cell.pp_rank
     passed = m.tokens * b.stream * _num_messages(layout, m.count, copy.cell.pp_rank, device)
@@ -336,6 +344,9 @@ def _train(t: Tables, e: Train, copy: Copy, stack: StackActivations, device: str
     if copy.first and not copy.model.base:  # its gradient comes last, as a full matrix
         gradient = FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden
         embedding = max_activations_in_flight(passes_in_flight(*schedule, 0), each) - each[0] + gradient
+    if images.forward:  # its passes come first, and last
+        tower = max(m.tokens * b.stream + images.forward, images.kept + images.backward + weight)
+        embedding = max(embedding, max_activations_in_flight(passes_in_flight(*schedule, 0), each) - each[0] + tower)
     head = 0
     if copy.last:
         head = max_activations_in_flight(passes_in_flight(*schedule, layout.vpp - 1), each) + m.tokens * b.final

@@ -100,6 +100,13 @@ def trained(copy: Copy) -> int:
 
 
 @cache
+def any_trained(copy: Copy, modules: tuple[str, ...]) -> bool:
+    """Whether a parameter here of some modules is trained. modules: how its name begins."""
+    return copy.trained and any(not own.frozen and count for spec, _, own, count in _trained_parameters(copy)
+                                if spec.name.startswith(tuple(f"{m}." for m in modules)))
+
+
+@cache
 def optimizer_state(copy: Copy) -> int:
     """Bytes of the optimizer state of a rank."""
     optimizer = copy.model.optimizer

@@ -31,11 +31,13 @@ class Tables:
     layouts: Mapping[str, Layout]  # by id
     entries: Mapping[str, EntrySpace] = field(default_factory=dict)  # by name
     prompts: Mapping[str, PromptSource] = field(default_factory=dict)  # by frame, as far as it is known
+    images: bool = False  # whether any rows have images
 
     @staticmethod
     def of(plan: Plan) -> Tables:
         return Tables(indexed_frames(plan), {v.id: v for v in plan.values}, {s.id: s for s in plan.spreads},
-                      {x.id: x for x in plan.layouts}, entry_spaces(plan.values), prompt_sources(plan))
+                      {x.id: x for x in plan.layouts}, entry_spaces(plan.values), prompt_sources(plan),
+                      any(d.images for d in plan.data))
 
 
 def rows(frame: IndexedFrame, spread: Spread, layouts: Mapping[str, Layout],

@@ -24,7 +24,7 @@ from rldsl.models.execution import Execution
 from rldsl.models.skeleton import Skeleton, build, first_line
 from rldsl.models.vision import earlier_names, layers_with_images, processor_digest, vision_family
 from rldsl.plan.heads import HEADS, SCORE_WEIGHT
-from rldsl.plan.model import ParamSpec, Recurrence, Sizes, Split, StageKind
+from rldsl.plan.model import ParamSpec, Recurrence, Sizes, Split, StageKind, Tower
 from rldsl.source import Span
 
 # keys of a config that do not change what the model computes
@@ -94,6 +94,8 @@ class Family:
     layers_with_images: int = 0  # how many of the first layers get features of images added to their outputs
     image_processor: str = ""  # sha256 of the files that say how images are preprocessed; "": there are none
     recurrences: tuple[Recurrence, ...] = ()  # what layers that carry a state need in memory
+    other_norms: bool = False  # whether norms of layers keep their inputs for the backward pass (Gemma's)
+    towers: tuple[Tower, ...] = ()  # what its vision tower needs
     uncounted: str = ""  # what the memory estimate leaves out; "": nothing that is known
 
 
@@ -143,7 +145,7 @@ def _described(path: str, kind: str, names: frozenset[str], digest: str, span: S
                   expert_width=min((s.shape[2] for s in mixed if s.name.endswith("down_proj")), default=0),
                   recurrent=bool(how.recurrent), by_rows=how.by_rows, reads_images=vision_family(config) is not None,
                   layers_with_images=layers_with_images(config), recurrences=skeleton.recurrences,
-                  uncounted=skeleton.uncounted,
+                  other_norms=skeleton.other_norms, towers=skeleton.towers, uncounted=skeleton.uncounted,
                   invariant_problem=_invariant_problem(config, how, params), **sizes)
 
 
@@ -187,7 +189,8 @@ def sizes_of(family: Family) -> Sizes:
                        if config.get(k, "null") != "null"), "")
     return Sizes(family.hidden, family.expert_width or family.intermediate, family.heads, family.kv_heads,
                  family.head_dim, family.vocab, str(activation), family.chosen,
-                 family.recurrent or bool(family.by_rows) or family.reads_images, family.recurrences, family.uncounted)
+                 family.recurrent or bool(family.by_rows) or family.reads_images, family.recurrences,
+                 family.other_norms, family.towers, family.uncounted)
 
 
 def _meaning(config: Any) -> tuple[tuple[str, str], ...]:

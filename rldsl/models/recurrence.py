@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rldsl.models.execution import ATTENTION_INTERFACE, CACHES, Execution, names_of
+from rldsl.models.trials import ITEMSIZES, backward_pass, quiet, renew, storages, without_storage
 from rldsl.plan.model import Growth, Recurrence
 
 ROWS = (2, 4)  # sequences of two trials, whose difference is what sequences need
-FLOAT = 4  # bytes of a float32 number
-ITEMSIZES = (FLOAT, 2)  # bytes of an element in layers of float32 and of half precision
 FEW = 8  # tokens of a trial without chunks
 MAX_CHUNK = 512  # tokens: no scan of transformers has larger chunks
 
@@ -42,7 +39,7 @@ def recurrences(model: Any, body: Any, how: Execution) -> tuple[Recurrence, ...]
         kinds.setdefault((shapes, attends), []).append(number)
         first.setdefault((shapes, attends), modules)
     found = []
-    with _quiet():
+    with quiet():
         for key, numbers in kinds.items():
             parts: list[Recurrence | None] = [None] * len(first[key])
             for item in ITEMSIZES:
@@ -83,8 +80,8 @@ def _of_module(module: Any, config: Any, item: int, known: Recurrence | None) ->
     try:
         with torch.device("meta"):
             part = copy.deepcopy(module)
-        with _without_storage(item):
-            _renew(part)
+        with without_storage(item):
+            renew(part)
             width = _width(part, config)
             state, step, outputs = _decoding(part, config, width)
             grown = (known.saved, known.forward, known.backward) if known is not None else None
@@ -94,33 +91,6 @@ def _of_module(module: Any, config: Any, item: int, known: Recurrence | None) ->
     except Exception:  # a family's code may need anything at all
         return None
     return Recurrence(item, (), False, (), saved, forward, backward, state, step, outputs)
-
-
-@contextmanager
-def _without_storage(item: int) -> Iterator[None]:
-    """New tensors are shapes alone. With `item` 2, they say that they are on the CPU, since the meta device knows no
-    autocast, under which models of half precision run (`backends/torch/model/autocast.py`)."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    if item == FLOAT:
-        with torch.device("meta"):
-            yield
-    else:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            yield
-
-
-def _renew(module: Any) -> None:
-    """Give a module on the meta device new tensors."""
-    import torch
-
-    for inner in module.modules():
-        for name, x in [(n, x) for n, x in inner._parameters.items() if x is not None]:
-            inner._parameters[name] = torch.nn.Parameter(torch.empty(x.shape, dtype=torch.float32))
-        for tensors in (inner._buffers, inner.__dict__):
-            for name, x in [(n, x) for n, x in tensors.items() if isinstance(x, torch.Tensor)]:
-                tensors[name] = torch.empty(x.shape, dtype=x.dtype)
 
 
 def _growths(trial: Callable[[int, int], tuple[int, ...]], chunk: int, squared: bool) -> tuple[Growth, ...]:
@@ -189,7 +159,7 @@ def _call(module: Any, hidden: Any, cache: Any = None) -> Any:
 
 def _saved(module: Any, rows: int, tokens: int, width: int) -> tuple[int, int, Any, Any]:
     """(bytes kept for the backward pass, operations, node of the output, its gradient)."""
-    with _Storages() as count:
+    with storages() as count:
         out = _call(module, _hidden(rows, tokens, width).clone())
         node, shape = out.grad_fn, out.detach()
         gradient = shape.new_empty(shape.shape)
@@ -201,20 +171,12 @@ def _trial(module: Any, rows: int, tokens: int, width: int) -> tuple[int, int, i
     """(saved, peak of the forward pass without saving, peak of the backward pass), in bytes."""
     import torch
 
-    with _Storages() as count, torch.no_grad():
+    with storages() as count, torch.no_grad():
         _call(module, _hidden(rows, tokens, width).clone())
         forward = count.most
-    with _Storages() as count:
-        out = _call(module, _hidden(rows, tokens, width).clone())
-        node, gradient = out.grad_fn, torch.empty_like(out)
-        del out
-        saved = count.now - gradient.nbytes
-        count.most = count.now
-        edge = torch.autograd.graph.GradientEdge(node, 0)
-        del node
-        torch.autograd.backward(edge, gradient)
-        module.zero_grad()
-        return saved, forward, count.most
+    saved, backward = backward_pass(lambda: _call(module, _hidden(rows, tokens, width).clone()))
+    module.zero_grad()
+    return saved, forward, backward
 
 
 def _hidden(rows: int, tokens: int, width: int) -> Any:
@@ -235,59 +197,9 @@ def _decoding(module: Any, config: Any, width: int) -> tuple[int, int, int]:
             _call(module, torch.empty(rows, FEW, width), cache)
             state = sum(x.nbytes for layer in cache.layers for kind in ("conv_states", "recurrent_states")
                         for x in (getattr(layer, kind, None) or {}).values() if x is not None)
-            with _Storages() as count:
+            with storages() as count:
                 _call(module, torch.empty(rows, 1, width), cache)
                 found.append((state, count.most, count.made))
     few, more = found
     state, step, outputs = ((b - a) // (ROWS[1] - ROWS[0]) for a, b in zip(few, more, strict=True))
     return state, step, outputs
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' messages about kernels that are not installed."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-
-
-def _Storages() -> Any:
-    """A mode of torch that counts the bytes of new storages. now: alive; most: at once; made: of all;
-    calls: operations."""
-    from torch import Tensor
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_iter
-
-    class Storages(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]
-            self.now = self.most = self.made = self.calls = 0
-            self.live: dict[int, int] = {}
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            given = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
-            self.calls += 1
-            out = func(*args, **(kwargs or {}))
-            for x in tree_iter(out):
-                if isinstance(x, Tensor):
-                    storage = x.untyped_storage()
-                    if storage._cdata not in self.live and storage._cdata not in given:
-                        self.see(storage)
-            return out
-
-        def see(self, storage: Any) -> None:
-            key, size = storage._cdata, storage.nbytes()
-            self.live[key] = size
-            self.now, self.made = self.now + size, self.made + size
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self.gone, key)
-
-        def gone(self, key: int) -> None:
-            self.now -= self.live.pop(key)
-
-    return Storages()

@@ -14,8 +14,10 @@ from rldsl.diag import fail
 from rldsl.models import experts
 from rldsl.models.execution import Execution, body_name, called_after_layers, execution, keep_weights, shared_name
 from rldsl.models.recurrence import recurrences, uncounted
+from rldsl.models.tower import towers
+from rldsl.models.trials import has_other_norms
 from rldsl.models.vision import auto_class, only_with_images, supported_families, vision_family
-from rldsl.plan.model import Recurrence
+from rldsl.plan.model import Recurrence, Tower
 from rldsl.source import Span
 
 MAX_SHOWN = 160  # characters of a message of transformers
@@ -48,6 +50,8 @@ class Skeleton:
     experts: Mapping[str, int]  # parameter -> the number of experts whose weights it holds
     transforms: tuple[Any, ...]  # of `experts.transforms`
     recurrences: tuple[Recurrence, ...] = ()  # what layers that carry a state need in memory
+    other_norms: bool = False  # of `trials.has_other_norms`
+    towers: tuple[Tower, ...] = ()  # what its vision tower needs
     uncounted: str = ""  # what the memory estimate leaves out
 
 
@@ -80,7 +84,7 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
     prefix = body_name(model)
     body = model.get_submodule(prefix)
     how = execution(body, config)
-    states = recurrences(model, body, how)
+    states, seen = recurrences(model, body, how), towers(model, prefix)
     return Skeleton(
         prefix=prefix,
         tp_plan=dict(getattr(model, "_tp_plan", None) or {}),
@@ -94,7 +98,9 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
         shared=_shared(model, f"{prefix}.{how.layers}."),
         experts=experts.counts(model),
         transforms=tuple(experts.transforms(model)), recurrences=states,
-        uncounted=uncounted(how, states) or experts.other_form(model))
+        other_norms=bool(how.layers) and has_other_norms(body.get_submodule(how.layers)[0]), towers=seen,
+        uncounted=uncounted(how, states) or experts.other_form(model)
+        or ("its vision tower" if vision_family(config) and not seen else ""))
 
 
 def _parameters(model: Any, prefix: str) -> tuple[tuple[str, tuple[int, ...]], ...]:

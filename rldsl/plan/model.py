@@ -266,6 +266,20 @@ class Recurrence:
 
 
 @dataclass(frozen=True, slots=True)
+class Tower:
+    """What a vision tower needs for each token that a prompt has for its images, with transformers' own code of torch
+    (`models/tower.py`)."""
+
+    itemsize: int  # bytes of an element in which this holds
+    modules: tuple[str, ...]  # how the names of its parameters begin
+    pixels: int  # bytes of its inputs
+    saved: int  # bytes kept for the backward pass
+    forward: int  # bytes at the peak of a forward pass that saves nothing
+    backward: int  # bytes at the peak of the backward pass, with what is saved
+    operations: int  # of a forward pass, with floating-point numbers
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """The sizes of a model that determine the work and memory of a call, besides its parameters; 0: unknown."""
 
@@ -279,6 +293,8 @@ class Sizes:
     experts_per_token: int = 0  # experts per token; 0: a dense model
     whole_sequences: bool = False  # whether modules need complete sequences: they carry a state, or read images
     recurrences: tuple[Recurrence, ...] = ()  # of layers that carry a state from token to token
+    other_norms: bool = False  # whether norms of layers keep their inputs for the backward pass (Gemma's)
+    towers: tuple[Tower, ...] = ()  # of its vision tower, for each size of an element; (): it has none
     uncounted: str = ""  # what of it the memory estimate leaves out; "": nothing that is known
 
 

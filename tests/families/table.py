@@ -150,6 +150,10 @@ docs/families.md` has found it with a tiny random model of each, in float32 on t
   Falcon-H1, Jamba and Mamba-2, in float32 and bfloat16, with adapters and with pp (`tests/memory/test_recurrent.py`);
   kernels of other packages, and those of GPUs, may need less. `rlc compile` says what it leaves out: attention and
   decoding in rows, experts in a form of their own (gpt-oss, Llama 4), and states of modules whose trial fails.
+- Router biases that DeepSeek-V3 and its relatives choose experts with (`e_score_correction_bias`) get no gradient and
+  stay as they are in the directory: they are loaded, used, moved between placements and saved, and no training call
+  updates them by the load of the experts. Fine-tuning in transformers leaves them alone, too.
+- The simulator counts the matrices of recurrent layers as those of any layer, and not their scans.
 - invariant: whether `invariant=true` is possible. ep: whether there are experts in a form that `ep` divides.
 
 {counts}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,17 +49,20 @@ def qwen3_vl(directory: Path) -> Path:
     return _processor(directory, Processor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024}))
 
 
-def gemma3(directory: Path) -> Path:
+def gemma3(directory: Path, text: Mapping[str, Any] = MappingProxyType({}),
+           vision: Mapping[str, Any] = MappingProxyType({}), tokens: int = 9) -> Path:
+    """text, vision: other sizes. tokens: of an image."""
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil as Processor
 
     _, ids = _tokenizer(directory, "<boi>", "<image>", "<boi>", "<eoi>")
-    text = TEXT | dict(vocab_size=60, head_dim=8, query_pre_attn_scalar=8, sliding_window=6, tie_word_embeddings=True,
-                       layer_types=["sliding_attention", "full_attention"] * 2)
+    text = TEXT | dict(vocab_size=60, head_dim=8, query_pre_attn_scalar=8, sliding_window=6, tie_word_embeddings=True) | text
+    text["layer_types"] = (["sliding_attention", "full_attention"] * 2)[: text["num_hidden_layers"]]
     vision = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=24,
-                  patch_size=4)
+                  patch_size=4) | vision
     _model(directory, "gemma3", text_config=text, vision_config=vision, image_token_index=ids[0],
-           boi_token_index=ids[1], eoi_token_index=ids[2], mm_tokens_per_image=9)
-    return _processor(directory, Processor(size={"height": 24, "width": 24}))
+           boi_token_index=ids[1], eoi_token_index=ids[2], mm_tokens_per_image=tokens)
+    side = vision["image_size"]
+    return _processor(directory, Processor(size={"height": side, "width": side}))
 
 
 def llava(directory: Path) -> Path:

@@ -1,0 +1,72 @@
+"""Estimates against what runs really hold, for models that read images: a tower that is trained, and one that is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.tiny import make_vision_model
+from rldsl.api import compile
+from rldsl.memory import curves
+from rldsl.memory.curve import each_rank, left_out, peak, points
+from rldsl.models import tower
+from rldsl.models.families import describe
+from rldsl.plan.codec import encode
+from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.projection import event_paths
+from tests.images.models import MAKERS, make
+from tests.memory.accounting import measured
+from tests.memory.vision import vision_program
+from tests.tiny import make_model
+
+GATE = 0.10
+
+
+@pytest.mark.parametrize("family, freeze", [("gemma3", False), ("gemma3", True), ("qwen2_5_vl", False),
+                                            ("qwen2_5_vl", True)])
+def test_estimates_are_within_the_gate(family: str, freeze: bool, tmp_path: Path,
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = compile(str(vision_program(tmp_path, family, freeze=freeze)))
+    calls = {e.id: e for e, _ in event_paths(plan) if isinstance(e, Generate | Infer | Train)}
+    (found,) = measured(encode(plan), tmp_path / "out", 1)
+    ((_, curve),) = each_rank(curves(plan, "cpu"))
+    assert peak(curve).bytes == pytest.approx(found.peak, rel=GATE)
+    for point in points(curve):
+        if point.event in calls:
+            said = (point.before, point.during, point.after)
+            assert said == pytest.approx(found.events[point.event], rel=GATE), type(calls[point.event]).__name__
+    assert left_out(plan) == ()
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_every_tower_has_a_trial(family: str, tmp_path: Path) -> None:
+    """In both sizes of an element; half precision keeps less."""
+    whole, half = describe(str(make(tmp_path / "m", family)), "causal_lm").towers
+    assert (whole.itemsize, half.itemsize) == (4, 2) and whole.operations == half.operations > 0
+    assert whole.backward >= whole.saved > half.saved > half.forward > 0 < half.pixels
+
+
+def test_more_layers_keep_more(tmp_path: Path) -> None:
+    few, more = (describe(str(make_vision_model(tmp_path / str(n), tower=dict(depth=n))), "causal_lm").towers[0].saved
+                 for n in (2, 4))
+    assert few < more
+
+
+def test_a_text_model_has_no_tower(tmp_path: Path) -> None:
+    assert describe(str(make_model(tmp_path / "m")), "causal_lm").towers == ()
+
+
+def test_a_trial_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig
+
+    from rldsl.models.skeleton import build
+
+    def unknown(*_: Any) -> Any:
+        raise NotImplementedError("no kernel for this device")
+
+    monkeypatch.setattr(tower, "_vectors", unknown)
+    found = build(AutoConfig.from_pretrained(make(tmp_path / "m", "llava")), "m", None)
+    assert found.towers == () and found.uncounted == "its vision tower"
