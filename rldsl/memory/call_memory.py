@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import ceil
+from math import ceil, gcd
 from typing import assert_never
 
 from rldsl.memory import logits
@@ -41,7 +41,7 @@ from rldsl.memory.values import ROW, WIDE, Tables, rows, width
 from rldsl.plan.backends import costs, unusable
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
 from rldsl.plan.heads import DISTRIBUTION, LOGPROBS_AT, OUTPUTS
-from rldsl.plan.model import Layout
+from rldsl.plan.model import Layout, Spread
 from rldsl.plan.prompt_sources import pays, shares_prompts
 from rldsl.plan.spaces import IndexedFrame, unit_tokens, units_of_minibatch
 from rldsl.sharding.layout import stage_layers
@@ -139,11 +139,11 @@ class MicroBatch:
 
 
 def largest_micro_batch(t: Tables, frames: tuple[str, ...], rows: int, mbs: int, mbt: int,
-                        layout: Layout, shares_prompts: bool = False) -> MicroBatch:
+                        layout: Layout, shared: Spread | None = None) -> MicroBatch:
     """The largest micro-batch of `rows` rows of some frames, with at most `mbs` rows and `mbt` tokens (0: any number).
     With context parallelism a rank has two chunks of each row, which at worst hold nothing but responses. A token
-    budget counts as full, since shorter rows are packed until it is. shares_prompts: a prompt of several rows is
-    computed once; a micro-batch has no more prompts than there are in all."""
+    budget counts as full, since shorter rows are packed until it is. shared: the spread of a call that computes a
+    prompt of several rows once."""
     num_chunks = 2 * layout.cp  # of a row
     count = count_without_token_limit(rows, mbs, min_count=layout.pp)
     num_rows = -(-rows // count)  # of the largest micro-batch, of each frame
@@ -155,13 +155,18 @@ def largest_micro_batch(t: Tables, frames: tuple[str, ...], rows: int, mbs: int,
         return MicroBatch(-(-mbt // layout.cp), min(mbt, responses), num_rows * len(records), count, mbt)
     tokens = cp_tokens if layout.cp == 1 else num_rows * sum(2 * -(-width(f) // num_chunks) for f in records)
     found = MicroBatch(tokens, min(tokens, responses), num_rows * len(records), count, cp_tokens)
-    saved = _shared_tokens(t, records, num_rows) if shares_prompts else 0
+    saved = _shared_tokens(t, records, num_rows, shared) if shared else 0
     return replace(found, tokens=tokens - saved, cp_tokens=cp_tokens - saved, repeated=saved) \
         if pays(saved, tokens) else found
 
 
-def _shared_tokens(t: Tables, frames: Sequence[IndexedFrame], rows: int) -> int:
-    """Tokens of prompts that `rows` rows of each frame have in common, at least, if they are as many as can be."""
+def _shared_tokens(t: Tables, frames: Sequence[IndexedFrame], rows: int, spread: Spread) -> int:
+    """Tokens of prompts that `rows` rows of each frame have in common, at least, if they are as many as can be. A
+    micro-batch has no more prompts than there are in all. Its rows compute no more than neighbors would
+    (`sharding/siblings.py`), except where a shuffle has divided the rows before."""
+    together = gcd(*(t.prompts[f.id].run for f in frames if f.id in t.prompts))
+    parted = spread.shuffle and spread.minibatches > 1
+    of_neighbors = rows if parted else -(-rows // max(together, 1)) + (rows % max(together, 1) > 0)
     most: dict[str, int] = {}  # prompts of each source
     longest: dict[str, int] = {}
     saved = 0
@@ -170,7 +175,7 @@ def _shared_tokens(t: Tables, frames: Sequence[IndexedFrame], rows: int) -> int:
         if source is None:
             continue
         saved += rows * frame.max_prompt_tokens
-        most[source.frame] = min(rows, -(-frame.count // source.run))
+        most[source.frame] = min(rows, of_neighbors, -(-frame.count // source.run))
         longest[source.frame] = frame.max_prompt_tokens
     return saved - sum(count * longest[source] for source, count in most.items())
 
@@ -287,7 +292,8 @@ def kept_cache_bytes(t: Tables, e: Generate, copy: Copy) -> int:
 def _infer(t: Tables, e: Infer, copy: Copy, stack: StackActivations, device: str) -> Needs:
     b, here = stack.any, [layer for chunk in _chunks(copy, stack) for layer in chunk]
     count = rows(t.frames[e.frame], t.spreads[e.spread], t.layouts, t.frames)
-    m = largest_micro_batch(t, (e.frame,), count, e.mbs, e.mbt, copy.layout, shares_prompts(copy.model, copy.layout))
+    m = largest_micro_batch(t, (e.frame,), count, e.mbs, e.mbt, copy.layout,
+                            t.spreads[e.spread] if shares_prompts(copy.model, copy.layout) else None)
     head = 0
     if copy.last:
         head = (m.tokens + m.responses) * b.hidden
@@ -322,7 +328,8 @@ def _train(t: Tables, e: Train, copy: Copy, stack: StackActivations, device: str
     unit = frames[0].per_prompt if spread.granularity == "prompt" else 1  # rows that stay together
     longest = unit_tokens(frames, unit > 1)
     count = unit * ceil(units_of_minibatch(spread, frames[0].count // unit, longest) / layout.dp)
-    m = largest_micro_batch(t, e.frames, count, e.mbs, e.mbt, layout, shares_prompts(copy.model, layout))
+    m = largest_micro_batch(t, e.frames, count, e.mbs, e.mbt, layout,
+                            t.spreads[e.spread] if shares_prompts(copy.model, layout) else None)
     full = e.recompute == "full"
     sequences = -(-m.tokens // _longest(t, e))  # of full length, which need as much as those of the micro-batch
     # by each layer, for its backward pass
