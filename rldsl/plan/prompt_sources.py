@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import gcd
 
-from rldsl.plan.events import Infer, Train
+from rldsl.plan.events import ModelCall
 from rldsl.plan.model import Layout, Model, Plan, Spread
-from rldsl.plan.payloads import CollectSpec, DeriveSpec, FetchSpec, GenerateSpec
+from rldsl.plan.payloads import CollectSpec, DeriveSpec, FetchSpec, GenerateSpec, InferSpec, TrainSpec
 from rldsl.plan.projection import event_paths
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
 
@@ -85,8 +85,8 @@ def prompts_by_spread(plan: Plan) -> dict[str, int]:
     layouts, spreads = {x.id: x for x in plan.layouts}, {s.id: s for s in plan.spreads}
     runs: dict[str, int] = {}
     for event, _ in event_paths(plan):
-        if isinstance(event, Infer | Train):
-            frames = event.frames if isinstance(event, Train) else (event.frame,)
+        if isinstance(event, ModelCall) and isinstance(event, InferSpec | TrainSpec):
+            frames = event.frames if isinstance(event, TrainSpec) else (event.frame,)
             known = [sources[f].run if f in sources else 1 for f in frames]
             run = gcd(*known) if shares_prompts(models[event.model], layouts[event.layout]) else 1
             runs[event.spread] = gcd(runs.get(event.spread, 0), run)

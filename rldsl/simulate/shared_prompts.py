@@ -6,29 +6,31 @@ In: a call of a plan and the rows of its micro-batches. Out: a number from 0 to 
 
 from __future__ import annotations
 
-from rldsl.plan.events import Infer, Train
+from collections.abc import Sequence
+
+from rldsl.plan.events import ModelCall
 from rldsl.plan.model import Spread
 from rldsl.plan.prompt_sources import pays, shares_prompts
 from rldsl.simulate.lengths import Row
 from rldsl.simulate.world import World
 
 
-def computed_prompts(world: World, event: Infer | Train, rows: float) -> float:
-    """rows: of a micro-batch. 1 where each row computes its own, of several frames too."""
-    frames = event.frames if isinstance(event, Train) else (event.frame,)
+def computed_prompts(world: World, call: ModelCall, frames: Sequence[str], rows: float) -> float:
+    """frames: whose rows the call computes. rows: of a micro-batch. 1 where each row computes its own, of several
+    frames too."""
     sources = [world.prompts.get(f) for f in frames]
     known = [s for s in sources if s is not None]
     if not (world.cluster.prompts_once and rows) or len(known) < len(frames) or len({s.frame for s in known}) > 1 \
-            or not shares_prompts(world.models[event.model], world.layouts[event.layout]):
+            or not shares_prompts(world.models[call.model], world.layouts[call.layout]):
         return 1.0
-    run = _together(world.spreads[event.spread], max(s.run for s in known))
+    run = _together(world.spreads[call.spread], max(s.run for s in known))
     share = min(max(1.0 / run, 1.0 / rows), 1.0) / len(frames)
     each = [world.row(f) for f in frames]
     prompts = sum(row.prompt for row in each)
     return share if pays(rows * prompts * (1 - share), rows * _tokens(each)) else 1.0
 
 
-def _tokens(rows: list[Row]) -> float:
+def _tokens(rows: Sequence[Row]) -> float:
     return sum(row.tokens for row in rows)
 
 

@@ -332,7 +332,7 @@ def _infer_passes(world: World, event: Infer, stage: Stage) -> StagePasses:
     if not count:
         return StagePasses(0, (), 0.0)
     responses = 1.0 if OUTPUTS[event.output_name].level == "seq" else row.response
-    prompts = computed_prompts(world, event, rows / count)
+    prompts = computed_prompts(world, event, (event.frame,), rows / count)
     one = count_micro_batch(stage.shard, rows / count, row, responses, layout.cp, prompts)
     tokens = rows / count * (row.tokens - (1 - prompts) * row.prompt) / layout.cp
     links = (stage.tensor_parallel(tokens, one.outputs, stage.shard.layers)
@@ -355,7 +355,7 @@ def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
     if not count:
         return StagePasses(0, (), 0.0)
     by_seq = all(OUTPUTS[what].level == "seq" for _, _, what in event.model_outputs)
-    prompts = computed_prompts(world, event, rows / count)
+    prompts = computed_prompts(world, event, event.frames, rows / count)
     tokens = rows / count * (wide.tokens - (1 - prompts) * wide.prompt) / layout.cp
     operators = len(world.programs[event.loss].nodes)
     durations: list[tuple[float, float]] = []

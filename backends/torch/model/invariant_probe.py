@@ -183,7 +183,7 @@ def _attention_gradient_varies(size: int, device: str, threads: int) -> str:
 @cache
 def _activation_varies(dtype: torch.dtype, device: str, threads: int) -> bool:
     draw = torch.Generator().manual_seed(0)
-    x, grad = (4 * torch.randn(2, 3 * invariant.THREAD_RUN, generator=draw)).to(device, dtype)
+    x, grad = (4 * torch.randn(2, 3 * invariant.THREAD_RUN, generator=draw, device="cpu")).to(device, dtype)
 
     def found(at: slice) -> torch.Tensor:
         given = x[at].detach().requires_grad_()
