@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rldsl.cli.options import FILE, FOLDER, on_cluster
 from rldsl.cli.printing import say
 from rldsl.cli.shell import Settings, command, print_result, report_diagnostics
 from rldsl.commands import Usage
-from rldsl.diag import Failure, counted
+from rldsl.diag import Failure, counted, fail
 from rldsl.files import read_bytes
 from rldsl.garbage_collection import never_collect
 
@@ -125,7 +126,11 @@ def report(settings: Settings, plan: str, target: str | None, cluster: str | Non
 
     if not is_run(plan):
         if against is not None or watch:
-            read_bytes(plan)  # what is not there is neither a run nor a plan
+            if not os.path.exists(plan):
+                raise fail("RL0091", f"no such directory: {plan}", place=plan,
+                           help=f"it is there as soon as `rlc run PROGRAM --out {plan}` has started its ranks; `rlc "
+                                "runs` lists what there is")
+            read_bytes(plan)  # what cannot be read is neither a run nor a plan
             raise Usage(f"{'--watch' if watch else '--against'} needs the directory of a run as the first argument; "
                         f"`{plan}` is a file")
         from rldsl.commands.report import report

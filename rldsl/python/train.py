@@ -122,6 +122,14 @@ def _last_step(folder: Path) -> int:
     return 0
 
 
+def _is_true(answer: object) -> bool:
+    """Whether a callback asks to stop: with True, also one of numpy or torch, which comparisons of their numbers give.
+    Other answers mean nothing, since functions that log return all kinds of things."""
+    if str(getattr(answer, "dtype", "")) in ("bool", "torch.bool") and getattr(answer, "shape", None) == ():
+        return bool(answer)
+    return answer is True
+
+
 class _Follower:
     """Prints what the ranks print, and calls the callbacks with each new line of metrics."""
 
@@ -169,7 +177,7 @@ class _Follower:
     def _call(self, line: dict[str, float]) -> None:
         for callback in self._callbacks:
             try:
-                if callback(dict(line)) is True:
+                if _is_true(callback(dict(line))):
                     self.stopped = True
             except Exception as error:  # the run ends in order first
                 self.error, self.stopped = error, True

@@ -8,7 +8,9 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import rldsl
 from rldsl.python import start
@@ -274,3 +276,14 @@ def test_a_follower_reads_each_line_once(tmp_path: Path) -> None:
         file.write_text(text)
         assert not follower.tick() and not follower.tick()
     assert steps == [2, 3]
+
+
+@pytest.mark.parametrize("answer, stops", [
+    (True, True), (np.bool_(True), True), (np.mean([1.0, 2.0]) > 1, True), (np.array(True), True),
+    (torch.tensor(2.0) > 1, True), (False, False), (np.bool_(False), False), (torch.tensor(0.0) > 1, False),
+    (None, False), (1, False), (17.5, False), ("stop", False), (np.float64(1.0), False), (np.array([True]), False),
+    (np.array([True, False]), False), ({"dtype": "bool"}, False)], ids=repr)
+def test_what_a_callback_stops_a_run_with(tmp_path: Path, answer: object, stops: bool) -> None:
+    """Comparisons of numpy and torch give their own kind of True; a function that logs may return anything."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert _Follower(tmp_path, [lambda line: answer], True, 0, Redirection()).tick() is stops

@@ -192,7 +192,8 @@ def test_a_plan_cannot_be_watched_or_compared(run: Path, option: tuple[str, ...]
     assert found.exit_code == 2 and f"{option[0]} needs the directory of a run as the first argument" in found.output
     assert "`runs/a/run.plan` is a file" in found.output
     found = rlc("runs/nowhere", *option)  # neither a run nor a plan
-    assert found.exit_code == 1 and "RL0091" in found.output and "no such file" in found.output
+    assert found.exit_code == 1 and "RL0091" in found.output and "no such directory: runs/nowhere" in found.output
+    assert "as soon as `rlc run PROGRAM --out runs/nowhere` has started" in found.output
 
 
 @pytest.mark.parametrize("file, text", [("metrics.jsonl", "{}\n"), ("samples/gen.jsonl", "no\n"),

@@ -176,6 +176,20 @@ def test_files_are_checked_before_any_call(tmp_path: Path, workers: int, body: s
     assert found.code == code and title in found.title and found.place == f"{tmp_path}/rewards.py{line}" and found.help
 
 
+@pytest.mark.parametrize("takes, call", [
+    ("data_source, solution_str, ground_truth, extra_info=None", 'f(data_source=row["data_source"], solution_str=row['
+     '"completion"], ground_truth=row["reward_model"]["ground_truth"], extra_info=row.get("extra_info"))'),
+    ("solution_str, ground_truth, method='strict'", 'f(solution_str=row["completion"], ground_truth=row["reward_model"]'
+     '["ground_truth"])'),
+    ("solution_str", 'f(solution_str=row["completion"])'),  # could be called with rows, as the next one
+    ("completions, **columns", 'f(prompts=[r["prompt"] for r in rows], completions=[r["completion"] for r in rows])'),
+    ("text, truth", "")])
+def test_a_function_of_a_library_that_they_come_from(tmp_path: Path, takes: str, call: str) -> None:
+    found = mistake(written(tmp_path, f"def score({takes}):\n    return 1\n"), rows=[])
+    assert found.code == "RL0774" and found.help is not None
+    assert found.help.endswith(f"`{call}`" if call else "a row is a dict")
+
+
 @pytest.mark.parametrize("body, code, title, line", [
     ("import time\ntime.sleep(100)\n", "RL0777", "this Python file took more than 1 s to import", ":2"),
     ("import os\nos._exit(3)\n", "RL0778", "this Python file ended its process during import (exit status 3)",

@@ -125,6 +125,15 @@ def test_it_fails_on_import(tmp_path, body, words, line):
     assert found.code == "RL0773" and words in found.title and found.place.endswith(f"rewards.py:{line}")
 
 
+@pytest.mark.parametrize("line, help", [
+    ("from my_rewards import x", "did you mean `my_reward`, which is next to this file?"),
+    ("import pylatexenk", "install the missing module in the Python environment of the run"),
+    ("from json import loadz", "install the missing module in the Python environment of the run")])
+def test_a_module_next_to_it_with_nearly_that_name(tmp_path, line, help):
+    (tmp_path / "my_reward.py").write_text("x = 1\n")
+    assert error(written(tmp_path, f"{line}\ndef score(rows):\n    return [0.0]\n")).help == help
+
+
 def test_no_such_function_suggests_one(tmp_path):
     found = error(written(tmp_path, "def scores(rows):\n    return [0.0]\n"))
     assert found.code == "RL0774" and found.help == "did you mean `scores`?"

@@ -30,6 +30,9 @@ from rldsl.runtime.rewards.hashed_modules import MainSource, installed, raise_re
 
 Row = dict[str, Any]
 LARGEST = 3.4028234663852886e38  # a float32
+# what verl passes to a reward function, from the columns of its data
+VERL = {"data_source": 'row["data_source"]', "solution_str": 'row["completion"]',
+        "ground_truth": 'row["reward_model"]["ground_truth"]', "extra_info": 'row.get("extra_info")'}
 SHIPPED, LIBRARY = "std/", "rldsl.stdlib"
 
 
@@ -47,8 +50,7 @@ def load(function: Function) -> Callable[[list[Row]], Any]:
     if (takes := _wrong_signature(function_object)) is not None:
         raise fail("RL0774", f"`{function.name}{takes}` does not take exactly one list of rows", place=function.path,
                    help=f"write `def {function.name}(rows): return [... for row in rows]`; a row is a dict" +
-                        ('; to keep a function of TRL, call it there: `f(prompts=[r["prompt"] for r in rows], '
-                         'completions=[r["completion"] for r in rows])`' if "completions" in takes.parameters else ""))
+                        _keeping(takes))
     checked: Callable[[list[Row]], Any] = function_object
     return checked
 
@@ -72,8 +74,20 @@ def imported(function: Function, kind: str, use: str) -> Any:
     return found
 
 
+def _keeping(takes: inspect.Signature) -> str:
+    """How to call a reward function that was written for TRL or verl, which its parameters tell."""
+    if "completions" in takes.parameters:
+        return ('; to keep a function of TRL, call it there: `f(prompts=[r["prompt"] for r in rows], '
+                'completions=[r["completion"] for r in rows])`')
+    if "solution_str" in takes.parameters:
+        of = [f"{name}={column}" for name, column in VERL.items() if name in takes.parameters]
+        return f"; to keep a function of verl, call it there: `f({', '.join(of)})`"
+    return ""
+
+
 def _wrong_signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of a function that does not take one list."""
+    """The signature of a function that does not take one list of rows. One of TRL, `f(completions, **columns)`, can be
+    called with them, and would give the length of a row for that of a completion."""
     try:
         takes = inspect.signature(function)
     except (TypeError, ValueError):  # some of those written in C do not tell
@@ -82,7 +96,7 @@ def _wrong_signature(function: Callable[..., Any]) -> inspect.Signature | None:
         takes.bind([])
     except TypeError:
         return takes
-    return None
+    return takes if {"completions", "solution_str"} & set(takes.parameters) else None
 
 
 def _import(function: Function, path: Path, data: bytes) -> Any:
@@ -103,12 +117,20 @@ def _import(function: Function, path: Path, data: bytes) -> Any:
     except BaseException as error:
         del sys.modules[name]
         raise_refused()
-        missing = isinstance(error, ImportError)
         raise raised("RL0773", "this Python file fails on import", function, error,
-                      help="install the missing module in the Python environment of the run" if missing else
-                      "`python FILE` shows the full traceback") from None
+                     help=_without(error, path)) from None
     raise_refused()
     return module
+
+
+def _without(error: BaseException, path: Path) -> str:
+    """What to do about an error of the import of the file at `path`."""
+    if not isinstance(error, ImportError):
+        return "`python FILE` shows the full traceback"
+    modules = [file.stem for file in path.parent.glob("*.py") if file != path]
+    near = get_close_matches(error.name or "", modules, n=1) if isinstance(error, ModuleNotFoundError) else []
+    return (f"did you mean `{near[0]}`, which is next to this file?" if near else
+            "install the missing module in the Python environment of the run")
 
 
 def call(function: Function, rows: list[Row], names: Sequence[str] = ()) -> list[Result]:
