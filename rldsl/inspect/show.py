@@ -44,6 +44,8 @@ def _head(plan: Plan, rank: int | None) -> Iterator[str]:
             yield f"layout {x.id}  mesh {x.mesh}  {degrees_of(x)}"
     for model in plan.models:
         yield f"model {model.name}  {model.head_name}  {model.path}  {model.dtype}  " + _life(model)
+    for data in plan.data:
+        yield f"data {data.name}  {data.format}  {data.path}  batch {data.batch}  {data.row_format}"
     if rank is not None:
         c = class_of(plan, rank)
         yield (

@@ -139,6 +139,8 @@ def plan_json(plan: Plan, id: str, rank: int | None = None) -> dict[str, Any]:
                     "train_layout": m.train_layout,
                     "follows": list(dict.fromkeys(m.updated_from)), "lora": m.lora.r if m.lora else 0}
                    for m in plan.models],
+        "data": [{"name": d.name, "format": d.format, "path": d.path, "rows": d.row_format, "batch": d.batch}
+                 for d in plan.data],
         "classes": [asdict(c) for c in classes],
         "body": [_item(plan, places, item) for item in body],
     }

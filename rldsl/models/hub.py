@@ -11,12 +11,15 @@ Errors: RL0095 a model that the Hub does not give.
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from rldsl.diag import fail
+from rldsl.diag import fail, visible
 from rldsl.progress import stage
 from rldsl.source import Span
 
@@ -79,7 +82,8 @@ def _directory(path: str, patterns: tuple[str, ...], span: Span | None) -> Path:
     try:
         return _download(name, commit, patterns, span)
     except FileNotFoundError as error:
-        raise fail("RL0095", f'"{name}" is not complete in the cache, and the Hub cannot be reached', span, str(error),
+        raise fail("RL0095", f'"{name}" is not complete in the cache, and the Hub cannot be reached'
+                   + reason(str(error), span), span, str(error),
                    help=f"download it first: `hf download {name} --revision {commit}`") from None
 
 
@@ -88,6 +92,11 @@ def offline() -> bool:
     from huggingface_hub import is_offline_mode
 
     return bool(is_offline_mode())
+
+
+def reason(text: str, span: Span | None) -> str:
+    """The end of a title with what the library says, which is the label where there is a place in a program."""
+    return "" if span or not text else f": {visible(text)}"
 
 
 def unasked(path: str) -> str:
@@ -120,8 +129,9 @@ def snapshot(name: str, revision: str, patterns: tuple[str, ...], span: Span | N
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=list(patterns),
-                                      etag_timeout=SECONDS))
+        with _bars(large=WEIGHTS[0] in patterns):
+            return Path(snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=list(patterns),
+                                          etag_timeout=SECONDS))
     except errors.GatedRepoError:
         _refused(f'"{name}" is gated', "its owner decides who may read it",
                  "ask for access on its page, then log in with `hf auth login` or set HF_TOKEN", span)
@@ -135,6 +145,26 @@ def snapshot(name: str, revision: str, patterns: tuple[str, ...], span: Span | N
                  f"check the name; for a private {word or kind} log in with `hf auth login` or set HF_TOKEN", span)
     except Exception as error:  # the library passes on whatever its HTTP client raises
         raise FileNotFoundError(next(iter(str(error).splitlines()), type(error).__name__)) from None
+
+
+@contextmanager
+def _bars(large: bool) -> Iterator[None]:
+    """The library's progress bars where somebody sees them and they last: of weights, on a terminal. Its warnings are
+    left out, as what lacks is an error here. large: weights are among the files."""
+    from huggingface_hub.utils import logging as messages
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    level = messages.get_verbosity()
+    hidden = not (large and sys.stderr.isatty()) and not are_progress_bars_disabled()
+    messages.set_verbosity(logging.ERROR)
+    if hidden:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        messages.set_verbosity(level)
+        if hidden:
+            enable_progress_bars()
 
 
 def _refused(title: str, label: str, help: str, span: Span | None) -> NoReturn:

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 from urllib.parse import quote, unquote
 
-from rldsl.diag import Failure, fail
+from rldsl.diag import Failure, fail, visible
 from rldsl.extras import missing_package
 from rldsl.models import hub
 from rldsl.progress import stage
@@ -72,12 +72,14 @@ def resolve(path: str, subset: str, split: str, span: Span | None = None) -> str
     chosen = _Chosen(name, commit, subset or "default", split)
     if _kept(chosen).is_dir():
         return chosen.recorded()
+    bases = _bases(name, split, span)
     chosen = _Chosen(name, commit, _known_subset(name, commit, subset, span), split)
-    known, base = _splits(name, commit, chosen.subset, span), re.split(r"[\[+]", split)[0]
-    if known and base not in known:
-        near = get_close_matches(base, known, n=1)
-        _refused(f'"{name}" has no split "{base}"', f"splits: {', '.join(known)}",
-                 f"did you mean `split=\"{near[0]}\"`?" if near else f'write `split="{known[0]}"`', span)
+    known = _splits(name, commit, chosen.subset, span)
+    for base in bases if known else ():
+        if base not in known:
+            near = get_close_matches(base, known, n=1)
+            _refused(f'"{name}" has no split "{base}"', f"splits: {', '.join(known)}",
+                     f"did you mean `split=\"{near[0]}\"`?" if near else f'write `split="{known[0]}"`', span)
     return chosen.recorded()
 
 
@@ -180,6 +182,16 @@ def _known_subset(name: str, commit: str, subset: str, span: Span | None) -> str
                help=f'write `subset="{(near or known or ["..."])[0]}"`')
 
 
+def _bases(name: str, split: str, span: Span | None) -> tuple[str, ...]:
+    """The splits of which an expression such as "train[:100]+test" takes rows. RL0095: it is none."""
+    try:
+        _datasets().ReadInstruction.from_spec(split)
+    except (ValueError, AssertionError) as error:
+        _refused(f'"{split}" is not a split or slice of "{name}"', visible(str(error).splitlines()[0]),
+                 'write a split, `"train"`, or a slice of one: `"train[:1000]"`, `"train[10%:20%]"`', span)
+    return tuple(re.split(r"\[", part.strip())[0] for part in split.split("+"))
+
+
 def _splits(name: str, commit: str, subset: str, span: Span | None) -> Sequence[str]:
     """The splits of a subset; empty where only the files themselves would tell."""
     library = _datasets()
@@ -197,14 +209,15 @@ def _explain(error: Exception, chosen: _Chosen, span: Span | None = None) -> NoR
                  f'use a revision with data files: "{chosen.name}@refs/convert/parquet"', span)
     if isinstance(error, ConnectionError) or hub.offline():
         _unreachable(chosen, text, span)
-    raise fail("RL0095", f'"{chosen.name}" cannot be read', span, text, place="" if span else chosen.recorded(),
-               help="`datasets.load_dataset` says the same; read its card on the Hub for subsets, splits and "
-                    "files") from None
+    raise fail("RL0095", f'"{chosen.name}" cannot be read' + hub.reason(text, span), span, text,
+               place="" if span else chosen.recorded(),
+               help="`datasets.load_dataset` says the same; read its card on the Hub for subsets, splits and files"
+               ) from None
 
 
 def _unreachable(chosen: _Chosen, text: str, span: Span | None = None) -> NoReturn:
-    raise fail("RL0095", f'"{chosen.name}" is not complete in the cache, and the Hub cannot be reached', span, text,
-               place="" if span else chosen.recorded(),
+    raise fail("RL0095", f'"{chosen.name}" is not complete in the cache, and the Hub cannot be reached'
+               + hub.reason(text, span), span, text, place="" if span else chosen.recorded(),
                help="run once with a network and the same HF_HOME, which keeps the rows, then with "
                     "HF_HUB_OFFLINE=1") from None
 

@@ -139,9 +139,37 @@ def test_what_the_hub_does_not_give(tiny: Path, hub: Hub, tmp_path: Path) -> Non
         ("lab/two", "", "train"): "subsets: easy, hard", ("lab/none", "", "train"): "no such dataset on the Hub",
         ("lab/gated", "", "train"): "is gated", ("lab/plain@v9", "", "train"): 'no revision "v9"',
         ("lab/script", "", "train"): "a program, which is not executed",
+        ("lab/plain", "", "train[:10"): "Unrecognized instruction format: train[:10",
+        ("lab/plain", "", "train[:200%]"): "Percent slice boundaries", ("lab/plain", "", "train+"): "not a split",
+        ("lab/plain", "", "train[:3]+dev"): 'no split "dev"',
     }
     for (case, expected), answer in zip(cases.items(), tried(tiny, hub, tmp_path, *cases), strict=True):
         assert answer.startswith("RL0095") and expected in answer, (case, answer)
+
+
+def test_a_run_says_why_rows_cannot_be_read(tiny: Path, hub: Hub, tmp_path: Path) -> None:
+    """The plan names the slice, and no place in a program; the library has a reason, which must not get lost."""
+    code = f"""
+from rldsl.diag import Failure
+from rldsl.models import hub_data
+try:
+    hub_data.download("hf:lab/plain@{COMMIT}/main/train[:10")
+except Failure as failure:
+    print(failure.diagnostics[0].code, failure.diagnostics[0].title)
+"""
+    done = call(tiny, hub, tmp_path, "-c", code)
+    assert done.stdout.startswith('RL0095 "lab/plain" cannot be read: Unrecognized instruction'), done.stderr
+
+
+def test_a_pipe_gets_no_progress_of_the_library(tiny: Path, hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "p.rlf").write_text(PROGRAM.format(rows='hf("lab/plain", split="train"'))
+    done = call(tiny, hub, tmp_path, *RLC, "compile", str(tmp_path / "p.rlf"), "-o", str(tmp_path / "p.plan"),
+                fresh=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    shown = call(tiny, hub, tmp_path, *RLC, "show", str(tmp_path / "p.plan"))
+    assert f"data rows  hf  hf:lab/plain@{COMMIT}/main/train  batch 4  answers\n" in shown.stdout
+    record = json.loads(call(tiny, hub, tmp_path, *RLC, "--json", "show", str(tmp_path / "p.plan")).stdout)
+    assert record["data"][0]["path"] == f"hf:lab/plain@{COMMIT}/main/train"
 
 
 def test_without_a_network(tiny: Path, hub: Hub, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def call(tiny: Path, hub: Hub | None, cache: Path, *command: str, offline: bool 
     """`python -m MODULE ...` or `python -c CODE ...` on a machine with this cache. fresh: in an interpreter of its own,
     and not in a process that is forked with the libraries loaded."""
     own = {"HF_HOME": str(cache), "HF_ENDPOINT": hub.endpoint if hub else "http://127.0.0.1:9",
-           "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT,
+           "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT,
            "HF_HUB_OFFLINE": str(int(offline))}
     with pytest.MonkeyPatch.context() as patch, chdir(tiny):
         for name in [name for name in os.environ if name.startswith("HF_")]:
