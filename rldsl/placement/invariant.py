@@ -33,19 +33,20 @@ def check_invariance(graph: g.Graph, calls: Iterable[Call], places: Mapping[str,
         x, span = places[node.id].layout, places[node.id].span
         if node.model not in invariant_models:
             continue
+        option = f"invariant={'training' if invariant_models[node.model].invariant_training else 'true'}"
         known, family = described(x.backend), families.get(node.model)
         if known is None or not known.invariant:
             raise fail("RL0330", f"`{label(node)}` cannot be invariant", option_span(span, "backend"),
                        f"the backend `{x.backend}` uses different kernels",
-                       help=f"use `backend=torch`, or remove `invariant=true` from `{node.model}`")
+                       help=f"use `backend=torch`, or remove `{option}` from `{node.model}`")
         if family is not None and family.invariant_problem:
             raise fail("RL0330", f"`{label(node)}` cannot be invariant", span, family.invariant_problem,
-                       help=f"remove `invariant=true` from `{node.model}`")
+                       help=f"remove `{option}` from `{node.model}`")
         name, blocks = undividable(family.params, x.tp) or ("", 0) if family else ("", BLOCKS if BLOCKS % x.tp else 0)
         if blocks:
             label_text = f"tp={x.tp} does not divide the {blocks} blocks in which {name or 'a model'} is summed"
             raise fail("RL0330", f"`{label(node)}` cannot be invariant", option_span(span, "tp"), label_text,
-                       help=f"use {_degrees('tp', blocks)}, with more dp or pp, or remove `invariant=true` from "
+                       help=f"use {_degrees('tp', blocks)}, with more dp or pp, or remove `{option}` from "
                             f"`{node.model}`")
         if isinstance(node, g.Train) and node.invariant:
             _check_gradients(node, places[node.id])
@@ -74,29 +75,76 @@ def _check_gradients(node: g.Train, place: Place) -> None:
 
 
 def varying_inputs(graph: g.Graph) -> Iterator[Diagnostic]:
-    """A warning for each model that is not invariant, though what it computes reaches the training of one with
-    `invariant=training`."""
+    """A warning for each model whose results or parameters are not invariant, though what it computes reaches the
+    training of one with `invariant=training`."""
     every = tuple(g.nodes(graph.items))
-    made_by = {value: node for node in every for value in node.writes}
+    made_by: dict[str, list[g.Node]] = {}  # a state has several
+    for node in every:
+        for value in node.writes:
+            made_by.setdefault(value, []).append(node)
+    conditions = dict(_conditions(graph.items))
     models = {m.name: m for m in graph.models}
     reported: set[str] = set()
     for train in every:
         if not isinstance(train, g.Train) or not train.invariant:
             continue
-        seen, todo = {train.id}, [*train.reads]
+        # a condition decides how often something happens
+        seen, todo = {train.id}, [*train.reads, *conditions.get(train.id, ()), *([graph.stop] if graph.stop else ())]
         while todo:
-            node = made_by.get(todo.pop())
-            if node is None or node.id in seen:
-                continue
-            seen.add(node.id)
-            todo += node.reads
-            if isinstance(node, Call) and not models[node.model].invariant and node.model not in reported:
-                reported.add(node.model)
-                yield Diagnostic(
-                    "RL0908", f"`{node.model}` is not invariant, so the training of `{train.model}` is not either",
-                    models[node.model].span, "its results depend on the placement by rounding",
-                    (Label(node.span, "this computes with it"), Label(train.span, "this trains on the result")),
-                    help=f"declare `{node.model}` with `invariant=true`", severity="warning")
+            for node in made_by.get(todo.pop(), ()):
+                if node.id in seen:
+                    continue
+                seen.add(node.id)
+                todo += (*node.reads, *conditions.get(node.id, ()))
+                if not isinstance(node, Call):
+                    continue
+                for found in _varying(models, every, node, train):
+                    if found[0] not in reported:
+                        reported.add(found[0])
+                        yield found[1]
+
+
+def _conditions(items: Iterable[g.Item], around: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Of each node, by its id, the conditions of the `repeat ... until` around it."""
+    for item in items:
+        if isinstance(item, g.When | g.Repeat | g.Until | g.Eval):
+            yield from _conditions(item.body, (*around, item.condition) if isinstance(item, g.Until) else around)
+        else:
+            yield item.id, around
+
+
+def _varying(models: Mapping[str, g.Model], every: Iterable[g.Node], node: Call, train: g.Train,
+             ) -> Iterator[tuple[str, Diagnostic]]:
+    """Models that make what a call computes depend on the placement: its own, and those that its parameters come from,
+    by name."""
+    labels = (Label(node.span, "this computes with it"), Label(train.span, "this trains on the result"))
+    if not models[node.model].invariant:
+        yield node.model, Diagnostic(
+            "RL0908", f"`{node.model}` is not invariant, so the training of `{train.model}` is not either",
+            models[node.model].span, "its results depend on the placement by rounding", labels,
+            help=f"declare `{node.model}` with `invariant={'training' if models[node.model].optimizer else 'true'}`",
+            severity="warning")
+        return
+    for name, copied in _origins(every, node.model):
+        if models[name].optimizer is not None and not models[name].invariant_training:
+            passed = tuple(Label(x.span, f"this gives them to `{x.model}`") for x in copied)
+            yield name, Diagnostic(
+                "RL0908",
+                f"the gradients of `{name}` are not invariant, so the training of `{train.model}` is not either",
+                models[name].span, "its updated parameters depend on the placement by rounding", (*passed, *labels),
+                help=f"declare `{name}` with `invariant=training`", severity="warning")
+
+
+def _origins(every: Iterable[g.Node], model: str) -> Iterator[tuple[str, tuple[g.Sync, ...]]]:
+    """Models whose parameters a model gets, with the `sync` and `ema` that they pass, the last one first."""
+    seen, todo = {model}, [(model, tuple[g.Sync, ...]())]
+    while todo:
+        name, passed = todo.pop()
+        yield name, passed
+        for node in every:
+            if isinstance(node, g.Sync) and node.model == name and node.source not in seen:
+                seen.add(node.source)
+                todo.append((node.source, (*passed, node)))
 
 
 def inexact_comparisons(graph: g.Graph) -> Iterator[Diagnostic]:

@@ -232,13 +232,14 @@ flow run(steps=1) {{
 
 @pytest.mark.parametrize("options, on, word", [
     (", invariant=true", "on mesh(0:3) dp=1 tp=3", "tp=3"),
+    (", invariant=training", "on mesh(0:3) dp=1 tp=3", "tp=3"),
     (", invariant=true", "on mesh(0:1) dp=1 backend=megatron", "megatron")])
 def test_where_it_cannot_hold_it_is_refused(options: str, on: str, word: str, tmp_path: Path,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_model(tmp_path / "m")
     (found,) = [d for d in api.check(PROGRAM.format(options=options, on=on), "p.rlf") if d.severity == "error"]
-    assert found.code == "RL0330" and word in found.label
+    assert found.code == "RL0330" and word in found.label and f"remove `{options[2:]}` from `actor`" in found.help
 
 
 def test_it_travels_in_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
