@@ -29,8 +29,8 @@ _CODE = re.compile(r"(?<![\w\[/])RL\d{4}\b(?!\])")
 _EXAMPLE = re.compile(r"^```\w+ +([^\n]+)$", re.MULTILINE)
 # how much a page counts in the search: (beginning of its address, factor), of which the first fits
 BOOSTS = (("index", 4), ("tutorial", 4), ("install", 4), ("faq", 4), ("glossary", 2), ("howto/add-", 0.4), ("howto/", 8),
-          ("coming-from/", 3), ("environments", 2), ("language", 1.5), ("algorithms", 1.5), ("errors/", 0.4),
-          ("source/", 0.02), ("design", 0.3), ("verifier", 0.5), ("release", 0.3), ("", 1))
+          ("coming-from/", 3), ("cluster.", 6), ("environments", 2), ("language", 1.5), ("algorithms", 1.5),
+          ("errors/", 0.4), ("source/", 0.02), ("design", 0.3), ("verifier", 0.5), ("release", 0.3), ("", 1))
 _LANGUAGES = {".rlf": "rlf", ".py": "python", ".yaml": "yaml", ".sbatch": "bash"}
 
 
