@@ -21,7 +21,7 @@ from rldsl.memory.holder_classes import HolderClass
 from rldsl.plan import references
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import EVENTS, Compute, When, Free, Lengths, Loop, Realloc
-from rldsl.plan.model import Plan
+from rldsl.plan.model import Growth, Plan, Recurrence, Sizes, Tower
 from rldsl.plan.projection import event_paths
 from rldsl.reshard import planning
 from rldsl.reshard.records import ReshardPlan
@@ -43,7 +43,16 @@ LENIENT = (Lengths, Free, Compute)  # lengths and tokens may be read besides, an
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, Plan]:
-    return {"sample": grpo(), **compiled()}
+    return {"sample": grpo(), "sizes": with_sizes(grpo()), **compiled()}
+
+
+def with_sizes(plan: Plan) -> Plan:
+    """The plan with a model that carries states and reads images."""
+    grown = Growth(8, 4, 16, 64, 32, 2)
+    sizes = Sizes(whole_sequences=True, other_norms=True, uncounted="its router",
+                  recurrences=(Recurrence(4, (1,), False, ("mixer",), grown, grown, grown, 64, 32, 96),),
+                  towers=(Tower(4, ("visual",), 48, 256, 128, 512, 1000),))
+    return replace(plan, models=tuple(replace(m, sizes=sizes) for m in plan.models))
 
 
 @pytest.fixture(autouse=True)
