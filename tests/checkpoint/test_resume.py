@@ -165,7 +165,7 @@ def test_there_is_none(tiny: Path, tmp_path: Path) -> None:
 
 def test_another_run_is_not_overwritten(tiny: Path, stopped: Path) -> None:
     before = lines(stopped)
-    assert set(run(plan(tiny, stopped / "plan", TWO), stopped)) == {"RL0763"}
+    assert set(run(plan(tiny, stopped / "plan", TWO), stopped)) == {"RL0781"}
     assert lines(stopped) == before
 
 

@@ -42,7 +42,7 @@ def rows(rank: int, known: bool) -> Rows:
     lens.on_host = (PROMPTS, RESPONSES) if known else None
     world = SimpleNamespace(rank=rank, device=GPU)
     plan = SimpleNamespace(header=SimpleNamespace(devices_per_node=4))
-    return Rows(plan, world, 0, {"gen": lens})  # type: ignore[arg-type]
+    return Rows(plan, world, 0, {}, {"gen": lens})  # type: ignore[arg-type]
 
 
 def move(rank: int, extent: str, known: bool) -> RaggedRows | None:
