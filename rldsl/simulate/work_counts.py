@@ -27,15 +27,15 @@ class Shard:
     layers: int  # of its stage
     first: bool  # whether it is the first stage
     last: bool  # whether it is the last stage
-    layer: int  # elements of the matrices of one layer
+    layer: float  # elements of the matrices of one layer; of layers that are not alike, on average
     head: int  # elements of the output embedding, on the last stage
     elements: int  # of all parameters
     trained: int  # elements that an optimizer changes
     attention: int  # width of the queries
     cache: int  # elements of keys and values, per token and layer
     item: int  # bytes of an element as stored
-    experts: int = 0  # elements of `layer` that belong to experts
-    active: int = 0  # elements of a layer that work on one token: of all experts, on any rank, the chosen ones
+    experts: float = 0.0  # elements of `layer` that belong to experts
+    active: float = 0.0  # elements of a layer that work on one token: of all experts, on any rank, the chosen ones
     local_experts: int = 0  # elements of `trained` in experts that the other ranks of the ep group do not hold
     outside_layers: int = 0  # elements of `trained` that belong to no layer
     # the products of a layer: (rows and columns of the matrix, how many of its kind work on a token, how many there are
@@ -72,9 +72,12 @@ def _build_shard(model: Model, layout: Layout, stage: int) -> Shard:
     first, last = stage == 0, stage == layout.pp - 1
     sizes = model.sizes
     matrices = [s for s in specs if s.stage == "layer" and len(s.shape) > 1]
-    layer = sum(_local_elements(s, layout) for s in matrices)
-    experts = sum(_local_elements(s, layout) for s in matrices if s.experts)
-    chosen = sum(_local_elements(s, layout) * layout.ep * sizes.experts_per_token // s.experts
+    # the part of the layers here that have it: one that is not alike in all layers is there once for each of them
+    part = {s.name: _num_parameters(s, layout, model.layers, stage) / here if s.layer >= 0 and here else 1
+            for s in matrices}
+    layer = sum(part[s.name] * _local_elements(s, layout) for s in matrices)
+    experts = sum(part[s.name] * _local_elements(s, layout) for s in matrices if s.experts)
+    chosen = sum(part[s.name] * (_local_elements(s, layout) * layout.ep * sizes.experts_per_token // s.experts)
                  for s in matrices if s.experts)
     local_experts = tuple(s for s in model.params if s.experts and layout.ep > 1)
     heads = ceil((sizes.heads or 1) / layout.tp)
@@ -92,21 +95,22 @@ def _build_shard(model: Model, layout: Layout, stage: int) -> Shard:
         trained=held(model.params), attention=heads * sizes.head_dim, cache=2 * kv * sizes.head_dim,
         item=itemsize(model), experts=experts,
         active=layer - experts + chosen, local_experts=held(local_experts), outside_layers=held(outside),
-        products=tuple(_product(s, layout, sizes.experts_per_token) for s in matrices), ep=layout.ep)
+        products=tuple(_product(s, layout, sizes.experts_per_token) for s in matrices if part[s.name]), ep=layout.ep)
 
 
 @cache
-def orthogonalization(model: Model, layers: int) -> int:
+def orthogonalization(model: Model, layers: int) -> float:
     """Multiplications with which Muon makes the updates of so many layers orthogonal; 0 for other optimizers. An
     iteration with an m x n matrix, m <= n, has two products of m * m * n and one of m * m * m."""
     optimizer = model.optimizer
     if optimizer is None or optimizer.kind != "muon":
         return 0
-    total = 0
+    total = 0.0
     for spec in model.params:
         if spec.stage == "layer" and len(spec.shape) > 1:
             small, large = sorted(spec.shape[-2:])
-            total += prod(spec.shape[:-2]) * (2 * small * small * large + small**3)
+            work = prod(spec.shape[:-2]) * (2 * small * small * large + small**3)
+            total += work if spec.layer < 0 else work / model.layers  # only one layer has it
     return total * optimizer.ns_steps * layers
 
 
