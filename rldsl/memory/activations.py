@@ -138,10 +138,11 @@ def _layer(model: Model, layout: Layout, compute: int, stream: int, attention: A
     norms = sum(_is_norm(p, h) and p.name.endswith("weight") for p in specs) or 2
     reads = (1, 1) if _fused_inputs(outer) and attends else (3 * attends, 2 if gated else 1)
     first, second = (_norm(h, compute, stream, n, layer_norm, trained) for n in reads)
-    if s.other_norms:
-        first, second = first + 4 * h, second + 4 * h
+    # a frozen weight does not ask for what it multiplies
+    if more := 4 * h * (s.other_norms and trained):
+        first, second = first + more, second + more
     # of families that also norm what a sublayer gives
-    after = 4 * h * s.other_norms + _norm(h, compute, stream, 0, layer_norm, trained)
+    after = more + _norm(h, compute, stream, 0, layer_norm, trained)
     head_norms = _head_norm(q + kv, compute, stream, trained) if _has(specs, "q_norm") and attends else 0
     attended = _attention(q, kv, heads, compute, attention, longest) if attends else 0
     each = 4 if gated else 5 if s.activation in COMPOSED else 2
