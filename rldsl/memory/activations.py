@@ -174,7 +174,6 @@ def _layer(model: Model, layout: Layout, compute: int, stream: int, attention: A
                             **row, caches=attends)
 
 
-
 def _outputs(specs: tuple[ParamSpec, ...], h: int, inner: int, q: int, kv: int, norms: int, layer_norm: bool,
              activation: str, compute: int, stream: int) -> int:
     """A norm of the stream or of heads makes a square and two products. A rotary embedding makes the negated half, the

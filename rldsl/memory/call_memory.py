@@ -164,9 +164,9 @@ def _shared_tokens(t: Tables, frames: Sequence[IndexedFrame], rows: int, spread:
     """Tokens of prompts that `rows` rows of each frame have in common, at least, if they are as many as can be. A
     micro-batch has no more prompts than there are in all. Its rows compute no more than neighbors would
     (`sharding/siblings.py`), except where a shuffle has divided the rows before."""
-    together = gcd(*(t.prompts[f.id].run for f in frames if f.id in t.prompts))
+    run = gcd(*(t.prompts[f.id].run for f in frames if f.id in t.prompts)) or 1
     parted = spread.shuffle and spread.minibatches > 1
-    of_neighbors = rows if parted else -(-rows // max(together, 1)) + (rows % max(together, 1) > 0)
+    of_neighbors = rows if parted else -(-rows // run) + (rows % run > 0)
     most: dict[str, int] = {}  # prompts of each source
     longest: dict[str, int] = {}
     saved = 0

@@ -85,7 +85,7 @@ def _of_module(module: Any, config: Any, item: int, known: Recurrence | None) ->
             width = _width(part, config)
             state, step, outputs = _decoding(part, config, width)
             grown = (known.saved, known.forward, known.backward) if known is not None else None
-            chunk = grown[0].chunk if grown else _chunk(lambda tokens: _saved(part, 1, tokens, width)[:2])
+            chunk = grown[0].chunk if grown else _chunk(lambda tokens: _saved(part, tokens, width))
             saved, forward, backward = _growths(lambda rows, tokens: _trial(part, rows, tokens, width), chunk,
                                                 grown is None or any(g.squared for g in grown))
     except Exception:  # a family's code may need anything at all
@@ -157,14 +157,15 @@ def _call(module: Any, hidden: Any, cache: Any = None) -> Any:
     return out[0] if isinstance(out, tuple) else out
 
 
-def _saved(module: Any, rows: int, tokens: int, width: int) -> tuple[int, int, Any, Any]:
-    """(bytes kept for the backward pass, operations, node of the output, its gradient)."""
+def _saved(module: Any, tokens: int, width: int) -> tuple[int, int]:
+    """(bytes that one sequence keeps for the backward pass, operations of torch)."""
     with storages() as count:
-        out = _call(module, _hidden(rows, tokens, width).clone())
-        node, shape = out.grad_fn, out.detach()
-        gradient = shape.new_empty(shape.shape)
-        del out, shape  # what reads it keeps what it needs of it
-        return count.now - gradient.nbytes, count.calls, node, gradient
+        out = _call(module, _hidden(1, tokens, width).clone())
+        node = out.grad_fn  # which keeps what the backward pass needs
+        del out  # what reads it keeps what it needs of it
+        kept, calls = count.now, count.calls
+    del node
+    return kept, calls
 
 
 def _trial(module: Any, rows: int, tokens: int, width: int) -> tuple[int, int, int]:
