@@ -21,7 +21,7 @@ from rldsl.syntax import ast
 if TYPE_CHECKING:
     from rldsl.passes.draft import Draft
     from rldsl.passes.pipeline import Compiled
-    from rldsl.placement.model import Placed
+    from rldsl.placement.model import PlacedGraph
     from rldsl.plan.model import Plan
 
 
@@ -96,7 +96,7 @@ def read_selectors(selectors: Sequence[str]) -> tuple[Rule, ...]:
         raise Failure([replace(d, notes=(*d.notes, *about),
                                help=d.help or form) for d in failure.diagnostics]) from None
     return tuple(Rule(item.selector, Clause(None, (), item.clause.span, auto=True), item.span)
-                 for item in file.items if isinstance(item, ast.Place))
+                 for item in file.items if isinstance(item, ast.PlaceRule))
 
 
 def _rules(place: SourceFile | None, overrides: Sequence[str]) -> tuple[SourceFile, ...]:
@@ -144,7 +144,7 @@ def diagnostics_of(files: Sequence[ast.File], graph: Graph | None, found: tuple[
     from rldsl.placement.engines import other_engines
     from rldsl.placement.invariant import inexact_comparisons, varying_inputs
     from rldsl.placement.lints import lint as lint_rules
-    from rldsl.placement.place import places_of, problems_of
+    from rldsl.placement.place import placements_of, problems_of
     from rldsl.placement.resident import idle_copies
     from rldsl.semantics.lints import lint
 
@@ -155,7 +155,7 @@ def diagnostics_of(files: Sequence[ast.File], graph: Graph | None, found: tuple[
         return (*found, *(d for d in placed if d.code in OF_ONE_CLAUSE))
     if placed:
         return placed
-    places = places_of(graph, rules)
+    places = placements_of(graph, rules)
     return (*lint(files), *lint_rules(graph, rules), *idle_copies(graph, places), *varying_inputs(graph),
             *inexact_comparisons(graph), *uncorrected(graph),
             *uncorrected_engines(graph, other_engines(graph, places)), *unreached(graph, files))
@@ -177,7 +177,7 @@ def draft_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, p
 
 
 def placed_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, place: SourceFile | None = None,
-                  overrides: Sequence[str] = (), mode: str = MANUAL, rewrite: Rewrite = unchanged) -> Placed:
+                  overrides: Sequence[str] = (), mode: str = MANUAL, rewrite: Rewrite = unchanged) -> PlacedGraph:
     """The calls of a program in their places, before any pass."""
     from rldsl.models.families import describe
     from rldsl.placement.place import place_graph, with_commits_of_the_hub

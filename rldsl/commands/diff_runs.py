@@ -25,7 +25,7 @@ from rldsl.plan.metrics_file import HISTOGRAMS, MEASURED, SAMPLES, STEP, TABLES,
 from rldsl.runtime.metrics.run_record import PLAN
 
 Key = tuple[str, int, int]  # batch or "table NAME", step, row
-Place = tuple[tuple[int, int | None, str], float | None, float | None]  # (step, row, name), value, value
+ComparedNumber = tuple[tuple[int, int | None, str], float | None, float | None]  # (step, row, name), value, value
 CONTEXT = 24  # characters of a text that are shown around the first difference
 SHOWN = 12    # numbers that are listed as text
 
@@ -113,8 +113,8 @@ def diff_runs(one: str, two: str, tolerance: float = 0.0) -> RunDifference:
         raise fail("RL0784", "the runs have no step in common", place=two,
                    notes=tuple(f"{folder}: steps {min(found)} to {max(found)}" for folder, found in
                                zip(folders, lines, strict=True)), help="give two runs of the same program")
-    places: list[Place] = [((step, None, name), a, b) for step in steps
-                           for name, a, b in _pairs(lines[0][step], lines[1][step])]
+    places: list[ComparedNumber] = [((step, None, name), a, b) for step in steps
+                                    for name, a, b in _pairs(lines[0][step], lines[1][step])]
     places += [((key[1], key[2], f"{key[0]}.{name}"), a, b) for key in rows
                for name, a, b in _pairs(_values(samples[0][key]), _values(samples[1][key]))]
     logged = tables[0].keys() & tables[1].keys()
@@ -191,9 +191,9 @@ def _equal(one: float | None, two: float | None, tolerance: float) -> bool:
     return one == two or abs(one - two) <= tolerance * max(abs(one), abs(two))
 
 
-def _numbers(places: Iterable[Place]) -> list[NumberDifference]:
-    by_name: dict[str, list[Place]] = {}
-    for found in sorted(places, key=lambda p: (p[0][0], -1 if p[0][1] is None else p[0][1])):
+def _numbers(compared: Iterable[ComparedNumber]) -> list[NumberDifference]:
+    by_name: dict[str, list[ComparedNumber]] = {}
+    for found in sorted(compared, key=lambda p: (p[0][0], -1 if p[0][1] is None else p[0][1])):
         by_name.setdefault(found[0][2], []).append(found)
     numbers = [NumberDifference(name, found[0][0][0], found[0][0][1], found[0][1], found[0][2],
                                 max((_difference(a, b) for _, a, b in found if a is not None and b is not None),

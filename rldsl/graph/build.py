@@ -35,7 +35,7 @@ from rldsl.syntax.errors import too_deep
 from rldsl.syntax.parse import parse
 from rldsl.syntax.slips import slips
 
-PLACEMENT = (ast.MeshDecl, ast.Place, ast.Cluster, ast.Param)
+PLACEMENT = (ast.MeshDecl, ast.PlaceRule, ast.Cluster, ast.Param)
 
 
 def read_text(path: str) -> str:
@@ -208,7 +208,7 @@ class _Declarations:
         self.states: dict[str, g.State] = {}
         self.buffers: dict[str, g.Buffer] = {}
         self.cluster: g.Cluster | None = None
-        self._rules: list[ast.Place] = []
+        self._rules: list[ast.PlaceRule] = []
 
     def add(self, item: ast.Declaration) -> None:
         match item:
@@ -252,7 +252,7 @@ class _Declarations:
                 if not isinstance(data, Bad):
                     self.data[item.name.name] = data
                 self.modules.bind(self.module, item.name, BAD if isinstance(data, Bad) else DataRef(data.name))
-            case ast.Place():
+            case ast.PlaceRule():
                 self._rules.append(item)
 
     def placements(self) -> tuple[g.Rule, ...]:

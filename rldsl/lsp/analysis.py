@@ -14,7 +14,7 @@ from rldsl.graph.build import build_recovering
 from rldsl.lsp.facts import Facts, facts
 from rldsl.lsp.index import Index
 from rldsl.lsp.library import Library
-from rldsl.placement.place import places_of
+from rldsl.placement.place import placements_of
 from rldsl.source import SourceFile
 from rldsl.syntax import ast
 from rldsl.syntax.parse import parse_recovering
@@ -45,7 +45,7 @@ def analyse(path: str, text: str, files: Library, read: Callable[[str], str]) ->
     known = Facts()
     if graph is not None:
         try:
-            known = facts(graph, places_of(graph))
+            known = facts(graph, placements_of(graph))
         except Failure:
             known = facts(graph, {})
     return Analysis(source, file, made, known, _own(found, source))
@@ -53,7 +53,7 @@ def analyse(path: str, text: str, files: Library, read: Callable[[str], str]) ->
 
 def _alone(file: ast.File, files: Library, read: Callable[[str], str]) -> tuple[Diagnostic, ...]:
     """The errors of a file without a flow; that it has none is not an error here."""
-    if any(isinstance(i, ast.Place) for i in file.items):
+    if any(isinstance(i, ast.PlaceRule) for i in file.items):
         return ()
     return tuple(d for d in build_recovering(file, {}, None, read, files.parse)[1] if d.code != "RL0109")
 

@@ -38,7 +38,7 @@ def signature(symbol: Symbol) -> tuple[str, tuple[str, ...]]:
 
 def placed(call: CallFact, costs: Costs) -> str:
     """Where a call runs, and what it costs as far as that is known."""
-    return " · ".join([f"on {layout_text(call.place.layout, call.place.mesh)}", *costs(call)])
+    return " · ".join([f"on {layout_text(call.placement.layout, call.placement.mesh)}", *costs(call)])
 
 
 def hover(symbol: Symbol, facts: Facts, costs: Costs = lambda _: []) -> str:

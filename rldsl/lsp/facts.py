@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rldsl.graph import model as g
-from rldsl.placement.model import Call, Place, label
+from rldsl.placement.model import Call, Placement, label
 from rldsl.source import Span
 
 
@@ -19,7 +19,7 @@ class CallFact:
 
     name: str               # "actor.generate"
     span: Span              # of the statement
-    place: Place            # its placement
+    placement: Placement    # where and how it runs
     clause: Span | None     # the placement as written; None: none was written
     given: tuple[str, ...]  # the degrees that the clause names
 
@@ -42,7 +42,7 @@ class Facts:
         return ""
 
 
-def facts(graph: g.Graph | None, places: Mapping[str, Place]) -> Facts:
+def facts(graph: g.Graph | None, placements: Mapping[str, Placement]) -> Facts:
     if graph is None:
         return Facts()
     levels = {v.id: (v.level, v.frame) for v in graph.values}
@@ -54,11 +54,11 @@ def facts(graph: g.Graph | None, places: Mapping[str, Place]) -> Facts:
         each = f", {frame.per_prompt} per prompt" if frame.per_prompt > 1 else ""
         batches[frame.id] = (f"batch of {some}{rows}{each}, at most {frame.max_prompt_tokens} + "
                              f"{frame.max_response_tokens} tokens")
-    calls = tuple(_call(n, places[n.id]) for n in every if isinstance(n, Call) and n.id in places)
+    calls = tuple(_call(n, placements[n.id]) for n in every if isinstance(n, Call) and n.id in placements)
     return Facts(levels, batches, calls)
 
 
-def _call(node: Call, place: Place) -> CallFact:
+def _call(node: Call, placement: Placement) -> CallFact:
     clause = node.clause
     given = tuple(name for name, _, _ in clause.options) if clause is not None else ()
-    return CallFact(label(node), node.span, place, clause.span if clause else None, given)
+    return CallFact(label(node), node.span, placement, clause.span if clause else None, given)

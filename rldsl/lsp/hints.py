@@ -16,7 +16,7 @@ def hints(analysis: Analysis) -> list[tuple[int, str]]:
     for call in facts.calls:
         if call.clause is None or call.clause.file != analysis.source:
             continue
-        x = call.place.layout
+        x = call.placement.layout
         degrees = (("dp", x.dp), ("tp", x.tp), ("pp", x.pp), ("vpp", x.vpp), ("cp", x.cp), ("ep", x.ep))
         missing = [f"{n}={d}" for n, d in degrees if d > 1 and n not in call.given]
         if missing:

@@ -198,7 +198,7 @@ class _Walker:
                     self.fields = {n: f for n, f in self.fields.items() if n in self.buffers}
                 self._statements(body, "value")
                 self.inside = ""
-            case ast.Place(clause=clause):
+            case ast.PlaceRule(clause=clause):
                 self._selector(item)
                 self._clause(clause)
             case ast.Use() | ast.UsePy():
@@ -217,7 +217,7 @@ class _Walker:
         self._statements(body, "local")
         self.inside = ""
 
-    def _selector(self, place: ast.Place) -> None:
+    def _selector(self, place: ast.PlaceRule) -> None:
         start = place.span.start + len("place")
         text = place.span.file.text
         while text[start : start + 1].isspace() or text[start : start + 1] == "@":

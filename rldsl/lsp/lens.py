@@ -17,7 +17,7 @@ BETWEEN = " · "
 
 def lenses(analysis: Analysis, known: Forecast | None) -> list[tuple[Span, str]]:
     own = [c for c in analysis.facts.calls if c.span.file == analysis.source]
-    found = [(c.span, BETWEEN.join([f"{c.name}: {layout_text(c.place.layout, c.place.mesh)}", *cost(c, known)]))
+    found = [(c.span, BETWEEN.join([f"{c.name}: {layout_text(c.placement.layout, c.placement.mesh)}", *cost(c, known)]))
              for c in own]
     flow = next((i for i in analysis.file.items if isinstance(i, ast.Flow)), None)
     if flow is not None and known is not None and (text := step(known)):

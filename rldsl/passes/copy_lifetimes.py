@@ -23,12 +23,12 @@ Copies = frozenset[tuple[str, str]]  # (model, layout)
 def copies_not_kept(draft: Draft) -> Copies:
     """The copies with keep=false: every call under the layout says so, and it is not the trained copy."""
     aliases = {(e.model, e.layout) for e in draft.setup if isinstance(e, Load) and e.alias_of}
-    train_layouts, places = {m.name: m.train_layout for m in draft.placed.models}, dict(draft.placed.places)
+    train_layouts, placements = {m.name: m.train_layout for m in draft.placed.models}, dict(draft.placed.placements)
     kept: dict[tuple[str, str], bool] = {}
     for n in nodes(draft.placed.graph.items):
         if isinstance(n, Call):
-            copy = (n.model, places[n.id].layout.id)
-            kept[copy] = kept.get(copy, False) or places[n.id].keep
+            copy = (n.model, placements[n.id].layout.id)
+            kept[copy] = kept.get(copy, False) or placements[n.id].keep
     return frozenset((m, x) for (m, x), keep in kept.items()
                      if not keep and train_layouts[m] not in ("", x) and (m, x) not in aliases)
 

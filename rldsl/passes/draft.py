@@ -1,6 +1,6 @@
 """The plan under construction, which every pass takes and returns, and how to walk it.
 
-In: a `Placed`. Out: a `Draft`: events before the loop (`setup`) and in a step (`body`), with ids made of content.
+In: a `PlacedGraph`. Out: a `Draft`: events before the loop (`setup`) and in a step (`body`), with ids made of content.
 Invariant: every buffer of an event is `value@spread` or `model@layout`, with the right side in the draft's tables from
 the pass `lengths` on. Before it, spreads that are held in full (`replicated_spread_id`) have an id and no record. Event
 ids are 0 until `emit`.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
-from rldsl.placement.model import Placed, mesh_of_set
+from rldsl.placement.model import PlacedGraph, mesh_of_set
 from rldsl.plan.events import Collect, Derive, Event, Fetch, Generate, Item, Lengths, Loop, Sample, When, split_buffer
 from rldsl.plan.model import Layout, Mesh, ReplayBuffer, Spread, State, Value
 from rldsl.plan.naming import Labels
@@ -27,7 +27,7 @@ class Draft:
     """The program between passes: the placed graph, its events so far, and the tables that they refer to. The tables
     are keyed by id and never changed in place."""
 
-    placed: Placed  # the graph with its places
+    placed: PlacedGraph  # the graph with its places
     body: tuple[Item, ...] = ()  # of a step
     setup: tuple[Event, ...] = ()  # before the loop over steps
     meshes: Mapping[str, Mesh] = field(default_factory=dict)  # by id

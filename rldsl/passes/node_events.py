@@ -1,7 +1,7 @@
 """Node events: the event of each node of the graph, in program order, in the node's own spread.
 
-In: a `Placed`. Out: a `Draft` whose events read each value in their own spread (or, for what a fetch writes, in the
-spread that all its readers hold in full), whether or not anything brings it there: that is the next pass's work.
+In: a `PlacedGraph`. Out: a `Draft` whose events read each value in their own spread (or, for what a fetch writes, in
+the spread that all its readers hold in full), whether or not anything brings it there: that is the next pass's work.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rldsl.graph import model as g
 from rldsl.passes.draft import Draft, ahead_spread_id, loop_spread_id, replicated_spread_id, row_states_spread_id
 from rldsl.passes.run_ahead import steps_ahead
 from rldsl.placement.budget import decode_batch_size
-from rldsl.placement.model import Call, Place, Placed, mesh_of_range, mesh_of_set
+from rldsl.placement.model import Call, PlacedGraph, Placement, mesh_of_range, mesh_of_set
 from rldsl.placement.reuse import reused_caches
-from rldsl.placement.sync import sync_places
+from rldsl.placement.sync import sync_placements
 from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.events import (
     Collect,
@@ -64,8 +64,8 @@ from rldsl.sharding.gradient_leaves import LEAVES, pass_tokens
 from rldsl.sharding.rank_sets import Ranks, union
 
 
-def node_events(placed: Placed) -> Draft:
-    reused = reused_caches(placed.graph, dict(placed.places))
+def node_events(placed: PlacedGraph) -> Draft:
+    reused = reused_caches(placed.graph, dict(placed.placements))
     kept = tuple(Value(f"{f}.cache", f, "seq", "cache") for f in dict.fromkeys(reused.values()))
     placed = replace(placed, graph=replace(placed.graph, values=(*placed.graph.values, *kept)))
     builder = _EventBuilder(placed, reused)
@@ -74,11 +74,11 @@ def node_events(placed: Placed) -> Draft:
                  builder.buffers())
 
 
-def spread_of(node: g.Node, place: Place, frames: Mapping[str, IndexedFrame]) -> Spread:
+def spread_of(node: g.Node, placement: Placement, frames: Mapping[str, IndexedFrame]) -> Spread:
     """How a node divides its rows: whole prompts by count for generation, rows by tokens for other calls, prompts by
     tokens for computations (so that reductions by prompt stay local; the coarsest prompts, where responses are the
     prompts of others)."""
-    mesh, layout = place.mesh.id, place.layout.id
+    mesh, layout = placement.mesh.id, placement.layout.id
     match node:
         case g.Generate():  # with `per_step`, a response stays where it began; of branches nobody knows which there are
             several = node.conversation is not None and node.conversation.branches > 1
@@ -93,8 +93,8 @@ def spread_of(node: g.Node, place: Place, frames: Mapping[str, IndexedFrame]) ->
                                  LEAVES if node.invariant else 0, node.minibatch_tokens))
         case g.Compute():
             if not node.frames:
-                return on_every_rank(place.mesh)
-            return _by_prompts(place, node.frames, frames)
+                return on_every_rank(placement.mesh)
+            return _by_prompts(placement, node.frames, frames)
         case g.Collect():  # the same share of every iteration, wherever the rows of an iteration were made
             return _named(Spread("", mesh, layout, (node.frame,), "prompt", "slot"))
     raise internal_error(f"no spread for {type(node).__name__} {node.id}", "pass node_events")
@@ -105,7 +105,7 @@ def tokens_per_pass(node: g.Train, frames: Mapping[str, IndexedFrame]) -> int:
     return pass_tokens(frames[f] for f in node.frames) if node.invariant else 0
 
 
-def _by_prompts(place: Place, of: Iterable[str], frames: Mapping[str, IndexedFrame]) -> Spread:
+def _by_prompts(placement: Placement, of: Iterable[str], frames: Mapping[str, IndexedFrame]) -> Spread:
     """Whole prompts by tokens, the coarsest of those that some frames have. The rows of a selection lie where those are
     that it was selected from, directly or not."""
     found = coarsest(frames[f] for f in of)
@@ -116,7 +116,7 @@ def _by_prompts(place: Place, of: Iterable[str], frames: Mapping[str, IndexedFra
         return above != "" and (above in divided or is_selected(above))
 
     chosen = sorted({f.id for f in found if not is_selected(f.prompt_space)})
-    return _named(Spread("", place.mesh.id, place.layout.id, tuple(chosen), "prompt", "tokens"))
+    return _named(Spread("", placement.mesh.id, placement.layout.id, tuple(chosen), "prompt", "tokens"))
 
 
 def on_every_rank(mesh: Mesh) -> Spread:
@@ -135,12 +135,12 @@ def _named(s: Spread) -> Spread:
 
 
 class _EventBuilder:
-    def __init__(self, placed: Placed, reused: Mapping[str, str]):
+    def __init__(self, placed: PlacedGraph, reused: Mapping[str, str]):
         """reused: generate that reads a KV cache -> frame that this is of."""
         self.reused = reused
-        self.placed, self.places = placed, dict(placed.places)
+        self.placed, self.placements = placed, dict(placed.placements)
         self.train_layouts = {m.name: m.train_layout for m in placed.models}
-        self.sync_places = sync_places(placed.graph, self.places, self.train_layouts)  # of models in syncs
+        self.sync_placements = sync_placements(placed.graph, self.placements, self.train_layouts)  # of models in syncs
         self.written_at: dict[str, str] = {}  # model -> position of what made its version, in program order
         self.head_makers = {n.model: n.id for n in g.nodes(placed.graph.items)
                             if isinstance(n, g.Infer) and n.output_name == DISTRIBUTION}
@@ -153,16 +153,16 @@ class _EventBuilder:
         self.row_states = {s.name: s.data for s in placed.graph.states if s.data}  # state of rows -> its source
         self.replicated: dict[str, str] = {}  # value that every reader holds in full -> id of its spread
         self.made_in: dict[str, str] = {}  # any other value -> id of the spread that it was made in
-        ranks = {id: Ranks.of_mesh(place.mesh) for id, place in self.places.items()}
+        ranks = {id: Ranks.of_mesh(placement.mesh) for id, placement in self.placements.items()}
         self.ahead = steps_ahead(placed.graph, ranks)  # of nodes that run ahead of the step loop
         self.num_loops = 0
         self.conditions: dict[str, Spread] = {}  # that end a repeat which runs ahead -> the spread of its ranks
         self.world = mesh_of_range(placed.world)  # also of fetches, until all their readers are known (`lengths.py`)
         self.meshes: dict[str, Mesh] = {self.world.id: self.world}
         self.everywhere = on_every_rank(self.world)  # of states, and of the conditions that end a repeat
-        for place in (*self.places.values(), *self.sync_places.values()):
-            self.meshes[place.mesh.id] = place.mesh
-            self.layouts[place.layout.id] = place.layout
+        for placement in (*self.placements.values(), *self.sync_placements.values()):
+            self.meshes[placement.mesh.id] = placement.mesh
+            self.layouts[placement.layout.id] = placement.layout
 
     def block(self, items: tuple[g.Item, ...]) -> tuple[Item, ...]:
         out: list[Item] = []
@@ -206,8 +206,8 @@ class _EventBuilder:
     def collect(self, node: g.Collect) -> list[Event]:
         """The events of a collection: of the lengths, of the values that every rank holds in full, and of the rest,
         whose rows stay on the ranks that made them."""
-        place = self.places[node.id]
-        slots = spread_of(node, place, self.frames)
+        placement = self.placements[node.id]
+        slots = spread_of(node, placement, self.frames)
         into = _named(replace(slots, frames=(node.into,)))
         old, new = self.frames[node.frame], self.frames[node.into]
         fetched = f"{old.id}.tokens" in self.replicated
@@ -218,12 +218,12 @@ class _EventBuilder:
         self.replicated |= {w: dst for _, w in in_full}
         self.made_in |= {w: into.id for _, w in divided}
         out: list[Event] = [self._collect(node, ((f"{old.id}.lengths", f"{new.id}.lengths"),), src, dst, self.world.id,
-                             f"the rows of {new.label or new.id} are divided by length")]
+                                          f"the rows of {new.label or new.id} are divided by length")]
         if in_full:
             out.append(self._collect(node, in_full, src, dst, self.world.id))
         if divided:
             self.spreads |= {slots.id: slots, into.id: into}
-            out.append(self._collect(node, divided, slots.id, into.id, place.mesh.id))
+            out.append(self._collect(node, divided, slots.id, into.id, placement.mesh.id))
         return out
 
     def _collect(self, node: g.Collect, values: tuple[tuple[str, str], ...], src: str, dst: str, mesh: str,
@@ -314,39 +314,39 @@ class _EventBuilder:
             return self.broadcast(node, at)
         if isinstance(node, g.Sync):
             return self.sync(node, at)
-        place = self.places[node.id]
-        spread = self._spread(node, place)
+        placement = self.placements[node.id]
+        spread = self._spread(node, placement)
         self.spreads[spread.id] = spread
         reads = tuple(f"{v}@{self._at(v, spread.id)}" for v in node.reads)
         writes = tuple(f"{v}@{spread.id}" for v in node.writes)
         if isinstance(node, g.Derive):
             return Derive(id=0, mesh=spread.mesh, at=at, spread=spread.id, reads=reads, writes=writes,
                           **payload(node, DeriveSpec))
-        common: dict[str, Any] = {"id": 0, "mesh": place.mesh.id, "at": at, "spread": spread.id}
+        common: dict[str, Any] = {"id": 0, "mesh": placement.mesh.id, "at": at, "spread": spread.id}
         if isinstance(node, g.Compute):
             return Compute(**common, reads=reads, writes=writes, **payload(node, ComputeSpec))
         if not isinstance(node, Call):
             raise internal_error(f"no event for {type(node).__name__} {node.id}", "pass node_events")
-        copy, layout = f"{node.model}@{place.layout.id}", place.layout.id
+        copy, layout = f"{node.model}@{placement.layout.id}", placement.layout.id
         match node:
             case g.Generate():
                 cache_of = self.reused.get(node.id, "")
                 cache = (f"{cache_of}.cache@{spread.id}",) if cache_of else ()
                 kept = (f"{node.frame}.cache@{spread.id}",) if node.frame in self.reused.values() else ()
                 return Generate(**common, layout=layout, reads=(copy, *reads, *cache), writes=(*writes, *kept),
-                                cache_of=cache_of, mbs=decode_batch_size(self.frames[node.frame], place),
-                                waiting=place.waiting,
+                                cache_of=cache_of, mbs=decode_batch_size(self.frames[node.frame], placement),
+                                waiting=placement.waiting,
                                 **payload(node, GenerateSpec))
             case g.Infer():
-                return Infer(**common, layout=layout, reads=(copy, *reads), writes=writes, mbs=place.mbs, mbt=place.mbt,
-                             **payload(node, InferSpec))
+                return Infer(**common, layout=layout, reads=(copy, *reads), writes=writes, mbs=placement.mbs,
+                             mbt=placement.mbt, **payload(node, InferSpec))
             case g.Train():
                 self.written_at[node.model] = at
-                heads = tuple(self.places[self.head_makers[model]].layout.id for _, model in node.heads)
+                heads = tuple(self.placements[self.head_makers[model]].layout.id for _, model in node.heads)
                 read = dict.fromkeys(f"{model}@{x}" for (_, model), x in zip(node.heads, heads, strict=True))
                 return Train(**common, layout=layout, reads=(copy, *read, *reads), writes=(copy, *writes),
-                             mbs=place.mbs, mbt=tokens_per_pass(node, self.frames) or place.mbt,
-                             recompute=place.recompute, head_layouts=heads,
+                             mbs=placement.mbs, mbt=tokens_per_pass(node, self.frames) or placement.mbt,
+                             recompute=placement.recompute, head_layouts=heads,
                              **payload(node, TrainSpec))
         assert_never(node)
 
@@ -363,7 +363,7 @@ class _EventBuilder:
 
     def sync(self, node: g.Sync, at: str) -> Event:
         """Between models; the pass `reallocs` finds its moves."""
-        src, dst = self.sync_places[node.source].layout.id, self.sync_places[node.model].layout.id
+        src, dst = self.sync_placements[node.source].layout.id, self.sync_placements[node.model].layout.id
         version = self.written_at.get(node.source, "")
         self.written_at[node.model] = at
         mesh = mesh_of_set(union(Ranks.of_mesh(self.meshes[self.layouts[x].mesh]) for x in (src, dst)))
@@ -387,23 +387,23 @@ class _EventBuilder:
     def _buffer(self, value: str, spread: str) -> str:
         return f"{value}@{self._at(value, spread)}"
 
-    def _spread(self, node: g.Node, place: Place) -> Spread:
+    def _spread(self, node: g.Node, placement: Placement) -> Spread:
         """The spread of what the node writes. Rows are derived where their sequences (or values) are; rows that every
         rank holds in full are first divided as for a computation."""
         if node.id in self.reused:  # where the cache is
             return self.spreads[self.made_in[f"{self.reused[node.id]}.cache"]]
         if isinstance(node, g.Derive) and DERIVE_OPS[node.op].calls_python:  # each row on one rank, as in a computation
-            return _by_prompts(place, (node.source, *(frame for _, frame in node.given)), self.frames)
+            return _by_prompts(placement, (node.source, *(frame for _, frame in node.given)), self.frames)
         if isinstance(node, g.Derive) and DERIVE_OPS[node.op].several:  # nobody knows the lengths of its rows yet
-            return _named(Spread("", place.mesh.id, place.layout.id, (node.frame,), "prompt", "slot"))
+            return _named(Spread("", placement.mesh.id, placement.layout.id, (node.frame,), "prompt", "slot"))
         if isinstance(node, g.Derive) and node.parts:  # all parts of a sequence on one rank
-            return _by_prompts(place, node.parts, self.frames)
+            return _by_prompts(placement, node.parts, self.frames)
         if isinstance(node, g.Derive):
             made = self.spreads.get(self.made_in.get(node.values[0][0], ""))
             if made is not None and made.granularity != "all" and self._fits(node, made):
                 return made
-            return _named(Spread("", place.mesh.id, place.layout.id, (node.source,), "prompt", "tokens"))
-        return spread_of(node, place, self.frames)
+            return _named(Spread("", placement.mesh.id, placement.layout.id, (node.source,), "prompt", "tokens"))
+        return spread_of(node, placement, self.frames)
 
     def _fits(self, node: g.Derive, spread: Spread) -> bool:
         """Whether each rank has the rows that `node` needs at once: whole prompts, where its rows are made of those."""
@@ -416,10 +416,10 @@ class _EventBuilder:
         which it is used."""
         if self.train_layouts[node.model]:
             return self.train_layouts[node.model]
-        if node.model in self.sync_places:
-            return self.sync_places[node.model].layout.id
+        if node.model in self.sync_placements:
+            return self.sync_placements[node.model].layout.id
         for call in g.nodes(self.placed.graph.items):
             if isinstance(call, Call) and call.model == node.model:
-                return self.places[call.id].layout.id
+                return self.placements[call.id].layout.id
         raise fail("RL0319", f"`{node.model}` is saved, but no call uses it", node.span, "no rank loads this model",
                    help="remove the `save`, or use the model")

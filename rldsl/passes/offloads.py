@@ -18,7 +18,7 @@ from rldsl.plan.events import CopyPart, Event, Item, Load, ModelCall, Offload, O
 
 Copy = tuple[str, str]  # model, layout
 WHY: dict[CopyPart, str] = {"parameters": "offload=true: in host memory between calls",
-                        "optimizer": "offload=true: optimizer state in host memory between train calls"}
+                            "optimizer": "offload=true: optimizer state in host memory between train calls"}
 
 
 def offloads(draft: Draft) -> Draft:
@@ -56,23 +56,23 @@ def offloads(draft: Draft) -> Draft:
 
 def _trained(draft: Draft) -> set[Copy]:
     """The trained copies of models whose train calls all ask for it."""
-    places = dict(draft.placed.places)
+    placements = dict(draft.placed.placements)
     all_offload: dict[Copy, bool] = {}
     for n in g.nodes(draft.placed.graph.items):
         if isinstance(n, g.Train):
-            copy = (n.model, places[n.id].layout.id)
-            all_offload[copy] = all_offload.get(copy, True) and places[n.id].offload
+            copy = (n.model, placements[n.id].layout.id)
+            all_offload[copy] = all_offload.get(copy, True) and placements[n.id].offload
     return {copy for copy, wished in all_offload.items() if wished}
 
 
 def _not_trained(draft: Draft) -> set[Copy]:
     """The copies of models that are not trained whose calls all ask for it."""
-    train_layouts, places = {m.name: m.train_layout for m in draft.placed.models}, dict(draft.placed.places)
+    train_layouts, placements = {m.name: m.train_layout for m in draft.placed.models}, dict(draft.placed.placements)
     all_offload: dict[Copy, bool] = {}
     for n in g.nodes(draft.placed.graph.items):
         if isinstance(n, Call) and not train_layouts[n.model]:
-            copy = (n.model, places[n.id].layout.id)
-            all_offload[copy] = all_offload.get(copy, True) and places[n.id].offload
+            copy = (n.model, placements[n.id].layout.id)
+            all_offload[copy] = all_offload.get(copy, True) and placements[n.id].offload
     return {copy for copy, wished in all_offload.items() if wished}
 
 

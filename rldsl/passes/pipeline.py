@@ -1,4 +1,4 @@
-"""All passes in their order. In: a `Placed`. Out: the finished `Draft`, and the plan with its proof.
+"""All passes in their order. In: a `PlacedGraph`. Out: the finished `Draft`, and the plan with its proof.
 
 A pass is data: its name, its function, and the check of what it promises, where that is cheap. The plan is checked by
 the independent verifier, which proves all of it again: a failure of either is an internal compiler error (RL0699).
@@ -28,7 +28,7 @@ from rldsl.passes.draft import Draft, events
 from rldsl.passes.emit import emit
 from rldsl.passes.lengths import check_lengths, lengths
 from rldsl.passes.node_events import node_events
-from rldsl.placement.model import Placed
+from rldsl.placement.model import PlacedGraph
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import rank_classes
 from rldsl.progress import garbage_collection_paused, stage
@@ -91,7 +91,7 @@ NAMES = tuple(p.name for p in PASSES)
 
 
 @garbage_collection_paused()
-def run(placed: Placed, sized: bool = True) -> Draft:
+def run(placed: PlacedGraph, sized: bool = True) -> Draft:
     """From placed calls to ordered events. sized: see `Draft`."""
     draft = Draft(placed, sized=sized)
     for i, step in enumerate(PASSES):
@@ -110,7 +110,7 @@ def check_pass(step: CompilerPass, before: Draft, after: Draft) -> None:
         step.check(before, after)
 
 
-def after(placed: Placed, name: str) -> Draft:
+def after(placed: PlacedGraph, name: str) -> Draft:
     """The events as they are after the pass `name`, of `NAMES`, whether or not its own check holds."""
     draft = Draft(placed)
     for step in PASSES:
@@ -132,7 +132,7 @@ def planned(draft: Draft, compiler: str) -> tuple[Plan, tuple[Curve, ...]]:
 
 
 @garbage_collection_paused()
-def memory_bound(placed: Placed) -> int:
+def memory_bound(placed: PlacedGraph) -> int:
     """Bytes that the fullest rank needs at least: all but the buffers of reallocs, which take most of the time."""
     plan = emit(run(placed, sized=False), "")
     return max(peak(c).bytes for c in curves(plan, realloc_buffers=False))

@@ -45,9 +45,9 @@ class _Reallocs:
         self.not_kept = copies_not_kept(draft)
         # copies that are aliases of the trained one
         self.aliases = {(e.model, e.layout) for e in draft.setup if isinstance(e, Load) and e.alias_of}
-        places = dict(draft.placed.places)
+        placements = dict(draft.placed.placements)
         # of a mesh that leaves its ranks free: the first ranks, in order, instead of those that the compiler chose
-        self.first_ranks = {(n.model, places[n.id].layout.id): places[n.id].given
+        self.first_ranks = {(n.model, placements[n.id].layout.id): placements[n.id].given
                             for n in nodes(draft.placed.graph.items) if isinstance(n, Call)}
         self.known: dict[tuple[str, str], Summary] = {}
         self.meshes: list[Mesh] = []

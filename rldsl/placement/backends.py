@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from rldsl.diag import Diagnostic, Failure, Fix, present
 from rldsl.graph import model as g
 from rldsl.models.families import Family
-from rldsl.placement.model import Call, Place, label
+from rldsl.placement.model import Call, Placement, label
 from rldsl.placement.rules import option_span
 from rldsl.plan.backends import Description, described, lacking, names, unable, unfit
 from rldsl.plan.model import DEFAULT_BACKEND
@@ -30,7 +30,7 @@ def check_backend_name(name: str, span: Span) -> None:
             fix=Fix(((span, f"backend={near[0]}"),)) if near and span.text.startswith("backend") else None)])
 
 
-def check_backends(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place],
+def check_backends(graph: g.Graph, calls: Iterable[Call], placements: Mapping[str, Placement],
                    families: Mapping[str, Family]) -> None:
     """RL0327, and RL0326 where a backend could do it all. families: empty where no model directory has been read."""
     adapted = {m.name for m in graph.models if m.lora is not None}
@@ -38,9 +38,9 @@ def check_backends(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, P
     kinds = {g.Generate: "generate", g.Infer: "infer", g.Train: "train"}
     problems: list[Diagnostic] = []
     for node in calls:
-        place = places[node.id]
-        x, family = place.layout, families.get(node.model)
-        known = present(described(x.backend), f"description of the backend `{x.backend}`", str(place.span or x.id))
+        placement = placements[node.id]
+        x, family = placement.layout, families.get(node.model)
+        known = present(described(x.backend), f"description of the backend `{x.backend}`", str(placement.span or x.id))
         talks = isinstance(node, g.Generate) and node.conversation is not None
         entries = isinstance(node, g.Infer | g.Train) and node.ids != ""
         why = unable(known, kinds[type(node)], x, node.model in adapted, optimizers[node.model], talks, entries,
@@ -49,7 +49,7 @@ def check_backends(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, P
         if not why and family is not None:
             why = known.problem(family, x) or (
                 "it does not read images" if family.reads_images and not known.images else "")
-        span = option_span(place.span, "backend")
+        span = option_span(placement.span, "backend")
         if why:
             problems.append(Diagnostic("RL0327", f"`{label(node)}` cannot run on the backend `{x.backend}`", span, why,
                                        help=f"use `backend={DEFAULT_BACKEND}`, or remove the unsupported feature"))

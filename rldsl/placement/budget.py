@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from rldsl.diag import fail
 from rldsl.graph import model as g
-from rldsl.placement.model import Call, Place, label
+from rldsl.placement.model import Call, Placement, label
 from rldsl.placement.rules import option_span
 from rldsl.plan.spaces import IndexedFrame
 
@@ -20,20 +20,20 @@ def max_row_tokens(frame: IndexedFrame) -> int:
     return frame.max_prompt_tokens + frame.max_response_tokens
 
 
-def check_token_budgets(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place]) -> None:
+def check_token_budgets(graph: g.Graph, calls: Iterable[Call], placements: Mapping[str, Placement]) -> None:
     """A row is never cut, so the longest must fit."""
     frames = {f.id: f for f in graph.frames}
     for node in calls:
-        place = places[node.id]
+        placement = placements[node.id]
         wide = sum(max_row_tokens(frames[f]) for f in (node.frames if isinstance(node, g.Train) else (node.frame,)))
-        if 0 < place.mbt < wide:
+        if 0 < placement.mbt < wide:
             raise fail("RL0328", f"a row of `{label(node)}` can exceed its micro-batch limit",
-                       option_span(place.span, "mbt"), f"a row has up to {wide} tokens",
+                       option_span(placement.span, "mbt"), f"a row has up to {wide} tokens",
                        help=f"use `mbt={wide}` or more, or limit the rows (`max_prompt_tokens`, `max_answer_tokens`, "
                             "`max_new_tokens`)")
 
 
-def decode_batch_size(frame: IndexedFrame, place: Place) -> int:
+def decode_batch_size(frame: IndexedFrame, placement: Placement) -> int:
     """`mbs` of a generate: by `mbt` as many sequences as fit when all are as long as they may be."""
-    fit = place.mbt // max_row_tokens(frame)
-    return min(place.mbs or fit, fit) if place.mbt else place.mbs
+    fit = placement.mbt // max_row_tokens(frame)
+    return min(placement.mbs or fit, fit) if placement.mbt else placement.mbs

@@ -1,6 +1,6 @@
 """From a clause to a layout: options read, the missing degree inferred, everything checked.
 
-In: a mesh and options as written, the cluster, and the model's family. Out: a `Place`.
+In: a mesh and options as written, the cluster, and the model's family. Out: a `Placement`.
 Errors: RL0304 to RL0312 and RL0323 to RL0325, each underlining what is wrong.
 """
 
@@ -16,7 +16,7 @@ from rldsl.diag import Diagnostic, Failure, Fix, Label, counted, fail
 from rldsl.graph.model import MeshRef
 from rldsl.models.families import Family
 from rldsl.placement.backends import check_backend_name
-from rldsl.placement.model import Place, layout_of, mesh_of_set
+from rldsl.placement.model import Placement, layout_of, mesh_of_set
 from rldsl.placement.rules import Choice, Option
 from rldsl.plan.expr import Scalar
 from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh
@@ -127,9 +127,9 @@ def read_options(options: Sequence[Option]) -> dict[str, tuple[Scalar, Span]]:
     return found
 
 
-def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, call: str,
-          compute: bool = False) -> Place:
-    """The place of one call, or of a computation, where dp=|mesh| always. family: None when no model directory has
+def placement_of(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, call: str,
+                 compute: bool = False) -> Placement:
+    """The placement of one call, or of a computation, where dp=|mesh| always. family: None when no model directory has
     been read (`rlc check`). call: its name, for messages."""
     given = read_options(choice.options)
     size = mesh.size
@@ -152,11 +152,11 @@ def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, c
         check_chunks(family, layout, spans, choice.span)
     if family is not None:
         check_family(family, tp, pp, cp, spans, choice.span, cluster, call)
-    return Place(mesh, layout, int(given.get("mbs", (0,))[0]), bool(given.get("offload", (False,))[0]), choice.span,
-                 choice.why, "full" if given.get("recompute", ("none",))[0] == "full" else "none",
-                 bool(given.get("keep", (True,))[0]),
-                 reuse=bool(given.get("reuse", (False,))[0]), mbt=int(given.get("mbt", (0,))[0]),
-                 waiting=cast(Waiting, given.get("waiting", ("keep",))[0]))
+    return Placement(mesh, layout, int(given.get("mbs", (0,))[0]), bool(given.get("offload", (False,))[0]), choice.span,
+                     choice.why, "full" if given.get("recompute", ("none",))[0] == "full" else "none",
+                     bool(given.get("keep", (True,))[0]),
+                     reuse=bool(given.get("reuse", (False,))[0]), mbt=int(given.get("mbt", (0,))[0]),
+                     waiting=cast(Waiting, given.get("waiting", ("keep",))[0]))
 
 
 def infer_degrees(given: dict[str, int], size: int, mesh: Mesh, choice: Choice,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from rldsl.diag import Diagnostic, Failure
 from rldsl.graph import model as g
 from rldsl.models.families import Family
-from rldsl.placement.model import Place, label
+from rldsl.placement.model import Placement, label
 from rldsl.placement.sync import sync_sources
 from rldsl.plan.heads import DISTRIBUTION, TOP
 
@@ -53,13 +53,13 @@ def _has_biased_head(family: Family) -> bool:
     return any(p.stage == "last" and p.shape == (family.vocab,) for p in family.params)
 
 
-def check_heads(graph: g.Graph, places: Mapping[str, Place]) -> None:
+def check_heads(graph: g.Graph, placements: Mapping[str, Placement]) -> None:
     """RL0349: the head of a model whose distributions a loss compares is read where the student is trained."""
     makers = [n for n in g.nodes(graph.items) if isinstance(n, g.Infer) and n.output_name == DISTRIBUTION]
     for node in g.nodes(graph.items):
         heads = {other for _, other in node.heads} if isinstance(node, g.Train) else set()
         for maker in (m for m in makers if m.model in heads):
-            mine, theirs = places[node.id], places[maker.id]
+            mine, theirs = placements[node.id], placements[maker.id]
             a, b = mine.layout, theirs.layout
             same = (a.dp, a.tp, a.pp, a.cp, a.ep, a.backend) == (b.dp, b.tp, b.pp, b.cp, b.ep, b.backend)
             if mine.mesh.ranks != theirs.mesh.ranks or not same:

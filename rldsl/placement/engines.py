@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rldsl.graph import model as g
-from rldsl.placement.model import Place, layout_of
+from rldsl.placement.model import Placement, layout_of
 from rldsl.plan.backends import described
 from rldsl.plan.expr import Node, Program
 from rldsl.plan.model import Value
@@ -21,24 +21,24 @@ DIFFERENCE = "logprob_difference"  # NAME/logprob_difference, and NAME/logprob_d
 INFERRED = "trainer_logprobs"  # ends the id of the call that is added, and of its value
 
 
-def other_engines(graph: g.Graph, places: Mapping[str, Place]) -> dict[str, str]:
+def other_engines(graph: g.Graph, placements: Mapping[str, Placement]) -> dict[str, str]:
     """Id of each such call -> its backend."""
     found: dict[str, str] = {}
     for node in g.nodes(graph.items):
-        if isinstance(node, g.Generate) and node.id in places:
-            backend = places[node.id].layout.backend
+        if isinstance(node, g.Generate) and node.id in placements:
+            backend = placements[node.id].layout.backend
             known = described(backend)
             if known is not None and known.other_logprobs:
                 found[node.id] = backend
     return found
 
 
-def with_differences(graph: g.Graph, places: Mapping[str, Place]) -> tuple[g.Graph, dict[str, Place]]:
+def with_differences(graph: g.Graph, placements: Mapping[str, Placement]) -> tuple[g.Graph, dict[str, Placement]]:
     """The graph with the metrics, and the places of all calls and computations. A call in an `eval` gets none, and
     neither does one in another block where a lag lets blocks run ahead as a whole. A graph that has them keeps them: a
     search places the graph of a program again."""
-    placed = dict(places)
-    engines = other_engines(graph, places)
+    placed = dict(placements)
+    engines = other_engines(graph, placements)
     trains: dict[str, g.Train] = {}  # model -> its first training
     for node in g.nodes(graph.items):
         if isinstance(node, g.Train):
@@ -61,18 +61,18 @@ def _has_difference(graph: g.Graph, made: g.Generate) -> bool:
     return any(p.id == f"{made.frame}.{DIFFERENCE}" for p in graph.programs)
 
 
-def _with_difference(graph: g.Graph, made: g.Generate, train: g.Train, places: dict[str, Place]) -> g.Graph:
+def _with_difference(graph: g.Graph, made: g.Generate, train: g.Train, placements: dict[str, Placement]) -> g.Graph:
     known, new = _inferred(graph.items, made), list[g.Node]()
     values = list(graph.values)
-    place, after = places[train.id], known or made
+    placement, after = placements[train.id], known or made
     if known is None:
         frame = next(f for f in graph.frames if f.id == made.frame)
         id = f"{made.frame}.{INFERRED}"
         known = g.Infer(id=id, reads=(f"{made.frame}.tokens",), writes=(id,), span=made.span, model=made.model,
                         frame=made.frame, output_name="logprobs", value=id, temperature=frame.temperature)
         values.append(Value(id, made.frame, "token", "response", label=f"{made.model}.logprobs({made.frame})"))
-        places[id] = replace(place, recompute="none", span=None,
-                             why=f"for the metric {made.frame}/{DIFFERENCE}: as {train.id}")
+        placements[id] = replace(placement, recompute="none", span=None,
+                                 why=f"for the metric {made.frame}/{DIFFERENCE}: as {train.id}")
         new.append(known)
     id = f"{made.frame}.{DIFFERENCE}"
     sampled, outputs = f"{made.frame}.logprobs", (id, f"{id}_max")
@@ -80,8 +80,8 @@ def _with_difference(graph: g.Graph, made: g.Generate, train: g.Train, places: d
     new.append(g.Compute(id=id, reads=(known.value, sampled), writes=outputs, span=made.span, program=id,
                          frames=(made.frame,), inputs=((known.value, known.value), (sampled, sampled)),
                          outputs=tuple((x, x) for x in outputs), label=f"{made.frame}/{DIFFERENCE}"))
-    places[id] = Place(place.mesh, layout_of(place.mesh, dp=place.mesh.size), 0, False, None,
-                       f"default: same as {train.id}")
+    placements[id] = Placement(placement.mesh, layout_of(placement.mesh, dp=placement.mesh.size), 0, False, None,
+                               f"default: same as {train.id}")
     values += [Value(x, "", "batch", "batch") for x in outputs]
     metrics = tuple((x.replace(".", "/"), x) for x in outputs)
     return replace(graph, items=_inserted(graph.items, after, tuple(new)), values=tuple(values),
@@ -100,7 +100,7 @@ def _inferred(items: tuple[g.Item, ...], made: g.Generate) -> g.Infer | None:
         if isinstance(item, g.Train | g.Sync) and item.model == made.model:
             return None
         if isinstance(item, g.Infer) and (item.model, item.frame, item.output_name) == (made.model, made.frame,
-                                                                                         "logprobs"):
+                                                                                        "logprobs"):
             return item
     return None
 

@@ -13,27 +13,27 @@ from dataclasses import replace
 
 from rldsl.graph import model as g
 from rldsl.placement.degrees import Cluster
-from rldsl.placement.model import Call, Place
+from rldsl.placement.model import Call, Placement
 from rldsl.plan.model import Mesh, Model
 from rldsl.reshard.device_order import reorder_devices
 
 
-def choose_free_meshes(calls: Iterable[Call], places: Mapping[str, Place], models: Mapping[str, Model],
-                       cluster: Cluster) -> dict[str, Place]:
+def choose_free_meshes(calls: Iterable[Call], placements: Mapping[str, Placement], models: Mapping[str, Model],
+                       cluster: Cluster) -> dict[str, Placement]:
     """models: those that are trained, with their training layouts."""
     calls = tuple(calls)
-    training = {n.model: places[n.id] for n in calls if isinstance(n, g.Train)}
-    return {n.id: _nearest(places[n.id], training[n.model], models[n.model], cluster) if n.model in models
-            else places[n.id] for n in calls}
+    training = {n.model: placements[n.id] for n in calls if isinstance(n, g.Train)}
+    return {n.id: _nearest(placements[n.id], training[n.model], models[n.model], cluster) if n.model in models
+            else placements[n.id] for n in calls}
 
 
-def _nearest(place: Place, training: Place, model: Model, cluster: Cluster) -> Place:
-    """`place` on the ranks that are nearest to `training`, the place of the model's train call."""
-    if place.given is None or place.layout == training.layout:
-        return place
-    enough = training.mesh.size >= place.mesh.size
+def _nearest(placement: Placement, training: Placement, model: Model, cluster: Cluster) -> Placement:
+    """`placement` on the ranks that are nearest to `training`, the placement of the model's train call."""
+    if placement.given is None or placement.layout == training.layout:
+        return placement
+    enough = training.mesh.size >= placement.mesh.size
     among = training.mesh.ranks if enough else ((0, cluster.world),)
-    found = reorder_devices(model, training.layout, training.mesh, place.layout, among, cluster.gpus)
+    found = reorder_devices(model, training.layout, training.mesh, placement.layout, among, cluster.gpus)
     mesh = Mesh("+".join(f"{a}:{b}" for a, b in found.ranks), found.ranks)
-    layout = replace(place.layout, mesh=mesh.id, id=mesh.id + place.layout.id.removeprefix(place.mesh.id))
-    return replace(place, mesh=mesh, layout=layout)
+    layout = replace(placement.layout, mesh=mesh.id, id=mesh.id + placement.layout.id.removeprefix(placement.mesh.id))
+    return replace(placement, mesh=mesh, layout=layout)

@@ -15,7 +15,7 @@ from itertools import permutations
 from rldsl.diag import Diagnostic, Label, fail
 from rldsl.graph import model as g
 from rldsl.models.families import Family
-from rldsl.placement.model import Call, Place, label
+from rldsl.placement.model import Call, Placement, label
 from rldsl.placement.rules import option_span
 from rldsl.plan.backends import described
 from rldsl.plan.expr import Program
@@ -25,12 +25,12 @@ from rldsl.sharding.sum_blocks import BLOCKS, undividable
 CONDITIONS = ("lt", "le", "gt", "ge", "and", "or", "not")  # operators whose results are not rounded
 
 
-def check_invariance(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place],
+def check_invariance(graph: g.Graph, calls: Iterable[Call], placements: Mapping[str, Placement],
                      families: Mapping[str, Family]) -> None:
     """families: empty where no model directory has been read."""
     invariant_models = {m.name: m for m in graph.models if m.invariant}
     for node in calls:
-        x, span = places[node.id].layout, places[node.id].span
+        x, span = placements[node.id].layout, placements[node.id].span
         if node.model not in invariant_models:
             continue
         option = f"invariant={'training' if invariant_models[node.model].invariant_training else 'true'}"
@@ -49,12 +49,12 @@ def check_invariance(graph: g.Graph, calls: Iterable[Call], places: Mapping[str,
                        help=f"use {_degrees('tp', blocks)}, with more dp or pp, or remove `{option}` from "
                             f"`{node.model}`")
         if isinstance(node, g.Train) and node.invariant:
-            _check_gradients(node, places[node.id])
+            _check_gradients(node, placements[node.id])
 
 
-def _check_gradients(node: g.Train, place: Place) -> None:
-    x = place.layout
-    passes = next((o for o in ("mbs", "mbt") if getattr(place, o)), "")
+def _check_gradients(node: g.Train, placement: Placement) -> None:
+    x = placement.layout
+    passes = next((o for o in ("mbs", "mbt") if getattr(placement, o)), "")
     if TOKEN_GROUPS % x.cp:
         option, why = "cp", f"cp={x.cp} does not divide the {TOKEN_GROUPS} parts in which a sequence is summed"
         help = f"use {_degrees('cp', TOKEN_GROUPS)}, with more dp or pp, or `invariant=true` for `{node.model}`"
@@ -70,8 +70,8 @@ def _check_gradients(node: g.Train, place: Place) -> None:
         help = f"remove `{passes}`: a pass has up to {PASS_TOKENS} tokens, or one longer row"
     else:
         return
-    raise fail("RL0330", f"the gradients of `{label(node)}` cannot be invariant", option_span(place.span, option), why,
-               help=help)
+    raise fail("RL0330", f"the gradients of `{label(node)}` cannot be invariant", option_span(placement.span, option),
+               why, help=help)
 
 
 def varying_inputs(graph: g.Graph) -> Iterator[Diagnostic]:

@@ -1,4 +1,4 @@
-"""Records of placement. In: nothing. Out: what `place` returns and the passes read.
+"""Records of placement. In: nothing. Out: what `place_graph` returns and the passes read.
 
 Meshes and layouts carry ids made of their content ("0:4+8:12", "0:8 dp=4 pp=2"), so that equal ones are equal without
 a table; `passes/emit.py` gives them short ids at the end.
@@ -25,7 +25,7 @@ Computation = Compute | Derive | Collect  # nodes that read and write values, an
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Placement:
     """Where and how a node runs."""
 
     mesh: Mesh  # its ranks
@@ -43,13 +43,13 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A graph with a place for each call and computation."""
+class PlacedGraph:
+    """A graph with a placement for each call and computation."""
 
     graph: Graph  # the graph
     models: tuple[Model, ...]  # as in the plan; `train_layout` is a layout id of this graph
     families: tuple[tuple[str, Family], ...]  # (model, family)
-    places: tuple[tuple[str, Place], ...]  # (node id, place)
+    placements: tuple[tuple[str, Placement], ...]  # (node id, placement)
     tokenizers: tuple[tuple[str, str], ...]  # (data source, model directory)
     world: int  # ranks
     devices_per_node: int  # ranks per node

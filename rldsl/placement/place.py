@@ -1,6 +1,6 @@
-"""The placement step: a graph goes in, a `Placed` comes out.
+"""The placement step: a graph goes in, a `PlacedGraph` comes out.
 
-In: a graph with clauses and rules. Out: a place for every call and computation, the plan's model records with their
+In: a graph with clauses and rules. Out: a placement for every call and computation, the plan's model records with their
 training layouts, and the size of the world. Invariants: every layout fills its mesh and its model supports it; every
 model is trained under one layout; a computation's layout is dp=|mesh|.
 """
@@ -29,9 +29,9 @@ from rldsl.placement import (
     sync,
     tokenizers,
 )
-from rldsl.placement.degrees import DEGREES, Cluster, mesh_ranks, place
+from rldsl.placement.degrees import DEGREES, Cluster, mesh_ranks, placement_of
 from rldsl.placement.lora import split_adapter_parameters
-from rldsl.placement.model import Call, Computation, Place, Placed, label, layout_of, mesh_of_range
+from rldsl.placement.model import Call, Computation, PlacedGraph, Placement, label, layout_of, mesh_of_range
 from rldsl.placement.patterns import check_patterns
 from rldsl.placement.rules import Choice, collect_choices, option_span, resolve_choices
 from rldsl.plan.model import Layout, Lora, Mesh, Model
@@ -59,7 +59,7 @@ def _with_commit(data: g.Data) -> g.Data:
                                                data.path_span or data.span))
 
 
-def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = describe) -> Placed:
+def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = describe) -> PlacedGraph:
     """Place all of `graph`. place_file: name of the placement file. describe: reads model directories.
     Raises Failure with every mistake found (RL03xx)."""
     choices = resolve_choices(graph, place_file)
@@ -69,55 +69,55 @@ def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = descr
     images.check_images(graph, families)
     tokenizers.check_tokenizers(graph, families)
     graph = distributions.with_hidden_sizes(distributions.with_known_tokens(graph, families), families)
-    places, train_layouts = _places(graph, choices, families, cluster)
-    graph, places = engines.with_differences(graph, places)
+    placements, train_layouts = _placements(graph, choices, families, cluster)
+    graph, placements = engines.with_differences(graph, placements)
     memory = int((graph.cluster.memory_gb if graph.cluster else 0) * 1e9)
-    ema_layouts = sync.ema_layouts(graph, places, train_layouts)
+    ema_layouts = sync.ema_layouts(graph, placements, train_layouts)
     models = tuple(replace(_model(m, families[m.name], train_layouts.get(m.name, ""), sync.sync_sources(graph, m.name),
                                   graph.seed),
                            ema_layout=ema_layouts.get(m.name, "")) for m in graph.models)
     sync.check_adapters(graph, models)
-    return Placed(tokenizers.with_tokenizers(graph), models, tuple(families.items()), tuple(places.items()),
-                  tokenizers.tokenizers(graph), cluster.world, cluster.gpus, memory)
+    return PlacedGraph(tokenizers.with_tokenizers(graph), models, tuple(families.items()), tuple(placements.items()),
+                       tokenizers.tokenizers(graph), cluster.world, cluster.gpus, memory)
 
 
 def problems_of(graph: g.Graph, place_file: str = "") -> tuple[Diagnostic, ...]:
     """What all checks find that need no model directory: of rules, meshes, degrees."""
     choices, found = collect_choices(graph, place_file)
     try:
-        _places(graph, choices, {}, cluster_of(graph, choices))
+        _placements(graph, choices, {}, cluster_of(graph, choices))
     except Failure as failure:
         return tuple(dict.fromkeys((*found, *failure.diagnostics)))
     return found
 
 
-def places_of(graph: g.Graph, place_file: str = "") -> dict[str, Place]:
-    """The places of all calls and computations, as far as they are known without model directories."""
+def placements_of(graph: g.Graph, place_file: str = "") -> dict[str, Placement]:
+    """The placements of all calls and computations, as far as they are known without model directories."""
     choices = resolve_choices(graph, place_file)
-    return _places(graph, choices, {}, cluster_of(graph, choices))[0]
+    return _placements(graph, choices, {}, cluster_of(graph, choices))[0]
 
 
-def _places(graph: g.Graph, choices: Mapping[str, Choice], families: Mapping[str, Family],
-            cluster: Cluster) -> tuple[dict[str, Place], dict[str, str]]:
-    """(places of all calls and computations, training layouts of the trained models)"""
+def _placements(graph: g.Graph, choices: Mapping[str, Choice], families: Mapping[str, Family],
+                cluster: Cluster) -> tuple[dict[str, Placement], dict[str, str]]:
+    """(placements of all calls and computations, training layouts of the trained models)"""
     every = tuple(g.nodes(graph.items))
     calls = [n for n in every if isinstance(n, Call)]
-    places = _call_places(calls, choices, families, cluster)
-    train_layouts = _train_layouts(calls, places)
-    if families and any(p.given for p in places.values()):
+    placements = _call_placements(calls, choices, families, cluster)
+    train_layouts = _train_layouts(calls, placements)
+    if families and any(p.given for p in placements.values()):
         models = {m.name: _model(m, families[m.name], train_layouts[m.name], (), graph.seed) for m in graph.models
                   if m.name in train_layouts}
-        places = free.choose_free_meshes(calls, places, models, cluster)
-    places |= _compute_places(graph, choices, places, cluster)
-    resident.check_residency(graph, calls, places, train_layouts)
-    reuse.check_reuse(graph, places, families)
-    distributions.check_heads(graph, places)
-    budget.check_token_budgets(graph, calls, places)
-    backends.check_backends(graph, calls, places, families)
-    invariant.check_invariance(graph, calls, places, families)
-    positions.check_positions(graph, calls, places, families)
-    sync.sync_places(graph, places, train_layouts)
-    return places, train_layouts
+        placements = free.choose_free_meshes(calls, placements, models, cluster)
+    placements |= _compute_placements(graph, choices, placements, cluster)
+    resident.check_residency(graph, calls, placements, train_layouts)
+    reuse.check_reuse(graph, placements, families)
+    distributions.check_heads(graph, placements)
+    budget.check_token_budgets(graph, calls, placements)
+    backends.check_backends(graph, calls, placements, families)
+    invariant.check_invariance(graph, calls, placements, families)
+    positions.check_positions(graph, calls, placements, families)
+    sync.sync_placements(graph, placements, train_layouts)
+    return placements, train_layouts
 
 
 def cluster_of(graph: g.Graph, choices: Mapping[str, Choice]) -> Cluster:
@@ -162,10 +162,10 @@ def _model(m: g.Model, family: Family, train_layout: str, sources: tuple[str, ..
 # ------------------------------------------------------------------------------------------------ calls
 
 
-def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Mapping[str, Family],
-                 cluster: Cluster) -> dict[str, Place]:
+def _call_placements(calls: list[Call], choices: Mapping[str, Choice], families: Mapping[str, Family],
+                     cluster: Cluster) -> dict[str, Placement]:
     """Places of the calls with a mesh of their own first, then those that follow another call of their model."""
-    places: dict[str, Place] = {}
+    placements: dict[str, Placement] = {}
     problems: list[Diagnostic] = []
     late: list[Call] = []
     for node in calls:
@@ -175,17 +175,17 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
             continue
         try:
             mesh = mesh_ranks(choice.mesh, cluster)
-            made = _call_place(node, choice, mesh, families, cluster)
-            places[node.id] = replace(made, given=mesh if choice.mesh.free else None)
+            made = _call_placement(node, choice, mesh, families, cluster)
+            placements[node.id] = replace(made, given=mesh if choice.mesh.free else None)
         except Failure as failure:
             problems += failure.diagnostics
     if problems:
         raise Failure(dict.fromkeys(problems))
     for node in late:
         choice = choices.get(node.id)
-        model = _followed_call(node, calls, places)
+        model = _followed_call(node, calls, placements)
         if model is not None:
-            base, why = places[model.id], f"default: same as {label(model)}"
+            base, why = placements[model.id], f"default: same as {label(model)}"
             if isinstance(node, g.Generate) and base.layout.cp > 1:  # the same boxes, so nothing moves
                 x = base.layout
                 base = replace(base, layout=layout_of(base.mesh, x.dp * x.cp, x.tp, x.pp, backend=x.backend, ep=x.ep))
@@ -195,10 +195,10 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
                 base = replace(base, layout=_without_training_options(base.layout, base.mesh))
         else:
             mesh = mesh_of_range(cluster.world)
-            base, why = Place(mesh, layout_of(mesh, dp=cluster.world)), "default: all ranks, data parallel"
+            base, why = Placement(mesh, layout_of(mesh, dp=cluster.world)), "default: all ranks, data parallel"
         if choice is None:
-            places[node.id] = replace(base, mbs=0, mbt=0, offload=False, span=node.span, why=why, recompute="none",
-                                      keep=True, reuse=False, waiting="keep")
+            placements[node.id] = replace(base, mbs=0, mbt=0, offload=False, span=node.span, why=why, recompute="none",
+                                          keep=True, reuse=False, waiting="keep")
             continue
         try:
             given_options = {name for name, _, _ in choice.options}
@@ -207,18 +207,21 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
                 (k, getattr(base.layout, k), choice.span) for k in (*DEGREES, *sorted(more)))
             if "backend" not in given_options:
                 inherit += (("backend", base.layout.backend, choice.span),)
-            made = _call_place(node, replace(choice, options=choice.options + inherit), base.mesh, families, cluster)
-            places[node.id] = replace(made, given=base.given)
+            inherited = replace(choice, options=choice.options + inherit)
+            made = _call_placement(node, inherited, base.mesh, families, cluster)
+            placements[node.id] = replace(made, given=base.given)
         except Failure as failure:
             problems += failure.diagnostics
     if problems:
         raise Failure(dict.fromkeys(problems))
-    return places
+    return placements
 
 
-def _call_place(node: Call, choice: Choice, mesh: Mesh, families: Mapping[str, Family], cluster: Cluster) -> Place:
-    """The place of a call on `mesh`. Errors: those of `place`, and RL0318 and RL0320 for options of other calls."""
-    made = place(choice, mesh, families.get(node.model), cluster, label(node))
+def _call_placement(node: Call, choice: Choice, mesh: Mesh, families: Mapping[str, Family],
+                    cluster: Cluster) -> Placement:
+    """The placement of a call on `mesh`. Raises as `placement_of`, and RL0318 and RL0320 for options of
+    other calls."""
+    made = placement_of(choice, mesh, families.get(node.model), cluster, label(node))
     if isinstance(node, g.Generate) and made.layout.cp > 1:
         raise fail("RL0318", f"`{label(node)}` does not support context parallelism", option_span(choice.span, "cp"),
                    "cp applies only to inference and training",
@@ -246,25 +249,25 @@ def _without_training_options(x: Layout, mesh: Mesh) -> Layout:
     return layout_of(mesh, x.dp, x.tp, x.pp, x.cp, x.backend, ep=x.ep)
 
 
-def _followed_call(node: Call, calls: list[Call], places: Mapping[str, Place]) -> Call | None:
+def _followed_call(node: Call, calls: list[Call], placements: Mapping[str, Placement]) -> Call | None:
     """The call of the same model whose mesh a call without one takes: a train call, else the first that is placed."""
-    same = [c for c in calls if c.model == node.model and c.id in places]
+    same = [c for c in calls if c.model == node.model and c.id in placements]
     return next((c for c in same if isinstance(c, g.Train)), same[0] if same else None)
 
 
-def _train_layouts(calls: list[Call], places: Mapping[str, Place]) -> dict[str, str]:
+def _train_layouts(calls: list[Call], placements: Mapping[str, Placement]) -> dict[str, str]:
     """Model -> the layout of its train calls."""
     first: dict[str, g.Train] = {}
     for node in calls:
         if isinstance(node, g.Train):
             other = first.setdefault(node.model, node)
-            if places[other.id].layout != places[node.id].layout:
-                span = places[node.id].span or node.span
+            if placements[other.id].layout != placements[node.id].layout:
+                span = placements[node.id].span or node.span
                 raise Failure([Diagnostic(
-                    "RL0315", f"`{node.model}` is trained under two layouts", span, f"{places[node.id].layout.id}",
-                    (Label(places[other.id].span or other.span, f"{places[other.id].layout.id}"),),
+                    "RL0315", f"`{node.model}` is trained under two layouts", span, f"{placements[node.id].layout.id}",
+                    (Label(placements[other.id].span or other.span, f"{placements[other.id].layout.id}"),),
                     help="the optimizer state has a single layout: give both train calls the same placement")])
-    return {name: places[node.id].layout.id for name, node in first.items()}
+    return {name: placements[node.id].layout.id for name, node in first.items()}
 
 
 # ------------------------------------------------------------------------------------------------ computations
@@ -312,30 +315,31 @@ class ValueUses:
         return found if isinstance(found, Call) else None
 
 
-def _compute_places(graph: g.Graph, choices: Mapping[str, Choice], calls: Mapping[str, Place],
-                    cluster: Cluster) -> dict[str, Place]:
+def _compute_placements(graph: g.Graph, choices: Mapping[str, Choice], calls: Mapping[str, Placement],
+                        cluster: Cluster) -> dict[str, Placement]:
     """A computation runs where it says, else where the first train call that needs it runs, else where its inputs are
     made, else on the mesh of the first call."""
     uses, every = ValueUses(graph), tuple(g.nodes(graph.items))
     first = next((calls[n.id].mesh for n in every if n.id in calls), mesh_of_range(cluster.world))
-    places: dict[str, Place] = {}
+    placements: dict[str, Placement] = {}
     for node in every:
         if not isinstance(node, Computation):
             continue
         choice = choices.get(node.id)
         if choice is not None and choice.mesh is not None:
             mesh = mesh_ranks(choice.mesh, cluster)
-            places[node.id] = place(choice, mesh, None, cluster, label(node), compute=True)
+            placements[node.id] = placement_of(choice, mesh, None, cluster, label(node), compute=True)
             continue
         near = uses.near(node)
-        same = places.get(near.id) if isinstance(near, Computation) else None
+        same = placements.get(near.id) if isinstance(near, Computation) else None
         if near is not None and same is not None:
             why = same.why if same.why.startswith("default: ") else f"default: same as {label(near)}"
-            places[node.id] = Place(same.mesh, layout_of(same.mesh, dp=same.mesh.size), 0, False, node.span,
-                                    why)
+            placements[node.id] = Placement(same.mesh, layout_of(same.mesh, dp=same.mesh.size), 0, False, node.span,
+                                            why)
             continue
         call = uses.anchor(node)
         mesh = calls[call.id].mesh if call is not None else first
-        places[node.id] = Place(mesh, layout_of(mesh, dp=mesh.size), 0, False, node.span,
-                                f"default: same as {label(call)}" if call else "default: same as the first call")
-    return places
+        like = label(call) if call else "the first call"
+        placements[node.id] = Placement(mesh, layout_of(mesh, dp=mesh.size), 0, False, node.span,
+                                        f"default: same as {like}")
+    return placements

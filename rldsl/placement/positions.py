@@ -16,14 +16,14 @@ from rldsl.diag import Diagnostic, Failure
 from rldsl.graph import model as g
 from rldsl.models.families import Family
 from rldsl.placement.budget import max_row_tokens
-from rldsl.placement.model import Call, Place, label
+from rldsl.placement.model import Call, Placement, label
 from rldsl.plan.backends import described
 
 LIMIT = "limit them (`max_prompt_tokens`, `max_answer_tokens`, `max_new_tokens`)"
 CHANGING = ("dynamic", "longrope")  # in transformers' names; the others are one function of the position
 
 
-def check_positions(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place],
+def check_positions(graph: g.Graph, calls: Iterable[Call], placements: Mapping[str, Placement],
                     families: Mapping[str, Family]) -> None:
     """RL0331, once for each model. families: empty where no model directory has been read."""
     frames = {f.id: f for f in graph.frames}
@@ -32,7 +32,7 @@ def check_positions(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, 
         family = families.get(node.model)
         if family is None or node.model in problems:
             continue
-        backend = places[node.id].layout.backend
+        backend = placements[node.id].layout.backend
         known = described(backend)
         limits = (max_positions(family), known.positions(family) if known else 0)
         if not any(limits):

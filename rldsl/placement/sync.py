@@ -12,7 +12,7 @@ from dataclasses import replace
 from rldsl.diag import Diagnostic, Failure, Label, fail
 from rldsl.graph import model as g
 from rldsl.models.families import Family
-from rldsl.placement.model import Call, Place
+from rldsl.placement.model import Call, Placement
 from rldsl.plan.model import Model
 
 
@@ -25,9 +25,11 @@ def sync_sources(graph: g.Graph, model: str) -> tuple[str, ...]:
     return tuple(n.source for n in syncs(graph) if n.model == model)
 
 
-def ema_layouts(graph: g.Graph, places: Mapping[str, Place], train_layouts: Mapping[str, str]) -> dict[str, str]:
+def ema_layouts(graph: g.Graph, placements: Mapping[str, Placement],
+                train_layouts: Mapping[str, str]) -> dict[str, str]:
     """Model that an `ema` writes -> the id of the layout under which it does."""
-    return {n.model: sync_places(graph, places, train_layouts)[n.model].layout.id for n in syncs(graph) if n.decay}
+    return {n.model: sync_placements(graph, placements, train_layouts)[n.model].layout.id
+            for n in syncs(graph) if n.decay}
 
 
 def check_sync_parameters(graph: g.Graph, families: Mapping[str, Family]) -> None:
@@ -87,14 +89,15 @@ def _difference(model: str, mine: Family, source: str, other: Family) -> str:
     return difference(f"{key} in config.json", config.get(key, "not set"), of_source.get(key, "not set")) if key else ""
 
 
-def sync_places(graph: g.Graph, places: Mapping[str, Place], train_layouts: Mapping[str, str]) -> dict[str, Place]:
+def sync_placements(graph: g.Graph, placements: Mapping[str, Placement],
+                    train_layouts: Mapping[str, str]) -> dict[str, Placement]:
     """Model -> where a sync reads or writes it. A trained model: under its training layout. A target: under the layout
     of its source, if it is used under that one, else under that of its first call, else (it is only saved) where its
     source is."""
-    used: dict[str, list[Place]] = {}
+    used: dict[str, list[Placement]] = {}
     for n in g.nodes(graph.items):
         if isinstance(n, Call):
-            used.setdefault(n.model, []).append(places[n.id])
+            used.setdefault(n.model, []).append(placements[n.id])
     found = {m: next(p for p in used[m] if p.layout.id == layout) for m, layout in train_layouts.items()
              if layout and m in used}
     waiting = syncs(graph)
@@ -106,10 +109,10 @@ def sync_places(graph: g.Graph, places: Mapping[str, Place], train_layouts: Mapp
             raise fail("RL0319", f"`{n.model}` is updated from `{n.source}`, but no call uses either", n.span,
                        "no rank loads these models", help="remove the statement, or use the models")
         waiting = later
-    return {m: place for m, place in found.items() if m in named}
+    return {m: placement for m, placement in found.items() if m in named}
 
 
-def _place_sync(n: g.Sync, used: Mapping[str, list[Place]], found: dict[str, Place]) -> bool:
+def _place_sync(n: g.Sync, used: Mapping[str, list[Placement]], found: dict[str, Placement]) -> bool:
     """Find the places of both models; False where neither is known yet."""
     own, others = used.get(n.model, []), used.get(n.source, [])
     source = found.get(n.source) or next(iter(others), None)

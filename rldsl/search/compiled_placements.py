@@ -15,12 +15,12 @@ from rldsl.diag import Failure
 from rldsl.graph import model as g
 from rldsl.memory.curve import peak
 from rldsl.passes.pipeline import memory_bound, planned, run
-from rldsl.placement.model import Call, Place, Placed
+from rldsl.placement.model import Call, PlacedGraph, Placement
 from rldsl.placement.place import Describe, place_graph
 from rldsl.plan.model import Plan
 from rldsl.progress import listening, stage
 from rldsl.search.evaluator import Evaluation, Evaluator
-from rldsl.search.prepared_program import PreparedProgram, places_of_assignment, with_places
+from rldsl.search.prepared_program import PreparedProgram, placements_of_assignment, with_placements
 from rldsl.search.settings import Setting, clause, known_families, with_clauses
 from rldsl.simulate import Lengths, Timeline, simulate
 
@@ -30,7 +30,7 @@ class CompiledPlacement:
     """A placement that the search found, compiled."""
 
     evaluation: Evaluation  # the estimate that the search chose it by
-    places: dict[str, Place]  # of the calls that were free, by node id
+    placements: dict[str, Placement]  # of the calls that were free, by node id
     plan: Plan  # the plan
     timeline: Timeline  # simulated
     bytes: int  # peak of the fullest rank, as the compiler counts
@@ -47,7 +47,7 @@ def compile_program(graph: g.Graph, describe: Describe) -> tuple[Plan, int]:
     return compile_placed(place_graph(graph, describe=describe))
 
 
-def compile_placed(placed: Placed) -> tuple[Plan, int]:
+def compile_placed(placed: PlacedGraph) -> tuple[Plan, int]:
     """The same of a program that has been placed."""
     plan, curves = planned(run(placed), "")
     return plan, max(peak(c).bytes for c in curves)
@@ -58,21 +58,21 @@ def compile_assignment(p: PreparedProgram, evaluator: Evaluator, found: Evaluati
     """Raises Failure where the compiler refuses the placement."""
     a = found.assignment
     ids = [j.node.id for j in evaluator.calls]
-    places = places_of_assignment(p, dict(zip(ids, a.blocks, strict=True)), dict(zip(ids, a.candidates, strict=True)),
-                                  found.keeps_copies)
-    plan, bytes = compile_program(with_places(p, places), known_families(p.placed))
-    return CompiledPlacement(found, places, plan, simulate(plan, cluster, lengths), bytes)
+    blocks, candidates = dict(zip(ids, a.blocks, strict=True)), dict(zip(ids, a.candidates, strict=True))
+    placements = placements_of_assignment(p, blocks, candidates, found.keeps_copies)
+    plan, bytes = compile_program(with_placements(p, placements), known_families(p.placed))
+    return CompiledPlacement(found, placements, plan, simulate(plan, cluster, lengths), bytes)
 
 
 class SettingCompiler:
     """The memory that settings of one program need, cached."""
 
-    def __init__(self, placed: Placed):
+    def __init__(self, placed: PlacedGraph):
         """placed: the program under its first placement."""
-        self._placed, self._places = placed, dict(placed.places)
+        self._placed, self._placements = placed, dict(placed.placements)
         self.families = dict(placed.families)
         self.calls = [n for n in g.nodes(placed.graph.items) if isinstance(n, Call)]
-        self.first: Setting = {n.id: self._places[n.id] for n in self.calls}
+        self.first: Setting = {n.id: self._placements[n.id] for n in self.calls}
         self._bytes: dict[tuple[object, ...], int | None] = {}
         self._bounds: dict[tuple[object, ...], int | None] = {}
 
@@ -97,7 +97,7 @@ class SettingCompiler:
                 return False
         return True
 
-    def _tried(self, setting: Setting, nodes: int, needed: Callable[[Placed], int]) -> int | None:
+    def _tried(self, setting: Setting, nodes: int, needed: Callable[[PlacedGraph], int]) -> int | None:
         stage("trying placements that need less memory", detail=f"{len(self._bounds)} tried")
         with listening(lambda _: None):  # the passes of a trial are no stages of the command
             graph = self._graph(setting, nodes)
@@ -114,11 +114,11 @@ class SettingCompiler:
         graph = self._placed.graph
         clauses: dict[str, g.Clause | None] = {}
         for n in g.nodes(graph.items):
-            place = setting.get(n.id, self._places.get(n.id))
-            if place is None or n.id not in setting and place.why.startswith("default"):
+            placement = setting.get(n.id, self._placements.get(n.id))
+            if placement is None or n.id not in setting and placement.why.startswith("default"):
                 clauses[n.id] = None
                 continue
-            clauses[n.id] = clause(place, n.span, mesh_only=n.id not in setting)
+            clauses[n.id] = clause(placement, n.span, mesh_only=n.id not in setting)
             if clauses[n.id] is None:
                 return None
         cluster = replace(graph.cluster, nodes=nodes) if nodes and graph.cluster else graph.cluster

@@ -19,7 +19,7 @@ from rldsl.memory.call_memory import gradient_bytes, optimizer_bytes
 from rldsl.memory.parameters import Copy, elements, resting
 from rldsl.memory.values import Tables
 from rldsl.passes.node_events import spread_of, tokens_per_pass
-from rldsl.placement.model import Place
+from rldsl.placement.model import Placement
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
 from rldsl.plan.model import Layout, Model
 from rldsl.plan.payloads import GenerateSpec, InferSpec, TrainSpec, payload
@@ -52,7 +52,7 @@ class IsolatedCall(World):
         """own: whether the call trains its model, or uses the trained parameters (float32) without a copy."""
         mesh = Block(0, size).mesh()
         layout = s.layout(mesh)
-        spread = spread_of(job.node, Place(mesh, layout), problem.frames)
+        spread = spread_of(job.node, Placement(mesh, layout), problem.frames)
         self.cluster, self.lengths, self.per_node = problem.cluster, problem.lengths, problem.cluster.gpus
         self.machine = machine_of(problem)
         self.meshes, self.layouts, self.spreads = {mesh.id: mesh}, {layout.id: layout}, {spread.id: spread}

@@ -1,7 +1,7 @@
 """Placements that need less memory, found by compiling them.
 
-In: a `Placed` that needs more memory than a device has. Out: the mildest change that fits, as rules for `--on`; or the
-device memory, or the number of nodes, that would be enough. From mild to drastic: smaller micro-batches, sharding
+In: a `PlacedGraph` that needs more memory than a device has. Out: the mildest change that fits, as rules for `--on`; or
+the device memory, or the number of nodes, that would be enough. From mild to drastic: smaller micro-batches, sharding
 optimizer state and gradients over dp (zero 1, 2), recomputation, sharding parameters too (zero 3), dropping copies
 after their last use, offloading frozen models, then trained ones, more tensor or pipeline parallelism, more ranks.
 """
@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import groupby, product
 
 from rldsl.graph import model as g
-from rldsl.placement.model import Call, Placed
+from rldsl.placement.model import Call, PlacedGraph
 from rldsl.placement.rules import names_of
 from rldsl.plan.expr import Scalar
 from rldsl.search.compiled_placements import SettingCompiler
@@ -38,7 +38,7 @@ class MemoryAdvice:
 class MemoryAdvisor:
     """Tries changes of a placement that does not fit."""
 
-    def __init__(self, placed: Placed):
+    def __init__(self, placed: PlacedGraph):
         self.placed, self._compiler = placed, SettingCompiler(placed)
         self.calls, self.old, self.bytes = self._compiler.calls, self._compiler.first, self._compiler.bytes
         self.trained = sorted(m.name for m in placed.models if m.train_layout)
@@ -61,7 +61,7 @@ class MemoryAdvisor:
     def least(self) -> MemoryAdvice | None:
         """The setting that needs the least memory on this cluster; None if nothing can be tried."""
         settings = [self.old, *self._combined_changes(), *self._degrees(self._all_changes)[-4:],
-                 *self._degrees(on_all_ranks(self._all_changes, self.placed.world))[-4:]]
+                    *self._degrees(on_all_ranks(self._all_changes, self.placed.world))[-4:]]
         bounds = sorted((bound, i) for i, s in enumerate(settings) if (bound := self._compiler.bound(s)) is not None)
         best: tuple[int, int] | None = None  # bytes, and the number of the setting
         for bound, i in bounds:

@@ -1,21 +1,21 @@
 """Whether a plan fits its devices.
 
-In: a `Placed` and the memory curves of its plan. Out: nothing, or RL0401 with the three largest holders and a fix that
-was compiled.
+In: a `PlacedGraph` and the memory curves of its plan. Out: nothing, or RL0401 with the three largest holders and a fix
+that was compiled.
 """
 
 from __future__ import annotations
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.memory.curve import Curve, peak
-from rldsl.placement.model import Placed
+from rldsl.placement.model import PlacedGraph
 from rldsl.plan.model import Ranges
 from rldsl.plan.notation import human, ranges_text
 from rldsl.plan.projection import to_ranges
 from rldsl.search.memory_advice import MemoryAdvice, MemoryAdvisor
 
 
-def check_memory(placed: Placed, curves: tuple[Curve, ...]) -> None:
+def check_memory(placed: PlacedGraph, curves: tuple[Curve, ...]) -> None:
     """Raises RL0401 if the memory of a device is known and too small for some rank."""
     if not placed.memory:
         return
@@ -33,7 +33,7 @@ def check_memory(placed: Placed, curves: tuple[Curve, ...]) -> None:
         notes=(*largest, *notes), help=help)])
 
 
-def memory_advice_text(placed: Placed) -> tuple[str, tuple[str, ...]]:
+def memory_advice_text(placed: PlacedGraph) -> tuple[str, tuple[str, ...]]:
     """(help, notes): a fix that fits; or where there is none on this cluster, the smallest device and the number of
     devices that would be enough, with their rules; or where nothing can be tried, what to do."""
     advisor = MemoryAdvisor(placed)

@@ -21,7 +21,7 @@ from rldsl.placement.model import Call
 from rldsl.placement.place import Describe
 from rldsl.placement.rules import Choice, names_of, resolve_choices, specificity, tier
 from rldsl.search.answer import Answer, Mode, Options, find_placement
-from rldsl.search.prepared_program import prepare_program, with_places
+from rldsl.search.prepared_program import prepare_program, with_placements
 from rldsl.search.settings import with_clauses
 
 MANUAL, HEURISTIC, SEARCH = "manual", "heuristic", "search"
@@ -67,7 +67,7 @@ def place_by_mode(graph: g.Graph, place_file: str, mode: str, describe: Describe
     p = prepare_program(graph, place_file, cluster, memory, free, describe)
     search_mode: Mode = "heuristic" if mode == HEURISTIC else "search"
     answer = find_placement(p, cluster, memory, Options(search_mode))
-    return replace(with_places(p, answer.best[0].places), cluster=graph.cluster), answer
+    return replace(with_placements(p, answer.best[0].placements), cluster=graph.cluster), answer
 
 
 def assumed_cluster(declared: g.Cluster) -> Cluster:

@@ -34,28 +34,28 @@ def format_placement_file(p: PreparedProgram, answer: Answer, version: str, clus
     header += lines
     comments = "".join(f"# {line}".rstrip() + "\n" for line in header)
     memory = f" memory_gb={_number_text(machine.memory_gb)}" if machine and machine.memory_gb else ""
-    rules = place_rules(p.placed.graph, {**p.fixed_places, **best.places})
+    rules = place_rules(p.placed.graph, {**p.fixed_placements, **best.placements})
     return f"{comments}\ncluster nodes={size.nodes} gpus={size.gpus}{memory}\n\n" + "".join(
         f"place {rule}\n" for rule in rules)
 
 
-def place_rules(graph: g.Graph, places: Setting) -> list[str]:
+def place_rules(graph: g.Graph, placements: Setting) -> list[str]:
     """One rule for each node that has a place here. Calls are selected by model and method if that is unambiguous, or
     if they have no name, and otherwise by `@name`, which takes precedence; computations by name or text."""
     every = tuple(g.nodes(graph.items))
     calls = [n for n in every if isinstance(n, Call)]
     rules = []
     for n in every:
-        if n.id not in places:
+        if n.id not in placements:
             continue
         if not isinstance(n, Call):
-            rules.append((selector_of(n, every), clause_text(places[n.id])))
+            rules.append((selector_of(n, every), clause_text(placements[n.id])))
             continue
         model, methods = names_of(n)
         same = [o for o in calls if model and names_of(o) == names_of(n)]
-        texts = {clause_text(places[o.id]) if o.id in places else "" for o in same}
+        texts = {clause_text(placements[o.id]) if o.id in placements else "" for o in same}
         selector = f"{model}.{methods[0]}" if len(texts) == 1 or not can_be_named(n) else f"@{n.id}"
-        rules.append((selector, clause_text(places[n.id])))
+        rules.append((selector, clause_text(placements[n.id])))
     width = max((len(selector) for selector, _ in rules), default=0)
     return [f"{selector:<{width}} {text}" for selector, text in dict.fromkeys(rules)]
 

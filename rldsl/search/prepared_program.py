@@ -13,8 +13,8 @@ from rldsl.clusters import Cluster
 from rldsl.diag import Diagnostic, Failure
 from rldsl.graph import model as g
 from rldsl.placement.budget import decode_batch_size
-from rldsl.placement.model import Call, Place, Placed
-from rldsl.placement.place import Describe, place_graph, places_of
+from rldsl.placement.model import Call, PlacedGraph, Placement
+from rldsl.placement.place import Describe, place_graph, placements_of
 from rldsl.placement.rules import (
     Choice,
     Option,
@@ -38,15 +38,15 @@ OF_STRATEGY = ("dp", "tp", "pp", "vpp", "cp", "ep", "zero", "mbs", "mbt", "recom
 class PreparedProgram:
     """A program with the calls that the search may place."""
 
-    placed: Placed  # the program with every free call on all ranks, for its models
+    placed: PlacedGraph  # the program with every free call on all ranks, for its models
     fixed: Mapping[str, FixedCall]  # by node id
     free: frozenset[str]  # node ids of the calls to place
     other_options: Mapping[str, tuple[Option, ...]]  # of free calls, given without a mesh, besides those of a strategy
-    fixed_places: Setting  # of all other nodes that the program places
+    fixed_placements: Setting  # of all other nodes that the program places
 
 
 def prepare_program(graph: g.Graph, place_file: str, cluster: Cluster, memory: int,
-             free: Callable[[g.Node, Choice | None], bool], describe: Describe) -> PreparedProgram:
+                    free: Callable[[g.Node, Choice | None], bool], describe: Describe) -> PreparedProgram:
     """free: whether the search places a call. Errors: those of placing the others."""
     choices = resolve_choices(graph, place_file)
     calls = [n for n in g.nodes(graph.items) if isinstance(n, Call)]
@@ -60,12 +60,12 @@ def prepare_program(graph: g.Graph, place_file: str, cluster: Cluster, memory: i
     clauses = _fixed_clauses(graph_on, choices, free_ids)
     placed = place_graph(with_clauses(graph_on, {n.id: clauses.get(n.id) for n in g.nodes(graph.items)}),
                          describe=describe)
-    places, frames = dict(placed.places), {f.id: f for f in graph.frames}
+    placements, frames = dict(placed.placements), {f.id: f for f in graph.frames}
     fixed = {i: FixedCall(options=tuple((name, value) for name, value, _ in options))
              for i, options in of_strategy.items() if options}
-    fixed |= {n.id: _fixed_call(n, places[n.id], frames) for n in calls if n.id not in free_ids}
+    fixed |= {n.id: _fixed_call(n, placements[n.id], frames) for n in calls if n.id not in free_ids}
     others = {i: tuple(o for o in options if o[0] not in OF_STRATEGY) for i, options in given.items()}
-    return PreparedProgram(placed, fixed, free_ids, others, {i: places[i] for i in clauses if i in places})
+    return PreparedProgram(placed, fixed, free_ids, others, {i: placements[i] for i in clauses if i in placements})
 
 
 def _fixed_clauses(graph: g.Graph, choices: Mapping[str, Choice], free: Collection[str]) -> dict[str, g.Clause]:
@@ -79,12 +79,12 @@ def _fixed_clauses(graph: g.Graph, choices: Mapping[str, Choice], free: Collecti
     models = {n.model for n in inferred}
     same_model = {n.id for n in calls if n.model in models and n.id in choices and not choices[n.id].auto}
     given = own | {i: g.Clause(choices[i].mesh, choices[i].options, choices[i].span) for i in same_model}
-    places = places_of(with_clauses(graph, {n.id: given.get(n.id) for n in g.nodes(graph.items)}))
-    made = {n.id: clause(places[n.id], n.span) for n in inferred}
+    placements = placements_of(with_clauses(graph, {n.id: given.get(n.id) for n in g.nodes(graph.items)}))
+    made = {n.id: clause(placements[n.id], n.span) for n in inferred}
     return own | {i: c for i, c in made.items() if c is not None}
 
 
-def _fixed_call(node: g.Node, p: Place, frames: Mapping[str, IndexedFrame]) -> FixedCall:
+def _fixed_call(node: g.Node, p: Placement, frames: Mapping[str, IndexedFrame]) -> FixedCall:
     """A mesh of which the program gives only the number of ranks counts as the first ranks."""
     ranks = (p.given or p.mesh).ranks
     if isinstance(node, g.Generate):
@@ -111,8 +111,8 @@ def unless_locked(graph: g.Graph, locks: Sequence[g.Rule]) -> Callable[[g.Node, 
 # ------------------------------------------------------------------------------------------ back to a program
 
 
-def places_of_assignment(prepared: PreparedProgram, blocks: Mapping[str, Block],
-                         candidates: Mapping[str, Candidate], keeps_copies: bool) -> dict[str, Place]:
+def placements_of_assignment(prepared: PreparedProgram, blocks: Mapping[str, Block],
+                             candidates: Mapping[str, Candidate], keeps_copies: bool) -> dict[str, Placement]:
     """The places of the free calls, by node id. keeps_copies: copies of trained models stay from step to step."""
     adapted = {m.name for m in prepared.placed.graph.models if m.lora is not None}
     found = {}
@@ -121,10 +121,10 @@ def places_of_assignment(prepared: PreparedProgram, blocks: Mapping[str, Block],
             e, mesh = candidates[node.id], blocks[node.id].mesh()
             drops_copy = e.copy_bytes > 0 and not keeps_copies and node.model not in adapted
             offload = e.strategy.offload and not (e.on_trained_params and not isinstance(node, g.Train))
-            found[node.id] = Place(mesh, e.strategy.layout(mesh), mbs=e.strategy.mbs, offload=offload, span=node.span,
-                                   why="search", recompute="full" if e.strategy.recompute else "none",
-                                   keep=not drops_copy, mbt=e.strategy.mbt)
-    first: dict[object, Place] = {}  # calls that no rule can tell apart share one place
+            found[node.id] = Placement(mesh, e.strategy.layout(mesh), mbs=e.strategy.mbs, offload=offload,
+                                       span=node.span, why="search", keep=not drops_copy,
+                                       recompute="full" if e.strategy.recompute else "none", mbt=e.strategy.mbt)
+    first: dict[object, Placement] = {}  # calls that no rule can tell apart share one place
     return {n.id: found[n.id] if can_be_named(n) else first.setdefault(names_of(n), found[n.id])
             for n in g.nodes(prepared.placed.graph.items) if n.id in found}
 
@@ -134,11 +134,11 @@ def can_be_named(node: g.Node) -> bool:
     return "#" not in node.id
 
 
-def with_places(prepared: PreparedProgram, places: Setting) -> g.Graph:
+def with_placements(prepared: PreparedProgram, placements: Setting) -> g.Graph:
     """The program with these places at its calls."""
     graph, clauses = prepared.placed.graph, {}
     for n in g.nodes(graph.items):
-        if n.id in places and (made := clause(places[n.id], n.span)) is not None:
+        if n.id in placements and (made := clause(placements[n.id], n.span)) is not None:
             given = prepared.other_options.get(n.id, ())
             others = tuple(o for o in made.options if o[0] not in {name for name, _, _ in given})
             clauses[n.id] = replace(made, options=(*others, *given))

@@ -15,7 +15,7 @@ from rldsl.clusters import Cluster
 from rldsl.graph import model as g
 from rldsl.models.families import Family
 from rldsl.passes.run_ahead import steps_ahead
-from rldsl.placement.model import Call, Placed, label
+from rldsl.placement.model import Call, PlacedGraph, label
 from rldsl.placement.place import ValueUses
 from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.expr import Program
@@ -181,8 +181,8 @@ class Problem:
                    default=0)
 
 
-def build_problem(placed: Placed, cluster: Cluster, lengths: Lengths = AT_MOST, memory: int = 0,
-            fixed: Mapping[str, FixedCall] | None = None) -> Problem:
+def build_problem(placed: PlacedGraph, cluster: Cluster, lengths: Lengths = AT_MOST, memory: int = 0,
+                  fixed: Mapping[str, FixedCall] | None = None) -> Problem:
     """placed: the program under any placement, for its models. fixed: by node id."""
     graph = placed.graph
     jobs = tuple(_build_jobs(graph))

@@ -1,7 +1,7 @@
-"""Settings: a place for each of some calls. The placement search and the memory advice both write a program with them.
+"""Settings: a placement for each of some calls. The placement search and the memory advice write programs with them.
 
-In: places. Out: other places; a graph with them; texts for `--on` and for placement files. All options of a clause
-(`degrees.OPTIONS`) are carried, so that a setting that is written and placed again is the same setting.
+In: placements. Out: other placements; a graph with them; texts for `--on` and for placement files. All options of a
+clause (`degrees.OPTIONS`) are carried, so that a setting that is written and placed again is the same setting.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import fields, replace
 from rldsl.graph import model as g
 from rldsl.models.families import Family
 from rldsl.placement.degrees import DEGREES, OPTIONS
-from rldsl.placement.model import Place, Placed, layout_of, mesh_of_range
+from rldsl.placement.model import PlacedGraph, Placement, layout_of, mesh_of_range
 from rldsl.placement.place import Describe
 from rldsl.plan.expr import Scalar
 from rldsl.plan.model import Layout, Mesh
 from rldsl.source import Span
 
-Setting = Mapping[str, Place]  # node id -> place
+Setting = Mapping[str, Placement]  # node id -> placement
 OF_LAYOUT = tuple(f.name for f in fields(Layout) if f.name not in ("id", "mesh"))
 
 
-def options(p: Place) -> dict[str, Scalar]:
-    """The options of a clause for this place, by name, besides its mesh."""
+def options(p: Placement) -> dict[str, Scalar]:
+    """The options of a clause for this placement, by name, besides its mesh."""
     return {name: getattr(p.layout if name in OF_LAYOUT else p, name) for name in OPTIONS}
 
 
@@ -32,10 +32,10 @@ def options(p: Place) -> dict[str, Scalar]:
 
 def with_options(setting: Setting, ids: Collection[str], **changes: Scalar) -> Setting:
     """With these options for the calls `ids`; all others as they are."""
-    return {i: _place_with_options(p, changes) if i in ids else p for i, p in setting.items()}
+    return {i: _with_options(p, changes) if i in ids else p for i, p in setting.items()}
 
 
-def _place_with_options(p: Place, changes: Mapping[str, Scalar]) -> Place:
+def _with_options(p: Placement, changes: Mapping[str, Scalar]) -> Placement:
     of_layout = {name: value for name, value in changes.items() if name in OF_LAYOUT}
     of_place = {name: value for name, value in changes.items() if name not in OF_LAYOUT}
     layout = with_degrees(p.layout, p.mesh, **of_layout) if of_layout else p.layout
@@ -49,10 +49,10 @@ def with_degrees(x: Layout, mesh: Mesh, **changes: Scalar) -> Layout:
 
 def with_min_degrees(setting: Setting, tp: int, pp: int) -> Setting:
     """At least these degrees on every mesh. Where a mesh has too few ranks, pp is halved first, then tp."""
-    return {i: _place_with_min_degrees(p, tp, pp) for i, p in setting.items()}
+    return {i: _with_min_degrees(p, tp, pp) for i, p in setting.items()}
 
 
-def _place_with_min_degrees(p: Place, tp: int, pp: int) -> Place:
+def _with_min_degrees(p: Placement, tp: int, pp: int) -> Placement:
     size, t, s = p.mesh.size // p.layout.cp, max(tp, p.layout.tp), max(pp, p.layout.pp)
     while size % (t * s) and s > p.layout.pp:
         s //= 2
@@ -73,7 +73,7 @@ def on_all_ranks(setting: Setting, world: int) -> Setting:
 # ---------------------------------------------------------------------------------------------- in a program
 
 
-def clause(p: Place, span: Span, mesh_only: bool = False) -> g.Clause | None:
+def clause(p: Placement, span: Span, mesh_only: bool = False) -> g.Clause | None:
     """The clause that places a call there. None for ranks that are not contiguous, which no clause can name."""
     mesh = p.given or p.mesh
     if len(mesh.ranks) != 1:
@@ -92,7 +92,7 @@ def _map_nodes(items: tuple[g.Item, ...], change: Callable[[g.Node], g.Node]) ->
     return tuple(change(i) if isinstance(i, g.Node) else replace(i, body=_map_nodes(i.body, change)) for i in items)
 
 
-def known_families(placed: Placed) -> Describe:
+def known_families(placed: PlacedGraph) -> Describe:
     """The families that `placed` has read from the models' directories, as `place_graph` asks for them."""
     families = dict(placed.families)
 
@@ -106,18 +106,18 @@ def known_families(placed: Placed) -> Describe:
 # ---------------------------------------------------------------------------------------------------- as text
 
 
-def clause_text(p: Place) -> str:
+def clause_text(p: Placement) -> str:
     """`on mesh(0:8) dp=4 tp=2 mbs=1`: dp, and the options that are not the default."""
-    usual, own = options(Place(p.mesh, layout_of(p.mesh))), options(p)
+    usual, own = options(Placement(p.mesh, layout_of(p.mesh))), options(p)
     ranks = p.given.size if p.given else p.mesh.id
     return " ".join([f"on mesh({ranks})", *_option_texts(own, {n for n in OPTIONS if n == "dp" or own[n] != usual[n]})])
 
 
-def difference_text(old: Place, new: Place) -> str:
-    """The part of the new place's clause that differs from the old one's; with another mesh, all of it."""
+def difference_text(old: Placement, new: Placement) -> str:
+    """The part of the new placement's clause that differs from the old one's; with another mesh, all of it."""
     before, after = options(old), options(new)
     moved = old.mesh != new.mesh
-    usual = options(Place(new.mesh, layout_of(new.mesh)))
+    usual = options(Placement(new.mesh, layout_of(new.mesh)))
     named = {name for name in OPTIONS if (after[name] != usual[name] if moved else after[name] != before[name])}
     if moved or named & {*DEGREES}:  # all degrees, as those that are left out would be inferred
         named |= {"dp", "tp", "pp"} | {name for name in DEGREES if after[name] != usual[name]}

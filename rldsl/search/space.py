@@ -14,7 +14,7 @@ from math import gcd
 from typing import Literal, NamedTuple
 
 from rldsl.models.families import Family
-from rldsl.placement.model import Place, layout_of
+from rldsl.placement.model import Placement, layout_of
 from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh
 
 Kind = Literal["generate", "infer", "train"]
@@ -115,7 +115,7 @@ class Strategy:
     backend: str = DEFAULT_BACKEND  # that computes
 
     @staticmethod
-    def of(p: Place) -> Strategy:
+    def of(p: Placement) -> Strategy:
         x = p.layout
         return Strategy(x.dp, x.tp, x.pp, x.cp, x.ep, x.zero, p.mbs, p.recompute == "full", p.offload, x.vpp, p.mbt,
                         x.backend)

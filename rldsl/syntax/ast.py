@@ -397,7 +397,7 @@ class LossDecl(Tree):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place(Tree):
+class PlaceRule(Tree):
     """place actor.generate on all dp=4"""
 
     selector: str  # "actor.generate", "ref.*", "*.logprobs", "@gen"
@@ -414,7 +414,7 @@ class Flow(Tree):
 
 
 Declaration = (Use | UsePy | Param | State | Buffer | Cluster | MeshDecl | DataDecl | ModelDecl | FnDecl | LossDecl
-               | Place | Flow)
+               | PlaceRule | Flow)
 
 
 @dataclass(frozen=True, slots=True)

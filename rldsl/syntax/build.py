@@ -140,8 +140,8 @@ class _Builder(Transformer[Token, Any]):
     def returns(self, meta: Any, tokens: Tokens) -> tuple[ast.Ident, ...]:
         return tuple(map(self._ident, tokens))
 
-    def place(self, meta: Any, children: Children) -> ast.Place:
-        return ast.Place(span=self._span(meta), selector=children[0], clause=children[1])
+    def place(self, meta: Any, children: Children) -> ast.PlaceRule:
+        return ast.PlaceRule(span=self._span(meta), selector=children[0], clause=children[1])
 
     def selector(self, meta: Any, children: Children) -> str:
         """As one word; `@"reward#1"` without its quotes, which keep `#` from beginning a comment."""

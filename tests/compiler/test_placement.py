@@ -25,7 +25,7 @@ def refused(graph: g.Graph, describe=family, place_file: str = "") -> Diagnostic
 
 
 def layout(graph: g.Graph, node: str, place_file: str = "") -> str:
-    return dict(place_graph(graph, place_file, family).places)[node].layout.id
+    return dict(place_graph(graph, place_file, family).placements)[node].layout.id
 
 
 def rule(selector: str, clause: g.Clause, file: str = "ppo.rlf") -> g.Rule:
@@ -34,7 +34,7 @@ def rule(selector: str, clause: g.Clause, file: str = "ppo.rlf") -> g.Rule:
 
 def test_reals_allocation() -> None:
     placed = place_graph(ppo(), "", family)
-    places = {k: v.layout.id for k, v in placed.places}
+    places = {k: v.layout.id for k, v in placed.placements}
     assert places == {"gen": "0:8 dp=4 pp=2", "score": "2:4 pp=2", "ref_lp": "4:8 pp=4", "v": "0:2 dp=2",
                       "critic.train": "4:8 dp=2 pp=2", "actor.train": "0:4 dp=2 pp=2",
                       "adv": "4:8 dp=4"}  # the critic trains first, so its mesh computes
@@ -79,7 +79,7 @@ def test_precedence_and_merging() -> None:
     graph = ppo({**inline, "actor.train": on(8, 0, 4)}, rules=(file, special, named, last))
     assert layout(graph, "gen", "fast.rlf") == layout(graph, "actor.train", "fast.rlf") == "6:8 dp=2"
     only = rule("actor.generate", on(35, None, mbs=3), COMMAND_LINE)
-    placed = dict(place_graph(ppo(inline, rules=(only,)), "", family).places)["gen"]
+    placed = dict(place_graph(ppo(inline, rules=(only,)), "", family).placements)["gen"]
     assert (placed.layout.id, placed.mbs) == ("0:4 dp=4", 3)  # options alone change nothing else
 
 

@@ -10,8 +10,8 @@ import pytest
 from rldsl import api
 from rldsl.diag import Failure
 from rldsl.memory import curves
-from rldsl.placement.model import Place
-from rldsl.placement.place import places_of
+from rldsl.placement.model import Placement
+from rldsl.placement.place import placements_of
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Generate
 from rldsl.plan.model import Layout, Plan
@@ -44,7 +44,7 @@ def program(train: str = "", generate: str = "", infer: str = "", rule: str = ""
     return text.replace("RULE\n", f"{rule}\n" if rule else "")
 
 
-def degrees(place: Place) -> tuple[int, int, int, int]:
+def degrees(place: Placement) -> tuple[int, int, int, int]:
     x = place.layout
     return x.dp, x.tp, x.pp, x.cp
 
@@ -54,7 +54,7 @@ def degrees(place: Place) -> tuple[int, int, int, int]:
     ("on mesh(0:8) dp=2 cp=2 tp=2", (2, 2, 1, 2)), ("on mesh(0:8) dp=2 cp=2 pp=2 recompute=full", (2, 1, 2, 2)),
     ("on mesh(0:8) dp=1 tp=2 cp=2", (1, 2, 2, 2)), ("on mesh(0:8) cp=1", (8, 1, 1, 1))])
 def test_degrees_are_inferred(clause: str, expected: tuple[int, int, int, int]) -> None:
-    found = places_of(api.build_graph(SourceFile("page.rlf", program(clause))))
+    found = placements_of(api.build_graph(SourceFile("page.rlf", program(clause))))
     assert degrees(found["actor.train"]) == degrees(found["lp"]) == expected
     assert degrees(found["gen"]) == (expected[0] * expected[3], *expected[1:3], 1)  # the same boxes
 

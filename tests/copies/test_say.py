@@ -9,7 +9,7 @@ import pytest
 from rldsl.diag import Failure
 from rldsl.graph import model as g
 from rldsl.graph.build import build
-from rldsl.placement.place import place_graph, places_of
+from rldsl.placement.place import place_graph, placements_of
 from rldsl.search import memory_check
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
@@ -40,11 +40,11 @@ def graph(rules: str, adapters: str = ""):
 
 
 def test_copies_are_kept_unless_a_placement_says_otherwise() -> None:
-    assert all(p.keep for p in places_of(graph("")).values())
-    said = places_of(graph("place actor.generate on mesh(0:4) dp=4 keep=false"))
+    assert all(p.keep for p in placements_of(graph("")).values())
+    said = placements_of(graph("place actor.generate on mesh(0:4) dp=4 keep=false"))
     assert [k for k, p in said.items() if not p.keep] == ["gen"]
-    assert all(p.keep for p in places_of(graph("place actor.generate on mesh(0:4) dp=4 keep=true")).values())
-    assert not places_of(graph("place actor.generate keep=false"))["gen"].keep, "where it runs is left as it is"
+    assert all(p.keep for p in placements_of(graph("place actor.generate on mesh(0:4) dp=4 keep=true")).values())
+    assert not placements_of(graph("place actor.generate keep=false"))["gen"].keep, "where it runs is left as it is"
 
 
 def test_one_layout_has_no_copies() -> None:

@@ -12,7 +12,7 @@ from rldsl import api
 from rldsl.cli import main
 from rldsl.passes.pipeline import NAMES
 from rldsl.placement.degrees import OPTIONS
-from rldsl.placement.place import places_of
+from rldsl.placement.place import placements_of
 from rldsl.plan.events import EVENTS
 from rldsl.plan.heads import CALLS, HEADS, heads_with
 from rldsl.plan.operators import BUILTINS
@@ -123,7 +123,7 @@ def test_options_and_defaults_are_those_of_the_code(name: str) -> None:
 def placed(clause: str) -> dict[str, str]:
     """Option -> what it is for a frozen model's call that is placed by `clause`, on 8 ranks."""
     text = completed("flow", f"other = slow.logprobs(gen) {clause}\nmetric other = mean(other)\n")
-    place = places_of(api.build_graph(SourceFile("page.rlf", text)))["other"]
+    place = placements_of(api.build_graph(SourceFile("page.rlf", text)))["other"]
     degrees = {k: str(getattr(place.layout, k)) for k in ("dp", "tp", "pp", "vpp", "cp", "ep", "zero", "backend")}
     return {**degrees, "mbs": str(place.mbs), "mbt": str(place.mbt), "recompute": place.recompute, "offload": str(place.offload).lower(),
             "keep": str(place.keep).lower(), "reuse": str(place.reuse).lower(), "waiting": place.waiting}

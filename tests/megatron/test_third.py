@@ -19,7 +19,7 @@ from rldsl.memory.call_memory import MemoryCosts
 from rldsl.memory.curve import during, peak
 from rldsl.passes import pipeline
 from rldsl.passes.emit import emit
-from rldsl.placement.model import Placed
+from rldsl.placement.model import PlacedGraph
 from rldsl.placement.place import place_graph
 from rldsl.plan import backends
 from rldsl.plan.events import Train
@@ -132,7 +132,7 @@ def test_no_backend_is_known_by_name() -> None:
 # --------------------------------------------------------------------------------------------------- costs of its own
 
 
-def placed(backend: str, memory_gb: float = 1000.0) -> Placed:
+def placed(backend: str, memory_gb: float = 1000.0) -> PlacedGraph:
     """GRPO of a 0.5B model on two ranks; what the third backend can run is on `backend`."""
     rules = (f"place ref.logprobs on mesh(0:2) dp=2 backend={backend}\n"
              f"place actor.train on mesh(0:2) dp=2 mbs=4 backend={backend}\n"
@@ -141,7 +141,7 @@ def placed(backend: str, memory_gb: float = 1000.0) -> Placed:
     return place_graph(sized.graph("grpo", rules + sized.GRPO.replace(sized.HEAD, head), batch=16), "", sized.describe("0.5B"))
 
 
-def planned(x: Placed) -> Plan:
+def planned(x: PlacedGraph) -> Plan:
     return emit(pipeline.run(x), "")
 
 

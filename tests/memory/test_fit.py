@@ -14,7 +14,7 @@ from rldsl.memory import curves
 from rldsl.memory.curve import Curve, peak
 from rldsl.passes import pipeline
 from rldsl.passes.emit import emit
-from rldsl.placement.model import Placed
+from rldsl.placement.model import PlacedGraph
 from rldsl.placement.place import place_graph
 from rldsl.placement.rules import COMMAND_LINE
 from rldsl.search import memory_check
@@ -31,11 +31,11 @@ def wide(path: str = "sft", kind: str = "causal_lm", span=None, trained: bool = 
     return family(path, kind, heads=8, kv_heads=4, layers=8, hidden=512)
 
 
-def held(placed: Placed) -> tuple[Curve, ...]:
+def held(placed: PlacedGraph) -> tuple[Curve, ...]:
     return curves(emit(pipeline.run(placed), ""))
 
 
-def needs(placed: Placed) -> int:
+def needs(placed: PlacedGraph) -> int:
     return max(peak(c).bytes for c in held(placed))
 
 
@@ -45,14 +45,14 @@ def rows(graph: g.Graph, count: int) -> g.Graph:
     return replace(graph, frames=frames)
 
 
-def placed(share: float, count: int = 16, **options) -> Placed:
+def placed(share: float, count: int = 16, **options) -> PlacedGraph:
     """A placement that needs 1 / share of what its devices have."""
     graph = rows(ppo(cluster=g.Cluster(1, 8, 80.0, at(22)), **options), count)
     need = needs(place_graph(graph, "", wide))
     return replace(place_graph(replace(graph, cluster=g.Cluster(1, 8, need * share / 1e9, at(22))), "", wide))
 
 
-def refused(x: Placed) -> Diagnostic:
+def refused(x: PlacedGraph) -> Diagnostic:
     with pytest.raises(Failure) as caught:
         memory_check.check_memory(x, held(x))
     (d,) = caught.value.diagnostics
@@ -60,7 +60,7 @@ def refused(x: Placed) -> Diagnostic:
     return d
 
 
-def followed(x: Placed, d: Diagnostic) -> int:
+def followed(x: PlacedGraph, d: Diagnostic) -> int:
     """What a rank needs when the rules of a message are given on the command line."""
     from rldsl.graph.build import build
     from rldsl.syntax.parse import parse

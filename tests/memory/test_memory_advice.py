@@ -12,7 +12,7 @@ from rldsl.diag import Failure
 from rldsl.graph import model as g
 from rldsl.passes import pipeline
 from rldsl.placement.degrees import OPTIONS
-from rldsl.placement.model import Place, Placed, layout_of, mesh_of
+from rldsl.placement.model import Placement, PlacedGraph, layout_of, mesh_of
 from rldsl.placement.place import place_graph
 from rldsl.plan.model import Mesh
 from rldsl.preview import preview
@@ -29,7 +29,7 @@ VALUES = {"dp": (4, 2), "tp": (2, 4), "pp": (2, 4), "vpp": (2, 1), "cp": (2, 1),
           "recompute": ("full", "none"), "offload": (True, False), "keep": (False, True), "backend": ("torch", "torch")}
 
 
-def placed(memory: float = 80.0, count: int = 16, **more: g.Clause) -> Placed:
+def placed(memory: float = 80.0, count: int = 16, **more: g.Clause) -> PlacedGraph:
     trains = {"critic.train": on(7, 0, 8, dp=8), "actor.train": on(8, 0, 8, dp=8)}
     graph = rows(ppo({**ALL, **trains, **more}, cluster=g.Cluster(1, 8, memory, at(22))), count)
     return place_graph(graph, "", wide)
@@ -56,11 +56,11 @@ def test_experts_and_ranks_that_are_free_are_kept_too() -> None:
     graph = rows(ppo({**ALL, "critic.train": on(7, 0, 8, dp=8, ep=4), "actor.train": on(8, 0, 8, dp=4, tp=2, ep=2)},
                      cluster=g.Cluster(1, 8, 80.0, at(22))), 16)
     x = place_graph(graph, "", experts)
-    assert {dict(x.places)[n].layout.ep for n in ("critic.train", "actor.train")} == {4, 2}
+    assert {dict(x.placements)[n].layout.ep for n in ("critic.train", "actor.train")} == {4, 2}
     assert MemoryAdvisor(x).bytes(MemoryAdvisor(x).old) == needs(x)
     free = replace(on(1, 0, 4, dp=4), mesh=g.MeshRef(None, (0, 4), at(1), True))
     y = placed(gen=free, **{"actor.train": on(8, 4, 8, dp=2, tp=2)})
-    assert dict(y.places)["gen"].given is not None
+    assert dict(y.placements)["gen"].given is not None
     assert MemoryAdvisor(y).bytes(MemoryAdvisor(y).old) == needs(y)
 
 
@@ -94,10 +94,10 @@ def test_zero_is_not_proposed_where_nothing_is_replicated() -> None:
 # ------------------------------------------------------------------------------------------- settings as clauses
 
 
-def place(**said: object) -> Place:
+def place(**said: object) -> Placement:
     mesh = mesh_of(range(8))
     layout = {k: v for k, v in said.items() if k in ("dp", "tp", "pp", "vpp", "cp", "ep", "zero")}
-    return Place(mesh, layout_of(mesh, **layout), **{k: v for k, v in said.items() if k not in layout})
+    return Placement(mesh, layout_of(mesh, **layout), **{k: v for k, v in said.items() if k not in layout})
 
 
 @pytest.mark.parametrize("old, new, said", [
@@ -115,8 +115,8 @@ def test_a_difference_says_what_is_new(old: dict, new: dict, said: str) -> None:
 
 
 def test_with_a_mesh_all_is_said() -> None:
-    x = Place(mesh_of(range(4)), layout_of(mesh_of(range(4)), dp=4), mbs=2, keep=False)
-    y = Place(mesh_of(range(8)), layout_of(mesh_of(range(8)), dp=8), mbs=2, keep=False)
+    x = Placement(mesh_of(range(4)), layout_of(mesh_of(range(4)), dp=4), mbs=2, keep=False)
+    y = Placement(mesh_of(range(8)), layout_of(mesh_of(range(8)), dp=8), mbs=2, keep=False)
     assert difference_text(x, y) == "on mesh(0:8) dp=8 tp=1 pp=1 mbs=2 keep=false"
 
 
@@ -129,10 +129,10 @@ def test_a_clause_has_every_option() -> None:
 def test_ranks_that_are_not_one_run_cannot_be_written() -> None:
     """Then nothing is known of that setting, and RL0401 comes without a fix, not a traceback."""
     holes = Mesh("0:2+4:6", ((0, 2), (4, 6)))
-    p = Place(holes, layout_of(holes, dp=4))
+    p = Placement(holes, layout_of(holes, dp=4))
     assert clause(p, at(1)) is None
     x = placed(memory=0.0001)
-    broken = replace(x, places=tuple((i, p if i == "actor.train" else q) for i, q in x.places))
+    broken = replace(x, placements=tuple((i, p if i == "actor.train" else q) for i, q in x.placements))
     assert SettingCompiler(broken).bytes(SettingCompiler(broken).first) is None
     assert MemoryAdvisor(broken).best() is None
 

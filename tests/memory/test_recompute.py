@@ -91,7 +91,7 @@ def test_layers_run_again_only_where_asked(tmp_path: Path) -> None:
 
 
 def test_the_option_is_read() -> None:
-    placed = dict(place_graph(ppo({"actor.train": on(8, 0, 4, recompute="full")}), "", family).places)
+    placed = dict(place_graph(ppo({"actor.train": on(8, 0, 4, recompute="full")}), "", family).placements)
     assert placed["actor.train"].recompute == "full" and placed["critic.train"].recompute == "none"
     assert placed["gen"].recompute == "none"  # only the mesh and degrees are those of the train call
 

@@ -13,7 +13,7 @@ from rldsl.diag import Failure
 from rldsl.graph.build import build
 from rldsl.inspect.show import show
 from rldsl.memory.parameters import Copy, resting
-from rldsl.placement.place import places_of
+from rldsl.placement.place import placements_of
 from rldsl.plan.events import Generate, Realloc
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
@@ -146,7 +146,7 @@ def test_degrees_must_fill_it() -> None:
 
 def test_without_a_cluster_it_says_how_large_one_is() -> None:
     text = program("tp=2", "dp=4", "mesh(4)", 2).replace("cluster nodes=1 gpus=2", "")
-    found = places_of(build(parse(SourceFile("p.rlf", text)), {}))
+    found = placements_of(build(parse(SourceFile("p.rlf", text)), {}))
     assert found["gen"].mesh.members() == (0, 1, 2, 3)
 
 

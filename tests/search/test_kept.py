@@ -90,7 +90,7 @@ def test_beside_a_call_that_stays_the_gap_is_nothing(name: str, few: int, lock: 
 def test_a_call_that_follows_another_stays_where_that_puts_it() -> None:
     machines = cluster(1, 4)
     p = ready(GRPO, machines, "place actor.train on mesh(0:2) tp=2\n", ("actor.generate",))
-    assert dict(p.placed.places)["gen"].layout.id == "0:2 tp=2"
+    assert dict(p.placed.placements)["gen"].layout.id == "0:2 tp=2"
     assert [f.block for f in p.fixed.values()] == [(0, 2)]
 
 
@@ -99,7 +99,7 @@ def test_a_number_of_ranks_stays_one() -> None:
     p = ready(GRPO, machines, "place ref.* on mesh(2) tp=2\n", ("ref.*",))
     answer = find_placement(p, machines, p.placed.memory, Options("heuristic"))
     assert any(r.split() == ["ref.logprobs", "on", "mesh(2)", "dp=1", "tp=2"]
-               for r in place_rules(p.placed.graph, {**p.fixed_places, **answer.best[0].places}))
+               for r in place_rules(p.placed.graph, {**p.fixed_placements, **answer.best[0].placements}))
 
 
 @pytest.mark.parametrize("said, how", [("mbt=1536", "mbt=1536"), ("pp=2 vpp=2 mbs=1", "vpp=2")])
@@ -120,7 +120,7 @@ def test_options_without_ranks_bind_the_search(rule: str, option: str) -> None:
     graph, answer = place_by_mode(read(text), "", "manual", describe("1B"))
     assert answer is not None
     call = rule.split(" ")[0]
-    (found,) = [r for r in place_rules(graph, answer.best[0].places) if r.startswith(call)]
+    (found,) = [r for r in place_rules(graph, answer.best[0].placements) if r.startswith(call)]
     assert option in found, found
     place_graph(graph, describe=describe("1B"))
 
@@ -137,14 +137,14 @@ def test_what_follows_an_automatic_call_is_automatic() -> None:
     text = GRPO.replace("cluster nodes=1 gpus=1\n", "cluster nodes=1 gpus=2\n") + (
         "place actor.train auto\nplace ref.* on mesh(0:2) tp=2 mbs=8\nplace judge.* on mesh(0:2) tp=2 mbs=8\n")
     _, answer = place_by_mode(read(text), "", "manual", describe("1B"))
-    assert answer is not None and set(answer.best[0].places) == {"gen", "actor.train"}
+    assert answer is not None and set(answer.best[0].placements) == {"gen", "actor.train"}
 
 
 @pytest.mark.parametrize("said", ["mbt=1536", "zero=2", "recompute=full"])
 def test_a_pattern_keeps_options(said: str) -> None:
     text = GRPO.replace("cluster nodes=1 gpus=1\n", "cluster nodes=1 gpus=2\n") + f"place actor.train {said}\n"
     graph, _ = place_by_mode(read(text), "", "d2", describe("1B"))
-    (train,) = [p for i, p in place_graph(graph, describe=describe("1B")).places if i == "actor.train"]
+    (train,) = [p for i, p in place_graph(graph, describe=describe("1B")).placements if i == "actor.train"]
     name, value = said.split("=")
     assert str(getattr(train.layout if name == "zero" else train, name)) == value
 
@@ -156,7 +156,7 @@ def test_trainings_of_one_model_stand_alike() -> None:
     machines = cluster(1, 4)
     p = ready(TWICE, machines)
     answer = find_placement(p, machines, p.placed.memory)
-    assert len({p.layout for p in answer.best[0].places.values()}) == 1
+    assert len({p.layout for p in answer.best[0].placements.values()}) == 1
     list(call_rows(answer.evaluator, answer.best[0].evaluation.assignment))
 
 

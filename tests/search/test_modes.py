@@ -29,7 +29,7 @@ def made(text: str, rules: str = "", on: tuple[str, ...] = (), size: str = "1B",
     text = text.replace("cluster nodes=1 gpus=1\n", EIGHT) + rules
     graph = api.build_graph(SourceFile("p.rlf", text), {}, None, on)
     graph, _ = place_by_mode(graph, "", mode, describe(size))
-    return {i: p.layout.id for i, p in place_graph(graph, describe=describe(size)).places}
+    return {i: p.layout.id for i, p in place_graph(graph, describe=describe(size)).placements}
 
 
 # -------------------------------------------------------------------------------------------------- auto
@@ -173,7 +173,7 @@ def test_a_locked_call_is_where_it_was() -> None:
     locked = unless_locked(graph, api.read_selectors(["actor.generate"]))
     p = prepare_program(graph, "", machines, 80 * 10**9, locked, describe("1B"))
     answer = find_placement(p, machines, 80 * 10**9)
-    assert "gen" not in answer.best[0].places
+    assert "gen" not in answer.best[0].placements
     assert answer.best[0].evaluation.assignment.blocks[0] == (0, 4)
     lines = format_placement_file(p, answer, "0", "c", False).splitlines()
     kept = next(x for x in lines if x.startswith("place actor.generate"))
@@ -252,4 +252,4 @@ def test_the_file_keeps_the_place_of_a_computation_without_a_name() -> None:
     placed = place_graph(api.build_graph(SourceFile("p.rlf", program), {}, SourceFile("p.place.rlf", file)), "p.place.rlf",
                          describe("1B"))
     [level] = [n for n in g.nodes(placed.graph.items) if getattr(n, "source", "").startswith("metric level")]
-    assert dict(placed.places)[level.id].mesh.ranks == ((3, 4),)
+    assert dict(placed.placements)[level.id].mesh.ranks == ((3, 4),)

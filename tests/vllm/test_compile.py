@@ -233,7 +233,7 @@ def test_the_program_of_the_guide() -> None:
 def test_which_calls_have_another_engine() -> None:
     Path("p.rlf").write_text(program())
     placed = api.placed_source(api.read_source("p.rlf"))
-    assert other_engines(placed.graph, dict(placed.places)) == {"gen": "vllm"}
+    assert other_engines(placed.graph, dict(placed.placements)) == {"gen": "vllm"}
 
 
 @pytest.mark.parametrize("rope, most", [
