@@ -65,8 +65,8 @@ def _meshes(compiled: Compiled, plan: Plan, every: list[Event]) -> Iterator[str]
     hosts = {rank: sizes[id(c)] for rank, c in each_rank(compiled.curves)}
     for mesh in plan.meshes:
         here = [e for e in every if e.mesh == mesh.id]
-        calls = [f"{e.called} {degrees_of(layouts[e.layout])}" for e in here if isinstance(e, ModelCall)]
-        calls += [e.called for e in here if isinstance(e, Compute)]
+        calls = [f"{e.display_name} {degrees_of(layouts[e.layout])}" for e in here if isinstance(e, ModelCall)]
+        calls += [e.display_name for e in here if isinstance(e, Compute)]
         if not calls:
             continue
         members = mesh.members()
@@ -133,15 +133,15 @@ def _minibatches(plan: Plan, every: list[Event]) -> Iterator[str]:
     spreads = {s.id: s for s in plan.spreads}
     for e in every:
         if isinstance(e, Train) and (size := spreads[e.spread].minibatch_tokens):
-            yield from _wrapped([f"  minibatches {e.called}: of at most {size:,} tokens; their number depends on the "
-                                 f"lengths of the rows, and is at most {spreads[e.spread].minibatches}"])
+            yield from _wrapped([f"  minibatches {e.display_name}: of at most {size:,} tokens; their number depends on "
+                                 f"the lengths of the rows, and is at most {spreads[e.spread].minibatches}"])
 
 
 def first_passes(every: list[Event]) -> Iterator[str]:
     """The train calls whose losses need a pass without gradient first, and why."""
     for e in every:
         if isinstance(e, Train) and e.first_pass:
-            yield from _wrapped([f"  two passes  {e.called}: a forward pass without gradient comes before each "
+            yield from _wrapped([f"  two passes  {e.display_name}: a forward pass without gradient comes before each "
                                  f"minibatch, because {e.first_pass}"])
 
 

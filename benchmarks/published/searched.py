@@ -55,7 +55,7 @@ def search(row: Row, folder: Path, seconds: float, lag: int = 0, spread: float =
     cluster = cluster_of(row)
     memory = int(cluster.memory_gb * 1e9)
     graph = api.build_graph(api.read_source(f"{row.program}.rlf"), sets_of(row) | {"lag": lag,
-                                                                                "memory": cluster.memory_gb})
+                                                                                   "memory": cluster.memory_gb})
     p = prepare_program(graph, "", cluster, memory, unless_locked(graph, ()), describe)
     begin = time.process_time()
     answer = find_placement(p, cluster, memory, Options(
@@ -75,7 +75,7 @@ def placed_calls(plan: Plan, timeline: Timeline) -> dict[str, PlacedCall]:
             strategy = Strategy(x.dp, x.tp, x.pp, x.cp, x.ep, x.zero, e.mbs,
                                 isinstance(e, Train) and e.recompute == "full", False, x.vpp,
                                 0 if isinstance(e, Generate) else e.mbt)
-            found[e.called] = PlacedCall(strategy, (ranks[0][0], ranks[-1][1]), seconds.get(e.id, 0.0))
+            found[e.display_name] = PlacedCall(strategy, (ranks[0][0], ranks[-1][1]), seconds.get(e.id, 0.0))
     return found
 
 

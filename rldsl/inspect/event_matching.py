@@ -58,7 +58,7 @@ def found(plan: Plan) -> tuple[Found, ...]:
     places, spreads = PlaceTexts.of(plan), {s.id: s for s in plan.spreads}
     computations = {p.id: plain(repr((p.nodes, p.outputs))) for p in plan.programs}
     return tuple(
-        Found(event.kind, event.called, event.subject, event.result_names,
+        Found(event.kind, event.display_name, event.subject, event.result_names,
               tuple(dict.fromkeys(about for b in event.writes for about in read_by[b])), _block(path),
               {name: text for name, text in _facts(event, path, places, spreads, computations) if text},
               bool(event.because) or event.traits.family == "residency", event.because, line_of(event.at), event.bytes)
@@ -163,7 +163,7 @@ def _facts(event: Event, path: Path, places: PlaceTexts, spreads: Mapping[str, S
         return
     yield "ahead", str(event.ahead or "")
     yield "result", ", ".join(plain(event.result_names))
-    yield "call", plain(event.called)
+    yield "call", plain(event.display_name)
     if isinstance(sampling := getattr(event, "sampling", None), Sampling):
         yield from ((f.name, str(getattr(sampling, f.name))) for f in fields(sampling))
     if isinstance(spread := spreads.get(getattr(event, "spread", "")), Spread):

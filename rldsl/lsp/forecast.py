@@ -143,7 +143,7 @@ def _calls(plan: Plan, curves: tuple[Curve, ...], seconds: Mapping[int, float]) 
         held[point.event] = max(held.get(point.event, 0), point.during)
     found: dict[tuple[str, str], CallCost] = {}
     for event in (e for e, _ in event_paths(plan) if isinstance(e, ModelCall)):
-        at, name = ":".join(event.at.rsplit(":", 2)[1:]), event.called
+        at, name = ":".join(event.at.rsplit(":", 2)[1:]), event.display_name
         before = found.get((at, name), CallCost(at, name, 0.0 if seconds else -1.0, 0))
         found[at, name] = CallCost(at, name, before.seconds + seconds.get(event.id, 0.0),
                                    max(before.bytes, held.get(event.id, 0)))

@@ -114,7 +114,7 @@ def call_bytes(tables: Tables, event: AnyCall, copy: Copy, device: str) -> dict[
     if not isinstance(needs, Mapping) or not all(isinstance(holder, str) for holder in needs):
         raise unusable(copy.layout.backend, f"`memory.{method}` must return holder -> bytes, not {needs!r}")
     checked = {holder: _check_bytes(copy, f"{method}[{holder!r}]", size) for holder, size in needs.items()}
-    return {f"{holder} of {event.called}": size for holder, size in checked.items() if size}
+    return {f"{holder} of {event.display_name}": size for holder, size in checked.items() if size}
 
 
 def _check_bytes(copy: Copy, what: str, size: object) -> int:

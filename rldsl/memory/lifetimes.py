@@ -293,7 +293,7 @@ class _Lifetimes:
             self._hold(f"a layer of the KV cache of {self.labels.name(e.frame)}", max(kept, default=0) // layers, now,
                        now)
             away = max((offloaded_cache_bytes(self.t, e, c) for c in self._copies(f"{e.model}@{e.layout}")), default=0)
-            self._hold(f"KV cache of waiting conversations of {e.called}", away, now, now, host=True)
+            self._hold(f"KV cache of waiting conversations of {e.display_name}", away, now, now, host=True)
         if isinstance(e, Train):
             size = loss_gather_bytes(self.t, self.programs[e.loss], self.t.spreads[e.spread])
             self._hold(f"medians and quantiles of {e.model}.train", size, now, now)
@@ -303,7 +303,7 @@ class _Lifetimes:
 
     def _compute(self, i: int, e: Compute) -> None:
         size = flow_gather_bytes(self.t, self.programs[e.program], self.t.spreads[e.spread])
-        self._hold(f"medians and quantiles of {self.labels.name(e.called)}", size, 2 * i + 1, 2 * i + 1)
+        self._hold(f"medians and quantiles of {self.labels.name(e.display_name)}", size, 2 * i + 1, 2 * i + 1)
 
     def _load(self, i: int, e: Load) -> None:
         if not e.alias_of:
@@ -332,7 +332,7 @@ class _Lifetimes:
         model = self.models[e.model]
         reshard = self.reshards.get((e.model, e.src, e.dst))
         buffers = realloc_bytes(self.plan, reshard, e, self.ranks) if reshard is not None else 0
-        what, now = f"realloc of {e.called if e.source else e.model}", 2 * i + 1
+        what, now = f"realloc of {e.display_name if e.source else e.model}", 2 * i + 1
         # an `ema`, parameter by parameter: the old one, the new one and their mean
         mean = 3 * FLOAT * max((largest(c) for c in self._copies(f"{model.name}@{e.dst}")), default=0)
         self._hold(what, buffers + (mean if e.decay else 0), now, now)

@@ -75,7 +75,7 @@ def dataflow(plan: Plan) -> Dataflow:
                 before = later[buffer]
                 source = f"before-{id}-e{before.id}"
                 nodes[source] = Node(source, "before", before.id, before.mesh, name, ("of the previous step",),
-                                     about=f"as left by {before.called} in the previous step", late=True)
+                                     about=f"as left by {before.display_name} in the previous step", late=True)
             if source is not None:
                 names = links.setdefault((source, id, name in models), [])
                 names += [] if name in names else [name]
@@ -112,7 +112,7 @@ def _node(event: Event, path: Path, places: PlaceTexts, metrics: dict[str, str])
 
 def _title(event: Event, metrics: dict[str, str]) -> tuple[str, str]:
     """What a node does, and what comes of it."""
-    name, made = event.called, event.result_names
+    name, made = event.display_name, event.result_names
     if event.traits.drawing == "move":
         return event.subject.replace(" -> ", " → "), ""
     if isinstance(event, Fetch):

@@ -66,7 +66,7 @@ def legend(plan: Plan, hues: Mapping[str, Hue], timeline: Timeline) -> tuple[Ent
     sizes = {m.id: m for m in plan.meshes}
     for mesh, hue in hues.items():
         work = [e for e, _ in event_paths(plan) if e.mesh == mesh and e.traits.family in WORK]
-        named = [e.called for e in work if isinstance(e, ModelCall)]
+        named = [e.display_name for e in work if isinstance(e, ModelCall)]
         if not named:
             named = [f"{e.data}.next" if isinstance(e, Fetch) else ", ".join(e.result_names) for e in work]
         found.append(Entry(hue, ranks_text(sizes[mesh].members()), ", ".join(dict.fromkeys(named)),
@@ -95,7 +95,7 @@ def calls(plan: Plan, timeline: Timeline, recorded: Recorded | None) -> tuple[Ca
         if isinstance(event, ModelCall):
             spans = [s for s in timeline.spans if s.event == event.id]
             length = sum(s.stop - s.start for s in spans)
-            found.append(Call(event.id, event.called, places.where(event),
+            found.append(Call(event.id, event.display_name, places.where(event),
                               seconds_text(longest[event.id]) if event.id in longest else "",
                               f"{sum(s.busy for s in spans) / length:.0%}" if length else "",
                               seconds_text(seen[event.id]) if event.id in seen else ""))

@@ -183,5 +183,5 @@ def _panel(panel: memory.Panel, known: Mapping[int, Event], durations: Mapping[i
     title = f"{'Rank' if alone else 'Ranks'} {ranges_text(panel.ranks)}"
     event = known.get(panel.peak.event)
     picture = memory.draw(panel, known, durations, top, limit, f"Memory of {title.lower()}")
-    return Memory(title, picture, human(panel.peak.bytes), panel.peak.event, event.called if event else "",
+    return Memory(title, picture, human(panel.peak.bytes), panel.peak.event, event.display_name if event else "",
                   min(panel.peak.bytes / limit, 1.0) if limit else 0.0, held(panel))

@@ -65,7 +65,7 @@ def copy_lifetimes(draft: Draft) -> Draft:
 
 
 def _free(draft: Draft, buffer: str, after: Item) -> Free:
-    user = draft.labels.event(after).called if isinstance(after, Event) else "the preceding block"
+    user = draft.labels.event(after).display_name if isinstance(after, Event) else "the preceding block"
     return Free(id=0, mesh=draft.layouts[buffer.partition("@")[2]].mesh, buffers=(buffer,),
                 at=after.at if isinstance(after, Event) else "",
                 because=f"keep=false, last used by {user}")
@@ -80,7 +80,7 @@ def check_copy_lifetimes(draft: Draft) -> None:
         for e in (i for i in items if isinstance(i, Realloc | Free)):
             mine = not_kept & {*(e.buffers if isinstance(e, Free) else e.writes)}
             if not (mine <= allocated if isinstance(e, Free) else not mine & allocated):
-                raise internal_error(f"{e.called} of {sorted(mine)}, while {sorted(allocated)} are allocated",
+                raise internal_error(f"{e.display_name} of {sorted(mine)}, while {sorted(allocated)} are allocated",
                                      "pass copy_lifetimes")
             allocated = allocated - mine if isinstance(e, Free) else allocated | mine
         if allocated:

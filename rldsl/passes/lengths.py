@@ -256,4 +256,4 @@ def check_lengths(draft: Draft) -> None:
         for buffer in (*e.reads, *e.writes):
             right = split_buffer(buffer)[1]
             if right not in draft.spreads and right not in draft.layouts:
-                raise internal_error(f"{e.called} uses {buffer}, which is in no spread or layout", "pass lengths")
+                raise internal_error(f"{e.display_name} uses {buffer}, which is in no spread or layout", "pass lengths")

@@ -22,6 +22,6 @@ def _lines(items: Iterable[Item], indent: str) -> Iterator[str]:
             yield f"{indent}}}"
             continue
         reads = item.frees or item.reads
-        name = "" if item.called == item.kind else f" {item.called}"
+        name = "" if item.display_name == item.kind else f" {item.display_name}"
         flow = f"{', '.join(reads)} -> {', '.join(item.writes)}" if item.writes else ", ".join(reads)
         yield f"{indent}{item.kind}{name}  on {item.mesh}  {flow}" + (f"  # {item.because}" if item.because else "")

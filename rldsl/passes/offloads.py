@@ -40,8 +40,8 @@ def offloads(draft: Draft) -> Draft:
                                               if c in offloaded]
         if isinstance(e, Train) and (e.model, e.layout) in trained:
             parts.append(((e.model, e.layout), "optimizer"))
-        why = {"parameters": f"{e.called} {'moves its parameters' if isinstance(e, Realloc) else 'uses it'}",
-               "optimizer": f"{e.called} uses the optimizer state"}
+        why = {"parameters": f"{e.display_name} {'moves its parameters' if isinstance(e, Realloc) else 'uses it'}",
+               "optimizer": f"{e.display_name} uses the optimizer state"}
         return [*(move(Onload, c, part, e.at, why[part]) for c, part in parts), e,
                 *(move(Offload, c, part, e.at, WHY[part]) for c, part in reversed(parts))]
 

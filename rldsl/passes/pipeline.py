@@ -105,7 +105,7 @@ def check_pass(step: CompilerPass, before: Draft, after: Draft) -> None:
     """What every pass promises, and what this one does. Errors: RL0699."""
     for event in events((*after.setup, *after.body)):
         if event.mesh not in after.meshes or not after.meshes[event.mesh].ranks:
-            raise internal_error(f"{event.called} has no ranks", f"pass {step.name}")
+            raise internal_error(f"{event.display_name} has no ranks", f"pass {step.name}")
     if step.check is not None:
         step.check(before, after)
 

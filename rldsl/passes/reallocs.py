@@ -108,11 +108,11 @@ class _Reallocs:
         draft = self.draft
         src, dst = draft.layouts[model.train_layout], draft.layouts[e.layout]
         if src == dst:
-            raise internal_error(f"{e.called} needs a realloc of {model.name} to its training layout",
+            raise internal_error(f"{e.display_name} needs a realloc of {model.name} to its training layout",
                                  "pass reallocs")
         mesh = union(draft, (src.mesh, dst.mesh))
         self.meshes.append(mesh)
-        because = (f"{e.called} runs with {degrees_of(dst)} on {dst.mesh}, training with "
+        because = (f"{e.display_name} runs with {degrees_of(dst)} on {dst.mesh}, training with "
                    f"{degrees_of(src)} on {src.mesh}")
         unsized = Realloc(id=0, mesh=mesh.id, reads=(f"{model.name}@{src.id}",), writes=(f"{model.name}@{dst.id}",),
                           at=e.at, because=because, model=model.name, src=src.id, dst=dst.id)

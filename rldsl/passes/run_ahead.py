@@ -110,7 +110,7 @@ def check_run_ahead(draft: Draft) -> None:
             for event in events([item]):
                 for buffer in uses(draft, event, values, lengths_in):
                     if made.get(buffer, event.ahead) < event.ahead:
-                        raise internal_error(f"{event.called} needs {buffer} before it is made", "pass run_ahead")
+                        raise internal_error(f"{event.display_name} needs {buffer} before it is made", "pass run_ahead")
                 if event.ahead != EVERY_ITERATION:
                     made.update({b: event.ahead for b in event.writes
                                  if split_buffer(b)[0] in values and b not in draft.lasting})

@@ -81,7 +81,7 @@ class _Transfers:
         mesh = union(self.draft, (spreads[src].mesh, spreads[dst].mesh))
         self.meshes.append(mesh)
         wanted = ", ".join(map(self.labels.name, values))
-        text = without_line(f"{self.labels.event(reader).called} reads {wanted}", reader.at)
+        text = without_line(f"{self.labels.event(reader).display_name} reads {wanted}", reader.at)
         because = f"{text} on mesh {spreads[dst].mesh}"
         if spreads[src].mesh == spreads[dst].mesh:
             because += " with a different sharding"
@@ -122,7 +122,7 @@ def check_transfers(draft: Draft) -> None:
                 value = split_buffer(buffer)[0]
                 exchanged = isinstance(item, Collect) and value.endswith(".lengths")  # by the next pass
                 if not (value in models or buffer in available or exchanged):
-                    raise internal_error(f"{item.called} reads {buffer} before it exists", "pass transfers")
+                    raise internal_error(f"{item.display_name} reads {buffer} before it exists", "pass transfers")
             available.update(item.writes)
 
     block(draft.body, set(draft.lasting))

@@ -61,7 +61,7 @@ def _free(draft: Draft, labels: Labels, buffers: list[str], after: Item, ahead: 
     """ahead: of the last use."""
     mesh = union(draft, {draft.spreads[split_buffer(b)[1]].mesh for b in buffers})
     meshes.append(mesh)
-    reader = labels.event(after).called if isinstance(after, Event) else "the preceding block"
+    reader = labels.event(after).display_name if isinstance(after, Event) else "the preceding block"
     return Free(id=0, mesh=mesh.id, because=f"last used by {reader}", buffers=tuple(buffers),
                 ahead=ahead)
 

@@ -95,8 +95,8 @@ class Event:
     ahead: int = 0  # steps by which it runs ahead of the step loop (`runs_in`), or EVERY_ITERATION
 
     @property
-    def called(self) -> str:
-        """What messages call it: "actor.generate"."""
+    def display_name(self) -> str:
+        """Its name in messages: "actor.generate"."""
         return self.kind
 
     @property
@@ -198,7 +198,7 @@ class Realloc(Event):
         return self.source or self.model
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         return f"{self.model} from {self.source}" if self.source else self.kind
 
     @property
@@ -303,7 +303,7 @@ class Generate(GenerateSpec, ModelCall):
     waiting: Waiting = "keep"  # of conversations: what a slot does whose environment works
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         return f"{self.model}.generate"
 
     @property
@@ -316,7 +316,7 @@ class Generate(GenerateSpec, ModelCall):
 
     @property
     def subject(self) -> str:
-        return f"{self.frame} = {self.called}"
+        return f"{self.frame} = {self.display_name}"
 
     def wanted_ahead(self, lag: int) -> int:
         return 0 if self.in_step else lag
@@ -334,7 +334,7 @@ class Infer(InferSpec, ModelCall):
     mbt: int = 0  # most tokens in a micro-batch; 0: all
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         output = OUTPUTS.get(self.output_name)  # a plan that has not been verified may name any
         return f"{self.model}.{output.call if output is not None else self.output_name}"
 
@@ -344,7 +344,7 @@ class Infer(InferSpec, ModelCall):
 
     @property
     def subject(self) -> str:
-        return f"{self.value} = {self.called}"
+        return f"{self.value} = {self.display_name}"
 
 
 @event_kind(Traits(family="call", blocking="barrier", participants=("layout",), communicators="layout",
@@ -363,7 +363,7 @@ class Train(TrainSpec, ModelCall):
     head_layouts: tuple[LayoutId, ...] = ()  # of the models in `heads`
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         return f"{self.model}.train"
 
     def copies(self) -> tuple[Copy, ...]:
@@ -376,7 +376,7 @@ class Train(TrainSpec, ModelCall):
 
     @property
     def subject(self) -> str:
-        return self.called
+        return self.display_name
 
     def versions(self) -> Versions:
         both = frozenset({self.model, optimizer_of(self.model)})
@@ -500,7 +500,7 @@ class Compute(ComputeSpec, Event):
     spread: SpreadId  # which rows each dp rank works on
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         return self.outputs[0][1] if self.outputs else self.program  # a plan that has not been verified may have none
 
     @property
@@ -532,7 +532,7 @@ class Derive(DeriveSpec, Event):
         return DERIVE_OPS[self.op].verb
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         return f"{self.verb} {self.frame}"
 
     @property
@@ -555,7 +555,7 @@ class Collect(CollectSpec, Event):
     dst: SpreadId  # the spread of what is collected
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         return f"collect {self.frame}"
 
     @property
@@ -576,12 +576,12 @@ class Store(StoreSpec, Event):
     version: str = ""  # position of the statement that stored rows before; "": none in this step
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         return f"{self.buffer}.add"
 
     @property
     def subject(self) -> str:
-        return self.called
+        return self.display_name
 
 
 @event_kind(Traits(family="data", stored_ahead=True, blocking="none", participants=("writes",), drawing="value",
@@ -593,7 +593,7 @@ class Sample(SampleSpec, Event):
     version: str = ""  # position of the statement that stored rows before; "": none in this step
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         return f"{self.buffer}.sample"
 
     @property
@@ -606,7 +606,7 @@ class Sample(SampleSpec, Event):
 
     @property
     def subject(self) -> str:
-        return f"{self.frame} = {self.called}"
+        return f"{self.frame} = {self.display_name}"
 
 
 # -------------------------------------------------------------------------------------------------- bookkeeping

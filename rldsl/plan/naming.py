@@ -42,7 +42,8 @@ class EventText:
 def describe_event(event: Event) -> EventText:
     """An event in words, for every reader: messages, views, traces, timelines, pages."""
     is_call, is_bookkeeping = event.traits.family == "call", event.traits.family == "bookkeeping"
-    line, name, subject = line_of(event.at), without_line(event.called, event.at), without_line(event.subject, event.at)
+    line = line_of(event.at)
+    name, subject = (without_line(text, event.at) for text in (event.display_name, event.subject))
     title = name if is_call else f"{event.verb} {_shortened(subject)}".strip()
     reason = "" if is_bookkeeping else event.because
     return EventText(event.kind, name, event.result_names, subject, title, line, reason)

@@ -79,7 +79,7 @@ class Memory:
         from rldsl.plan.projection import event_paths
         from rldsl.plan.visible_plan import visible_plan
 
-        known = {e.id: e.called for e, _ in event_paths(visible_plan(self.plan))}
+        known = {e.id: e.display_name for e, _ in event_paths(visible_plan(self.plan))}
         found = [(tuple(r for a, b in c.ranks for r in range(a, b)), peak(c)) for c in self.curves]
         return [(ranks_text(ranks), human(p.bytes), known.get(p.event, ""),
                  ", ".join(f"{what} {human(size)}" for what, size in p.holders[:3])) for ranks, p in found]

@@ -45,7 +45,7 @@ def known_events(plan: Plan, durations: Mapping[str, float]) -> dict[int, float]
     names: dict[str, list[int]] = defaultdict(list)
     for event, _ in event_paths(plan):
         if isinstance(event, ModelCall | Compute) and event.at:
-            for name in dict.fromkeys((event.called, *event.result_names)):
+            for name in dict.fromkeys((event.display_name, *event.result_names)):
                 if "#" not in name:  # a part of an expression
                     names[name].append(event.id)
     found: dict[int, float] = {}

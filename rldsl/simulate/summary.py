@@ -88,7 +88,7 @@ def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: L
     lines += ["", "  call                          longest rank  busy  where"]
     for event, seconds in calls:
         busy = _busy(timeline, event.id)
-        lines.append(f"  {event.called:<28} {seconds_text(seconds):>13}  {busy:>4.0%}  {places.where(event)}  "
+        lines.append(f"  {event.display_name:<28} {seconds_text(seconds):>13}  {busy:>4.0%}  {places.where(event)}  "
                      f"{line_of(event.at)}")
     lines += ["", "  idle"]
     meshes = {m.id: ranges_text(m.ranks) for m in plan.meshes}
@@ -180,7 +180,7 @@ def to_json(plan: Plan, timeline: Timeline, cluster: Cluster, other: OtherLag | 
         "average_seconds": timeline.average, "tokens": timeline.tokens,
         "tokens_per_second": timeline.tokens_per_second, "lag": plan.header.lag,
         "other_lag": asdict(other) if other is not None else None,
-        "calls": [{"event": e.id, "call": e.called, "at": e.at, "seconds": every[e.id],
+        "calls": [{"event": e.id, "call": e.display_name, "at": e.at, "seconds": every[e.id],
                    "busy": _busy(timeline, e.id)}
                   for e in known.values() if isinstance(e, ModelCall) and e.id in every],
         "idle": [{"mesh": m, "ranks": meshes[m], "share": share} for m, share in timeline.idle],

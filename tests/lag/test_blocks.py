@@ -442,7 +442,7 @@ flow run(steps=4, lag={lag}) {{
 def test_what_a_state_selects_is_counted_in_its_own_step(lag: int, base: Path) -> None:
     """A count reads no value, only how many rows there are: it runs no earlier than the selection that makes them."""
     plan = compiled(base, COUNTED, lag, ALONE)  # and verified
-    ahead = {e.called: e.ahead for e, _ in event_paths(plan)}
+    ahead = {e.display_name: e.ahead for e, _ in event_paths(plan)}
     assert (ahead["select kept"], ahead["kept#1"], ahead["actor.generate"]) == (0, 0, lag)
 
 

@@ -128,7 +128,7 @@ def test_a_shifted_line_is_no_difference(compiled: Path) -> None:
 
 def test_the_words_of_an_event_leave_out_its_own_line(compiled: Path) -> None:
     plan = visible_plan(decode((compiled / "n.plan").read_bytes(), "n.plan"))
-    [made] = [describe_event(e) for e, _ in event_paths(plan) if isinstance(e, Compute) and "adv / (" in e.called]
+    [made] = [describe_event(e) for e, _ in event_paths(plan) if isinstance(e, Compute) and "adv / (" in e.display_name]
     assert made.title == "compute adv / (beta + 1)" and made.line == "n.rlf:18"
 
 

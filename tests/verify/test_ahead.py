@@ -25,7 +25,7 @@ def mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
         for ahead in {EVERY_ITERATION, 0, 1, 2, 3} - {event.ahead}:
             def edit(x: object, event: Event = event, ahead: int = ahead) -> tuple[Event, ...] | None:
                 return (replace(event, ahead=ahead),) if x is event else None
-            yield f"{event.called} {event.id}: {event.ahead} -> {ahead}", replace(plan, body=edited(plan.body, edit))
+            yield f"{event.display_name} {event.id}: {event.ahead} -> {ahead}", replace(plan, body=edited(plan.body, edit))
     for first in (-3, -2, 0, 1, 2):
         body = tuple(replace(x, first=first) if isinstance(x, Loop) else x for x in plan.body)
         yield f"first turn {first}", replace(plan, body=body)

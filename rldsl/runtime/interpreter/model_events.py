@@ -131,7 +131,7 @@ def converse(models: ModelStore, step: StepState, environments: Environments, ev
     """A generate event with an environment."""
     context, limits = step.context, event.conversation
     if limits is None:
-        raise internal_error(f"{event.called} has no environment", "run")
+        raise internal_error(f"{event.display_name} has no environment", "run")
     frame = context.frames[event.frame]
     rows = _conversations(step, event, frame)
     first = step.first_row(frame.count // limits.branches)
@@ -149,8 +149,8 @@ def converse(models: ModelStore, step: StepState, environments: Environments, ev
         waiting=event.waiting)
     failed = int(_failed(made)[_of_conversations(made, limits)].sum())
     if talk is not None and failed == len(rows) > 0:
-        print(f"warning: step {step.number}: all {failed} conversations of {event.called} on rank {context.rank} ended "
-              "by an error or a time limit of their environment (on_error=end)", file=sys.stderr, flush=True)
+        print(f"warning: step {step.number}: all {failed} conversations of {event.display_name} on rank {context.rank} "
+              "ended by an error or a time limit of their environment (on_error=end)", file=sys.stderr, flush=True)
     _write(step, event, limits, len(rows), made)
 
 
