@@ -11,13 +11,13 @@ from rldsl.diag import Diagnostic, Failure, Label
 from rldsl.graph import model as g
 from rldsl.models.families import Family
 from rldsl.models.vision import supported_families
-from rldsl.placement.tokenizers import origins_of, readers_of
+from rldsl.placement.tokenizers import readers_of
 from rldsl.plan.processor_files import PROCESSORS
 from rldsl.source import Span
 
 
 def check_images(graph: g.Graph, families: Mapping[str, Family]) -> None:
-    """RL0333: a model without a vision tower, without an image processor or with another one, or a conversation."""
+    """RL0333: a model without a vision tower, without an image processor or with another one."""
     with_images = {d.name: d for d in graph.data if dict(d.options).get("images")}
     if not with_images:
         return
@@ -43,13 +43,6 @@ def check_images(graph: g.Graph, families: Mapping[str, Family]) -> None:
                                Label(models[names[0]].span, f'differs from that of "{first.path}"'),
                                "an image has as many tokens for one model as for the other only if their "
                                f"{PROCESSORS[0]} are equal")
-    origins = origins_of(graph)
-    for node in g.nodes(graph.items):
-        if isinstance(node, g.Generate) and node.conversation is not None and origins[node.prompts] in with_images:
-            raise _refused("a conversation cannot begin with images", node.span,
-                           "environments exchange text with models",
-                           Label(with_images[origins[node.prompts]].span, "its rows have images"),
-                           "use `generate` without `env=`, or data without `images=`")
 
 
 def _refused(title: str, span: Span, label: str, other: Label, help: str) -> Failure:

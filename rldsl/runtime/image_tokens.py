@@ -30,6 +30,13 @@ def image_of(stored: torch.Tensor) -> torch.Tensor:
     return (stored >> SHIFT) - 1
 
 
+def beginning(stored: Sequence[int], most: int) -> Sequence[int]:
+    """The first tokens, at most `most`, without a part of an image."""
+    while 0 < most < len(stored) and stored[most] >> SHIFT and stored[most] == stored[most - 1]:
+        most -= 1
+    return stored[:most]
+
+
 def plain_ids(stored: Sequence[int]) -> list[int]:
     """The ids."""
     return [token & IDS for token in stored]

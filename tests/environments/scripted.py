@@ -21,7 +21,7 @@ class Scripted:
         self.under_way: list[Arrival] = []
         self.calls: list[tuple[Any, ...]] = []
 
-    def begin(self, row: int, columns: Mapping[str, Any], messages: Any, seed: int) -> None:
+    def begin(self, row: int, columns: Mapping[str, Any], messages: Any, seed: int, images: None = None) -> None:
         self.calls.append(("begin", row, messages))
         self.live[row] = Guess()
         self.live[row].reset(**columns)

@@ -182,16 +182,17 @@ def _against_transformers(rank: int, path: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from rldsl.runtime.data.tokens import Tokens
+    from rldsl.runtime.data.source import WholeRow
     from rldsl.runtime.interpreter.conversations import Environments, RowTalk, open_conversations
 
     tokens = Tokens(AutoTokenizer.from_pretrained(path), path, {"prompt": "prompt"})
     opened = Environments({0: open_conversations(test_endpoint.function("branches_off"), LIMITS, SAMPLING, tokens, 0)})
-    columns = {row: {"prompt": f"{row} + 1", "number": row} for row in range(ROWS)}
+    rows = {row: WholeRow(f"row {row}", {"prompt": f"{row} + 1", "number": row}, row) for row in range(ROWS)}
     shard = make_shard(plan_model(path), rank)
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     same = None
     for slots, waiting in ((0, "keep"), (2, "keep"), (1, "offload"), (2, "recompute")):
-        made = shard.converse(torch.arange(ROWS), SAMPLING, LIMITS, RowTalk(opened, 0, columns, "prompt", 1), seed=5,
+        made = shard.converse(torch.arange(ROWS), SAMPLING, LIMITS, RowTalk(opened, 0, rows, "prompt", 1), seed=5,
                               step=0, max_num_seqs=slots, waiting=waiting)  # type: ignore[arg-type]
         batch, own = made.batch, made.batch.own
         assert own is not None

@@ -165,9 +165,10 @@ def test_no_message_leaves_the_shard(tmp_path: Path, degree: str) -> None:
 @pytest.mark.parametrize("arrivals", [
     [], [Arrival(3, (), True, "timeout", None, None)],
     [Arrival(7, (1, 2, 151_000), False, None, None, 0.1), Arrival(2**40, (5,), True, "no_call", -1.25e-30, 3.0)],
+    [Arrival(0, (5 | 2**31 - 1 << 32, 7), False, None, -0.0, None), Arrival(1, (), True, "error", 1e308, -1e-308, 3)],
 ])
 def test_arrivals_travel_exactly(arrivals: list[Arrival]) -> None:
     from rldsl.backends.torch.generate.conversation_ticks import decoded, encoded
 
     numbers = encoded(arrivals)
-    assert list(decoded(torch.tensor(numbers, dtype=torch.float64).tolist())) == arrivals
+    assert list(decoded(torch.tensor(numbers, dtype=torch.int64).tolist())) == arrivals

@@ -77,24 +77,6 @@ def test_what_cannot_be_is_refused(folder, monkeypatch, changes, code, title, la
     assert found.code == code and title in found.title and label in found.label and found.help
 
 
-def test_a_conversation_cannot_begin_with_images(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    (folder / "envs.py").write_text("class Guess:\n    def reset(self, **row): return 'x'\n")
-    (folder / "q.rlf").write_text("""
-use py "envs.py" (Guess: env)
-data rows = jsonl("rows.jsonl", batch=4, images="images", max_prompt_tokens=64)
-model actor = causal_lm("vl")
-flow f(steps=1) {
-  p = rows.next()
-  gen = actor.generate(p, max_new_tokens=4, env=Guess, max_turns=2, max_tokens=128)
-}
-""")
-    with pytest.raises(Failure) as failure:
-        api.compile("q.rlf")
-    found = failure.value.diagnostics[0]
-    assert found.code == "RL0333" and found.title == "a conversation cannot begin with images"
-
-
 def test_a_backend_that_does_not_say_that_it_reads_images_is_refused(folder, monkeypatch):
     from rldsl.placement import backends
 

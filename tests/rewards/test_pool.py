@@ -41,7 +41,7 @@ def test_rows_arrive_as_in_the_process_itself(tmp_path: Path) -> None:
     from datetime import date
 
     row = {"prompt": "é\ud800\0", "completion": "", "a": [1, 2.5, None, True], "b": {"c": "d"}, "n": 10**30, "x": 0.1,
-           "day": date(2026, 1, 2), "t": (1, 2)}
+           "day": date(2026, 1, 2), "t": (1, 2), "images": [{"bytes": b"\x89PNG\0", "path": None}, b""]}
     body = ("def score(rows):\n    assert [repr(r) for r in rows] == [WANTED] * 2, repr(rows[0])\n    return [1] * 2\n")
     wanted = repr(row | {"day": "2026-01-02", "t": [1, 2]})
     function = written(tmp_path, f"WANTED = {wanted!r}\n{body}")

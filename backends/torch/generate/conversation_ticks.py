@@ -17,6 +17,7 @@ pass or none; the rank that talks then never waits, since others may need its sh
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ class _Pass:
     waits: bool  # whether a conversation waited when it was scheduled, so that arrivals are looked for after it
     has_work: bool  # whether a conversation had not ended, or a message about an earlier pass was on its way
     sampled: torch.Tensor | None = None  # [2, slots] float64: tokens and their log-probs
-    arrivals: list[float] = field(default_factory=list)  # that were found after it, encoded
+    arrivals: list[int] = field(default_factory=list)  # that were found after it, encoded
 
     @property
     def has_outcome(self) -> bool:
@@ -115,9 +116,9 @@ class _Passes:
                 now.arrivals = self._look(any_has_tokens)
         return hidden
 
-    def _look(self, any_has_tokens: bool) -> list[float]:
+    def _look(self, any_has_tokens: bool) -> list[int]:
         """What environments have said, on all tp ranks of the last stage."""
-        found: list[float] = []
+        found: list[int] = []
         if self.engine.talk is not None:
             on_their_way = any(p.arrivals for p in self.under_way.values())
             idle = not (any_has_tokens or self.engine.has_tokens or on_their_way)
@@ -130,7 +131,7 @@ class _Passes:
         dist.broadcast(size, src=self.tp.ranks[0], group=self.tp.group)
         if not int(size):
             return []
-        message = torch.tensor(found or [0.0] * int(size), dtype=torch.float64, device=self.device)
+        message = torch.tensor(found or [0] * int(size), dtype=torch.int64, device=self.device)
         dist.broadcast(message, src=self.tp.ranks[0], group=self.tp.group)
         return list(message.tolist())
 
@@ -162,7 +163,7 @@ class _Passes:
             if not stage.last and known.batch:
                 known.sampled = outcome[:-1].view(2, -1)
             if count:
-                message = torch.tensor(known.arrivals or [0.0] * count, dtype=torch.float64, device=self.device)
+                message = torch.tensor(known.arrivals or [0] * count, dtype=torch.int64, device=self.device)
                 post.outcome(message, pp.index)
                 post.finish()
                 known.arrivals = list(message.tolist())
@@ -196,20 +197,30 @@ class _Posts:
         self.operations = []
 
 
-def encoded(arrivals: Sequence[Arrival]) -> list[float]:
-    """As numbers that float64 holds exactly: of each arrival seven, and its tokens."""
+def encoded(arrivals: Sequence[Arrival]) -> list[int]:
+    """As 64-bit integers: of each arrival seven, and its tokens, which may carry numbers of images."""
     return [x for a in arrivals for x in (
-        float(a.row), float(a.ended), -1.0 if a.stopped is None else float(REASONS.index(a.stopped)),
-        nan if a.reward is None else a.reward, nan if a.turn_reward is None else a.turn_reward, float(a.branch),
-        float(len(a.tokens)), *map(float, a.tokens))]
+        a.row, int(a.ended), -1 if a.stopped is None else REASONS.index(a.stopped), _bits(a.reward),
+        _bits(a.turn_reward), a.branch, len(a.tokens), *a.tokens)]
 
 
-def decoded(numbers: Sequence[float]) -> Iterator[Arrival]:
+def decoded(numbers: Sequence[int]) -> Iterator[Arrival]:
     """What `encoded` wrote."""
     at = 0
     while at < len(numbers):
         row, ended, reason, reward, turn_reward, branch, count = numbers[at : at + 7]
-        tokens = tuple(int(x) for x in numbers[at + 7 : at + 7 + int(count)])
-        yield Arrival(int(row), tokens, bool(ended), None if reason < 0 else REASONS[int(reason)],
-                      None if isnan(reward) else reward, None if isnan(turn_reward) else turn_reward, int(branch))
-        at += 7 + int(count)
+        tokens = tuple(numbers[at + 7 : at + 7 + count])
+        yield Arrival(row, tokens, bool(ended), None if reason < 0 else REASONS[reason], _number(reward),
+                      _number(turn_reward), branch)
+        at += 7 + count
+
+
+def _bits(number: float | None) -> int:
+    """Those of a float64, as an integer; of NaN for None."""
+    return int.from_bytes(struct.pack("<d", nan if number is None else number), "little", signed=True)
+
+
+def _number(bits: int) -> float | None:
+    """What `_bits` was given."""
+    (found,) = struct.unpack("<d", bits.to_bytes(8, "little", signed=True))
+    return None if isnan(found) else float(found)

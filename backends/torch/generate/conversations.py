@@ -31,7 +31,7 @@ from rldsl.backends.torch.generate.sampling import Sampler
 from rldsl.backends.torch.generate.slot_attention import SlotAttention
 from rldsl.backends.torch.generate.stop_conditions import StopStrings, tokenizer_of
 from rldsl.backends.torch.model.stage import Stage
-from rldsl.diag import internal_error
+from rldsl.diag import fail, internal_error
 from rldsl.memory.decode_shapes import MAX_PREFILL_TOKENS, live_conversations
 from rldsl.plan.events import Sampling
 from rldsl.plan.payloads import Conversation, Waiting
@@ -40,6 +40,7 @@ from rldsl.runtime.backend import Axes, ConversationOutput, PackedBatch, Talk
 from rldsl.runtime.draws import uniform
 from rldsl.runtime.environments import Arrival, Stopped
 from rldsl.runtime.host_numbers import on_device
+from rldsl.runtime.image_tokens import beginning
 
 PASSES_TO_WAIT = 8  # that a conversation keeps its slot for while it waits, if others can decode
 
@@ -51,6 +52,8 @@ class Branch:
     tokens: list[int] = field(default_factory=list)  # all that was said
     own: list[bool] = field(default_factory=list)  # which of them the model said in it
     logprobs: list[float] = field(default_factory=list)  # of the model's tokens
+    # of each image: how many tokens there are up to its end, and what it adds to positions behind it
+    images: list[tuple[int, int]] = field(default_factory=list)
     turns: int = 0  # of the model, begun
     turn_sizes: list[int] = field(default_factory=list)  # tokens of each turn that has ended
     turn_rewards: dict[int, float] = field(default_factory=dict)  # turn, from 0 -> what the environment gave for it
@@ -97,6 +100,11 @@ class Slot:
     def num_sampled(self) -> int:
         """Tokens of the model, of all branches."""
         return sum(len(b.logprobs) for b in self.branches)
+
+    @property
+    def shift(self) -> int:
+        """What the images in the cache add to the positions of the tokens behind them."""
+        return sum(added for end, added in self.branch.images if end <= self.cached)
 
     @property
     def turn(self) -> list[int]:
@@ -251,7 +259,12 @@ class Engine:
         counts = [len(s.ready) for s in batch]
         attention = SlotAttention(self.cache, [s.index for s in batch], [s.cached for s in batch], counts)
         tokens = on_device([t for s in batch for t in s.ready], self.stage.device)
-        return self.stage.forward(tokens, attention.positions, attention, received)
+        positions, vision = attention.positions, self.stage.vision
+        if vision is not None:
+            vision.mark(attention, tokens)
+            shift = on_device([s.shift for s in batch for _ in s.ready], self.stage.device)
+            positions = vision.positions(tokens, positions, attention.offsets, shift)
+        return self.stage.forward(tokens, positions, attention, received)
 
     def sample(self, batch: Sequence[Slot], hidden: torch.Tensor) -> torch.Tensor:
         """[2, slots] float64: a token for each slot, and its log-prob. On the rank that talks, environments hear the
@@ -300,7 +313,7 @@ class Engine:
             self._turn_to(slot, arrival.branch)
         most, has = self.limits.max_tokens, len(slot.branch.tokens)
         if first:  # the first context stays, whatever ends the conversation
-            slot.append(arrival.tokens[:most], own=False)
+            slot.append(self._begun_with(arrival), own=False)
             slot.ready = slot.ready if len(arrival.tokens) < most and not arrival.ended else []
         if arrival.ended:
             slot.stopped, slot.lasted, slot.offloaded = arrival.stopped, now - slot.begun, ()
@@ -312,8 +325,18 @@ class Engine:
             return
         if not first and slot.turns < self.limits.max_turns and has + len(arrival.tokens) < most:
             slot.append(arrival.tokens, own=False)
+        if has == 0 and self.stage.vision is not None:
+            slot.branch.images = self.stage.vision.ends(slot.branch.tokens)
         if not slot.ready and self.talk is not None:
             self.talk.finish(slot.row, "max_turns" if slot.turns == self.limits.max_turns else "max_tokens")
+
+    def _begun_with(self, arrival: Arrival) -> Sequence[int]:
+        """The tokens of a first context that a conversation has room for."""
+        found = beginning(arrival.tokens, self.limits.max_tokens)
+        if not found and arrival.tokens:
+            raise fail("RL0756", f"the conversation of row {arrival.row} begins with an image of more tokens than "
+                       f"max_tokens={self.limits.max_tokens}", help="raise `max_tokens=` of `generate`")
+        return found
 
     def _turn_to(self, slot: Slot, number: int) -> None:
         """Another branch of a conversation, or a new one, takes the place of the one that was under way."""

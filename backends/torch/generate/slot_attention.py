@@ -22,6 +22,7 @@ class SlotAttention:
     """One or more new tokens for each of some slots, which need not be neighbors."""
 
     complete = False
+    blocks: torch.Tensor | None = None  # [T]: as of a `VarlenAttention`
 
     def __init__(self, cache: KVCache, slots: Sequence[int], cached: Sequence[int], counts: Sequence[int]):
         """cached: tokens that each of `slots` has. counts: new tokens of each."""
@@ -29,7 +30,8 @@ class SlotAttention:
         self.cache, self.slots, self.cached, self.counts = cache, slots, cached, counts
         self.at, first, sizes = on_device([*slots, *cached, *counts], device).view(3, -1).unbind()
         total = sum(counts)
-        self.positions = first.repeat_interleave(sizes, output_size=total) + offsets_within(sizes, total)
+        self.offsets = offsets_within(sizes, total)
+        self.positions = first.repeat_interleave(sizes, output_size=total) + self.offsets
         self.places = cache.places(self.at.repeat_interleave(sizes, output_size=total), self.positions)
         self._masks: dict[Hashable, torch.Tensor] = {}  # one for all layers in which the same tokens are visible
 
@@ -79,8 +81,14 @@ class SlotAttention:
         key = i, scores.masked
         if key not in self._masks:
             end = self.cached[i] + self.counts[i]
-            at = torch.arange(self.cached[i], end, device=self.cache.device)[:, None]
-            self._masks[key] = scores.visible(at, self.cache.columns[:end])[None, None]
+            at, columns = torch.arange(self.cached[i], end, device=self.cache.device)[:, None], self.cache.columns[:end]
+            seen = scores.visible(at, columns)
+            if self.blocks is not None:
+                first = sum(self.counts[:i])
+                of = self.blocks[first : first + self.counts[i]]
+                near = columns[self.cached[i] :] > at - (scores.window or end)  # later tokens of a block are near
+                seen[:, self.cached[i] :] |= (of[:, None] == of) & (of[:, None] >= 0) & near
+            self._masks[key] = seen[None, None]
         return self._masks[key]
 
     def _decode(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores) -> torch.Tensor:

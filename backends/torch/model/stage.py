@@ -39,7 +39,7 @@ from rldsl.backends.torch.model.sequence_parallel import SequenceParallel, gathe
 from rldsl.backends.torch.model.sequences import CurrentPass, connect
 from rldsl.backends.torch.model.tensor_parallel import ColumnParallelInput, parallelize
 from rldsl.backends.torch.model.token_groups import groups_of_rank
-from rldsl.backends.torch.model.vision import Vision, features_of
+from rldsl.backends.torch.model.vision import Vision, features_of, offsets_of
 from rldsl.backends.torch.model.weight_copies import WeightCopies
 from rldsl.backends.torch.model.zero import ParamGroup, ParamGroups, ZeroSharding
 from rldsl.diag import fail
@@ -278,8 +278,8 @@ class Stage(ActivationCheckpointing):
               packed_attention: PackedAttention, read: torch.Tensor | None) -> torch.Tensor:
         """[T, H] behind a chunk of a model that reads images. read: as `hidden` of `forward`."""
         options: dict[str, Any] = {"position_ids": positions[None] if positions.dim() == 1 else positions[:, None]}
-        if read is None:  # images are in prompts, and prompts run completely
-            read, more = vision.embeddings(tokens, packed_attention.positions if packed_attention.complete else None)
+        if read is None:
+            read, more = vision.embeddings(tokens, offsets_of(packed_attention))
             options |= more
         inputs = (ids_of(tokens)[None], read[None])
         out: torch.Tensor = self.current.inside(packed_attention, self._run, chunk, inputs, options)[0]

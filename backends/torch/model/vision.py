@@ -4,14 +4,15 @@ and positions count them by rows and columns where the family does (M-RoPE; Wang
 
 In: stored tokens, whose image tokens carry the numbers of their images. Out: embeddings on the first stage, positions
 on every stage. An image that several sequences of a pass have runs through the tower once.
-Invariant: sequences are complete, so that all tokens of an image follow one another.
+Invariant: a pass has all tokens of an image that it has one of, one after the other: sequences are complete, or what
+a pass has of them begins behind an image.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -35,15 +36,30 @@ class ImageRuns:
     numbers: tuple[int, ...]  # [R] of the images
 
     @staticmethod
-    def of(tokens: torch.Tensor, positions: torch.Tensor) -> ImageRuns:
-        """tokens, positions: [T]."""
+    def of(tokens: torch.Tensor, offsets: torch.Tensor) -> ImageRuns:
+        """tokens: [T]. offsets: [T] of each in what the pass has of its sequence."""
         image = image_of(tokens)
         before = torch.cat([image.new_full((1,), -1), image[:-1]])[: len(image)]
-        begins = (image >= 0) & ((image != before) | (positions == 0))
+        begins = (image >= 0) & ((image != before) | (offsets == 0))
         at, starts = (image >= 0).nonzero()[:, 0], begins.nonzero()[:, 0]
         run = begins.long().cumsum(0)[at] - 1
         return ImageRuns(at, run, at - starts[run], starts, torch.bincount(run, minlength=len(starts)),
                          tuple(image[starts].tolist()))
+
+
+@runtime_checkable
+class ContinuedAttention(Protocol):
+    """Attention of tokens behind what earlier passes have kept, with images among them."""
+
+    offsets: torch.Tensor  # [T] int64, of each in what the pass has of its sequence
+    blocks: torch.Tensor | None  # [T]: as of a `VarlenAttention`
+
+
+def offsets_of(attention: PackedAttention) -> torch.Tensor | None:
+    """[T] of each token in what a pass has of its sequence; None: no token is one of an image."""
+    if attention.complete:
+        return attention.positions
+    return attention.offsets if isinstance(attention, ContinuedAttention) else None
 
 
 class Vision:
@@ -58,28 +74,32 @@ class Vision:
         self._features, self._embed = features, embed
 
     def mark(self, attention: PackedAttention, tokens: torch.Tensor) -> None:
-        """Let the tokens of an image see one another, where the family does. tokens: [T] of complete sequences."""
+        """Let the tokens of an image see one another, where the family does. tokens: [T] of the pass."""
         inner = attention.inner if isinstance(attention, PaddedAttention) else attention
-        if not self.bidirectional or not isinstance(inner, VarlenAttention):
+        if not self.bidirectional or not isinstance(inner, VarlenAttention | ContinuedAttention):
             return
         tokens = tokens[: len(inner.positions)]
-        runs = ImageRuns.of(tokens, inner.positions)
+        runs = ImageRuns.of(tokens, inner.positions if isinstance(inner, VarlenAttention) else inner.offsets)
         if runs.numbers:
             inner.blocks = torch.full_like(tokens, -1).index_copy(0, runs.at, runs.run)
 
-    def positions(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def positions(self, tokens: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor | None = None,
+                  shift: torch.Tensor | None = None) -> torch.Tensor:
         """[T] in their sequences -> as the family's rotary embeddings read them: the same, or [3, T] by time, height
-        and width where there are images. tokens: [T]."""
+        and width where there are images. tokens: [T]. offsets: [T] of each in what the pass has of its sequence; None:
+        all of it. shift: [T] what the images of earlier passes add to the position of a token behind them."""
         if not self.by_grid:
             return positions
-        runs = ImageRuns.of(tokens, positions)
+        offsets = positions if offsets is None else offsets
+        positions = positions if shift is None else positions + shift
+        runs = ImageRuns.of(tokens, offsets)
         if not runs.numbers:
             return positions
         columns, shift = self._shifts(runs)
         # what the images before a token take away from its place: of all before it, less those before its sequence
         taken = torch.zeros(len(tokens) + 1, dtype=torch.long, device=tokens.device)
         taken[runs.starts + runs.lengths] = shift  # counts behind its image; two images never end at the same place
-        own_first = torch.arange(len(tokens), device=tokens.device) - positions  # the first token of its sequence
+        own_first = torch.arange(len(tokens), device=tokens.device) - offsets  # the first token of its sequence
         taken = taken.cumsum(0)
         moved = positions + taken[:-1] - taken[own_first]
         found = moved.expand(3, -1).clone()
@@ -100,15 +120,23 @@ class Vision:
         runs = ImageRuns.of(tokens, torch.arange(len(tokens), device=lengths.device) - starts[sequence])
         return found.index_add(0, sequence[runs.starts], self._shifts(runs)[1]) if runs.numbers else found
 
-    def embeddings(self, tokens: torch.Tensor, positions: torch.Tensor | None
+    def ends(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
+        """Of each image in some tokens, from the first: how many tokens there are up to its end, and what it adds to
+        the place of a token behind it."""
+        at = torch.arange(len(tokens), device=self.device)
+        if not self.by_grid or not (runs := ImageRuns.of(torch.tensor(tokens, device=self.device), at)).numbers:
+            return []
+        return list(zip((runs.starts + runs.lengths).tolist(), self._shifts(runs)[1].tolist(), strict=True))
+
+    def embeddings(self, tokens: torch.Tensor, offsets: torch.Tensor | None
                    ) -> tuple[torch.Tensor, Mapping[str, Any]]:
-        """[T, H] what the first layer reads, and what the text model is given besides. tokens: [T]. positions: [T] in
-        their sequences; None: no token is one of an image."""
+        """[T, H] what the first layer reads, and what the text model is given besides. tokens: [T]. offsets: [T] of
+        each in what the pass has of its sequence; None: no token is one of an image."""
         if self._embed is None:
             raise internal_error("embeddings are asked for on a later stage", "forward")
-        if positions is None:
+        if offsets is None:
             return self._embed(tokens), {}
-        runs = ImageRuns.of(tokens, positions)
+        runs = ImageRuns.of(tokens, offsets)
         ids = ids_of(tokens)
         if not runs.numbers:
             return self._embed(ids), {}

@@ -7,19 +7,23 @@ Errors: RL0767 the placeholders of a prompt do not fit its images, and those of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 from rldsl.diag import Failure, counted, fail
+from rldsl.runtime.data.chat_messages import without_nulls
 from rldsl.runtime.data.image_processor import ImageProcessor, Size
 from rldsl.runtime.data.images import ImageColumn, ImageFile, ImageProblem, problem
 from rldsl.runtime.data.row_schema import Row
-from rldsl.runtime.image_tokens import image_token
+from rldsl.runtime.image_tokens import image_token, plain_ids
 
 Message = Mapping[str, Any]
 PARTS = ("text", "image")  # types of the parts of a message
+# around a marker that a message spells: those with which transformers' `sanitize_control_tokens` marks such texts
+SPELLED = "[\U000f0000-\U000ffffd]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class ImagePrompts:
     def ids(self, text: str, row: Row, number: int, place: str, tokenize: Callable[[str], list[int]]) -> list[int]:
         """The ids of a prompt with one marker for each image. number: of the row in its source. Errors: RL0767."""
         marker, files = self.processor.marker, self.column.images(row, place)
-        pieces = text.split(marker)
+        pieces = re.split(f"(?<!{SPELLED}){re.escape(marker)}|{re.escape(marker)}(?!{SPELLED})", text)
         if len(pieces) - 1 != len(files):
             raise fail("RL0767", f"the prompt has {counted(len(pieces) - 1, 'image placeholder')}, but the row has "
                        f"{counted(len(files), 'image')}", place=place,
@@ -77,12 +81,44 @@ class ImagePrompts:
                                                 f"{error}"), self.column.column, place, file.shown)]) from None
 
 
+@dataclass(frozen=True, slots=True)
+class RowImages:
+    """The images of one row, for a conversation that begins with it."""
+
+    prompts: ImagePrompts  # of its source
+    row: Row  # with the images
+    number: int  # of the row in its source
+    place: str  # of the row, for messages
+
+    def messages(self, prompt: object) -> list[dict[str, Any]]:
+        """A prompt as messages whose contents are lists of parts. A string is one message of the user. RL0767."""
+        if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):
+            return self.prompts.messages(without_nulls(list(prompt)), self.row, self.place)
+        first, *others = str(prompt or "").split(self.prompts.processor.marker)
+        parts = [text_part(first), *(part for text in others for part in ({"type": "image"}, text_part(text)))]
+        return self.prompts.messages([{"role": "user", "content": [p for p in parts if p.get("text") != ""]}], self.row,
+                                     self.place)
+
+    def ids(self, text: str, tokenize: Callable[[str], list[int]]) -> list[int]:
+        """See `ImagePrompts.ids`."""
+        return self.prompts.ids(text, self.row, self.number, self.place, tokenize)
+
+    def plain_ids(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens without the numbers of images."""
+        return plain_ids(tokens)
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """A text as a part of a message."""
+    return {"type": "text", "text": text}
+
+
 def _parts(content: Any, place: str) -> list[dict[str, Any]]:
     """The parts of a message. Those that Arrow has read have all the keys that any part has."""
     if content is None:
         return []
     if isinstance(content, str):
-        return [{"type": "text", "text": content}]
+        return [text_part(content)]
     parts = [{k: v for k, v in part.items() if v is not None} for part in content if isinstance(part, Mapping)] \
         if isinstance(content, list) else []
     wrong = next((part for part in parts if part.get("type") not in PARTS), None)

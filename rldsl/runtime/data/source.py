@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +52,14 @@ class FetchedFrame:
     prompt_lens: list[int]    # tokens of each row's prompt
     response_lens: list[int]  # tokens of each row's response
     tokens: list[Tensor]      # for each row an int64 tensor: the prompt, then the response (empty for a prompt alone)
+
+
+class WholeRow(NamedTuple):
+    """A row with all of its columns."""
+
+    place: str   # of the row, for messages
+    columns: Row
+    number: int  # of the row in its source
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,10 @@ class Source:
             tokens = [torch.tensor(p + a, dtype=torch.int64) for p, a in zip(before, answers, strict=True)]
             frames[name] = FetchedFrame([len(p) for p in before], [len(a) for a in answers], tokens)
         return frames
+
+    def whole(self, numbers: list[int]) -> list[WholeRow]:
+        """All columns of the rows with these numbers."""
+        return [WholeRow(self.table.place(n), row, n) for n, row in zip(numbers, self.table.read(numbers), strict=True)]
 
     def columns(self, step: int, seed: int) -> list[Row]:
         """All columns of the step's rows, in row order."""

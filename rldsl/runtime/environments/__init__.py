@@ -10,7 +10,7 @@ Errors: a Failure that names file, line, row and turn, where the environment fai
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from selectors import BaseSelector
 from typing import Any, Literal, Protocol
@@ -47,6 +47,19 @@ class ResetParameters:
     accepted: tuple[str, ...] | None = None  # all parameters; None: any column
 
 
+class ContextImages(Protocol):
+    """The images with which a conversation begins: those of its row (`rldsl.runtime.data.image_prompts.RowImages`)."""
+
+    def messages(self, prompt: object) -> list[Message]:
+        """A prompt as messages whose contents are lists of parts."""
+
+    def ids(self, text: str, tokenize: Callable[[str], list[int]]) -> list[int]:
+        """The tokens of a rendered text, in which each image has its own, with its number."""
+
+    def plain_ids(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens without the numbers of images."""
+
+
 class Conversations(Protocol):
     """The conversations of one data-parallel shard, on the rank that owns its environments. Each call of `begin`,
     `said` and `finish` brings exactly one arrival of its row; no second call for a row is made before that. After a
@@ -56,10 +69,12 @@ class Conversations(Protocol):
     def takes(self) -> ResetParameters:
         """What `reset` of the environment takes."""
 
-    def begin(self, row: int, columns: Mapping[str, object], messages: str | Sequence[Message], seed: int) -> None:
+    def begin(self, row: int, columns: Mapping[str, object], messages: str | Sequence[Message], seed: int,
+              images: ContextImages | None = None) -> None:
         """Start a conversation: `reset(**columns)`. Its arrival has the tokens of the whole first context.
 
-        messages: the prompt; a string is one message of the user. seed: passed to `reset` if it accepts one."""
+        messages: the prompt; a string is one message of the user. seed: passed to `reset` if it accepts one. images: of
+        the row, where its data has images: their tokens carry their numbers."""
 
     def said(self, row: int, ids: Sequence[int], ended_by_limit: bool, logprobs: Sequence[float] = ()) -> None:
         """The model's turn has ended, with these sampled ids, the stop token included. ended_by_limit: it was cut off

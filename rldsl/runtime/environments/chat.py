@@ -10,6 +10,7 @@ Codes: RL0718 the chat template cannot be used for conversations, RL0719 (`tool_
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import json
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from rldsl.diag import Failure, fail
-from rldsl.runtime.environments import Message
+from rldsl.runtime.environments import ContextImages, Message
 from rldsl.runtime.environments.contract import Speaks
 from rldsl.runtime.environments.tool_calls import Turn, TurnReader
 
@@ -34,14 +35,14 @@ THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 class Chat(Protocol):
     """How a conversation becomes tokens."""
 
-    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The first context."""
+    def first(self, messages: Sequence[Message], images: ContextImages | None = None) -> tuple[int, ...]:
+        """The first context. images: that its messages have."""
 
     def reply(self, messages: Sequence[Message], cut: bool) -> tuple[int, ...]:
         """The context that these new messages add after a turn of the model. cut: the turn has no stop token."""
 
     def turn(self, ids: Sequence[int], context: Sequence[int]) -> Turn:
-        """What the model said. context: the tokens before it, as `first` or `reply` returned them."""
+        """What the model said. context: the ids before it, of what `first` or `reply` returned."""
 
     def text(self, ids: Sequence[int], special: bool) -> str:
         """Ids as text. special: whether it has control tokens."""
@@ -58,10 +59,11 @@ class ChatTemplate:
     """Conversations of one tokenizer with environments that have certain tools. It is probed when it is created."""
 
     def __init__(self, tokenizer: Any, ends: Collection[int], directory: str, tools: Sequence[Mapping[str, Any]],
-                 speaks: Speaks | None):
+                 speaks: Speaks | None, in_parts: bool = False):
         """ends: ids at which a turn ends. directory: of the tokenizer, for messages. tools: JSON schemas. speaks: the
-        role of the environment's messages; None: it says only the first ones, which is not probed. RL0718, RL0719."""
-        self.tokenizer, self.directory, self.speaks = tokenizer, directory, speaks
+        role of the environment's messages; None: it says only the first ones, which is not probed. in_parts: contents
+        are lists of parts, which some templates of models that read images need. RL0718, RL0719."""
+        self.tokenizer, self.directory, self.speaks, self.in_parts = tokenizer, directory, speaks, in_parts
         self.ends = frozenset(ends)
         self.tools = [dict(tool) for tool in tools] or None  # some templates write a heading for an empty list
         if not tokenizer.chat_template:
@@ -77,9 +79,9 @@ class ChatTemplate:
         if speaks is not None:
             self._probe()
 
-    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The first context of a conversation."""
-        return self._ids(messages)
+    def first(self, messages: Sequence[Message], images: ContextImages | None = None) -> tuple[int, ...]:
+        """The first context of a conversation. images: that its messages have; None: it has none."""
+        return self._ids(messages, images)
 
     def reply(self, messages: Sequence[Message], cut: bool) -> tuple[int, ...]:
         """The context that new messages add after a turn of the model. cut: the turn has no stop token, which then
@@ -125,7 +127,7 @@ class ChatTemplate:
     def _text(self, messages: Sequence[Message], generation: bool = True) -> str:
         try:
             return str(self.tokenizer.apply_chat_template(
-                list(messages), tools=self.tools, add_generation_prompt=generation, tokenize=False))
+                self._formed(messages), tools=self.tools, add_generation_prompt=generation, tokenize=False))
         except TemplateSyntaxError as error:
             raise self._refused(f"the chat template has a syntax error in its line {error.lineno}: {error.message}", (),
                                 f"correct it: {_WHERE}") from None
@@ -141,12 +143,21 @@ class ChatTemplate:
             raise self._refused(f"the chat template fails with these messages: {type(error).__name__}: {error}", roles,
                                 f"what it does with them is wrong, or they lack what it reads: {_WHERE}") from None
 
-    def _ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def _ids(self, messages: Sequence[Message], images: ContextImages | None = None) -> tuple[int, ...]:
         """The tokens of a context. Control tokens that messages spell are text."""
         self._text(messages)  # so that an error of the template is reported as one
-        found = self.tokenizer.apply_chat_template(list(messages), tools=self.tools, add_generation_prompt=True,
-                                                   tokenize=True, return_dict=False, **self.safe)
+        render = self.tokenizer.apply_chat_template if images is None else functools.partial(
+            type(self.tokenizer).apply_chat_template, _WithImages(self.tokenizer, images))
+        found = render(self._formed(messages), tools=self.tools, add_generation_prompt=True, tokenize=True,
+                       return_dict=False, **self.safe)
         return tuple(int(i) for i in found)
+
+    def _formed(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages with contents in the form that the template takes."""
+        if not self.in_parts:
+            return list(messages)
+        return [{**m, "content": [{"type": "text", "text": m["content"]}] if m["content"] else []}
+                if isinstance(m.get("content"), str) else m for m in messages]
 
     # probes
 
@@ -226,6 +237,19 @@ class ChatTemplate:
 
     def _refused(self, what: str, notes: tuple[str, ...], help: str) -> Failure:
         return fail("RL0718", what, place=self.directory, notes=notes, help=help)
+
+
+class _WithImages:
+    """A tokenizer, as its `apply_chat_template` sees it: in what the template has rendered, images get their tokens."""
+
+    def __init__(self, tokenizer: Any, images: ContextImages):
+        self._tokenizer, self._images = tokenizer, images
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": self._images.ids(text, lambda whole: list(self._tokenizer(whole, **options)["input_ids"]))}
 
 
 _WHERE = ("the template is the file chat_template.jinja in the model's directory, or `chat_template` of "

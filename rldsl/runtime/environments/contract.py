@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 Speaks = Literal["tool", "user"]
 NOT_TOOLS = ("reset", "get_reward")
+NO_IMAGES = ("images are those of the row alone, which every rank reads from the same files: what an environment "
+             "draws is in its process only")
 ROLES = ("system", "developer", "user", "assistant", "tool")  # of messages, as OpenAI's API has them
 
 
@@ -141,9 +143,8 @@ class TrlForm:
             return messages
         if not isinstance(observation, str):
             raise wrong(self.function, f"`reset` returned {type_name(observation)}, not a string or None",
-                        "what it returns is appended to the last message of the prompt; images are not supported")
-        *before, last = messages
-        return [*before, {**last, "content": last["content"] + observation}]
+                        f"what it returns is appended to the last message of the prompt; {NO_IMAGES}")
+        return with_more(messages, observation)
 
     def answer(self, content: str, calls: Sequence[Mapping[str, Any]]) -> EnvironmentReply:
         results: list[tuple[str, Any]] = []
@@ -183,6 +184,17 @@ class TrlForm:
         return self.loop.run_until_complete(result) if inspect.iscoroutine(result) else result
 
 
+def with_more(messages: Sequence[Message], text: str) -> list[Message]:
+    """Messages, with a text at the end of the last one."""
+    *before, last = messages
+    content = last["content"]
+    if isinstance(content, str):
+        return [*before, {**last, "content": content + text}]
+    *parts, end = content or [{"type": "text", "text": ""}]
+    end = [{**end, "text": end["text"] + text}] if end["type"] == "text" else [end, {"type": "text", "text": text}]
+    return [*before, {**last, "content": [*parts, *end]}]
+
+
 def reset_parameters(reset: Callable[..., Any]) -> ResetParameters:
     """What a bound `reset` takes by name."""
     parameters = inspect.signature(reset).parameters.values()
@@ -202,7 +214,7 @@ def _content(function: Function, tool: str, result: Any) -> str:
     if isinstance(result, list) and result and all(isinstance(b, Mapping) and "type" in b for b in result):
         if all(b["type"] == "text" and isinstance(b.get("text"), str) for b in result):
             return "".join(b["text"] for b in result)
-        raise wrong(function, f"the tool `{tool}` returned a block that is not text", "images are not supported")
+        raise wrong(function, f"the tool `{tool}` returned a block that is not text", f"return text; {NO_IMAGES}")
     return str(result)
 
 
@@ -224,14 +236,24 @@ def number(function: Function, what: str, value: Any) -> float:
     return found
 
 
-def checked_messages(function: Function, what: str, value: Any) -> list[Message]:
-    """Messages that an environment wrote. RL0715."""
-    if isinstance(value, list) and all(
-            isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-            for m in value):
+def checked_messages(function: Function, what: str, value: Any, images: bool = False) -> list[Message]:
+    """Messages that an environment wrote. images: contents may be lists of parts, as those of prompts with images are.
+    RL0715."""
+    form = "a message is {'role': ..., 'content': ...}, both strings"
+    contents = [m.get("content") if isinstance(m, Mapping) else None for m in value] if isinstance(value, list) else [0]
+    if all(isinstance(c, str) or images and _is_parts(c) for c in contents) and all(
+            isinstance(m.get("role"), str) for m in value):
         return [dict(m) for m in value]
-    raise wrong(function, f"{what} {type_name(value)}, not a list of messages",
-                "a message is {'role': ..., 'content': ...}, both strings")
+    if any(isinstance(c, list) for c in contents):
+        raise wrong(function, f"{what} a message whose content is a list", f"{form}; " + (
+            "in a prompt with images, a content may be a list of {'type': 'text', 'text': ...} and {'type': 'image'}"
+            if images else NO_IMAGES))
+    raise wrong(function, f"{what} {type_name(value)}, not a list of messages", form)
+
+
+def _is_parts(content: Any) -> bool:
+    return isinstance(content, list) and all(isinstance(p, Mapping) and (
+        p == {"type": "image"} or p.get("type") == "text" and isinstance(p.get("text"), str)) for p in content)
 
 
 def wrong(function: Function, what: str, help: str) -> Failure:

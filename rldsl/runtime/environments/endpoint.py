@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rldsl.diag import Failure, internal_error
-from rldsl.runtime.environments import Message, Stopped
+from rldsl.runtime.environments import ContextImages, Message, Stopped
 from rldsl.runtime.environments.characters import half_in
 from rldsl.runtime.environments.chat import Chat, ChatFactory
 from rldsl.runtime.environments.contract import Speaks
@@ -37,6 +37,7 @@ from rldsl.runtime.environments.requests import (
     chat_answer,
     chat_request,
     check_characters,
+    has_images,
     models_answer,
     token_answer,
     token_request,
@@ -78,14 +79,19 @@ class Dialogue:
     """A conversation, as its agent has led it."""
 
     key: str                                                     # that its requests have
+    images: ContextImages | None = None                              # of its row, if its data has images
     request: Request | None = None                               # the last one, while the model works on it
     branches: list[Branch] = field(default_factory=list)
     at: int = 0                                                  # the branch of the last request
-    context: tuple[int, ...] = ()                                # what the last request added
+    context: tuple[int, ...] = ()                                # the ids that the last request added
     turns: int = 0                                               # of the model
     limit: Stopped | None = None                                 # that ends it: no more requests are answered
     full: bool = False                                           # whether the last request left its branch no room
     fault: Refused | None = None                                 # that ends it when the model's turn has ended
+
+    def plain(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The ids of tokens."""
+        return tuple(self.images.plain_ids(tokens) if self.images else tokens)
 
 
 class Endpoint:
@@ -99,10 +105,10 @@ class Endpoint:
         self.chats: dict[tuple[str, Speaks | None], Chat] = {}  # by tools and by what is said between turns
         self.heard: deque[tuple[int, Heard | Refused | Failure]] = deque()
 
-    def begin(self, row: int) -> dict[str, str]:
-        """Open a conversation. Returns what its agent needs to ask."""
+    def begin(self, row: int, images: ContextImages | None = None) -> dict[str, str]:
+        """Open a conversation. images: of its row. Returns what its agent needs to ask."""
         key = secrets.token_urlsafe(32)
-        self.dialogues[row], self.row_of[key] = Dialogue(key), row
+        self.dialogues[row], self.row_of[key] = Dialogue(key, images), row
         return {"base_url": f"http://{ADDRESS}:{self.server.port}/v1", "api_key": key}
 
     def end(self, row: int) -> None:
@@ -172,7 +178,7 @@ class Endpoint:
             self.heard.append((row, dialogue.fault))
             return
         asked, chat = before.asked, self._chat(before.asked, None)
-        sampled = Sampled(dialogue.turns, tuple(branch.tokens), tuple(ids), tuple(logprobs), cut,
+        sampled = Sampled(dialogue.turns, dialogue.plain(branch.tokens), tuple(ids), tuple(logprobs), cut,
                           lambda i: chat.text([i], special=True))
         name, messages = f"{row}-{dialogue.turns}", before.messages
         body, content = token_answer(asked, sampled, name) if isinstance(asked, TokenRequest) else b"", ""
@@ -241,7 +247,7 @@ class Endpoint:
         branch.tokens += begun.tokens
         branch.points.append(Point(asked, tuple(asked.messages) if isinstance(asked, ChatRequest) else (),
                                    len(branch.tokens), answered=False))
-        dialogue.at, dialogue.request, dialogue.context = begun.branch, request, begun.tokens
+        dialogue.at, dialogue.request, dialogue.context = begun.branch, request, dialogue.plain(begun.tokens)
         self.heard.append((request.row, begun))
 
     def _tokens(self, dialogue: Dialogue, asked: TokenRequest) -> Heard:
@@ -259,7 +265,7 @@ class Endpoint:
             return len(branch.points[-1].messages) < len(asked.messages) and _leads_to(branch.points[-1], asked)
 
         if (number := _last_of(dialogue, extends)) is not None:
-            return Heard(number, self._added(asked, dialogue.branches[number].points[-1]))
+            return Heard(number, self._added(dialogue, asked, dialogue.branches[number].points[-1]))
         number = self._new_branch(dialogue, asked)
         shared = [(point, branch) for branch in dialogue.branches for point in branch.points if _leads_to(point, asked)]
         # what it begins with, if the model has said it, is not rendered again
@@ -268,8 +274,8 @@ class Endpoint:
             if len(point.messages) == len(asked.messages):
                 return Heard(number, had)
             if point.answered:
-                return Heard(number, had + self._added(asked, point))
-        return Heard(number, self._added(asked, None))
+                return Heard(number, had + self._added(dialogue, asked, point))
+        return Heard(number, self._added(dialogue, asked, None))
 
     def _new_branch(self, dialogue: Dialogue, asked: ChatRequest | TokenRequest) -> int:
         """The number of a new branch. RL0736 if there may be none; HttpError if the agent has just heard that its
@@ -286,7 +292,7 @@ class Endpoint:
             f"such a request begins a new branch: allow them with `branches={2 * count}` of `generate`, or repeat all "
             "that was said and add to it")
 
-    def _added(self, asked: ChatRequest, point: Point | None) -> tuple[int, ...]:
+    def _added(self, dialogue: Dialogue, asked: ChatRequest, point: Point | None) -> tuple[int, ...]:
         """The tokens of the messages behind a point; None: of all messages."""
         had = point.messages if point is not None else ()
         added = asked.messages[len(had):]
@@ -298,8 +304,12 @@ class Endpoint:
         rendered = [_rendered(m, names) for m in added]
         for i, message in enumerate(rendered, len(had)):
             check_characters(f"messages[{i}]", message)
+        shown = any(has_images(m) for m in rendered)
         if point is None:
-            return self._chat(asked, None).first(rendered)
+            return self._chat(asked, None).first(rendered, dialogue.images if shown else None)
+        if shown:
+            raise Refused("RL0730", "asked for what this run does not do: a message behind the model's first turn has "
+                                    "an image", "put all images of the row into the messages before the first turn")
         chats = [self._chat(asked, kind) for kind in sorted({_kind(m) for m in added})]  # "tool" before "user"
         said = [{k: v for k, v in m.items() if k != "tool_call_id"} for m in rendered]  # `reply` numbers them
         return chats[0].reply(said, point.cut)

@@ -14,7 +14,15 @@ from typing import Any, get_args, get_type_hints
 from rldsl.diag import fail
 from rldsl.plan.function import Function
 from rldsl.runtime.environments import Message, ResetParameters
-from rldsl.runtime.environments.contract import EnvironmentReply, Speaks, number, reset_parameters, tool_schema, wrong
+from rldsl.runtime.environments.contract import (
+    EnvironmentReply,
+    Speaks,
+    number,
+    reset_parameters,
+    tool_schema,
+    with_more,
+    wrong,
+)
 from rldsl.runtime.rewards.user_functions import type_name
 
 
@@ -43,8 +51,11 @@ class OpenEnv:
     def begin(self, messages: list[Message], columns: Mapping[str, Any], seed: int) -> list[Message]:
         given = {k: v for k, v in {"seed": seed, **columns}.items() if self.accepted is None or k in self.accepted}
         said = self._text("reset", self.environment.reset(**given))
-        last = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{said}".strip()}
-        return [*messages[:-1], last] if said else messages
+        if not said:
+            return messages
+        if not isinstance(messages[-1]["content"], str):
+            return with_more(messages, f"\n\n{said}")
+        return [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}\n\n{said}".strip()}]
 
     def answer(self, content: str, calls: Sequence[Mapping[str, Any]]) -> EnvironmentReply:
         messages, reward, done = [], None, False

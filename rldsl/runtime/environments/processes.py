@@ -24,7 +24,7 @@ from typing import Any
 
 from rldsl.diag import Failure, fail, internal_error, present
 from rldsl.plan.function import Function
-from rldsl.runtime.environments import Arrival, Message, OnError, ResetParameters, Stopped
+from rldsl.runtime.environments import Arrival, ContextImages, Message, OnError, ResetParameters, Stopped
 from rldsl.runtime.environments.characters import half_in
 from rldsl.runtime.environments.chat import Chat, ChatFactory
 from rldsl.runtime.environments.contract import Speaks
@@ -48,6 +48,7 @@ class Row:
     worker: ForkedWorker               # its process
     messages: list[Message]            # the prompt, without what the environment appends
     columns: Mapping[str, object]      # of its data, for messages
+    images: ContextImages | None = None    # of its data, if that has images
     turn: int = 0                      # turns of the model so far
     context: tuple[int, ...] = ()      # tokens of the last arrival
     cut: bool = False                  # whether the model's last turn has no stop token
@@ -108,14 +109,15 @@ class EnvironmentProcesses:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def begin(self, row: int, columns: Mapping[str, object], messages: object, seed: int) -> None:
+    def begin(self, row: int, columns: Mapping[str, object], messages: object, seed: int,
+              images: ContextImages | None = None) -> None:
         if row in self.rows:
             raise internal_error(f"the conversation of row {row} has begun already", "run")
-        prompt = _as_messages(messages)
+        prompt = _as_messages(messages) if images is None else images.messages(messages)
         worker = self._server().fork(f"rank {self.rank} environment {row}")
-        self.rows[row] = Row(worker, prompt, columns)
+        self.rows[row] = Row(worker, prompt, columns, images)
         if self.endpoint is not None:
-            self._ask(row, {"run": {"row": columns, "seed": seed, **self.endpoint.begin(row)}})
+            self._ask(row, {"run": {"row": columns, "seed": seed, **self.endpoint.begin(row, images)}})
         else:
             self._ask(row, {"begin": {"messages": prompt, "columns": columns, "seed": seed}})
 
@@ -245,7 +247,8 @@ class EnvironmentProcesses:
         if arrival.ended:
             self._release(arrival.row)
         else:
-            self.rows[arrival.row].context = arrival.tokens
+            state = self.rows[arrival.row]
+            state.context = tuple(state.images.plain_ids(arrival.tokens)) if state.images else arrival.tokens
         self.ready.append(arrival)
 
     def _answer_of(self, row: int, seconds: float) -> dict[str, Any]:
@@ -289,7 +292,8 @@ class EnvironmentProcesses:
         if answer.get("done"):
             return Arrival(row, (), True, "done", answer["reward"], answer["turn_reward"])
         self._check_characters(row, answer["messages"])
-        tokens = chat.reply(answer["messages"], state.cut) if state.turn else chat.first(answer["messages"])
+        tokens = chat.reply(answer["messages"], state.cut) if state.turn else chat.first(answer["messages"],
+                                                                                         state.images)
         return Arrival(row, tokens, False, None, None, answer.get("turn_reward"))
 
     def _check_characters(self, row: int, messages: Sequence[Message]) -> None:
@@ -334,7 +338,7 @@ class EnvironmentProcesses:
         print(f"{diagnostic.place}: {diagnostic.code} {diagnostic.title}; {'; '.join(self._notes(row)[:1])}: its "
               f"conversation{call} ends (on_error=end)", file=sys.stderr, flush=True)
         state = self.rows[row]
-        tokens = () if state.turn or state.context else self._chat().first(state.messages)
+        tokens = () if state.turn or state.context else self._chat().first(state.messages, state.images)
         return Arrival(row, tokens, True, "timeout" if diagnostic.code == "RL0716" else "error", None, None)
 
     # processes

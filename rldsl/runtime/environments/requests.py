@@ -43,6 +43,7 @@ class Rules:
     max_tokens: int        # of each branch
     num_tokens: int        # of the tokenizer: ids are below it
     branches: int = 1      # of a conversation
+    image_token: int | None = None  # the placeholder of images; None: rows have none
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def chat_request(body: bytes, rules: Rules) -> ChatRequest:
     if not isinstance(tools, list) or not all(isinstance(t, dict) and t.get("type") == "function" and isinstance(
             t.get("function"), dict) and isinstance(t["function"].get("name"), str) for t in tools):
         raise _wrong("tools", 'is no list of {"type": "function", "function": {"name": ..., ...}}')
-    read = [_message(i, m) for i, m in enumerate(messages)]
+    read = [_message(i, m, rules.image_token is not None) for i, m in enumerate(messages)]
     check_characters("tools", tools)
     if read[-1]["role"] == "assistant":
         raise _wrong("messages", "ends with a message of the assistant, and a turn is not continued")
@@ -127,6 +128,9 @@ def token_request(body: bytes, rules: Rules) -> TokenRequest:
         raise _wrong("token_ids", "is empty", _IDS)
     if max(ids) >= rules.num_tokens:
         raise _wrong("token_ids", f"has {max(ids)}, and the tokenizer has {rules.num_tokens} tokens", _IDS)
+    if rules.image_token in ids:
+        raise _wrong("token_ids", f"has the image token {rules.image_token}, which says no image",
+                     'ask with messages: {"type": "image"} is the place of an image of the row')
     if not isinstance(sampling, dict):
         raise _wrong("sampling_params", "is no object")
     sampling = {k: v for k, v in sampling.items() if v is not None}
@@ -242,6 +246,8 @@ def _shown(value: Any) -> str:
 
 _PROGRAM = "how tokens are sampled is said in the program, at `generate`: leave the field out of the request"
 _IDS = "`token_ids` is the whole context of the turn, at least one id: the tokenizer's, whole numbers from 0"
+_IMAGES = ('{"type": "image"} is the place of an image of the row, in the order of its column; an image that the agent '
+           "has from elsewhere, as `image_url`, is not read")
 _FORM = "messages and tools are those of OpenAI's chat completions, with text alone"
 
 
@@ -249,8 +255,14 @@ def _wrong(field: str, what: str, help: str = _FORM) -> Refused:
     return Refused("RL0730", f"asked for what this run does not do: `{field}` {what}", help, field)
 
 
-def _message(number: int, found: Any) -> Message:
-    """A message in one form: its content is text, and the arguments of its calls are objects."""
+def has_images(message: Message) -> bool:
+    """Whether a message of a `ChatRequest` has the place of an image."""
+    return not isinstance(message["content"], str)
+
+
+def _message(number: int, found: Any, images: bool = False) -> Message:
+    """A message in one form: its content is text, or parts if one of them is the place of an image, and the arguments
+    of its calls are objects. images: whether rows have images."""
     name = f"messages[{number}]"
     if not isinstance(found, Mapping) or found.get("role") not in ROLES:
         raise _wrong(name, f"is no message with a role of {', '.join(ROLES)}")
@@ -263,8 +275,12 @@ def _message(number: int, found: Any) -> Message:
         content = "".join(b["text"] for b in content)
     if content is None and found["role"] == "assistant":
         content = ""
+    if images and isinstance(content, list) and found["role"] != "assistant" and all(map(_is_part, content)):
+        return {"role": found["role"], "content": [dict(b) for b in content]}
     if not isinstance(content, str):
-        raise _wrong(f"{name}.content", "is neither text nor a list of blocks of text")
+        raise _wrong(f"{name}.content", 'is neither text nor a list of {"type": "text", "text": ...} and '
+                     '{"type": "image"}', _IMAGES) if images else _wrong(
+            f"{name}.content", "is neither text nor a list of blocks of text")
     message: Message = {"role": found["role"], "content": content}
     if found.get("name"):
         message["name"] = str(found["name"])
@@ -277,6 +293,11 @@ def _message(number: int, found: Any) -> Message:
             raise _wrong(f"{name}.tool_calls", "is no list")
         message["tool_calls"] = [_call(f"{name}.tool_calls", call) for call in found["tool_calls"]]
     return message
+
+
+def _is_part(block: Any) -> bool:
+    return block == {"type": "image"} or isinstance(block, Mapping) and block.keys() == {"type", "text"} \
+        and block["type"] == "text" and isinstance(block["text"], str)
 
 
 def _call(name: str, call: Any) -> dict[str, Any]:

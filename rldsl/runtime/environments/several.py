@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rldsl.diag import internal_error
-from rldsl.runtime.environments import Arrival, Conversations, Message, ResetParameters, Stopped
+from rldsl.runtime.environments import Arrival, ContextImages, Conversations, Message, ResetParameters, Stopped
 
 COLUMN = "env"  # of the data: the name of a row's environment
 
@@ -26,9 +26,10 @@ class SeveralEnvironments:
     def takes(self) -> ResetParameters:
         return ResetParameters((COLUMN,))
 
-    def begin(self, row: int, columns: Mapping[str, object], messages: str | Sequence[Message], seed: int) -> None:
+    def begin(self, row: int, columns: Mapping[str, object], messages: str | Sequence[Message], seed: int,
+              images: ContextImages | None = None) -> None:
         self.rows[row] = self.named[str(columns[COLUMN])]
-        self.rows[row].begin(row, columns, messages, seed)
+        self.rows[row].begin(row, columns, messages, seed, images)
 
     def said(self, row: int, ids: Sequence[int], ended_by_limit: bool, logprobs: Sequence[float] = ()) -> None:
         self.rows[row].said(row, ids, ended_by_limit, logprobs)

@@ -31,7 +31,8 @@ class TextForm:
                 self.environment.extras[name] = value
         found = self.environment.init(messages)
         first = found[0] if isinstance(found, tuple) and found else found
-        return checked_messages(self.function, "`init` returned", first)
+        images = any(not isinstance(m["content"], str) for m in messages)
+        return checked_messages(self.function, "`init` returned", first, images)
 
     def answer(self, content: str, calls: Sequence[Mapping[str, Any]]) -> EnvironmentReply:
         step = self.environment.step(content)

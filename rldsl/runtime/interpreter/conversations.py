@@ -13,13 +13,14 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any
 
 from rldsl.diag import Failure, fail
 from rldsl.plan.function import Function
 from rldsl.plan.payloads import Conversation, Sampling
 from rldsl.runtime.data import Source
+from rldsl.runtime.data.image_prompts import ImagePrompts, RowImages
 from rldsl.runtime.data.row_schema import Row
+from rldsl.runtime.data.source import WholeRow
 from rldsl.runtime.data.tokens import Tokens
 from rldsl.runtime.environments import Arrival, Conversations, ResetParameters, Stopped
 from rldsl.runtime.environments.chat import ChatTemplate
@@ -35,9 +36,11 @@ def open_conversations(function: Function, limits: Conversation, sampling: Sampl
     """The environments of one call on this rank; each has its own process, which is forked when it begins. A Failure if
     the environment or the chat template cannot be used. sampling: of a turn, which the requests of an agent are held
     against. rank: printed before each line that environments print. at: the call's place in the program."""
-    chat = functools.partial(ChatTemplate, tokens.tokenizer, tokens.ends, tokens.directory)
+    images = tokens.images
+    chat = functools.partial(ChatTemplate, tokens.tokenizer, tokens.ends, tokens.directory,
+                             in_parts=images is not None)
     rules = Rules(sampling, frozenset(tokens.ends), limits.max_turns, limits.max_tokens, len(tokens.tokenizer),
-                  limits.branches)
+                  limits.branches, None if images is None else images.processor.token_id)
     return EnvironmentProcesses(function, limits.turn_timeout, limits.on_error, rank, rules, at).open(chat)
 
 
@@ -46,6 +49,8 @@ class Environments:
     """The environments that this rank has opened; they stay for all steps."""
 
     opened: dict[int, Conversations] = field(default_factory=dict)  # id of a generate event -> its conversations
+    # the same -> how prompts with images are read, of data that has images
+    images: dict[int, ImagePrompts] = field(default_factory=dict)
     # conversations that a time limit ended: of this rank, and on rank 0 also those before the checkpoint resumed from
     timeouts: int = 0
     errors: int = 0  # those that an error of their environment ended, since this process started
@@ -61,6 +66,8 @@ class Environments:
     def _open(self, event: int, functions: Sequence[Function], limits: Conversation, sampling: Sampling, tokens: Tokens,
               rank: int, rows: Source | None, at: str) -> None:
         named: dict[str, Conversations] = {}
+        if tokens.images is not None:
+            self.images[event] = tokens.images
         self.opened[event] = SeveralEnvironments(named)
         for function in functions:
             named[function.name] = open_conversations(function, limits, sampling, tokens, rank, at)
@@ -146,7 +153,7 @@ class RowTalk:
 
     environments: Environments  # of this rank
     event: int  # the generate event
-    columns: dict[int, dict[str, Any]]  # row -> the columns of its data
+    rows: dict[int, WholeRow]  # row -> that of the data
     prompt: str  # the column that has the prompt
     seed: int  # of this call in this step
     at: str = ""  # the call's place in the program, for messages
@@ -156,10 +163,11 @@ class RowTalk:
         return self.environments.opened[self.event]
 
     def begin(self, row: int) -> None:
-        columns = self.columns[row]
-        messages = columns[self.prompt]
+        place, columns, number = self.rows[row]
+        prompts = self.environments.images.get(self.event)
+        images = None if prompts is None else RowImages(prompts, columns, number, place)
         with _failures_name(self.at):
-            self.conversations.begin(row, columns, messages, mix(self.seed, row) >> 1)
+            self.conversations.begin(row, columns, columns[self.prompt], mix(self.seed, row) >> 1, images)
 
     def said(self, row: int, ids: Sequence[int], ended_by_limit: bool, logprobs: Sequence[float]) -> None:
         with _failures_name(self.at):

@@ -142,7 +142,7 @@ def converse(models: ModelStore, step: StepState, environments: Environments, ev
     talk = None
     if context.world.axes(context.world.layouts[event.layout]).talks:
         talk = RowTalk(environments, event.id,
-                       {row + first: columns[row // per_row][1] for row in rows.tolist()},
+                       {row + first: columns[row // per_row] for row in rows.tolist()},
                        dict(data.columns)["prompt"], mix(seed, step.index), event.at)
     made = models.shard_to_read(event.model, event.layout).converse(
         rows + first, event.sampling, limits, talk, seed=seed, step=step.index, max_num_seqs=event.mbs,

@@ -35,7 +35,7 @@ def python_rows(step: StepState, reader: DataReader, reads: tuple[str, ...], fra
     arguments: list[Row] = []
     names: list[str] = []
     for row in rows.tolist():
-        place, of_data = columns[row // per_row_of_data] if columns is not None else ("", {})
+        place, of_data, _ = columns[row // per_row_of_data] if columns is not None else ("", {}, 0)
         names.append(f"{row} ({place})" if place else str(row))
         argument = dict(of_data)
         for name, per_row, sequences in found:

@@ -59,9 +59,7 @@ def fetch(step: StepState, reader: DataReader, event: Fetch) -> None:
             ids = torch.arange(len(fetched.tokens), device=context.device)
             step.write(f"{frame}.{INDEX}", spreads[f"{frame}.{INDEX}"], ids, (ids % data.answers).float())
         if f"{frame}.columns" in spreads:
-            places = [source.table.place(n) for n in numbers]
-            step.buffers.put(f"{frame}.columns@{spreads[f'{frame}.columns']}",
-                             list(zip(places, source.table.read(numbers), strict=True)))
+            step.buffers.put(f"{frame}.columns@{spreads[f'{frame}.columns']}", source.whole(numbers))
         if f"{frame}.row_numbers" in spreads:
             ids = torch.arange(len(numbers), device=context.device)
             step.write(f"{frame}.row_numbers", spreads[f"{frame}.row_numbers"], ids,

@@ -15,6 +15,7 @@ import torch
 from rldsl.plan.turns import STOPPED
 from rldsl.runtime.data.tokens import Tokens
 from rldsl.runtime.environments.tool_calls import TurnReader
+from rldsl.runtime.image_tokens import ids_of
 from rldsl.runtime.state.turns import unmarked
 
 # by number; 0 is an end of its own accord, whether the environment or the model made it
@@ -31,7 +32,7 @@ def turns_of(stored: torch.Tensor, tokens: Tokens, rewards: Sequence[float]) -> 
     found: list[dict[str, Any]] = []
     context: list[int] = []
     number = 0
-    for is_own, pairs in groupby(zip(ids.tolist(), own.tolist(), strict=True), key=lambda pair: pair[1]):
+    for is_own, pairs in groupby(zip(ids_of(ids).tolist(), own.tolist(), strict=True), key=lambda pair: pair[1]):
         piece = [i for i, _ in pairs]
         text = str(tokens.tokenizer.decode(piece, skip_special_tokens=True))
         if is_own:

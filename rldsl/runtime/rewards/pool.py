@@ -10,7 +10,6 @@ Codes, besides those of `runtime/rewards/user_functions.py`: RL0777 a row took t
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import time
@@ -22,7 +21,7 @@ from rldsl.diag import Failure, fail
 from rldsl.plan.function import Function, Result
 from rldsl.runtime.rewards import user_functions, worker_process
 from rldsl.runtime.rewards.user_functions import Row
-from rldsl.runtime.rewards.worker import encoded, failure_from
+from rldsl.runtime.rewards.worker import decoded, encoded, failure_from
 from rldsl.runtime.rewards.worker_process import LOAD, RowChunk, Worker
 
 SECONDS_PER_ROW = 60.0  # default time limit of a function
@@ -92,7 +91,7 @@ class RewardPool:
         """The function's result for each row. names: what messages call the rows (default: their numbers)."""
         names = names or [str(i) for i in range(len(rows))]
         if not self.workers:
-            return user_functions.call(function, json.loads(encoded(rows)), names)
+            return user_functions.call(function, decoded(encoded(rows)), names)
         call = FunctionCall(function, rows, names, self._chunks(function, len(rows)), [0.0] * len(rows))
         while True:
             for worker in list(self.workers):

@@ -8,6 +8,7 @@ Invariant: nothing heavy is imported, and the process ends with its rank.
 
 from __future__ import annotations
 
+import base64
 import faulthandler
 import io
 import json
@@ -24,6 +25,8 @@ from rldsl.plan.function import Function
 from rldsl.runtime.rewards import user_functions
 
 STACK_SIGNAL = signal.SIGUSR1  # makes a worker write its stack trace
+BYTES = "\0bytes"  # the only key of an object that stands for bytes
+BYTES_KEY = json.dumps(BYTES).encode()
 
 
 def main(channel: int, trace: int, rank: int) -> None:
@@ -102,8 +105,24 @@ def end_with(parent: int) -> None:
 
 
 def encoded(message: Any) -> bytes:
-    """JSON. What it cannot express (dates, decimals, bytes) becomes text; arrays become lists."""
-    return json.dumps(message, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x)).encode()
+    """JSON. What it cannot express (dates, decimals) becomes text; arrays become lists. Bytes, such as those of images,
+    stay bytes."""
+    return json.dumps(message, default=_expressed).encode()
+
+
+def decoded(message: bytes) -> Any:
+    """What `encoded` was given."""
+    return json.loads(message, object_hook=_with_bytes if BYTES_KEY in message else None)
+
+
+def _expressed(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {BYTES: base64.b64encode(value).decode()}
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _with_bytes(found: dict[str, Any]) -> Any:
+    return base64.b64decode(found[BYTES]) if found.keys() == {BYTES} else found
 
 
 def send(peer: socket.socket, message: bytes) -> None:
@@ -114,7 +133,7 @@ def receive(peer: socket.socket) -> Any:
     """The next message; None when the other side has closed or died."""
     head = _exactly(peer, 8)
     body = _exactly(peer, int.from_bytes(head, "big")) if head else None
-    return json.loads(body) if body is not None else None
+    return decoded(body) if body is not None else None
 
 
 def _exactly(peer: socket.socket, size: int) -> bytes | None:
