@@ -21,4 +21,4 @@ def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.de
     """See `rldsl.runtime.backend.Build`. images: of other models of the run."""
     from rldsl.backends.vllm.shard import VllmShard
 
-    return VllmShard(model, layout, mesh, axes, device, load)
+    return VllmShard(model, layout, mesh, axes, device, load, weight_cache)

@@ -3,7 +3,8 @@
 It runs in vLLM's environment, which need not have rldsl, so it imports nothing of it; the rank imports `send` and
 `receive` from here. A message is JSON with arrays of numbers after it: nothing is pickled. Weights are not in messages:
 they lie in memory that both processes map. Whatever vLLM prints goes to standard error.
-In: "hello", "open", "load", "generate", "sleep". Out: one answer each; {"error": ...} where it failed.
+In: "hello", "open", "load", "generate", "converse", "turns", "sleep". Out: one answer each; {"error": ...} where it
+failed.
 Invariants: it has a world of its own, of one process; what is sampled for a row depends only on the weights and the
 message; it ends when its rank ends.
 """
@@ -124,6 +125,7 @@ class Engine:
         self.llm: Any = None
         self.weights: dict[str, Any] = {}  # parameter name -> tensor in the shared memory
         self.sleeps = False  # whether its memory was given back
+        self.running = set[int]()  # rows whose responses are under way
         self.report_progress: Callable[[], None] = lambda: None  # called between decode steps
 
     def hello(self, message: Message, arrays: Arrays) -> tuple[Message, Arrays]:
@@ -173,39 +175,77 @@ class Engine:
 
     def generate(self, message: Message, arrays: Arrays) -> tuple[Message, Arrays]:
         """message: "slots": how many sequences are decoded at the same time; "sampling". arrays: "tokens" and "lens" of
-        the prompts, "seeds". The answer has "tokens" and "logprobs" of all responses, their "lens", and "finished"."""
+        the prompts, "seeds". The answer has "tokens" and "logprobs" of all responses, and for each its "rows", the
+        number of its prompt, its "lens", and "finished"."""
+        self._begin_call(message["sampling"])
+        most, waiting = message["sampling"]["max_new_tokens"], iter(enumerate(_prompts(arrays)))
+        done: dict[int, Any] = {}
+        while True:
+            while len(self.running) < message["slots"] and (next_one := next(waiting, None)) is not None:
+                row, prompt = next_one
+                self._add(row, prompt, arrays["seeds"][row], most, message["sampling"])
+            if not self.running:
+                return {}, _answer(sorted(done.items()))
+            done.update(self._step())
+
+    def converse(self, message: Message, arrays: Arrays) -> tuple[Message, Arrays]:
+        """Begin a call whose turns "turns" asks for. message: "sampling"."""
+        self._begin_call(message["sampling"])
+        return {}, {}
+
+    def turns(self, message: Message, arrays: Arrays) -> tuple[Message, Arrays]:
+        """Begin turns, and decode until one ends, also one that began before. message: "sampling"; "once": decode one
+        token of each at most, since something else may come to the rank meanwhile. arrays: "rows" that begin a turn,
+        "tokens" and "lens" of what they have so far, "seeds", "most" tokens of each turn. The answer is as that of
+        `generate`, of "rows" whose turn ended."""
+        for i, prompt in enumerate(_prompts(arrays)):
+            self._add(arrays["rows"][i], prompt, arrays["seeds"][i], arrays["most"][i], message["sampling"])
+        ended = self._step() if self.running else []
+        while self.running and not ended and not message["once"]:
+            ended = self._step()
+        return {}, _answer(ended)
+
+    def _begin_call(self, sampling: Mapping[str, Any]) -> None:
+        self.llm.reset_prefix_cache()  # what is sampled does not depend on earlier calls
+        self.llm.collective_rpc("divide_logits", args=(1.0 if sampling["greedy"] else sampling["temperature"],))
+        self.running = set()
+
+    def _add(self, row: int, prompt: list[int], seed: int, most: int, sampling: Mapping[str, Any]) -> None:
+        """Begin a response of at most `most` tokens."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        s, tokens, lens = message["sampling"], arrays["tokens"].tolist(), arrays["lens"].tolist()
-        ends = list(accumulate(lens))
-        self.llm.reset_prefix_cache()  # what is sampled does not depend on earlier calls
-        self.llm.collective_rpc("divide_logits", args=(1.0 if s["greedy"] else s["temperature"],))
-        engine, waiting, running = self.llm.llm_engine, iter(range(len(lens))), 0
-        done: list[Any] = [None] * len(lens)
-        while True:
-            while running < message["slots"] and (row := next(waiting, None)) is not None:
-                params = SamplingParams(
-                    temperature=0.0 if s["greedy"] else 1.0, top_p=s["top_p"], top_k=s["top_k"], min_p=s["min_p"],
-                    seed=None if s["greedy"] else arrays["seeds"][row], max_tokens=s["max_new_tokens"],
-                    min_tokens=s["min_new_tokens"], stop=s["stop"] or None, stop_token_ids=s["eos_ids"],
-                    ignore_eos=True, logprobs=0, detokenize=bool(s["stop"]), skip_special_tokens=False,
-                    spaces_between_special_tokens=False, output_kind=RequestOutputKind.FINAL_ONLY)
-                engine.add_request(str(row), {"prompt_token_ids": tokens[ends[row] - lens[row]:ends[row]]}, params)
-                running += 1
-            if not running:
-                break
-            for output in engine.step():
-                if output.finished:
-                    done[int(output.request_id)] = output.outputs[0]
-                    running -= 1
-            self.report_progress()
-        sampled = [list(x.token_ids) for x in done]
-        logprobs = array("f", (at[token].logprob for x, ids in zip(done, sampled, strict=True)
-                               for at, token in zip(x.logprobs, ids, strict=True)))
-        return {}, {"tokens": array("q", (t for ids in sampled for t in ids)), "logprobs": logprobs,
-                    "lens": array("q", map(len, sampled)),
-                    "finished": array("q", (int(x.finish_reason == "stop") for x in done))}
+        s = sampling
+        params = SamplingParams(
+            temperature=0.0 if s["greedy"] else 1.0, top_p=s["top_p"], top_k=s["top_k"], min_p=s["min_p"],
+            seed=None if s["greedy"] else seed, max_tokens=most, min_tokens=min(s["min_new_tokens"], most),
+            stop=s["stop"] or None, stop_token_ids=s["eos_ids"], ignore_eos=True, logprobs=0,
+            detokenize=bool(s["stop"]), skip_special_tokens=False, spaces_between_special_tokens=False,
+            output_kind=RequestOutputKind.FINAL_ONLY)
+        self.llm.llm_engine.add_request(str(row), {"prompt_token_ids": prompt}, params)
+        self.running.add(row)
+
+    def _step(self) -> list[tuple[int, Any]]:
+        """One token of each sequence under way. Returns those that have ended: (row, what was sampled)."""
+        ended = [(int(x.request_id), x.outputs[0]) for x in self.llm.llm_engine.step() if x.finished]
+        self.running -= {row for row, _ in ended}
+        self.report_progress()
+        return ended
+
+
+def _prompts(arrays: Arrays) -> list[list[int]]:
+    tokens, ends = arrays["tokens"].tolist(), list(accumulate(arrays["lens"]))
+    return [tokens[end - length:end] for end, length in zip(ends, arrays["lens"], strict=True)]
+
+
+def _answer(ended: list[tuple[int, Any]]) -> Arrays:
+    """What was sampled for rows, one after the other."""
+    sampled = [list(x.token_ids) for _, x in ended]
+    logprobs = array("f", (at[token].logprob for (_, x), ids in zip(ended, sampled, strict=True)
+                           for at, token in zip(x.logprobs, ids, strict=True)))
+    return {"tokens": array("q", (t for ids in sampled for t in ids)), "logprobs": logprobs,
+            "lens": array("q", map(len, sampled)), "rows": array("q", (row for row, _ in ended)),
+            "finished": array("q", (int(x.finish_reason == "stop") for _, x in ended))}
 
 
 def end_with_parent(parent: int) -> None:
@@ -235,7 +275,7 @@ def main() -> None:
     engine.report_progress = report_progress
     verbs: dict[str, Callable[[Message, Arrays], tuple[Message, Arrays]]] = {
         "hello": engine.hello, "open": engine.open, "load": engine.load, "sleep": engine.sleep,
-        "generate": engine.generate}
+        "generate": engine.generate, "converse": engine.converse, "turns": engine.turns}
     while True:
         try:
             message, arrays = receive(requests)

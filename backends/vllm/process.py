@@ -22,7 +22,7 @@ from typing import IO, Any
 from rldsl.backends.vllm import engine
 from rldsl.backends.vllm.describe import DESCRIPTION, PYTHON
 from rldsl.diag import Failure, fail, present
-from rldsl.plan.backends import release
+from rldsl.plan.backends import how_to_install, release
 
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
          "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT")  # of the run; and all of TORCHELASTIC_
@@ -66,7 +66,7 @@ class EngineProcess:
         except (EOFError, BrokenPipeError):
             raise self._ended() from None
         if "error" in answer:
-            raise self._failed(verb, str(answer["error"]))
+            raise self.failed(verb, str(answer["error"]))
         return answer, found
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class EngineProcess:
         limit = START_LIMIT if verb == "hello" else SILENCE_LIMIT
         if not select.select([answers], [], [], limit)[0]:
             self.process.kill()
-            raise self._failed(verb, f"it has reported no progress for {limit:g} s", *self._last_lines())
+            raise self.failed(verb, f"it has reported no progress for {limit:g} s", *self._last_lines())
 
     def _check_version(self, python: str) -> None:
         try:
@@ -91,11 +91,11 @@ class EngineProcess:
                                  f"before {end}, is required")
 
     def _unusable(self, *notes: str) -> Failure:
-        _, line = DESCRIPTION.needs or ("", "")
         return fail("RL0326", f"`{self.model}` is placed with `backend=vllm`, which is not available here", notes=notes,
-                    help=f"install it on every machine with `{line}`, or let {PYTHON} name a Python that has it")
+                    help=f"install it on every machine with {how_to_install(DESCRIPTION)}")
 
-    def _failed(self, verb: str, *notes: str) -> Failure:
+    def failed(self, verb: str, *notes: str) -> Failure:
+        """RL0801 for a request that has no usable answer."""
         if verb == "hello":
             self.close()
         return fail("RL0801", f"the vLLM engine of `{self.model}` could not {VERBS[verb]}", notes=notes,
@@ -120,7 +120,8 @@ class EngineProcess:
 
 
 VERBS: Mapping[str, str] = {"hello": "start", "open": "load the model", "load": "take the weights",
-                            "sleep": "give its memory back", "generate": "generate"}
+                            "sleep": "give its memory back", "generate": "generate", "converse": "begin conversations",
+                            "turns": "generate a turn"}
 
 
 def environment(own: Mapping[str, str], device: str) -> dict[str, str]:

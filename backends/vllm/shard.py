@@ -3,6 +3,9 @@
 The parameters are complete, so what a reallocation sends are the same boxes as for any layout with tp=1 and pp=1. On a
 CPU they arrive in the memory that the engine maps; on a GPU they are copied there. From there vLLM takes them by name,
 since it joins some of them (queries, keys and values) and may store them in a form of its own.
+
+Of a model with adapters only their factors are parameters, and arrive. What vLLM takes are the weights of the base with
+the adapters merged, W + alpha / r * B A, computed in float32: it knows of no adapters.
 """
 
 from __future__ import annotations
@@ -15,16 +18,31 @@ from typing import Any
 
 import torch
 
+from rldsl.backends.torch.generate.conversation_state import LiveConversations
 from rldsl.backends.torch.generate.stop_conditions import tokenizer_of
-from rldsl.backends.torch.model.load_weights import WeightReads, load, load_config
+from rldsl.backends.torch.model.load_weights import HeldPieces, WeightReads, allocate_parameters, load, load_config
+from rldsl.backends.torch.model.lora import init_lora, lora_adapters
+from rldsl.backends.vllm.answers import Response, responses
+from rldsl.backends.vllm.conversations import Turns
 from rldsl.backends.vllm.process import EngineProcess
 from rldsl.backends.vllm.shared_weights import SharedWeights
 from rldsl.diag import fail
 from rldsl.plan.events import CopyPart, Sampling
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.runtime.backend import Axes, GenerationOutput, PackedBatch, Prefix, Shard, WeightDigest
+from rldsl.plan.payloads import Conversation, Waiting
+from rldsl.runtime.backend import (
+    Axes,
+    ConversationOutput,
+    GenerationOutput,
+    PackedBatch,
+    Prefix,
+    Shard,
+    Talk,
+    WeightCache,
+    WeightDigest,
+)
 from rldsl.runtime.host_memory import HostMemory
-from rldsl.sharding.boxes import local_shape, parameters, pieces_of_rank
+from rldsl.sharding.boxes import Parameter, expand_specs, local_shape, parameters, pieces_of_rank
 from rldsl.sharding.dtypes import storage_dtype
 from rldsl.sharding.partition import mix
 
@@ -32,18 +50,32 @@ from rldsl.sharding.partition import mix
 class VllmShard:
     """See `rldsl.runtime.backend.Shard`, whose methods these are."""
 
-    def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, load_weights: bool):
+    def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, load_weights: bool,
+                 weight_cache: WeightCache | None = None):
         self.model, self.device = model, device
         self.config = load_config(model)
         rank = axes.mesh.ranks[axes.mesh.index]
-        held = {p.name: (p, pieces_of_rank(p, model.layers, layout, mesh, rank)) for p in parameters(model)}
-        shapes = {name: tuple(local_shape(p, pieces)) for name, (p, pieces) in held.items()}
-        dtype = torch.bfloat16 if storage_dtype(model, layout.id) == "bfloat16" else torch.float32
-        self.shared = SharedWeights(shapes, dtype)
-        # parameter name -> tensor: in the shared memory on a CPU, else on the device
+
+        def complete(wanted: Iterable[Parameter]) -> HeldPieces:
+            return {p.name: (p, pieces_of_rank(p, model.layers, layout, mesh, rank)) for p in wanted}
+
+        held, base_held = complete(parameters(model)), complete(expand_specs(model.base, model.layers))
+        dtype, stored = (torch.bfloat16 if name == "bfloat16" else torch.float32
+                         for name in (model.dtype, storage_dtype(model, layout.id)))
+        # of the base of a model with adapters: parameter name -> tensor on the device
+        base, base_to_load = allocate_parameters(model.path, base_held, dtype, device, weight_cache)
+        self.base: dict[str, torch.Tensor] = {name: p.data for name, p in base.items()}
+        self.shapes = {name: tuple(local_shape(p, pieces)) for name, (p, pieces) in held.items()}
+        self.dtype = stored
+        self.shared = SharedWeights({name: tuple(x.shape) for name, x in self.base.items()} or self.shapes,
+                                    dtype if model.base else stored)
+        # parameter name -> tensor: on a CPU, and without adapters, in the shared memory, else on the device
         self.tensors = self._allocated()
         reads = WeightReads()
-        if load_weights:
+        load(model, base_to_load, self.base, reads)
+        if load_weights and model.lora is not None:
+            init_lora(model, held, self.tensors, reads)
+        elif load_weights:
             load(model, held, self.tensors, reads)
         self._weight_digests = tuple(reads.digests())
         self.host_memory = HostMemory(device)
@@ -68,29 +100,49 @@ class VllmShard:
         _, eos_ids = tokenizer_of(self.model.path)
         texts = [part.tolist() for part in prompts.tokens.split(lens)]
         rows = [i for i, text in enumerate(texts) if not (continues and text[-1] in eos_ids)]
-        found = _Responses(len(texts))
+        found: list[Response] = [Response([], [], True)] * len(texts)
         if rows:
             slots = min(max_num_seqs or len(rows), len(rows))
             asked = max(max_num_seqs, max_prompts) or len(rows)
             engine = self._engine(max(max_prompt_len, *lens) + sampling.max_new_tokens, max(slots, asked))
             seeds = [mix(seed, step, row) >> 1 for row in prompts.rows[torch.tensor(rows)].tolist()]
-            _, arrays = engine.ask(
+            _, answer = engine.ask(
                 "generate", {"tokens": array("q", (t for i in rows for t in texts[i])),
                              "lens": array("q", (lens[i] for i in rows)), "seeds": array("q", seeds)},
                 slots=slots, sampling={**asdict(sampling), "eos_ids": eos_ids})
-            found.take(rows, arrays)
-        return found.output(prompts, texts)
+            asked_for = dict.fromkeys(range(len(rows)), sampling.max_new_tokens)
+            for i, response in responses(engine, "generate", answer, asked_for).items():
+                found[rows[i]] = response
+        return _output(prompts, texts, found)
+
+    def converse(self, rows: torch.Tensor, sampling: Sampling, limits: Conversation, talk: Talk | None, *, seed: int,
+                 step: int, max_num_seqs: int, waiting: Waiting = "keep") -> ConversationOutput:
+        """Errors: RL0326 and RL0801 (`process.py`), and those of environments."""
+        numbers = rows.tolist()
+        if not numbers:
+            return LiveConversations(limits, talk).output(rows.device)
+        slots = min(max_num_seqs or len(numbers), len(numbers))
+        _, eos_ids = tokenizer_of(self.model.path)
+        turns = Turns(limits=limits, talk=talk, engine=self._engine(limits.max_tokens, max(slots, max_num_seqs)),
+                      sampling=sampling, eos_ids=eos_ids, num_slots=slots, waiting=waiting, seed=seed, step=step)
+        turns.expect(numbers)
+        turns.run_to_the_end()
+        return turns.output(rows.device)
 
     def export(self) -> Mapping[str, Any]:
         return {"config": self.config, "tokenizer": self.model.path}
 
     def offload(self, part: CopyPart) -> None:
-        self.tensors = self.host_memory.offload(self.tensors)
+        self._set_memory(self.host_memory.offload({**self.tensors, **self.base}))
         self._sleep()
 
     def onload(self, part: CopyPart) -> Callable[[], None]:
-        self.tensors, finish = self.host_memory.onload(self.tensors)
+        tensors, finish = self.host_memory.onload({**self.tensors, **self.base})
+        self._set_memory(tensors)
         return finish
+
+    def _set_memory(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors, self.base = ({name: tensors[name] for name in held} for held in (self.tensors, self.base))
 
     def alias(self, other: Shard) -> None:
         raise TypeError("a copy for vLLM is never trained, so it cannot be that of another layout")
@@ -111,9 +163,18 @@ class VllmShard:
             self.engine = None
 
     def _allocated(self) -> dict[str, torch.Tensor]:
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and not self.model.base:
             return dict(self.shared.tensors)
-        return {name: torch.empty_like(x, device=self.device) for name, x in self.shared.tensors.items()}
+        return {name: torch.empty(shape, dtype=self.dtype, device=self.device) for name, shape in self.shapes.items()}
+
+    @torch.no_grad()
+    def _fill_shared(self) -> None:
+        """Let the shared memory have the weights that vLLM takes."""
+        self.shared.copy_from(self.base or self.tensors)
+        for module, adapter in lora_adapters(self.model, self.tensors).items():
+            name = f"{module}.weight"
+            product = adapter.b.float() @ adapter.a.float()
+            self.shared.tensors[name].copy_(self.base[name].float() + adapter.scale * product)
 
     def _sleep(self) -> None:
         self.changed = True
@@ -137,35 +198,20 @@ class VllmShard:
                 bytes_per_token=2 * sizes.kv_heads * sizes.head_dim * self.model.layers * itemsize)
             self.changed = True
         if self.changed:
-            self.shared.copy_from(self.tensors)
+            self._fill_shared()
             self.engine.ask("load")
             self.changed = False
         return self.engine
 
 
-class _Responses:
-    """Responses of sequences; those that were not asked for are empty and have ended."""
-
-    def __init__(self, count: int):
-        self.tokens: list[list[int]] = [[] for _ in range(count)]
-        self.logprobs: list[list[float]] = [[] for _ in range(count)]
-        self.finished = [True] * count
-
-    def take(self, rows: Sequence[int], arrays: Mapping[str, array[Any]]) -> None:
-        start = 0
-        for row, size, finished in zip(rows, arrays["lens"], arrays["finished"], strict=True):
-            self.tokens[row] = arrays["tokens"][start:start + size].tolist()
-            self.logprobs[row] = arrays["logprobs"][start:start + size].tolist()
-            self.finished[row] = bool(finished)
-            start += size
-
-    def output(self, prompts: PackedBatch, texts: Sequence[Sequence[int]]) -> GenerationOutput:
-        device = prompts.tokens.device
-        joined = [t for text, new in zip(texts, self.tokens, strict=True) for t in (*text, *new)]
-        batch = PackedBatch(
-            prompts.rows, prompts.prompt_lens + prompts.response_lens,
-            torch.tensor(list(map(len, self.tokens)), dtype=torch.int64, device=device),
-            torch.tensor(joined, dtype=torch.int64, device=device))
-        logprobs = torch.tensor([x for row in self.logprobs for x in row], dtype=torch.float32, device=device)
-        return GenerationOutput(batch, logprobs, torch.tensor(self.finished, dtype=torch.bool, device=device),
-                                num_prefilled=sum(map(len, texts)))
+def _output(prompts: PackedBatch, texts: Sequence[Sequence[int]], made: Sequence[Response]) -> GenerationOutput:
+    """Each sequence with its response."""
+    device = prompts.tokens.device
+    joined = [t for text, response in zip(texts, made, strict=True) for t in (*text, *response.tokens)]
+    batch = PackedBatch(
+        prompts.rows, prompts.prompt_lens + prompts.response_lens,
+        torch.tensor([len(x.tokens) for x in made], dtype=torch.int64, device=device),
+        torch.tensor(joined, dtype=torch.int64, device=device))
+    logprobs = torch.tensor([x for response in made for x in response.logprobs], dtype=torch.float32, device=device)
+    finished = torch.tensor([x.finished for x in made], dtype=torch.bool, device=device)
+    return GenerationOutput(batch, logprobs, finished, num_prefilled=sum(map(len, texts)))

@@ -15,7 +15,7 @@ from rldsl.graph import model as g
 from rldsl.models.families import Family
 from rldsl.placement.model import Call, Placement, label
 from rldsl.placement.rules import option_span
-from rldsl.plan.backends import Description, described, lacking, names, unable, unfit
+from rldsl.plan.backends import described, how_to_install, lacking, names, unable, unfit
 from rldsl.plan.model import DEFAULT_BACKEND
 from rldsl.source import Span
 
@@ -45,7 +45,7 @@ def check_backends(graph: g.Graph, calls: Iterable[Call], placements: Mapping[st
         entries = isinstance(node, g.Infer | g.Train) and node.ids != ""
         why = unable(known, kinds[type(node)], x, node.model in adapted, optimizers[node.model], talks, entries,
                      isinstance(node, g.Train) and node.first_pass != "",
-                     isinstance(node, g.Generate) and node.per_step > 0)
+                     isinstance(node, g.Generate) and node.per_step > 0, placement.waiting)
         if not why and family is not None:
             why = known.problem(family, x) or (
                 "it does not read images" if family.reads_images and not known.images else "")
@@ -53,15 +53,10 @@ def check_backends(graph: g.Graph, calls: Iterable[Call], placements: Mapping[st
         if why:
             problems.append(Diagnostic("RL0327", f"`{label(node)}` cannot run on the backend `{x.backend}`", span, why,
                                        help=f"use `backend={DEFAULT_BACKEND}`, or remove the unsupported feature"))
-        elif line := lacking(known):
+        elif lacking(known):
             problems.append(Diagnostic("RL0326", f"the backend `{x.backend}` cannot be used", span,
                                        unfit(known) or "its package is not installed",
-                                       help=f"install it with `{line}`, {own_python(known)}or write "
+                                       help=f"install it with {how_to_install(known)}, or write "
                                             f"`backend={DEFAULT_BACKEND}`"))
     if problems:
         raise Failure(dict.fromkeys(problems))
-
-
-def own_python(description: Description) -> str:
-    """What a backend whose package may be in another environment adds to the help."""
-    return f"let {description.interpreter} name a Python that has it, " if description.interpreter else ""

@@ -23,6 +23,7 @@ from typing import Protocol, TypeVar
 
 from rldsl.diag import Failure, fail
 from rldsl.plan.model import DEFAULT_BACKEND, Layout, Optimizer, ParamSpec
+from rldsl.plan.payloads import WAITING, Waiting
 
 CALLS = ("generate", "infer", "train")
 GROUP = "rldsl.backends"  # our package of backends, and the group of entry points by which others add theirs
@@ -68,6 +69,7 @@ class Description:
 
     calls: tuple[str, ...] = CALLS  # kinds of call
     divisions: tuple[str, ...] = DIVISIONS  # degrees that may be above 1
+    undivided: str = ""  # why the others may not, for the message
     zero: int = 3  # the highest `zero` level; 0: none
     adapters: bool = True  # whether models may have LoRA adapters
     optimizers: tuple[str, ...] = ("adamw",)  # that models may be trained with
@@ -77,10 +79,12 @@ class Description:
     versions: tuple[str, str, str] | None = None  # (distribution, first supported version, first unsupported one)
     # the environment variable that may name a Python of its own, in which the package is then
     interpreter: str = ""
+    own_environment: str = ""  # the command that makes such a Python
     invariant: bool = False  # whether it can run models with `invariant=true`
     images: bool = False  # whether models may read images; then `build` takes `images`
     reuses_cache: bool = False  # whether `generate` can keep its KV cache for a call that continues
     conversations: bool = False  # whether `generate` can talk with an environment
+    waiting: tuple[Waiting, ...] = WAITING  # what a conversation may do with its slot while it waits
     per_step: bool = True  # whether `generate` can continue the responses of an earlier call (`per_step=`)
     # whether the log-probs of `generate` are computed by another engine than those of training, which differ by more
     # than rounding
@@ -199,6 +203,14 @@ def lacking(description: Description) -> str:
     return "" if installed and not unfit(description) else command
 
 
+def how_to_install(description: Description) -> str:
+    """The commands that install the package behind a backend, for a message."""
+    _, command = description.needs or ("", "")
+    if not description.interpreter:
+        return f"`{command}`"
+    return f"`{command}`, or in an environment of its own with `{description.own_environment}`"
+
+
 def _own_python(description: Description) -> str:
     """The Python that the user names for the package of a backend; "" if there is none."""
     return os.environ.get(description.interpreter, "") if description.interpreter else ""
@@ -229,20 +241,22 @@ def release(version: str) -> tuple[int, ...]:
 
 def unable(description: Description, call: str, layout: Layout, adapters: bool,
            optimizer: Optimizer | None = None, talks: bool = False, entries: bool = False,
-           first_pass: bool = False, per_step: bool = False) -> str:
+           first_pass: bool = False, per_step: bool = False, waiting: Waiting = "keep") -> str:
     """Why a backend cannot run a call under a layout, whatever the model; "" if it can. optimizer: of the model.
     talks: whether environments answer a `generate`. entries: whether the call is about several tokens at each token.
     first_pass: whether a pass without gradient comes before each minibatch of a `train`. per_step: whether a `generate`
-    continues responses of earlier steps."""
+    continues responses of earlier steps. waiting: what conversations do with their slots while they wait."""
     if call not in description.calls:
         return f"it does not support `{call}`"
     if talks and not description.conversations:
         return "it cannot talk with environments"
+    if talks and waiting not in description.waiting:
+        return f"it does not support `waiting={waiting}`, only {' and '.join(f'`{w}`' for w in description.waiting)}"
     if per_step and not description.per_step:
         return "it cannot continue the responses of earlier steps (`per_step`)"
     divided = next((d for d in DIVISIONS if getattr(layout, d) > 1 and d not in description.divisions), "")
     if divided:
-        return f"it does not support `{divided}`"
+        return f"it does not support `{divided}`" + (f": {description.undivided}" if description.undivided else "")
     if layout.zero > description.zero:
         return f"it supports `zero` only up to {description.zero}" if description.zero else "it does not support `zero`"
     if entries and not description.entries:

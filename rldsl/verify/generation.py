@@ -115,6 +115,8 @@ def _conversation(t: Tables, e: Generate) -> str:
     known = described(x.backend)
     if known is None or not known.conversations:
         return f"the backend {x.backend!r} cannot talk with environments"
+    if e.waiting not in known.waiting:
+        return f"{e.waiting} of slots that wait for an environment, on the backend {x.backend!r}"
     return "it reads and writes KV caches" if e.cache_of or f"{e.frame}.cache" in t.values else ""
 
 

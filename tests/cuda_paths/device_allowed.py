@@ -47,7 +47,7 @@ PLACES: dict[tuple[str, str], str] = {
     ("backends/torch/generate/generate.py", "_output"): LENGTHS,
     ("backends/torch/generate/kv_cache.py", "PrefillAttention.__init__"): LENGTHS,
     ("backends/torch/generate/conversations.py", "converse"): LENGTHS,
-    ("backends/torch/generate/conversations.py", "_output"): TALK,
+    ("backends/torch/generate/conversation_state.py", "LiveConversations.output"): TALK,
     ("backends/torch/generate/conversations.py", "Engine.record"): TALK,
     ("backends/torch/generate/conversations.py", "Engine.sample"): TALK,
     # rows of a forward pass, before it begins

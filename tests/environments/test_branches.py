@@ -168,9 +168,10 @@ SAMPLING = Sampling(max_new_tokens=6, temperature=0.7)
 ROWS = 6
 
 
-def with_template(model: Path) -> None:
+def with_template(model: Path) -> Path:
     config = model / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
+    return model
 
 
 def test_log_probs_of_each_branch_are_those_of_its_own_context(tmp_path: Path) -> None:

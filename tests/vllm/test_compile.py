@@ -16,9 +16,10 @@ from click.testing import CliRunner
 from rldsl import api
 from rldsl.cli import main
 from rldsl.diag import Diagnostic, Failure
+from rldsl.memory import curves
 from rldsl.placement.engines import other_engines
 from rldsl.plan.backends import described, lacking
-from rldsl.plan.events import Compute, Infer, Log
+from rldsl.plan.events import Compute, Infer, Log, Realloc
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
 from rldsl.verify import verify
@@ -84,11 +85,11 @@ def refused(**given: str) -> Diagnostic:
 
 
 @pytest.mark.parametrize("given, code, words", [
-    (dict(place="tp=2 backend=vllm", body=BODY.replace("dp=2 ", "")), "RL0327", "it does not support `tp`"),
+    (dict(place="tp=2 backend=vllm", body=BODY.replace("dp=2 ", "")), "RL0327",
+     "it does not support `tp`: each rank that generates has an engine of its own, with all of the model"),
     (dict(place="backend=vllm", body=BODY.replace("dp=2", "pp=2")), "RL0327", "it does not support `pp`"),
     (dict(trained="0:2) dp=2 backend=vllm  # (", loss="reinforce(adv=1)", place=""), "RL0327",
      "it does not support `train`"),
-    (dict(model='"models/dense", lora(r=4)'), "RL0327", "it does not support adapters"),
     (dict(model='"models/experts"'), "RL0327", "mixture-of-experts models are not supported"),
     (dict(model='"models/gpt2"'), "RL0327", "the family gpt2; supported families: llama"),
     (dict(options=", per_step=2"), "RL0327", "the responses of earlier steps (`per_step`)"),
@@ -99,12 +100,42 @@ def test_what_it_does_not_support_is_refused(given: dict[str, str], code: str, w
     assert d.span is not None and (code != "RL0327" or "backend=torch" in d.help)
 
 
-def test_environments_are_refused() -> None:
+def conversation(place: str, max_tokens: int = 64) -> dict[str, str]:
+    """A program whose model talks with an environment."""
     Path("envs.py").write_text("class Game:\n    pass\n")
-    d = refused(body='prompt = prompts.next()\n  gen = actor.generate(prompt, env=Game, max_turns=2, max_tokens=64) '
-                     "on mesh(0:2) dp=2 backend=vllm\n  actor.train(gen, loss=reinforce(adv=gen.reward)) on mesh(0:2)",
-                model='"models/dense"', train='train adamw(lr=1e-3)\nuse py "envs.py" (Game: env)')
-    assert (d.code, d.label) == ("RL0327", "it cannot talk with environments")
+    return dict(body=f"prompt = prompts.next()\n  gen = actor.generate(prompt, env=Game, max_turns=2, "
+                     f"max_tokens={max_tokens}) on mesh(0:2) dp=2 backend=vllm {place}\n"
+                     "  actor.train(gen, loss=ppo_clip(old=gen.logprobs, adv=gen.reward)) on mesh(0:2)",
+                train='train adamw(lr=1e-3)\nuse py "envs.py" (Game: env)')
+
+
+def test_conversations() -> None:
+    """Their log-probs are compared, too. No cache moves to the host, and no sequence is longer than the model's."""
+    for place in ("", "waiting=keep", "waiting=recompute mbs=2"):
+        plan = compiled(**conversation(place))
+        assert any(name == "gen/logprob_difference" for e in events(plan, Log) for name, _ in e.metrics)
+    d = refused(**conversation("waiting=offload"))
+    assert (d.code, d.label) == ("RL0327", "it does not support `waiting=offload`, only `keep` and `recompute`")
+    assert refused(**conversation("", 2000)).code == "RL0331"
+    given = conversation("waiting=offload")
+    plan = compiled(**{**given, "body": given["body"].replace("backend=vllm", "")})
+    with pytest.raises(Failure) as caught:
+        verify(replace(plan, layouts=tuple(replace(x, backend="vllm") for x in plan.layouts)))
+    assert any("offload of slots that wait for an environment, on the backend 'vllm'" in d.title
+               for d in caught.value.diagnostics)
+
+
+def test_adapters() -> None:
+    """Only their factors travel to the engine's copy, which has a base and merged weights, and the estimate counts
+    all three."""
+    plan = compiled(model='"models/dense", lora(r=4)', trained="0:2) dp=2  # (")
+    (moved,) = (e for e in events(plan, Realloc))
+    (model,) = plan.models
+    assert {"lora_A", "lora_B"} == {p.name.split(".")[-2] for p in model.params} and moved.model == "actor"
+    for device, expected in (("cpu", {"weights of the engine", "merged weights"}), ("cuda", {"weights of the engine"})):
+        curve = curves(plan, device)[0]  # type: ignore[arg-type]
+        sizes = {x.what.partition(" of actor")[0]: x.bytes for x in curve.holdings if "engine" in x.what or "merged" in x.what}
+        assert sizes.keys() == expected and len({*sizes.values()}) == 1, sizes
 
 
 def test_a_cache_is_not_reused() -> None:
@@ -121,7 +152,8 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     if not lacking(known):
         pytest.skip("vLLM is installed here")
     d = refused()
-    assert d.code == "RL0326" and "pip install 'rldsl[vllm]'" in d.help and "RLDSL_VLLM_PYTHON" in d.help
+    assert d.code == "RL0326" and "pip install 'rldsl[vllm]'" in d.help
+    assert "~/vllm/bin/pip install 'vllm==0.32.*' && export RLDSL_VLLM_PYTHON=~/vllm/bin/python" in d.help
 
 
 def test_a_python_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from rldsl.plan.metrics_file import MEASURED
+from tests.environments.test_branches import with_template
 from tests.forked import command
 from tests.tiny import make_model, make_sums, write_jsonl
 from tests.vllm.engines import BOTH, engine_of, variables
@@ -123,6 +124,56 @@ def run_until_killed(file: str, engine: str, out: str) -> None:
     thread.start()
     done = run(file, engine, out)
     assert done.returncode != 0 and "RL0801" in done.stderr and "SIGKILL" in done.stderr, done.stderr
+
+
+TALKS = """
+use std.grpo (group_norm)
+use std.ppo (ppo_clip)
+use py "games.py" (Digits: env)
+cluster nodes=1 gpus=2
+data prompts = jsonl("prompts.jsonl", batch=4, max_prompt_tokens=8)
+model actor = causal_lm("model", lora(r=4)) train adamw(lr=2e-2)
+flow g(steps=4) {{
+  checkpoint every 1 keep=9
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, env=Digits, n=4, max_turns=2, max_new_tokens=4, max_tokens=40) {place}
+  metric reward = mean(gen.reward)
+  metric turns  = mean(gen.turns)
+  actor.train(gen, loss=ppo_clip(old=gen.logprobs, adv=group_norm(gen.reward)), minibatches=2) on mesh(0:2) dp=2
+  every 4 {{ save actor }}
+}}
+"""
+GAMES = """
+class Digits:
+    def init(self, prompt):
+        return prompt, {}
+
+    def step(self, action):
+        reward = float(sum(c.isdigit() for c in action))
+        return {"observations": [{"role": "user", "content": "more"}], "reward": reward, "done": False}
+"""
+
+
+@pytest.mark.parametrize("engine", BOTH)
+def test_conversations_of_a_model_with_adapters(engine: str) -> None:
+    """It learns; and, with the stand-in, an engine that dies in a turn ends the run, which resumes to the same."""
+    Path("talks.rlf").write_text(TALKS.format(place="on mesh(0:2) dp=2 backend=vllm mbs=3 waiting=recompute"))
+    Path("games.py").write_text(GAMES)
+    with_template(Path("model"))
+    whole, broken = f"talks-{engine}", "talks-broken"
+    done = run("talks.rlf", engine, whole)
+    assert done.returncode == 0, done.stderr
+    found = lines(whole)
+    assert all(0 < line["gen/logprob_difference"] <= line["gen/logprob_difference_max"] < 1e-4 for line in found)
+    assert all(line["turns"] == 2 for line in found)
+    if engine != "standin":
+        return
+    died = run("talks.rlf", engine, broken, STANDIN_DIE_AT="150")
+    assert died.returncode != 0 and "RL0801" in died.stderr and "ended with exit status 3" in died.stderr, died.stderr
+    assert "Traceback" not in died.stderr and 0 < len(lines(broken)) < 4
+    resumed = run("talks.rlf", engine, broken, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert computed(broken) == computed(whole)
 
 
 def test_placements_give_the_same_tokens() -> None:

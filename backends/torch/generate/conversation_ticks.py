@@ -33,7 +33,8 @@ from rldsl.runtime.collectives import all_reduce
 from rldsl.runtime.environments import Arrival, Stopped
 
 if TYPE_CHECKING:
-    from rldsl.backends.torch.generate.conversations import Engine, Slot
+    from rldsl.backends.torch.generate.conversation_state import Slot
+    from rldsl.backends.torch.generate.conversations import Engine
 
 REASONS: tuple[Stopped, ...] = get_args(Stopped)
 SECONDS_BETWEEN_LOOKS = 0.002  # while nothing can be done, and experts are shared

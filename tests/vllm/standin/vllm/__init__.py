@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -228,10 +229,15 @@ class LLMEngine:
             made.finish_reason = "length"
 
     def _has_stopped(self, request: Request) -> bool:
-        from transformers import AutoTokenizer
-
-        text = AutoTokenizer.from_pretrained(self.runner.model.directory).decode(request.made.token_ids)
+        text = _tokenizer(self.runner.model.directory).decode(request.made.token_ids)
         return any(stop in text for stop in request.params.stop or ())
+
+
+@cache
+def _tokenizer(directory: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory)
 
 
 def _filtered(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
