@@ -211,9 +211,18 @@ def _claim_device(store: dist.Store, device: torch.device, rank: int) -> None:
                    help="start one rank per GPU, or let every rank see all GPUs of its machine")
 
 
+def _nccl_note(version: tuple[int, ...]) -> str:
+    """What an NCCL of this version does not do that the order of messages wants; "" if it does."""
+    if version >= (2, 26):
+        return ""
+    return (f"warning: NCCL {'.'.join(map(str, version))} ignores NCCL_LAUNCH_ORDER_IMPLICIT, which exists since 2.26: "
+            "transfers at the same time as collectives may wait for each other; use a torch with a newer NCCL")
+
+
 def _join_ranks(device: torch.device, rank: int, timeout: timedelta) -> tuple[dist.Store, bool]:
     """Join the other ranks where torchrun says; without torchrun, a world of one. Returns the store of all starts of
     this run, and whether an earlier one began it. RL0704: the others cannot be reached."""
+    import torch
     import torch.distributed as dist
 
     from rldsl.runtime.comm.rendezvous import start_prefix, started_before
@@ -222,6 +231,8 @@ def _join_ranks(device: torch.device, rank: int, timeout: timedelta) -> tuple[di
     if device.type == "cuda":  # with the device its communicators are made now, and those of groups from them, not late
         backend = {"backend": "nccl", "device_id": device}
     try:
+        if device.type == "cuda" and rank == 0 and (note := _nccl_note(torch.cuda.nccl.version())):
+            print(note, file=sys.stderr, flush=True)
         if "MASTER_ADDR" not in os.environ:
             dist.init_process_group(**backend, store=dist.HashStore(), rank=0, world_size=1)
             return dist.HashStore(), False

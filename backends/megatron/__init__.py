@@ -35,8 +35,8 @@ def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.de
                    help="without CUDA use tp=1 (pp, dp, cp and ep work as usual), or omit `backend=megatron`")
     from rldsl.backends.megatron import kernels
 
-    for harmless in ("When using (sequence parallelism|async grad)", "`torch.distributed.*` is deprecated"):
-        warnings.filterwarnings("ignore", message=harmless)
+    for message in harmless_warnings(device.type):
+        warnings.filterwarnings("ignore", message=message)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about packages that are never needed
         packages = kernels.installed_packages(device.type)
@@ -48,6 +48,13 @@ def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.de
         for line in kernels.describe_kernels(shard.stage.kernels, packages):
             kernels.print_once(line)
     return shard
+
+
+def harmless_warnings(device: str) -> tuple[str, ...]:
+    """Of megatron-core, which say nothing to a user. On CUDA it recommends CUDA_DEVICE_MAX_CONNECTIONS=1, without which
+    communication of tensor parallelism may not overlap with computation; elsewhere the variable has no meaning."""
+    deprecated = "`torch.distributed.*` is deprecated"
+    return (deprecated,) if device == "cuda" else (deprecated, "When using (sequence parallelism|async grad)")
 
 
 def _is_current(device: torch.device) -> bool:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -151,3 +152,41 @@ def test_all_kernels_are_compiled() -> None:
         lacking += [f"{file.stem}.{f.name}" for f in kernels
                     if f.name not in inlined and f"{file.stem}.{f.name}" not in compiled]
     assert lacking == []
+
+
+def kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Any = None, v: Any = None,
+            rotary_cos: Any = None, rotary_sin: Any = None, cache_seqlens: Any = None, cache_batch_idx: Any = None,
+            cache_leftpad: Any = None, block_table: Any = None, softmax_scale: Any = None, causal: bool = False,
+            window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, rotary_interleaved: bool = True,
+            alibi_slopes: Any = None, num_splits: int = 0, return_softmax_lse: bool = False) -> torch.Tensor:
+    """The signature of flash-attn 2.8's `flash_attn_with_kvcache`, what it checks, and what it computes: query i of n
+    is that of place `cache_seqlens` - n + i, and sees `window_size` keys to its left and right."""
+    assert cache_seqlens.dtype == torch.int32 and cache_seqlens.shape == (len(q),) and causal
+    assert all(x.stride(-1) == 1 and len(x) == len(q) for x in (q, k_cache, v_cache))
+    assert k_cache.shape[1] >= int(cache_seqlens.max())
+    at = (cache_seqlens.long() - 1)[:, None]
+    columns = torch.arange(k_cache.shape[1])
+    seen = columns <= at
+    if window_size[0] >= 0:
+        seen &= columns >= at - window_size[0]
+    keys, values = (x.transpose(1, 2) for x in (k_cache, v_cache))
+    out: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), keys, values, seen[:, None, None], scale=softmax_scale, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 40])
+def test_flash_attention_reads_a_part_of_the_kv_cache(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some slots of a cache, as far as the longest of them goes; against attention over each sequence alone."""
+    package: Any = ModuleType("flash_attn")
+    package.flash_attn_with_kvcache = kvcache
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    keys, values = (torch.randn(6, 32, 2, 16, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    q = torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(2))
+    positions = torch.tensor([4, 11, 0])
+    found = attention_kernels._flash_decode(q, keys, values, 2, positions, 16, 0.3, window)
+    for i, place in enumerate(positions.tolist()):
+        first = 0 if window is None else max(0, place + 1 - window)
+        k, v = (x[2 + i, first:place + 1].transpose(0, 1).repeat_interleave(2, 0) for x in (keys, values))
+        expected = ((q[i][:, None] @ k.transpose(1, 2) * 0.3).softmax(-1) @ v)[:, 0]
+        torch.testing.assert_close(found[i], expected, rtol=1e-5, atol=1e-6)

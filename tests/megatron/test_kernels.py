@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
@@ -278,3 +279,18 @@ def test_a_run_without_the_right_library_is_refused(version: str | None, notes: 
                                                     ) -> None:
     ((code, help, *said),) = run_world(1, elsewhere, make(tmp_path, "qwen3"), version)
     assert code == "RL0326" and "`pip install 'rldsl[megatron]'`" in help and tuple(said) == notes
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_recommendation_for_gpus_is_shown_on_gpus_alone(device: str) -> None:
+    from rldsl.backends.megatron import harmless_warnings
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        for message in harmless_warnings(device):
+            warnings.filterwarnings("ignore", message=message)
+        warnings.warn("When using sequence parallelism it is recommended to set the environment variable "
+                      "CUDA_DEVICE_MAX_CONNECTIONS to 1 for maximum speedup", stacklevel=1)
+        warnings.warn("`torch.distributed.reduce_op` is deprecated", stacklevel=1)
+        warnings.warn("another one", stacklevel=1)
+    assert ["MAX_CONNECTIONS" in str(w.message) for w in shown] == ([True, False] if device == "cuda" else [False])

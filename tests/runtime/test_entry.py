@@ -52,19 +52,29 @@ def test_nccl_starts_kernels_in_the_order_of_the_plan_unless_the_user_says_other
     assert os.environ[name] == found
 
 
+@pytest.mark.parametrize("version, said", [((2, 21, 5), True), ((2, 25), True), ((2, 26, 2), False), ((3, 0), False)])
+def test_an_nccl_that_ignores_the_order_is_named(version: tuple[int, ...], said: bool) -> None:
+    note = run._nccl_note(version)
+    assert bool(note) == said and (not said or f"NCCL {version[0]}.{version[1]}" in note and "2.26" in note)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda:3"])
-def test_communicators_know_their_device(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_communicators_know_their_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                                         device: str) -> None:
     import torch
     import torch.distributed as dist
 
     asked: dict[str, Any] = {}
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setattr(dist, "init_process_group", lambda **given: asked.update(given))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 20, 1))
     run._join_ranks(torch.device(device), 0, timedelta(seconds=1))
+    said = capsys.readouterr().err
     if device == "cpu":
-        assert asked["backend"] == "gloo" and "device_id" not in asked
+        assert not said and asked["backend"] == "gloo" and "device_id" not in asked
     else:
         assert asked["backend"] == "nccl" and asked["device_id"] == torch.device(device)
+        assert "NCCL 2.20.1 ignores NCCL_LAUNCH_ORDER_IMPLICIT" in said
 
 
 @pytest.mark.parametrize("given, found", [({}, "expandable_segments:True"), ({"PYTORCH_ALLOC_CONF": "x:1"}, "x:1"),
