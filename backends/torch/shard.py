@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial, reduce
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -17,11 +18,12 @@ from rldsl.backends.torch.generate.generate import generate
 from rldsl.backends.torch.model.invariant_probe import check_kernels
 from rldsl.backends.torch.model.load_weights import WeightReads, load
 from rldsl.backends.torch.model.lora import init_lora
-from rldsl.backends.torch.model.model_inputs import ModelInputs, pack_inputs
+from rldsl.backends.torch.model.model_inputs import ModelInputs, in_one_row, pack_inputs
 from rldsl.backends.torch.model.outputs import model_outputs, top_tokens
 from rldsl.backends.torch.model.sequence_parallel import SequenceParallel
 from rldsl.backends.torch.model.stage import Stage
 from rldsl.backends.torch.train.optimizer import ShardOptimizer
+from rldsl.backends.torch.train.passes import passes_by_sum
 from rldsl.backends.torch.train.pipeline import pipeline_first_pass, pipeline_forward, pipeline_forward_backward
 from rldsl.diag import fail
 from rldsl.plan.events import CopyPart, Sampling
@@ -171,35 +173,45 @@ class TorchShard:
 
     def train(self, minibatch: Sequence[MicroBatch], outputs: Sequence[Sequence[str]], temperature: float,
               loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none",
-              rate: float | None = None, heads: Sequence[Shard] = (), leaves: Sequence[int] = (),
+              rate: float | None = None, heads: Sequence[Shard] = (), leaves: Sequence[int] = (), joined: int = 1,
               first_pass: FirstPass | None = None) -> Mapping[str, float] | None:
         trainer, zero = self._trainer(), self.stage.zero
         has_rows = [any(len(frame) for frame in frames) for frames in minibatch]
         # other ranks wait for the passes of this one under `zero` and `ep`: one without rows runs a token
-        passes = [i for i, some in enumerate(has_rows) if some or zero or self.axes.ep.size > 1]
+        run_empty = zero is not None or self.axes.ep.size > 1
+        sums = passes_by_sum(leaves or (len(minibatch),), joined if joined > 1 and self.stage.joins_leaves and not heads else 1,
+                             has_rows, run_empty)
         # where gradients have one order, norms see all tokens on every rank of tp
         sequence_parallel = SequenceParallel(self.axes.tp, False) if self.stage.ordered_gradients else \
             self.stage.sequence_parallel
-        inputs = {i: pack_inputs(minibatch[i] if has_rows[i] else (DUMMY_BATCH,), self.device, self.axes.cp,
-                                 sequence_parallel, self.stage.ordered_gradients, self.stage.vision,
-                                 self.stage.shares_prompts) for i in passes}
         wanted = {name for names in outputs for name in names}
         others = [cast(TorchShard, head).stage for head in heads]
 
-        def read(i: int, hidden: torch.Tensor) -> list[dict[str, Any]]:
-            computed = model_outputs(self.stage, hidden, inputs[i], wanted, temperature, others)
-            return [{name: computed[name][frame] for name in names} for frame, names in enumerate(outputs)]
+        def pack(i: int) -> ModelInputs:
+            return pack_inputs(minibatch[i] if has_rows[i] else (DUMMY_BATCH,), self.device, self.axes.cp,
+                               sequence_parallel, self.stage.ordered_gradients, self.stage.vision,
+                               self.stage.shares_prompts)
 
-        def loss_share(i: int, hidden: torch.Tensor) -> torch.Tensor:
-            return loss_fn(i, read(i, hidden)) if has_rows[i] else hidden.float().sum() * 0
+        passes = [p for together in sums for p in together]
+        inputs = [in_one_row([None if i is None else pack(i) for i in p.members]) for p in passes]
 
-        def see(i: int, hidden: torch.Tensor) -> None:
-            if first_pass is not None and has_rows[i]:
-                first_pass.see(i, read(i, hidden))
+        def read(number: int, hidden: torch.Tensor) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+            """Of each micro-batch of a pass that has rows: its number, and what the loss reads of each frame."""
+            computed = model_outputs(self.stage, hidden, inputs[number], wanted, temperature, others)
+            for place, i in enumerate(passes[number].with_rows):
+                yield i, [{name: computed[name][place * len(outputs) + frame] for name in names}
+                          for frame, names in enumerate(outputs)]
 
-        def run(together: Sequence[int]) -> None:
-            pipeline_forward_backward(self.stage, self.axes.pp, [inputs[i] for i in together],
-                                      lambda i, hidden: loss_share(together[i], hidden), trainer.end_pass)
+        def loss_share(first: int, number: int, hidden: torch.Tensor) -> torch.Tensor:
+            """first: the number of the first pass under way, from which `number` counts."""
+            if not passes[first + number].with_rows:
+                return hidden.float().sum() * 0
+            return reduce(torch.add, (loss_fn(i, found) for i, found in read(first + number, hidden)))
+
+        def see(number: int, hidden: torch.Tensor) -> None:
+            if first_pass is not None and passes[number].with_rows:
+                for i, found in read(number, hidden):
+                    first_pass.see(i, found)
 
         trainer.zero_grad()
         if zero:
@@ -207,19 +219,17 @@ class TorchShard:
         if first_pass is not None:
             # in a context of its own: autocast keeps what it casts, without gradient here
             with torch.no_grad(), self._numerics(), sequence_parallel.region():
-                pipeline_first_pass(self.stage, self.axes.pp, [inputs[i] for i in passes],
-                                    lambda i, hidden: see(passes[i], hidden))
+                pipeline_first_pass(self.stage, self.axes.pp, inputs, see)
                 if self.stage.last:
                     first_pass.end()
         with self._numerics(), sequence_parallel.region(), self.stage.recomputing(recompute == "full"):
-            for start, count in zip(accumulate(leaves, initial=0), leaves, strict=False):
-                together = [i for i in passes if start <= i < start + count]
-                if together:
+            for together, end in zip(sums, accumulate(map(len, sums)), strict=True):
+                if together or not leaves:
                     trainer.begin_leaf()
-                    run(together)
-                trainer.end_leaf(any(has_rows[i] for i in together), bool(together))
-            if not leaves:
-                run(passes)
+                    pipeline_forward_backward(self.stage, self.axes.pp, inputs[end - len(together) : end],
+                                              partial(loss_share, end - len(together)), trainer.end_pass)
+                if leaves:
+                    trainer.end_leaf(any(p.with_rows for p in together), bool(together))
         if should_stop is not None and should_stop():
             if zero:
                 zero.end_minibatch(use_grads=False)

@@ -19,7 +19,7 @@ from rldsl.placement.model import Call, Placement, label
 from rldsl.placement.rules import option_span
 from rldsl.plan.backends import described
 from rldsl.plan.expr import Program
-from rldsl.sharding.gradient_leaves import LEAVES, PASS_TOKENS, TOKEN_GROUPS, divides
+from rldsl.sharding.gradient_leaves import LEAVES, TOKEN_GROUPS, divides, pass_tokens
 from rldsl.sharding.sum_blocks import BLOCKS, undividable
 
 CONDITIONS = ("lt", "le", "gt", "ge", "and", "or", "not")  # operators whose results are not rounded
@@ -49,12 +49,12 @@ def check_invariance(graph: g.Graph, calls: Iterable[Call], placements: Mapping[
                        help=f"use {_degrees('tp', blocks)}, with more dp or pp, or remove `{option}` from "
                             f"`{node.model}`")
         if isinstance(node, g.Train) and node.invariant:
-            _check_gradients(node, placements[node.id])
+            _check_gradients(node, placements[node.id], pass_tokens(f for f in graph.frames if f.id in node.frames))
 
 
-def _check_gradients(node: g.Train, placement: Placement) -> None:
+def _check_gradients(node: g.Train, placement: Placement, tokens: int) -> None:
+    """tokens: of a pass, at most."""
     x = placement.layout
-    passes = next((o for o in ("mbs", "mbt") if getattr(placement, o)), "")
     if TOKEN_GROUPS % x.cp:
         option, why = "cp", f"cp={x.cp} does not divide the {TOKEN_GROUPS} parts in which a sequence is summed"
         help = f"use {_degrees('cp', TOKEN_GROUPS)}, with more dp or pp, or `invariant=true` for `{node.model}`"
@@ -65,9 +65,12 @@ def _check_gradients(node: g.Train, placement: Placement) -> None:
     elif not divides(x.dp):
         option, why = "dp", f"dp={x.dp} does not divide the {LEAVES} parts in which a minibatch is summed"
         help = f"use {_degrees('dp', LEAVES)}, with more pp, or `invariant=true` for `{node.model}`"
-    elif passes:
-        option, why = passes, "which rows are in a pass must not depend on the placement"
-        help = f"remove `{passes}`: a pass has up to {PASS_TOKENS} tokens, or one longer row"
+    elif placement.mbs:
+        option, why = "mbs", "which rows are summed together must not depend on the placement"
+        help = f"remove `mbs`, or say how many tokens are computed together: `mbt={tokens}` or more"
+    elif 0 < placement.mbt < tokens:
+        option, why = "mbt", f"up to {tokens} tokens are summed together whatever the placement is"
+        help = f"use `mbt={tokens}` or more, or remove it"
     else:
         return
     raise fail("RL0330", f"the gradients of `{label(node)}` cannot be invariant", option_span(placement.span, option),

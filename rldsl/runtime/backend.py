@@ -231,7 +231,7 @@ class Shard(Protocol):
 
     def train(self, minibatch: Sequence[MicroBatch], outputs: Sequence[Sequence[str]], temperature: float,
               loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none",
-              rate: float | None = None, heads: Sequence[Shard] = (), leaves: Sequence[int] = (),
+              rate: float | None = None, heads: Sequence[Shard] = (), leaves: Sequence[int] = (), joined: int = 1,
               first_pass: FirstPass | None = None) -> Mapping[str, float] | None:
         """Forward and backward passes of every micro-batch, one gradient reduction (a *sum* over dp and cp: the loss
         already carries the global normalization), clipping over all shards, one optimizer step.
@@ -250,6 +250,8 @@ class Shard(Protocol):
         leaves: of a model with `invariant_training`, how many micro-batches each of this shard's leaves has, one leaf
             after the other. Gradients of a leaf are added in order, and leaves in a binary tree, those of the shard
             first and then those of all shards of dp (`sharding/gradient_leaves.py`).
+        joined: how many leaves in a row may be computed as one pass, which changes no number; then each has one
+            micro-batch at most. A shard may compute them apart.
         first_pass: forward passes of all micro-batches without gradient come first; on last-stage ranks it gets their
             outputs. Only backends whose description says so are asked.
         Returns "grad_norm" (before clipping) and "lr", equal on all ranks. If "grad_norm" is not finite, nothing was

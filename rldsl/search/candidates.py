@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import cast
 
 from rldsl.graph import model as g
-from rldsl.passes.node_events import tokens_per_pass
 from rldsl.placement.budget import max_row_tokens
 from rldsl.plan.backends import described, unable
 from rldsl.plan.model import DEFAULT_BACKEND
@@ -157,7 +156,7 @@ class CandidateTable:
             fit = max(tokens // self.problem.max_tokens(job), 1)
             return [replace(s, mbs=min(mbs or fit, fit))]
         if isinstance(job.node, g.Train) and job.node.invariant:  # its passes do not depend on the placement
-            return [s]
+            return [replace(s, mbt=tokens)]
         sizes = (mbs,) if tokens or "mbs" in given else micro_batch_sizes(self._max_rows(job, s.dp), s.pp)
         return [replace(s, mbs=m, mbt=tokens) for m in sizes]
 
@@ -167,7 +166,7 @@ class CandidateTable:
         problem, frames = self.problem, [self.problem.frames[f] for f in job.frames]
         longest = sum(map(max_row_tokens, frames))
         if (job.kind == "generate" or {"mbs", "mbt"} & {*given} or s.backend != DEFAULT_BACKEND
-                or isinstance(job.node, g.Train) and (job.node.invariant or tokens_per_pass(job.node, problem.frames))
+                or isinstance(job.node, g.Train) and job.node.invariant
                 or sum(problem.lengths.of(f).tokens for f in frames) > MAX_MEAN_ROW * longest):
             return []
         return [replace(s, mbt=m * longest) for m in micro_batch_sizes(self._max_rows(job, s.dp), s.pp) if m]

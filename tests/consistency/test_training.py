@@ -23,7 +23,7 @@ from rldsl.plan.events import Loop, Train
 from rldsl.plan.model import Optimizer, Plan
 from rldsl.runtime.interpreter.exact_sums import as_floats, exact_sum, exact_words
 from rldsl.source import SourceFile
-from rldsl.sharding.gradient_leaves import LEAVES, passes_of_rank
+from rldsl.sharding.gradient_leaves import LEAVES, PASS_TOKENS, passes_of_rank
 from rldsl.verify import verify
 from tests.backend_torch.shards import layout_of, pack, plan_model, ragged, shard_of
 from tests.end_to_end.programs import Metrics, run_program
@@ -295,7 +295,7 @@ def test_passes_follow_from_the_rows_alone() -> None:
 @pytest.mark.parametrize(("where", "word"), [
     ("on mesh(0:4) cp=4", "cp=4"), ("on mesh(0:16) tp=16", "tp=16"),
     ("on mesh(0:16) dp=16", "dp=16"), ("on mesh(0:2) dp=2 mbs=2", "must not depend"),
-    ("on mesh(0:2) dp=2 mbt=512", "must not depend")])
+    ("on mesh(0:2) dp=2 mbt=512", "1024 tokens are summed together")])
 def test_other_placements_are_refused(where: str, word: str, tmp_path: Path) -> None:
     page = write_page(tmp_path)
     place = placement(16, actor_generate="on mesh(0:1)", actor_train=where, **{"ref_*": "on mesh(0:1)"})
@@ -338,7 +338,7 @@ FORGED: dict[str, Callable[[Plan], Plan]] = {
     "fewer leaves": lambda p: replace(p, spreads=tuple(replace(s, leaves=s.leaves // 2) for s in p.spreads)),
     "leaves that the ranks cannot share": lambda p: replace(
         p, spreads=tuple(replace(s, leaves=3 if s.leaves else 0) for s in p.spreads)),
-    "larger passes": lambda p: with_train(p, lambda e: replace(e, mbt=2 * e.mbt)),
+    "smaller passes": lambda p: with_train(p, lambda e: replace(e, mbt=PASS_TOKENS - 1)),
     "passes of a number of rows": lambda p: with_train(p, lambda e: replace(e, mbs=2)),
     "leaves that no model asks for": lambda p: replace(
         p, models=tuple(replace(m, invariant_training=False) for m in p.models)),

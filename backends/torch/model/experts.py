@@ -29,9 +29,10 @@ from rldsl.backends.torch.model.collectives import (
     reduce_from_tensor_parallel_region,
 )
 from rldsl.backends.torch.model.gradient_sums import Leaves, expert_products, with_gradient_apart
-from rldsl.backends.torch.model.invariant import linear
-from rldsl.backends.torch.model.tree_sums import NO_COPIES, row_parallel_product
-from rldsl.backends.torch.model.weight_copies import WeightCopies
+from rldsl.backends.torch.model.invariant import product
+from rldsl.backends.torch.model.row_groups import RowGroups
+from rldsl.backends.torch.model.tree_sums import row_parallel_product
+from rldsl.backends.torch.model.weight_copies import NO_COPIES, WeightCopies
 from rldsl.runtime.backend import Axis
 
 
@@ -47,8 +48,8 @@ def parallelize_experts(module: Any, num_experts: int, tp: Axis, ep: Axis, cuts:
             weights = copy_to_tensor_parallel_region(weights, tp)
         top_k = chosen.shape[1]
         order = chosen.reshape(-1).argsort(stable=True)  # pairs of token and expert, sorted by expert
-        in_groups = ordered is not None and torch.is_grad_enabled()
-        counts = _rows_by_group(chosen, num_experts, ordered.groups if ordered is not None and in_groups else 1)
+        groups = ordered.row_groups() if ordered is not None and torch.is_grad_enabled() else ()
+        counts = _rows_by_group(chosen, num_experts, groups)
         inverse = inverse_of(order)
         rows = repeat_and_reorder(hidden, top_k, order, inverse)
         if torch.is_autocast_enabled(rows.device.type):  # as linear layers do; here before rows are sent
@@ -57,12 +58,15 @@ def parallelize_experts(module: Any, num_experts: int, tp: Axis, ep: Axis, cuts:
         def compute(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
             if cuts is None:
                 return _compute(module, rows, counts.sum(1))
-            up, down = (copies.cast(w, rows.dtype) for w in (module.gate_up_proj, module.down_proj))
-            return _compute_tree(up, down, module, rows, counts, tp, cuts, ordered)
+            return _compute_tree(module.gate_up_proj, module.down_proj, read(rows.dtype), module, rows, counts, groups,
+                                 tp, cuts, ordered)
 
-        grads = ordered.source_grads() if ordered is not None and in_groups else None
+        def read(dtype: torch.dtype) -> Weights:
+            return copies.cast(module.gate_up_proj, dtype), copies.cast(module.down_proj, dtype)
+
+        grads = ordered.source_grads() if ordered is not None and groups else None
         if grads is not None and cuts is not None:
-            out = _of_each_source(module, rows, counts, tp, ep, cuts, ordered, grads)
+            out = _of_each_source(module, read(rows.dtype), rows, counts, groups, tp, ep, cuts, ordered, grads)
         elif ep.size > 1:
             dispatcher = TokenDispatcher.of(counts, ep)
             out = dispatcher.combine(compute(dispatcher.dispatch(rows), dispatcher.counts))
@@ -85,7 +89,8 @@ def _bincount(chosen: torch.Tensor, size: int) -> torch.Tensor:
         0, chosen, torch.ones_like(chosen))
 
 
-SourceGrads = tuple[torch.Tensor, torch.Tensor]  # of up and of down projections, [ep, ...] each
+Weights = tuple[torch.Tensor, torch.Tensor]  # of up and of down projections
+SourceGrads = tuple[torch.Tensor, torch.Tensor]  # the same of their gradients, [ep, ...] each
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,7 @@ class OrderedExperts:
     """Of a layer whose gradients have one order of sums (`gradient_sums.py`)."""
 
     leaves: Leaves  # of the outputs of up projections
-    groups: int  # of the tokens of this rank, by which gradients are summed
+    row_groups: Callable[[], RowGroups]  # those of the pass under way, by which gradients are summed
     # Where the gradients of this rank's experts are added, those of tokens of each rank of ep apart: these belong to
     # different leaves of the minibatch. None: nowhere, since ep is 1 or nothing is trained
     source_grads: Callable[[], SourceGrads | None]
@@ -156,8 +161,8 @@ def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Ten
     return torch.cat(outputs) if outputs else rows
 
 
-def _of_each_source(module: Any, rows: torch.Tensor, counts: torch.Tensor, tp: Axis, ep: Axis, cuts: Sequence[int],
-                    ordered: OrderedExperts | None, grads: SourceGrads) -> torch.Tensor:
+def _of_each_source(module: Any, read: Weights, rows: torch.Tensor, counts: torch.Tensor, groups: RowGroups, tp: Axis,
+                    ep: Axis, cuts: Sequence[int], ordered: OrderedExperts | None, grads: SourceGrads) -> torch.Tensor:
     """Rows of this rank, sorted by expert, to their experts and back; the rows of each rank are computed apart."""
     dispatcher = TokenDispatcher.of(counts, ep)
     received = dispatcher.exchange(rows).split(dispatcher.recv_counts)
@@ -165,28 +170,32 @@ def _of_each_source(module: Any, rows: torch.Tensor, counts: torch.Tensor, tp: A
     for source, part in enumerate(received):
         up, down = (with_gradient_apart(w, g[source]) for w, g in
                     zip((module.gate_up_proj, module.down_proj), grads, strict=True))
-        outputs.append(_compute_tree(up, down, module, part, dispatcher.by_rank[source], tp, cuts, ordered))
+        outputs.append(_compute_tree(up, down, read, module, part, dispatcher.by_rank[source], groups, tp, cuts,
+                                     ordered))
     return dispatcher.exchange_back(torch.cat(outputs))
 
 
-def _rows_by_group(chosen: torch.Tensor, num_experts: int, groups: int) -> torch.Tensor:
-    """[experts, groups]: rows. chosen: [T, K], of tokens that are in equal groups one after the other."""
-    if groups > 1:
-        group = torch.arange(groups, device=chosen.device).repeat_interleave(len(chosen) // groups)
-        chosen = chosen * groups + group[:, None]
-    return _bincount(chosen.reshape(-1), num_experts * groups).view(num_experts, groups)
+def _rows_by_group(chosen: torch.Tensor, num_experts: int, groups: RowGroups) -> torch.Tensor:
+    """[experts, groups of all leaves]: rows. chosen: [T, K], of tokens in groups. Without groups all are one."""
+    sizes = [size for leaf in groups for size in leaf] or [len(chosen)]
+    if len(sizes) > 1:
+        each = torch.tensor(sizes, device=chosen.device)
+        group = torch.arange(len(sizes), device=chosen.device).repeat_interleave(each, output_size=len(chosen))
+        chosen = chosen * len(sizes) + group[:, None]
+    return _bincount(chosen.reshape(-1), num_experts * len(sizes)).view(num_experts, len(sizes))
 
 
-def _compute_tree(up: torch.Tensor, down: torch.Tensor, module: Any, rows: torch.Tensor,
-                  counts: torch.Tensor, tp: Axis, cuts: Sequence[int], ordered: OrderedExperts | None) -> torch.Tensor:
-    """`_compute`, summed over tp, for an invariant model. counts: [experts, groups] rows of each expert in each group
-    of tokens."""
+def _compute_tree(up: torch.Tensor, down: torch.Tensor, read: Weights, module: Any, rows: torch.Tensor,
+                  counts: torch.Tensor, groups: RowGroups, tp: Axis, cuts: Sequence[int],
+                  ordered: OrderedExperts | None) -> torch.Tensor:
+    """`_compute`, summed over tp, for an invariant model. read: up and down, as they multiply. counts: [experts, groups
+    of all leaves] rows of each expert. groups: of the tokens; on other ranks there are as many."""
     if not len(rows):
         return rows
-    groups: list[list[int]] = counts.tolist()
-    sizes = [sum(each) for each in groups]
-    inner = expert_products(rows, up, groups, ordered.leaves, tp).split(sizes) if ordered is not None else \
-        [linear(x, a) for x, a in zip(rows.split(sizes), up.unbind(), strict=True)]
-    out = torch.cat([row_parallel_product(module._apply_gate(x), b, cuts, groups=each)
-                     for x, b, each in zip(inner, down.unbind(), groups, strict=True) if len(x)])
+    of_each: list[RowGroups] = counts.unflatten(1, (max(len(groups), 1), -1)).tolist()
+    sizes: list[int] = counts.sum(1).tolist()
+    inner = expert_products(rows, up, read[0], of_each, ordered.leaves, tp).split(sizes) if ordered is not None else \
+        [product(x, a.T, read=b.T) for x, a, b in zip(rows.split(sizes), up.unbind(), read[0].unbind(), strict=True)]
+    out = torch.cat([row_parallel_product(module._apply_gate(x), a, cuts, groups=each, read=b) for x, a, b, each in
+                     zip(inner, down.unbind(), read[1].unbind(), of_each, strict=True) if len(x)])
     return (reduce_from_tensor_parallel_region(out, tp, tree=True) if tp.size > 1 else out).to(rows.dtype)

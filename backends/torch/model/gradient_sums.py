@@ -12,7 +12,7 @@ heads is a sum over all heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Literal
@@ -25,9 +25,9 @@ from rldsl.backends.torch.kernels.autograd import Function, outside_modes
 from rldsl.backends.torch.kernels.fixed_order import row_sum
 from rldsl.backends.torch.kernels.rms_norms import PlainNorm, normalize
 from rldsl.backends.torch.model.collectives import tree_all_reduce
-from rldsl.backends.torch.model.invariant import multiply, sizes_of, sum_of_rows, tree_of_groups, weight_gradient
-from rldsl.backends.torch.model.tree_sums import NO_COPIES, sparse_tree_sum
-from rldsl.backends.torch.model.weight_copies import WeightCopies
+from rldsl.backends.torch.model.invariant import multiply, product_dtype, sum_of_rows, sums_of_groups, weight_gradient
+from rldsl.backends.torch.model.row_groups import RowGroups, sparse_tree_sum, sum_over_groups
+from rldsl.backends.torch.model.weight_copies import NO_COPIES, WeightCopies
 from rldsl.runtime.backend import Axis
 from rldsl.sharding.sum_blocks import BLOCKS, head_blocks
 
@@ -73,20 +73,17 @@ class _Reader:
 
 
 def column_parallel_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, leaves: Leaves, tp: Axis,
-                            groups: int = 1, copies: WeightCopies | None = None) -> torch.Tensor:
-    """x [..., k] @ weight [m, k].T + bias [m] -> [..., m]. leaves: of the m outputs of this rank. groups: of the
-    tokens, by which the gradients of weight and bias are summed. copies: of weights (None: none are kept)."""
+                            groups: RowGroups = (), copies: WeightCopies = NO_COPIES) -> torch.Tensor:
+    """x [..., k] @ weight [m, k].T + bias [m] -> [..., m]. leaves: of the m outputs of this rank. groups: of the rows,
+    by which the gradients of weight and bias are summed. copies: of weights."""
     if not torch.is_grad_enabled():
         return F.linear(x, weight, bias)  # in the model's mode, which knows the copies
-    copies = copies or NO_COPIES
     token, reader = _reader_of(x, tp, copies)
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     place = len(reader.sources)
-    rows = x.detach().reshape(-1, x.shape[-1]).to(dtype)
-    read = copies.cast(weight, dtype)
-    reader.sources.append(weight if copies.keeps(weight) else read.detach())
-    out: torch.Tensor = _ColumnProduct.apply(rows, token, read, bias, reader, place, leaves,
-                                             sizes_of(groups, len(rows)))
+    rows = x.detach().reshape(-1, x.shape[-1]).to(product_dtype(x))
+    read = copies.cast(weight, rows.dtype)
+    reader.sources.append(weight if copies.keeps(weight) else read)
+    out: torch.Tensor = _ColumnProduct.apply(rows, token, weight, read, bias, reader, place, leaves, groups)
     return out.view(*x.shape[:-1], len(weight))
 
 
@@ -137,56 +134,58 @@ def input_gradient(parts: Sequence[_Part], tp: Axis, copies: WeightCopies) -> to
 
 class _ColumnProduct(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, token: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                reader: _Reader, place: int, leaves: Leaves, groups: Sequence[int]) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: torch.Tensor, token: torch.Tensor, weight: torch.Tensor, read: torch.Tensor,
+                bias: torch.Tensor | None, reader: _Reader, place: int, leaves: Leaves, groups: RowGroups
+                ) -> torch.Tensor:
+        """read: the weight, as it multiplies."""
+        ctx.save_for_backward(x, read)
         ctx.reader, ctx.place, ctx.leaves, ctx.groups = reader, place, leaves, groups
         with outside_modes():
-            out = multiply(x, weight.T)
+            out = multiply(x, read.T)
             return out if bias is None else out + bias.to(out.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, read = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
-            ctx.reader.parts[ctx.place] = _Part(grad, weight, ctx.reader.sources[ctx.place], ctx.leaves)
+            ctx.reader.parts[ctx.place] = _Part(grad, read, ctx.reader.sources[ctx.place], ctx.leaves)
         grad_weight = weight_gradient(x, grad, ctx.groups) if ctx.needs_input_grad[2] else None
-        grad_bias = sum_of_rows(grad.float(), ctx.groups) if ctx.needs_input_grad[3] else None
-        return None, grad.new_zeros((), dtype=torch.float32), grad_weight, grad_bias, None, None, None, None
+        grad_bias = sum_of_rows(grad.float(), ctx.groups) if ctx.needs_input_grad[4] else None
+        return None, grad.new_zeros((), dtype=torch.float32), grad_weight, None, grad_bias, None, None, None, None
 
 
-def expert_products(rows: torch.Tensor, weights: torch.Tensor, groups: Sequence[Sequence[int]], leaves: Leaves, tp: Axis
-                    ) -> torch.Tensor:
-    """rows [N, k], sorted by expert, with the weights [experts, m, k] of their experts -> [N, m]. groups: rows of each
-    expert in each group of tokens. The gradient of the rows is summed over tp."""
-    out: torch.Tensor = _ExpertProducts.apply(rows, weights.to(rows.dtype), groups, leaves, tp)
+def expert_products(rows: torch.Tensor, weights: torch.Tensor, read: torch.Tensor, groups: Sequence[RowGroups],
+                    leaves: Leaves, tp: Axis) -> torch.Tensor:
+    """rows [N, k], sorted by expert, with the weights [experts, m, k] of their experts -> [N, m]. read: the weights, as
+    they multiply. groups: of the rows of each expert. The gradient of the rows is summed over tp."""
+    out: torch.Tensor = _ExpertProducts.apply(rows, weights, read, groups, leaves, tp)
     return out
 
 
 class _ExpertProducts(Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, groups: Sequence[Sequence[int]], leaves: Leaves,
-                tp: Axis) -> torch.Tensor:
-        ctx.save_for_backward(rows, weights)
-        ctx.groups, ctx.leaves, ctx.tp = groups, leaves, tp
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, read: torch.Tensor, groups: Sequence[RowGroups],
+                leaves: Leaves, tp: Axis) -> torch.Tensor:
+        ctx.save_for_backward(rows, read)
+        ctx.groups, ctx.leaves, ctx.tp, ctx.dtype = groups, leaves, tp, weights.dtype
+        ctx.counts = [sum(map(sum, sizes)) for sizes in groups]
         with outside_modes():
-            parts = rows.split([sum(sizes) for sizes in groups])
-            return torch.cat([multiply(x, w.T) for x, w in zip(parts, weights, strict=True) if len(x)])
+            parts = rows.split(ctx.counts)
+            return torch.cat([multiply(x, w.T) for x, w in zip(parts, read, strict=True) if len(x)])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weights = ctx.saved_tensors
-        grad_weights = torch.zeros_like(weights) if ctx.needs_input_grad[1] else None
+        grad_weights = torch.zeros_like(weights, dtype=ctx.dtype) if ctx.needs_input_grad[1] else None
         inputs = []
-        counts = [sum(sizes) for sizes in ctx.groups]
-        for i, (x, g) in enumerate(zip(rows.split(counts), grad.split(counts), strict=True)):
+        for i, (x, g) in enumerate(zip(rows.split(ctx.counts), grad.split(ctx.counts), strict=True)):
             if not len(x):
                 continue
             inputs.append(input_gradient([_Part(g, weights[i], weights[i], ctx.leaves)], ctx.tp, NO_COPIES))
             if grad_weights is not None:
                 grad_weights[i] = weight_gradient(x, g, ctx.groups[i])
         total = tree_all_reduce(torch.cat(inputs), ctx.tp).to(rows.dtype)
-        return total, grad_weights, None, None, None
+        return total, grad_weights, None, None, None, None
 
 
 # ------------------------------------------------------------------------------------------------ heads and norms
@@ -273,24 +272,27 @@ def _in_order(terms: Iterable[torch.Tensor]) -> torch.Tensor:
 class Norms:
     """Root-mean-square norms, for `fuse_norms`."""
 
-    def __init__(self, heads: HeadSums, kind: HeadKind | None, groups: int):
-        """kind: of the heads whose norm it is; None for one of hidden states. groups: of the tokens, by which gradients
-        are summed."""
-        self.heads, self.kind, self.groups = heads, kind, groups
+    def __init__(self, heads: HeadSums, kind: HeadKind | None, row_groups: Callable[[], RowGroups]):
+        """kind: of the heads whose norm it is; None for one of hidden states. row_groups: those of the pass under way,
+        by which gradients are summed."""
+        self.heads, self.kind, self.row_groups = heads, kind, row_groups
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor, plain: PlainNorm) -> torch.Tensor:
         """x: [1, T, H]; of heads [1, T, heads of this rank, D]."""
         if weight.dtype != torch.float32 or x.dtype != torch.float32 and not torch.is_grad_enabled():
             return plain(x)
-        out: torch.Tensor = _RMSNorm.apply(x, weight, eps, plain, self)
+        out: torch.Tensor = _RMSNorm.apply(x, weight, eps, plain, self, self.row_groups())
         return out
 
-    def sum_of_tokens(self, x: torch.Tensor) -> torch.Tensor:
+    def sum_of_tokens(self, x: torch.Tensor, groups: RowGroups) -> torch.Tensor | None:
         """[1, T, H] or [1, T, heads, D] -> [H] or [D]."""
-        parts = [sum_of_rows(part) for part in x.reshape(x.shape[1], -1).chunk(self.groups)]
-        if self.kind is not None:
-            parts = [self.heads.over_heads(part.view(x.shape[2:]), self.kind) for part in parts]
-        return tree_of_groups(parts, torch.float32)
+        groups = groups or ((x.shape[1],),)
+        own = sums_of_groups(x.reshape(x.shape[1], -1), groups)
+
+        def part(rows: slice) -> torch.Tensor:
+            return own(rows) if self.kind is None else self.heads.over_heads(own(rows).view(x.shape[2:]), self.kind)
+
+        return sum_over_groups(groups, part, torch.float32)
 
 
 class _RMSNorm(Function):
@@ -299,10 +301,10 @@ class _RMSNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor, plain: PlainNorm,
-                norms: Norms) -> torch.Tensor:
+                norms: Norms, groups: RowGroups) -> torch.Tensor:
         normalized, scale = normalize(x.float(), eps)
         ctx.save_for_backward(normalized.to(x.dtype), scale, weight)
-        ctx.norms = norms
+        ctx.norms, ctx.groups = norms, groups
         return normalized * weight if x.dtype == torch.float32 else plain(x)
 
     @staticmethod
@@ -311,9 +313,9 @@ class _RMSNorm(Function):
         grad_x = grad_weight = None
         product = grad.float() * normalized
         if ctx.needs_input_grad[1]:
-            grad_weight = ctx.norms.sum_of_tokens(product)
+            grad_weight = ctx.norms.sum_of_tokens(product, ctx.groups)
         if ctx.needs_input_grad[0]:
             mean = row_sum(product * weight, keepdim=True).div_(len(weight))
             grad_x = torch.mul(grad.float(), weight, out=product).addcmul_(normalized.float(), mean, value=-1)
             grad_x = grad_x.mul_(scale).to(normalized.dtype)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None

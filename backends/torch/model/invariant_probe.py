@@ -162,11 +162,12 @@ def _attention_gradient_varies(size: int, device: str, threads: int) -> str:
     draw = torch.Generator().manual_seed(size)
     q, k, v, grad = (torch.randn(2, 4, 70, size, generator=draw).to(device) for _ in range(4))
 
-    def gradients(heads: slice) -> list[torch.Tensor]:
-        inputs = [x[:, heads].detach().requires_grad_() for x in (q, k, v)]
+    def gradients(heads: slice, first: int = 0) -> list[torch.Tensor]:
+        """first: of the sequences."""
+        inputs = [x[first:, heads].detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
             out = invariant.attend(inputs[0], inputs[1], inputs[2], is_causal=True)
-        return list(torch.autograd.grad(out, inputs, grad[:, heads]))
+        return list(torch.autograd.grad(out, inputs, grad[first:, heads]))
 
     try:
         torch.set_num_threads(1)
@@ -177,6 +178,8 @@ def _attention_gradient_varies(size: int, device: str, threads: int) -> str:
         heads = slice(first, last)
         if not all(torch.equal(a, b[:, heads]) for a, b in zip(gradients(heads), expected, strict=True)):
             return "the number of its heads or threads"
+    if not all(torch.equal(a, b[1:]) for a, b in zip(gradients(slice(None), 1), expected, strict=True)):
+        return "the number of its sequences"
     return ""
 
 
@@ -205,4 +208,7 @@ def _sum_varies(device: str, threads: int) -> bool:
     x = torch.randn(9, 5000, generator=torch.Generator().manual_seed(0)).to(device).exp()
     with invariant.Invariant():
         expected = x[:, 700:4000].contiguous().sum(-1)
-        return not all(torch.equal(x[:n, 700:4000].sum(-1), expected[:n]) for n in (1, 2, 5, 9))
+        rows = all(torch.equal(x[:n, 700:4000].sum(-1), expected[:n]) for n in (1, 2, 5, 9))
+    expected = invariant.sum_of_rows(x.T.contiguous())
+    return not rows or not all(torch.equal(invariant.sum_of_rows(x[a:b].T.contiguous()), expected[a:b])
+                               for a, b in ((0, 1), (1, 4), (8, 9)))

@@ -8,7 +8,6 @@ the entropy or the sum of squares is wanted).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,8 @@ from torch.nn import functional
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.products import add_product, product
 from rldsl.backends.torch.model.collectives import tree_all_reduce
-from rldsl.backends.torch.model.invariant import multiply, tree_of_groups, weight_gradient
+from rldsl.backends.torch.model.invariant import multiply, weight_gradient
+from rldsl.backends.torch.model.row_groups import RowGroups, sum_over_groups
 from rldsl.backends.torch.model.tree_sums import block_sums, tree_sum
 from rldsl.runtime.backend import Axis
 from rldsl.runtime.collectives import all_gather, all_reduce
@@ -35,15 +35,15 @@ class TokenStatistics(NamedTuple):
 def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, tp: Axis,
                    vocab_start: int, want_entropy: bool = False, chunk: int = 1024,
                    cuts: Sequence[int] | None = None, want_squares: bool = False, cap: float = 0.0,
-                   groups: Sequence[int] = ()) -> TokenStatistics:
+                   groups: RowGroups = ()) -> TokenStatistics:
     """log_softmax(hidden @ W.T / temperature) at `targets`, and statistics of each distribution.
 
     hidden: [N, H], equal on all tp ranks. weight: [V_local, H], rows vocab_start.. of the head. targets: [N] int64, or
     [N, K] for several tokens of each distribution, which may repeat. chunk: tokens whose logits exist at the same time,
     equal on all tp ranks. cuts: of the rows of weight, for sums over the vocabulary in one order under every tp
     (`tree_sums.py`). cap: c > 0 makes a logit z count as c * tanh(z / c), 0 leaves it. groups: with them sums of the
-    backward pass have one order, too, if `chunk` is the same; so many of the tokens are in each group by which the
-    gradient of the weight is summed (`token_groups.py`). Differentiable in hidden (its gradient is summed over tp here)
+    backward pass have one order, too, if `chunk` is the same; they are those of the tokens, by which the gradient of
+    the weight is summed (`row_groups.py`). Differentiable in hidden (its gradient is summed over tp here)
     and in weight."""
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -95,7 +95,7 @@ class _TokenLogprobs(Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float,
                 tp: Axis, vocab_start: int, want_entropy: bool, want_squares: bool, chunk: int,
-                cuts: Sequence[int] | None, cap: float, groups: Sequence[int]
+                cuts: Sequence[int] | None, cap: float, groups: RowGroups
                 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         count = hidden.shape[0]
         normalizer = hidden.new_empty(count, dtype=_statistics(hidden))
@@ -115,7 +115,7 @@ class _TokenLogprobs(Function):
                 squares[part] = sums[-1] / sums[0] ** 2
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, squares)
         ctx.options = (temperature, tp, vocab_start, want_entropy, want_squares, chunk, cap)
-        ctx.cuts, ctx.groups, ctx.invariant = cuts if groups else None, groups or (count,), cuts is not None
+        ctx.cuts, ctx.groups, ctx.invariant = cuts if groups else None, groups or ((count,),), cuts is not None
         return logprobs, entropy, squares
 
     @staticmethod
@@ -125,12 +125,14 @@ class _TokenLogprobs(Function):
         temperature, tp, vocab_start, want_entropy, want_squares, chunk, cap = ctx.options
         cuts = ctx.cuts
         grad_hidden = torch.empty_like(hidden, dtype=hidden.dtype if cuts is None else _statistics(hidden))
-        head, weight_parts = weight.to(hidden.dtype), []
-        for first, last in pairwise(accumulate(ctx.groups, initial=0)):
+        head = weight.to(hidden.dtype)
+
+        def add_group(rows: slice) -> torch.Tensor:
+            """Fill in the gradient of some hidden states. Returns that of the weight, if it is wanted."""
             # a frozen head is as large as a trained one
-            grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-            for start in range(first, last, chunk):
-                part = slice(start, min(start + chunk, last))
+            grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else weight.new_zeros(1)
+            for start in range(rows.start, rows.stop, chunk):
+                part = slice(start, min(start + chunk, rows.stop))
                 logprobs = capped_logits(hidden[part], head, temperature, cap, ctx.invariant, cuts is not None)
                 derivative = cap_derivative(logprobs, temperature, cap) if cap else None
                 logprobs.sub_(normalizer[part, None])
@@ -144,7 +146,7 @@ class _TokenLogprobs(Function):
                     grad_hidden[part] = _in_blocks(grad, head, cuts)
                 else:
                     grad_hidden[part] = grad @ head if ctx.invariant else product(grad, head.T)
-                if grad_weight is None:
+                if not ctx.needs_input_grad[1]:
                     continue
                 if cuts is not None:
                     grad_weight += weight_gradient(hidden[part], grad)
@@ -155,10 +157,15 @@ class _TokenLogprobs(Function):
                 else:
                     grad_weight += grad.T @ hidden[part]
                 del grad
-            weight_parts += [grad_weight] if grad_weight is not None else []
+            return grad_weight
+
+        grad_weight = sum_over_groups(ctx.groups, add_group, weight.dtype)
         grad_hidden = _all_reduce(grad_hidden, dist.ReduceOp.SUM, tp) if cuts is None else \
             tree_all_reduce(grad_hidden, tp).to(hidden.dtype)
-        grad_weight = tree_of_groups(weight_parts, weight.dtype) if weight_parts else None
+        if not ctx.needs_input_grad[1]:
+            grad_weight = None
+        elif grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
         return grad_hidden, grad_weight, *[None] * 10
 
 

@@ -7,14 +7,17 @@ a rank has its part of the row, reads there, and gathers what all ranks have rea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from operator import add
+from typing import cast
 
 import torch
 
 from rldsl.backends.torch.model.attention import PackedAttention, VarlenAttention
 from rldsl.backends.torch.model.context_parallel import ContextParallelAttention, Partition
+from rldsl.backends.torch.model.row_groups import RowGroups
 from rldsl.backends.torch.model.sequence_parallel import PaddedAttention, SequenceParallel, pad_rows
 from rldsl.backends.torch.model.shared_prompts import SharedPrompts, shared_prompts
 from rldsl.backends.torch.model.token_groups import GroupedAttention, GroupedPartition
@@ -39,10 +42,10 @@ class ModelInputs:
     last_at: torch.Tensor                       # [S] where the last token of each sequence is
     responses: tuple[int, ...]                  # response tokens of each frame, on all ranks of cp together
     sequences: tuple[int, ...]                  # sequences of each frame, on all ranks of cp together
-    predict_partition: Partition | GroupedPartition | None = None  # how `predict_at` is divided over cp; None without
-    last_partition: Partition | GroupedPartition | None = None  # how `last_at` is divided over cp
-    # where gradients have one order of sums: how many of `predict_at` are in each group of tokens of this rank
-    predict_groups: tuple[int, ...] = ()
+    # how `predict_at` and `last_at` are divided over cp; None without
+    predict_partition: Partition | GroupedPartition | LeavesPartition | None = None
+    last_partition: Partition | GroupedPartition | LeavesPartition | None = None
+    predict_groups: RowGroups = ()  # of `predict_at`, where gradients have one order of sums
 
     def gather_predictions(self, x: torch.Tensor) -> torch.Tensor:
         """[R, ...] read at `predict_at` -> those of all ranks of cp."""
@@ -55,6 +58,46 @@ class ModelInputs:
     def gather_last(self, x: torch.Tensor) -> torch.Tensor:
         """[S, ...] read at `last_at` -> those of all ranks of cp."""
         return x if self.last_partition is None else self.last_partition.gather(x)
+
+
+class LeavesPartition:
+    """The partitions of several leaves, whose items are one after the other. No cp divides them."""
+
+    def __init__(self, leaves: Sequence[GroupedPartition]):
+        self.leaves = leaves
+        starts = accumulate((sum(leaf.sizes) for leaf in leaves), initial=0)
+        self.own_items = torch.cat([leaf.own_items + start for leaf, start in zip(leaves, starts, strict=False)])
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """See `GroupedPartition.gather`."""
+        parts = x.split([sum(leaf.sizes) for leaf in self.leaves])
+        return torch.cat([leaf.gather(part) for leaf, part in zip(self.leaves, parts, strict=True)])
+
+
+def in_one_row(leaves: Sequence[ModelInputs | None]) -> ModelInputs:
+    """Passes of several leaves as one, whose gradients are those of the leaves, added in a tree. A power of two of
+    leaves; None: one without rows. Its frames are those of all leaves, one leaf after the other. No cp divides it."""
+    given = [leaf for leaf in leaves if leaf is not None]
+    if len(leaves) == 1:
+        return given[0]
+    starts = [0, *accumulate(len(leaf.tokens) for leaf in given)]
+
+    def each(values: Iterable[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([value + start for value, start in zip(values, starts, strict=False)])
+
+    def partition(of: Iterable[object]) -> LeavesPartition:
+        return LeavesPartition([cast(GroupedPartition, x) for x in of])
+
+    none = (0,) * len(given[0].predict_groups[0])
+    return ModelInputs(
+        torch.cat([x.tokens for x in given]), torch.cat([x.positions for x in given], -1),
+        GroupedAttention.of_leaves([None if x is None else cast(GroupedAttention, x.attention) for x in leaves]),
+        each(x.predict_at for x in given), torch.cat([x.targets for x in given]),
+        None if given[0].ids is None else torch.cat([x.ids for x in given if x.ids is not None]), (),
+        each(x.last_at for x in given), tuple(n for x in given for n in x.responses),
+        tuple(n for x in given for n in x.sequences),
+        partition(x.predict_partition for x in given), partition(x.last_partition for x in given),
+        [none if x is None else x.predict_groups[0] for x in leaves])
 
 
 def pack_inputs(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, sequence_parallel: SequenceParallel,
@@ -130,7 +173,7 @@ def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, in_
             rows.pad(tokens[rows.own_items]), groups.positions, groups, predict.places(rows, predict_at),
             targets[predict.own_items], None if ids is None else ids[predict.own_items],
             tuple(x[predict.own_items] for x in hidden), last.places(rows, last_at), *sizes, predict, last,
-            tuple(predict.sizes))
+            (tuple(predict.sizes),))
     shared = _shared(frames, *on_host, device) if share and cp.size == 1 and on_host is not None else None
     if shared is not None:
         return ModelInputs(tokens[shared.keep], shared.attention.positions, shared.attention, shared.predict_at,

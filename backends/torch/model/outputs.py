@@ -45,7 +45,8 @@ def model_outputs(stage: Stage, hidden: torch.Tensor, inputs: ModelInputs, names
         at, gather = ((inputs.last_at, inputs.gather_last) if name in by_seq else
                       (inputs.predict_at, inputs.gather_predictions))
         if inputs.predict_groups:  # of all tokens, whose groups are known
-            outputs[name] = gather(FROM_HIDDEN[name](stage, hidden).index_select(0, at))
+            found_of_all = stage.current.inside(inputs.attention, FROM_HIDDEN[name], stage, hidden)
+            outputs[name] = gather(found_of_all.index_select(0, at))
         else:
             outputs[name] = gather(FROM_HIDDEN[name](stage, hidden.index_select(0, at)))
     sizes = {name: inputs.sequences if name in by_seq else inputs.responses for name in outputs}
@@ -89,7 +90,9 @@ def _hidden(stage: Stage, hidden: torch.Tensor) -> torch.Tensor:
 
 def _scores(stage: Stage, hidden: torch.Tensor) -> torch.Tensor:
     """[n] float32: the value or score head's output."""
-    return (hidden @ _needed(stage.score, "score head")[0].to(hidden.dtype)).float()
+    score = _needed(stage.score, "score head")[0]
+    # products of an ordered model cast, so that its gradient is not rounded where several leaves are summed
+    return (hidden @ (score if stage.ordered_gradients else score.to(hidden.dtype))).float()
 
 
 # Output.name -> how it follows from hidden states: [n, H] -> [n] or [n, ...] float32, the same on every tp rank

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from rldsl.backends.torch.model.row_groups import RowGroups
 from rldsl.diag import internal_error
 from rldsl.models.execution import ATTENTION_INTERFACE, CACHES, masked_window, names_of, scans_from_a_state
 
@@ -57,6 +58,11 @@ class CurrentPass:
         self.sequences: Any = None  # a `PackedAttention`; None outside passes
         self._counted: Any = None  # the sequences that were current when a module attended last
         self._calls: dict[int, int] = {}  # place of a module -> how often it has attended to them
+
+    @property
+    def row_groups(self) -> RowGroups:
+        """By which gradients of this pass are summed; () where they have no order."""
+        return getattr(self.sequences, "row_groups", ())
 
     def count(self, place: int) -> int:
         """How often a module has attended in this pass before: some attend twice, and some run several times."""

@@ -35,10 +35,10 @@ from rldsl.backends.torch.model.invariant import Invariant
 from rldsl.backends.torch.model.load_weights import HeldPieces, allocate_parameters, load_config
 from rldsl.backends.torch.model.lora import lora_adapters
 from rldsl.backends.torch.model.recompute import ActivationCheckpointing
+from rldsl.backends.torch.model.row_groups import RowGroups
 from rldsl.backends.torch.model.sequence_parallel import SequenceParallel, gathered_children
 from rldsl.backends.torch.model.sequences import CurrentPass, connect
 from rldsl.backends.torch.model.tensor_parallel import ColumnParallelInput, parallelize
-from rldsl.backends.torch.model.token_groups import groups_of_rank
 from rldsl.backends.torch.model.vision import Vision, features_of, offsets_of
 from rldsl.backends.torch.model.weight_copies import WeightCopies
 from rldsl.backends.torch.model.zero import ParamGroup, ParamGroups, ZeroSharding
@@ -51,7 +51,6 @@ from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Axis, Images, WeightCache
 from rldsl.runtime.image_tokens import ids_of
 from rldsl.sharding.boxes import Parameter, expand_specs, local_shape, parameters, pieces_of_rank
-from rldsl.sharding.gradient_leaves import TOKEN_GROUPS
 from rldsl.sharding.layout import stage_layers
 from rldsl.sharding.sum_blocks import column_leaves, local_cuts, summed_input, summed_output
 
@@ -135,7 +134,7 @@ class Stage(ActivationCheckpointing):
     ordered_gradients: bool      # gradients have one order of sums, of a model with `invariant=training`
     head_sums: HeadSums | None   # of such a model
     weight_copies: WeightCopies  # of an invariant model, as its products read them
-    groups: int                  # of tokens on this rank, by which such gradients are summed
+    joins_leaves: bool           # of such a model: whether a pass may have several leaves
     # of such a model under ep: gradients of experts' weights by the rank of ep whose tokens they come from, [ep, ...]
     source_grads: Mapping[str, torch.Tensor]
     sequence_parallel: SequenceParallel  # divides tokens over tp where layers allow it
@@ -192,12 +191,15 @@ class Stage(ActivationCheckpointing):
                      or layers_with_images(self.config))
         self.sequence_parallel = SequenceParallel(tp, bool(gathered) and not whole)
         self.invariant, self.ordered_gradients = model.invariant, model.invariant_training
-        self.groups = max(1, len(groups_of_rank(axes.cp))) if self.ordered_gradients else 1
+        # With cp a leaf is summed over ranks before the next one. What `zero` gathers in half precision cannot have
+        # the float32 gradient of several leaves
+        self.joins_leaves = self.ordered_gradients and model.sizes.heads > 0 and axes.cp.size == 1 and not (
+            layout.zero and matmul_dtype != torch.float32)
         self.source_grads, self._ep_size = {}, axes.ep.size
         self.head_sums = HeadSums(model.sizes.heads, model.sizes.kv_heads, tp) \
             if self.ordered_gradients and model.sizes.heads else None
         self.weight_copies = WeightCopies(model.invariant and self.zero is None)
-        self._fuse(skeleton, model)
+        self._fuse(skeleton, model, axes.cp)
         if not model.invariant and device.type == "cpu":
             use_onednn(skeleton)
         self._install_parameters(skeleton, model, tp, axes.ep)
@@ -249,6 +251,10 @@ class Stage(ActivationCheckpointing):
                              for name, part, shape in zip(names, parts, shapes, strict=True)}
         return table
 
+    def _row_groups(self) -> RowGroups:
+        """Those of the pass under way, of a model whose gradients have one order."""
+        return self.current.row_groups
+
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """torch's backward pass runs without our modes, so the second forward enters it again."""
         return nullcontext(), self.invariant_mode()
@@ -256,7 +262,7 @@ class Stage(ActivationCheckpointing):
     def invariant_mode(self) -> AbstractContextManager[Any]:
         """In which an invariant model computes."""
         over_query_heads = self.head_sums.over_query_heads if self.head_sums else None
-        return Invariant(over_query_heads, self.groups, self.weight_copies) if self.invariant else nullcontext()
+        return Invariant(over_query_heads, self._row_groups, self.weight_copies) if self.invariant else nullcontext()
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packed_attention: PackedAttention,
                 hidden: torch.Tensor | None, number: int = 0) -> torch.Tensor:
@@ -361,7 +367,7 @@ class Stage(ActivationCheckpointing):
         return ZeroSharding(level, {x: group_of(x) for x in sorted(x for x in numbers if x is not None)},
                             [group_of(None)] if None in numbers else [], in_leaves)
 
-    def _fuse(self, skeleton: nn.Module, model: Model) -> None:
+    def _fuse(self, skeleton: nn.Module, model: Model, cp: Axis) -> None:
         """Let norms and layers run with fewer kernels. Also check that norms of heads whose gradients tp divides can be
         summed in one order."""
         sums = self.head_sums
@@ -375,10 +381,11 @@ class Stage(ActivationCheckpointing):
             if spec.partial_grad and not module_of(spec.name):
                 kinds[spec.name.rpartition(".")[0]] = "query" if "q_norm" in spec.name else "kv"
         fused = fuse_norms(skeleton, self.device,
-                           lambda name: Norms(sums, kinds.get(_without_number(name)), self.groups))
+                           lambda name: Norms(sums, kinds.get(_without_number(name)), self._row_groups))
         vectors = [name for name, module in skeleton.named_modules() if name not in fused and not isinstance(
             module, nn.Linear | Conv1D) and any(p.dim() == 1 for p in module.parameters(recurse=False))]
-        if vectors and self.groups < TOKEN_GROUPS:
+        self.joins_leaves = self.joins_leaves and not vectors
+        if vectors and cp.size > 1:
             raise fail("RL0330", f"`{model.name}` cannot be trained with `invariant=training` under cp",
                        place=str(model.path), label=f"{vectors[0]} is neither a linear layer nor a root-mean-square "
                        "norm with a plain weight", help="train it with cp=1, or with `invariant=true`")
@@ -413,6 +420,7 @@ class Stage(ActivationCheckpointing):
             module = skeleton.get_submodule(path)
             for other, same in aliases[name]:
                 setattr(other, same, local[name])
+            self.joins_leaves = self.joins_leaves and len(aliases[name]) < 2  # else read twice in a pass
             if name == bias:
                 self._head_bias = local[name] if self.last else None
                 continue
@@ -424,13 +432,14 @@ class Stage(ActivationCheckpointing):
                 if attribute == "gate_up_proj":
                     up_leaves = leaves
                 if attribute == "down_proj" or cuts is None:
-                    ordered = OrderedExperts(up_leaves, self.groups, self._source_grads_of(path)) if up_leaves else None
+                    ordered = OrderedExperts(up_leaves, self._row_groups, self._source_grads_of(path)) if up_leaves \
+                        else None
                     parallelize_experts(module, parameter.spec.experts, tp, ep, cuts, ordered, self.weight_copies)
                 continue
             start = held[0].box[0][0] if held[0].box else 0
             if attribute == "weight":
                 parallelize(module, parameter.spec.style, tp, start, column_input, adapters.get(path), cuts,
-                            leaves, self.groups if self.ordered_gradients else 0, parameter.spec.shape[0],
+                            leaves, self._row_groups if self.ordered_gradients else None, parameter.spec.shape[0],
                             _rope_width(self.config.get_text_config(),
                                         parameter.spec.layer if parameter.layer is None else parameter.layer),
                             self.weight_copies)

@@ -9,7 +9,7 @@ forward and all-reduce backward into a tensor-parallel region, the reverse out o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,10 @@ from rldsl.backends.torch.model.collectives import (
 from rldsl.backends.torch.model.gradient_sums import Leaves, column_parallel_product
 from rldsl.backends.torch.model.invariant import add_bias
 from rldsl.backends.torch.model.lora import LoraAdapter
+from rldsl.backends.torch.model.row_groups import RowGroups
 from rldsl.backends.torch.model.sequence_parallel import SequenceParallel
 from rldsl.backends.torch.model.tree_sums import row_parallel_product
-from rldsl.backends.torch.model.weight_copies import WeightCopies
+from rldsl.backends.torch.model.weight_copies import NO_COPIES, WeightCopies
 from rldsl.runtime.backend import Axis
 
 
@@ -56,24 +57,25 @@ class ColumnParallelInput:
 
 def parallelize(module: nn.Module, style: str, tp: Axis, vocab_start: int, column_input: ColumnParallelInput,
                 adapter: LoraAdapter | None = None, cuts: Sequence[int] | None = None,
-                leaves: Leaves | None = None, groups: int = 0, width: int = 0, shared: int = 0,
-                copies: WeightCopies | None = None) -> None:
+                leaves: Leaves | None = None, row_groups: Callable[[], RowGroups] | None = None, width: int = 0,
+                shared: int = 0, copies: WeightCopies = NO_COPIES) -> None:
     """Give `module` the collectives of its style; "replicated" and "head" need none, and neither does tp=1.
 
     column_input: one for all modules of the model. adapter: added to the module's output, before its collectives.
     cuts: of the inputs of a row-parallel module whose sum has one order under every tp (`tree_sums.py`). leaves: of the
-    outputs of a column-parallel module whose gradients have one (`gradient_sums.py`). groups: of the tokens, by which
-    such gradients are summed; 0 if they have no order. width: of the complete output. shared: columns at the end of a
-    latent form of keys and values that all heads read as they are, not through a matrix of their own. copies: of the
-    weights of an invariant model."""
+    outputs of a column-parallel module whose gradients have one (`gradient_sums.py`). row_groups: those of the pass
+    under way, by which such gradients are summed; None if they have no order. width: of the complete output. shared:
+    columns at the end of a latent form of keys and values that all heads read as they are, not through a matrix of
+    their own. copies: of the weights of an invariant model."""
     own = (lambda x: scatter_to_tensor_parallel_region(x, tp)) if style == "rowwise_split" and tp.size > 1 else _same
     row_parallel = style in ("rowwise", "rowwise_split")
     if row_parallel and cuts is not None:
         module.forward = lambda x: _row_parallel_tree(module, own(x), tp, adapter, column_input.sequence_parallel, cuts,
-                                                      groups, copies)
+                                                      row_groups, copies)
         return
     if style == "colwise" and leaves is not None:
-        module.forward = lambda x: _column_parallel_tree(module, x, tp, adapter, leaves, groups, copies)
+        module.forward = lambda x: _column_parallel_tree(module, x, tp, adapter, leaves,
+                                                         row_groups() if row_groups is not None else (), copies)
         return
     if adapter is not None and (not row_parallel or tp.size == 1):
         plain = module.forward
@@ -117,18 +119,20 @@ def _row_parallel(module: Any, x: torch.Tensor, tp: Axis, adapter: LoraAdapter |
 
 
 def _row_parallel_tree(module: Any, x: torch.Tensor, tp: Axis, adapter: LoraAdapter | None,
-                       sequence_parallel: SequenceParallel, cuts: Sequence[int], groups: int,
-                       copies: WeightCopies | None) -> torch.Tensor:
+                       sequence_parallel: SequenceParallel, cuts: Sequence[int],
+                       row_groups: Callable[[], RowGroups] | None, copies: WeightCopies) -> torch.Tensor:
     """`_row_parallel`, but the sum has one order, and it is rounded to bfloat16 once, at the end. Where gradients have
     one, too, the low rank of an adapter is summed before the rest of the adapter is computed, so that every rank has
     the complete gradients of both factors."""
+    groups = row_groups() if row_groups is not None else ()
+
     def total(weight: torch.Tensor, adapter: LoraAdapter | None = None) -> torch.Tensor:
-        partial = row_parallel_product(x, weight, cuts, adapter, groups or 1, copies)
+        partial = row_parallel_product(x, weight, cuts, adapter, groups, copies)
         if sequence_parallel.active:
             return sequence_parallel.reduce_scatter(partial, tree=True)
         return partial if tp.size == 1 else reduce_from_tensor_parallel_region(partial, tp, tree=True)
 
-    if adapter is None or not groups:
+    if adapter is None or row_groups is None:
         out = total(module.weight, adapter)
     else:
         low = total(adapter.a)
@@ -136,12 +140,12 @@ def _row_parallel_tree(module: Any, x: torch.Tensor, tp: Axis, adapter: LoraAdap
         out = total(module.weight) + F.linear(low, adapter.b) * adapter.scale
     if torch.is_autocast_enabled(x.device.type):
         out = out.to(torch.get_autocast_dtype(x.device.type))
-    return add_bias(out, module.bias, groups) if groups else \
+    return add_bias(out, module.bias, groups) if row_groups is not None else \
         out if module.bias is None else out + module.bias.to(out.dtype)
 
 
 def _column_parallel_tree(module: Any, x: torch.Tensor, tp: Axis, adapter: LoraAdapter | None, leaves: Leaves,
-                          groups: int, copies: WeightCopies | None) -> torch.Tensor:
+                          groups: RowGroups, copies: WeightCopies) -> torch.Tensor:
     """A linear layer whose gradients have one order of sums."""
     out = column_parallel_product(x, module.weight, module.bias, leaves, tp, groups, copies)
     if adapter is None:

@@ -8,6 +8,9 @@ the rows of groups and then one over groups, and one rank makes the additions of
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +24,8 @@ from rldsl.backends.torch.model.collectives import (
     tree_reduce_scatter,
 )
 from rldsl.backends.torch.model.context_parallel import ContextParallelAttention, Partition
+from rldsl.backends.torch.model.row_groups import RowGroups
+from rldsl.backends.torch.model.segment_grids import Segment, SegmentGrids
 from rldsl.backends.torch.model.sequences import DividedSequences
 from rldsl.runtime.backend import Axis
 from rldsl.sharding.gradient_leaves import TOKEN_GROUPS
@@ -63,33 +68,53 @@ class GroupedPartition:
 
 
 class GroupedAttention(DividedSequences):
-    """Causal attention of the tokens of this rank's groups; see `ContextParallelAttention`."""
+    """Causal attention of the tokens of this rank's groups; see `ContextParallelAttention`. Of one leaf, or of several,
+    one after the other in one row (`row_groups.py`)."""
 
-    owner: torch.Tensor      # [T] the group of each token of the complete row
-    partition: GroupedPartition
-    positions: torch.Tensor  # [groups of this rank * width]
+    positions: torch.Tensor  # [rows of this rank] of its tokens in their sequences
+    row_groups: RowGroups
 
     def __init__(self, lengths: torch.Tensor, cp: Axis):
         """lengths: [S] int64, of the complete sequences."""
         self.cp = cp
         self.groups = [ContextParallelAttention(lengths, at) for at in groups_of_rank(cp)]
-        self.owner = self.groups[0].owner
+        self.owner = self.groups[0].owner  # [T] the group of each token of the complete row
         self.partition = GroupedPartition(self.owner, cp)
         self.positions = torch.cat([g.positions for g in self.groups])
+        self.row_groups = ((self.groups[0].partition.width,) * len(self.groups),)
+        self.segments = [s for i, g in enumerate(self.groups) for s in _segments(g, i)]
+        self._grids: SegmentGrids | None = None
+
+    @staticmethod
+    def of_leaves(leaves: Sequence[GroupedAttention | None]) -> GroupedAttention:
+        """The passes of several leaves as one: a power of two of leaves; None: one without rows. No cp divides them."""
+        given = [leaf for leaf in leaves if leaf is not None]
+        joined, first, none = copy(given[0]), 0, (0,) * len(given[0].groups)
+        joined.positions, joined.segments = torch.cat([leaf.positions for leaf in given]), []
+        joined.row_groups = [none if leaf is None else leaf.row_groups[0] for leaf in leaves]
+        for leaf in given:
+            joined.segments += [replace(s, query=s.query + first, keys=s.keys + first) for s in leaf.segments]
+            first += len(leaf.positions)
+        return joined
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """q: [H, rows, D]; k, v: [K, rows, D]. Returns [rows, H, D]. See `PackedAttention.attend`."""
+        if self._grids is None:
+            self._grids = SegmentGrids(self.segments, len(self.groups), len(self.positions), q.device)
         both = torch.cat([k.transpose(0, 1).flatten(1), v.transpose(0, 1).flatten(1)], 1)
         seen = _GatherKeys.apply(both, self.cp, len(self.groups))
-        width = q.shape[1] // len(self.groups)
-        sizes = [x.shape[0] * x.shape[2] for x in (k, v)]
-        out = []
-        for group, visible, queries in zip(self.groups, seen, q.transpose(0, 1).split(width), strict=True):
-            keys, values = (part.unflatten(1, (x.shape[0], -1)) for part, x in zip(
-                visible[group.key_index].split(sizes, 1), (k, v), strict=True))
-            own = queries[: group.partition.own_items.numel()]
-            out.append(group.partition.pad(group.attend_padded(own, keys, values, scores)))
-        return torch.cat(out)
+        return self._grids.attend(q.transpose(0, 1), seen, (k.shape[0] * k.shape[2], v.shape[0] * v.shape[2]), scores)
+
+
+def _segments(group: ContextParallelAttention, number: int) -> Iterator[Segment]:
+    """number: of the group, among those of this rank."""
+    query, keys = number * group.partition.width, group.key_index.cpu()
+    each = zip(*(x.tolist() for x in (group.query_lens, group.key_lens, group.query_offsets)), strict=True)
+    first = 0
+    for queries, visible, start in each:
+        if queries:
+            yield Segment(number, query, queries, start, keys[first : first + visible])
+        query, first = query + queries, first + visible
 
 
 class _GatherKeys(Function):

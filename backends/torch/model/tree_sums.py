@@ -17,11 +17,10 @@ import torch
 
 from rldsl.backends.torch.kernels.autograd import Function, outside_modes
 from rldsl.backends.torch.kernels.fixed_order import row_sum
-from rldsl.backends.torch.model.invariant import Groups, linear, multiply, sizes_of, weight_gradient
+from rldsl.backends.torch.model.invariant import linear, multiply, product_dtype, weight_gradient
 from rldsl.backends.torch.model.lora import LoraAdapter
-from rldsl.backends.torch.model.weight_copies import WeightCopies
-
-NO_COPIES = WeightCopies(enabled=False)
+from rldsl.backends.torch.model.row_groups import RowGroups
+from rldsl.backends.torch.model.weight_copies import NO_COPIES, WeightCopies
 
 
 def tree_sum(count: int, part: Callable[[int], torch.Tensor]) -> torch.Tensor:
@@ -35,26 +34,16 @@ def tree_sum(count: int, part: Callable[[int], torch.Tensor]) -> torch.Tensor:
     return node(0, count)
 
 
-def sparse_tree_sum(first: int, count: int, part: Callable[[int], torch.Tensor | None]) -> torch.Tensor | None:
-    """`tree_sum` over part(first) ... part(first + count - 1), of which some may be None: they add nothing."""
-    if count == 1:
-        return part(first)
-    left, right = (sparse_tree_sum(at, count // 2, part) for at in (first, first + count // 2))
-    return right if left is None else left if right is None else left.add_(right)
-
-
 def row_parallel_product(x: torch.Tensor, weight: torch.Tensor, cuts: Sequence[int],
-                         adapter: LoraAdapter | None = None, groups: Groups = 1, copies: WeightCopies | None = None
-                         ) -> torch.Tensor:
+                         adapter: LoraAdapter | None = None, groups: RowGroups = (), copies: WeightCopies = NO_COPIES,
+                         read: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., k] @ weight [m, k].T + adapter(x) -> [..., m] float32, block by block of k. groups: of the rows, in the
-    gradient of the weight. copies: of weights (None: none are kept)."""
+    gradient of the weight. copies: of weights. read: the weight as it multiplies (None: as `copies` have it)."""
     if adapter is None:
-        copies = copies or NO_COPIES
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        blocks = copies.blocks(weight, x.dtype, cuts)
-        out: torch.Tensor = _RowProduct.apply(x.reshape(-1, x.shape[-1]), copies.cast(weight, x.dtype), blocks, cuts,
-                                              groups)
+        x = x.to(product_dtype(x))
+        read = copies.cast(weight, x.dtype) if read is None else read
+        blocks = copies.blocks(weight if weight.dtype == x.dtype else read, x.dtype, cuts)
+        out: torch.Tensor = _RowProduct.apply(x.reshape(-1, x.shape[-1]), weight, read, blocks, cuts, groups)
         return out.view(*x.shape[:-1], len(weight))
     sizes = [stop - start for start, stop in pairwise(cuts)]
     inputs, columns, factors = x.split(sizes, -1), weight.split(sizes, 1), adapter.a.split(sizes, 1)
@@ -67,24 +56,24 @@ def row_parallel_product(x: torch.Tensor, weight: torch.Tensor, cuts: Sequence[i
 
 
 class _RowProduct(Function):
-    """x [n, k], weight [m, k] -> [n, m] float32. blocks: of the weight's columns. Nothing is cut in the gradients,
-    whose sums are over m and n."""
+    """x [n, k], weight [m, k] -> [n, m] float32. read: the weight, as it multiplies. blocks: of its columns. Nothing is
+    cut in the gradients, whose sums are over m and n."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, blocks: Sequence[torch.Tensor], cuts: Sequence[int],
-                groups: Groups) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.groups = sizes_of(groups, len(x))
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, read: torch.Tensor, blocks: Sequence[torch.Tensor],
+                cuts: Sequence[int], groups: RowGroups) -> torch.Tensor:
+        ctx.save_for_backward(x, read)
+        ctx.groups = groups
         with outside_modes():
             return tree_sum(len(blocks), lambda i: multiply(x[:, cuts[i] : cuts[i + 1]], blocks[i].T))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, read = ctx.saved_tensors
         grad = grad.to(x.dtype)
-        grad_x = multiply(grad, weight) if ctx.needs_input_grad[0] else None
+        grad_x = multiply(grad, read) if ctx.needs_input_grad[0] else None
         grad_weight = weight_gradient(x, grad, ctx.groups) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
 def block_sums(x: torch.Tensor, cuts: Sequence[int] | None) -> torch.Tensor:

@@ -13,12 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
 
-from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.products import onednn_is_faster
 
 Rows = tuple[torch.Tensor, int, int]  # a weight, and which of its rows: first and behind the last
@@ -62,16 +60,11 @@ class WeightCopies:
             _fill(copy)
 
     def cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in a dtype, with its gradient."""
+        """The weight in a dtype, without its gradient."""
         if weight.dtype == dtype:
-            return weight
-        if not self.keeps(weight):
-            return weight.to(dtype)
-        copy = self._copy((id(weight), dtype), lambda: weight.data, dtype)
-        if not (torch.is_grad_enabled() and weight.requires_grad):
-            return copy
-        out: torch.Tensor = _Cast.apply(weight, copy)
-        return out
+            return weight.detach() if torch.is_grad_enabled() else weight
+        return self._copy((id(weight), dtype), lambda: weight.data, dtype) if self.keeps(weight) else \
+            weight.detach().to(dtype)
 
     def blocks(self, weight: torch.Tensor, dtype: torch.dtype, cuts: Sequence[int]) -> list[torch.Tensor]:
         """Runs of columns, in a dtype and without gradients, as products read them fastest."""
@@ -120,14 +113,4 @@ def _fill(copy: _Copy) -> None:
         copy.filled = True
 
 
-class _Cast(Function):
-    """(weight, its copy in another dtype) -> the copy; the gradient is that of the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-        ctx.dtype = weight.dtype
-        return copy.view_as(copy)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.to(ctx.dtype), None
+NO_COPIES = WeightCopies(enabled=False)  # each product makes its own

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from rldsl.backends.torch.train.complete_tensors import CompleteTensors
+from rldsl.backends.torch.train.ordered_adamw import OrderedAdamW
 from rldsl.backends.torch.train.quantized_adamw import QuantizedAdamW
 from rldsl.plan.model import Optimizer, OptimizerKind
 from rldsl.plan.optimizers import NEEDS_COMPLETE, ParamOptions, is_quantized, param_options, state_shapes
@@ -95,7 +96,7 @@ class Updates:
         if not state:
             shapes = state_shapes(self.options, rule, record.spec.shape, tuple(parameter.shape))
             if rule in ("adamw", "adafactor"):  # the fused AdamW counts on the device, Adafactor on the host
-                state[STEP] = torch.zeros((), device=parameter.device if rule == "adamw" and self.fused else "cpu")
+                state[STEP] = torch.zeros((), device=parameter.device if rule == "adamw" else "cpu")
             state |= {kind: torch.zeros(shape, device=parameter.device,
                                         dtype=torch.uint8 if is_quantized(kind) else torch.float32)
                       for kind, shape in shapes.items()}
@@ -169,12 +170,13 @@ class Updates:
 def make_optimizer(options: Optimizer, rule: OptimizerKind, groups: list[dict[str, Any]],
                    fused: bool = True) -> torch.optim.Optimizer:
     """torch's optimizer over some groups of parameters. fused: in one kernel, which on CPUs rounds the last elements of
-    a tensor otherwise than the rest."""
+    a tensor otherwise than the rest; else an element has the same bits wherever it is."""
     match rule:
         case "adamw_8bit":
             raise AssertionError("updated by `QuantizedAdamW`")
         case "adamw":
-            return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=fused)
+            kind = torch.optim.AdamW if fused else OrderedAdamW
+            return kind(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True)
         case "sgd":
             return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov,
                                    fused=fused)

@@ -31,7 +31,7 @@ from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.state.step import StepState
 from rldsl.runtime.store import RaggedRows
-from rldsl.sharding.gradient_leaves import passes_of_rank
+from rldsl.sharding.gradient_leaves import leaves_together, pass_tokens, passes_of_rank
 from rldsl.sharding.micro_batches import micro_batches, num_micro_batches
 from rldsl.sharding.partition import Rows
 
@@ -82,8 +82,10 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
                                                                    axes.dp)
         losses.append(minibatch_loss)
         leaves = [len(leaf) for leaf in by_leaf] if spread.leaves else ()
+        joined = call.leaves_together(minibatch, axes.dp) if spread.leaves else 1
         # passed only where they are needed: a backend may lack these arguments
         optional: dict[str, Any] = {name: x for name, x in (("heads", heads), ("leaves", leaves),
+                                                           ("joined", joined if joined > 1 else 0),
                                                            ("first_pass", first_pass)) if x}
         result = shard.train(batches, call.model_outputs_by_frame, call.temperature, loss,
                              record_metrics_and_ask_to_stop if STOP in program_outputs else None, event.recompute,
@@ -176,12 +178,16 @@ class _TrainCall:
         """[leaf] -> the micro-batches of a dp rank; one leaf for all without `invariant=training`. pad_count: add empty
         ones, so that all dp ranks have as many."""
         if self.in_leaves:
-            return passes_of_rank(parts, dp.size, dp.index, self.totals, self.event.mbt, pad_count)
+            return passes_of_rank(parts, dp.size, dp.index, self.totals, pass_tokens(self.frames.values()), pad_count)
         bounds = self.event.mbs, pp, self.event.mbt
         divided = micro_batches(parts[dp.index], self.totals, *bounds, self.siblings)
         if pad_count:
             divided += ((),) * (max(num_micro_batches(r, self.totals, *bounds) for r in parts) - len(divided))
         return [divided]
+
+    def leaves_together(self, leaves: Sequence[Rows], dp: Axis) -> int:
+        """How many leaves of a dp rank are computed together. leaves: of the whole minibatch."""
+        return leaves_together(leaves, dp.size, self.totals, pass_tokens(self.frames.values()), self.event.mbt)
 
     def minibatch(self, rows: Sequence[Rows], divided: Sequence[Rows], dp: Axis
                   ) -> tuple[AnyLoss, list[tuple[PackedBatch, ...]], LossFn, FirstPass | None]:
