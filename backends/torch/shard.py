@@ -179,8 +179,8 @@ class TorchShard:
         has_rows = [any(len(frame) for frame in frames) for frames in minibatch]
         # other ranks wait for the passes of this one under `zero` and `ep`: one without rows runs a token
         run_empty = zero is not None or self.axes.ep.size > 1
-        sums = passes_by_sum(leaves or (len(minibatch),), joined if joined > 1 and self.stage.joins_leaves and not heads else 1,
-                             has_rows, run_empty)
+        joined = joined if joined > 1 and self.stage.joins_leaves and not heads else 1
+        sums = passes_by_sum(leaves or (len(minibatch),), joined, has_rows, run_empty)
         # where gradients have one order, norms see all tokens on every rank of tp
         sequence_parallel = SequenceParallel(self.axes.tp, False) if self.stage.ordered_gradients else \
             self.stage.sequence_parallel

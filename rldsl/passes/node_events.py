@@ -60,7 +60,7 @@ from rldsl.plan.payloads import (
     payload,
 )
 from rldsl.plan.spaces import IndexedFrame, coarsest
-from rldsl.sharding.gradient_leaves import LEAVES, joined_tokens
+from rldsl.sharding.gradient_leaves import LEAVES, joined_tokens, pass_tokens
 from rldsl.sharding.rank_sets import Ranks, union
 
 
@@ -100,9 +100,13 @@ def spread_of(node: g.Node, placement: Placement, frames: Mapping[str, IndexedFr
     raise internal_error(f"no spread for {type(node).__name__} {node.id}", "pass node_events")
 
 
-def tokens_per_pass(node: g.Train, frames: Mapping[str, IndexedFrame], given: int) -> int:
-    """Tokens that are computed together, at most; 0: any number. given: `mbt` of the place."""
-    return joined_tokens(frames[f] for f in node.frames) if node.invariant and not given else given
+def tokens_per_pass(node: g.Train, frames: Mapping[str, IndexedFrame], layout: Layout, given: int) -> int:
+    """Tokens that are computed together, at most; 0: any number. given: `mbt` of the place. Under `cp`, and in half
+    precision under `zero`, leaves are computed apart (`Stage.joins_leaves`)."""
+    if given or not node.invariant:
+        return given
+    apart = layout.cp > 1 or layout.zero
+    return (pass_tokens if apart else joined_tokens)(frames[f] for f in node.frames)
 
 
 def _by_prompts(placement: Placement, of: Iterable[str], frames: Mapping[str, IndexedFrame]) -> Spread:
@@ -345,7 +349,7 @@ class _EventBuilder:
                 heads = tuple(self.placements[self.head_makers[model]].layout.id for _, model in node.heads)
                 read = dict.fromkeys(f"{model}@{x}" for (_, model), x in zip(node.heads, heads, strict=True))
                 return Train(**common, layout=layout, reads=(copy, *read, *reads), writes=(copy, *writes),
-                             mbs=placement.mbs, mbt=tokens_per_pass(node, self.frames, placement.mbt),
+                             mbs=placement.mbs, mbt=tokens_per_pass(node, self.frames, placement.layout, placement.mbt),
                              recompute=placement.recompute, head_layouts=heads,
                              **payload(node, TrainSpec))
         assert_never(node)

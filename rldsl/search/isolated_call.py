@@ -125,7 +125,7 @@ def call_event(node: g.Node, layout: Layout, spread: str, s: Strategy, frames: M
         case g.Infer():
             return Infer(**common, mbt=s.mbt, **payload(node, InferSpec))
         case g.Train():
-            return Train(**common, mbt=tokens_per_pass(node, frames, s.mbt),
+            return Train(**common, mbt=tokens_per_pass(node, frames, layout, s.mbt),
                          recompute="full" if s.recompute else "none", **payload(node, TrainSpec))
         case _:
             raise internal_error(f"{node.id} is not a call", "search")

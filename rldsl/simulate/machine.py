@@ -36,7 +36,7 @@ class InvariantPrice(NamedTuple):
     ordered_train: float  # where they have one
 
 
-INVARIANT_PRICE = {"float32": InvariantPrice(1.35, 1.1, 1.1, 1.7), "bfloat16": InvariantPrice(1.4, 1.1, 1.1, 1.8)}
+INVARIANT_PRICE = {"float32": InvariantPrice(1.35, 1.1, 1.1, 1.45), "bfloat16": InvariantPrice(1.4, 1.1, 1.1, 1.4)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.model import Layout, Model
 from rldsl.sharding.boxes import itemsize
+from rldsl.sharding.gradient_leaves import pass_tokens
 from rldsl.sharding.layout import stage_layers
 from rldsl.sharding.micro_batches import count_without_token_limit
 from rldsl.sharding.pipeline_schedule import Message
@@ -350,8 +351,15 @@ def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
                each[0].spread)
     whole = world.count(event.frames[0])
     leaves = min(rows, spread.leaves // layout.dp) if spread.leaves else 1
-    count = leaves * _micro_batches(event, ceil(rows / leaves), wide, whole, 1) if leaves > 1 else \
-        _micro_batches(event, rows, wide, whole, 1 if spread.leaves else layout.pp)
+    if spread.leaves:
+        apart = replace(event, mbt=pass_tokens(world.frames[f] for f in event.frames))
+        each = _micro_batches(apart, ceil(rows / leaves), wide, whole, 1)
+        together = layout.cp == 1 and not (layout.zero and stage.shard.model.dtype == "bfloat16")
+        while together and each == 1 and leaves % 2 == 0 and 2 * ceil(rows / leaves) * wide.tokens <= event.mbt:
+            leaves //= 2  # two are computed as one pass
+        count = leaves * each
+    else:
+        count = _micro_batches(event, rows, wide, whole, layout.pp)
     if not count:
         return StagePasses(0, (), 0.0)
     by_seq = all(OUTPUTS[what].level == "seq" for _, _, what in event.model_outputs)
