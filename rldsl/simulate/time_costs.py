@@ -353,11 +353,11 @@ def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
     leaves = min(rows, spread.leaves // layout.dp) if spread.leaves else 1
     if spread.leaves:
         apart = replace(event, mbt=pass_tokens(world.frames[f] for f in event.frames))
-        each = _micro_batches(apart, ceil(rows / leaves), wide, whole, 1)
+        in_leaf = _micro_batches(apart, ceil(rows / leaves), wide, whole, 1)
         together = layout.cp == 1 and not (layout.zero and stage.shard.model.dtype == "bfloat16")
-        while together and each == 1 and leaves % 2 == 0 and 2 * ceil(rows / leaves) * wide.tokens <= event.mbt:
+        while together and in_leaf == 1 and leaves % 2 == 0 and 2 * ceil(rows / leaves) * wide.tokens <= event.mbt:
             leaves //= 2  # two are computed as one pass
-        count = leaves * each
+        count = leaves * in_leaf
     else:
         count = _micro_batches(event, rows, wide, whole, layout.pp)
     if not count:
