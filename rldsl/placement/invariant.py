@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import permutations
 
-from rldsl.diag import Diagnostic, Label, fail
+from rldsl.diag import Diagnostic, Failure, Label, fail
 from rldsl.graph import model as g
 from rldsl.models.families import Family
 from rldsl.placement.model import Call, Placement, label
@@ -28,6 +28,7 @@ CONDITIONS = ("lt", "le", "gt", "ge", "and", "or", "not")  # operators whose res
 def check_invariance(graph: g.Graph, calls: Iterable[Call], placements: Mapping[str, Placement],
                      families: Mapping[str, Family]) -> None:
     """families: empty where no model directory has been read."""
+    calls = tuple(calls)
     invariant_models = {m.name: m for m in graph.models if m.invariant}
     for node in calls:
         x, span = placements[node.id].layout, placements[node.id].span
@@ -36,9 +37,12 @@ def check_invariance(graph: g.Graph, calls: Iterable[Call], placements: Mapping[
         option = f"invariant={'training' if invariant_models[node.model].invariant_training else 'true'}"
         known, family = described(x.backend), families.get(node.model)
         if known is None or not known.invariant:
-            raise fail("RL0330", f"`{label(node)}` cannot be invariant", option_span(span, "backend"),
-                       f"the backend `{x.backend}` uses different kernels",
-                       help=f"use `backend=torch`, or remove `{option}` from `{node.model}`")
+            where = _writes(node, "backend", calls, placements)
+            inherits = () if where is node else (Label(node.span, f"`{label(node)}` runs where `{label(where)}` does"),)
+            raise Failure([Diagnostic(
+                "RL0330", f"`{label(node)}` cannot be invariant", option_span(placements[where.id].span, "backend"),
+                f"the backend `{x.backend}` uses different kernels", inherits,
+                help=f"use `backend=torch`, or remove `{option}` from `{node.model}`")])
         if family is not None and family.invariant_problem:
             raise fail("RL0330", f"`{label(node)}` cannot be invariant", span, family.invariant_problem,
                        help=f"remove `{option}` from `{node.model}`")
@@ -50,6 +54,18 @@ def check_invariance(graph: g.Graph, calls: Iterable[Call], placements: Mapping[
                             f"`{node.model}`")
         if isinstance(node, g.Train) and node.invariant:
             _check_gradients(node, placements[node.id], pass_tokens(f for f in graph.frames if f.id in node.frames))
+
+
+def _writes(node: Call, option: str, calls: Iterable[Call], placements: Mapping[str, Placement]) -> Call:
+    """The call whose clause has an option that a call shares with it: itself, or one of its model from which it has its
+    placement."""
+    def has_it(call: Call) -> bool:
+        clause = placements[call.id].span
+        return clause is not None and option_span(clause, option) != clause
+
+    alike = (c for c in calls if c.model == node.model and placements[c.id].layout.backend ==
+             placements[node.id].layout.backend)
+    return next((c for c in (node, *alike) if has_it(c)), node)
 
 
 def _check_gradients(node: g.Train, placement: Placement, tokens: int) -> None:

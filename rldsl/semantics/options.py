@@ -140,9 +140,10 @@ def read(table: dict[str, Opt], given: list[tuple[ast.Ident, ast.Expr]], what: s
         if isinstance(expr, ast.Name) and expr.name in option.choices and scope.find(expr.name) is None:
             out[name] = expr.name
             continue
-        if isinstance(expr, ast.Name) and option.choices and option.kind == "text" and scope.find(expr.name) is None:
+        if isinstance(expr, ast.Name) and option.choices and scope.find(expr.name) is None:
+            words = (*(("true", "false") if option.kind == "bool" else ()), *option.choices)
             exprs.errors.add("RL0101", f"unknown name `{expr.name}`", expr.span,
-                             help=f"`{name}` is one of: {', '.join(option.choices)}")
+                             help=f"`{name}` is one of: {', '.join(words)}")
             out[name], bad = None, True
             continue
         value = exprs.scalar(expr, scope)
