@@ -254,6 +254,30 @@ def test_it_travels_in_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert plan.models[0].invariant is kept
 
 
+def test_a_backend_is_underlined_where_it_is_written() -> None:
+    """Not the call that has its placement from there."""
+    program = """use std.grpo (grpo)
+data prompts = jsonl("prompts.jsonl", batch=4)
+model actor = causal_lm("models/tiny", invariant=training) train adamw(lr=1e-3)
+flow run(steps=2) {
+  prompt = prompts.next()
+  gen = actor.generate(prompt)
+  actor.train(gen, loss=grpo(old=gen.logprobs, adv=0.1, ref=gen.logprobs))
+}
+"""
+    (inherits,) = api.check(program + "place actor.train on mesh(0:2) dp=2 backend=megatron\n")
+    assert inherits.code == "RL0330" and inherits.span is not None and inherits.span.text == "backend=megatron"
+    assert [x.text for x in inherits.labels] == ["`actor.generate` runs where `actor.train` does"]
+    (own,) = api.check(program.replace("generate(prompt)", "generate(prompt) on mesh(0:2) dp=2 backend=megatron"))
+    assert own.span is not None and own.span.text == "backend=megatron" and not own.labels
+
+
+@pytest.mark.parametrize("value", ["yes", "trainig"])
+def test_a_wrong_value_lists_the_accepted_ones(value: str) -> None:
+    found = next(d for d in api.check(f'model actor = causal_lm("models/tiny", invariant={value})\n') if d.code == "RL0101")
+    assert "`invariant` is one of: true, false, training" in found.help
+
+
 @pytest.mark.parametrize("broken", ["rows", "columns", "bfloat16"])
 def test_kernels_that_break_it_are_refused(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a processor sums products of few rows, of few columns or of few numbers in another order."""

@@ -25,7 +25,7 @@ from rldsl.backends.torch.model.collectives import (
 )
 from rldsl.backends.torch.model.context_parallel import ContextParallelAttention, Partition
 from rldsl.backends.torch.model.row_groups import RowGroups
-from rldsl.backends.torch.model.segment_grids import Segment, SegmentGrids
+from rldsl.backends.torch.model.segment_buckets import Segment, SegmentBuckets
 from rldsl.backends.torch.model.sequences import DividedSequences
 from rldsl.runtime.backend import Axis
 from rldsl.sharding.gradient_leaves import TOKEN_GROUPS
@@ -83,7 +83,7 @@ class GroupedAttention(DividedSequences):
         self.positions = torch.cat([g.positions for g in self.groups])
         self.row_groups = ((self.groups[0].partition.width,) * len(self.groups),)
         self.segments = [s for i, g in enumerate(self.groups) for s in _segments(g, i)]
-        self._grids: SegmentGrids | None = None
+        self._buckets: SegmentBuckets | None = None
 
     @staticmethod
     def of_leaves(leaves: Sequence[GroupedAttention | None]) -> GroupedAttention:
@@ -99,11 +99,11 @@ class GroupedAttention(DividedSequences):
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """q: [H, rows, D]; k, v: [K, rows, D]. Returns [rows, H, D]. See `PackedAttention.attend`."""
-        if self._grids is None:
-            self._grids = SegmentGrids(self.segments, len(self.groups), len(self.positions), q.device)
+        if self._buckets is None:
+            self._buckets = SegmentBuckets(self.segments, len(self.groups), len(self.positions), q.device)
         both = torch.cat([k.transpose(0, 1).flatten(1), v.transpose(0, 1).flatten(1)], 1)
         seen = _GatherKeys.apply(both, self.cp, len(self.groups))
-        return self._grids.attend(q.transpose(0, 1), seen, (k.shape[0] * k.shape[2], v.shape[0] * v.shape[2]), scores)
+        return self._buckets.attend(q.transpose(0, 1), seen, (k.shape[0] * k.shape[2], v.shape[0] * v.shape[2]), scores)
 
 
 def _segments(group: ContextParallelAttention, number: int) -> Iterator[Segment]:

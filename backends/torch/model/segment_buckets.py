@@ -1,7 +1,7 @@
-"""Attention of segments of sequences in grids whose sizes follow from each segment alone.
+"""Attention of segments of sequences in buckets whose sizes follow from each segment alone.
 
 In: the segments of a pass (runs of a sequence's queries, which see its keys up to the last of them), by groups of
-tokens. Out: their attention. Segments of the same sizes, rounded up, share a grid, whatever leaf or group they are in.
+tokens. Out: their attention. Segments of the same sizes, rounded up, share a bucket, whatever leaf or group they are in.
 A kernel computes each of them by itself, so its numbers do not depend on the others: a pass over several leaves has the
 gradients of one over each, with as many calls of kernels as one of them.
 
@@ -22,7 +22,7 @@ from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.model.attention import Scores, masked_attention
 from rldsl.memory.decode_shapes import round_to_bucket
 
-UNIT = 8  # both sizes of a grid are multiples, four to each doubling
+UNIT = 8  # both sizes of a bucket are multiples, four to each doubling
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class _KeyCells:
-    """Where the keys of a group are in the grids."""
+    """Where the keys of a group are in the buckets."""
 
     rows: torch.Tensor    # [n] of each key of each segment
     cells: torch.Tensor   # [n]
@@ -46,15 +46,15 @@ class _KeyCells:
     before: torch.Tensor  # [k] the others: each row has one more at most
 
 
-class SegmentGrids:
-    """The grids of a pass. Cells are those of all grids, one grid after the other."""
+class SegmentBuckets:
+    """The buckets of a pass. Cells are those of all buckets, one bucket after the other."""
 
     def __init__(self, segments: Sequence[Segment], groups: int, rows: int, device: torch.device):
         """groups: of tokens on this rank. rows: of queries on this rank, of which some may be padding."""
         by_shape: defaultdict[tuple[int, int], list[Segment]] = defaultdict(list)
         # a rank without queries takes part in sums over ranks all the same
         for s in segments or [Segment(0, 0, 0, 0, torch.empty(0, dtype=torch.long))]:
-            by_shape[_grid_size(s.queries), _grid_size(len(s.keys))].append(s)
+            by_shape[_bucket_size(s.queries), _bucket_size(len(s.keys))].append(s)
         self.rows = rows
         self.shapes = [(len(by_shape[shape]), *shape) for shape in sorted(by_shape)]  # (segments, queries, keys)
         ordered = [s for shape in sorted(by_shape) for s in by_shape[shape]]
@@ -86,13 +86,13 @@ class SegmentGrids:
             k, v = (x.unflatten(1, (-1, q.shape[2])).unflatten(0, (count, columns)).transpose(1, 2)
                     for x in visible.split(sizes, 1))
             mask = scores.visible(at, torch.arange(columns, device=q.device))[:, None]
-            grid = masked_attention(queries.unflatten(0, (count, width)).transpose(1, 2), k, v, mask, scores)
-            out.append(grid.transpose(1, 2).flatten(0, 1))
+            bucket = masked_attention(queries.unflatten(0, (count, width)).transpose(1, 2), k, v, mask, scores)
+            out.append(bucket.transpose(1, 2).flatten(0, 1))
         found: torch.Tensor = _FromCells.apply(self, *out)
         return found
 
 
-def _grid_size(count: int) -> int:
+def _bucket_size(count: int) -> int:
     return round_to_bucket(max(count, 1), UNIT, 4)
 
 
@@ -108,25 +108,25 @@ def _key_cells(of: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.de
 
 
 class _ToCells(Function):
-    """Rows -> the cells of the grids of queries, and those of keys; 0 where a grid is wider than a segment."""
+    """Rows -> the cells of the buckets of queries, and those of keys; 0 where a bucket is wider than a segment."""
 
     @staticmethod
-    def forward(ctx: Any, grids: SegmentGrids, q: torch.Tensor, *seen: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.grids, ctx.rows = grids, len(seen[0])
-        queries = q.new_zeros(grids.num_cells[0], *q.shape[1:])
-        queries.index_copy_(0, grids.query_cells, q.index_select(0, grids.query_rows))
-        keys = seen[0].new_zeros(grids.num_cells[1], seen[0].shape[1])
-        for x, at in zip(seen, grids.keys, strict=True):
+    def forward(ctx: Any, buckets: SegmentBuckets, q: torch.Tensor, *seen: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.buckets, ctx.rows = buckets, len(seen[0])
+        queries = q.new_zeros(buckets.num_cells[0], *q.shape[1:])
+        queries.index_copy_(0, buckets.query_cells, q.index_select(0, buckets.query_rows))
+        keys = seen[0].new_zeros(buckets.num_cells[1], seen[0].shape[1])
+        for x, at in zip(seen, buckets.keys, strict=True):
             keys.index_copy_(0, at.cells, x.index_select(0, at.rows))
         return queries, keys
 
     @staticmethod
     def backward(ctx: Any, of_queries: torch.Tensor, of_keys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grids: SegmentGrids = ctx.grids
-        grad_q = of_queries.new_zeros(grids.rows, *of_queries.shape[1:])
-        grad_q.index_copy_(0, grids.query_rows, of_queries.index_select(0, grids.query_cells))
+        buckets: SegmentBuckets = ctx.buckets
+        grad_q = of_queries.new_zeros(buckets.rows, *of_queries.shape[1:])
+        grad_q.index_copy_(0, buckets.query_rows, of_queries.index_select(0, buckets.query_cells))
         found = []
-        for at in grids.keys:
+        for at in buckets.keys:
             total = of_keys.new_zeros(ctx.rows, of_keys.shape[1])
             total.index_copy_(0, at.rows[at.last], of_keys.index_select(0, at.cells[at.last]))
             rows = at.rows[at.before]
@@ -136,18 +136,18 @@ class _ToCells(Function):
 
 
 class _FromCells(Function):
-    """[cells, H, E] of each grid -> [rows, H, E]."""
+    """[cells, H, E] of each bucket -> [rows, H, E]."""
 
     @staticmethod
-    def forward(ctx: Any, grids: SegmentGrids, *cells: torch.Tensor) -> torch.Tensor:
-        ctx.grids = grids
+    def forward(ctx: Any, buckets: SegmentBuckets, *cells: torch.Tensor) -> torch.Tensor:
+        ctx.buckets = buckets
         joined = torch.cat(cells)
-        out = joined.new_zeros(grids.rows, *joined.shape[1:])
-        return out.index_copy_(0, grids.query_rows, joined.index_select(0, grids.query_cells))
+        out = joined.new_zeros(buckets.rows, *joined.shape[1:])
+        return out.index_copy_(0, buckets.query_rows, joined.index_select(0, buckets.query_cells))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grids: SegmentGrids = ctx.grids
-        cells = grad.new_zeros(grids.num_cells[0], *grad.shape[1:])
-        cells.index_copy_(0, grids.query_cells, grad.index_select(0, grids.query_rows))
-        return None, *cells.split([count * width for count, width, _ in grids.shapes])
+        buckets: SegmentBuckets = ctx.buckets
+        cells = grad.new_zeros(buckets.num_cells[0], *grad.shape[1:])
+        cells.index_copy_(0, buckets.query_cells, grad.index_select(0, buckets.query_rows))
+        return None, *cells.split([count * width for count, width, _ in buckets.shapes])
