@@ -1,7 +1,7 @@
 """Attention of segments of sequences in buckets whose sizes follow from each segment alone.
 
 In: the segments of a pass (runs of a sequence's queries, which see its keys up to the last of them), by groups of
-tokens. Out: their attention. Segments of the same sizes, rounded up, share a bucket, whatever leaf or group they are in.
+tokens. Out: their attention. Segments of the same rounded sizes share a bucket, whatever leaf or group they are in.
 A kernel computes each of them by itself, so its numbers do not depend on the others: a pass over several leaves has the
 gradients of one over each, with as many calls of kernels as one of them.
 
