@@ -17,10 +17,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
+from types import MappingProxyType
 
 _TITLE = re.compile(r"# (RL\d{4}): (.+)\n")
 _FENCE = re.compile(r"^```(\w+)(?: +([^\n]*))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -59,17 +61,18 @@ def page(code: str) -> Page | None:
     return parse(_text(code))
 
 
-@lru_cache(maxsize=1)
+@cache
 def page_file(code: str) -> str:
     """The path of a code's page; "" if there is none, or if it is no file (in a zipped package)."""
     found = str(_pages() / f"{code}.md")
     return found if code in codes() and os.path.isfile(found) else ""
 
 
-def codes() -> dict[str, str]:
-    """Every code with its title, in order."""
+@cache
+def codes() -> Mapping[str, str]:
+    """Every code with its title, in order. The pages are a part of the package: they are read once."""
     names = sorted(p.name.removesuffix(".md") for p in _pages().iterdir() if p.name.endswith(".md"))
-    return {name: parse(_text(name)).title for name in names}
+    return MappingProxyType({name: parse(_text(name)).title for name in names})
 
 
 def nearest(code: str) -> tuple[str, ...]:

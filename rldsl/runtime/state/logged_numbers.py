@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -61,26 +62,33 @@ class Arrival:
             raise self._error
 
 
+Waiting = SimpleQueue[tuple[Arrival, Callable[[], Any]] | None]  # None: nothing follows
+
+
 class Arrivals:
     """What a rank expects, in the order in which it was posted."""
 
     def __init__(self) -> None:
-        self._waiting: SimpleQueue[tuple[Arrival, Callable[[], Any]]] = SimpleQueue()
+        self._waiting: Waiting = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def expect(self, wait: Callable[[], Any]) -> Arrival:
         """Expect something. wait: returns when it has arrived."""
         if self._thread is None:  # a daemon: where a peer has died, the message never comes
-            self._thread = threading.Thread(target=self._run, name="rldsl-metrics", daemon=True)
+            self._thread = threading.Thread(target=_complete_all, args=(self._waiting,), name="rldsl-metrics",
+                                            daemon=True)
             self._thread.start()
+            weakref.finalize(self, self._waiting.put, None)  # it ends with the run, not only with the process
         arrival = Arrival()
         self._waiting.put((arrival, wait))
         return arrival
 
-    def _run(self) -> None:
-        while True:
-            arrival, wait = self._waiting.get()
-            arrival.complete(wait)
+
+def _complete_all(waiting: Waiting) -> None:
+    while (expected := waiting.get()) is not None:
+        arrival, wait = expected
+        arrival.complete(wait)
+        del expected, arrival, wait  # what has arrived is not held until something else is expected
 
 
 class SentLogs:
