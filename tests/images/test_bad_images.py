@@ -167,15 +167,85 @@ def test_known_modes_and_formats_become_rgb(tmp_path, model, mode, format):
     assert image.size() == (8, 16) and column.read(image, "").tobytes() == Image.open(tmp_path / "x").convert("RGB").tobytes()
 
 
-def test_an_image_is_turned_as_its_exif_data_say(tmp_path):
+# ------------------------------------------------------------------------------------- animations, orientation
+
+
+def exif_of(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+def late(content: bytes, chunk: bytes, before: bytes = b"IEND", extra: bytes = b"") -> bytes:
+    """A PNG with one more chunk, and another one behind it."""
+    at = content.rindex(before) - 4
+    return content[:at] + b"".join(struct.pack(">I", len(x) - 4) + x + struct.pack(">I", zlib.crc32(x))
+                                   for x in (chunk, extra) if x) + content[at:]
+
+
+def xmp(orientation: int) -> bytes:
+    return f'<x:xmpmeta><rdf:Description tiff:Orientation="{orientation}"/></x:xmpmeta>'.encode()
+
+
+def saved(format: str, **options: object) -> bytes:
+    out = io.BytesIO()
+    picture(16, 8, 3).save(out, format, **options)
+    return out.getvalue()
+
+
+TURNED = {
+    **{f"jpeg {n}": saved("JPEG", exif=exif_of(n)) for n in range(10)}, "png": saved("PNG", exif=exif_of(6)),
+    "webp": saved("WEBP", exif=exif_of(8)), "jpeg xmp": saved("JPEG", xmp=xmp(6)),
+    "png late": late(encoded(picture(16, 8, 3)), b"eXIf" + exif_of(6).tobytes()),
+    "png late, wrong sum": encoded(picture(16, 8, 3)) + b"eXIf" + exif_of(6).tobytes(),
+    "png xmp": late(saved("PNG"), b"iTXtXML:com.adobe.xmp\0\0\0\0\0" + xmp(5), b"IDAT"),
+    "gif": saved("GIF", save_all=True, append_images=[picture(16, 8, 4), picture(16, 8, 5)]),
+    "webp animation": saved("WEBP", save_all=True, append_images=[picture(16, 8, 4)], lossless=True),
+    "png animation": saved("PNG", save_all=True, append_images=[picture(16, 8, 4)]),
+    "jpeg of several": saved("MPO", save_all=True, append_images=[picture(16, 8, 4)], exif=exif_of(6)),
+    "alpha": encoded(picture(16, 8, 3).convert("RGBA")), "palette": encoded(picture(16, 8, 3).convert("P")),
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_pixels_are_those_of_datasets_and_transformers(tmp_path, name):
+    """An animation is its first picture, and a picture is turned as its metadata say."""
+    datasets = pytest.importorskip("datasets")
+    from transformers.image_utils import load_image
+
     from rldsl.runtime.data.images import ImageFile
 
-    made = picture(16, 8, 3)
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    made.save(tmp_path / "x.jpg", exif=exif)
+    (tmp_path / "x").write_bytes(TURNED[name])
+    decoded = datasets.Image().decode_example({"bytes": TURNED[name], "path": None}).convert("RGB")
+    for image in (ImageFile(None, str(tmp_path / "x")), ImageFile(TURNED[name], "")):
+        found = image.read()
+        assert found.tobytes() == decoded.tobytes() == load_image(str(tmp_path / "x")).tobytes()
+        assert image.size() == found.size[::-1] == decoded.size[::-1]
+        image.check()
+    turned = name in ("png", "webp", "jpeg xmp", "png late", "png xmp", "jpeg of several", *(f"jpeg {n}" for n in (5, 6, 7, 8)))
+    assert decoded.size == ((8, 16) if turned else (16, 8))
+
+
+@pytest.mark.parametrize("chunk", [b"eXIf" + exif_of(6).tobytes(), b"iTXtXML:com.adobe.xmp\0\0\0\0\0" + xmp(5)])
+def test_an_orientation_that_is_known_too_late_is_refused(tmp_path, chunk):
+    """Far behind the pixels, where only reading all of the file finds it: never silently another picture."""
+    from rldsl.runtime.data.images import ImageFile, ImageProblem
+
+    padding = b"teXt" + bytes(1 << 17)
+    (tmp_path / "x.png").write_bytes(late(encoded(picture(16, 8, 3)), chunk, extra=padding))
+    image = ImageFile(None, str(tmp_path / "x.png"))
+    with pytest.raises(ImageProblem, match="its orientation is written far behind its pixels"):
+        image.read()
+
+
+def test_damaged_metadata_do_not_hide_a_sound_picture(tmp_path):
+    from rldsl.runtime.data.images import ImageFile
+
+    content = saved("JPEG", exif=exif_of(6))
+    at = content.index(b"Exif") + 6
+    (tmp_path / "x.jpg").write_bytes(content[:at] + b"XX" + content[at + 2 :])
     image = ImageFile(None, str(tmp_path / "x.jpg"))
-    assert image.size() == (16, 8) and image.read().size == (8, 16)
+    assert image.size() == (8, 16) and image.read().size == (16, 8)
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet", "hf"])
@@ -215,3 +285,15 @@ def test_rows_without_images(tmp_path, model):
                                                  for v in (None, [], None, [])])
     source = open_source(data_of(path, model), 1)
     assert len({len(t) for t in source.read([0, 1, 2, 3])[""].tokens}) == 1
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_wrong_bytes_in_a_row_are_refused_as_a_wrong_file_is(tmp_path, model, name):
+    content, why = FILES[name]
+    rows = [{"prompt": "<|image_pad|>", "answer": "a", "images": [{"bytes": b, "path": name}]}
+            for b in (GOOD, GOOD, content, GOOD)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    with pytest.raises(Failure) as failure:
+        open_source(data_of(tmp_path / "rows.parquet", model, format="parquet"), 1)
+    (found,) = failure.value.diagnostics
+    assert found.code == "RL0740" and why in found.title and found.place.endswith("rows.parquet:3") and found.help

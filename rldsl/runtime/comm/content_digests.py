@@ -47,25 +47,36 @@ class ContentDigest:
 
 def compare_contents(digests: Sequence[ContentDigest], device: torch.device) -> None:
     """All ranks call it together. RL0769."""
+    if tables := tables_of_ranks(digests, device):
+        raise_together(list(differences(digests, tables, dist.get_rank())), dist.group.WORLD, device)
+
+
+def tables_of_ranks(digests: Sequence[ContentDigest], device: torch.device) -> list[bytes]:
+    """Of each rank, its keys and contents; [] if no rank has any. All ranks call it together."""
     count = torch.tensor([len(digests)], device=device)
     all_reduce(count, dist.ReduceOp.MAX)
     if not int(count):
-        return
+        return []
     table = b"".join(entry.key + entry.content for entry in digests).ljust(2 * HALF * int(count), b"\0")
     encoded = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(device)
-    tables = [x.cpu().numpy().tobytes() for x in all_gather(encoded)]
-    raise_together(list(differences(digests, tables, dist.get_rank())), dist.group.WORLD, device)
+    return [x.cpu().numpy().tobytes() for x in all_gather(encoded)]
 
 
-def differences(digests: Sequence[ContentDigest], tables: Sequence[bytes], rank: int) -> Iterator[Diagnostic]:
-    """For each thing that ranks have read differently, a message on the first rank that reads it. tables: of each rank,
-    its keys and contents."""
+def readers_of(tables: Sequence[bytes]) -> dict[bytes, dict[bytes, set[int]]]:
+    """Key -> content -> the ranks that have read it so. tables: as of `differences`."""
     readers: dict[bytes, dict[bytes, set[int]]] = {}
     for number, table in enumerate(tables):
         for at in range(0, len(table), 2 * HALF):
             key, content = table[at : at + HALF], table[at + HALF : at + 2 * HALF]
             if any(key):
                 readers.setdefault(key, {}).setdefault(content, set()).add(number)
+    return readers
+
+
+def differences(digests: Sequence[ContentDigest], tables: Sequence[bytes], rank: int) -> Iterator[Diagnostic]:
+    """For each thing that ranks have read differently, a message on the first rank that reads it. tables: of each rank,
+    its keys and contents."""
+    readers = readers_of(tables)
     for entry in {entry.key: entry for entry in digests}.values():
         groups = sorted(map(sorted, readers[entry.key].values()), key=lambda ranks: (-len(ranks), ranks[0]))
         if len(groups) > 1 and rank == min(ranks[0] for ranks in groups):

@@ -40,10 +40,12 @@ class ImageDigests:
         return cls(whole.hexdigest(), "".join(marks)) if marks else cls()
 
 
-def image_files(source: Source) -> Iterator[tuple[str, ImageFile]]:
-    """(place of its row, image) of each image that is a file, in the order of the rows."""
-    for first in range(0, len(source.table), ROWS_AT_ONCE):
-        numbers = range(first, min(first + ROWS_AT_ONCE, len(source.table)))
+def image_files(source: Source, rows: range | None = None) -> Iterator[tuple[str, ImageFile]]:
+    """(place of its row, image) of each image that is a file, in the order of the rows. rows: of the source; None: all
+    of them."""
+    every = range(len(source.table)) if rows is None else rows
+    for first in range(every.start, every.stop, ROWS_AT_ONCE):
+        numbers = range(first, min(first + ROWS_AT_ONCE, every.stop))
         for number, row in zip(numbers, source.table.read(numbers), strict=True):
             place = source.table.place(number)
             yield from ((place, image) for image in source.image_column.images(row, place) if image.content is None)

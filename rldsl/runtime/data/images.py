@@ -12,12 +12,13 @@ from __future__ import annotations
 import io
 import stat
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from rldsl.diag import Diagnostic, Failure, fail
 from rldsl.runtime.data.row_schema import Row, kind_of
@@ -28,7 +29,8 @@ MAX_PIXELS = 1 << 26  # of an image, which takes 3 bytes each as RGB, and 12 as 
 MAX_BYTES = 1 << 28  # of a file
 ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}  # what is near the end of a complete file
 TAIL = 1 << 16  # bytes, among which it is
-ORIENTATION = 0x0112  # the EXIF tag; from 5 on height and width are exchanged
+ORIENTATION = 0x0112  # the EXIF tag
+EXCHANGED = range(5, 9)  # its values that exchange height and width
 TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # its values -> PIL's Transpose, which undoes them
 FORMS = 'an image is a path, or {"bytes": ..., "path": ...} as the `datasets` library stores it'
 
@@ -76,9 +78,9 @@ class ImageFile:
 
     def size(self) -> tuple[int, int]:
         """(height, width) in pixels, as it is shown. Raises ImageProblem."""
-        with self._opened() as (image, _):
+        with self._opened() as (image, file):
             width, height = image.size
-            return (width, height) if _orientation(image) >= 5 else (height, width)
+            return (width, height) if _orientation(image, file) in EXCHANGED else (height, width)
 
     def check(self) -> None:
         """What can be known without decoding it. Raises ImageProblem."""
@@ -90,12 +92,17 @@ class ImageFile:
                 raise ImageProblem("it is truncated")
 
     def read(self) -> Any:
-        """A PIL image in RGB, turned as its EXIF data say. Raises ImageProblem."""
-        with self._opened() as (image, _):
+        """A PIL image in RGB, turned as its EXIF data say. Of an animation the first picture. Raises ImageProblem."""
+        with self._opened() as (image, file):
             try:
-                turn = TURNS.get(_orientation(image))
+                orientation = _orientation(image, file)
                 read = image.convert("RGB")
+                if _said(image.info) != orientation:  # this was not known when its tokens were counted
+                    raise ImageProblem("its orientation is written far behind its pixels", "save it again with Pillow")
+                turn = TURNS.get(orientation)
                 return read if turn is None else read.transpose(turn)
+            except ImageProblem:
+                raise
             except (OSError, ValueError, SyntaxError, EOFError, IndexError, OverflowError) as error:
                 raise ImageProblem(f"it is truncated or corrupted: {_line(error)}") from None
 
@@ -153,16 +160,37 @@ class ImageFile:
             yield opened
 
 
-def _orientation(image: Any) -> int:
-    """What the EXIF data in the header say, from 1 to 8; 1: it is stored as it is shown."""
+def _orientation(image: Any, file: Any) -> int:
+    """What its metadata say, from 1 to 8; 1: it is stored as it is shown. file: whose header the image has read."""
+    if image.format == "PNG" and "exif" not in image.info and (late := _late_exif(file)):
+        return _said({**image.info, "exif": late})
+    return _said(image.info)
+
+
+def _said(info: Mapping[Any, Any]) -> int:
+    """The orientation in the metadata of an image, EXIF or XMP, as `PIL.ImageOps.exif_transpose` reads it."""
     from PIL import Image
 
-    exif = Image.Exif()
+    bearer = Image.Image()
+    bearer.info = dict(info)
     try:
-        exif.load(image.info.get("exif") or b"")
-        return int(exif.get(ORIENTATION, 1))
+        return int(bearer.getexif().get(ORIENTATION, 1))
     except Exception:  # damaged metadata: the pixels may be sound
         return 1
+
+
+def _late_exif(file: Any) -> bytes:
+    """The EXIF data of a PNG that are behind its pixels, near its end; b"" where there are none."""
+    before = file.tell()
+    file.seek(0, io.SEEK_END)
+    file.seek(max(0, file.tell() - TAIL))
+    end = file.read()
+    file.seek(before)
+    at = end.rfind(b"eXIf")
+    size = int.from_bytes(end[at - 4 : at], "big")
+    whole = end[at : at + 4 + size]
+    right = at >= 4 and end[at + 4 + size : at + 8 + size] == crc32(whole).to_bytes(4, "big")
+    return bytes(whole[4:]) if right else b""
 
 
 def _line(error: Exception) -> str:
@@ -271,11 +299,15 @@ class ImageColumn:
         """Of the bytes of its file. Errors: RL0740."""
         return str(self._asked(image, image.digest, place))
 
-    def _asked(self, image: ImageFile, what: Any, place: str) -> Any:
+    def check_unchanged(self, image: ImageFile, place: str) -> None:
+        """RL0752 where its file was written since it was read first."""
         stamp = image.stamp()
         if stamp is not None and self.stamps.setdefault(hash(image.path), stamp) != stamp:
             raise fail("RL0752", "this image changed during the run", place=place, notes=(f"the image: {image.shown}",),
                        help="do not change it while a run reads it; start the run again")
+
+    def _asked(self, image: ImageFile, what: Any, place: str) -> Any:
+        self.check_unchanged(image, place)
         try:
             return what()
         except ImageProblem as error:

@@ -64,6 +64,7 @@ from rldsl.runtime.plan_file import PlanFile
 from rldsl.runtime.state import carried
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
+from rldsl.runtime.state.image_agreement import compare_image_files
 from rldsl.runtime.state.replay import ReplayRows
 from rldsl.runtime.state.step import StepState
 from rldsl.verify import verify
@@ -114,6 +115,7 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Wat
     _open_sources(context, reader, items, note)
     note("comparing the files of all ranks")
     compare_contents(reader.content_digests() if dist.get_world_size() > 1 else [], device)
+    compare_image_files(reader.sources, [d.name for d in plan.data if d.images], device)
     _check_positions(context, reader, resumed, writer is not None)
     _begin_row_states(context, step, reader, resumed)
     check_evaluations(context, reader, items)
