@@ -159,3 +159,16 @@ def test_captured_steps_are_the_widths_of_two_steps_or_more(prompt: int, new: in
 
 def test_numbers_of_a_damaged_plan_are_counted_too() -> None:
     assert num_captures_with_memory(-5, 9) >= 0 and num_captures_with_memory(1 << 60, 1 << 60) == MAX_CAPTURES_WITH_MEMORY and round_to_bucket(0, 64, 4) == 0
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_batch_of_stateful_sequences_runs_its_first_prompt(slots: int) -> None:
+    """It has none from a slot whose state has moved on, and none of its own twice."""
+    scheduler = Scheduler([5] * 6, [False, True, True, True, False, True], slots, 1, 1, 1, stateful=True)
+    (group,), begun = scheduler.groups, []
+    while scheduler.has_work:
+        if isinstance(batch := scheduler.schedule(group), PrefillBatch):
+            assert batch.num_shared == 0 and batch.new_prompts[0] == batch.first_seq
+            begun += batch.new_prompts
+        scheduler.retire(group, [True] * slots)
+    assert begun == {1: [0, 1, 2, 3, 4, 5], 2: [0, 2, 4], 3: [0, 3, 4]}[slots]

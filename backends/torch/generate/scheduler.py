@@ -62,14 +62,16 @@ class Scheduler:
 
     def __init__(self, prompt_lens: Sequence[int], shared_prefix: Sequence[bool], num_slots: int, num_groups: int,
                  max_new_tokens: int, poll_every: int, max_prompt_len: int = 0, cached: bool = False,
-                 narrow: bool = False):
+                 narrow: bool = False, stateful: bool = False):
         """prompt_lens: [N] tokens. shared_prefix: [N] whether a sequence has the prompt of the one before.
         poll_every: the most decode steps between two polls. max_prompt_len: tokens of the longest prompt of any call
         (0: unknown); calls with prompts of nearly the same length then get a KV cache of the same width. cached: the
         prompts are in a kept cache, so that a sequence begins with a decode step. narrow: steps read hardly more of the
-        cache than they need, as on a CPU."""
+        cache than they need, as on a CPU. stateful: a slot does not keep what its prompt left, so that a later batch
+        runs a prompt again."""
         self.prompt_lens, self.shared_prefix = prompt_lens, shared_prefix
         self.max_new_tokens, self.poll_every, self.cached, self.narrow = max_new_tokens, poll_every, cached, narrow
+        self.stateful = stateful
         self.prefill_tokens = [0 if shared else n for n, shared in zip(prompt_lens, shared_prefix, strict=True)]
         self.next_seq = 0   # sequences from here on wait
         self.last_slot = 0  # the slot of the sequence that was admitted last
@@ -92,6 +94,8 @@ class Scheduler:
             group.seq_ids.update(attached)
             group.num_generated.update((slot, 0) for slot, _ in attached)
             return self._decode(group, attached) if group.seq_ids else None
+        if self.stateful and free:
+            self.prefill_tokens[self.next_seq] = self.prompt_lens[self.next_seq]
         count = num_to_admit(self.prefill_tokens, self.next_seq, len(free), group.size)
         if count:
             return self._prefill(group, free[:count])
@@ -110,7 +114,7 @@ class Scheduler:
     def _prefill(self, group: MicroBatchGroup, slots: list[int]) -> PrefillBatch:
         first = self.next_seq
         admitted = range(first, first + len(slots))
-        new = tuple(i for i in admitted if not self.shared_prefix[i])
+        new = tuple(i for i in admitted if not self.shared_prefix[i] or self.stateful and i == first)
         num_shared = (new[0] if new else admitted.stop) - first
         batch = PrefillBatch(tuple(slots), first, num_shared, self.last_slot, new)
         group.seq_ids.update(zip(slots, admitted, strict=True))
