@@ -115,7 +115,8 @@ def measure_calls(model: Model, tp: int, backend: str, sampling: Sampling,
         for _, count, length, response in (s for s in measured.shapes if s[0] == layers):
             batch = random_batch(vocab, count, length - response, response, device)
             tokens, outputs = count * length, count if output.level == "seq" else count * response
-            once = {"call": 1.0, "layer": layers, "token": layers * tokens, "pair": layers * tokens * length,
+            once = {"call": 1.0, "layer": layers, "token": layers * tokens,
+                    "pair": _attending(model, layers) * tokens * length,
                     "output": outputs}
             found["forward"].append((once, median_seconds(partial(frozen.infer, [batch], output.name, 1.0), device)))
             for times in (1, 3) if tokens < measured.small else (1,):
@@ -127,7 +128,8 @@ def measure_calls(model: Model, tp: int, backend: str, sampling: Sampling,
         if model.head.generates:
             for _, count, length in (s for s in measured.decodes if s[0] == layers):
                 prompts = random_batch(vocab, count, length, 0, device)
-                start, decode = _decode(frozen, layers, prompts, length, sampling, device, measured.many)
+                start, decode = _decode(frozen, layers, _attending(model, layers), prompts, length, sampling,
+                                        device, measured.many)
                 found["start"].append(start)
                 found["decode"].append(decode)
     rates = {name: fit_costs(samples) for name, samples in found.items() if samples}
@@ -135,11 +137,17 @@ def measure_calls(model: Model, tp: int, backend: str, sampling: Sampling,
     return {**rates, "update": update}
 
 
+def _attending(model: Model, layers: int) -> int:
+    """How many of the first layers have attention."""
+    without = {n for r in model.sizes.recurrences if not r.attends for n in r.layers}
+    return layers - len(without & set(range(layers)))
+
+
 def _loss(_: int, model_outputs: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
     return sum((x.sum() for outputs in model_outputs for x in outputs.values()), torch.zeros(()))
 
 
-def _decode(shard: Shard, layers: int, prompts: PackedBatch, length: int, sampling: Sampling,
+def _decode(shard: Shard, layers: int, attending: int, prompts: PackedBatch, length: int, sampling: Sampling,
             device: torch.device, most: int) -> tuple[tuple[dict[str, float], float], tuple[dict[str, float], float]]:
     """(start, decode): what the tokens up to FEW take beyond those between FEW and `most`, and those."""
     count = len(prompts)
@@ -157,7 +165,8 @@ def _decode(shard: Shard, layers: int, prompts: PackedBatch, length: int, sampli
     later = max(between(FEW, most), 1e-9)
     more = between(ONE, FEW) - (FEW - ONE) / steps * later
     return (({"call": 1.0, "layer": float(layers)}, max(more, 1e-9)),
-            ({"call": steps, "layer": steps * layers, "token": each * layers, "pair": each * layers * width,
+            ({"call": steps, "layer": steps * layers, "token": each * layers,
+              "pair": each * attending * width,
               "output": each}, later))
 
 

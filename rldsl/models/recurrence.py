@@ -70,7 +70,7 @@ def _joined(parts: list[Any], item: int, layers: tuple[int, ...], attends: bool,
                    sum(g.single for g in saved), sum(g.per_chunk for g in saved), sum(g.squared for g in saved))
     return Recurrence(item, layers, attends, tuple(names), total, most(lambda p: p.forward),
                       most(lambda p: p.backward), sum(p.state for p in parts), max(p.step for p in parts),
-                      sum(p.outputs for p in parts))
+                      sum(p.outputs for p in parts), sum(p.written for p in parts), sum(p.operations for p in parts))
 
 
 def _of_module(module: Any, config: Any, item: int, known: Recurrence | None) -> Recurrence | None:
@@ -88,9 +88,10 @@ def _of_module(module: Any, config: Any, item: int, known: Recurrence | None) ->
             chunk = grown[0].chunk if grown else _chunk(lambda tokens: _saved(part, tokens, width))
             saved, forward, backward = _growths(lambda rows, tokens: _trial(part, rows, tokens, width), chunk,
                                                 grown is None or any(g.squared for g in grown))
+            written, operations = _work(part, 2 * chunk or FEW, width)
     except Exception:  # a family's code may need anything at all
         return None
-    return Recurrence(item, (), False, (), saved, forward, backward, state, step, outputs)
+    return Recurrence(item, (), False, (), saved, forward, backward, state, step, outputs, written, operations)
 
 
 def _growths(trial: Callable[[int, int], tuple[int, ...]], chunk: int, squared: bool) -> tuple[Growth, ...]:
@@ -178,6 +179,20 @@ def _trial(module: Any, rows: int, tokens: int, width: int) -> tuple[int, int, i
     saved, backward = backward_pass(lambda: _call(module, _hidden(rows, tokens, width).clone()))
     module.zero_grad()
     return saved, forward, backward
+
+
+def _work(module: Any, tokens: int, width: int) -> tuple[int, int]:
+    """(bytes that operations of a forward pass write, operations with numbers besides those of products with the
+    module's parameters), for each token. tokens: of a trial; there is a second one of twice as many."""
+    import torch
+
+    found = []
+    for length in (tokens, 2 * tokens):
+        with storages() as count, torch.no_grad():
+            _call(module, _hidden(1, length, width).clone())
+            found.append((count.made, count.operations))
+    made, operations = ((b - a) // tokens for a, b in zip(*found, strict=True))
+    return made, max(operations - 2 * sum(p.numel() for p in module.parameters() if p.dim() > 1), 0)
 
 
 def _hidden(rows: int, tokens: int, width: int) -> Any:

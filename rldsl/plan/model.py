@@ -263,6 +263,8 @@ class Recurrence:
     state: int  # what is kept between decoding steps
     step: int  # peak of a decoding step, without the state
     outputs: int  # of all operations of a decoding step together
+    written: int = 0  # of all operations of a forward pass together, for each token
+    operations: int = 0  # of a forward pass, with floating-point numbers, for each token, without those of parameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,7 @@ class IsolatedCall(World):
         self.groups = {layout.id: stage_groups(layout, size, self.per_node)}  # in place of the property of that name
         self.node, self.prompts = job.node, problem.prompt_sources
         self.served, self.lag = {}, problem.graph.lag
+        self.images = any(dict(d.options).get("images") for d in problem.graph.data)
 
     def event(self, s: Strategy) -> AnyCall:
         return call_event(self.node, self.layout, self.spread.id, s, self.frames)
@@ -84,12 +85,14 @@ class IsolatedCall(World):
 
     @cached_property
     def distinct_stages(self) -> list[tuple[Stage, int]]:
-        """(a stage, how many are equal to it): the first, the last, and those between them by number of layers."""
+        """(a stage, how many are equal to it): the first, the last, and those between them by number of layers, and of
+        those that carry a state."""
         pp = self.layout.pp
-        kinds: dict[tuple[int, bool, bool], list[int]] = {}
+        carrying = {n for r in self.model.sizes.recurrences for n in r.layers}
+        kinds: dict[tuple[int, int, bool, bool], list[int]] = {}
         for s in range(pp):
-            layers = len(own_layers(self.model.layers, self.layout, s))
-            kinds.setdefault((layers, s == 0, s == pp - 1), []).append(s)
+            own = own_layers(self.model.layers, self.layout, s)
+            kinds.setdefault((len(own), len(carrying.intersection(own)), s == 0, s == pp - 1), []).append(s)
         return [(build_stage(self, self.model.name, self.layout.id, of[0], 0), len(of)) for of in kinds.values()]
 
     @cached_property
@@ -99,7 +102,7 @@ class IsolatedCall(World):
 
     @cached_property
     def tables(self) -> Tables:
-        return Tables(self.frames, self.values, self.spreads, self.layouts, prompts=self.prompts)
+        return Tables(self.frames, self.values, self.spreads, self.layouts, prompts=self.prompts, images=self.images)
 
 
 def compute_seconds(ops: list[Op]) -> float:

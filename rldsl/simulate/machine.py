@@ -64,17 +64,19 @@ class Machine:
         """Seconds of a forward pass. links: seconds in which it exchanges data with other ranks."""
         found = self.measured(s.model, s.tp)
         price = INVARIANT_PRICE[s.model.dtype].forward - 1 if s.model.invariant else 0.0  # of what it computes itself
+        images = self.tower(s, c.images)
         if found and found.forward:
-            return (1 + price) * _sum(found.forward, c) + links
-        return self._pass(s, c, 1, links) + (price * self._pass(s, c, 1, 0.0) if price else 0.0)
+            return (1 + price) * _sum(found.forward, c) + links + images
+        return self._pass(s, c, 1, links) + (price * self._pass(s, c, 1, 0.0) if price else 0.0) + images
 
     def train(self, s: Shard, c: WorkCounts, recompute: bool, links: float = 0.0,
               again_links: float = 0.0) -> tuple[float, float]:
         """(forward, backward) seconds of a micro-batch. links: seconds in which a forward pass exchanges data with
         other ranks, and again a backward pass; again_links: the same of the forward pass that is made again."""
         forward, backward = self._train(s, c, recompute, links, again_links)
-        if not s.model.invariant:
-            return forward, backward
+        if not s.model.invariant:  # no model that reads images is
+            images = self.tower(s, c.images)
+            return forward + images, backward + (2 + recompute) * images * s.tower_trained
         prices = INVARIANT_PRICE[s.model.dtype]
         price = prices.ordered_train if s.model.invariant_training else prices.train
         own = self._train(s, c, recompute, 0.0, 0.0)
@@ -93,6 +95,10 @@ class Machine:
         ahead, back = self._pass(s, c, 1, links), self._pass(s, c, 1 if frozen else 2, links)
         return ahead, back + (self._pass(s, again, 1, again_links) if recompute else 0.0)
 
+    def tower(self, s: Shard, images: float) -> float:
+        """Seconds of a forward pass of the vision tower over so many tokens of images."""
+        return self._operations(s, images * s.tower * s.first)
+
     def decode(self, s: Shard, c: WorkCounts, captured: bool = False) -> float:
         """Seconds of decoding steps. captured: kernels are replayed from a graph."""
         return self._decode(s, c, captured) * (INVARIANT_PRICE[s.model.dtype].decode if s.model.invariant else 1.0)
@@ -105,7 +111,7 @@ class Machine:
         held = s.item * (s.layers * s.read(each) + s.head)
         operations = 2 * (c.tokens * s.active / self._fill(s, each) + c.outputs * s.head)
         products = self._roofline(operations, c.calls * held, s)
-        cached = self.memory(c.pairs * s.cache * s.item)
+        cached = self.memory(c.pairs * s.cache * s.item + c.tokens * s.stepped)
         sampled = self.memory(c.outputs * _vocabulary(s) * SCORES)
         kernels = c.layers * LAYER_KERNELS + c.calls * (CALL_KERNELS + SAMPLE_KERNELS * s.last)
         seconds = products + cached + sampled
@@ -140,7 +146,8 @@ class Machine:
         attention = 4 * work * (c.pairs / 2) * s.attention / (self._rate(s) * self.cluster.attention_efficiency)
         head = self._roofline(2 * work * c.outputs * s.head, work * c.outputs * _vocabulary(s) * SCORES, s)
         experts = c.layers * self.cluster.expert_us * 1e-6 if s.experts else 0.0
-        seconds = products + attention + head + links
+        states = work * (self._operations(s, c.tokens * s.scan) + self.memory(2 * c.tokens * s.scanned))
+        seconds = products + attention + head + links + states
         return self._with_launches(c.layers * LAYER_KERNELS + c.calls * CALL_KERNELS, seconds, experts)
 
     def _rate(self, s: Shard) -> float:
@@ -148,7 +155,11 @@ class Machine:
         return (c.bfloat16_tflops if s.model.dtype == "bfloat16" else c.float32_tflops) * 1e12
 
     def _roofline(self, operations: float, moved: float, s: Shard) -> float:
-        return max(operations / (self._rate(s) * self.cluster.matmul_efficiency), self.memory(moved))
+        return max(self._operations(s, operations), self.memory(moved))
+
+    def _operations(self, s: Shard, count: float) -> float:
+        """Seconds of so many operations in products of matrices."""
+        return count / (self._rate(s) * self.cluster.matmul_efficiency)
 
     def _fill(self, s: Shard, tokens: float) -> float:
         """Which part of the multiprocessors' work is used by the products of a layer over so many tokens: a result is

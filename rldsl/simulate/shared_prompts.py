@@ -30,6 +30,18 @@ def computed_prompts(world: World, call: ModelCall, frames: Sequence[str], rows:
     return share if pays(rows * prompts * (1 - share), rows * _tokens(each)) else 1.0
 
 
+def image_tokens(world: World, call: ModelCall, frames: Sequence[str], rows: float) -> float:
+    """Tokens that a vision tower makes for a micro-batch of `rows` rows of each frame. Every token of a prompt counts
+    as one of an image; a prompt that several rows have counts once."""
+    found: dict[str, float] = {}  # of each source of prompts
+    for frame in frames if world.images else ():
+        source = world.prompts.get(frame)
+        name, run = (source.frame, source.run) if source is not None else (frame, 1)
+        prompts = max(rows / _together(world.spreads[call.spread], run), min(rows, 1.0))
+        found[name] = max(found.get(name, 0.0), prompts * world.row(frame).prompt)
+    return sum(found.values())
+
+
 def _tokens(rows: Sequence[Row]) -> float:
     return sum(row.tokens for row in rows)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache
-from math import ceil, log2, prod
+from math import ceil, inf, log2, prod
 
 from rldsl.memory.decode_shapes import live_conversations
 from rldsl.plan.backends import costs
@@ -28,7 +28,7 @@ from rldsl.simulate.engine import Compute, Isend, Op
 from rldsl.simulate.lengths import Row
 from rldsl.simulate.machine import Machine
 from rldsl.simulate.serving_engine import packed, response_lengths, serve
-from rldsl.simulate.shared_prompts import computed_prompts
+from rldsl.simulate.shared_prompts import computed_prompts, image_tokens
 from rldsl.simulate.work_counts import (
     Shard,
     WorkCounts,
@@ -209,7 +209,7 @@ def _decode_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
     own = longest = 0.0
     for s in range(layout.pp):
         held = build_shard(world.models[event.model], layout, s)
-        first, rest = count_prefill(held, d, row), count_decode(held, d)
+        first, rest = count_prefill(held, d, row, world.images), count_decode(held, d)
         at = replace(stage, shard=held)
         new = d.prefilled * row.prompt
         seconds = (machine.forward(held, first) + machine.decode(held, rest)
@@ -247,24 +247,28 @@ def _conversation_time(world: World, event: Generate, stage: Stage, rows: int, r
     def decode(active: float) -> float:
         each = active / layout.pp
         return layout.pp * max(
-            machine.decode(s.shard, WorkCounts(1, s.shard.layers, each * s.shard.layers, each * s.shard.layers * width,
-                                               each * s.shard.last)) + at(s, each, each) + hop(s.hidden_bytes(each))
+            machine.decode(s.shard, WorkCounts(1, s.shard.layers, each * s.shard.layers,
+                                               each * s.shard.layers * width * s.shard.attending, each * s.shard.last))
+            + at(s, each, each) + hop(s.hidden_bytes(each))
             for s in stages)
 
     def prefill(tokens: float) -> float:
         return max(
             machine.forward(s.shard, WorkCounts(1, s.shard.layers, tokens * s.shard.layers,
-                                                tokens * s.shard.layers * width, 1.0 * s.shard.last))
+                                                tokens * s.shard.layers * width * s.shard.attending,
+                                                1.0 * s.shard.last))
             + at(s, tokens, 1.0) + hop(s.hidden_bytes(tokens)) for s in stages)
 
     rows = -(-rows // limits.branches)  # conversations
     slots = min(rows, event.mbs or rows)
-    kept = stage.shard.layers * stage.shard.cache * stage.shard.item
+    kept = stage.shard.layers * stage.shard.cache * stage.shard.item * stage.shard.attending
     conversations = ShardConversations(
         rows, slots, min(live_conversations(slots, event.waiting), rows), event.waiting, limits.max_turns, row.prompt,
         row.response, cluster.turns, cluster.tool_seconds)
     costs_of_passes = PassCosts(decode, prefill, lambda tokens: machine.host(kept * tokens))
     seconds, computed = conversation_seconds(conversations, costs_of_passes)
+    images = machine.tower(stages[0].shard, rows * row.prompt * world.images)  # once for each conversation
+    seconds, computed = seconds + images, computed + images
     return DecodeTime(seconds, computed / seconds) if seconds else DecodeTime(0.0)
 
 
@@ -278,20 +282,22 @@ def _served_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
     stage = replace(stage, machine=machine)
     rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
     held = [replace(stage, shard=build_shard(world.models[event.model], layout, s)) for s in range(layout.pp)]
-    free = min(cluster.cache_gb * 1e9 / (x.shard.layers * x.shard.cache * x.shard.item)
-               - x.shard.elements / (x.shard.layers * x.shard.cache) for x in held if x.shard.layers)
+    free = min((cluster.cache_gb * 1e9 / (x.shard.layers * x.shard.cache * x.shard.item * x.shard.attending)
+                - x.shard.elements / (x.shard.layers * x.shard.cache * x.shard.attending)
+                for x in held if x.shard.layers and x.shard.attending), default=inf)
 
     def step(count: float, cached: float) -> float:
         seconds = cluster.decode_us * 1e-6 + cluster.decode_row_us * 1e-6 * count
         for x in held:
             s = x.shard
-            one = WorkCounts(1, s.layers, s.layers * count, s.layers * cached, count * s.last)
+            one = WorkCounts(1, s.layers, s.layers * count, s.layers * cached * s.attending, count * s.last)
             seconds += machine.decode(s, one, captured=True) + x.links(count, s.layers) + x.logits_gather(count)
         return seconds + (layout.pp - 1) * machine.message(stage.hidden_bytes(count), stage.groups.crosses["pp"])
 
     def prefill(tokens: float) -> float:
         number = tokens / max(row.prompt, 1.0)
-        return sum(machine.forward(x.shard, count_micro_batch(x.shard, number, Row(row.prompt, 0.0, 0.0), 1.0),
+        return sum(machine.forward(x.shard, count_micro_batch(x.shard, number, Row(row.prompt, 0.0, 0.0), 1.0,
+                                                                images=tokens * world.images),
                                    x.links(tokens, x.shard.layers)) for x in held)
 
     if not rows:
@@ -334,7 +340,8 @@ def _infer_passes(world: World, event: Infer, stage: Stage) -> StagePasses:
         return StagePasses(0, (), 0.0)
     responses = 1.0 if OUTPUTS[event.output_name].level == "seq" else row.response
     prompts = computed_prompts(world, event, (event.frame,), rows / count)
-    one = count_micro_batch(stage.shard, rows / count, row, responses, layout.cp, prompts)
+    one = count_micro_batch(stage.shard, rows / count, row, responses, layout.cp, prompts,
+                            image_tokens(world, event, (event.frame,), rows / count))
     tokens = rows / count * (row.tokens - (1 - prompts) * row.prompt) / layout.cp
     links = (stage.tensor_parallel(tokens, one.outputs, stage.shard.layers)
              + stage.context_parallel(tokens, stage.shard.layers) + stage.expert_parallel(tokens, stage.shard.layers))
@@ -365,6 +372,7 @@ def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
     by_seq = all(OUTPUTS[what].level == "seq" for _, _, what in event.model_outputs)
     prompts = computed_prompts(world, event, event.frames, rows / count)
     tokens = rows / count * (wide.tokens - (1 - prompts) * wide.prompt) / layout.cp
+    images = image_tokens(world, event, event.frames, rows / count)
     operators = len(world.programs[event.loss].nodes)
     durations: list[tuple[float, float]] = []
     for chunk in _stage_per_chunk(stage, layout):
@@ -373,6 +381,7 @@ def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
                                    layout.cp, prompts)
                  for f in event.frames]
         one = WorkCounts(1, held.layers, *(sum(getattr(p, n) for p in parts) for n in ("tokens", "pairs", "outputs")))
+        one = replace(one, images=images)
         comm = (chunk.tensor_parallel(tokens, one.outputs, held.layers, sequence_parallel=True)
                 + chunk.context_parallel(tokens, held.layers))
         comm += chunk.expert_parallel(tokens, held.layers)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, log2, prod
+from typing import Any
 
 from rldsl.plan.events import Generate
 from rldsl.plan.model import Layout, Model, ParamSpec
+from rldsl.plan.optimizers import param_options
 from rldsl.sharding.boxes import itemsize, pieces, volume
 from rldsl.sharding.dtypes import storage_dtype
 from rldsl.sharding.layout import own_layers
@@ -42,6 +44,13 @@ class Shard:
     # here); of experts each is one
     products: tuple[tuple[int, int, float, int], ...] = ()
     ep: int = 1  # degree of expert parallelism
+    attending: float = 1.0  # the share of its layers that have attention
+    # of layers that carry a state from token to token, per token and layer of the stage:
+    scan: float = 0.0  # operations besides those of matrices
+    scanned: float = 0.0  # bytes that operations of a forward pass write
+    stepped: float = 0.0  # bytes of the states and of what operations of a decoding step write
+    tower: float = 0.0  # operations of a forward pass of the vision tower, per token of an image, on the first stage
+    tower_trained: bool = False  # whether any of its parameters is
 
     def read(self, tokens: float) -> float:
         """Elements of the matrices of one layer that are read for so many tokens: an expert without tokens is not. Of
@@ -95,7 +104,42 @@ def _build_shard(model: Model, layout: Layout, stage: int) -> Shard:
         trained=held(model.params), attention=heads * sizes.head_dim, cache=2 * kv * sizes.head_dim,
         item=itemsize(model), experts=experts,
         active=layer - experts + chosen, local_experts=held(local_experts), outside_layers=held(outside),
-        products=tuple(_product(s, layout, sizes.experts_per_token) for s in matrices if part[s.name]), ep=layout.ep)
+        products=tuple(_product(s, layout, sizes.experts_per_token) for s in matrices if part[s.name]),
+        ep=layout.ep, **_states(model, layout, stage), **_tower(model, first))
+
+
+def _states(model: Model, layout: Layout, stage: int) -> dict[str, Any]:
+    """What layers that carry a state add, per layer of a stage. Divided modules have as large a part of the state."""
+    own = own_layers(model.layers, layout, stage)
+    if not model.sizes.recurrences or not own:
+        return {}
+    attending, scan, scanned, stepped = len(own), 0.0, 0.0, 0.0
+    for r in model.sizes.recurrences:
+        if r.itemsize != itemsize(model):
+            continue
+        count = len(set(r.layers) & set(own))
+        attending -= 0 if r.attends else count
+        parts = layout.tp if _is_divided(model, r.modules) else 1
+        scan += count * r.operations / parts
+        scanned += count * r.written / parts
+        stepped += count * (r.state + r.outputs) / parts
+    return {"attending": attending / len(own), "scan": scan / len(own), "scanned": scanned / len(own),
+            "stepped": stepped / len(own)}
+
+
+def _is_divided(model: Model, modules: tuple[str, ...]) -> bool:
+    return any(f".{m}." in s.name for s in (*model.params, *model.base) if s.split is not None for m in modules)
+
+
+def _tower(model: Model, first: bool) -> dict[str, Any]:
+    """Of the vision tower, which every rank of tp has as a whole."""
+    found = next((t for t in model.sizes.towers if t.itemsize == itemsize(model)), None)
+    if found is None or not first:
+        return {}
+    names = tuple(f"{m}." for m in found.modules)
+    optimizer = model.optimizer
+    return {"tower": float(found.operations), "tower_trained": optimizer is not None and any(
+        s.name.startswith(names) and not param_options(optimizer, s.name, s).frozen for s in model.params)}
 
 
 @cache
@@ -151,21 +195,23 @@ class WorkCounts:
     calls: float  # of the model
     layers: float  # of all calls
     tokens: float  # summed over layers
-    pairs: float  # (query, key) pairs of attention, counted as a full square and summed over layers
+    pairs: float  # (query, key) pairs of attention, counted as a full square and summed over layers that have it
     outputs: float  # tokens whose logits, value or score is needed
+    images: float = 0.0  # tokens of images that the vision tower makes
 
     def of(self, feature: str) -> float:
         return float(getattr(self, f"{feature}s"))
 
 
-def count_micro_batch(s: Shard, rows: float, row: Row, responses: float, cp: int = 1, prompts: float = 1.0
-                      ) -> WorkCounts:
+def count_micro_batch(s: Shard, rows: float, row: Row, responses: float, cp: int = 1, prompts: float = 1.0,
+                      images: float = 0.0) -> WorkCounts:
     """One micro-batch of `rows` sequences of `row.tokens`, divided over `cp` ranks. responses: tokens of each sequence
-    whose outputs are needed. prompts: the share of the sequences that compute their prompt."""
+    whose outputs are needed. prompts: the share of the sequences that compute their prompt. images: tokens of their
+    images."""
     less = (1 - prompts) * row.prompt
     pairs = rows / cp * (row.tokens**2 - less * row.prompt)
-    return WorkCounts(1, s.layers, s.layers * rows * (row.tokens - less) / cp, s.layers * pairs,
-                      rows * responses / cp * s.last)
+    return WorkCounts(1, s.layers, s.layers * rows * (row.tokens - less) / cp,
+                      s.layers * pairs * s.attending, rows * responses / cp * s.last, images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,14 +254,16 @@ def num_cache_widths(least: float, most: float) -> float:
     return 1 + 4 * max(0.0, log2(max(most, 64.0) / max(least, 64.0)))
 
 
-def count_prefill(s: Shard, d: DecodePlan, row: Row) -> WorkCounts:
-    """All prefills together."""
+def count_prefill(s: Shard, d: DecodePlan, row: Row, images: bool = False) -> WorkCounts:
+    """All prefills together. images: whether prompts are of images."""
     tokens = d.prefilled * row.prompt
     layers = d.waves * s.layers
-    return WorkCounts(d.waves, layers, layers * tokens, layers * tokens * row.prompt, d.waves * d.slots * s.last)
+    return WorkCounts(d.waves, layers, layers * tokens, layers * tokens * row.prompt * s.attending,
+                      d.waves * d.slots * s.last, d.waves * tokens * images)
 
 
 def count_decode(s: Shard, d: DecodePlan) -> WorkCounts:
     """All decoding steps together."""
     each = d.steps * d.active
-    return WorkCounts(d.steps, d.steps * s.layers, each * s.layers, each * s.layers * d.width, each * s.last)
+    return WorkCounts(d.steps, d.steps * s.layers, each * s.layers, each * s.layers * d.width * s.attending,
+                      each * s.last)

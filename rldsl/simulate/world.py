@@ -33,6 +33,7 @@ class World:
         self.machine = Machine(cluster, cluster.threads or max(1, cluster.cores // self.per_node))
         self.classes: Classes = build_classes(plan, per_rank=per_rank or cluster.cores > 0)
         self.lag = plan.header.lag  # steps that generation runs ahead
+        self.images = any(d.images for d in plan.data)  # whether prompts have images
         self.served: dict[Hashable, float] = {}  # a generate of a serving engine, on what links -> its seconds
         self.class_traffic: dict[int, dict[int, Traffic]] = {}  # id of a realloc event -> class -> traffic of a rank
         self.meshes: dict[str, Mesh] = {m.id: m for m in plan.meshes}

@@ -153,7 +153,8 @@ docs/families.md` has found it with a tiny random model of each, in float32 on t
 - Router biases that DeepSeek-V3 and its relatives choose experts with (`e_score_correction_bias`) get no gradient and
   stay as they are in the directory: they are loaded, used, moved between placements and saved, and no training call
   updates them by the load of the experts. Fine-tuning in transformers leaves them alone, too.
-- The simulator counts the matrices of recurrent layers as those of any layer, and not their scans.
+- The simulator counts the matrices of recurrent layers as those of any layer, their scans by operations and bytes per
+  token from the same trial, and pairs of tokens in layers with attention alone.
 - invariant: whether `invariant=true` is possible. ep: whether there are experts in a form that `ep` divides.
 
 {counts}
