@@ -9,5 +9,5 @@ from rldsl.plan.backends import Description
 from rldsl.plan.model import OptimizerKind
 
 DESCRIPTION = Description(invariant=True, reuses_cache=True, conversations=True, images=True, entries=True,
-                          first_pass=True, optimizers=get_args(OptimizerKind),
+                          first_pass=True, router_bias=True, optimizers=get_args(OptimizerKind),
                           groups=True, freezes=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
@@ -25,6 +26,7 @@ from rldsl.backends.torch.model.stage import Stage
 from rldsl.backends.torch.train.optimizer import ShardOptimizer
 from rldsl.backends.torch.train.passes import passes_by_sum
 from rldsl.backends.torch.train.pipeline import pipeline_first_pass, pipeline_forward, pipeline_forward_backward
+from rldsl.backends.torch.train.router_bias import RouterLoads
 from rldsl.diag import fail
 from rldsl.plan.events import CopyPart, Sampling
 from rldsl.plan.expr import Level
@@ -94,6 +96,7 @@ class TorchShard:
         self.host_memory = HostMemory(device)
         self.decode_states: dict[Hashable, DecodeState] = {}
         self.capture = CaptureSwitch()
+        self.router_loads: RouterLoads | None = None  # where a train call moves router biases
         self.trainer = self.trainer_class(self.stage, model, layout, mesh, axes) if trainable else None
 
     def weight_digests(self) -> Iterable[WeightDigest]:
@@ -174,8 +177,10 @@ class TorchShard:
     def train(self, minibatch: Sequence[MicroBatch], outputs: Sequence[Sequence[str]], temperature: float,
               loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none",
               rate: float | None = None, heads: Sequence[Shard] = (), leaves: Sequence[int] = (), joined: int = 1,
-              first_pass: FirstPass | None = None) -> Mapping[str, float] | None:
+              first_pass: FirstPass | None = None, router_bias_update_rate: float = 0.0
+              ) -> Mapping[str, float] | None:
         trainer, zero = self._trainer(), self.stage.zero
+        loads = self._cleared_loads() if router_bias_update_rate else None
         has_rows = [any(len(frame) for frame in frames) for frames in minibatch]
         # other ranks wait for the passes of this one under `zero` and `ep`: one without rows runs a token
         run_empty = zero is not None or self.axes.ep.size > 1
@@ -188,9 +193,12 @@ class TorchShard:
         others = [cast(TorchShard, head).stage for head in heads]
 
         def pack(i: int) -> ModelInputs:
-            return pack_inputs(minibatch[i] if has_rows[i] else (DUMMY_BATCH,), self.device, self.axes.cp,
-                               sequence_parallel, self.stage.ordered_gradients, self.stage.vision,
-                               self.stage.shares_prompts)
+            packed = pack_inputs(minibatch[i] if has_rows[i] else (DUMMY_BATCH,), self.device, self.axes.cp,
+                                 sequence_parallel, self.stage.ordered_gradients, self.stage.vision,
+                                 self.stage.shares_prompts, loads is not None)
+            if packed.copies is not None and not has_rows[i]:
+                packed.copies.zero_()
+            return packed
 
         passes = [p for together in sums for p in together]
         inputs = [in_one_row([None if i is None else pack(i) for i in p.members]) for p in passes]
@@ -234,7 +242,10 @@ class TorchShard:
             if zero:
                 zero.end_minibatch(use_grads=False)
             return None
-        return trainer.step(rate)
+        result = trainer.step(rate)
+        if loads is not None and math.isfinite(result["grad_norm"]):
+            loads.update(router_bias_update_rate)
+        return result
 
     def skip_updates(self, updates: int) -> float:
         return self._trainer().skip_updates(updates)
@@ -294,6 +305,13 @@ class TorchShard:
         copies of the parameters, which are made anew for each call; and on CUDA a kept graph would keep its memory."""
         casts = self.uses_bfloat16 and any(p.dtype == torch.float32 for p in self.stage.parameters.values())
         return self.device.type == "cpu" and not casts and isinstance(self.stage, Stage)
+
+    def _cleared_loads(self) -> RouterLoads:
+        """The loads of experts, of which nothing is counted yet."""
+        if self.router_loads is None:
+            self.router_loads = RouterLoads(self.stage, self.model, self.axes)
+        self.router_loads.clear()
+        return self.router_loads
 
     def _trainer(self) -> ShardOptimizer:
         if self.trainer is None:

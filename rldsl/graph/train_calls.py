@@ -100,7 +100,8 @@ class TrainCalls:
             shuffle=bool(given["shuffle"]) and most > 1, call=number,
             invariant=self.flow.models[owner.name].invariant_training,
             nonfinite="skip" if skips else "stop", rate=rate, ids=made.ids, heads=heads,
-            first_pass=made.first_pass, whole_prompts=made.whole_prompts))
+            first_pass=made.first_pass, whole_prompts=made.whole_prompts,
+            router_bias_update_rate=float(cast(float, given["router_bias_update_rate"]))))
         return NO_VALUE
 
     def _rate(self, call: ast.Call, scope: Scope) -> str | Bad:

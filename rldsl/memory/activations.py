@@ -16,11 +16,11 @@ from functools import cache
 from typing import Literal
 
 from rldsl.plan.adapter_names import module_of
-from rldsl.plan.model import Layout, Model, ParamSpec, Recurrence
+from rldsl.plan.model import ExpertBlock, Layout, Model, ParamSpec, Recurrence
 
 # fused: variable-length attention; grid: torch's attention over a padded grid of sequences; plain: the same where torch
-# has no kernel that leaves out the probabilities
-Attention = Literal["fused", "grid", "plain"]
+# has no kernel that leaves out the probabilities; composed: products, and probabilities of float32
+Attention = Literal["fused", "grid", "plain", "composed"]
 COMPOSED = ("gelu_new", "gelu_fast", "quick_gelu", "gelu_python")  # activations made of many operations
 
 
@@ -48,14 +48,19 @@ class LayerActivations:
     step: int = 0  # peak of a decoding step, with a copy of the state
     row_outputs: int = 0  # as `outputs`, of one decoding step
     caches: bool = True  # whether it has keys and values
+    # bytes of a pass, whatever its tokens, that are made of weights
+    fixed: int = 0  # kept for the backward pass
+    fixed_forward: int = 0  # peak of a forward pass that saves nothing
+    fixed_outputs: int = 0  # as `outputs`
 
     def kept(self, tokens: int, rows: int) -> int:
         """For the backward pass."""
-        return tokens * self.saved + rows * self.row_saved
+        return tokens * self.saved + rows * self.row_saved + self.fixed
 
     def forward_peak(self, tokens: int, rows: int) -> int:
         """Of a forward pass that saves nothing."""
-        return max(tokens * self.forward, (tokens * self.outside + rows * self.row_forward) * bool(self.row_forward))
+        return self.fixed_forward + max(tokens * self.forward, (tokens * self.outside + rows * self.row_forward)
+                                        * bool(self.row_forward))
 
     def backward_peak(self, tokens: int, rows: int) -> int:
         """Of the backward pass, besides what is kept."""
@@ -64,7 +69,8 @@ class LayerActivations:
 
     def decoding(self, sequences: int, masked: int) -> int:
         """Peak of a decoding step, with so many bytes of masks for each."""
-        return sequences * (max(self.forward, self.outside + self.step if self.step else 0) + masked)
+        return sequences * (max(self.forward, self.outside + self.step if self.step else 0) + masked) + \
+            self.fixed_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,8 @@ class StackActivations:
 def attention_kind(model: Model, compute: int, device: str) -> Attention:
     """Which attention `backends/torch/model/attention.py` uses. device: "cuda" or "cpu". CUDA's kernels for float32
     need as many key-value heads as heads."""
+    if model.sizes.composed_scores:
+        return "composed"
     if device == "cuda" and compute == 2 and fused_kernels_take(model.sizes.head_dim):
         return "fused"
     return "plain" if device == "cuda" and model.sizes.heads != model.sizes.kv_heads else "grid"
@@ -102,23 +110,26 @@ def stack_activations(model: Model, layout: Layout, compute: int, stream: int, a
     """compute: bytes of an element inside a layer; stream: of the residual stream, 4 where float32 parameters run under
     autocast. longest: tokens of the longest sequence."""
     specs = tuple(p for p in (*model.params, *model.base) if p.stage == "layer")
-    if not model.sizes.recurrences:
-        return StackActivations((_layer(model, layout, compute, stream, attention, longest, specs, None),))
+    if not (model.sizes.recurrences or model.sizes.expert_blocks):
+        return StackActivations((_layer(model, layout, compute, stream, attention, longest, specs, None, None),))
     found: dict[object, LayerActivations] = {}
     layers = []
     for number in range(model.layers):
         own = tuple(p for p in specs if p.layer in (-1, number))
         states = next((r for r in model.sizes.recurrences if number in r.layers and r.itemsize == compute), None)
-        key = states, tuple((p.name.replace(f".{number}.", ".{}.", 1), p.shape) for p in own)
+        block = next((b for b in model.sizes.expert_blocks
+                      if number in b.layers and b.itemsize == compute and b.trained == (not model.base)), None)
+        key = states, block, tuple((p.name.replace(f".{number}.", ".{}.", 1), p.shape) for p in own)
         if key not in found:
-            found[key] = _layer(model, layout, compute, stream, attention, longest, own, states)
+            found[key] = _layer(model, layout, compute, stream, attention, longest, own, states, block)
         layers.append(found[key])
     return StackActivations(tuple(layers))
 
 
 def _layer(model: Model, layout: Layout, compute: int, stream: int, attention: Attention, longest: int,
-           specs: tuple[ParamSpec, ...], states: Recurrence | None) -> LayerActivations:
-    """specs: of the parameters of the layer. states: of its modules that carry a state."""
+           specs: tuple[ParamSpec, ...], states: Recurrence | None, block: ExpertBlock | None) -> LayerActivations:
+    """specs: of the parameters of the layer. states: of its modules that carry a state. block: of experts in a form of
+    their own."""
     s, tp = model.sizes, layout.tp
     trained = not model.base
     h, inner = s.hidden, -(-s.intermediate // tp)
@@ -126,17 +137,22 @@ def _layer(model: Model, layout: Layout, compute: int, stream: int, attention: A
     shared = 0  # width of what all tokens go through besides experts
     attends = states is None or states.attends
     outer = specs  # those of no module that carries a state
-    if s.recurrences:  # layers differ
+    if s.recurrences or s.expert_blocks:  # layers differ
         outer = tuple(p for p in specs if states is None or not any(f".{m}." in p.name for m in states.modules))
         ways = s.experts_per_token if any(p.experts for p in outer) else 0
         shared = -(-_mlp_width(outer) // tp)
         inner, shared = (inner, shared) if ways else (shared, 0)
+    part = 1  # of the tokens, which the block with its experts computes
+    if block is not None:  # counted as a whole
+        ways = shared = inner = 0
+        part = 1 if _divides_experts(specs) else tp  # what tp does not divide sees a part of the tokens
     gated = _gated(outer)
     heads, groups = -(-s.heads // tp), -(-s.kv_heads // tp)
     q, kv = (heads * s.head_dim, groups * s.head_dim) if attends else (0, 0)
     layer_norm = any(_is_norm(p, h) and p.name.endswith("bias") for p in specs)
     norms = sum(_is_norm(p, h) and p.name.endswith("weight") for p in specs) or 2
     reads = (1, 1) if _fused_inputs(outer) and attends else (3 * attends, 2 if gated else 1)
+    reads = (reads[0], 0) if block is not None else reads
     first, second = (_norm(h, compute, stream, n, layer_norm, trained) for n in reads)
     # a frozen weight does not ask for what it multiplies
     if more := 4 * h * (s.other_norms and trained):
@@ -150,17 +166,25 @@ def _layer(model: Model, layout: Layout, compute: int, stream: int, attention: A
     if ways:  # in addition: what each expert reads and gives, and the choice among all in float32
         mlp = ways * (mlp + 2 * compute * h) + 4 * max((p.experts for p in specs), default=0)
         mlp += compute * shared * each
-    second = second if inner else 0  # without an MLP there is one sublayer
-    norms = norms if inner else max(norms, 2)
+    if block is not None:
+        mlp = block.saved // part
+    elif not inner:
+        second, norms = 0, max(norms, 2)  # without an MLP there is one sublayer
     saved = first + second + (norms - 2) * after + head_norms + attended + mlp + _adapters(model, layout, compute)
     routed = 4 * ways * compute * h  # rows by expert, what comes of them, weighed and put in order
     ways = ways or 1  # how often a token goes through an MLP
     held = stream * h * 4  # the input of the stage and of the layer, the stream, and what the sublayer reads
     inside = 4 if model.lora is not None or s.activation in COMPOSED else 3
     attending = _attention(q, kv, heads, compute, "grid", longest) + compute * q if attends else 0
-    attending += 3 * 4 * heads * longest if attention == "plain" and attends else 0  # scores, masked, their softmax
-    forward = held + max(inside * ways * compute * inner + routed, attending)
-    backward = max(2 * ways * compute * inner + routed, 3 * compute * q) + stream * h
+    probabilities = 3 * 4 * heads * longest if attends else 0  # scores, masked, their softmax
+    attending += probabilities if attention in ("plain", "composed") else 0
+    fed = inside * ways * compute * inner + routed if block is None else block.forward // part - stream * h
+    forward = held + max(fed, attending)
+    back = 2 * ways * compute * inner + routed if block is None else (block.backward - block.saved) // part
+    attended_back = 3 * compute * q
+    if attention == "composed":
+        attended_back = max(attended_back, attended_back + probabilities - second - mlp)
+    backward = max(back, attended_back) + stream * h
     row: dict[str, int] = {}
     if states is not None:
         row = {"outside": held, "after": second + mlp + (norms - 2) * after,
@@ -170,8 +194,17 @@ def _layer(model: Model, layout: Layout, compute: int, stream: int, attention: A
     final = (stream + 4 if stream == 4 else 6) * h if not layer_norm else 4 * h
     return LayerActivations(stream * h, saved, forward, backward, final, 16 * h, compute * h,
                             2 * compute * kv if layout.cp > 1 else 0, 2 * compute * kv,
-                            _outputs(specs, h, inner, q, kv, norms, layer_norm, s.activation, compute, stream),
-                            **row, caches=attends)
+                            _outputs(specs, h, inner, q, kv, norms, layer_norm, s.activation, compute, stream)
+                            + (block.outputs // part if block is not None else 0),
+                            **row, caches=attends, fixed=block.fixed if block is not None else 0,
+                            fixed_forward=block.fixed_forward if block is not None else 0,
+                            fixed_outputs=block.fixed_outputs if block is not None else 0)
+
+
+def _divides_experts(specs: tuple[ParamSpec, ...]) -> bool:
+    """Whether tp divides anything of the block with the experts of a layer."""
+    block = {p.name.partition(".experts.")[0] for p in specs if ".experts." in p.name}
+    return any(p.split is not None for p in specs if any(p.name.startswith(b + ".") for b in block))
 
 
 def _outputs(specs: tuple[ParamSpec, ...], h: int, inner: int, q: int, kv: int, norms: int, layer_norm: bool,
@@ -205,12 +238,15 @@ def _head_norm(width: int, compute: int, stream: int, trained: bool) -> int:
 def _attention(q: int, kv: int, heads: int, compute: int, attention: Attention, longest: int) -> int:
     """Queries, keys and values, what comes out, and one number a head for the backward pass. On a grid the four are
     there twice; without one, keys and values are repeated for each query head. Plainly, so they are on the grid, and
-    each token has a probability for every token of the longest sequence."""
+    each token has a probability for every token of the longest sequence; and so it is composed, where keys and values
+    are repeated once."""
     match attention:
         case "fused":
             return 4 * compute * q + 4 * heads
         case "grid":
             return compute * (4 * q + 4 * kv) + 4 * heads
+        case "composed":  # the softmax, and in half precision what is multiplied
+            return compute * 4 * q + (4 + compute * (compute != 4)) * heads * longest
     return compute * (6 * q + 2 * kv) + compute * heads * longest
 
 

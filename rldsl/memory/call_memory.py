@@ -235,7 +235,8 @@ def _generate(t: Tables, e: Generate, copy: Copy, stack: StackActivations, devic
         captured = num_captures_with_memory(longest, new, device == "cpu") * (
             max(step, sampling - cast) if device == "cuda" else
             slots * (sum(layer.outputs + layer.row_outputs for layer in here) + masked
-                     + (sampling_bytes_per_logit(_head(copy), e.sampling) * _head(copy).rows if copy.last else 0)))
+                     + (sampling_bytes_per_logit(_head(copy), e.sampling) * _head(copy).rows if copy.last else 0))
+            + sum(layer.fixed_outputs for layer in here))
     drawn = 0 if e.sampling.greedy or not copy.last else 8 * new * slots
     return {"KV cache": slots * groups * each * sum(layer.caches for layer in here),
             "states": 2 * slots * sum(layer.state for layer in here),

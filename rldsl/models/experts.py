@@ -33,12 +33,11 @@ def counts(skeleton: Any) -> dict[str, int]:
 
 
 def other_form(skeleton: Any) -> str:
-    """The first module of experts in another form, for messages; "": there is none."""
+    """The name of the first module of experts in another form; "": there is none."""
     known = {name.rpartition(".")[0] for name in counts(skeleton)}
     found = (path for path, module in skeleton.named_modules() if path not in known and path.endswith("experts")
              and any(p.dim() == 3 for p in module.parameters(recurse=False)))
-    path = next(found, "")
-    return f"{path}, which has a form of its own" if path else ""
+    return next(found, "")
 
 
 def division(name: str, shape: tuple[int, ...], style: str) -> tuple[Split | None, str]:

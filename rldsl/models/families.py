@@ -24,7 +24,7 @@ from rldsl.models.execution import Execution
 from rldsl.models.skeleton import Skeleton, build, first_line
 from rldsl.models.vision import earlier_names, layers_with_images, processor_digest, vision_family
 from rldsl.plan.heads import HEADS, SCORE_WEIGHT
-from rldsl.plan.model import ParamSpec, Recurrence, Sizes, Split, StageKind, Tower
+from rldsl.plan.model import ExpertBlock, ParamSpec, Recurrence, Sizes, Split, StageKind, Tower
 from rldsl.source import Span
 
 # keys of a config that do not change what the model computes
@@ -97,6 +97,7 @@ class Family:
     other_norms: bool = False  # whether norms of layers keep their inputs for the backward pass (Gemma's)
     towers: tuple[Tower, ...] = ()  # what its vision tower needs
     uncounted: str = ""  # what the memory estimate leaves out; "": nothing that is known
+    expert_blocks: tuple[ExpertBlock, ...] = ()  # what blocks with experts of a form of their own need in memory
 
 
 def describe(path: str, kind: str, span: Span | None = None, trained: bool = False) -> Family:
@@ -146,6 +147,7 @@ def _described(path: str, kind: str, names: frozenset[str], digest: str, span: S
                   recurrent=bool(how.recurrent), by_rows=how.by_rows, reads_images=vision_family(config) is not None,
                   layers_with_images=layers_with_images(config), recurrences=skeleton.recurrences,
                   other_norms=skeleton.other_norms, towers=skeleton.towers, uncounted=skeleton.uncounted,
+                  expert_blocks=skeleton.expert_blocks,
                   invariant_problem=_invariant_problem(config, how, params), **sizes)
 
 
@@ -160,8 +162,12 @@ def _invariant_problem(config: Any, how: Execution, params: tuple[ParamSpec, ...
         return "each sequence is a row of its own, whose padding differs from batch to batch"
     if getattr(text, "kv_lora_rank", None):
         return "its values are narrower than its keys"
-    special = getattr(text, "attn_logit_softcapping", None) or any(p.name.endswith(".sinks") for p in params)
+    special = getattr(text, "attn_logit_softcapping", None) or _has_sinks(params)
     return "its attention has sinks or capped scores" if special else ""
+
+
+def _has_sinks(params: Sequence[ParamSpec]) -> bool:
+    return any(p.name.endswith(".sinks") for p in params)
 
 
 def _size(text: Any, name: str) -> int:
@@ -190,7 +196,8 @@ def sizes_of(family: Family) -> Sizes:
     return Sizes(family.hidden, family.expert_width or family.intermediate, family.heads, family.kv_heads,
                  family.head_dim, family.vocab, str(activation), family.chosen,
                  family.recurrent or bool(family.by_rows) or family.reads_images, family.recurrences,
-                 family.other_norms, family.towers, family.uncounted)
+                 family.other_norms, family.towers, family.uncounted, family.expert_blocks,
+                 config.get("attn_logit_softcapping", "null") != "null" or _has_sinks(family.params))
 
 
 def _meaning(config: Any) -> tuple[tuple[str, str], ...]:
@@ -234,7 +241,7 @@ def _specs(skeleton: Skeleton, config: Any, layers: int, kind: str, sizes: dict[
     owner = config.get_text_config() if vision_family(config) else config  # of the plans of the layers
     declared = getattr(owner, "base_model_tp_plan", None) or PLANS.get(str(config.model_type)) or {}
     styles |= {f"{prefix}.{k}": v for k, v in declared.items()}
-    buffers = {n for n, _, _ in skeleton.buffers}
+    buffers = {n for n, _, _ in skeleton.buffers} | skeleton.fixed
     tensors = (*skeleton.params, *((n, shape) for n, shape, _ in skeleton.buffers))
     base = [(n, shape) for n, shape in tensors if n.startswith(prefix + ".")]
     tower = [(n, shape) for n, shape in tensors if _of_tower(n, prefix)]

@@ -13,11 +13,13 @@ from typing import Any
 from rldsl.diag import fail
 from rldsl.models import experts
 from rldsl.models.execution import Execution, body_name, called_after_layers, execution, keep_weights, shared_name
+from rldsl.models.expert_blocks import expert_blocks
+from rldsl.models.expert_blocks import uncounted as uncounted_experts
 from rldsl.models.recurrence import recurrences, uncounted
 from rldsl.models.tower import towers
 from rldsl.models.trials import has_other_norms
 from rldsl.models.vision import auto_class, only_with_images, supported_families, vision_family
-from rldsl.plan.model import Recurrence, Tower
+from rldsl.plan.model import ExpertBlock, Recurrence, Tower
 from rldsl.source import Span
 
 MAX_SHOWN = 160  # characters of a message of transformers
@@ -53,6 +55,8 @@ class Skeleton:
     other_norms: bool = False  # of `trials.has_other_norms`
     towers: tuple[Tower, ...] = ()  # what its vision tower needs
     uncounted: str = ""  # what the memory estimate leaves out
+    expert_blocks: tuple[ExpertBlock, ...] = ()  # what blocks with experts of a form of their own need in memory
+    fixed: frozenset[str] = frozenset()  # parameters for which transformers asks for no gradient
 
 
 def build(config: Any, path: str, span: Span | None) -> Skeleton:
@@ -75,8 +79,9 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
         raise fail("RL0303", f'the model in "{path}" is not a causal language model', span, first_line(error),
                    help="every model must be based on a causal language model") from None
     linears = []
+    plain = torch.nn.Linear.forward, Conv1D.forward  # others, such as Llama 4's routers, do more than a product
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear | Conv1D):
+        if isinstance(module, torch.nn.Linear | Conv1D) and type(module).forward in plain:
             rows, columns = module.weight.shape
             swapped = isinstance(module, Conv1D)
             linears.append(LinearModule(name, *((rows, columns) if swapped else (columns, rows)), swapped))
@@ -85,6 +90,7 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
     body = model.get_submodule(prefix)
     how = execution(body, config)
     states, seen = recurrences(model, body, how), towers(model, prefix)
+    blocks = expert_blocks(body, how, int(config.get_text_config().hidden_size))
     return Skeleton(
         prefix=prefix,
         tp_plan=dict(getattr(model, "_tp_plan", None) or {}),
@@ -99,8 +105,10 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
         experts=experts.counts(model),
         transforms=tuple(experts.transforms(model)), recurrences=states,
         other_norms=bool(how.layers) and has_other_norms(body.get_submodule(how.layers)[0]), towers=seen,
-        uncounted=uncounted(how, states) or experts.other_form(model)
-        or ("its vision tower" if vision_family(config) and not seen else ""))
+        expert_blocks=blocks,
+        uncounted=uncounted(how, states) or uncounted_experts(body, how, blocks)
+        or ("its vision tower" if vision_family(config) and not seen else ""),
+        fixed=frozenset(name for name, p in model.named_parameters() if not p.requires_grad))
 
 
 def _parameters(model: Any, prefix: str) -> tuple[tuple[str, tuple[int, ...]], ...]:

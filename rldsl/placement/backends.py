@@ -45,7 +45,8 @@ def check_backends(graph: g.Graph, calls: Iterable[Call], placements: Mapping[st
         entries = isinstance(node, g.Infer | g.Train) and node.ids != ""
         why = unable(known, kinds[type(node)], x, node.model in adapted, optimizers[node.model], talks, entries,
                      isinstance(node, g.Train) and node.first_pass != "",
-                     isinstance(node, g.Generate) and node.per_step > 0, placement.waiting)
+                     isinstance(node, g.Generate) and node.per_step > 0, placement.waiting,
+                     isinstance(node, g.Train) and node.router_bias_update_rate > 0)
         if not why and family is not None:
             why = known.problem(family, x) or (
                 "it does not read images" if family.reads_images and not known.images else "")

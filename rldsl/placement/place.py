@@ -26,6 +26,7 @@ from rldsl.placement import (
     positions,
     resident,
     reuse,
+    router_bias,
     sync,
     tokenizers,
 )
@@ -67,6 +68,7 @@ def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = descr
     families = _families(graph, describe)
     sync.check_sync_parameters(graph, families)
     images.check_images(graph, families)
+    router_bias.check_router_biases(graph, families)
     tokenizers.check_tokenizers(graph, families)
     graph = distributions.with_hidden_sizes(distributions.with_known_tokens(graph, families), families)
     placements, train_layouts = _placements(graph, choices, families, cluster)

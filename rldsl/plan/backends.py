@@ -91,6 +91,7 @@ class Description:
     other_logprobs: bool = False
     entries: bool = False  # whether it has `Shard.top`, and the output "logprobs_at"
     first_pass: bool = False  # whether `train` can make a pass without gradient before those of a minibatch
+    router_bias: bool = False  # whether `train` can move router biases by the load of the experts
     positions: Callable[[Facts], int] = without_limit  # tokens of a sequence, at most; 0: as many as the model has
     problem: Callable[[Facts, Layout], str] = runs_every_model  # the feature it cannot express; "" if there is none
     memory: object = None  # what a call holds: a `rldsl.memory.call_memory.MemoryCosts`
@@ -241,11 +242,13 @@ def release(version: str) -> tuple[int, ...]:
 
 def unable(description: Description, call: str, layout: Layout, adapters: bool,
            optimizer: Optimizer | None = None, talks: bool = False, entries: bool = False,
-           first_pass: bool = False, per_step: bool = False, waiting: Waiting = "keep") -> str:
+           first_pass: bool = False, per_step: bool = False, waiting: Waiting = "keep",
+           router_bias: bool = False) -> str:
     """Why a backend cannot run a call under a layout, whatever the model; "" if it can. optimizer: of the model.
     talks: whether environments answer a `generate`. entries: whether the call is about several tokens at each token.
     first_pass: whether a pass without gradient comes before each minibatch of a `train`. per_step: whether a `generate`
-    continues responses of earlier steps. waiting: what conversations do with their slots while they wait."""
+    continues responses of earlier steps. waiting: what conversations do with their slots while they wait.
+    router_bias: whether a `train` moves router biases."""
     if call not in description.calls:
         return f"it does not support `{call}`"
     if talks and not description.conversations:
@@ -263,6 +266,8 @@ def unable(description: Description, call: str, layout: Layout, adapters: bool,
         return "it does not give the log-probs of several tokens at each token"
     if first_pass and not description.first_pass:
         return "it cannot make a pass before each minibatch, which this loss needs"
+    if router_bias and not description.router_bias:
+        return "it cannot move router biases (`router_bias_update_rate`)"
     if adapters and not description.adapters:
         return "it does not support adapters"
     if call != "train" or optimizer is None:

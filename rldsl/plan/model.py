@@ -163,7 +163,8 @@ class ParamSpec:
     # expert, and several are joined along dimension 1 of the parameter; else several are equal runs of its rows
     stored: tuple[str, ...] = ()
     layer: int = -1  # the layer of a parameter that not all layers have alike, whose name has its number; -1: none
-    buffer: bool = False  # no optimizer changes it: the module has a buffer of this name, which a checkpoint holds
+    # no optimizer changes it: the module has a buffer of this name, which a checkpoint holds, or asks for no gradient
+    buffer: bool = False
 
     def __hash__(self) -> int:
         """Quickly, as of a layout."""
@@ -282,6 +283,24 @@ class Tower:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertBlock:
+    """What the feed-forward block with its experts needs in the layers of one kind, where the experts have a form of
+    their own, with transformers' own code of torch: bytes per token, with its input (`models/expert_blocks.py`)."""
+
+    itemsize: int  # bytes of an element in which these hold
+    layers: tuple[int, ...]  # numbers of the layers
+    trained: bool  # whether its parameters have a gradient; in models with adapters they have none
+    saved: int  # kept for the backward pass
+    forward: int  # peak of a forward pass that saves nothing
+    backward: int  # peak of the backward pass, with what is saved
+    outputs: int  # of all operations of a forward pass together
+    # bytes of a pass, whatever its tokens: what is made of weights
+    fixed: int  # kept for the backward pass
+    fixed_forward: int  # at the peak of a forward pass that saves nothing
+    fixed_outputs: int  # of all operations of a forward pass together
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """The sizes of a model that determine the work and memory of a call, besides its parameters; 0: unknown."""
 
@@ -298,6 +317,9 @@ class Sizes:
     other_norms: bool = False  # whether norms of layers keep their inputs for the backward pass (Gemma's)
     towers: tuple[Tower, ...] = ()  # of its vision tower, for each size of an element; (): it has none
     uncounted: str = ""  # what of it the memory estimate leaves out; "": nothing that is known
+    expert_blocks: tuple[ExpertBlock, ...] = ()  # of layers whose experts have a form of their own
+    # whether attention makes its probabilities by products and in float32: its scores have sinks, or are capped
+    composed_scores: bool = False
 
 
 @dataclass(frozen=True, slots=True)

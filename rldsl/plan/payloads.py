@@ -164,6 +164,8 @@ class TrainSpec:
     # what the loss needs of the whole minibatch at once, with its place: a pass without gradient comes before the
     # passes of each minibatch. "": each micro-batch adds its share of the loss, and no such pass is needed
     first_pass: str = ""
+    # by which router biases move after each step, by the load of their experts (`plan/router_bias.py`); 0: they stay
+    router_bias_update_rate: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -232,7 +232,8 @@ class Shard(Protocol):
     def train(self, minibatch: Sequence[MicroBatch], outputs: Sequence[Sequence[str]], temperature: float,
               loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none",
               rate: float | None = None, heads: Sequence[Shard] = (), leaves: Sequence[int] = (), joined: int = 1,
-              first_pass: FirstPass | None = None) -> Mapping[str, float] | None:
+              first_pass: FirstPass | None = None, router_bias_update_rate: float = 0.0
+              ) -> Mapping[str, float] | None:
         """Forward and backward passes of every micro-batch, one gradient reduction (a *sum* over dp and cp: the loss
         already carries the global normalization), clipping over all shards, one optimizer step.
 
@@ -254,6 +255,10 @@ class Shard(Protocol):
             micro-batch at most. A shard may compute them apart.
         first_pass: forward passes of all micro-batches without gradient come first; on last-stage ranks it gets their
             outputs. Only backends whose description says so are asked.
+        router_bias_update_rate: after the optimizer step, move router biases by it (`plan/router_bias.py`): up where an
+            expert was chosen for fewer tokens of the minibatch than the mean of its layer, down where for more. A load
+            counts the tokens of all rows, whatever passes they are computed in. 0: they stay. Only backends whose
+            description says so are asked.
         Returns "grad_norm" (before clipping) and "lr", equal on all ranks. If "grad_norm" is not finite, nothing was
             updated, and the schedule has not advanced."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.arrays import ROWS
@@ -17,6 +18,7 @@ from rldsl.plan.events import AnyCall, Compute, Derive, Event, Generate, Infer, 
 from rldsl.plan.function import frames_of_call
 from rldsl.plan.heads import DISTRIBUTION, OUTPUTS, TOP, heads_with
 from rldsl.plan.model import Layout, Mesh, Model, Ranges, Value
+from rldsl.plan.router_bias import updatable
 from rldsl.sharding.gradient_leaves import LEAVES, divides, pass_tokens
 from rldsl.sharding.sum_blocks import undividable
 from rldsl.verify.tables import Tables, name, problem
@@ -229,6 +231,8 @@ def check_train(t: Tables, e: Train) -> Iterator[Diagnostic]:
         yield problem("RL0615", f"{name(e)} {fault}", e)
     if e.rate and (t.values[e.rate].level, t.values[e.rate].dtype) != ("batch", "f32"):
         yield problem("RL0615", f"{name(e)}: the learning rate {e.rate} is not a number of the batch level", e)
+    if e.router_bias_update_rate and not (0 < e.router_bias_update_rate < inf and updatable(t.models[e.model])):
+        yield problem("RL0615", f"{name(e)}: no router biases of {e.model} move by {e.router_bias_update_rate}", e)
     yield from writes(t, e, {v for _, v in e.outputs}, set(), e.spread, copy)
     for _, frame, what in e.model_outputs:
         if frame not in e.frames or OUTPUTS.get(what) not in t.models[e.model].head.outputs:

@@ -60,9 +60,10 @@ def check_issue_order(t: Tables) -> Iterator[Diagnostic]:
             continue
         layout = t.layouts[next(r.id for r in references(e) if r.role is Role.LAYOUT)]
         variant = _variant(t, e)
-        key = (*_case(type(e), layout), variant)
+        loads = isinstance(e, Train) and e.router_bias_update_rate > 0
+        key = (*_case(type(e), layout), variant, loads)
         if key not in faults:
-            faults[key] = _unsupported_or_deadlocked(type(e), layout, variant)
+            faults[key] = _unsupported_or_deadlocked(type(e), layout, variant, loads)
         if faults[key]:
             yield problem("RL0537", f"{name(e)} under layout {layout.id} {faults[key]}", e, ranks=t.event_ranks(e))
 
@@ -82,7 +83,8 @@ def _case(kind: type[Event], x: Layout) -> tuple[object, ...]:
     return kind, x.backend, x.tp > 1, x.pp, _dp_coordinates_to_check(x), x.ep < x.dp, x.cp, x.ep, x.zero, x.vpp
 
 
-def _unsupported_or_deadlocked(kind: type[Event], layout: Layout, variant: Variant) -> str:
+def _unsupported_or_deadlocked(kind: type[Event], layout: Layout, variant: Variant, loads: bool) -> str:
+    """loads: whether a train call sums the loads of experts."""
     if layout.zero and kind in (Generate, Infer):
         return f"has zero={layout.zero}, which is supported only in training"
     if layout.vpp > 1 and kind in (Generate, Infer):
@@ -97,13 +99,17 @@ def _unsupported_or_deadlocked(kind: type[Event], layout: Layout, variant: Varia
         "converse": order.converse, "train_in_leaves": order.train_in_leaves,
         "train_twice": partial(order.train, first_pass=True),
         "train_twice_in_leaves": partial(order.train_in_leaves, first_pass=True)}
-    sequence = variants.get(variant) or order.sequence_of(kind)
+    sequence: Callable[..., Iterator[CommOp]] = variants.get(variant) or order.sequence_of(kind)
     if issubclass(kind, ModelCall):  # any other kind only reads parameters, which every backend supports
+        if loads and not backend.router_bias:
+            return f"moves router biases, which backend {layout.backend!r} cannot"
         if variant.startswith("train_twice") and not backend.first_pass:
             return f"needs a pass before each minibatch, which backend {layout.backend!r} does not have"
         unsupported = [d for d in DIVISIONS if getattr(layout, d) > 1 and d not in backend.divisions]
         if kind.kind not in backend.calls or unsupported or layout.zero > backend.zero:
             return f"uses a feature that backend {layout.backend!r} does not support"
+    if loads:
+        sequence = partial(sequence, loads=True)
     return next((why for count in {1, layout.pp + 2} if (why := deadlock_reason(sequence, layout, count))), "")
 
 
@@ -208,8 +214,9 @@ class IssueOrder:
             yield from _link(x, at, 1, "down")
         yield from _over(x, at, "pp")
 
-    def train(self, x: Layout, at: Coordinate, count: int, first_pass: bool = False) -> Iterator[CommOp]:
-        """Two minibatches, by the schedule of the pipeline."""
+    def train(self, x: Layout, at: Coordinate, count: int, first_pass: bool = False,
+              loads: bool = False) -> Iterator[CommOp]:
+        """Two minibatches, by the schedule of the pipeline. loads: those of experts are summed."""
         for _ in range(2):
             if x.zero:
                 yield from _over_zero_shards(x, at)  # parameters outside the layers
@@ -226,9 +233,11 @@ class IssueOrder:
             if not x.zero:
                 yield from _over_zero_shards(x, at)
             yield from _over(x, at, "mesh")  # the norm of the gradient
+            yield from _loads(x, at) if loads else ()
         yield from _over(x, at, "mesh")  # metrics
 
-    def train_in_leaves(self, x: Layout, at: Coordinate, count: int, first_pass: bool = False) -> Iterator[CommOp]:
+    def train_in_leaves(self, x: Layout, at: Coordinate, count: int, first_pass: bool = False,
+                        loads: bool = False) -> Iterator[CommOp]:
         """Two minibatches of two leaves each: the pipeline runs dry after a leaf, and gradients are reduced at the end,
         those of a pass over cp after it."""
         for _ in range(2):
@@ -243,6 +252,7 @@ class IssueOrder:
             yield from _over(x, at, "dp")  # that of a tied head
             yield from _over(x, at, "pp")  # gradients of tied embeddings
             yield from _over(x, at, "mesh")  # the norm of the gradient
+            yield from _loads(x, at) if loads else ()
         yield from _over(x, at, "mesh")  # metrics
 
     def save(self, x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:
@@ -310,6 +320,12 @@ def _over(x: Layout, at: Coordinate, axis: str) -> Iterator[CommOp]:
         yield CommOp("expert_dp", at.pp, at.dp % x.ep)
     elif axis == "mesh" and x.dp * x.tp * x.pp * x.cp > 1:
         yield CommOp("mesh", 0, 0)
+
+
+def _loads(x: Layout, at: Coordinate) -> Iterator[CommOp]:
+    """The loads of experts: each rank has counted its own tokens."""
+    yield from _over(x, at, "cp")
+    yield from _over(x, at, "dp")
 
 
 def _forward(x: Layout, at: Coordinate) -> Iterator[CommOp]:

@@ -148,11 +148,13 @@ docs/families.md` has found it with a tiny random model of each, in float32 on t
 - The memory estimate counts what recurrent layers keep, from a trial of their modules in transformers' own torch code,
   without storage, when a model is described. In GRPO on the CPU it is within 10 % of measured peaks for Qwen3-Next,
   Falcon-H1, Jamba and Mamba-2, in float32 and bfloat16, with adapters and with pp (`tests/memory/test_recurrent.py`);
-  kernels of other packages, and those of GPUs, may need less. `rlc compile` says what it leaves out: attention and
-  decoding in rows, experts in a form of their own (gpt-oss, Llama 4), and states of modules whose trial fails.
-- Router biases that DeepSeek-V3 and its relatives choose experts with (`e_score_correction_bias`) get no gradient and
-  stay as they are in the directory: they are loaded, used, moved between placements and saved, and no training call
-  updates them by the load of the experts. Fine-tuning in transformers leaves them alone, too.
+  kernels of other packages, and those of GPUs, may need less. Blocks with experts in a form of their own (gpt-oss,
+  Llama 4) are counted by the same trials, and attention with sinks or capped scores: within 10 % for gpt-oss, Llama 4
+  and Gemma 2, with adapters, tp and pp, too (`tests/memory/test_expert_blocks.py`). `rlc compile` says what it leaves
+  out: attention and decoding in rows, and what a trial fails for.
+- Router biases that DeepSeek-V3 and its relatives choose experts with (`e_score_correction_bias`) get no gradient. They
+  stay as they are in the directory, as in transformers, or move by the load of the experts where a train call has
+  [`router_bias_update_rate`](language.md#router-biases).
 - The simulator counts the matrices of recurrent layers as those of any layer, their scans by operations and bytes per
   token from the same trial, and pairs of tokens in layers with attention alone.
 - invariant: whether `invariant=true` is possible. ep: whether there are experts in a form that `ep` divides.

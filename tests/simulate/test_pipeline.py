@@ -94,7 +94,8 @@ def test_it_is_the_order_of_the_backend(pp: int, count: int, vpp: int, monkeypat
             out.register_hook(lambda g: P2PCommunicator.log.append(("back", chunk)))
             return out
 
-        batch: Any = SimpleNamespace(tokens=torch.zeros(1, dtype=torch.long), positions=None, attention=None)
+        batch: Any = SimpleNamespace(tokens=torch.zeros(1, dtype=torch.long), positions=None, attention=None,
+                                     copies=None)
         chunks = [SimpleNamespace(last=c * pp + s == pp * vpp - 1) for c in range(vpp)]
         stage: Any = SimpleNamespace(forward=forward, zero=None, chunks=chunks, autocast_in_backward=True)
         axis: Any = SimpleNamespace(size=pp, index=s)

@@ -380,7 +380,7 @@ class Story:
         known = check_loss(program, model.head_name, e, frames)
         need(all(n in known for n, _ in e.outputs), "a metric that no training has")
         version = (self.models[e.model][1], repr(program), repr(model.optimizer), model.planned_updates, s.minibatches,
-                   s.epochs, s.shuffle, s.call, self.plan.header.seed, e.nonfinite, e.rate and self.cell(e.rate).of[0], tuple(made[n].of[0] for n in sorted(made)))
+                   s.epochs, s.shuffle, s.call, self.plan.header.seed, e.nonfinite, e.router_bias_update_rate, e.rate and self.cell(e.rate).of[0], tuple(made[n].of[0] for n in sorted(made)))
         self.models[e.model] = now.stamp, term("train", *version)
         for n, v in e.outputs:
             self._make(v, now, {0: term(n, *version)}, False, "batch")

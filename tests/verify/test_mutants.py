@@ -21,7 +21,7 @@ from rldsl.memory.holder_classes import HolderClass
 from rldsl.plan import references
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import EVENTS, Compute, When, Free, Lengths, Loop, Realloc
-from rldsl.plan.model import Growth, Plan, Recurrence, Sizes, Tower
+from rldsl.plan.model import ExpertBlock, Growth, Plan, Recurrence, Sizes, Tower
 from rldsl.plan.projection import event_paths
 from rldsl.reshard import planning
 from rldsl.reshard.records import ReshardPlan
@@ -51,7 +51,8 @@ def with_sizes(plan: Plan) -> Plan:
     grown = Growth(8, 4, 16, 64, 32, 2)
     sizes = Sizes(whole_sequences=True, other_norms=True, uncounted="its router",
                   recurrences=(Recurrence(4, (1,), False, ("mixer",), grown, grown, grown, 64, 32, 96),),
-                  towers=(Tower(4, ("visual",), 48, 256, 128, 512, 1000),))
+                  towers=(Tower(4, ("visual",), 48, 256, 128, 512, 1000),), composed_scores=True,
+                  expert_blocks=(ExpertBlock(4, (0,), True, 256, 128, 512, 300, 64, 32, 96),))
     return replace(plan, models=tuple(replace(m, sizes=sizes) for m in plan.models))
 
 

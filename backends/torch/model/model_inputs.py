@@ -46,6 +46,8 @@ class ModelInputs:
     predict_partition: Partition | GroupedPartition | LeavesPartition | None = None
     last_partition: Partition | GroupedPartition | LeavesPartition | None = None
     predict_groups: RowGroups = ()  # of `predict_at`, where gradients have one order of sums
+    # [T] int64, where loads of experts are counted: how often whole sequences have each token; of padding 0
+    copies: torch.Tensor | None = None
 
     def gather_predictions(self, x: torch.Tensor) -> torch.Tensor:
         """[R, ...] read at `predict_at` -> those of all ranks of cp."""
@@ -97,21 +99,24 @@ def in_one_row(leaves: Sequence[ModelInputs | None]) -> ModelInputs:
         each(x.last_at for x in given), tuple(n for x in given for n in x.responses),
         tuple(n for x in given for n in x.sequences),
         partition(x.predict_partition for x in given), partition(x.last_partition for x in given),
-        [none if x is None else x.predict_groups[0] for x in leaves])
+        [none if x is None else x.predict_groups[0] for x in leaves],
+        None if given[0].copies is None else torch.cat([x.copies for x in given if x.copies is not None]))
 
 
 def pack_inputs(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, sequence_parallel: SequenceParallel,
-                in_groups: bool = False, vision: Vision | None = None, share: bool = False) -> ModelInputs:
+                in_groups: bool = False, vision: Vision | None = None, share: bool = False, copies: bool = False
+                ) -> ModelInputs:
     """This rank's part of some frames; padded where sequence parallelism needs it. in_groups: for gradients with one
     order of sums (`token_groups.py`). vision: of a model that reads images. share: a prompt that the frames say several
-    sequences have may be there once (`shared_prompts.py`).
+    sequences have may be there once (`shared_prompts.py`). copies: make `ModelInputs.copies`.
     Errors: RL0732 for an empty prompt, since nothing predicts its first response token."""
-    inputs = _own_part(frames, device, cp, in_groups, share and vision is None)
+    inputs = _own_part(frames, device, cp, in_groups, share and vision is None, copies)
     count = len(inputs.tokens)
     rows = sequence_parallel.padded_rows(count)
     if rows != count:
         padded = PaddedAttention(inputs.attention, rows)
-        inputs = replace(inputs, tokens=pad_rows(inputs.tokens, rows), attention=padded, positions=padded.positions)
+        inputs = replace(inputs, tokens=pad_rows(inputs.tokens, rows), attention=padded, positions=padded.positions,
+                         copies=None if inputs.copies is None else pad_rows(inputs.copies, rows))
     if vision is None:
         return inputs
     vision.mark(inputs.attention, inputs.tokens)
@@ -144,8 +149,8 @@ def _shared(frames: Sequence[PackedBatch], prompts: Sequence[int], responses: Se
     return shared_prompts(names, prompts, responses, device)
 
 
-def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, in_groups: bool, share: bool
-              ) -> ModelInputs:
+def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, in_groups: bool, share: bool,
+              copies: bool) -> ModelInputs:
     tokens = torch.cat([f.tokens for f in frames]).to(device)
     prompts = torch.cat([f.prompt_lens for f in frames]).to(device)
     responses = torch.cat([f.response_lens for f in frames]).to(device)
@@ -154,6 +159,7 @@ def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, in_
         raise fail("RL0732", "a sequence has an empty prompt", help="every prompt needs at least one token")
     lengths = prompts + responses
     starts = lengths.cumsum(0) - lengths
+    each = torch.ones_like(tokens) if copies else None  # every token of the whole sequences
     if any(f.own is not None for f in frames):  # the token before the first of a turn is the environment's
         predict_at = torch.cat([_own_tokens(f) for f in frames]).to(device).nonzero()[:, 0] - 1
     else:
@@ -173,14 +179,15 @@ def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, in_
             rows.pad(tokens[rows.own_items]), groups.positions, groups, predict.places(rows, predict_at),
             targets[predict.own_items], None if ids is None else ids[predict.own_items],
             tuple(x[predict.own_items] for x in hidden), last.places(rows, last_at), *sizes, predict, last,
-            (tuple(predict.sizes),))
+            (tuple(predict.sizes),), None if each is None else rows.pad(each[rows.own_items]))
     shared = _shared(frames, *on_host, device) if share and cp.size == 1 and on_host is not None else None
     if shared is not None:
         return ModelInputs(tokens[shared.keep], shared.attention.positions, shared.attention, shared.predict_at,
-                           targets, ids, hidden, shared.last_at, *sizes)
+                           targets, ids, hidden, shared.last_at, *sizes, copies=shared.copies if copies else None)
     if cp.size == 1:
         varlen = VarlenAttention(lengths, None if on_host is None else list(map(add, *on_host)))
-        return ModelInputs(tokens, varlen.positions, varlen, predict_at, targets, ids, hidden, last_at, *sizes)
+        return ModelInputs(tokens, varlen.positions, varlen, predict_at, targets, ids, hidden, last_at, *sizes,
+                           copies=each)
     attention = ContextParallelAttention(lengths, cp)
     partition = attention.partition
     predicted, ended = Partition.of(attention.owner[predict_at], cp), Partition.of(attention.owner[last_at], cp)
@@ -189,4 +196,5 @@ def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, in_
         partition.local_index[predict_at[predicted.own_items]],
         targets[predicted.own_items], None if ids is None else ids[predicted.own_items],
         tuple(x[predicted.own_items] for x in hidden),
-        partition.local_index[last_at[ended.own_items]], *sizes, predicted, ended)
+        partition.local_index[last_at[ended.own_items]], *sizes, predicted, ended,
+        copies=None if each is None else partition.pad(each[partition.own_items]))

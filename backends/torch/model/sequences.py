@@ -56,6 +56,8 @@ class CurrentPass:
 
     def __init__(self) -> None:
         self.sequences: Any = None  # a `PackedAttention`; None outside passes
+        # [tokens] int64, where loads of experts are counted: how often whole sequences have each token of the pass
+        self.copies: torch.Tensor | None = None
         self._counted: Any = None  # the sequences that were current when a module attended last
         self._calls: dict[int, int] = {}  # place of a module -> how often it has attended to them
 
@@ -78,6 +80,14 @@ class CurrentPass:
             return plain(*args, **kwargs)
         finally:
             self.sequences = before
+
+    def counting(self, copies: torch.Tensor | None, plain: Callable[..., Any], *args: Any) -> Any:
+        """plain(*args), in which the loads of experts are counted unless `copies` is None."""
+        before, self.copies = self.copies, copies
+        try:
+            return plain(*args)
+        finally:
+            self.copies = before
 
 
 class AttentionRole:

@@ -35,6 +35,7 @@ class SharedPrompts:
     """The row with each prompt once. T tokens, G prompts, S sequences, R response tokens."""
 
     keep: torch.Tensor        # [T] int64: the token of the row of whole sequences that each one is
+    copies: torch.Tensor      # [T] int64: how often the row of whole sequences has each one
     predict_at: torch.Tensor  # [R] where the hidden states that predict response tokens are
     last_at: torch.Tensor     # [S] where the last token of each sequence is
     attention: SharedPromptAttention
@@ -62,6 +63,11 @@ class SharedPrompts:
         def of_token(numbers: Sequence[int]) -> torch.Tensor:
             return on_device(numbers, device).repeat_interleave(response_lens, output_size=total)
 
+        shared = [0] * len(first)
+        for g in of:
+            shared[g] += 1
+        self.copies = torch.cat([on_device(shared, device).repeat_interleave(prompt_lens, output_size=sum(lens)),
+                                 response_lens.new_ones(total)])
         self.predict_at = torch.where(within == 0, of_token(behind), of_token(response_starts) + within - 1)
         self.last_at = on_device([start + n - 1 if n else at for start, n, at in
                                   zip(response_starts, responses, behind, strict=True)], device)

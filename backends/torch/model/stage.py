@@ -138,6 +138,7 @@ class Stage(ActivationCheckpointing):
     # of such a model under ep: gradients of experts' weights by the rank of ep whose tokens they come from, [ep, ...]
     source_grads: Mapping[str, torch.Tensor]
     sequence_parallel: SequenceParallel  # divides tokens over tp where layers allow it
+    experts: dict[str, nn.Module]  # of each layer here that has some, by the name of the module
     how: Execution               # how the family's modules run on packed sequences
     current: CurrentPass         # the pass under way, which these modules ask for its sequences
     vision: Vision | None = None  # of a model that reads images
@@ -273,7 +274,11 @@ class Stage(ActivationCheckpointing):
         if self.vision is not None:
             return self._output(chunk, self._read(chunk, self.vision, tokens, positions, packed_attention, hidden))
         inputs = (tokens,) if hidden is None else (tokens, hidden)
-        if self.how.by_rows:
+        if self.how.by_rows and (copies := self.current.copies) is not None:
+            places = torch.arange(len(tokens), device=tokens.device)
+            (out,) = packed_attention.by_rows(number, lambda rows, _: (self.current.counting(
+                _without_padding(copies, rows[-1]), self._run, chunk, rows[:-1], {}),), (*inputs, places))
+        elif self.how.by_rows:
             (out,) = packed_attention.by_rows(number, lambda rows, _: (self._run(chunk, rows, {}),), inputs)
         else:
             options = {"position_ids": positions[None]}
@@ -411,6 +416,7 @@ class Stage(ActivationCheckpointing):
         bias = next((n for n, p in skeleton.named_parameters() if p is getattr(output, "bias", None)), "")
         column_input = ColumnParallelInput(tp, self.sequence_parallel)
         adapters = lora_adapters(model, self.unsharded)
+        self.experts = {}
         up_leaves = None  # of the up projections of experts, which come before the down projections
         local = {**self.base, **self.unsharded}
         for name, (parameter, held) in {**self.base_held, **self.unsharded_held}.items():
@@ -429,6 +435,7 @@ class Stage(ActivationCheckpointing):
             parts = summed_output(parameter.spec) if self.ordered_gradients else None
             leaves = column_leaves(parts, tp.size, tp.index) if parts else None
             if parameter.spec.experts:
+                self.experts[path] = module
                 if attribute == "gate_up_proj":
                     up_leaves = leaves
                 if attribute == "down_proj" or cuts is None:
@@ -486,6 +493,11 @@ class Stage(ActivationCheckpointing):
         own, entry = nn.ModuleList(every), every[layers.start - 1] if layers.start else None
         parent._modules[path[-1]] = own
         return Chunk(body, own, entry, layers, number == 0, number == count - 1)
+
+
+def _without_padding(copies: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """[T] -> [S, W], 0 for padding. places: [S, W] in the row; padding is the last token of a sequence again."""
+    return copies[places] * (places.diff(dim=1, prepend=places[:, :1] - 1) != 0)
 
 
 def _copy(module: nn.Module) -> Any:

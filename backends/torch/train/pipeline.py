@@ -132,7 +132,9 @@ def pipeline_forward_backward(stage: Stage, pp: Axis, batches: Sequence[ModelInp
         batch, hidden = batches[p.micro], p2p.wait_receive(p)
         if hidden is not None:
             hidden.requires_grad_()
-        out = stage.forward(batch.tokens, batch.positions, batch.attention, hidden, p.chunk)
+        given = batch.tokens, batch.positions, batch.attention, hidden, p.chunk
+        out = stage.forward(*given) if batch.copies is None else stage.current.counting(
+            batch.copies, stage.forward, *given)
         out = loss(p.micro, out) if stage.chunks[p.chunk].last else out
         in_flight[p.chunk, p.micro] = hidden, out
         return out

@@ -86,7 +86,9 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
         # passed only where they are needed: a backend may lack these arguments
         optional: dict[str, Any] = {name: x for name, x in (("heads", heads), ("leaves", leaves),
                                                            ("joined", joined if joined > 1 else 0),
-                                                           ("first_pass", first_pass)) if x}
+                                                           ("first_pass", first_pass),
+                                                           ("router_bias_update_rate", event.router_bias_update_rate))
+                                    if x}
         result = shard.train(batches, call.model_outputs_by_frame, call.temperature, loss,
                              record_metrics_and_ask_to_stop if STOP in program_outputs else None, event.recompute,
                              given_rate, **optional)

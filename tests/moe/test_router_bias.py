@@ -1,0 +1,225 @@
+"""Router biases that training moves by the load of the experts, against counts made by hand of transformers' routers:
+the same bits under every layout and any division into passes, in checkpoints, and in the copies that generate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rldsl.api import compile
+from rldsl.diag import Failure
+from rldsl.models.families import describe
+from rldsl.plan.backends import Description, described, unable
+from rldsl.plan.events import Train
+from rldsl.plan.model import Layout, Optimizer
+from rldsl.plan.projection import event_paths
+from rldsl.plan.router_bias import router_biases
+from rldsl.runtime.backend import PackedBatch
+from rldsl.sharding.boxes import local_slice, slices
+from rldsl.verify import verify
+from tests.backend_torch.shards import layout_of as at
+from tests.backend_torch.shards import pack, plan_model, ragged, shard_of
+from tests.end_to_end.programs import run_program
+from tests.families.checks import model_of
+from tests.families.tiny_configs import make
+from tests.tiny import make_sums, write_jsonl
+from tests.verify.faults import codes, edited
+from tests.world import run_world
+
+RATE, STEPS = 0.03, 3
+SGD = Optimizer(lr=0.1, kind="sgd", clip_grad=0.0)
+PROMPT = [5, 9, 12, 30, 7, 22, 8, 41, 17, 3, 29, 11]
+# four responses to one prompt, and rows with prompts of their own; the last step has one row
+ROWS = [(PROMPT, [4 + i, 40 - i, 13]) for i in range(4)] + ragged(5, 46, longest=10)
+LAYOUTS = [at(), at(dp=2), at(tp=2), at(pp=2), at(cp=2), at(dp=2, ep=2), at(dp=2, zero=3), at(dp=2, ep=2, zero=1)]
+
+
+def minibatch(step: int) -> list[int]:
+    return [1] if step == STEPS - 1 else list(range(len(ROWS)))
+
+
+def by_hand(path: str) -> dict[str, torch.Tensor]:
+    """The biases after STEPS: each moves by RATE towards the mean load of its layer. Loads are those of transformers'
+    own routers, sequence by sequence, which the experts get as their second argument."""
+    model = model_of(path)
+    biases = {n: x for n, x in (*model.named_buffers(), *model.named_parameters())
+              if n.endswith(("e_score_correction_bias", "expert_bias"))}
+    seen: dict[str, list[torch.Tensor]] = {}
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(lambda _, args, name=name: seen.setdefault(name, []).append(args[1]))
+    for step in range(STEPS):
+        seen.clear()
+        model.zero_grad()
+        for row in minibatch(step):
+            prompt, response = ROWS[row]
+            logits = model(torch.tensor([prompt + response]), use_cache=False).logits[0].float().log_softmax(-1)
+            at_response = logits[len(prompt) - 1 : -1].gather(1, torch.tensor(response, dtype=torch.long)[:, None])
+            (at_response.square().sum() * 0.02).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p -= SGD.lr * p.grad
+            for name, bias in biases.items():
+                (chosen,) = (torch.cat([x.reshape(-1) for x in found]) for module, found in seen.items()
+                             if name.startswith(module.removesuffix("experts")))
+                for expert in range(bias.numel()):
+                    load, total = int((chosen == expert).sum()), chosen.numel()
+                    direction = (total > load * bias.numel()) - (total < load * bias.numel())
+                    bias.view(-1)[expert] += RATE * direction
+    return {n: x.detach().clone() for n, x in biases.items()}
+
+
+def train(shard: Any, rows: Sequence[Sequence[int]], name_prompts: bool) -> None:
+    """One step, a pass for each of some lists of rows. name_prompts: say which prompts are the same."""
+    def packed(part: Sequence[int]) -> PackedBatch:
+        batch = pack([ROWS[r] for r in part])
+        lens = [len(ROWS[r][0]) for r in part], [len(ROWS[r][1]) for r in part]
+        return replace(batch, prompts=["same" if r < 4 else r for r in part], on_host=lens) if name_prompts else batch
+
+    def loss(i: int, fresh: Sequence[Any]) -> torch.Tensor:
+        return fresh[0]["logprobs"].square().sum() * 0.02
+
+    shard.train([(packed(part),) for part in rows], [("logprobs",)], 1.0, loss, None, "full",
+                router_bias_update_rate=RATE)
+
+
+def steps(rank: int, path: str, layouts: Sequence[Layout], right: dict[str, torch.Tensor], passes: int,
+          name_prompts: bool) -> list[tuple[Layout, str, bool]]:
+    """(layout, bias, whether it is as by hand to the last bit)"""
+    found = []
+    for layout in layouts:
+        made = shard_of(plan_model(path, "causal_lm", SGD), layout, rank, True)
+        if made is None:
+            continue
+        shard, mine = made
+        for step in range(STEPS):
+            own = minibatch(step)[mine :: layout.dp]
+            train(shard, [own[i::passes] for i in range(passes) if own[i::passes] or layout.zero or layout.ep > 1],
+                  name_prompts)
+        state = shard.state_dict()
+        for name, bias in right.items():
+            if name in state:
+                parameter, pieces = shard.stage.held[name]
+                found += [(layout, name, torch.equal(state[name][local_slice(p, p.box, parameter.dim)],
+                                                     bias[slices(p.box)])) for p in pieces]
+    return found
+
+
+@pytest.mark.parametrize("family, layouts, passes, shared", [
+    ("deepseek_v3", LAYOUTS, 2, False), ("deepseek_v3", [at(), at(dp=2)], 1, True),
+    ("minimax_m2", [at(), at(dp=2, ep=2)], 3, True), ("ernie4_5_moe", [at(), at(tp=2)], 2, False),
+    ("glm_moe_dsa", [at(), at(dp=2)], 2, False)], ids=lambda x: x if isinstance(x, str) else "")
+def test_biases_move_as_by_hand(family, layouts, passes, shared, tmp_path):
+    """Of buffers and of parameters without gradient, of layers that are alike and not, of rows that are padded, and of
+    prompts that a pass computes once."""
+    path = make(tmp_path / "m", family)
+    right = by_hand(path)
+    stored = load_file(tmp_path / "m/model.safetensors")
+    assert right.keys() == {n.replace("{}", str(i)) for n in router_biases(describe(path, "causal_lm").params)
+                            for i in (range(4) if "{}" in n else range(1))}
+    assert all((right[n] != x.view_as(right[n])).any() for n, x in stored.items() if n in right)
+    found = sum(run_world(2, steps, path, layouts, right, passes, shared), [])
+    assert {x for x, _, _ in found} == {*layouts}
+    for layout, name, equal in found:
+        assert equal, f"{name} under {layout}"
+
+
+# --------------------------------------------------------------------------------------------- whole programs
+
+PROGRAM = """
+use std.grpo (group_norm, grpo_free)
+data prompts = jsonl("{root}/prompts.jsonl", batch=4, max_prompt_tokens=16)
+model actor = causal_lm("{root}/{model}"{more}) train adamw(lr=1e-3, weight_decay=0.5)
+flow run(steps=2) {{
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n=2, max_new_tokens=6)
+  actor.train(gen, loss=grpo_free(old=gen.logprobs, adv=group_norm(len(gen))), minibatches=2{option})
+  every 2 {{ save actor }}
+}}
+"""
+OPTION = ", router_bias_update_rate=0.02"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("router_bias")
+    for name, family in (("m", "deepseek_v3"), ("without", "mixtral"), ("own", "longcat_flash")):
+        make(found / name, family)
+    write_jsonl(found / "prompts.jsonl", make_sums(16))
+    return found
+
+
+def program(root: Path, folder: Path, option: str = OPTION, more: str = "", model: str = "m") -> Path:
+    path = folder / "p.rlf"
+    path.write_text(PROGRAM.format(root=root, option=option, more=more, model=model))
+    return path
+
+
+def biases(folder: Path) -> dict[str, torch.Tensor]:
+    return {n: x for file in folder.rglob("*.safetensors") for n, x in load_file(file).items()
+            if n.endswith("e_score_correction_bias")}
+
+
+def test_runs_save_the_same_biases_under_every_placement(root, tmp_path):
+    """The copy that generates is another one than that which trains: what it samples in the second step follows the
+    biases of the first. Without the option, biases stay as they are, whatever the weight decay."""
+    found = {}
+    like = None
+    for name, world, rules in (("one", 1, "place actor.* on mesh(0:1)"),
+                               ("apart", 2, "place actor.train on mesh(0:2) dp=2 ep=2 mbs=1\n"
+                                            "place actor.generate on mesh(0:2) tp=2")):
+        folder = tmp_path / name
+        folder.mkdir()
+        like = run_program(program(root, folder), {}, folder, f"cluster nodes=1 gpus={world}\n{rules}\n", like=like)
+        found[name] = biases(folder)
+    stored = biases(root / "m")
+    assert found["one"].keys() == stored.keys() and len(stored) == 3
+    for name, bias in found["one"].items():
+        assert torch.equal(bias, found["apart"][name])
+        moved = (bias - stored[name]) / 0.02  # four steps of at most one each
+        assert float((moved - moved.round()).abs().max()) < 1e-4 and 0 < float(moved.abs().max()) < 4.01
+    folder = tmp_path / "frozen"
+    folder.mkdir()
+    run_program(program(root, folder, ""), {}, folder, "cluster nodes=1 gpus=1\n")
+    assert all(torch.equal(x, stored[name]) for name, x in biases(folder).items())
+
+
+@pytest.mark.parametrize("model, more, why", [
+    ("without", "", "the routers of mixtral models have no bias"),
+    ("m", ", lora(r=4)", "under adapters the parameters of the directory stay as they are"),
+    ("own", "", "the experts next to its model.layers.0.mlp.router.e_score_correction_bias have a form of their own")])
+def test_models_without_such_biases_are_refused(model, more, why, root, tmp_path):
+    with pytest.raises(Failure) as failure:
+        compile(str(program(root, tmp_path, OPTION, more, model)))
+    (found,) = failure.value.diagnostics
+    assert (found.code, found.label) == ("RL0334", why) and found.span.text.startswith("actor.train(gen")
+
+
+def test_rates_below_zero_are_refused(root, tmp_path):
+    with pytest.raises(Failure) as failure:
+        compile(str(program(root, tmp_path, ", router_bias_update_rate=-0.1")))
+    assert "router_bias_update_rate" in failure.value.diagnostics[0].title
+
+
+def test_other_backends_are_refused():
+    """Whose description does not say that they can."""
+    why = "it cannot move router biases (`router_bias_update_rate`)"
+    for known, found in ((Description(), why), (Description(router_bias=True), "")):
+        assert unable(known, "train", at(), False, router_bias=True) == found
+    assert not described("megatron").router_bias and described("torch").router_bias
+
+
+@pytest.mark.parametrize("rate", [-1.0, float("inf"), float("nan")])
+def test_plans_with_other_rates_are_found(rate, root, tmp_path):
+    plan = compile(str(program(root, tmp_path)))
+    verify(plan)
+    body = edited(plan.body, lambda e: (replace(e, router_bias_update_rate=rate) if isinstance(e, Train) else e,))
+    assert "RL0615" in codes(replace(plan, body=body))
+    assert sum(isinstance(e, Train) and e.router_bias_update_rate == 0.02 for e, _ in event_paths(plan)) == 1
