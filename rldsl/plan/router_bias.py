@@ -39,7 +39,7 @@ def why_none(model_name: str, params: Iterable[ParamSpec], adapters: bool) -> st
         if named:
             return f"the experts next to its {named} have a form of their own"
         return f"the routers of {model_name} have no bias" if any(p.experts for p in params) else \
-            f"{model_name} has no experts with routers"
+            f"{model_name} have no experts with routers"
     return "under adapters the parameters of the directory stay as they are" if adapters else ""
 
 

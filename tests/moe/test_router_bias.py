@@ -16,6 +16,7 @@ from rldsl.api import compile
 from rldsl.diag import Failure
 from rldsl.models.families import describe
 from rldsl.plan.backends import Description, described, unable
+from rldsl.plan.codec import encode
 from rldsl.plan.events import Train
 from rldsl.plan.model import Layout, Optimizer
 from rldsl.plan.projection import event_paths
@@ -25,6 +26,7 @@ from rldsl.sharding.boxes import local_slice, slices
 from rldsl.verify import verify
 from tests.backend_torch.shards import layout_of as at
 from tests.backend_torch.shards import pack, plan_model, ragged, shard_of
+from tests.checkpoint.runs import run
 from tests.end_to_end.programs import run_program
 from tests.families.checks import model_of
 from tests.families.tiny_configs import make
@@ -189,6 +191,18 @@ def test_runs_save_the_same_biases_under_every_placement(root, tmp_path):
     folder.mkdir()
     run_program(program(root, folder, ""), {}, folder, "cluster nodes=1 gpus=1\n")
     assert all(torch.equal(x, stored[name]) for name, x in biases(folder).items())
+
+
+def test_a_resumed_run_goes_on_with_the_biases_of_its_checkpoint(root, tmp_path):
+    path = program(root, tmp_path)
+    path.write_text(path.read_text().replace("  every 2", "  checkpoint every 1\n  every 2"))
+    plan = encode(compile(str(path)))
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert run(plan, whole) == run(plan, stopped, stop_after=1) == [""]
+    assert not (stopped / "step-2").exists()
+    assert run(plan, stopped, resume=stopped) == [""]
+    right, found = biases(whole / "step-2"), biases(stopped / "step-2")
+    assert right and all(torch.equal(found[n], x) for n, x in right.items())
 
 
 @pytest.mark.parametrize("model, more, why", [

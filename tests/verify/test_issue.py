@@ -50,6 +50,15 @@ def test_ranks_that_share_experts_cannot_stop_for_ever(kind: type) -> None:
         assert not deadlock_reason(TORCH.sequence_of(kind), x, count), (x, count)
 
 
+@pytest.mark.parametrize("train", [TORCH.train, TORCH.train_in_leaves], ids=["sums", "leaves"])
+def test_sums_of_the_loads_of_experts_cannot_stop_for_ever(train: issue_order.CommSequence) -> None:
+    for pp, tp, cp, (dp, ep), zero in product((1, 3), (1, 2), (1, 2), ((1, 1), (2, 2), (4, 2)), (0, 3)):
+        x = replace(X, pp=pp, tp=tp, cp=cp, dp=dp, ep=ep, zero=zero)
+        assert not deadlock_reason(partial(train, loads=True), x, 3), x
+        counted = [len([*partial(train, loads=loads)(x, Coordinate(0, 0, 0, 0), 3)]) for loads in (False, True)]  # type: ignore[call-arg]
+        assert counted[1] - counted[0] == 2 * ((cp > 1) + (dp > 1)), x
+
+
 def test_conversations_cannot_stop_for_ever() -> None:
     for pp, tp, (dp, ep), count in product((1, 2, 3, 5), (1, 2), ((1, 1), (2, 1), (2, 2), (4, 2)), (1, 2, 7)):
         assert not deadlock_reason(TORCH.converse, replace(X, pp=pp, tp=tp, dp=dp, ep=ep), count), (pp, tp, ep, count)
