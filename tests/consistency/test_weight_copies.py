@@ -13,7 +13,8 @@ from torch import nn
 from benchmarks.match import prompts
 from rldsl.backends.torch.model import weight_copies
 from rldsl.backends.torch.model.tree_sums import row_parallel_product
-from rldsl.backends.torch.model.weight_copies import WeightCopies
+from rldsl.backends.torch.model.invariant import linear
+from rldsl.backends.torch.model.weight_copies import NO_COPIES, WeightCopies
 from rldsl.models.families import describe, sizes_of
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
@@ -32,7 +33,8 @@ def test_one_copy_is_made_in_a_call() -> None:
         again = copies.cast(weight, torch.bfloat16)
         assert first.data_ptr() == again.data_ptr()
         assert torch.equal(first, weight.bfloat16())
-        assert copies.cast(weight, torch.float32) is weight
+        own = copies.cast(weight, torch.float32)
+        assert own.data_ptr() == weight.data_ptr() and not own.requires_grad and not first.requires_grad
 
 
 def test_a_later_call_reads_what_the_parameter_is_then() -> None:
@@ -56,9 +58,9 @@ def test_no_memory_is_left_between_calls() -> None:
 
 def test_the_gradient_is_that_of_the_parameter() -> None:
     copies, weight, x = WeightCopies(), nn.Parameter(torch.randn(3, 8)), torch.randn(5, 8, dtype=torch.bfloat16)
-    (right,) = torch.autograd.grad((x @ weight.to(torch.bfloat16).T).sum(), weight)
+    (right,) = torch.autograd.grad(linear(x, weight).sum(), weight)
     with copies.in_call():
-        (found,) = torch.autograd.grad((x @ copies.cast(weight, torch.bfloat16).T).sum(), weight)
+        (found,) = torch.autograd.grad(linear(x, weight, copies=copies).sum(), weight)
     assert found.dtype == torch.float32 and torch.equal(found, right)
 
 
@@ -94,7 +96,7 @@ def test_a_product_with_copies_is_the_same() -> None:
     copies, weight, x = WeightCopies(), nn.Parameter(torch.randn(3, 8)), torch.randn(5, 8, requires_grad=True)
     found = []
     with copies.in_call():
-        for kept in (None, copies):
+        for kept in (NO_COPIES, copies):
             out = row_parallel_product(x, weight, CUTS, copies=kept)
             found.append((out, *torch.autograd.grad(out.sum(), (x, weight))))
     assert all(map(torch.equal, *found))
