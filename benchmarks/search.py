@@ -176,7 +176,7 @@ def real(folder: Path, count: int = 24, steps: int = 4) -> None:
         one = compile_assignment(p, i, judged, cluster, lengths)
         file = Path("case.plan")
         file.write_bytes(encode(one.plan))
-        took = measured(file, one.plan.header.isolated_call, steps).seconds
+        took = measured(file, one.plan.header.world, steps).seconds
         found.append((one.seconds, took))
         print(f"{one.seconds:>9.3f}s {took:>9.3f}s  " + "; ".join(
             f"{j.name} {b.start}:{b.stop} {e.strategy.text()}" for j, (b, e) in zip(i.calls, picked)), flush=True)

@@ -168,16 +168,18 @@ def draft(path: str, sets: Mapping[str, Scalar] | None = None, place: str | None
 
 
 def draft_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, place: SourceFile | None = None,
-                 overrides: Sequence[str] = (), mode: str = MANUAL, rewrite: Rewrite = unchanged) -> Draft:
+                 overrides: Sequence[str] = (), mode: str = MANUAL, rewrite: Rewrite = unchanged,
+                 num_processes: int = 1) -> Draft:
     """The same of a program that need not be in a file. mode: who places its calls (`search/modes.py`); those that are
-    `auto` the search places anyway. rewrite: as for `build_graph`."""
+    `auto` the search places anyway, with so many processes. rewrite: as for `build_graph`."""
     from rldsl.passes.pipeline import run
 
-    return run(placed_source(source, sets, place, overrides, mode, rewrite))
+    return run(placed_source(source, sets, place, overrides, mode, rewrite, num_processes))
 
 
 def placed_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, place: SourceFile | None = None,
-                  overrides: Sequence[str] = (), mode: str = MANUAL, rewrite: Rewrite = unchanged) -> PlacedGraph:
+                  overrides: Sequence[str] = (), mode: str = MANUAL, rewrite: Rewrite = unchanged,
+                  num_processes: int = 1) -> PlacedGraph:
     """The calls of a program in their places, before any pass."""
     from rldsl.models.families import describe
     from rldsl.placement.place import place_graph, with_commits_of_the_hub
@@ -187,7 +189,7 @@ def placed_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, 
     if mode != MANUAL or any(r.clause.auto for r in graph.rules):
         from rldsl.search.modes import place_by_mode
 
-        graph, _ = place_by_mode(graph, name, mode, describe)
+        graph, _ = place_by_mode(graph, name, mode, describe, num_processes)
     return place_graph(graph, name)
 
 

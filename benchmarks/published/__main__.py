@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.published.phases import gains as gains_of_phases
 from benchmarks.published.prediction import Prediction, predict, workplace
-from benchmarks.published.rows import AGAIN, CALIBRATION, LEFT_OUT, OVER_RACKS, ROWS, SPREAD, VERL, Row
+from benchmarks.published.rows import AGAIN, CALIBRATION, LEFT_OUT, ONE_RACK, ROWS, SCATTERED, SPREAD, VERL, Row
 
 DENSE, MOE, ORDER, GAIN = 0.25, 0.35, 0.9, 0.15
 HEAD = f"{'row':<24} {'step':>8} {'published':>9} {'ratio':>6} {'tok/s/GPU':>10} {'published':>9}  phases (published)"
@@ -146,14 +146,14 @@ def main() -> None:
                 print(line(p).replace("  outside the gate", "") + f"  [mean {means[row.name]:.0f} tokens]", flush=True)
         measured = [gain for p in found.values() if p.row.phases and p.row.baseline in found
                     for gain in gains_of_phases(found[p.row.baseline], p, folder)]
-        scattered = [predict(replace(p.row, scattered=True, domain=8), folder, given.spread)
-                     for name, p in found.items() if name in OVER_RACKS]
+        by_rack = [predict(replace(p.row, scattered=False, domain=ONE_RACK), folder, given.spread)
+                   for name, p in found.items() if name in SCATTERED]
     judged = [p for p in found.values() if p.row in ROWS]
     print()
     if judged:
         print("\n".join(verdict(judged)))
-    for p in scattered:
-        print(f"  {p.row.name} if no two hosts share a rack: {p.seconds:.1f} s, {p.ratio:.2f}")
+    for p in by_rack:
+        print(f"  {p.row.name} if no group spans racks: {p.seconds:.1f} s, {p.ratio:.2f}")
     print("\ngain of generating one step ahead")
     for p, ours, theirs in gains(found):
         right = "right" if (ours > 1) == (theirs > 1) else "WRONG"

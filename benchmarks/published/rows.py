@@ -42,11 +42,18 @@ class Row:
     phases: Mapping[str, float] = field(default_factory=dict)  # published seconds of calls
     baseline: str = ""  # the row without the lag on equally many devices
     standin: str = ""  # how the placement differs from the published one, where ours cannot express it
-    scattered: bool = False  # no two hosts of it share a rack, so what leaves a host goes over the network
+    scattered: bool = False  # its groups span racks, so what leaves a host goes over the network (`SCATTERED`)
 
     @property
     def moe(self) -> bool:
         return "-a" in self.model
+
+    @property
+    def unevenness(self) -> float:
+        """The mean of the published steps times the mean of their reciprocals, which is in the published throughput: 1
+        where all steps took equally long."""
+        tokens = self.batch * self.n * (self.prompt + self.response)
+        return self.throughput * self.seconds * self.gpus / tokens
 
     @property
     def prompt(self) -> float:
@@ -56,11 +63,11 @@ class Row:
 
 def nemo(name: str, source: str, model: str, cluster: str, gpus: int, response: float, throughput: float,
          seconds: float, lag: int = 0, baseline: str = "", domain: int = 8, standin: str = "", large: bool = False,
-         cache: float = 0.0) -> Row:
+         cache: float = 0.0, scattered: bool = False) -> Row:
     """large: as the recipes of 235B have it."""
     return Row(name, source, model, cluster, gpus, domain, 16 if large else 64, 32, 8192 if large else 4096, response,
                seconds, 1 if large else 4, lag, throughput, cache=cache or (0.8 if lag else 0.6), baseline=baseline,
-               standin=standin)
+               standin=standin, scattered=scattered)
 
 
 TP_IN_DP = "Megatron's ep spans dp, cp and tp: here ep spans dp alone, so the split over tp and cp is one over dp"
@@ -87,10 +94,10 @@ ROWS = (
          standin=TP_IN_DP, large=True),
     nemo("qwen235b-gb200-64", "nemo6", Q235, "gb200", 64, 5709, 163, 286, domain=64, standin=TP_IN_DP, large=True,
          cache=0.4),
-    nemo("qwen235b-gb200-128", "nemo6", Q235, "gb200", 128, 5693, 67.4, 345, domain=64, standin=TP_IN_DP, large=True,
-         cache=0.4),
-    nemo("qwen235b-gb200-128-off", "nemo6", Q235, "gb200", 128, 5705, 85.5, 278, 1, "qwen235b-gb200-128", domain=64,
-         standin=TP_IN_DP, large=True),
+    nemo("qwen235b-gb200-128", "nemo6", Q235, "gb200", 128, 5693, 67.4, 345, domain=8, standin=TP_IN_DP, large=True,
+         scattered=True),
+    nemo("qwen235b-gb200-128-off", "nemo6", Q235, "gb200", 128, 5705, 85.5, 278, 1, "qwen235b-gb200-128", domain=8,
+         standin=TP_IN_DP, large=True, scattered=True),
 )
 
 # The runs from which the constants of the engine and of the driver come; no row above is among them: NeMo-RL v0.3, in
@@ -121,9 +128,14 @@ AGAIN: Mapping[str, Mapping[str, float]] = {
     "qwen30b-gb200-16": {"v0.5": 232, "2026-06": 250},
     "qwen235b-gb200-64": {"v0.5": 332}, "qwen235b-gb200-128-off": {"v0.5": 268}}
 
-# Rows with more devices than a rack has (72), whose recipes at v0.6.0 do not say which hosts share one: NeMo-RL places
-# by rack since pull/2612, and these recipes ask for it since pull/3069.
-OVER_RACKS = ("qwen235b-gb200-128", "qwen235b-gb200-128-off")
+# Rows with more devices than a rack has (72): 32 hosts of four. At tag v0.6.0 NeMo-RL numbers the devices by the id of
+# their host in Ray (`virtual_cluster.py`, `_get_sorted_bundle_indices`; `vllm_generation.py`), which is random, and not
+# by rack; placing by rack came with pull/2612, and these recipes ask for it since pull/3069. With 16 hosts in each of
+# two racks, some engine of tp=8 (two hosts) spans both with a probability of 0.99998 (0.997 where half of the devices
+# generate), and of the groups of ep=16 (four hosts) some has one host alone with 0.99 (0.94): all that this host sends
+# to the others, three quarters, leaves the rack, as if no two hosts shared one. A step waits for the slowest of them.
+SCATTERED = tuple(row.name for row in ROWS if row.scattered)
+ONE_RACK = 64  # devices of a rack that these rows would use if no group spanned racks
 
 # Published, and not simulated: the cost model has no terms for latent attention, Mamba layers and linear attention, or
 # what was run is not published.

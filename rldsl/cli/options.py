@@ -33,6 +33,11 @@ def one_of(words: Callable[[], Iterable[str]]) -> Callable[..., list[CompletionI
     return complete
 
 
+jobs_of_search = click.option(
+    "--jobs", type=click.IntRange(1), default=1, show_default=True, metavar="N",
+    help="Processes with which a search works out the costs of calls; the result does not depend on it.")
+
+
 def _modes() -> Iterable[str]:
     from rldsl.search.modes import MODES
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rldsl.cli.options import FILE, FOLDER, chosen, lengths, on_cluster, seconds_by_name, together
+from rldsl.cli.options import FILE, FOLDER, chosen, jobs_of_search, lengths, on_cluster, seconds_by_name, together
 from rldsl.cli.printing import say
 from rldsl.cli.shell import Settings, command, print_result
 
@@ -67,8 +67,7 @@ _asked = together(
                  help="Memory per device in GB (default: from the cluster)."),
     click.option("--gap", type=click.FloatRange(0), default=0.01, show_default=True, metavar="FRACTION",
                  help="Accepted gap to the lower bound; 0 searches until the optimum is proved."),
-    click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, metavar="N",
-                 help="Processes that work out the costs of calls; the result does not depend on it."),
+    jobs_of_search,
     lengths)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from rldsl.cli.options import FILE, chosen, on_cluster, one_of
+from rldsl.cli.options import FILE, chosen, jobs_of_search, on_cluster, one_of
 from rldsl.cli.printing import say
 from rldsl.cli.shell import Settings, command, print_result, report_diagnostics
 from rldsl.commands import Usage
@@ -47,8 +47,9 @@ def _codes() -> Iterable[str]:
 @click.option("--cluster", shell_complete=on_cluster, metavar="CLUSTER",
               help="Also predict the step time on this cluster, and what a lag gains: a cluster file, or a built-in "
                    "cluster such as h100x8.")
+@jobs_of_search
 def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
-            target: str | None, emit: Stage | None, after: str | None, cluster: str | None) -> None:
+            target: str | None, emit: Stage | None, after: str | None, cluster: str | None, jobs: int) -> None:
     """Compile FILE to a verified plan and preview the run."""
     from rldsl.commands import compile as work
 
@@ -63,7 +64,7 @@ def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
                 work.stage(cast("Stage", emit), file, sets, place, overrides))
         print_result(settings, text, stage=after or emit, text=text)
         return
-    path, plan = work.compile(file, sets, place, overrides, target)
+    path, plan = work.compile(file, sets, place, overrides, target, jobs)
     line, numbers = work.predicted(file, sets, place, overrides, plan, cluster) if cluster else ("", {})
     print_result(settings, plan.preview(path) + line, **work.summary(path, plan), **numbers)
 

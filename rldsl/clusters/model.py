@@ -114,6 +114,8 @@ class Cluster:
     sync_s: float = 0.0  # seconds
     sync_gb_s: float = 0.0  # 10^9 bytes per second
     call_s: float = 0.0  # seconds per call
+    hidden_bytes: int = 0  # per element
+    logit_bytes: float = 0.0  # per entry of the vocabulary and token
     prompts_once: int = 1  # 0 or 1
     matmul_efficiency: float = 1.0  # a fraction
     attention_efficiency: float = 1.0  # a fraction
@@ -192,6 +194,10 @@ FIELDS: dict[str, Field] = {
     "sync_gb_s": Field("float", "rate at which a serving engine gets the bytes of all weights, 10^9 bytes per second; "
                        "0: no limit"),
     "call_s": Field("float", "time around each call of a model in which a driver prepares and moves data, in seconds"),
+    "hidden_bytes": Field("int", "bytes of an element of the hidden states, which tensor-parallel ranks exchange and "
+                          "kernels move between the matrix products; 0: as of the parameters, as rldsl stores them"),
+    "logit_bytes": Field("float", "bytes that kernels move per entry of the vocabulary and token between the output "
+                         "product and the log-probabilities; 0: what rldsl's kernels move, while the product runs"),
     "prompts_once": Field("int", "1: the prompt of several responses in a micro-batch is computed once, as rldsl does; "
                           "0: with each of them, as other systems do", 0, 1),
     "matmul_efficiency": Field("float", "fraction of the stated rate that matrix products reach", 0, 1, True),

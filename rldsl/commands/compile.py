@@ -63,11 +63,12 @@ def after(name: str, file: str, sets: Mapping[str, Scalar], place: str | None, o
 
 
 def compile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str],
-            target: str | None) -> tuple[str, Plan]:
-    """Write the plan to `target` or next to the program; returns where, and the plan."""
+            target: str | None, jobs: int = 1) -> tuple[str, Plan]:
+    """Write the plan to `target` or next to the program; returns where, and the plan. jobs: processes of a search."""
     from rldsl.python import entry
 
-    plan = entry.compile(Path(file), sets, place=Path(place) if place else None, on=overrides)
+    mode, rules = entry.placing(Path(place) if place else None)
+    plan = entry.compile_source(api.read_source(file), sets, rules, overrides, mode, num_processes=jobs)
     path = target or str(Path(file).with_suffix(".plan"))
     write(path, bytes(plan))
     return path, plan

@@ -71,10 +71,11 @@ def check_source(source: SourceFile, params: Mapping[str, Scalar], place: Source
 
 
 def compile_source(source: SourceFile, params: Mapping[str, Scalar], place: SourceFile | None = None,
-                   on: Sequence[str] = (), mode: str = api.MANUAL, rewrite: api.Rewrite = api.unchanged) -> Plan:
-    """`compile` of a text with a name. mode: who places its calls. rewrite: what changes the parsed program. Raises
-    Failure."""
-    compiled = api.finish(api.draft_source(source, params, place, on, mode, rewrite))
+                   on: Sequence[str] = (), mode: str = api.MANUAL, rewrite: api.Rewrite = api.unchanged,
+                   num_processes: int = 1) -> Plan:
+    """`compile` of a text with a name. mode: who places its calls. rewrite: what changes the parsed program.
+    num_processes: of a search. Raises Failure."""
+    compiled = api.finish(api.draft_source(source, params, place, on, mode, rewrite, num_processes))
     texts = tuple((file.name, file.text) for file in (source, *([place] if place else [])))
     return Plan(compiled, source.name, Path(source.name).parent, texts)
 

@@ -71,6 +71,7 @@ class SearchNode:
     blocks: Blocks = ()  # of the first calls
     candidates: Candidates = ()  # of the first calls, once all calls have a block
     num_skipped: int = 0  # faster candidates of the next call that other nodes have
+    remaining: tuple[Remaining, ...] = ()  # `remaining_bytes` of these blocks and candidates, once they are known
     quick_bound: bool = False  # its bound is that of `LowerBound`, to be replaced by a tighter one when it is popped
 
 
@@ -117,7 +118,9 @@ class _BranchAndBound:
                 break
             bound, _, _, node = heappop(self.heap)
             if node.quick_bound:
-                self.push(max(bound, self.relaxed_seconds(node.blocks, ())), replace(node, quick_bound=False))
+                remaining = self.remaining_bytes(self.blocks_in_program_order(node.blocks), {})
+                self.push(max(bound, self.relaxed_seconds(node.blocks, (), remaining)),
+                          replace(node, remaining=remaining, quick_bound=False))
                 continue
             num_nodes += 1
             if len(node.blocks) < len(self.order):
@@ -198,15 +201,16 @@ class _BranchAndBound:
             greedy = choose_candidates(self.evaluator, self.blocks_in_program_order(blocks))
             if greedy is not None:
                 self.record(greedy)
-        option, has_slower = self.next_candidate(blocks, candidates, node.num_skipped)
+        option, has_slower = self.next_candidate(blocks, candidates, node.num_skipped, node.remaining)
         if has_slower:
             skipped = node.num_skipped + 1
-            self.push(max(bound, self.relaxed_seconds(blocks, candidates, skipped)),
-                      SearchNode(blocks, candidates, skipped))
+            self.push(max(bound, self.relaxed_seconds(blocks, candidates, node.remaining, skipped)),
+                      SearchNode(blocks, candidates, skipped, node.remaining))
         chosen = (*candidates, option)
-        bound = max(bound, self.relaxed_seconds(blocks, chosen))
+        remaining = self.remaining_bytes(self.blocks_in_program_order(blocks), self.chosen_by_call(chosen))
+        bound = max(bound, self.relaxed_seconds(blocks, chosen, remaining))
         if len(chosen) < len(self.order) or bound >= self.cutoff():
-            self.push(bound, SearchNode(blocks, chosen))
+            self.push(bound, SearchNode(blocks, chosen, 0, remaining))
             return
         for assignment in self.complete_assignments(blocks, chosen):
             evaluation = self.evaluator.evaluate(assignment)
@@ -226,12 +230,16 @@ class _BranchAndBound:
         by_call = self.blocks_by_call(blocks)
         return tuple(by_call[c] for c in range(len(self.calls)))
 
-    def relaxed_seconds(self, blocks: Blocks, candidates: Candidates, num_skipped: int = 0) -> float:
+    def chosen_by_call(self, candidates: Candidates) -> dict[int, Candidate]:
+        """Call -> its candidate, of the calls that have one."""
+        return dict(zip(self.order, candidates, strict=False))
+
+    def relaxed_seconds(self, blocks: Blocks, candidates: Candidates, remaining: Sequence[Remaining],
+                        num_skipped: int = 0) -> float:
         """A lower bound with all blocks placed and some candidates chosen: the other calls take their fastest
         candidate that fits next to the least memory of all others (the next call without its first `num_skipped`), and
         reshards that still depend on a choice take no time."""
-        chosen, every = dict(zip(self.order, candidates, strict=False)), self.blocks_in_program_order(blocks)
-        remaining = self.remaining_bytes(every, chosen)
+        chosen, every = self.chosen_by_call(candidates), self.blocks_in_program_order(blocks)
         optimistic = []
         next_call = self.order[len(candidates)] if len(candidates) < len(self.order) else -1
         for c, job in enumerate(self.calls):
@@ -245,11 +253,12 @@ class _BranchAndBound:
             optimistic.append(_optimistic_candidate(fastest.seconds, job.kind, every[c].size))
         return self.evaluator.seconds(every, optimistic, self.optimistic_reshards(every, chosen))
 
-    def next_candidate(self, blocks: Blocks, candidates: Candidates, num_skipped: int) -> tuple[Candidate, bool]:
+    def next_candidate(self, blocks: Blocks, candidates: Candidates, num_skipped: int,
+                       remaining: Sequence[Remaining]) -> tuple[Candidate, bool]:
         """(the candidate that the next call gets, whether it has slower ones)."""
-        chosen, every = dict(zip(self.order, candidates, strict=False)), self.blocks_in_program_order(blocks)
+        chosen, every = self.chosen_by_call(candidates), self.blocks_in_program_order(blocks)
         c = self.order[len(candidates)]
-        fitting = self.fitting_candidates(c, every, chosen, self.remaining_bytes(every, chosen)[c])
+        fitting = self.fitting_candidates(c, every, chosen, remaining[c])
         first, *slower = islice(fitting, num_skipped, num_skipped + 2)
         return first, bool(slower)
 
@@ -313,11 +322,11 @@ class _BranchAndBound:
                 reshards[c] = cost, train
         return reshards
 
-    def remaining_bytes(self, every: Blocks, chosen: Mapping[int, Candidate]) -> list[Remaining]:
+    def remaining_bytes(self, every: Blocks, chosen: Mapping[int, Candidate]) -> tuple[Remaining, ...]:
         """Of each call, when all others take their least. Read-only parameters of one model directory count once, and
         so do copies of a model on the same ranks."""
         if not self.table.memory:
-            return [Remaining(0, 0, 0)] * len(every)
+            return (Remaining(0, 0, 0),) * len(every)
         least = [self.least_bytes(c, every, chosen) for c in range(len(every))]
         index = self.evaluator.problem.call_index
         position = {index[n]: at for at, n in enumerate(self.evaluator.schedule(every).jobs) if n in index}
@@ -346,7 +355,7 @@ class _BranchAndBound:
                     if position[k] <= position[c] and not self.may_share_copy(k, c, every):
                         waiting = min(waiting, left)
             out.append(Remaining(resting, waiting, running))
-        return out
+        return tuple(out)
 
     def least_bytes(self, c: int, every: Blocks, chosen: Mapping[int, Candidate]) -> LeastBytes:
         e, train = chosen.get(c), self.train_index.get(self.calls[c].model)

@@ -8,9 +8,9 @@ of a model, or several calls share a directory, a strategy dominates only others
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from rldsl.graph import model as g
 from rldsl.placement.budget import max_row_tokens
@@ -41,6 +41,7 @@ class CandidateTable:
         self._by_strategy: dict[tuple[int, Strategy, int, bool], Candidate] = {}
         self._memory: dict[tuple[int, Strategy, int, bool], CallMemory] = {}
         self._isolated: dict[tuple[object, ...], IsolatedCall] = {}
+        self._plain_passes: dict[tuple[object, ...], dict[Hashable, Any]] = {}  # of a call on so many ranks
 
     def candidates(self, job: Job, size: int) -> tuple[Candidate, ...]:
         key = (job.number, size)
@@ -63,7 +64,8 @@ class CandidateTable:
     def isolated_call(self, job: Job, s: Strategy, size: int, own: bool) -> IsolatedCall:
         key = (job.number, s.degrees, size, own)
         if key not in self._isolated:
-            self._isolated[key] = IsolatedCall(self.problem, job, s, size, own)
+            plain = self._plain_passes.setdefault((job.number, size, own, s.backend), {})
+            self._isolated[key] = IsolatedCall(self.problem, job, s, size, own, plain)
         return self._isolated[key]
 
     def _memory_of(self, job: Job, s: Strategy, size: int, own: bool) -> CallMemory:

@@ -7,7 +7,7 @@ and its groups follow in closed form.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
@@ -48,8 +48,10 @@ class HeldBytes:
 class IsolatedCall(World):
     """A `World` with one call."""
 
-    def __init__(self, problem: Problem, job: Job, s: Strategy, size: int, own: bool):
-        """own: whether the call trains its model, or uses the trained parameters (float32) without a copy."""
+    def __init__(self, problem: Problem, job: Job, s: Strategy, size: int, own: bool,
+                 plain_passes: dict[Hashable, Any] | None = None):
+        """own: whether the call trains its model, or uses the trained parameters (float32) without a copy.
+        plain_passes: those of the same call on as many ranks, which do not depend on `zero`."""
         mesh = Block(0, size).mesh()
         layout = s.layout(mesh)
         spread = spread_of(job.node, Placement(mesh, layout), problem.frames)
@@ -64,6 +66,7 @@ class IsolatedCall(World):
         self.node, self.prompts = job.node, problem.prompt_sources
         self.served, self.lag = {}, problem.graph.lag
         self.images = any(dict(d.options).get("images") for d in problem.graph.data)
+        self.plain_passes = plain_passes if plain_passes is not None else {}
 
     def event(self, s: Strategy) -> AnyCall:
         return call_event(self.node, self.layout, self.spread.id, s, self.frames)

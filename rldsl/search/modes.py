@@ -37,8 +37,10 @@ def is_mode(text: str) -> bool:
     return text in MODES or is_pattern(text)
 
 
-def place_by_mode(graph: g.Graph, place_file: str, mode: str, describe: Describe) -> tuple[g.Graph, Answer | None]:
-    """(the graph with its free calls placed, the answer of the search); the graph as it is where no call is free."""
+def place_by_mode(graph: g.Graph, place_file: str, mode: str, describe: Describe,
+                  num_processes: int = 1) -> tuple[g.Graph, Answer | None]:
+    """(the graph with its free calls placed, the answer of the search); the graph as it is where no call is free.
+    num_processes: as of `Options`."""
     choices = resolve_choices(graph, place_file)
     calls = [n for n in g.nodes(graph.items) if isinstance(n, Call)]
     given = [r for r in graph.rules if tier(r, place_file) == COMMAND_LINE and r.clause.mesh is not None]
@@ -66,7 +68,7 @@ def place_by_mode(graph: g.Graph, place_file: str, mode: str, describe: Describe
     memory = int(graph.cluster.memory_gb * 1e9)
     p = prepare_program(graph, place_file, cluster, memory, free, describe)
     search_mode: Mode = "heuristic" if mode == HEURISTIC else "search"
-    answer = find_placement(p, cluster, memory, Options(search_mode))
+    answer = find_placement(p, cluster, memory, Options(search_mode, num_processes=num_processes))
     return replace(with_placements(p, answer.best[0].placements), cluster=graph.cluster), answer
 
 

@@ -48,6 +48,9 @@ class StepSchedule:
     overhead_seconds: tuple[float, ...]  # by job number, besides the work of the job
     length_exchange_seconds: Mapping[int, float]  # `generate` -> seconds of exchanging the lengths of its rows
     fetch_seconds: float  # reading data, at the start of a step
+    # What is played of `order`, in order: (job number, or -1 for an exchange of lengths; its atoms; seconds of the
+    # exchange; the jobs that the job waits for, and how many turns later than its own they work for its step).
+    played: tuple[tuple[int, tuple[int, ...], float, tuple[tuple[int, int], ...]], ...]
 
     @property
     def jobs(self) -> tuple[int, ...]:
@@ -77,7 +80,12 @@ def schedule_step(problem: Problem, overheads: Overheads, blocks: Sequence[Block
         if item.lengths_of >= 0:
             ranks = sum([atoms[a][1] - atoms[a][0] for a in item.atoms])
             exchanges[item.lengths_of] = overheads.length_exchange_seconds(problem.jobs[item.lengths_of], ranks)
-    return StepSchedule(tuple(atoms), orders[key], job_atoms, ahead, overhead, exchanges, overheads.fetch_seconds)
+    played = tuple([
+        (n, item.atoms, 0.0 if n >= 0 else exchanges[item.lengths_of],
+         tuple([(b, ahead[n] - ahead[b]) for b in problem.jobs[n].depends_on]) if n >= 0 else ())
+        for item in orders[key] for n in [item.job] if n >= 0 or item.lengths_of >= 0])  # metrics go without waiting
+    return StepSchedule(tuple(atoms), orders[key], job_atoms, ahead, overhead, exchanges, overheads.fetch_seconds,
+                        played)
 
 
 def _step_items(problem: Problem, job_atoms: JobAtoms, from_zero: bool, ahead: Sequence[int]) -> list[ScheduledItem]:
@@ -110,7 +118,7 @@ def step_seconds(problem: Problem, s: StepSchedule, seconds: Sequence[float], sy
     whose copy is updated at the start of the step -> (its cost, the train call that it comes from). onloads: a job ->
     seconds of its onload, which begins when the ranks are done with the job before."""
     free = [0.0] * len(s.atoms)  # the time until which each atom is busy
-    jobs, job_atoms, overhead = problem.jobs, s.job_atoms, s.overhead_seconds
+    job_atoms, overhead = s.job_atoms, s.overhead_seconds
     ends: list[float] = [0.0]
     sizes = [stop - start for start, stop in s.atoms]
     independent = [bool(u) and min([sizes[a] for a in job_atoms[n]]) >= u for n, u in enumerate(sync_ranks)]
@@ -122,20 +130,17 @@ def step_seconds(problem: Problem, s: StepSchedule, seconds: Sequence[float], sy
         for n, (cost, train) in reshards.items():
             for a in job_atoms[train]:
                 free[a] += cost.pack_seconds
-            arrived[n] = max(free[a] for a in (*job_atoms[train], *job_atoms[n])) + cost.transfer_seconds
+            arrived[n] = max([free[a] for a in (*job_atoms[train], *job_atoms[n])]) + cost.transfer_seconds
         free = [f + s.fetch_seconds for f in free]
-        for item in s.order:
-            n, mine = item.job, item.atoms
-            if n < 0 and item.lengths_of < 0:  # metrics: sent without waiting
-                continue
+        for n, mine, exchange, waits in s.played:
             if n < 0:
-                met = max([free[a] for a in mine]) + s.length_exchange_seconds.get(item.lengths_of, 0.0)
+                met = max([free[a] for a in mine]) + exchange
                 for a in mine:
                     free[a] = met
                 continue
             start, took = 0.0, seconds[n] + overhead[n]
-            for b in jobs[n].depends_on:
-                then = turn - s.ahead[b] + s.ahead[n]  # the turn in which the other job worked for this step
+            for b, later in waits:
+                then = turn + later  # the turn in which the other job worked for this step
                 if then >= 0 and turns[then][b] > start:
                     start = turns[then][b]
             if n in reshards:
@@ -148,7 +153,8 @@ def step_seconds(problem: Problem, s: StepSchedule, seconds: Sequence[float], sy
                     free[a] = max(start, free[a]) + took
                     last = max(last, free[a])
             else:
-                last = max(start, max([free[a] for a in mine])) + took
+                last = (free[mine[0]] if len(mine) == 1 else max([free[a] for a in mine]))
+                last = (last if last > start else start) + took
                 for a in mine:
                     free[a] = last
             done[n] = last

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from rldsl.clusters.model import Distribution
+from rldsl.memory.decode_shapes import MAX_PREFILL_TOKENS
 from rldsl.plan.payloads import Waiting
 
 GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2
@@ -43,7 +44,7 @@ class PassCosts:
     """What the shard computes, in seconds."""
 
     decode: Callable[[float], float]  # a token for each of so many conversations
-    prefill: Callable[[float], float]  # so many tokens of one conversation
+    prefill: Callable[[float, float], float]  # so many tokens of so many conversations, in one pass
     moved: Callable[[float], float]  # so many tokens of keys and values to host memory or back
 
 
@@ -62,7 +63,7 @@ def conversation_seconds(shard: ShardConversations, costs: PassCosts) -> tuple[f
     if group > 1:
         fewer = replace(shard, count=ceil(shard.count / group), slots=shard.slots // group, live=shard.live // group)
         return _one_by_one(fewer, PassCosts(lambda active: costs.decode(active * group),
-                                            lambda tokens: costs.prefill(tokens) * group,
+                                            lambda tokens, of: costs.prefill(tokens * group, of * group),
                                             lambda tokens: costs.moved(tokens) * group))
     return _one_by_one(shard, costs)
 
@@ -90,11 +91,25 @@ def _one_by_one(shard: ShardConversations, costs: PassCosts) -> tuple[float, flo
         if c.placed:
             away[id(c)] = c
 
+    def answers_until(then: float) -> None:
+        """Take over what environments have answered by `then`."""
+        nonlocal free, alive
+        while tools and tools[0][0] <= then:
+            _, _, c = heapq.heappop(tools)
+            away.pop(id(c), None)
+            if c.turns:
+                free += c.placed  # taken again at once, unless another one has waited for longer
+                c.placed = False
+                ready.appendleft(c) if not c.dropped and c.turns_done else ready.append(c)
+            else:
+                free, alive = free + c.placed, alive - 1
+
     while expected or alive:
         while expected and alive < shard.live:
             alive += 1
             send_to_environment(expected.popleft())
-        while ready and (free or shard.waiting != "keep" and away):
+        tokens, placed, moved = 0.0, 0, 0.0
+        while ready and tokens < MAX_PREFILL_TOKENS and (free or shard.waiting != "keep" and away):
             c = ready.popleft()
             if free:
                 free -= 1
@@ -102,16 +117,20 @@ def _one_by_one(shard: ShardConversations, costs: PassCosts) -> tuple[float, flo
                 other = away.pop(next(iter(away)))
                 other.placed, other.dropped = False, True
                 if shard.waiting == "offload":
-                    spent = costs.moved(other.turns_done * (each + context))
-                    now, computed = now + spent, computed + spent
+                    moved += costs.moved(other.turns_done * (each + context))
             c.placed = True
             before = c.turns_done * (each + context)
             again = before if c.dropped and shard.waiting == "recompute" else 0.0
-            spent = costs.prefill(context + again) + (
-                costs.moved(before) if c.dropped and shard.waiting == "offload" else 0.0)
-            now, computed, c.dropped = now + spent, computed + spent, False
+            moved += costs.moved(before) if c.dropped and shard.waiting == "offload" else 0.0
+            tokens, placed, c.dropped = tokens + context + again, placed + 1, False
             number += 1
             heapq.heappush(decoding, (progress + each, number, c))
+        if placed:  # all that have been answered since the pass before, in one pass
+            spent = costs.prefill(tokens, placed) + moved
+            now, computed = now + spent, computed + spent
+            answers_until(now)
+            if ready and free:
+                continue
         a_pass = single + per_slot * (len(decoding) - 1)
         ends = now + (decoding[0][0] - progress) * a_pass if decoding else inf
         arrives = tools[0][0] if tools else inf
@@ -124,14 +143,7 @@ def _one_by_one(shard: ShardConversations, costs: PassCosts) -> tuple[float, flo
             c.turns_done, c.turns = c.turns_done + 1, c.turns - 1
             send_to_environment(c)
             continue
-        _, _, c = heapq.heappop(tools)
-        away.pop(id(c), None)
-        if c.turns:
-            free += c.placed  # taken again at once, unless another one has waited for longer
-            c.placed = False
-            ready.appendleft(c) if not c.dropped and c.turns_done else ready.append(c)
-        else:
-            free, alive = free + c.placed, alive - 1
+        answers_until(now + a_pass if decoding else now)  # answers count from the next pass on
     return now, min(computed, now)
 
 

@@ -17,7 +17,7 @@ from rldsl.simulate.work_counts import Shard, WorkCounts, orthogonalization
 
 # Kernels of an eager transformer in torch, counted in a trace of a Qwen3 layer; families differ little.
 LAYER_KERNELS, CALL_KERNELS, SAMPLE_KERNELS = 40, 16, 24
-ACTIVATIONS = 24  # elements read or written between the matrix products, per token and hidden unit
+ACTIVATIONS = 24  # elements read or written between the matrix products, per token and hidden unit; divided over tp
 SCORES = 16  # bytes moved per logit: float32, written once, read by the maximum, the sum and the sampling
 TILE = 128  # rows and columns of the result that a multiprocessor computes at a time
 LOW_TILE = 16  # rows of a tile of a result that has few, at least
@@ -103,6 +103,16 @@ class Machine:
         """Seconds of decoding steps. captured: kernels are replayed from a graph."""
         return self._decode(s, c, captured) * (INVARIANT_PRICE[s.model.dtype].decode if s.model.invariant else 1.0)
 
+    def conversation_step(self, s: Shard, c: WorkCounts) -> float:
+        """Seconds of a decoding step of conversations, whose passes are of other slots each time and never captured:
+        where the model was measured, its layers take the host as long as those of a forward pass."""
+        found = self.measured(s.model, s.tp)
+        if not (found and found.decode and found.forward):
+            return self.decode(s, c)
+        passes = dict(found.forward)
+        return _sum(tuple((feature, max(rate, passes.get(feature, 0.0)) if feature in ("call", "layer") else rate)
+                          for feature, rate in found.decode), c)
+
     def _decode(self, s: Shard, c: WorkCounts, captured: bool) -> float:
         found = self.measured(s.model, s.tp)
         if found and found.decode:
@@ -137,18 +147,33 @@ class Machine:
         pass. Autograd launches its kernels from C++, no slower than the forward pass launched its own."""
         hidden, each = s.model.sizes.hidden, c.tokens / c.layers if c.layers else 0.0
         held = (c.layers * s.read(each) + (s.head if c.outputs else 0) * c.calls) * s.item
-        between = c.tokens * hidden * ACTIVATIONS * s.item  # what the kernels between the products move
+        # What the kernels between the products move: of what is wide a rank of tp has its own columns, and of the rest
+        # its own tokens (sequence parallelism).
+        between = c.tokens * hidden * ACTIVATIONS * self.hidden_item(s) / s.tp
         operations = 2 * work * c.tokens * s.active / self._fill(s, each)
         if self.cluster.compute_units:  # kernels run one after the other
             products = self._roofline(operations, work * held, s) + self.memory(work * between)
         else:
             products = self._roofline(operations, work * (held + between), s)
         attention = 4 * work * (c.pairs / 2) * s.attention / (self._rate(s) * self.cluster.attention_efficiency)
-        head = self._roofline(2 * work * c.outputs * s.head, work * c.outputs * _vocabulary(s) * SCORES, s)
+        head = self._head(s, c, work)
         experts = c.layers * self.cluster.expert_us * 1e-6 if s.experts else 0.0
         states = work * (self._operations(s, c.tokens * s.scan) + self.memory(2 * c.tokens * s.scanned))
         seconds = products + attention + head + links + states
         return self._with_launches(c.layers * LAYER_KERNELS + c.calls * CALL_KERNELS, seconds, experts)
+
+    def _head(self, s: Shard, c: WorkCounts, work: int) -> float:
+        """Seconds of the output product, and of log-probabilities or their gradient: where the cluster file says what
+        they move, by kernels of their own."""
+        operations, entries = 2 * work * c.outputs * s.head, c.outputs * _vocabulary(s)
+        if not self.cluster.logit_bytes:
+            return self._roofline(operations, work * entries * SCORES, s)
+        moved = self.cluster.logit_bytes if work == 1 else work * SCORES
+        return self._roofline(operations, 0.0, s) + self.memory(entries * moved)
+
+    def hidden_item(self, s: Shard) -> int:
+        """Bytes of an element of the hidden states."""
+        return self.cluster.hidden_bytes or s.item
 
     def _rate(self, s: Shard) -> float:
         c = self.cluster

@@ -85,7 +85,7 @@ class Stage:
 
     def hidden_bytes(self, tokens: float) -> float:
         """Bytes of hidden states."""
-        return tokens * self.shard.model.sizes.hidden * self.shard.item
+        return tokens * self.shard.model.sizes.hidden * self.machine.hidden_item(self.shard)
 
     def tensor_parallel(self, tokens: float, outputs: float, layers: float, sequence_parallel: bool = False) -> float:
         """Seconds of the collectives of tensor parallelism in one direction of a pass: after attention and after the
@@ -103,7 +103,7 @@ class Stage:
 
     def context_parallel(self, tokens: float, layers: float) -> float:
         """Seconds in which the ranks of a cp group gather keys and values. tokens: of this rank."""
-        kept = tokens * self.shard.cache * self.shard.item
+        kept = tokens * self.shard.cache * self.machine.hidden_item(self.shard)
         return layers * self.machine.all_gather(kept, self.groups.sizes["cp"], self.groups.crosses["cp"])
 
     def expert_parallel(self, tokens: float, layers: float) -> float:
@@ -247,17 +247,18 @@ def _conversation_time(world: World, event: Generate, stage: Stage, rows: int, r
     def decode(active: float) -> float:
         each = active / layout.pp
         return layout.pp * max(
-            machine.decode(s.shard, WorkCounts(1, s.shard.layers, each * s.shard.layers,
-                                               each * s.shard.layers * width * s.shard.attending, each * s.shard.last))
+            machine.conversation_step(s.shard, WorkCounts(
+                1, s.shard.layers, each * s.shard.layers, each * s.shard.layers * width * s.shard.attending,
+                each * s.shard.last))
             + at(s, each, each) + hop(s.hidden_bytes(each))
             for s in stages)
 
-    def prefill(tokens: float) -> float:
+    def prefill(tokens: float, of: float) -> float:
         return max(
             machine.forward(s.shard, WorkCounts(1, s.shard.layers, tokens * s.shard.layers,
                                                 tokens * s.shard.layers * width * s.shard.attending,
-                                                1.0 * s.shard.last))
-            + at(s, tokens, 1.0) + hop(s.hidden_bytes(tokens)) for s in stages)
+                                                of * s.shard.last))
+            + at(s, tokens, of) + hop(s.hidden_bytes(tokens)) for s in stages)
 
     rows = -(-rows // limits.branches)  # conversations
     slots = min(rows, event.mbs or rows)
@@ -349,7 +350,36 @@ def _infer_passes(world: World, event: Infer, stage: Stage) -> StagePasses:
     return StagePasses(count, ((seconds, 0.0),), stage.hidden_bytes(tokens))
 
 
+@dataclass(frozen=True, slots=True)
+class PlainPasses:
+    """The passes of a minibatch at a stage, without what `zero` moves during them: the same at all its levels, except
+    where gradients have leaves."""
+
+    count: int  # micro-batches; 0: the call does nothing
+    durations: tuple[tuple[float, float], ...] = ()  # (forward, backward) seconds of one, per chunk of layers
+    shares: tuple[float, ...] = ()  # of the stage's layers, per chunk
+    message: float = 0.0  # bytes of a message to a neighboring stage
+    leaves: int = 1  # as of `StagePasses`
+
+
 def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
+    layout, spread = world.layouts[event.layout], world.spreads[event.spread]
+    degrees = layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, layout.vpp
+    of_leaves = spread.leaves > 0 and layout.zero > 0  # with `zero`, leaves may have passes of their own
+    key = event.id, degrees, of_leaves, event.mbs, event.mbt, event.recompute, stage.rank_class
+    if key not in world.plain_passes:
+        world.plain_passes[key] = _plain_passes(world, event, stage)
+    plain, overlapped = world.plain_passes[key], world.machine.overlapped
+    durations: list[tuple[float, float]] = []
+    for (forward, backward), share in zip(plain.durations, plain.shares, strict=True):
+        gather = share * _gather_seconds(stage) if layout.zero >= 3 else 0.0
+        scatter = _scatter_seconds(stage, share) if layout.zero >= 2 else 0.0
+        scatter /= plain.count if spread.leaves else 1  # once in all passes
+        durations.append((overlapped(forward, gather), overlapped(backward, gather + scatter)))
+    return StagePasses(plain.count, tuple(durations), plain.message, plain.leaves)
+
+
+def _plain_passes(world: World, event: Train, stage: Stage) -> PlainPasses:
     layout, spread = world.layouts[event.layout], world.spreads[event.spread]
     unit = world.frames[event.frames[0]].per_prompt if spread.granularity == "prompt" else 1  # rows that stay together
     rows = unit * ceil(world.count(event.frames[0]) / unit / spread.minibatches / layout.dp)
@@ -368,13 +398,14 @@ def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
     else:
         count = _micro_batches(event, rows, wide, whole, layout.pp)
     if not count:
-        return StagePasses(0, (), 0.0)
+        return PlainPasses(0)
     by_seq = all(OUTPUTS[what].level == "seq" for _, _, what in event.model_outputs)
     prompts = computed_prompts(world, event, event.frames, rows / count)
     tokens = rows / count * (wide.tokens - (1 - prompts) * wide.prompt) / layout.cp
     images = image_tokens(world, event, event.frames, rows / count)
     operators = len(world.programs[event.loss].nodes)
     durations: list[tuple[float, float]] = []
+    shares: list[float] = []
     for chunk in _stage_per_chunk(stage, layout):
         held = chunk.shard
         parts = [count_micro_batch(held, rows / count, world.row(f), 1.0 if by_seq else world.row(f).response,
@@ -388,14 +419,10 @@ def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
         recomputed = (chunk.tensor_parallel(tokens, 0, held.layers, sequence_parallel=True)
                       + chunk.expert_parallel(tokens, held.layers) if event.recompute == "full" else 0.0)
         forward, backward = world.machine.train(held, one, event.recompute == "full", comm, recomputed)
-        share = held.layers / max(stage.shard.layers, 1)  # of the parameters and gradients that move layer by layer
-        gather = share * _gather_seconds(stage) if layout.zero >= 3 else 0.0
-        scatter = _scatter_seconds(stage, share) if layout.zero >= 2 else 0.0
-        scatter /= count if spread.leaves else 1  # once in all passes
         loss = world.machine.compute(operators, one.outputs) if held.last else 0.0
-        overlapped = world.machine.overlapped
-        durations.append((overlapped(forward + loss, gather), overlapped(backward + 2 * loss, gather + scatter)))
-    return StagePasses(count, tuple(durations), stage.hidden_bytes(tokens), leaves)
+        durations.append((forward + loss, backward + 2 * loss))
+        shares.append(held.layers / max(stage.shard.layers, 1))
+    return PlainPasses(count, tuple(durations), tuple(shares), stage.hidden_bytes(tokens), leaves)
 
 
 def _stage_per_chunk(stage: Stage, layout: Layout) -> list[Stage]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from functools import cached_property
+from typing import Any
 
 from rldsl.clusters import Cluster
 from rldsl.memory.reshard_buffers import reshard_plans
@@ -35,6 +36,7 @@ class World:
         self.lag = plan.header.lag  # steps that generation runs ahead
         self.images = any(d.images for d in plan.data)  # whether prompts have images
         self.served: dict[Hashable, float] = {}  # a generate of a serving engine, on what links -> its seconds
+        self.plain_passes: dict[Hashable, Any] = {}  # of trainings (`time_costs.PlainPasses`)
         self.class_traffic: dict[int, dict[int, Traffic]] = {}  # id of a realloc event -> class -> traffic of a rank
         self.meshes: dict[str, Mesh] = {m.id: m for m in plan.meshes}
         self.layouts: dict[str, Layout] = {x.id: x for x in plan.layouts}

@@ -14,6 +14,8 @@ from rldsl.commands import search as work
 from rldsl.placement.place import place_graph
 from rldsl.plan.codec import decode
 from rldsl.progress import listening
+from rldsl.search.candidates import CandidateTable
+from rldsl.search.parallel import fill
 from rldsl.simulate import Lengths
 from tests.search.programs import GRPO, describe
 
@@ -89,6 +91,25 @@ def test_more_processes_find_the_same_output(folder: Path) -> None:
     one = searched("--json"), (folder / "grpo.place.rlf").read_bytes()
     (folder / "grpo.place.rlf").unlink()
     assert (searched("--json", "--jobs", "3"), (folder / "grpo.place.rlf").read_bytes()) == one
+
+
+def test_compiling_with_more_processes_gives_the_same_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rldsl.models.families.describe", describe("1B"))
+    used: list[int] = []
+
+    def counted(table: CandidateTable, reserve: int, num_processes: int) -> None:
+        used.append(num_processes)
+        fill(table, reserve, num_processes)
+
+    monkeypatch.setattr("rldsl.search.answer.fill", counted)
+    (folder / "two.rlf").write_text(PROGRAM.replace("gpus=8", "gpus=2"))
+    plans = []
+    for jobs in ("1", "2"):
+        done = rlc("compile", "two.rlf", "--place", "search", "--jobs", jobs, "-o", "two.plan")
+        assert done.exit_code == 0, done.output
+        plans.append((folder / "two.plan").read_bytes())
+    assert plans[0] == plans[1] and used == [1, 2]
+    assert rlc("compile", "two.rlf", "--jobs", "0").exit_code == 2
 
 
 def test_a_lock_keeps_a_call_where_the_program_has_it(folder: Path) -> None:

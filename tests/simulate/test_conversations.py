@@ -9,7 +9,8 @@ import pytest
 from rldsl.clusters.model import Distribution
 from rldsl.simulate.conversations import PassCosts, ShardConversations, conversation_seconds
 
-COSTS = PassCosts(lambda active: 0.01 + 0.001 * active, lambda tokens: 0.002 * tokens, lambda tokens: 0.0001 * tokens)
+COSTS = PassCosts(lambda active: 0.01 + 0.001 * active, lambda tokens, _: 0.002 * tokens,
+                  lambda tokens: 0.0001 * tokens)
 # 4 turns of 20 tokens each, with 5 tokens of the environment before each
 TALK = ShardConversations(count=1, slots=1, live=1, waiting="keep", most_turns=4, context_tokens=20.0, own_tokens=80.0, turns=None,
             tool_seconds=None)
@@ -29,6 +30,21 @@ def test_all_at_once_share_passes() -> None:
     seconds, _ = conversation_seconds(replace(TALK, count=8, slots=8, live=8), COSTS)
     alone, _ = conversation_seconds(TALK, COSTS)
     assert 80 * 0.018 + 8 * 20 * 0.002 == pytest.approx(seconds, rel=0.1) and seconds < 8 * alone
+
+
+def test_answers_that_arrive_together_are_prefilled_in_one_pass() -> None:
+    passes: list[float] = []
+
+    def prefill(tokens: float, of: float) -> float:
+        passes.append(of)
+        return 1.0
+
+    many = replace(TALK, count=8, slots=8, live=8, tool_seconds=Distribution(0.5))
+    _, computed = conversation_seconds(many, replace(COSTS, prefill=prefill))
+    assert passes == [8.0] * 4 and computed == pytest.approx(80 * 0.018 + 4 * 1.0)
+    passes.clear()
+    apart = replace(many, tool_seconds=Distribution(0.5, 0.4))
+    assert conversation_seconds(apart, replace(COSTS, prefill=prefill))[1] > computed and max(passes) < 8
 
 
 def test_slots_that_wait_are_idle_unless_they_are_given_away() -> None:
@@ -64,5 +80,5 @@ def test_many_conversations_are_followed_in_groups(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("count, slots", [(0, 0), (1, 1), (7, 3)])
 def test_nothing_to_do_takes_no_time(count: int, slots: int) -> None:
-    free = PassCosts(lambda _: 0.0, lambda _: 0.0, lambda _: 0.0)
+    free = PassCosts(lambda _: 0.0, lambda _, __: 0.0, lambda _: 0.0)
     assert conversation_seconds(replace(TALK, count=count, slots=slots, live=slots), free) == (0.0, 0.0)

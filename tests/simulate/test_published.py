@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -43,7 +45,7 @@ def test_the_numbers_of_rows_within_their_gates_are_those_of_the_table() -> None
 
 
 def test_the_order_on_the_page_is_that_of_the_table() -> None:
-    """Whole seconds are enough: no two predicted steps are nearer."""
+    """Tenths of a second are enough: no two predicted steps are nearer."""
     plan = None  # of which nothing is read
     rows = [Prediction(row, plan, Timeline(float(cells[2].removesuffix(" s")), (), (), (), (), 0))
             for cells, row in zip(table(), ROWS, strict=True)]
@@ -54,6 +56,21 @@ def test_the_order_on_the_page_is_that_of_the_table() -> None:
     assert (f"| pairs whose published steps differ by more than {apart - 1:.0%} | ".replace("%", " %")
             + f"{order(rows, apart):.3f} | {order(inside, apart):.3f} |") in said
     assert f"the {len(inside)} within their gates" in said and f"all {len(rows)} rows" in said
+
+
+def test_the_pairs_in_the_wrong_order_are_on_the_page() -> None:
+    cells = {row.name: float(c[2].removesuffix(" s")) for c, row in zip(table(), ROWS, strict=True)}
+    wrong = {(min(a, b, key=lambda r: r.seconds).name, max(a, b, key=lambda r: r.seconds).name)
+             for a, b in combinations(ROWS, 2) if (a.seconds - b.seconds) * (cells[a.name] - cells[b.name]) < 0}
+    said = PAGE.read_text().split("## The order of the steps")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `(\S+)` \| `(\S+)` \|", said, re.M)) == wrong
+
+
+def test_what_the_throughput_says_of_the_steps() -> None:
+    """"At most 0.5 %", "2 %" and "16 %" on the page."""
+    uneven = {row.name: row.unevenness for row in ROWS if abs(row.unevenness - 1) > 0.005}
+    assert {name: f"{x - 1:.0%}" for name, x in uneven.items()} == {
+        "qwen30b-h100-32-off": "2%", "qwen235b-gb200-128-off": "2%", "qwen235b-h100-256-off": "16%"}
 
 
 @pytest.mark.parametrize("name", ["llama8b-gb200-8", "llama8b-gb200-8-off"])
@@ -77,5 +94,5 @@ def test_a_prediction_is_the_one_on_the_page(row, tmp_path: Path) -> None:
     with workplace(tmp_path) as folder:
         found = predict(row, folder)
     cells = table()[ROWS.index(row)]
-    assert cells[2:4] == [f"{found.seconds:.0f} s", f"{found.ratio:.2f}"]
+    assert cells[2:4] == [f"{found.seconds:.1f} s", f"{found.ratio:.2f}"]
     assert cells[5] == f"{found.throughput:,.0f}"
