@@ -93,6 +93,16 @@ class Lengths:
         """Whole ones."""
         return [self.prompts[i // self.n] + r for i, r in enumerate(self.responses)]
 
+    @property
+    def tokens(self) -> int:
+        """With each different prompt once."""
+        return sum(self.prompts) + sum(self.responses)
+
+    def causal_flops(self, decoder: Decoder) -> int:
+        """Of attention over all sequences, that inside each different prompt once."""
+        again = [n for n in self.prompts for _ in range(self.n - 1)]
+        return decoder.causal_flops(self.sequences) - decoder.causal_flops(again)
+
     def decode_steps(self) -> list[tuple[int, int]]:
         """(sequences, tokens that their new ones see in all) of each pass that decodes; the first token of a response
         comes from its prompt."""
@@ -216,16 +226,17 @@ def _has_onednn() -> bool:
 
 def least_times(machine: Machine, lengths: Lengths) -> dict[str, float]:
     """CPU seconds of each phase. decode: all passes after the prompts, with the logits of each. prefill: each different
-    prompt once, with logits of its last token. logprobs: a forward pass of all sequences, with logits of each response
-    token. forward, backward: the same of training. update: of AdamW, with the norm of the gradient."""
-    decoder, whole = machine.decoder, lengths.sequences
-    attention = decoder.causal_flops(whole) / machine.peak
-    forward = machine.forward(sum(whole), sum(lengths.responses)) + attention
+    prompt once, with logits of its last token. logprobs: a forward pass of all sequences, each different prompt once,
+    with logits of each response token. forward, backward: the same of training. update: of AdamW, with the norm of the
+    gradient."""
+    decoder, whole = machine.decoder, lengths.tokens
+    attention = lengths.causal_flops(decoder) / machine.peak
+    forward = machine.forward(whole, sum(lengths.responses)) + attention
     prefill = machine.forward(sum(lengths.prompts), len(lengths.prompts))
     return {"decode": decode_time(machine, lengths),
             "prefill": prefill + decoder.causal_flops(lengths.prompts) / machine.peak,
             "logprobs": forward, "forward": forward,
-            "backward": machine.backward(sum(whole), sum(lengths.responses)) + 2 * attention,
+            "backward": machine.backward(whole, sum(lengths.responses)) + 2 * attention,
             "update": machine.update()}
 
 

@@ -58,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime.interpreter": PLACED | {"models", "report", "verify"} | RUNTIME,
     "run": PLAN | {"report"} | RUNTIME,
     "measure": PLAN | {"sharding"} | RUNTIME,
-    "backends.torch.kernels": PLAN | {"memory", "runtime"},
+    "backends.torch.kernels": PLAN | {"files", "memory", "runtime"},
     "backends.torch.model": PLACED | {"memory", "models", "runtime", "backends.torch.kernels"},
     "backends.torch.train": PLACED | {"runtime", "backends.torch.model"},
     "backends.torch.generate": PLACED | {"memory", "runtime", "runtime.data", "runtime.environments", "backends.torch.kernels",

@@ -16,6 +16,7 @@ from rldsl.backends.torch.generate.captured_step import CaptureSwitch
 from rldsl.backends.torch.generate.conversations import converse
 from rldsl.backends.torch.generate.decode_state import DecodeState
 from rldsl.backends.torch.generate.generate import generate
+from rldsl.backends.torch.kernels.kept_memory import keep_freed_memory
 from rldsl.backends.torch.model.invariant_probe import check_kernels
 from rldsl.backends.torch.model.load_weights import WeightReads, load
 from rldsl.backends.torch.model.lora import init_lora
@@ -79,6 +80,8 @@ class TorchShard:
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, load_weights: bool,
                  trainable: bool, weight_cache: WeightCache | None = None, images: Images | None = None):
         self.model, self.axes, self.device = model, axes, device
+        if device.type == "cpu":
+            keep_freed_memory()
         self.uses_bfloat16 = model.dtype == "bfloat16"
         matmul_dtype, param_dtype = (torch.bfloat16 if name == "bfloat16" else torch.float32
                                      for name in (model.dtype, storage_dtype(model, layout.id)))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rldsl.backends.torch.generate.sequence_states import SequenceState, StateKey, StateTensors
+from rldsl.backends.torch.kernels import cpu_kernels
 from rldsl.backends.torch.kernels.attention_kernels import decode_kernel
 from rldsl.backends.torch.model.attention import Scores, VarlenAttention, decode_attention, decode_by_products
 from rldsl.backends.torch.model.sequences import RowFunction
@@ -206,6 +207,9 @@ class DecodeAttention:
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """See `PackedAttention.attend`."""
+        if self.by_products and scores.plain and cpu_kernels.attends(q, k, v):
+            keys, values = (x[self.slots] for x in self.cache.layer(layer, k, v))
+            return cpu_kernels.decode_attention(q, k, v, keys, values, self.positions, scores.scale, scores.window)
         cached = self.cache.write(layer, k, v, self.places)
         if (kernel := decode_kernel(q)) is not None and scores.plain and q.shape[-1] == v.shape[-1]:
             return kernel(q.transpose(0, 1), *cached, self.slots.start, self.positions, self.kv_len, scores.scale,

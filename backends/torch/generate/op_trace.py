@@ -23,12 +23,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rldsl.backends.torch.generate.releasable_storage import ReleasableStorage
+from rldsl.backends.torch.kernels import cpu_kernels
 
 Outputs = tuple[torch.Tensor, ...]
 Op = Callable[..., Any]
 Effect = Literal["view", "in place", "new", "unknown"]
 
-NAMESPACES = ("aten", "mkldnn")  # of operators whose schemas say what they do
+NAMESPACES = ("aten", "mkldnn", "rldsl")  # of operators whose schemas say what they do
 UNDECLARED_VIEWS = ("_unsafe_view",)  # the result shares its argument's memory, though the schema does not say so
 
 
@@ -39,7 +40,9 @@ WRITERS: dict[Op, Callable[[torch.Tensor, Any], Callable[[], Any]]] = {
     torch.ops.aten.zeros_like.default: lambda out, args: out.zero_,
     torch.ops.aten.new_zeros.default: lambda out, args: out.zero_,
     torch.ops.aten.new_full.default: lambda out, args: partial(out.fill_, args[2]),
-}
+    torch.ops.aten.scalar_tensor.default: lambda out, args: partial(out.fill_, args[0]),
+} | cpu_kernels.INTO
+ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)  # of memory that something fills
 
 
 class NotTraceable(Exception):
@@ -101,10 +104,15 @@ class _Tracer(TorchDispatchMode):
             if any(y is None for x in args if isinstance(x, list) for y in x):
                 op = func  # the indices of `index`: torch's Python binding wants them all to be tensors
             args = [[*x] if isinstance(x, list) else x for x in args]
-            if effect == "in place":
-                self.ops.append(partial(op, *args, **kwargs))
+            if func in ALLOCATIONS:
+                pass
+            elif effect == "in place":
+                self.ops.append(partial(cpu_kernels.PLAIN.get(func, op), *args, **kwargs))
             elif (write := WRITERS.get(func)) is not None:
                 self.ops.append(write(out, args))
+            elif func is torch.ops.aten.embedding.default and args[1].is_contiguous():
+                # its own variant with `out` takes ten times as long
+                self.ops.append(partial(torch.index_select, args[0], 0, args[1].view(-1), out=out.flatten(0, -2)))
             elif out_variant is not None:
                 self.ops.append(partial(out_variant, *args, **kwargs, out=out))
             else:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rldsl.backends.torch.kernels import cpu_kernels
 from rldsl.backends.torch.kernels.nucleus_kernel import nucleus_kernel
 from rldsl.backends.torch.kernels.products import product
 from rldsl.backends.torch.model.logprobs import cap_logits
@@ -143,8 +144,19 @@ class Sampler:
                ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden: [S, H]; num_generated: [S] tokens sampled before; draws: [S], None if greedy. Returns tokens [S] and
         log-probs [S]."""
+        if draws is not None and self._compiled(hidden):
+            if self.head is None:
+                raise ValueError("only the last stage of a model with an output embedding samples")
+            return cpu_kernels.sample(hidden, self.head, draws, self.sampling.temperature)
         must_continue = num_generated < self.sampling.min_new_tokens if self.sampling.min_new_tokens else None
         return choose(self._logits(hidden), self.sampling, draws, must_continue, self.eos_ids, self.vocab_cuts)
+
+    def _compiled(self, hidden: torch.Tensor) -> bool:
+        """Whether one kernel does all that is asked for."""
+        s = self.sampling
+        plain = not (s.greedy or s.top_k or s.top_p < 1 or s.min_p or s.min_new_tokens)
+        return (plain and self.head is not None and self.vocab_cuts is None and not self.stage.logit_cap
+                and self.stage.head_axis.size == 1 and cpu_kernels.takes(hidden, self.head))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, V] float32, gathered over the vocabulary's shards."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rldsl.backends.torch.kernels import cpu_kernels
 from rldsl.backends.torch.kernels.autograd import Function
 
 
@@ -20,6 +21,8 @@ class CpuRotary(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
+        if _compiled(x, cos, sin):
+            return cpu_kernels.rotate(x, cos, sin)
         out, half = x * cos[:, None], x.shape[-1] // 2
         out[..., :half].addcmul_(x[..., half:], sin[:, None, :, :half], value=-1)
         out[..., half:].addcmul_(x[..., :half], sin[:, None, :, half:])
@@ -28,10 +31,24 @@ class CpuRotary(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
+        if _compiled(grad, cos, sin):
+            return cpu_kernels.rotate(grad, cos, sin, backward=True), None, None
         out, half = grad * cos[:, None], grad.shape[-1] // 2
         out[..., :half].addcmul_(grad[..., half:], sin[:, None, :, half:])
         out[..., half:].addcmul_(grad[..., :half], sin[:, None, :, :half], value=-1)
         return out, None, None
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """What `CpuRotary` computes, with a gradient where one is wanted."""
+    if not torch.is_grad_enabled() and _compiled(x, cos, sin):
+        return cpu_kernels.rotary(x, cos, sin)
+    out: torch.Tensor = CpuRotary.apply(x, cos, sin)
+    return out
+
+
+def _compiled(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    return cpu_kernels.takes(cos, sin) and type(x) is torch.Tensor and x.dtype == torch.float32 and x.stride(-1) == 1
 
 
 def takes(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:

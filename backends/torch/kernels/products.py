@@ -63,12 +63,13 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x.T.contiguous().T if x.stride(0) == 1 and x.stride(1) != 1 else x.contiguous()
 
 
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """total [n, m] + a [n, k] @ b [m, k].T, in place."""
+def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """total [n, m] + a [n, k] @ b [m, k].T, in place; without a total the product."""
     if not _takes(a, b):
-        return total.addmm_(a, b.T)
-    # oneDNN is faster where the product has more columns than rows
-    return total.add_(_onednn(b, a, None).T if a.shape[0] > 4 * b.shape[0] else _onednn(a, b, None))
+        return a @ b.T if total is None else total.addmm_(a, b.T)
+    # oneDNN is faster where the product has more columns than rows; a total that began so has the same order in memory
+    product = _onednn(b, a, None).T if a.shape[0] > 4 * b.shape[0] else _onednn(a, b, None)
+    return product if total is None else total.add_(product)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

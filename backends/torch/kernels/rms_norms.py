@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rldsl.backends.torch.kernels import cpu_kernels
 from rldsl.backends.torch.kernels.autograd import Function
 
 PlainNorm = Callable[[torch.Tensor], torch.Tensor]
@@ -49,6 +50,20 @@ class RMSNormFunction(Function):
         return grad_x, grad_weight, None
 
 
+class CompiledRMSNorm(Function):
+    """As `RMSNormFunction`, by `cpu_kernels`. eps: a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out, normalized, scale = cpu_kernels.normalized(x, weight, eps)
+        ctx.save_for_backward(normalized, scale, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        return *cpu_kernels.rms_norm_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.needs_input_grad[:2]), None
+
+
 def normalize(x: torch.Tensor, eps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(x / rms(x), 1 / rms(x)), over the last dimension."""
     squares = (x * x).sum(-1, keepdim=True)
@@ -57,10 +72,10 @@ def normalize(x: torch.Tensor, eps: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def fuse_norms(module: nn.Module, device: torch.device, function_of: Callable[[str], NormFunction] | None = None,
-               library: bool = False) -> list[str]:
+               library: bool = False, compiled: bool = False) -> list[str]:
     """Replace the forward of every norm in `module` that computes what `RMSNormFunction` does. Returns their names.
     function_of: name of a norm -> what computes it (None: `RMSNormFunction`, if all numbers are float32). library: let
-    torch's kernel compute them instead."""
+    torch's kernel compute them instead. compiled: let `cpu_kernels` do it, where there are some."""
     fusible: dict[tuple[type, float, torch.Size], bool] = {}  # norms of one kind differ in their weights alone
     fused = []
     for name, norm in module.named_modules():
@@ -74,7 +89,8 @@ def fuse_norms(module: nn.Module, device: torch.device, function_of: Callable[[s
         if kind not in fusible:
             fusible[kind] = _is_plain_rms_norm(norm, weight.shape, eps)
         if fusible[kind]:
-            function = function_of(name) if function_of else _library_norm(eps) if library else _fused
+            function = function_of(name) if function_of else _library_norm(eps) if library else \
+                _compiled_norm(eps) if compiled else _fused
             norm.forward = _fused_forward(norm, norm.forward, torch.tensor(eps, device=device), function)
             fused.append(name)
     return fused
@@ -104,6 +120,18 @@ def _library_norm(eps: float) -> NormFunction:
         if x.dtype != torch.float32 or weight.dtype != torch.float32:
             return plain(x)
         return F.rms_norm(x, weight.shape, weight, eps)
+
+    return function
+
+
+def _compiled_norm(eps: float) -> NormFunction:
+    def function(x: torch.Tensor, weight: torch.Tensor, eps_tensor: torch.Tensor, plain: PlainNorm) -> torch.Tensor:
+        if not cpu_kernels.takes(x, weight):
+            return _fused(x, weight, eps_tensor, plain)
+        if not torch.is_grad_enabled():
+            return cpu_kernels.rms_norm(x, weight, eps)
+        out: torch.Tensor = CompiledRMSNorm.apply(x, weight, eps)
+        return out
 
     return function
 

@@ -1,5 +1,5 @@
-"""Layers of a model family that run with fewer kernels: on a GPU (`kernels/layer_kernels.py`), and rotary embeddings on
-a CPU (`kernels/cpu_rotary.py`).
+"""Layers of a model family that run with fewer kernels: on a GPU (`kernels/layer_kernels.py`), and on a CPU
+(`kernels/cpu_rotary.py`, `kernels/cpu_kernels.py`).
 
 In: the modules of a family. Out: the same modules; attention whose rotary embedding rotates halves of a head,
 feed-forward layers that compute down(silu(gate(x)) * up(x)), and norms whose results only these two read, have another
@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rldsl.backends.torch.kernels.cpu_rotary import CpuRotary, takes
+from rldsl.backends.torch.kernels import cpu_kernels
+from rldsl.backends.torch.kernels.autograd import Function
+from rldsl.backends.torch.kernels.cpu_rotary import rotate, takes
 
 ROTARY = "apply_rotary_pos_emb"  # what transformers calls it in the modules of all families
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -32,26 +34,18 @@ Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def fuse_layers(skeleton: nn.Module, device: torch.device, norms: Collection[str] = ()) -> list[str]:
-    """Replace the forward of modules on a GPU where Triton can be used, and of attention on a CPU. Returns their names.
+    """Replace the forward of modules on a GPU where Triton can be used, and on a CPU. Returns their names.
     norms: names of those that are root-mean-square norms with a plain weight."""
     if device.type == "cpu":
-        return _fuse_rotary(skeleton)
+        return [*_fuse_rotary(skeleton), *_fuse_gates(skeleton)]
     if device.type != "cuda" or find_spec("triton") is None:
         return []
-    fused = []
-    gated: dict[type, bool] = {}
+    fused = _fuse_gates(skeleton)
     for name, module in skeleton.named_modules():
-        kind = type(module)
-        forward = kind.forward
+        forward = type(module).forward
         if all(isinstance(getattr(module, p, None), nn.Linear) for p in PROJECTIONS) and _rotates_halves(forward):
             module.forward = _attention_forward(module, forward)
             fused.append(name)
-        elif {*module._modules} == {*GATED}:
-            if kind not in gated:
-                gated[kind] = _is_gated_product(module)
-            if gated[kind]:
-                module.forward = partial(gated_forward, module)
-                fused.append(name)
     pre_norm: dict[type, bool] = {}
     for name, layer in skeleton.named_modules():
         if {*layer._modules} != {*PARTS} or not {f"{name}.self_attn", f"{name}.mlp"} <= {*fused}:
@@ -127,7 +121,7 @@ def cpu_rotary(plain: Rotary, q: torch.Tensor, k: torch.Tensor, cos: torch.Tenso
     """See `rotary`; of float32 numbers on a CPU."""
     if more or options or not takes(q, k, cos, sin):
         return plain(q, k, cos, sin, *more, **options)
-    return CpuRotary.apply(q, cos, sin), CpuRotary.apply(k, cos, sin)
+    return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
 def rotary(plain: Rotary, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
@@ -150,6 +144,20 @@ def rotary(plain: Rotary, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, s
 # -------------------------------------------------------------------------------------------- feed-forward layers
 
 
+def _fuse_gates(skeleton: nn.Module) -> list[str]:
+    fused = []
+    gated: dict[type, bool] = {}
+    for name, module in skeleton.named_modules():
+        kind = type(module)
+        if {*module._modules} == {*GATED}:
+            if kind not in gated:
+                gated[kind] = _is_gated_product(module)
+            if gated[kind]:
+                module.forward = partial(gated_forward, module)
+                fused.append(name)
+    return fused
+
+
 def gated_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     """down(silu(gate(x)) * up(x))"""
     x = _cast_once(x)
@@ -159,13 +167,31 @@ def gated_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _gated_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor
     if gate.is_cuda and gate.dtype == up.dtype and gate.dtype in HALF_DTYPES and gate.shape == up.shape and \
             gate.is_contiguous() and up.is_contiguous():
         from rldsl.backends.torch.kernels.layer_kernels import GatedProductFunction
 
-        out: torch.Tensor = GatedProductFunction.apply(gate, up)
-        return out
-    return nn.functional.silu(gate) * up
+        out = GatedProductFunction.apply(gate, up)
+    elif gate.shape == up.shape and cpu_kernels.takes(gate, up):
+        out = CpuGatedProduct.apply(gate, up) if torch.is_grad_enabled() else cpu_kernels.gated_product(gate, up)
+    else:
+        out = nn.functional.silu(gate) * up
+    return out
+
+
+class CpuGatedProduct(Function):
+    """(gate [...], up [...]) -> silu(gate) * up [...], by `cpu_kernels`."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return cpu_kernels.gate(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        return cpu_kernels.gate_backward(gate, up, grad.contiguous())
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from rldsl.backends.torch.kernels import cpu_kernels
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.products import add_product, product
 from rldsl.backends.torch.model.collectives import tree_all_reduce
@@ -130,16 +131,18 @@ class _TokenLogprobs(Function):
         def add_group(rows: slice) -> torch.Tensor:
             """Fill in the gradient of some hidden states. Returns that of the weight, if it is wanted."""
             # a frozen head is as large as a trained one
-            grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else weight.new_zeros(1)
+            grad_weight: torch.Tensor | None = None
+            if ctx.needs_input_grad[1] and (ctx.invariant or weight.dtype != hidden.dtype or rows.start == rows.stop):
+                grad_weight = torch.zeros_like(weight)
             for start in range(rows.start, rows.stop, chunk):
                 part = slice(start, min(start + chunk, rows.stop))
-                logprobs = capped_logits(hidden[part], head, temperature, cap, ctx.invariant, cuts is not None)
-                derivative = cap_derivative(logprobs, temperature, cap) if cap else None
-                logprobs.sub_(normalizer[part, None])
-                grad = _grad_logits(logprobs, targets[part], vocab_start, grad_logprobs[part],
+                logits = capped_logits(hidden[part], head, temperature, cap, ctx.invariant, cuts is not None)
+                derivative = cap_derivative(logits, temperature, cap) if cap else None
+                grad = _grad_logits(logits, normalizer[part], targets[part], vocab_start, grad_logprobs[part],
                                     (grad_entropy[part], entropy[part]) if want_entropy else None,
-                                    (grad_squares[part], squares[part]) if want_squares else None)
-                del logprobs  # before the next table is made
+                                    (grad_squares[part], squares[part]) if want_squares else None,
+                                    not ctx.invariant)
+                del logits  # before the next table is made
                 grad = grad if derivative is None else grad.mul_(derivative)
                 grad = grad.div_(temperature).to(hidden.dtype) if temperature != 1 else grad.to(hidden.dtype)
                 if cuts is not None:
@@ -148,16 +151,16 @@ class _TokenLogprobs(Function):
                     grad_hidden[part] = grad @ head if ctx.invariant else product(grad, head.T)
                 if not ctx.needs_input_grad[1]:
                     continue
-                if cuts is not None:
+                if grad_weight is None or (grad_weight.dtype == grad.dtype and not ctx.invariant):
+                    grad_weight = add_product(grad_weight, grad.T, hidden[part].T)
+                elif cuts is not None:
                     grad_weight += weight_gradient(hidden[part], grad)
-                elif grad_weight.dtype == grad.dtype and not ctx.invariant:
-                    add_product(grad_weight, grad.T, hidden[part].T)
                 elif grad_weight.dtype == grad.dtype:
                     grad_weight.addmm_(grad.T, hidden[part])
                 else:
                     grad_weight += grad.T @ hidden[part]
                 del grad
-            return grad_weight
+            return weight.new_zeros(1) if grad_weight is None else grad_weight
 
         grad_weight = sum_over_groups(ctx.groups, add_group, weight.dtype)
         grad_hidden = _all_reduce(grad_hidden, dist.ReduceOp.SUM, tp) if cuts is None else \
@@ -184,6 +187,8 @@ def _softmax_sums(logits: torch.Tensor, targets: torch.Tensor, tp: Axis, vocab_s
     if want_entropy:
         weights = (logits - peak[:, None]).exp_()
         rows = [block_sums(weights, cuts), block_sums(logits.mul_(weights), cuts)]
+    elif cuts is None and not want_squares and cpu_kernels.takes(logits, peak):
+        rows = [cpu_kernels.exp_sums(logits, peak)]
     else:
         weights = logits.sub_(peak[:, None]).exp_()
         rows = [block_sums(weights, cuts)]
@@ -194,18 +199,22 @@ def _softmax_sums(logits: torch.Tensor, targets: torch.Tensor, tp: Axis, vocab_s
     return peak, sums[: len(rows)], sums[len(rows) :]
 
 
-def _grad_logits(logprobs: torch.Tensor, targets: torch.Tensor, vocab_start: int, grad_logprobs: torch.Tensor,
-                 entropy: tuple[torch.Tensor, torch.Tensor] | None,
-                 squares: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-    """The gradient of the logits [C, V], in place of their log-probs. grad_logprobs: [C, K]. entropy, squares: the
-    gradient of the statistic and the statistic itself, [C] each.
+def _grad_logits(logits: torch.Tensor, normalizer: torch.Tensor, targets: torch.Tensor, vocab_start: int,
+                 grad_logprobs: torch.Tensor, entropy: tuple[torch.Tensor, torch.Tensor] | None,
+                 squares: tuple[torch.Tensor, torch.Tensor] | None, compiled: bool) -> torch.Tensor:
+    """The gradient of the logits [C, V], in their place. normalizer: [C], the logarithm of the sum of their
+    exponentials. grad_logprobs: [C, K]. entropy, squares: the gradient of the statistic and the statistic itself, [C]
+    each. compiled: `cpu_kernels` may compute it.
 
     d log p(t) / dl = 1[t] - p, dH / dl = -p (log p + H), and for q = sum p ** 2, dq / dl = 2 p (p - q)."""
-    at, is_local = _local_columns(targets, vocab_start, logprobs.shape[1])
+    at, is_local = _local_columns(targets, vocab_start, logits.shape[1])
     total = grad_logprobs.sum(-1, keepdim=True)
-    if entropy is None and squares is None:
-        grad = logprobs.exp_().mul_(-total)
+    if entropy is None and squares is None and compiled and cpu_kernels.takes(logits, normalizer, total):
+        grad = cpu_kernels.scaled_probabilities(logits, normalizer, -total)
+    elif entropy is None and squares is None:
+        grad = logits.sub_(normalizer[:, None]).exp_().mul_(-total)
     else:
+        logprobs = logits.sub_(normalizer[:, None])
         grad = logprobs.exp()
         factor = logprobs.zero_() if entropy is None else \
             logprobs.add_(entropy[1][:, None]).mul_(-entropy[0][:, None])

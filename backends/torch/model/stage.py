@@ -377,7 +377,8 @@ class Stage(ActivationCheckpointing):
         summed in one order."""
         sums = self.head_sums
         if sums is None:
-            norms = fuse_norms(skeleton, self.device, library=self.device.type == "cuda" and not model.invariant)
+            norms = fuse_norms(skeleton, self.device, library=self.device.type == "cuda" and not model.invariant,
+                               compiled=self.device.type == "cpu" and not model.invariant)
             if not model.invariant:  # the sums of an invariant model have an order of their own
                 fuse_layers(skeleton, self.device, norms)
             return

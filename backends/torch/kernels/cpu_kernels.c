@@ -1,0 +1,395 @@
+/* Kernels for float32 on CPUs, for `cpu_kernels.py`, which says what each of them computes.
+
+   Vectors are those of the compiler (GCC and Clang), as wide as the widest processors have; it splits them for others.
+   Rows are independent, so neither their number nor the number of threads changes a bit. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 16
+#define BLOCK 256 /* tokens of the vocabulary whose weights are summed in float32 */
+#define ROWS_AT_ONCE 64 /* whose products are summed before they are added to the gradient of a weight */
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+
+static inline vec load(const float *x) { vec v; memcpy(&v, x, sizeof v); return v; }
+static inline void store(float *x, vec v) { memcpy(x, &v, sizeof v); }
+static inline vec all(float x) { return x - (vec){0}; }
+static inline vec select(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
+
+/* the first n < LANES numbers, and `rest` behind them */
+static inline vec load_some(const float *x, int64_t n, float rest) {
+  float part[LANES];
+  for (int i = 0; i < LANES; i++) part[i] = rest;
+  memcpy(part, x, n * sizeof(float));
+  return load(part);
+}
+
+static inline void store_some(float *x, vec v, int64_t n) {
+  float part[LANES];
+  store(part, v);
+  memcpy(x, part, n * sizeof(float));
+}
+
+/* even and odd elements of a and b added: applied to 16 vectors in 4 rounds it gives the sum of each */
+static inline vec add_pairs(vec a, vec b) {
+  vec even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  vec odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  return even + odd;
+}
+
+static inline float sum(vec v) {
+  for (int i = 0; i < 4; i++) v = add_pairs(v, v);
+  return v[0];
+}
+
+static inline float largest(vec v) {
+  float found = v[0];
+  for (int i = 1; i < LANES; i++) found = v[i] > found ? v[i] : found;
+  return found;
+}
+
+/* 2^i * e^r, with x = i log 2 + r and |r| <= log(2) / 2, where eight terms of the series are exact to half a unit of the
+   last place. To add 1.5 * 2^23 rounds to a whole number, whose bits are the last ones of the sum. 0 below -87.3,
+   infinity above 88.7; NaN stays NaN. */
+static inline vec vexp(vec x) {
+  const float round = 12582912.0f, bias = 127;
+  x = select(x < -88.0f, all(-88.0f), x);
+  x = select(x > 89.0f, all(89.0f), x);
+  vec shifted = x * 1.44269504f + (round + bias), n = shifted - (round + bias);
+  vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f; /* log 2 in two parts, the first with few digits */
+  vec y = all(1.0f / 5040);
+  y = y * r + 1.0f / 720;
+  y = y * r + 1.0f / 120;
+  y = y * r + 1.0f / 24;
+  y = y * r + 1.0f / 6;
+  y = y * r + 0.5f;
+  y = y * r + 1.0f;
+  y = y * r + 1.0f;
+  return y * (vec)((ivec)shifted << 23);
+}
+
+/* ---------------------------------------------------------------------------------------------------------- norms */
+
+/* x, out, normalized: [rows, size]; weight: [size]; scale: [rows]. normalized and scale may be NULL */
+void rms_norm(const float *x, const float *weight, int64_t rows, int64_t size, float eps, float *out, float *normalized,
+              float *scale) {
+#pragma omp parallel for if (rows * size > 1 << 15)
+  for (int64_t row = 0; row < rows; row++) {
+    const float *in = x + row * size;
+    int64_t whole = size / LANES * LANES, j = 0;
+    vec squares = all(0), more = all(0);
+    for (; j + 2 * LANES <= size; j += 2 * LANES) {
+      vec a = load(in + j), b = load(in + j + LANES);
+      squares += a * a, more += b * b;
+    }
+    for (; j < whole; j += LANES) squares += load(in + j) * load(in + j);
+    if (whole < size) {
+      vec a = load_some(in + whole, size - whole, 0);
+      more += a * a;
+    }
+    float factor = 1.0f / sqrtf(sum(squares + more) / size + eps);
+    if (scale) scale[row] = factor;
+    float *result = out + row * size, *kept = normalized ? normalized + row * size : NULL;
+    for (j = 0; j < whole; j += LANES) {
+      vec n = load(in + j) * factor;
+      if (kept) store(kept + j, n);
+      store(result + j, n * load(weight + j));
+    }
+    for (; j < size; j++) {
+      float n = in[j] * factor;
+      if (kept) kept[j] = n;
+      result[j] = n * weight[j];
+    }
+  }
+}
+
+/* grad_x [rows, size], or NULL, and grad_weight [size], or NULL */
+void rms_norm_backward(const float *grad, const float *normalized, const float *scale, const float *weight, int64_t rows,
+                       int64_t size, float *grad_x, float *grad_weight) {
+  if (grad_x) {
+#pragma omp parallel for if (rows * size > 1 << 15)
+    for (int64_t row = 0; row < rows; row++) {
+      const float *g = grad + row * size, *n = normalized + row * size;
+      int64_t whole = size / LANES * LANES, j;
+      vec products = all(0);
+      for (j = 0; j < whole; j += LANES) products += load(g + j) * load(weight + j) * load(n + j);
+      float mean = sum(products);
+      for (; j < size; j++) mean += g[j] * weight[j] * n[j];
+      mean /= size;
+      float *result = grad_x + row * size, factor = scale[row];
+      for (j = 0; j < whole; j += LANES)
+        store(result + j, (load(g + j) * load(weight + j) - load(n + j) * mean) * factor);
+      for (; j < size; j++) result[j] = (g[j] * weight[j] - n[j] * mean) * factor;
+    }
+  }
+  if (!grad_weight) return;
+  float *part = malloc(size * sizeof(float));
+  memset(grad_weight, 0, size * sizeof(float));
+  for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) {
+    int64_t end = first + ROWS_AT_ONCE < rows ? first + ROWS_AT_ONCE : rows;
+    memset(part, 0, size * sizeof(float));
+    for (int64_t row = first; row < end; row++)
+      for (int64_t j = 0; j < size; j++) part[j] += grad[row * size + j] * normalized[row * size + j];
+    for (int64_t j = 0; j < size; j++) grad_weight[j] += part[j];
+  }
+  free(part);
+}
+
+/* --------------------------------------------------------------------------------------------- rotary embeddings */
+
+/* x: [heads, tokens, 2 * half] with strides; cos, sin: [tokens, 2 * half]; out: [tokens, heads, 2 * half] */
+void rotary(const float *x, int64_t head_stride, int64_t token_stride, const float *cos, const float *sin, int64_t heads,
+            int64_t tokens, int64_t half, int backward, float *out) {
+#pragma omp parallel for if (heads * tokens * half > 1 << 14)
+  for (int64_t t = 0; t < tokens; t++) {
+    const float *c1 = cos + t * 2 * half, *s1 = sin + t * 2 * half, *c2 = c1 + half, *s2 = s1 + half;
+    for (int64_t h = 0; h < heads; h++) {
+      const float *a = x + h * head_stride + t * token_stride, *b = a + half;
+      float *low = out + (t * heads + h) * 2 * half, *high = low + half;
+      if (backward)
+        for (int64_t j = 0; j < half; j++) {
+          low[j] = a[j] * c1[j] + b[j] * s2[j];
+          high[j] = b[j] * c2[j] - a[j] * s1[j];
+        }
+      else
+        for (int64_t j = 0; j < half; j++) {
+          low[j] = a[j] * c1[j] - b[j] * s1[j];
+          high[j] = b[j] * c2[j] + a[j] * s2[j];
+        }
+    }
+  }
+}
+
+/* --------------------------------------------------------------------------------------------- feed-forward layers */
+
+/* out = silu(gate) * up; silu may be NULL; [count] each */
+void gated_product(const float *gate, const float *up, int64_t count, float *out) {
+#pragma omp parallel for if (count > 1 << 14)
+  for (int64_t j = 0; j < count; j += LANES) {
+    int64_t n = count - j;
+    vec a = n < LANES ? load_some(gate + j, n, 0) : load(gate + j), b = n < LANES ? load_some(up + j, n, 0) : load(up + j);
+    vec result = a / (1.0f + vexp(-a)) * b;
+    if (n < LANES)
+      store_some(out + j, result, n);
+    else
+      store(out + j, result);
+  }
+}
+
+void gated_product_backward(const float *gate, const float *up, const float *grad, int64_t count, float *grad_gate,
+                            float *grad_up) {
+#pragma omp parallel for if (count > 1 << 14)
+  for (int64_t j = 0; j < count; j += LANES) {
+    int64_t n = count - j;
+    int part = n < LANES;
+    vec a = part ? load_some(gate + j, n, 0) : load(gate + j), b = part ? load_some(up + j, n, 0) : load(up + j);
+    vec g = part ? load_some(grad + j, n, 0) : load(grad + j);
+    vec share = 1.0f / (1.0f + vexp(-a));
+    vec of_gate = g * b * share * (1.0f + a * (1.0f - share)), of_up = g * a * share;
+    if (part) {
+      store_some(grad_gate + j, of_gate, n), store_some(grad_up + j, of_up, n);
+    } else {
+      store(grad_gate + j, of_gate), store(grad_up + j, of_up);
+    }
+  }
+}
+
+/* ------------------------------------------------------------------------------------------------- vocabularies */
+
+/* The sum over a row of exp((x - peak) / temperature), with the sum up to each block of columns in `cumulative` if that
+   is not NULL */
+static double weight_sum(const float *x, int64_t columns, float peak, float temperature, double *cumulative) {
+  double total = 0;
+  for (int64_t first = 0, b = 0; first < columns; first += BLOCK, b++) {
+    int64_t end = first + BLOCK < columns ? first + BLOCK : columns, j = first;
+    vec part = all(0);
+    for (; j + LANES <= end; j += LANES) {
+      vec a = load(x + j) - peak;
+      part += vexp(temperature == 1 ? a : a / temperature);
+    }
+    if (j < end) part += vexp((load_some(x + j, end - j, -INFINITY) - peak) / temperature);
+    total += sum(part);
+    if (cumulative) cumulative[b] = total;
+  }
+  return total;
+}
+
+/* sums [rows] of exp(x - peak) over the columns of x [rows, columns]; peak: [rows] */
+void exp_sums(const float *x, const float *peak, int64_t rows, int64_t columns, float *sums) {
+#pragma omp parallel for if (rows * columns > 1 << 14)
+  for (int64_t row = 0; row < rows; row++) sums[row] = weight_sum(x + row * columns, columns, peak[row], 1, NULL);
+}
+
+/* x [rows, columns] becomes exp(x - normalizer) * factor; normalizer, factor: [rows] */
+void scaled_probabilities(float *x, const float *normalizer, const float *factor, int64_t rows, int64_t columns) {
+#pragma omp parallel for if (rows * columns > 1 << 14)
+  for (int64_t row = 0; row < rows; row++) {
+    float *at = x + row * columns;
+    int64_t j = 0;
+    for (; j + LANES <= columns; j += LANES) store(at + j, vexp(load(at + j) - normalizer[row]) * factor[row]);
+    if (j < columns)
+      store_some(at + j, vexp(load_some(at + j, columns - j, 0) - normalizer[row]) * factor[row], columns - j);
+  }
+}
+
+static float row_max(const float *x, int64_t columns) {
+  vec found = all(-INFINITY);
+  int64_t j = 0;
+  for (; j + LANES <= columns; j += LANES) {
+    vec a = load(x + j);
+    found = select(a > found, a, found);
+  }
+  if (j < columns) {
+    vec a = load_some(x + j, columns - j, -INFINITY);
+    found = select(a > found, a, found);
+  }
+  return largest(found);
+}
+
+/* For each row of logits [rows, columns] the first token at which the sum of the weights exp(logit / temperature)
+   exceeds draws [rows] times their total; tokens, logprobs: [rows] */
+void sample(const float *logits, const double *draws, int64_t rows, int64_t columns, float temperature, int64_t *tokens,
+            float *logprobs) {
+  const double below = 1 - 0x1p-52; /* rounding may leave nothing above the total */
+  int64_t blocks = (columns + BLOCK - 1) / BLOCK;
+#pragma omp parallel for if (rows * columns > 1 << 14)
+  for (int64_t row = 0; row < rows; row++) {
+    const float *x = logits + row * columns;
+    double few[512], *cumulative = blocks <= 512 ? few : malloc(blocks * sizeof(double));
+    float peak = row_max(x, columns);
+    double total = weight_sum(x, columns, peak, temperature, cumulative);
+    double target = draws[row] * total < total * below ? draws[row] * total : total * below;
+    int64_t b = 0;
+    while (b < blocks - 1 && !(cumulative[b] > target)) b++;
+    double before = b ? cumulative[b - 1] : 0, so_far = 0;
+    int64_t first = b * BLOCK, count = columns - first < BLOCK ? columns - first : BLOCK, found = count - 1;
+    float weights[BLOCK];
+    for (int64_t j = 0; j < count; j += LANES) {
+      int64_t n = count - j;
+      vec a = (n < LANES ? load_some(x + first + j, n, -INFINITY) : load(x + first + j)) - peak;
+      vec w = vexp(a / temperature);
+      if (n < LANES)
+        store_some(weights + j, w, n);
+      else
+        store(weights + j, w);
+    }
+    while (found > 0 && weights[found] == 0) found--; /* if rounding leaves none above: the last that has weight */
+    for (int64_t j = 0; j < count; j++) {
+      so_far += weights[j];
+      if (so_far > target - before) {
+        found = j;
+        break;
+      }
+    }
+    tokens[row] = first + found;
+    logprobs[row] = (x[first + found] - peak) / temperature - (float)log(total);
+    if (cumulative != few) free(cumulative);
+  }
+}
+
+/* ------------------------------------------------------------------------------------------------ decode attention */
+
+/* Scores of `queries` heads [queries, size], which share keys [tokens, size], in scores [queries, stride]. SIZE: of a
+   head, known to the compiler */
+#define SCORES(SIZE)                                                                                                  \
+  static void scores_##SIZE(const float *q, int64_t q_stride, const float *keys, int64_t tokens, int64_t queries,     \
+                            float scale, float *scores, int64_t stride) {                                             \
+    for (int64_t g = 0; g < queries; g++) {                                                                           \
+      vec own[SIZE / LANES];                                                                                          \
+      for (int j = 0; j < SIZE / LANES; j++) own[j] = load(q + g * q_stride + j * LANES) * scale;                     \
+      for (int64_t t = 0; t < tokens; t += LANES) {                                                                   \
+        vec products[LANES];                                                                                          \
+        for (int i = 0; i < LANES; i++) {                                                                             \
+          const float *key = keys + (t + i < tokens ? t + i : tokens - 1) * SIZE;                                     \
+          products[i] = own[0] * load(key);                                                                           \
+          for (int j = 1; j < SIZE / LANES; j++) products[i] += own[j] * load(key + j * LANES);                       \
+        }                                                                                                             \
+        for (int n = LANES / 2; n; n /= 2)                                                                            \
+          for (int i = 0; i < n; i++) products[i] = add_pairs(products[2 * i], products[2 * i + 1]);                  \
+        store(scores + g * stride + t, products[0]);                                                                  \
+      }                                                                                                               \
+    }                                                                                                                 \
+  }                                                                                                                   \
+  static void values_##SIZE(const float *weights, const float *values, int64_t tokens, float factor, float *out) {    \
+    vec sums[4][SIZE / LANES];                                                                                        \
+    for (int i = 0; i < 4; i++)                                                                                       \
+      for (int j = 0; j < SIZE / LANES; j++) sums[i][j] = all(0);                                                     \
+    int64_t t = 0;                                                                                                    \
+    for (; t + 4 <= tokens; t += 4)                                                                                   \
+      for (int i = 0; i < 4; i++)                                                                                     \
+        for (int j = 0; j < SIZE / LANES; j++) sums[i][j] += load(values + (t + i) * SIZE + j * LANES) * weights[t + i];\
+    for (; t < tokens; t++)                                                                                           \
+      for (int j = 0; j < SIZE / LANES; j++) sums[0][j] += load(values + t * SIZE + j * LANES) * weights[t];          \
+    for (int j = 0; j < SIZE / LANES; j++)                                                                            \
+      store(out + j * LANES, ((sums[0][j] + sums[1][j]) + (sums[2][j] + sums[3][j])) * factor);                       \
+  }
+
+SCORES(16)
+SCORES(32)
+SCORES(48)
+SCORES(64)
+SCORES(80)
+SCORES(96)
+SCORES(128)
+
+typedef void (*scores_function)(const float *, int64_t, const float *, int64_t, int64_t, float, float *, int64_t);
+typedef void (*values_function)(const float *, const float *, int64_t, float, float *);
+
+#define CASE(SIZE) \
+  case SIZE:       \
+    get_scores = scores_##SIZE, get_values = values_##SIZE; break;
+
+/* Writes one token of each sequence to the cache and attends to what is there. q: [heads, sequences, size] with strides;
+   k, v: [kv_heads, sequences, size] with strides; keys, values: [sequences, kv_heads, width, size], where `slot` is the
+   distance between two sequences; positions: [sequences], of the new tokens; window: how many tokens one sees at most;
+   out: [sequences, heads, size]. Returns 1 if it has no code for the size, else 0. */
+int decode_attention(const float *q, int64_t q_head, int64_t q_seq, const float *k, int64_t k_head, int64_t k_seq,
+                     const float *v, int64_t v_head, int64_t v_seq, float *keys, float *values, int64_t slot,
+                     const int64_t *positions, int64_t sequences, int64_t heads, int64_t kv_heads, int64_t width,
+                     int64_t size, float scale, int64_t window, float *out) {
+  scores_function get_scores;
+  values_function get_values;
+  switch (size) {
+    CASE(16) CASE(32) CASE(48) CASE(64) CASE(80) CASE(96) CASE(128)
+    default: return 1;
+  }
+  int64_t queries = heads / kv_heads, stride = (width + LANES - 1) / LANES * LANES;
+#pragma omp parallel if (sequences * heads * width * size > 1 << 16)
+  {
+    float *scores = malloc(queries * stride * sizeof(float));
+#pragma omp for collapse(2)
+    for (int64_t s = 0; s < sequences; s++)
+      for (int64_t h = 0; h < kv_heads; h++) {
+        int64_t last = positions[s] < width ? positions[s] : width - 1;
+        int64_t first = last + 1 > window ? last + 1 - window : 0, tokens = last + 1 - first;
+        float *own_keys = keys + s * slot + h * width * size, *own_values = values + s * slot + h * width * size;
+        memcpy(own_keys + last * size, k + h * k_head + s * k_seq, size * sizeof(float));
+        memcpy(own_values + last * size, v + h * v_head + s * v_seq, size * sizeof(float));
+        get_scores(q + h * queries * q_head + s * q_seq, q_head, own_keys + first * size, tokens, queries, scale, scores,
+                   stride);
+        for (int64_t g = 0; g < queries; g++) {
+          float *weights = scores + g * stride, peak = row_max(weights, tokens);
+          vec total = all(0);
+          int64_t t = 0;
+          for (; t + LANES <= tokens; t += LANES) {
+            vec w = vexp(load(weights + t) - peak);
+            total += w;
+            store(weights + t, w);
+          }
+          if (t < tokens) {
+            vec w = vexp(load_some(weights + t, tokens - t, -INFINITY) - peak);
+            total += w;
+            store(weights + t, w);
+          }
+          get_values(weights, own_values + first * size, tokens, 1 / sum(total),
+                     out + (s * heads + h * queries + g) * size);
+        }
+      }
+    free(scores);
+  }
+  return 0;
+}
