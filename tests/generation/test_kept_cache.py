@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from rldsl.backends.torch.model.invariant import Invariant
 from rldsl.runtime.backend import GenerationOutput, Prefix
 from tests.backend_torch.shards import make_shard, plan_model, ragged
 from tests.generation.reference import made, rows_of, same
@@ -84,13 +83,13 @@ def test_a_chain_of_three(shard: Any) -> None:
     assert third.num_prefilled == int((third.batch.response_lens > 0).sum())
 
 
-def test_invariant_is_bitwise(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard.stage, "invariant", True)
-    with Invariant():
-        found, texts = begun(shard, 5)
+def test_invariant_is_bitwise(shard: Any) -> None:
+    invariant: Any = make_shard(replace(shard.model, invariant=True), 0)
+    with invariant.stage.invariant_mode():
+        found, texts = begun(invariant, 5)
         prefix = Prefix(found.cache, torch.arange(len(texts)))
-        reused = made(shard, texts, MORE, 4, continues=True, prefix=prefix)
-        naive = made(shard, texts, MORE, 7, continues=True)
+        reused = made(invariant, texts, MORE, 4, continues=True, prefix=prefix)
+        naive = made(invariant, texts, MORE, 7, continues=True)
     assert bitwise(reused, naive) and int(reused.batch.response_lens.sum()) > 0
 
 
