@@ -26,7 +26,6 @@ from rldsl.memory.images import ImageBytes, image_tokens
 from rldsl.memory.parameters import (
     FLOAT,
     Copy,
-    column_parallel_elements,
     gathered,
     largest_step,
     largest_weight,
@@ -362,7 +361,7 @@ def _train(t: Tables, e: Train, copy: Copy, stack: StackActivations, device: str
     whole = count * sum(map(width, frames)) * INDEX
     most = max(passed + max(inside, embedding, head), largest_step(copy))
     return {"activations": most, "half-precision weights": _half_precision_bytes(copy), "rows": whole, **gathered(copy),
-            **summed_in_leaves(copy), **_weights_in_blocks(copy, device, trains=True)}
+            **summed_in_leaves(copy), **_weights_in_blocks(copy, device)}
 
 
 def _backward(kept: Sequence[int], peaks: Sequence[int], full: bool) -> int:
@@ -426,12 +425,10 @@ def _half_precision_bytes(copy: Copy) -> int:
     return copy.compute * (linear_elements(copy) if kept else largest_weight(copy))
 
 
-def _weights_in_blocks(copy: Copy, device: str, trains: bool = False) -> Needs:
+def _weights_in_blocks(copy: Copy, device: str) -> Needs:
     """Copies of matrices that an invariant model keeps until a call ends, as `WeightCopies` of the torch backend does:
-    of float32 ones in blocks of columns, which oneDNN reads on a CPU, and for the gradients of `invariant_training`
-    rows of several."""
+    of float32 ones in blocks of columns, which oneDNN reads on a CPU."""
     if not copy.model.invariant or copy.layout.zero:
         return {}
     blocks = FLOAT * row_parallel_elements(copy) if device == "cpu" and copy.compute == FLOAT else 0
-    joined = copy.compute * column_parallel_elements(copy) if trains and copy.model.invariant_training else 0
-    return {"weights in blocks": blocks + joined} if blocks + joined else {}
+    return {"weights in blocks": blocks} if blocks else {}

@@ -18,7 +18,7 @@ from rldsl.sharding.boxes import Box, Cell, itemsize, pieces_at, volume
 from rldsl.sharding.dtypes import storage_dtype
 from rldsl.sharding.gradient_leaves import LEAVES
 from rldsl.sharding.layout import own_layers, stage_layers
-from rldsl.sharding.sum_blocks import summed_input, summed_output
+from rldsl.sharding.sum_blocks import summed_input
 
 FLOAT = 4  # bytes of float32
 # bytes per element of a parameter while Muon or Adafactor updates it: the update in float32 and what it is made from,
@@ -208,12 +208,6 @@ def row_parallel_elements(copy: Copy) -> int:
 
 
 @cache
-def column_parallel_elements(copy: Copy) -> int:
-    """The same of matrices whose outputs tp divides: what a model with `invariant_training` joins for the gradient of
-    their input."""
-    return elements([s for s in _linear_layers(copy) if summed_output(s)], copy)
-
-
 def _linear_layers(copy: Copy) -> list[ParamSpec]:
     return [s for s in (*copy.model.params, *copy.model.base)
             if s.stage == "layer" and not s.experts and len(s.shape) > 1]

@@ -121,17 +121,3 @@ def test_captured_steps_read_the_updated_weights(dtype: str, tmp_path: Path) -> 
                     leaves=[1] + [0] * 7)
         after = sampled()
     assert not torch.equal(before.logprobs, after.logprobs)
-
-
-@pytest.mark.parametrize("kept", [False, True])
-def test_rows_of_several_weights_are_joined(kept: bool) -> None:
-    copies, a, b = WeightCopies(kept), nn.Parameter(torch.randn(3, 8)), nn.Parameter(torch.randn(4, 8))
-    rows = [(a, 1, 3), (b, 0, 2)]
-    with copies.in_call():
-        first, again, other = copies.joined(rows, a.dtype), copies.joined(rows, a.dtype), copies.joined(rows[:1], a.dtype)
-        assert (first.data_ptr() == again.data_ptr()) == kept and not first.requires_grad
-        assert torch.equal(first, torch.cat([a[1:3], b[:2]])) and torch.equal(other, a[1:3])
-    a.data.zero_()
-    with copies.in_call():
-        assert torch.equal(copies.joined(rows, torch.bfloat16), torch.cat([a[1:3], b[:2]]).bfloat16())
-        assert torch.equal(copies.joined(rows, a.dtype), torch.cat([a[1:3], b[:2]]))

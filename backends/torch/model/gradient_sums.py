@@ -59,7 +59,6 @@ class _Part:
 
     grad: torch.Tensor    # [T, m] of its output
     weight: torch.Tensor  # [m, k], in the dtype in which it multiplies
-    source: torch.Tensor  # whose rows are joined with those of others: the parameter, or the weight
     leaves: Leaves        # runs of its m outputs
 
 
@@ -67,9 +66,8 @@ class _Part:
 class _Reader:
     """The products that read one tensor."""
 
-    copies: WeightCopies  # of their weights
+    count: int = 0  # of them so far
     parts: dict[int, _Part] = field(default_factory=dict)  # by the place of a product among them, in a backward pass
-    sources: list[torch.Tensor] = field(default_factory=list)  # of each product: the parameter, or the weight it read
 
 
 def column_parallel_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, leaves: Leaves, tp: Axis,
@@ -78,20 +76,19 @@ def column_parallel_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.T
     by which the gradients of weight and bias are summed. copies: of weights."""
     if not torch.is_grad_enabled():
         return F.linear(x, weight, bias)  # in the model's mode, which knows the copies
-    token, reader = _reader_of(x, tp, copies)
-    place = len(reader.sources)
+    token, reader = _reader_of(x, tp)
+    place, reader.count = reader.count, reader.count + 1
     rows = x.detach().reshape(-1, x.shape[-1]).to(product_dtype(x))
     read = copies.cast(weight, rows.dtype)
-    reader.sources.append(weight if copies.keeps(weight) else read)
     out: torch.Tensor = _ColumnProduct.apply(rows, token, weight, read, bias, reader, place, leaves, groups)
     return out.view(*x.shape[:-1], len(weight))
 
 
-def _reader_of(x: torch.Tensor, tp: Axis, copies: WeightCopies) -> tuple[torch.Tensor, _Reader]:
+def _reader_of(x: torch.Tensor, tp: Axis) -> tuple[torch.Tensor, _Reader]:
     """One for all products that read x, kept next to it and as long as it: a token of which they are functions."""
     found: tuple[torch.Tensor, _Reader] | None = getattr(x, "_reader", None)
     if found is None:
-        reader = _Reader(copies)
+        reader = _Reader()
         found = _Enter.apply(x, tp, reader), reader
         x._reader = found  # type: ignore[attr-defined]
     return found
@@ -109,11 +106,11 @@ class _Enter(Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         parts = [ctx.reader.parts[i] for i in sorted(ctx.reader.parts)]
         ctx.reader.parts.clear()
-        total = tree_all_reduce(input_gradient(parts, ctx.tp, ctx.reader.copies), ctx.tp)
+        total = tree_all_reduce(input_gradient(parts, ctx.tp), ctx.tp)
         return total.view(ctx.shape).to(ctx.dtype), None, None
 
 
-def input_gradient(parts: Sequence[_Part], tp: Axis, copies: WeightCopies) -> torch.Tensor:
+def input_gradient(parts: Sequence[_Part], tp: Axis) -> torch.Tensor:
     """[T, k] float32: this rank's node of the tree. In a leaf all products are one, of their runs next to each
     other."""
     def leaf(i: int) -> torch.Tensor | None:
@@ -123,7 +120,7 @@ def input_gradient(parts: Sequence[_Part], tp: Axis, copies: WeightCopies) -> to
         if len(runs) == 1:
             ((part, a, b),) = runs
             return multiply(part.grad[:, a:b], part.weight[a:b]).float()
-        weights = copies.joined([(p.source, a, b) for p, a, b in runs], runs[0][0].weight.dtype)
+        weights = torch.cat([p.weight[a:b] for p, a, b in runs])
         return multiply(torch.cat([p.grad[:, a:b] for p, a, b in runs], 1), weights).float()
 
     total = sparse_tree_sum(tp.index * BLOCKS // tp.size, BLOCKS // tp.size, leaf)
@@ -148,7 +145,7 @@ class _ColumnProduct(Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, read = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
-            ctx.reader.parts[ctx.place] = _Part(grad, read, ctx.reader.sources[ctx.place], ctx.leaves)
+            ctx.reader.parts[ctx.place] = _Part(grad, read, ctx.leaves)
         grad_weight = weight_gradient(x, grad, ctx.groups) if ctx.needs_input_grad[2] else None
         grad_bias = sum_of_rows(grad.float(), ctx.groups) if ctx.needs_input_grad[4] else None
         return None, grad.new_zeros((), dtype=torch.float32), grad_weight, None, grad_bias, None, None, None, None
@@ -181,7 +178,7 @@ class _ExpertProducts(Function):
         for i, (x, g) in enumerate(zip(rows.split(ctx.counts), grad.split(ctx.counts), strict=True)):
             if not len(x):
                 continue
-            inputs.append(input_gradient([_Part(g, weights[i], weights[i], ctx.leaves)], ctx.tp, NO_COPIES))
+            inputs.append(input_gradient([_Part(g, weights[i], ctx.leaves)], ctx.tp))
             if grad_weights is not None:
                 grad_weights[i] = weight_gradient(x, g, ctx.groups[i])
         total = tree_all_reduce(torch.cat(inputs), ctx.tp).to(rows.dtype)

@@ -1,7 +1,7 @@
 """Weights as the products of an invariant model read them, made once in a call instead of at every product.
 
 In: the parameters of a stage. Out: copies in the dtype of products; the blocks of columns of a row-parallel weight,
-each contiguous where a kernel needs that; and rows of several weights that one product reads. A call changes no
+each contiguous where a kernel needs that. A call changes no
 parameter before its end, and gradients are those of the parameters. A call's end releases the memory of copies but not
 the tensors, since captured decode steps read them again in a later call, which fills them before.
 """
@@ -18,8 +18,6 @@ import torch
 from torch import nn
 
 from rldsl.backends.torch.kernels.products import onednn_is_faster
-
-Rows = tuple[torch.Tensor, int, int]  # a weight, and which of its rows: first and behind the last
 
 
 @dataclass(slots=True)
@@ -76,15 +74,6 @@ class WeightCopies:
                 return [weight[:, start:stop] for start, stop in pairwise(cuts)]
             return [self._copy((id(weight), dtype, start, stop), partial(_columns, weight, start, stop), dtype)
                     for start, stop in pairwise(cuts)]
-
-    def joined(self, rows: Sequence[Rows], dtype: torch.dtype) -> torch.Tensor:
-        """Rows of several weights, one after the other, in a dtype and without gradients."""
-        def source() -> torch.Tensor:
-            return torch.cat([weight.detach()[start:stop] for weight, start, stop in rows])
-
-        if not all(self.keeps(weight) for weight, _, _ in rows):
-            return source().to(dtype)
-        return self._copy((dtype, *((id(weight), start, stop) for weight, start, stop in rows)), source, dtype)
 
     def keeps(self, weight: torch.Tensor) -> bool:
         """Whether there are copies of it."""
