@@ -122,7 +122,7 @@ def sums_of_groups(x: torch.Tensor, groups: RowGroups) -> Callable[[slice], torc
         return lambda rows: multiply(x.new_ones(1, rows.stop - rows.start), x[rows])[0]
     # as rows of embeddings: one row after the other, all groups in one call
     sizes = [size for leaf in groups for size in leaf if size]
-    at = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes, dtype=torch.long))
+    at = torch.arange(len(sizes), device=x.device).repeat_interleave(torch.tensor(sizes, device=x.device))
     sums = torch.ops.aten.embedding_dense_backward(x, at, len(sizes), -1, False)
     place = {first: i for i, first in enumerate(accumulate(sizes[:-1], initial=0))}
     return lambda rows: sums[place[rows.start]]

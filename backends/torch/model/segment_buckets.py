@@ -53,7 +53,7 @@ class SegmentBuckets:
         """groups: of tokens on this rank. rows: of queries on this rank, of which some may be padding."""
         by_shape: defaultdict[tuple[int, int], list[Segment]] = defaultdict(list)
         # a rank without queries takes part in sums over ranks all the same
-        for s in segments or [Segment(0, 0, 0, 0, torch.empty(0, dtype=torch.long))]:
+        for s in segments or [Segment(0, 0, 0, 0, torch.empty(0, dtype=torch.long, device="cpu"))]:
             by_shape[_bucket_size(s.queries), _bucket_size(len(s.keys))].append(s)
         self.rows = rows
         self.shapes = [(len(by_shape[shape]), *shape) for shape in sorted(by_shape)]  # (segments, queries, keys)
@@ -63,10 +63,10 @@ class SegmentBuckets:
         query_rows, query_cells = [], []
         keys: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(groups)]
         for s, (queries, columns) in zip(ordered, widths, strict=True):
-            at = torch.arange(s.queries)
+            at = torch.arange(s.queries, device="cpu")
             query_rows.append(s.query + at)
             query_cells.append(first_query + at)
-            keys[s.group].append((s.keys, first_key + torch.arange(len(s.keys))))
+            keys[s.group].append((s.keys, first_key + torch.arange(len(s.keys), device="cpu")))
             first_query, first_key = first_query + queries, first_key + columns
         self.num_cells = first_query, first_key
         self.query_rows, self.query_cells = (torch.cat(x).to(device) for x in (query_rows, query_cells))
@@ -101,9 +101,9 @@ def _key_cells(of: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.de
         none = torch.empty(0, dtype=torch.long, device=device)
         return _KeyCells(none, none, none, none)
     rows, cells = (torch.cat(x) for x in zip(*of, strict=True))
-    place = torch.empty(int(rows.max()) + 1, dtype=torch.long)
-    place[rows] = torch.arange(len(rows))  # the last one stays
-    is_last = place[rows] == torch.arange(len(rows))
+    place = torch.empty(int(rows.max()) + 1, dtype=torch.long, device="cpu")
+    place[rows] = torch.arange(len(rows), device="cpu")  # the last one stays
+    is_last = place[rows] == torch.arange(len(rows), device="cpu")
     return _KeyCells(*(x.to(device) for x in (rows, cells, is_last.nonzero()[:, 0], (~is_last).nonzero()[:, 0])))
 
 
