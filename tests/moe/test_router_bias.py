@@ -46,13 +46,17 @@ def minibatch(step: int) -> list[int]:
     return [1] if step == STEPS - 1 else list(range(len(ROWS)))
 
 
-def by_hand(path: str) -> dict[str, torch.Tensor]:
-    """The biases after STEPS: each moves by RATE towards the mean load of its layer. Loads are those of transformers'
+Named = dict[str, torch.Tensor]  # of each bias
+
+
+def by_hand(path: str) -> tuple[Named, Named]:
+    """The biases after STEPS, and the loads of the first step. Each bias moves by RATE towards the mean load of its layer. Loads are those of transformers'
     own routers, sequence by sequence, which the experts get as their second argument."""
     model = model_of(path)
     biases = {n: x for n, x in (*model.named_buffers(), *model.named_parameters())
               if n.endswith(("e_score_correction_bias", "expert_bias"))}
     seen: dict[str, list[torch.Tensor]] = {}
+    loads: Named = {}
     for name, module in model.named_modules():
         if name.endswith(".experts"):
             module.register_forward_pre_hook(lambda _, args, name=name: seen.setdefault(name, []).append(args[1]))
@@ -71,11 +75,13 @@ def by_hand(path: str) -> dict[str, torch.Tensor]:
             for name, bias in biases.items():
                 (chosen,) = (torch.cat([x.reshape(-1) for x in found]) for module, found in seen.items()
                              if name.startswith(module.removesuffix("experts")))
-                for expert in range(bias.numel()):
-                    load, total = int((chosen == expert).sum()), chosen.numel()
+                counts = [int((chosen == expert).sum()) for expert in range(bias.numel())]
+                loads.setdefault(name, torch.tensor(counts))
+                for expert, load in enumerate(counts):
+                    total = chosen.numel()
                     direction = (total > load * bias.numel()) - (total < load * bias.numel())
                     bias.view(-1)[expert] += RATE * direction
-    return {n: x.detach().clone() for n, x in biases.items()}
+    return {n: x.detach().clone() for n, x in biases.items()}, loads
 
 
 def train(shard: Any, rows: Sequence[Sequence[int]], name_prompts: bool) -> None:
@@ -92,9 +98,9 @@ def train(shard: Any, rows: Sequence[Sequence[int]], name_prompts: bool) -> None
                 router_bias_update_rate=RATE)
 
 
-def steps(rank: int, path: str, layouts: Sequence[Layout], right: dict[str, torch.Tensor], passes: int,
+def steps(rank: int, path: str, layouts: Sequence[Layout], right: Named, loads: Named, passes: int,
           name_prompts: bool) -> list[tuple[Layout, str, bool]]:
-    """(layout, bias, whether it is as by hand to the last bit)"""
+    """(layout, bias, whether it is as by hand to the last bit), and the same of the loads of a rank with all tokens"""
     found = []
     for layout in layouts:
         made = shard_of(plan_model(path, "causal_lm", SGD), layout, rank, True)
@@ -105,6 +111,9 @@ def steps(rank: int, path: str, layouts: Sequence[Layout], right: dict[str, torc
             own = minibatch(step)[mine :: layout.dp]
             train(shard, [own[i::passes] for i in range(passes) if own[i::passes] or layout.zero or layout.ep > 1],
                   name_prompts)
+            if step == 0 and layout.dp == layout.cp == 1:
+                found += [(layout, f"loads of {name}", torch.equal(load, loads[name]))
+                          for name, load in shard.router_loads.loads.items()]
         state = shard.state_dict()
         for name, bias in right.items():
             if name in state:
@@ -122,12 +131,12 @@ def test_biases_move_as_by_hand(family, layouts, passes, shared, tmp_path):
     """Of buffers and of parameters without gradient, of layers that are alike and not, of rows that are padded, and of
     prompts that a pass computes once."""
     path = make(tmp_path / "m", family)
-    right = by_hand(path)
+    right, loads = by_hand(path)
     stored = load_file(tmp_path / "m/model.safetensors")
     assert right.keys() == {n.replace("{}", str(i)) for n in router_biases(describe(path, "causal_lm").params)
                             for i in (range(4) if "{}" in n else range(1))}
     assert all((right[n] != x.view_as(right[n])).any() for n, x in stored.items() if n in right)
-    found = sum(run_world(2, steps, path, layouts, right, passes, shared), [])
+    found = sum(run_world(2, steps, path, layouts, right, loads, passes, shared), [])
     assert {x for x, _, _ in found} == {*layouts}
     for layout, name, equal in found:
         assert equal, f"{name} under {layout}"
