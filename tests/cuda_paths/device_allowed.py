@@ -28,7 +28,7 @@ PLACES: dict[tuple[str, str], str] = {
     ("rldsl/runtime/comm/agreement.py", "ranks_that_differ"): START,
     ("rldsl/runtime/comm/agreement.py", "broadcast_text"): START,
     ("rldsl/runtime/comm/agreement.py", "gather_texts"): START,
-    ("rldsl/runtime/comm/content_digests.py", "compare_contents"): START,
+    ("rldsl/runtime/comm/content_digests.py", "tables_of_ranks"): START,
     ("rldsl/runtime/comm/world.py", "gather_hosts"): START,
     ("rldsl/runtime/comm/agreement.py", "any_rank"): AGREE,
     # what goes to the host, and comes back
