@@ -75,7 +75,8 @@ def is_plain_norm(module: Any) -> bool:
     import torch
 
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(eps, float) or [*module._parameters] != ["weight"] or module.weight.dim() != 1:
+    if not isinstance(eps, float) or [*module._parameters] != ["weight"] or module.weight is None or \
+            module.weight.dim() != 1:
         return False
     trial = copy.copy(module)
     size = len(module.weight)

@@ -263,9 +263,9 @@ def replicas(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh, rank
     return next((len(s.ranks) for s in holdings(parameter, layers, layout, mesh) if rank in s.ranks), 0)
 
 
-def first_holder(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh, rank: int) -> int:
-    """The smallest rank of the mesh that holds exactly the pieces that `rank`, which holds some, holds."""
-    return next(s.ranks[0] for s in holdings(parameter, layers, layout, mesh) if rank in s.ranks)
+def first_holder(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh, rank: int) -> int | None:
+    """The smallest rank of the mesh that holds exactly the pieces that `rank` holds; None if it holds none."""
+    return next((s.ranks[0] for s in holdings(parameter, layers, layout, mesh) if rank in s.ranks), None)
 
 
 def local_shape(parameter: Parameter, pieces: tuple[Piece, ...]) -> tuple[int, ...]:

@@ -80,8 +80,10 @@ def summed_vocabulary(spec: ParamSpec) -> int:
 def summed_output(spec: ParamSpec) -> tuple[tuple[int, int], ...] | None:
     """(units, size of a unit) of each part of the outputs of a column-parallel weight or bias, over which the gradient
     of its input is summed; None for other parameters."""
-    columns = spec.style == "colwise" or spec.experts and spec.split is not None and spec.split.dim == 1
-    return spec.split.parts if spec.split is not None and columns else None
+    if spec.split is None:
+        return None
+    columns = spec.style in ("colwise", "colwise_gather") or spec.experts and spec.split.dim == 1
+    return spec.split.parts if columns else None
 
 
 def local_cuts(units: int, size: int, tp: int, index: int) -> tuple[int, ...]:

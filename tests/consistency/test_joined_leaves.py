@@ -24,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied, norms of heads": dict(family="qwen3", tie_word_embeddings=True),
     "biases, odd heads": dict(family="qwen2", num_attention_heads=6, num_key_value_heads=2, hidden_size=48,
                               intermediate_size=90),
+    "norms of heads before tokens": dict(family="exaone4"),
     "experts": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
 }
 # rows of each leaf; some leaves have none

@@ -112,7 +112,9 @@ def test_parameters_and_metrics_have_the_same_bits(case: str, place: str, models
 GRADIENTS = {
     "tied": dict(tie_word_embeddings=True), "biases": ODD,
     "experts": dict(family="qwen3_moe", **MIXTURE),
-    "norms": dict(family="gemma"), "transposed": dict(family="gpt2", n_layer=2)}
+    "norms": dict(family="gemma"), "transposed": dict(family="gpt2", n_layer=2),
+    "norms of heads before tokens": dict(family="exaone4"),
+    "norms of heads that tp leaves whole": dict(family="afmoe", num_dense_layers=2, head_dim=8)}
 
 
 @pytest.mark.parametrize("case", GRADIENTS)
@@ -148,14 +150,14 @@ FEW = ((1,), (), (), (2,), (), (1,), (), ())
 
 
 def _parameters(rank: int, path: str, degrees: list[dict[str, int]], optimizer: Optimizer,
-                sizes: tuple[tuple[int, ...], ...]) -> list[Any]:
+                sizes: tuple[tuple[int, ...], ...], kind: str = "causal_lm", output: str = "logprobs") -> list[Any]:
     """For each layout this rank's parameters after two steps: (name, boxes, numbers) each."""
     rows, found = ragged(60, 46, longest=12), []
     counts = iter(accumulate(n for leaf in sizes for n in leaf))
     bounds = [[(stop := next(counts)) - n for n in leaf] + ([stop] if leaf else []) for leaf in sizes]
     for given in degrees:
-        model = replace(plan_model(path, optimizer=optimizer), invariant=True, invariant_training=True,
-                        sizes=sizes_of(describe(path, "causal_lm")))
+        model = replace(plan_model(path, kind, optimizer), invariant=True, invariant_training=True,
+                        sizes=sizes_of(describe(path, kind)))
         layout = layout_of(**given)
         made = shard_of(model, layout, rank, trainable=True)
         if made is None:
@@ -169,8 +171,9 @@ def _parameters(rank: int, path: str, degrees: list[dict[str, int]], optimizer: 
         if layout.zero:
             passes = [leaf + [[]] * (n - len(leaf)) for leaf, n in zip(passes, most, strict=True)]
         for _ in range(2):
-            shard.train([(pack(part),) for leaf in passes for part in leaf], [("logprobs",)], 1.0,
-                        lambda _, fresh: -fresh[0]["logprobs"].double().sum() / 60, leaves=[len(x) for x in passes])
+            shard.train([(pack(part),) for leaf in passes for part in leaf], [(output,)], 1.0,
+                        lambda _, fresh: (fresh[0][output].double() - 1).square().sum() / 60,
+                        leaves=[len(x) for x in passes])
         held = {name: (x, shard.stage.held[name][1]) for name, x in shard.state_dict().items()}
         found.append([(name, [p.box for p in pieces], x.numpy().copy()) for name, (x, pieces) in held.items()])
     return found
@@ -191,7 +194,11 @@ def test_leaves_of_several_passes(optimizer: str, tmp_path: Path) -> None:
     does not depend on the optimizer: all patterns of passes with one, few with the others."""
     path = str(make_model(tmp_path / "m", tie_word_embeddings=True, **TWO, intermediate_size=144))
     degrees = DEGREES + (MORE if optimizer == "adamw" else [])
-    ranks = run_world(4, _parameters, path, degrees, OPTIMIZERS[optimizer], SIZES if optimizer == "adamw" else FEW)
+    check(degrees, run_world(4, _parameters, path, degrees, OPTIMIZERS[optimizer], SIZES if optimizer == "adamw" else FEW))
+
+
+def check(degrees: list[dict[str, int]], ranks: list[Any]) -> None:
+    """The parameters of the first layout, which is that of one rank, are those of all."""
     right = {name: x for name, _, x in ranks[0][0]}
     for at, given in enumerate(degrees):
         seen = dict.fromkeys(right, 0)
@@ -201,6 +208,20 @@ def test_leaves_of_several_passes(optimizer: str, tmp_path: Path) -> None:
                 assert (x == part).all(), (given, name)
                 seen[name] += x.size
         assert all(seen[name] >= right[name].size for name in right), given
+
+
+@pytest.mark.parametrize("family", ["phi3", "glm4"])
+def test_columns_that_every_rank_needs(family: str, tmp_path: Path) -> None:
+    """All of phi3's attention, and one half of glm4's layers: each rank computes a part of the columns, and what follows
+    is computed by all alike."""
+    path, degrees = str(make_model(tmp_path / "m", family=family, **TWO)), [{}, {"tp": 2}]
+    check(degrees, run_world(2, _parameters, path, degrees, ADAMW, FEW))
+
+
+def test_a_rank_without_rows_of_a_head(tmp_path: Path) -> None:
+    """A scalar head has one row, which zero gives to one rank alone."""
+    path, degrees = str(make_model(tmp_path / "m", **TWO)), [{}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 3}]
+    check(degrees, run_world(2, _parameters, path, degrees, ADAMW, FEW, "value_model", "values"))
 
 
 # ------------------------------------------------------------------------------------------------ the sums

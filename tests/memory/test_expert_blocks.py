@@ -89,3 +89,8 @@ def test_a_trial_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_blocks, "_passes", unknown)
     found = build(tiny_config("gpt_oss"), "m", None)
     assert found.expert_blocks == () and found.uncounted == "layers.0.mlp.experts, which has a form of its own"
+
+
+def test_a_norm_without_a_weight(tmp_path: Path) -> None:
+    """DiffLlama's, of the difference of two attentions."""
+    assert describe(str(make_model(tmp_path / "m", family="diffllama", num_hidden_layers=2)), "causal_lm").layers == 2

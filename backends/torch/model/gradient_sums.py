@@ -189,7 +189,7 @@ class _ExpertProducts(Function):
 
 
 class HeadSums:
-    """Sums over the heads of an attention layer, which tp divides."""
+    """Sums over the heads of an attention layer, which tp divides, or of one that every rank has as a whole."""
 
     def __init__(self, heads: int, kv_heads: int, tp: Axis):
         """heads: query heads of the model. kv_heads: its key and value heads."""
@@ -203,6 +203,8 @@ class HeadSums:
         self.trees = [self._tree(range(i * self.each, (i + 1) * self.each)) for i in kv]
         # whether all of them are one tree, of as many heads next to each other
         self.alike = self.trees == [_moved(self.trees[0], i * self.each) for i in range(len(kv))]
+        # of layers that tp does not divide: every rank has all heads
+        self.undivided = self if tp.size == 1 else HeadSums(heads, kv_heads, Axis((tp.ranks[tp.index],), 0, None))
 
     def _tree(self, heads: range) -> HeadTree:
         """The sum over those of some query heads that are on this rank."""
@@ -220,6 +222,8 @@ class HeadSums:
     def over_query_heads(self, x: torch.Tensor) -> torch.Tensor:
         """[S, query heads of this rank, ...] -> [S, KV heads of this rank, ...]: the sum over the query heads of a KV
         head, on whatever ranks they are."""
+        if self.tp.size > 1 and x.shape[1] == self.count["query"]:
+            return self.undivided.over_query_heads(x)
         if self.alike and x.shape[1] == len(self.trees) * self.each:
             own = _add_heads(x.unflatten(1, (len(self.trees), self.each)), self.trees[0], 2)
         else:
@@ -270,15 +274,18 @@ class Norms:
     """Root-mean-square norms, for `fuse_norms`."""
 
     def __init__(self, heads: HeadSums, kind: HeadKind | None, row_groups: Callable[[], RowGroups]):
-        """kind: of the heads whose norm it is; None for one of hidden states. row_groups: those of the pass under way,
-        by which gradients are summed."""
+        """kind: of the heads whose norm it is, if tp divides them; None for one of other heads or of hidden states.
+        row_groups: those of the pass under way, by which gradients are summed."""
         self.heads, self.kind, self.row_groups = heads, kind, row_groups
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor, plain: PlainNorm) -> torch.Tensor:
-        """x: [1, T, H]; of heads [1, T, heads of this rank, D]."""
+        """x: [1, T, H]; of heads [1, T, heads of this rank, D], or [1, heads of this rank, T, D]."""
         if weight.dtype != torch.float32 or x.dtype != torch.float32 and not torch.is_grad_enabled():
             return plain(x)
-        out: torch.Tensor = _RMSNorm.apply(x, weight, eps, plain, self, self.row_groups())
+        groups = self.row_groups()
+        if torch.is_grad_enabled() and _has_heads_first(x, groups):
+            return self(x.transpose(1, 2), weight, eps, plain).transpose(1, 2)
+        out: torch.Tensor = _RMSNorm.apply(x, weight, eps, plain, self, groups)
         return out
 
     def sum_of_tokens(self, x: torch.Tensor, groups: RowGroups) -> torch.Tensor | None:
@@ -287,9 +294,19 @@ class Norms:
         own = sums_of_groups(x.reshape(x.shape[1], -1), groups)
 
         def part(rows: slice) -> torch.Tensor:
-            return own(rows) if self.kind is None else self.heads.over_heads(own(rows).view(x.shape[2:]), self.kind)
+            if x.dim() == 3:
+                return own(rows)
+            heads = own(rows).view(x.shape[2:])
+            return _in_order(heads) if self.kind is None else self.heads.over_heads(heads, self.kind)
 
         return sum_over_groups(groups, part, torch.float32)
+
+
+def _has_heads_first(x: torch.Tensor, groups: RowGroups) -> bool:
+    """Whether x is [1, heads, T, D] and not [1, T, heads, D]. With as many heads as tokens its memory order, which is
+    that of a product's rows, tells."""
+    tokens = sum(map(sum, groups))
+    return x.dim() == 4 and x.shape[2] == tokens and (x.shape[1] != tokens or x.stride(1) < x.stride(2))
 
 
 class _RMSNorm(Function):

@@ -73,9 +73,13 @@ def parallelize(module: nn.Module, style: str, tp: Axis, vocab_start: int, colum
         module.forward = lambda x: _row_parallel_tree(module, own(x), tp, adapter, column_input.sequence_parallel, cuts,
                                                       row_groups, copies)
         return
-    if style == "colwise" and leaves is not None:
-        module.forward = lambda x: _column_parallel_tree(module, x, tp, adapter, leaves,
-                                                         row_groups() if row_groups is not None else (), copies)
+    if style in ("colwise", "colwise_gather") and leaves is not None:
+        def columns(x: torch.Tensor) -> torch.Tensor:
+            out = _column_parallel_tree(module, x, tp, adapter, leaves, row_groups() if row_groups is not None else (),
+                                        copies)
+            return out if style == "colwise" or tp.size == 1 else gather_from_tensor_parallel_region(out, tp, width)
+
+        module.forward = columns
         return
     if adapter is not None and (not row_parallel or tp.size == 1):
         plain = module.forward
