@@ -236,7 +236,7 @@ def _sample_into(out: tuple[torch.Tensor, torch.Tensor], hidden: torch.Tensor, h
 
 def _sample(hidden: torch.Tensor, head: torch.Tensor, draws: torch.Tensor, temperature: float
             ) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.empty(len(hidden), dtype=torch.long), torch.empty(len(hidden))
+    out = torch.empty_like(draws, dtype=torch.long), torch.empty_like(draws, dtype=hidden.dtype)
     _sample_into(out, hidden, head, draws, temperature)
     return out
 
