@@ -22,6 +22,7 @@ REASONS = {
     ("backends/torch/model/experts.py", "_bincount"): EXACT,
     ("backends/torch/model/logprobs.py", "_grad_logits"): ONCE,
     ("backends/torch/model/vision.py", "shifts"): EXACT,
+    ("backends/torch/train/router_bias.py", "_count"): EXACT,
     ("backends/torch/train/quantized_adamw.py", "_add_maxima"): EXACT,
     ("backends/torch/generate/generate.py", "shares_prompt"): EXACT,
     ("backends/torch/generate/kv_cache.py", "put"): WRITES,

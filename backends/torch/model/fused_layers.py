@@ -40,12 +40,13 @@ def fuse_layers(skeleton: nn.Module, device: torch.device, norms: Collection[str
         return [*_fuse_rotary(skeleton), *_fuse_gates(skeleton)]
     if device.type != "cuda" or find_spec("triton") is None:
         return []
-    fused = _fuse_gates(skeleton)
+    fused = []
     for name, module in skeleton.named_modules():
         forward = type(module).forward
         if all(isinstance(getattr(module, p, None), nn.Linear) for p in PROJECTIONS) and _rotates_halves(forward):
             module.forward = _attention_forward(module, forward)
             fused.append(name)
+    fused += _fuse_gates(skeleton)
     pre_norm: dict[type, bool] = {}
     for name, layer in skeleton.named_modules():
         if {*layer._modules} != {*PARTS} or not {f"{name}.self_attn", f"{name}.mlp"} <= {*fused}:
