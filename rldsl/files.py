@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -40,6 +41,14 @@ def write(path: str, data: bytes, help: str = "choose another path with -o") -> 
         if not isinstance(error, OSError):
             raise
         raise fail("RL0094", f"cannot write {path}: {error.strerror}", place=path, help=help) from None
+
+
+def keep_inputs(target: str, inputs: Iterable[str | None], help: str = "choose another path with -o") -> None:
+    """A command calls this before it works: its output must not replace a file that it reads. Error: RL0094."""
+    for path in inputs:
+        with suppress(OSError):  # one of them does not exist
+            if path and os.path.samefile(path, target) and os.path.isfile(path):
+                raise fail("RL0094", f"cannot write {target}: this command reads it", place=target, help=help)
 
 
 def _write_device(path: str, data: bytes, help: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -118,15 +119,29 @@ def together(*options: Callable[..., Any]) -> Callable[..., Any]:
     return add
 
 
+class FiniteRange(click.FloatRange):
+    """A range of numbers without nan, which is in every range, and infinity."""
+
+    def convert(self, value: Any, option: click.Parameter | None, context: click.Context | None) -> Any:
+        found = super().convert(value, option, context)
+        if not math.isfinite(found):
+            self.fail(f"{found} is not a finite number.", option, context)
+        return found
+
+
+_set = click.option("--set", "sets", multiple=True, metavar="NAME=VALUE", callback=_sets, shell_complete=_params,
+                    help="Set a `param` of the program; repeatable.")
+_on = click.option("--on", "overrides", multiple=True, metavar="RULE",
+                   help="A placement rule that overrides all others, such as \"actor.train on mesh(0:4) dp=2 tp=2\"; "
+                        "repeatable.")
 chosen = together(
-    click.option("--set", "sets", multiple=True, metavar="NAME=VALUE", callback=_sets, shell_complete=_params,
-                 help="Set a `param` of the program; repeatable."),
+    _set,
     click.option("--place", metavar="FILE|MODE", shell_complete=words_or_files(_modes),
                  help="A file of `place` rules, or a placement mode: manual, heuristic, search, or one pattern for all "
                       "calls (d2p2t2, pipe_data, pipe_model)."),
-    click.option("--on", "overrides", multiple=True, metavar="RULE",
-                 help="A placement rule that overrides all others, such as \"actor.train on mesh(0:4) dp=2 tp=2\"; "
-                      "repeatable."))
+    _on)
+chosen_for_search = together(
+    _set, click.option("--place", type=FILE, metavar="FILE", help="A file of `place` rules."), _on)
 
 
 def lengths(body: Callable[..., Any]) -> Callable[..., Any]:

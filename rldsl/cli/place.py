@@ -6,7 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rldsl.cli.options import FILE, FOLDER, chosen, jobs_of_search, lengths, on_cluster, seconds_by_name, together
+from rldsl.cli.options import (
+    FILE,
+    FOLDER,
+    FiniteRange,
+    chosen,
+    chosen_for_search,
+    jobs_of_search,
+    lengths,
+    on_cluster,
+    seconds_by_name,
+    together,
+)
 from rldsl.cli.printing import say
 from rldsl.cli.shell import Settings, command, print_result
 
@@ -60,12 +71,12 @@ _asked = together(
     click.argument("file", type=FILE),
     click.option("--cluster", shell_complete=on_cluster, required=True, metavar="CLUSTER",
                  help="A cluster file, or a built-in cluster such as h100x64."),
-    chosen,
-    click.option("--seconds", type=click.FloatRange(0, min_open=True), default=None, metavar="SECONDS",
+    chosen_for_search,
+    click.option("--seconds", type=FiniteRange(0, min_open=True), default=None, metavar="SECONDS",
                  help="CPU seconds after which the search stops and reports its best result."),
-    click.option("--memory", type=click.FloatRange(0, min_open=True), metavar="GB",
+    click.option("--memory", type=FiniteRange(1e-9, 1e9), metavar="GB",
                  help="Memory per device in GB (default: from the cluster)."),
-    click.option("--gap", type=click.FloatRange(0), default=0.01, show_default=True, metavar="FRACTION",
+    click.option("--gap", type=FiniteRange(0), default=0.01, show_default=True, metavar="FRACTION",
                  help="Accepted gap to the lower bound; 0 searches until the optimum is proved."),
     jobs_of_search,
     lengths)

@@ -153,7 +153,7 @@ class Field:
 FIELDS: dict[str, Field] = {
     "nodes": Field("int", "number of machines", 1, 16_384),
     "gpus": Field("int", "devices per machine, one rank each", 1, 256),
-    "memory_gb": Field("float", "memory per device, in 10^9 bytes", above=True),
+    "memory_gb": Field("float", "memory per device, in 10^9 bytes", 1e-9, 1e9),  # from a byte: 0 bytes are no limit
     "name": Field("text", "the name in messages"),
     "cores": Field("int", "CPU cores shared by the ranks of a machine; 0: each rank has its own device"),
     "threads": Field("int", "CPU threads per rank, where ranks share cores; 0: cores divided by ranks"),

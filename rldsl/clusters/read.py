@@ -87,6 +87,9 @@ def parse(file: SourceFile) -> Cluster:
         mark = error.problem_mark or error.context_mark
         at = min(mark.index if mark else 0, max(len(file.text) - 1, 0))
         raise fail("RL0103", f"`{file.name}` is not valid YAML", Span(file, at, at + 1), error.problem or "") from None
+    except RecursionError:
+        raise fail("RL0103", f"`{file.name}` is not valid YAML", place=file.name,
+                   help="its values are nested too deeply") from None
     except yaml.YAMLError as error:
         raise fail("RL0103", f"`{file.name}` is not valid YAML", place=file.name,
                    help=" ".join(str(error).split())) from None

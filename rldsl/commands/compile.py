@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rldsl import api
 from rldsl.commands import Usage
-from rldsl.files import write
+from rldsl.files import keep_inputs, write
 from rldsl.plan.expr import Scalar
 
 if TYPE_CHECKING:
@@ -67,9 +67,11 @@ def compile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides:
     """Write the plan to `target` or next to the program; returns where, and the plan. jobs: processes of a search."""
     from rldsl.python import entry
 
-    mode, rules = entry.placing(Path(place) if place else None)
-    plan = entry.compile_source(api.read_source(file), sets, rules, overrides, mode, num_processes=jobs)
+    source = api.read_source(file)
     path = target or str(Path(file).with_suffix(".plan"))
+    keep_inputs(path, (file, place))
+    mode, rules = entry.placing(Path(place) if place else None)
+    plan = entry.compile_source(source, sets, rules, overrides, mode, num_processes=jobs)
     write(path, bytes(plan))
     return path, plan
 

@@ -22,7 +22,7 @@ from typing import Any
 from rldsl.clusters.model import FIELDS, PASSES
 from rldsl.commands.inputs import plan_or_program
 from rldsl.diag import fail
-from rldsl.files import with_digest, without_digest, write
+from rldsl.files import keep_inputs, with_digest, without_digest, write
 from rldsl.models.families import describe
 from rldsl.plan.codec import encode
 from rldsl.plan.events import ModelCall
@@ -55,6 +55,7 @@ def profile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides:
             cache: Path | None, device: str | None, fresh: bool, degrees: Sequence[int] = ()) -> str:
     """target: where the file goes. cache: where measurements are kept, None for nowhere. fresh: measure everything
     again. degrees: of tensor parallelism, besides those of the program. A summary."""
+    keep_inputs(target, (file, place))
     plan = plan_or_program(file, sets, place, overrides).record
     facts = _facts(plan, device)
     ranks = facts.devices or max(2, min(facts.cores, RANKS))

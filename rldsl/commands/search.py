@@ -12,14 +12,16 @@ from dataclasses import dataclass, replace
 
 from rldsl import api
 from rldsl.clusters import Cluster, find
+from rldsl.commands import Usage
 from rldsl.diag import fail
-from rldsl.files import write
+from rldsl.files import keep_inputs, write
 from rldsl.graph.model import Graph
 from rldsl.models.families import describe
 from rldsl.plan.expr import Scalar
 from rldsl.progress import Interrupted
 from rldsl.search import Answer, Options, PreparedProgram, find_placement, prepare_program, unless_locked
 from rldsl.search.branch_and_bound import Result
+from rldsl.search.modes import is_mode
 from rldsl.simulate import Lengths
 
 
@@ -41,9 +43,11 @@ class SearchRequest:
 
 
 def search(request: SearchRequest, target: str, as_json: bool) -> str:
-    """Write the placement to `target`; returns its description, as text or JSON."""
+    """Write the placement to `target`, which may be the placement file that was read; returns its description, as text
+    or JSON."""
     from rldsl.search import answer_text, placement_file
 
+    keep_inputs(target, (request.file, request.cluster))
     cluster, p = _prepare(request)
     answer, timed_out = _run_search(p, cluster, request)
     text = placement_file.format_placement_file(p, answer, compiler_version(), cluster.name, timed_out)
@@ -81,6 +85,8 @@ def _prepare(request: SearchRequest) -> tuple[Cluster, PreparedProgram]:
 
 
 def _graph(request: SearchRequest) -> Graph:
+    if request.place and is_mode(request.place) and not os.path.exists(request.place):
+        raise Usage(f"--place takes a file of rules here: `{request.place}` is a mode of `rlc compile` and `rlc sim`")
     rules = api.read_source(request.place) if request.place else None
     from rldsl.placement.place import with_commits_of_the_hub
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from rldsl.commands import Usage
 from rldsl.commands.inputs import ENDING, compiled_program, plan_or_program
 from rldsl.commands.other_lag import other_lag
-from rldsl.files import write
+from rldsl.files import keep_inputs, write
 from rldsl.plan.expr import Scalar
 from rldsl.python.plan import Plan
 from rldsl.python.views import Simulation
@@ -25,6 +25,8 @@ def sim(file: str, cluster: str, sets: Mapping[str, Scalar], place: str | None, 
         raise Usage("--lengths takes the lengths from a run: omit --prompt-tokens and --response-tokens")
     from rldsl.simulate.trace import chrome
 
+    if trace:
+        keep_inputs(trace, (file, cluster, place), "choose another path with --trace")
     plan = plan_or_program(file, sets, place, overrides)
 
     def simulated(plan: Plan) -> Simulation:

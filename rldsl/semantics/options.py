@@ -109,7 +109,7 @@ TABLE = {"rows": Opt("int", 8, 1, MOST_ROWS)}
 CHECKPOINT = {"keep": Opt("int", 2, 1)}
 FLOW = {"steps": Opt("int", low=1, needed=True), "seed": Opt("int", 1, 0), "lag": Opt("int", 0, 0)}
 CLUSTER = {"nodes": Opt("int", 1, 1, 16_384), "gpus": Opt("int", low=1, high=256, needed=True),
-           "memory_gb": Opt("float", 80.0, 0, above=True)}
+           "memory_gb": Opt("float", 80.0, 1e-9, 1e9)}  # from a byte, as a whole number of 0 bytes would be no limit
 
 
 def read(table: dict[str, Opt], given: list[tuple[ast.Ident, ast.Expr]], what: str, span: Span,

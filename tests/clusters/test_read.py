@@ -139,7 +139,8 @@ def test_quantiles_have_the_mean_and_deviation(distribution: Distribution) -> No
     ("gpus: 8\nnods: 2\n", [("RL0107", 2)]), ("gpus: 8\ngpus: 4\n", [("RL0215", 2)]),
     ("gpus: eight\n", [("RL0205", 1)]), ("gpus: 0\n", [("RL0205", 1)]), ("gpus: 2.5\n", [("RL0205", 1)]),
     ("gpus: true\n", [("RL0205", 1)]), ("gpus: [8]\n", [("RL0205", 1)]), ("gpus:\n", [("RL0205", 1)]),
-    ("gpus: 8\nmemory_gb: 0\n", [("RL0205", 2)]), ("gpus: 8\nmemory_gb: .inf\n", [("RL0205", 2)]),
+    ("gpus: 8\nmemory_gb: 0\n", [("RL0205", 2)]), ("gpus: 8\nmemory_gb: 1e-12\n", [("RL0205", 2)]),
+    ("gpus: 8\nmemory_gb: 1e10\n", [("RL0205", 2)]), ("gpus: 8\nmemory_gb: .inf\n", [("RL0205", 2)]),
     ("gpus: 8\nlink_gb_s: .nan\n", [("RL0205", 2)]), ("gpus: 8\nlink_us: -1\n", [("RL0205", 2)]),
     ("gpus: 8\nmatmul_efficiency: 1.2\n", [("RL0205", 2)]), ("gpus: 8\nmatmul_efficiency: 0\n", [("RL0205", 2)]),
     ("gpus: 8\nname: 3\n", [("RL0205", 2)]), ("preset: h100x9\n", [("RL0205", 1)]),
@@ -178,6 +179,10 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "bytes.yaml").write_bytes(b"gpus: \xff\n")
     with pytest.raises(Failure, match="RL0103"):
         clusters.read(str(tmp_path / "bytes.yaml"))
+    (tmp_path / "deep.yaml").write_text(f"name: {'[' * 3000}{']' * 3000}\n")
+    with pytest.raises(Failure, match="RL0103") as deep:
+        clusters.read(str(tmp_path / "deep.yaml"))
+    assert "nested" in deep.value.diagnostics[0].help
 
 
 def test_yaml_runs_nothing(tmp_path: Path) -> None:

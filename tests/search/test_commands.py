@@ -276,3 +276,55 @@ def test_what_is_kept_may_be_what_does_not_fit() -> None:
                "--on", "actor.train on mesh(0:1) dp=1")
     assert said.exit_code == 1 and "RL0402" in said.output
     assert "if the search may also place" in said.output and "actor.train" in said.output, said.output
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("option, value", [
+    ("--gap", "nan"), ("--gap", "inf"), ("--seconds", "nan"), ("--seconds", "inf"), ("--memory", "nan"),
+    ("--memory", "inf"), ("--memory", "1e300"), ("--memory", "1e-300"), ("--memory", "0.9e-9"), ("--memory", "0")])
+def test_numbers_that_are_none_are_refused(folder: Path, option: str, value: str) -> None:
+    said = rlc("search", "grpo.rlf", "--cluster", "two.yaml", option, value)
+    assert said.exit_code == 2 and f"'{option}'" in said.output, said.output
+    assert not (folder / "grpo.place.rlf").exists()
+
+
+@pytest.mark.parametrize("arguments", [
+    ("search", "grpo.rlf", "--cluster", "two.yaml", "-o", "grpo.rlf"),
+    ("search", "grpo.rlf", "--cluster", "two.yaml", "-o", "two.yaml"),
+    ("search", "grpo.rlf", "--cluster", "two.yaml", "-o", "./grpo.rlf"),
+    ("search", "grpo.rlf", "--cluster", "two.yaml", "-o", "link.rlf"),
+    ("compile", "grpo.rlf", "-o", "grpo.rlf"),
+    ("compile", "grpo.rlf", "--place", "two.rlf", "-o", "two.rlf"),
+    ("sim", "grpo.rlf", "--cluster", "two.yaml", "--trace", "grpo.rlf"),
+    ("sim", "grpo.rlf", "--cluster", "two.yaml", "--trace", "two.yaml"),
+    ("profile", "grpo.rlf", "-o", "grpo.rlf")])
+def test_no_output_replaces_what_the_command_reads(folder: Path, arguments: tuple[str, ...]) -> None:
+    (folder / "two.rlf").write_text("place * on mesh(0:2) dp=2\n")
+    (folder / "link.rlf").symlink_to("grpo.rlf")
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    said = rlc(*arguments)
+    assert said.exit_code == 1 and "error[RL0094]" in said.output and "this command reads it" in said.output
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_a_search_may_renew_the_placement_file_that_it_reads(folder: Path) -> None:
+    (folder / "grpo.place.rlf").write_text("place actor.train zero=1\n")
+    searched("--place", "grpo.place.rlf")
+    assert (folder / "grpo.place.rlf").read_text().startswith("# Placement of grpo.rlf")
+
+
+@pytest.mark.parametrize("command", ["search", "explain-placement"])
+@pytest.mark.parametrize("mode", ["heuristic", "d2"])
+def test_a_mode_is_no_file_of_rules(folder: Path, command: str, mode: str) -> None:
+    said = rlc(command, "grpo.rlf", "--cluster", "two.yaml", "--place", mode)
+    assert said.exit_code == 2 and f"`{mode}` is a mode" in said.output, said.output
+    assert "FILE|MODE" not in rlc(command, "--help").output
+
+
+@pytest.mark.parametrize("memory", ["1e-12", "1e300", "0"])
+def test_a_program_has_at_least_a_byte_of_memory_and_a_finite_number(folder: Path, memory: str) -> None:
+    (folder / "grpo.rlf").write_text(PROGRAM.replace(EIGHT, f"cluster nodes=1 gpus=8 memory_gb={memory}\n"))
+    said = rlc("compile", "grpo.rlf")
+    assert said.exit_code == 1 and "error[RL0205]" in said.output and "`memory_gb`" in said.output, said.output
