@@ -117,7 +117,8 @@ def read_options(options: Sequence[Option]) -> dict[str, tuple[Scalar, Span]]:
                       }.get(name, f"an integer of at least {least}")
             example = {"offload": "true", "keep": "false", "reuse": "true", "backend": "torch",
                        **{k: v[-1] for k, v in CHOICES.items()}}.get(name, max(least, 1))
-            raise fail("RL0311", f"`{name}` must be {wanted}", span, f"this is {value!r}",
+            shown = str(value).lower() if isinstance(value, bool) else repr(value)
+            raise fail("RL0311", f"`{name}` must be {wanted}", span, f"this is {shown}",
                        help=f"write `{name}={example}`")
         if name == "zero" and value not in range(4):
             raise fail("RL0311", "`zero` must be an integer from 0 to 3", span, f"this is {value!r}", help=ZERO)

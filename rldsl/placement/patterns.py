@@ -22,13 +22,18 @@ def check_patterns(model: g.Model, specs: Sequence[ParamSpec], layers: int) -> N
     """specs: of the parameters that are trained, which with adapters are those of the adapters."""
     if model.optimizer is None or not model.patterns:
         return
-    names = [p.name for p in expand_specs(specs, layers)]
+    everything = tuple(expand_specs(specs, layers))
+    names = [p.name for p in everything if not p.spec.buffer]  # no optimizer changes the others
     for pattern, span in model.patterns:
-        if not any(matches(name, (pattern,)) for name in names):
-            near = next(iter(get_close_matches(pattern.strip("*"), names, 1)), "")
-            raise fail("RL0343", f"no trained parameter of `{model.name}` matches \"{pattern}\"", span,
-                       f"did you mean \"{near}\"?" if near else "",
-                       help=f"a pattern stands for whole names, and `*` for any text in them; names: {_some(specs)}")
+        if any(matches(name, (pattern,)) for name in names):
+            continue
+        buffer = next((p.name for p in everything if matches(p.name, (pattern,))), "")
+        near = next(iter(get_close_matches(pattern.strip("*"), names, 1)), "")
+        raise fail("RL0343", f"no trained parameter of `{model.name}` matches \"{pattern}\"", span,
+                   f"{buffer} gets no gradient, so no optimizer changes it" if buffer else
+                   f"did you mean \"{near}\"?" if near else "",
+                   help="leave the pattern out" if buffer else
+                   f"a pattern stands for whole names, and `*` for any text in them; names: {_some(specs)}")
     if all(matches(name, model.optimizer.freeze) for name in names):
         raise fail("RL0343", f"nothing of `{model.name}` is left to train", model.patterns[0][1],
                    "this freezes every parameter", help="freeze fewer parameters, or declare the model without `train`")
@@ -36,5 +41,5 @@ def check_patterns(model: g.Model, specs: Sequence[ParamSpec], layers: int) -> N
 
 def _some(specs: Sequence[ParamSpec]) -> str:
     """Some names, with a `*` for the number of a layer."""
-    names = [s.name.replace("{}", "*") for s in specs]
+    names = [s.name.replace("{}", "*") for s in specs if not s.buffer]
     return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")

@@ -98,7 +98,7 @@ ENVIRONMENT = {
 }
 TRAIN = {"minibatches": Opt("int", 1, 1), "minibatch": Opt("int", None, 1, unit="rows"), "epochs": Opt("int", 1, 1),
          "shuffle": Opt("bool", True), "nonfinite": Opt("text", "stop", choices=("stop", "skip")),
-         "router_bias_update_rate": Opt("float", 0.0, 0)}
+         "router_bias_update_rate": Opt("float", 0.0, 0, 1)}
 TEXT = {"max_tokens": Opt("int", low=1, needed=True, unit="tokens"),
         "over_long": Opt("text", "error", choices=("error", "truncate", "drop"))}
 BUFFER = {"capacity": Opt("int", low=1, needed=True, unit="rows")}

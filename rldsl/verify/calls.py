@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import inf
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.arrays import ROWS
@@ -231,7 +230,7 @@ def check_train(t: Tables, e: Train) -> Iterator[Diagnostic]:
         yield problem("RL0615", f"{name(e)} {fault}", e)
     if e.rate and (t.values[e.rate].level, t.values[e.rate].dtype) != ("batch", "f32"):
         yield problem("RL0615", f"{name(e)}: the learning rate {e.rate} is not a number of the batch level", e)
-    if e.router_bias_update_rate and not (0 < e.router_bias_update_rate < inf and updatable(t.models[e.model])):
+    if e.router_bias_update_rate and not (0 < e.router_bias_update_rate <= 1 and updatable(t.models[e.model])):
         yield problem("RL0615", f"{name(e)}: no router biases of {e.model} move by {e.router_bias_update_rate}", e)
     yield from writes(t, e, {v for _, v in e.outputs}, set(), e.spread, copy)
     for _, frame, what in e.model_outputs:

@@ -225,10 +225,26 @@ def test_models_without_such_biases_are_refused(model, more, why, root, tmp_path
     assert (found.code, found.label) == ("RL0334", why) and found.span.text.startswith("actor.train(gen")
 
 
-def test_rates_below_zero_are_refused(root, tmp_path):
+@pytest.mark.parametrize("rate", ["-0.1", "1.5", "1e39"])
+def test_rates_outside_zero_to_one_are_refused(rate, root, tmp_path):
+    """1e39 would be infinite in float32."""
     with pytest.raises(Failure) as failure:
-        compile(str(program(root, tmp_path, ", router_bias_update_rate=-0.1")))
+        compile(str(program(root, tmp_path, f", router_bias_update_rate={rate}")))
     assert "router_bias_update_rate" in failure.value.diagnostics[0].title
+
+
+@pytest.mark.parametrize("optimizer, says", [
+    ('freeze="*.e_score_correction_bias"', "model.layers.1.mlp.gate.e_score_correction_bias gets no gradient"),
+    ('group("*score_correction*", lr_scale=2)', "gets no gradient"),
+    ('freeze=["*.weight", "*proj"]', "this freezes every parameter")])
+def test_patterns_that_name_nothing_but_biases_are_refused(optimizer, says, root, tmp_path):
+    """No optimizer changes them, so `freeze` would not keep them, and leaves nothing to train without the others."""
+    path = program(root, tmp_path)
+    path.write_text(path.read_text().replace("weight_decay=0.5", optimizer))
+    with pytest.raises(Failure) as failure:
+        compile(str(path))
+    (found,) = failure.value.diagnostics
+    assert found.code == "RL0343" and says in found.label
 
 
 def test_other_backends_are_refused():
@@ -239,7 +255,7 @@ def test_other_backends_are_refused():
     assert not described("megatron").router_bias and described("torch").router_bias
 
 
-@pytest.mark.parametrize("rate", [-1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("rate", [-1.0, 1.5, float("inf"), float("nan")])
 def test_plans_with_other_rates_are_found(rate, root, tmp_path):
     plan = compile(str(program(root, tmp_path)))
     verify(plan)
