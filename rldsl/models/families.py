@@ -284,6 +284,7 @@ def _specs(skeleton: Skeleton, config: Any, layers: int, kind: str, sizes: dict[
             style, partial = "experts", False
         else:
             split, style, partial, problem = _division(name, shape, _style(name, styles), sizes)
+            partial = partial or name.replace("{}", "0", 1) not in buffers and _of_divided_columns(name, styles)
         problems += [problem] if problem else []
         several = number == "{}"
         specs.append(ParamSpec(name, shape, stage, layers if several else 0, split, style, partial, count,
@@ -374,6 +375,13 @@ def _style(name: str, styles: dict[str, str]) -> str:
     """The tensor-parallel style of a parameter's module, or of the parameter itself."""
     generic = _generic(name)
     return styles.get(generic.rpartition(".")[0]) or styles.get(generic) or ""
+
+
+def _of_divided_columns(name: str, styles: dict[str, str]) -> bool:
+    """Whether a parameter belongs to an activation, as xIELU's do, between weights that tp divides: a rank applies it
+    to its own columns alone."""
+    mlp, _, module = _generic(name).rpartition(".")[0].rpartition(".")
+    return module.startswith("act") and any(k.rpartition(".")[0] == mlp and v == "colwise" for k, v in styles.items())
 
 
 def _generic(name: str) -> str:

@@ -383,7 +383,7 @@ class Stage(ActivationCheckpointing):
                 fuse_layers(skeleton, self.device, norms)
             return
         kinds: dict[str, HeadKind] = {}  # norms of heads
-        for spec in (*model.params, *model.base):
+        for spec in (*model.params, *(p for p in model.base if "norm" in p.name)):  # a frozen activation is as any
             if spec.partial_grad and not module_of(spec.name):
                 kinds[spec.name.rpartition(".")[0]] = "query" if "q_norm" in spec.name else "kv"
         fused = fuse_norms(skeleton, self.device,
@@ -398,7 +398,7 @@ class Stage(ActivationCheckpointing):
         others = {*kinds} - {_without_number(name) for name in fused}
         if others and sums.tp.size > 1:
             raise fail("RL0330", f"`{model.name}` cannot be trained with `invariant=training` under tp",
-                       place=str(model.path), label=f"the norm {min(others)} of its heads is of another kind than "
+                       place=str(model.path), label=f"{min(others)} reads what tp divides, and is of another kind than "
                        "root-mean-square norms with a plain weight",
                        help="train it with tp=1, or with `invariant=true`")
 
