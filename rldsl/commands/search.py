@@ -54,7 +54,7 @@ def search(request: SearchRequest, target: str, as_json: bool) -> str:
     write(target, text.encode(), "choose another path with -o")
     if as_json:
         return answer_text.to_json(answer, cluster.name)
-    return answer_text.format_answer(answer, request.file, cluster.name, cost_source_text(cluster)) + (
+    return answer_text.format_answer(answer, request.file, cluster.name, cost_source_text(cluster, answer)) + (
         f"\n  wrote {target}; next: rlc compile {request.file} --place {target}\n")
 
 
@@ -116,10 +116,14 @@ def _run_search(p: PreparedProgram, cluster: Cluster, request: SearchRequest) ->
     return answer, timed_out
 
 
-def cost_source_text(cluster: Cluster) -> str:
-    """Where the times come from."""
-    return "measured by `rlc profile`" if cluster.measured else ("a roofline estimate from operation counts and the "
-                                                                 "cluster's rates")
+def cost_source_text(cluster: Cluster, answer: Answer) -> str:
+    """Where the times come from. A profile may have measured other models."""
+    estimate = "a roofline estimate from operation counts and the cluster's rates"
+    if not cluster.measured:
+        return estimate
+    if not (estimated := answer.best[0].timeline.estimated):
+        return "measured by `rlc profile`"
+    return f"measured by `rlc profile`; of {', '.join(estimated)}, which it did not measure, {estimate}"
 
 
 def compiler_version() -> str:

@@ -328,3 +328,10 @@ def test_a_program_has_at_least_a_byte_of_memory_and_a_finite_number(folder: Pat
     (folder / "grpo.rlf").write_text(PROGRAM.replace(EIGHT, f"cluster nodes=1 gpus=8 memory_gb={memory}\n"))
     said = rlc("compile", "grpo.rlf")
     assert said.exit_code == 1 and "error[RL0205]" in said.output and "`memory_gb`" in said.output, said.output
+
+
+def test_a_profile_of_other_models_measured_none_of_these(folder: Path) -> None:
+    (folder / "two.yaml").write_text("preset: h100x8\ngpus: 2\nmeasured:\n  - {config: abc, head: causal_lm, dtype: "
+                                     "float32, tp: 1, threads: 1, forward: {call: 3, token: 1e-3}}\n")
+    (times,) = (line for line in searched().splitlines() if line.startswith("  times"))
+    assert "roofline estimate" in times and all(name in times for name in ("actor", "judge", "ref"))
