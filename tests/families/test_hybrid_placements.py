@@ -50,7 +50,6 @@ def test_training_moves_it(alone: Metrics) -> None:
     assert alone[0]["apart"] < 1e-5 and alone[1]["apart"] > 1e-2 and alone[0]["actor/grad_norm"] > 1
 
 
-@pytest.mark.numeric
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_placement_changes_no_numbers(tiny: Path, alone: Metrics, tmp_path: Path, name: str) -> None:
     found = run(tiny, tmp_path, PLACEMENTS[name], like=alone)

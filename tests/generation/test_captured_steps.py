@@ -136,6 +136,27 @@ def by_name() -> tuple[torch.Tensor, ...]:
     return (F.embedding_bag(PLACES[None], TABLE, per_sample_weights=torch.ones(1, 5), mode="sum"),)
 
 
+def filled_elsewhere() -> tuple[torch.Tensor, ...]:
+    made = X.new_empty(len(X))
+    made.numpy()[:] = X.detach().numpy().sum(1)  # no operator of torch
+    return (made + 1,)
+
+
+def filled_by_operators() -> tuple[torch.Tensor, ...]:
+    made = X.new_empty(len(X))
+    return (torch.sum(X, 1, out=made) + 1,)
+
+
+def test_memory_that_something_else_fills_is_not_recorded() -> None:
+    """Replayed, it would stay as it was."""
+    with torch.no_grad(), pytest.raises(NotTraceable, match="reads memory that no operator filled"):
+        trace(filled_elsewhere, verify=False)
+    with torch.no_grad():
+        _, captured = trace(filled_by_operators)
+        X.normal_()
+        assert torch.equal(captured()[0], X.sum(1) + 1)
+
+
 @pytest.mark.parametrize("function", [numbers, item, ragged])
 def test_what_depends_on_numbers_is_not_recorded(function: Callable[[], tuple[torch.Tensor, ...]]) -> None:
     with torch.no_grad(), pytest.raises(NotTraceable):

@@ -86,11 +86,24 @@ class _Tracer(TorchDispatchMode):
         self.ops: list[Callable[[], Any]] = []
         self.made: dict[int, torch.Tensor] = {}  # by storage: a tensor of each storage that an operator made
         self.inputs: set[int] = set()            # storages that existed before
+        self.unfilled: set[int] = set()          # storages that were allocated, and that no operator has written to
 
     def _note_storages(self, args: Any, kwargs: Any, out: Any) -> None:
         self.inputs |= {x.untyped_storage()._cdata for x in _tensors((args, kwargs))} - self.made.keys()
         results = {x.untyped_storage()._cdata: x for x in _tensors(out)}
         self.made |= {key: x for key, x in results.items() if key not in self.inputs}
+
+    def _note_fillings(self, func: Any, effect: Effect, args: Any, kwargs: Any, out: Any) -> None:
+        """What fills memory without being an operator (a Triton kernel in its interpreter) would be missing in the
+        trace, whose results would stay as they were."""
+        if func in ALLOCATIONS:
+            self.unfilled |= {x.untyped_storage()._cdata for x in _tensors(out)}
+        elif self.unfilled and effect != "view":
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+            written = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+            self.unfilled -= {x.untyped_storage()._cdata for x in _tensors(written)}
+            if self.unfilled & {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}:
+                raise NotTraceable(f"{func} reads memory that no operator filled")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -100,6 +113,7 @@ class _Tracer(TorchDispatchMode):
         out = func(*args, **kwargs)
         if effect == "new":
             self._note_storages(args, kwargs, out)
+        self._note_fillings(func, effect, args, kwargs, out)
         if effect != "view":  # a view of a tensor that stays is the same view in every run
             if any(y is None for x in args if isinstance(x, list) for y in x):
                 op = func  # the indices of `index`: torch's Python binding wants them all to be tensors
