@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from rldsl.diag import fail
@@ -59,6 +60,23 @@ class Skeleton:
     fixed: frozenset[str] = frozenset()  # parameters for which transformers asks for no gradient
 
 
+@cache
+def _is_only_a_product(kind: Any) -> bool:
+    """Whether linear layers of this class compute what torch's do, tried on a small one. Others, such as Llama 4's
+    routers, do more."""
+    import torch
+
+    if kind.forward is torch.nn.Linear.forward:
+        return True
+    try:
+        with torch.random.fork_rng(devices=()), torch.no_grad():
+            layer, x = kind(3, 2, device="cpu"), torch.randn(5, 3, device="cpu")
+            found, expected = layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias)
+    except Exception:  # a class that is built from something else
+        return False
+    return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.allclose(found, expected)
+
+
 def build(config: Any, path: str, span: Span | None) -> Skeleton:
     """The skeleton of the model of `config`, which is on the meta device: shapes without storage."""
     import torch
@@ -79,11 +97,11 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
         raise fail("RL0303", f'the model in "{path}" is not a causal language model', span, first_line(error),
                    help="every model must be based on a causal language model") from None
     linears = []
-    plain = torch.nn.Linear.forward, Conv1D.forward  # others, such as Llama 4's routers, do more than a product
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear | Conv1D) and type(module).forward in plain:
+        kind: Any = type(module)
+        if kind is Conv1D or isinstance(module, torch.nn.Linear) and _is_only_a_product(kind):
             rows, columns = module.weight.shape
-            swapped = isinstance(module, Conv1D)
+            swapped = kind is Conv1D
             linears.append(LinearModule(name, *((rows, columns) if swapped else (columns, rows)), swapped))
     named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     prefix = body_name(model)

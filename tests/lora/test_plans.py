@@ -17,6 +17,7 @@ from rldsl.plan.model import Lora, Model, Plan
 from rldsl.plan.projection import rank_classes, walk
 from rldsl.sharding.boxes import itemsize, parameters, pieces_of_rank, volume
 from rldsl.verify import verify
+from tests.families import tiny_configs
 from tests.lora.adapted import make_adapter
 from tests.tiny import make_model
 
@@ -391,3 +392,11 @@ def test_weights_of_an_adapter_that_cannot_be_read(base: Path, tmp_path: Path, d
 def test_no_adapter_at_all(base: Path, tmp_path: Path) -> None:
     given = PROGRAM.replace('r=4, targets=["q_proj", "down_proj"]', f'"{tmp_path}/a"')
     assert refused(base, tmp_path, program=given)[0][0] == "RL0342"
+
+
+@pytest.mark.parametrize("family, has", [("falcon", "query_key_value"), ("llama4_text", "q_proj")])
+def test_layers_that_only_compute_a_product_can_have_adapters(family, has, tmp_path):
+    """Falcon writes its product itself; Llama 4's routers choose experts, too."""
+    found = describe(str(tiny_configs.make(tmp_path / "m", family)), "causal_lm")
+    names = {linear.name.removesuffix(".weight").rpartition(".")[2] for linear in found.linears}
+    assert has in names and "router" not in names
