@@ -135,7 +135,8 @@ docs/families.md` has found it with a tiny random model of each, in float32 on t
   bitwise those of the directory) and train, the gradients of one step, to {limit:.0e}; generate, the log-probs of
   greedy responses against those of the same model; pp, the log-probs of two stages, one run after the other. Gradients
   with numbers above 1 are compared relative to the largest one. Wider limits, since results of transformers' own kinds
-  of attention, or its own gradients in float32 and float64, differ by more: {noise}.
+  of attention, or its own gradients in float32 and float64, differ by more:
+  {noise}.
 - **Not measured** here: dp repeats log-probs, and tp, cp, ep, zero, LoRA, invariant and megatron are what the compiler
   offers, from the description of the family. `tests/families/test_named.py` measures dp=2 and, where they are offered,
   pp=2 and tp=2 of {named} families with a process per rank.
