@@ -192,7 +192,7 @@ class MegatronStage(ActivationCheckpointing):
         self.head, self.score = None, self.unsharded.get(SCORE_WEIGHT)
         self.vocab_start, self.head_axis = 0, Axis((tp.ranks[tp.index],), 0, None)
         self.vocab_cuts = None  # no model is invariant here
-        self.logit_cap, self.head_is_biased = 0.0, False  # no family here has either
+        self.logit_cap, self.head_is_biased, self.is_recurrent = 0.0, False, False  # no family here has any
         if self.first:
             table = self.chunks[0].model.embedding.word_embeddings
             table.vocab_start_index, table.vocab_end_index = self.unsharded_held[EMBEDDING][1][0].box[0]

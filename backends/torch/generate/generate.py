@@ -65,7 +65,7 @@ def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling,
     scheduler = Scheduler(
         prompts.prompt_lens.tolist(), shares_prompt(prompts), min(max_num_seqs or room, room), axes.pp.size,
         sampling.max_new_tokens, 1 if waits_anyway else poll_every or POLL_EVERY.get(device.type, 1), max_prompt_len,
-        prefix is not None, device.type == "cpu" and not stage.invariant, bool(stage.how.recurrent))
+        prefix is not None, device.type == "cpu" and not stage.invariant, stage.is_recurrent)
     prepare_decode_kernel(device, stage.matmul_dtype)
     prepare_kernels(sampling, device)
     key = (room, scheduler.num_slots, sampling, tuple(eos_ids))

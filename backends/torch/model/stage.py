@@ -221,6 +221,11 @@ class Stage(ActivationCheckpointing):
         self._wrap_layers()
 
     @property
+    def is_recurrent(self) -> bool:
+        """Whether layers carry a state from token to token."""
+        return bool(self.how.recurrent)
+
+    @property
     def shares_prompts(self) -> bool:
         """Whether a pass may have a prompt of several sequences once: no module needs complete sequences, and sums have
         no prescribed order."""
