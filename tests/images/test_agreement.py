@@ -17,6 +17,7 @@ from rldsl.runtime.state.image_agreement import _blocks, check_unchanged
 from tests.end_to_end.programs import compile_program
 from tests.images.pictures import data_of, make_rows, picture
 from tests.images.test_resume import same_size_pixel
+from tests.runtime.copies import said_in_copy
 from tests.world import run_world
 
 PROGRAM = """
@@ -31,17 +32,9 @@ flow run(steps=1) {
 
 
 def _rank(rank: int, data: bytes, folders: list[str], machines: bool) -> str:
-    from rldsl.runtime.interpreter.interpreter import execute
-    from rldsl.runtime.plan_file import PlanFile
-
     if machines:  # of one rank each
         os.environ["LOCAL_RANK"] = "0"
-    os.chdir(folders[rank])
-    try:
-        execute(PlanFile.from_bytes(data, "p.plan"), Path(folders[0]) / "out")
-    except Failure as failure:
-        return " ".join(f"{d.code} {d.place} {d.title}" for d in failure.diagnostics) or "another rank"
-    return ""
+    return said_in_copy(rank, data, folders)
 
 
 @pytest.fixture(scope="module")

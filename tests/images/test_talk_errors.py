@@ -76,7 +76,7 @@ def test_a_prompt_that_is_a_string_is_one_message_with_images(source) -> None:
 
 
 class Says:
-    """An environment that returns what it is told to."""
+    """An environment that returns what the test gives it."""
 
     def __init__(self, found: Any):
         self.found = found

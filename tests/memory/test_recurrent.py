@@ -11,23 +11,17 @@ import pytest
 
 import rldsl
 from click.testing import CliRunner
-from rldsl.api import compile
 from rldsl.cli import main
-from rldsl.memory import curves
-from rldsl.memory.curve import each_rank, left_out, peak, points
+from rldsl.memory.curve import left_out
 from rldsl.models import recurrence
 from rldsl.models.families import describe
 from rldsl.models.skeleton import build
-from rldsl.plan.codec import encode
-from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.model import Growth
-from rldsl.plan.projection import event_paths
 from tests.families.tiny_configs import make, tiny_config
-from tests.memory.accounting import measured
+from tests.memory.estimates import compare_with_run
 from tests.memory.plans import GRPO, Case, on
 from tests.tiny import make_model, write_jsonl
 
-GATE = 0.10
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(num_attention_heads=8, num_key_value_heads=4, head_dim=32, linear_num_value_heads=8,
                        linear_num_key_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
@@ -52,21 +46,7 @@ def test_estimates_are_within_the_gate(family: str, case: Case, tmp_path: Path,
     make(tmp_path / "m", family, **dict(hidden_size=wide, intermediate_size=2 * wide, num_hidden_layers=4,
                                         vocab_size=2048, max_position_embeddings=512) | SIZES[family]
          | (dict(num_heads=wide // 32) if family == "mamba2" else {}))
-    # no two prompts are alike, since those that are share a prefill
-    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"{i:02d}" + "7" * (case.prompt - 2)} for i in range(48)])
-    (tmp_path / "run.rlf").write_text(f"cluster nodes=1 gpus={case.world}\n" + GRPO.format(
-        **{k: getattr(case, k) for k in Case.__dataclass_fields__}) + f"\n{case.place}\n")
-    plan = compile(str(tmp_path / "run.rlf"))
-    calls = {e.id: e for e, _ in event_paths(plan) if isinstance(e, Generate | Infer | Train)}
-    found = measured(encode(plan), tmp_path / "out", case.world)
-    for rank, curve in each_rank(curves(plan, "cpu")):
-        assert peak(curve).bytes == pytest.approx(found[rank].peak, rel=GATE), f"rank {rank}"
-        for point in points(curve):
-            if point.event in calls:
-                said = (point.before, point.during, point.after)
-                real = found[rank].events[point.event]
-                assert said == pytest.approx(real, rel=GATE), f"rank {rank}, {type(calls[point.event]).__name__}"
-    assert left_out(plan) == ()
+    compare_with_run(tmp_path, case)
 
 
 STATES = ("bamba", "lfm2", "qwen3_5_text", "zaya")

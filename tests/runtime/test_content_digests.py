@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from rldsl.runtime.comm.content_digests import HALF, ContentDigest, differences
 from tests.end_to_end.programs import compile_program
+from tests.runtime.copies import said_in_copy
 from tests.tiny import make_model, make_sums, write_jsonl
 from tests.world import run_world
 
@@ -49,19 +50,6 @@ def test_other_parts_of_a_file_are_not_compared() -> None:
 
 # runs on two machines, each with copies of its own
 
-def _rank(rank: int, data: bytes, folders: list[str]) -> str:
-    from rldsl.diag import Failure
-    from rldsl.runtime.interpreter.interpreter import execute
-    from rldsl.runtime.plan_file import PlanFile
-
-    os.chdir(folders[rank])
-    try:
-        execute(PlanFile.from_bytes(data, "p.plan"), Path(folders[0]) / "out")
-    except Failure as failure:
-        return " ".join(f"{d.code} {d.place} {d.title}" for d in failure.diagnostics) or "another rank"
-    return ""
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("copies") / "0"
@@ -84,7 +72,7 @@ def run(place: Path, tmp_path: Path, change: Any, rules: str = "dp=2", world: in
     finally:
         os.chdir(before)
     change(folders[-1])
-    return run_world(world, _rank, data, [str(folder) for folder in folders])
+    return run_world(world, said_in_copy, data, [str(folder) for folder in folders])
 
 
 def reverse(folder: Path) -> None:

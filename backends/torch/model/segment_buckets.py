@@ -2,7 +2,7 @@
 
 In: the segments of a pass (runs of a sequence's queries, which see its keys up to the last of them), by groups of
 tokens. Out: their attention. Segments of the same rounded sizes share a bucket, whatever leaf or group they are in.
-A kernel computes each of them by itself, so its numbers do not depend on the others: a pass over several leaves has the
+A kernel computes each of them alone, so its numbers do not depend on the others: a pass over several leaves has the
 gradients of one over each, with as many calls of kernels as one of them.
 
 The gradient of a key is summed in its group over the segments that see it, two at most, and is left apart for each
