@@ -80,18 +80,21 @@ class Measured:
     rss: int
 
 
-def measured(data: bytes, folder: Path, world: int, timeout: float = 240.0) -> list[Measured]:
-    """Run a plan and count; in rank order."""
-    return run_world(world, _rank, data, str(folder), os.getcwd(), timeout=timeout)
+def measured(data: bytes, folder: Path, world: int, timeout: float = 240.0, kernels: bool = True) -> list[Measured]:
+    """Run a plan and count; in rank order. kernels: those for CPUs, where a compiler can make them."""
+    return run_world(world, _rank, data, str(folder), os.getcwd(), kernels, timeout=timeout)
 
 
-def _rank(rank: int, data: bytes, out: str, cwd: str) -> Measured:
+def _rank(rank: int, data: bytes, out: str, cwd: str, kernels: bool) -> Measured:
+    from rldsl.backends.torch.kernels import cpu_kernels
     from rldsl.runtime.interpreter import interpreter
     from rldsl.runtime.interpreter.options import Options
     from rldsl.runtime.persist.checkpoint_writer import CheckpointWriter
     from rldsl.runtime.plan_file import PlanFile
 
     os.chdir(cwd)
+    if not kernels:  # the server that this process is forked from has its own environment, and may have loaded them
+        cpu_kernels._library = lambda: None
     storages = Storages()
     seen: dict[int, tuple[int, int, int]] = {}
     peak = 0
