@@ -1,6 +1,6 @@
 /* Kernels for float32 on CPUs, for `cpu_kernels.py`, which says what each of them computes.
 
-   Vectors are those of the compiler (GCC and Clang), as wide as the widest processors have; it splits them for others.
+   Vectors are those of the compiler (GCC and Clang), as wide as the processor has: GCC keeps wider ones in memory.
    Rows are independent, so neither their number nor the number of threads changes a bit. */
 
 #include <math.h>
@@ -8,7 +8,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef __AVX512F__
 #define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
 #define BLOCK 256 /* tokens of the vocabulary whose weights are summed in float32 */
 #define ROWS_AT_ONCE 64 /* whose products are summed before they are added to the gradient of a weight */
 
@@ -34,15 +40,24 @@ static inline void store_some(float *x, vec v, int64_t n) {
   memcpy(x, part, n * sizeof(float));
 }
 
-/* even and odd elements of a and b added: applied to 16 vectors in 4 rounds it gives the sum of each */
+#if LANES == 16
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#elif LANES == 8
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15
+#else
+#define EVEN 0, 2, 4, 6
+#define ODD 1, 3, 5, 7
+#endif
+
+/* neighboring elements of a and of b added: applied to LANES vectors in rounds it gives the sum of each */
 static inline vec add_pairs(vec a, vec b) {
-  vec even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  vec odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-  return even + odd;
+  return __builtin_shufflevector(a, b, EVEN) + __builtin_shufflevector(a, b, ODD);
 }
 
 static inline float sum(vec v) {
-  for (int i = 0; i < 4; i++) v = add_pairs(v, v);
+  for (int n = LANES; n > 1; n /= 2) v = add_pairs(v, v);
   return v[0];
 }
 
@@ -293,6 +308,9 @@ void sample(const float *logits, const double *draws, int64_t rows, int64_t colu
 
 /* ------------------------------------------------------------------------------------------------ decode attention */
 
+/* sums that do not wait for one another: as many as fit into registers */
+#define CHAINS(SIZE) ((SIZE) / LANES >= 8 ? 1 : (SIZE) / LANES >= 4 ? 2 : 4)
+
 /* Scores of `queries` heads [queries, size], which share keys [tokens, size], in scores [queries, stride]. SIZE: of a
    head, known to the compiler */
 #define SCORES(SIZE)                                                                                                  \
@@ -315,17 +333,18 @@ void sample(const float *logits, const double *draws, int64_t rows, int64_t colu
     }                                                                                                                 \
   }                                                                                                                   \
   static void values_##SIZE(const float *weights, const float *values, int64_t tokens, float factor, float *out) {    \
-    vec sums[4][SIZE / LANES];                                                                                        \
-    for (int i = 0; i < 4; i++)                                                                                       \
+    vec sums[CHAINS(SIZE)][SIZE / LANES];                                                                             \
+    for (int i = 0; i < CHAINS(SIZE); i++)                                                                            \
       for (int j = 0; j < SIZE / LANES; j++) sums[i][j] = all(0);                                                     \
     int64_t t = 0;                                                                                                    \
-    for (; t + 4 <= tokens; t += 4)                                                                                   \
-      for (int i = 0; i < 4; i++)                                                                                     \
+    for (; t + CHAINS(SIZE) <= tokens; t += CHAINS(SIZE))                                                             \
+      for (int i = 0; i < CHAINS(SIZE); i++)                                                                          \
         for (int j = 0; j < SIZE / LANES; j++) sums[i][j] += load(values + (t + i) * SIZE + j * LANES) * weights[t + i];\
     for (; t < tokens; t++)                                                                                           \
       for (int j = 0; j < SIZE / LANES; j++) sums[0][j] += load(values + t * SIZE + j * LANES) * weights[t];          \
-    for (int j = 0; j < SIZE / LANES; j++)                                                                            \
-      store(out + j * LANES, ((sums[0][j] + sums[1][j]) + (sums[2][j] + sums[3][j])) * factor);                       \
+    for (int i = 1; i < CHAINS(SIZE); i++)                                                                            \
+      for (int j = 0; j < SIZE / LANES; j++) sums[0][j] += sums[i][j];                                                \
+    for (int j = 0; j < SIZE / LANES; j++) store(out + j * LANES, sums[0][j] * factor);                               \
   }
 
 SCORES(16)
