@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.initialization import no_init_weights
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.pytorch_utils import Conv1D
 
 from rldsl.backends.torch.kernels.products import use_onednn
@@ -28,6 +25,7 @@ from rldsl.backends.torch.kernels.rms_norms import fuse_norms
 from rldsl.backends.torch.model import attention
 from rldsl.backends.torch.model.attention import PackedAttention
 from rldsl.backends.torch.model.autocast import round_parameter
+from rldsl.backends.torch.model.chunks import Chunk, LayersDone, chunk_of, end_of_layers
 from rldsl.backends.torch.model.experts import OrderedExperts, SourceGrads, parallelize_experts
 from rldsl.backends.torch.model.fused_layers import fuse_layers
 from rldsl.backends.torch.model.gradient_sums import HeadKind, HeadSums, Norms, with_gradient_apart
@@ -38,68 +36,31 @@ from rldsl.backends.torch.model.recompute import ActivationCheckpointing
 from rldsl.backends.torch.model.row_groups import RowGroups
 from rldsl.backends.torch.model.sequence_parallel import SequenceParallel, gathered_children
 from rldsl.backends.torch.model.sequences import CurrentPass, connect
+from rldsl.backends.torch.model.skeleton import (
+    HeadWithoutProducts,
+    aliases_of,
+    empty_model,
+    has_more,
+    logit_form,
+    only_multiplied,
+    rope_width,
+)
 from rldsl.backends.torch.model.tensor_parallel import ColumnParallelInput, parallelize
 from rldsl.backends.torch.model.vision import Vision, features_of, offsets_of
 from rldsl.backends.torch.model.weight_copies import WeightCopies
 from rldsl.backends.torch.model.zero import ParamGroup, ParamGroups, ZeroSharding
 from rldsl.diag import fail
-from rldsl.models.execution import Execution, body_name, execution, keep_weights, shared_name
-from rldsl.models.vision import auto_class, layers_with_images, vision_family
+from rldsl.models.execution import Execution, body_name
+from rldsl.models.vision import layers_with_images, vision_family
 from rldsl.plan.adapter_names import module_of
 from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Axis, Images, WeightCache
 from rldsl.runtime.image_tokens import ids_of
 from rldsl.sharding.boxes import Parameter, expand_specs, local_shape, parameters, pieces_of_rank
-from rldsl.sharding.layout import stage_layers
 from rldsl.sharding.sum_blocks import column_leaves, local_cuts, summed_input, summed_output
 
 INTO_EMBEDDINGS = ("ctrl",)  # families that write into the embeddings that they are given
-
-
-class PassThroughLayer(nn.Module):
-    """In place of a layer of another chunk. The last one before a chunk's own layers inserts the hidden states that the
-    previous chunk sent, whatever the family's forward did to its input before (some scale embeddings)."""
-
-    received: torch.Tensor | None = None  # [1, T, H] during a forward pass
-
-    def __init__(self, layer: nn.Module, outputs: int = 0):
-        """layer: in whose place it is. outputs: see `Execution.outputs`."""
-        super().__init__()
-        self.outputs = outputs
-        vars(self)["layer"] = layer  # not a child: its parameters are elsewhere
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        hidden = hidden_states if self.received is None else self.received
-        return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
-
-    def __getattr__(self, name: str) -> Any:
-        """What a family's model asks its layers, such as their kind."""
-        return getattr(vars(self)["layer"], name)
-
-
-class _LayersDone(Exception):
-    """Ends the forward of a family's model behind a chunk's last layer, if that is not the model's last one."""
-
-    def __init__(self, hidden: torch.Tensor):
-        super().__init__()
-        self.hidden = hidden
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A run of layers, and the family's model with only these."""
-
-    body: nn.Module          # the family's model without its head
-    own: nn.ModuleList       # the list of layers inside, with `PassThroughLayer`s in place of those of other chunks
-    entry: PassThroughLayer | None  # where received hidden states come in; None in the first chunk
-    layers: range            # numbers of its layers in the whole model
-    first: bool              # whether it has the model's first layers
-    last: bool               # whether it has the model's last layers
-
-    def own_layers(self) -> Iterator[tuple[int, nn.Module]]:
-        """(number, layer)"""
-        return ((i, layer) for i, layer in enumerate(self.own) if not isinstance(layer, PassThroughLayer))
 
 
 class Stage(ActivationCheckpointing):
@@ -152,11 +113,11 @@ class Stage(ActivationCheckpointing):
         self.device, self.matmul_dtype = device, matmul_dtype
         self.residual_dtype = torch.float32
         self.config = load_config(model)
-        skeleton, self.how = _skeleton(self.config)
+        skeleton, self.how = empty_model(self.config)
         body: nn.Module = skeleton.get_submodule(body_name(skeleton))
         text = self.config.get_text_config()
         self.current = CurrentPass()
-        self.hidden_scale, self.logit_cap = _logit_form(text) if model.head.vocabulary else (1.0, 0.0)
+        self.hidden_scale, self.logit_cap = logit_form(text) if model.head.vocabulary else (1.0, 0.0)
         self.hidden_size, self.vocab_size = int(text.hidden_size), int(text.vocab_size)
 
         rank = axes.mesh.ranks[axes.mesh.index]
@@ -180,7 +141,7 @@ class Stage(ActivationCheckpointing):
         # what a later stage gets takes the place of its embeddings, if it can
         self._takes_embeddings = ("inputs_embeds" in arguments and str(self.config.model_type) not in INTO_EMBEDDINGS
                                   and skeleton.get_input_embeddings().weight.shape[-1] == self.hidden_size)
-        self._top = _HeadWithoutProducts(skeleton) if model.head.vocabulary and _has_more(skeleton) else None
+        self._top = HeadWithoutProducts(skeleton) if model.head.vocabulary and has_more(skeleton) else None
         self.unsharded = self.parameters
         self.zero = None
         if layout.zero:
@@ -214,7 +175,7 @@ class Stage(ActivationCheckpointing):
                                  self.checkpointed(features_of(root)) if self.first else None,
                                  skeleton.get_input_embeddings() if self.first else None, device, model.path)
         connect(body, () if self.how.by_rows else self.how.recurrent, self.current)
-        self.chunks = [self._chunk(body, s, pp.size * layout.vpp, model)
+        self.chunks = [chunk_of(body, self.how.layers, self.how.outputs, s, pp.size * layout.vpp, model.layers)
                        for s in range(pp.index, pp.size * layout.vpp, pp.size)]
         for chunk in self.chunks:
             self.sequence_parallel.install([layer for _, layer in chunk.own_layers()], gathered)
@@ -323,7 +284,7 @@ class Stage(ActivationCheckpointing):
         options = {k: v for k, v in options.items() if k in self._arguments}
         try:
             out: torch.Tensor = chunk.body(**given, use_cache=False, **options)[0]
-        except _LayersDone as done:
+        except LayersDone as done:
             return done.hidden
         finally:
             if chunk.entry is not None:
@@ -337,7 +298,7 @@ class Stage(ActivationCheckpointing):
             layer.forward = self.zero.wrap_layer(i, forward) if self.zero else forward
         for chunk in self.chunks:
             if not chunk.last:
-                chunk.own[chunk.layers.stop - 1].register_forward_hook(_end_of_layers)
+                chunk.own[chunk.layers.stop - 1].register_forward_hook(end_of_layers)
 
     def _in_its_pass(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """A layer's forward that can be recomputed: the backward pass comes when another pass is the current one."""
@@ -350,8 +311,8 @@ class Stage(ActivationCheckpointing):
     def _allocate_unsharded(self, name: str, skeleton: nn.Module) -> nn.Parameter:
         """A tensor for modules to compute with, in the dtype that they use: autocast casts matrices of layers."""
         parameter, pieces = self.unsharded_held[name]
-        matrix = parameter.layer is not None and len(parameter.spec.shape) > 1 and _only_multiplied(name, parameter,
-                                                                                                    skeleton)
+        matrix = parameter.layer is not None and len(parameter.spec.shape) > 1 and only_multiplied(name, parameter,
+                                                                                                   skeleton)
         dtype = self.matmul_dtype if matrix else self.parameters[name].dtype
         return nn.Parameter(torch.empty(local_shape(parameter, pieces), dtype=dtype, device=self.device))
 
@@ -418,7 +379,7 @@ class Stage(ActivationCheckpointing):
         self.vocab_cuts = local_cuts(self.vocab_size, 1, 1, 0) if model.invariant else None
         embedding = skeleton.get_input_embeddings()
         tied = output is not None and output.weight is embedding.weight
-        aliases = _aliases(skeleton, output, body_name(skeleton))
+        aliases = aliases_of(skeleton, output, body_name(skeleton))
         bias = next((n for n, p in skeleton.named_parameters() if p is getattr(output, "bias", None)), "")
         column_input = ColumnParallelInput(tp, self.sequence_parallel)
         adapters = lora_adapters(model, self.unsharded)
@@ -453,8 +414,8 @@ class Stage(ActivationCheckpointing):
             if attribute == "weight":
                 parallelize(module, parameter.spec.style, tp, start, column_input, adapters.get(path), cuts,
                             leaves, self._row_groups if self.ordered_gradients else None, parameter.spec.shape[0],
-                            _rope_width(self.config.get_text_config(),
-                                        parameter.spec.layer if parameter.layer is None else parameter.layer),
+                            rope_width(self.config.get_text_config(),
+                                       parameter.spec.layer if parameter.layer is None else parameter.layer),
                             self.weight_copies)
             if attribute == "weight" and self.last and (module is output or (tied and module is embedding)):
                 self._head, self.vocab_start = local[name], start
@@ -473,7 +434,7 @@ class Stage(ActivationCheckpointing):
         if self.matmul_dtype == torch.bfloat16:
             for name, (parameter, _) in {**self.base_held, **self.unsharded_held}.items():
                 path, _, attribute = name.rpartition(".")
-                if not _only_multiplied(name, parameter, skeleton):
+                if not only_multiplied(name, parameter, skeleton):
                     round_parameter(skeleton.get_submodule(path), attribute)
 
     def _source_grads_of(self, path: str) -> Callable[[], SourceGrads | None]:
@@ -484,145 +445,12 @@ class Stage(ActivationCheckpointing):
 
         return found
 
-    def _chunk(self, whole_body: Any, number: int, count: int, model: Model) -> Chunk:
-        """One of `count` runs of all layers: the same modules in a body of its own, with pass-through modules in place
-        of what belongs to other runs."""
-        layers, body, name = stage_layers(model.layers, count, number), whole_body, self.how.layers
-        if not name:
-            return Chunk(body, nn.ModuleList(), None, layers, True, True)
-        path = name.split(".")
-        body = parent = _copy(whole_body)
-        for step in path[:-1]:
-            parent._modules[step] = parent = _copy(parent._modules[step])
-        every = [layer if i in layers else PassThroughLayer(layer, self.how.outputs)
-                 for i, layer in enumerate(parent._modules[path[-1]])]
-        own, entry = nn.ModuleList(every), every[layers.start - 1] if layers.start else None
-        parent._modules[path[-1]] = own
-        return Chunk(body, own, entry, layers, number == 0, number == count - 1)
-
 
 def _without_padding(copies: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """[T] -> [S, W], 0 for padding. places: [S, W] in the row; padding is the last token of a sequence again."""
     return copies[places] * (places.diff(dim=1, prepend=places[:, :1] - 1) != 0)
 
 
-def _copy(module: nn.Module) -> Any:
-    """A module with the same children, in a dictionary of its own."""
-    result = copy(module)
-    result._modules = dict(module._modules)
-    return result
-
-
-class _HeadWithoutProducts:
-    """What a family's head does before its products with the vocabulary: (tokens [S, T], hidden [S, T, H]) -> [S, T, H]
-    (BERT and its descendants transform hidden states)."""
-
-    def __init__(self, skeleton: Any):
-        output = skeleton.get_output_embeddings()
-        output.forward = lambda hidden: hidden
-        self.model, self.given = _copy(skeleton), _Given()
-        self.model._modules[body_name(skeleton)] = self.given
-
-    def __call__(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        self.given.hidden = hidden
-        out: torch.Tensor = self.model(input_ids=tokens, use_cache=False).logits
-        return out
-
-
-class _Given(nn.Module):
-    """In place of a model below its head: gives hidden states that are known."""
-
-    hidden: torch.Tensor
-
-    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPastAndCrossAttentions:
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.hidden)
-
-
-def _rope_width(text: Any, layer: int) -> int:
-    """Of what all heads of a layer with latent attention share; 0 with any other. layer: -1 outside of layers."""
-    if getattr(text, "is_heterogeneous", False):
-        return int(getattr(text.per_layer_config[layer], "qk_rope_head_dim", 0) or 0) if layer >= 0 else 0
-    return int(getattr(text, "qk_rope_head_dim", 0) or 0)
-
-
-def _has_more(skeleton: Any) -> bool:
-    """Whether a family's head has parameters besides those of its output embedding."""
-    output, name = skeleton.get_output_embeddings(), body_name(skeleton)
-    products = {id(p) for p in output.parameters()} if output is not None else set()
-    root = name.partition(".")[0]  # a vision tower is beside the text model
-    return any(id(p) not in products for n, p in skeleton.named_parameters() if not n.startswith(root + "."))
-
-
-def _end_of_layers(_: nn.Module, __: Any, out: Any) -> None:
-    raise _LayersDone(out[0] if isinstance(out, tuple | list) else out)
-
-
-def _aliases(skeleton: nn.Module, output: nn.Module | None, prefix: str) -> Mapping[str, list[tuple[nn.Module, str]]]:
-    """Name of a parameter or buffer -> (module, attribute) of all that share it, without the output embedding's if it
-    is tied: the head is read from the parameter itself. prefix: of the model below its head."""
-    places: dict[int, dict[str, tuple[nn.Module, str]]] = {}
-    for path, module in skeleton.named_modules():
-        for attribute, x in (*module._parameters.items(), *module._buffers.items()):
-            if x is not None:
-                places.setdefault(id(x), {})[f"{path}.{attribute}" if path else attribute] = module, attribute
-    found: dict[str, list[tuple[nn.Module, str]]] = {}
-    for of in places.values():
-        name = shared_name([*of], prefix)
-        found[name] = [place for n, place in of.items() if n == name or place[0] is not output]
-    return found
-
-
 def _without_number(module: str) -> str:
     """As in the names of `ParamSpec`: "{}" for the number of the layer."""
     return re.sub(r"\.\d+\.", ".{}.", module, count=1)
-
-
-def _only_multiplied(name: str, parameter: Parameter, skeleton: nn.Module) -> bool:
-    """Whether a parameter is read only by matrix products, for which autocast casts it: weights of experts, adapters,
-    linear layers and the head."""
-    return parameter.spec.experts > 0 or module_of(name) != "" or name == SCORE_WEIGHT or isinstance(
-        skeleton.get_submodule(name.rpartition(".")[0]), nn.Linear | Conv1D)
-
-
-def _logit_form(text: Any) -> tuple[float, float]:
-    """(scale, cap) of a family's logits, which are cap * tanh(scale * z / cap) of products z with the head; 0: no cap.
-    The products of scaled hidden states are scaled products."""
-    scale = 1.0
-    for name, inverse in (("logits_scaling", True), ("logit_scale", False), ("lm_head_multiplier", False)):
-        factor = float(getattr(text, name, None) or 1)
-        scale *= 1 / factor if inverse else factor
-    caps = (getattr(text, name, None) for name in ("final_logit_softcapping", "logits_soft_cap",
-                                                   "output_logit_soft_cap"))
-    return scale, float(next((cap for cap in caps if cap), 0))
-
-
-def _skeleton(config: Any) -> tuple[Any, Execution]:
-    """The model with parameters on the meta device but real buffers (rotary frequencies are computed, not stored), and
-    how it runs. Its vision tower attends in transformers' own way: an image is complete, and nothing is kept of it."""
-    config = keep_weights(config)
-    with torch.device("meta"), no_init_weights():
-        trial = auto_class(config).from_config(config, trust_remote_code=False)
-        how = execution(trial.get_submodule(body_name(trial)), config)
-    with _parameters_on_meta(), no_init_weights():
-        implementation: Any = None if how.by_rows else attention.NAME
-        if vision_family(config):
-            implementation = {"text_config": implementation, "vision_config": "sdpa"}
-        model = auto_class(config).from_config(config, attn_implementation=implementation, trust_remote_code=False)
-    model.tie_weights()  # otherwise a part of the initialization
-    return model, how
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    register = nn.Module.register_parameter
-
-    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(self, name, param)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]  # only while the model is constructed
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]  # as before
