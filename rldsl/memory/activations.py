@@ -99,19 +99,27 @@ def attention_kind(model: Model, compute: int, device: str) -> Attention:
     return "plain" if device == "cuda" and model.sizes.heads != model.sizes.kv_heads else "grid"
 
 
+def gates_are_fused(invariant: bool, compute: int, device: str) -> bool:
+    """Whether a kernel computes gated products (`backends/torch/model/fused_layers.py`), which keeps their factors and
+    no silu(gate). On CPUs `kernels/cpu_kernels.py` has it; without a C compiler, torch's operators keep more."""
+    return not invariant and compute == (2 if device == "cuda" else 4)
+
+
 def fused_kernels_take(head_dim: int) -> bool:
     """Whether kernels for packed sequences take heads of this size (flash-attn's and torch's alike)."""
     return head_dim % 8 == 0 and head_dim <= 256
 
 
 @cache
-def stack_activations(model: Model, layout: Layout, compute: int, stream: int, attention: Attention,
+def stack_activations(model: Model, layout: Layout, compute: int, stream: int, device: str,
                       longest: int) -> StackActivations:
     """compute: bytes of an element inside a layer; stream: of the residual stream, 4 where float32 parameters run under
-    autocast. longest: tokens of the longest sequence."""
+    autocast. device: "cuda" or "cpu". longest: tokens of the longest sequence."""
+    attention = attention_kind(model, compute, device)
+    fused = model.sizes.gated_products and gates_are_fused(model.invariant, compute, device)
     specs = tuple(p for p in (*model.params, *model.base) if p.stage == "layer")
     if not (model.sizes.recurrences or model.sizes.expert_blocks):
-        return StackActivations((_layer(model, layout, compute, stream, attention, longest, specs, None, None),))
+        return StackActivations((_layer(model, layout, compute, stream, attention, fused, longest, specs, None, None),))
     found: dict[object, LayerActivations] = {}
     layers = []
     for number in range(model.layers):
@@ -121,15 +129,15 @@ def stack_activations(model: Model, layout: Layout, compute: int, stream: int, a
                       if number in b.layers and b.itemsize == compute and b.trained == (not model.base)), None)
         key = states, block, tuple((p.name.replace(f".{number}.", ".{}.", 1), p.shape) for p in own)
         if key not in found:
-            found[key] = _layer(model, layout, compute, stream, attention, longest, own, states, block)
+            found[key] = _layer(model, layout, compute, stream, attention, fused, longest, own, states, block)
         layers.append(found[key])
     return StackActivations(tuple(layers))
 
 
-def _layer(model: Model, layout: Layout, compute: int, stream: int, attention: Attention, longest: int,
+def _layer(model: Model, layout: Layout, compute: int, stream: int, attention: Attention, fused: bool, longest: int,
            specs: tuple[ParamSpec, ...], states: Recurrence | None, block: ExpertBlock | None) -> LayerActivations:
-    """specs: of the parameters of the layer. states: of its modules that carry a state. block: of experts in a form of
-    their own."""
+    """fused: whether a kernel computes the gated products of its MLP. specs: of the parameters of the layer. states: of
+    its modules that carry a state. block: of experts in a form of their own."""
     s, tp = model.sizes, layout.tp
     trained = not model.base
     h, inner = s.hidden, -(-s.intermediate // tp)
@@ -162,10 +170,11 @@ def _layer(model: Model, layout: Layout, compute: int, stream: int, attention: A
     head_norms = _head_norm(q + kv, compute, stream, trained) if _has(specs, "q_norm") and attends else 0
     attended = _attention(q, kv, heads, compute, attention, longest) if attends else 0
     each = 4 if gated else 5 if s.activation in COMPOSED else 2
-    mlp = compute * inner * each
+    of_module = 3 if gated and fused else each  # of a token in an MLP that is no expert
+    mlp = compute * inner * of_module
     if ways:  # in addition: what each expert reads and gives, and the choice among all in float32
-        mlp = ways * (mlp + 2 * compute * h) + 4 * max((p.experts for p in specs), default=0)
-        mlp += compute * shared * each
+        mlp = ways * compute * (inner * each + 2 * h) + 4 * max((p.experts for p in specs), default=0)
+        mlp += compute * shared * of_module
     if block is not None:
         mlp = block.saved // part
     elif not inner:

@@ -15,7 +15,7 @@ from math import ceil, gcd
 from typing import assert_never
 
 from rldsl.memory import logits
-from rldsl.memory.activations import LayerActivations, StackActivations, attention_kind, stack_activations
+from rldsl.memory.activations import LayerActivations, StackActivations, stack_activations
 from rldsl.memory.decode_shapes import (
     MAX_PREFILL_TOKENS,
     live_conversations,
@@ -183,8 +183,7 @@ def _shared_tokens(t: Tables, frames: Sequence[IndexedFrame], rows: int, spread:
 
 
 def _stack(t: Tables, event: AnyCall, copy: Copy, device: str) -> StackActivations:
-    attention = attention_kind(copy.model, copy.compute, device)
-    return stack_activations(copy.model, copy.layout, copy.compute, copy.stream, attention, _longest(t, event))
+    return stack_activations(copy.model, copy.layout, copy.compute, copy.stream, device, _longest(t, event))
 
 
 def _longest(t: Tables, event: AnyCall) -> int:
@@ -227,7 +226,7 @@ def _generate(t: Tables, e: Generate, copy: Copy, stack: StackActivations, devic
     step = slots * read + max(layer.decoding(slots, masked) for layer in here)
     prefilled = prefill // max(prompt, 1)  # sequences of a prefill
     seen = min(prefill, -(-slots // max(e.sampling.n, 1)) * prompts.max_prompt_tokens)
-    images = ImageBytes.of(t, copy, seen).forward
+    images = ImageBytes.of(t, copy, seen, device).forward
     captured = 0
     # steps with experts or collectives are not captured, nor are those of conversations
     if tp == 1 and not sizes.experts_per_token and e.conversation is None:
@@ -305,7 +304,7 @@ def _infer(t: Tables, e: Infer, copy: Copy, stack: StackActivations, device: str
     sequences = -(-m.tokens // _longest(t, e))  # of full length, which need as much as those of the micro-batch
     most = max(max(layer.forward_peak(m.tokens, sequences) for layer in here)
                + 3 * m.cp_tokens * b.gathered_kv + m.repeated * b.repeated, head)
-    if images := ImageBytes.of(t, copy, image_tokens(t, (t.frames[e.frame],), m.sequences, True)).forward:
+    if images := ImageBytes.of(t, copy, image_tokens(t, (t.frames[e.frame],), m.sequences, True), device).forward:
         most = max(most, m.tokens * b.stream + images)
     return {"activations": passed + most, "half-precision weights": _half_precision_bytes(copy),
             **_weights_in_blocks(copy, device),
@@ -337,7 +336,7 @@ def _train(t: Tables, e: Train, copy: Copy, stack: StackActivations, device: str
              for layer in layers] for layers in chunks]
     each = [m.tokens * b.stream * _num_boundary_states(copy, c) + (len(k) * m.tokens * b.stream if full else sum(k))
             for c, k in enumerate(kept)]
-    images = ImageBytes.of(t, copy, image_tokens(t, frames, m.sequences // len(frames), False), full)
+    images = ImageBytes.of(t, copy, image_tokens(t, frames, m.sequences // len(frames), False), device, full)
     each[0] += images.kept
     scheduled = m.count if layout.vpp > 1 else min(m.count, layout.pp)  # more micro-batches only last longer
     schedule = layout.pp, layout.vpp, scheduled, copy.cell.pp_rank

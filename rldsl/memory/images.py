@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rldsl.memory.activations import gates_are_fused
 from rldsl.memory.parameters import Copy, any_trained
 from rldsl.memory.values import Tables
 from rldsl.plan.spaces import IndexedFrame
@@ -24,15 +25,18 @@ class ImageBytes:
     backward: int = 0  # peak of the backward pass besides what is kept
 
     @staticmethod
-    def of(t: Tables, copy: Copy, tokens: int, recompute: bool = False) -> ImageBytes:
-        """tokens: of all images together. recompute: whether the backward pass runs the tower again."""
+    def of(t: Tables, copy: Copy, tokens: int, device: str, recompute: bool = False) -> ImageBytes:
+        """tokens: of all images together. device: "cuda" or "cpu". recompute: whether the backward pass runs the tower
+        again."""
         tower = next((x for x in copy.model.sizes.towers if x.itemsize == copy.compute), None)
         if tower is None or not t.images or not copy.first:
             return ImageBytes()
         forward = tokens * (tower.pixels + tower.forward)
         if not any_trained(copy, tower.modules):
             return ImageBytes(forward)
-        saved, backward = tokens * (tower.pixels + tower.saved), tokens * max(tower.backward - tower.saved, 0)
+        gates = 0 if gates_are_fused(copy.model.invariant, copy.compute, device) else tower.gates
+        saved = tokens * (tower.pixels + tower.saved + gates)
+        backward = tokens * max(tower.backward - tower.saved, 0)
         kept = tokens * tower.pixels if recompute else saved
         return ImageBytes(forward, kept, backward + saved - kept)
 

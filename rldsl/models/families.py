@@ -98,6 +98,7 @@ class Family:
     towers: tuple[Tower, ...] = ()  # what its vision tower needs
     uncounted: str = ""  # what the memory estimate leaves out; "": nothing that is known
     expert_blocks: tuple[ExpertBlock, ...] = ()  # what blocks with experts of a form of their own need in memory
+    gated_products: bool = False  # whether MLPs of layers compute down(silu(gate(x)) * up(x)) in modules of their own
 
 
 def describe(path: str, kind: str, span: Span | None = None, trained: bool = False) -> Family:
@@ -147,7 +148,7 @@ def _described(path: str, kind: str, names: frozenset[str], digest: str, span: S
                   recurrent=bool(how.recurrent), by_rows=how.by_rows, reads_images=vision_family(config) is not None,
                   layers_with_images=layers_with_images(config), recurrences=skeleton.recurrences,
                   other_norms=skeleton.other_norms, towers=skeleton.towers, uncounted=skeleton.uncounted,
-                  expert_blocks=skeleton.expert_blocks,
+                  expert_blocks=skeleton.expert_blocks, gated_products=skeleton.gated_products,
                   invariant_problem=_invariant_problem(config, how, params), **sizes)
 
 
@@ -197,7 +198,8 @@ def sizes_of(family: Family) -> Sizes:
                  family.head_dim, family.vocab, str(activation), family.chosen,
                  family.recurrent or bool(family.by_rows) or family.reads_images, family.recurrences,
                  family.other_norms, family.towers, family.uncounted, family.expert_blocks,
-                 config.get("attn_logit_softcapping", "null") != "null" or _has_sinks(family.params))
+                 config.get("attn_logit_softcapping", "null") != "null" or _has_sinks(family.params),
+                 family.gated_products)
 
 
 def _meaning(config: Any) -> tuple[tuple[str, str], ...]:

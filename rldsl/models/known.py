@@ -60,7 +60,8 @@ def skeleton(config: Any) -> Skeleton | None:
                       if len(m.shape) == 2),
         embedding="model.embed_tokens.weight",
         buffers=(), execution=Execution("layers", config.num_hidden_layers, (), "", 0),
-        after_layers=frozenset({"norm"}), shared=frozenset(), experts={}, transforms=())
+        after_layers=frozenset({"norm"}), shared=frozenset(), experts={}, transforms=(),
+        gated_products=config.hidden_act == "silu")
 
 
 def _params(module: _Module) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -18,7 +18,7 @@ from rldsl.models.expert_blocks import expert_blocks
 from rldsl.models.expert_blocks import uncounted as uncounted_experts
 from rldsl.models.recurrence import recurrences, uncounted
 from rldsl.models.tower import towers
-from rldsl.models.trials import has_other_norms
+from rldsl.models.trials import has_gated_products, has_other_norms
 from rldsl.models.vision import auto_class, only_with_images, supported_families, vision_family
 from rldsl.plan.model import ExpertBlock, Recurrence, Tower
 from rldsl.source import Span
@@ -54,6 +54,7 @@ class Skeleton:
     transforms: tuple[Any, ...]  # of `experts.transforms`
     recurrences: tuple[Recurrence, ...] = ()  # what layers that carry a state need in memory
     other_norms: bool = False  # of `trials.has_other_norms`
+    gated_products: bool = False  # of `trials.has_gated_products`
     towers: tuple[Tower, ...] = ()  # what its vision tower needs
     uncounted: str = ""  # what the memory estimate leaves out
     expert_blocks: tuple[ExpertBlock, ...] = ()  # what blocks with experts of a form of their own need in memory
@@ -107,6 +108,7 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
     prefix = body_name(model)
     body = model.get_submodule(prefix)
     how = execution(body, config)
+    layers: Any = body.get_submodule(how.layers) if how.layers else ()
     states, seen = recurrences(model, body, how), towers(model, prefix)
     blocks = expert_blocks(body, how, int(config.get_text_config().hidden_size))
     return Skeleton(
@@ -122,7 +124,7 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
         shared=_shared(model, f"{prefix}.{how.layers}."),
         experts=experts.counts(model),
         transforms=tuple(experts.transforms(model)), recurrences=states,
-        other_norms=bool(how.layers) and has_other_norms(body.get_submodule(how.layers)[0]), towers=seen,
+        other_norms=bool(layers) and has_other_norms(layers[0]), gated_products=has_gated_products(layers), towers=seen,
         expert_blocks=blocks,
         uncounted=uncounted(how, states) or uncounted_experts(body, how, blocks)
         or ("its vision tower" if vision_family(config) and not seen else ""),

@@ -11,7 +11,16 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from rldsl.models.trials import ITEMSIZES, backward_pass, fuse_norms, quiet, renew, storages, without_storage
+from rldsl.models.trials import (
+    ITEMSIZES,
+    backward_pass,
+    fuse_gates,
+    fuse_norms,
+    quiet,
+    renew,
+    storages,
+    without_storage,
+)
 from rldsl.models.vision import vision_family
 from rldsl.plan.model import Tower
 
@@ -31,6 +40,7 @@ def towers(model: Any, prefix: str) -> tuple[Tower, ...]:
         part = copy.deepcopy(model.get_submodule(root))
     part.language_model = None  # which takes time and has no part in it
     fuse_norms(part)
+    gates = fuse_gates(part)
     names = tuple(f"{root}.{module}" for module in family.tower)
     found = []
     with quiet():
@@ -38,7 +48,7 @@ def towers(model: Any, prefix: str) -> tuple[Tower, ...]:
             try:
                 with without_storage(item, "cpu"):
                     renew(part)
-                    few, more = (_trial(part, family.positions == "grid", n) for n in IMAGES)
+                    few, more = (_trial(part, gates, family.positions == "grid", n) for n in IMAGES)
             except Exception:  # a family's code may need anything at all
                 return ()
             tokens = more[0] - few[0]
@@ -46,18 +56,19 @@ def towers(model: Any, prefix: str) -> tuple[Tower, ...]:
     return tuple(found)
 
 
-def _trial(root: Any, by_grid: bool, images: int) -> tuple[int, ...]:
+def _trial(root: Any, gates: list[int], by_grid: bool, images: int) -> tuple[int, ...]:
     """(tokens, bytes of pixels, saved, peak of the forward pass without saving, peak of the backward pass, operations
-    of a forward pass)."""
+    of a forward pass, what is saved besides without kernels of gated products). gates: of `fuse_gates`."""
     import torch
 
     inputs = _inputs(root.config.vision_config, by_grid, images)
     with storages() as count, torch.no_grad():
         tokens, _ = _vectors(root, inputs)
         forward, work = count.most, count.operations
+    gates.clear()
     saved, backward = backward_pass(lambda: _vectors(root, inputs)[1])
     root.zero_grad()
-    return tokens, inputs["pixel_values"].nbytes, saved, forward, backward, work
+    return tokens, inputs["pixel_values"].nbytes, saved, forward, backward, work, sum(gates)
 
 
 def _inputs(vision: Any, by_grid: bool, images: int) -> dict[str, Any]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 FLOAT = 4  # bytes of a float32 number
 ITEMSIZES = (FLOAT, 2)  # bytes of an element in layers of float32 and of half precision
+GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # all modules of a feed-forward layer with a gate
 
 
 @contextmanager
@@ -85,6 +86,60 @@ def is_plain_norm(module: Any) -> bool:
     with torch.no_grad():
         right = weight * x * torch.rsqrt((x * x).mean() + eps)
         return bool(torch.allclose(trial(x[None])[0], right, 1e-5, 1e-6))
+
+
+def fuse_gates(module: Any) -> list[int]:
+    """Let feed-forward layers with a gate keep what they keep where a kernel computes the gated product
+    (`backends/torch/model/fused_layers.py`): its two factors and the product. Before `renew`. Returns a list to which
+    every forward pass adds the bytes of silu(gate), which torch's operators keep besides."""
+    import torch
+
+    left_out: list[int] = []
+
+    class GatedProduct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, gate: Any, up: Any) -> Any:
+            ctx.save_for_backward(gate, up)
+            left_out.append(gate.nbytes)
+            return gate * up
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            gate, up = ctx.saved_tensors
+            return grad * up, grad * gate
+
+    def forward(layer: Any) -> Callable[[Any], Any]:
+        return lambda x: layer.down_proj(
+            GatedProduct.apply(layer.gate_proj(x), layer.up_proj(x)))  # type: ignore[no-untyped-call]
+
+    for layer in module.modules():
+        if is_gated_product(layer):
+            layer.forward = forward(layer)
+    return left_out
+
+
+def is_gated_product(module: Any) -> bool:
+    """Whether a module on the meta device computes down(silu(gate(x)) * up(x)), tried with small matrices in the place
+    of its own."""
+    import torch
+
+    if {*module._modules} != {*GATED}:
+        return False
+    trial = copy.copy(module)
+    sizes = dict(zip(GATED, ((4, 6), (4, 6), (6, 4)), strict=False))
+    linears = {name: torch.nn.Linear(*size, bias=False, device="meta") for name, size in sizes.items()}
+    for number, linear in enumerate(linears.values()):
+        values = torch.linspace(-1, 1 + number, linear.weight.numel(), device="cpu").cos()
+        linear.weight = torch.nn.Parameter(values.view_as(linear.weight))
+    trial._modules = {**linears, "act_fn": module._modules["act_fn"]}
+    x = torch.linspace(-2, 3, 20, device="cpu").view(5, 4)
+    with torch.no_grad():
+        try:
+            found = trial(x)
+        except Exception:  # a module that needs more
+            return False
+        right = linears["down_proj"](torch.nn.functional.silu(linears["gate_proj"](x)) * linears["up_proj"](x))
+    return isinstance(found, torch.Tensor) and found.shape == right.shape and torch.allclose(found, right, 1e-5, 1e-6)
 
 
 def backward_pass(run: Callable[[], Any]) -> tuple[int, int]:
@@ -162,3 +217,10 @@ def has_other_norms(layer: Any) -> bool:
     input, too."""
     return any(type(m).__name__.endswith("RMSNorm") and [*m._parameters] == ["weight"] and not is_plain_norm(m)
                for m in layer.modules())
+
+
+def has_gated_products(layers: Iterable[Any]) -> bool:
+    """Whether all feed-forward layers with a gate compute what `is_gated_product` says, of modules with just these
+    parts."""
+    found = {type(m): m for layer in layers for m in layer.modules() if {*GATED[:3]} <= {*m._modules}}
+    return bool(found) and all(map(is_gated_product, found.values()))

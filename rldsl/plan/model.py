@@ -280,6 +280,7 @@ class Tower:
     forward: int  # bytes at the peak of a forward pass that saves nothing
     backward: int  # bytes at the peak of the backward pass, with what is saved
     operations: int  # of a forward pass, with floating-point numbers
+    gates: int = 0  # bytes that are saved besides where no kernel computes gated products
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +321,8 @@ class Sizes:
     expert_blocks: tuple[ExpertBlock, ...] = ()  # of layers whose experts have a form of their own
     # whether attention makes its probabilities by products and in float32: its scores have sinks, or are capped
     composed_scores: bool = False
+    # whether MLPs of layers are modules that compute down(silu(gate(x)) * up(x)), for which backends have kernels
+    gated_products: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ def with_sizes(plan: Plan) -> Plan:
     grown = Growth(8, 4, 16, 64, 32, 2)
     sizes = Sizes(whole_sequences=True, other_norms=True, uncounted="its router",
                   recurrences=(Recurrence(4, (1,), False, ("mixer",), grown, grown, grown, 64, 32, 96),),
-                  towers=(Tower(4, ("visual",), 48, 256, 128, 512, 1000),), composed_scores=True,
+                  towers=(Tower(4, ("visual",), 48, 256, 128, 512, 1000, 64),), composed_scores=True,
+                  gated_products=True,
                   expert_blocks=(ExpertBlock(4, (0,), True, 256, 128, 512, 300, 64, 32, 96),))
     return replace(plan, models=tuple(replace(m, sizes=sizes) for m in plan.models))
 
