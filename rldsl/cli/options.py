@@ -155,7 +155,7 @@ def lengths(body: Callable[..., Any]) -> Callable[..., Any]:
         return body(*args, lengths=found, **given)
 
     options: Callable[..., Any] = together(*(
-        click.option(name, type=click.FloatRange(0, min_open=True), metavar="N", help=f"{what} (default: the maximum).")
+        click.option(name, type=FiniteRange(0, min_open=True), metavar="N", help=f"{what} (default: the maximum).")
         for name, what in (("--prompt-tokens", "Mean number of tokens per prompt"),
                            ("--response-tokens", "Mean number of tokens per response"),
                            ("--longest", "Number of tokens in the longest response of a batch"))))(gathered)

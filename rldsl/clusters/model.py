@@ -139,14 +139,17 @@ class Cluster:
 NEEDED = ("gpus", "bfloat16_tflops", "float32_tflops", "memory_gb_s")
 
 
+MOST, LEAST = 1e12, 1e-12  # of any number but 0, in its unit; beyond them times would be no numbers any more
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A key of a cluster file; low <= value <= high."""
+    """A key of a cluster file; low <= value <= high, and 0 or at least `LEAST`."""
 
     kind: Literal["int", "float", "text", "distribution"]  # of its value
     meaning: str  # for messages and the documentation
     low: float = 0.0  # the smallest value
-    high: float = math.inf  # the largest value
+    high: float = MOST  # the largest value
     above: bool = False  # low < value
 
 

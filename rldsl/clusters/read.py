@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rldsl.clusters.model import FIELDS, PASSES, Cluster, Distribution, Field, Measured
+from rldsl.clusters.model import FIELDS, LEAST, PASSES, Cluster, Distribution, Field, Measured
 from rldsl.diag import Diagnostic, Failure, fail
 from rldsl.source import SourceFile, Span
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from yaml.nodes import MappingNode, Node
 
 NAMED = re.compile(r"([a-z]\w*?)x([1-9]\d{0,8})(?:\.ya?ml)?")
-MOST = 1e300  # of a number; larger whole ones have no float
 MEASURED: dict[str, Field] = {
     "config": Field("text", ""), "head": Field("text", ""), "dtype": Field("text", ""), "tp": Field("int", "", 1),
     "threads": Field("int", "", 1),
@@ -157,18 +156,20 @@ class _Reader:
         if field.kind == "distribution":
             return self.distribution(name, field, node)
         plain = _scalar(node)
-        number = isinstance(plain, int | float) and not isinstance(plain, bool) and -MOST <= plain <= MOST
+        number = isinstance(plain, int | float) and not isinstance(plain, bool) and plain == plain
         if field.kind == "text":
             if isinstance(plain, str):
                 return plain
             return self.say("RL0205", f"`{name}` must be a string", node, help=f"for example `{name}: \"mine\"`")
-        if not number or field.kind == "int" and plain != int(plain):
+        if not number or field.kind == "int" and abs(plain) <= field.high and plain != int(plain):
             what, like = ("an integer", "8") if field.kind == "int" else ("a number", "0.75")
             return self.say("RL0205", f"`{name}` must be {what}", node, help=f"for example `{name}: {like}`")
         if not (field.low < plain or plain == field.low and not field.above) or not plain <= field.high:
             low = f"more than {field.low:g}" if field.above else f"at least {field.low:g}"
-            high = f" and at most {field.high:g}" if field.high < float("inf") else ""
-            return self.say("RL0205", f"`{name}` must be {low}{high}", node, f"this is {plain:g}")
+            return self.say("RL0205", f"`{name}` must be {low} and at most {field.high:g}", node, _shown(plain))
+        if 0 < plain < LEAST:
+            zero = "" if field.above or field.low else ", or 0"
+            return self.say("RL0205", f"`{name}` must be at least {LEAST:g}{zero}", node, _shown(plain))
         return int(plain) if field.kind == "int" else float(plain)
 
     def distribution(self, name: str, field: Field, node: Node) -> Distribution | None:
@@ -218,6 +219,12 @@ class _Reader:
             return ()
         given = self.pairs(node, PASSES[name])
         return tuple((k, self.value(k, Field("float", ""), v)) for k, v in given.items())
+
+
+def _shown(number: float) -> str:
+    """A number as a label shows it; one of hundreds of digits has no float."""
+    digits = len(str(abs(number))) if isinstance(number, int) else 0
+    return f"this has {digits} digits" if digits > 300 else f"this is {number:g}"
 
 
 def _scalar(node: Node) -> Any:

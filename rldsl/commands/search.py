@@ -22,7 +22,7 @@ from rldsl.progress import Interrupted
 from rldsl.search import Answer, Options, PreparedProgram, find_placement, prepare_program, unless_locked
 from rldsl.search.branch_and_bound import Result
 from rldsl.search.modes import is_mode
-from rldsl.simulate import Lengths
+from rldsl.simulate import Lengths, check_lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,7 @@ def _prepare(request: SearchRequest) -> tuple[Cluster, PreparedProgram]:
     if request.memory:
         cluster = replace(cluster, memory_gb=request.memory)
     graph = _graph(request)
+    check_lengths(request.lengths, graph.frames, request.file)
     memory = int(cluster.memory_gb * 1e9)
     free = unless_locked(graph, api.read_selectors(request.locks))
     return cluster, prepare_program(graph, request.place or "", cluster, memory, free, describe)

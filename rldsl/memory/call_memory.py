@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from math import ceil, gcd
 from typing import assert_never
 
@@ -35,6 +34,7 @@ from rldsl.memory.parameters import (
     summed_in_leaves,
     trained,
     vocabulary,
+    without_layouts,
 )
 from rldsl.memory.values import ROW, WIDE, Tables, rows, width
 from rldsl.plan.backends import costs, unusable
@@ -45,7 +45,7 @@ from rldsl.plan.prompt_sources import pays, shares_prompts
 from rldsl.plan.spaces import IndexedFrame, unit_tokens, units_of_minibatch
 from rldsl.sharding.layout import stage_layers
 from rldsl.sharding.micro_batches import count_without_token_limit
-from rldsl.sharding.pipeline_schedule import actions, max_activations_in_flight, max_waiting_messages, passes_in_flight
+from rldsl.sharding.pipeline_schedule import max_activations_in_flight, max_waiting_messages, passes_in_flight
 
 MAX_SENT_GRADIENTS = 3  # that a rank with several chunks keeps (`tests/cuda_paths/test_coalesced.py`)
 INDEX = 48  # bytes of indices per token of a call: token ids, positions, offsets
@@ -71,7 +71,7 @@ class MemoryCosts:
 
     def train(self, tables: Tables, event: Train, copy: Copy, device: str) -> Needs:
         """Holder -> bytes while a train call runs, besides gradients and optimizer state."""
-        return _train(tables, event, copy, _stack(tables, event, copy, device), device)
+        return _train(tables, event, copy, device)
 
     def gradient_bytes(self, copy: Copy) -> int:
         """Gradients that stay between calls: one flat float32 buffer, where the model is trained."""
@@ -317,16 +317,42 @@ def _width(t: Tables, ids: str) -> int:
     return t.values[ids].width if ids else 0
 
 
-def _train(t: Tables, e: Train, copy: Copy, stack: StackActivations, device: str) -> Needs:
-    """The maximum over the backward passes of a layer, of the head, and of the embedding, and over the optimizer step:
-    one fused kernel without extra memory, except where it needs complete parameters. The pipeline schedule gives the
-    number of forward passes in flight."""
-    b, chunks = stack.any, _chunks(copy, stack)
-    layout, frames = copy.layout, [t.frames[f] for f in e.frames]
-    spread = t.spreads[e.spread]
+def _train(t: Tables, e: Train, copy: Copy, device: str) -> Needs:
+    """The maximum over the passes of a minibatch and the optimizer step: one fused kernel without extra memory, except
+    where it needs complete parameters."""
+    whole = _rows_of_minibatch(t, e, copy.layout) * sum([width(t.frames[f]) for f in e.frames]) * INDEX
+    most = max(_passes_of_minibatch(t, e, copy, device), largest_step(copy))
+    return {"activations": most, "half-precision weights": _half_precision_bytes(copy), "rows": whole, **gathered(copy),
+            **summed_in_leaves(copy), **_weights_in_blocks(copy, device)}
+
+
+def _rows_of_minibatch(t: Tables, e: Train, layout: Layout) -> int:
+    """Rows of each frame on the dp rank that has most."""
+    frames, spread = [t.frames[f] for f in e.frames], t.spreads[e.spread]
     unit = frames[0].per_prompt if spread.granularity == "prompt" else 1  # rows that stay together
     longest = unit_tokens(frames, unit > 1)
-    count = unit * ceil(units_of_minibatch(spread, frames[0].count // unit, longest) / layout.dp)
+    return unit * ceil(units_of_minibatch(spread, frames[0].count // unit, longest) / layout.dp)
+
+
+def _passes_of_minibatch(t: Tables, e: Train, copy: Copy, device: str) -> int:
+    """As `_peak_of_passes`, which nothing of depends on what `zero` divides."""
+    if t.passes is None:
+        return _peak_of_passes(t, e, copy, device)
+    x = copy.layout
+    key = (e.id, e.mbs, e.mbt, e.recompute, without_layouts(copy.model), copy.trained, x.dp, x.tp, x.pp, x.vpp, x.cp,
+           x.ep, copy.cell, device)
+    if key not in t.passes:
+        t.passes[key] = _peak_of_passes(t, e, copy, device)
+    return t.passes[key]
+
+
+def _peak_of_passes(t: Tables, e: Train, copy: Copy, device: str) -> int:
+    """The maximum over the backward passes of a layer, of the head, and of the embedding. The pipeline schedule gives
+    the number of forward passes in flight."""
+    stack = _stack(t, e, copy, device)
+    b, chunks = stack.any, _chunks(copy, stack)
+    layout, frames = copy.layout, [t.frames[f] for f in e.frames]
+    count = _rows_of_minibatch(t, e, layout)
     m = largest_micro_batch(t, e.frames, count, e.mbs, e.mbt, layout,
                             t.spreads[e.spread] if shares_prompts(copy.model, layout) else None)
     full = e.recompute == "full"
@@ -357,10 +383,7 @@ def _train(t: Tables, e: Train, copy: Copy, stack: StackActivations, device: str
     if copy.last:
         head = max_activations_in_flight(passes_in_flight(*schedule, layout.vpp - 1), each) + m.tokens * b.final
         head += max(m.tokens * b.norm, _loss(t, e, copy, b, m, device)) + m.responses * LOSS_ENTRY * _width(t, e.ids)
-    whole = count * sum(map(width, frames)) * INDEX
-    most = max(passed + max(inside, embedding, head), largest_step(copy))
-    return {"activations": most, "half-precision weights": _half_precision_bytes(copy), "rows": whole, **gathered(copy),
-            **summed_in_leaves(copy), **_weights_in_blocks(copy, device)}
+    return passed + max(inside, embedding, head)
 
 
 def _backward(kept: Sequence[int], peaks: Sequence[int], full: bool) -> int:
@@ -385,13 +408,8 @@ def _num_messages(layout: Layout, count: int, rank: int, device: str) -> int:
     if layout.vpp == 1:
         return 2  # one arrives while the previous one is read
     steady = min(count, 4 * layout.pp)  # more micro-batches only last longer
-    waiting = max(2, _waiting(layout.pp, layout.vpp, steady, rank))
+    waiting = max(2, max_waiting_messages(layout.pp, layout.vpp, steady)[rank])
     return waiting if device == "cpu" else waiting + MAX_SENT_GRADIENTS - 1
-
-
-@cache
-def _waiting(pp: int, chunks: int, count: int, rank: int) -> int:
-    return max_waiting_messages(actions(pp, chunks, count)[rank])
 
 
 def _loss(t: Tables, e: Train, copy: Copy, b: LayerActivations, m: MicroBatch, device: str) -> int:

@@ -80,6 +80,12 @@ class Copy:
         return m.base or (() if m.train_layout or m.updated_from else m.params)
 
 
+@cache
+def without_layouts(model: Model) -> Model:
+    """The model as one that no layout trains or averages: equal for models that differ in these alone."""
+    return replace(model, train_layout="", ema_layout="")
+
+
 def elements(specs: Sequence[ParamSpec], copy: Copy) -> int:
     """How many elements of some parameters a rank computes with."""
     return sum(len(held(s, copy)) * _size(s, copy) for s in specs)

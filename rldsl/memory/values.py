@@ -6,7 +6,7 @@ In: the tables of a plan. Out: bytes of a buffer `value@spread` on a rank that h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from rldsl.plan.entries import ENTRIES, HIDDEN, EntrySpace, entry_spaces
@@ -32,6 +32,9 @@ class Tables:
     entries: Mapping[str, EntrySpace] = field(default_factory=dict)  # by name
     prompts: Mapping[str, PromptSource] = field(default_factory=dict)  # by frame, as far as it is known
     images: bool = False  # whether any rows have images
+    # A cache, by all that it depends on: bytes of the passes of one train call, the same at all levels of `zero`; None:
+    # not cached
+    passes: dict[Hashable, int] | None = None
 
     @staticmethod
     def of(plan: Plan) -> Tables:

@@ -19,6 +19,7 @@ from rldsl.memory import curves
 from rldsl.passes.pipeline import Compiled
 from rldsl.plan.codec import decode, encode, plan_id
 from rldsl.plan.expr import Scalar
+from rldsl.plan.spaces import indexed_frames
 from rldsl.python.compare import Difference, compared
 from rldsl.python.errors import ELSEWHERE, reports_failures
 from rldsl.python.html import terminal
@@ -125,12 +126,16 @@ class Plan:
         directory, to take the means from. durations: seconds that calls are known to take, such as {"actor.generate":
         321.0}, of which nothing is predicted. Raises RL0205 for lengths and durations that are none, RL0091, RL0205,
         ... for the cluster, RL0096 where the plan does not fit on it."""
-        from rldsl.simulate import Lengths, observed_lengths, simulate
+        from rldsl.simulate import Lengths, check_lengths, observed_lengths, simulate
 
         machine = machine_of(cluster)
         given = {"prompt_tokens": prompt_tokens, "response_tokens": response_tokens, "longest": longest}
         _check(given, like is not None)
-        lengths = observed_lengths(self.record, os.fspath(like)) if like is not None else Lengths(*given.values())
+        if like is not None:
+            lengths = observed_lengths(self.record, os.fspath(like))
+        else:
+            lengths = Lengths(*given.values())
+            check_lengths(lengths, indexed_frames(self.record).values(), "simulate")
         _check_durations(durations or {})
         return Simulation(self.record, simulate(self.record, machine, lengths, durations), machine, lengths, self.name,
                           durations=dict(durations or {}))

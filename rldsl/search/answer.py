@@ -171,6 +171,8 @@ def nothing_fits_error(problem: Problem, cluster: Cluster) -> Failure:
     many = f"{problem.cluster.world} device{'s' * (problem.cluster.world > 1)} of {human(problem.memory)}"
     span = problem.graph.cluster.span if problem.graph.cluster else None
     help = "use larger devices or shorter sequences"
+    if cluster.cache_gb:
+        help += f", or state more for a serving engine than `cache_gb: {cluster.cache_gb:g}`"
     if problem.fixed and fits_on_nodes(problem, problem.cluster.nodes):
         names = dict.fromkeys(j.name for j in problem.calls if j.number in problem.fixed)
         help = f"a placement exists if the search may also place {', '.join(names)}"

@@ -8,7 +8,7 @@ depends on nothing but the evaluator and the number of search nodes explored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf
@@ -118,9 +118,7 @@ class _BranchAndBound:
                 break
             bound, _, _, node = heappop(self.heap)
             if node.quick_bound:
-                remaining = self.remaining_bytes(self.blocks_in_program_order(node.blocks), {})
-                self.push(max(bound, self.relaxed_seconds(node.blocks, (), remaining)),
-                          replace(node, remaining=remaining, quick_bound=False))
+                self.push_with_blocks(bound, node.blocks)
                 continue
             num_nodes += 1
             if len(node.blocks) < len(self.order):
@@ -233,6 +231,18 @@ class _BranchAndBound:
     def chosen_by_call(self, candidates: Candidates) -> dict[int, Candidate]:
         """Call -> its candidate, of the calls that have one."""
         return dict(zip(self.order, candidates, strict=False))
+
+    def push_with_blocks(self, quick_bound: float, blocks: Blocks) -> None:
+        """The subspace of these blocks of all calls, with the tighter bound. Where already the fastest candidates of
+        all calls are too slow, what fits next to each other is not worked out."""
+        every = self.blocks_in_program_order(blocks)
+        fastest = [_optimistic_candidate(self.bound.call_seconds(c, b.size), job.kind, b.size)
+                   for c, (job, b) in enumerate(zip(self.calls, every, strict=True))]
+        bound = max(quick_bound, self.evaluator.seconds(every, fastest, self.optimistic_reshards(every, {})))
+        if bound >= self.cutoff() and bound >= self.pruned_bound:
+            return
+        remaining = self.remaining_bytes(every, {})
+        self.push(max(bound, self.relaxed_seconds(blocks, (), remaining)), SearchNode(blocks, remaining=remaining))
 
     def relaxed_seconds(self, blocks: Blocks, candidates: Candidates, remaining: Sequence[Remaining],
                         num_skipped: int = 0) -> float:

@@ -8,6 +8,7 @@ call alone on its ranks. Pipelines are computed in closed form instead of simula
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import assert_never
 
 from rldsl.memory.call_memory import call_bytes, optimizer_bytes
@@ -83,11 +84,14 @@ def build_candidate(isolated: IsolatedCall, problem: Problem, job: Job, s: Strat
 # ---------------------------------------------------------------------------------------------------- memory
 
 
-def call_memory(problem: Problem, isolated: IsolatedCall, job: Job, s: Strategy) -> CallMemory:
-    """Bytes of the fullest rank. Offloaded state is on the device while the call runs."""
-    event = isolated.event(s)
-    each = [_memory_of_stage(problem, isolated, job, s, event, copy, held)
-            for copy, held in zip(isolated.fullest_stages, isolated.held_bytes, strict=True)]
+def call_memory(problem: Problem, isolated: IsolatedCall, job: Job, s: Strategy, limit: float = inf) -> CallMemory:
+    """Bytes of the fullest rank. Offloaded state is on the device while the call runs. limit: the stages behind the
+    first that needs more bytes are not looked at."""
+    event, each = isolated.event(s), list[CallMemory]()
+    for stage, held in zip(isolated.fullest_stages, isolated.held_bytes, strict=True):
+        each.append(_memory_of_stage(problem, isolated, job, s, event, stage, held))
+        if each[-1].min_bytes > limit:
+            break
     static, shared = max(b.static_bytes for b in each), max(b.shared_bytes for b in each)
     copy, active = max(b.copy_bytes for b in each), max(b.active_bytes for b in each)
     return CallMemory(0, 0, copy, active + static + shared) if s.offload else CallMemory(static, shared, copy, active)

@@ -21,6 +21,7 @@ from rldsl.search.isolated_call import IsolatedCall
 from rldsl.search.problem import FixedCall, Job, Problem
 from rldsl.search.space import Block, Kind, Strategy, divisions, micro_batch_sizes, with_chunks, zero_levels
 from rldsl.sharding.gradient_leaves import divides
+from rldsl.simulate.time_costs import engine_room
 
 CHUNKS = (2, 4)  # of layers per stage (vpp) that are tried, where the program does not say
 MIN_FILL = 0.05  # share of a minibatch in which a pipeline fills and drains, from which chunks are tried
@@ -42,6 +43,7 @@ class CandidateTable:
         self._memory: dict[tuple[int, Strategy, int, bool], CallMemory] = {}
         self._isolated: dict[tuple[object, ...], IsolatedCall] = {}
         self._plain_passes: dict[tuple[object, ...], dict[Hashable, Any]] = {}  # of a call on so many ranks
+        self._pass_bytes: dict[tuple[object, ...], dict[Hashable, int]] = {}  # of a call on so many ranks
 
     def candidates(self, job: Job, size: int) -> tuple[Candidate, ...]:
         key = (job.number, size)
@@ -64,8 +66,9 @@ class CandidateTable:
     def isolated_call(self, job: Job, s: Strategy, size: int, own: bool) -> IsolatedCall:
         key = (job.number, s.degrees, size, own)
         if key not in self._isolated:
-            plain = self._plain_passes.setdefault((job.number, size, own, s.backend), {})
-            self._isolated[key] = IsolatedCall(self.problem, job, s, size, own, plain)
+            of = job.number, size, own, s.backend
+            self._isolated[key] = IsolatedCall(self.problem, job, s, size, own, self._plain_passes.setdefault(of, {}),
+                                               self._pass_bytes.setdefault(of, {}))
         return self._isolated[key]
 
     def _memory_of(self, job: Job, s: Strategy, size: int, own: bool) -> CallMemory:
@@ -73,6 +76,16 @@ class CandidateTable:
         if key not in self._memory:
             self._memory[key] = call_memory(self.problem, self.isolated_call(job, s, size, own), job, s)
         return self._memory[key]
+
+    def _fits_alone(self, job: Job, s: Strategy, size: int, own: bool) -> bool:
+        """Whether a device has enough memory for the call and nothing else."""
+        key = (job.number, s, size, own)
+        if self.memory and key not in self._memory:
+            found = call_memory(self.problem, self.isolated_call(job, s, size, own), job, s, self.memory)
+            if not self.fits(found.min_bytes):
+                return False
+            self._memory[key] = found
+        return self.fits(self._memory_of(job, s, size, own).min_bytes)
 
     def fits(self, size: int) -> bool:
         return not self.memory or size <= self.memory
@@ -111,7 +124,8 @@ class CandidateTable:
                       for x in self._with_recompute_and_offload(job, z)):
                 as_given = all(_option_value(s, name) == value for name, value in given.items()
                                if name not in GENERATED)
-                if as_given and self._backend_supports(job, s) and _keeps_gradients(job.node, s):
+                if as_given and self._backend_supports(job, s) and _keeps_gradients(job.node, s) \
+                        and self._engine_fits(job, s):
                     sizes = self._largest_that_fit(self._with_micro_batches(job, s, given), job, size,
                                                    NUM_SIZES if s.pp == 1 else NUM_PIPELINE_SIZES)
                     limits = self._largest_that_fit(self._with_token_limits(job, s, given), job, size,
@@ -129,8 +143,8 @@ class CandidateTable:
             for v in CHUNKS if fill >= MIN_FILL else ():
                 hoped = replace(e, seconds=e.seconds * (1 - fill * (1 - 1 / v)))
                 for s in with_chunks("train", e.strategy, self.problem.families[job.model].layers, (v,)):
-                    if not any(_dominates(k, hoped) for k in front) and self._backend_supports(job, s) and self.fits(
-                            self._memory_of(job, s, size, True).min_bytes):
+                    if not any(_dominates(k, hoped) for k in front) and self._backend_supports(job, s) \
+                            and self._fits_alone(job, s, size, True):
                         yield self.candidate(job, s, size)
 
     def _fill(self, job: Job, s: Strategy) -> float:
@@ -149,6 +163,16 @@ class CandidateTable:
         adapters = bool(self.problem.models[job.model].base)
         return not (unable(description, job.kind, layout, adapters)
                     or description.problem(self.problem.families[job.model], layout))
+
+    def _engine_fits(self, job: Job, s: Strategy) -> bool:
+        """Whether a serving engine, where the cluster file says that one generates, has memory for the weights and the
+        longest sequence, as `simulate.check_engines` asks."""
+        cluster, node = self.problem.cluster, job.node
+        if not cluster.cache_gb or not isinstance(node, g.Generate) or node.conversation is not None:
+            return True
+        row = self.problem.lengths.of(self.problem.frames[node.frame])
+        layout = s.layout(Block(0, s.dp * s.tp * s.pp * s.cp).mesh())
+        return engine_room(cluster, self.problem.models[job.model], layout) >= row.prompt + row.longest
 
     def _with_micro_batches(self, job: Job, s: Strategy, given: Mapping[str, object]) -> list[Strategy]:
         """With every micro-batch size, or as the program says. A `generate` with a token budget decodes as many
@@ -181,10 +205,9 @@ class CandidateTable:
                 least_bytes(self.problem, self.isolated_call(job, strategies[0], size, own), job)):
             return ()
 
-        def too_large(s: Strategy) -> bool:
-            return not self.fits(self._memory_of(job, s, size, own).min_bytes)
-
-        end = bisect_left(strategies, True, key=too_large) if self.memory else len(strategies)
+        end = len(strategies)
+        if self.memory:
+            end = bisect_left(strategies, True, key=lambda s: not self._fits_alone(job, s, size, own))
         return strategies[max(0, end - count) : end]
 
     def _with_recompute_and_offload(self, job: Job, s: Strategy) -> tuple[Strategy, ...]:

@@ -68,7 +68,7 @@ class Evaluator:
         self.overheads = Overheads(problem, self.machine)
         self.bound = LowerBound(problem, self.table)
         self._schedules: dict[tuple[Block, ...], StepSchedule] = {}
-        self._orders: Orders = {}
+        self._orders = Orders()
         self._elements: dict[tuple[object, ...], int] = {}
 
     def tied_calls(self, c: int) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ class Evaluator:
         if key not in self._schedules:
             if len(self._schedules) >= MAX_SCHEDULES:
                 self._schedules.clear()
-                self._orders.clear()
+                self._orders.orders.clear()
             job_blocks = [key[self.problem.call_index[j.placed_with]] for j in self.problem.jobs]
             self._schedules[key] = schedule_step(self.problem, self.overheads, job_blocks, self._orders)
         return self._schedules[key]

@@ -41,8 +41,9 @@ def _with_cheapest_saving(i: Evaluator, blocks: Sequence[Block],
     best: tuple[float, tuple[Candidate, ...]] | None = None
     for c, job in enumerate(i.calls):
         now = candidates[c]
+        held = now.resident_bytes + now.active_bytes
         for e in i.table.candidates(job, blocks[c].size):
-            saved = now.resident_bytes + now.active_bytes - e.resident_bytes - e.active_bytes
+            saved = held - e.static_bytes - e.shared_bytes - e.copy_bytes - e.active_bytes
             if saved <= 0:
                 continue
             price = max(e.seconds + e.onload_seconds - now.seconds - now.onload_seconds, 0.0) / saved

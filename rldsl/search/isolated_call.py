@@ -49,9 +49,10 @@ class IsolatedCall(World):
     """A `World` with one call."""
 
     def __init__(self, problem: Problem, job: Job, s: Strategy, size: int, own: bool,
-                 plain_passes: dict[Hashable, Any] | None = None):
+                 plain_passes: dict[Hashable, Any] | None = None, pass_bytes: dict[Hashable, int] | None = None):
         """own: whether the call trains its model, or uses the trained parameters (float32) without a copy.
-        plain_passes: those of the same call on as many ranks, which do not depend on `zero`."""
+        plain_passes, pass_bytes: seconds and bytes of the passes of the same call on as many ranks, which do not depend
+        on `zero`."""
         mesh = Block(0, size).mesh()
         layout = s.layout(mesh)
         spread = spread_of(job.node, Placement(mesh, layout), problem.frames)
@@ -67,9 +68,14 @@ class IsolatedCall(World):
         self.served, self.lag = {}, problem.graph.lag
         self.images = any(dict(d.options).get("images") for d in problem.graph.data)
         self.plain_passes = plain_passes if plain_passes is not None else {}
+        self.pass_bytes = pass_bytes
+        self._events: dict[tuple[int, int, bool], AnyCall] = {}  # by what of a strategy they depend on; a cache
 
     def event(self, s: Strategy) -> AnyCall:
-        return call_event(self.node, self.layout, self.spread.id, s, self.frames)
+        options = s.mbs, s.mbt, s.recompute
+        if options not in self._events:
+            self._events[options] = call_event(self.node, self.layout, self.spread.id, s, self.frames)
+        return self._events[options]
 
     @cached_property
     def fullest_stages(self) -> tuple[Copy, ...]:
@@ -105,7 +111,8 @@ class IsolatedCall(World):
 
     @cached_property
     def tables(self) -> Tables:
-        return Tables(self.frames, self.values, self.spreads, self.layouts, prompts=self.prompts, images=self.images)
+        return Tables(self.frames, self.values, self.spreads, self.layouts, prompts=self.prompts, images=self.images,
+                      passes=self.pass_bytes)
 
 
 def compute_seconds(ops: list[Op]) -> float:

@@ -31,6 +31,8 @@ class LowerBound:
         self._seconds: dict[tuple[int, int], float] = {}
         self._copies: dict[tuple[int, int], int] = {}
         self._bytes: dict[tuple[int, int, bool], tuple[int, int, int]] = {}
+        self._trains = [problem.train_index.get(j.model) if j.kind != "train" else None for j in problem.calls]
+        self._paths = [problem.models[j.model].path for j in problem.calls]
 
     def call_seconds(self, call: int, size: int) -> float:
         """The shortest time of a call on `size` ranks; inf where it does not fit."""
@@ -92,8 +94,8 @@ class LowerBound:
         seconds = list(self.min_seconds) if partial else [0.0] * len(calls)
         work = list(self.min_work) if partial else seconds[:]
         for c, (start, stop) in blocks.items():
-            seconds[c] = known[c] if known and c in known else self.call_seconds(c, stop - start)
-            work[c] = seconds[c] * (stop - start)
+            each = known[c] if known and c in known else self.call_seconds(c, stop - start)
+            seconds[c], work[c] = each, each * (stop - start)
         bound = sum(work) / root.size
         on_all_ranks = {c for c, b in blocks.items() if b == root}
         trains = {c for c in on_all_ranks if calls[c].kind == "train"}
@@ -102,7 +104,10 @@ class LowerBound:
             alone = trains
             if spread:
                 alone = trains.union(c for c in spread if self.dependents[c] >= cycle - {c} - trains)
-            chain = sum([seconds[c] for c in alone]) + sum([seconds[c] for c in cycle - alone]) / steps
+            if alone:
+                chain = sum([seconds[c] for c in alone]) + sum([seconds[c] for c in cycle - alone]) / steps
+            else:
+                chain = sum([seconds[c] for c in cycle]) / steps
             if chain > bound:
                 bound = chain
         placed = [(start, stop, seconds[c], work[c]) for c, (start, stop) in blocks.items()]
@@ -143,8 +148,8 @@ class LowerBound:
 
     def peak_bytes(self, blocks: Mapping[int, Block], inside: Block | None = None) -> int:
         """Bytes that some rank (of `inside`, if given) needs at least."""
-        among = {b for b in blocks.values() if inside is None or inside.contains(b)}
-        return max((self._peak_bytes(b, blocks) for b in among), default=0)
+        among = {b for b in blocks.values() if inside is None or inside[0] <= b[0] and b[1] <= inside[1]}
+        return max([self._peak_bytes(b, blocks) for b in among], default=0)
 
     def _peak_bytes(self, at: Block, blocks: Mapping[int, Block]) -> int:
         static, active = 0, 0
@@ -152,13 +157,13 @@ class LowerBound:
         for c, b in blocks.items():
             if not b[0] <= at[0] or not at[1] <= b[1]:
                 continue
-            train = self.problem.train_index.get(self.calls[c].model)
-            copies = train is not None and self.moves(c, b, blocks.get(train))
-            own_static, own_shared, own_active = self.call_bytes(c, b.size, copies)
+            train = self._trains[c]
+            copies = train is not None and train in blocks and blocks[train] != b  # as `moves`
+            own_static, own_shared, own_active = self.call_bytes(c, b[1] - b[0], copies)
             static += own_static
             if own_active > active:
                 active = own_active
-            path = self.problem.models[self.calls[c].model].path
+            path = self._paths[c]
             if own_shared > shared.get(path, 0):
                 shared[path] = own_shared
         return static + active + sum(shared.values())

@@ -7,7 +7,7 @@ disjoint or nested, and each is a mesh that a program can name.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import gcd
@@ -83,18 +83,37 @@ class BlockTree:
     def distinct_blocks(self, used: Collection[Block]) -> Iterator[Block]:
         """The blocks, up to symmetry: of siblings of one size that no used block meets only the first is listed,
         because all nodes are equal and so are the devices of a node."""
-        def visit(b: Block) -> Iterator[Block]:
-            yield b
+        found: list[Block] = []
+
+        def visit(b: Block, near: Sequence[Block]) -> None:
+            """near: the used blocks that may lie inside `b`."""
+            inside = [u for u in near if u[0] < b[1] and b[0] < u[1] and not (u[0] <= b[0] and b[1] <= u[1])]
+            if not inside:
+                found.extend(self._unused(b))
+                return
+            found.append(b)
             seen: set[int] = set()
-            inside = [u for u in used if u.overlaps(b) and not u.contains(b)]
             for c in self.children(b):
-                if not any(u.overlaps(c) for u in inside):
+                if not any(u[0] < c[1] and c[0] < u[1] for u in inside):
                     if c.size in seen:
                         continue
                     seen.add(c.size)
-                yield from visit(c)
+                visit(c, inside)
 
-        return visit(self.root)
+        visit(self.root, tuple(used))
+        return iter(found)
+
+    @cached_property
+    def _unused_blocks(self) -> dict[Block, tuple[Block, ...]]:
+        return {}
+
+    def _unused(self, b: Block) -> tuple[Block, ...]:
+        """A block and the blocks inside it, up to symmetry, where none inside it is used."""
+        if b not in self._unused_blocks:
+            distinct = {c.size: c for c in reversed(self.children(b))}  # the first of each size
+            inside = [c for c in self.children(b) if distinct[c.size] is c]
+            self._unused_blocks[b] = (b, *(x for c in inside for x in self._unused(c)))
+        return self._unused_blocks[b]
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -11,8 +11,9 @@ longer never makes a step shorter.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 from rldsl.passes.list_scheduling import Task, list_schedule
 from rldsl.plan.events import Compute, Generate, Infer, Train
@@ -25,16 +26,24 @@ ORDER_COST = {"": Compute.traits.order_cost} | {e.kind: e.traits.order_cost for 
 NUM_STEPS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledItem:
-    """A job, or a point at which ranks wait for each other, in the order of a step."""
+class StepItem(NamedTuple):
+    """A job, or a point at which ranks wait for each other, wherever its ranks are."""
 
     job: int  # its number; -1: an exchange of lengths, or the metrics
-    atoms: tuple[int, ...]  # that take part
+    jobs: tuple[int, ...]  # whose ranks take part: of the metrics, which are the last item, the first of each
     predecessors: tuple[int, ...]  # items that the list scheduler puts before it
     cost: int  # `Traits.order_cost`
     priority: int  # as `Task.priority`: the smaller goes first
     lengths_of: int = -1  # the `generate` whose lengths are exchanged here; -1: none
+
+
+class PlayedItem(NamedTuple):
+    """A job or an exchange of lengths, in the order of a step."""
+
+    job: int  # its number; -1: an exchange of lengths
+    atoms: tuple[int, ...]  # that take part
+    exchange_seconds: float  # of an exchange
+    waits: tuple[tuple[int, int], ...]  # jobs that a job waits for, and how many turns later they work for its step
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,74 +51,91 @@ class StepSchedule:
     """The part of an assignment's evaluation that depends on its blocks alone."""
 
     atoms: tuple[tuple[int, int], ...]  # ranks (start, stop)
-    order: tuple[ScheduledItem, ...]  # in which items start
+    jobs: tuple[int, ...]  # numbers of the jobs, in the order in which they start
     job_atoms: tuple[tuple[int, ...], ...]  # by job number
-    ahead: tuple[int, ...]  # by job number: steps by which it runs ahead of the step (`lag`)
     overhead_seconds: tuple[float, ...]  # by job number, besides the work of the job
-    length_exchange_seconds: Mapping[int, float]  # `generate` -> seconds of exchanging the lengths of its rows
     fetch_seconds: float  # reading data, at the start of a step
-    # What is played of `order`, in order: (job number, or -1 for an exchange of lengths; its atoms; seconds of the
-    # exchange; the jobs that the job waits for, and how many turns later than its own they work for its step).
-    played: tuple[tuple[int, tuple[int, ...], float, tuple[tuple[int, int], ...]], ...]
+    played: tuple[PlayedItem, ...]  # in the order in which they start; metrics go without waiting
 
-    @property
-    def jobs(self) -> tuple[int, ...]:
-        """Their numbers, in order."""
-        return tuple(i.job for i in self.order if i.job >= 0)
+
+@dataclass(frozen=True, slots=True)
+class StepItems:
+    """The items of a step whose jobs run ahead by certain steps, and what each job waits for, as a `PlayedItem`."""
+
+    items: tuple[StepItem, ...]  # in program order
+    waits: tuple[tuple[tuple[int, int], ...], ...]  # by job number
 
 
 JobAtoms = tuple[tuple[int, ...], ...]  # by job number
-# A cache. Key: (job atoms, whether the first atom begins with rank 0).
-Orders = dict[tuple[JobAtoms, bool], tuple[ScheduledItem, ...]]
 
 
-def schedule_step(problem: Problem, overheads: Overheads, blocks: Sequence[Block], orders: Orders) -> StepSchedule:
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What schedules of one problem have in common; caches."""
+
+    items: dict[tuple[int, ...], StepItems] = field(default_factory=dict)  # by the steps by which each job runs ahead
+    # (job atoms, whether the first atom begins with rank 0) -> the order of the items
+    orders: dict[tuple[JobAtoms, bool], tuple[int, ...]] = field(default_factory=dict)
+
+
+def schedule_step(problem: Problem, overheads: Overheads, blocks: Sequence[Block], known: Orders) -> StepSchedule:
     """blocks: by job number; a computation has the block of the call that it is placed with."""
     ends = sorted({e for b in blocks for e in b})
-    atoms = [(a, b) for a, b in pairwise(ends) if any(x.start <= a and b <= x.stop for x in blocks)]
-    job_atoms = tuple([tuple([i for i, (a, z) in enumerate(atoms) if b.start <= a and z <= b.stop]) for b in blocks])
-    overhead = tuple([overheads.job_seconds(j, blocks[j.number].size) for j in problem.jobs])
+    atoms = [(a, b) for a, b in pairwise(ends) if any(x[0] <= a and b <= x[1] for x in blocks)]
+    atoms_of = {b: tuple([i for i, (a, z) in enumerate(atoms) if b[0] <= a and z <= b[1]]) for b in set(blocks)}
+    job_atoms = tuple([atoms_of[b] for b in blocks])
+    overhead = tuple([overheads.job_seconds(j, b[1] - b[0]) for j, b in zip(problem.jobs, blocks, strict=True)])
     ahead = problem.steps_ahead([frozenset(x) for x in job_atoms]) if problem.graph.lag else (0,) * len(blocks)
+    if ahead not in known.items:
+        known.items[ahead] = _step_items(problem, ahead)
+    items, waits = known.items[ahead].items, known.items[ahead].waits
+    where = [_item_atoms(item, job_atoms, atoms[0][0] == 0) for item in items]
     key = job_atoms, atoms[0][0] == 0
-    if key not in orders:
-        items = _step_items(problem, *key, ahead)
-        tasks = [Task(item.atoms, item.predecessors, item.cost, item.priority) for item in items]
-        orders[key] = tuple(items[i] for i in list_schedule(tasks))
-    exchanges = {}
-    for item in orders[key]:
-        if item.lengths_of >= 0:
-            ranks = sum([atoms[a][1] - atoms[a][0] for a in item.atoms])
-            exchanges[item.lengths_of] = overheads.length_exchange_seconds(problem.jobs[item.lengths_of], ranks)
-    played = tuple([
-        (n, item.atoms, 0.0 if n >= 0 else exchanges[item.lengths_of],
-         tuple([(b, ahead[n] - ahead[b]) for b in problem.jobs[n].depends_on]) if n >= 0 else ())
-        for item in orders[key] for n in [item.job] if n >= 0 or item.lengths_of >= 0])  # metrics go without waiting
-    return StepSchedule(tuple(atoms), orders[key], job_atoms, ahead, overhead, exchanges, overheads.fetch_seconds,
-                        played)
+    if key not in known.orders:
+        known.orders[key] = tuple(list_schedule([Task(x, item.predecessors, item.cost, item.priority)
+                                                 for x, item in zip(where, items, strict=True)]))
+    jobs: list[int] = []
+    played: list[PlayedItem] = []
+    for i in known.orders[key]:
+        item = items[i]
+        if item.job >= 0:
+            jobs.append(item.job)
+            played.append(PlayedItem(item.job, where[i], 0.0, waits[item.job]))
+        elif item.lengths_of >= 0:
+            ranks = sum([atoms[a][1] - atoms[a][0] for a in where[i]])
+            seconds = overheads.length_exchange_seconds(problem.jobs[item.lengths_of], ranks)
+            played.append(PlayedItem(-1, where[i], seconds, ()))
+    return StepSchedule(tuple(atoms), tuple(jobs), job_atoms, overhead, overheads.fetch_seconds, tuple(played))
 
 
-def _step_items(problem: Problem, job_atoms: JobAtoms, from_zero: bool, ahead: Sequence[int]) -> list[ScheduledItem]:
+def _item_atoms(item: StepItem, job_atoms: JobAtoms, from_zero: bool) -> tuple[int, ...]:
+    if item.job >= 0:
+        return job_atoms[item.job]
+    if item.lengths_of >= 0:
+        return tuple(sorted(set().union(*[job_atoms[o] for o in item.jobs])))
+    return tuple(sorted({job_atoms[o][0] for o in item.jobs} | ({0} if from_zero else set())))
+
+
+def _step_items(problem: Problem, ahead: tuple[int, ...]) -> StepItems:
     """Jobs in program order; after each `generate` the exchange of lengths among all jobs that work on its rows, or,
     where it runs ahead, before everything else among those of its step; at the end the metrics, from the first rank of
     each mesh to rank 0. A job of another step is no predecessor."""
-    items: list[ScheduledItem] = []
+    items: list[StepItem] = []
     position: dict[int, int] = {}  # job number -> index in `items`
     for j in problem.jobs:
         if j.kind == "generate" and ahead[j.number]:
-            atoms = sorted({a for o in problem.length_readers[j.number] for a in job_atoms[o]})
-            items.append(ScheduledItem(-1, tuple(atoms), (), 1, 0, j.number))
+            items.append(StepItem(-1, problem.length_readers[j.number], (), 1, 0, j.number))
     for j in problem.jobs:
         position[j.number] = len(items)
         predecessors = tuple(position[b] for b in problem.predecessors[j.number] if ahead[b] == ahead[j.number])
-        items.append(ScheduledItem(j.number, job_atoms[j.number], predecessors, ORDER_COST[j.kind], 1))
+        items.append(StepItem(j.number, (j.number,), predecessors, ORDER_COST[j.kind], 1))
         if j.kind == "generate" and not ahead[j.number]:
-            atoms = sorted({a for o in problem.length_readers[j.number] for a in job_atoms[o]})
-            items.append(ScheduledItem(-1, tuple(atoms), (position[j.number],), 1, 0, j.number))
-    logged = [j for j in problem.jobs if j.number in problem.logged_jobs]
-    firsts = sorted({job_atoms[j.number][0] for j in logged} | ({0} if from_zero else set()))
+            items.append(StepItem(-1, problem.length_readers[j.number], (position[j.number],), 1, 0, j.number))
+    logged = tuple(j.number for j in problem.jobs if j.number in problem.logged_jobs)
     if logged:
-        items.append(ScheduledItem(-1, tuple(firsts), tuple(position[j.number] for j in logged), 1, 3))
-    return items
+        items.append(StepItem(-1, logged, tuple(position[n] for n in logged), 1, 3))
+    return StepItems(tuple(items), tuple(tuple((b, ahead[j.number] - ahead[b]) for b in j.depends_on)
+                                         for j in problem.jobs))
 
 
 def step_seconds(problem: Problem, s: StepSchedule, seconds: Sequence[float], sync_ranks: Sequence[int],
@@ -122,6 +148,9 @@ def step_seconds(problem: Problem, s: StepSchedule, seconds: Sequence[float], sy
     ends: list[float] = [0.0]
     sizes = [stop - start for start, stop in s.atoms]
     independent = [bool(u) and min([sizes[a] for a in job_atoms[n]]) >= u for n, u in enumerate(sync_ranks)]
+    played = [(n, mine, exchange, waits) if n < 0 else
+              (n, mine, seconds[n] + overhead[n] + (reshards[n][0].unpack_seconds if n in reshards else 0.0), waits)
+              for n, mine, exchange, waits in s.played]
     turns: list[dict[int, float]] = []  # when each job was done, by turn of the step loop
     for turn in range(NUM_STEPS + problem.graph.lag):
         arrived: dict[int, float] = {}  # job -> when its copy is there
@@ -132,19 +161,17 @@ def step_seconds(problem: Problem, s: StepSchedule, seconds: Sequence[float], sy
                 free[a] += cost.pack_seconds
             arrived[n] = max([free[a] for a in (*job_atoms[train], *job_atoms[n])]) + cost.transfer_seconds
         free = [f + s.fetch_seconds for f in free]
-        for n, mine, exchange, waits in s.played:
+        for n, mine, took, waits in played:
             if n < 0:
-                met = max([free[a] for a in mine]) + exchange
+                met = max([free[a] for a in mine]) + took
                 for a in mine:
                     free[a] = met
                 continue
-            start, took = 0.0, seconds[n] + overhead[n]
+            start = arrived.get(n, 0.0)
             for b, later in waits:
                 then = turn + later  # the turn in which the other job worked for this step
                 if then >= 0 and turns[then][b] > start:
                     start = turns[then][b]
-            if n in reshards:
-                start, took = max(start, arrived[n]), took + reshards[n][0].unpack_seconds
             if n in onloads:
                 start = max(start, max([free[a] for a in mine]) + onloads[n])
             if independent[n]:

@@ -16,7 +16,7 @@ lists increase in the order of clock ticks (`_clock_ticks`), so no rank waits fo
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -114,13 +114,15 @@ def _clock_ticks(lists: Sequence[Sequence[MicroBatchPass]], chunks: int) -> Iter
     pp, at = len(lists), [0] * len(lists)
     # (rank, pass)es whose inputs exist
     ready: set[tuple[int, MicroBatchPass]] = {(0, p) for p in lists[0] if not p.backward and p.chunk == 0}
-    while any(i < len(own) for i, own in zip(at, lists, strict=True)):
+    left = sum(map(len, lists))
+    while left:
         together = [(rank, own[i]) for rank, (i, own) in enumerate(zip(at, lists, strict=True))
                     if i < len(own) and (rank, own[i]) in ready]
         if not together:
             raise internal_error(f"the schedule of {pp} ranks and {chunks} chunks deadlocks", "pipeline schedule",
                                  tuple(grid(lists, at, chunks > 1).splitlines()))
         yield together
+        left -= len(together)
         for rank, p in together:
             at[rank] += 1
             ready.remove((rank, p))
@@ -174,14 +176,19 @@ def max_activations_in_flight(passes: Sequence[Sequence[int]], weights: Sequence
     return max((sum(n * w for n, w in zip(x, weights, strict=True)) for x in passes), default=0)
 
 
-def max_waiting_messages(own: Sequence[Action]) -> int:
-    """The most messages that a rank has received and not used yet, with the one that a pass reads."""
-    waiting: Counter[MicroBatchPass] = Counter()
-    most = 0
-    for action in own:
-        if isinstance(action, Exchange):
-            waiting.update(m.for_pass for m in action.receives)
-            most = max(most, waiting.total())
-        else:
-            waiting.pop(action, None)
-    return most
+@cache
+def max_waiting_messages(pp: int, chunks: int, count: int) -> tuple[int, ...]:
+    """The most messages that each rank has received and not used yet, with the one that a pass reads. As `actions` has
+    them, without making the actions."""
+    lists = [rank_passes(pp, chunks, count, rank) for rank in range(pp)]
+    waiting: list[set[MicroBatchPass]] = [set() for _ in lists]  # the passes that the messages are for
+    most = [0] * pp
+    for together in _clock_ticks(lists, chunks):
+        for rank, p in together:
+            waiting[rank].discard(p)
+        for rank, p in together:
+            to = next_pass(pp, chunks, rank, p)
+            if to is not None and to[0] != rank:
+                waiting[to[0]].add(to[1])
+                most[to[0]] = max(most[to[0]], len(waiting[to[0]]))
+    return tuple(most)

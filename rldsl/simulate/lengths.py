@@ -1,17 +1,19 @@
 """How long the sequences of a step are expected to be: by default as long as the program lets them be.
 
 In: means that a user gives, or the metrics of an earlier run. Out: `Lengths`.
-Errors: RL0091 no metrics there, RL0205 metrics without lengths, RL0784 metrics that cannot be read.
+Errors: RL0091 no metrics there, RL0205 metrics without lengths, or lengths that no row can have, RL0784 metrics that
+cannot be read.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 
-from rldsl.diag import fail
+from rldsl.diag import counted, fail
 from rldsl.plan.metrics_file import METRICS, read
 from rldsl.plan.model import Plan
 from rldsl.plan.payloads import ROLLOUTS, WINDOW
@@ -69,6 +71,23 @@ class Lengths:
 
 
 AT_MOST = Lengths()  # every sequence as long as its bounds allow
+
+
+def check_lengths(given: Lengths, frames: Iterable[IndexedFrame], place: str) -> None:
+    """Check that rows of some frames can have the lengths that a user gives. place: of the message. Errors: RL0205."""
+    known = tuple(frames)
+    prompt = max((f.max_prompt_tokens for f in known), default=0)
+    response = max((f.max_response_tokens for f in known), default=0)
+    for tokens, most, of, what in ((given.prompt, prompt, "prompt", "prompts of {} tokens on average"),
+                                   (given.response, response, "response", "responses of {} tokens on average"),
+                                   (given.longest, response, "response", "a longest response of {} tokens")):
+        if not 0 <= tokens <= most:
+            raise fail("RL0205", f"no row can have {what.format(f'{tokens:g}')}", place=place, help=(
+                f"the program allows at most {counted(most, 'token')} per {of}" if most else
+                f"the program has no {of}s"))
+    if given.longest and given.response > given.longest:
+        raise fail("RL0205", f"the longest response of a batch cannot have {given.longest:g} tokens where the mean is "
+                   f"{given.response:g}", place=place, help="omit the longest, or make it at least the mean")
 
 
 def observed_lengths(plan: Plan, folder: str) -> Lengths:

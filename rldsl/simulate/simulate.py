@@ -1,7 +1,8 @@
 """`simulate`: one steady step of a plan on a cluster.
 
 In: a verified plan, a cluster, expected lengths. Out: a `Timeline`.
-Errors: RL0096 the cluster is too small, RL0215 its file lacks rates, RL0205 durations of what the plan does not call.
+Errors: RL0096 the cluster is too small, RL0215 its file lacks rates, RL0205 durations of what the plan does not call,
+RL0401 a serving engine has too little memory.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from difflib import get_close_matches
 from itertools import pairwise, takewhile
-from math import lcm
+from math import ceil, lcm
 
 from rldsl.clusters import Cluster
 from rldsl.diag import counted, fail
-from rldsl.plan.events import Compute, Loop, ModelCall, Offload, Onload, Save, When
+from rldsl.plan.events import Compute, Generate, Loop, ModelCall, Offload, Onload, Save, When
 from rldsl.plan.model import Plan
+from rldsl.plan.notation import human
 from rldsl.plan.projection import Path, event_paths, walk
 from rldsl.progress import stage
 from rldsl.simulate.critical_path import find_critical_path
@@ -24,6 +26,8 @@ from rldsl.simulate.engine import Pool, Timelines, run_programs
 from rldsl.simulate.lengths import AT_MOST, Lengths, token_frames
 from rldsl.simulate.model import PeriodicEvents, Span, Timeline
 from rldsl.simulate.program import Occasions, build_programs, iterations_ahead, periodic_blocks, step_loop
+from rldsl.simulate.time_costs import engine_room
+from rldsl.simulate.work_counts import build_shard
 from rldsl.simulate.world import World
 
 STEPS = 3  # only the last one is steady: transfers at the top of a step overlap with the end of the step before
@@ -32,11 +36,14 @@ STEPS = 3  # only the last one is steady: transfers at the top of a step overlap
 def simulate(plan: Plan, cluster: Cluster, lengths: Lengths = AT_MOST,
              durations: Mapping[str, float] | None = None) -> Timeline:
     """Time one step. durations: seconds that calls are known to take, by `known_events`. Errors: RL0096 the cluster has
-    too few nodes, or too few devices in each, RL0215 its file says too little, RL0205 a duration of no call."""
+    too few nodes, or too few devices in each, RL0215 its file says too little, RL0205 a duration of no call, RL0401 a
+    serving engine has too little memory."""
     check_cluster(plan, cluster)
     known = known_events(plan, durations or {})
     stage("simulating a step")
-    return run(World(plan, cluster, lengths, durations=known))
+    world = World(plan, cluster, lengths, durations=known)
+    check_engines(world)
+    return run(world)
 
 
 def known_events(plan: Plan, durations: Mapping[str, float]) -> dict[int, float]:
@@ -123,6 +130,26 @@ def check_cluster(plan: Plan, cluster: Cluster) -> None:
                    f"{_machines(cluster.nodes, cluster.gpus)}", place=cluster.name,
                    help="links within a node are faster than links between nodes: compile with `cluster "
                         f"nodes={cluster.nodes} gpus={cluster.gpus}`, or with the name of this cluster")
+
+
+def check_engines(world: World) -> None:
+    """Check that serving engines have memory for the weights and the longest sequence. Errors: RL0401."""
+    cluster = world.cluster
+    for event, _ in event_paths(world.plan):
+        if not cluster.cache_gb or not isinstance(event, Generate) or event.conversation is not None \
+                or event.id in world.durations:
+            continue
+        row, model, layout = world.row(event.frame), world.models[event.model], world.layouts[event.layout]
+        if (room := engine_room(cluster, model, layout)) >= row.prompt + row.longest:
+            continue
+        shards = [build_shard(model, layout, s) for s in range(layout.pp)]
+        weights = max(s.elements * s.item for s in shards)
+        sequence = max(s.layers * s.cache * s.item * s.attending for s in shards) * (row.prompt + row.longest)
+        raise fail("RL0401", f"a serving engine of `{event.display_name}` has `cache_gb: {cluster.cache_gb:g}`, too "
+                   f"little for {human(weights)} of weights and a sequence of {row.prompt + row.longest:,.0f} tokens",
+                   place=cluster.name, notes=(f"the KV cache of that sequence: {human(ceil(sequence))}",
+                                              f"there is room for {max(room, 0):,.0f} tokens next to the weights"),
+                   help="state more in the cluster file, up to the memory of a device, or use larger tp or pp")
 
 
 def _machines(nodes: int, devices: int) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, inf, log2, prod
 
+from rldsl.clusters import Cluster
 from rldsl.memory.decode_shapes import live_conversations
 from rldsl.plan.backends import costs
 from rldsl.plan.events import Generate, Infer, Train
@@ -273,6 +274,16 @@ def _conversation_time(world: World, event: Generate, stage: Stage, rows: int, r
     return DecodeTime(seconds, computed / seconds) if seconds else DecodeTime(0.0)
 
 
+def engine_room(cluster: Cluster, model: Model, layout: Layout) -> float:
+    """Tokens that the KV cache of a serving engine has room for next to the weights, at the stage with the least; at
+    most 0 where not even the weights fit."""
+    rooms = []
+    for s in (build_shard(model, layout, stage) for stage in range(layout.pp)):
+        left, each = cluster.cache_gb * 1e9 - s.elements * s.item, s.layers * s.cache * s.item * s.attending
+        rooms.append(left / each if each else inf if left > 0 else 0.0)
+    return min(rooms)
+
+
 def _served_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
     """A serving engine on the ranks of one dp rank. Before, it gets the new weights."""
     layout, cluster = world.layouts[event.layout], world.cluster
@@ -283,9 +294,7 @@ def _served_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
     stage = replace(stage, machine=machine)
     rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
     held = [replace(stage, shard=build_shard(world.models[event.model], layout, s)) for s in range(layout.pp)]
-    free = min((cluster.cache_gb * 1e9 / (x.shard.layers * x.shard.cache * x.shard.item * x.shard.attending)
-                - x.shard.elements / (x.shard.layers * x.shard.cache * x.shard.attending)
-                for x in held if x.shard.layers and x.shard.attending), default=inf)
+    free = engine_room(cluster, world.models[event.model], layout)
 
     def step(count: float, cached: float) -> float:
         seconds = cluster.decode_us * 1e-6 + cluster.decode_row_us * 1e-6 * count

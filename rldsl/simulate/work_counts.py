@@ -11,6 +11,7 @@ from functools import cache
 from math import ceil, log2, prod
 from typing import Any
 
+from rldsl.memory.parameters import without_layouts
 from rldsl.plan.events import Generate
 from rldsl.plan.model import Layout, Model, ParamSpec
 from rldsl.plan.optimizers import param_options
@@ -65,13 +66,8 @@ class Shard:
 @cache
 def build_shard(model: Model, layout: Layout, stage: int) -> Shard:
     """The shard of a pipeline stage. It does not depend on the ranks, on cp or on `zero`, and on dp only through ep."""
-    found = _build_shard(_without_layouts(model), replace(layout, id=".", mesh="", dp=layout.ep, cp=1, zero=0), stage)
+    found = _build_shard(without_layouts(model), replace(layout, id=".", mesh="", dp=layout.ep, cp=1, zero=0), stage)
     return replace(found, model=model, item=4 if storage_dtype(model, layout.id) == "float32" else itemsize(model))
-
-
-@cache
-def _without_layouts(model: Model) -> Model:
-    return replace(model, train_layout="", ema_layout="")
 
 
 @cache

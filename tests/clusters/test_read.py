@@ -10,7 +10,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from rldsl import api, clusters
-from rldsl.clusters.model import FIELDS, NEEDED, Cluster, Distribution, Measured
+from rldsl.clusters.model import FIELDS, LEAST, MOST, NEEDED, Cluster, Distribution, Field, Measured
 from rldsl.diag import Failure
 from rldsl.graph.build import build
 from rldsl.report import render
@@ -158,6 +158,29 @@ def test_quantiles_have_the_mean_and_deviation(distribution: Distribution) -> No
 ])
 def test_mistakes_are_found_where_they_are(text: str, expected: list[tuple[str, int]]) -> None:
     assert mistakes(text) == expected
+
+
+HUGE = "9" * 300  # still a float
+NUMBERS = [(name, field) for name, field in FIELDS.items() if field.kind in ("int", "float", "distribution")]
+
+
+@pytest.mark.parametrize("name, field", NUMBERS, ids=[name for name, _ in NUMBERS])
+def test_no_number_is_too_large_or_too_small_for_times(name: str, field: Field) -> None:
+    first = "gpus: 8\n" if name != "gpus" else ""
+    line = 1 + bool(first)
+    for number in (HUGE, f"1{HUGE}{HUGE}", "1" * 5000, "1e13", "1e300", "-1e300", "1e-300", "1e-13"):
+        assert mistakes(f"{first}{name}: {number}\n") == [("RL0205", line)], number
+    if field.kind == "float" and not field.low and field.high >= 1:
+        for number in (MOST if field.high == MOST else field.high, LEAST):
+            assert getattr(parse(f"{first}{name}: {number!r}\n"), name) == number
+    with pytest.raises(Failure) as caught:
+        parse(f"{first}{name}: {HUGE}9\n")
+    assert "at most" in caught.value.diagnostics[0].title and "301 digits" in caught.value.diagnostics[0].label
+
+
+def test_measured_times_have_the_same_bounds() -> None:
+    for number in (HUGE, "1e-300"):
+        assert mistakes(f"gpus: 1\nmeasured:\n{MEASURED.replace('call: 3', f'call: {number}')}") == [("RL0205", 3)]
 
 
 @pytest.mark.parametrize("text, word", [("gpus: 8\nlink_gbs: 2\n", "link_gb_s"), ("preset: h100x80\n", "h100x8"),

@@ -15,7 +15,7 @@ from rldsl.reshard.alias import share_one_copy
 from rldsl.reshard.box_classes import box_classes
 from rldsl.sharding.boxes import chunks, holdings, parameters, pieces_of_rank, stages
 from rldsl.sharding.layout import own_layers, stage_layers
-from rldsl.sharding.pipeline_schedule import actions, max_waiting_messages
+from rldsl.sharding.pipeline_schedule import max_waiting_messages
 from rldsl.verify.box_classes import class_faults
 from tests.plan_algebra.models import layout, mesh, model
 from tests.realloc.cases import Case
@@ -110,5 +110,5 @@ def test_moves_are_bit_for_bit() -> None:
 
 def test_with_one_chunk_no_more_than_two_messages_wait() -> None:
     """As the memory estimate counts them (`memory/call_memory.py`)."""
-    assert all(max_waiting_messages(own) <= 2 for pp in range(2, 9) for count in range(1, 4 * pp + 1)
-               for own in actions(pp, 1, count))
+    assert all(most <= 2 for pp in range(2, 9) for count in range(1, 4 * pp + 1)
+               for most in max_waiting_messages(pp, 1, count))

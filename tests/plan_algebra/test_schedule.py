@@ -134,7 +134,21 @@ def test_memory_is_that_of_the_paper(pp: int, chunks: int, count: int) -> None:
                          [(2, 1, 1), (3, 1, 2), (8, 1, 2), (2, 2, 3), (4, 2, 4), (8, 2, 5), (8, 4, 5)])
 def test_few_messages_wait_however_many_micro_batches(pp: int, chunks: int, most: int) -> None:
     for count in (pp, 2 * pp, 4 * pp, 6 * pp):
-        assert max(map(max_waiting_messages, actions(pp, chunks, count))) <= most
+        assert max(max_waiting_messages(pp, chunks, count)) <= most
+
+
+@pytest.mark.parametrize("pp, chunks, count", SHAPES)
+def test_the_messages_that_wait_are_those_of_the_actions_played(pp: int, chunks: int, count: int) -> None:
+    for own, most in zip(actions(pp, chunks, count), max_waiting_messages(pp, chunks, count), strict=True):
+        waiting, found = set[MicroBatchPass](), 0
+        for action in own:
+            if isinstance(action, Exchange):
+                assert not waiting & {m.for_pass for m in action.receives}
+                waiting |= {m.for_pass for m in action.receives}
+                found = max(found, len(waiting))
+            else:
+                waiting.discard(action)
+        assert found == most
 
 
 def test_kept_when_the_pass_of_one_chunk_begins() -> None:

@@ -335,3 +335,32 @@ def test_a_profile_of_other_models_measured_none_of_these(folder: Path) -> None:
                                      "float32, tp: 1, threads: 1, forward: {call: 3, token: 1e-3}}\n")
     (times,) = (line for line in searched().splitlines() if line.startswith("  times"))
     assert "roofline estimate" in times and all(name in times for name in ("actor", "judge", "ref"))
+
+
+@pytest.mark.parametrize("options, said", [
+    (("--response-tokens", "513"), "no row can have responses of 513 tokens on average"),
+    (("--prompt-tokens", "1e9"), "no row can have prompts of 1e+09 tokens on average"),
+    (("--longest", "600"), "no row can have a longest response of 600 tokens"),
+    (("--response-tokens", "300", "--longest", "200"), "cannot have 200 tokens where the mean is 300")])
+@pytest.mark.parametrize("command", ["search", "explain-placement", "sim"])
+def test_lengths_that_no_row_can_have(command: str, options: tuple[str, ...], said: str) -> None:
+    found = rlc(command, "grpo.rlf", "--cluster", "two.yaml" if command != "sim" else "h100x8",
+                *(("--on", "actor.train mbs=16") if command == "sim" else ()), *options)
+    assert found.exit_code == 1 and "RL0205" in found.output and said in found.output, found.output
+
+
+@pytest.mark.parametrize("options", [("--response-tokens", "inf"), ("--longest", "nan"), ("--prompt-tokens", "0")])
+def test_lengths_that_are_no_numbers(options: tuple[str, ...]) -> None:
+    assert rlc("search", "grpo.rlf", "--cluster", "two.yaml", *options).exit_code == 2
+
+
+def test_an_engine_without_memory_for_its_weights_is_not_proposed(folder: Path) -> None:
+    (folder / "engine.yaml").write_text("preset: h100x8\ngpus: 2\ncache_gb: 2.0\n")  # of 2.5 GB
+    said = rlc("search", "grpo.rlf", "--cluster", "engine.yaml", "--json")
+    assert said.exit_code == 0, said.output
+    best = json.loads(said.output)["best"][0]
+    (how,) = [c["how"] for c in best["calls"] if c["call"] == "actor.generate"]
+    assert "tp=2" in how or "pp=2" in how
+    (folder / "engine.yaml").write_text("preset: h100x8\ngpus: 2\ncache_gb: 0.05\n")
+    said = rlc("search", "grpo.rlf", "--cluster", "engine.yaml")
+    assert said.exit_code == 1 and "RL0402" in said.output and "cache_gb: 0.05" in said.output, said.output

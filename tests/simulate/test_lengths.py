@@ -9,7 +9,7 @@ import pytest
 
 from rldsl import api
 from rldsl.diag import Failure
-from rldsl.simulate import Lengths, observed_lengths, simulate
+from rldsl.simulate import Lengths, check_lengths, observed_lengths, simulate
 from rldsl.simulate.lengths import token_frames
 from rldsl.simulate.summary import format_timeline
 from tests.frames import frame
@@ -25,6 +25,41 @@ FRAME = frame("gen", "gen", "prompt", 16, 2, "prompts", 8, 16)
 def test_lengths_are_within_the_bounds(given: Lengths, row: tuple[float, float, float]) -> None:
     found = given.of(FRAME)
     assert (found.prompt, found.response, found.longest) == row and found.tokens == row[0] + row[1]
+
+
+@pytest.mark.parametrize("given", [Lengths(), Lengths(8, 16, 16), Lengths(3.5), Lengths(0, 0, 1), Lengths(1, 4, 4)])
+def test_lengths_that_rows_can_have(given: Lengths) -> None:
+    check_lengths(given, [FRAME], "p.rlf")
+
+
+@pytest.mark.parametrize("given, title, help", [
+    (Lengths(9), "no row can have prompts of 9 tokens", "at most 8 tokens per prompt"),
+    (Lengths(0, 16.5), "no row can have responses of 16.5 tokens", "at most 16 tokens per response"),
+    (Lengths(0, 0, 17), "no row can have a longest response of 17 tokens", "at most 16 tokens per response"),
+    (Lengths(0, 10, 4), "the longest response of a batch cannot have 4 tokens where the mean is 10", "omit"),
+    (Lengths(float("inf")), "no row can have prompts of inf tokens", "8 tokens"),
+    (Lengths(0, float("nan")), "no row can have responses of nan tokens", "16 tokens"),
+    (Lengths(-1), "no row can have prompts of -1 tokens", "8 tokens")])
+def test_lengths_that_no_row_can_have(given: Lengths, title: str, help: str) -> None:
+    with pytest.raises(Failure) as caught:
+        check_lengths(given, [FRAME], "p.rlf")
+    (said,) = caught.value.diagnostics
+    assert said.code == "RL0205" and title in said.title and help in said.help
+
+
+def test_a_length_that_some_rows_can_have_is_enough() -> None:
+    longer = frame("long", "long", "prompt", 16, 2, "prompts", 8, 64)
+    check_lengths(Lengths(0, 40), [FRAME, longer], "p.rlf")
+    assert Lengths(0, 40).of(FRAME).response == 16, "each row is as long as it can be"
+    with pytest.raises(Failure, match="no row can have responses"):
+        check_lengths(Lengths(0, 65), [FRAME, longer], "p.rlf")
+
+
+def test_without_responses_there_is_no_length_of_them() -> None:
+    prompts = frame("p", "p", "prompt", 16, 1, "prompts", 8, 0)
+    with pytest.raises(Failure) as caught:
+        check_lengths(Lengths(0, 5), [prompts], "p.rlf")
+    assert caught.value.diagnostics[0].help == "the program has no responses"
 
 
 def run(folder: Path, lines: list[dict]) -> str:

@@ -6,12 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from rldsl.clusters import preset
+from rldsl.clusters import Cluster, preset
+from rldsl.diag import Failure
+from rldsl.plan.events import Generate
 from rldsl.plan.model import Layout
+from rldsl.plan.projection import event_paths
+from rldsl.plan.spaces import indexed_frames
 from rldsl.simulate import Lengths, simulate
 from rldsl.simulate.lengths import Row
 from rldsl.simulate.machine import Machine
 from rldsl.simulate.serving_engine import packed, response_lengths, serve
+from rldsl.simulate.time_costs import engine_room
 from rldsl.simulate.work_counts import WorkCounts, build_shard
 from tests.simulate.plans import ROUND, plan
 
@@ -90,6 +95,30 @@ def test_a_cluster_with_an_engine_generates_with_it() -> None:
         ROUND, ENGINE, replace(ENGINE, decode_us=5000.0)))
     assert own != engine
     assert slower - engine == pytest.approx(4e-3 * 16, rel=0.2)  # the longest response has 16 tokens
+
+
+def test_an_engine_needs_memory_for_the_weights_and_one_sequence() -> None:
+    found = plan("together")
+    (event,) = [e for e, _ in event_paths(found) if isinstance(e, Generate)]
+    (layout,) = [x for x in found.layouts if x.id == event.layout]
+    (model,) = [m for m in found.models if m.name == event.model]
+    s = build_shard(model, layout, 0)
+    weights, token = s.elements * s.item, s.layers * s.cache * s.item
+    row = Lengths().of(indexed_frames(found)[event.frame])
+
+    def engine(bytes: float) -> Cluster:
+        return replace(ENGINE, cache_gb=bytes / 1e9)
+
+    for bytes, room in ((weights / s.layers / 2, 0), (weights - 1, 0), (weights + 3.5 * token, 3),
+                        (weights + (row.tokens - 0.5) * token, row.tokens - 1)):
+        with pytest.raises(Failure) as caught:
+            simulate(found, engine(bytes))
+        (said,) = caught.value.diagnostics
+        assert said.code == "RL0401" and "cache_gb" in said.title and said.place == ENGINE.name
+        assert engine_room(engine(bytes), model, layout) == pytest.approx(max(room, 0), abs=1) or not room
+    enough = engine(weights + (row.tokens + 0.5) * token)
+    assert simulate(found, enough).seconds > simulate(found, ENGINE).seconds, "one sequence at a time"
+    assert simulate(found, engine(weights - 1), durations={event.display_name: 1.0}).seconds, "nothing is predicted of it"
 
 
 @pytest.mark.parametrize("field, amount, most", [("sync_s", 2.0, 1), ("call_s", 1.0, 8)])
