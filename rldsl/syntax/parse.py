@@ -120,7 +120,9 @@ def grammar() -> str:
 
 def warm(folder: Path) -> None:
     """Take the parser's tables from `folder`, or put them there: a start of the compiler is then twice as quick. A
-    folder that cannot be read or written changes nothing."""
+    folder that cannot be read or written changes nothing, nor does one where this process has the parser already."""
+    if _MADE:
+        return
     text = grammar()
     file = folder / f"grammar-{table.key(text)[:16]}.json"
     try:

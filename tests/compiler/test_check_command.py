@@ -281,6 +281,19 @@ def test_a_damaged_cache_is_replaced(damage: str, tmp_path: Path, monkeypatch: p
     assert table.load(whole.replace(table.key(grammar()), "0" * 64), grammar(), parse._FreeNewlines()) is None
 
 
+def test_tables_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that runs commands one after the other, as a notebook does, has one parser."""
+    from rldsl.syntax import parse
+
+    monkeypatch.setattr(parse, "_MADE", [])
+    warm(tmp_path / "c")
+    [made] = parse._MADE
+    [file] = (tmp_path / "c").iterdir()
+    file.write_text("{")  # what is read again would be made again
+    warm(tmp_path / "c")
+    assert parse._MADE == [made] and file.read_text() == "{"
+
+
 def test_the_cached_tables_are_the_computed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rldsl.syntax import parse, table
 
@@ -291,8 +304,12 @@ def test_the_cached_tables_are_the_computed_ones(tmp_path: Path, monkeypatch: py
 
 
 def test_a_cache_that_cannot_be_written_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rldsl.syntax import parse
+
     (tmp_path / "file").write_text("")
+    monkeypatch.setattr(parse, "_MADE", [])
     warm(tmp_path / "file" / "below")
+    monkeypatch.setattr(parse, "_MADE", [])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     put(GOOD)
     assert rlc("check", "p.rlf").exit_code == 0

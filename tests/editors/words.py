@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
 from typing import Any
 
-from lark import Lark
 from lark.lexer import TerminalDef
 
 from rldsl.plan.expr import LEVELS
 from rldsl.plan.operators import BUILTINS
-from rldsl.syntax.parse import grammar
+from rldsl.syntax import parse
 
 
-@cache
 def terminals() -> list[TerminalDef]:
-    return Lark(grammar(), parser="lalr").terminals
+    return parse._parser().terminals
 
 
 def keywords() -> set[str]:

@@ -29,16 +29,27 @@ def empty_model(config: Any) -> tuple[Any, Execution]:
     """The model with parameters on the meta device but real buffers (rotary frequencies are computed, not stored), and
     how it runs. Its vision tower attends in transformers' own way: an image is complete, and nothing is kept of it."""
     config = keep_weights(config)
-    with torch.device("meta"), no_init_weights():
-        trial = auto_class(config).from_config(config, trust_remote_code=False)
-        how = execution(trial.get_submodule(body_name(trial)), config)
-    with _parameters_on_meta(), no_init_weights():
-        implementation: Any = None if how.by_rows else attention.NAME
-        if vision_family(config):
-            implementation = {"text_config": implementation, "vision_config": "sdpa"}
-        model = auto_class(config).from_config(config, attn_implementation=implementation, trust_remote_code=False)
-    model.tie_weights()  # otherwise a part of the initialization
+    unknown: Exception | None = None
+    try:  # first as nearly every family runs: constructing a model is a good part of a rank's start
+        model, how = _construct(config, attention.NAME)
+    except Exception as error:  # the code of a family may choose its attention by the names that it knows
+        unknown = error
+    else:
+        if not how.by_rows:
+            return model, how
+    model, how = _construct(config, None)
+    if unknown is not None and not how.by_rows:
+        raise unknown
     return model, how
+
+
+def _construct(config: Any, implementation: str | None) -> tuple[Any, Execution]:
+    """implementation: of the attention, None for the family's own."""
+    of: Any = {"text_config": implementation, "vision_config": "sdpa"} if vision_family(config) else implementation
+    with _parameters_on_meta(), no_init_weights():
+        model = auto_class(config).from_config(config, attn_implementation=of, trust_remote_code=False)
+    model.tie_weights()  # otherwise a part of the initialization
+    return model, execution(model.get_submodule(body_name(model)), config)
 
 
 @contextmanager

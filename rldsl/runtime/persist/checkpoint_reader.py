@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -367,5 +368,6 @@ def _stored(path: Path, keys: Sequence[tuple[str, str]]) -> Mapping[str, StoredB
     return stored
 
 
+@lru_cache(maxsize=4096)  # every rank reads the keys of all, of which most have the same few boxes
 def _box(text: str) -> Box:
     return tuple((int(a), int(b)) for a, _, b in (part.partition(":") for part in text.split(",")))
