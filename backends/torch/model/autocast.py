@@ -4,15 +4,23 @@ In: a module with parameters of either dtype. Out: the module, which now sees su
 float32. Matrices of linear layers need nothing, since autocast casts them. So the residual stream is float32
 everywhere. Invariant: a copy that stores parameters in bfloat16 gives the same numbers, bit for bit, as the float32
 master copy. Gradients pass the rounding unchanged (a straight-through estimator).
+
+Modules whose own code multiplies in float32 whatever the dtype of its input, such as the routers of DeepSeek-V3, run
+without autocast, which would round what they have cast: experts are then chosen by scores of float32, as in
+transformers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.pytorch_utils import Conv1D
 
 from rldsl.backends.torch.kernels.autograd import Function
 
@@ -65,3 +73,64 @@ def _with_rounded_lookup(kind: type) -> Any:
     """The class with `_RoundedEmbedding` between a family's own embedding and torch's, so that what the family does to
     the rows comes after the rounding."""
     return _RoundedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, _RoundedEmbedding), {})
+
+
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+
+
+def keep_float32_products(model: nn.Module, device: torch.device) -> frozenset[str]:
+    """Let modules with a matrix of their own that multiply in float32 in a model of half precision do so under
+    autocast, too. Returns their names."""
+    found: dict[type, bool] = {}
+    names = []
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None or weight.dim() != 2 or isinstance(module, nn.Linear | nn.Embedding | Conv1D):
+            continue
+        kind = type(module)
+        if kind not in found:
+            found[kind] = multiplies_in_float32(module)
+        if found[kind]:
+            module.forward = _without_autocast(module.forward, device.type)
+            names.append(name)
+    return frozenset(names)
+
+
+def multiplies_in_float32(module: nn.Module) -> bool:
+    """Whether a module with a parameter `weight` [., H] makes all its products in float32 where its parameters and its
+    input are bfloat16. Its code runs on shapes without numbers; what it makes of other arguments is not known."""
+    width = module._parameters["weight"].shape[1]  # type: ignore[union-attr]  # it has one
+    for shape in ((1, 4, width), (4, width)):
+        trial: Any = copy(module)
+        trial._parameters = {name: None if x is None else nn.Parameter(torch.empty_like(
+            x, dtype=torch.bfloat16, device="meta")) for name, x in module._parameters.items()}
+        trial._buffers = {name: None if x is None else x.to("meta") for name, x in module._buffers.items()}
+        try:
+            with torch.no_grad(), _ProductDtypes() as seen:
+                trial(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+        except Exception:  # a module that needs more, or another shape
+            continue
+        return seen.dtypes == {torch.float32}
+    return False
+
+
+class _ProductDtypes(TorchDispatchMode):
+    """dtypes: of the matrix products so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in PRODUCTS:
+            self.dtypes.add(out.dtype)
+        return out
+
+
+def _without_autocast(forward: Callable[..., Any], device: str) -> Callable[..., Any]:
+    def run(*args: Any, **options: Any) -> Any:
+        with torch.autocast(device, enabled=False):
+            return forward(*args, **options)
+
+    return run

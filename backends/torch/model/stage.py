@@ -24,7 +24,7 @@ from rldsl.backends.torch.kernels.products import use_onednn
 from rldsl.backends.torch.kernels.rms_norms import fuse_norms
 from rldsl.backends.torch.model import attention
 from rldsl.backends.torch.model.attention import PackedAttention
-from rldsl.backends.torch.model.autocast import round_parameter
+from rldsl.backends.torch.model.autocast import keep_float32_products, round_parameter
 from rldsl.backends.torch.model.chunks import Chunk, LayersDone, chunk_of, end_of_layers
 from rldsl.backends.torch.model.experts import OrderedExperts, SourceGrads, parallelize_experts
 from rldsl.backends.torch.model.fused_layers import fuse_layers
@@ -101,6 +101,7 @@ class Stage(ActivationCheckpointing):
     sequence_parallel: SequenceParallel  # divides tokens over tp where layers allow it
     experts: dict[str, nn.Module]  # of each layer here that has some, by the name of the module
     how: Execution               # how the family's modules run on packed sequences
+    float32_products: frozenset[str]  # modules of a half-precision model that multiply in float32
     current: CurrentPass         # the pass under way, which these modules ask for its sequences
     vision: Vision | None = None  # of a model that reads images
 
@@ -115,6 +116,7 @@ class Stage(ActivationCheckpointing):
         self.config = load_config(model)
         skeleton, self.how = empty_model(self.config)
         body: nn.Module = skeleton.get_submodule(body_name(skeleton))
+        self.float32_products = keep_float32_products(skeleton, device) if matmul_dtype != torch.float32 else frozenset()
         text = self.config.get_text_config()
         self.current = CurrentPass()
         self.hidden_scale, self.logit_cap = logit_form(text) if model.head.vocabulary else (1.0, 0.0)
@@ -320,7 +322,8 @@ class Stage(ActivationCheckpointing):
         """Whether the gradient of a pass is a bfloat16 number: of what is multiplied in bfloat16."""
         parameter = self.held[name][0]
         matrix = parameter.layer is not None and len(parameter.spec.shape) > 1
-        return self.matmul_dtype == torch.bfloat16 and (matrix or name == SCORE_WEIGHT)
+        return self.matmul_dtype == torch.bfloat16 and (matrix or name == SCORE_WEIGHT) and \
+            name.rpartition(".")[0] not in self.float32_products
 
     def _zero_sharding(self, level: int, axes: Axes, in_leaves: bool) -> ZeroSharding:
         def part(layer: int | None, divided_experts: bool) -> ParamGroup | None:
