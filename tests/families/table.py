@@ -157,9 +157,10 @@ docs/families.md` has found it with a tiny random model of each, in float32 on t
 - Router biases that DeepSeek-V3 and its relatives choose experts with (`e_score_correction_bias`) get no gradient. They
   stay as they are in the directory, as in transformers, or move by the load of the experts where a train call has
   [`router_bias_update_rate`](language.md#router-biases).
-- Routers that multiply in float32 in transformers' half-precision models (DeepSeek-V2 and V3, GLM-4.5, dots.1 and others
-  of their form) do so here, too, outside of autocast: of equal hidden states they choose equal experts, bit for bit
-  (`tests/backend_torch/test_float32_routers.py`). Those of Qwen, Mixtral and MiniMax-M2 multiply in bfloat16 in both.
+- Routers that multiply in float32 in transformers' half-precision models (DeepSeek-V2 and V3, GLM-4.5, dots.1 and
+  others of their form) do so here, too, outside of autocast: of equal hidden states they choose equal experts, bit for
+  bit (`tests/backend_torch/test_float32_routers.py`), but for the rounding of [router
+  biases](language.md#router-biases). Those of Qwen, Mixtral and MiniMax-M2 multiply in bfloat16 in both.
 - The simulator counts the matrices of recurrent layers as those of any layer, their scans by operations and bytes per
   token from the same trial, and pairs of tokens in layers with attention alone.
 - invariant: whether `invariant=true` is possible. ep: whether there are experts in a form that `ep` divides.

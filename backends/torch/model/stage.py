@@ -116,7 +116,8 @@ class Stage(ActivationCheckpointing):
         self.config = load_config(model)
         skeleton, self.how = empty_model(self.config)
         body: nn.Module = skeleton.get_submodule(body_name(skeleton))
-        self.float32_products = keep_float32_products(skeleton, device) if matmul_dtype != torch.float32 else frozenset()
+        self.float32_products = frozenset() if matmul_dtype == torch.float32 else \
+            keep_float32_products(skeleton, device)
         text = self.config.get_text_config()
         self.current = CurrentPass()
         self.hidden_scale, self.logit_cap = logit_form(text) if model.head.vocabulary else (1.0, 0.0)
