@@ -110,7 +110,7 @@ def multiplies_in_float32(module: nn.Module) -> bool:
                 trial(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
         except Exception:  # a module that needs more, or another shape
             continue
-        return seen.dtypes == {torch.float32}
+        return bool(seen.dtypes == {torch.float32})
     return False
 
 
@@ -118,7 +118,7 @@ class _ProductDtypes(TorchDispatchMode):
     """dtypes: of the matrix products so far."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no type hints here
         self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
