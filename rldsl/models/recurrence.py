@@ -100,9 +100,9 @@ def _growths(trial: Callable[[int, int], tuple[int, ...]], chunk: int, squared: 
     few, many = ROWS
     multiples = (1, 2, 3, 4) if squared else (1, 2, 3)
     lengths = (chunk // 2, *(n * chunk for n in multiples)) if chunk else (FEW, 2 * FEW)
-    of_weights = [a - few * (b - a) // (many - few)
-                  for a, b in zip(trial(few, lengths[0]), trial(many, lengths[0]), strict=True)]
-    of_lengths = [[(x - w) // many for x, w in zip(trial(many, n), of_weights, strict=True)] for n in lengths]
+    fewer, *of_many = trial(few, lengths[0]), *(trial(many, n) for n in lengths)
+    of_weights = [a - few * (b - a) // (many - few) for a, b in zip(fewer, of_many[0], strict=True)]
+    of_lengths = [[(x - w) // many for x, w in zip(of_length, of_weights, strict=True)] for of_length in of_many]
     kinds = zip(*of_lengths, strict=True)
     return tuple(_chunked(chunk, *found) if chunk else _straight(*found) for found in kinds)
 

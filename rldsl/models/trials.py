@@ -175,9 +175,7 @@ def quiet() -> Iterator[None]:
 def storages() -> Any:
     """A mode of torch that counts the bytes of new storages. now: alive; most: at once; made: of all; calls: of
     operations of torch; operations: those with floating-point numbers in products of matrices and in convolutions."""
-    from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_iter
     from torch.utils.flop_counter import flop_registry
 
     class Storages(TorchDispatchMode):
@@ -187,16 +185,15 @@ def storages() -> Any:
             self.live: dict[int, int] = {}
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            given = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
+            given = {x.untyped_storage()._cdata for x in _tensors((*args, *(kwargs or {}).values()))}
             self.calls += 1
             out = func(*args, **(kwargs or {}))
             if (count := flop_registry.get(func._overloadpacket)) is not None:
                 self.operations += int(count(*args, **(kwargs or {}), out_val=out))
-            for x in tree_iter(out):
-                if isinstance(x, Tensor):
-                    storage = x.untyped_storage()
-                    if storage._cdata not in self.live and storage._cdata not in given:
-                        self.see(storage)
+            for x in _tensors((out,)):
+                storage = x.untyped_storage()
+                if storage._cdata not in self.live and storage._cdata not in given:
+                    self.see(storage)
             return out
 
         def see(self, storage: Any) -> None:
@@ -210,6 +207,18 @@ def storages() -> Any:
             self.now -= self.live.pop(key)
 
     return Storages()
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Any]:
+    """Those among an operator's arguments or results, which are tensors and lists of them: torch's walk over any
+    nesting takes a good part of a trial."""
+    from torch import Tensor
+
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def has_other_norms(layer: Any) -> bool:
