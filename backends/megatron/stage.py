@@ -69,6 +69,7 @@ class MegatronStage(ActivationCheckpointing):
     head_grad: torch.Tensor | None  # None: `invariant=training`, which keeps it apart, is refused
     vision = None  # no family here reads images
     invariant = False  # `invariant=true` is refused
+    ordered_heads = ()
     shares_prompts = True  # of sequences in a pass: only attention looks at other tokens, and it is the torch backend's
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,

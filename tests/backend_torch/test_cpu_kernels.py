@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from rldsl.backends.torch.generate.op_trace import trace
 from rldsl.backends.torch.generate.sampling import choose
-from rldsl.backends.torch.kernels import cpu_kernels
+from rldsl.backends.torch.kernels import c_compiler, cpu_kernels
 from rldsl.backends.torch.kernels.cpu_rotary import CpuRotary
 from rldsl.backends.torch.kernels.rms_norms import CompiledRMSNorm, RMSNormFunction
 from rldsl.backends.torch.model.attention import Scores, decode_attention
@@ -183,7 +183,7 @@ def anew() -> Iterator[None]:
 @pytest.mark.usefixtures("anew")
 def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RLDSL_CACHE", str(tmp_path))
-    monkeypatch.setattr(cpu_kernels, "COMPILER", "no-such-compiler")
+    monkeypatch.setattr(c_compiler, "COMPILER", "no-such-compiler")
     assert not cpu_kernels.available() and not cpu_kernels.takes(torch.ones(2))
 
 
@@ -216,7 +216,7 @@ def test_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("anew")
 def test_a_library_that_others_may_write_is_made_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RLDSL_CACHE", str(tmp_path))
-    made = cpu_kernels._compiled()
+    made = c_compiler.compiled(cpu_kernels.SOURCE, cpu_kernels.FLAGS)
     assert made is not None
     made.write_bytes(b"planted")
     made.chmod(0o666)
@@ -231,5 +231,5 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         return b"cc"
 
     monkeypatch.setenv("RLDSL_CACHE", str(tmp_path))
-    monkeypatch.setattr(cpu_kernels, "_run", fail)
+    monkeypatch.setattr(c_compiler, "_run", fail)
     assert not cpu_kernels.available() and not [*(tmp_path / "kernels").iterdir()]

@@ -202,7 +202,8 @@ class Engine:
 
         def step() -> tuple[torch.Tensor, ...]:
             positions = slots.last_prompt_pos[first:end] + slots.num_generated[first:end]
-            attention = DecodeAttention(cache, first, positions, batch.kv_len, not self.stage.invariant)
+            attention = DecodeAttention(cache, first, positions, batch.kv_len, not self.stage.invariant,
+                                        self.stage.ordered_heads)
             if self.shifts is not None:
                 positions = positions + slots.shift[first:end]
             hidden = self.stage.forward(slots.token[first:end], positions, attention, received)

@@ -9,13 +9,13 @@ after the other there.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from rldsl.backends.torch.generate.sequence_states import SequenceState, StateKey, StateTensors
-from rldsl.backends.torch.kernels import cpu_kernels
+from rldsl.backends.torch.kernels import cpu_kernels, ordered_kernels
 from rldsl.backends.torch.kernels.attention_kernels import decode_kernel
 from rldsl.backends.torch.model.attention import Scores, VarlenAttention, decode_attention, decode_by_products
 from rldsl.backends.torch.model.sequences import RowFunction
@@ -196,10 +196,13 @@ class DecodeAttention:
 
     complete = False
 
-    def __init__(self, cache: KVCache, first: int, positions: torch.Tensor, kv_len: int, by_products: bool = False):
+    def __init__(self, cache: KVCache, first: int, positions: torch.Tensor, kv_len: int, by_products: bool = False,
+                 ordered_heads: Collection[int] = ()):
         """positions: [S] of the new tokens in their sequences. kv_len: how many tokens of a slot are read, at least the
-        largest position plus 1. by_products: with float32 numbers by batched products."""
+        largest position plus 1. by_products: with float32 numbers by batched products. ordered_heads: sizes of heads
+        whose attention `ordered_kernels` compute as an invariant model does."""
         self.by_products = by_products and cache.heads_first
+        self.ordered_heads = ordered_heads if cache.heads_first else ()
         self.cache, self.slots = cache, slice(first, first + len(positions))
         self.positions, self.kv_len = positions, kv_len
         self.places = cache.places(cache.slot_numbers[self.slots], positions)
@@ -210,6 +213,10 @@ class DecodeAttention:
         if self.by_products and scores.plain and cpu_kernels.attends(q, k, v):
             keys, values = (x[self.slots] for x in self.cache.layer(layer, k, v))
             return cpu_kernels.decode_attention(q, k, v, keys, values, self.positions, scores.scale, scores.window)
+        if q.shape[-1] in self.ordered_heads and scores.plain and ordered_kernels.attends(q, k, v):
+            keys, values = (x[self.slots] for x in self.cache.layer(layer, k, v))
+            return ordered_kernels.decode_attention(q, k, v, keys, values, self.positions, self.kv_len, scores.scale,
+                                                    scores.window)
         cached = self.cache.write(layer, k, v, self.places)
         if (kernel := decode_kernel(q)) is not None and scores.plain and q.shape[-1] == v.shape[-1]:
             return kernel(q.transpose(0, 1), *cached, self.slots.start, self.positions, self.kv_len, scores.scale,

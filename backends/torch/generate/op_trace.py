@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rldsl.backends.torch.generate.releasable_storage import ReleasableStorage
-from rldsl.backends.torch.kernels import cpu_kernels
+from rldsl.backends.torch.kernels import cpu_kernels, ordered_kernels
 
 Outputs = tuple[torch.Tensor, ...]
 Op = Callable[..., Any]
@@ -41,7 +41,8 @@ WRITERS: dict[Op, Callable[[torch.Tensor, Any], Callable[[], Any]]] = {
     torch.ops.aten.new_zeros.default: lambda out, args: out.zero_,
     torch.ops.aten.new_full.default: lambda out, args: partial(out.fill_, args[2]),
     torch.ops.aten.scalar_tensor.default: lambda out, args: partial(out.fill_, args[0]),
-} | cpu_kernels.INTO
+} | cpu_kernels.INTO | ordered_kernels.INTO
+PLAIN = cpu_kernels.PLAIN | ordered_kernels.PLAIN  # of operators of our own
 ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)  # of memory that something fills
 
 
@@ -121,7 +122,7 @@ class _Tracer(TorchDispatchMode):
             if func in ALLOCATIONS:
                 pass
             elif effect == "in place":
-                self.ops.append(partial(cpu_kernels.PLAIN.get(func, op), *args, **kwargs))
+                self.ops.append(partial(PLAIN.get(func, op), *args, **kwargs))
             elif (write := WRITERS.get(func)) is not None:
                 self.ops.append(write(out, args))
             elif func is torch.ops.aten.embedding.default and args[1].is_contiguous():

@@ -1,10 +1,9 @@
 """Kernels for float32 on CPUs, each in one pass over memory where torch's operators take several.
 
 In: plain tensors. Out: what the operators in the docstring of each function compute, but for rounding. `cpu_kernels.c`
-has them; the C compiler of the machine (`cc`) compiles it for its processor at the first use of all, in half a second,
-and the result is kept in the cache folder. Without a compiler or a cache folder there are none (`available`), and
-torch's operators run, as they do for tensors that `takes` refuses and in invariant models, whose sums have an order of
-their own.
+has them, which takes half a second to compile at its first use of all (`c_compiler.py`). Without a compiler or a cache
+folder there are none (`available`), and torch's operators run, as they do for tensors that `takes` refuses and in
+invariant models, whose sums have an order of their own (`ordered_kernels.py`).
 
 What is called while a decode step is captured is an operator of torch with the namespace `rldsl`, so that the trace
 (`generate/op_trace.py`) has it; INTO and PLAIN say what a trace calls in its place.
@@ -13,27 +12,20 @@ What is called while a decode step is captured is an operator of torch with the 
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache, partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from rldsl.backends.torch.kernels import c_compiler
 from rldsl.backends.torch.kernels.products import product
-from rldsl.files import cache_folder
 
 SOURCE = Path(__file__).with_name("cpu_kernels.c")
-COMPILER = "cc"
 FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
          "-ffp-contract=fast", "-fopenmp")
-PROCESSOR = (b"vendor_id", b"cpu family", b"model\t", b"flags", b"Features")  # lines of /proc/cpuinfo
 HEAD_SIZES = (16, 32, 48, 64, 80, 96, 128)  # of `decode_attention`
 UNBOUNDED = 1 << 62  # a window that hides nothing
 
@@ -55,54 +47,7 @@ ARGUMENTS = {
 @cache
 def _library() -> Any:
     """The compiled functions; None if they cannot be had."""
-    try:
-        path = _compiled()
-        library = None if path is None else ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError):
-        return None
-    for name, arguments in ARGUMENTS.items() if library is not None else ():
-        getattr(library, name).argtypes = arguments
-    return library
-
-
-def _compiled() -> Path | None:
-    """The shared library, compiled if it is not in the cache folder. Its name says what it was made from, on what."""
-    folder = cache_folder()
-    if folder is None or os.name != "posix":
-        return None
-    source = SOURCE.read_bytes()
-    key = sha256(b"\0".join((source, " ".join(FLAGS).encode(), _processor(), _run(COMPILER, "--version")))).hexdigest()
-    path = folder / "kernels" / f"{key}.so"
-    if _is_ours(path):
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as place:  # other ranks compile it, too
-        made = Path(place) / "kernels.so"
-        _run(COMPILER, *FLAGS, "-o", str(made), str(SOURCE), "-lm")
-        made.chmod(0o600)
-        made.replace(path)
-    return path
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether a file is there that nobody else can have written."""
-    try:
-        found = path.stat()
-    except OSError:
-        return False
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022
-
-
-def _run(*command: str) -> bytes:
-    return subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=120).stdout
-
-
-def _processor() -> bytes:
-    """What `-march=native` depends on."""
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_bytes().split(b"\n\n")[0].splitlines()
-        return b"\n".join(x for x in lines if x.startswith(PROCESSOR))
-    return b""
+    return c_compiler.load(SOURCE, FLAGS, ARGUMENTS)
 
 
 def available() -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rldsl.backends.torch.kernels import cpu_kernels
+from rldsl.backends.torch.kernels import cpu_kernels, ordered_kernels
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.cpu_rotary import rotate, takes
 
@@ -37,7 +37,7 @@ def fuse_layers(skeleton: nn.Module, device: torch.device, norms: Collection[str
     """Replace the forward of modules on a GPU where Triton can be used, and on a CPU. Returns their names.
     norms: names of those that are root-mean-square norms with a plain weight."""
     if device.type == "cpu":
-        return [*_fuse_rotary(skeleton), *_fuse_gates(skeleton)]
+        return [*_fuse_rotary(skeleton, cpu_rotary), *_fuse_gates(skeleton)]
     if device.type != "cuda" or find_spec("triton") is None:
         return []
     fused = []
@@ -62,23 +62,28 @@ def fuse_layers(skeleton: nn.Module, device: torch.device, norms: Collection[str
     return fused
 
 
+def fuse_ordered_layers(skeleton: nn.Module) -> list[str]:
+    """Replace the forward of modules of an invariant model on a CPU by one with the same bits. Returns their names."""
+    return _fuse_rotary(skeleton, ordered_rotary, exact=True)
+
+
 # ------------------------------------------------------------------------------------------------ rotary embeddings
 
 
-def _fuse_rotary(skeleton: nn.Module) -> list[str]:
-    """Replace that of attention on a CPU."""
+def _fuse_rotary(skeleton: nn.Module, function: Callable[..., Any], exact: bool = False) -> list[str]:
+    """Replace that of attention on a CPU, in all modules that compute what the function does. exact: bit for bit."""
     fused = []
     for name, module in skeleton.named_modules():
         forward = type(module).forward
-        if all(isinstance(getattr(module, p, None), nn.Linear) for p in PROJECTIONS) and _rotates_halves(forward):
-            module.forward = partial(_with_rotary(forward, cpu_rotary), module)
+        if all(isinstance(getattr(module, p, None), nn.Linear) for p in PROJECTIONS) and _rotates_halves(forward, exact):
+            module.forward = partial(_with_rotary(forward, function), module)
             fused.append(name)
     return fused
 
 
 @cache
-def _rotates_halves(forward: Any) -> bool:
-    """Whether a forward calls, by this name, a function that computes what the kernel does."""
+def _rotates_halves(forward: Any, exact: bool = False) -> bool:
+    """Whether a forward calls, by this name, a function that computes what the kernel does. exact: bit for bit."""
     if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
         return False
     draw = torch.Generator(device="cpu").manual_seed(0)
@@ -88,7 +93,8 @@ def _rotates_halves(forward: Any) -> bool:
         found = forward.__globals__[ROTARY](q, k, cos, sin)
     except Exception:  # a function with another signature, or for other shapes
         return False
-    return len(found) == 2 and all(torch.allclose(a, _rotate(x, cos, sin), atol=1e-6)
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"atol": 1e-6}
+    return len(found) == 2 and all(torch.allclose(a, _rotate(x, cos, sin), **tolerance)
                                    for a, x in zip(found, (q, k), strict=True))
 
 
@@ -123,6 +129,14 @@ def cpu_rotary(plain: Rotary, q: torch.Tensor, k: torch.Tensor, cos: torch.Tenso
     if more or options or not takes(q, k, cos, sin):
         return plain(q, k, cos, sin, *more, **options)
     return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+def ordered_rotary(plain: Rotary, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+                   *more: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `plain` computes, bit for bit."""
+    if more or options or torch.is_grad_enabled() or not all(ordered_kernels.rotates(x, cos, sin) for x in (q, k)):
+        return plain(q, k, cos, sin, *more, **options)
+    return ordered_kernels.rotary(q, cos, sin), ordered_kernels.rotary(k, cos, sin)
 
 
 def rotary(plain: Rotary, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,

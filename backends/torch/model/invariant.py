@@ -28,13 +28,13 @@ from torch.overrides import TorchFunctionMode
 
 from rldsl.backends.torch.kernels import fixed_order
 from rldsl.backends.torch.kernels.autograd import Function, outside_modes
+from rldsl.backends.torch.kernels.ordered_kernels import KEYS
 from rldsl.backends.torch.kernels.products import onednn_is_faster, ordered_product
 from rldsl.backends.torch.model.row_groups import RowGroups, sum_over_groups
 from rldsl.backends.torch.model.weight_copies import NO_COPIES, WeightCopies
 
 ROWS, COLUMNS = 4, 16  # a matrix product has whole multiples of both
 HALF_PRODUCT = 1 << 12  # multiplications up to which torch uses another kernel in bfloat16
-KEYS = 64  # of a block of attention
 VECTORS = 64       # elements of a whole number of a CPU's vectors, as its kernels read them
 THREAD_RUN = 1 << 15  # elements up to which torch lets one thread compute an operation
 
@@ -252,7 +252,7 @@ def _in_vectors(compute: Callable[..., Any], *inputs: torch.Tensor) -> torch.Ten
     """compute(*inputs, out=result) of tensors of one shape, element by element, on a CPU. torch computes whole vectors
     by one kernel and what is left over at the end of a thread's part by another, so nothing may be left over: a thread
     gets THREAD_RUN elements or fewer, and vectors at the end are padded."""
-    out = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
+    out = inputs[0].new_empty(inputs[0].shape)
     flat, count = [x.reshape(-1) for x in (*inputs, out)], out.numel()
     whole, size = count - count % VECTORS, THREAD_RUN * torch.get_num_threads()
     for start in range(0, whole, size):

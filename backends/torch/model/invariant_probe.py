@@ -10,13 +10,13 @@ Invariant: what is tried follows from the model and not from the placement, so t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from itertools import pairwise
 
 import torch
 
-from rldsl.backends.torch.kernels import fixed_order
+from rldsl.backends.torch.kernels import fixed_order, ordered_kernels
 from rldsl.backends.torch.model import invariant
 from rldsl.diag import fail
 from rldsl.plan.model import Model
@@ -154,6 +154,36 @@ def _attention_varies(size: int, device: str, threads: int) -> str:
         if not torch.equal(alone, expected[:, :, last : last + 1]):
             return "the number of its queries"
     return ""
+
+
+def ordered_heads(size: int) -> Collection[int]:
+    """The size of a model's heads, or nothing if kernels would attend to them with other bits in decoding than
+    `invariant.attend`, which then does it."""
+    return (size,) if size and _decodes_alike(size, torch.get_num_threads()) else ()
+
+
+@cache
+def _decodes_alike(size: int, threads: int) -> bool:
+    """threads: those that compute it, since torch divides its operators among them."""
+    if size not in ordered_kernels.HEAD_SIZES or not ordered_kernels.lanes():
+        return False
+    draw = torch.Generator().manual_seed(size)
+    sequences, heads, kv_heads, width, kv_len = 9, 6, 2, 210, 200
+    q, k, v = (torch.randn(n, sequences, size, generator=draw) for n in (heads, kv_heads, kv_heads))
+    held = [torch.randn(sequences, kv_heads, width, size, generator=draw).transpose(1, 2) for _ in range(2)]
+    positions = torch.tensor([0, 1, 15, 62, 63, 64, 130, 191, 199])
+    at = torch.arange(sequences), positions
+    keys, values = (x.index_put(at, new.transpose(0, 1))[:, :kv_len].transpose(1, 2)
+                    for x, new in zip(held, (k, v), strict=True))
+    queries = q.transpose(0, 1).unflatten(1, (kv_heads, -1))
+    for window in (None, 70):
+        behind = positions[:, None] - torch.arange(kv_len)  # how far a token is behind the new one
+        seen = (behind >= 0) & (behind < (window or kv_len))
+        expected = invariant.attend(queries, keys, values, seen[:, None, None], scale=0.3).flatten(1, 2)
+        found = ordered_kernels.decode_attention(q, k, v, *(x.clone() for x in held), positions, kv_len, 0.3, window)
+        if not torch.equal(found, expected):
+            return False
+    return True
 
 
 @cache

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -27,9 +27,10 @@ from rldsl.backends.torch.model.attention import PackedAttention
 from rldsl.backends.torch.model.autocast import keep_float32_products, round_parameter
 from rldsl.backends.torch.model.chunks import Chunk, LayersDone, chunk_of, end_of_layers
 from rldsl.backends.torch.model.experts import OrderedExperts, SourceGrads, parallelize_experts
-from rldsl.backends.torch.model.fused_layers import fuse_layers
+from rldsl.backends.torch.model.fused_layers import fuse_layers, fuse_ordered_layers
 from rldsl.backends.torch.model.gradient_sums import HeadKind, HeadSums, Norms, with_gradient_apart
 from rldsl.backends.torch.model.invariant import Invariant
+from rldsl.backends.torch.model.invariant_probe import ordered_heads
 from rldsl.backends.torch.model.load_weights import HeldPieces, allocate_parameters, load_config
 from rldsl.backends.torch.model.lora import lora_adapters
 from rldsl.backends.torch.model.recompute import ActivationCheckpointing
@@ -95,6 +96,7 @@ class Stage(ActivationCheckpointing):
     ordered_gradients: bool      # gradients have one order of sums, of a model with `invariant=training`
     head_sums: HeadSums | None   # of such a model
     weight_copies: WeightCopies  # of an invariant model, as its products read them
+    ordered_heads: Collection[int]  # sizes of heads whose attention in decoding has a kernel, of an invariant model
     joins_leaves: bool           # of such a model: whether a pass may have several leaves
     # of such a model under ep: gradients of experts' weights by the rank of ep whose tokens they come from, [ep, ...]
     source_grads: Mapping[str, torch.Tensor]
@@ -156,6 +158,7 @@ class Stage(ActivationCheckpointing):
                      or layers_with_images(self.config))
         self.sequence_parallel = SequenceParallel(tp, bool(gathered) and not whole)
         self.invariant, self.ordered_gradients = model.invariant, model.invariant_training
+        self.ordered_heads = ordered_heads(model.sizes.head_dim) if model.invariant and device.type == "cpu" else ()
         # With cp a leaf is summed over ranks before the next one. What `zero` gathers in half precision cannot have
         # the float32 gradient of several leaves
         self.joins_leaves = self.ordered_gradients and model.sizes.heads > 0 and axes.cp.size == 1 and not (
@@ -346,6 +349,8 @@ class Stage(ActivationCheckpointing):
         """Let norms and layers run with fewer kernels. Also check that norms of heads whose gradients tp divides can be
         summed in one order."""
         sums = self.head_sums
+        if model.invariant and self.device.type == "cpu":
+            fuse_ordered_layers(skeleton)
         if sums is None:
             norms = fuse_norms(skeleton, self.device, library=self.device.type == "cuda" and not model.invariant,
                                compiled=self.device.type == "cpu" and not model.invariant)
