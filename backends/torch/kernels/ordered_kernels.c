@@ -18,7 +18,7 @@
 #define LANES 8
 #define KEYS 64 /* of a block, whose sums are added to those of the blocks before it */
 #define TILE 16 /* keys whose scores are computed at once */
-#define MAX_SIZE 128 /* of a head */
+#define MAX_SIZE 128 /* of a head, a multiple of LANES */
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 
@@ -216,7 +216,8 @@ void decode_values(const float *weights, const float *values, int64_t slot, cons
         const float *w = block + (from - at), *x = own + from * size;
         for (; j + 8 * LANES <= size; j += 8 * LANES) value_sums(w, x + j, to - from, size, 8, result + j);
         for (; j + 4 * LANES <= size; j += 4 * LANES) value_sums(w, x + j, to - from, size, 4, result + j);
-        for (; j < size; j += 2 * LANES) value_sums(w, x + j, to - from, size, 2, result + j);
+        for (; j + 2 * LANES <= size; j += 2 * LANES) value_sums(w, x + j, to - from, size, 2, result + j);
+        for (; j < size; j += LANES) value_sums(w, x + j, to - from, size, 1, result + j);
       }
       total = total > 0x1p-126f ? total : 0x1p-126f;
       for (int64_t j = 0; j < size; j++) result[j] /= total;

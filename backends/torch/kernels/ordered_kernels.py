@@ -1,10 +1,11 @@
 """Kernels of invariant models for float32 on CPUs: what torch's operators compute, bit for bit, in fewer passes over
-memory. So it changes no number whether a rank has a compiler, or which of its passes use them.
+memory. So no number depends on whether a rank has a compiler, nor on which passes use a kernel.
 
-In: plain tensors. Out: what the operators in the docstring of each function compute. `ordered_kernels.c` has them, and
-`model/invariant_probe.py` compares those with sums with torch's operators before they are used. Exponentials and sums of
-rows are torch's own, between two kernels. As in `cpu_kernels.py`, what is called while a decode step is captured is an
-operator of torch.
+In: plain tensors. Out: what the operators in the docstring of each function compute. `ordered_kernels.c` has them.
+Rotary embeddings round each product and each sum, which leaves no choice. The sums of attention have the order of
+torch's own on the processors that we know; `model/invariant_probe.py` tries it, and where it is another one torch's
+operators run. Exponentials are torch's, between two kernels. As in `cpu_kernels.py`, what is called while a decode step
+is captured is an operator of torch.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from typing import Any
 import torch
 
 from rldsl.backends.torch.kernels import c_compiler
-from rldsl.backends.torch.kernels.cpu_kernels import HEAD_SIZES, UNBOUNDED
+from rldsl.backends.torch.kernels.cpu_kernels import UNBOUNDED
 
 SOURCE = Path(__file__).with_name("ordered_kernels.c")
 FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
          "-ffp-contract=off", "-fopenmp")
 KEYS = 64  # of a block of attention
+HEAD_SIZES = range(8, 129, 8)
 TILE = 16  # keys whose scores are computed at once
 LANES = (4, 8, 16)  # of a vector, as torch may have it
 

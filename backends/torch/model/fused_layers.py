@@ -75,7 +75,8 @@ def _fuse_rotary(skeleton: nn.Module, function: Callable[..., Any], exact: bool 
     fused = []
     for name, module in skeleton.named_modules():
         forward = type(module).forward
-        if all(isinstance(getattr(module, p, None), nn.Linear) for p in PROJECTIONS) and _rotates_halves(forward, exact):
+        projects = all(isinstance(getattr(module, p, None), nn.Linear) for p in PROJECTIONS)
+        if projects and _rotates_halves(forward, exact):
             module.forward = partial(_with_rotary(forward, function), module)
             fused.append(name)
     return fused
@@ -93,9 +94,8 @@ def _rotates_halves(forward: Any, exact: bool = False) -> bool:
         found = forward.__globals__[ROTARY](q, k, cos, sin)
     except Exception:  # a function with another signature, or for other shapes
         return False
-    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"atol": 1e-6}
-    return len(found) == 2 and all(torch.allclose(a, _rotate(x, cos, sin), **tolerance)
-                                   for a, x in zip(found, (q, k), strict=True))
+    same = torch.equal if exact else partial(torch.allclose, atol=1e-6)
+    return len(found) == 2 and all(same(a, _rotate(x, cos, sin)) for a, x in zip(found, (q, k), strict=True))
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -180,7 +180,8 @@ def _decodes_alike(size: int, threads: int) -> bool:
         behind = positions[:, None] - torch.arange(kv_len)  # how far a token is behind the new one
         seen = (behind >= 0) & (behind < (window or kv_len))
         expected = invariant.attend(queries, keys, values, seen[:, None, None], scale=0.3).flatten(1, 2)
-        found = ordered_kernels.decode_attention(q, k, v, *(x.clone() for x in held), positions, kv_len, 0.3, window)
+        found = ordered_kernels.decode_attention(q, k, v, held[0].clone(), held[1].clone(), positions, kv_len, 0.3,
+                                                 window)
         if not torch.equal(found, expected):
             return False
     return True
