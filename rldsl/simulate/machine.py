@@ -36,7 +36,7 @@ class InvariantPrice(NamedTuple):
     ordered_train: float  # where they have one
 
 
-INVARIANT_PRICE = {"float32": InvariantPrice(1.6, 1.1, 1.1, 1.3), "bfloat16": InvariantPrice(1.4, 1.1, 1.1, 1.3)}
+INVARIANT_PRICE = {"float32": InvariantPrice(1.2, 1.1, 1.1, 1.3), "bfloat16": InvariantPrice(1.4, 1.1, 1.1, 1.3)}
 
 
 @dataclass(frozen=True, slots=True)
