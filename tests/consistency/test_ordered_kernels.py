@@ -30,7 +30,7 @@ def _seed() -> None:
 @pytest.fixture
 def anew() -> Iterator[None]:
     """Nothing has been compiled or tried."""
-    found = ordered_kernels._library, ordered_kernels.lanes, invariant_probe._decodes_alike
+    found = ordered_kernels._library, ordered_kernels.vector_width, invariant_probe._decodes_alike
     for function in found:
         function.cache_clear()
     yield
@@ -56,7 +56,7 @@ def expected(given: Inputs, positions: torch.Tensor, kv_len: int, window: int | 
 
 @pytest.fixture
 def matches() -> None:
-    if not ordered_kernels.lanes() or not invariant_probe.ordered_heads(64):
+    if not ordered_kernels.vector_width() or not invariant_probe.ordered_heads(64):
         pytest.skip("this machine's products have another order")
 
 
@@ -172,7 +172,7 @@ def test_what_the_kernels_do_not_take() -> None:
 def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RLDSL_CACHE", str(tmp_path))
     monkeypatch.setattr(c_compiler, "COMPILER", "no-such-compiler")
-    assert not ordered_kernels.available() and not ordered_kernels.lanes() and not invariant_probe.ordered_heads(64)
+    assert not ordered_kernels.available() and not ordered_kernels.vector_width() and not invariant_probe.ordered_heads(64)
     q, cos = torch.randn(2, 3, 16), torch.randn(1, 3, 16)
     assert not ordered_kernels.attends(q, q, q) and not ordered_kernels.rotates(q[None], cos, cos)
 
@@ -182,11 +182,11 @@ def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_kernels_with_other_bits_are_not_used(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*invariant_probe.ordered_heads(64)] == [64]
     invariant_probe._decodes_alike.cache_clear()
-    batched, decode, lanes = invariant._batched, ordered_kernels.decode_attention, ordered_kernels.lanes()
+    batched, decode, width = invariant._batched, ordered_kernels.decode_attention, ordered_kernels.vector_width()
     if broken == "products":  # of torch, in another order
         monkeypatch.setattr(invariant, "_batched", lambda x, right: batched(x.flip(2), right.flip(1)))
     elif broken == "sums":
-        monkeypatch.setattr(ordered_kernels, "lanes", lambda: 4 if lanes == 8 else 8)
+        monkeypatch.setattr(ordered_kernels, "vector_width", lambda: 4 if width == 8 else 8)
     else:
         monkeypatch.setattr(ordered_kernels, "decode_attention", lambda *given: decode(*given) * (1 + 2**-23))
     assert not invariant_probe.ordered_heads(64)

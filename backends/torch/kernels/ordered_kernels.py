@@ -27,7 +27,7 @@ FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-shared", "-fno-math-errn
 KEYS = 64  # of a block of attention
 HEAD_SIZES = range(8, 129, 8)
 TILE = 16  # keys whose scores are computed at once
-LANES = (4, 8, 16)  # of a vector, as torch may have it
+VECTOR_WIDTHS = (4, 8, 16)  # numbers of a vector, as torch may have it
 
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 ARGUMENTS = {
@@ -107,11 +107,11 @@ def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: to
 
 
 @cache
-def lanes() -> int:
-    """Of a vector in which torch adds rows of KEYS numbers; 0: it does not add them in vectors of any of LANES."""
+def vector_width() -> int:
+    """Numbers of a vector in which torch adds rows of KEYS numbers, one of VECTOR_WIDTHS; 0: it adds them otherwise."""
     x = torch.randn(64, KEYS, generator=torch.Generator().manual_seed(0)).exp_()
     expected, found = x.sum(-1), x.new_empty(len(x))
-    for count in LANES if available() else ():
+    for count in VECTOR_WIDTHS if available() else ():
         _library().block_sums(x.data_ptr(), len(x), count, found.data_ptr())
         if torch.equal(found, expected):
             return count
@@ -133,7 +133,7 @@ def _values(weights: torch.Tensor, values: torch.Tensor, positions: torch.Tensor
     sequences, heads, size = out.shape
     _library().decode_values(
         weights.data_ptr(), values.data_ptr(), values.stride(0), positions.data_ptr(), sequences, heads,
-        values.shape[2], values.shape[1], size, window, kv_len, lanes(), out.data_ptr())
+        values.shape[2], values.shape[1], size, window, kv_len, vector_width(), out.data_ptr())
 
 
 # -------------------------------------------------------------------------------------------------------- operators

@@ -165,7 +165,7 @@ def ordered_heads(size: int) -> Collection[int]:
 @cache
 def _decodes_alike(size: int, threads: int) -> bool:
     """threads: those that compute it, since torch divides its operators among them."""
-    if size not in ordered_kernels.HEAD_SIZES or not ordered_kernels.lanes():
+    if size not in ordered_kernels.HEAD_SIZES or not ordered_kernels.vector_width():
         return False
     draw = torch.Generator().manual_seed(size)
     sequences, heads, kv_heads, width, kv_len = 9, 6, 2, 210, 200
