@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rldsl.plan.adapter_names import module_of
 from rldsl.plan.model import ExpertBlock, Layout, Model, ParamSpec, Recurrence
@@ -214,6 +214,40 @@ def _divides_experts(specs: tuple[ParamSpec, ...]) -> bool:
     """Whether tp divides anything of the block with the experts of a layer."""
     block = {p.name.partition(".experts.")[0] for p in specs if ".experts." in p.name}
     return any(p.split is not None for p in specs if any(p.name.startswith(b + ".") for b in block))
+
+
+class Moved(NamedTuple):
+    """Elements that kernels between the matrix products of a layer read and write for a token in a forward pass, on
+    average over the layers, of all ranks of tp together."""
+
+    between: float  # of all but `ordered`
+    ordered: float  # by putting rows in the order of their experts, and back
+
+
+def elements_between_products(model: Model) -> Moved:
+    """Each kernel reads what it needs and writes its result once: norms, two sums of the residual stream, rotary
+    embeddings, attention besides its scores, the activation of the MLP, and the order of experts. Modules that carry a
+    state are not among them."""
+    specs = tuple(p for p in (*model.params, *model.base) if p.stage == "layer")
+    if all(p.layer < 0 for p in specs) and not model.sizes.recurrences:
+        return _between_products(model, specs)
+    attending = {n: r.attends for r in model.sizes.recurrences for n in r.layers}
+    each = [_between_products(model, tuple(p for p in specs if p.layer in (-1, n)), attending.get(n, True))
+            for n in range(model.layers)]
+    return Moved(sum(x.between for x in each) / len(each), sum(x.ordered for x in each) / len(each))
+
+
+def _between_products(model: Model, specs: tuple[ParamSpec, ...], attends: bool = True) -> Moved:
+    """specs: of one layer."""
+    s = model.sizes
+    h, q, kv = s.hidden, s.heads * s.head_dim * attends, s.kv_heads * s.head_dim * attends
+    norms = sum(_is_norm(p, h) and p.name.endswith("weight") for p in specs) or 2
+    rotary = not (_fused_inputs(specs) and any(_is_norm(p, h) and p.name.endswith("bias") for p in specs))
+    ways = s.experts_per_token if any(p.experts for p in specs) else 0
+    dense = _mlp_width(specs) or (0 if ways else s.intermediate)  # with experts what all tokens go through besides
+    activated = (3 if _gated(specs) else 2) * (ways * s.intermediate + dense)
+    return Moved(2 * norms * h + 6 * h + 2 * (rotary + _has(specs, "q_norm")) * (q + kv) + 2 * q + 2 * kv + activated,
+                 4 * ways * h)
 
 
 def _outputs(specs: tuple[ParamSpec, ...], h: int, inner: int, q: int, kv: int, norms: int, layer_norm: bool,

@@ -13,6 +13,7 @@ from rldsl.diag import counted
 from rldsl.plan.json_output import json_output
 from rldsl.plan.notation import human, seconds_text
 from rldsl.search.answer import Answer
+from rldsl.search.branch_and_bound import NUM_NODES, WIDE_GAP
 from rldsl.search.compiled_placements import CompiledPlacement
 from rldsl.search.evaluator import Assignment, Evaluator
 from rldsl.search.space import Block
@@ -78,6 +79,8 @@ def format_answer(answer: Answer, name: str, cluster: str, profile: str) -> str:
 
 def end_text(answer: Answer) -> str:
     """Why the search ended, and why the gap may be larger than the accepted one."""
+    if not answer.result.complete and answer.result.num_nodes >= NUM_NODES and answer.result.gap <= WIDE_GAP:
+        return f"within {WIDE_GAP:.0%} after {NUM_NODES:,} search nodes"
     if not answer.result.complete:
         return "stopped by --seconds or at the maximum number of search nodes"
     if answer.gap <= answer.accepted_gap:

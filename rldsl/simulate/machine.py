@@ -17,7 +17,6 @@ from rldsl.simulate.work_counts import Shard, WorkCounts, orthogonalization
 
 # Kernels of an eager transformer in torch, counted in a trace of a Qwen3 layer; families differ little.
 LAYER_KERNELS, CALL_KERNELS, SAMPLE_KERNELS = 40, 16, 24
-ACTIVATIONS = 24  # elements read or written between the matrix products, per token and hidden unit; divided over tp
 SCORES = 16  # bytes moved per logit: float32, written once, read by the maximum, the sum and the sampling
 TILE = 128  # rows and columns of the result that a multiprocessor computes at a time
 LOW_TILE = 16  # rows of a tile of a result that has few, at least
@@ -145,11 +144,13 @@ class Machine:
     def _pass(self, s: Shard, c: WorkCounts, work: int, links: float) -> float:
         """links: as of `forward`. work: how often the matrix products of a forward pass are made: twice in a backward
         pass. Autograd launches its kernels from C++, no slower than the forward pass launched its own."""
-        hidden, each = s.model.sizes.hidden, c.tokens / c.layers if c.layers else 0.0
+        each = c.tokens / c.layers if c.layers else 0.0
         held = (c.layers * s.read(each) + (s.head if c.outputs else 0) * c.calls) * s.item
         # What the kernels between the products move: of what is wide a rank of tp has its own columns, and of the rest
         # its own tokens (sequence parallelism).
-        between = c.tokens * hidden * ACTIVATIONS * self.hidden_item(s) / s.tp
+        dispatched = s.ep > 1 and self.cluster.dispatch_gb_s > 0  # then `dispatch` has the order of experts
+        moved = s.moved.between + (0.0 if dispatched else s.moved.ordered)
+        between = c.tokens * moved * self.hidden_item(s) / s.tp
         operations = 2 * work * c.tokens * s.active / self._fill(s, each)
         if self.cluster.compute_units:  # kernels run one after the other
             products = self._roofline(operations, work * held, s) + self.memory(work * between)

@@ -11,6 +11,7 @@ from functools import cache
 from math import ceil, log2, prod
 from typing import Any
 
+from rldsl.memory.activations import Moved, elements_between_products
 from rldsl.memory.parameters import without_layouts
 from rldsl.plan.events import Generate
 from rldsl.plan.model import Layout, Model, ParamSpec
@@ -44,6 +45,7 @@ class Shard:
     # the products of a layer: (rows and columns of the matrix, how many of its kind work on a token, how many there are
     # here); of experts each is one
     products: tuple[tuple[int, int, float, int], ...] = ()
+    moved: Moved = Moved(0.0, 0.0)  # by kernels between the products of a layer
     ep: int = 1  # degree of expert parallelism
     attending: float = 1.0  # the share of its layers that have attention
     # of layers that carry a state from token to token, per token and layer of the stage:
@@ -101,7 +103,7 @@ def _build_shard(model: Model, layout: Layout, stage: int) -> Shard:
         item=itemsize(model), experts=experts,
         active=layer - experts + chosen, local_experts=held(local_experts), outside_layers=held(outside),
         products=tuple(_product(s, layout, sizes.experts_per_token) for s in matrices if part[s.name]),
-        ep=layout.ep, **_states(model, layout, stage), **_tower(model, first))
+        moved=elements_between_products(model), ep=layout.ep, **_states(model, layout, stage), **_tower(model, first))
 
 
 def _states(model: Model, layout: Layout, stage: int) -> dict[str, Any]:
