@@ -18,9 +18,10 @@ from typing import Literal, NamedTuple
 from rldsl.plan.adapter_names import module_of
 from rldsl.plan.model import ExpertBlock, Layout, Model, ParamSpec, Recurrence
 
-# fused: variable-length attention; grid: torch's attention over a padded grid of sequences; plain: the same where torch
-# has no kernel that leaves out the probabilities; composed: products, and probabilities of float32
-Attention = Literal["fused", "grid", "plain", "composed"]
+# fused: variable-length attention; packed: the same with keys and values that several query heads share, and prompts
+# that several responses share; grid: torch's attention over a padded grid of sequences; plain: the same where torch has
+# no kernel that leaves out the probabilities; composed: products, and probabilities of float32
+Attention = Literal["fused", "packed", "grid", "plain", "composed"]
 COMPOSED = ("gelu_new", "gelu_fast", "quick_gelu", "gelu_python")  # activations made of many operations
 
 
@@ -91,9 +92,12 @@ class StackActivations:
 
 def attention_kind(model: Model, compute: int, device: str) -> Attention:
     """Which attention `backends/torch/model/attention.py` uses. device: "cuda" or "cpu". CUDA's kernels for float32
-    need as many key-value heads as heads."""
+    need as many key-value heads as heads. On CPUs `kernels/cpu_attention.py` has one for float32; without a C compiler,
+    torch's operators keep more."""
     if model.sizes.composed_scores:
         return "composed"
+    if device == "cpu" and compute == 4 and not model.invariant:
+        return "packed"
     if device == "cuda" and compute == 2 and fused_kernels_take(model.sizes.head_dim):
         return "fused"
     return "plain" if device == "cuda" and model.sizes.heads != model.sizes.kv_heads else "grid"
@@ -116,6 +120,8 @@ def stack_activations(model: Model, layout: Layout, compute: int, stream: int, d
     """compute: bytes of an element inside a layer; stream: of the residual stream, 4 where float32 parameters run under
     autocast. device: "cuda" or "cpu". longest: tokens of the longest sequence."""
     attention = attention_kind(model, compute, device)
+    if attention == "packed" and layout.cp > 1:  # whose segments are padded
+        attention = "grid"
     fused = model.sizes.gated_products and gates_are_fused(model.invariant, compute, device)
     specs = tuple(p for p in (*model.params, *model.base) if p.stage == "layer")
     if not (model.sizes.recurrences or model.sizes.expert_blocks):
@@ -184,7 +190,8 @@ def _layer(model: Model, layout: Layout, compute: int, stream: int, attention: A
     ways = ways or 1  # how often a token goes through an MLP
     held = stream * h * 4  # the input of the stage and of the layer, the stream, and what the sublayer reads
     inside = 4 if model.lora is not None or s.activation in COMPOSED else 3
-    attending = _attention(q, kv, heads, compute, "grid", longest) + compute * q if attends else 0
+    attending = _attention(q, kv, heads, compute, "packed" if attention == "packed" else "grid", longest) + \
+        compute * q if attends else 0
     probabilities = 3 * 4 * heads * longest if attends else 0  # scores, masked, their softmax
     attending += probabilities if attention in ("plain", "composed") else 0
     fed = inside * ways * compute * inner + routed if block is None else block.forward // part - stream * h
@@ -202,7 +209,7 @@ def _layer(model: Model, layout: Layout, compute: int, stream: int, attention: A
                "step": states.step + states.state, "row_outputs": states.outputs + states.state}
     final = (stream + 4 if stream == 4 else 6) * h if not layer_norm else 4 * h
     return LayerActivations(stream * h, saved, forward, backward, final, 16 * h, compute * h,
-                            2 * compute * kv if layout.cp > 1 else 0, 2 * compute * kv,
+                            2 * compute * kv if layout.cp > 1 else 0, 2 * compute * kv * (attention != "packed"),
                             _outputs(specs, h, inner, q, kv, norms, layer_norm, s.activation, compute, stream)
                             + (block.outputs // part if block is not None else 0),
                             **row, caches=attends, fixed=block.fixed if block is not None else 0,
@@ -286,6 +293,8 @@ def _attention(q: int, kv: int, heads: int, compute: int, attention: Attention, 
     match attention:
         case "fused":
             return 4 * compute * q + 4 * heads
+        case "packed":
+            return compute * (2 * q + 2 * kv) + 4 * heads
         case "grid":
             return compute * (4 * q + 4 * kv) + 4 * heads
         case "composed":  # the softmax, and in half precision what is multiplied

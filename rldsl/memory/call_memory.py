@@ -423,7 +423,7 @@ def _loss(t: Tables, e: Train, copy: Copy, b: LayerActivations, m: MicroBatch, d
         return hidden
     entropy = any(output.reads == "distribution" for output in read)
     head = _head(copy)
-    return hidden + max(logits.forward(head, m.responses, entropy, device),
+    return hidden + max(logits.forward(head, m.responses, entropy, device, trains=True),
                         logits.backward(head, m.responses, not copy.model.base, entropy, device))
 
 

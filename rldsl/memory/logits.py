@@ -2,7 +2,8 @@
 
 In: counts and sizes of elements. Out: the most that exists at once, besides hidden states. The counts are those of
 `backends/torch/model/logprobs.py` and `backends/torch/generate/sampling.py`: logits in chunks, statistics in float32.
-Of a chunk one tensor of logits exists, which becomes its own gradient; two if the entropy is needed."""
+Of a chunk one tensor of logits exists, which becomes its own gradient; two if the entropy is needed. A few logits stay
+from the forward pass to the backward pass of training on a CPU, which then does not make them again."""
 
 from __future__ import annotations
 
@@ -14,12 +15,19 @@ MAX_ROWS, MIN_ROWS = 1024, 32  # tokens whose logits exist at once
 MIN_VOCABULARY_ROWS = 4
 VOCABULARY_TABLES = 24  # of a generalized Jensen-Shannon divergence, as autograd keeps them
 CPU_LOGITS = 1 << 21  # logits that exist at once on a CPU: as many as its caches hold
+KEPT_LOGITS = 1 << 24  # logits of a micro-batch that a CPU keeps for the backward pass, at most: 64 MiB
 
 
 def rows_at_once(words: int, device: str) -> int:
     """The number of tokens whose logits over `words` vocabulary entries exist at once. On a GPU the product needs many
     rows to be fast; on a CPU it is as fast with few, and what follows it is faster. device: "cuda" or "cpu"."""
     return MAX_ROWS if device == "cuda" else max(MIN_ROWS, min(MAX_ROWS, CPU_LOGITS // max(words, 1)))
+
+
+def are_kept(words: int, tokens: int, compute: int, device: str) -> bool:
+    """Whether training keeps the logits of so many tokens for their gradient, if the loss reads log-probs alone.
+    compute: bytes per element of the hidden states."""
+    return device == "cpu" and compute == 4 and words * tokens <= KEPT_LOGITS
 
 
 def vocabulary_rows_at_once(words: int, tokens: int, device: str) -> int:
@@ -48,16 +56,22 @@ class Head:
         return 4 if self.compute == 4 else self.compute + 4
 
 
-def forward(head: Head, tokens: int, entropy: bool, device: str) -> int:
-    """Bytes of the logits, which become their exp; of both for the entropy."""
-    chunk = min(tokens, rows_at_once(head.rows, device)) * head.rows
+def _chunk(head: Head, tokens: int, trains: bool, entropy: bool, device: str) -> int:
+    """Logits that exist at once."""
+    kept = trains and not entropy and are_kept(head.rows, tokens, head.compute, device)
+    return (tokens if kept else min(tokens, rows_at_once(head.rows, device))) * head.rows
+
+
+def forward(head: Head, tokens: int, entropy: bool, device: str, trains: bool = False) -> int:
+    """Bytes of the logits, which become their exp; of both for the entropy. trains: a backward pass follows."""
+    chunk = _chunk(head, tokens, trains, entropy, device)
     return head.cast + max(head.making, 8 if entropy else 4) * chunk
 
 
 def backward(head: Head, tokens: int, trained: bool, entropy: bool, device: str) -> int:
     """Bytes of the logits of a chunk, which become probabilities and gradients, and the gradient of the weight where it
     is trained: in half precision each chunk's part of it, too."""
-    chunk, weight = min(tokens, rows_at_once(head.rows, device)) * head.rows, head.rows * head.hidden
+    chunk, weight = _chunk(head, tokens, True, entropy, device), head.rows * head.hidden
     half = head.compute == 2
     gradient = 4 * weight if trained else 0
     sloping = max(head.making, 8 if entropy else 4, 4 + 2 * half) * chunk

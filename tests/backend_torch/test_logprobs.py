@@ -7,7 +7,8 @@ import torch
 from rldsl.backends.torch.model.logprobs import token_logprobs
 
 from benchmarks import loss
-from rldsl.memory.logits import MAX_ROWS, MIN_ROWS, Head, backward, forward, rows_at_once
+from rldsl.backends.torch.model import logprobs
+from rldsl.memory.logits import KEPT_LOGITS, MAX_ROWS, MIN_ROWS, Head, are_kept, backward, forward, rows_at_once
 from rldsl.runtime.backend import SINGLE_RANK
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -81,14 +82,82 @@ def test_other_numbers_are_seen() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_is_that_of_the_estimate(dtype: torch.dtype, entropy: bool) -> None:
     """And a small part of the logits; without chunks it is several times as much."""
-    tokens, words = 512, 16384
+    tokens, words = 1536, 16384
     tensors = given(dtype, tokens, words)
+    assert not are_kept(words, tokens, 4, "cpu")
     most, full = loss.peak(loss.ours, *tensors, entropy), 4 * tokens * words
     head = Head(words, 8, dtype.itemsize, dtype.itemsize)
-    said = max(forward(head, tokens, entropy, "cpu"), backward(head, tokens, False, entropy, "cpu"))
+    said = max(forward(head, tokens, entropy, "cpu", True), backward(head, tokens, False, entropy, "cpu"))
     said += head.compute * words * 8 if dtype == torch.bfloat16 else 0  # each chunk's part of the weight's gradient
     assert said == pytest.approx(most, rel=0.1)
     assert loss.peak(loss.theirs, *tensors, entropy) > full > most
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each table of logits that is made."""
+    made: list[int] = []
+    plain = logprobs.capped_logits
+
+    def counted(hidden: torch.Tensor, *rest: object) -> torch.Tensor:
+        made.append(len(hidden))
+        return plain(hidden, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(logprobs, "capped_logits", counted)
+    return made
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_few_logits_are_made_once(tables: list[int], temperature: float, compiled: bool,
+                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(logprobs.cpu_kernels, "takes", lambda *_: False)
+    tensors = given(torch.float32)
+    mine = token_logprobs(*tensors, temperature, SINGLE_RANK, 0, chunk=16)
+    got = [x.clone() for x in slopes(mine[:2], tensors)]
+    assert tables == [16, 16, 5]
+    theirs = whole(*tensors, temperature)[0]
+    torch.testing.assert_close(mine[0], theirs, rtol=1e-5, atol=1e-5)
+    for a, b in zip(got, slopes((theirs, None), tensors), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_they_are_made_again_for_a_second_gradient(tables: list[int]) -> None:
+    tensors = given(torch.float32)
+    found = token_logprobs(*tensors, 1.0, SINGLE_RANK, 0)[0]
+    first, second = (torch.autograd.grad(found.sum(), tensors[:2], retain_graph=True) for _ in range(2))
+    assert tables == [37, 37]
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("options", [{"want_entropy": True}, {"want_squares": True}, {"cap": 3.0}], ids=str)
+def test_what_else_is_read_makes_them_again(tables: list[int], options: dict[str, float]) -> None:
+    tensors = given(torch.float32)
+    token_logprobs(*tensors, 1.0, SINGLE_RANK, 0, **options)[0].sum().backward()  # type: ignore[arg-type]
+    assert tables == [37, 37]
+
+
+def test_many_logits_and_those_without_a_gradient_are_not_kept(tables: list[int], monkeypatch: pytest.MonkeyPatch
+                                                               ) -> None:
+    tensors = given(torch.float32)
+    with torch.no_grad():
+        assert not token_logprobs(*tensors, 1.0, SINGLE_RANK, 0)[0].requires_grad
+    monkeypatch.setattr(logprobs, "are_kept", lambda *_: False)
+    token_logprobs(*tensors, 1.0, SINGLE_RANK, 0)[0].sum().backward()
+    assert tables == [37, 37, 37]
+    assert are_kept(KEPT_LOGITS // 64, 64, 4, "cpu") and not are_kept(KEPT_LOGITS // 64, 65, 4, "cpu")
+    assert not are_kept(50, 37, 2, "cpu") and not are_kept(50, 37, 4, "cuda")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_memory_of_few_logits_is_that_of_the_estimate(kept: bool) -> None:
+    tokens, words = 900 if kept else 1100, 16384
+    most = loss.peak(loss.ours, *given(torch.float32, tokens, words), False)
+    head = Head(words, 8, 4, 4)
+    said = max(forward(head, tokens, False, "cpu", True), backward(head, tokens, False, False, "cpu"))
+    assert said == pytest.approx(most, rel=0.1) and are_kept(words, tokens, 4, "cpu") == kept
 
 
 @pytest.mark.parametrize("words, device, rows", [

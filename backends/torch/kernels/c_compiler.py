@@ -39,7 +39,9 @@ def compiled(source: Path, flags: Sequence[str]) -> Path | None:
     folder = cache_folder()
     if folder is None or os.name != "posix":
         return None
-    made_from = source.read_bytes(), " ".join(flags).encode(), _processor(), _run(COMPILER, "--version")
+    # a source may include others of its folder
+    texts = b"\0".join(file.read_bytes() for file in sorted(source.parent.glob("*.[ch]")))
+    made_from = source.name.encode(), texts, " ".join(flags).encode(), _processor(), _run(COMPILER, "--version")
     path = folder / "kernels" / (sha256(b"\0".join(made_from)).hexdigest() + ".so")
     if _is_ours(path):
         return path

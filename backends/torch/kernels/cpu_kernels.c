@@ -1,91 +1,11 @@
 /* Kernels for float32 on CPUs, for `cpu_kernels.py`, which says what each of them computes.
 
-   Vectors are those of the compiler (GCC and Clang), as wide as the processor has: GCC keeps wider ones in memory.
    Rows are independent, so neither their number nor the number of threads changes a bit. */
 
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "cpu_vectors.h"
 
-#ifdef __AVX512F__
-#define LANES 16
-#elif defined(__AVX__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
 #define BLOCK 256 /* tokens of the vocabulary whose weights are summed in float32 */
 #define ROWS_AT_ONCE 64 /* whose products are summed before they are added to the gradient of a weight */
-
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-
-static inline vec load(const float *x) { vec v; memcpy(&v, x, sizeof v); return v; }
-static inline void store(float *x, vec v) { memcpy(x, &v, sizeof v); }
-static inline vec all(float x) { return x - (vec){0}; }
-static inline vec select(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
-
-/* the first n < LANES numbers, and `rest` behind them */
-static inline vec load_some(const float *x, int64_t n, float rest) {
-  float part[LANES];
-  for (int i = 0; i < LANES; i++) part[i] = rest;
-  memcpy(part, x, n * sizeof(float));
-  return load(part);
-}
-
-static inline void store_some(float *x, vec v, int64_t n) {
-  float part[LANES];
-  store(part, v);
-  memcpy(x, part, n * sizeof(float));
-}
-
-#if LANES == 16
-#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
-#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
-#elif LANES == 8
-#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
-#define ODD 1, 3, 5, 7, 9, 11, 13, 15
-#else
-#define EVEN 0, 2, 4, 6
-#define ODD 1, 3, 5, 7
-#endif
-
-/* neighboring elements of a and of b added: applied to LANES vectors in rounds it gives the sum of each */
-static inline vec add_pairs(vec a, vec b) {
-  return __builtin_shufflevector(a, b, EVEN) + __builtin_shufflevector(a, b, ODD);
-}
-
-static inline float sum(vec v) {
-  for (int n = LANES; n > 1; n /= 2) v = add_pairs(v, v);
-  return v[0];
-}
-
-static inline float largest(vec v) {
-  float found = v[0];
-  for (int i = 1; i < LANES; i++) found = v[i] > found ? v[i] : found;
-  return found;
-}
-
-/* 2^i * e^r, with x = i log 2 + r and |r| <= log(2) / 2, where eight terms of the series are exact to half a unit of the
-   last place. To add 1.5 * 2^23 rounds to a whole number, whose bits are the last ones of the sum. 0 below -87.3,
-   infinity above 88.7; NaN stays NaN. */
-static inline vec vexp(vec x) {
-  const float round = 12582912.0f, bias = 127;
-  x = select(x < -88.0f, all(-88.0f), x);
-  x = select(x > 89.0f, all(89.0f), x);
-  vec shifted = x * 1.44269504f + (round + bias), n = shifted - (round + bias);
-  vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f; /* log 2 in two parts, the first with few digits */
-  vec y = all(1.0f / 5040);
-  y = y * r + 1.0f / 720;
-  y = y * r + 1.0f / 120;
-  y = y * r + 1.0f / 24;
-  y = y * r + 1.0f / 6;
-  y = y * r + 0.5f;
-  y = y * r + 1.0f;
-  y = y * r + 1.0f;
-  return y * (vec)((ivec)shifted << 23);
-}
 
 /* ---------------------------------------------------------------------------------------------------------- norms */
 
@@ -251,20 +171,6 @@ void scaled_probabilities(float *x, const float *normalizer, const float *factor
   }
 }
 
-static float row_max(const float *x, int64_t columns) {
-  vec found = all(-INFINITY);
-  int64_t j = 0;
-  for (; j + LANES <= columns; j += LANES) {
-    vec a = load(x + j);
-    found = select(a > found, a, found);
-  }
-  if (j < columns) {
-    vec a = load_some(x + j, columns - j, -INFINITY);
-    found = select(a > found, a, found);
-  }
-  return largest(found);
-}
-
 /* For each row of logits [rows, columns] the first token at which the sum of the weights exp(logit / temperature)
    exceeds draws [rows] times their total; tokens, logprobs: [rows] */
 void sample(const float *logits, const double *draws, int64_t rows, int64_t columns, float temperature, int64_t *tokens,
@@ -412,3 +318,5 @@ int decode_attention(const float *q, int64_t q_head, int64_t q_seq, const float 
   }
   return 0;
 }
+
+#include "cpu_attention.c"

@@ -1,9 +1,10 @@
 """Kernels for float32 on CPUs, each in one pass over memory where torch's operators take several.
 
 In: plain tensors. Out: what the operators in the docstring of each function compute, but for rounding. `cpu_kernels.c`
-has them, which takes half a second to compile at its first use of all (`c_compiler.py`). Without a compiler or a cache
-folder there are none (`available`), and torch's operators run, as they do for tensors that `takes` refuses and in
-invariant models, whose sums have an order of their own (`ordered_kernels.py`).
+has them, with those of `cpu_attention.py` in `cpu_attention.c`, which takes a second to compile at its first use of all
+(`c_compiler.py`). Without a compiler or a cache folder there are none (`available`), and torch's operators run, as they
+do for tensors that `takes` refuses and in invariant models, whose sums have an order of their own
+(`ordered_kernels.py`).
 
 What is called while a decode step is captured is an operator of torch with the namespace `rldsl`, so that the trace
 (`generate/op_trace.py`) has it; INTO and PLAIN say what a trace calls in its place.
@@ -41,6 +42,8 @@ ARGUMENTS = {
     "sample": (POINTER, POINTER, INT, INT, FLOAT, POINTER, POINTER),
     "decode_attention": (POINTER, INT, INT, POINTER, INT, INT, POINTER, INT, INT, POINTER, POINTER, INT, POINTER, INT,
                          INT, INT, INT, INT, FLOAT, INT, POINTER),
+    "attention": (*(POINTER, INT, INT) * 3, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, POINTER, POINTER),
+    "attention_backward": (*(POINTER, INT, INT) * 4, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, *(POINTER,) * 5),
 }
 
 
@@ -48,6 +51,11 @@ ARGUMENTS = {
 def _library() -> Any:
     """The compiled functions; None if they cannot be had."""
     return c_compiler.load(SOURCE, FLAGS, ARGUMENTS)
+
+
+def library() -> Any:
+    """The compiled functions, for the other modules with kernels of this one's library."""
+    return _library()
 
 
 def available() -> bool:

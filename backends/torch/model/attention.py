@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from rldsl.backends.torch.kernels import cpu_attention
 from rldsl.backends.torch.kernels.attention_kernels import has_varlen_kernel, varlen_attention
+from rldsl.backends.torch.kernels.autograd import outside_modes
 from rldsl.backends.torch.kernels.length_buckets import LengthBuckets
 from rldsl.backends.torch.model.sequences import ROLE, AttentionRole, RowFunction, Sequences
 from rldsl.diag import fail
@@ -33,6 +35,7 @@ class Scores:
     chunk: int | None = None           # a query sees nothing before its own chunk of so many tokens; None: no chunks
     softcap: float | None = None       # c: a score s counts as c * tanh(s / c)
     sinks: torch.Tensor | None = None  # [H] a score for each head that takes weight and gives nothing
+    compiled: bool = False             # kernels that the machine has compiled may compute it
 
     @property
     def plain_softmax(self) -> bool:
@@ -88,7 +91,7 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     # multiplies in bfloat16 anyway: cast now, they are saved and cached at half the size
     query, key = query.to(value.dtype), key.to(value.dtype)
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or _window(module, role),
-                    _chunk(module), softcap or None, s_aux)
+                    _chunk(module), softcap or None, s_aux, role.compiled)
     out = packed_attention.attend(role.number(), query.squeeze(0), key.squeeze(0), value.squeeze(0), scores)
     return out.unsqueeze(0), None
 
@@ -113,6 +116,11 @@ def uses_varlen_kernel(q: torch.Tensor, v: torch.Tensor, scores: Scores) -> bool
     return has_varlen_kernel(q) and scores.plain and q.shape[-1] == v.shape[-1]
 
 
+def uses_compiled_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> bool:
+    """Whether `cpu_attention` computes a layer's attention."""
+    return scores.compiled and scores.plain and cpu_attention.takes(q, k, v)
+
+
 class VarlenAttention:
     """Causal attention inside each of S packed sequences."""
 
@@ -126,17 +134,28 @@ class VarlenAttention:
         longest = max(on_host, default=0) if on_host is not None else int(lengths.max()) if lengths.numel() else 0
         self.max_seqlen = longest
         self.positions = offsets_within(lengths, None if on_host is None else sum(on_host))
-        # On the CPU now, since every pass needs them. On a GPU when a layer asks, since a fused kernel needs none
-        self._buckets = LengthBuckets(lengths, on_host) if lengths.device.type == "cpu" else None
+        # Made when a layer asks, since kernels for packed sequences need none
+        self._buckets: LengthBuckets | None = None
+        self._segments: cpu_attention.Segments | None = None
 
     @property
     def buckets(self) -> LengthBuckets:
         if self._buckets is None:
-            self._buckets = LengthBuckets(self.lengths, self._on_host)
+            with outside_modes():  # an invariant model asks for them in its own
+                self._buckets = LengthBuckets(self.lengths, self._on_host)
         return self._buckets
+
+    @property
+    def segments(self) -> cpu_attention.Segments:
+        if self._segments is None:
+            self._segments = cpu_attention.Segments.of_lengths(
+                self.lengths.tolist() if self._on_host is None else self._on_host)
+        return self._segments
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """See `PackedAttention.attend`."""
+        if uses_compiled_kernel(q, k, v, scores) and self.blocks is None:
+            return cpu_attention.attend(q, k, v, self.segments, scores.scale, scores.window)
         if uses_varlen_kernel(q, v, scores) and self.blocks is None:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
             cu_seqlens = F.pad(self.lengths.cumsum(0), (1, 0)).to(torch.int32)

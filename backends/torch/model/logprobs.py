@@ -2,7 +2,8 @@
 
 The vocabulary may be divided over tp. Statistics are float32, and chunks of tokens are recomputed in the backward pass.
 One table of logits exists for a chunk, which becomes its probabilities and then its gradient in place (two tables if
-the entropy or the sum of squares is wanted).
+the entropy or the sum of squares is wanted). On a CPU the tables of a pass with few logits are kept for its backward
+pass instead (`memory/logits.py` says how few): they hold exp(logit - largest) meanwhile.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rldsl.backends.torch.model.collectives import tree_all_reduce
 from rldsl.backends.torch.model.invariant import multiply, weight_gradient
 from rldsl.backends.torch.model.row_groups import RowGroups, sum_over_groups
 from rldsl.backends.torch.model.tree_sums import block_sums, tree_sum
+from rldsl.memory.logits import are_kept
 from rldsl.runtime.backend import Axis
 from rldsl.runtime.collectives import all_gather, all_reduce
 
@@ -49,9 +51,12 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Te
     logprobs: torch.Tensor
     entropy: torch.Tensor
     squares: torch.Tensor
+    differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    keep = differentiated and not (want_entropy or want_squares or cap or groups) and cuts is None and \
+        hidden.dtype == torch.float32 and are_kept(len(weight), len(hidden), hidden.itemsize, hidden.device.type)
     logprobs, entropy, squares = _TokenLogprobs.apply(
         hidden, weight, targets if targets.dim() == 2 else targets[:, None], temperature, tp, vocab_start, want_entropy,
-        want_squares, chunk, cuts, cap, groups)
+        want_squares, chunk, cuts, cap, groups, keep)
     return TokenStatistics(logprobs.view(targets.shape), entropy if want_entropy else None,
                            squares if want_squares else None)
 
@@ -96,17 +101,21 @@ class _TokenLogprobs(Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float,
                 tp: Axis, vocab_start: int, want_entropy: bool, want_squares: bool, chunk: int,
-                cuts: Sequence[int] | None, cap: float, groups: RowGroups
+                cuts: Sequence[int] | None, cap: float, groups: RowGroups, keep: bool
                 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         count = hidden.shape[0]
         normalizer = hidden.new_empty(count, dtype=_statistics(hidden))
         logprobs = normalizer.new_empty(targets.shape)
         entropy, squares = torch.zeros_like(normalizer), torch.zeros_like(normalizer)
         head = weight.to(hidden.dtype)
+        ctx.kept = {}  # by the first token of a chunk: its table, and the sum of each row over all tp ranks
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
             logits = capped_logits(hidden[part], head, temperature, cap, cuts is not None)
-            peak, sums, chosen = _softmax_sums(logits, targets[part], tp, vocab_start, want_entropy, want_squares, cuts)
+            peak, sums, chosen = _softmax_sums(logits, targets[part], tp, vocab_start, want_entropy, want_squares, cuts,
+                                               keep)
+            if keep:
+                ctx.kept[start] = logits, sums[0]
             del logits  # before the next table is made
             normalizer[part] = peak + sums[0].log()
             logprobs[part] = chosen.T - normalizer[part, None]
@@ -136,14 +145,19 @@ class _TokenLogprobs(Function):
                 grad_weight = torch.zeros_like(weight)
             for start in range(rows.start, rows.stop, chunk):
                 part = slice(start, min(start + chunk, rows.stop))
-                logits = capped_logits(hidden[part], head, temperature, cap, ctx.invariant, cuts is not None)
-                derivative = cap_derivative(logits, temperature, cap) if cap else None
-                grad = _grad_logits(logits, normalizer[part], targets[part], vocab_start, grad_logprobs[part],
-                                    (grad_entropy[part], entropy[part]) if want_entropy else None,
-                                    (grad_squares[part], squares[part]) if want_squares else None,
-                                    not ctx.invariant)
-                del logits  # before the next table is made
-                grad = grad if derivative is None else grad.mul_(derivative)
+                if start in ctx.kept:  # once: the table becomes its gradient, and a second backward makes it again
+                    weights, sums = ctx.kept.pop(start)
+                    grad = _grad_of_weights(weights, sums, targets[part], vocab_start, grad_logprobs[part])
+                    del weights, sums
+                else:
+                    logits = capped_logits(hidden[part], head, temperature, cap, ctx.invariant, cuts is not None)
+                    derivative = cap_derivative(logits, temperature, cap) if cap else None
+                    grad = _grad_logits(logits, normalizer[part], targets[part], vocab_start, grad_logprobs[part],
+                                        (grad_entropy[part], entropy[part]) if want_entropy else None,
+                                        (grad_squares[part], squares[part]) if want_squares else None,
+                                        not ctx.invariant)
+                    del logits  # before the next table is made
+                    grad = grad if derivative is None else grad.mul_(derivative)
                 grad = grad.div_(temperature).to(hidden.dtype) if temperature != 1 else grad.to(hidden.dtype)
                 if cuts is not None:
                     grad_hidden[part] = _in_blocks(grad, head, cuts)
@@ -169,7 +183,7 @@ class _TokenLogprobs(Function):
             grad_weight = None
         elif grad_weight is None:
             grad_weight = torch.zeros_like(weight)
-        return grad_hidden, grad_weight, *[None] * 10
+        return grad_hidden, grad_weight, *[None] * 11
 
 
 def _in_blocks(grad: torch.Tensor, head: torch.Tensor, cuts: Sequence[int]) -> torch.Tensor:
@@ -178,9 +192,11 @@ def _in_blocks(grad: torch.Tensor, head: torch.Tensor, cuts: Sequence[int]) -> t
 
 
 def _softmax_sums(logits: torch.Tensor, targets: torch.Tensor, tp: Axis, vocab_start: int, want_entropy: bool,
-                  want_squares: bool, cuts: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                  want_squares: bool, cuts: Sequence[int] | None, keep: bool = False
+                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The largest logit [C], sums over the vocabulary of all ranks [1 to 3, C], and the logits of the targets [K, C].
-    Summed are w = exp(logit - largest) and, if wanted, w * logit and w * w. Overwrites the logits."""
+    Summed are w = exp(logit - largest) and, if wanted, w * logit and w * w. Overwrites the logits. keep: by w, where
+    nothing but w is summed."""
     at, is_local = _local_columns(targets, vocab_start, logits.shape[1])
     peak = _all_reduce(logits.amax(-1), dist.ReduceOp.MAX, tp)
     chosen = torch.where(is_local, logits.gather(1, at), 0.0)
@@ -188,7 +204,8 @@ def _softmax_sums(logits: torch.Tensor, targets: torch.Tensor, tp: Axis, vocab_s
         weights = (logits - peak[:, None]).exp_()
         rows = [block_sums(weights, cuts), block_sums(logits.mul_(weights), cuts)]
     elif cuts is None and not want_squares and cpu_kernels.takes(logits, peak):
-        rows = [cpu_kernels.exp_sums(logits, peak)]
+        rows = [cpu_kernels.scaled_probabilities(logits, peak, torch.ones_like(peak)).sum(-1) if keep else
+                cpu_kernels.exp_sums(logits, peak)]
     else:
         weights = logits.sub_(peak[:, None]).exp_()
         rows = [block_sums(weights, cuts)]
@@ -223,6 +240,15 @@ def _grad_logits(logits: torch.Tensor, normalizer: torch.Tensor, targets: torch.
             twice = 2 * squares[0][:, None]
             factor.addcmul_(grad, twice.expand_as(grad)).sub_(twice * squares[1][:, None])
         grad.mul_(factor)
+    return grad.scatter_add_(1, at, torch.where(is_local, grad_logprobs, 0.0))
+
+
+def _grad_of_weights(weights: torch.Tensor, sums: torch.Tensor, targets: torch.Tensor, vocab_start: int,
+                     grad_logprobs: torch.Tensor) -> torch.Tensor:
+    """As `_grad_logits`, from what `_softmax_sums` keeps: exp(logit - largest) [C, V], in whose place the gradient is,
+    and its sums [C]."""
+    at, is_local = _local_columns(targets, vocab_start, weights.shape[1])
+    grad = weights.mul_((-grad_logprobs.sum(-1) / sums)[:, None])
     return grad.scatter_add_(1, at, torch.where(is_local, grad_logprobs, 0.0))
 
 

@@ -93,9 +93,10 @@ class CurrentPass:
 class AttentionRole:
     """What an attention module must know of its model."""
 
-    def __init__(self, current: CurrentPass, place: int, count: int, window: int | None):
+    def __init__(self, current: CurrentPass, place: int, count: int, window: int | None, compiled: bool):
         self.current = current  # the pass under way
         self.window = window  # of a family that knows it for its mask alone
+        self.compiled = compiled  # kernels that the machine has compiled may compute it
         self.place, self.count = place, count  # its number among the modules that attend, and how many there are
 
     def number(self) -> int:
@@ -103,12 +104,13 @@ class AttentionRole:
         return self.place + self.count * self.current.count(self.place)
 
 
-def connect(body: nn.Module, recurrent: tuple[str, ...], current: CurrentPass) -> None:
-    """Connect the modules of `body` with the pass under way. recurrent: names of those that carry a state."""
+def connect(body: nn.Module, recurrent: tuple[str, ...], current: CurrentPass, compiled: bool = False) -> None:
+    """Connect the modules of `body` with the pass under way. recurrent: names of those that carry a state. compiled:
+    kernels that the machine has compiled may compute attention."""
     attending = [m for m in body.modules() if ATTENTION_INTERFACE in names_of(type(m))]
     window = masked_window(body)
     for place, module in enumerate(attending):
-        setattr(module, ROLE, AttentionRole(current, place, len(attending), window))
+        setattr(module, ROLE, AttentionRole(current, place, len(attending), window, compiled))
     for place, name in enumerate(recurrent):
         module = body.get_submodule(name)
         module.forward = _by_sequence(module.forward, place, current, scans_from_a_state(type(module)))

@@ -21,10 +21,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from rldsl.backends.torch.kernels import cpu_attention
 from rldsl.backends.torch.kernels.attention_kernels import varlen_attention
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.length_buckets import LengthBuckets
-from rldsl.backends.torch.model.attention import Scores, VarlenAttention, masked_attention, uses_varlen_kernel
+from rldsl.backends.torch.model.attention import (
+    Scores,
+    VarlenAttention,
+    masked_attention,
+    uses_compiled_kernel,
+    uses_varlen_kernel,
+)
 from rldsl.backends.torch.model.sequences import DividedSequences
 from rldsl.plan.prompt_sources import pays
 from rldsl.runtime.host_numbers import on_device
@@ -103,11 +110,11 @@ class SharedPromptAttention(DividedSequences):
         self.lengths, self.positions, self.device = lengths, positions, positions.device
         self.answered = [i for i, n in enumerate(lengths.responses) if n]  # the others ask for nothing
         self.prompt_tokens = sum(lengths.prompts)
-        if self.device.type == "cpu":  # every pass needs them; on a GPU a fused kernel needs neither
-            _ = self._prompts, self._padded if self.answered else None
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """See `PackedAttention.attend`."""
+        if uses_compiled_kernel(q, k, v, scores):
+            return cpu_attention.attend(q, k, v, self._segments, scores.scale, scores.window)
         if uses_varlen_kernel(q, v, scores):
             keys, offsets, longest = self._packed
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
@@ -123,6 +130,18 @@ class SharedPromptAttention(DividedSequences):
         return torch.cat([first, buckets.unpad([
             masked_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, scores).transpose(1, 2)
             for q, k, v, mask in rows])])
+
+    @cached_property
+    def _segments(self) -> cpu_attention.Segments:
+        """A group for each prompt: the prompt, and every response to it."""
+        prompts, responses = self.lengths.prompts, self.lengths.responses
+        starts = list(accumulate(prompts, initial=0))
+        response_starts = list(accumulate(responses, initial=starts[-1]))
+        groups = [[(starts[g], size, 0, 0)] for g, size in enumerate(prompts)]
+        for i in self.answered:
+            g = self.lengths.of[i]
+            groups[g].append((response_starts[i], responses[i], starts[g], prompts[g]))
+        return cpu_attention.Segments.of(groups)
 
     @cached_property
     def _prompts(self) -> VarlenAttention:

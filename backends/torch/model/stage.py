@@ -180,7 +180,8 @@ class Stage(ActivationCheckpointing):
             self.vision = Vision(images, family,
                                  self.checkpointed(features_of(root)) if self.first else None,
                                  skeleton.get_input_embeddings() if self.first else None, device, model.path)
-        connect(body, () if self.how.by_rows else self.how.recurrent, self.current)
+        connect(body, () if self.how.by_rows else self.how.recurrent, self.current,
+                compiled=device.type == "cpu" and not model.invariant)
         self.chunks = [chunk_of(body, self.how.layers, self.how.outputs, s, pp.size * layout.vpp, model.layers)
                        for s in range(pp.index, pp.size * layout.vpp, pp.size)]
         for chunk in self.chunks:
