@@ -1,7 +1,8 @@
 """The compiler as functions: what the command line, tests and other programs call.
 
 In: paths and texts. Out: diagnostics, a graph, a plan with its proof. Every mistake of the user is a `Failure` with
-diagnostics; an `InternalError` is ours. Nothing here imports torch except `compile`, which reads model directories.
+diagnostics; an `InternalError` is ours. torch is imported only by what reads model
+directories: `compile` and the functions that it is made of from `draft` on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """torchrun --nproc-per-node N -m rldsl.run ppo.plan: one rank of a plan.
 
-The only place of the runtime that reads the environment (what torchrun sets) and the command line.
+Reads the command line and what torchrun sets in the environment, and joins the ranks.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from rldsl.runtime.metrics.reporter import ReportOptions
     from rldsl.runtime.plan_file import PlanFile
 
-GRACE = 20.0  # seconds in which a rank says what all of them have found
+GRACE = 20.0  # seconds that other ranks wait so that one can report what all have found
 
 
 def main(program: Program | None = None) -> None:
-    """program: one that `rlc emit` wrote; its schedules are walked."""
+    """program: a script that `rlc emit` wrote, whose schedules are executed."""
     try:
         _main(program)
-    except KeyboardInterrupt:  # before the watchdog is there; whoever launched the ranks says so
+    except KeyboardInterrupt:  # the watchdog is not running yet; the launcher reports it
         os._exit(128 + signal.SIGINT)
 
 
@@ -72,8 +72,8 @@ def _main(program: Program | None) -> None:
 
 
 def _agent() -> int | None:
-    """The process of torchrun's agent, which started this rank; None where another launcher did, or a shell, which may
-    end before the run."""
+    """The process of torchrun's agent, which started this rank; None where another launcher or a shell did, which may
+    exit before the run does."""
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
@@ -212,7 +212,7 @@ def _claim_device(store: dist.Store, device: torch.device, rank: int) -> None:
 
 
 def _nccl_note(version: tuple[int, ...]) -> str:
-    """What an NCCL of this version does not do that the order of messages wants; "" if it does."""
+    """A warning if an NCCL of this version ignores the launch order that messages rely on, else ""."""
     if version >= (2, 26):
         return ""
     return (f"warning: NCCL {'.'.join(map(str, version))} ignores NCCL_LAUNCH_ORDER_IMPLICIT, which exists since 2.26: "
@@ -228,7 +228,7 @@ def _join_ranks(device: torch.device, rank: int, timeout: timedelta) -> tuple[di
     from rldsl.runtime.comm.rendezvous import start_prefix, started_before
 
     backend: dict[str, Any] = {"backend": "gloo"}
-    if device.type == "cuda":  # with the device its communicators are made now, and those of groups from them, not late
+    if device.type == "cuda":  # `device_id` creates communicators now, and those of groups are split from them
         backend = {"backend": "nccl", "device_id": device}
     try:
         if device.type == "cuda" and rank == 0 and (note := _nccl_note(torch.cuda.nccl.version())):
@@ -294,7 +294,7 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
         from rldsl.runtime.metrics.tee import tee
 
     if arguments.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)  # a kernel of which there is no such form warns
+        torch.use_deterministic_algorithms(True, warn_only=True)  # an operator without a deterministic kernel warns
     # parts of a bfloat16 product are added in float32, in generation as in training
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     transformers.logging.set_verbosity_error()
@@ -304,7 +304,7 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
         device = _device(arguments.device, local, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     except Failure as failure:  # the ranks of a machine find the same
         _exit_with(failure, say=local == 0)
-    late = device.type == "cuda"  # NCCL ends the process when its own time is over: the watcher must come before it
+    late = device.type == "cuda"  # NCCL aborts the process at its own timeout: the watchdog must fire first
     limit = timedelta(seconds=arguments.timeout + (GRACE if late else 0.0))
     try:
         run, again = _join_ranks(device, rank, limit)

@@ -18,7 +18,7 @@ from rldsl.plan.json_output import json_output
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import describe_event, labelled
 from rldsl.plan.visible_plan import visible_plan
-from rldsl.postmortem.analysis import Findings, analyse, rank_traces
+from rldsl.postmortem.analysis import Findings, analyze, rank_traces
 from rldsl.postmortem.dumps import (
     FOLDER,
     LAST_HEARTBEATS,
@@ -47,7 +47,7 @@ def postmortem(directory: str, plan: str | None = None, as_json: bool = False) -
     _fits(folder, found, [*dumps.values(), *([signs] if signs else [])])
     last: dict[int, Heartbeat] = dict(signs.signs) if signs else {}
     shown = labelled(found) if as_json else visible_plan(found)
-    findings = analyse(shown, rank_traces(found.header.world, dumps, last))
+    findings = analyze(shown, rank_traces(found.header.world, dumps, last))
     return _json(shown, findings) if as_json else report(shown, findings)
 
 

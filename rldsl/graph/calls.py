@@ -34,16 +34,15 @@ if TYPE_CHECKING:
     from rldsl.graph.flow import FlowBuilder
 
 
-
 # options of a placement -> what to say where a call has one
-OF_PLACEMENT = {name: f"it is an option of the placement: write it behind the call, `... {name}=...`, or in `place`"
+OF_PLACEMENT = {name: f"it is an option of the placement: write it after the call, `... {name}=...`, or in `place`"
                 for name in PLACEMENT}
 # calls without `prompt=`: option -> what to do instead
 INSTEAD_OF: Mapping[str, Mapping[str, str]] = {
     GENERATE: {PROMPT: "the model answers the prompts that the call is given: `m.generate(ask(x))`, with `ask` "
                        "declared `-> prompts(max_tokens=...)`"},
-    TRAIN: {PROMPT: "a model learns responses behind the prompts that they answered. What a model thinks of them "
-                    "behind others can be an argument of the loss: `teacher.logprobs(gen, prompt=ask(gen))`"},
+    TRAIN: {PROMPT: "a model trains on responses with their own prompts. Their log-probs under other prompts can be "
+                    "an argument of the loss: `teacher.logprobs(gen, prompt=ask(gen))`"},
 }
 
 
@@ -204,7 +203,7 @@ class CallsOfFlow:
                                    f"{given['min_new_tokens']} > {given['max_new_tokens']}",
                                    help="raise `max_new_tokens` or lower `min_new_tokens`")
         if "" in cast(tuple[str, ...], given["stop"]):
-            return self.errors.add("RL0205", "a string of `stop` is empty", call.func.span,
+            return self.errors.add("RL0205", "`stop` has an empty string", call.func.span,
                                    "every response would end after its first token",
                                    help="remove the empty string, or write `max_new_tokens=1`")
         if target is None:

@@ -121,7 +121,7 @@ def model(decl: ast.ModelDecl, exprs: ExpressionBuilder, scope: Scope) -> g.Mode
 
 
 def data(decl: ast.DataDecl, exprs: ExpressionBuilder, scope: Scope) -> g.Data | Bad:
-    """kind stays "" where the program leaves it to the use."""
+    """The format of its rows is "" where the program states none: its uses decide."""
     source = _source(decl.value, FORMATS, "data source", exprs, scope)
     if isinstance(source, Bad):
         return BAD
@@ -154,7 +154,7 @@ def data(decl: ast.DataDecl, exprs: ExpressionBuilder, scope: Scope) -> g.Data |
             given["over_long"] = "error"
         elif given["over_long"] == "truncate":
             return exprs.errors.add("RL0205", "rows with images cannot be truncated", stated,
-                                    "a prompt without the beginning of an image is none",
+                                    "truncation could remove a part of an image",
                                     help='write `over_long="drop"` or `over_long="error"`')
     scalars = tuple((k, cast(Scalar, v)) for k, v in given.items())
     return g.Data(decl.name.name, source[0], source[1], "answers" if answers else kind, scalars, decl.span,
@@ -176,7 +176,8 @@ def cluster(decl: ast.Cluster, exprs: ExpressionBuilder, scope: Scope, read: Cal
 
 def _cluster_file(path: str, span: Span, read: Callable[[str], str],
                   exprs: ExpressionBuilder) -> list[tuple[ast.Ident, ast.Expr]] | Bad:
-    """What the file of this path says, or else the known node of this name. Speeds are for the simulator."""
+    """The options in the file of this path, or else those of the known node of this name, without their speeds, which
+    are for the simulator."""
     try:
         text = read(path)
     except OSError as error:
@@ -197,7 +198,7 @@ def _cluster_file(path: str, span: Span, read: Callable[[str], str],
 
 
 def clause(tree: ast.Clause, exprs: ExpressionBuilder, scope: Scope) -> g.Clause | Bad:
-    """A placement with its numbers resolved and nothing judged."""
+    """A placement with its constants evaluated, and nothing validated."""
     mesh: g.MeshRef | None = None
     bad = False
     if tree.mesh is not None:

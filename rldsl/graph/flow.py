@@ -75,7 +75,7 @@ class FlowBuilder(Computations):
     # ------------------------------------------------------------------------------------------- statements
 
     def block(self, statements: tuple[ast.Statement, ...], scope: Scope, inside: str) -> tuple[g.Item, ...]:
-        """The items of one block. inside: "flow", "every" (also `first` and `after`), "repeat" or "until"."""
+        """The items of one block. inside: "flow", "every" (also `first` and `after`), "repeat", "until" or "eval"."""
         outer, self.items = self.items, []
         for s in statements:
             self.statement(s, scope, inside)

@@ -1,7 +1,7 @@
 """How many minibatches a `train` call makes: given as `minibatches=`, or by the size of one, `minibatch=`.
 
 In: the options of the call and the batch. Out: a count that divides the rows of the batch evenly. A size is in rows:
-sequences, or pairs for pairs; in prompts it stands for all sequences of so many prompts. Of generated pairs it is the
+sequences, or pairs for pairs; given in prompts, it means all sequences of that many. Of generated pairs it is the
 most that a minibatch has: some may be absent, and those that are there are divided evenly. In tokens it is the most
 that a minibatch has, and how many there are depends on the lengths of the rows (`plan/spaces.py` bounds it).
 """

@@ -141,7 +141,7 @@ class Generate(GenerateSpec, Node):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infer(InferSpec, Node):
-    """`model.logprobs(gen)` and the like; writes `value` alone."""
+    """`model.logprobs(gen)` and the like; writes `value`, or the values of a distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,8 +339,8 @@ class Graph:
     functions: tuple[Function, ...]  # Python functions that the flow calls
     programs: tuple[Program, ...]  # computations and losses, lowered to operators
     items: tuple[Item, ...]  # the flow, in program order
-    # (shown name, value id) in program order; outputs of train calls are named "MODEL/METRIC"
-    metrics: tuple[tuple[str, str], ...]  # (name, id of the value)
+    # (shown name, id of the value) in program order; outputs of train calls are named "MODEL/METRIC"
+    metrics: tuple[tuple[str, str], ...]
     rules: tuple[Rule, ...]  # in the order of the text
     states: tuple[State, ...] = ()  # in the order of their declarations
     buffers: tuple[Buffer, ...] = ()  # in the order of their declarations

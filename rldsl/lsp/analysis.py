@@ -31,7 +31,7 @@ class Analysis:
     diagnostics: tuple[Diagnostic, ...]  # those of this file alone
 
 
-def analyse(path: str, text: str, files: Library, read: Callable[[str], str]) -> Analysis:
+def analyze(path: str, text: str, files: Library, read: Callable[[str], str]) -> Analysis:
     """read: a text by its path, as the compiler wants it (raises OSError)."""
     source = SourceFile(path, text)
     file, broken = parse_recovering(source)

@@ -32,7 +32,7 @@ async def later(server: Server, uri: str) -> None:
 
 
 def publish_all(server: Server) -> None:
-    """Analyse all open files again: what they import may have changed."""
+    """Analyze all open files again: what they import may have changed."""
     server.analyses.clear()
     server.forecasts.clear()
     for uri in list(server.workspace.text_documents):

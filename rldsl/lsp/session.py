@@ -18,7 +18,7 @@ from pygls.lsp.server import LanguageServer
 
 from rldsl.diag import Diagnostic, present
 from rldsl.explain import page_file
-from rldsl.lsp.analysis import Analysis, analyse
+from rldsl.lsp.analysis import Analysis, analyze
 from rldsl.lsp.forecast import Forecast, Question
 from rldsl.lsp.forecasts import Forecasts
 from rldsl.lsp.index import Index, Occurrence, Symbol
@@ -94,7 +94,7 @@ class Server(LanguageServer):
         text, path = self.workspace.get_text_document(uri).source, path_of(uri)
         known = self.analyses.get(path)
         if known is None or known.source.text != text:
-            known = self.analyses[path] = analyse(path, text, self.files, self.read)
+            known = self.analyses[path] = analyze(path, text, self.files, self.read)
         return known
 
     def lines(self, source: SourceFile) -> Lines:

@@ -17,7 +17,7 @@ from rldsl.pages.facts import Tile
 from rldsl.plan.metrics_file import BUILT_IN, RATE, SECONDS, STEP, Lines
 from rldsl.plan.notation import human, seconds_text
 
-POINTS = 1500        # of a curve; of a longer run, each is the mean of neighbouring steps
+POINTS = 1500        # of a curve; of a longer run, each is the mean of neighboring steps
 SAMPLE_STEPS = 12    # of which samples are shown, with the first and the last
 SAMPLE_ROWS = 8      # of each batch in a step
 LETTERS = 20_000     # of a text; of a longer one, the beginning and the end

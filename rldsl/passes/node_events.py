@@ -80,7 +80,7 @@ def spread_of(node: g.Node, placement: Placement, frames: Mapping[str, IndexedFr
     prompts of others)."""
     mesh, layout = placement.mesh.id, placement.layout.id
     match node:
-        case g.Generate():  # with `per_step`, a response stays where it began; of branches nobody knows which there are
+        case g.Generate():  # with `per_step`, a response stays where it began; the number of branches is not known
             several = node.conversation is not None and node.conversation.branches > 1
             how: Literal["count", "slot"] = "slot" if node.per_step or several else "count"
             return _named(Spread("", mesh, layout, (node.frame,), "prompt", how))
@@ -140,7 +140,7 @@ def _named(s: Spread) -> Spread:
 
 class _EventBuilder:
     def __init__(self, placed: PlacedGraph, reused: Mapping[str, str]):
-        """reused: generate that reads a KV cache -> frame that this is of."""
+        """reused: id of a generate that reads an earlier call's KV cache -> the frame of that call."""
         self.reused = reused
         self.placed, self.placements = placed, dict(placed.placements)
         self.train_layouts = {m.name: m.train_layout for m in placed.models}

@@ -123,7 +123,7 @@ def after(placed: PlacedGraph, name: str) -> Draft:
 
 @garbage_collection_paused()
 def planned(draft: Draft, compiler: str) -> tuple[Plan, tuple[Curve, ...]]:
-    """The plan, its classes with their peaks of memory, and what its ranks hold when."""
+    """The plan, its classes with their peaks of memory, and the memory curves of its ranks."""
     stage("estimating memory")
     plan = emit(draft, compiler)
     found = curves(plan)
@@ -133,7 +133,7 @@ def planned(draft: Draft, compiler: str) -> tuple[Plan, tuple[Curve, ...]]:
 
 @garbage_collection_paused()
 def memory_bound(placed: PlacedGraph) -> int:
-    """Bytes that the fullest rank needs at least: all but the buffers of reallocs, which take most of the time."""
+    """A lower bound of the fullest rank's peak in bytes: without buffers of reallocs, which take longest to size."""
     plan = emit(run(placed, sized=False), "")
     return max(peak(c).bytes for c in curves(plan, realloc_buffers=False))
 

@@ -288,7 +288,7 @@ def _check_image_layers(family: Family, count: int, at: Span, what: str) -> None
     own = len(stage_layers(family.layers, count, 0))
     if 0 < family.layers_with_images >= own:
         raise fail("RL0308", f"too many {what} for the layers that read images", at,
-                   f"the first {family.layers_with_images} layers and the one behind them must be together; the first "
+                   f"the first {family.layers_with_images} layers and the next one must be in one part; the first "
                    f"part would have {own}", help="use a smaller pp or vpp")
 
 

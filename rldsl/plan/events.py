@@ -66,8 +66,8 @@ def split_buffer(buffer: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """Use and def of model versions, from which dependences follow: an event that uses a version comes after the one
-    that makes it. Entries are names of models, or `optimizer_of` one."""
+    """Model versions that an event uses and defines; dependencies follow from them: an event that uses a version comes
+    after the one that makes it. Entries are names of models, or `optimizer_of` one."""
 
     uses: frozenset[str] = frozenset()  # whose current version the event needs, under any layout
     defs: frozenset[str] = frozenset()  # of which it makes a new version, under every layout
@@ -683,7 +683,7 @@ class When:
 
     @property
     def seldom(self) -> bool:
-        """Whether it does not run in every iteration of a long loop, but for the first ones."""
+        """Whether a long loop has iterations in which it does not run, besides the first `after` ones."""
         return self.period > 1 or bool(self.first)
 
     @property

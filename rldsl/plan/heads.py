@@ -23,7 +23,7 @@ SCORE_WEIGHT = "score.weight"  # [1, H], the last tensor of a model without outp
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a forward pass returns: one float32 number per position."""
+    """One kind of output of a forward pass."""
 
     call: str  # the call that computes it: "score"
     name: str  # its name in a loss, in the plan and in a backend: "scores"

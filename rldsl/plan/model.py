@@ -94,7 +94,7 @@ class Layout:
     backend: str = DEFAULT_BACKEND  # that computes (`plan/backends.py`); what a rank holds does not depend on it
 
     def __hash__(self) -> int:
-        """Quickly: it is the key of much that is worked out once."""
+        """Cheap: layouts are the keys of many caches."""
         return hash((self.id, self.zero))
 
 
@@ -167,11 +167,11 @@ class ParamSpec:
     buffer: bool = False
 
     def __hash__(self) -> int:
-        """Quickly, as of a layout."""
+        """Cheap, as that of a layout."""
         return hash((self.name, self.shape))
 
     def layer_numbers(self, layers: int) -> tuple[int, ...]:
-        """The layers, of so many of the model, that have it; () if it belongs to none."""
+        """Numbers of the layers that have it; () if it belongs to none. layers: how many the model has."""
         if self.stage != "layer":
             return ()
         return (self.layer,) if self.layer >= 0 else tuple(range(self.layers or layers))
@@ -357,7 +357,7 @@ class Model:
         return heads.HEADS[self.head_name]
 
     def __hash__(self) -> int:
-        """Quickly, as of a layout."""
+        """Cheap, as that of a layout."""
         return hash((self.name, self.train_layout))
 
 

@@ -1,7 +1,7 @@
 """What a call says, whatever the stage: the fields that a node of the dataflow graph and the event made of it share.
 
 `graph/model.py` adds where a node stands in the program, `plan/events.py` where it runs; a field of the program itself
-is declared here alone. These are bases of records, never records of their own (they have no slots to hold anything).
+is declared here alone. These are bases of records, and are never instantiated themselves.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class DeriveSpec:
     # of "text": (argument, frame whose rows the function gets), in which those of the source lie; "": the row itself
     given: tuple[tuple[str, FrameId], ...] = ()
     over_long: OverLong = "error"  # of "text": what is done with more tokens than the frame's prompts may have
-    # of "prefixes", one of these: behind each token that completes this text; every so many tokens; at these fractions
+    # of "prefixes", one of these: after each token that completes this text; every N tokens; at these fractions
     # of the response. The empty beginning is always one, the end never
     cut_at: str = ""
     cut_every: int = 0  # of "prefixes": a cut after every so many tokens of the response; 0: none

@@ -1,7 +1,8 @@
 """Frames together with the spaces of their rows: the numbers of rows, and which rows belong together.
 
-In: records of spaces and frames. Out: `IndexedFrame`s. Nothing here is a fact of its own: all of it follows from the
-records. Invariant: also records that contradict each other (the verifier refuses them) have a chain, which ends.
+In: records of spaces and frames. Out: `IndexedFrame`s. Everything here is
+derived from the records. Invariant: the chain of spaces ends even where records contradict each other (the verifier
+refuses those).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class IndexedFrame(Frame):
 
     @property
     def steps_of_a_response(self) -> int:
-        """In how many steps a response is sampled, at most: 1 but with `per_step`."""
+        """The most steps over which a response is sampled: 1 without `per_step`."""
         return self.iterations if self.root_origin.endswith(WINDOW) else 1
 
     def among(self, whole: IndexedFrame) -> tuple[int, int] | None:
@@ -129,8 +130,8 @@ def unit_tokens(frames: Iterable[IndexedFrame], whole_prompts: bool) -> int:
 
 
 def most_minibatches(units: int, longest: int, tokens: int) -> int:
-    """How many minibatches of `tokens` tokens there are at most of so many units (rows, or prompts), each of at most
-    `longest` tokens, if each takes units in order until the next one does not fit, and a longer unit is alone: two
+    """The most minibatches of `tokens` tokens that `units` rows or prompts of at most `longest` tokens can give, if a
+    minibatch takes units in order until the next one does not fit, and a longer unit is alone: two
     neighbors have more than `tokens` together, and each but the last one has more than `tokens` - `longest`."""
     total = units * longest
     most = min(units, 2 * total // tokens + 1)

@@ -95,13 +95,12 @@ class Traits:
     bytes_moved: Literal["none", "planned", "at run time"] = "none"
     scratch: bool = False  # needs memory of its own while it runs: `memory/lifetimes.py` has a rule
     timed: bool = False  # takes longer than to issue it: `simulate/program.py` has a rule
-    # How long it takes on the clock by which events are ordered: a compute 10, a realloc 20, a save 50, inference 100,
-    # generation and training 300, anything else 1.
+    # How long it takes on the clock by which events are ordered.
     order_cost: int = 1
 
     # Whether a run that resumes reads what the event made for a later step from the checkpoint, since it depends on
-    # parameters, states or buffers of the past. All else that runs ahead is done again: calls of
-    # models that do not change, and what is computed from no state.
+    # parameters, states or buffers of the past. Everything else that runs ahead is recomputed:
+    # calls of models that do not change, and what is computed from no state.
     stored_ahead: bool = False
 
     drawing: Drawing = "none"  # how the dataflow picture shows it

@@ -105,7 +105,7 @@ def _woke(dump: RankDump, sign: Heartbeat) -> bool:
     return bool(sign.silent) and sign.process in ("stopped", "") and dump.code in ("", LOST_CONTACT)
 
 
-def analyse(plan: Plan, found: Sequence[RankTrace]) -> Findings:
+def analyze(plan: Plan, found: Sequence[RankTrace]) -> Findings:
     """found: of every rank of the plan, in order."""
     order = WaitOrder(plan)
     found = _with_reached(order, found)

@@ -1,4 +1,4 @@
-"""What the runtime asks of a backend: one protocol, four verbs (build, run a call, expose parameters, save).
+"""What the runtime asks of a backend: `Build` makes a `Shard`, which runs calls, moves, and exposes its parameters.
 
 A backend is a package (`plan/backends.py` says which) with a function `build(...)` that has the signature of `Build`
 below. The runtime owns rows, communication between calls, losses and metrics; the backend owns a model's shard and the
@@ -100,7 +100,7 @@ class Talk(Protocol):
         """Begin the conversation of a row; its first arrival holds the first context."""
 
     def said(self, row: int, ids: Sequence[int], ended_by_limit: bool, logprobs: Sequence[float]) -> None:
-        """As in `Conversations`, and so are the others."""
+        """See `Conversations`, also for the methods below."""
 
     def finish(self, row: int, why: Stopped) -> None: ...
 
@@ -132,6 +132,8 @@ class Prefix(NamedTuple):
 
 # One PackedBatch for each frame of the call, in the call's order (one frame, or two for preference pairs).
 MicroBatch = tuple[PackedBatch, ...]
+
+
 class VocabularyReduction(Protocol):
     """What arithmetic over a whole vocabulary needs of a backend, which may divide it. Both are differentiable."""
 
@@ -299,7 +301,6 @@ class Shard(Protocol):
         """Allocate memory for parameters after `free`; their values are undefined."""
 
 
-# Read-only tensors that this rank has loaded, by what they are: shards that hold the same ones share them.
 class Images(Protocol):
     """The images of a run as one model reads them, by their numbers (`runtime/image_tokens.py`)."""
 
@@ -310,6 +311,7 @@ class Images(Protocol):
         """What the vision tower reads of some images, in this order; on the CPU."""
 
 
+# Read-only tensors that this rank has loaded, by what they are: shards that hold the same ones share them.
 WeightCache = MutableMapping[Hashable, torch.Tensor]
 
 

@@ -23,12 +23,12 @@ def uniform(seed: int, step: int, rows: torch.Tensor, positions: torch.Tensor) -
 
 
 def bits(seed: int, step: int, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[S] int64, all 64 bits random. Each key is mixed in by the finaliser of splitmix64 (Steele, Lea & Flood 2014), in
+    """[S] int64, all 64 bits random. Each key is mixed in by the finalizer of splitmix64 (Steele, Lea & Flood 2014), in
     int64 arithmetic that wraps, so that every device draws the same. What all elements share, the seed and the step, is
     mixed in Python: half as many kernels."""
     state = rows ^ _signed(mix(seed, step))
-    state = _finalised(state + _GAMMA) ^ positions
-    return _finalised(state + _GAMMA)
+    state = _finalized(state + _GAMMA) ^ positions
+    return _finalized(state + _GAMMA)
 
 
 def as_if_in_step(rows: torch.Tensor, of: torch.Tensor, seed: int, step: int) -> torch.Tensor:
@@ -39,7 +39,7 @@ def as_if_in_step(rows: torch.Tensor, of: torch.Tensor, seed: int, step: int) ->
     return numbers
 
 
-def _finalised(state: torch.Tensor) -> torch.Tensor:
+def _finalized(state: torch.Tensor) -> torch.Tensor:
     state = (state ^ _shift(state, 30)) * _MIX1
     state = (state ^ _shift(state, 27)) * _MIX2
     return state ^ _shift(state, 31)

@@ -137,8 +137,8 @@ class _BranchAndBound:
                 or bool(self.best) and not self.should_continue(now))
 
     def improve(self) -> None:
-        """Until no other layout of one call alone makes the best faster: a search that ends at the accepted gap must
-        not leave out what its own report lists."""
+        """Hill climbing: another layout of one call while that makes the best faster. A search that ends at the
+        accepted gap must not leave out what its own report lists."""
         while self.best:
             now = self.best[0]
             faster = self.evaluator.fastest_neighbor(self.evaluator.free_neighbors(now.assignment), now.seconds)

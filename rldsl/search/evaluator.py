@@ -30,7 +30,7 @@ class Assignment:
     """One entry per call, in program order."""
 
     blocks: tuple[Block, ...]  # ranks of each call
-    candidates: tuple[Candidate, ...]  # strategy of each call
+    candidates: tuple[Candidate, ...]  # degrees and options of each call
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ class Bad:
 
 
 BAD: Final = Bad()
-NO_VALUE: Final = BAD  # result of a call that returns nothing; not an error, and what uses it gives no message
+NO_VALUE: Final = BAD  # result of a call that returns nothing; no error, but uses are not diagnosed either
 
 
 class Advice(str):

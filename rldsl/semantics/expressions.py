@@ -1,7 +1,7 @@
 """Builds the typed expression (`Term`) of each expression in the source: names, operators, built-in calls, functions.
 
 In: an expression and a Scope. Out: a Meaning; BAD where a message was given. Functions are inlined, so a program has
-no calls left but those of models, which `calls` (given by the flow) takes over.
+no calls left but those of models and of Python functions, which `calls` (given by the flow) takes over.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ class Functions:
         return BAD
 
     def declared(self, decl: ast.FnDecl, result: tuple[Term, ...], given: Iterable[Term] = ()) -> bool:
-        """Whether the results are what `-> (...)` says. given: the arguments: what is `prompt` of one of them may be
-        called that, also where it is `seq` of the sequences that the argument continues."""
+        """Whether the results are what `-> (...)` says. given: the arguments: a value may be declared
+        `prompt` if it ranges over the prompts of one of them, also where these prompts are themselves sequences."""
         below = [term for term in given if term.level in ("seq", "turn", "token")]
         prompts = {s for term in below for s in self.exprs.spaces.chain(term)[1:2]}
         name = decl.name.name

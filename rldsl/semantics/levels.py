@@ -85,15 +85,15 @@ class Spaces:
         return "" if to == "batch" else self.of(self.frames_with_space(level, space)[0], to)
 
     def level_of(self, to: Level, space: str) -> Level:
-        """The level of what a reduction to `to` gives, whose space is `space`: the prompts of a frame that are
-        themselves responses are the sequences of another frame, if there is one: what a selection of continuations
-        continues has no frame of its own."""
+        """The level of the result of a reduction to `to`, whose elements are those of `space`. That is `to` itself,
+        but for prompts that are themselves responses, as in `more = actor.generate(gen)`: a mean by prompt of `more`
+        has one element for each sequence of `gen`. What a selection of continuations continues has no frame."""
         responses = to == "prompt" and self.tree[space].parent
         return "seq" if responses and any(not f.picked_from for f in self.frames_with_space("seq", space)) else to
 
     def ungrouped_by(self, space: str) -> str:
-        """How many rows of a prompt the parts of a `concat` have that a row space, or what it was selected from, is; ""
-        if its rows have prompts."""
+        """Why the rows of a space have no prompts in common: it is that of a `concat`, or selected from one, and this
+        is how many rows of a prompt each of its parts has, as text. "" if its rows have prompts."""
         while space not in self.ungrouped and space in self.tree and self.tree[space].of:
             space = self.tree[space].of
         return self.ungrouped.get(space, "")

@@ -1,6 +1,6 @@
 """The operators of the language on Terms: level, space and type rules, constant folding.
 
-In: typed arguments. Out: a Term made of exactly the operators of plan/expr.py, or BAD with one message.
+In: typed arguments. Out: a Term made of exactly the operators of plan/operators.py, or BAD with one message.
 """
 
 from __future__ import annotations

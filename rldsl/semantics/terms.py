@@ -25,7 +25,7 @@ class Term:
     args: tuple[Term, ...]  # its arguments
     level: Level  # what it has one element for
     space: str  # the index set of its elements: a frame, a row space, a prompt space, or "" for batch
-    dtype: str  # "f32", "bool", or "text" (constants only)
+    dtype: str  # "f32", "bool", "id" (tokens), or "text" (constants only)
     span: Span  # where it is computed
     attrs: tuple[tuple[str, Scalar], ...] = ()  # (name, value) of the operator
     used: Span | None = None  # the name that refers to it, if one does
@@ -79,7 +79,7 @@ def _power(a: float, b: float) -> Scalar:
 
 
 LARGEST = 700.0  # the logarithm of the largest number, about that of floats
-# How operators act on constants; the elementwise operators of plan.expr.
+# How operators act on constants; the elementwise operators of plan/operators.py.
 FOLD: dict[str, Callable[..., Scalar]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b,
     "neg": lambda a: -a, "pow": _power,

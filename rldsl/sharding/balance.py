@@ -1,7 +1,7 @@
 """Items into bins so that the heaviest bin is as light as possible (makespan).
 
-In: weights. Out: the item numbers of each bin. Integers only, and ties go by number, so that every rank computes the
-same. First the longest first (Graham 1969: at most 4/3 of the best possible), then exchanges of one item for another
+In: weights. Out: the item numbers of each bin. Integers only, and ties are broken by number, so that every rank
+computes the same. Longest first (Graham 1969: at most 4/3 of the best possible), then exchanges of one item for another
 between the heaviest bin and the lightest ones, until the heaviest is within a thousandth of the bound or no exchange
 helps. Errors: InternalError if the items do not fit.
 """

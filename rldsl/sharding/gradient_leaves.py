@@ -32,7 +32,7 @@ def pass_tokens(frames: Iterable[IndexedFrame]) -> int:
 
 
 def joined_tokens(frames: Iterable[IndexedFrame]) -> int:
-    """The most tokens of leaves that are computed together, where the program does not say it."""
+    """The most tokens of leaves that are computed together, where the program does not set it."""
     return max(JOINED_TOKENS, pass_tokens(frames))
 
 

@@ -58,7 +58,7 @@ def _runs(items: Rows, count: int) -> tuple[Rows, ...]:
 
 
 def mix(*keys: int) -> int:
-    """A 64-bit hash of integers: the finaliser of splitmix64 (Steele, Lea & Flood 2014), chained."""
+    """A 64-bit hash of integers: the finalizer of splitmix64 (Steele, Lea & Flood 2014), chained."""
     state = 0
     for key in keys:
         state = (state ^ (key & MASK)) + 0x9E3779B97F4A7C15 & MASK

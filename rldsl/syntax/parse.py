@@ -59,7 +59,9 @@ def parse_recovering(source: SourceFile) -> tuple[ast.File, tuple[Diagnostic, ..
             if shorter == text:
                 break
             text = shorter
-        except (RecursionError, VisitError):  # a very long chain of operators: the tree is walked recursively
+        except (RecursionError, VisitError) as error:  # a very long chain of operators: trees are walked recursively
+            if not isinstance(getattr(error, "orig_exc", error), RecursionError):
+                raise
             return ast.File(source, ()), (*found, too_deep(Span(source, 0, min(1, len(text)))))
         else:
             return file, tuple(found)
@@ -92,8 +94,8 @@ def _diagnose(error: UnexpectedInput, source: SourceFile, text: str) -> tuple[Di
 
 
 def _follows(diagnostic: Diagnostic, error: UnexpectedInput, found: list[Diagnostic]) -> bool:
-    """Whether the error is most likely a consequence of those found: a broken head leaves its whole block out in the
-    open, and where the file ends inside a block it ends inside all blocks around it."""
+    """Whether the error is most likely a consequence of those found: after a broken block
+    header the body appears at top level, and a file that ends inside a block ends inside all blocks around it."""
     accepted = getattr(error, "accepts", None) or getattr(error, "expected", None) or getattr(error, "allowed", ())
     ended = [d for d in found if d.code == "RL0004" and not d.labels]
     return bool(found) and "FLOW" in (accepted or ()) or bool(ended) and diagnostic.code == "RL0004"
@@ -119,7 +121,7 @@ def grammar() -> str:
 
 
 def warm(folder: Path) -> None:
-    """Take the parser's tables from `folder`, or put them there: a start of the compiler is then twice as quick. A
+    """Take the parser's tables from `folder`, or put them there, which halves the compiler's start-up time. A
     folder that cannot be read or written changes nothing, nor does one where this process has the parser already."""
     if _MADE:
         return
@@ -143,7 +145,7 @@ def warm(folder: Path) -> None:
 
 
 def accepted(before: str) -> tuple[str, ...]:
-    """The keywords that may follow a text, by the parser's own state. A statement before that is broken is passed over;
+    """The keywords that may follow a text, by the parser's own state. Broken statements before it are skipped;
     nothing is known inside a string or a comment."""
     text, words = before, []
     for _ in range(MAX_ERRORS):

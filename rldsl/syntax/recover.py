@@ -1,8 +1,8 @@
 """What to leave out of a text so that the rest can be parsed after a syntax error.
 
 In: the text and the offset of the error. Out: the text with the faulty statement blanked, same length, so that every
-later position stays true. One mistake must not lead to a second message: a block whose head is wrong goes as a whole,
-and of a bracket that was never closed everything up to the error goes.
+later position stays true. One mistake must not lead to a second message: a block with a wrong header is
+blanked as a whole, and after a bracket that was never closed everything up to the error is.
 """
 
 from __future__ import annotations

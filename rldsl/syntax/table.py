@@ -43,7 +43,7 @@ def load(text: str, grammar: str, postlex: PostLex) -> Lark | None:
 
 
 def key(grammar: str) -> str:
-    """What the tables depend on."""
+    """A hash of everything that the tables depend on."""
     made_by = f"{metadata.version('lark')} {sys.version_info[:2]} {grammar}"
     return sha256(made_by.encode()).hexdigest()
 

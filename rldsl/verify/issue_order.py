@@ -1,4 +1,4 @@
-"""Inside a call, too, every rank issues its communication in one order.
+"""Ranks also issue their communication inside each call in one order.
 
 In: tables with sound references. Out: diagnostics RL0537. A call runs on the communicators of its layout: those of
 tensor, context and expert parallelism, the links between pp ranks, and those of dp and of all its ranks. What a rank

@@ -123,7 +123,7 @@ def _declared(t: Tables) -> Iterator[Diagnostic]:
 def _run(t: Tables, body: tuple[Item, ...], state: CopyStates, problems: list[Diagnostic],
          cache: dict[tuple[int, CopyStates], CopyStates]) -> CopyStates:
     """The state after a block. problems: what is wrong in it is appended. cache: (loop, state at its top) -> the state
-    after an iteration, so that nested loops are not analysed again and again."""
+    after an iteration, so that nested loops are not analyzed again and again."""
     for item in body:
         if isinstance(item, Event):
             problems += _problems(t, item, state)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rldsl.graph.build import read_text
-from rldsl.lsp.analysis import Analysis, analyse
+from rldsl.lsp.analysis import Analysis, analyze
 from rldsl.lsp.complete import complete
 from rldsl.lsp.describe import hover
 from rldsl.lsp.hints import hints
@@ -31,7 +31,7 @@ def page() -> tuple[Library, str, Analysis]:
     files, text = Library(read_file), PAGE.read_text()
     for module in library():
         files.load(f"std.{module}", "")
-    return files, text, analyse(str(PAGE), text, files, read_text)
+    return files, text, analyze(str(PAGE), text, files, read_text)
 
 
 def test_an_answer_is_little_work(page: tuple[Library, str, Analysis]) -> None:
@@ -40,7 +40,7 @@ def test_an_answer_is_little_work(page: tuple[Library, str, Analysis]) -> None:
 
     def typed() -> Analysis:
         count[0] += 1
-        return analyse(str(PAGE), text + "\n" * count[0], files, read_text)
+        return analyze(str(PAGE), text + "\n" * count[0], files, read_text)
 
     occurrence = known.index.at(at)
     assert occurrence is not None
@@ -65,10 +65,10 @@ def test_files_that_stay_are_read_into_trees_once(monkeypatch: pytest.MonkeyPatc
     real = own.parse
     monkeypatch.setattr(own, "parse", parse)
     files, text = Library(read_file), PAGE.read_text()
-    analyse(str(PAGE), text, files, read_text)
+    analyze(str(PAGE), text, files, read_text)
     assert parsed and len(parsed) == len(set(parsed))
     before = len(parsed)
-    analyse(str(PAGE), text + "\n", files, read_text)
+    analyze(str(PAGE), text + "\n", files, read_text)
     assert len(parsed) == before
 
 

@@ -17,7 +17,7 @@ from pytest_lsp import ClientServerConfig, LanguageClient, client_capabilities
 from rldsl.diag import Failure
 from rldsl.graph import model as g
 from rldsl.graph.build import read_text
-from rldsl.lsp.analysis import analyse
+from rldsl.lsp.analysis import analyze
 from rldsl.lsp.forecast import CallCost, Forecast, Question, forecast, machine
 from rldsl.lsp.lens import lenses, step
 from rldsl.lsp.library import Library, read_file
@@ -134,7 +134,7 @@ def test_a_machine_has_as_many_devices_as_the_program_says() -> None:
 
 def test_a_lens_says_where_how_long_and_how_much() -> None:
     text = PROGRAM.replace('use "mine.rlf" (double)\n', "").replace("double(len(gen))", "0 + len(gen)")
-    analysis = analyse("main.rlf", text, Library(read_file), read_text)
+    analysis = analyze("main.rlf", text, Library(read_file), read_text)
     bare = [shown for _, shown in lenses(analysis, None)]
     assert bare == ["actor.generate: mesh(0:8) dp=8", "actor.train: mesh(0:8) dp=4 tp=2"]
     calls = CallCost("9:3", "actor.generate", 72.9, 3 << 30), CallCost("11:3", "actor.train", -1.0, 90 << 30)

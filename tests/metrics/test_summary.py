@@ -10,7 +10,7 @@ import pytest
 from rldsl.plan.events import When, Loop, Realloc
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
-from rldsl.runtime.metrics.summary import summarise
+from rldsl.runtime.metrics.summary import summarize
 from tests.plan import sample
 
 
@@ -31,7 +31,7 @@ def plan(steps: int, period: int, inner: int) -> Plan:
     (5, 0, [0, 0]),
 ])
 def test_reallocs_are_those_of_the_steps_that_were_made(done: int, made: int, counts: list[int]) -> None:
-    summary = summarise(plan(12, 3, 2), Path("out"), done, made, 1.0)
+    summary = summarize(plan(12, 3, 2), Path("out"), done, made, 1.0)
     assert [move["times"] for move in summary["reallocs"]] == counts
     assert (summary["steps"], summary["made"]) == (done, made)
 
@@ -40,5 +40,5 @@ def test_a_realloc_before_the_steps_happens_in_every_start() -> None:
     whole = plan(12, 3, 2)
     [loop] = whole.body
     assert isinstance(loop, Loop)
-    summary = summarise(replace(whole, body=loop.body[:1]), Path("out"), 8, 2, 1.0)
+    summary = summarize(replace(whole, body=loop.body[:1]), Path("out"), 8, 2, 1.0)
     assert [move["times"] for move in summary["reallocs"]] == [1]

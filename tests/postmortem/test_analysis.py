@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rldsl.plan.events import EVERY_ITERATION, Fetch, Generate, Loop, Realloc
-from rldsl.postmortem.analysis import Culprit, Findings, Wait, analyse, order_key, rank_traces
+from rldsl.postmortem.analysis import Culprit, Findings, Wait, analyze, order_key, rank_traces
 from rldsl.postmortem.dumps import EventRun, Heartbeat, RankDump, RankPosition, RingEntry
 from rldsl.postmortem.findings_text import notes, place, report, title
 from rldsl.postmortem.wait_order import END, START, WaitOrder
@@ -34,7 +34,7 @@ def found(positions: Mapping[int, RankPosition], signs: Mapping[int, Heartbeat] 
           **first: object) -> Findings:
     """positions: of those that left dumps. first: of the dump of the first rank that has one."""
     dumps = {r: dump(r, s, **(first if r == min(positions) else {})) for r, s in positions.items()}
-    return analyse(PLAN, rank_traces(8, dumps, signs or {}))
+    return analyze(PLAN, rank_traces(8, dumps, signs or {}))
 
 
 def everywhere(position: RankPosition, **others: RankPosition) -> dict[int, RankPosition]:
@@ -62,7 +62,7 @@ def test_places_are_in_the_order_of_a_run() -> None:
 
 def test_what_the_plan_does_not_have_is_before_everything() -> None:
     assert WaitOrder(PLAN).place(EventRun(99, (1,))) == START
-    nothing = analyse(PLAN, rank_traces(8, {}, {}))
+    nothing = analyze(PLAN, rank_traces(8, {}, {}))
     assert all(order_key(WaitOrder(PLAN), t) == START for t in nothing.traces)
 
 
@@ -266,8 +266,8 @@ def test_where_python_runs_ahead_of_what_it_posts() -> None:
     positions = everywhere(at(TRAIN, 3, call=""), **{f"r{r}": at(TURN, 2, 1, call="") for r in range(4, 8)})
     plain = {r: dump(r, s) for r, s in positions.items()}
     late: dict[int, RankDump] = {r: dump(r, s, late=True, ring=ring if r < 4 else ()) for r, s in positions.items()}
-    assert analyse(PLAN, rank_traces(8, plain, {})).waits == ()
-    findings = analyse(PLAN, rank_traces(8, late, {}))
+    assert analyze(PLAN, rank_traces(8, plain, {})).waits == ()
+    findings = analyze(PLAN, rank_traces(8, late, {}))
     assert findings.waits == (Wait((0, 1, 2, 3), (4, 5, 6, 7), EventRun(LENGTHS, (3,)), "not reached"),)
     assert blamed(findings) == dict.fromkeys(range(4, 8), "waited for")
 
@@ -315,7 +315,7 @@ def test_a_rank_that_wakes_later_stays_to_blame(process: str, code: str, why: st
     dumps = {r: dump(r, s, code=code if r == 4 else "") for r, s in positions.items()}
     signs = {r: sign(r, s, process=process if r == 4 else "", silent=2.5 if r == 4 else 0.0)
              for r, s in positions.items()}
-    findings = analyse(PLAN, rank_traces(8, dumps, signs))
+    findings = analyze(PLAN, rank_traces(8, dumps, signs))
     assert blamed(findings) == {4: why}
 
 
@@ -324,7 +324,7 @@ def test_a_rank_that_wakes_later_stays_to_blame(process: str, code: str, why: st
 def test_a_rank_that_was_not_away_speaks_for_itself(more: Mapping[str, object], code: str) -> None:
     positions = everywhere(at(LENGTHS, 3), r4=at(TURN, 2, 3, call=""))
     dumps = {r: dump(r, s, code=code if r == 4 else "", first=bool(code) and r == 4) for r, s in positions.items()}
-    findings = analyse(PLAN, rank_traces(8, dumps, {4: sign(4, positions[4], **more)}))
+    findings = analyze(PLAN, rank_traces(8, dumps, {4: sign(4, positions[4], **more)}))
     assert blamed(findings) == {4: "failed" if code else "waited for"}
 
 
@@ -337,7 +337,7 @@ def test_a_step_that_runs_ahead_is_named() -> None:
         if isinstance(x, Realloc) else x for x in loop.body)),))
 
     def says(event: int, turn: int) -> str:
-        return report(late, analyse(late, rank_traces(8, {0: dump(0, at(event, turn))}, {})))
+        return report(late, analyze(late, rank_traces(8, {0: dump(0, at(event, turn))}, {})))
 
     assert "p.rlf:6:3) of step 3 (ahead, during step 2)" in says(GENERATE, 2)
     assert "p.rlf:6:3) of step 1 (ahead)" in says(GENERATE, 0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rldsl.plan.model import Layout, Mesh, Plan
-from rldsl.postmortem.analysis import Findings, RankTrace, analyse
+from rldsl.postmortem.analysis import Findings, RankTrace, analyze
 from rldsl.postmortem.dumps import RankPosition
 from rldsl.postmortem.findings_text import notes, place, report, title
 from rldsl.postmortem.wait_order import WaitOrder
@@ -48,7 +48,7 @@ def test_the_work_grows_as_the_ranks(case: str) -> None:
     told: list[Findings] = []
 
     def tell() -> None:
-        told.append(analyse(plan, found))
+        told.append(analyze(plan, found))
         assert notes(told[0]) and report(plan, told[0])
 
     assert calls(tell) < 200 * WORLD  # it was cubic once
@@ -63,7 +63,7 @@ def test_a_plan_is_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = WaitOrder.__init__
     monkeypatch.setattr(WaitOrder, "__init__", lambda order, plan: (made.append(plan), begin(order, plan))[1])
     plan = large(64)
-    findings = analyse(plan, [RankTrace(r, at(TRAIN if r else GENERATE, 1), dump=True) for r in range(64)])
+    findings = analyze(plan, [RankTrace(r, at(TRAIN if r else GENERATE, 1), dump=True) for r in range(64)])
     assert title(findings) and place(findings) and notes(findings) and report(plan, findings)
     assert len(made) == 1
 

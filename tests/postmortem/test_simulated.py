@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rldsl.plan.events import Event, When, Item, Loop
 from rldsl.plan.projection import schedule
-from rldsl.postmortem.analysis import analyse, rank_traces
+from rldsl.postmortem.analysis import analyze, rank_traces
 from rldsl.postmortem.dumps import EventRun, RankPosition
 from rldsl.postmortem.wait_order import WaitOrder
 from tests.postmortem.hand import PLAN, dump, partners, sign
@@ -106,7 +106,7 @@ def test_whoever_stands_still_is_found(still: dict[int, int], silent: bool) -> N
     positions = [position_of(w, begun) for w in walkers]
     dumps = {r: dump(r, s) for r, s in enumerate(positions) if not (silent and r in stuck)}
     signs = {r: sign(r, positions[r]) for r in range(WORLD) if r not in dumps}
-    findings = analyse(PLAN, rank_traces(WORLD, dumps, signs))
+    findings = analyze(PLAN, rank_traces(WORLD, dumps, signs))
     over = any(w.at is None for w in walkers)
     needed = {q for w in walkers for q in (waits(w, begun) if w.at is not None else ())}
     assert {c.rank for c in findings.culprits} == {r for r in stuck if silent or over or r in needed}

@@ -243,25 +243,25 @@ def test_a_reduction_used_for_each_element_is_no_loss():
 
 
 @pytest.mark.parametrize("family, make", [
-    ("reduction", lambda b, x: b.put("midrange", (x,), to="batch")),
-    ("reduction", lambda b, x: b.put("midrange", (x,), "seq", space("gen", "seq"), to="seq")),
-    ("sequence", lambda b, x: b.put("midrange", (x,), "token", "gen"))])
+    ("reduction", lambda b, x: b.put("undeclared", (x,), to="batch")),
+    ("reduction", lambda b, x: b.put("undeclared", (x,), "seq", space("gen", "seq"), to="seq")),
+    ("sequence", lambda b, x: b.put("undeclared", (x,), "token", "gen"))])
 @pytest.mark.parametrize("combine", ["sum", "max", "min", "gather"])
 def test_an_operator_that_the_interpreter_does_not_know_is_refused(monkeypatch, family, make, combine):
-    operator = Operator("midrange", family, 1, "", combine=combine if family == "reduction" else "")
-    monkeypatch.setitem(OPERATORS, "midrange", operator)
+    operator = Operator("undeclared", family, 1, "", combine=combine if family == "reduction" else "")
+    monkeypatch.setitem(OPERATORS, "undeclared", operator)
     b = Builder()
     program = b.program(y=make(b, b.input("x", "token")))
-    with pytest.raises(InternalError, match="RL0699.*midrange"):
+    with pytest.raises(InternalError, match="RL0699.*undeclared"):
         compute(program, {"x": draw(sum(LENS), 1)})
 
 
 def test_a_loss_cannot_reduce_in_a_way_that_is_not_known(monkeypatch):
-    monkeypatch.setitem(OPERATORS, "midrange", Operator("midrange", "reduction", 1, "", combine=""))
+    monkeypatch.setitem(OPERATORS, "undeclared", Operator("undeclared", "reduction", 1, "", combine=""))
     b = Builder()
     x = b.input("x", "token")
-    program = b.program(loss=b.to("mean", x, "batch"), middle=b.put("midrange", (x,), to="batch"))
-    with pytest.raises(InternalError, match="RL0699.*midrange"):
+    program = b.program(loss=b.to("mean", x, "batch"), middle=b.put("undeclared", (x,), to="batch"))
+    with pytest.raises(InternalError, match="RL0699.*undeclared"):
         MinibatchLoss(program, loss_counts(program, GEN, range(12), {"gen": LENS}))
 
 

@@ -117,7 +117,7 @@ def sum_of_rows(x: torch.Tensor, groups: RowGroups = ()) -> torch.Tensor:
 
 
 def sums_of_groups(x: torch.Tensor, groups: RowGroups) -> Callable[[slice], torch.Tensor]:
-    """(the rows of a group) -> the sum of these rows of x [n, m], which is given away."""
+    """(the rows of a group) -> the sum of these rows of x [n, m], whose storage is reused."""
     if x.device.type != "cpu" or fixed_order.needed(x):
         return lambda rows: multiply(x.new_ones(1, rows.stop - rows.start), x[rows])[0]
     # as rows of embeddings: one row after the other, all groups in one call

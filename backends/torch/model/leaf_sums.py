@@ -25,7 +25,7 @@ Leaf = Sequence[torch.Tensor | None]  # gradients of some parameters, or joined 
 class LeafSums:
     """The tree over the leaves of one rank. As many leaves exist as a binary counter of them has ones.
 
-    Tensors are given away: the sum of two leaves is in those of the left one, so the sum of all is in those of the
+    Tensors are overwritten: the sum of two leaves is in those of the left one, so the sum of all is in those of the
     first leaf with rows. A leaf without rows adds nothing, and neither does a gradient that a leaf does not have. Zeros
     inside the tree may be -0.0, which no sum shows if those of the first leaf with rows are 0.0."""
 

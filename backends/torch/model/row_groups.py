@@ -19,7 +19,7 @@ RowGroups = Sequence[Sequence[int]]
 
 def sparse_tree_sum(first: int, count: int, part: Callable[[int], torch.Tensor | None]) -> torch.Tensor | None:
     """part(first) + ... + part(first + count - 1) as a binary tree. Some of them may be None: they add nothing. At most
-    1 + log2(count) of them exist at a time; they are given away."""
+    1 + log2(count) of them exist at a time; their storage is reused."""
     if count == 1:
         return part(first)
     left, right = (sparse_tree_sum(at, count // 2, part) for at in (first, first + count // 2))
@@ -29,7 +29,7 @@ def sparse_tree_sum(first: int, count: int, part: Callable[[int], torch.Tensor |
 def sum_over_groups(groups: RowGroups, part: Callable[[slice], torch.Tensor], dtype: torch.dtype
                     ) -> torch.Tensor | None:
     """The sum of part(rows) over all groups that have rows, called in their order; None if none has. The results are
-    given away. The sum of a leaf is rounded to `dtype`; that of several leaves is float32."""
+    reused as storage. The sum of a leaf is rounded to `dtype`; that of several leaves is float32."""
     starts = [0]
     for size in (size for leaf in groups for size in leaf):
         starts.append(starts[-1] + size)

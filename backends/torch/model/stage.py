@@ -434,7 +434,7 @@ class Stage(ActivationCheckpointing):
                     if model.invariant:
                         self.vocab_cuts = local_cuts(self.vocab_size, 1, tp.size, tp.index)
         elsewhere = (p.name for p in expand_specs((*model.params, *model.base), model.layers) if p.name not in local)
-        # what comes before other stages' layers is computed in vain, with numbers that take no memory; NaN, so that it
+        # modules of other stages still run, on placeholders that take no memory, and in vain; NaN, so that it
         # cannot pass unnoticed if a family's layers read them, too
         for name in elsewhere:
             for module, attribute in aliases.get(name, ()):

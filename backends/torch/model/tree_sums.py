@@ -25,7 +25,7 @@ from rldsl.backends.torch.model.weight_copies import NO_COPIES, WeightCopies
 
 def tree_sum(count: int, part: Callable[[int], torch.Tensor]) -> torch.Tensor:
     """part(0) + ... + part(count - 1) in float32, as a binary tree. At most 1 + log2(count) of them exist at a time;
-    they are given away."""
+    their storage is reused."""
     def node(first: int, size: int) -> torch.Tensor:
         if size == 1:
             return part(first).float()

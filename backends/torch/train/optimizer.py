@@ -346,10 +346,10 @@ def _tied_size(model: Model, options: Optimizer, layout: Layout, axes: Axes) -> 
     return sum(volume(piece.box) for piece in held)
 
 
-def _tree_over_ranks(total: torch.Tensor, dp: Axis) -> torch.Tensor:
-    """The tree sum over dp, in place. total: flat."""
-    for part in total.split(PART) if dp.size > 1 else ():
-        part.copy_(tree_all_reduce(part, dp))
+def _tree_over_ranks(total: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The tree sum over the ranks of an axis, in place. total: flat."""
+    for part in total.split(PART) if axis.size > 1 else ():
+        part.copy_(tree_all_reduce(part, axis))
     return total
 
 

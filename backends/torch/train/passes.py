@@ -17,7 +17,7 @@ class TrainPass:
     """Micro-batches that are computed together."""
 
     members: tuple[int | None, ...]  # the micro-batch of each leaf; None: this rank has no rows of the leaf
-    with_rows: tuple[int, ...]       # those of them that have rows; none in a pass that only keeps other ranks company
+    with_rows: tuple[int, ...]       # those of them that have rows; none in an empty pass, which only other ranks need
 
 
 def passes_by_sum(leaves: Sequence[int], joined: int, has_rows: Sequence[bool], run_empty: bool

@@ -27,7 +27,7 @@ class SentMessages:
 
     works: Sequence[dist.Work]
     tensors: Sequence[torch.Tensor]  # kept alive until then
-    # Passes that need what the same work brings, which NCCL has one of for a whole exchange: to wait for it is to wait
+    # Passes whose input arrives with the same `Work`: NCCL has one for a whole exchange, so a wait for the sends is one
     # for these messages, too
     with_receives: frozenset[MicroBatchPass] = frozenset()
 
@@ -42,8 +42,8 @@ class P2PCommunicator:
 
     def exchange(self, now: Exchange, output: torch.Tensor | None, recv_buffer: Callable[[int], torch.Tensor]) -> None:
         """Post all messages of an exchange together. output: what is sent. recv_buffer(i): a tensor for the hidden
-        states of micro-batch i. Waits for the previous sends first, so that the memory of few is held: of one, or where
-        sends are waited for with receives, of no more than there are messages that no pass has needed yet."""
+        states of micro-batch i. Waits for the previous sends first, so that few tensors are kept alive: those of one
+        exchange, or, where a send completes with a receive, at most one for each message that no pass has read yet."""
         self._wait_sends()
         outgoing = [output.detach().contiguous() for _ in now.sends if output is not None]
         incoming = [recv_buffer(message.for_pass.micro) for message in now.receives]

@@ -39,7 +39,8 @@ class Updates:
         not depend on how many a rank has, to the last bit."""
         self.options, self.parameters, self.held, self.complete = options, parameters, held, complete
         self.param_options = {name: param_options(options, name, held[name][0].spec) for name in parameters}
-        self.num_updates, self.fused = 0, not invariant  # updates made so far
+        self.num_updates = 0  # made so far
+        self.fused = not invariant  # whether torch may use one kernel for several tensors
         self.gathered: dict[str, State] = {}  # name -> state, of parameters that are updated as complete tensors
         self.quantized: dict[str, State] = {}  # name -> state, of parameters whose moments have 8 bits
         by_rule: dict[OptimizerKind, dict[tuple[float, float], list[nn.Parameter]]] = defaultdict(

@@ -353,7 +353,7 @@ def _message(value: Any) -> bool:
 
 
 def _wrong_message(messages: Sequence[Any]) -> tuple[str, ...]:
-    """What the first message that is none lacks, if it looks like one."""
+    """What is missing from the first invalid message, if it looks like a message."""
     found = ((i, m) for i, m in enumerate(messages, 1) if isinstance(m, dict) and not _message(m))
     for i, message in found:
         if not isinstance(message.get("role"), str):

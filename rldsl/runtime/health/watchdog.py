@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.naming import Labels
 from rldsl.plan.visible_plan import visible_plan
-from rldsl.postmortem.analysis import LOST_CONTACT, Findings, analyse, rank_traces
+from rldsl.postmortem.analysis import LOST_CONTACT, Findings, analyze, rank_traces
 from rldsl.postmortem.dumps import Heartbeat, LastHeartbeats, RankDump, RankPosition
 from rldsl.postmortem.findings_text import event_text
 from rldsl.report import render
@@ -344,7 +344,7 @@ class Watchdog:
         """None without a plan, or if the store does not even know this rank."""
         if self._plan is None or self.rank not in heartbeats:
             return None
-        return analyse(visible_plan(self._plan.plan), rank_traces(self.world, {}, heartbeats))
+        return analyze(visible_plan(self._plan.plan), rank_traces(self.world, {}, heartbeats))
 
     def _postmortem_hint(self) -> str:
         """Nothing where there is no dump to look at."""

@@ -201,7 +201,7 @@ def _median(x: Tensor, args: Sequence[Tensor]) -> Tensor:
 
 
 def _quantile(x: Tensor, args: Sequence[Tensor]) -> Tensor:
-    """args: the share. NaN if an element is, or the share is none."""
+    """args: the share. NaN if an element is NaN, or the share is not in [0, 1]."""
     ordered = x.sort().values  # NaN behind all numbers
     at = _share(args[0]) * (ordered.numel() - 1)
     below = at.nan_to_num().floor().long()

@@ -1,7 +1,7 @@
 """A rank's interpreter: it executes the events of the plan that name its rank, in their order, and nothing else.
 
 In: a plan, inside an initialized process group. Out: the run's files. Every wait is either inside an event or at the
-first read of what a transfer or a realloc brings.
+first read of what a transfer, a realloc or an onload brings.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ from rldsl.runtime.interpreter.startup import (
 from rldsl.runtime.interpreter.timeline import TimelineRecorder, synchronize, write_timeline
 from rldsl.runtime.interpreter.train_event import train
 from rldsl.runtime.metrics.reporter import Reporter
-from rldsl.runtime.metrics.summary import summarise, write_summary
+from rldsl.runtime.metrics.summary import summarize, write_summary
 from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint
 from rldsl.runtime.persist.checkpoint_writer import checkpoint
 from rldsl.runtime.persist.model_export import save
@@ -237,9 +237,8 @@ class Interpreter:
             self.recorder.add(event, self.state.step.number, begin, end, services.ring.waited - waited)
 
     def iterate(self, loop: Loop) -> Iterator[int]:
-        """The iterations of a loop, from 1; the caller runs the body of each. The outermost loop is that of the steps:
-        only loads come before it.
-        What ends an iteration happens when the caller asks for the next one."""
+        """The iterations of a loop, from 1; the caller runs the body of each. The outermost loop is the
+        step loop: only loads come before it. What ends an iteration happens when the caller asks for the next one."""
         context, step, services = self.state.context, self.step_of(loop), self.state.services
         is_step_loop = self.depth == 0
         if is_step_loop:
@@ -352,7 +351,7 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
             print(f"not exact: {counted(environments.timeouts, 'conversation')} ended after `turn_timeout` "
                   "(on_error=end), so another run may compute other numbers", file=sys.stderr, flush=True)
         steps = step.number - first
-        write_summary(context.plan, context.out, summarise(context.plan, context.out, step.number, steps, seconds))
+        write_summary(context.plan, context.out, summarize(context.plan, context.out, step.number, steps, seconds))
 
 
 def _finish(state: RankState) -> None:

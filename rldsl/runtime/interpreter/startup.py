@@ -141,7 +141,7 @@ def _is_first_of_machine() -> bool:
 
 def _with_local_copies(plan: Plan, watchdog: Watchdog | None) -> Plan:
     """Models, adapters and data of the Hub by their directories in the cache of this node; its first rank downloads
-    what lacks there."""
+    what is missing there."""
     models, data = sorted({m.path for m in plan.models}), sorted({d.path for d in plan.data if d.format == "hf"})
     adapters = sorted({m.lora.path for m in plan.models if m.lora is not None and m.lora.path})
     if not any(path.startswith(hub.PREFIX) for path in (*models, *adapters, *data)):

@@ -2,7 +2,7 @@
 
 In: rows, values and the loss program of a train call. Out: a changed model, and the metrics of the call.
 Invariant: every rank makes the same optimizer steps, and stops at the same one.
-Errors: RL0733 a gradient that is not finite, RL0735 a learning rate that is none.
+Errors: RL0733 a gradient that is not finite, RL0735 an invalid learning rate.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
     spread, layout = context.spreads[event.spread], context.world.layouts[event.layout]
     shard, axes = models.shard_to_write(event.model, event.layout), context.world.axes(layout)
     program_outputs = dict(context.programs[event.loss].outputs)
-    # of the tp * cp * pp ranks that have the same rows, the one with the loss reports metrics
+    # the tp * cp * pp ranks with the same rows compute the same loss: one of them reports it
     counts_in_metrics = axes.tp.index == axes.cp.index == 0 and axes.pp.index == axes.pp.size - 1
     call = _TrainCall(step, event)
     heads = [models.shard_to_read(*copy) for copy in event.head_copies]
@@ -263,7 +263,7 @@ def minibatch_metrics(losses: Sequence[AnyLoss], counts: bool, group: object,
                       device: torch.device) -> list[dict[str, float]]:
     """The metrics of every minibatch, from one all-reduce of sums and one of maxima over the mesh.
 
-    counts: whether this rank's partial results count; other ranks have the same rows, and only one of them may."""
+    counts: whether this rank contributes; exactly one of the ranks with the same rows must."""
     parts = [loss.partials(device).tensor_split([loss.num_summed]) for loss in losses]
     sums, maxima = (torch.cat(each) for each in zip(*parts, strict=True))
     if not counts:

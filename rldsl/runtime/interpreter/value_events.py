@@ -230,7 +230,7 @@ def _ids(context: RunContext, extent: str, frame: str, frame_rows: dict[str, Fra
 
 
 def _same_index_set(context: RunContext, extent: str, frame: str, frame_rows: dict[str, FrameRows]) -> str:
-    """A frame of `frame_rows` that has the same prompts, or the same rows, as `frame`, which is none of them."""
+    """A frame of `frame_rows` that has the same prompts, or the same rows, as `frame`, which is not among them."""
     wanted, frames = context.frames[frame], context.frames
     return next(f for f in frame_rows if (frames[f].prompt_space == wanted.prompt_space if extent == "prompt"
                                           else frames[f].row_space == wanted.row_space))

@@ -28,9 +28,9 @@ from rldsl.runtime.interpreter.row_ops import evaluate_rows
 
 
 class WholeMinibatchLoss:
-    """The loss of one minibatch: `see` each micro-batch, `evaluate` once on every rank of dp, then call it for each
-    micro-batch as a `MinibatchLoss`. Its partial results are combined over ranks like those: all of them take the
-    maximum, since the ranks that know a result know the same one."""
+    """The loss of one minibatch: `add_outputs` of each micro-batch, `evaluate` once on every rank of dp, then
+    call it for each micro-batch as a `MinibatchLoss`. Its partial results are combined over ranks like those: all of
+    them take the maximum, since the ranks that know a result know the same one."""
 
     num_summed = 0
 

@@ -19,7 +19,7 @@ from rldsl.runtime.files import replace_text, written
 SUMMARY = "summary.json"
 
 
-def summarise(plan: Plan, out: Path, steps: int, made: int, seconds: float) -> dict[str, Any]:
+def summarize(plan: Plan, out: Path, steps: int, made: int, seconds: float) -> dict[str, Any]:
     """steps: done in all; made: of these in this start, in so many seconds, with these reallocs: an earlier start may
     have had another placement. Worked out from the plan, since the rank that writes it need not have taken part."""
     meshes, layouts = {m.id: m for m in plan.meshes}, {x.id: x for x in plan.layouts}
@@ -35,7 +35,7 @@ def summarise(plan: Plan, out: Path, steps: int, made: int, seconds: float) -> d
 
 
 def _times(path: Blocks, steps: int, made: int) -> int:
-    """How often an event inside these blocks was executed in the last `made` of so many steps. The outermost block is
+    """How often an event inside these blocks was executed in the last `made` of `steps` steps. The outermost block is
     the loop of steps; an event outside of it is executed once."""
     if not path or not isinstance(path[0], Loop):
         return times(path)

@@ -67,7 +67,7 @@ class StepState:
     arrivals: Arrivals = field(default_factory=Arrivals)
     # metrics that this rank has sent
     sent_logs: SentLogs = field(default_factory=SentLogs)
-    # generate or compute event -> how often it has drawn random numbers in this step, less one
+    # generate or compute event -> index of its last random draw in this step, from 0
     draws: dict[int, int] = field(default_factory=dict)
     # prompt and response tokens of the sequences with responses whose lengths this rank knows
     tokens: int = 0
