@@ -3,14 +3,18 @@ lack."""
 
 from __future__ import annotations
 
+import subprocess
 import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
 
 TOOL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 PLACES = TOOL["package-dir"]
+FOLDERS = {".ci", "backends", "benchmarks", "docs", "examples", "grammar", "rldsl", "stdlib", "tests"}  # of the root
 
 
 def folder(package: str) -> Path:
@@ -38,3 +42,11 @@ def test_every_file_that_packages_read_is_in_a_wheel() -> None:
     assert all(data.values()), f"no such file: {[str(p) for p, found in data.items() if not found]}"
     lacking = {f for f in files() if f.suffix != ".py"}.difference(*data.values())
     assert not lacking, f"package-data in pyproject.toml lacks {sorted(map(str, lacking))}"
+
+
+def test_nothing_else_lies_at_the_root() -> None:
+    """A test or a script that writes into its current directory must not be committed with what it wrote."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert {file.partition("/")[0] for file in listed.splitlines() if "/" in file} == FOLDERS
