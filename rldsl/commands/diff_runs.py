@@ -115,8 +115,7 @@ def diff_runs(one: str, two: str, tolerance: float = 0.0) -> RunDifference:
                                zip(folders, lines, strict=True)), help="give two runs of the same program")
     places: list[ComparedNumber] = [((step, None, name), a, b) for step in steps
                                     for name, a, b in _pairs(lines[0][step], lines[1][step])]
-    places += [((key[1], key[2], f"{key[0]}.{name}"), a, b) for key in rows
-               for name, a, b in _pairs(_values(samples[0][key]), _values(samples[1][key]))]
+    places += _of_samples(samples[0], samples[1], rows)
     logged = tables[0].keys() & tables[1].keys()
     places += [((key[1], key[2], f"{key[0]}.{name}"), a, b) for key in logged
                for name, a, b in _pairs(_values(tables[0][key]), _values(tables[1][key]))]
@@ -130,6 +129,18 @@ def diff_runs(one: str, two: str, tolerance: float = 0.0) -> RunDifference:
     return RunDifference(_plan(folders[0]) == _plan(folders[1]), len(steps), len(rows), tuple(_numbers(beyond)),
                          tuple(_texts(samples[0] | tables[0], samples[1] | tables[1], rows | logged)),
                          len(different) - len(beyond))
+
+
+def _of_samples(one: Mapping[Key, Mapping[str, Any]], two: Mapping[Key, Mapping[str, Any]], rows: set[Key]
+                ) -> Iterator[ComparedNumber]:
+    """The numbers of the sequences that both runs have recorded. A value of the flow is recorded with those of its rows
+    that are on the recording rank, which depends on the placement: where one run alone has it, nothing is compared."""
+    recorded = [{(key[0], name) for key, line in of.items() for name in line} for of in (one, two)]
+    for key in rows:
+        for name, a, b in _pairs(_values(one[key]), _values(two[key])):
+            elsewhere = all((key[0], name) in names for names in recorded)
+            if not (elsewhere and (a is None or b is None)):
+                yield (key[1], key[2], f"{key[0]}.{name}"), a, b
 
 
 def _by_step(lines: Lines) -> dict[int, dict[str, float]]:

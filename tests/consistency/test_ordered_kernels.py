@@ -80,6 +80,18 @@ def test_attention(size: int, window: int | None, threads: int) -> None:
 
 
 @pytest.mark.usefixtures("matches")
+@pytest.mark.parametrize("new, held", [(1e30, -1e30), (1e30, 1e30), (torch.nan, 1.0), (1.0, torch.nan), (torch.inf, 1.0),
+                                       (1.0, -torch.inf)])
+def test_scores_that_overflow(new: float, held: float) -> None:
+    q, k, v, keys, values = inputs(16)
+    q, keys = torch.full_like(q, new), torch.full_like(keys, held)
+    given, positions = (q, torch.full_like(k, held), v, keys, values), torch.tensor(POSITIONS)
+    want = expected(given, positions, WIDTH, None)
+    found = ordered_kernels.decode_attention(*given, positions, WIDTH, 0.3, None)
+    assert torch.equal(found.isnan(), want.isnan()) and torch.equal(found.nan_to_num(), want.nan_to_num())
+
+
+@pytest.mark.usefixtures("matches")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 1), (7, 1), (4, 4), (10, 2)])
 def test_any_number_of_heads(heads: int, kv_heads: int) -> None:
     given, positions = inputs(64, heads, kv_heads), torch.tensor(POSITIONS)

@@ -87,6 +87,17 @@ def test_what_one_run_lacks_is_a_difference(one: str, tmp_path: Path) -> None:
     assert "largest difference 3, at 3 places, 2 of them in one of the runs only" in rlc(one, str(tmp_path / "three"))[1]
 
 
+def test_values_that_the_recording_rank_did_not_have(one: str, tmp_path: Path) -> None:
+    """A value of the flow is recorded where a rank has both: another placement records it of other rows."""
+    some = [row if row["row"] < 2 else {k: x for k, x in row.items() if k != "reward"} for row in ROWS]
+    assert diff_runs(one, make(tmp_path / "two", rows=some)).same
+    (reward,) = diff_runs(one, make(tmp_path / "three", rows=changed(some, 1, reward=2.0))).numbers
+    assert (reward.step, reward.row, reward.one, reward.two, reward.places) == (1, 1, 1.0, 2.0, 1)
+    never = [{k: x for k, x in row.items() if k != "reward"} for row in ROWS]
+    (reward,) = diff_runs(one, make(tmp_path / "four", rows=never)).numbers
+    assert (reward.two, reward.missing) == (None, len(ROWS))
+
+
 def test_a_tolerance(one: str, tmp_path: Path) -> None:
     two = make(tmp_path / "two", changed(changed(LINES, 1, reward=1.0 + 1e-7), 3, reward=2.1))
     (number,) = diff_runs(one, two, 1e-6).numbers

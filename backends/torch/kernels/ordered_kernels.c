@@ -4,6 +4,7 @@
    Every sum has the order in which a product of matrices adds: one term after the other, each a fused multiply-add,
    from 0 on. Elsewhere a product and a sum are two roundings, so the flags of the compilation forbid contraction. */
 
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -126,6 +127,7 @@ static void token_scores(const float *queries, int64_t count, int64_t size, cons
   for (int64_t g = 0; g < count; g++) {
     float *own = scores + g * stride, largest = first < end ? own[first] : 0;
     for (int64_t t = first; t < end; t++) largest = own[t] > largest ? own[t] : largest;
+    if (largest < -FLT_MAX) largest = -FLT_MAX; /* as torch's operators: no weights, and not NaN */
     for (int64_t t = 0; t < first && t < stride; t++) own[t] = 0;
     for (int64_t t = first; t < end; t++) own[t] -= largest;
     for (int64_t t = end; t < stride; t++) own[t] = 0;
