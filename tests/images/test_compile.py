@@ -65,7 +65,7 @@ WRONG = [  # what differs from the program, the code, and what is said
      "it reads images in a form that is not known here"),
     (dict(placed=" on mesh(0:2) cp=2"), "RL0318", "do not support context parallelism", "an image belongs to one rank"),
     (dict(model=", invariant=true"), "RL0330", "cannot be invariant", "its vision tower computes all images"),
-    (dict(data=', over_long="truncate"'), "RL0205", "rows with images cannot be truncated", "beginning of an image"),
+    (dict(data=', over_long="truncate"'), "RL0205", "rows with images cannot be truncated", "part of an image"),
     (dict(place=" on mesh(0:2) backend=megatron"), "RL0327", "cannot run on the backend `megatron`", "qwen2_5_vl"),
     (dict(actor="deep", other="deep", place=" on mesh(0:4) pp=4"), "RL0308", "too many pipeline stages", "the first 1 layers"),
 ]
