@@ -175,9 +175,9 @@ def test_a_captured_step_runs_them_again() -> None:
 @pytest.fixture
 def anew() -> Iterator[None]:
     """Nothing has been compiled."""
-    cpu_kernels._library.cache_clear()
+    cpu_kernels.library.cache_clear()
     yield
-    cpu_kernels._library.cache_clear()
+    cpu_kernels.library.cache_clear()
 
 
 @pytest.mark.usefixtures("anew")
@@ -201,14 +201,14 @@ def test_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (made,) = (tmp_path / "kernels").iterdir()
     assert made.suffix == ".so"
     before = made.stat().st_mtime_ns
-    cpu_kernels._library.cache_clear()
+    cpu_kernels.library.cache_clear()
     assert cpu_kernels.available() and made.stat().st_mtime_ns == before
     damaged = tmp_path / "other/kernels" / made.name
     damaged.parent.mkdir(parents=True)
     damaged.write_bytes(b"damaged")
     damaged.chmod(0o600)
     monkeypatch.setenv("RLDSL_CACHE", str(tmp_path / "other"))
-    cpu_kernels._library.cache_clear()
+    cpu_kernels.library.cache_clear()
     assert not cpu_kernels.available()  # and torch's operators run
 
 

@@ -94,7 +94,7 @@ def _rank(rank: int, data: bytes, out: str, cwd: str, kernels: bool) -> Measured
 
     os.chdir(cwd)
     if not kernels:  # the server that this process is forked from has its own environment, and may have loaded them
-        cpu_kernels._library = ordered_kernels._library = lambda: None
+        cpu_kernels.library = ordered_kernels._library = lambda: None
     storages = Storages()
     seen: dict[int, tuple[int, int, int]] = {}
     peak = 0

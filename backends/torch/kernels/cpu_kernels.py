@@ -48,19 +48,14 @@ ARGUMENTS = {
 
 
 @cache
-def _library() -> Any:
+def library() -> Any:
     """The compiled functions; None if they cannot be had."""
     return c_compiler.load(SOURCE, FLAGS, ARGUMENTS)
 
 
-def library() -> Any:
-    """The compiled functions, for the other modules with kernels of this one's library."""
-    return _library()
-
-
 def available() -> bool:
     """Whether there are any. The first call may compile them."""
-    return _library() is not None
+    return library() is not None
 
 
 def takes(*tensors: torch.Tensor) -> bool:
@@ -77,7 +72,7 @@ def normalized(x: torch.Tensor, weight: torch.Tensor, eps: float
     """(n * weight, n, scale) with scale = 1 / sqrt(mean(x^2) + eps) [..., 1] and n = x * scale. x: [..., H]."""
     out, kept, scale = torch.empty_like(x), torch.empty_like(x), x.new_empty(*x.shape[:-1], 1)
     size = x.shape[-1]
-    _library().rms_norm(x.data_ptr(), weight.data_ptr(), scale.numel(), size, eps, out.data_ptr(), kept.data_ptr(),
+    library().rms_norm(x.data_ptr(), weight.data_ptr(), scale.numel(), size, eps, out.data_ptr(), kept.data_ptr(),
                         scale.data_ptr())
     return out, kept, scale
 
@@ -86,7 +81,7 @@ def rms_norm_backward(grad: torch.Tensor, kept: torch.Tensor, scale: torch.Tenso
                       of_weight: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of x and of the weight, as far as they are wanted. kept, scale: of `normalized`."""
     grad_x, grad_weight = torch.empty_like(grad) if of_x else None, torch.empty_like(weight) if of_weight else None
-    _library().rms_norm_backward(grad.data_ptr(), kept.data_ptr(), scale.data_ptr(), weight.data_ptr(), scale.numel(),
+    library().rms_norm_backward(grad.data_ptr(), kept.data_ptr(), scale.data_ptr(), weight.data_ptr(), scale.numel(),
                                  len(weight), _pointer(grad_x), _pointer(grad_weight))
     return grad_x, grad_weight
 
@@ -97,7 +92,7 @@ def _pointer(x: torch.Tensor | None) -> int | None:
 
 def _rms_norm_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     size = x.shape[-1]
-    _library().rms_norm(x.data_ptr(), weight.data_ptr(), x.numel() // size, size, eps, out.data_ptr(), None, None)
+    library().rms_norm(x.data_ptr(), weight.data_ptr(), x.numel() // size, size, eps, out.data_ptr(), None, None)
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -118,7 +113,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def _rotate_into(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool = False
                  ) -> None:
     _, heads, tokens, size = x.shape
-    _library().rotary(x.data_ptr(), x.stride(1), x.stride(2), cos.data_ptr(), sin.data_ptr(), heads, tokens, size // 2,
+    library().rotary(x.data_ptr(), x.stride(1), x.stride(2), cos.data_ptr(), sin.data_ptr(), heads, tokens, size // 2,
                       backward, out.data_ptr())
 
 
@@ -141,7 +136,7 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def _gate_into(out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> None:
-    _library().gated_product(gate.data_ptr(), up.data_ptr(), gate.numel(), out.data_ptr())
+    library().gated_product(gate.data_ptr(), up.data_ptr(), gate.numel(), out.data_ptr())
 
 
 def gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -154,7 +149,7 @@ def gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def gate_backward(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of both."""
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-    _library().gated_product_backward(gate.data_ptr(), up.data_ptr(), grad.data_ptr(), gate.numel(),
+    library().gated_product_backward(gate.data_ptr(), up.data_ptr(), grad.data_ptr(), gate.numel(),
                                       grad_gate.data_ptr(), grad_up.data_ptr())
     return grad_gate, grad_up
 
@@ -171,20 +166,20 @@ def gated_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def exp_sums(x: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
     """[N]: the sum of exp(x - peak) over the columns of x [N, V]. peak: [N]."""
     sums = torch.empty_like(peak)
-    _library().exp_sums(x.data_ptr(), peak.data_ptr(), *x.shape, sums.data_ptr())
+    library().exp_sums(x.data_ptr(), peak.data_ptr(), *x.shape, sums.data_ptr())
     return sums
 
 
 def scaled_probabilities(x: torch.Tensor, normalizer: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """exp(x - normalizer) * factor, in place. x: [N, V]; normalizer, factor: [N]."""
-    _library().scaled_probabilities(x.data_ptr(), normalizer.data_ptr(), factor.data_ptr(), *x.shape)
+    library().scaled_probabilities(x.data_ptr(), normalizer.data_ptr(), factor.data_ptr(), *x.shape)
     return x
 
 
 def _sample_into(out: tuple[torch.Tensor, torch.Tensor], hidden: torch.Tensor, head: torch.Tensor,
                  draws: torch.Tensor, temperature: float) -> None:
     logits = product(hidden, head).contiguous()
-    _library().sample(logits.data_ptr(), draws.data_ptr(), *logits.shape, temperature, *(x.data_ptr() for x in out))
+    library().sample(logits.data_ptr(), draws.data_ptr(), *logits.shape, temperature, *(x.data_ptr() for x in out))
 
 
 def _sample(hidden: torch.Tensor, head: torch.Tensor, draws: torch.Tensor, temperature: float
@@ -226,7 +221,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tenso
             positions: torch.Tensor, scale: float, window: int, out: torch.Tensor) -> None:
     heads, sequences, size = q.shape
     (q_head, q_seq, _), (k_head, k_seq, _), (v_head, v_seq, _) = q.stride(), k.stride(), v.stride()
-    if _library().decode_attention(
+    if library().decode_attention(
             q.data_ptr(), q_head, q_seq, k.data_ptr(), k_head, k_seq, v.data_ptr(), v_head, v_seq, keys.data_ptr(),
             values.data_ptr(), keys.stride(0), positions.data_ptr(), sequences, heads, len(k), keys.shape[1], size,
             scale, window, out.data_ptr()):
