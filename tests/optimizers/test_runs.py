@@ -63,11 +63,16 @@ def test_resumed_in_the_middle(tiny: Path, whole: Path, tmp_path: Path, before: 
     if before == ONE:
         assert lines(tmp_path) == lines(whole) and all(torch.equal(mine[k], theirs[k]) for k in theirs)
     else:
-        for key in theirs:
-            if key.split("|")[1].endswith("_codes"):  # of a moment in the middle of two values, either code
-                assert (mine[key].int() - theirs[key].int()).abs().float().mean() < 0.1, key
-                continue
-            torch.testing.assert_close(mine[key], theirs[key], atol=2e-4, rtol=2e-2, msg=lambda m, k=key: f"{k}: {m}")
+        middle = held(whole / "checkpoints/step-000002")
+        for key, expected in theirs.items():
+            end = expected.float()
+            gap = float((mine[key].float() - end).norm())
+            # Muon makes every direction of a momentum as long as the others, those that are mostly rounding too: its
+            # momentum is compared closely, its updates roughly
+            limit = 2e-3 * float(end.norm())
+            if "|param|" in key:
+                limit = (0.5 if key.startswith("first|") else 0.1) * float((end - middle[key].float()).norm())
+            assert gap <= limit, f"{key}: {gap} apart, at most {limit} expected"
 
 
 RATES = """use std.sft (sft)

@@ -109,7 +109,7 @@ def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: to
 @cache
 def vector_width() -> int:
     """Numbers of a vector in which torch adds rows of KEYS numbers, one of VECTOR_WIDTHS; 0: it adds them otherwise."""
-    x = torch.randn(64, KEYS, generator=torch.Generator().manual_seed(0)).exp_()
+    x = torch.randn(64, KEYS, generator=torch.Generator().manual_seed(0), device="cpu").exp_()
     expected, found = x.sum(-1), x.new_empty(len(x))
     for count in VECTOR_WIDTHS if available() else ():
         _library().block_sums(x.data_ptr(), len(x), count, found.data_ptr())

@@ -11,7 +11,7 @@ Invariant: what is tried follows from the model and not from the placement, so t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 
 import torch
@@ -167,17 +167,17 @@ def _decodes_alike(size: int, threads: int) -> bool:
     """threads: those that compute it, since torch divides its operators among them."""
     if size not in ordered_kernels.HEAD_SIZES or not ordered_kernels.vector_width():
         return False
-    draw = torch.Generator().manual_seed(size)
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(size), device="cpu")
     sequences, heads, kv_heads, width, kv_len = 9, 6, 2, 210, 200
-    q, k, v = (torch.randn(n, sequences, size, generator=draw) for n in (heads, kv_heads, kv_heads))
-    held = [torch.randn(sequences, kv_heads, width, size, generator=draw).transpose(1, 2) for _ in range(2)]
-    positions = torch.tensor([0, 1, 15, 62, 63, 64, 130, 191, 199])
-    at = torch.arange(sequences), positions
+    q, k, v = (draw(n, sequences, size) for n in (heads, kv_heads, kv_heads))
+    held = [draw(sequences, kv_heads, width, size).transpose(1, 2) for _ in range(2)]
+    positions = torch.tensor([0, 1, 15, 62, 63, 64, 130, 191, 199], device="cpu")
+    at = torch.arange(sequences, device="cpu"), positions
     keys, values = (x.index_put(at, new.transpose(0, 1))[:, :kv_len].transpose(1, 2)
                     for x, new in zip(held, (k, v), strict=True))
     queries = q.transpose(0, 1).unflatten(1, (kv_heads, -1))
     for window in (None, 70):
-        behind = positions[:, None] - torch.arange(kv_len)  # how far a token is behind the new one
+        behind = positions[:, None] - torch.arange(kv_len, device="cpu")  # how far a token is behind the new one
         seen = (behind >= 0) & (behind < (window or kv_len))
         expected = invariant.attend(queries, keys, values, seen[:, None, None], scale=0.3).flatten(1, 2)
         found = ordered_kernels.decode_attention(q, k, v, held[0].clone(), held[1].clone(), positions, kv_len, 0.3,
