@@ -16,7 +16,7 @@ from rldsl.diag import Diagnostic, Failure, fail, internal_error
 from rldsl.files import read_bytes
 from rldsl.graph.model import Clause, Graph, Rule
 from rldsl.plan.expr import Scalar
-from rldsl.source import SourceFile
+from rldsl.source import COMMAND_LINE, SourceFile
 from rldsl.syntax import ast
 
 if TYPE_CHECKING:
@@ -84,7 +84,6 @@ def build_graph(source: SourceFile, sets: Mapping[str, Scalar] | None = None, pl
 def read_selectors(selectors: Sequence[str]) -> tuple[Rule, ...]:
     """Selectors of the command line, as typed there ("actor.*", `@"mean(r)"`), each as the rule `place SELECTOR auto`.
     Errors: those of the syntax, RL0313 an empty one."""
-    from rldsl.placement.rules import COMMAND_LINE
     from rldsl.syntax.parse import parse
 
     form = "a selector is `model.call`, where either may be `*`, or `@name`"
@@ -102,8 +101,6 @@ def read_selectors(selectors: Sequence[str]) -> tuple[Rule, ...]:
 
 def _rules(place: SourceFile | None, overrides: Sequence[str]) -> tuple[SourceFile, ...]:
     """The texts of the placement file and of the rules of the command line."""
-    from rldsl.placement.rules import COMMAND_LINE
-
     line = SourceFile(COMMAND_LINE, "".join(f"place {rule}\n" for rule in overrides))
     return tuple(f for f in (place, line if overrides else None) if f is not None)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+COMMAND_LINE = "<command line>"  # the name of the file of what was typed there: `--on` rules, `--set`
+
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:

@@ -24,6 +24,15 @@ def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.de
     return _shard_class()(model, layout, mesh, axes, device, load, trainable, weight_cache, images)
 
 
+def arithmetic(device: torch.device) -> str:
+    """What a rank computes with besides torch: kernels in C, where they can be compiled."""
+    from rldsl.backends.torch.kernels import cpu_kernels
+
+    if device.type != "cpu":
+        return ""
+    return "kernels in C" if cpu_kernels.available() else "no kernels in C"
+
+
 @cache
 def _shard_class() -> type[TorchShard]:
     with garbage_collection.importing():

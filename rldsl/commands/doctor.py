@@ -24,6 +24,7 @@ from rldsl.plan import backends
 from rldsl.progress import stage
 
 CORE = ("rldsl", "lark", "click", "networkx", "PyYAML", "Jinja2", "pygls")
+COMPILER = "cc"  # as the torch backend calls it
 SECONDS = 60.0  # for torch to be imported and to look for devices
 # what a process that has torch prints of it, as JSON
 PROBE = """
@@ -59,6 +60,7 @@ class Installation:
     shared_memory: int             # free bytes of /dev/shm; 0 where there is none
     cache: str                     # directory of cached descriptions; "" if there is none
     packages: tuple[Package, ...]  # those of rldsl itself first, then those of extras
+    compiler: str                  # path of the C compiler that makes kernels for CPUs; "" if there is none
     torch: Mapping[str, Any]       # what PROBE printed; {"error": ...} if it failed; {} without torch
     backends: Mapping[str, str]    # backend -> "" if it can be used, else what it needs
 
@@ -91,6 +93,8 @@ class Installation:
         if self.torch and "error" not in self.torch:
             devices = self.torch["devices"] or [f"none: runs use the CPU ({self.torch['instructions']})"]
             rows += [("", ""), ("GPUs", "; ".join(devices)), ("collectives", ", ".join(self.torch["collectives"]))]
+            rows += [("CPU kernels", f"compiled with {self.compiler}" if self.compiler and self.cache else
+                      f"none, torch's operators run: needs {'a cache' if self.compiler else f'`{COMPILER}`'}")]
         rows += [("", ""), *((f"backend {name}", need and f"needs {need}" or "usable")
                              for name, need in self.backends.items())]
         width = max(len(name) for name, _ in rows)
@@ -114,7 +118,7 @@ def examine() -> Installation:
     without_torch = "" if _version("torch") else "pip install 'rldsl[run]'"
     return Installation(
         platform.python_version(), f"{platform.system()} {platform.machine()}", len(os.sched_getaffinity(0)), shared,
-        str(cache_folder() or ""), tuple(packages), _torch(),
+        str(cache_folder() or ""), tuple(packages), shutil.which(COMPILER) or "", _torch(),
         {name: backends.lacking(d) or without_torch for name, d in described.items() if d is not None})
 
 

@@ -15,7 +15,7 @@ from rldsl.diag import Failure, fail
 from rldsl.plan.disk_paths import shown
 from rldsl.plan.metrics_file import METRICS, Lines, last, read
 from rldsl.runtime.metrics.names import computed, display_order
-from rldsl.runtime.metrics.run_record import runs
+from rldsl.runtime.metrics.run_record import RECORD, runs
 
 
 def listing(folder: str) -> str:
@@ -62,7 +62,9 @@ def metrics(out: Path) -> Lines:
     try:
         found = read(file)
     except FileNotFoundError:
-        raise fail("RL0783", "no run in this directory", place=str(file), help=_inside(out)) from None
+        if not (out / RECORD).is_file():
+            raise fail("RL0783", "no run in this directory", place=str(file), help=_inside(out)) from None
+        found = []
     if not found:
         raise fail("RL0784", "this run has no metrics yet", place=str(file),
                    help="they are written at the end of each step")

@@ -23,7 +23,7 @@ from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term
 from rldsl.semantics.values import DataRef, MeshValue, describe
-from rldsl.source import SourceFile, Span
+from rldsl.source import COMMAND_LINE, SourceFile, Span
 from rldsl.syntax import ast
 
 FORMATS = ("jsonl", "parquet", "hf")
@@ -69,7 +69,7 @@ def row_state(decl: ast.State, data: Mapping[str, g.Data], states: Mapping[str, 
 def unknown_sets(sets: Mapping[str, Scalar], declared: set[str], errors: Errors) -> None:
     for name in sets:
         if name not in declared:
-            typed = SourceFile("<command line>", f"--set {name}={sets[name]}")
+            typed = SourceFile(COMMAND_LINE, f"--set {name}={sets[name]}")
             errors.add("RL0106", f"the program has no `param {name}`", Span(typed, 6, 6 + len(name)),
                        help=suggest(name, declared))
 

@@ -17,7 +17,7 @@ from rldsl.semantics.options import shown
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, const
 from rldsl.semantics.units import UNITS, Unit, differ
-from rldsl.source import SourceFile, Span
+from rldsl.source import COMMAND_LINE, SourceFile, Span
 from rldsl.syntax import ast
 
 TYPES: dict[str, type] = {"number": float, "int": int, "text": str, "bool": bool}
@@ -135,4 +135,4 @@ def convert(given: Scalar, kind: type) -> tuple[Scalar | None, str]:
 def _typed(name: str, given: Scalar) -> Span:
     """The value where it stands on the command line."""
     text = f"--set {name}={given}"
-    return Span(SourceFile("<command line>", text), text.index("=") + 1, len(text))
+    return Span(SourceFile(COMMAND_LINE, text), text.index("=") + 1, len(text))

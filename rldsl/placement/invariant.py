@@ -1,10 +1,11 @@
 """Where a model can keep to `invariant=true`, the same numbers for a token whatever is computed with it, and wherever,
 and to `invariant=training`, the same parameters after an update.
 
-In: calls with their places, and the families of their models where these are known. Out: nothing, or RL0330. dp, pp,
-cp, ep, zero and recomputation leave each sum of a forward pass as it is; tp divides sums, which are cut into blocks
-(`sharding/sum_blocks.py`), so its degree must divide their number. Gradients are sums over tokens besides: over passes
-of fixed rows, in leaves that dp must divide, and groups of tokens that cp must divide (`sharding/gradient_leaves.py`).
+In: calls with their places, and the families of their models where these are known. Out: nothing, or RL0330, one for
+each model. dp, pp, cp, ep, zero and recomputation leave each sum of a forward pass as it is; tp divides sums, which are
+cut into blocks (`sharding/sum_blocks.py`), so its degree must divide their number. Gradients are sums over tokens
+besides: over passes of fixed rows, in leaves that dp must divide, and groups of tokens that cp must divide
+(`sharding/gradient_leaves.py`).
 """
 
 from __future__ import annotations
@@ -28,32 +29,42 @@ CONDITIONS = ("lt", "le", "gt", "ge", "and", "or", "not")  # operators whose res
 def check_invariance(graph: g.Graph, calls: Iterable[Call], placements: Mapping[str, Placement],
                      families: Mapping[str, Family]) -> None:
     """families: empty where no model directory has been read."""
-    calls = tuple(calls)
-    invariant_models = {m.name: m for m in graph.models if m.invariant}
-    for node in calls:
-        x, span = placements[node.id].layout, placements[node.id].span
-        if node.model not in invariant_models:
-            continue
-        option = f"invariant={'training' if invariant_models[node.model].invariant_training else 'true'}"
-        known, family = described(x.backend), families.get(node.model)
-        if known is None or not known.invariant:
-            where = _writes(node, "backend", calls, placements)
-            inherits = () if where is node else (Label(node.span, f"`{label(node)}` runs where `{label(where)}` does"),)
-            raise Failure([Diagnostic(
-                "RL0330", f"`{label(node)}` cannot be invariant", option_span(placements[where.id].span, "backend"),
-                f"the backend `{x.backend}` uses different kernels", inherits,
-                help=f"use `backend=torch`, or remove `{option}` from `{node.model}`")])
-        if family is not None and family.invariant_problem:
-            raise fail("RL0330", f"`{label(node)}` cannot be invariant", span, family.invariant_problem,
-                       help=f"remove `{option}` from `{node.model}`")
-        name, blocks = undividable(family.params, x.tp) or ("", 0) if family else ("", BLOCKS if BLOCKS % x.tp else 0)
-        if blocks:
-            label_text = f"tp={x.tp} does not divide the {blocks} blocks in which {name or 'a model'} is summed"
-            raise fail("RL0330", f"`{label(node)}` cannot be invariant", option_span(span, "tp"), label_text,
-                       help=f"use {_degrees('tp', blocks)}, with more dp or pp, or remove `{option}` from "
-                            f"`{node.model}`")
-        if isinstance(node, g.Train) and node.invariant:
-            _check_gradients(node, placements[node.id], pass_tokens(f for f in graph.frames if f.id in node.frames))
+    calls, found = tuple(calls), list[Diagnostic]()
+    for name in [m.name for m in graph.models if m.invariant]:  # of each the first problem
+        try:
+            for node in calls:
+                if node.model == name:
+                    _check_call(graph, node, calls, placements, families.get(name))
+        except Failure as failure:
+            found += failure.diagnostics
+    if found:
+        raise Failure(found)
+
+
+def _check_call(graph: g.Graph, node: Call, calls: Iterable[Call], placements: Mapping[str, Placement],
+                family: Family | None) -> None:
+    """A call of an invariant model."""
+    model = next(m for m in graph.models if m.name == node.model)
+    x, span = placements[node.id].layout, placements[node.id].span
+    option = f"invariant={'training' if model.invariant_training else 'true'}"
+    known = described(x.backend)
+    if known is None or not known.invariant:
+        where = _writes(node, "backend", calls, placements)
+        inherits = () if where is node else (Label(node.span, f"`{label(node)}` runs where `{label(where)}` does"),)
+        raise Failure([Diagnostic(
+            "RL0330", f"`{label(node)}` cannot be invariant", option_span(placements[where.id].span, "backend"),
+            f"the backend `{x.backend}` uses different kernels", inherits,
+            help=f"use `backend=torch`, or remove `{option}` from `{node.model}`")])
+    if family is not None and family.invariant_problem:
+        raise fail("RL0330", f"`{node.model}` cannot be invariant", model.span, family.invariant_problem,
+                   help=f"remove `{option}` from `{node.model}`")
+    name, blocks = undividable(family.params, x.tp) or ("", 0) if family else ("", BLOCKS if BLOCKS % x.tp else 0)
+    if blocks:
+        label_text = f"tp={x.tp} does not divide the {blocks} blocks in which {name or 'a model'} is summed"
+        raise fail("RL0330", f"`{label(node)}` cannot be invariant", option_span(span, "tp"), label_text,
+                   help=f"use {_degrees('tp', blocks)}, with more dp or pp, or remove `{option}` from `{node.model}`")
+    if isinstance(node, g.Train) and node.invariant:
+        _check_gradients(node, placements[node.id], pass_tokens(f for f in graph.frames if f.id in node.frames))
 
 
 def _writes(node: Call, option: str, calls: Iterable[Call], placements: Mapping[str, Placement]) -> Call:

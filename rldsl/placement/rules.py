@@ -19,9 +19,7 @@ from rldsl.graph.model import Clause, Compute, Generate, Graph, Infer, MeshRef, 
 from rldsl.plan.expr import Scalar
 from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.naming import label_text
-from rldsl.source import Span
-
-COMMAND_LINE = "<command line>"  # the name of the SourceFile that holds `--on` rules
+from rldsl.source import COMMAND_LINE, Span
 
 Option = tuple[str, Scalar, Span]
 

@@ -212,7 +212,9 @@ def check(name: str, option: Opt, value: Scalar | tuple[Scalar, ...], span: Span
     if isinstance(typed, Bad):
         also = "".join(f", or {choice}" for choice in option.choices)
         return exprs.errors.add("RL0205", f"`{name}` must be {SHOWN[option.kind]}{also}", span,
-                                f"this is {shown(value)}")
+                                f"this is {shown(value)}",
+                                help=f"write `{name}=true`{also and f' or `{name}={option.choices[-1]}`'}"
+                                if option.kind == "bool" else "")
     if option.choices and option.kind != "bool" and typed not in option.choices:
         return exprs.errors.add("RL0205", f"`{name}` cannot be {shown(value)}", span,
                                 help=f"one of: {', '.join(option.choices)}")

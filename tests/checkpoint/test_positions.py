@@ -271,6 +271,8 @@ def test_changes() -> None:
         "param a: 1 -> 1.5", "param c: none -> [1]", "param b: 2 -> none"]
     assert list(program_changes(then, {**then, "functions": {"r.py": "4" * 64}, "sources": {"p.rlf": "5" * 64}})) == [
         "p.rlf: 11111111 -> 55555555", "q.rlf: 22222222 -> missing", "r.py: 33333333 -> 44444444"]
+    assert list(program_changes(then, {**then, "sources": then["sources"] | {"<command line>": "4" * 64}})) == [
+        "`--on` rules: missing -> 44444444"]
     old = {k: v for k, v in then.items() if k != "functions"}
     assert list(program_changes(old, then)) == []
 

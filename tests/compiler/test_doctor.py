@@ -71,3 +71,16 @@ def test_a_missing_package_is_named_with_its_extra(python: Path, monkeypatch: py
     done = CliRunner().invoke(main, ["doctor"])
     assert done.exit_code == 1  # lark is needed by every command
     assert "problem: lark is not installed" in done.output and "pip install 'rldsl[wandb]'" in done.output
+
+
+@pytest.mark.parametrize(("cache", "compiler", "says"), [
+    ("off", "/usr/bin/cc", "none, torch's operators run: needs a cache"),
+    ("there", "/usr/bin/cc", "compiled with /usr/bin/cc"),
+    ("there", None, "none, torch's operators run: needs `cc`"),
+])
+def test_kernels(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str, compiler: str | None,
+                 says: str) -> None:
+    monkeypatch.setenv("RLDSL_CACHE", cache if cache == "off" else str(tmp_path / cache))
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: compiler)
+    answer(python, f"echo '{json.dumps(HEALTHY)}'")
+    assert says in CliRunner().invoke(main, ["doctor"]).output

@@ -27,6 +27,7 @@ from rldsl.sharding.sum_blocks import local_cuts, num_blocks
 from tests.backend_torch.shards import layout_of, make_shard, pack, plan_model, ragged
 from tests.backend_torch.shards import shard_of as placed_shard
 from tests.consistency.test_match import FAMILIES
+from tests.families.tiny_configs import make
 from tests.lora.adapted import adapted, make_adapter
 from tests.tiny import make_model
 from tests.world import run_world
@@ -240,6 +241,27 @@ def test_where_it_cannot_hold_it_is_refused(options: str, on: str, word: str, tm
     make_model(tmp_path / "m")
     (found,) = [d for d in api.check(PROGRAM.format(options=options, on=on), "p.rlf") if d.severity == "error"]
     assert found.code == "RL0330" and word in found.label and f"remove `{options[2:]}` from `actor`" in found.help
+
+
+def test_each_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first problem of each, and of a family at its declaration."""
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "m", "gpt_oss")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1"}\n' * 8)
+    (tmp_path / "p.rlf").write_text("""data prompts = jsonl("prompts.jsonl", batch=4)
+model actor = causal_lm("m", invariant=true)
+model ref = causal_lm("m", invariant=true)
+flow run(steps=2) {
+  prompt = prompts.next()
+  gen = actor.generate(prompt, max_new_tokens=4) on mesh(0:2) dp=2
+  old = ref.logprobs(gen) on mesh(0:2) dp=2
+}
+""")
+    with pytest.raises(Failure) as caught:
+        api.compile("p.rlf")
+    found = caught.value.diagnostics
+    assert [(d.code, d.span and d.span.line) for d in found] == [("RL0330", 2), ("RL0330", 3)]
+    assert all("sinks" in d.label for d in found)
 
 
 def test_it_travels_in_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,12 @@ def test_a_directory_without_a_run(one: str, tmp_path: Path) -> None:
     assert rlc(one, str(tmp_path / "none"))[0] == 2 and "RL0783" in rlc(one, str(tmp_path))[1]
 
 
+def test_a_run_whose_first_step_has_not_ended(one: str, tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "run.json").write_text("{}")
+    assert "RL0784" in rlc(one, str(tmp_path / "new"))[1] and "no metrics yet" in rlc(one, str(tmp_path / "new"))[1]
+
+
 def test_rewards_of_turns(tmp_path: Path) -> None:
     """Of conversations, they are compared one by one; other lines are as before."""
     def talk(*rewards: float) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from rldsl.plan.function import Function, frames_of_call
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import schedule
 from rldsl.plan.references import Role, references
-from rldsl.runtime.comm.agreement import raise_together
+from rldsl.runtime.comm.agreement import gather_texts, raise_together
+from rldsl.runtime.comm.arithmetic import arithmetic, differences
 from rldsl.runtime.comm.content_digests import compare_contents
 from rldsl.runtime.comm.world import check_hosts, check_same_plan, gather_hosts, join
 from rldsl.runtime.data.read_positions import (
@@ -272,13 +273,14 @@ def begin_run(context: RunContext, checkpoint: LoadedCheckpoint | None, options:
 def _allowed(plan: Plan, name: str, out: str | Path, device: torch.device, options: Options) -> Plan:
     """The plan as this run executes it, after checking that it fits the machines and writes only to allowed paths; rank
     0 prints what it reads and writes."""
-    note = check_hosts(plan, gather_hosts(socket.gethostname(), device), name)
+    found = [check_hosts(plan, gather_hosts(socket.gethostname(), device), name),
+             differences(gather_texts(arithmetic(device, [x.backend for x in plan.layouts]), device))]
     check_writes(plan, Path(out), options.allow_write)
     changed: tuple[str, ...] = ()
     if options.changed_python:
         plan, changed = with_python_as_it_is(plan)
     if dist.get_rank() == 0:
-        notes = [*([note] if note else []), *(f"{path} changed since the plan was compiled" for path in changed)]
+        notes = [*filter(None, found), *(f"{path} changed since the plan was compiled" for path in changed)]
         print("\n".join([text(paths(plan), str(out)), *(f"note: {n}" for n in notes)]), file=sys.stderr, flush=True)
     return plan
 

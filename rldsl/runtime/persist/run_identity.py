@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rldsl.plan.model import Plan
+from rldsl.source import COMMAND_LINE
 
 
 def program_identity(plan: Plan) -> dict[str, Any]:
@@ -34,7 +35,8 @@ def program_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator
             old, new = before.get(name), after.get(name)
             moved = old is None and new in before.values() or new is None and old in after.values()
             if old != new and not moved:
-                yield f"{name}: {_short(old)} -> {_short(new)}"
+                shown = "`--on` rules" if name == COMMAND_LINE else name
+                yield f"{shown}: {_short(old)} -> {_short(new)}"
     if then["seed"] != now["seed"]:
         yield f"seed: {then['seed']} -> {now['seed']}; the rest of a shuffled epoch is read in a different order"
 
