@@ -156,9 +156,24 @@ def data(decl: ast.DataDecl, exprs: ExpressionBuilder, scope: Scope) -> g.Data |
             return exprs.errors.add("RL0205", "rows with images cannot be truncated", stated,
                                     "truncation could remove a part of an image",
                                     help='write `over_long="drop"` or `over_long="error"`')
+    given["max_image_tokens"] = given["max_image_tokens"] or 0
+    if wrong := _image_limit(given):
+        at = next(value.span for name, value in written if name.name == "max_image_tokens")
+        return exprs.errors.add("RL0205", wrong[0], at, help=wrong[1])
     scalars = tuple((k, cast(Scalar, v)) for k, v in given.items())
     return g.Data(decl.name.name, source[0], source[1], "answers" if answers else kind, scalars, decl.span,
                   options.given_unit("batch", written, exprs, scope), numbers, answers, decl.value.args[0].value.span)
+
+
+def _image_limit(given: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Why the images of a row cannot have so many tokens, and what to do. given: the options of a source."""
+    most, prompt = given["max_image_tokens"], given["max_prompt_tokens"]
+    if most and not given["images"]:
+        return "rows without images have no `max_image_tokens`", 'name the column of images, `images="..."`, or omit it'
+    if most > prompt:
+        return (f"images of up to {most} tokens do not fit into a prompt of up to {prompt}",
+                "image tokens count in `max_prompt_tokens`: raise that, or lower `max_image_tokens`")
+    return None
 
 
 def cluster(decl: ast.Cluster, exprs: ExpressionBuilder, scope: Scope, read: Callable[[str], str]) -> g.Cluster | Bad:

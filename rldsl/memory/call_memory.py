@@ -225,7 +225,7 @@ def _generate(t: Tables, e: Generate, copy: Copy, stack: StackActivations, devic
     masked = 5 * wide
     step = slots * read + max(layer.decoding(slots, masked) for layer in here)
     prefilled = prefill // max(prompt, 1)  # sequences of a prefill
-    seen = min(prefill, -(-slots // max(e.sampling.n, 1)) * prompts.max_prompt_tokens)
+    seen = min(prefill, -(-slots // max(e.sampling.n, 1)) * min(prompts.max_prompt_tokens, t.images))
     images = ImageBytes.of(t, copy, seen, device).forward
     captured = 0
     # steps with experts or collectives are not captured, nor are those of conversations

@@ -1,8 +1,9 @@
 """What the images of a call need: the vision tower of the first stage, and its inputs.
 
-In: a copy of a model, and the frames of a call. Out: bytes. Every token of a prompt counts as one of an image, since
-the compiler reads no rows: prompts with text have fewer. An image that several sequences of a pass have runs through
-the tower once. Like the layers', the counts are those of transformers' own code (`models/tower.py`).
+In: a copy of a model, and the frames of a call. Out: bytes. The compiler reads no rows: a prompt counts as one that has
+as many tokens of images as its data allows (`plan/image_limits.py`), and those with more text have fewer. An image that
+several sequences of a pass have runs through the tower once. Like the layers', the counts are those of transformers'
+own code (`models/tower.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class ImageBytes:
 
 
 def image_tokens(t: Tables, frames: Sequence[IndexedFrame], rows: int, consecutive: bool) -> int:
-    """Tokens of the prompts that `rows` rows of each frame have, at most; those with the same prompt count once.
+    """Tokens of the images that `rows` rows of each frame have, at most; those of the same prompt count once.
     consecutive: whether they follow one another in their frames."""
     most: dict[str, int] = {}  # of each source of prompts
     for frame in frames:
@@ -50,5 +51,5 @@ def image_tokens(t: Tables, frames: Sequence[IndexedFrame], rows: int, consecuti
         name, run = (source.frame, source.run) if source is not None else (frame.id, 1)
         several = 1 + -(-(rows - 1) // run) if consecutive else rows
         prompts = min(rows, several, -(-frame.count // run))
-        most[name] = max(most.get(name, 0), prompts * frame.max_prompt_tokens)
+        most[name] = max(most.get(name, 0), prompts * min(frame.max_prompt_tokens, t.images))
     return sum(most.values())

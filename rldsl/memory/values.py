@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from rldsl.plan.entries import ENTRIES, HIDDEN, EntrySpace, entry_spaces
 from rldsl.plan.expr import Program
+from rldsl.plan.image_limits import most_image_tokens
 from rldsl.plan.model import Layout, Plan, ReplayBuffer, Spread, Value
 from rldsl.plan.operators import OPERATORS
 from rldsl.plan.prompt_sources import PromptSource, prompt_sources
@@ -31,7 +32,7 @@ class Tables:
     layouts: Mapping[str, Layout]  # by id
     entries: Mapping[str, EntrySpace] = field(default_factory=dict)  # by name
     prompts: Mapping[str, PromptSource] = field(default_factory=dict)  # by frame, as far as it is known
-    images: bool = False  # whether any rows have images
+    images: int = 0  # tokens of the images of a prompt, at most; 0: no rows have images
     # A cache, by all that it depends on: bytes of the passes of one train call, the same at all levels of `zero`; None:
     # not cached
     passes: dict[Hashable, int] | None = None
@@ -40,7 +41,7 @@ class Tables:
     def of(plan: Plan) -> Tables:
         return Tables(indexed_frames(plan), {v.id: v for v in plan.values}, {s.id: s for s in plan.spreads},
                       {x.id: x for x in plan.layouts}, entry_spaces(plan.values), prompt_sources(plan),
-                      any(d.images for d in plan.data))
+                      most_image_tokens(plan.data))
 
 
 def rows(frame: IndexedFrame, spread: Spread, layouts: Mapping[str, Layout],

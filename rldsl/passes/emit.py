@@ -71,7 +71,8 @@ def _source(d: g.Data, tokenizer: str) -> Data:
     answers = 0 if d.row_format == "prompts" else int(given.get("max_answer_tokens", 0))
     return Data(d.name, d.format, d.path, d.row_format, int(given["batch"]), columns, tokenizer,  # type: ignore[arg-type]
                 bool(given.get("shuffle", True)), int(given.get("max_prompt_tokens", 0)), answers, d.numbers,
-                given.get("over_long", "truncate"), d.answers, str(given.get("images", "")))  # type: ignore[arg-type]
+                given.get("over_long", "truncate"), d.answers, str(given.get("images", "")),  # type: ignore[arg-type]
+                int(given.get("max_image_tokens", 0)))
 
 
 # ------------------------------------------------------------------------------------------------ tables

@@ -387,6 +387,7 @@ class Data:
     over_long: Literal["truncate", "drop", "error"] = "truncate"  # what is done with rows above a limit
     answers: int = 0  # of each row, with row format "answers"; 0: one, and a row is a sequence
     images: str = ""  # the column with the images of each row; "": rows have none
+    max_image_tokens: int = 0  # of the images of a row together; 0: no limit but that of the prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,11 @@ def image_token(token: int, image: int) -> int:
     return token | image + 1 << SHIFT
 
 
+def is_image(token: int) -> bool:
+    """Whether a stored token is one of an image."""
+    return token >> SHIFT > 0
+
+
 def ids_of(stored: torch.Tensor) -> torch.Tensor:
     """[T] int64: the ids."""
     return stored & IDS

@@ -21,6 +21,7 @@ from rldsl.memory.values import Tables
 from rldsl.passes.node_events import spread_of, tokens_per_pass
 from rldsl.placement.model import Placement
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
+from rldsl.plan.image_limits import most_declared
 from rldsl.plan.model import Layout, Model
 from rldsl.plan.payloads import GenerateSpec, InferSpec, TrainSpec, payload
 from rldsl.plan.spaces import IndexedFrame
@@ -66,7 +67,7 @@ class IsolatedCall(World):
         self.groups = {layout.id: stage_groups(layout, size, self.per_node)}  # in place of the property of that name
         self.node, self.prompts = job.node, problem.prompt_sources
         self.served, self.lag = {}, problem.graph.lag
-        self.images = any(dict(d.options).get("images") for d in problem.graph.data)
+        self.images = most_declared(dict(d.options) for d in problem.graph.data)
         self.plain_passes = plain_passes if plain_passes is not None else {}
         self.pass_bytes = pass_bytes
         self._events: dict[tuple[int, int, bool], AnyCall] = {}  # by what of a strategy they depend on; a cache

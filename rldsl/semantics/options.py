@@ -79,7 +79,7 @@ DATA = {
     "kind": Opt("text", None, choices=("prompts", "answers", "pairs")), "answers": Opt("int", None, 2),
     "numbers": Opt("texts", ()),
     "over_long": Opt("text", "truncate", choices=("truncate", "drop", "error")),
-    "images": Opt("text", None),
+    "images": Opt("text", None), "max_image_tokens": Opt("int", None, 1, unit="tokens"),
     **{c: Opt("text", c) for c in COLUMNS},
 }
 HF = {"split": Opt("text", ""), "subset": Opt("text", ""), "streaming": Opt("bool", False)}  # that only `hf` has

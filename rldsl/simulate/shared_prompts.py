@@ -31,15 +31,21 @@ def computed_prompts(world: World, call: ModelCall, frames: Sequence[str], rows:
 
 
 def image_tokens(world: World, call: ModelCall, frames: Sequence[str], rows: float) -> float:
-    """Tokens that a vision tower makes for a micro-batch of `rows` rows of each frame. Every token of a prompt counts
-    as one of an image; a prompt that several rows have counts once."""
+    """Tokens that a vision tower makes for a micro-batch of `rows` rows of each frame; a prompt that several rows have
+    counts once."""
     found: dict[str, float] = {}  # of each source of prompts
     for frame in frames if world.images else ():
         source = world.prompts.get(frame)
         name, run = (source.frame, source.run) if source is not None else (frame, 1)
         prompts = max(rows / _together(world.spreads[call.spread], run), min(rows, 1.0))
-        found[name] = max(found.get(name, 0.0), prompts * world.row(frame).prompt)
+        found[name] = max(found.get(name, 0.0), prompts * of_a_prompt(world, world.row(frame)))
     return sum(found.values())
+
+
+def of_a_prompt(world: World, row: Row) -> float:
+    """Tokens of the images of a prompt: as many as the data allows, since nobody has read the rows. 0: no rows have
+    images."""
+    return min(row.prompt, float(world.images))
 
 
 def _tokens(rows: Sequence[Row]) -> float:

@@ -29,7 +29,7 @@ from rldsl.simulate.engine import Compute, Isend, Op
 from rldsl.simulate.lengths import Row
 from rldsl.simulate.machine import Machine
 from rldsl.simulate.serving_engine import packed, response_lengths, serve
-from rldsl.simulate.shared_prompts import computed_prompts, image_tokens
+from rldsl.simulate.shared_prompts import computed_prompts, image_tokens, of_a_prompt
 from rldsl.simulate.work_counts import (
     Shard,
     WorkCounts,
@@ -210,7 +210,7 @@ def _decode_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
     own = longest = 0.0
     for s in range(layout.pp):
         held = build_shard(world.models[event.model], layout, s)
-        first, rest = count_prefill(held, d, row, world.images), count_decode(held, d)
+        first, rest = count_prefill(held, d, row, of_a_prompt(world, row)), count_decode(held, d)
         at = replace(stage, shard=held)
         new = d.prefilled * row.prompt
         seconds = (machine.forward(held, first) + machine.decode(held, rest)
@@ -269,7 +269,7 @@ def _conversation_time(world: World, event: Generate, stage: Stage, rows: int, r
         row.response, cluster.turns, cluster.tool_seconds)
     costs_of_passes = PassCosts(decode, prefill, lambda tokens: machine.host(kept * tokens))
     seconds, computed = conversation_seconds(conversations, costs_of_passes)
-    images = machine.tower(stages[0].shard, rows * row.prompt * world.images)  # once for each conversation
+    images = machine.tower(stages[0].shard, rows * of_a_prompt(world, row))  # once for each conversation
     seconds, computed = seconds + images, computed + images
     return DecodeTime(seconds, computed / seconds) if seconds else DecodeTime(0.0)
 
@@ -307,7 +307,7 @@ def _served_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
     def prefill(tokens: float) -> float:
         number = tokens / max(row.prompt, 1.0)
         return sum(machine.forward(x.shard, count_micro_batch(x.shard, number, Row(row.prompt, 0.0, 0.0), 1.0,
-                                                                images=tokens * world.images),
+                                                                images=number * of_a_prompt(world, row)),
                                    x.links(tokens, x.shard.layers)) for x in held)
 
     if not rows:

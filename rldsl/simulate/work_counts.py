@@ -252,12 +252,12 @@ def num_cache_widths(least: float, most: float) -> float:
     return 1 + 4 * max(0.0, log2(max(most, 64.0) / max(least, 64.0)))
 
 
-def count_prefill(s: Shard, d: DecodePlan, row: Row, images: bool = False) -> WorkCounts:
-    """All prefills together. images: whether prompts are of images."""
+def count_prefill(s: Shard, d: DecodePlan, row: Row, images: float = 0.0) -> WorkCounts:
+    """All prefills together. images: tokens of the images of a prompt."""
     tokens = d.prefilled * row.prompt
     layers = d.waves * s.layers
     return WorkCounts(d.waves, layers, layers * tokens, layers * tokens * row.prompt * s.attending,
-                      d.waves * d.slots * s.last, d.waves * tokens * images)
+                      d.waves * d.slots * s.last, d.waves * d.prefilled * images)
 
 
 def count_decode(s: Shard, d: DecodePlan) -> WorkCounts:

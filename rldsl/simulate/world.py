@@ -10,6 +10,7 @@ from rldsl.clusters import Cluster
 from rldsl.memory.reshard_buffers import reshard_plans
 from rldsl.memory.values import rows
 from rldsl.plan.expr import Program
+from rldsl.plan.image_limits import most_image_tokens
 from rldsl.plan.model import Layout, Mesh, Model, Plan, Spread, Value
 from rldsl.plan.prompt_sources import PromptSource, prompt_sources
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
@@ -34,7 +35,7 @@ class World:
         self.machine = Machine(cluster, cluster.threads or max(1, cluster.cores // self.per_node))
         self.classes: Classes = build_classes(plan, per_rank=per_rank or cluster.cores > 0)
         self.lag = plan.header.lag  # steps that generation runs ahead
-        self.images = any(d.images for d in plan.data)  # whether prompts have images
+        self.images = most_image_tokens(plan.data)  # tokens of the images of a prompt, at most
         self.served: dict[Hashable, float] = {}  # a generate of a serving engine, on what links -> its seconds
         self.plain_passes: dict[Hashable, Any] = {}  # of trainings (`time_costs.PlainPasses`)
         self.class_traffic: dict[int, dict[int, Traffic]] = {}  # id of a realloc event -> class -> traffic of a rank

@@ -143,6 +143,9 @@ def _data(d: Data) -> str:
         return f"of kind {d.row_format} has {d.answers} answers in each row"
     if d.row_format == "prompts" and d.max_answer_tokens:
         return f"of kind prompts has answers of up to {d.max_answer_tokens} tokens"
+    if d.max_image_tokens and not (d.images and 1 <= d.max_image_tokens <= (d.max_prompt_tokens or d.max_image_tokens)
+                                   and d.over_long != "truncate"):
+        return f"has images of up to {d.max_image_tokens} tokens in prompts of up to {d.max_prompt_tokens}"
     return _reads(d.path, d.tokenizer)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from rldsl.diag import Failure
 from rldsl.models.vision import FAMILIES
 from rldsl.runtime.data.image_processor import PROCESSOR_OF
 from tests.images.models import qwen3_vl
+from tests.verify.faults import faults
 
 PROGRAM = """
 data rows = jsonl("rows.jsonl", batch=4, images="images", max_prompt_tokens=64{data})
@@ -94,6 +96,31 @@ def test_the_plan_names_the_column(folder, monkeypatch):
     assert (data.images, data.over_long) == ("images", "error")
     tower = [p for p in plan.models[0].params if p.name.startswith("model.visual.")]
     assert tower and all(p.stage == "first" and p.split is None for p in tower)
+
+
+LIMITS = [  # options of the data, and what is said
+    (", max_image_tokens=65", "images of up to 65 tokens do not fit into a prompt of up to 64", "raise that"),
+    (', max_image_tokens=8, images=""', "rows without images have no `max_image_tokens`", "images="),
+    (", max_image_tokens=0", "max_image_tokens", ""),
+]
+
+
+@pytest.mark.parametrize("data, said, help_", LIMITS)
+def test_limits_of_image_tokens_that_cannot_hold(folder, monkeypatch, data, said, help_):
+    if "images=" in data:
+        monkeypatch.setattr(sys.modules[__name__], "PROGRAM", PROGRAM.replace('images="images", ', ""))
+    found = refused(folder, monkeypatch, data=data)
+    assert found.code == "RL0205" and said in found.title and help_ in (found.help or "")
+
+
+def test_the_plan_has_the_limit_of_image_tokens(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    text = PROGRAM.format(actor="vl", other="vl", data=", max_image_tokens=64", model="", place="", placed="")
+    (folder / "p.rlf").write_text(text)
+    plan = api.compile("p.rlf")
+    assert plan.data[0].max_image_tokens == 64 and not faults(plan)
+    for wrong in (dict(max_image_tokens=65), dict(images=""), dict(over_long="truncate"), dict(max_image_tokens=-1)):
+        assert "images of up to" in faults(replace(plan, data=(replace(plan.data[0], **wrong),)))[0].title
 
 
 def test_every_family_with_images_has_an_image_processor() -> None:

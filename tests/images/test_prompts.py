@@ -16,7 +16,7 @@ from rldsl.models.vision import FAMILIES
 from rldsl.runtime.data.image_processor import PROCESSOR_OF, image_processor
 from rldsl.runtime.data.images import ImageColumn
 from rldsl.runtime.data.source import open_source
-from rldsl.runtime.image_tokens import ids_of, image_of, image_token, plain_ids
+from rldsl.runtime.image_tokens import ids_of, image_of, image_token, is_image, plain_ids
 from tests.images.models import MAKERS, make
 from tests.images.pictures import SIZES, data_of, make_rows, picture
 
@@ -160,6 +160,25 @@ def test_a_long_row_with_images_is_not_told_to_be_truncated(tmp_path, model):
         open_source(data_of(path, model, max_prompt_tokens=5), 1)
     found = failure.value.diagnostics[0]
     assert found.code == "RL0756" and "drop" in found.help and "truncate" not in found.help
+
+
+def test_a_row_whose_images_have_more_tokens_than_allowed_is_an_error_or_is_dropped(tmp_path, model):
+    """Of two images one alone would fit; text does not count."""
+    few, many = chat(IMAGE, {"type": "text", "text": "what? " * 50}), chat(IMAGE, TEXT, IMAGE)
+    path = write_jsonl(tmp_path / "rows.jsonl", [
+        {"prompt": few, "answer": "a", "images": ["0.png"]}, {"prompt": many, "answer": "a", "images": ["0.png"] * 2}] * 2)
+    picture(32, 32, 0).save(tmp_path / "0.png")
+    whole = open_source(data_of(path, model), 1).read([0, 1])[""]
+    one, two = (sum(map(is_image, tokens.tolist())) for tokens in whole.tokens)
+    assert 0 < one and two == 2 * one
+    with pytest.raises(Failure) as failure:
+        open_source(data_of(path, model, max_image_tokens=two - 1), 1)
+    first = failure.value.diagnostics[0]
+    assert (first.code, first.place) == ("RL0756", f"{path}:2")
+    assert f"`images` has {two} tokens, but max_image_tokens={two - 1}" in first.title
+    dropped = open_source(data_of(path, model, max_image_tokens=two - 1, over_long="drop", batch=2), 1)
+    assert len(dropped.table) == 2
+    assert len(open_source(data_of(path, model, max_image_tokens=two), 1).table) == 4
 
 
 @pytest.mark.parametrize("prompt, images, why", BAD)

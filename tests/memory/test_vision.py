@@ -15,6 +15,7 @@ from rldsl.models import tower
 from rldsl.models.families import describe
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
 from tests.images.models import MAKERS, make
 from tests.memory.accounting import measured
@@ -31,7 +32,24 @@ def test_estimates_are_within_the_gate(family: str, freeze: bool, kernels: bool,
                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """kernels: those for CPUs, which the estimate counts; without a compiler, torch's operators keep more."""
     monkeypatch.chdir(tmp_path)
-    plan = compile(str(vision_program(tmp_path, family, freeze=freeze)))
+    within_the_gate(compile(str(vision_program(tmp_path, family, freeze=freeze))), tmp_path, kernels)
+
+
+@pytest.mark.parametrize("family, freeze", [("gemma3", False), ("qwen2_5_vl", False), ("qwen2_5_vl", True)])
+def test_estimates_of_prompts_with_one_picture_and_text(family: str, freeze: bool, tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data says how many tokens its pictures have; without that all tokens of a prompt count as those of one. The
+    peak of the model whose tower is frozen is that of its layers, either way."""
+    monkeypatch.chdir(tmp_path)
+    whole, limited = (compile(str(vision_program(tmp_path, family, images=1, freeze=freeze, limited=x)))
+                      for x in (False, True))
+    more, less = (peak(curve).bytes for x in (whole, limited) for _, curve in each_rank(curves(x, "cpu")))
+    assert less == more if freeze else less < more
+    within_the_gate(limited, tmp_path, True)
+
+
+def within_the_gate(plan: Plan, tmp_path: Path, kernels: bool) -> None:
+    """Peak and calls of a run of one rank."""
     calls = {e.id: e for e, _ in event_paths(plan) if isinstance(e, Generate | Infer | Train)}
     (found,) = measured(encode(plan), tmp_path / "out", 1, kernels=kernels)
     ((_, curve),) = each_rank(curves(plan, "cpu"))

@@ -14,6 +14,7 @@ WIDE = dict(hidden_size=192, intermediate_size=384, num_hidden_layers=3, num_att
 SIDES = {"qwen2_5_vl": 64, "gemma3": 48}  # of a picture
 TOWERS = {"qwen2_5_vl": "model.visual.*", "gemma3": "model.[vm][iu]*"}
 TOKENS = {"qwen2_5_vl": 64, "gemma3": 42}  # of a picture, with what the processor writes around it
+PLACEHOLDERS = {"qwen2_5_vl": 64, "gemma3": 36}  # of these, tokens of the image
 
 
 def make_wide(directory: Path, family: str) -> None:
@@ -28,9 +29,10 @@ def make_wide(directory: Path, family: str) -> None:
 
 
 def vision_program(folder: Path, family: str, batch: int = 4, n: int = 2, response: int = 8, images: int = 2,
-                   freeze: bool = False, dtype: str = "float32", world: int = 1, place: str = "",
+                   limited: bool = False, freeze: bool = False, dtype: str = "float32", world: int = 1, place: str = "",
                    adapters: str = "") -> Path:
-    """GRPO on prompts of `images` pictures, in `folder`, which is the working directory."""
+    """GRPO on prompts of `images` pictures, in `folder`, which is the working directory. limited: whether the
+    data says how many tokens the pictures of a row have."""
     from transformers import AutoTokenizer
 
     make_wide(folder / "m", family)
@@ -46,7 +48,8 @@ def vision_program(folder: Path, family: str, batch: int = 4, n: int = 2, respon
         rows[0]["prompt"], add_generation_prompt=True, return_dict=False)
     text = GRPO.format(batch=batch, prompt=len(tokens) + images * (TOKENS[family] - 1), dtype=dtype, adapters=adapters,
                        n=n, response=response, sampling="temperature=1", minibatches=1, more="")
-    text = text.replace('batch=', 'images="images", batch=', 1)
+    limit = f", max_image_tokens={images * PLACEHOLDERS[family]}" if limited else ""
+    text = text.replace('batch=', f'images="images"{limit}, batch=', 1)
     if freeze:
         text = text.replace("adamw(lr=1e-4)", f'adamw(lr=1e-4, freeze="{TOWERS[family]}")')
     program = folder / "run.rlf"

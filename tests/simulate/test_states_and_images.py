@@ -29,7 +29,8 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
     """A tower that is trained, and one that is not; prompts of one picture, and of two."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        for name, how in {"trained": {}, "frozen": {"freeze": True}, "single": {"images": 1}}.items():
+        for name, how in {"trained": {}, "frozen": {"freeze": True}, "single": {"images": 1},
+                          "limited": {"images": 1, "limited": True}}.items():
             folder = tmp_path_factory.mktemp(name)
             patch.chdir(folder)
             found[name] = compile(str(vision_program(folder, "qwen2_5_vl", **{"images": 2} | how)))  # type: ignore[arg-type]
@@ -75,6 +76,15 @@ def test_more_pictures_in_a_prompt_take_more(vision: dict[str, Plan]) -> None:
     few, many = ("single", "trained")
     longest = {n: vision[n].data[0].max_prompt_tokens for n in (few, many)}
     assert of_tower(vision[many]) / of_tower(vision[few]) == pytest.approx(longest[many] / longest[few], rel=1e-6)
+
+
+def test_a_limit_of_image_tokens_bounds_the_tower_s_time(vision: dict[str, Plan]) -> None:
+    """The text of a prompt is not the tower's; shorter prompts have no more images than tokens."""
+    plan = vision["limited"]
+    most, longest = plan.data[0].max_image_tokens, plan.data[0].max_prompt_tokens
+    assert 32 < most == 64 < longest
+    assert of_tower(plan) / of_tower(vision["single"]) == pytest.approx(most / longest, rel=1e-6)
+    assert of_tower(plan, 32) == of_tower(vision["single"], 32)
 
 
 def test_the_tower_of_a_step_is_that_of_its_passes(vision: dict[str, Plan]) -> None:

@@ -303,6 +303,8 @@ def data_mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
             yield f"{d.name}: tokenizer {path!r}", _row(plan, "data", i, tokenizer=path)
         yield f"{d.name}: columns", _row(plan, "data", i, columns=d.columns[1:])
         yield f"{d.name}: limit", _row(plan, "data", i, max_prompt_tokens=d.max_prompt_tokens + 1)
+        if d.images:
+            yield f"{d.name}: image limit", _row(plan, "data", i, max_image_tokens=d.max_prompt_tokens + 1)
         yield f"{d.name}: answers", _row(plan, "data", i, max_answer_tokens=d.max_answer_tokens + 1)
 
 

@@ -17,8 +17,10 @@ from rldsl.plan.model import Data
 from rldsl.runtime.data.row_schema import Row, RowErrors, Table
 from rldsl.runtime.data.row_views import KeptRows, answer_rows
 from rldsl.runtime.data.tokens import RowLocation, Tokens
+from rldsl.runtime.image_tokens import is_image
 
 AT_ONCE = 256  # rows
+IMAGES = "images"  # next to the roles of columns: the tokens of a prompt's images
 MAX_COUNTED_ROWS = 4096  # in a longer file, so many rows drawn at random are counted
 
 
@@ -55,11 +57,13 @@ def _truncated(data: Data, table: Table, tokens: Tokens) -> str:
 
 def _limits(data: Data) -> str:
     answers = f" or max_answer_tokens={data.max_answer_tokens}" if data.max_answer_tokens else ""
-    return f"max_prompt_tokens={data.max_prompt_tokens}{answers}"
+    images = f" or max_image_tokens={data.max_image_tokens}" if data.max_image_tokens else ""
+    return f"max_prompt_tokens={data.max_prompt_tokens}{images}{answers}"
 
 
 def _excess(data: Data, table: Table, tokens: Tokens, rows: Sequence[int]) -> Iterator[tuple[int, str]]:
     """For each row, what of it is too long."""
+    columns = {**tokens.roles, IMAGES: data.images}
     for first in range(0, len(rows), AT_ONCE):
         numbers = list(rows[first : first + AT_ONCE])
         read = table.read(numbers)
@@ -67,12 +71,15 @@ def _excess(data: Data, table: Table, tokens: Tokens, rows: Sequence[int]) -> It
         def place(i: int, numbers: Sequence[int] = numbers) -> str:
             return table.place(numbers[i])
 
-        lengths = {"prompt": [len(ids) for ids in tokens.prompts(read, place)]}
+        prompts = tokens.prompts(read, place)
+        lengths = {"prompt": [len(ids) for ids in prompts]}
+        if data.max_image_tokens:
+            lengths[IMAGES] = [sum(map(is_image, ids)) for ids in prompts]
         for role in tokens.roles:
             if role != "prompt":
                 lengths[role] = longest_answers(data, read, role, tokens, place)
         for i, row in enumerate(numbers):
-            yield row, "; ".join(_says(data, tokens.roles[role], role, found[i]) for role, found in lengths.items()
+            yield row, "; ".join(_says(data, columns[role], role, found[i]) for role, found in lengths.items()
                                  if 0 < _limit(data, role) < found[i])
 
 
@@ -86,9 +93,12 @@ def longest_answers(data: Data, rows: Sequence[Row], role: str, tokens: Tokens, 
 
 
 def _limit(data: Data, role: str) -> int:
-    return data.max_prompt_tokens if role == "prompt" else data.max_answer_tokens
+    return int(getattr(data, _option(role)))
 
 
 def _says(data: Data, column: str, role: str, count: int) -> str:
-    option = "max_prompt_tokens" if role == "prompt" else "max_answer_tokens"
-    return f"`{column}` has {count} tokens, but {option}={_limit(data, role)}"
+    return f"`{column}` has {count} tokens, but {_option(role)}={_limit(data, role)}"
+
+
+def _option(role: str) -> str:
+    return {"prompt": "max_prompt_tokens", IMAGES: "max_image_tokens"}.get(role, "max_answer_tokens")
