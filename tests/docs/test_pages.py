@@ -45,7 +45,7 @@ PROGRAMS = [p for page in PAGES for p in programs(page.name, page.read_text())]
 TABLES = {"data": known.DATA, "hf": known.HF, "models": known.MODEL, "lora": known.LORA, "generate": known.GENERATE, "conversation": known.ENVIRONMENT,
           "optimizer": known.OPTIMIZER, **known.OPTIMIZERS, "group": known.GROUP,
           "train": known.TRAIN, "checkpoint": known.CHECKPOINT, "flow": known.FLOW, "cluster": known.CLUSTER}
-TOLD = {"per_step": "all", "lag": "that of the flow", "kind": "by use", "minibatch": "", "answers": "one", "images": "none", "adamw_lr": "lr", "group": "as without it", **dict.fromkeys(known.COLUMNS, "their own names")}  # defaults by rule
+TOLD = {"per_step": "all", "lag": "that of the flow", "kind": "by use", "minibatch": "", "answers": "one", "images": "none", "max_image_tokens": "none", "adamw_lr": "lr", "group": "as without it", **dict.fromkeys(known.COLUMNS, "their own names")}  # defaults by rule
 BUILT_INS = [(call, row[1]) for row in table(LANGUAGE, "built-ins") for call in words(row[0])]
 STATEMENT_WORDS = re.search(r"A\s+line\s+that\s+begins\s+with\s(.*?)\sis\s+always", LANGUAGE, re.DOTALL)
 
