@@ -15,7 +15,7 @@ from rldsl.graph import carried, declare, lora
 from rldsl.graph import model as g
 from rldsl.graph.buffers import declared, with_stored
 from rldsl.graph.flow import FlowBuilder
-from rldsl.graph.lag import generates, nodes_ahead, nodes_that_may, too_long
+from rldsl.graph.lag import check_lag, generates, nodes_ahead, nodes_that_may
 from rldsl.graph.params import param, supplied
 from rldsl.graph.prune import prune, tables
 from rldsl.graph.row_formats import ROWS, row_formats
@@ -108,7 +108,7 @@ def _build_recovering(file: ast.File, sets: Mapping[str, Scalar], place: ast.Fil
     if not isinstance(given, Bad):
         builder.own_lag, builder.steps = cast(int, given["lag"]), cast(int, given["steps"])
         at = next((o.value.span for o in flow.options if o.name.name == "lag"), flow.name.span)
-        too_long(builder.own_lag, builder.steps, at, errors)
+        check_lag(builder.own_lag, builder.steps, at, errors)
     builder.lag = max(builder.own_lag, *_lags_of_calls(flow, exprs, scope), 0)
     body = carried.with_strides(builder.block(flow.body, Scope(module, scope, known), "flow"), errors)
     lora.check(top.models.values(), {n.model for n in g.nodes(body) if isinstance(n, g.Sync)}, errors)

@@ -12,7 +12,7 @@ from rldsl.graph import model as g
 from rldsl.graph.computations import label
 from rldsl.graph.conversations import ONLY_WITH_ENV, conversation, env_of
 from rldsl.graph.distributions import distribution, logprobs_at, same_tokens, top, without_ids
-from rldsl.graph.lag import too_long
+from rldsl.graph.lag import check_lag
 from rldsl.graph.other_prompts import PROMPT, behind_prompt
 from rldsl.graph.row_states import ROW_NUMBERS
 from rldsl.graph.train_calls import TrainCalls
@@ -255,7 +255,7 @@ class CallsOfFlow:
             self.errors.add("RL0205", f"`lag` of a call inside `{self.flow.inside}`", at,
                             "what is in this block does not run ahead", help="remove it, or move the call to the flow")
             return None
-        if lag and too_long(lag, self.flow.steps, at, self.errors):
+        if lag and not check_lag(lag, self.flow.steps, at, self.errors):
             return None
         if own not in (0, most):
             other = "the flow" if self.flow.own_lag == most else "another one"
@@ -272,7 +272,8 @@ class CallsOfFlow:
                                help=f"generate from the prompts alone: `{span.text}.{PROMPTS}`" if alone else
                                "load the data with `kind=\"prompts\"`")
 
-    def has_responses(self, ref: FrameRef, call_name: str, span: Span) -> bool:
+    def check_responses(self, ref: FrameRef, call_name: str, span: Span) -> bool:
+        """Whether the sequences have responses; RL0213 where not."""
         if ref.contents == "prompts":
             self.errors.add("RL0213", f"`{call_name}` needs sequences with a response", span,
                             f"`{source_name(ref.frame)}` contains only prompts",
@@ -282,7 +283,7 @@ class CallsOfFlow:
     def _infer(self, owner: ModelRef, call_name: str, call: ast.Call, ref: FrameRef, scope: Scope, target: str | None,
                clause: g.Clause | None, span: Span, ids: Term | None = None) -> Meaning:
         given = self.options_of(options.TOP if call_name == TOP else {}, call, call_name, scope, skip=(PROMPT,))
-        if not self.has_responses(ref, call_name, call.args[0].span) or isinstance(given, Bad):
+        if not self.check_responses(ref, call_name, call.args[0].span) or isinstance(given, Bad):
             return BAD
         read = behind_prompt(self.flow, call, ref, scope)
         if isinstance(read, Bad):

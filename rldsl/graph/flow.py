@@ -255,7 +255,7 @@ class FlowBuilder(Computations):
         elif term.level != "batch":
             self.errors.add("RL0201", f"a metric must be a single number, not {level_value(term.level)}", value.span,
                             f"this is {describe(term)}", help="reduce it over the batch: `mean(x)`")
-        elif self._can_log(name):
+        elif self._check_metric_name(name):
             self.metrics.append((name.name, self.materialize(term, name.name, s.span, force=True).name))
 
     def _array_metric(self, s: ast.Metric, scope: Scope) -> None:
@@ -263,11 +263,11 @@ class FlowBuilder(Computations):
         if self.inside == "until":  # also in an `every` of it
             self.errors.add("RL0212", "a metric inside `repeat ... until`", s.span,
                             help="move it after the block, where the names refer to everything that was collected")
-        elif self._can_log(s.name):
+        elif self._check_metric_name(s.name):
             self.metrics += self.array_metrics.logged(s, scope)
 
-    def _can_log(self, name: ast.Ident) -> bool:
-        """Whether a metric can have this name; else a message says why not."""
+    def _check_metric_name(self, name: ast.Ident) -> bool:
+        """Whether a metric can have this name; RL0111 or RL0102 where not."""
         if name.name in BUILT_IN:
             self.errors.add("RL0111", f"`{name.name}` is a built-in field of {METRICS}", name.span,
                             help="choose another name: every run writes this field itself")

@@ -85,16 +85,16 @@ def _relation(blocks: Sequence[Block]) -> str:
     return "in the same `repeat ... until`" if until else "from which it is made"
 
 
-def too_long(lag: int, steps: int | None, where: Span, errors: Errors) -> bool:
-    """Whether no step could train on responses of an earlier policy than the first. steps: of the flow; None if they
+def check_lag(lag: int, steps: int | None, where: Span, errors: Errors) -> bool:
+    """Whether some step trains on responses of a later policy than the first. steps: of the flow; None if they
     are not known. Errors: RL0205."""
     if steps is None or lag < max(steps, 1) or not lag:
-        return False
+        return True
     errors.add("RL0205", "`lag` must be less than `steps`", where,
                f"this is {lag}, and the flow has {counted(steps, 'step')}",
                help="all responses would come from the initial policy: " + (
                    f"use a lag of at most {steps - 1}, or more steps" if steps > 1 else "use more steps, or no lag"))
-    return True
+    return False
 
 
 def _way_out(node: g.Node, block: g.Repeat | g.Eval) -> str:

@@ -125,7 +125,7 @@ class TrainCalls:
 
     def _trained_rows(self, call: ast.Call, refs: list[FrameRef]) -> Bad | None:
         """What is wrong with the one or two batches of a `train`; None: nothing."""
-        answered = [self.calls.has_responses(r, "train", call.span) for r in refs]  # a list: each reports its mistake
+        answered = [self.calls.check_responses(r, "train", call.span) for r in refs]  # a list: each reports its mistake
         if not all(answered):
             return BAD
         if refs[0].frame.row_space != refs[-1].frame.row_space:

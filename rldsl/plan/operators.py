@@ -163,10 +163,10 @@ def in_family(op: str, *families: Family) -> bool:
 
 Form = Literal[  # how calls are lowered
     "elementwise",  # to `operator`, for each element
-    "reduction",  # to `operator`; where there is none, by the function in `semantics/operators.py:COMPOSITES`
+    "reduction",  # to `operator`; where there is none, by the function in `semantics/composites.py:COMPOSITES`
     "either",  # a reduction with one argument, else elementwise
     "order",  # to `operator`, perhaps with `by`
-    "sequence",  # by `semantics/operators.py:Operators.sequence`
+    "sequence",  # by `semantics/sequence_functions.py:call`
     "frames",  # to nodes of the dataflow graph, by `graph/derive.py`
     "special",  # by the function in `semantics/builtins.py:SPECIAL`
 ]

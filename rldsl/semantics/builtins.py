@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from rldsl.plan.model import MAX_RANKS
 from rldsl.plan.operators import BUILTINS, ORDERS, REDUCTIONS, Builtin
+from rldsl.semantics import sequence_functions
 from rldsl.semantics.errors import BAD, Bad, suggest
 from rldsl.semantics.levels import source_name
 from rldsl.semantics.terms import Term
@@ -93,10 +94,12 @@ class Builtins:
                                    help="generate responses first, or load answers")
         if builtin.form == "sequence":
             by = self.exprs.target(expr.by, scope) if expr.by is not None else None
-            return BAD if siblings and by is None else self.exprs.ops.sequence(name, args, expr.span, by)
+            if siblings and by is None:
+                return BAD
+            return sequence_functions.call(self.exprs.ops, name, args, expr.span, by)
         if name == "count" and isinstance(args[0], FrameRef | Pairs):  # its rows: as many as have a length
             rows = args[0].chosen if isinstance(args[0], Pairs) else args[0]
-            args = [self.exprs.ops.sequence("len", [rows], expr.span)]
+            args = [sequence_functions.call(self.exprs.ops, "len", [rows], expr.span)]
         given = [a for a in expr.args if a.name is None]
         for value, tree in zip(args, given, strict=True):
             if not isinstance(value, Term):

@@ -15,6 +15,7 @@ from rldsl.plan.expr import LEVELS, Level, Scalar
 from rldsl.plan.heads import CALLS, INFERENCE_CALLS, TRAIN
 from rldsl.plan.model import PROMPTS
 from rldsl.plan.operators import BUILTINS, REDUCTIONS
+from rldsl.semantics import composites
 from rldsl.semantics.builtins import Builtins
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
 from rldsl.semantics.functions import Functions
@@ -195,7 +196,7 @@ class ExpressionBuilder:
             case TopTokens(ids=ids, logprobs=logprobs):
                 fields = {"ids": replace(ids, used=expr.span), "logprobs": replace(logprobs, used=expr.span)}
                 if what == "rest":
-                    return self.ops.rest(logprobs, expr.span)
+                    return composites.rest(self.ops, logprobs, expr.span)
         if what in fields:
             return fields[what]
         first = owner.chosen if isinstance(owner, Pairs) else owner

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
-from rldsl.diag import Label, internal_error
+from rldsl.diag import Label
 from rldsl.plan.expr import Level, Scalar
 from rldsl.plan.operators import BUILTINS, OPERATORS
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.semantics import row_operators, units
+from rldsl.semantics.composites import COMPOSITES
 from rldsl.semantics.errors import BAD, Bad, Errors
 from rldsl.semantics.levels import FINE, Mismatch, Spaces, depth, source_name
 from rldsl.semantics.terms import Term, const, fold
-from rldsl.semantics.values import FrameRef, Meaning, describe, level_value
+from rldsl.semantics.values import FrameRef, describe, level_value
 from rldsl.source import Span
 
 INFIX = {"+": "add", "-": "sub", "*": "mul", "/": "div", "**": "pow", "<": "lt", "<=": "le", ">": "gt", ">=": "ge",
@@ -31,7 +31,6 @@ Restrict = Callable[[Term, str], Term]  # (value, space of a selection) -> the v
 
 
 OF_VOCABULARY = ("sum", "mean", "min", "max", "count", "logsumexp", "std", "var")  # reductions of whole distributions
-OF_TURNS = ("next", "prev", "cumsum", "discount")  # sequence functions that turns have, too
 
 
 class Operators:
@@ -56,7 +55,7 @@ class Operators:
 
     def apply(self, op: str, args: tuple[Term, ...], span: Span) -> Term | Bad:
         """An elementwise operator, with broadcasting and folding."""
-        if not self._types(op, args, span) or not self._in_a_loss(args):
+        if not self._types(op, args, span) or not self._check_vocabulary(args):
             return BAD
         clash = units.clash(op, args)
         if clash is not None:
@@ -152,8 +151,8 @@ class Operators:
         """Whether it ranges over the whole vocabulary at each token."""
         return x.level == "entry" and not self.spaces.entries[x.space].width
 
-    def _in_a_loss(self, args: tuple[Term, ...]) -> bool:
-        """Whether whole distributions are used where they exist; else RL0348."""
+    def _check_vocabulary(self, args: tuple[Term, ...]) -> bool:
+        """Whether whole distributions are used only where they exist, in losses; RL0348 where not."""
         x = next((a for a in args if self.whole(a)), None)
         if x is None or self.in_loss:
             return True
@@ -191,7 +190,7 @@ class Operators:
             return self._no_ids(x)
         if more and (fault := self._share(more[0])) is not None:
             return fault
-        if not self._in_a_loss((x,)):
+        if not self._check_vocabulary((x,)):
             return BAD
         if self.whole(x) and (to != "token" or name not in OF_VOCABULARY):
             return self.errors.add("RL0348", "what ranges over the whole vocabulary must be reduced to tokens first",
@@ -228,7 +227,7 @@ class Operators:
         """`sort(x by within)` or `rank(x by within)`: of the level of x."""
         if x.dtype == "id":
             return self._no_ids(x)
-        if not self._in_a_loss((x,)):
+        if not self._check_vocabulary((x,)):
             return BAD
         if self.whole(x):
             return self.errors.add("RL0348", "what ranges over the whole vocabulary must be reduced to tokens first",
@@ -283,71 +282,6 @@ class Operators:
                                help="where its sequences continue these rows, write `by prompt`; else compute it in "
                                     "the flow and pass the result")
 
-    def std(self, x: Term, to: Target, span: Span, options: Options) -> Term | Bad:
-        """The square root of `var`. Options: unbiased. In a loss its gradient is 0 where all elements are equal, as in
-        torch, and not that of a square root, which is infinite."""
-        var = self._variance(x, to, span, bool(options.get("unbiased", True)))
-        if self.in_loss and isinstance(var, Term):
-            differ = self.apply("gt", (var, const(0.0, span)), span)
-            safe = BAD if isinstance(differ, Bad) else self.apply("where", (differ, var, const(1.0, span)), span)
-            root = BAD if isinstance(safe, Bad) else self.apply("sqrt", (safe,), span)
-            made = BAD if isinstance(differ, Bad) or isinstance(root, Bad) else self.apply(
-                "where", (differ, root, const(0.0, span)), span)
-        else:
-            made = BAD if isinstance(var, Bad) else self.apply("sqrt", (var,), span)
-        return BAD if isinstance(made, Bad) else replace(made, unit=replace(x.unit, word=""))
-
-    def var(self, x: Term, to: Target, span: Span, options: Options) -> Term | Bad:
-        """Options: unbiased (divides by count - 1; the default) or not (divides by count)."""
-        made = self._variance(x, to, span, bool(options.get("unbiased", True)))
-        return BAD if isinstance(made, Bad) else replace(made, unit=units.squared(x.unit))
-
-    def logsumexp(self, x: Term, to: Target, span: Span, options: Options) -> Term | Bad:
-        """log(sum(exp(x - m))) + m, where m is the largest element, as a constant."""
-        x = replace(x, unit=units.PLAIN)
-        largest = self.reduce("max", x, to, span)
-        shift = BAD if isinstance(largest, Bad) else self.apply("stop_gradient", (largest,), span)
-        shifted = BAD if isinstance(shift, Bad) else self.apply("sub", (x, shift), span)
-        each = BAD if isinstance(shifted, Bad) else self.apply("exp", (shifted,), span)
-        total = BAD if isinstance(each, Bad) else self.reduce("sum", replace(each, unit=units.PLAIN), to, span)
-        made = BAD if isinstance(total, Bad) else self.apply("log", (total,), span)
-        if isinstance(made, Bad) or isinstance(shift, Bad):
-            return BAD
-        return self.apply("add", (made, shift), span)
-
-    def _variance(self, x: Term, to: Target, span: Span, unbiased: bool) -> Term | Bad:
-        """sum((x-mean)^2) / max(count-1, 1), or over the count; without a unit.
-
-        In a loss, the mean over the minibatch is known only after its last micro-batch, so there the numerator is
-        sum(x^2) - mean * sum(x)."""
-        def go(op: str, *args: Term | Bad) -> Term | Bad:
-            terms = tuple(a for a in args if isinstance(a, Term))
-            return self.apply(op, terms, span) if len(terms) == len(args) else BAD
-
-        x = replace(x, unit=units.PLAIN)
-        mean, count = self.reduce("mean", x, to, span), self.reduce("count", x, to, span)
-        one, zero = const(1.0, span), const(0.0, span)
-        over_minibatch = self.in_loss and to == "batch"
-        if over_minibatch and x.dtype == "bool":
-            square: Term | Bad = go("where", x, one, zero)
-        else:
-            centered = x if over_minibatch else go("sub", x, mean)
-            square = go("mul", centered, centered)
-        if isinstance(square, Bad):
-            return BAD
-        total = self.reduce("sum", square, to, span)
-        if over_minibatch:  # rounding may leave a little less than 0
-            total = go("max", go("sub", total, go("mul", mean, self.reduce("sum", x, to, span))), zero)
-        number = go("max", go("sub", count, one), one) if unbiased else go("max", count, one)
-        return go("div", total, number)
-
-    def rest(self, logprobs: Term, span: Span) -> Term | Bad:
-        """The probability of all tokens but those whose log-probs are given: a token value."""
-        made: Term | Bad = self.apply("exp", (logprobs,), span)
-        made = self.reduce("sum", made, "token", span) if isinstance(made, Term) else BAD
-        made = self.apply("sub", (const(1.0, span), made), span) if isinstance(made, Term) else BAD
-        return self.apply("max", (made, const(0.0, span)), span) if isinstance(made, Term) else BAD
-
     def _share(self, share: Term) -> Bad | None:
         """What is wrong with the fraction of a quantile."""
         if share.level != "batch":
@@ -368,126 +302,6 @@ class Operators:
         call = f"{self.statement or 'uniform'}{f'#{number}' if number > 1 else ''}"
         frame = (("frame", self.spaces.frame_of(x)),) if x.level in FINE else ()
         return Term("uniform", (), x.level, x.space, "f32", span, (("call", call), *frame))
-
-    # -------------------------------------------------------------------------------------------- sequences
-
-    def sequence(self, name: str, args: list[Meaning], span: Span, by: Target | None = None) -> Term | Bad:
-        """A call of a sequence function. by: over the sequences of a prompt, instead of tokens."""
-        if name == "len":
-            ref = args[0]
-            if not isinstance(ref, FrameRef):
-                return self._kind("len", "sequences, such as a generated batch", ref, span)
-            return Term("len", (), "seq", ref.frame.row_space, "f32", span, (("frame", ref.frame.id),),
-                        unit=units.Unit("tokens"))
-        x = args[0]
-        if not isinstance(x, Term):
-            return self._kind(name, "a value", x, span)
-        if by is not None:
-            return row_operators.siblings(self, name, x, args[1:], by, span)
-        if name == "at_end":
-            return self._at_end(x, args[1:], span)
-        if name == "along":
-            return row_operators.along(self, x, args[1], span)
-        if name == "over":
-            return self._over(x, args[1], args[2:], span)
-        if x.level == "turn" and name in OF_TURNS:
-            return self._of_turns(name, x, args[1:], span)
-        if x.level != "token":
-            return self.errors.add("RL0201", f"`{name}` needs a token value", x.at, f"this is {describe(x)}",
-                                   labels=x.origin, help="`at_end(x)` puts a seq value at the last token"
-                                   if x.level == "seq" else "")
-        if name == "discount":
-            g = args[1]
-            if not isinstance(g, Term):
-                return self._kind("discount", "a number as its second argument", g, span)
-            if g.dtype == "text":
-                return self._kind("discount", "a number as its second argument", g, span)
-            pair = units.clash("discount", (x, g))
-            if pair is not None:
-                return units.report(pair, span, self.errors)
-            if g.level != "batch":
-                return self._discount_by(x, g, span)
-            return Term("discount", (x, g), "token", x.space, "f32", span, unit=units.result("discount", (x, g)))
-        if name == "last":
-            return Term("last", (x,), "seq", self.spaces.coarser("token", x.space, "seq"), x.dtype, span, unit=x.unit)
-        op = OPERATORS[BUILTINS[name].operator]
-        if (op.takes, op.gives) != (("token",), "token"):
-            raise internal_error(f"no rule lowers the sequence function {name}")
-        return Term(op.name, (x,), "token", x.space, "f32" if name == "cumsum" else x.dtype, span, unit=x.unit)
-
-    def _of_turns(self, name: str, x: Term, rest: list[Meaning], span: Span) -> Term | Bad:
-        """A sequence function over the turns of each conversation, instead of its tokens."""
-        args: tuple[Term, ...] = (x,)
-        if name == "discount":
-            g = rest[0]
-            if not isinstance(g, Term):
-                return self._kind("discount", "a number as its second argument", g, span)
-            if g.level != "batch" or g.dtype == "text":
-                return self.errors.add("RL0201", "the factor of `discount` over turns must be one number", g.at,
-                                       f"this is {describe(g)}")
-            if (pair := units.clash("discount", (x, g))) is not None:
-                return units.report(pair, span, self.errors)
-            args += (g,)
-        op = BUILTINS[name].operator
-        return Term(op, args, "turn", x.space, "f32" if name in ("cumsum", "discount") else x.dtype, span, unit=x.unit)
-
-    def _discount_by(self, x: Term, g: Term, span: Span) -> Term | Bad:
-        """`discount(x, g)` with a factor for each token; a coarser one is repeated over the tokens of x."""
-        if g.level != "token":
-            (frame,) = self.spaces.frames_with_space("token", x.space)
-            repeated = self.apply("add", (g, self.zeros("token", frame, span)), span)
-            if isinstance(repeated, Bad):
-                return BAD
-            g = repeated
-        if g.space != x.space:
-            return self.errors.add("RL0202", "the factor of `discount` belongs to other tokens", g.at,
-                                   f"it belongs to {self.spaces.shown(g)}, and the value to {self.spaces.shown(x)}")
-        return Term("discount_by", (x, g), "token", x.space, "f32", span, unit=units.result("discount", (x, g)))
-
-    def _at_end(self, x: Term, rest: list[Meaning], span: Span) -> Term | Bad:
-        if x.level != "seq":
-            return self.errors.add("RL0201", "`at_end` needs a seq value", x.at, f"this is {describe(x)}",
-                                   labels=x.origin)
-        frames = self.spaces.with_responses("seq", x.space)
-        if rest:
-            if not isinstance(rest[0], FrameRef):
-                return self._kind("at_end", "sequences as its second argument", rest[0], span)
-            frame = rest[0].frame
-            of_cuts = None if frame.max_response_tokens else row_operators.at_end_of_cuts(self, x, frame, span)
-            if of_cuts is not None:
-                return of_cuts
-            here = self.on_frame(x, frame) if frame.max_response_tokens else None
-            if here is None:
-                what = "tokens of" if frame.max_response_tokens else "the sequences that were cut into"
-                return self.errors.add("RL0202", f"this seq value does not belong to {what} `{source_name(frame)}`",
-                                       x.at, f"it belongs to {self.spaces.shown(x)}")
-            own = here.space == frame.row_space  # else of what these sequences continue
-            x, frames = here if own else self.broadcast(here, "seq", frame), (frame,)
-        if len(frames) != 1:
-            shown = [source_name(f) for f in self.spaces.with_responses("seq", x.space)]
-            return self.errors.add("RL0202", f"`at_end` is ambiguous: {', '.join(f'`{n}`' for n in shown)}", span,
-                                   help=f"specify the sequences: `at_end(x, {shown[0]})`")
-        return Term("at_end", (x,), "token", frames[0].id, x.dtype, span, (("frame", frames[0].id),), unit=x.unit)
-
-    def _over(self, x: Term, ref: Meaning, default: list[Meaning], span: Span) -> Term | Bad:
-        """The values of x for the rows of a selection; with a default, those of a selection for all rows."""
-        if not isinstance(ref, FrameRef):
-            return self._kind("over", "sequences as its second argument", ref, span)
-        if default:
-            return row_operators.over_all(self, x, ref, default[0], span)
-        here = self.on_frame(x, ref.frame)
-        if here is None or x.level == "batch":
-            name = source_name(ref.frame)
-            return self.errors.add("RL0202", f"this {x.level} value does not belong to `{name}`", x.at,
-                                   f"it belongs to {self.spaces.shown(x)}",
-                                   help=f"`over(x, {name})` takes a value of the batch from which `{name}` was "
-                                        "selected")
-        return here
-
-    def _kind(self, name: str, wanted: str, got: Meaning, span: Span) -> Bad:
-        if isinstance(got, Bad):
-            return BAD
-        return self.errors.add("RL0203", f"`{name}` needs {wanted}", span, f"given {describe(got)}")
 
     # -------------------------------------------------------------------------------------------- broadcast
 
@@ -513,14 +327,3 @@ class Operators:
             made = self.spaces.level_of("prompt", frame.prompt_space)
             return Term("sum", (seq,), made, frame.prompt_space, "f32", span, (("to", made),))
         return seq
-
-
-# Reductions that several operators compute: (operators, value, level, span, options) -> result. A new one also needs
-# a decision about its unit. Only these can have options (named arguments).
-COMPOSITES: Mapping[str, Callable[[Operators, Term, Target, Span, Options], Term | Bad]] = {
-    "std": Operators.std, "var": Operators.var, "logsumexp": Operators.logsumexp,
-}
-if wrong := {b.name for b in BUILTINS.values() if b.form == "reduction" and not b.operator} ^ COMPOSITES.keys():
-    raise TypeError(f"reductions without an operator are those in COMPOSITES: {', '.join(sorted(wrong))}")
-if wrong := {b.name for b in BUILTINS.values() if b.options and b.form != "frames"} - COMPOSITES.keys():
-    raise TypeError(f"only reductions in COMPOSITES read options, and these declare some: {', '.join(sorted(wrong))}")

@@ -14,7 +14,8 @@ from rldsl.plan.expr import Level, Scalar
 from rldsl.plan.operators import BUILTINS, OPERATORS, Builtin
 from rldsl.semantics.builtins import SPECIAL
 from rldsl.semantics.errors import Bad
-from rldsl.semantics.operators import COMPOSITES, Operators
+from rldsl.semantics.composites import COMPOSITES
+from rldsl.semantics.operators import Operators
 from rldsl.semantics.terms import Term
 from rldsl.source import SourceFile, Span
 from rldsl.syntax.parse import parse

@@ -239,52 +239,67 @@ class Interpreter:
     def iterate(self, loop: Loop) -> Iterator[int]:
         """The iterations of a loop, from 1; the caller runs the body of each. The outermost loop is the
         step loop: only loads come before it. What ends an iteration happens when the caller asks for the next one."""
-        context, step, services = self.state.context, self.step_of(loop), self.state.services
-        is_step_loop = self.depth == 0
-        if is_step_loop:
-            self.compare_weights()
-            self.resumed = step.number
-            if services.resumed is not None:
-                self.rewind(loop, services.resumed)
+        context, step = self.state.context, self.step_of(loop)
         outer, step.evaluated_source = (step.iteration, step.evaluated_source), loop.over
-        count = eval_loops.num_iterations(services.data, loop) if loop.over else loop.trips
-        ahead = not is_step_loop and ahead_of(loop) > 0
-        restored = 0  # iterations that the run made which wrote the checkpoint; 0: none did
-        if ahead and services.resumed is not None and self.iteration <= self.resumed:
-            restored = in_flight.iterations(services.resumed, step.number, loop)
-        if not is_step_loop:
-            services.reporter.entered(loop.id)
         for buffer in loop.collects:
             if context.holds(buffer):
                 value_events.make_empty(step, buffer)
         self.depth += 1
-        for i in range(loop.first + (step.number if is_step_loop else 0), count + 1):
-            # before the body
-            step.iteration = i - 1
-            services.ring.enter_iteration(self.depth - 1, i)
-            if is_step_loop:
-                self.iteration = i
-                if i > self.resumed:
-                    step.begin()
-            else:
-                services.reporter.iterated(loop.id)
+        yield from self._steps(loop, step) if self.depth == 1 else self._inner_iterations(loop, step)
+        self.depth -= 1
+        self.state.services.ring.leave_loop(self.depth)
+        step.iteration, step.evaluated_source = outer
+
+    def _steps(self, loop: Loop, step: StepState) -> Iterator[int]:
+        """The iterations of the step loop. A resumed run begins with some that its checkpoint contains, in which only
+        what runs ahead is repeated: these neither begin nor end a step."""
+        services = self.state.services
+        self.compare_weights()
+        self.resumed = step.number
+        if services.resumed is not None:
+            self.rewind(loop, services.resumed)
+        for i in range(loop.first + step.number, loop.trips + 1):
+            self._enter(step, i)
+            self.iteration = i
+            if i <= self.resumed:
+                yield i
+                continue
+            step.begin()
             yield i
-            # after the body
-            if is_step_loop and i > self.resumed:
-                end_step(step, services.reporter)
-                if step.stopped:
-                    break
-            if loop.until and (not is_step_loop or i > self.resumed and i >= 1):
+            end_step(step, services.reporter)
+            if step.stopped:
+                return
+            if loop.until and i >= 1:
+                step.ended = bool(step.buffers.get(loop.until).data)
+                step.buffers.free(loop.until)
+                if step.ended:
+                    return
+
+    def _inner_iterations(self, loop: Loop, step: StepState) -> Iterator[int]:
+        """The iterations of a `repeat`, or of an `eval` over a data source. Ahead of the step loop, a resumed run makes
+        as many as the run that wrote its checkpoint."""
+        services, ahead = self.state.services, ahead_of(loop) > 0
+        count = eval_loops.num_iterations(services.data, loop) if loop.over else loop.trips
+        restored = 0  # iterations that the run made which wrote the checkpoint; 0: none did
+        if ahead and services.resumed is not None and self.iteration <= self.resumed:
+            restored = in_flight.iterations(services.resumed, step.number, loop)
+        services.reporter.entered(loop.id)
+        for i in range(loop.first, count + 1):
+            self._enter(step, i)
+            services.reporter.iterated(loop.id)
+            yield i
+            if loop.until:
                 done = i == restored if restored else bool(step.buffers.get(loop.until).data)
                 step.buffers.free(loop.until)
                 if done:
-                    step.ended = is_step_loop
                     break
         if ahead and services.writer is not None:
             in_flight.keep_iterations(step, loop, step.iteration + 1)
-        self.depth -= 1
-        services.ring.leave_loop(self.depth)
-        step.iteration, step.evaluated_source = outer
+
+    def _enter(self, step: StepState, iteration: int) -> None:
+        """Begin an iteration of the innermost loop."""
+        step.iteration = iteration - 1
+        self.state.services.ring.enter_iteration(self.depth - 1, iteration)
 
 
 def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device("cpu"),  # noqa: B008 (a constant)
