@@ -70,15 +70,43 @@ def test_under_plain_autocast_others_are_chosen(path: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("family, wide", [
-    ("deepseek_v3", True), ("glm4_moe", True), ("dots1", True), ("qwen3_moe", False), ("mixtral", False),
-    ("qwen3_next", False), ("minimax_m2", False), ("llama", False)])
+    ("deepseek_v3", True), ("glm4_moe", True), ("dots1", True), ("hy_v3", True), ("longcat_flash", True),
+    ("qwen3_moe", False), ("mixtral", False), ("qwen3_next", False), ("minimax_m2", False), ("hunyuan_v1_moe", False),
+    ("llama", False)])
 def test_which_modules_multiply_in_float32(family: str, wide: bool, tmp_path: Path) -> None:
     """As transformers' code of each family says: those of Qwen and Mixtral multiply in half precision there, too."""
     from transformers import AutoConfig
 
     model, _ = empty_model(AutoConfig.from_pretrained(make(tmp_path / "m", family)))
     names = keep_float32_products(model, CPU)
-    assert bool(names) == wide and all(name.endswith("gate") for name in names)
+    assert bool(names) == wide and all(name.endswith(("gate", "router", "router.classifier")) for name in names)
+
+
+@pytest.mark.parametrize("family, place, matrix", [
+    ("hy_v3", "layers.1.mlp.gate", "weight"), ("longcat_flash", "layers.1.mlp.router", "classifier.weight")])
+def test_routers_that_need_more_choose_as_those_of_transformers(family: str, place: str, matrix: str,
+                                                                tmp_path: Path) -> None:
+    """HY-V3's get the bias from the block around them; LongCat's multiply with the weight of a linear layer. The copy
+    that is trained holds float32 numbers, which it rounds."""
+    from transformers import AutoModelForCausalLM
+
+    path = make(tmp_path / "m", family)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).get_submodule(f"model.{place}")
+    hidden, bias = hidden_states(theirs.hidden_dim), torch.linspace(-0.1, 0.1, theirs.get_parameter(matrix).shape[0])
+    given = (bias,) if family == "hy_v3" else ()
+    for training in (False, True):
+        model = plan_model(path, "causal_lm", Optimizer(lr=1e-3) if training else None, dtype="bfloat16")
+        shard: Any = shard_of(model, layout_of(), 0, training)[0]
+        ours = shard.stage.chunks[0].body.get_submodule(place)
+        stored = next(p for n, p in shard.stage.parameters.items() if n.endswith(f"{place}.{matrix}"))
+        assert stored.dtype == (torch.float32 if training else torch.bfloat16)
+        with torch.no_grad():
+            stored.data += 0.001 * training * stored.data.abs().mean()  # which rounding loses, or not
+            theirs.get_parameter(matrix).copy_(stored)
+        right = theirs(hidden, *given)
+        with shard._numerics(), torch.no_grad():
+            found = ours(hidden.float(), *given)
+        assert all(torch.equal(a, b) for a, b in zip(right, found, strict=True)) and found[0].dtype == torch.float32
 
 
 def test_a_model_in_float32_is_left_alone(path: str) -> None:
@@ -98,8 +126,22 @@ class Product(nn.Module):
         return out if self.wide else out + nn.functional.linear(x, self.other)
 
 
+class Within(nn.Module):
+    """Multiplies with the weight of the linear layer that it has, or lets it do so."""
+
+    def __init__(self, itself: bool) -> None:
+        super().__init__()
+        self.inner, self.itself = nn.Linear(8, 4, bias=False), itself
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        own = nn.functional.linear(x.float(), self.inner.weight.float()) if self.itself else self.inner(x)
+        return own + bias
+
+
 def test_a_module_is_tried_without_numbers() -> None:
     assert multiplies_in_float32(Product())
+    assert multiplies_in_float32(Within(True)) and not multiplies_in_float32(Within(False))
+    assert not multiplies_in_float32(nn.Linear(8, 4)) and not multiplies_in_float32(nn.Sequential(nn.Linear(8, 4)))
     assert not multiplies_in_float32(Product(wide=False)) and not multiplies_in_float32(Product(more=True))
 
 

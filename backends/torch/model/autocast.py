@@ -13,12 +13,13 @@ transformers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
@@ -80,38 +81,56 @@ PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
 
 def keep_float32_products(model: nn.Module, device: torch.device) -> frozenset[str]:
     """Let modules with a matrix of their own that multiply in float32 in a model of half precision do so under
-    autocast, too. Returns their names."""
+    autocast, too. Returns their names, and those of linear layers whose weights they multiply with themselves."""
     found: dict[type, bool] = {}
     names = []
     for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if weight is None or weight.dim() != 2 or isinstance(module, nn.Linear | nn.Embedding | Conv1D):
+        if matrix_of(module) is None:
             continue
         kind = type(module)
         if kind not in found:
             found[kind] = multiplies_in_float32(module)
         if found[kind]:
             module.forward = _without_autocast(module.forward, device.type)
-            names.append(name)
+            names += [name, *(f"{name}.{child}" for child, _ in module.named_children())]
     return frozenset(names)
 
 
+def matrix_of(module: nn.Module) -> torch.Tensor | None:
+    """The matrix [., H] that a module may multiply with in its own code: its parameter `weight`, or that of a linear
+    layer that is all it has (LongCat's routers)."""
+    children = list(module.children())
+    owner = children[0] if len(children) == 1 and type(children[0]) is nn.Linear and not module._parameters else module
+    weight = owner._parameters.get("weight")
+    plain = isinstance(module, nn.Linear | nn.Embedding | Conv1D | nn.Sequential | nn.ModuleList)
+    return None if plain or weight is None or weight.dim() != 2 else weight
+
+
 def multiplies_in_float32(module: nn.Module) -> bool:
-    """Whether a module with a parameter `weight` [., H] makes all its products in float32 where its parameters and its
-    input are bfloat16. Its code runs on shapes without numbers; what it makes of other arguments is not known."""
-    width = module._parameters["weight"].shape[1]  # type: ignore[union-attr]  # it has one
+    """Whether a module with a matrix [., H] makes all its products in float32 where its parameters and its input are
+    bfloat16. Its code runs on shapes without numbers. What it needs besides its input is taken for numbers of experts,
+    as many as the matrix has rows (biases of HY-V3's routers)."""
+    matrix = matrix_of(module)
+    if matrix is None:
+        return False
+    rows, width = matrix.shape
+    values = {name: torch.empty_like(x, dtype=torch.bfloat16, device="meta") for name, x in module.named_parameters()}
+    values |= {name: x.to("meta") for name, x in module.named_buffers()}
+    others = [torch.empty(rows, device="meta") for _ in range(_num_required(module) - 1)]
     for shape in ((1, 4, width), (4, width)):
-        trial: Any = copy(module)
-        trial._parameters = {name: None if x is None else nn.Parameter(torch.empty_like(
-            x, dtype=torch.bfloat16, device="meta")) for name, x in module._parameters.items()}
-        trial._buffers = {name: None if x is None else x.to("meta") for name, x in module._buffers.items()}
         try:
             with torch.no_grad(), _ProductDtypes() as seen:
-                trial(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+                functional_call(module, values, (torch.empty(shape, dtype=torch.bfloat16, device="meta"), *others))
         except Exception:  # a module that needs more, or another shape
             continue
         return bool(seen.dtypes == {torch.float32})
     return False
+
+
+def _num_required(module: nn.Module) -> int:
+    """Arguments that a module's forward pass cannot do without."""
+    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+               for p in signature(module.forward).parameters.values())
 
 
 class _ProductDtypes(TorchDispatchMode):

@@ -318,10 +318,14 @@ class Stage(ActivationCheckpointing):
     def _allocate_unsharded(self, name: str, skeleton: nn.Module) -> nn.Parameter:
         """A tensor for modules to compute with, in the dtype that they use: autocast casts matrices of layers."""
         parameter, pieces = self.unsharded_held[name]
-        matrix = parameter.layer is not None and len(parameter.spec.shape) > 1 and only_multiplied(name, parameter,
-                                                                                                   skeleton)
+        matrix = parameter.layer is not None and len(parameter.spec.shape) > 1 and \
+            self._is_cast(name, parameter, skeleton)
         dtype = self.matmul_dtype if matrix else self.parameters[name].dtype
         return nn.Parameter(torch.empty(local_shape(parameter, pieces), dtype=dtype, device=self.device))
+
+    def _is_cast(self, name: str, parameter: Parameter, skeleton: nn.Module) -> bool:
+        """Whether autocast casts a parameter wherever it is read."""
+        return only_multiplied(name, parameter, skeleton) and name.rpartition(".")[0] not in self.float32_products
 
     def rounds_grad(self, name: str) -> bool:
         """Whether the gradient of a pass is a bfloat16 number: of what is multiplied in bfloat16."""
@@ -444,7 +448,7 @@ class Stage(ActivationCheckpointing):
         if self.matmul_dtype == torch.bfloat16:
             for name, (parameter, _) in {**self.base_held, **self.unsharded_held}.items():
                 path, _, attribute = name.rpartition(".")
-                if not only_multiplied(name, parameter, skeleton):
+                if not self._is_cast(name, parameter, skeleton):
                     round_parameter(skeleton.get_submodule(path), attribute)
 
     def _source_grads_of(self, path: str) -> Callable[[], SourceGrads | None]:
