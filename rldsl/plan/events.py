@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 from rldsl.plan.derive_ops import DERIVE_OPS
@@ -58,6 +59,7 @@ CopyPart = Literal["parameters", "optimizer"]  # of a model under a layout; opti
 Copy = tuple[ModelName, LayoutId]  # the parameters of a model under a layout
 
 
+@lru_cache(1 << 16)  # the same few names are asked for each event, and in each check of a plan
 def split_buffer(buffer: str) -> tuple[str, str]:
     """ "gen.tokens@s2" -> ("gen.tokens", "s2")."""
     left, _, right = buffer.rpartition("@")

@@ -236,6 +236,8 @@ def _after(t: Tables, e: Event, s: CopyStates) -> CopyStates:
                        allocated=s.allocated - freed)
     written = frozenset(_copies(t, e.writes))
     renewed = e.versions().defs  # models of which every copy that the event does not write is stale from here on
+    if not (written or renewed or isinstance(e, Generate)):  # as of most events
+        return s
     trained_too = {c for c in s.aliases_of_trained if c[0] in renewed and isinstance(e, Train)}
     after = replace(s, current=frozenset(c for c in s.current if c[0] not in renewed) | trained_too | written,
                     allocated=s.allocated | written)

@@ -90,7 +90,7 @@ def test_losses_are_those_of_any_other_division(mbt: int, dp: int) -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_all(tmp_path_factory.mktemp("tiny"))
+    return make_all(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)
 
 
 def grpo(tiny: Path, folder: Path, ranks: int, train: str, ref: str = "", like: Metrics | None = None) -> Metrics:

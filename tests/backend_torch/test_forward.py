@@ -21,15 +21,15 @@ ROWS = ragged(9, 46)
 def directories(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     return {
-        "qwen3": str(make_model(root / "qwen3")),
-        "tied": str(make_model(root / "tied", tie_word_embeddings=True)),
-        "llama": str(make_model(root / "llama", family="llama", attention_bias=True)),
-        "gemma": str(make_model(root / "gemma", family="gemma", head_dim=8)),
+        "qwen3": str(make_model(root / "qwen3", num_hidden_layers=2)),
+        "tied": str(make_model(root / "tied", tie_word_embeddings=True, num_hidden_layers=2)),
+        "llama": str(make_model(root / "llama", family="llama", attention_bias=True, num_hidden_layers=2)),
+        "gemma": str(make_model(root / "gemma", family="gemma", head_dim=8, num_hidden_layers=2)),
         # scales embeddings and residuals inside its forward
         "granite": str(make_model(root / "granite", family="granite", embedding_multiplier=12.0,
-                                  residual_multiplier=0.5, attention_multiplier=0.3)),
+                                  residual_multiplier=0.5, attention_multiplier=0.3, num_hidden_layers=2)),
         "gpt2": str(make_model(root / "gpt2", family="gpt2")),
-        "reward": str(make_model(root / "reward", head="reward_model")),
+        "reward": str(make_model(root / "reward", head="reward_model", num_hidden_layers=2)),
     }
 
 

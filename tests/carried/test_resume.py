@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from rldsl.runtime.files import digest
 from rldsl.runtime.persist.manifest import DIGEST, MANIFEST, manifest_text
 from tests.carried.programs import MORE, grpo
-from tests.checkpoint.runs import held, lines, run, steps
+from tests.checkpoint.runs import copy_first_steps, held, lines, run, steps
 from tests.end_to_end.programs import compile_program
 from tests.end_to_end.test_invariance import HERE, everywhere, placement
 from tests.tiny import make_all
@@ -64,19 +64,36 @@ def assert_same_end(mine: Path, theirs: Path) -> None:
     assert found.keys() == expected.keys() and all(found[key].equal(expected[key]) for key in found)
 
 
+@pytest.fixture(scope="module")
+def stopped(base: Path, whole: Path) -> Path:
+    """A run that was asked to stop in its last step but one."""
+    out = base / f"stopped-{whole.name}"
+    assert set(run(plan(base, "apart", whole.name.partition("-")[2]), out, stop_after=5)) == {""}
+    assert [line["step"] for line in lines(out)] == [1, 2, 3, 4, 5]
+    return out
+
+
+@pytest.fixture(scope="module")
+def alike(base: Path, whole: Path) -> Path:
+    """A run with the responses of the whole one that was asked to stop in its third step."""
+    out = base / f"alike-{whole.name}"
+    assert set(run(plan(base, "apart", whole.name.partition("-")[2]), out, stop_after=3, like=whole)) == {""}
+    return out
+
+
 @pytest.mark.parametrize("after", [1, 2, 3, 4, 5])
-def test_it_goes_on_as_if_nothing_had_happened(after: int, base: Path, whole: Path) -> None:
+def test_it_goes_on_as_if_nothing_had_happened(after: int, base: Path, whole: Path, stopped: Path) -> None:
     program, out = whole.name.partition("-")[2], base / f"{whole.name}-{after}"
-    assert set(run(plan(base, "apart", program), out, stop_after=after)) == {""}
+    copy_first_steps(stopped, out, after)
     assert set(run(plan(base, "apart", program), out, resume=out)) == {""}
     assert lines(out) == lines(whole)
     assert_same_end(out, whole)
 
 
 @pytest.mark.parametrize("other", ["one", "together"])
-def test_under_another_placement(other: str, base: Path, whole: Path) -> None:
+def test_under_another_placement(other: str, base: Path, whole: Path, alike: Path) -> None:
     program, out = whole.name.partition("-")[2], base / f"{whole.name}-{other}"
-    assert set(run(plan(base, "apart", program), out, stop_after=3, like=whole)) == {""}
+    copy_first_steps(alike, out, 3)
     assert set(run(plan(base, other, program), out, resume=out, like=whole)) == {""}
     for mine, theirs in zip(lines(out), lines(whole), strict=True):
         assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -97,6 +98,15 @@ def held(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def steps(out: Path) -> list[str]:
     return sorted(p.name for p in (out / "checkpoints").iterdir())
+
+
+def copy_first_steps(stopped: Path, out: Path, after: int) -> None:
+    """Make `out` a copy of `stopped` as it was when its checkpoint after step `after` was the newest. Its metrics have
+    lines of later steps, too, as those of a run that was killed there: what resumes it has to take them away."""
+    shutil.copytree(stopped, out)
+    for later in steps(out)[after:]:
+        shutil.rmtree(out / "checkpoints" / later)
+    assert newest(out) == after
 
 
 def newest(out: Path) -> int:

@@ -65,7 +65,7 @@ flow f(steps=1, seed=3) {{
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_all(tmp_path_factory.mktemp("tiny"))
+    return make_all(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)
 
 
 def groups(rows: list[reference.Sample], n: int) -> list[list[reference.Sample]]:

@@ -78,7 +78,7 @@ flow f(steps=1, seed=3) {{
 
 def test_loss_and_gradient(tmp_path_factory: pytest.TempPathFactory) -> None:
     tmp = tmp_path_factory.mktemp("run")
-    step, rows = ran(make_all(tmp_path_factory.mktemp("tiny")), tmp, PROGRAM)
+    step, rows = ran(make_all(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2), tmp, PROGRAM)
     full, first, end = rows["gen"], rows["chosen"], rows["rejected"]
     assert len(full) == len(end) == 24 and len(first) == 12
     for i, x in enumerate(full):

@@ -59,7 +59,7 @@ flow online(steps=1, seed=3) {{
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_all(tmp_path_factory.mktemp("tiny"))
+    return make_all(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)
 
 
 def recorded(file: Path) -> dict[str, list[reference.Sample]]:

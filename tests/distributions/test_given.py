@@ -26,8 +26,8 @@ PLACES = {
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("tiny")
-    make_model(root / "m")
-    make_model(root / "strong", seed=7)
+    make_model(root / "m", num_hidden_layers=2)
+    make_model(root / "strong", seed=7, num_hidden_layers=2)
     rows = [{"prompt": "1+2+3"[: 1 + 2 * (i % 3)], "answer": "4+5+6"[: 1 + 2 * (i % 3)]} for i in range(12)]
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"base": str(root / "m"), "strong": str(root / "strong"), "rows": str(root / "rows.jsonl")}

@@ -28,7 +28,7 @@ place teacher.*        on mesh(0:4) dp=2 cp=2
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("tiny")
-    make_all(root)
+    make_all(root, num_hidden_layers=2)
     return {"base": str(root / "models/sft"), "rows": str(root / "data/prompts.jsonl")}
 
 

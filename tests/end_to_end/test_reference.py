@@ -24,7 +24,7 @@ OPTIMIZER = f"adamw(lr={SCALE}, eps={SCALE}, betas=[0.0, 0.0], clip_grad=0)"
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    return make_all(tmp_path_factory.mktemp("tiny"))
+    return make_all(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ flow one_step(steps=1, seed=3) {{
 def test_a_grpo_step_has_the_gradient_of_plain_torch(on, tiny, tmp_path, record):
     from tests.tiny import make_model
 
-    other = make_model(tmp_path / "ref", seed=9)
+    other = make_model(tmp_path / "ref", seed=9, num_hidden_layers=2)
     out, base = tmp_path / "after", tiny / "models/sft"
     text = GRPO.format(rows=tiny / "data/prompts.jsonl", base=base, ref=other, optimizer=OPTIMIZER, on=on, out=out)
     (metrics,) = run_program(program(tmp_path, "grpo", text, record), {}, tmp_path / "run")
@@ -135,7 +135,7 @@ def test_a_ppo_step_has_the_gradients_of_plain_torch(tiny, tmp_path, record):
     from tests.tiny import make_model
 
     base, rm = tiny / "models/sft", tiny / "models/rm"
-    other, critic = make_model(tmp_path / "ref", seed=9), make_model(tmp_path / "critic", head="reward_model", seed=5)
+    other, critic = make_model(tmp_path / "ref", seed=9, num_hidden_layers=2), make_model(tmp_path / "critic", head="reward_model", seed=5, num_hidden_layers=2)
     text = PPO.format(rows=tiny / "data/prompts.jsonl", base=base, critic=critic, ref=other, rm=rm,
                       optimizer=OPTIMIZER, out=tmp_path / "after")
     (metrics,) = run_program(program(tmp_path, "ppo", text, record), {}, tmp_path / "run")

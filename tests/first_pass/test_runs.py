@@ -22,18 +22,29 @@ PLACES = {
 }
 
 
-@pytest.fixture(scope="module")
-def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("tiny")
-    make_model(root / "m", num_hidden_layers=4)
+def made(root: Path, layers: int) -> dict[str, str]:
+    """The parameters of a program for a new model and its data."""
+    make_model(root / "m", num_hidden_layers=layers)
     rows = [{"prompt": "a b c d e"[: 1 + 2 * (i % 4)]} for i in range(16)]
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"base": str(root / "m"), "rows": str(root / "rows.jsonl")}
 
 
 @pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return made(tmp_path_factory.mktemp("tiny"), layers=2)
+
+
+@pytest.fixture(scope="module")
 def alone(sets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Metrics:
     return run_program(PROGRAM, sets, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Metrics]:
+    """A layer for each chunk of two stages."""
+    sets = made(tmp_path_factory.mktemp("deep"), layers=4)
+    return sets, run_program(PROGRAM, sets, tmp_path_factory.mktemp("alone"))
 
 
 def test_a_loss_written_otherwise_trains_alike(alone: Metrics) -> None:
@@ -46,7 +57,8 @@ def test_a_loss_written_otherwise_trains_alike(alone: Metrics) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_placement_changes_no_number(sets: dict[str, str], alone: Metrics, place: str, tmp_path: Path) -> None:
+def test_a_placement_changes_no_number(request: pytest.FixtureRequest, place: str, tmp_path: Path) -> None:
+    sets, alone = request.getfixturevalue("deep") if "vpp" in PLACES[place] else map(request.getfixturevalue, ("sets", "alone"))
     there = run_program(PROGRAM, sets, tmp_path, PLACES[place], like=alone)
     for a, b in zip(alone, there, strict=True):
         assert a.keys() == b.keys()

@@ -36,7 +36,7 @@ TOKEN = "hf_writes"
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_all(tmp_path_factory.mktemp("tiny"))
+    folder = make_all(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)
     (folder / "data/answers.jsonl").write_text('{"prompt": "ab", "answer": "ba"}\n' * 8)
     (folder / "learn.rlf").write_text(PROGRAM)
     done = call(folder, None, folder / "home", *RLC, "run", "learn.rlf", "--out", "run")

@@ -23,7 +23,7 @@ from tests.images.pictures import SIZES, data_of, make_rows, picture
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return make_vision_model(tmp_path_factory.mktemp("model") / "m")
+    return make_vision_model(tmp_path_factory.mktemp("model") / "m", num_hidden_layers=2)
 
 
 def rows(folder, prompt: Any, images: Any, answer: Any = "a"):
@@ -217,7 +217,7 @@ def test_a_row_with_more_tokens_than_allowed_is_an_error_or_is_dropped(tmp_path,
      "the image processor cannot be loaded"),
 ])
 def test_a_directory_without_a_usable_processor(tmp_path, change, why):
-    path = make_vision_model(tmp_path / "m")
+    path = make_vision_model(tmp_path / "m", num_hidden_layers=2)
     change(path)
     with pytest.raises(Failure) as failure:
         open_source(data_of(rows(tmp_path, chat(IMAGE, TEXT), ["0.png"]), path), 1)

@@ -49,7 +49,7 @@ def lines(folder: Path, *options: str) -> list[dict[str, float]]:
 
 
 def test_a_run_with_lag_and_a_buffer_resumes_exactly(tmp_path):
-    make_vision_model(tmp_path / "m")
+    make_vision_model(tmp_path / "m", num_hidden_layers=2)
     make_rows(tmp_path, count=12)
     shutil.copy(HERE / "rewards_images.py", tmp_path)
     (tmp_path / "p.rlf").write_text(PROGRAM)
@@ -72,7 +72,7 @@ def test_a_run_with_lag_and_a_buffer_resumes_exactly(tmp_path):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return make_vision_model(tmp_path_factory.mktemp("model") / "m")
+    return make_vision_model(tmp_path_factory.mktemp("model") / "m", num_hidden_layers=2)
 
 
 def reading(path: Path, model: Path) -> tuple[SourceReading, object]:

@@ -34,7 +34,7 @@ PLACEMENTS = {
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("tiny")
-    make_vision_model(made / "m")
+    make_vision_model(made / "m", num_hidden_layers=2)
     make_rows(made, count=12)
     return made
 

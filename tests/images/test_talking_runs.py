@@ -47,7 +47,7 @@ DP = "place *.* on mesh(0:2) dp=2\nplace actor.generate on mesh(0:2) dp=2 mbs=1\
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("talks")
-    make_vision_model(made / "m")
+    make_vision_model(made / "m", num_hidden_layers=2)
     config = made / "m/tokenizer_config.json"
     (made / "m/chat_template.jinja").unlink(missing_ok=True)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))

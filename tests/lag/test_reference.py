@@ -49,7 +49,7 @@ flow ppo(steps={steps}, seed=4, lag={lag}) {{
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_all(tmp_path_factory.mktemp("tiny"))
+    return make_all(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)
 
 
 def run(base: Path, folder: Path, text: str, lag: int) -> tuple[list[dict[str, float]], list[list[reference.Sample]]]:

@@ -18,7 +18,7 @@ from rldsl.runtime.files import digest
 from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint, _none_there
 from rldsl.runtime.persist.manifest import DIGEST, MANIFEST, manifest_text
 from rldsl.runtime.state import in_flight
-from tests.checkpoint.runs import held, lines, run, steps
+from tests.checkpoint.runs import copy_first_steps, held, lines, run, steps
 from tests.end_to_end.programs import compile_program
 from tests.end_to_end.test_invariance import HERE, everywhere, placement
 from tests.lag.programs import PROGRAMS
@@ -67,22 +67,37 @@ def assert_same_end(mine: Path, theirs: Path) -> None:
     assert found.keys() == expected.keys() and all(found[key].equal(expected[key]) for key in found)
 
 
+@pytest.fixture(scope="module")
+def stopped(base: Path, whole: Path) -> Path:
+    """A run that was asked to stop in its last step but one."""
+    assert set(run(plan(base, "apart"), base / "stopped", stop_after=4)) == {""}
+    assert [line["step"] for line in lines(base / "stopped")] == [1, 2, 3, 4]
+    return base / "stopped"
+
+
+@pytest.fixture(scope="module")
+def alike(base: Path, whole: Path) -> Path:
+    """A run with the responses of the whole one that was asked to stop in its second step."""
+    assert set(run(plan(base, "apart"), base / "alike", stop_after=2, like=whole)) == {""}
+    return base / "alike"
+
+
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
-def test_it_goes_on_as_if_nothing_had_happened(after: int, base: Path, whole: Path) -> None:
+def test_it_goes_on_as_if_nothing_had_happened(after: int, base: Path, whole: Path, stopped: Path) -> None:
     """The last steps of a run generate nothing: a checkpoint holds fewer steps there."""
     stored = {key.split("|")[1] for key in held(whole / f"checkpoints/step-{after:06}") if key.startswith("later step|")}
     assert stored == {str(s) for s in range(after + 1, min(after + LAG, 5) + 1)}
     out = base / f"stopped{after}"
-    assert set(run(plan(base, "apart"), out, stop_after=after)) == {""}
+    copy_first_steps(stopped, out, after)
     assert set(run(plan(base, "apart"), out, resume=out)) == {""}
     assert lines(out) == lines(whole)
     assert_same_end(out, whole)
 
 
 @pytest.mark.parametrize("other", ["one", "together"])
-def test_under_another_placement(other: str, base: Path, whole: Path) -> None:
+def test_under_another_placement(other: str, base: Path, whole: Path, alike: Path) -> None:
     out = base / f"moved-{other}"
-    assert set(run(plan(base, "apart"), out, stop_after=2, like=whole)) == {""}
+    copy_first_steps(alike, out, 2)
     assert set(run(plan(base, other), out, resume=out, like=whole)) == {""}
     for mine, theirs in zip(lines(out), lines(whole), strict=True):
         assert mine == pytest.approx(theirs, rel=2e-4, abs=2e-5)

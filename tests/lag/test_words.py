@@ -55,7 +55,7 @@ TRAIN = "  actor.train(gen, loss=grpo_free(old=gen.logprobs, adv=group_norm(len(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_all(tmp_path_factory.mktemp("words"))
+    return make_all(tmp_path_factory.mktemp("words"), num_hidden_layers=2)
 
 
 def rlc(*command: str, code: int = 0) -> str:

@@ -25,11 +25,11 @@ from tests.tiny import make_model, write_jsonl
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(num_attention_heads=8, num_key_value_heads=4, head_dim=32, linear_num_value_heads=8,
                        linear_num_key_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
-                       moe_intermediate_size=128),
+                       moe_intermediate_size=128, layer_types=["linear_attention", "full_attention"]),
     "falcon_h1": dict(num_attention_heads=8, num_key_value_heads=4, head_dim=32, mamba_d_ssm=256, mamba_n_heads=4,
-                      mamba_d_head=64, mamba_d_state=16),
+                      mamba_d_head=64, mamba_d_state=16, mamba_chunk_size=32),
     "jamba": dict(num_attention_heads=8, num_key_value_heads=4, mamba_d_state=16),
-    "mamba2": dict(expand=2, num_heads=8, head_dim=64, state_size=16)}
+    "mamba2": dict(expand=2, num_heads=8, head_dim=64, state_size=16, chunk_size=32)}
 FEW, MANY = Case("few rows", batch=4, prompt=40, response=14), Case("many rows", batch=12, prompt=70, response=9)
 CASES = (*((family, shape) for family in SIZES for shape in (FEW, MANY)),
          ("mamba2", replace(FEW, name="half", dtype="bfloat16")),
@@ -43,7 +43,7 @@ def test_estimates_are_within_the_gate(family: str, case: Case, tmp_path: Path,
                                        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     wide = 256 if case.batch < 10 else 192
-    make(tmp_path / "m", family, **dict(hidden_size=wide, intermediate_size=2 * wide, num_hidden_layers=4,
+    make(tmp_path / "m", family, **dict(hidden_size=wide, intermediate_size=2 * wide, num_hidden_layers=2,
                                         vocab_size=2048, max_position_embeddings=512) | SIZES[family]
          | (dict(num_heads=wide // 32) if family == "mamba2" else {}))
     compare_with_run(tmp_path, case)

@@ -21,7 +21,7 @@ from tests.world import run_world
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_all(tmp_path_factory.mktemp("profile"))
+    return make_all(tmp_path_factory.mktemp("profile"), num_hidden_layers=2)
 
 
 def _rank(rank: int, data: bytes, out: str, steps: int, cwd: str) -> None:

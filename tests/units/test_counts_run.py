@@ -36,7 +36,7 @@ flow counts(steps=1, seed=3) {{
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("tiny")
-    make_all(base)
+    make_all(base, num_hidden_layers=2)
     return base
 
 
