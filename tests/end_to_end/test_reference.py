@@ -135,7 +135,8 @@ def test_a_ppo_step_has_the_gradients_of_plain_torch(tiny, tmp_path, record):
     from tests.tiny import make_model
 
     base, rm = tiny / "models/sft", tiny / "models/rm"
-    other, critic = make_model(tmp_path / "ref", seed=9, num_hidden_layers=2), make_model(tmp_path / "critic", head="reward_model", seed=5, num_hidden_layers=2)
+    other = make_model(tmp_path / "ref", seed=9, num_hidden_layers=2)
+    critic = make_model(tmp_path / "critic", head="reward_model", seed=5, num_hidden_layers=2)
     text = PPO.format(rows=tiny / "data/prompts.jsonl", base=base, critic=critic, ref=other, rm=rm,
                       optimizer=OPTIMIZER, out=tmp_path / "after")
     (metrics,) = run_program(program(tmp_path, "ppo", text, record), {}, tmp_path / "run")

@@ -58,7 +58,8 @@ def test_a_loss_written_otherwise_trains_alike(alone: Metrics) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_placement_changes_no_number(request: pytest.FixtureRequest, place: str, tmp_path: Path) -> None:
-    sets, alone = request.getfixturevalue("deep") if "vpp" in PLACES[place] else map(request.getfixturevalue, ("sets", "alone"))
+    given = request.getfixturevalue
+    sets, alone = given("deep") if "vpp" in PLACES[place] else (given("sets"), given("alone"))
     there = run_program(PROGRAM, sets, tmp_path, PLACES[place], like=alone)
     for a, b in zip(alone, there, strict=True):
         assert a.keys() == b.keys()
