@@ -33,7 +33,7 @@ def _gaps(rank: int, paths: list[str], dtype: str, degrees: dict[str, int]) -> l
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("families")
-    return {name: str(make_model(root / name, family=name, **more)) for name, more in FAMILIES.items()}
+    return {name: str(make_model(root / name, family=name, num_hidden_layers=2, **more)) for name, more in FAMILIES.items()}
 
 
 def test_they_agree_in_float32_over_families(directories: dict[str, str]) -> None:

@@ -22,7 +22,7 @@ TRAIN = [(1, 1, 1, 2), (1, 1, 1, 4), (1, 2, 1, 2), (1, 1, 2, 2), (2, 1, 1, 2)]
     ("mistral", dict(sliding_window=3)), ("gpt2", {})], ids=lambda x: x if isinstance(x, str) else "")
 def test_logprobs_equal_transformers(tmp_path, family, overrides):
     """Rows of 1 to 13 tokens over 8 chunks: most ranks lack some of them."""
-    path = str(make_model(tmp_path / "m", family=family, **overrides))
+    path = str(make_model(tmp_path / "m", family=family, num_hidden_layers=2, **overrides))
     expected = forward.reference(path, 0.7)
     layouts = [x for x in FORWARD if family != "gpt2" or x[:3] == (1, 1, 1)]
     for found in run_world(4, forward._forwards, path, "causal_lm", "logprobs", layouts, 0.7):
@@ -33,7 +33,7 @@ def test_logprobs_equal_transformers(tmp_path, family, overrides):
 
 def test_scores_and_entropy_equal_one_rank(tmp_path):
     for kind, what in (("reward_model", "scores"), ("causal_lm", "entropy")):
-        path = str(make_model(tmp_path / kind, head=kind))
+        path = str(make_model(tmp_path / kind, head=kind, num_hidden_layers=2))
         ((expected,),) = run_world(1, forward._forwards, path, kind, what, [(1, 1, 1)], 0.9)
         for found in run_world(4, forward._forwards, path, kind, what, FORWARD, 0.9):
             for result in found:
@@ -41,7 +41,8 @@ def test_scores_and_entropy_equal_one_rank(tmp_path):
 
 
 @pytest.mark.parametrize("overrides, kind, what, layouts", [
-    (dict(tie_word_embeddings=True), "causal_lm", "logprobs", TRAIN), (train.TWO, "value_model", "values", TRAIN[2:])],
+    (train.TWO | dict(tie_word_embeddings=True), "causal_lm", "logprobs", TRAIN),
+    (train.TWO, "value_model", "values", TRAIN[2:])],
     ids=["tied", "values"])
 def test_steps_equal_one_process(tmp_path, overrides, kind, what, layouts):
     path = str(make_model(tmp_path / "m", **overrides))
