@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.runs import held, lines
+from tests.checkpoint.runs import copy_first_steps, held, lines
 from tests.checkpoint.runs import run as run_plan
 from tests.end_to_end.programs import compile_program
 from tests.end_to_end.test_invariance import placement
@@ -68,9 +68,10 @@ def test_a_resumed_run_has_the_conversations_that_there_were(after: int, tmp_pat
     monkeypatch.chdir(base)
     plans = {name: compile_program(file, {}, place, base) for name, place in RESUMED.items()}
     assert set(run_plan(plans["apart"], base / "whole")) == {""}
+    assert set(run_plan(plans["apart"], base / "stopped", stop_after=after)) == {""}
     for then in RESUMED:
         out = base / f"resumed-{then}"
-        assert set(run_plan(plans["apart"], out, stop_after=after)) == {""}
+        copy_first_steps(base / "stopped", out, after)
         assert set(run_plan(plans[then], out, resume=out)) == {""}
         assert lines(out) == lines(base / "whole"), then
     mine, theirs = (held(base / x / "checkpoints/step-000004") for x in ("resumed-apart", "whole"))
