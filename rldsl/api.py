@@ -169,7 +169,7 @@ def draft_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, p
                  overrides: Sequence[str] = (), mode: str = MANUAL, rewrite: Rewrite = unchanged,
                  num_processes: int = 1) -> Draft:
     """The same of a program that need not be in a file. mode: who places its calls (`search/modes.py`); those that are
-    `auto` the search places anyway, with so many processes. rewrite: as for `build_graph`."""
+    `auto` the search places anyway, with `num_processes`. rewrite: as for `build_graph`."""
     from rldsl.passes.pipeline import run
 
     return run(placed_source(source, sets, place, overrides, mode, rewrite, num_processes))

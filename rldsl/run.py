@@ -100,7 +100,7 @@ def _arguments(program: Program | None) -> argparse.Namespace:
                         help="write the recorded timeline to this file (Chrome trace JSON); on GPUs this synchronizes "
                              "after every event")
     parser.add_argument("--profile", type=_count, nargs="?", const=1, default=0, metavar="STEPS",
-                        help="record so many steps with torch's profiler, after the first one, to OUT/profile (without "
+                        help="record STEPS steps with torch's profiler, after the first one, to OUT/profile (without "
                              "a value: 1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="device to run on (default: cuda if available)")
     parser.add_argument("--deterministic", action="store_true",

@@ -26,7 +26,7 @@ class Span:
 
     file: SourceFile = field(repr=False)  # the text that the offsets are in
     start: int                            # of the first character
-    end: int                              # behind the last character
+    end: int                              # after the last character
 
     @property
     def line(self) -> int:

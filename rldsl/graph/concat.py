@@ -140,7 +140,7 @@ def _spaces(name: str, parts: Sequence[IndexedFrame]) -> Iterator[Space]:
 
 
 def _one_after_the_other(spaces: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    """(space, number of its first row) of spaces with so many rows each."""
+    """(space, number of its first row) of each space. spaces: (space, number of its rows)."""
     return tuple(zip((s for s, _ in spaces), accumulate((n for _, n in spaces), initial=0), strict=False))
 
 

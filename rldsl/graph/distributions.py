@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def top(flow: FlowBuilder, owner: ModelRef, frame: IndexedFrame, read: IndexedFrame, k: int, target: str,
         clause: g.Clause | None, span: Span, label: str) -> TopTokens:
     """The k most likely tokens at each token of the responses of `frame`. read: what the model reads, `frame` or the
-    same responses behind other prompts. label: what people call them, where the program gives them no name."""
+    same responses after other prompts. label: what people call them, where the program gives them no name."""
     ids, logprobs = (f"{target}.{name}" for name in ("ids", "logprobs"))
     flow.value(ids, "entry", frame.id, "i64", label=label and f"{label}.ids", width=k, entries=ids)
     flow.value(logprobs, "entry", frame.id, label=label and f"{label}.logprobs", width=k, entries=ids)

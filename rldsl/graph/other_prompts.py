@@ -27,7 +27,7 @@ PROMPT = "prompt"  # the option
 
 
 def behind_prompt(flow: FlowBuilder, call: ast.Call, ref: FrameRef, scope: Scope) -> IndexedFrame | Bad:
-    """The frame whose rows the model reads: that of `ref`, or one with its responses behind what `prompt=` gives."""
+    """The frame whose rows the model reads: that of `ref`, or one with its responses after what `prompt=` gives."""
     given = [a for a in call.args if a.name is not None and a.name.name == PROMPT]
     if not given:
         return ref.frame
@@ -41,7 +41,7 @@ def behind_prompt(flow: FlowBuilder, call: ast.Call, ref: FrameRef, scope: Scope
 
 
 def _fits(flow: FlowBuilder, ref: FrameRef, asked: Meaning, at: Span) -> bool:
-    """Whether the responses of `ref` can be read behind the prompts `asked`; else an error."""
+    """Whether the responses of `ref` can be read after the prompts `asked`; else an error."""
     add, name = flow.errors.add, source_name(ref.frame)
     if not isinstance(asked, FrameRef):
         add("RL0203", f"`{PROMPT}` must be prompts, not {describe(asked)}", at,
@@ -78,12 +78,12 @@ def _fits(flow: FlowBuilder, ref: FrameRef, asked: Meaning, at: Span) -> bool:
 
 
 def _reprompted(flow: FlowBuilder, source: IndexedFrame, asked: IndexedFrame, span: Span) -> IndexedFrame:
-    """The responses of `source` behind the prompts `asked`: in a block the same frame once."""
+    """The responses of `source` after the prompts `asked`: in a block the same frame once."""
     parts = (asked.id, source.id)
     for node in flow.items:
         if isinstance(node, g.Derive) and (node.op, node.parts) == ("reprompt", parts):
             return flow.spaces.frames[node.frame]
-    id_, shown = flow.anonymous("behind"), f"{source_name(source)} behind {source_name(asked)}"
+    id_, shown = flow.anonymous("behind"), f"{source_name(source)} after {source_name(asked)}"
     frame = flow.spaces.add(replace(
         source, id=id_, selected_from="", picked_from="", max_prompt_tokens=asked.max_prompt_tokens,
         label=shown))

@@ -265,7 +265,7 @@ def _elsewhere(file: ast.File, known: set[str], files: Library) -> Iterator[Item
 
 
 def _import(file: ast.File, module: str, name: str) -> tuple[int, str]:
-    """Into the `use` of the module, else as a line behind the last `use`, else before the first declaration and the
+    """Into the `use` of the module, else as a line after the last `use`, else before the first declaration and the
     comment that documents it."""
     uses = [i for i in file.items if isinstance(i, ast.Use | ast.UsePy)]
     own = next((u for u in uses if isinstance(u, ast.Use) and u.module == module and u.names), None)

@@ -22,7 +22,7 @@ class Lines:
         return (0, *(i + 1 for i, c in enumerate(self.text) if c == "\n"))
 
     def line(self, number: int) -> str:
-        """The text of a line without its newline; "" behind the last one."""
+        """The text of a line without its newline; "" after the last one."""
         if number >= len(self.starts):
             return ""
         end = self.starts[number + 1] - 1 if number + 1 < len(self.starts) else len(self.text)
@@ -35,7 +35,7 @@ class Lines:
         return line, self._units(self.text[self.starts[line] : offset])
 
     def offset(self, line: int, unit: int) -> int:
-        """The offset of a position; what lies behind the end of a line is its end, a half character its start."""
+        """The offset of a position; what lies after the end of a line is its end, a half character its start."""
         if line >= len(self.starts):
             return len(self.text)
         text, at = self.line(line), 0

@@ -76,7 +76,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def build(model: Model, layers: int, tp: int, backend: str, device: torch.device, trainable: bool) -> Shard:
-    """The shard of the first of `tp` ranks, with so many of the model's layers and random weights."""
+    """The shard of the first of `tp` ranks, with `layers` of the model's layers and random weights."""
     params = tuple(replace(p, layers=min(p.layers, layers))
                    for p in (*model.params, *model.base) if "lora_" not in p.name and p.layer < layers)
     less = replace(model, layers=layers, lora=None, params=params, base=(), train_layout="profile" if trainable else "",

@@ -96,7 +96,7 @@ def _scatter(x: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> None:
 
 
 def _added_seconds(message: Callable[[], Any], device: torch.device, times: int, group: dist.ProcessGroup) -> float:
-    """Seconds that a message adds to work of about a millisecond on each side: the median of batches of so many."""
+    """Seconds that a message adds to work of about a millisecond on each side: the median of batches of `times`."""
     a = torch.randn(64, 256, device=device)
     b = torch.randn(256, 256, device=device)
 

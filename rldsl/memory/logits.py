@@ -25,7 +25,7 @@ def rows_at_once(words: int, device: str) -> int:
 
 
 def are_kept(words: int, tokens: int, compute: int, device: str) -> bool:
-    """Whether training keeps the logits of so many tokens for their gradient, if the loss reads log-probs alone.
+    """Whether training keeps the logits of `tokens` tokens for their gradient, if the loss reads log-probs alone.
     compute: bytes per element of the hidden states."""
     return device == "cpu" and compute == 4 and words * tokens <= KEPT_LOGITS
 
@@ -88,7 +88,7 @@ def over_vocabulary(head: Head, tokens: int, others: int, trained: bool, device:
 
 
 def sampling(head: Head, sequences: int, options: Sampling, tp: int) -> int:
-    """The next token of so many sequences, from the logits over the whole vocabulary of `tp` such heads."""
+    """The next token of each of `sequences`, from the logits over the whole vocabulary of `tp` such heads."""
     vocab = head.rows * tp
     here = sequences * vocab
     gathered = (8 if tp > 1 else 0) * here + 8 * sequences * head.rows

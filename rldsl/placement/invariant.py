@@ -236,6 +236,6 @@ def _inexact(node: g.Compute, call: Call) -> Diagnostic:
 
 
 def _degrees(degree: str, blocks: int) -> str:
-    """Those that divide so many blocks."""
+    """The values of a degree that divide `blocks`, as text."""
     *most, last = [f"{degree}={d}" for d in range(1, blocks + 1) if blocks % d == 0]
     return f"{', '.join(most)} or {last}" if most else last

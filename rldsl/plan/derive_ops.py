@@ -45,7 +45,7 @@ DERIVE_OPS: Mapping[DeriveOpName, DeriveOp] = {
     "text": DeriveOp(verb="write", calls_python=True, keeps_turns=False),
     # prompts that are the beginnings of each row's response
     "prefixes": DeriveOp(verb="cut", keeps_prefixes=True, keeps_turns=False),
-    # the responses of a frame, each behind another prompt
+    # the responses of a frame, each after another prompt
     "reprompt": DeriveOp(verb="reprompt", keeps_turns=False),
     "concat": DeriveOp(verb="concatenate", several=True),  # the rows of several frames as those of one
 }

@@ -672,10 +672,10 @@ class When:
     """The body, in some iterations of the enclosing loop: `every`, `after` and `first` of a program. In the step loop
     it is for the steps of its events, which may run ahead of the iteration."""
 
-    period: int  # it runs in every so many iterations
+    period: int  # iterations from one in which it runs to the next
     body: tuple[Item, ...]  # of one occurrence
-    after: int = 0  # it does not run in the first so many
-    first: int = 0  # it runs only in the first so many; 0: no limit
+    after: int = 0  # the first iterations, in which it does not run
+    first: int = 0  # the first iterations, the only ones in which it runs; 0: no limit
     # in a step loop with a lag, by how many steps its events run ahead, on all ranks; ascending
     aheads: tuple[int, ...] = ()
 

@@ -50,7 +50,7 @@ class Header:
     sources: tuple[tuple[str, str], ...] = ()  # (path, sha256) of every .rlf file
     params: tuple[tuple[str, Scalar], ...] = ()  # resolved `param`s
     memory: int = 0  # bytes per device; 0: unknown
-    lag: int = 0  # a step trains on what was begun for it so many steps earlier
+    lag: int = 0  # how many steps earlier a step's rows were begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Spread:
     epochs: int = 1  # per call
     shuffle: bool = False  # rows are divided into minibatches at random
     call: int = 0  # which of the `train` calls of its model, from 0: each divides at random in its own way
-    # each minibatch is first divided into so many parts, the same under every degree, and a dp rank has consecutive
+    # into how many parts each minibatch is first divided, the same under every degree, and a dp rank has consecutive
     # ones (`sharding/gradient_leaves.py`); 0: it is divided over the dp ranks
     leaves: int = 0
     # the most tokens of a minibatch, which takes rows in order until the next one does not fit; then `minibatches` is
@@ -243,7 +243,7 @@ class Growth:
     squared: int = 0  # for each pair of chunks
 
     def bytes(self, tokens: int) -> int:
-        """Of a sequence of so many tokens."""
+        """Of a sequence of `tokens` tokens."""
         chunks = -(-tokens // self.chunk) if self.chunk else 0
         rest = self.single if chunks == 1 else self.sequence + (self.per_chunk + self.squared * chunks) * chunks
         return max(self.token * tokens + rest, 0)
@@ -447,7 +447,7 @@ class Value:
     frame: str  # id
     level: Level  # what it has one element for: an entry, a token, a turn, a sequence, a prompt, or the whole batch
     # the entries of a row. tokens: one per prompt and response token; response: one per response token; turn: as many
-    # as the frame may have turns, those behind the last turn are padding; row, prompt,
+    # as the frame may have turns, those after the last turn are padding; row, prompt,
     # batch: one each; columns: the data columns as text; lengths: prompt length, response length; row_numbers: the
     # number of the row in its data source; table: no rows of a frame, but one entry per row of a data source; cache:
     # keys and values of the sequence, in the form of the backend, on the ranks that computed them; stored: all rows of

@@ -20,7 +20,7 @@ class Sampling:
 
     n: int = 1  # completions of each prompt
     max_new_tokens: int = 256  # per completion
-    min_new_tokens: int = 0  # no end of sequence before so many tokens
+    min_new_tokens: int = 0  # tokens before which no sequence ends
     temperature: float = 1.0  # divides the logits
     top_p: float = 1.0  # 1: off
     top_k: int = 0  # 0: off
@@ -202,7 +202,7 @@ class DeriveSpec:
     # of "prefixes", one of these: after each token that completes this text; every N tokens; at these fractions
     # of the response. The empty beginning is always one, the end never
     cut_at: str = ""
-    cut_every: int = 0  # of "prefixes": a cut after every so many tokens of the response; 0: none
+    cut_every: int = 0  # of "prefixes": tokens of the response from one cut to the next; 0: none
     cut_fractions: tuple[float, ...] = ()  # of "prefixes": cuts at these fractions of the response
 
 

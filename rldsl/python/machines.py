@@ -22,7 +22,7 @@ def machine_of(cluster: Machines) -> Cluster:
 
 
 def assumed(ranks: int, devices: int) -> Cluster:
-    """As many nodes of the preset `ASSUMED` as so many ranks need, `devices` of which share a node; with more devices
+    """As many nodes of the preset `ASSUMED` as `ranks` ranks need, `devices` of which share a node; with more devices
     in each where a node of the plan has more."""
     cluster = present(preset(ASSUMED), f"preset {ASSUMED}")
     size = min(devices, ranks)

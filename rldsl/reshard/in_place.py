@@ -12,7 +12,7 @@ from rldsl.plan.model import Layout, Model
 from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, Message
 from rldsl.sharding.boxes import Box, Cell, Parameter, Piece, contains, local_shape, parameters, pieces_of_cell, volume
 
-MIN_SEPARATE = 1 << 18  # elements: packing and unpacking so many costs more than one more message
+MIN_SEPARATE = 1 << 18  # elements: packing and unpacking more costs more than one more message
 MAX_PARTS = 5  # that a message to one peer is split into, at most, in a round
 
 Held = Mapping[str, tuple[Parameter, tuple[Piece, ...]]]

@@ -175,7 +175,7 @@ def _choose_tree_size(plan: ReshardPlan) -> ReshardPlan:
 
 
 def _light_enough(plan: ReshardPlan, nodes_per_tree: int, received: int, enough: float) -> _Division | None:
-    """The division with broadcast trees of so many nodes; None if a rank then sends more than `enough`."""
+    """The division with broadcast trees of `nodes_per_tree` nodes; None if a rank then sends more than `enough`."""
     copies = _copies(plan, nodes_per_tree)
     if _busiest_at_least(plan, copies) > enough:
         return None
@@ -184,7 +184,7 @@ def _light_enough(plan: ReshardPlan, nodes_per_tree: int, received: int, enough:
 
 
 def _copies(plan: ReshardPlan, nodes_per_tree: int) -> _Copies:
-    """With broadcast trees of so many nodes each."""
+    """The copies with broadcast trees of `nodes_per_tree` nodes."""
     trees = [-(-len(group.nodes) // nodes_per_tree) if group.arrivals else len(group.nodes) for group in plan.groups]
     families = _families(plan.groups, trees)
     counts: Counter[int] = Counter()

@@ -127,7 +127,7 @@ def like_messages(plan: ReshardPlan, slices: Sequence[TransferSlice], number: in
 
 
 def _short(plan: ReshardPlan, buckets: int) -> int:
-    """Classes of at most so many elements are not divided."""
+    """The elements up to which a class is not divided."""
     return plan.busiest // (WHOLE_BELOW * buckets)
 
 

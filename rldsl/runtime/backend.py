@@ -115,7 +115,7 @@ class ConversationOutput:
     logprobs: torch.Tensor  # [R] float32, as of a `GenerationOutput`
     rewards: torch.Tensor  # [S] float32, as the environments gave them
     turns: torch.Tensor  # [S] int64: turns of the model
-    turn_sizes: torch.Tensor  # [S, max_turns] int64: tokens of each turn of the model, 0 behind the last one
+    turn_sizes: torch.Tensor  # [S, max_turns] int64: tokens of each turn of the model, 0 after the last one
     turn_rewards: torch.Tensor  # [S, max_turns] float32: 0 where the environment gave none
     stopped: torch.Tensor  # [S] int64: what ended a conversation, if not itself (`plan/turns.py`)
     waited: float = 0.0  # seconds that conversations waited for their environments, as this rank saw it

@@ -85,7 +85,7 @@ def build_candidate(isolated: IsolatedCall, problem: Problem, job: Job, s: Strat
 
 
 def call_memory(problem: Problem, isolated: IsolatedCall, job: Job, s: Strategy, limit: float = inf) -> CallMemory:
-    """Bytes of the fullest rank. Offloaded state is on the device while the call runs. limit: the stages behind the
+    """Bytes of the fullest rank. Offloaded state is on the device while the call runs. limit: the stages after the
     first that needs more bytes are not looked at."""
     event, each = isolated.event(s), list[CallMemory]()
     for stage, held in zip(isolated.fullest_stages, isolated.held_bytes, strict=True):

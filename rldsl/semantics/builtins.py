@@ -48,7 +48,7 @@ class Builtins:
         return MeshValue(pairs[0] if len(pairs) == 2 else None, pairs[-1], expr.span)
 
     def _size(self, expr: ast.Call, arg: ast.Argument, scope: Scope) -> MeshValue | Bad:
-        """mesh(8): so many ranks. `mesh(0-4)` is a range with the wrong sign in it, not the number -4."""
+        """mesh(8): 8 ranks, whichever. `mesh(0-4)` is a range with the wrong sign in it, not the number -4."""
         match arg.value:
             case ast.Binary(op="-", left=ast.Number() as start, right=ast.Number() as stop):
                 return self.errors.add("RL0203", "`mesh` takes ranges", arg.span, "`-` subtracts",

@@ -49,7 +49,7 @@ class Word:
     text: str  # as written
     rule: str  # the grammar rule that it belongs to
     start: int  # offset in the text
-    end: int  # offset behind it
+    end: int  # offset after it
     # what begins here and is aligned with the lines around: "=", "train", "place" (the clause of a place rule), "on"
     # (the clause of a call) or ""
     mark: str = ""

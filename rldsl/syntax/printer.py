@@ -23,7 +23,7 @@ class Group:
     """A pair of brackets."""
 
     opening: Word                         # the opening bracket
-    items: tuple[tuple[Piece, ...], ...]  # what is between its commas, each with the comma behind it
+    items: tuple[tuple[Piece, ...], ...]  # what is between its commas, each with the comma after it
     closing: Word                         # the closing bracket
 
 

@@ -166,7 +166,7 @@ def check_infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
 
 
 def _responses_of(t: Tables, frame: str) -> str:
-    """The frame whose responses, token by token, the rows of `frame` have behind other prompts; "" if they have their
+    """The frame whose responses, token by token, the rows of `frame` have after other prompts; "" if they have their
     own."""
     return next((d.source for d, _ in t.events if isinstance(d, Derive) and (d.op, d.frame) == ("reprompt", frame)), "")
 

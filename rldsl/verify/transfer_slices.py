@@ -106,7 +106,7 @@ def slice_faults(plan: ReshardPlan, src: MeshCells, dst: MeshCells, world: int) 
 
 def rank_faults(plan: ReshardPlan, src: MeshCells, dst: MeshCells, world: int, index: ClassIndex, ranks: Iterable[int],
                 pairs: int = 0) -> Iterator[Fault]:
-    """What is wrong with the slices of some ranks. pairs: each is compared with so many of its peers at most; 0: with
+    """What is wrong with the slices of some ranks. pairs: with how many of its peers each is compared at most; 0: with
     all of them."""
     cache, paired = _SliceCache(plan), set[tuple[int, int]]()
     for rank in ranks:

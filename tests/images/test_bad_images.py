@@ -234,7 +234,7 @@ def test_an_orientation_that_is_known_too_late_is_refused(tmp_path, chunk):
     padding = b"teXt" + bytes(1 << 17)
     (tmp_path / "x.png").write_bytes(late(encoded(picture(16, 8, 3)), chunk, extra=padding))
     image = ImageFile(None, str(tmp_path / "x.png"))
-    with pytest.raises(ImageProblem, match="its orientation is written far behind its pixels"):
+    with pytest.raises(ImageProblem, match="its orientation is written far after its pixels"):
         image.read()
 
 

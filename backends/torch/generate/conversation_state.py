@@ -30,7 +30,7 @@ class Branch:
     tokens: list[int] = field(default_factory=list)  # all that was said
     own: list[bool] = field(default_factory=list)  # which of them the model said in it
     logprobs: list[float] = field(default_factory=list)  # of the model's tokens
-    # of each image: how many tokens there are up to its end, and what it adds to positions behind it
+    # of each image: how many tokens there are up to its end, and what it adds to positions after it
     images: list[tuple[int, int]] = field(default_factory=list)
     turns: int = 0  # of the model, begun
     turn_sizes: list[int] = field(default_factory=list)  # tokens of each turn that has ended
@@ -81,7 +81,7 @@ class Slot:
 
     @property
     def shift(self) -> int:
-        """What the images in the cache add to the positions of the tokens behind them."""
+        """What the images in the cache add to the positions of the tokens after them."""
         return sum(added for end, added in self.branch.images if end <= self.cached)
 
     @property

@@ -3,7 +3,7 @@
 In: rows, and the environments that answer. Out: what both said, row by row, with the log-probs of the model's tokens.
 
 While the environment of a conversation works, its slot of the KV cache waits and the others go on decoding; an answer
-is prefilled behind what the slot holds. With `waiting="keep"` a conversation has its slot from its beginning to its
+is prefilled after what the slot holds. With `waiting="keep"` a conversation has its slot from its beginning to its
 end. Otherwise more conversations are alive than there are slots: one gets a slot when it has tokens to run, and may
 lose it while it waits. What its slot holds goes to host memory ("offload"), or all that was said is prefilled again
 ("recompute"). Each pass takes slots that are ready, so its shapes change from pass to pass and none is captured: that
@@ -70,7 +70,7 @@ class Engine(LiveConversations):
     sampling: Sampling  # of one turn
     eos_ids: frozenset[int]  # that end a turn
     cache: KVCache  # a slot for each conversation at a time
-    num_stages: int  # of the pipeline: so many passes are under way
+    num_stages: int  # of the pipeline, and so how many passes are under way
     waiting: Waiting = "keep"  # what a slot does while its environment works
     free: list[int] = field(default_factory=list)  # slots of the cache, the next one last
 

@@ -48,7 +48,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.prompt_starts = self.prompts.prompt_lens.cumsum(0) - self.prompts.prompt_lens  # [N]
         vision = self.stage.vision
-        # [N]: what a token behind a prompt has as its position, less its place; None: its place is its position
+        # [N]: what a token after a prompt has as its position, less its place; None: its place is its position
         self.shifts = vision.shifts(self.prompts.tokens, self.prompts.prompt_lens) if vision else None
         self.num_prefilled = 0  # tokens of prompts that went through the model
         self.last_prompt_hidden: torch.Tensor | None = None  # [1, H] at the last token of the prompt that ran last

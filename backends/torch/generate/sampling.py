@@ -105,7 +105,7 @@ def inverse_cdf(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """[S, 1] the first column of `cumulative` [S, N], which ascends, that is above `target` [S, 1]. Rounding may leave
-    none above; then the first that reaches the total, which has some weight, while those behind it have none."""
+    none above; then the first that reaches the total, which has some weight, while those after it have none."""
     total = cumulative[:, -1:]
     return torch.searchsorted(cumulative, torch.minimum(target, total * (1 - 2.0**-52)), right=True)
 

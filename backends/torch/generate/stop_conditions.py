@@ -13,7 +13,7 @@ from rldsl.runtime.data.tokens import end_tokens
 
 
 class StopStrings:
-    """Whether the last token of a completion completes a stop string; the token may have more text behind it."""
+    """Whether the last token of a completion completes a stop string; the token may have more text after it."""
 
     def __init__(self, stop: tuple[str, ...], tokenizer: Any):
         self.stop, self.tokenizer = stop, tokenizer

@@ -21,7 +21,8 @@ MIN_ROWS = 128
 
 
 def nucleus_kernel(device: torch.device, rows: int = MIN_ROWS) -> NucleusKernel | None:
-    """For so many rows. The first call for a device tries the kernel, which makes the host wait."""
+    """The kernel for `rows` rows; None: it does not pay, or cannot run. The first call for a device tries the kernel,
+    which makes the host wait."""
     return _installed(device) if device.type == "cuda" and rows >= MIN_ROWS else None
 
 

@@ -97,7 +97,7 @@ def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: to
     positions: [S] int64, below W; kv_len: how many tokens of a sequence are seen at most. Returns [S, H, D]."""
     heads, sequences, size = q.shape
     columns = -(-kv_len // TILE) * TILE
-    # what is behind the last weight fills a block: the last elements of an operation must not differ from the others
+    # what is after the last weight fills a block: the last elements of an operation must not differ from the others
     weights = q.new_empty(-(-sequences * heads * columns // KEYS) * KEYS)
     torch.ops.rldsl.decode_scores(q, k, v, keys, values, positions, scale, window or UNBOUNDED, kv_len, weights)
     weights.exp_()

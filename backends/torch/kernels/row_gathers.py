@@ -2,7 +2,7 @@
 
 In: rows, and which of them to take. Out: these rows. The gradient of torch's own indexing sorts the indices and adds
 what belongs to one row, since it cannot know that there is one of each, or equally many; on a GPU that is slower than
-the product of matrices behind it. On a CPU it is not, and torch's is used.
+the product of matrices after it. On a CPU it is not, and torch's is used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def reorder(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> t
 
 
 def repeat_and_reorder(rows: torch.Tensor, times: int, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """[N, ...] -> [times * N, ...]: each row so many times, one after another, and all these in another order."""
+    """[N, ...] -> [times * N, ...]: each row `times` times in a row, and all these in another order."""
     if rows.device.type == "cpu":
         return rows[order // times]
     out: torch.Tensor = RepeatAndReorder.apply(rows, times, order, inverse)

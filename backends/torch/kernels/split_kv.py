@@ -5,7 +5,7 @@ In: queries, one layer's KV cache, and the position of each query. Out: the atte
 A program reads one part of one sequence's keys and values once, for all query heads that share them, and stores the
 largest score, the sum of weights and the weighted sum of values; a second kernel combines the parts (Flash-Decoding,
 Dao et al. 2023). Sums are float32. The division into parts depends on shapes alone, so a captured CUDA graph holds for
-all lengths; a part behind a sequence's end reads nothing.
+all lengths; a part after a sequence's end reads nothing.
 
 Parameters of kernels are annotated with names of `tl` alone: Triton evaluates annotations, too, and refuses others.
 """

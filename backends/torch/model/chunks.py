@@ -39,7 +39,7 @@ class PassThroughLayer(nn.Module):
 
 
 class LayersDone(Exception):
-    """Ends the forward of a family's model behind a chunk's last layer, if that is not the model's last one."""
+    """Ends the forward of a family's model after a chunk's last layer, if that is not the model's last one."""
 
     def __init__(self, hidden: torch.Tensor):
         super().__init__()

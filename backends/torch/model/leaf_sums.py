@@ -69,7 +69,7 @@ def exact_norm(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | Non
     """The 2-norm of all gradients on all ranks of a group (None: this one alone), each element on one of them: the same
     however they are divided. inf if an element is not finite.
 
-    Squares are numbers of fixed point relative to the largest, with 56 bits behind the point; integers are added."""
+    Squares are numbers of fixed point relative to the largest, with 56 bits after the point; integers are added."""
     gradients = [g for g in gradients if g.numel()]
     peak = torch.zeros(1, dtype=torch.float64, device=device)
     for g in gradients:

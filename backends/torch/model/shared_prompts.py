@@ -154,7 +154,7 @@ class SharedPromptAttention(DividedSequences):
 
     @cached_property
     def _packed(self) -> tuple[RepeatedPrompts, tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
-        """Keys of all prompts, then of each response that has tokens behind those of its prompt; the offsets of
+        """Keys of all prompts, then of each response that has tokens after those of its prompt; the offsets of
         queries and of keys; the longest of both."""
         of, prompts, responses = self.lengths.of, self.lengths.prompts, self.lengths.responses
         queries = [*prompts, *(responses[i] for i in self.answered)]

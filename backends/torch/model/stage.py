@@ -260,7 +260,7 @@ class Stage(ActivationCheckpointing):
 
     def _read(self, chunk: Chunk, vision: Vision, tokens: torch.Tensor, positions: torch.Tensor,
               packed_attention: PackedAttention, read: torch.Tensor | None) -> torch.Tensor:
-        """[T, H] behind a chunk of a model that reads images. read: as `hidden` of `forward`."""
+        """[T, H] after a chunk of a model that reads images. read: as `hidden` of `forward`."""
         options: dict[str, Any] = {"position_ids": positions[None] if positions.dim() == 1 else positions[:, None]}
         if read is None:
             read, more = vision.embeddings(tokens, offsets_of(packed_attention))
@@ -270,7 +270,7 @@ class Stage(ActivationCheckpointing):
         return out
 
     def _output(self, chunk: Chunk, out: torch.Tensor) -> torch.Tensor:
-        """What a chunk hands over. out: [T, H] behind its layers."""
+        """What a chunk hands over. out: [T, H] after its layers."""
         if not chunk.last:
             return out.to(self.residual_dtype)
         out = out * self.hidden_scale if self.hidden_scale != 1 else out
@@ -280,7 +280,7 @@ class Stage(ActivationCheckpointing):
 
     def _run(self, chunk: Chunk, inputs: tuple[torch.Tensor, ...], options: Mapping[str, Any]
              ) -> torch.Tensor:
-        """[S, T, H] behind a chunk. inputs: tokens [S, T], and hidden states [S, T, H] from the chunk before, or
+        """[S, T, H] after a chunk. inputs: tokens [S, T], and hidden states [S, T, H] from the chunk before, or
         embeddings that have been made already."""
         given = {"input_ids": inputs[0]}
         if len(inputs) > 1:

@@ -5,7 +5,7 @@ and positions count them by rows and columns where the family does (M-RoPE; Wang
 In: stored tokens, whose image tokens carry the numbers of their images. Out: embeddings on the first stage, positions
 on every stage. An image that several sequences of a pass have runs through the tower once.
 Invariant: a pass has all tokens of an image that it has one of, one after the other: sequences are complete, or what
-a pass has of them begins behind an image.
+a pass has of them begins after an image.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ImageRuns:
 
 @runtime_checkable
 class ContinuedAttention(Protocol):
-    """Attention of tokens behind what earlier passes have kept, with images among them."""
+    """Attention of tokens after what earlier passes have kept, with images among them."""
 
     offsets: torch.Tensor  # [T] int64, of each in what the pass has of its sequence
     blocks: torch.Tensor | None  # [T]: as of a `VarlenAttention`
@@ -87,7 +87,7 @@ class Vision:
                   shift: torch.Tensor | None = None) -> torch.Tensor:
         """[T] in their sequences -> as the family's rotary embeddings read them: the same, or [3, T] by time, height
         and width where there are images. tokens: [T]. offsets: [T] of each in what the pass has of its sequence; None:
-        all of it. shift: [T] what the images of earlier passes add to the position of a token behind them."""
+        all of it. shift: [T] what the images of earlier passes add to the position of a token after them."""
         if not self.by_grid:
             return positions
         offsets = positions if offsets is None else offsets
@@ -98,7 +98,7 @@ class Vision:
         columns, shift = self._shifts(runs)
         # what the images before a token take away from its place: of all before it, less those before its sequence
         taken = torch.zeros(len(tokens) + 1, dtype=torch.long, device=tokens.device)
-        taken[runs.starts + runs.lengths] = shift  # counts behind its image; two images never end at the same place
+        taken[runs.starts + runs.lengths] = shift  # counts after its image; two images never end at the same place
         own_first = torch.arange(len(tokens), device=tokens.device) - offsets  # the first token of its sequence
         taken = taken.cumsum(0)
         moved = positions + taken[:-1] - taken[own_first]
@@ -110,7 +110,7 @@ class Vision:
         return found
 
     def shifts(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """[S] what is added to the place of a token behind each of S packed sequences, so that it is its position.
+        """[S] what is added to the place of a token after each of S packed sequences, so that it is its position.
         tokens: [T]; lengths: [S]."""
         found = torch.zeros_like(lengths)
         if not self.by_grid:
@@ -122,7 +122,7 @@ class Vision:
 
     def ends(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
         """Of each image in some tokens, from the first: how many tokens there are up to its end, and what it adds to
-        the place of a token behind it."""
+        the place of a token after it."""
         at = torch.arange(len(tokens), device=self.device)
         if not self.by_grid or not (runs := ImageRuns.of(torch.tensor(tokens, device=self.device), at)).numbers:
             return []
@@ -171,7 +171,7 @@ class Vision:
         return list(vectors), [list(x) for x in of_layers]
 
     def _shifts(self, runs: ImageRuns) -> tuple[torch.Tensor, torch.Tensor]:
-        """[R] columns of each image, and what it adds to the places behind it: it takes as many positions as the longer
+        """[R] columns of each image, and what it adds to the places after it: it takes as many positions as the longer
         of its sides."""
         shapes = [self._source().grid(number) or (1, 1) for number in runs.numbers]
         rows, columns = torch.tensor(shapes, dtype=torch.long, device=runs.lengths.device).unbind(1)

@@ -116,7 +116,7 @@ class Updates:
             states[name][kind] = tensor
 
     def set_num_updates(self, count: int) -> None:
-        """Resume after so many updates."""
+        """Resume after `count` updates."""
         self.num_updates = count
         for state in self._states().values():
             if STEP in state:

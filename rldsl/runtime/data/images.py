@@ -98,7 +98,7 @@ class ImageFile:
                 orientation = _orientation(image, file)
                 read = image.convert("RGB")
                 if _said(image.info) != orientation:  # this was not known when its tokens were counted
-                    raise ImageProblem("its orientation is written far behind its pixels", "save it again with Pillow")
+                    raise ImageProblem("its orientation is written far after its pixels", "save it again with Pillow")
                 turn = TURNS.get(orientation)
                 return read if turn is None else read.transpose(turn)
             except ImageProblem:
@@ -180,7 +180,7 @@ def _said(info: Mapping[Any, Any]) -> int:
 
 
 def _late_exif(file: Any) -> bytes:
-    """The EXIF data of a PNG that are behind its pixels, near its end; b"" where there are none."""
+    """The EXIF data of a PNG that are after its pixels, near its end; b"" where there are none."""
     before = file.tell()
     file.seek(0, io.SEEK_END)
     file.seek(max(0, file.tell() - TAIL))

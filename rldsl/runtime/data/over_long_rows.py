@@ -21,7 +21,7 @@ from rldsl.runtime.image_tokens import is_image
 
 AT_ONCE = 256  # rows
 IMAGES = "images"  # next to the roles of columns: the tokens of a prompt's images
-MAX_COUNTED_ROWS = 4096  # in a longer file, so many rows drawn at random are counted
+MAX_COUNTED_ROWS = 4096  # in a longer file, as many rows drawn at random are counted
 
 
 def filter_over_long(data: Data, table: Table, tokens: Tokens, speaks: bool) -> tuple[Table, str]:

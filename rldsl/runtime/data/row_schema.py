@@ -261,7 +261,7 @@ def missing(role: str, name: str, columns: Sequence[str], place: str) -> Diagnos
 
 
 def _answers(row: Row, name: str, place: str, count: int) -> Diagnostic | None:
-    """RL0757 unless a row has so many answers; what is wrong with one of them."""
+    """RL0757 unless a row has `count` answers; what is wrong with one of them."""
     if name not in row:
         return missing("answer", name, list(row), place)
     value = row[name]

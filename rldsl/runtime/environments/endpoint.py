@@ -293,7 +293,7 @@ class Endpoint:
             "that was said and add to it")
 
     def _added(self, dialogue: Dialogue, asked: ChatRequest, point: Point | None) -> tuple[int, ...]:
-        """The tokens of the messages behind a point; None: of all messages."""
+        """The tokens of the messages after a point; None: of all messages."""
         had = point.messages if point is not None else ()
         added = asked.messages[len(had):]
         names = {c["id"]: c["function"]["name"] for m in (*had, *added) for c in m.get("tool_calls", [])}
@@ -308,7 +308,7 @@ class Endpoint:
         if point is None:
             return self._chat(asked, None).first(rendered, dialogue.images if shown else None)
         if shown:
-            raise Refused("RL0730", "asked for what this run does not do: a message behind the model's first turn has "
+            raise Refused("RL0730", "asked for what this run does not do: a message after the model's first turn has "
                                     "an image", "put all images of the row into the messages before the first turn")
         chats = [self._chat(asked, kind) for kind in sorted({_kind(m) for m in added})]  # "tool" before "user"
         said = [{k: v for k, v in m.items() if k != "tool_call_id"} for m in rendered]  # `reply` numbers them

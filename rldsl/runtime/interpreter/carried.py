@@ -61,7 +61,7 @@ class Parts:
 
 
 def _appended(rows: RaggedRows, more: RaggedRows, chosen: torch.Tensor) -> RaggedRows:
-    """`rows` with the entries of `more` behind those of the rows that are chosen ([S] bool)."""
+    """`rows` with the entries of `more` after those of the rows that are chosen ([S] bool)."""
     added = torch.zeros_like(rows.sizes)
     added[chosen] = more.sizes
     return RaggedRows(rows.ids, rows.sizes + added, interleaved(rows, RaggedRows(rows.ids, added, more.data)))
@@ -95,7 +95,7 @@ def under_way(step: StepState, name: str, frame: IndexedFrame, prompt_rows: torc
 
 def batch_of(step: StepState, frame: IndexedFrame, prompts: RaggedRows, parts: Parts, chosen: torch.Tensor, seed: int
            ) -> PackedBatch:
-    """Some responses, behind their prompts, as a backend continues them."""
+    """Some responses, after their prompts, as a backend continues them."""
     rows = parts.rows[chosen]
     behind, so_far = prompts.gather(rows // frame.per_prompt), parts.tokens.gather(rows)
     own = rows % (frame.count // frame.iterations)
@@ -104,7 +104,7 @@ def batch_of(step: StepState, frame: IndexedFrame, prompts: RaggedRows, parts: P
 
 
 def interleaved(first: RaggedRows, second: RaggedRows) -> torch.Tensor:
-    """The entries of each row of `first`, and behind them those of the same row of `second`."""
+    """The entries of each row of `first`, and after them those of the same row of `second`."""
     count = len(first.sizes)
     both, sizes = torch.cat([first.data, second.data]), torch.cat([first.sizes, second.sizes])
     order = torch.arange(2 * count, device=sizes.device).view(2, count).T.flatten()

@@ -201,7 +201,7 @@ def _prefixes(step: StepState, services: Services, event: Derive) -> DerivedRows
 
 
 def _reprompt(step: StepState, services: Services, event: Derive) -> DerivedRows:
-    """The same rows, whose responses are behind the prompts of another frame."""
+    """The same rows, whose responses are after the prompts of another frame."""
     context = step.context
     rows = step.my_rows(context.spreads[event.spread], event.source)
     asked, source = (context.frames[f] for f in event.parts)

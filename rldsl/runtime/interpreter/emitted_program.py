@@ -77,7 +77,7 @@ class Rank:
         return self._interpreter.iterate(self._loops[id])
 
     def is_due(self, iteration: int, ahead: int) -> bool:
-        """Whether events that run so many steps ahead run in an iteration of the step loop."""
+        """Whether events that run `ahead` steps ahead run in an iteration of the step loop."""
         return self._interpreter.is_due(iteration, ahead)
 
     def __getattr__(self, kind: str) -> Callable[[int], None]:

@@ -18,7 +18,7 @@ from torch import Tensor
 LOWEST = -1074  # the exponent of the smallest positive float64
 BITS = 32  # of a word
 WORDS = 67  # from 2^LOWEST up to the largest float64, and one for what a term carries over
-SPECIAL = 3  # counts of NaN, inf and -inf, behind the words
+SPECIAL = 3  # counts of NaN, inf and -inf, after the words
 
 
 def exact_words(x: Tensor) -> Tensor:

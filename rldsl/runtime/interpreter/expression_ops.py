@@ -202,7 +202,7 @@ def _median(x: Tensor, args: Sequence[Tensor]) -> Tensor:
 
 def _quantile(x: Tensor, args: Sequence[Tensor]) -> Tensor:
     """args: the share. NaN if an element is NaN, or the share is not in [0, 1]."""
-    ordered = x.sort().values  # NaN behind all numbers
+    ordered = x.sort().values  # NaN after all numbers
     at = _share(args[0]) * (ordered.numel() - 1)
     below = at.nan_to_num().floor().long()
     between = _between(ordered[below], ordered[(below + 1).clamp(max=ordered.numel() - 1)], at - below)
@@ -320,7 +320,7 @@ def filled(lens: Tensor) -> Tensor:
 
 
 def pad(x: Tensor, lens: Tensor) -> Tensor:
-    """Flat [sum of lens] -> [S, longest], zeros behind each sequence."""
+    """Flat [sum of lens] -> [S, longest], zeros after each sequence."""
     holds = filled(lens)
     return x.new_zeros(holds.shape).masked_scatter(holds, x)
 

@@ -27,7 +27,7 @@ class FrameRows:
     lens: Tensor  # [S] int64, response lengths
     tokens: int | None = None  # the sum of lens, if it is known without synchronizing with the device
     prompt_lens: Tensor | None = None  # [S] int64, tokens before the response; None: not needed
-    # [S, most turns] int64: tokens of each turn, 0 behind the last one; None: not needed
+    # [S, most turns] int64: tokens of each turn, 0 after the last one; None: not needed
     turn_sizes: Tensor | None = None
 
     @property

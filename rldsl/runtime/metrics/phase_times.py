@@ -25,7 +25,7 @@ class PhaseTimes:
         self._begun = _mark() if device.type == "cuda" else None
 
     def end(self, phase: str, seconds: float) -> None:
-        """It has ended for the host, which took so many seconds."""
+        """It has ended for the host. seconds: that it took."""
         if self._begun is None:
             self._host[phase] += max(seconds, 0.0)
         else:

@@ -20,8 +20,9 @@ SUMMARY = "summary.json"
 
 
 def summarize(plan: Plan, out: Path, steps: int, made: int, seconds: float) -> dict[str, Any]:
-    """steps: done in all; made: of these in this start, in so many seconds, with these reallocs: an earlier start may
-    have had another placement. Worked out from the plan, since the rank that writes it need not have taken part."""
+    """steps: done in all; made: of these in this start, which took `seconds` and had the reallocs of `plan`: an earlier
+    start may have had another placement. Worked out from the plan, since the rank that writes it need not have taken
+    part."""
     meshes, layouts = {m.id: m for m in plan.meshes}, {x.id: x for x in plan.layouts}
 
     def text(layout: str) -> str:
