@@ -71,7 +71,7 @@ def test_resumed_in_the_middle(tiny: Path, whole: Path, tmp_path: Path, before: 
             # momentum is compared closely, its updates roughly
             limit = 2e-3 * float(end.norm())
             if "|param|" in key:
-                limit = (0.5 if key.startswith("first|") else 0.1) * float((end - middle[key].float()).norm())
+                limit = (0.2 if key.startswith("first|") else 0.1) * float((end - middle[key].float()).norm())
             assert gap <= limit, f"{key}: {gap} apart, at most {limit} expected"
 
 
