@@ -28,6 +28,7 @@ ALLOWED = {
     ("rldsl/cli/run.py", "shell"): "the name of a shell in a command's output; no process is started",
     ("backends/torch/kernels/optional_packages.py", "import_module"): "packages of kernels, by names in the source",
     ("rldsl/runtime/state/model_store.py", "import_module"): "a backend of this package: the verifier knows their names",
+    ("rldsl/runtime/comm/arithmetic.py", "import_module"): "the same backends",
 }
 
 
