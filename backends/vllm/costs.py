@@ -7,7 +7,8 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from rldsl.memory.call_memory import MemoryCosts, Needs
+from rldsl.memory.call_memory import MemoryCosts
+from rldsl.memory.call_parts import Needs
 from rldsl.memory.parameters import Copy
 from rldsl.memory.values import Tables
 

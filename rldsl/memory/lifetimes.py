@@ -11,15 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rldsl.memory.call_memory import (
-    call_bytes,
-    carried_bytes,
-    gradient_bytes,
-    kept_cache_bytes,
-    offloaded_cache_bytes,
-    optimizer_bytes,
-)
+from rldsl.memory.call_memory import call_bytes, gradient_bytes, optimizer_bytes
 from rldsl.memory.curve import Curve, Holding
+from rldsl.memory.generate_memory import carried_bytes, kept_cache_bytes, offloaded_cache_bytes
 from rldsl.memory.holder_classes import HolderClass
 from rldsl.memory.parameters import FLOAT, Copy, elements, largest, new_bytes, resting
 from rldsl.memory.reshard_buffers import realloc_bytes, saved_bytes

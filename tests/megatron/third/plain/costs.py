@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rldsl.memory.call_memory import MemoryCosts, Needs, largest_micro_batch
+from rldsl.memory.call_memory import MemoryCosts
+from rldsl.memory.call_parts import Needs
+from rldsl.memory.micro_batch_size import largest_micro_batch
 from rldsl.memory.parameters import FLOAT, Copy
 from rldsl.memory.values import Tables, rows, width
 from rldsl.plan.events import Infer, Train

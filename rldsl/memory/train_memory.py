@@ -1,0 +1,156 @@
+"""What a train call holds in the torch backend, besides gradients and optimizer state.
+
+In: the event, a copy of its model at a cell. Out: holder -> bytes, at the peak of a minibatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from rldsl.memory import logits
+from rldsl.memory.activations import LayerActivations
+from rldsl.memory.call_parts import (
+    INDEX,
+    Needs,
+    call_stack,
+    chunk_layers,
+    half_precision_bytes,
+    head_of,
+    ids_per_token,
+    longest_sequence,
+    weights_in_blocks,
+)
+from rldsl.memory.images import ImageBytes, image_tokens
+from rldsl.memory.micro_batch_size import MicroBatch, largest_micro_batch
+from rldsl.memory.parameters import (
+    FLOAT,
+    Copy,
+    gathered,
+    largest_step,
+    largest_weight,
+    summed_in_leaves,
+    vocabulary,
+    without_layouts,
+)
+from rldsl.memory.values import Tables, width
+from rldsl.plan.events import Train
+from rldsl.plan.heads import LOGPROBS_AT, OUTPUTS
+from rldsl.plan.model import Layout
+from rldsl.plan.prompt_sources import shares_prompts
+from rldsl.plan.spaces import unit_tokens, units_of_minibatch
+from rldsl.sharding.pipeline_schedule import max_activations_in_flight, max_waiting_messages, passes_in_flight
+
+MAX_SENT_GRADIENTS = 3  # that a rank with several chunks keeps (`tests/cuda_paths/test_coalesced.py`)
+LOSS_ENTRY = 96  # bytes of what a loss keeps for each entry
+
+
+def train_bytes(t: Tables, e: Train, copy: Copy, device: str) -> Needs:
+    """The maximum over the passes of a minibatch and the optimizer step: one fused kernel without extra memory, except
+    where it needs complete parameters."""
+    whole = _rows_of_minibatch(t, e, copy.layout) * sum([width(t.frames[f]) for f in e.frames]) * INDEX
+    most = max(_passes_of_minibatch(t, e, copy, device), largest_step(copy))
+    return {"activations": most, "half-precision weights": half_precision_bytes(copy), "rows": whole, **gathered(copy),
+            **summed_in_leaves(copy), **weights_in_blocks(copy, device)}
+
+
+def _rows_of_minibatch(t: Tables, e: Train, layout: Layout) -> int:
+    """Rows of each frame on the dp rank that has most."""
+    frames, spread = [t.frames[f] for f in e.frames], t.spreads[e.spread]
+    unit = frames[0].per_prompt if spread.granularity == "prompt" else 1  # rows that stay together
+    longest = unit_tokens(frames, unit > 1)
+    return unit * ceil(units_of_minibatch(spread, frames[0].count // unit, longest) / layout.dp)
+
+
+def _passes_of_minibatch(t: Tables, e: Train, copy: Copy, device: str) -> int:
+    """As `_peak_of_passes`, which nothing of depends on what `zero` divides."""
+    if t.passes is None:
+        return _peak_of_passes(t, e, copy, device)
+    x = copy.layout
+    key = (e.id, e.mbs, e.mbt, e.recompute, without_layouts(copy.model), copy.trained, x.dp, x.tp, x.pp, x.vpp, x.cp,
+           x.ep, copy.cell, device)
+    if key not in t.passes:
+        t.passes[key] = _peak_of_passes(t, e, copy, device)
+    return t.passes[key]
+
+
+def _peak_of_passes(t: Tables, e: Train, copy: Copy, device: str) -> int:
+    """The maximum over the backward passes of a layer, of the head, and of the embedding. The pipeline schedule gives
+    the number of forward passes in flight."""
+    stack = call_stack(t, e, copy, device)
+    b, chunks = stack.any, chunk_layers(copy, stack)
+    layout, frames = copy.layout, [t.frames[f] for f in e.frames]
+    count = _rows_of_minibatch(t, e, layout)
+    m = largest_micro_batch(t, e.frames, count, e.mbs, e.mbt, layout,
+                            t.spreads[e.spread] if shares_prompts(copy.model, layout) else None)
+    full = e.recompute == "full"
+    sequences = -(-m.tokens // longest_sequence(t, e))  # of full length, which need as much as those of the micro-batch
+    # by each layer, for its backward pass
+    kept = [[layer.kept(m.tokens, sequences) + m.cp_tokens * b.gathered_kv + m.repeated * b.repeated
+             for layer in layers] for layers in chunks]
+    each = [m.tokens * b.stream * _num_boundary_states(copy, c) + (len(k) * m.tokens * b.stream if full else sum(k))
+            for c, k in enumerate(kept)]
+    images = ImageBytes.of(t, copy, image_tokens(t, frames, m.sequences // len(frames), False), device, full)
+    each[0] += images.kept
+    scheduled = m.count if layout.vpp > 1 else min(m.count, layout.pp)  # more micro-batches only last longer
+    schedule = layout.pp, layout.vpp, scheduled, copy.cell.pp_rank
+    passed = m.tokens * b.stream * _num_messages(layout, m.count, copy.cell.pp_rank, device)
+    weight = (copy.compute + (FLOAT if copy.compute != FLOAT else 0)) * largest_weight(copy)
+    inside = (max_activations_in_flight(passes_in_flight(*schedule), each) + weight
+              + 2 * m.cp_tokens * b.gathered_kv + m.repeated * b.repeated)
+    inside += max(_backward(k, [layer.backward_peak(m.tokens, sequences) for layer in layers], full)
+                  for k, layers in zip(kept, chunks, strict=True))
+    embedding = 0
+    if copy.first and not copy.model.base:  # its gradient comes last, as a full matrix
+        gradient = FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden
+        embedding = max_activations_in_flight(passes_in_flight(*schedule, 0), each) - each[0] + gradient
+    if images.forward:  # its passes come first, and last
+        tower = max(m.tokens * b.stream + images.forward, images.kept + images.backward + weight)
+        embedding = max(embedding, max_activations_in_flight(passes_in_flight(*schedule, 0), each) - each[0] + tower)
+    head = 0
+    if copy.last:
+        head = max_activations_in_flight(passes_in_flight(*schedule, layout.vpp - 1), each) + m.tokens * b.final
+        head += max(m.tokens * b.norm, _loss(t, e, copy, b, m, device))
+        head += m.responses * LOSS_ENTRY * ids_per_token(t, e.ids)
+    return passed + max(inside, embedding, head)
+
+
+def _backward(kept: Sequence[int], peaks: Sequence[int], full: bool) -> int:
+    """The peak of the backward passes of some layers, besides what all of them keep: that of a layer begins when those
+    of later layers are over. peaks: of each layer."""
+    if full:  # each is run again
+        return max(k + p for k, p in zip(kept, peaks, strict=True))
+    return max(p - sum(kept[n + 1 :]) for n, p in enumerate(peaks))
+
+
+def _num_boundary_states(copy: Copy, chunk: int) -> int:
+    """Hidden states that a pass through a chunk keeps besides those of its layers: the received one and the sent
+    one."""
+    return 2 - (copy.first and chunk == 0) - (copy.last and chunk == copy.layout.vpp - 1)
+
+
+def _num_messages(layout: Layout, count: int, rank: int, device: str) -> int:
+    """Messages in flight, or received before the pass that uses them; and with several chunks under NCCL gradients that
+    were sent in exchanges whose messages no pass has used yet (`P2PCommunicator`)."""
+    if layout.pp == 1:
+        return 0
+    if layout.vpp == 1:
+        return 2  # one arrives while the previous one is read
+    steady = min(count, 4 * layout.pp)  # more micro-batches only last longer
+    waiting = max(2, max_waiting_messages(layout.pp, layout.vpp, steady)[rank])
+    return waiting if device == "cpu" else waiting + MAX_SENT_GRADIENTS - 1
+
+
+def _loss(t: Tables, e: Train, copy: Copy, b: LayerActivations, m: MicroBatch, device: str) -> int:
+    """The last hidden states, those of response tokens, their gradient, and logits."""
+    hidden = (m.tokens + 2 * m.responses) * b.hidden
+    if e.heads:
+        hidden += m.responses * sum(2 * FLOAT * t.values[v].width for v, _ in e.heads)
+        hidden += logits.over_vocabulary(head_of(copy), m.responses, len(e.heads), not copy.model.base, device)
+    read = {OUTPUTS[what] for _, _, what in e.model_outputs if not (e.heads and what == LOGPROBS_AT)}
+    if not any(output.logits for output in read):
+        return hidden
+    entropy = any(output.reads == "distribution" for output in read)
+    head = head_of(copy)
+    return hidden + max(logits.forward(head, m.responses, entropy, device, trains=True),
+                        logits.backward(head, m.responses, not copy.model.base, entropy, device))
