@@ -26,7 +26,7 @@ from rldsl.simulate.call_ops import (
     train_passes,
 )
 from rldsl.simulate.engine import Pool
-from rldsl.simulate.time_costs import Stage, StagePasses
+from rldsl.simulate.stage import Stage, StagePasses
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from rldsl.simulate.call_ops import update_ops
 from rldsl.simulate.classes import Groups
 from rldsl.simulate.engine import Compute, Op
 from rldsl.simulate.machine import Machine
-from rldsl.simulate.time_costs import Stage, build_stage
+from rldsl.simulate.stage import Stage, build_stage
 from rldsl.simulate.world import World
 
 

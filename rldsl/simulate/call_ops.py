@@ -15,7 +15,8 @@ from rldsl.plan.backends import unusable
 from rldsl.plan.events import Generate, Infer, Train
 from rldsl.sharding.pipeline_schedule import Exchange, MicroBatchPass, actions, forward_actions
 from rldsl.simulate.engine import Compute, Op, Wait
-from rldsl.simulate.time_costs import DecodeTime, Stage, StagePasses, build_stage, time_costs
+from rldsl.simulate.stage import DecodeTime, Stage, StagePasses, build_stage
+from rldsl.simulate.time_costs import time_costs
 from rldsl.simulate.world import World, collective
 
 # ------------------------------------------------------------------------------ what a backend states, checked

@@ -37,7 +37,7 @@ class World:
         self.lag = plan.header.lag  # steps that generation runs ahead
         self.images = most_image_tokens(plan.data)  # tokens of the images of a prompt, at most
         self.served: dict[Hashable, float] = {}  # a generate of a serving engine, on what links -> its seconds
-        self.plain_passes: dict[Hashable, Any] = {}  # of trainings (`time_costs.PlainPasses`)
+        self.plain_passes: dict[Hashable, Any] = {}  # of trainings (`pass_times.PlainPasses`)
         self.class_traffic: dict[int, dict[int, Traffic]] = {}  # id of a realloc event -> class -> traffic of a rank
         self.meshes: dict[str, Mesh] = {m.id: m for m in plan.meshes}
         self.layouts: dict[str, Layout] = {x.id: x for x in plan.layouts}

@@ -27,7 +27,8 @@ from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
 from rldsl.search import Options, find_placement, memory_check
 from rldsl.simulate import simulate
-from rldsl.simulate.time_costs import StagePasses, TimeCosts
+from rldsl.simulate.stage import StagePasses
+from rldsl.simulate.time_costs import TimeCosts
 from rldsl.verify import verify
 from rldsl.verify.issue_order import IssueOrder
 from tests.end_to_end.test_invariance import placement

@@ -12,7 +12,8 @@ from rldsl.memory.values import Tables, rows, width
 from rldsl.plan.events import Infer, Train
 from rldsl.plan.model import Layout
 from rldsl.sharding.layout import Coordinate
-from rldsl.simulate.time_costs import Stage, StagePasses, TimeCosts
+from rldsl.simulate.stage import Stage, StagePasses
+from rldsl.simulate.time_costs import TimeCosts
 from rldsl.simulate.engine import Compute, Op
 from rldsl.simulate.work_counts import count_micro_batch as counted
 from rldsl.simulate.world import World
