@@ -41,7 +41,8 @@ def generate_bytes(t: Tables, e: Generate, copy: Copy, stack: StackActivations, 
     prefill = min(slots * prompt, max(MAX_PREFILL_TOKENS, prompt))
     sampling, cast = 0, head_of(copy).cast if copy.last else 0  # the head is cast once
     if copy.last:
-        sampling = slots * b.hidden + logits.sampling(head_of(copy), slots, e.sampling, tp if vocabulary(copy)[1] else 1)
+        sampling = slots * b.hidden + logits.sampling(head_of(copy), slots, e.sampling,
+                                                      tp if vocabulary(copy)[1] else 1)
     # CUDA's kernels for grouped-query attention get repeated keys and values; others read the KV cache in place
     read = each * heads if device == "cuda" and heads != groups else 0
     if e.conversation is not None:  # slots of a pass need not be neighbors: what they hold is copied

@@ -26,7 +26,7 @@ def began(rank: int, data: bytes, out: str, local_ranks: tuple[int, ...]) -> tup
     asked: list[Plan] = []
     plain = startup.verify
     startup.verify = lambda plan: (asked.append(plan), plain(plan))[1]  # type: ignore[assignment]
-    startup._allowed = _stop  # what comes next
+    startup.plan_as_run = _stop  # what comes next
     try:
         startup.prepare(PlanFile.from_bytes(data, "x.plan"), out, torch.device("cpu"), None, Options())
     except Failure as failure:
