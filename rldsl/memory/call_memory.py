@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import assert_never
 
-from rldsl.memory.call_parts import Needs, call_stack
+from rldsl.memory.call_parts import Needs
 from rldsl.memory.generate_memory import generate_bytes
 from rldsl.memory.infer_memory import infer_bytes
 from rldsl.memory.parameters import FLOAT, Copy, optimizer_state, trained
@@ -30,11 +30,11 @@ class MemoryCosts:
 
     def generate(self, tables: Tables, event: Generate, copy: Copy, device: str) -> Needs:
         """Holder -> bytes while a `generate` runs."""
-        return generate_bytes(tables, event, copy, call_stack(tables, event, copy, device), device)
+        return generate_bytes(tables, event, copy, device)
 
     def infer(self, tables: Tables, event: Infer, copy: Copy, device: str) -> Needs:
         """Holder -> bytes while an inference call runs."""
-        return infer_bytes(tables, event, copy, call_stack(tables, event, copy, device), device)
+        return infer_bytes(tables, event, copy, device)
 
     def train(self, tables: Tables, event: Train, copy: Copy, device: str) -> Needs:
         """Holder -> bytes while a train call runs, besides gradients and optimizer state."""

@@ -6,9 +6,20 @@ sequences afterwards: offloaded, carried to a later step, or kept for another ca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from rldsl.memory import logits
-from rldsl.memory.activations import StackActivations
-from rldsl.memory.call_parts import INDEX, Needs, chunk_layers, half_precision_bytes, head_of, weights_in_blocks
+from rldsl.memory.activations import LayerActivations
+from rldsl.memory.call_parts import (
+    INDEX,
+    Needs,
+    call_stack,
+    chunk_layers,
+    half_precision_bytes,
+    head_of,
+    weights_in_blocks,
+)
 from rldsl.memory.decode_shapes import (
     MAX_PREFILL_TOKENS,
     live_conversations,
@@ -21,54 +32,116 @@ from rldsl.memory.values import ROW, WIDE, Tables, rows, width
 from rldsl.plan.events import Generate
 
 
-def generate_bytes(t: Tables, e: Generate, copy: Copy, stack: StackActivations, device: str) -> Needs:
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """How many sequences a rank decodes at a time, and how long they are at most."""
+
+    rows: int  # of the call on this rank
+    slots: int  # sequences at a time
+    prompt: int  # tokens before the generated ones: of the prompt, and of a carried response from earlier steps
+    new: int  # tokens that are generated for a sequence
+    prefilled: int  # tokens of a sequence that a prefill runs at once
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence that the KV cache holds."""
+        return self.prompt + self.new
+
+    @property
+    def prefill(self) -> int:
+        """Tokens of a prefill of several sequences."""
+        return min(self.slots * self.prefilled, max(MAX_PREFILL_TOKENS, self.prefilled))
+
+
+def generate_bytes(t: Tables, e: Generate, copy: Copy, device: str) -> Needs:
     """The maximum over a prefill, the first tokens after it, and a decoding step that is not replayed. The captured
     steps so far (CUDA graphs, on the CPU operator traces) are held during all three."""
-    b, here = stack.any, [layer for chunk in chunk_layers(copy, stack) for layer in chunk]
+    stack = call_stack(t, e, copy, device)
+    b, layers = stack.any, [layer for chunk in chunk_layers(copy, stack) for layer in chunk]
+    d = _decoding(t, e)
+    cast = head_of(copy).cast if copy.last else 0  # the head is cast once
+    sampling = _sampling_bytes(e, copy, d.slots, b.hidden) - cast if copy.last else 0
+    step = max(_step_bytes(e, copy, d, layers, device), sampling)
+    captured = _num_captures(e, copy, d, device) * (
+        step if device == "cuda" else _trace_bytes(e, copy, d, layers))
+    images = ImageBytes.of(t, copy, _image_tokens(t, e, d), device).forward
+    sequences = d.prefill // max(d.prefilled, 1)  # of a prefill
+    activations = max(max(layer.forward_peak(d.prefill, sequences) for layer in layers),
+                      d.prefill * b.stream + images if images else 0,
+                      d.prefill * b.hidden + sampling,
+                      step + captured)
+    drawn = 0 if e.sampling.greedy or not copy.last else 8 * d.new * d.slots
+    tokens = 12 * d.new + INDEX + 8 * width(t.frames[e.frame]) + 8 * d.prompt
+    return {"KV cache": d.slots * _kv_heads(copy) * _bytes_per_head(copy, d.length) * sum(x.caches for x in layers),
+            "states": 2 * d.slots * sum(layer.state for layer in layers),
+            "activations": cast + activations,
+            "half-precision weights": half_precision_bytes(copy), **weights_in_blocks(copy, device),
+            "progress": drawn + d.rows * tokens}
+
+
+def _decoding(t: Tables, e: Generate) -> _Decoding:
     frame, prompts = t.frames[e.frame], t.frames[e.prompts]
     count = rows(frame, t.spreads[e.spread], t.layouts, t.frames)
-    slots = _slots(e, count)
     new = frame.max_response_tokens if e.conversation is not None else e.sampling.max_new_tokens
-    sizes, tp = copy.model.sizes, copy.layout.tp
-    heads, groups = -(-sizes.heads // tp), -(-sizes.kv_heads // tp)
-    longest = width(prompts)
+    prompt = width(prompts)
     if e.per_step:  # all but the last part of a response is run with the prompt
-        new, longest = e.per_step, longest + (prompts.iterations - 1) * e.per_step
-    wide = longest + new
-    each = 2 * sizes.head_dim * wide * copy.compute  # keys and values of a sequence in one head of one layer
+        new, prompt = e.per_step, prompt + (prompts.iterations - 1) * e.per_step
     # an answer of an environment may be long, and a conversation that gave its slot away is prefilled as a whole
-    prompt = wide if e.conversation is not None else longest
-    prefill = min(slots * prompt, max(MAX_PREFILL_TOKENS, prompt))
-    sampling, cast = 0, head_of(copy).cast if copy.last else 0  # the head is cast once
-    if copy.last:
-        sampling = slots * b.hidden + logits.sampling(head_of(copy), slots, e.sampling,
-                                                      tp if vocabulary(copy)[1] else 1)
+    prefilled = prompt + new if e.conversation is not None else prompt
+    return _Decoding(count, _slots(e, count), prompt, new, prefilled)
+
+
+def _kv_heads(copy: Copy) -> int:
+    """Heads of the KV cache on this rank."""
+    return -(-copy.model.sizes.kv_heads // copy.layout.tp)
+
+
+def _bytes_per_head(copy: Copy, tokens: int) -> int:
+    """Keys and values of `tokens` tokens in one head of one layer."""
+    return 2 * copy.model.sizes.head_dim * tokens * copy.compute
+
+
+def _step_bytes(e: Generate, copy: Copy, d: _Decoding, layers: Sequence[LayerActivations], device: str) -> int:
+    """A decoding step without its head: the layer that needs most, and copies of the KV cache."""
+    heads, groups, each = -(-copy.model.sizes.heads // copy.layout.tp), _kv_heads(copy), _bytes_per_head(copy, d.length)
     # CUDA's kernels for grouped-query attention get repeated keys and values; others read the KV cache in place
     read = each * heads if device == "cuda" and heads != groups else 0
     if e.conversation is not None:  # slots of a pass need not be neighbors: what they hold is copied
         read = max(read, each * groups)
-    masked = 5 * wide
-    step = slots * read + max(layer.decoding(slots, masked) for layer in here)
-    prefilled = prefill // max(prompt, 1)  # sequences of a prefill
-    seen = min(prefill, -(-slots // max(e.sampling.n, 1)) * min(prompts.max_prompt_tokens, t.images))
-    images = ImageBytes.of(t, copy, seen, device).forward
-    captured = 0
-    # steps with experts or collectives are not captured, nor are those of conversations
-    if tp == 1 and not sizes.experts_per_token and e.conversation is None:
-        captured = num_captures_with_memory(longest, new, device == "cpu") * (
-            max(step, sampling - cast) if device == "cuda" else
-            slots * (sum(layer.outputs + layer.row_outputs for layer in here) + masked
-                     + (sampling_bytes_per_logit(head_of(copy), e.sampling) * head_of(copy).rows if copy.last else 0))
-            + sum(layer.fixed_outputs for layer in here))
-    drawn = 0 if e.sampling.greedy or not copy.last else 8 * new * slots
-    return {"KV cache": slots * groups * each * sum(layer.caches for layer in here),
-            "states": 2 * slots * sum(layer.state for layer in here),
-            "activations": cast + max(max(layer.forward_peak(prefill, prefilled) for layer in here),
-                                      prefill * b.stream + images if images else 0,
-                                      prefill * b.hidden + sampling - cast,
-                                      max(step, sampling - cast) + captured),
-            "half-precision weights": half_precision_bytes(copy), **weights_in_blocks(copy, device),
-            "progress": drawn + count * (12 * new + INDEX + 8 * width(frame) + 8 * longest)}
+    return d.slots * read + max(layer.decoding(d.slots, _mask_bytes(d)) for layer in layers)
+
+
+def _mask_bytes(d: _Decoding) -> int:
+    """The attention mask of a slot."""
+    return 5 * d.length
+
+
+def _sampling_bytes(e: Generate, copy: Copy, slots: int, hidden: int) -> int:
+    """The last hidden states and their logits, from which tokens are sampled. hidden: bytes of a hidden state."""
+    divided = copy.layout.tp if vocabulary(copy)[1] else 1
+    return slots * hidden + logits.sampling(head_of(copy), slots, e.sampling, divided)
+
+
+def _num_captures(e: Generate, copy: Copy, d: _Decoding, device: str) -> int:
+    """Captured steps that hold memory. Steps with experts or collectives are not captured, nor are those of
+    conversations."""
+    if copy.layout.tp > 1 or copy.model.sizes.experts_per_token or e.conversation is not None:
+        return 0
+    return num_captures_with_memory(d.prompt, d.new, device == "cpu")
+
+
+def _trace_bytes(e: Generate, copy: Copy, d: _Decoding, layers: Sequence[LayerActivations]) -> int:
+    """The outputs of the operators of a captured step on a CPU, which all stay."""
+    head = head_of(copy)
+    made = sampling_bytes_per_logit(head, e.sampling) * head.rows if copy.last else 0
+    of_slot = sum(layer.outputs + layer.row_outputs for layer in layers) + _mask_bytes(d) + made
+    return d.slots * of_slot + sum(layer.fixed_outputs for layer in layers)
+
+
+def _image_tokens(t: Tables, e: Generate, d: _Decoding) -> int:
+    """Tokens of images in a prefill, at most: those of a prompt are run once for all its responses."""
+    prompts = -(-d.slots // max(e.sampling.n, 1))
+    return min(d.prefill, prompts * min(t.frames[e.prompts].max_prompt_tokens, t.images))
 
 
 def _sequences_at_once(e: Generate, count: int) -> int:
@@ -86,13 +159,12 @@ def offloaded_cache_bytes(t: Tables, e: Generate, copy: Copy) -> int:
     """Keys and values of conversations that gave their slots away, in host memory."""
     if e.waiting != "offload":
         return 0
-    sizes, frame = copy.model.sizes, t.frames[e.frame]
+    frame = t.frames[e.frame]
     count = rows(frame, t.spreads[e.spread], t.layouts, t.frames)
     slots = _slots(e, count)
     # a slot is given away to a conversation that has it from then on
     away = min(live_conversations(slots, e.waiting), _sequences_at_once(e, count)) - slots
-    heads = -(-sizes.kv_heads // copy.layout.tp)
-    return away * width(frame) * 2 * heads * sizes.head_dim * copy.compute * copy.layers
+    return away * _kv_heads(copy) * _bytes_per_head(copy, width(frame)) * copy.layers
 
 
 def carried_bytes(t: Tables, e: Generate) -> int:
@@ -107,7 +179,6 @@ def carried_bytes(t: Tables, e: Generate) -> int:
 
 def kept_cache_bytes(t: Tables, e: Generate, copy: Copy) -> int:
     """Keys and values that a rank keeps of the sequences that `e` generates. The last token of a sequence has none."""
-    sizes, frame = copy.model.sizes, t.frames[e.frame]
-    heads = -(-sizes.kv_heads // copy.layout.tp)
+    frame = t.frames[e.frame]
     tokens = rows(frame, t.spreads[e.spread], t.layouts, t.frames) * max(width(frame) - 1, 0)
-    return tokens * 2 * heads * sizes.head_dim * copy.compute * copy.layers
+    return _kv_heads(copy) * _bytes_per_head(copy, tokens) * copy.layers

@@ -6,11 +6,12 @@ In: the event, a copy of its model at a cell. Out: holder -> bytes, at the peak 
 from __future__ import annotations
 
 from rldsl.memory import logits
-from rldsl.memory.activations import StackActivations
+from rldsl.memory.activations import LayerActivations, StackActivations
 from rldsl.memory.call_parts import (
     INDEX,
     TOP_ENTRY,
     Needs,
+    call_stack,
     chunk_layers,
     half_precision_bytes,
     head_of,
@@ -19,7 +20,7 @@ from rldsl.memory.call_parts import (
     weights_in_blocks,
 )
 from rldsl.memory.images import ImageBytes, image_tokens
-from rldsl.memory.micro_batch_size import largest_micro_batch
+from rldsl.memory.micro_batch_size import MicroBatch, largest_micro_batch
 from rldsl.memory.parameters import FLOAT, Copy
 from rldsl.memory.values import Tables, rows, width
 from rldsl.plan.events import Infer
@@ -27,25 +28,40 @@ from rldsl.plan.heads import DISTRIBUTION, OUTPUTS
 from rldsl.plan.prompt_sources import shares_prompts
 
 
-def infer_bytes(t: Tables, e: Infer, copy: Copy, stack: StackActivations, device: str) -> Needs:
-    b, here = stack.any, [layer for chunk in chunk_layers(copy, stack) for layer in chunk]
-    count = rows(t.frames[e.frame], t.spreads[e.spread], t.layouts, t.frames)
+def infer_bytes(t: Tables, e: Infer, copy: Copy, device: str) -> Needs:
+    """The activations of the largest micro-batch, in the layer that needs most or in the head; and the rows of the
+    call."""
+    stack, frame = call_stack(t, e, copy, device), t.frames[e.frame]
+    count = rows(frame, t.spreads[e.spread], t.layouts, t.frames)
     m = largest_micro_batch(t, (e.frame,), count, e.mbs, e.mbt, copy.layout,
                             t.spreads[e.spread] if shares_prompts(copy.model, copy.layout) else None)
-    head = 0
-    if copy.last:
-        head = (m.tokens + m.responses) * b.hidden
-        if OUTPUTS[e.output_name].logits:
-            head += logits.forward(head_of(copy), m.responses, OUTPUTS[e.output_name].reads == "distribution", device)
-        head += m.responses * TOP_ENTRY * ids_per_token(t, e.ids)
-        head += m.responses * 2 * FLOAT * copy.model.sizes.hidden * (e.output_name == DISTRIBUTION)
-    passed = 0 if copy.last else m.tokens * b.stream  # the message of the micro-batch before
-    sequences = -(-m.tokens // longest_sequence(t, e))  # of full length, which need as much as those of the micro-batch
-    most = max(max(layer.forward_peak(m.tokens, sequences) for layer in here)
-               + 3 * m.cp_tokens * b.gathered_kv + m.repeated * b.repeated, head)
-    if images := ImageBytes.of(t, copy, image_tokens(t, (t.frames[e.frame],), m.sequences, True), device).forward:
-        most = max(most, m.tokens * b.stream + images)
+    passed = 0 if copy.last else m.tokens * stack.any.stream  # the message of the micro-batch before
+    most = max(_layer_bytes(t, e, copy, stack, m), _image_bytes(t, e, copy, stack.any, m, device),
+               _head_bytes(t, e, copy, stack.any, m, device) if copy.last else 0)
+    row = width(frame) * INDEX + frame.max_response_tokens * TOP_ENTRY * ids_per_token(t, e.ids)
     return {"activations": passed + most, "half-precision weights": half_precision_bytes(copy),
-            **weights_in_blocks(copy, device),
-            "rows": count * (width(t.frames[e.frame]) * INDEX
-                             + t.frames[e.frame].max_response_tokens * TOP_ENTRY * ids_per_token(t, e.ids))}
+            **weights_in_blocks(copy, device), "rows": count * row}
+
+
+def _layer_bytes(t: Tables, e: Infer, copy: Copy, stack: StackActivations, m: MicroBatch) -> int:
+    """The forward pass of the layer that needs most."""
+    b = stack.any
+    sequences = -(-m.tokens // longest_sequence(t, e))  # of full length, which need as much as those of the micro-batch
+    peak = max(layer.forward_peak(m.tokens, sequences) for chunk in chunk_layers(copy, stack) for layer in chunk)
+    return peak + 3 * m.cp_tokens * b.gathered_kv + m.repeated * b.repeated
+
+
+def _image_bytes(t: Tables, e: Infer, copy: Copy, b: LayerActivations, m: MicroBatch, device: str) -> int:
+    """The forward pass of the vision tower, before the layers; 0 without images."""
+    seen = image_tokens(t, (t.frames[e.frame],), m.sequences, True)
+    tower = ImageBytes.of(t, copy, seen, device).forward
+    return m.tokens * b.stream + tower if tower else 0
+
+
+def _head_bytes(t: Tables, e: Infer, copy: Copy, b: LayerActivations, m: MicroBatch, device: str) -> int:
+    """The last hidden states, those of responses, and what the call makes of them."""
+    output = OUTPUTS[e.output_name]
+    made = logits.forward(head_of(copy), m.responses, output.reads == "distribution", device) if output.logits else 0
+    ids = m.responses * TOP_ENTRY * ids_per_token(t, e.ids)
+    hidden = m.responses * 2 * FLOAT * copy.model.sizes.hidden if e.output_name == DISTRIBUTION else 0
+    return (m.tokens + m.responses) * b.hidden + made + ids + hidden
