@@ -6,6 +6,7 @@ In: the event, a copy of its model at a cell. Out: holder -> bytes, at the peak 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil
 
 from rldsl.memory import logits
@@ -63,7 +64,7 @@ def _rows_of_minibatch(t: Tables, e: Train, layout: Layout) -> int:
 
 
 def _passes_of_minibatch(t: Tables, e: Train, copy: Copy, device: str) -> int:
-    """As `_peak_of_passes`, which nothing of depends on what `zero` divides."""
+    """`_peak_of_passes`, cached: nothing in it depends on what `zero` divides."""
     if t.passes is None:
         return _peak_of_passes(t, e, copy, device)
     x = copy.layout
@@ -74,45 +75,76 @@ def _passes_of_minibatch(t: Tables, e: Train, copy: Copy, device: str) -> int:
     return t.passes[key]
 
 
+@dataclass(frozen=True, slots=True)
+class _PassesInFlight:
+    """Forward passes of a minibatch whose backward passes have not run yet."""
+
+    schedule: tuple[int, int, int, int]  # pp, chunks of a rank, micro-batches, this rank's index along pp
+    kept: tuple[int, ...]  # bytes that a forward pass through each chunk keeps for its backward pass
+
+    def when_backward_begins(self, chunk: int | None = None) -> int:
+        """The most that is kept when a backward pass begins: of any chunk, or of this one."""
+        return max_activations_in_flight(passes_in_flight(*self.schedule, chunk), self.kept)
+
+    def before_layers(self) -> int:
+        """The most that is kept when the backward pass of the first chunk has gone through all its layers."""
+        return self.when_backward_begins(0) - self.kept[0]
+
+
 def _peak_of_passes(t: Tables, e: Train, copy: Copy, device: str) -> int:
     """The maximum over the backward passes of a layer, of the head, and of the embedding. The pipeline schedule gives
     the number of forward passes in flight."""
-    stack = call_stack(t, e, copy, device)
+    stack, layout, full = call_stack(t, e, copy, device), copy.layout, e.recompute == "full"
     b, chunks = stack.any, chunk_layers(copy, stack)
-    layout, frames = copy.layout, [t.frames[f] for f in e.frames]
-    count = _rows_of_minibatch(t, e, layout)
-    m = largest_micro_batch(t, e.frames, count, e.mbs, e.mbt, layout,
+    m = largest_micro_batch(t, e.frames, _rows_of_minibatch(t, e, layout), e.mbs, e.mbt, layout,
                             t.spreads[e.spread] if shares_prompts(copy.model, layout) else None)
-    full = e.recompute == "full"
     sequences = -(-m.tokens // longest_sequence(t, e))  # of full length, which need as much as those of the micro-batch
-    # by each layer, for its backward pass
-    kept = [[layer.kept(m.tokens, sequences) + m.cp_tokens * b.gathered_kv + m.repeated * b.repeated
-             for layer in layers] for layers in chunks]
-    each = [m.tokens * b.stream * _num_boundary_states(copy, c) + (len(k) * m.tokens * b.stream if full else sum(k))
-            for c, k in enumerate(kept)]
-    images = ImageBytes.of(t, copy, image_tokens(t, frames, m.sequences // len(frames), False), device, full)
-    each[0] += images.kept
-    scheduled = m.count if layout.vpp > 1 else min(m.count, layout.pp)  # more micro-batches only last longer
-    schedule = layout.pp, layout.vpp, scheduled, copy.cell.pp_rank
-    passed = m.tokens * b.stream * _num_messages(layout, m.count, copy.cell.pp_rank, device)
-    weight = (copy.compute + (FLOAT if copy.compute != FLOAT else 0)) * largest_weight(copy)
-    inside = (max_activations_in_flight(passes_in_flight(*schedule), each) + weight
-              + 2 * m.cp_tokens * b.gathered_kv + m.repeated * b.repeated)
-    inside += max(_backward(k, [layer.backward_peak(m.tokens, sequences) for layer in layers], full)
-                  for k, layers in zip(kept, chunks, strict=True))
-    embedding = 0
-    if copy.first and not copy.model.base:  # its gradient comes last, as a full matrix
-        gradient = FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden
-        embedding = max_activations_in_flight(passes_in_flight(*schedule, 0), each) - each[0] + gradient
-    if images.forward:  # its passes come first, and last
-        tower = max(m.tokens * b.stream + images.forward, images.kept + images.backward + weight)
-        embedding = max(embedding, max_activations_in_flight(passes_in_flight(*schedule, 0), each) - each[0] + tower)
-    head = 0
-    if copy.last:
-        head = max_activations_in_flight(passes_in_flight(*schedule, layout.vpp - 1), each) + m.tokens * b.final
-        head += max(m.tokens * b.norm, _loss(t, e, copy, b, m, device))
-        head += m.responses * LOSS_ENTRY * ids_per_token(t, e.ids)
-    return passed + max(inside, embedding, head)
+    seen = image_tokens(t, [t.frames[f] for f in e.frames], m.sequences // len(e.frames), False)
+    images = ImageBytes.of(t, copy, seen, device, full)
+    saved = [[layer.kept(m.tokens, sequences) + m.cp_tokens * b.gathered_kv + m.repeated * b.repeated
+              for layer in layers] for layers in chunks]  # by each layer, for its backward pass
+    peaks = [[layer.backward_peak(m.tokens, sequences) for layer in layers] for layers in chunks]
+    kept = [m.tokens * b.stream * _num_boundary_states(copy, c) + (len(k) * m.tokens * b.stream if full else sum(k))
+            for c, k in enumerate(saved)]
+    kept[0] += images.kept
+    micro_batches = m.count if layout.vpp > 1 else min(m.count, layout.pp)  # more of them only last longer
+    passes = _PassesInFlight((layout.pp, layout.vpp, micro_batches, copy.cell.pp_rank), tuple(kept))
+    layers = (passes.when_backward_begins() + _weight_bytes(copy) + 2 * m.cp_tokens * b.gathered_kv
+              + m.repeated * b.repeated
+              + max(_backward(k, p, full) for k, p in zip(saved, peaks, strict=True)))
+    messages = m.tokens * b.stream * _num_messages(layout, m.count, copy.cell.pp_rank, device)
+    return messages + max(layers, _embedding_peak(copy, passes), _tower_peak(copy, passes, images, m.tokens * b.stream),
+                          _head_peak(t, e, copy, passes, b, m, device))
+
+
+def _weight_bytes(copy: Copy) -> int:
+    """The gradient of the largest matrix: in the dtype of its product and, if that is another, in float32."""
+    return (copy.compute + (FLOAT if copy.compute != FLOAT else 0)) * largest_weight(copy)
+
+
+def _embedding_peak(copy: Copy, passes: _PassesInFlight) -> int:
+    """The backward pass of the embedding: its gradient comes last, as a full matrix. 0 where it is not trained here."""
+    if not copy.first or copy.model.base:
+        return 0
+    return passes.before_layers() + FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden
+
+
+def _tower_peak(copy: Copy, passes: _PassesInFlight, images: ImageBytes, hidden: int) -> int:
+    """The passes of a vision tower, which come first, and last; 0 without images. hidden: bytes of the hidden states of
+    a micro-batch."""
+    if not images.forward:
+        return 0
+    return passes.before_layers() + max(hidden + images.forward, images.kept + images.backward + _weight_bytes(copy))
+
+
+def _head_peak(t: Tables, e: Train, copy: Copy, passes: _PassesInFlight, b: LayerActivations, m: MicroBatch,
+               device: str) -> int:
+    """The passes of the last norm, the head and the loss; 0 on other stages."""
+    if not copy.last:
+        return 0
+    entries = m.responses * LOSS_ENTRY * ids_per_token(t, e.ids)
+    return (passes.when_backward_begins(copy.layout.vpp - 1) + m.tokens * b.final
+            + max(m.tokens * b.norm, _loss(t, e, copy, b, m, device)) + entries)
 
 
 def _backward(kept: Sequence[int], peaks: Sequence[int], full: bool) -> int:
