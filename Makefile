@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup lint test test-isa gpu oracles demo demo-agent demo-vision docs dist vsix clean
+.PHONY: setup lint test test-thorough test-isa gpu oracles demo demo-agent demo-vision docs dist vsix clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -20,11 +20,21 @@ lint: setup
 	MYPYPATH=.lint $(BIN)/mypy --cache-dir .lint/cache -p rldsl
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not thorough"
+
+# What begins within SECONDS, where there are so many tests that they may not all have time; another commit begins with
+# another file
+SECONDS ?= 36000
+LIMIT = --seconds $(SECONDS) --begin-at "$$(git rev-parse HEAD)"
 
 # the numbers once more, with the next smaller instruction set than the processor's best
 test-isa: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.isa -n 2 --dist worksteal -m numeric
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.isa -n 2 --dist worksteal -m "numeric and not thorough" $(LIMIT)
+
+# more samples, sizes, placements and kills of what `make test` shows
+test-thorough: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m thorough $(LIMIT) \
+	  $$(grep -rl --include='test_*.py' thorough tests)
 
 # Every CUDA path on one GPU, in at most 35 minutes; nothing is installed: without a .venv, with the packages that
 # $(PYTHON) has. Leaves runs/gpu/report.md and a log of each stage

@@ -1,7 +1,8 @@
 """Golden files: `golden(name, text)` compares text with tests/golden/NAME; `pytest --update-golden` rewrites them.
 
 Tests below the directories `NUMERIC` compare what kernels compute; they have the marker `numeric`, and `make test-isa`
-runs them with another instruction set than the processor's best (`tests/isa.py`)."""
+runs them with another instruction set than the processor's best (`tests/isa.py`). `make test` leaves out those with the
+marker `thorough`."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.cpu import GARBAGE, Cpu
+from tests.time_limit import TimeLimit
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
@@ -31,6 +33,8 @@ NUMERIC = frozenset({  # the directories of tests whose numbers come from kernel
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files from what the code says")
     parser.addoption("--cpu", type=int, metavar="N", help="print the N tests that used most of the processors")
+    parser.addoption("--seconds", type=float, metavar="N", help="begin no test after N seconds")
+    parser.addoption("--begin-at", default="", metavar="TEXT", help="with --seconds: decides which file is the first")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,6 +55,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "numeric: compares numbers that kernels compute")
     config.addinivalue_line("markers", "many: one test of many runs, mutants or kills; their files begin first, so "
                                        "that no worker waits for one of them at the end")
+    config.addinivalue_line("markers", "thorough: more samples, sizes, placements or kills of what another test shows; "
+                                       "`make test-thorough` runs them")
+    if (seconds := config.getoption("--seconds")) is not None:
+        config.pluginmanager.register(TimeLimit(seconds, config.getoption("--begin-at")))
     if config.getoption("--cpu"):
         config.pluginmanager.register(Cpu(config.getoption("--cpu")))
 

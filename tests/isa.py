@@ -2,9 +2,9 @@
 
     python -m tests.isa [default|avx2|avx512] [ARGUMENT OF PYTEST ...]
 
-Without a name it is the next smaller one. What passes with one and fails with another hangs on the last bit: compare
+Without a name it is the next smaller one that processors in use have as their best. What passes with one and fails with another hangs on the last bit: compare
 runs that share their responses (`tests/responses.py`), use `invariant=true`, or state what rounding cannot break. A
-processor that has one alone, or none of these, has nothing to do here.
+processor that has none of these, or AVX2 as its best, has nothing to do here: with nothing smaller are models trained.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SETS: Mapping[str, Mapping[str, str]] = {
 
 
 def smaller(best: str) -> str | None:
-    """The name of the set below the processor's best one."""
-    names = [*SETS]
+    """The name of the set below the processor's best one; none below AVX2."""
+    names = [*SETS][1:]
     return names[names.index(best) - 1] if best in names[1:] else None
 
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = arguments[0].upper() if arguments and arguments[0].upper() in SETS else None
     name = asked or smaller(best)
     if name is None:
-        print(f"{best}: this processor has no smaller instruction set to run the tests with")
+        print(f"{best}: this processor has no smaller instruction set that others have as their best")
         return 0
     if best in SETS and [*SETS].index(name) > [*SETS].index(best):
         print(f"this processor has {best}, and not {name}", file=sys.stderr)

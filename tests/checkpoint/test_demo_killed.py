@@ -38,6 +38,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {key: t for file in sorted(folder.glob("*.safetensors")) for key, t in load_file(file).items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.many
 def test_the_demo_survives_thirty_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -61,6 +61,7 @@ def namespaces(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
+@pytest.mark.thorough
 @pytest.mark.many
 def test_two_agents_one_of_whose_ranks_dies_compute_what_one_world_does(namespaces: bool, plan: bytes, whole: Metrics,
                                                                        tmp_path: Path) -> None:

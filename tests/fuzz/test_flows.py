@@ -58,6 +58,7 @@ def test_flows_run_as_on_one_rank(base: Path) -> None:
     assert not tried.wrong and len(tried.equal) >= 4, tried
 
 
+@pytest.mark.thorough
 @pytest.mark.many
 @pytest.mark.parametrize("lag", [1, 2])
 def test_with_a_lag_they_do_too(lag: int, base: Path) -> None:
@@ -74,6 +75,7 @@ def test_what_was_refused_compiles(base: Path, name: str, monkeypatch: pytest.Mo
     assert compiled(base, [*FOUND].index(name), tried) and not tried.wrong and not tried.refused
 
 
+@pytest.mark.thorough
 def test_flows_have_what_makes_sequences_of_sequences() -> None:
     """And whatever they have, the checker accepts."""
     texts = [flow(seed).removeprefix(HEAD) for seed in range(FIRST, FIRST + 12)]

@@ -49,6 +49,7 @@ def _ranks(rank: int, path: str) -> list[tuple[Any, str, list[int], list[Row]]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.many
 def test_every_layout_gives_the_same(path: str) -> None:
     right = {name: expected(path, PROMPTS, sampling) for name, (sampling, _, _) in WORK.items()}

@@ -19,6 +19,7 @@ from tests.backend_torch.shards import pack, plan_model
 from tests.backend_torch.test_train import OPTIONS, ROWS, UPDATES, minibatch, share
 from tests.megatron.shards import layout_of as at
 from tests.megatron.shards import make, needed, shard_of
+from tests.samples import thorough_unless
 from tests.world import run_world
 
 needed()
@@ -114,7 +115,7 @@ def one_memory(shard: Any) -> bool:
     return len(inside) > 4 and all(bool((p == 7.0).all()) for p in inside)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", thorough_unless(lambda name: name in ("qwen3", "qwen3_moe"), LAYOUTS))
 def test_numbers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     path, layouts = make(tmp_path, name), LAYOUTS[name]
     found = sum(run_world(max(map(degree_product, layouts)), seen, path, layouts, *plainly(path)), [])

@@ -15,6 +15,7 @@ from rldsl.models.skeleton import build
 from tests.families.tiny_configs import make, tiny_config
 from tests.memory.estimates import compare_with_run
 from tests.memory.plans import Case, on
+from tests.samples import thorough_unless
 from tests.tiny import make_model
 
 HEADS: dict[str, Any] = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=32)
@@ -31,8 +32,10 @@ CASES = (("gpt_oss", MANY), ("gpt_oss", HALF), ("gpt_oss", ADAPTERS),
          ("llama4_text", replace(MANY, name="pp=2", world=2, place=on(2, "pp=2 mbs=2", "dp=2", "pp=2"))),
          ("gemma2", MANY))
 
+SHOWN = {("gpt_oss", "many rows"), ("llama4_text", "pp=2")}
 
-@pytest.mark.parametrize("family, case", CASES, ids=[f"{f}, {c.name}" for f, c in CASES])
+
+@pytest.mark.parametrize("family, case", thorough_unless(lambda family, case: (family, case.name) in SHOWN, CASES), ids=[f"{f}, {c.name}" for f, c in CASES])
 def test_estimates_are_within_the_gate(family: str, case: Case, tmp_path: Path,
                                        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

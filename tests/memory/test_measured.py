@@ -14,10 +14,13 @@ from rldsl.plan.events import Generate, Infer, Realloc, Save, Train
 from rldsl.plan.projection import event_paths
 from tests.memory.accounting import measured
 from tests.memory.plans import CASES, Case, plan_of
+from tests.samples import thorough_unless
 
 GATE = 0.10
 SMALL = ("gpt2", "top k", "whole vocabulary", "half, recompute", "adapters, half", "greedy, slots", "top_p", "save, checkpoint", "dpo pp=2", "continued, dp=2",
          "pp=4, dp=2 tp=2", "ppo, as ReaL")
+
+SHOWN = {"gpt2", "save, checkpoint", "dpo pp=2", "continued, dp=2"}
 
 
 def small(case: Case) -> Case:
@@ -25,7 +28,7 @@ def small(case: Case) -> Case:
     return replace(case, response=min(case.response, 12), prompt=min(case.prompt, 48))
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", thorough_unless(SHOWN.__contains__, SMALL))
 def test_estimates_are_within_the_gate(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every rank: the peak of the run, and what each call, save and reallocation holds while it runs."""
     monkeypatch.chdir(tmp_path)

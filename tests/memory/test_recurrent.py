@@ -20,6 +20,7 @@ from rldsl.plan.model import Growth
 from tests.families.tiny_configs import make, tiny_config
 from tests.memory.estimates import compare_with_run
 from tests.memory.plans import GRPO, Case, on
+from tests.samples import thorough_unless
 from tests.tiny import make_model, write_jsonl
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -37,8 +38,10 @@ CASES = (*((family, shape) for family in SIZES for shape in (FEW, MANY)),
          ("qwen3_next", replace(MANY, name="adapters", adapters=", lora(r=8)")),
          ("falcon_h1", replace(MANY, name="pp=2", world=2, place=on(2, "pp=2 mbs=2", "dp=2", "pp=2"))))
 
+SHOWN = {("qwen3_next", "few rows"), ("mamba2", "half")}
 
-@pytest.mark.parametrize("family, case", CASES, ids=[f"{f}, {c.name}" for f, c in CASES])
+
+@pytest.mark.parametrize("family, case", thorough_unless(lambda family, case: (family, case.name) in SHOWN, CASES), ids=[f"{f}, {c.name}" for f, c in CASES])
 def test_estimates_are_within_the_gate(family: str, case: Case, tmp_path: Path,
                                        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -20,14 +20,16 @@ from rldsl.plan.projection import event_paths
 from tests.images.models import MAKERS, make
 from tests.memory.accounting import measured
 from tests.memory.vision import vision_program
+from tests.samples import thorough_unless
 from tests.tiny import make_model
 
 GATE = 0.10
 
 
-@pytest.mark.parametrize("family, freeze, kernels", [
-    ("gemma3", False, True), ("gemma3", True, True), ("qwen2_5_vl", False, True), ("qwen2_5_vl", True, True),
-    ("qwen2_5_vl", False, False)])
+@pytest.mark.parametrize("family, freeze, kernels", thorough_unless(
+    lambda family, freeze, _: family == "gemma3" and not freeze, [
+        ("gemma3", False, True), ("gemma3", True, True), ("qwen2_5_vl", False, True), ("qwen2_5_vl", True, True),
+        ("qwen2_5_vl", False, False)]))
 def test_estimates_are_within_the_gate(family: str, freeze: bool, kernels: bool, tmp_path: Path,
                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """kernels: those for CPUs, which the estimate counts; without a compiler, torch's operators keep more."""
@@ -35,7 +37,8 @@ def test_estimates_are_within_the_gate(family: str, freeze: bool, kernels: bool,
     within_the_gate(compile(str(vision_program(tmp_path, family, freeze=freeze))), tmp_path, kernels)
 
 
-@pytest.mark.parametrize("family, freeze", [("gemma3", False), ("qwen2_5_vl", False), ("qwen2_5_vl", True)])
+@pytest.mark.parametrize("family, freeze", thorough_unless(lambda family, _: family == "gemma3", [
+    ("gemma3", False), ("qwen2_5_vl", False), ("qwen2_5_vl", True)]))
 def test_estimates_of_prompts_with_one_picture_and_text(family: str, freeze: bool, tmp_path: Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """The data says how many tokens its pictures have; without that all tokens of a prompt count as those of one. The

@@ -11,6 +11,7 @@ import pytest
 from tests.papers.matrix import EXAMPLES, PLACES, Found, compare, distance
 from tests.papers.programs import root
 
+pytestmark = pytest.mark.thorough
 _PLACES = list(PLACES)
 CHOSEN = {name: (_PLACES[i % len(_PLACES)], _PLACES[(i + 3) % len(_PLACES)]) for i, name in enumerate(EXAMPLES)}
 CELLS = [(name, place) for name, places in CHOSEN.items() for place in places]

@@ -117,6 +117,7 @@ def test_the_plans_have_every_kind_of_event_and_record(plans: dict[str, Plan]) -
 
 
 @pytest.mark.many
+@pytest.mark.thorough
 def test_every_harmful_mutant_is_rejected(plans: dict[str, Plan], capsys: pytest.CaptureFixture[str]) -> None:
     table: Counter[tuple[str, str]] = Counter()
     by_check: dict[str, Counter[str]] = defaultdict(Counter)
