@@ -24,7 +24,7 @@ PLACES: dict[tuple[str, str], str] = {
     ("backends/torch/model/load_weights.py", "copy_pieces"): START,
     ("backends/torch/model/load_weights.py", "_load_from_parts"): START,
     ("backends/torch/model/lora.py", "init_lora"): START,
-    ("backends/torch/model/stage.py", "Stage.__init__"): START,
+    ("backends/torch/model/skeleton.py", "move_buffers"): START,
     ("rldsl/runtime/comm/agreement.py", "ranks_that_differ"): START,
     ("rldsl/runtime/comm/agreement.py", "broadcast_text"): START,
     ("rldsl/runtime/comm/agreement.py", "gather_texts"): START,

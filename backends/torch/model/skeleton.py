@@ -135,6 +135,13 @@ def aliases_of(skeleton: nn.Module, output: nn.Module | None, prefix: str) -> Ma
     return found
 
 
+def move_buffers(skeleton: nn.Module, device: torch.device) -> None:
+    """Put the buffers of all modules on a device, as tensors that every module has for itself."""
+    for module in skeleton.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
 def only_multiplied(name: str, parameter: Parameter, skeleton: nn.Module) -> bool:
     """Whether a parameter is read only by matrix products, for which autocast casts it: weights of experts, adapters,
     linear layers and the head."""

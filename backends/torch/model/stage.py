@@ -10,25 +10,22 @@ Errors: RL0330 `invariant=training` under tp or cp needs norms that the family d
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
-from rldsl.backends.torch.kernels.products import use_onednn
-from rldsl.backends.torch.kernels.rms_norms import fuse_norms
 from rldsl.backends.torch.model import attention
 from rldsl.backends.torch.model.attention import PackedAttention
-from rldsl.backends.torch.model.autocast import keep_float32_products, round_parameter
+from rldsl.backends.torch.model.autocast import keep_float32_products
 from rldsl.backends.torch.model.chunks import Chunk, LayersDone, chunk_of, end_of_layers
-from rldsl.backends.torch.model.experts import OrderedExperts, SourceGrads, parallelize_experts
-from rldsl.backends.torch.model.fused_layers import fuse_layers, fuse_ordered_layers
-from rldsl.backends.torch.model.gradient_sums import HeadKind, HeadSums, Norms, with_gradient_apart
+from rldsl.backends.torch.model.experts import SourceGrads
+from rldsl.backends.torch.model.fuse_modules import fuse_modules, fuse_ordered_norms
+from rldsl.backends.torch.model.gradient_sums import HeadSums, with_gradient_apart
+from rldsl.backends.torch.model.held_parameters import Held, held_here, is_matrix, rounds_grad, zero_sharding
+from rldsl.backends.torch.model.install_parameters import Installer, round_parameters
 from rldsl.backends.torch.model.invariant import Invariant
 from rldsl.backends.torch.model.invariant_probe import ordered_heads
 from rldsl.backends.torch.model.load_weights import HeldPieces, allocate_parameters, load_config
@@ -39,27 +36,22 @@ from rldsl.backends.torch.model.sequence_parallel import SequenceParallel, gathe
 from rldsl.backends.torch.model.sequences import CurrentPass, connect
 from rldsl.backends.torch.model.skeleton import (
     HeadWithoutProducts,
-    aliases_of,
     empty_model,
     has_more,
     logit_form,
+    move_buffers,
     only_multiplied,
-    rope_width,
 )
-from rldsl.backends.torch.model.tensor_parallel import ColumnParallelInput, parallelize
 from rldsl.backends.torch.model.vision import Vision, features_of, offsets_of
 from rldsl.backends.torch.model.weight_copies import WeightCopies
-from rldsl.backends.torch.model.zero import ParamGroup, ParamGroups, ZeroSharding
-from rldsl.diag import fail
+from rldsl.backends.torch.model.zero import ZeroSharding
 from rldsl.models.execution import Execution, body_name
 from rldsl.models.vision import layers_with_images, vision_family
-from rldsl.plan.adapter_names import module_of
 from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Axis, Images, WeightCache
 from rldsl.runtime.image_tokens import ids_of
-from rldsl.sharding.boxes import Parameter, expand_specs, local_shape, parameters, pieces_of_rank
-from rldsl.sharding.sum_blocks import column_leaves, local_cuts, summed_input, summed_output
+from rldsl.sharding.boxes import Parameter, local_shape
 
 INTO_EMBEDDINGS = ("ctrl",)  # families that write into the embeddings that they are given
 
@@ -111,7 +103,7 @@ class Stage(ActivationCheckpointing):
                  matmul_dtype: torch.dtype, weight_cache: WeightCache | None = None, images: Images | None = None):
         """dtype: in which `parameters` are stored. images: see `Build`."""
         attention.register()
-        pp, tp = axes.pp, axes.tp
+        pp, cpu = axes.pp, device.type == "cpu"
         self.first, self.last = pp.index == 0, pp.index == pp.size - 1
         self.device, self.matmul_dtype = device, matmul_dtype
         self.residual_dtype = torch.float32
@@ -120,73 +112,152 @@ class Stage(ActivationCheckpointing):
         body: nn.Module = skeleton.get_submodule(body_name(skeleton))
         self.float32_products = frozenset() if matmul_dtype == torch.float32 else \
             keep_float32_products(skeleton, device)
-        text = self.config.get_text_config()
         self.current = CurrentPass()
+        self._read_config(model)
+        self._hold_parameters(model, held_here(model, layout, mesh, axes), dtype, weight_cache)
+        self._read_signature(skeleton, body, model)
+        self._shard_parameters(skeleton, layout.zero, axes, model.invariant_training)
+        gathered = gathered_children((*model.params, *model.base))
+        self.sequence_parallel = SequenceParallel(axes.tp, bool(gathered) and not self._needs_complete_sequences())
+        self._order_sums(model, axes)
+        self._fuse(skeleton, model, axes.cp)
+        self._install_parameters(skeleton, model, axes.tp, axes.ep)
+        move_buffers(skeleton, device)
+        skeleton.eval()
+        self.vision = self._vision(skeleton, model, images)
+        connect(body, () if self.how.by_rows else self.how.recurrent, self.current,
+                compiled=cpu and not model.invariant)
+        self.chunks = [chunk_of(body, self.how.layers, self.how.outputs, s, pp.size * layout.vpp, model.layers)
+                       for s in range(pp.index, pp.size * layout.vpp, pp.size)]
+        for chunk in self.chunks:
+            self.sequence_parallel.install([layer for _, layer in chunk.own_layers()], gathered)
+        self._wrap_layers()
+
+    # ------------------------------------------------------------------------------------------- steps of building
+
+    def _read_config(self, model: Model) -> None:
+        text = self.config.get_text_config()
         self.hidden_scale, self.logit_cap = logit_form(text) if model.head.vocabulary else (1.0, 0.0)
         self.hidden_size, self.vocab_size = int(text.hidden_size), int(text.vocab_size)
 
-        rank = axes.mesh.ranks[axes.mesh.index]
-        without_zero = replace(layout, zero=0)
-
-        def held_here(wanted: Iterable[Parameter]) -> HeldPieces:
-            pieces = ((p, pieces_of_rank(p, model.layers, without_zero, mesh, rank)) for p in wanted)
-            return {p.name: (p, held) for p, held in pieces if held}
-
-        self.unsharded_held = held_here(parameters(model))
-        self.held = {name: (p, pieces_of_rank(p, model.layers, layout, mesh, rank))
-                     for name, (p, _) in self.unsharded_held.items()} if layout.zero else self.unsharded_held
+    def _hold_parameters(self, model: Model, held: Held, dtype: torch.dtype, weight_cache: WeightCache | None) -> None:
+        """Allocate this rank's parameters; tensors that never change are shared with other shards."""
+        self.held, self.unsharded_held, self.base_held = held.stored, held.unsharded, held.base
         read_only = not (model.train_layout or model.updated_from or model.base)
-        self.parameters, self.to_load = allocate_parameters(model.path, self.held, dtype, device,
+        self.parameters, self.to_load = allocate_parameters(model.path, self.held, dtype, self.device,
                                                            weight_cache if read_only else None)
-        self.base_held = held_here(expand_specs(model.base, model.layers))
-        self.base, self.base_to_load = allocate_parameters(model.path, self.base_held, matmul_dtype, device,
+        self.base, self.base_to_load = allocate_parameters(model.path, self.base_held, self.matmul_dtype, self.device,
                                                            weight_cache)
+
+    def _read_signature(self, skeleton: Any, body: nn.Module, model: Model) -> None:
+        """What the family's forward takes, and what it does after the last layers."""
         arguments = inspect.signature(body.forward).parameters
         self._arguments = frozenset(arguments)
         # what a later stage gets takes the place of its embeddings, if it can
         self._takes_embeddings = ("inputs_embeds" in arguments and str(self.config.model_type) not in INTO_EMBEDDINGS
                                   and skeleton.get_input_embeddings().weight.shape[-1] == self.hidden_size)
         self._top = HeadWithoutProducts(skeleton) if model.head.vocabulary and has_more(skeleton) else None
-        self.unsharded = self.parameters
-        self.zero = None
-        if layout.zero:
+
+    def _shard_parameters(self, skeleton: nn.Module, level: int, axes: Axes, in_leaves: bool) -> None:
+        """Under `zero`, allocate what modules compute with, apart from the stored rows."""
+        self.unsharded, self.zero = self.parameters, None
+        if level:
             self.unsharded = {name: self._allocate_unsharded(name, skeleton) for name in self.held}
-            self.zero = self._zero_sharding(layout.zero, axes, model.invariant_training)
-        gathered = gathered_children((*model.params, *model.base))
-        # some modules need all tokens of a sequence, or read inputs that are not divided by tokens
-        whole = bool(self.how.by_rows or self.how.recurrent or getattr(text, "hidden_size_per_layer_input", None)
-                     or layers_with_images(self.config))
-        self.sequence_parallel = SequenceParallel(tp, bool(gathered) and not whole)
+            self.zero = zero_sharding(level, self.held, self.parameters, self.unsharded, axes, in_leaves,
+                                      self.rounds_grad)
+
+    def _needs_complete_sequences(self) -> bool:
+        """Whether some modules need all tokens of a sequence, or read inputs that are not divided by tokens."""
+        per_layer_inputs = getattr(self.config.get_text_config(), "hidden_size_per_layer_input", None)
+        return bool(self.how.by_rows or self.how.recurrent or per_layer_inputs or layers_with_images(self.config))
+
+    def _order_sums(self, model: Model, axes: Axes) -> None:
+        """What sums in one order need: in forward passes (`invariant=true`), and of gradients (`=training`)."""
         self.invariant, self.ordered_gradients = model.invariant, model.invariant_training
-        self.ordered_heads = ordered_heads(model.sizes.head_dim) if model.invariant and device.type == "cpu" else ()
+        on_cpu = self.device.type == "cpu"
+        self.ordered_heads = ordered_heads(model.sizes.head_dim) if model.invariant and on_cpu else ()
         # With cp a leaf is summed over ranks before the next one. What `zero` gathers in half precision cannot have
         # the float32 gradient of several leaves
         self.joins_leaves = self.ordered_gradients and model.sizes.heads > 0 and axes.cp.size == 1 and not (
-            layout.zero and matmul_dtype != torch.float32)
+            self.zero is not None and self.matmul_dtype != torch.float32)
         self.source_grads, self._ep_size = {}, axes.ep.size
-        self.head_sums = HeadSums(model.sizes.heads, model.sizes.kv_heads, tp) \
+        self.head_sums = HeadSums(model.sizes.heads, model.sizes.kv_heads, axes.tp) \
             if self.ordered_gradients and model.sizes.heads else None
         self.weight_copies = WeightCopies(model.invariant and self.zero is None)
-        self._fuse(skeleton, model, axes.cp)
-        if not model.invariant and device.type == "cpu":
-            use_onednn(skeleton)
-        self._install_parameters(skeleton, model, tp, axes.ep)
-        for module in skeleton.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(self.device))
-        skeleton.eval()
-        if family := vision_family(self.config):
-            root = skeleton.get_submodule(body_name(skeleton).rpartition(".")[0])
-            self.vision = Vision(images, family,
-                                 self.checkpointed(features_of(root)) if self.first else None,
-                                 skeleton.get_input_embeddings() if self.first else None, device, model.path)
-        connect(body, () if self.how.by_rows else self.how.recurrent, self.current,
-                compiled=device.type == "cpu" and not model.invariant)
-        self.chunks = [chunk_of(body, self.how.layers, self.how.outputs, s, pp.size * layout.vpp, model.layers)
-                       for s in range(pp.index, pp.size * layout.vpp, pp.size)]
+
+    def _fuse(self, skeleton: nn.Module, model: Model, cp: Axis) -> None:
+        """Let norms and layers run with fewer kernels. Errors: RL0330."""
+        if self.head_sums is None:
+            fuse_modules(skeleton, model, self.device)
+            return
+        ordered = fuse_ordered_norms(skeleton, model, self.device, self.head_sums, cp, self._row_groups)
+        self.joins_leaves = self.joins_leaves and ordered
+
+    def _install_parameters(self, skeleton: Any, model: Model, tp: Axis, ep: Axis) -> None:
+        """Put local parameters into the modules of the whole model, with their collectives."""
+        installer = Installer(skeleton, model, self.config.get_text_config(), self.last, self.device, tp, ep,
+                              self.sequence_parallel, self.ordered_gradients, self._row_groups, self._source_grads_of,
+                              self.weight_copies)
+        held = {**self.base_held, **self.unsharded_held}
+        found = installer.install({**self.base, **self.unsharded}, held, lora_adapters(model, self.unsharded))
+        self._head, self._head_bias, self.head_is_biased = found.head.weight, found.head.bias, found.head.is_biased
+        self.vocab_start, self.head_axis, self.vocab_cuts = found.head.start, found.head.axis, found.head.cuts
+        self.head_grad, self.score = None, self.unsharded.get(SCORE_WEIGHT)
+        self.experts = found.experts
+        self.joins_leaves = self.joins_leaves and found.reads_once  # in a pass
+        if self.matmul_dtype == torch.bfloat16:
+            round_parameters(skeleton, [name for name, (parameter, _) in held.items()
+                                        if not self._is_cast(name, parameter, skeleton)])
+
+    def _vision(self, skeleton: Any, model: Model, images: Images | None) -> Vision | None:
+        """The vision tower on the first stage, and what later stages need of it."""
+        if not (family := vision_family(self.config)):
+            return None
+        root = skeleton.get_submodule(body_name(skeleton).rpartition(".")[0])
+        return Vision(images, family, self.checkpointed(features_of(root)) if self.first else None,
+                      skeleton.get_input_embeddings() if self.first else None, self.device, model.path)
+
+    def _allocate_unsharded(self, name: str, skeleton: nn.Module) -> nn.Parameter:
+        """A tensor for modules to compute with, in the dtype that they use: autocast casts matrices of layers."""
+        parameter, pieces = self.unsharded_held[name]
+        cast = is_matrix(parameter) and self._is_cast(name, parameter, skeleton)
+        dtype = self.matmul_dtype if cast else self.parameters[name].dtype
+        return nn.Parameter(torch.empty(local_shape(parameter, pieces), dtype=dtype, device=self.device))
+
+    def _is_cast(self, name: str, parameter: Parameter, skeleton: nn.Module) -> bool:
+        """Whether autocast casts a parameter wherever it is read."""
+        return only_multiplied(name, parameter, skeleton) and name.rpartition(".")[0] not in self.float32_products
+
+    def rounds_grad(self, name: str) -> bool:
+        """Whether the gradient of a pass is a bfloat16 number: of what is multiplied in bfloat16."""
+        return rounds_grad(name, self.held[name][0], self.matmul_dtype, self.float32_products)
+
+    def _wrap_layers(self) -> None:
+        """Give each layer of this stage a forward that can be recomputed, and that unshards its parameters."""
+        for i, layer in (numbered_layer for chunk in self.chunks for numbered_layer in chunk.own_layers()):
+            forward = self._in_its_pass(layer.forward)
+            layer.forward = self.zero.wrap_layer(i, forward) if self.zero else forward
         for chunk in self.chunks:
-            self.sequence_parallel.install([layer for _, layer in chunk.own_layers()], gathered)
-        self._wrap_layers()
+            if not chunk.last:
+                chunk.own[chunk.layers.stop - 1].register_forward_hook(end_of_layers)
+
+    def _in_its_pass(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """A layer's forward that can be recomputed: the backward pass comes when another pass is the current one."""
+        def inside(*args: Any, sequences: PackedAttention, **kwargs: Any) -> Any:
+            return self.current.inside(sequences, plain, *args, **kwargs)
+
+        checkpointed = self.checkpointed(inside)
+        return lambda *args, **kwargs: checkpointed(*args, sequences=self.current.sequences, **kwargs)
+
+    def _source_grads_of(self, path: str) -> Callable[[], SourceGrads | None]:
+        """What finds the gradients of the weights of an experts module, where they are kept."""
+        def found() -> SourceGrads | None:
+            up, down = (self.source_grads.get(f"{path}.{name}") for name in ("gate_up_proj", "down_proj"))
+            return None if up is None or down is None else (up, down)
+
+        return found
+
+    # ------------------------------------------------------------------------------------------- what others read
 
     @property
     def is_recurrent(self) -> bool:
@@ -298,173 +369,7 @@ class Stage(ActivationCheckpointing):
                 chunk.entry.received = None
         return out if self._top is None else self._top(inputs[0], out)
 
-    def _wrap_layers(self) -> None:
-        """Give each layer of this stage a forward that can be recomputed, and that unshards its parameters."""
-        for i, layer in (numbered_layer for chunk in self.chunks for numbered_layer in chunk.own_layers()):
-            forward = self._in_its_pass(layer.forward)
-            layer.forward = self.zero.wrap_layer(i, forward) if self.zero else forward
-        for chunk in self.chunks:
-            if not chunk.last:
-                chunk.own[chunk.layers.stop - 1].register_forward_hook(end_of_layers)
-
-    def _in_its_pass(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """A layer's forward that can be recomputed: the backward pass comes when another pass is the current one."""
-        def inside(*args: Any, sequences: PackedAttention, **kwargs: Any) -> Any:
-            return self.current.inside(sequences, plain, *args, **kwargs)
-
-        checkpointed = self.checkpointed(inside)
-        return lambda *args, **kwargs: checkpointed(*args, sequences=self.current.sequences, **kwargs)
-
-    def _allocate_unsharded(self, name: str, skeleton: nn.Module) -> nn.Parameter:
-        """A tensor for modules to compute with, in the dtype that they use: autocast casts matrices of layers."""
-        parameter, pieces = self.unsharded_held[name]
-        matrix = parameter.layer is not None and len(parameter.spec.shape) > 1 and \
-            self._is_cast(name, parameter, skeleton)
-        dtype = self.matmul_dtype if matrix else self.parameters[name].dtype
-        return nn.Parameter(torch.empty(local_shape(parameter, pieces), dtype=dtype, device=self.device))
-
-    def _is_cast(self, name: str, parameter: Parameter, skeleton: nn.Module) -> bool:
-        """Whether autocast casts a parameter wherever it is read."""
-        return only_multiplied(name, parameter, skeleton) and name.rpartition(".")[0] not in self.float32_products
-
-    def rounds_grad(self, name: str) -> bool:
-        """Whether the gradient of a pass is a bfloat16 number: of what is multiplied in bfloat16."""
-        parameter = self.held[name][0]
-        matrix = parameter.layer is not None and len(parameter.spec.shape) > 1
-        return self.matmul_dtype == torch.bfloat16 and (matrix or name == SCORE_WEIGHT) and \
-            name.rpartition(".")[0] not in self.float32_products
-
-    def _zero_sharding(self, level: int, axes: Axes, in_leaves: bool) -> ZeroSharding:
-        def part(layer: int | None, divided_experts: bool) -> ParamGroup | None:
-            names = [n for n, (p, _) in self.held.items()
-                     if p.layer == layer and divided_experts == (axes.ep.size > 1 and p.spec.experts > 0)]
-            return ParamGroup([self.parameters[n] for n in names], [self.unsharded[n] for n in names],
-                              axes.expert_dp if divided_experts else axes.dp, in_leaves,
-                              [self.rounds_grad(n) for n in names]) if names else None
-
-        def group_of(layer: int | None) -> ParamGroup | ParamGroups:
-            groups = [g for divided in (False, True) if (g := part(layer, divided)) is not None]
-            return groups[0] if len(groups) == 1 else ParamGroups(groups)
-
-        numbers = dict.fromkeys(p.layer for p, _ in self.held.values())
-        return ZeroSharding(level, {x: group_of(x) for x in sorted(x for x in numbers if x is not None)},
-                            [group_of(None)] if None in numbers else [], in_leaves)
-
-    def _fuse(self, skeleton: nn.Module, model: Model, cp: Axis) -> None:
-        """Let norms and layers run with fewer kernels. Also check that norms of heads whose gradients tp divides can be
-        summed in one order."""
-        sums = self.head_sums
-        if model.invariant and self.device.type == "cpu":
-            fuse_ordered_layers(skeleton)
-        if sums is None:
-            norms = fuse_norms(skeleton, self.device, library=self.device.type == "cuda" and not model.invariant,
-                               compiled=self.device.type == "cpu" and not model.invariant)
-            if not model.invariant:  # the sums of an invariant model have an order of their own
-                fuse_layers(skeleton, self.device, norms)
-            return
-        kinds: dict[str, HeadKind] = {}  # norms of heads
-        for spec in (*model.params, *(p for p in model.base if "norm" in p.name)):  # a frozen activation is as any
-            if spec.partial_grad and not module_of(spec.name):
-                kinds[spec.name.rpartition(".")[0]] = "query" if "q_norm" in spec.name else "kv"
-        fused = fuse_norms(skeleton, self.device,
-                           lambda name: Norms(sums, kinds.get(_without_number(name)), self._row_groups))
-        vectors = [name for name, module in skeleton.named_modules() if name not in fused and not isinstance(
-            module, nn.Linear | Conv1D) and any(p.dim() == 1 for p in module.parameters(recurse=False))]
-        self.joins_leaves = self.joins_leaves and not vectors
-        if vectors and cp.size > 1:
-            raise fail("RL0330", f"`{model.name}` cannot be trained with `invariant=training` under cp",
-                       place=str(model.path), label=f"{vectors[0]} is neither a linear layer nor a root-mean-square "
-                       "norm with a plain weight", help="train it with cp=1, or with `invariant=true`")
-        others = {*kinds} - {_without_number(name) for name in fused}
-        if others and sums.tp.size > 1:
-            raise fail("RL0330", f"`{model.name}` cannot be trained with `invariant=training` under tp",
-                       place=str(model.path), label=f"{min(others)} reads what tp divides, and is of another kind than "
-                       "root-mean-square norms with a plain weight",
-                       help="train it with tp=1, or with `invariant=true`")
-
-    def _install_parameters(self, skeleton: Any, model: Model, tp: Axis, ep: Axis) -> None:
-        """Put local parameters into the modules of the whole model, with their collectives."""
-        output = skeleton.get_output_embeddings()
-        self._head: torch.Tensor | None = None
-        self._head_bias: torch.Tensor | None = None
-        self.head_is_biased = getattr(output, "bias", None) is not None and model.head.vocabulary
-        self.head_grad, self.score = None, self.unsharded.get(SCORE_WEIGHT)
-        self.vocab_start, self.head_axis = 0, Axis((tp.ranks[tp.index],), 0, None)
-        self.vocab_cuts = local_cuts(self.vocab_size, 1, 1, 0) if model.invariant else None
-        embedding = skeleton.get_input_embeddings()
-        tied = output is not None and output.weight is embedding.weight
-        aliases = aliases_of(skeleton, output, body_name(skeleton))
-        bias = next((n for n, p in skeleton.named_parameters() if p is getattr(output, "bias", None)), "")
-        column_input = ColumnParallelInput(tp, self.sequence_parallel)
-        adapters = lora_adapters(model, self.unsharded)
-        self.experts = {}
-        up_leaves = None  # of the up projections of experts, which come before the down projections
-        local = {**self.base, **self.unsharded}
-        for name, (parameter, held) in {**self.base_held, **self.unsharded_held}.items():
-            if name == SCORE_WEIGHT or module_of(name):
-                continue
-            path, _, attribute = name.rpartition(".")
-            module = skeleton.get_submodule(path)
-            for other, same in aliases[name]:
-                setattr(other, same, local[name])
-            self.joins_leaves = self.joins_leaves and len(aliases[name]) < 2  # else read twice in a pass
-            if name == bias:
-                self._head_bias = local[name] if self.last else None
-                continue
-            summed = summed_input(parameter.spec) if model.invariant else None
-            cuts = local_cuts(*summed, tp.size, tp.index) if summed else None
-            parts = summed_output(parameter.spec) if self.ordered_gradients else None
-            leaves = column_leaves(parts, tp.size, tp.index) if parts else None
-            if parameter.spec.experts:
-                self.experts[path] = module
-                if attribute == "gate_up_proj":
-                    up_leaves = leaves
-                if attribute == "down_proj" or cuts is None:
-                    ordered = OrderedExperts(up_leaves, self._row_groups, self._source_grads_of(path)) if up_leaves \
-                        else None
-                    parallelize_experts(module, parameter.spec.experts, tp, ep, cuts, ordered, self.weight_copies)
-                continue
-            start = held[0].box[0][0] if held[0].box else 0
-            if attribute == "weight":
-                parallelize(module, parameter.spec.style, tp, start, column_input, adapters.get(path), cuts,
-                            leaves, self._row_groups if self.ordered_gradients else None, parameter.spec.shape[0],
-                            rope_width(self.config.get_text_config(),
-                                       parameter.spec.layer if parameter.layer is None else parameter.layer),
-                            self.weight_copies)
-            if attribute == "weight" and self.last and (module is output or (tied and module is embedding)):
-                self._head, self.vocab_start = local[name], start
-                if parameter.spec.split is not None:
-                    self.head_axis = tp
-                    if model.invariant:
-                        self.vocab_cuts = local_cuts(self.vocab_size, 1, tp.size, tp.index)
-        elsewhere = (p.name for p in expand_specs((*model.params, *model.base), model.layers) if p.name not in local)
-        # modules of other stages still run, on placeholders that take no memory, and in vain; NaN, so that it
-        # cannot pass unnoticed if a family's layers read them, too
-        for name in elsewhere:
-            for module, attribute in aliases.get(name, ()):
-                tensor = getattr(module, attribute)
-                nothing = torch.full((), torch.nan, dtype=tensor.dtype, device=self.device).expand(tensor.shape)
-                setattr(module, attribute, nn.Parameter(nothing, requires_grad=False))
-        if self.matmul_dtype == torch.bfloat16:
-            for name, (parameter, _) in {**self.base_held, **self.unsharded_held}.items():
-                path, _, attribute = name.rpartition(".")
-                if not self._is_cast(name, parameter, skeleton):
-                    round_parameter(skeleton.get_submodule(path), attribute)
-
-    def _source_grads_of(self, path: str) -> Callable[[], SourceGrads | None]:
-        """What finds the gradients of the weights of an experts module, where they are kept."""
-        def found() -> SourceGrads | None:
-            up, down = (self.source_grads.get(f"{path}.{name}") for name in ("gate_up_proj", "down_proj"))
-            return None if up is None or down is None else (up, down)
-
-        return found
-
 
 def _without_padding(copies: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """[T] -> [S, W], 0 for padding. places: [S, W] in the row; padding is the last token of a sequence again."""
     return copies[places] * (places.diff(dim=1, prepend=places[:, :1] - 1) != 0)
-
-
-def _without_number(module: str) -> str:
-    """As in the names of `ParamSpec`: "{}" for the number of the layer."""
-    return re.sub(r"\.\d+\.", ".{}.", module, count=1)
