@@ -17,8 +17,9 @@ from rldsl.plan.projection import event_paths
 from rldsl.reshard.in_place import buffer_elements, elements_to_pack
 from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.records import ReshardPlan
+from rldsl.reshard.reshard_cache import ReshardCache, reshard_cache
 from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, like_messages, num_buckets, num_rounds
-from rldsl.reshard.transfer_slices import ReshardCache, rank_slices, reshard_cache
+from rldsl.reshard.transfer_slices import rank_slices
 from rldsl.sharding import boxes
 from rldsl.sharding.boxes import Box, Cell, Parameter, Piece, itemsize, num_parts, num_zero_shards, parameters, volume
 from rldsl.sharding.dtypes import in_wire_dtype, storage_dtype

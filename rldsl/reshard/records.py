@@ -119,3 +119,13 @@ class ReshardPlan:
     sent_parts: Mapping[int, tuple[Share, ...]]  # class that crosses the network -> what each holder cell sends
     senders: Mapping[Cell, CellSender]  # cell of the source layout -> what it sends
     busiest: int = 0  # the most elements that one rank sends or receives; a bound where it also sends for others
+
+
+class TransferSlice(NamedTuple):
+    """An interval of a box class that goes to or comes from a peer."""
+
+    step: int  # of every bucket
+    peer: int  # rank
+    box_class: int  # number in `ReshardPlan.classes`
+    start: int  # first element of the class
+    stop: int  # past the last

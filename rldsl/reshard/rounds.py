@@ -14,8 +14,9 @@ from functools import lru_cache
 
 from rldsl.reshard.box_classes import boxes_between
 from rldsl.reshard.broadcast_trees import height
-from rldsl.reshard.records import ReshardPlan
-from rldsl.reshard.transfer_slices import ClassSlice, ReshardCache, TransferSlice, rank_slices
+from rldsl.reshard.records import ReshardPlan, TransferSlice
+from rldsl.reshard.reshard_cache import ClassSlice, ReshardCache
+from rldsl.reshard.transfer_slices import rank_slices
 from rldsl.sharding.boxes import Box, volume
 
 BUCKET = 256 << 20  # bytes in flight to or from a rank; more gains little, and two must fit next to the parameters

@@ -21,8 +21,7 @@ from rldsl.reshard.arrivals import IntraNodeCopy, Wanted
 from rldsl.reshard.box_classes import BoxClass
 from rldsl.reshard.load_balance import Share
 from rldsl.reshard.node_groups import MeshView
-from rldsl.reshard.records import FamilyTrees, NodeGroup, ReshardPlan
-from rldsl.reshard.transfer_slices import TransferSlice
+from rldsl.reshard.records import FamilyTrees, NodeGroup, ReshardPlan, TransferSlice
 from rldsl.sharding.boxes import Cell
 
 Fault = tuple[str, str, tuple[int, ...]]  # code, what is wrong, ranks

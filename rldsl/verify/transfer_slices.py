@@ -22,15 +22,9 @@ from rldsl.plan.model import Layout, Mesh
 from rldsl.reshard.box_classes import BoxClass
 from rldsl.reshard.broadcast_trees import TREES, children, depth
 from rldsl.reshard.in_place import MAX_PARTS
-from rldsl.reshard.records import NodeGroup, ReshardPlan
-from rldsl.reshard.transfer_slices import (
-    ReshardCache,
-    TransferSlice,
-    pair_slices,
-    rank_slices,
-    reshard_cache,
-    tree_position,
-)
+from rldsl.reshard.records import NodeGroup, ReshardPlan, TransferSlice
+from rldsl.reshard.reshard_cache import ReshardCache, reshard_cache
+from rldsl.reshard.transfer_slices import pair_slices, rank_slices, tree_position
 from rldsl.sharding.boxes import Cell
 from rldsl.sharding.message_batches import MAX_MESSAGES, message_batches
 from rldsl.verify.reshard_records import ClassIndex, Fault, arrived_before, covers_once, record_faults

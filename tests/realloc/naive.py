@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rldsl.reshard.records import NodeGroup, ReshardPlan
-from rldsl.reshard.transfer_slices import TransferSlice
+from rldsl.reshard.records import NodeGroup, ReshardPlan, TransferSlice
 from rldsl.sharding.boxes import Cell, cell_of
 from tests.realloc.cases import Case
 

@@ -20,7 +20,8 @@ from rldsl.reshard.intra_node import elements_arriving
 from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.records import ReshardPlan
 from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, Message, like_messages, num_rounds, rank_rounds
-from rldsl.reshard.transfer_slices import ReshardCache, rank_slices, reshard_cache
+from rldsl.reshard.reshard_cache import ReshardCache, reshard_cache
+from rldsl.reshard.transfer_slices import rank_slices
 from rldsl.sharding.boxes import Box, Cell, contains, intersect, parameters, pieces_of_cell, stages, volume
 from rldsl.sharding.rank_sets import Ranks, group_equal_ranks
 from rldsl.verify.box_classes import _pairs_on_all, class_faults, overlapping

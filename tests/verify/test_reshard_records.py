@@ -16,7 +16,8 @@ import pytest
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.records import ReshardPlan
-from rldsl.reshard.transfer_slices import ReshardCache, pair_slices, rank_slices
+from rldsl.reshard.reshard_cache import ReshardCache
+from rldsl.reshard.transfer_slices import pair_slices, rank_slices
 from rldsl.verify import saves, transfer_slices
 from rldsl.verify.reshard_records import ClassIndex, record_faults
 from rldsl.verify.transfer_slices import MeshCells, rank_faults, sampled_ranks
