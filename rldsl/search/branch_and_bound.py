@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf
-from typing import NamedTuple
 
 from rldsl.search.call_costs import Candidate
 from rldsl.search.evaluator import Assignment, Evaluation, Evaluator
 from rldsl.search.greedy import choose_candidates, greedy_evaluation
+from rldsl.search.remaining_bytes import LeastBytes, Remaining, StepMemory
 from rldsl.search.reshard_costs import ReshardCost
 from rldsl.search.space import Block, Strategy
 
@@ -39,23 +39,6 @@ class Result:
     @property
     def gap(self) -> float:
         return self.best[0].seconds / self.bound - 1 if self.best and self.bound else inf
-
-
-class LeastBytes(NamedTuple):
-    """What a call takes at least, as of a `Candidate`."""
-
-    static: int  # trained state
-    shared: int  # read-only parameters
-    active: int  # while it runs
-    copy: int  # a copy of a trained model, where it certainly uses one
-
-
-class Remaining(NamedTuple):
-    """The bytes that all other calls leave to one on every one of its ranks."""
-
-    resting: int  # for what it always holds
-    waiting: int  # for that and a copy of its model, while earlier calls run
-    running: int  # for all that it needs while it runs
 
 
 Blocks = tuple[Block, ...]
@@ -333,39 +316,14 @@ class _BranchAndBound:
         return reshards
 
     def remaining_bytes(self, every: Blocks, chosen: Mapping[int, Candidate]) -> tuple[Remaining, ...]:
-        """Of each call, when all others take their least. Read-only parameters of one model directory count once, and
-        so do copies of a model on the same ranks."""
+        """What all other calls leave to each call, when they take their least."""
         if not self.table.memory:
             return (Remaining(0, 0, 0),) * len(every)
-        least = [self.least_bytes(c, every, chosen) for c in range(len(every))]
         index = self.evaluator.problem.call_index
         position = {index[n]: at for at, n in enumerate(self.evaluator.schedule(every).jobs) if n in index}
-        covering = {frozenset([k for k, (start, stop) in enumerate(every) if start <= b[0] and b[1] <= stop])
-                    for b in set(every)}
-        fullest = [sorted(calls) for calls in covering if not any(calls < other for other in covering)]
-        out = []
-        for c in range(len(every)):
-            resting = waiting = running = self.table.memory
-            for calls in fullest:
-                if c not in calls:
-                    continue
-                others = [k for k in calls if k != c]
-                shared: dict[str, int] = {}
-                for k in others:
-                    if least[k].shared and (path := self.paths[k]) != self.paths[c]:
-                        shared[path] = max(shared.get(path, 0), least[k].shared)
-                free = self.table.memory - sum([least[k].static for k in others]) - sum(shared.values())
-                copying = [k for k in others if least[k].copy]
-                running = min(running, free - self.waiting_copies(c, copying, every, least, position))
-                for k in others:
-                    left = free - least[k].active - least[k].copy
-                    if copying:
-                        left -= self.waiting_copies(k, copying, every, least, position)
-                    resting = min(resting, left)
-                    if position[k] <= position[c] and not self.may_share_copy(k, c, every):
-                        waiting = min(waiting, left)
-            out.append(Remaining(resting, waiting, running))
-        return tuple(out)
+        least = [self.least_bytes(c, every, chosen) for c in range(len(every))]
+        return StepMemory(self.table.memory, [job.model for job in self.calls], self.paths, every, least,
+                          position).remaining()
 
     def least_bytes(self, c: int, every: Blocks, chosen: Mapping[int, Candidate]) -> LeastBytes:
         e, train = chosen.get(c), self.train_index.get(self.calls[c].model)
@@ -375,21 +333,6 @@ class _BranchAndBound:
         moves = train is not None and self.bound.moves(c, every[c], every[train])
         return LeastBytes(*self.bound.call_bytes(c, every[c].size),
                           self.bound.least_copy_bytes(c, every[c].size) if moves else 0)
-
-    def waiting_copies(self, k: int, copying: Sequence[int], every: Blocks, least: Sequence[LeastBytes],
-                       position: Mapping[int, int]) -> int:
-        """Bytes of the copies that calls of `copying` use after call `k`, and that it does not use itself: all copies
-        arrive when a step begins."""
-        found: dict[tuple[str, Block], int] = {}
-        for m in copying:
-            if m != k and position[m] >= position[k] and not self.may_share_copy(m, k, every):
-                key = self.calls[m].model, every[m]
-                found[key] = max(found.get(key, 0), least[m].copy)
-        return sum(found.values())
-
-    def may_share_copy(self, a: int, b: int, every: Blocks) -> bool:
-        """Whether two calls may use the same copy of a model."""
-        return self.calls[a].model == self.calls[b].model and every[a] == every[b]
 
     def complete_assignments(self, blocks: Blocks, candidates: Candidates) -> Iterator[Assignment]:
         """Assignments of all calls: further trainings of a model with every candidate of the first one's layout."""

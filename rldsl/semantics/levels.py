@@ -128,17 +128,27 @@ class Spaces:
         return tuple(s.id for s in ancestors(term.space, self.tree))
 
     def join(self, terms: tuple[Term, ...]) -> tuple[Level, str] | Mismatch:
-        """The level and space that elementwise arithmetic on `terms` has: the finest space, if all others are among its
-        ancestors."""
-        finest = max(terms, key=lambda t: (*(t.level == x for x in reversed(FINE)), len(self.chain(t)), depth(t.level)))
-        above = self.chain(finest)
-        for term in terms:
-            if term.level == finest.level == "entry" and term.space != finest.space:
-                return Mismatch(finest, term)
-            tokens = term.level in FINE and self.frame_of(term) != self.frame_of(finest)
-            if tokens or term.level not in ("batch", *FINE) and term.space not in above:
-                return Mismatch(finest, term)
-        return finest.level, finest.space
+        """The level and space that elementwise arithmetic on `terms` has: those of the finest term, if all others
+        broadcast to it. For example, a value of the prompts of `gen` and one of its tokens make one of its tokens."""
+        finest = max(terms, key=self._fineness)
+        other = next((t for t in terms if not self._broadcasts(t, finest)), None)
+        return (finest.level, finest.space) if other is None else Mismatch(finest, other)
+
+    def _fineness(self, term: Term) -> tuple[int, ...]:
+        """Larger for finer terms. What is finer than rows comes last; of rows and prompts, those with more spaces above
+        them."""
+        below_rows = [term.level == level for level in reversed(FINE)]
+        return (*below_rows, len(self.chain(term)), depth(term.level))
+
+    def _broadcasts(self, term: Term, finest: Term) -> bool:
+        """Whether each element of `finest` belongs to one element of `term`, which is no finer."""
+        if term.level == "batch":
+            return True
+        if term.level == finest.level == "entry":
+            return term.space == finest.space
+        if term.level in FINE:
+            return self.frame_of(term) == self.frame_of(finest)
+        return term.space in self.chain(finest)
 
     def rows_of(self, term: Term) -> str:
         """The space of a value, by which selections are found: of an entry value its frame."""

@@ -84,22 +84,35 @@ class Operators:
 
     def _restricted(self, args: tuple[Term, ...], a: Term, b: Term) -> tuple[Term, ...] | None:
         """`args` with one of a and b restricted to the selection that the other ranges over; None if neither ranges
-        over a selection of the other's rows."""
-        mine, theirs = map(self.spaces.rows_of, (a, b))
-        above = (mine,) if b.level in FINE else self.spaces.chain(a)
-        meeting = next((s for s in above if self.spaces.is_selection_of(b.level, s, theirs)), None)
-        if meeting is not None:
-            old, new = b, self.on_selection(b, meeting)
-            if new is None and a.level == "seq":
-                new = next((self.on_frame(b, f) for f in self.spaces.frames_with_space("seq", a.space)), None)
-        else:
-            chosen = next((f for f in self.spaces.frames.values()
-                           if f.selected_from and self.spaces.of(f, b.level) == theirs
-                           and self.spaces.is_selection_of(a.level, self.spaces.of(f, a.level), mine)), None)
-            if chosen is None:
-                return None
-            old, new = a, self.on_selection(a, self.spaces.of(chosen, a.level))
-        return None if new is None else tuple(new if t is old else t for t in args)
+        over a selection of the other's rows. For example, with `kept = gen where r > 0`, a value of `gen` is cut down
+        to the rows of `kept` where it meets a value of `kept`."""
+        selection = self._selection_above(a, b)
+        if selection is not None:
+            return _with(args, b, self._on_selection_above(a, b, selection))
+        selection = self._selection_over(a, b)
+        return None if selection is None else _with(args, a, self.on_selection(a, selection))
+
+    def _selection_above(self, a: Term, b: Term) -> str | None:
+        """The space of `a`, or one above it, that is a selection of the space of `b`; None if there is none."""
+        spaces = (self.spaces.rows_of(a),) if b.level in FINE else self.spaces.chain(a)
+        whole = self.spaces.rows_of(b)
+        return next((s for s in spaces if self.spaces.is_selection_of(b.level, s, whole)), None)
+
+    def _on_selection_above(self, a: Term, b: Term, selection: str) -> Term | None:
+        """b for the rows of `selection`, which is above `a`. Where no frame has these rows, as those that a selection
+        of continuations continues, b for the rows of `a` itself."""
+        new = self.on_selection(b, selection)
+        if new is None and a.level == "seq":
+            return next((self.on_frame(b, f) for f in self.spaces.frames_with_space("seq", a.space)), None)
+        return new
+
+    def _selection_over(self, a: Term, b: Term) -> str | None:
+        """The selection of the rows of `a` in which every row belongs to an element of `b`: of a frame that was
+        selected and that has b's space at b's level. None if there is none."""
+        whole, over = self.spaces.rows_of(a), self.spaces.rows_of(b)
+        selected = (f for f in self.spaces.frames.values() if f.selected_from and self.spaces.of(f, b.level) == over)
+        spaces = (self.spaces.of(f, a.level) for f in selected)
+        return next((s for s in spaces if self.spaces.is_selection_of(a.level, s, whole)), None)
 
     def on_selection(self, x: Term, space: str) -> Term | None:
         """x itself, or its values for the rows of the selection `space`; None where it does not range over them."""
@@ -327,3 +340,8 @@ class Operators:
             made = self.spaces.level_of("prompt", frame.prompt_space)
             return Term("sum", (seq,), made, frame.prompt_space, "f32", span, (("to", made),))
         return seq
+
+
+def _with(args: tuple[Term, ...], old: Term, new: Term | None) -> tuple[Term, ...] | None:
+    """`args` with a term replaced; None without a new one."""
+    return None if new is None else tuple(new if t is old else t for t in args)
