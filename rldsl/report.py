@@ -1,4 +1,4 @@
-"""Diagnostics as text for people, JSON for programs, and annotations for GitHub. One value, three renderers."""
+"""Diagnostics as text, JSON, and annotations for GitHub. One value, three renderers."""
 
 from __future__ import annotations
 

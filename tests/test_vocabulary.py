@@ -1,14 +1,17 @@
-"""Retired words stay retired: in what users read, and in the identifiers of the code.
+"""Retired words stay retired: in what users read, and in the code.
 
 What users read: the message pages, docs, README, help texts of the commands, and the string literals of diagnostics.
-Identifiers: modules, functions, classes, arguments and attributes of rldsl/ and backends/. A name that leaves the code
-for good is added to `IDENTIFIERS` with its replacement.
+What readers of the code read: comments, docstrings and identifiers, which are modules, functions, classes, arguments
+and attributes of rldsl/ and backends/. A name that leaves the code for good is added to `IDENTIFIERS` with its
+replacement.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -35,6 +38,7 @@ PROSE = {
     "print JSON", "that there is not": "unknown", "whole of it": "all of it", "the one form": "the canonical form",
     "as long as the program lets them be": "at their maximum length", "a number a": "a number per",
     "few rows at once": "micro-batch", "for ever": "forever", "lies beside": "is next to", "no mistakes": "no errors",
+    "so many": "the number, by the name of its argument",
 }
 
 # An identifier, or a part of one between underscores -> the name to use.
@@ -107,6 +111,22 @@ def texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+def comments(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of every docstring of a file, and of its comments: those on consecutive lines are one text."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
+    first, text, previous = 0, "", -1
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline):
+        if token.type == tokenize.COMMENT:
+            line = token.start[0]
+            if line != previous + 1:
+                yield first, text
+                first, text = line, ""
+            text, previous = f"{text} {token.string.lstrip('#: ')}", line
+    yield first, text
+
+
 def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """(line, name) of everything that a module defines: functions, classes, arguments, variables and attributes."""
     for node in ast.walk(tree):
@@ -162,6 +182,12 @@ def test_string_literals() -> None:
             checked(text, f"{path.relative_to(ROOT)}:{line}")
 
 
+def test_comments_and_docstrings() -> None:
+    for path in CODE:
+        for line, text in comments(path):
+            checked(text, f"{path.relative_to(ROOT)}:{line}")
+
+
 def test_templates() -> None:
     for path in sorted((ROOT / "rldsl/templates").iterdir()):
         checked(path.read_text("utf-8"), str(path.relative_to(ROOT)))
@@ -196,6 +222,12 @@ def test_a_retired_word_is_found(text: str) -> None:
                                   "forever", "a slabbed floor", "the helpdesk"])
 def test_other_words_are_not(text: str) -> None:
     assert not list(found(text))
+
+
+def test_comments_are_found_across_lines(tmp_path: Path) -> None:
+    file = tmp_path / "code.py"
+    file.write_text('x = 1  # how to\n# mend it\n\n\ndef f():\n    """It\n    shall be."""\n    return "the slab"\n')
+    assert {phrase for _, text in comments(file) for phrase in found(text)} == {"mend", "shall"}
 
 
 def test_code_in_pages_is_left_alone() -> None:

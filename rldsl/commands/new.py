@@ -1,6 +1,6 @@
 """`rlc new`: a starter as files.
 
-In: the name of a starter, and where it shall go. Out: what to write, in order. Nothing is written here.
+In: the name of a starter, and where it goes. Out: what to write, in order. Nothing is written here.
 """
 
 from __future__ import annotations

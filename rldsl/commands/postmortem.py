@@ -1,4 +1,4 @@
-"""`rlc postmortem`: why a run stood still, from what its ranks left.
+"""`rlc postmortem`: why a run hung, from what its ranks left.
 
 In: the directory of a run, or its `postmortem` folder; a plan, where it lies elsewhere. Out: text, or JSON.
 Errors: RL0794 a file that is no dump, RL0795 no dumps, RL0796 dumps of several plans or starts, RL0797 their plan is

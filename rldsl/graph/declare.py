@@ -166,7 +166,7 @@ def data(decl: ast.DataDecl, exprs: ExpressionBuilder, scope: Scope) -> g.Data |
 
 
 def _image_limit(given: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Why the images of a row cannot have so many tokens, and what to do. given: the options of a source."""
+    """Why `max_image_tokens` cannot be what it is, and what to do. given: the options of a source."""
     most, prompt = given["max_image_tokens"], given["max_prompt_tokens"]
     if most and not given["images"]:
         return "rows without images have no `max_image_tokens`", 'name the column of images, `images="..."`, or omit it'

@@ -1,4 +1,4 @@
-"""A `Diff` as lines for people and as JSON for programs (docs/plans.md describes it).
+"""A `Diff` as text and as JSON (docs/plans.md describes it).
 
 In: a diff, and what the two plans are called. Out: text; objects of plain types. `+` came, `-` went, `~` changed.
 """

@@ -28,7 +28,7 @@ def read_forecast(line: bytes) -> Forecast:
 def answer(line: str) -> Forecast:
     try:
         return forecast(Question(**json.loads(line)))
-    except Exception as error:  # a mistake of the compiler must not end the forecasts of other programs
+    except Exception as error:  # an internal compiler error must not end the forecasts of other programs
         return Forecast(why=f"the compiler failed: {type(error).__name__}: {error}")
 
 

@@ -69,7 +69,7 @@ class LayerActivations:
         return max(tokens * self.backward, of_rows if self.row_saved else 0)
 
     def decoding(self, sequences: int, masked: int) -> int:
-        """Peak of a decoding step, with so many bytes of masks for each."""
+        """Peak of a decoding step. masked: bytes of the mask of each sequence."""
         return sequences * (max(self.forward, self.outside + self.step if self.step else 0) + masked) + \
             self.fixed_forward
 

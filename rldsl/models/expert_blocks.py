@@ -19,7 +19,7 @@ from rldsl.models.execution import Execution
 from rldsl.models.trials import FLOAT, ITEMSIZES, backward_pass, fuse_norms, quiet, renew, storages, without_storage
 from rldsl.plan.model import ExpertBlock
 
-MANY = 1 << 20  # tokens of a trial, of which the second has twice as many: so many that no weight is larger
+MANY = 1 << 20  # tokens of a trial, of which the second has twice as many: more than any weight has elements
 
 
 def expert_blocks(body: Any, how: Execution, width: int) -> tuple[ExpertBlock, ...]:

@@ -73,5 +73,5 @@ def _short(x: float) -> str:
 
 
 def _evenly(count: int, most: int) -> list[int]:
-    """So many of the first `count` numbers, with the first and the last."""
+    """At most `most` of the first `count` numbers, evenly, with the first and the last."""
     return list(range(count)) if count <= most else sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})

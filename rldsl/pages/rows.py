@@ -80,7 +80,7 @@ def simulated(timeline: Timeline) -> Chart:
 
 
 def several(one: Chart, seconds: float, count: int, ahead: Mapping[int, int]) -> Chart:
-    """So many iterations of the step loop, from iteration 1 on, where one follows another after `seconds`. ahead: by
+    """`count` iterations of the step loop, from iteration 1 on, where one follows another after `seconds`. ahead: by
     how many steps each event runs ahead, of those that belong to a step."""
     def at(bar: Bar, iteration: int) -> Bar:
         after = (iteration - 1) * seconds

@@ -202,7 +202,7 @@ def samples(given: RunGiven) -> tuple[Sample, ...]:
 
 
 def _spread(steps: Sequence[int], most: int) -> list[int]:
-    """So many of the steps, evenly, with the first and the last."""
+    """At most `most` of the steps, evenly, with the first and the last."""
     if len(steps) <= most:
         return list(steps)
     return sorted({steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)})

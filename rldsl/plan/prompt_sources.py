@@ -18,7 +18,7 @@ from rldsl.plan.payloads import CollectSpec, DeriveSpec, FetchSpec, GenerateSpec
 from rldsl.plan.projection import event_paths
 from rldsl.plan.spaces import IndexedFrame, indexed_frames
 
-# The part of a micro-batch's tokens that sharing has to save, as 1 of so many: to gather keys and values of prompts,
+# Sharing has to save one of this many tokens of a micro-batch: to gather keys and values of prompts,
 # and to add their gradients, takes about 2 % of a pass on a CPU
 MIN_SAVED = 32
 

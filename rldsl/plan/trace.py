@@ -1,5 +1,5 @@
-"""A timeline as Chrome trace JSON, which Perfetto and chrome://tracing read: the one form of recorded and simulated
-ones.
+"""A timeline as Chrome trace JSON, which Perfetto and chrome://tracing read: recorded and simulated ones
+alike.
 
 In: events of a plan with begin and end on a rank. Out: trace events. A process is a node, a thread a rank; the name
 of a span is the kind of its event and what it is about; its `args` say which event, of which step, of which line, and

@@ -82,7 +82,7 @@ class Findings:
 
 
 def rank_traces(world: int, dumps: Mapping[int, RankDump], signs: Mapping[int, Heartbeat]) -> tuple[RankTrace, ...]:
-    """Of every rank, from its dump, else from its last sign of life."""
+    """Of every rank, from its dump, else from its last heartbeat."""
     return tuple(_trace(rank, dumps.get(rank), signs.get(rank)) for rank in range(world))
 
 

@@ -1,4 +1,4 @@
-"""What ranks leave behind when a run fails: records, and their JSON.
+"""What ranks write when a run fails: records, and their JSON.
 
 A rank that still runs writes a `RankDump`; of a rank that cannot, the others know its last `Heartbeat`. Invariant:
 `read_dump(dump_text(d)) == d`, and what does not have this form is refused, never half understood.

@@ -73,7 +73,7 @@ class RaggedRows:
 
 
 def _check(equal: torch.Tensor, text: str) -> None:
-    """Raise an internal error unless all of `equal` are true. On CUDA the kernels behind this one do not run then, and
+    """Raise an internal error unless all of `equal` are true. On CUDA the kernels after this one do not run then, and
     the next wait of the host raises."""
     if equal.device.type == "cpu":
         if not bool(equal.all()):

@@ -22,7 +22,7 @@ from rldsl.search.space import Block, Strategy
 
 GAP = 0.01  # relative gap at which the search ends, by default
 MAX_NODES = 20_000  # search nodes explored, by default
-NUM_NODES, WIDE_GAP = 2_000, 0.02  # after so many search nodes, a search ends at this gap, too
+NUM_NODES, WIDE_GAP = 2_000, 0.02  # after NUM_NODES search nodes, a search ends at WIDE_GAP, too
 NUM_KEPT = 16  # best evaluations kept
 NUM_NEIGHBORS = 3  # other strategies tried per call
 

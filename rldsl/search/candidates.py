@@ -42,8 +42,8 @@ class CandidateTable:
         self._by_strategy: dict[tuple[int, Strategy, int, bool], Candidate] = {}
         self._memory: dict[tuple[int, Strategy, int, bool], CallMemory] = {}
         self._isolated: dict[tuple[object, ...], IsolatedCall] = {}
-        self._plain_passes: dict[tuple[object, ...], dict[Hashable, Any]] = {}  # of a call on so many ranks
-        self._pass_bytes: dict[tuple[object, ...], dict[Hashable, int]] = {}  # of a call on so many ranks
+        self._plain_passes: dict[tuple[object, ...], dict[Hashable, Any]] = {}  # of a call on a number of ranks
+        self._pass_bytes: dict[tuple[object, ...], dict[Hashable, int]] = {}  # of a call on a number of ranks
 
     def candidates(self, job: Job, size: int) -> tuple[Candidate, ...]:
         key = (job.number, size)

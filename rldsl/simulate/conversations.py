@@ -43,9 +43,9 @@ class ShardConversations:
 class PassCosts:
     """What the shard computes, in seconds."""
 
-    decode: Callable[[float], float]  # a token for each of so many conversations
-    prefill: Callable[[float, float], float]  # so many tokens of so many conversations, in one pass
-    moved: Callable[[float], float]  # so many tokens of keys and values to host memory or back
+    decode: Callable[[float], float]  # (conversations) -> a token for each of them
+    prefill: Callable[[float, float], float]  # (tokens, conversations that they belong to) -> one pass
+    moved: Callable[[float], float]  # (tokens) -> their keys and values to host memory or back
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""How long the sequences of a step are expected to be: by default as long as the program lets them be.
+"""How long the sequences of a step are expected to be: by default of maximum length.
 
 In: means that a user gives, or the metrics of an earlier run. Out: `Lengths`.
 Errors: RL0091 no metrics there, RL0205 metrics without lengths, or lengths that no row can have, RL0784 metrics that

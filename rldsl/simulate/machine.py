@@ -95,7 +95,7 @@ class Machine:
         return ahead, back + (self._pass(s, again, 1, again_links) if recompute else 0.0)
 
     def tower(self, s: Shard, images: float) -> float:
-        """Seconds of a forward pass of the vision tower over so many tokens of images."""
+        """Seconds of a forward pass of the vision tower over `images` tokens of images."""
         return self._operations(s, images * s.tower * s.first)
 
     def decode(self, s: Shard, c: WorkCounts, captured: bool = False) -> float:
@@ -127,13 +127,13 @@ class Machine:
         return seconds if captured else self._with_launches(kernels, seconds)
 
     def start(self, s: Shard, shapes: float) -> float:
-        """Additional seconds of the first decoding step of each of so many shapes, where they were measured."""
+        """Additional seconds of the first decoding steps of `shapes` shapes, where they were measured."""
         found = self.measured(s.model, s.tp)
         return _sum(found.start, WorkCounts(shapes, shapes * s.layers, 0, 0, 0)) if found else 0.0
 
     def update(self, s: Shard, elements: float) -> float:
-        """Seconds of one optimizer step over so many elements: norm, clipping, the update as AdamW's, and clearing the
-        gradients. Muon's products come on top, of complete matrices on every rank."""
+        """Seconds of one optimizer step over `elements` elements: norm, clipping, the update as AdamW's, and clearing
+        the gradients. Muon's products come on top, of complete matrices on every rank."""
         found = self.measured(s.model, s.tp)
         if found and found.update:
             rates = dict(found.update)
@@ -184,11 +184,11 @@ class Machine:
         return max(self._operations(s, operations), self.memory(moved))
 
     def _operations(self, s: Shard, count: float) -> float:
-        """Seconds of so many operations in products of matrices."""
+        """Seconds of `count` operations in products of matrices."""
         return count / (self._rate(s) * self.cluster.matmul_efficiency)
 
     def _fill(self, s: Shard, tokens: float) -> float:
-        """Which part of the multiprocessors' work is used by the products of a layer over so many tokens: a result is
+        """Which part of the multiprocessors' work is used by the products of a layer over `tokens` tokens: a result is
         divided into tiles, tiles are computed in waves of one per multiprocessor, and a short inner width does not fill
         the pipeline of one. Of several experts, their tiles together."""
         units = self.cluster.compute_units
@@ -220,7 +220,7 @@ class Machine:
     # ----------------------------------------------------------------------------------- the runtime
 
     def memory(self, moved: float) -> float:
-        """Seconds of reading or writing so many bytes of device memory."""
+        """Seconds of reading or writing `moved` bytes of device memory."""
         return moved / (self.cluster.memory_gb_s * 1e9 * self.cluster.memory_efficiency)
 
     def call(self) -> float:
@@ -236,11 +236,11 @@ class Machine:
         return count * self.cluster.kernel_us * 1e-6
 
     def rows(self, count: float) -> float:
-        """Seconds of dividing or moving so many rows."""
+        """Seconds of dividing or moving `count` rows."""
         return count * self.cluster.row_us * 1e-6
 
     def compute(self, operators: int, entries: float) -> float:
-        """Seconds of a program of so many operators over so many entries."""
+        """Seconds of a program of `operators` operators over `entries` entries."""
         return self.kernels(12 * operators) + self.memory(operators * entries * 12)
 
     def host(self, moved: float) -> float:
@@ -255,7 +255,7 @@ class Machine:
         return (self.cluster.network_us if crosses else self.cluster.link_us) * 1e-6
 
     def link(self, moved: float, crosses: bool) -> float:
-        """Seconds of sending or receiving so many bytes. Infinite if the rate is unknown, which `check_cluster`
+        """Seconds of sending or receiving `moved` bytes. Infinite if the rate is unknown, which `check_cluster`
         refuses."""
         c = self.cluster
         shared = c.node_network_gb_s / c.gpus if c.node_network_gb_s else c.network_gb_s
@@ -304,7 +304,7 @@ class Machine:
         return self._rounds(ranks, crosses) + self._collective((ranks - 1) / ranks * moved, crosses)
 
     def _collective(self, moved: float, crosses: bool) -> float:
-        """Seconds of sending so many bytes while receiving as many."""
+        """Seconds of sending `moved` bytes while receiving as many."""
         rate = self.cluster.reduce_gb_s * 1e9
         return moved / (rate * self.cluster.link_efficiency) if rate and not crosses else self.link(moved, crosses)
 

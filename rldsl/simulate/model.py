@@ -40,7 +40,7 @@ class PeriodicEvents:
     # by which such a step, and those before in which parts of it run, take longer; of a block inside another, longer
     # than with the outer block alone
     seconds: float
-    first: int = 0  # they run only in the first so many steps; 0: no limit
+    first: int = 0  # the number of steps, from the first on, in which they run; 0: all
 
 
 @dataclass(frozen=True, slots=True)

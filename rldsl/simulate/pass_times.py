@@ -34,7 +34,7 @@ def _micro_batches(event: Infer | Train, rows: int, row: Row, batch: int, at_lea
 
 @cache
 def _packed_micro_batches(rows: int, row: Row, batch: int, most: int) -> int:
-    """Micro-batches of at most so many tokens for rows whose responses are not all equally long."""
+    """Micro-batches of at most `most` tokens for rows whose responses are not all equally long."""
     parts = max(1, min(rows, PACKED))
     lengths = [row.prompt + x for x in response_lengths(row, batch, parts)]
     return max(ceil(packed(lengths, most) * rows / parts), 1)

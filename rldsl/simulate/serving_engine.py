@@ -19,7 +19,7 @@ from statistics import NormalDist
 from rldsl.simulate.lengths import Row
 
 CLASSES = 64  # groups of responses of about equal length
-ROUNDS = 256  # at least so many parts of the whole, each with the same sequences from its begin to its end
+ROUNDS = 256  # least number of parts of the whole, each with the same sequences from its begin to its end
 HEADROOM = 8  # rounds in which there is room for all active sequences, where one more begins
 CHUNK = 16_384  # prompt tokens in one pass
 
@@ -108,7 +108,7 @@ def serve(row: Row, rows: float, batch: int, capacity: float, step: Callable[[fl
 
 
 def _passes(prefill: Callable[[float], float], tokens: float) -> float:
-    """Seconds of prefilling so many tokens, in chunks."""
+    """Seconds of prefilling `tokens` tokens, in chunks."""
     if tokens <= 0:
         return 0.0
     number = ceil(tokens / CHUNK)

@@ -52,8 +52,8 @@ class Stage:
 
     def over_dp(self, gather: Callable[[float, int, bool], float], item: int, elements: float,
                 experts: float = 0.0) -> float:
-        """Seconds of an all-gather or a reduce-scatter of so many elements over dp, and of experts over the ranks that
-        hold the same ones. item: bytes of an element."""
+        """Seconds of an all-gather or a reduce-scatter of `elements` elements over dp, and of `experts` over the ranks
+        that hold the same ones. item: bytes of an element."""
         size, copies, crosses = self.groups.sizes["dp"], self.groups.sizes.get("expert_dp", 1), self.groups.crosses
         return gather(item * elements / size, size, crosses["dp"]) + gather(
             item * experts / copies, copies, crosses.get("expert_dp", False))

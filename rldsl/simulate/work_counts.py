@@ -56,7 +56,7 @@ class Shard:
     tower_trained: bool = False  # whether any of its parameters is
 
     def read(self, tokens: float) -> float:
-        """Elements of the matrices of one layer that are read for so many tokens: an expert without tokens is not. Of
+        """Elements of the matrices of one layer that are read for `tokens` tokens: an expert without tokens is not. Of
         tokens that choose any experts alike, the expected number."""
         dense = self.layer - self.experts
         if not self.experts:
@@ -142,7 +142,7 @@ def _tower(model: Model, first: bool) -> dict[str, Any]:
 
 @cache
 def orthogonalization(model: Model, layers: int) -> float:
-    """Multiplications with which Muon makes the updates of so many layers orthogonal; 0 for other optimizers. An
+    """Multiplications with which Muon makes the updates of `layers` layers orthogonal; 0 for other optimizers. An
     iteration with an m x n matrix, m <= n, has two products of m * m * n and one of m * m * m."""
     optimizer = model.optimizer
     if optimizer is None or optimizer.kind != "muon":

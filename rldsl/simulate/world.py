@@ -97,7 +97,7 @@ class World:
         return min(found, max(1, round(found * self.lengths.share(self.frames[frame]))))
 
     def entries(self, value: Value, rows: float) -> float:
-        """Numbers of a value on so many rows of its frame."""
+        """Numbers of a value on `rows` rows of its frame."""
         if value.level == "batch" or not value.frame:
             return 1.0
         row, frame = self.row(value.frame), self.frames[value.frame]

@@ -58,7 +58,7 @@ def _said(text: str) -> list[str]:
 
 
 def shape(node: Any) -> Any:
-    """A tree as nested tuples without spans and docs: equal for programs that mean the same."""
+    """A tree as nested tuples without spans and docs: equal if two programs mean the same."""
     if is_dataclass(node) and not isinstance(node, type):
         inner = (getattr(node, f.name) for f in fields(node) if f.name not in ("span", "doc", "source"))
         return type(node).__name__, *map(shape, inner)

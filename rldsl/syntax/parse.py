@@ -122,7 +122,8 @@ def grammar() -> str:
 
 def warm(folder: Path) -> None:
     """Take the parser's tables from `folder`, or put them there, which halves the compiler's start-up time. A
-    folder that cannot be read or written changes nothing, nor does one where this process has the parser already."""
+    folder that cannot be read or written changes nothing, and neither does a parser that this process
+    already has."""
     if _MADE:
         return
     text = grammar()

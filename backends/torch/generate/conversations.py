@@ -2,7 +2,7 @@
 
 In: rows, and the environments that answer. Out: what both said, row by row, with the log-probs of the model's tokens.
 
-While the environment of a conversation works, its slot of the KV cache waits and the others go on decoding; an answer
+While the environment of a conversation works, its slot of the KV cache waits and the others keep decoding; an answer
 is prefilled after what the slot holds. With `waiting="keep"` a conversation has its slot from its beginning to its
 end. Otherwise more conversations are alive than there are slots: one gets a slot when it has tokens to run, and may
 lose it while it waits. What its slot holds goes to host memory ("offload"), or all that was said is prefilled again

@@ -243,7 +243,7 @@ class DecodeAttention:
         return tuple(x[:, 0] for x in out)
 
     def _mask(self, scores: Scores, dtype: torch.dtype, heads: int = 0) -> torch.Tensor:
-        """[S, 1, 1, kv_len], 0 or -inf. heads: [S * heads, 1, kv_len] for so many."""
+        """[S, 1, 1, kv_len], 0 or -inf. heads: 0, or the number of heads, for [S * heads, 1, kv_len]."""
         key = scores.masked, dtype, heads
         if heads and key not in self._masks:
             self._masks[key] = self._mask(scores, dtype).expand(-1, heads, -1, -1).flatten(0, 1)

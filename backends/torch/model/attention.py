@@ -32,7 +32,7 @@ class Scores:
 
     scale: float                       # of the products of queries and keys
     window: int | None = None          # how many tokens a query sees at most, itself included; None: all before it
-    chunk: int | None = None           # a query sees nothing before its own chunk of so many tokens; None: no chunks
+    chunk: int | None = None           # tokens of a chunk, before which its queries see nothing; None: no chunks
     softcap: float | None = None       # c: a score s counts as c * tanh(s / c)
     sinks: torch.Tensor | None = None  # [H] a score for each head that takes weight and gives nothing
     compiled: bool = False             # kernels that the machine has compiled may compute it

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rldsl.runtime.collectives import all_reduce
 
 LIMB = 28  # bits: 2^35 squares of a limb fit into an int64
-CHUNK = 1 << 16  # elements whose squares are in float64 at a time, in a cache: sums of so many limbs are exact
+CHUNK = 1 << 16  # elements whose squares are in float64 at a time, in a cache: sums of CHUNK limbs are exact
 
 
 Leaf = Sequence[torch.Tensor | None]  # gradients of some parameters, or joined ones; None: 0

@@ -1,9 +1,9 @@
 """The tokens of a pass in groups, over which gradients are summed in one order under every cp (`invariant=training`).
 
 In: lengths of packed sequences, and the ranks of cp. Out: what `context_parallel.py` gives, for `TOKEN_GROUPS` ranks
-of which each real one has an equal run. A sequence is always cut as if there were so many ranks, and the rows of a
-group are those of such a rank, one group after the other and padded to one width. So each sum over tokens is one over
-the rows of groups and then one over groups, and one rank makes the additions of several.
+of which each real one has an equal run. A sequence is always cut as if there were `TOKEN_GROUPS` ranks, and the rows
+of a group are those of such a rank, one group after the other and padded to one width. So each sum over tokens is one
+over the rows of groups and then one over groups, and one rank makes the additions of several.
 """
 
 from __future__ import annotations

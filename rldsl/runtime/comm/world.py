@@ -40,7 +40,7 @@ def check_same_plan(data: bytes, device: torch.device) -> None:
 
 def gather_hosts(name: str, device: torch.device) -> list[str]:
     """The host of every rank, by rank, in one small all-gather. name: this rank's host. Names that are too long are
-    told apart by a digest."""
+    shortened, with a digest."""
     text = name.encode()
     if len(text) > MAX_HOST_BYTES:
         text = text[: MAX_HOST_BYTES - 17] + b"~" + sha256(text).hexdigest()[:16].encode()

@@ -5,7 +5,7 @@ conversation, and answers with what the model said.
 A request that extends what was said, message by message or id by id, is the next turn of that sequence. Any other one
 begins a new sequence of the conversation, a branch, up to `branches` of the program. The tokens of a branch are those
 that the agent asks with: what it shares with another one is not rendered again, and was not sampled in it.
-A request that leaves its branch no room for a turn is refused and adds nothing; the agent may go on in another branch.
+A request that leaves its branch no room for a turn is refused and adds nothing; the agent may use another branch.
 Invariant: a request is asked after the one before it was answered; so the order of an agent's requests, and which
 branch each one is in, are the agent's alone, and no clock decides it.
 Codes: RL0730 (`requests.py`), RL0736 a request that needs more branches than there are, RL0737 one that was not waited
@@ -143,7 +143,7 @@ class Endpoint:
                     dialogue.fault = dialogue.fault or refused
 
     def next(self) -> tuple[int, Heard | Refused | Failure] | None:
-        """(row, what its agent has asked, or why its conversation cannot go on), in the order of arrival; None if
+        """(row, what its agent has asked, or why its conversation cannot continue), in the order of arrival; None if
         nothing is left."""
         return self.heard.popleft() if self.heard else None
 

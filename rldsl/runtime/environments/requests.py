@@ -1,7 +1,7 @@
 """Requests of agents, checked, and answers to them, as in OpenAI's chat completions and vLLM's token endpoint.
 
 In: JSON bodies. Out: a ChatRequest or a TokenRequest; bodies of answers.
-Invariant: nothing that an agent asks for is dropped without a word. How tokens are sampled is the program's: a request
+Invariant: nothing that an agent asks for is dropped silently. How tokens are sampled is the program's: a request
 may repeat it, and one that says otherwise, or has a field that is not known here, is refused.
 Codes: RL0730 a request that this run does not answer as it asks.
 """

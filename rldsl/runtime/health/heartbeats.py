@@ -139,8 +139,8 @@ class PeerMonitor:
 
 class StallDetector:
     """How long this rank has made no progress. An event can take minutes without an entry in the ring, so only the time
-    in operations between ranks counts. Where these run behind Python (`asynchronous`, NCCL) they cannot be seen, and
-    the time since the last entry counts."""
+    in operations between ranks counts. Where these return before they have run (`asynchronous`, NCCL) they cannot be
+    seen, and the time since the last entry counts."""
 
     def __init__(self, asynchronous: bool = False):
         self._asynchronous, self._worked = asynchronous, monotonic()

@@ -55,9 +55,9 @@ class Watchdog:
     def __init__(self, store: Any, rank: int, world: int, plan: PlanFile | None = None, timeout: float = math.inf,
                  asynchronous: bool = False, agent: int | None = None, speaks: bool = True):
         """On the main thread only: it takes over SIGTERM and Ctrl-C. timeout: seconds that a rank waits for another.
-        asynchronous: communication runs behind Python, and the library ends the process when it takes too long. agent:
-        the process of torchrun's agent, whose end sends SIGTERM (`runtime/parent.py`). speaks: this rank, of all on its
-        machine, reports that."""
+        asynchronous: calls of communication return before it has run, and the library ends the process when it takes
+        too long. agent: the process of torchrun's agent, whose end sends SIGTERM (`runtime/parent.py`). speaks: this
+        rank, of all on its machine, reports that."""
         self.heartbeats, self.rank, self.world = Heartbeats(store, rank, world), rank, world
         self.ring = EventRing()  # what this rank did last
         self.out: Path | None = None  # the directory of the run, once it may write there

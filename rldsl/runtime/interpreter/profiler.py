@@ -23,7 +23,7 @@ FOLDER = "profile"  # in the directory of the run
 
 
 class EventProfiler:
-    """The profiler of one rank. It runs from the second step of this start of the run on, for so many steps."""
+    """The profiler of one rank. It runs for `steps` steps, from the second step of this start of the run on."""
 
     def __init__(self, context: RunContext, device: torch.device, first: int, steps: int):
         """first: the last step that an earlier start has made."""

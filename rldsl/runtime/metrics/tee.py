@@ -1,7 +1,7 @@
 """What a rank says on stderr goes to the screen and to `OUT/log/rank-N.log`.
 
 In: text of this process's Python code; what libraries in C write goes to the screen alone. Out: both, at once, so that
-nothing is lost when the process ends without a word.
+nothing is lost when the process is killed.
 """
 
 from __future__ import annotations
