@@ -12,6 +12,7 @@ from rldsl.sharding.boxes import local_slice
 from rldsl.sharding.layout import coordinate
 from tests.backend_torch.shards import pack, plan_model, ragged
 from tests.backend_torch.test_forward import _partial
+from tests.samples import thorough_between
 from tests.tiny import make_model
 from tests.world import run_world
 
@@ -109,7 +110,7 @@ CASES = [("qwen3", {}, "causal_lm", "logprobs", LAYOUTS),
          ("qwen3", TWO, "value_model", "values", [(2, 1, 1), (1, 2, 2)])]
 
 
-@pytest.mark.parametrize("family, overrides, kind, what, layouts", CASES, ids=["qwen3", "tied", "llama", "apertus", "values"])
+@pytest.mark.parametrize("family, overrides, kind, what, layouts", thorough_between(CASES), ids=["qwen3", "tied", "llama", "apertus", "values"])
 def test_steps_equal_one_process(tmp_path, family, overrides, kind, what, layouts):
     path = str(make_model(tmp_path / "m", family=family, **overrides))
     expected, norms = reference(path, what)

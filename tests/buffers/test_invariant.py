@@ -13,6 +13,7 @@ from tests.buffers.kills import HEAD, checkpoints, lines, seen, start
 from tests.end_to_end.programs import compile_program
 from tests.papers.matrix import joined
 from tests.papers.programs import RECORDER
+from tests.samples import thorough_between
 from tests.selection.programs import HERE, folder
 
 STEPS = 3
@@ -67,7 +68,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.many
-@pytest.mark.parametrize("place", [name for name in PLACES if name != "one"])
+@pytest.mark.parametrize("place", thorough_between([name for name in PLACES if name != "one"]))
 def test_every_placement_has_the_same_bits(base: Path, place: str) -> None:
     assert lines(base / place) == lines(base / "one")
     assert seen(base, place) == seen(base, "one")

@@ -9,6 +9,7 @@ import pytest
 from tests.carried.programs import MORE, grpo
 from tests.end_to_end.programs import Metrics, run_program
 from tests.end_to_end.test_invariance import HERE, compare, everywhere, placement
+from tests.samples import thorough_between
 from tests.tiny import make_all
 
 ONE = "cluster nodes=1 gpus=1\nplace *.* on mesh(0:1)\n"
@@ -43,7 +44,7 @@ def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Metrics:
     return run(tiny, tmp_path_factory.mktemp("alone"), grpo(), ONE)
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", thorough_between(PLACES))
 def test_the_placement_changes_nothing(name: str, tiny: Path, alone: Metrics, tmp_path: Path) -> None:
     compare(run(tiny, tmp_path, grpo(), PLACES[name], alone), alone)
 

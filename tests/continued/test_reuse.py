@@ -20,6 +20,7 @@ from rldsl.verify import verify
 from rldsl.verify.tables import tables
 from rldsl.verify.versions import check_versions
 from tests.derive.test_forged import changed, events
+from tests.samples import thorough_between
 from tests.selection.programs import folder, numbers, run
 from tests.verify.plans import folder as plan_folder
 
@@ -74,7 +75,7 @@ def test_no_number_changes(base: Path, naive: Any, place: str) -> None:
         assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}
 
 
-@pytest.mark.parametrize("place", ["one rank", "pp", "apart"])
+@pytest.mark.parametrize("place", thorough_between(["one rank", "pp", "apart"]))
 def test_invariant_is_bitwise(base: Path, place: str) -> None:
     top = 'loss pg2(logprobs: token; adv: seq) { return -mean(adv * mean(logprobs by seq)) }\n' \
         'model fixed = causal_lm("model", invariant=true) train adamw(lr=0.01)'

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.samples import thorough_between
 from tests.selection.programs import folder, numbers, run
 
 PLACES = [
@@ -50,7 +51,7 @@ def alone(base: Path):
     return run(base, BODY, steps=3)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", thorough_between(PLACES))
 def test_no_placement_changes_a_number(base: Path, alone, place: str) -> None:
     found = numbers(run(base, BODY, steps=3, place=place, like=alone))
     assert len(found) == 3

@@ -16,6 +16,7 @@ from rldsl.runtime.draws import uniform
 from rldsl.sharding.partition import key_of, mix
 from tests.checkpoint.runs import held, lines, run
 from tests.curriculum.programs import HEAD, ROWS, compiled, folder
+from tests.samples import thorough_between
 
 PLACES = {
     "one rank": "place *.* on mesh(0:1)",
@@ -88,7 +89,7 @@ def test_a_straight_line_model_of_states_and_draws(base: Path, whole: Path) -> N
     assert 0 < int((seen > 0).sum()) < len({row for rows in expected for row in rows})
 
 
-@pytest.mark.parametrize("place", [p for p in PLACES if p != "one rank"])
+@pytest.mark.parametrize("place", thorough_between([p for p in PLACES if p != "one rank"]))
 def test_placements_draw_the_same_rows_and_keep_the_same_states(base: Path, whole: Path, place: str) -> None:
     out = ran(base, place.replace(" ", "-"), PLACES[place], like=whole)
     for mine, theirs in zip(lines(out), lines(whole), strict=True):
@@ -149,7 +150,7 @@ def test_collected_batches_write_each_row_and_evaluations_read(base: Path) -> No
     assert sum(x % 10 for x in seen) % 4 == 0, "each iteration counts its four rows"
 
 
-@pytest.mark.parametrize(("step", "place"), [(1, "one rank"), (2, "apart"), (3, "idle ranks"), (4, "dp")])
+@pytest.mark.parametrize(("step", "place"), thorough_between([(1, "one rank"), (2, "apart"), (3, "idle ranks"), (4, "dp")]))
 def test_a_run_resumes_after_every_step_with_the_same_draws_and_states(base: Path, whole: Path, step: int,
                                                                        place: str) -> None:
     out = ran(base, f"resumed-{step}", PLACES[place], resume=whole / f"checkpoints/step-{step:06d}",

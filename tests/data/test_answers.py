@@ -18,6 +18,7 @@ from rldsl.verify import verify
 from tests.data.makers import WRITERS, declared, jsonl, opened, texts, wrong
 from tests.checkpoint import runs
 from tests.end_to_end.programs import Metrics, compile_program, run_program
+from tests.samples import thorough_between
 from tests.tiny import make_model
 
 ROWS = [{"prompt": f"{i}+{i}=", "answer": [str(2 * i), "no", "maybe " * (i % 2)], "score": [1.5, i, -1], "weight": i}
@@ -165,7 +166,7 @@ def alone(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     return of
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", thorough_between(PLACES))
 @pytest.mark.parametrize("name", ["tpo", "ranked"])
 def test_a_placement_changes_no_number(alone: Callable[[str], tuple[Path, Metrics]], tmp_path: Path, name: str,
                                        place: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.programs import Metrics, run_program
+from tests.samples import thorough_between
 from tests.tiny import make_model
 
 PROGRAM = Path(__file__).parent / "given.rlf"
@@ -45,7 +46,7 @@ def test_a_whole_distribution_is_all_entries(alone: Metrics) -> None:
         assert all(step[f"{model}/loss"] > 1e-3 for model in ("theirs", "mine", "full"))
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", thorough_between(PLACES))
 def test_a_placement_changes_no_number(sets: dict[str, str], alone: Metrics, place: str, tmp_path: Path) -> None:
     there = run_program(PROGRAM, sets, tmp_path, PLACES[place])
     for a, b in zip(alone, there, strict=True):

@@ -13,6 +13,7 @@ import pytest
 
 from rldsl.plan.metrics_file import MEASURED
 from tests.end_to_end.programs import Metrics, run_program
+from tests.samples import thorough_between
 from tests.tiny import make_all
 
 HERE = Path(__file__).parent
@@ -76,7 +77,7 @@ def grpo(tiny: Path, folder: Path, place: str, like: Metrics | None = None) -> M
     return run_program(HERE / "grpo_small.rlf", sets, folder, place, like=like)
 
 
-@pytest.mark.parametrize("name", GRPO_PLACEMENTS)
+@pytest.mark.parametrize("name", thorough_between(GRPO_PLACEMENTS))
 def test_grpo_is_the_same_on_every_placement(name, tiny, grpo_alone, tmp_path):
     compare(grpo(tiny, tmp_path, GRPO_PLACEMENTS[name], grpo_alone), grpo_alone)
 
@@ -114,7 +115,7 @@ def ppo_alone(four, tmp_path_factory) -> Metrics:
     return ppo(four, tmp_path_factory.mktemp("alone"), everywhere(1, "dp=1", *CALLS))
 
 
-@pytest.mark.parametrize("name", PPO_PLACEMENTS)
+@pytest.mark.parametrize("name", thorough_between(PPO_PLACEMENTS))
 def test_ppo_is_the_same_on_every_placement(name, four, ppo_alone, tmp_path):
     compare(ppo(four, tmp_path, PPO_PLACEMENTS[name], ppo_alone), ppo_alone)
 
@@ -139,7 +140,7 @@ def dpo_alone(tiny, tmp_path_factory) -> Metrics:
     return dpo(tiny, tmp_path_factory.mktemp("alone"), everywhere(1, "dp=1", "actor", "ref"))
 
 
-@pytest.mark.parametrize("name", DPO_PLACEMENTS)
+@pytest.mark.parametrize("name", thorough_between(DPO_PLACEMENTS))
 def test_dpo_is_the_same_on_every_placement(name, tiny, dpo_alone, tmp_path):
     """Micro-batches and stages too, where ReaL took the reference's values from the wrong rows (defect 7)."""
     found = dpo(tiny, tmp_path, DPO_PLACEMENTS[name])

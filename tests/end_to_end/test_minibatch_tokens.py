@@ -20,6 +20,7 @@ from rldsl.verify import verify
 from tests.checkpoint import runs
 from tests.end_to_end.programs import Metrics, compile_program, run_program
 from tests.frames import frame
+from tests.samples import thorough_between
 from tests.tiny import make_model
 
 
@@ -117,7 +118,7 @@ def alone(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Metrics:
     return run_program(path, {}, tmp_path_factory.mktemp("alone"), "cluster nodes=1 gpus=1")
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", thorough_between(PLACES))
 def test_a_placement_changes_no_number(path: Path, alone: Metrics, place: str, tmp_path: Path) -> None:
     there = run_program(path, {}, tmp_path, f"cluster nodes=1 gpus=4\n{PLACES[place]}", like=alone)
     for a, b in zip(alone, there, strict=True):

@@ -17,6 +17,7 @@ from tests.end_to_end.test_invariance import everywhere, placement
 from tests.images.checks import inputs_of, model_of, rows_of
 from tests.images.models import MAKERS, make
 from tests.images.pictures import data_of, make_rows
+from tests.samples import thorough_between
 
 HERE = Path(__file__).parent
 MODELS = ("actor", "critic", "judge", "ref")
@@ -60,7 +61,7 @@ def test_everything_learns(alone):
     assert abs(alone[2]["gap"]) > 1e-3
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("name", thorough_between(PLACEMENTS))
 def test_placement_changes_no_numbers(tiny, alone, tmp_path, name):
     same(run_program(HERE / "grpo_ppo.rlf", sets(tiny), tmp_path, PLACEMENTS[name], like=alone), alone)
 

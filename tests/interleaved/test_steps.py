@@ -11,6 +11,7 @@ from rldsl.plan.model import Layout
 from tests.backend_torch.shards import plan_model, shard_of
 from tests.backend_torch.steps import difference, run
 from tests.backend_torch.test_train import OPTIONS, UPDATES, reference
+from tests.samples import thorough_between
 from tests.tiny import make_model
 from tests.world import run_world
 
@@ -45,7 +46,7 @@ CASES = [("qwen3", layers(5), "causal_lm", "logprobs", FIVE),
          ("qwen3", layers(5), "value_model", "values", [(1, 2, 2, 2, 0, 3)])]
 
 
-@pytest.mark.parametrize("family, overrides, kind, what, every", CASES, ids=["qwen3", "tied", "llama", "gemma", "values"])
+@pytest.mark.parametrize("family, overrides, kind, what, every", thorough_between(CASES), ids=["qwen3", "tied", "llama", "gemma", "values"])
 def test_steps_equal_one_process(tmp_path, family, overrides, kind, what, every):
     path = str(make_model(tmp_path / "m", family=family, **overrides))
     expected, norms = reference(path, what)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests.end_to_end.programs import Metrics, run_program
 from tests.end_to_end.test_invariance import HERE, everywhere, placement
+from tests.samples import thorough_between
 from tests.tiny import make_model, make_sums, write_jsonl
 
 PLACES = {
@@ -69,7 +70,7 @@ def test_staleness_is_the_lag(alone: tuple[int, Found]) -> None:
     assert len({line["actor/loss"] for line in metrics}) == 2 + lag, "nothing is learned"
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", thorough_between(PLACES))
 def test_every_placement_gives_the_same_bits(name: str, alone: tuple[int, Found], model: Path, tmp_path: Path) -> None:
     lag, expected = alone
     assert run(model, tmp_path, lag, PLACES[name]) == expected

@@ -9,6 +9,7 @@ import pytest
 from tests.end_to_end.programs import Metrics, run_program
 from tests.end_to_end.test_invariance import HERE, compare, everywhere, placement
 from tests.lag.programs import PROGRAMS
+from tests.samples import thorough_between
 from tests.tiny import make_all
 
 GRPO = {
@@ -61,7 +62,7 @@ def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Met
             for lag in (0, 1, 2)}
 
 
-@pytest.mark.parametrize(("name", "lag"), [("colocated", 1), ("disjoint", 1), ("disjoint", 2), ("other_mesh", 2)])
+@pytest.mark.parametrize(("name", "lag"), thorough_between([("colocated", 1), ("disjoint", 1), ("disjoint", 2), ("other_mesh", 2)]))
 def test_grpo_is_the_same_on_every_placement(name: str, lag: int, tiny: Path, alone: dict[int, Metrics],
                                              tmp_path: Path) -> None:
     compare(run(tiny, tmp_path, grpo(lag), GRPO[name], alone[lag]), alone[lag])
@@ -75,7 +76,7 @@ def test_a_lag_changes_what_is_trained_on(alone: dict[int, Metrics]) -> None:
     assert losses[1][2] != losses[2][2]
 
 
-@pytest.mark.parametrize(("name", "lag"), MORE)
+@pytest.mark.parametrize(("name", "lag"), thorough_between(MORE))
 def test_programs_are_the_same_on_every_placement(name: str, lag: int, tiny: Path, tmp_path: Path) -> None:
     text = PROGRAMS[name].replace("{lag}", str(lag))
     one = run(tiny, tmp_path / "one", text, "cluster nodes=1 gpus=1\nplace *.* on mesh(0:1)\n")

@@ -24,6 +24,7 @@ from tests.backend_torch.shards import make_shard, pack, ragged
 from tests.checkpoint.runs import held, lines, run
 from tests.end_to_end.programs import compile_program
 from tests.lora.adapted import adapted, by_hand, make_adapter
+from tests.samples import thorough_between
 from tests.tiny import make_all, make_model
 from tests.world import run_world
 
@@ -69,7 +70,7 @@ def test_training_changes_something_and_begins_at_the_base(alone: Path) -> None:
     assert abs(first["kl"]) < 1e-6 and abs(last["kl"]) > 1e-2
 
 
-@pytest.mark.parametrize("place", [TWO, FOUR, APART], ids=["two", "four", "apart"])
+@pytest.mark.parametrize("place", thorough_between([TWO, FOUR, APART]), ids=["two", "four", "apart"])
 def test_placement_changes_no_numbers(alone: Path, tiny: Path, tmp_path: Path, place: str) -> None:
     assert set(run(plan(tiny, tmp_path / "plan", place), tmp_path, like=alone)) == {""}
     same(lines(tmp_path), lines(alone))

@@ -12,6 +12,7 @@ from tests.backend_torch.shards import pack
 from tests.backend_torch.test_forward import _partial
 from tests.backend_torch.test_train import OPTIONS, RATES, ROWS, STEPS, TWO, UPDATES, minibatch, share
 from tests.lora.adapted import adapted, by_hand, make_adapter
+from tests.samples import thorough_between
 from tests.tiny import make_model
 from tests.world import run_world
 
@@ -95,7 +96,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thorough_between(CASES))
 def test_steps_equal_one_process(tmp_path, name):
     family, overrides, kind, what, lora, layouts = CASES[name]
     path = str(make_model(tmp_path / "m", family=family, **overrides))

@@ -14,6 +14,7 @@ from tests.backend_torch.shards import plan_model, shard_of
 from tests.backend_torch.steps import check, run
 from tests.backend_torch.test_train import OPTIONS, UPDATES, reference
 from tests.moe.shards import make
+from tests.samples import thorough_between
 from tests.world import run_world
 
 MIXTRAL = [at(), at(dp=2), at(tp=2), at(pp=2), at(dp=2, ep=2), at(dp=4, ep=2), at(dp=4, ep=4), at(dp=2, tp=2, ep=2),
@@ -27,7 +28,7 @@ CASES = [("mixtral", "causal_lm", "logprobs", MIXTRAL), ("qwen3_moe", "causal_lm
          ("shared", "value_model", "values", [at(tp=2), at(dp=2, ep=2)])]
 
 
-@pytest.mark.parametrize("name, kind, what, every", CASES, ids=[c[0] for c in CASES])
+@pytest.mark.parametrize("name, kind, what, every", thorough_between(CASES), ids=[c[0] for c in CASES])
 def test_steps_equal_one_process(tmp_path, name, kind, what, every):
     """The last step has one row: all shards but one have none, and still serve its tokens."""
     check(make(tmp_path / "m", name), kind, what, every)

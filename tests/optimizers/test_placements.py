@@ -24,6 +24,7 @@ from tests.backend_torch.shards import layout_of as at
 from tests.backend_torch.shards import make_shard, pack, plan_model, shard_of
 from tests.backend_torch.test_train import ROWS, share
 from tests.lora.adapted import adapted
+from tests.samples import thorough_between
 from tests.tiny import make_model
 from tests.world import run_world
 
@@ -116,7 +117,7 @@ def placed(rank: int, model: Model, layouts: list[Layout], before: dict[str, tor
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thorough_between(CASES))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str,
                                         case: str) -> None:

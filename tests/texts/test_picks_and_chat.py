@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.end_to_end.programs import Metrics, run_program
+from tests.samples import thorough_between
 from tests.texts.programs import folder
 
 TEMPLATE = ("{% for m in messages %}{{ m.role[0] }}: {{ m.content }}. {% endfor %}"
@@ -123,7 +124,7 @@ def test_a_function_gets_the_picked_rows(base: Path, alone: Metrics) -> None:
         assert step["again"] < 1e-5
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", thorough_between(PLACES))
 def test_the_placement_changes_no_number(base: Path, alone: Metrics, place: str) -> None:
     found = run(base, place, PLACES[place], like=alone)
     assert len(found) == len(alone) == 2

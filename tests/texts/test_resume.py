@@ -11,6 +11,7 @@ import pytest
 
 from tests.checkpoint.runs import held, lines, run
 from tests.end_to_end.programs import compile_program
+from tests.samples import thorough_between
 from tests.texts.programs import SELF_REWARDING, folder, text
 
 PLACES = {
@@ -41,7 +42,7 @@ def whole(base: Path) -> Path:
     return base / "whole"
 
 
-@pytest.mark.parametrize("after", [1, 2, 3])
+@pytest.mark.parametrize("after", thorough_between([1, 2, 3]))
 def test_a_run_that_was_stopped(base: Path, whole: Path, after: int) -> None:
     out = base / f"stopped{after}"
     assert set(run(plan(base, "one"), out, stop_after=after)) == {""}

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.end_to_end.programs import run_program
+from tests.samples import thorough_between
 from tests.texts import judges
 from tests.texts.programs import SELF_REWARDING, folder, run
 
@@ -38,7 +39,7 @@ def alone(base: Path):  # type: ignore[no-untyped-def]
     return run(base, SELF_REWARDING, "alone")
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", thorough_between(PLACES))
 def test_the_placement_changes_no_number(base: Path, alone, place: str) -> None:  # type: ignore[no-untyped-def]
     found = run(base, SELF_REWARDING, place, place=PLACES[place], like=alone)
     assert len(found) == len(alone) == 3

@@ -14,6 +14,7 @@ from tests.backend_torch.shards import layout_of as at
 from tests.backend_torch.shards import pack, plan_model, shard_of
 from tests.backend_torch.steps import check, run
 from tests.backend_torch.test_train import OPTIONS, ROWS, TWO, UPDATES
+from tests.samples import thorough_between
 from tests.tiny import make_model
 from tests.world import run_world
 
@@ -35,7 +36,7 @@ CASES = [("qwen3", dict(num_hidden_layers=3), "causal_lm", "logprobs", EVERY),
          ("qwen3", TWO, "value_model", "values", [at(dp=4, zero=2), at(dp=2, pp=2, zero=3)])]
 
 
-@pytest.mark.parametrize("family, overrides, kind, what, every", CASES, ids=["qwen3", "tied", "llama", "values"])
+@pytest.mark.parametrize("family, overrides, kind, what, every", thorough_between(CASES), ids=["qwen3", "tied", "llama", "values"])
 def test_steps_equal_one_process(tmp_path, family, overrides, kind, what, every):
     """The last step has one row: all shards but one have none."""
     check(str(make_model(tmp_path / "m", family=family, **overrides)), kind, what, every)
