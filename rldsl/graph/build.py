@@ -20,6 +20,7 @@ from rldsl.graph.params import param, supplied
 from rldsl.graph.prune import prune, tables
 from rldsl.graph.row_formats import ROWS, row_formats
 from rldsl.plan.expr import Scalar
+from rldsl.plan.function import Function
 from rldsl.semantics import options
 from rldsl.semantics.alone import check_alone
 from rldsl.semantics.errors import BAD, Bad, Errors
@@ -91,18 +92,12 @@ def _build_recovering(file: ast.File, sets: Mapping[str, Scalar], place: ast.Fil
     flow, scope = _only_flow(file, errors), Scope(module)
     if flow is None:
         return None, tuple(errors.found)
-    for name, row_format in row_formats(flow, top.data).items():
-        top.data[name] = replace(top.data[name], row_format=row_format)
-        unit = top.data[name].unit
-        if unit is not None:
-            options.counts("batch", "prompts" if top.data[name].answers else ROWS[row_format], *unit, exprs)
+    _set_row_formats(flow, top, exprs)
     buffers = _buffers(flow, top, prelude) if top.buffers else {}
     builder = FlowBuilder(exprs, top.models, top.data, top.states, buffers)
     given = options.read(options.FLOW, [(o.name, o.value) for o in flow.options], "a flow", flow.name.span, exprs,
                          scope)
-    for node in ast.walk(flow):
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            exprs.first_bound.setdefault(target.name, node.span)
+    _note_first_bindings(flow, exprs)
     known: dict[str, Meaning] = {s.name: input_(s.name, "batch", "", s.span) for s in top.states.values()
                                  if not s.data}
     if not isinstance(given, Bad):
@@ -115,18 +110,13 @@ def _build_recovering(file: ast.File, sets: Mapping[str, Scalar], place: ast.Fil
     rules = top.placements()
     if isinstance(given, Bad) or any(isinstance(i, ast.Cluster) for i in items) and top.cluster is None:
         return None, tuple(errors.found)
-    used = {str(n.attr("function")) for p in builder.programs for n in p.nodes if n.op == "py"}
-    used |= {n.function for n in g.nodes(body) if isinstance(n, g.Derive)}
-    used |= {e for n in g.nodes(body) if isinstance(n, g.Generate) and n.conversation
-             for e in n.conversation.environments}
+    functions = _used_functions(modules, builder, body)
     values, frames = tuple(builder.values.values()), tuple(exprs.spaces.frames.values())
     lag, ahead = builder.lag, frozenset[str]()
     lasting = frozenset((*(s.name for s in top.states.values()), *buffers))
     if lag:
         ahead = nodes_ahead(body, lasting, flow.name.span, errors)
-    if 0 < builder.own_lag < lag and not errors.found:  # no call takes it, or RL0205 has said so
-        errors.add("RL0223", "`lag` of the flow has no effect: every call has a lag of its own", flow.name.span,
-                   help=f"remove `lag={builder.own_lag}`, or those of the calls")
+    _check_lag_has_effect(flow, builder, errors)
     if not errors.found:
         body = prune(body, {v for _, v in builder.metrics} | {builder.stop})
         values, frames = tables(body, values, exprs.spaces.frames)
@@ -135,7 +125,7 @@ def _build_recovering(file: ast.File, sets: Mapping[str, Scalar], place: ast.Fil
         params=tuple(top.params), sources=tuple(modules.sources), cluster=top.cluster,
         models=tuple(top.models.values()), data=tuple(top.data.values()),
         frames=frames, values=values,
-        functions=tuple(f for k, f in modules.functions.items() if k in used), programs=tuple(builder.programs),
+        functions=functions, programs=tuple(builder.programs),
         items=body, metrics=tuple(builder.metrics), rules=rules,
         states=tuple(s for s in top.states.values() if any(v.id == s.name for v in values)),
         buffers=tuple(b for b in with_stored(buffers, builder.buffers).values()
@@ -143,6 +133,38 @@ def _build_recovering(file: ast.File, sets: Mapping[str, Scalar], place: ast.Fil
         checkpoint=builder.checkpoint, stop=builder.stop, lag=lag, ahead=ahead,
         may_run_ahead=nodes_that_may(body, lasting, ahead, values) if lag else frozenset())
     return graph, tuple(errors.found)
+
+
+def _set_row_formats(flow: ast.Flow, top: _Declarations, exprs: ExpressionBuilder) -> None:
+    """What the rows of each source are, which the flow decides; and whether its batch counts them."""
+    for name, row_format in row_formats(flow, top.data).items():
+        top.data[name] = replace(top.data[name], row_format=row_format)
+        unit = top.data[name].unit
+        if unit is not None:
+            options.counts("batch", "prompts" if top.data[name].answers else ROWS[row_format], *unit, exprs)
+
+
+def _note_first_bindings(flow: ast.Flow, exprs: ExpressionBuilder) -> None:
+    """Where each name of the flow is bound first, for messages about a use before it."""
+    for node in ast.walk(flow):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            exprs.first_bound.setdefault(target.name, node.span)
+
+
+def _check_lag_has_effect(flow: ast.Flow, builder: FlowBuilder, errors: Errors) -> None:
+    """RL0223 for a lag of the flow that no call takes."""
+    if 0 < builder.own_lag < builder.lag and not errors.found:  # RL0205 may have said so
+        errors.add("RL0223", "`lag` of the flow has no effect: every call has a lag of its own", flow.name.span,
+                   help=f"remove `lag={builder.own_lag}`, or those of the calls")
+
+
+def _used_functions(modules: Modules, builder: FlowBuilder, body: tuple[g.Item, ...]) -> tuple[Function, ...]:
+    """The Python functions and environments that the flow uses."""
+    used = {str(n.attr("function")) for p in builder.programs for n in p.nodes if n.op == "py"}
+    used |= {n.function for n in g.nodes(body) if isinstance(n, g.Derive)}
+    used |= {e for n in g.nodes(body) if isinstance(n, g.Generate) and n.conversation
+             for e in n.conversation.environments}
+    return tuple(f for name, f in modules.functions.items() if name in used)
 
 
 def _lags_of_calls(flow: ast.Flow, exprs: ExpressionBuilder, scope: Scope) -> list[int]:

@@ -70,81 +70,126 @@ def conversation_seconds(shard: ShardConversations, costs: PassCosts) -> tuple[f
 
 def _one_by_one(shard: ShardConversations, costs: PassCosts) -> tuple[float, float]:
     """As `conversation_seconds`, of conversations that are followed one by one."""
-    turns = [_turns(shard, (i + 0.5) / shard.count) for i in range(shard.count)]
-    mean = sum(turns) / max(len(turns), 1)
-    each, context = shard.own_tokens / mean if mean else 0.0, shard.context_tokens / mean if mean else 0.0
-    single = costs.decode(1.0)
-    per_slot = (costs.decode(float(shard.slots)) - single) / (shard.slots - 1) if shard.slots > 1 else 0.0
-    expected = deque(_Conversation(n) for n in turns)
-    now = progress = computed = 0.0  # progress: tokens that a conversation that always decodes has got
-    decoding: list[tuple[float, int, _Conversation]] = []  # by the progress at which its turn ends
-    tools: list[tuple[float, int, _Conversation]] = []  # by the time at which its environment answers
-    ready: deque[_Conversation] = deque()  # answered, without a slot
-    away: dict[int, _Conversation] = {}  # those that wait and have a slot, the longest first
-    free, alive, number = shard.slots, 0, 0
+    return _Followed(shard, costs).run()
 
-    def send_to_environment(c: _Conversation) -> None:
-        nonlocal number
-        number += 1
-        latency = 0.0 if shard.tool_seconds is None else shard.tool_seconds.quantile((number * GOLDEN) % 1 or 0.5)
-        heapq.heappush(tools, (now + latency, number, c))
-        if c.placed:
-            away[id(c)] = c
 
-    def answers_until(then: float) -> None:
-        """Take over what environments have answered by `then`."""
-        nonlocal free, alive
-        while tools and tools[0][0] <= then:
-            _, _, c = heapq.heappop(tools)
-            away.pop(id(c), None)
-            if c.turns:
-                free += c.placed  # taken again at once, unless another one has waited for longer
-                c.placed = False
-                ready.appendleft(c) if not c.dropped and c.turns_done else ready.append(c)
-            else:
-                free, alive = free + c.placed, alive - 1
+class _Followed:
+    """Conversations that are followed one by one, from event to event: a prefill, the end of a turn, an answer."""
 
-    while expected or alive:
-        while expected and alive < shard.live:
-            alive += 1
-            send_to_environment(expected.popleft())
-        tokens, placed, moved = 0.0, 0, 0.0
-        while ready and tokens < MAX_PREFILL_TOKENS and (free or shard.waiting != "keep" and away):
-            c = ready.popleft()
-            if free:
-                free -= 1
-            else:
-                other = away.pop(next(iter(away)))
-                other.placed, other.dropped = False, True
-                if shard.waiting == "offload":
-                    moved += costs.moved(other.turns_done * (each + context))
-            c.placed = True
-            before = c.turns_done * (each + context)
-            again = before if c.dropped and shard.waiting == "recompute" else 0.0
-            moved += costs.moved(before) if c.dropped and shard.waiting == "offload" else 0.0
-            tokens, placed, c.dropped = tokens + context + again, placed + 1, False
-            number += 1
-            heapq.heappush(decoding, (progress + each, number, c))
-        if placed:  # all that have been answered since the pass before, in one pass
-            spent = costs.prefill(tokens, placed) + moved
-            now, computed = now + spent, computed + spent
-            answers_until(now)
-            if ready and free:
+    def __init__(self, shard: ShardConversations, costs: PassCosts):
+        self.shard, self.costs = shard, costs
+        turns = [_turns(shard, (i + 0.5) / shard.count) for i in range(shard.count)]
+        mean = sum(turns) / max(len(turns), 1)
+        self.own_tokens = shard.own_tokens / mean if mean else 0.0  # of a turn
+        self.context_tokens = shard.context_tokens / mean if mean else 0.0  # of a turn
+        self.one_decodes = costs.decode(1.0)  # seconds of a decoding pass with one conversation
+        self.another_decodes = (costs.decode(float(shard.slots)) - self.one_decodes) / (shard.slots - 1) \
+            if shard.slots > 1 else 0.0  # additional seconds for each other one
+        self.now = self.computed = 0.0
+        self.progress = 0.0  # tokens that a conversation that always decodes has got
+        self.expected = deque(_Conversation(n) for n in turns)  # not begun yet
+        self.alive = 0  # begun and not ended
+        self.free = shard.slots  # slots without a conversation
+        self.ready: deque[_Conversation] = deque()  # answered, without a slot
+        self.decoding: list[tuple[float, int, _Conversation]] = []  # heap, by the progress at which the turn ends
+        self.tools: list[tuple[float, int, _Conversation]] = []  # heap, by the time at which the environment answers
+        self.waiting: dict[int, _Conversation] = {}  # for an environment, with a slot; the longest first
+        self.number = 0  # of turns and answers so far: breaks ties
+
+    def run(self) -> tuple[float, float]:
+        """(seconds until all have ended, seconds of them in which the shard computes)"""
+        while self.expected or self.alive:
+            self.begin_conversations()
+            if self.prefill() and self.ready and self.free:
                 continue
-        a_pass = single + per_slot * (len(decoding) - 1)
-        ends = now + (decoding[0][0] - progress) * a_pass if decoding else inf
-        arrives = tools[0][0] if tools else inf
-        then = max(min(ends, arrives), now)
-        if decoding:
-            progress, computed = progress + (then - now) / a_pass if a_pass else decoding[0][0], computed + then - now
-        now = then
-        if ends <= arrives:
-            progress, _, c = heapq.heappop(decoding)
-            c.turns_done, c.turns = c.turns_done + 1, c.turns - 1
-            send_to_environment(c)
-            continue
-        answers_until(now + a_pass if decoding else now)  # answers count from the next pass on
-    return now, min(computed, now)
+            self.decode_until_next_change()
+        return self.now, min(self.computed, self.now)
+
+    def begin_conversations(self) -> None:
+        """As many as may be alive: the environment says the first words of each."""
+        while self.expected and self.alive < self.shard.live:
+            self.alive += 1
+            self.ask_environment(self.expected.popleft())
+
+    def ask_environment(self, c: _Conversation) -> None:
+        """From now on a conversation waits for its environment."""
+        self.number += 1
+        seconds = self.shard.tool_seconds
+        latency = 0.0 if seconds is None else seconds.quantile((self.number * GOLDEN) % 1 or 0.5)
+        heapq.heappush(self.tools, (self.now + latency, self.number, c))
+        if c.placed:
+            self.waiting[id(c)] = c
+
+    def take_answers(self, then: float) -> None:
+        """Take over what environments have answered by `then`."""
+        while self.tools and self.tools[0][0] <= then:
+            _, _, c = heapq.heappop(self.tools)
+            self.waiting.pop(id(c), None)
+            if c.turns:
+                self.free += c.placed  # taken again at once, unless another one has waited for longer
+                c.placed = False
+                self.ready.appendleft(c) if not c.dropped and c.turns_done else self.ready.append(c)
+            else:
+                self.free, self.alive = self.free + c.placed, self.alive - 1
+
+    def prefill(self) -> bool:
+        """Prefill all that have been answered since the pass before and get a slot, in one pass. False: there are
+        none."""
+        tokens, placed, moved = 0.0, 0, 0.0
+        while self.ready and tokens < MAX_PREFILL_TOKENS and (
+                self.free or self.shard.waiting != "keep" and self.waiting):
+            c = self.ready.popleft()
+            moved += self.take_slot()
+            moved += self.restore(c)
+            tokens = tokens + self.context_tokens + self.forgotten(c)
+            placed, c.placed, c.dropped = placed + 1, True, False
+            self.number += 1
+            heapq.heappush(self.decoding, (self.progress + self.own_tokens, self.number, c))
+        if not placed:
+            return False
+        spent = self.costs.prefill(tokens, placed) + moved
+        self.now, self.computed = self.now + spent, self.computed + spent
+        self.take_answers(self.now)
+        return True
+
+    def take_slot(self) -> float:
+        """Take a free slot, or that of the conversation that has waited for longest. Returns seconds of moving what it
+        holds."""
+        if self.free:
+            self.free -= 1
+            return 0.0
+        other = self.waiting.pop(next(iter(self.waiting)))
+        other.placed, other.dropped = False, True
+        return self.costs.moved(self.cached_tokens(other)) if self.shard.waiting == "offload" else 0.0
+
+    def cached_tokens(self, c: _Conversation) -> float:
+        """Tokens of the turns of a conversation so far."""
+        return c.turns_done * (self.own_tokens + self.context_tokens)
+
+    def restore(self, c: _Conversation) -> float:
+        """Seconds of moving back what the slot of a conversation held."""
+        return self.costs.moved(self.cached_tokens(c)) if c.dropped and self.shard.waiting == "offload" else 0.0
+
+    def forgotten(self, c: _Conversation) -> float:
+        """Tokens of a conversation that are prefilled again."""
+        return self.cached_tokens(c) if c.dropped and self.shard.waiting == "recompute" else 0.0
+
+    def decode_until_next_change(self) -> None:
+        """Decode until a turn ends or an environment answers, whichever comes first; only wait if none decodes."""
+        a_pass = self.one_decodes + self.another_decodes * (len(self.decoding) - 1)
+        ends = self.now + (self.decoding[0][0] - self.progress) * a_pass if self.decoding else inf
+        arrives = self.tools[0][0] if self.tools else inf
+        then = max(min(ends, arrives), self.now)
+        if self.decoding:
+            self.progress = self.progress + (then - self.now) / a_pass if a_pass else self.decoding[0][0]
+            self.computed = self.computed + then - self.now
+        self.now = then
+        if ends > arrives:
+            self.take_answers(self.now + a_pass if self.decoding else self.now)  # they count from the next pass on
+            return
+        self.progress, _, c = heapq.heappop(self.decoding)
+        c.turns_done, c.turns = c.turns_done + 1, c.turns - 1
+        self.ask_environment(c)
 
 
 def _turns(shard: ShardConversations, u: float) -> int:

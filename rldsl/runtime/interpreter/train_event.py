@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rldsl.diag import fail
 from rldsl.plan.events import Train
 from rldsl.plan.heads import LOGPROBS_AT, SKIPPED, STOP, UPDATES
-from rldsl.runtime.backend import Axis, FirstPass, LossFn, OverVocabulary, PackedBatch
+from rldsl.runtime.backend import Axes, Axis, FirstPass, LossFn, OverVocabulary, PackedBatch, Shard
 from rldsl.runtime.collectives import all_reduce
 from rldsl.runtime.host_numbers import on_device
 from rldsl.runtime.interpreter.minibatch_loss import Counts, MinibatchLoss, loss_counts
@@ -53,34 +53,19 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
     spread, layout = context.spreads[event.spread], context.world.layouts[event.layout]
     shard, axes = models.shard_to_write(event.model, event.layout), context.world.axes(layout)
     program_outputs = dict(context.programs[event.loss].outputs)
-    # the tp * cp * pp ranks with the same rows compute the same loss: one of them reports it
-    counts_in_metrics = axes.tp.index == axes.cp.index == 0 and axes.pp.index == axes.pp.size - 1
     call = _TrainCall(step, event)
     heads = [models.shard_to_read(*copy) for copy in event.head_copies]
     given_rate = _learning_rate(step, event)
-    losses: list[AnyLoss] = []
-    metrics: list[dict[str, float]] = []
-    step_results: list[Mapping[str, float]] = []  # of the optimizer steps that were made
-
-    def record_metrics_and_ask_to_stop() -> bool:
-        metrics.extend(minibatch_metrics(losses[-1:], counts_in_metrics, axes.mesh.group, context.device))
-        return bool(metrics[-1][STOP])
-
-    def skip_update() -> float:
-        """Count a minibatch that makes no optimizer step. Returns the learning rate that it would have had."""
-        scheduled = shard.skip_updates(1)
-        return scheduled if given_rate is None else given_rate
-
-    stopped, skipped, rate = False, 0, 0.0
+    results = _Results(shard, axes, context.device, given_rate)
     for minibatch in chain.from_iterable(step.rows.minibatch_parts(spread)):
-        if stopped or not any(minibatch):
-            rate = skip_update()
+        if results.stopped or not any(minibatch):
+            results.skip_update()
             continue
         by_leaf = call.micro_batches_by_leaf(minibatch, axes.dp, axes.pp.size,
                                              pad_count=layout.zero > 0 or layout.ep > 1)
         minibatch_loss, batches, loss, first_pass = call.minibatch(minibatch, list(chain.from_iterable(by_leaf)),
                                                                    axes.dp)
-        losses.append(minibatch_loss)
+        results.losses.append(minibatch_loss)
         leaves = [len(leaf) for leaf in by_leaf] if spread.leaves else ()
         joined = call.leaves_together(minibatch, axes.dp) if spread.leaves else 1
         # passed only where they are needed: a backend may lack these arguments
@@ -90,32 +75,73 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
                                                            ("router_bias_update_rate", event.router_bias_update_rate))
                                     if x}
         result = shard.train(batches, call.model_outputs_by_frame, call.temperature, loss,
-                             record_metrics_and_ask_to_stop if STOP in program_outputs else None, event.recompute,
-                             given_rate, **optional)
+                             results.record_metrics_and_ask_to_stop if STOP in program_outputs else None,
+                             event.recompute, given_rate, **optional)
         if result is None:
-            stopped = True
-            rate = skip_update()
+            results.stop()
         elif math.isfinite(result["grad_norm"]):
-            step_results.append(result)
+            results.updates.append(result)
         elif event.nonfinite == "stop":
-            tensors = call.dump_tensors(call.rows_of(minibatch, axes.dp)) if counts_in_metrics else {}
+            tensors = call.dump_tensors(call.rows_of(minibatch, axes.dp)) if results.reports else {}
             refuse_minibatch(context, step.number, event, tensors, result["grad_norm"], axes.mesh.group)
         else:
-            skipped += 1
-            rate = skip_update()
-            losses.pop()
-            del metrics[len(losses):]  # `record_metrics_and_ask_to_stop` may have recorded this minibatch's already
-    if losses and STOP not in program_outputs:
-        metrics = minibatch_metrics(losses, counts_in_metrics, axes.mesh.group, context.device)
-    numbers = {"lr": step_results[-1]["lr"] if step_results else rate, SKIPPED: float(skipped),
-               UPDATES: float(len(step_results))}
-    numbers |= {"grad_norm": _mean([r["grad_norm"] for r in step_results])} if step_results else {}
-    numbers |= {name: _mean([m[name] for m in metrics]) for name in program_outputs} if metrics else {}
+            results.drop_minibatch()
+    numbers = results.numbers(program_outputs)
     for name, value in event.outputs:
         if name in numbers:
             step.write_number(value, spread.id, numbers[name])
         else:
             step.buffers.put(f"{value}@{spread.id}", RaggedRows.empty(torch.float64, context.device))
+
+
+class _Results:
+    """What the minibatches of a train call have given so far."""
+
+    def __init__(self, shard: Shard, axes: Axes, device: torch.device, given_rate: float | None):
+        """given_rate: the learning rate that the program computes; None where the optimizer's schedule says it."""
+        self.shard, self.group, self.device, self.given_rate = shard, axes.mesh.group, device, given_rate
+        # the tp * cp * pp ranks with the same rows compute the same loss: one of them reports it
+        self.reports = axes.tp.index == axes.cp.index == 0 and axes.pp.index == axes.pp.size - 1
+        self.losses: list[AnyLoss] = []
+        self.metrics: list[dict[str, float]] = []  # of minibatches whose metrics are recorded
+        self.updates: list[Mapping[str, float]] = []  # results of the optimizer steps that were made
+        self.num_dropped = 0  # minibatches whose gradient is not finite
+        self.rate = 0.0  # of the last update that was planned and not made
+        self.stopped = False
+
+    def record_metrics_and_ask_to_stop(self) -> bool:
+        """Record the metrics of the last minibatch. Returns whether the call ends with it."""
+        self.metrics.extend(minibatch_metrics(self.losses[-1:], self.reports, self.group, self.device))
+        return bool(self.metrics[-1][STOP])
+
+    def skip_update(self) -> None:
+        """Count a minibatch that makes no optimizer step, and note the learning rate that it would have had."""
+        scheduled = self.shard.skip_updates(1)
+        self.rate = scheduled if self.given_rate is None else self.given_rate
+
+    def stop(self) -> None:
+        """The last minibatch makes no step, and no later one runs."""
+        self.stopped = True
+        self.skip_update()
+
+    def drop_minibatch(self) -> None:
+        """The last minibatch makes no step, and is in no metric but the number of those that were dropped."""
+        self.num_dropped += 1
+        self.skip_update()
+        self.losses.pop()
+        del self.metrics[len(self.losses):]  # where metrics are recorded with each minibatch, its own are there already
+
+    def numbers(self, program_outputs: Mapping[str, object]) -> dict[str, float]:
+        """The outputs of the event, by name, averaged over minibatches. program_outputs: those of the loss."""
+        if self.losses and STOP not in program_outputs:
+            self.metrics = minibatch_metrics(self.losses, self.reports, self.group, self.device)
+        found = {"lr": self.updates[-1]["lr"] if self.updates else self.rate, SKIPPED: float(self.num_dropped),
+                 UPDATES: float(len(self.updates))}
+        if self.updates:
+            found["grad_norm"] = _mean([r["grad_norm"] for r in self.updates])
+        if self.metrics:
+            found |= {name: _mean([m[name] for m in self.metrics]) for name in program_outputs}
+        return found
 
 
 def _learning_rate(step: StepState, event: Train) -> float | None:
