@@ -1,4 +1,4 @@
-"""Source text and positions. A leaf: imports nothing of ours."""
+"""Source text and positions. Imports nothing of ours."""
 
 from __future__ import annotations
 
