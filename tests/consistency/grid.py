@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 
-from rldsl.backends.torch.model import stage
+from rldsl.backends.torch.model import install_parameters
 from rldsl.backends.torch.model.attention import VarlenAttention
 from rldsl.backends.torch.shard import TorchShard
 from rldsl.runtime.draws import uniform
@@ -137,7 +137,8 @@ def recorded_rank(rank: int, data: bytes, out: str, cwd: str) -> tuple[Any, Any,
     calls, lengths = ["none"], [torch.empty(0, dtype=torch.long)]
     for name in CALLS:
         setattr(TorchShard, name, within(getattr(TorchShard, name), name, calls))
-    stage.parallelize_experts = partial(recorded_experts, stage.parallelize_experts, routed, calls, lengths)
+    install_parameters.parallelize_experts = partial(recorded_experts, install_parameters.parallelize_experts, routed,
+                                                     calls, lengths)
     packed = VarlenAttention.__init__
 
     def noted(self: VarlenAttention, of: torch.Tensor, *more: Any) -> None:

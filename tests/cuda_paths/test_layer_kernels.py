@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from rldsl.backends.torch.model import fused_layers, stage
+from rldsl.backends.torch.model import fuse_modules, fused_layers
 from rldsl.backends.torch.model.fused_layers import fuse_layers
 from tests.backend_torch.shards import make_shard, pack, plan_model, ragged
 from tests.tiny import make_model
@@ -39,7 +39,7 @@ def test_kernels_compute_what_torch_does() -> None:
 def fused(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> tuple[list[str], torch.Tensor]:
     """Names of modules in the first layer that get kernels, and log-probs on the CPU, where these fall back."""
     names: list[str] = []
-    monkeypatch.setattr(stage, "fuse_layers", lambda skeleton, _, norms: names.extend(
+    monkeypatch.setattr(fuse_modules, "fuse_layers", lambda skeleton, _, norms: names.extend(
         fuse_layers(skeleton, torch.device("cuda"), norms)))
     model = plan_model(str(make_model(folder / "m", family, num_hidden_layers=1, **sizes)))
     found = make_shard(model, 0).infer([pack(ragged(5, 46))], "logprobs", 1.0)
@@ -57,7 +57,7 @@ def test_which_modules_get_them(family: str, expected: list[str], tmp_path: Path
     leaves something out shows."""
     monkeypatch.setattr(fused_layers.cpu_kernels, "takes", lambda *_: False)
     with monkeypatch.context() as only:
-        only.setattr(stage, "fuse_layers", lambda *_: [])
+        only.setattr(fuse_modules, "fuse_layers", lambda *_: [])
         plain = make_shard(plan_model(str(make_model(tmp_path / "m", family, num_hidden_layers=1))), 0).infer(
             [pack(ragged(5, 46))], "logprobs", 1.0)
     names, found = fused(family, tmp_path, monkeypatch)
@@ -67,7 +67,7 @@ def test_which_modules_get_them(family: str, expected: list[str], tmp_path: Path
 def test_an_invariant_model_gets_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
-    monkeypatch.setattr(stage, "fuse_layers", lambda *_: pytest.fail("an invariant model was changed"))
+    monkeypatch.setattr(fuse_modules, "fuse_layers", lambda *_: pytest.fail("an invariant model was changed"))
     make_shard(replace(plan_model(str(make_model(tmp_path / "m", num_hidden_layers=1))), invariant=True), 0)
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from rldsl.backends.torch.generate.captured_step import CapturedSteps
 from rldsl.backends.torch.kernels import attention_kernels
-from rldsl.backends.torch.model import stage
+from rldsl.backends.torch.model import fuse_modules
 from rldsl.backends.torch.model.fused_layers import fuse_layers
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
@@ -194,7 +194,7 @@ def test_layers_with_fewer_kernels(family: str, tmp_path: Path, monkeypatch: pyt
     asked, prompts = Sampling(max_new_tokens=30, greedy=True), [(p, []) for p, _ in ragged(20, 46, longest=30)]
     found, names = [], []
     for fuses in (True, False):
-        monkeypatch.setattr(stage, "fuse_layers", (lambda *given: names.extend(fuse_layers(*given))) if fuses else
+        monkeypatch.setattr(fuse_modules, "fuse_layers", (lambda *given: names.extend(fuse_layers(*given))) if fuses else
                             lambda *_: None)
         made = on(cuda, monkeypatch, record).generate(pack(prompts), asked, seed=1, step=0, max_num_seqs=0)
         found.append((*trained(cuda, monkeypatch, record), made.batch.tokens.cpu()))
