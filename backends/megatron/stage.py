@@ -162,7 +162,8 @@ class MegatronStage(ActivationCheckpointing):
         """The dtype of what modules compute with: under `zero`, matrices are filled as autocast would cast them."""
         def dtype(parameter: Parameter) -> torch.dtype:
             matrix = parameter.layer is not None and len(parameter.spec.shape) > 1
-            return self.matmul_dtype if zero and matrix else kept
+            own = torch.float32 if parameter.spec.float32 else kept
+            return self.matmul_dtype if zero and matrix else own
 
         return dtype
 

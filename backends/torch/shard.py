@@ -306,8 +306,7 @@ class TorchShard:
     def _can_keep_captures(self) -> bool:
         """Whether captured decode steps stay valid for later calls. They do not where autocast multiplies with cast
         copies of the parameters, which are made anew for each call; and on CUDA a kept graph would keep its memory."""
-        casts = self.uses_bfloat16 and any(p.dtype == torch.float32 for p in self.stage.parameters.values())
-        return self.device.type == "cpu" and not casts and isinstance(self.stage, Stage)
+        return self.device.type == "cpu" and isinstance(self.stage, Stage) and not self.stage.casts
 
     def _cleared_loads(self) -> RouterLoads:
         """The loads of experts, of which nothing is counted yet."""

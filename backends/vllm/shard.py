@@ -65,10 +65,10 @@ class VllmShard:
         # of the base of a model with adapters: parameter name -> tensor on the device
         base, base_to_load = allocate_parameters(model.path, base_held, dtype, device, weight_cache)
         self.base: dict[str, torch.Tensor] = {name: p.data for name, p in base.items()}
-        self.shapes = {name: tuple(local_shape(p, pieces)) for name, (p, pieces) in held.items()}
-        self.dtype = stored
-        self.shared = SharedWeights({name: tuple(x.shape) for name, x in self.base.items()} or self.shapes,
-                                    dtype if model.base else stored)
+        # parameter name -> (shape, dtype)
+        self.kinds = {name: (tuple(local_shape(p, pieces)), torch.float32 if p.spec.float32 else stored)
+                      for name, (p, pieces) in held.items()}
+        self.shared = SharedWeights({name: (tuple(x.shape), x.dtype) for name, x in self.base.items()} or self.kinds)
         # parameter name -> tensor: on a CPU, and without adapters, in the shared memory, else on the device
         self.tensors = self._allocated()
         reads = WeightReads()
@@ -165,7 +165,8 @@ class VllmShard:
     def _allocated(self) -> dict[str, torch.Tensor]:
         if self.device.type == "cpu" and not self.model.base:
             return dict(self.shared.tensors)
-        return {name: torch.empty(shape, dtype=self.dtype, device=self.device) for name, shape in self.shapes.items()}
+        return {name: torch.empty(shape, dtype=dtype, device=self.device)
+                for name, (shape, dtype) in self.kinds.items()}
 
     @torch.no_grad()
     def _fill_shared(self) -> None:

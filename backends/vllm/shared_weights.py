@@ -18,10 +18,11 @@ ALIGNMENT = 64  # bytes
 class SharedWeights:
     """Room for tensors, in the order of their names."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype):
+    def __init__(self, kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]]):
+        """kinds: shape and dtype of each."""
         self.offsets: dict[str, int] = {}
         end = 0
-        for name, shape in shapes.items():
+        for name, (shape, dtype) in kinds.items():
             self.offsets[name] = end
             end += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         self.size = max(end, 1)
@@ -31,7 +32,7 @@ class SharedWeights:
         # parameter name -> tensor in the memory
         self.tensors: dict[str, torch.Tensor] = {
             name: torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=self.offsets[name]).view(shape)
-            for name, shape in shapes.items()}
+            for name, (shape, dtype) in kinds.items()}
 
     def records(self) -> list[tuple[str, str, list[int], int]]:
         """(name, dtype, shape, offset in bytes) of each tensor, as the other process needs them."""

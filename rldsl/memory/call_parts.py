@@ -39,6 +39,8 @@ def chunk_layers(copy: Copy, stack: StackActivations) -> tuple[tuple[LayerActiva
 def head_of(copy: Copy) -> logits.Head:
     """The output embedding of the copy at its cell."""
     stored = copy.compute if copy.model.base else copy.stored
+    if any(s.float32 for s in (*copy.model.params, *copy.model.base) if s.style in ("vocab", "head")):
+        stored = FLOAT
     return logits.Head(vocabulary(copy)[0], copy.model.sizes.hidden, stored, copy.compute)
 
 

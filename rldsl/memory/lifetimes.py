@@ -15,8 +15,8 @@ from rldsl.memory.call_memory import call_bytes, gradient_bytes, optimizer_bytes
 from rldsl.memory.curve import Curve, Holding
 from rldsl.memory.generate_memory import carried_bytes, kept_cache_bytes, offloaded_cache_bytes
 from rldsl.memory.holder_classes import HolderClass
-from rldsl.memory.parameters import FLOAT, Copy, elements, largest, new_bytes, resting
-from rldsl.memory.reshard_buffers import realloc_bytes, saved_bytes
+from rldsl.memory.parameters import FLOAT, Copy, base_bytes, largest, new_bytes, resting_bytes
+from rldsl.memory.reshard_buffers import ReallocKey, realloc_bytes, realloc_key, saved_bytes
 from rldsl.memory.values import Tables, buffer_bytes, first_pass_bytes, flow_gather_bytes, loss_gather_bytes
 from rldsl.plan.events import (
     AnyCall,
@@ -44,7 +44,7 @@ from rldsl.plan.traits import rule_for
 from rldsl.reshard.records import ReshardPlan
 from rldsl.sharding.boxes import num_zero_shards
 
-ReshardPlans = Mapping[tuple[str, str, str], ReshardPlan]  # by (model, source layout, destination layout)
+ReshardPlans = Mapping[ReallocKey, tuple[ReshardPlan, ...]]  # of each realloc, one for each dtype that travels
 
 
 def lifetimes(plan: Plan, ranks: HolderClass, device: str, reshards: ReshardPlans) -> Curve:
@@ -148,7 +148,7 @@ class _Lifetimes:
     def _copy(self, mine: tuple[Copy, ...], counted: list[Copy], start: int) -> None:
         """A copy that stays. counted: copies whose read-only parameters are counted already."""
         model, layout = mine[0].model, mine[0].layout
-        own = max(c.stored * resting(c) for c in mine)
+        own = max(resting_bytes(c) for c in mine)
         if mine[0].shared:
             alone = max(new_bytes(Copy(model, layout, cells[layout.id]),
                                   [replace(c, cell=cells[c.layout.id]) for c in counted]) for cells in self.ranks.cells)
@@ -161,8 +161,8 @@ class _Lifetimes:
 
     def _offloaded_parameters(self, buffer: str, mine: tuple[Copy, ...]) -> None:
         """On the device from an onload (or the load) to the offload after it, and in host memory otherwise."""
-        what, model = f"parameters of {_name(mine[0])}", mine[0].model
-        size = max(c.stored * resting(c) + c.compute * elements(model.base, c) for c in mine)
+        what = f"parameters of {_name(mine[0])}"
+        size = max(resting_bytes(c) + base_bytes(c) for c in mine)
         for on_device, start, stop in self._residency(buffer, "parameters"):
             self._hold(what, size, start, stop, host=not on_device)
 
@@ -196,7 +196,7 @@ class _Lifetimes:
 
     def _freed_copy(self, buffer: str, mine: tuple[Copy, ...]) -> None:
         """A copy that exists from each realloc to the free after it."""
-        what, size, since = f"parameters of {_name(mine[0])}", max(c.stored * resting(c) for c in mine), -1
+        what, size, since = f"parameters of {_name(mine[0])}", max(resting_bytes(c) for c in mine), -1
         for i, e in enumerate(self.events):
             if buffer in e.writes and since < 0:
                 since = 2 * i + 1
@@ -324,8 +324,8 @@ class _Lifetimes:
         """The buffers of the last rounds live until the new copy is first used; a rank that only sends waits
         at once."""
         model = self.models[e.model]
-        reshard = self.reshards.get((e.model, e.src, e.dst))
-        buffers = realloc_bytes(self.plan, reshard, e, self.ranks) if reshard is not None else 0
+        reshards = self.reshards.get(realloc_key(e), ())
+        buffers = realloc_bytes(self.plan, reshards, e, self.ranks) if reshards else 0
         what, now = f"realloc of {e.display_name if e.source else e.model}", 2 * i + 1
         # an `ema`, parameter by parameter: the old one, the new one and their mean
         mean = 3 * FLOAT * max((largest(c) for c in self._copies(f"{model.name}@{e.dst}")), default=0)
@@ -357,7 +357,7 @@ class _Lifetimes:
         for buffer in e.reads:
             if split_buffer(buffer)[0] in self.models and (copies := self._copies(buffer)):
                 parts = 3 if copies[0].trained else 1
-                complete = max(c.stored * resting(c) * num_zero_shards(c.layout) for c in copies)
+                complete = max(resting_bytes(c) * num_zero_shards(c.layout) for c in copies)
                 size += parts * complete // (copies[0].layout.dp * copies[0].layout.cp)
         if size:
             start = self.top if self._many_steps() else 2 * i + 1

@@ -15,7 +15,7 @@ from math import prod
 from rldsl.plan.model import Layout, Model, Optimizer, ParamSpec
 from rldsl.plan.optimizers import CHUNK, NEEDS_COMPLETE, ParamOptions, param_options, state_bytes
 from rldsl.sharding.boxes import Box, Cell, itemsize, pieces_at, volume
-from rldsl.sharding.dtypes import storage_dtype
+from rldsl.sharding.dtypes import parameter_size, storage_dtype
 from rldsl.sharding.gradient_leaves import LEAVES
 from rldsl.sharding.layout import own_layers, stage_layers
 from rldsl.sharding.sum_blocks import summed_input
@@ -47,7 +47,7 @@ class Copy:
 
     @property
     def stored(self) -> int:
-        """Bytes of an element of `model.params`."""
+        """Bytes of an element of `model.params`, of those that are not float32 everywhere."""
         return FLOAT if storage_dtype(self.model, self.layout.id) == "float32" else itemsize(self.model)
 
     @property
@@ -97,6 +97,20 @@ def resting(copy: Copy) -> int:
     zero shard has most."""
     return sum(len(held(s, copy)) * sum(map(volume, boxes(s, copy.layout, copy.cell.part, rest=True)))
                for s in copy.model.params)
+
+
+@cache
+def resting_bytes(copy: Copy) -> int:
+    """Bytes of `model.params` that a rank holds between calls."""
+    return copy.stored * resting(copy) + sum(
+        (FLOAT - copy.stored) * len(held(s, copy)) * sum(map(volume, boxes(s, copy.layout, copy.cell.part, rest=True)))
+        for s in copy.model.params if s.float32)
+
+
+@cache
+def base_bytes(copy: Copy) -> int:
+    """Bytes of `model.base` that a rank holds."""
+    return sum(parameter_size(s, copy.compute) * elements([s], copy) for s in copy.model.base)
 
 
 @cache
@@ -181,8 +195,8 @@ def new_bytes(mine: Copy, earlier: Iterable[Copy]) -> int:
             twin = next((s for s in other.shared if s.name == spec.name), None)
             if twin is not None and boxes(twin, other.layout, other.cell.part) == own:
                 here.difference_update(held(twin, other))
-        total += len(here) * sum(map(volume, own))
-    return total * itemsize(mine.model)
+        total += len(here) * sum(map(volume, own)) * parameter_size(spec, itemsize(mine.model))
+    return total
 
 
 def largest(copy: Copy) -> int:

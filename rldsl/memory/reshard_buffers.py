@@ -6,7 +6,6 @@ executed in rounds (`reshard/rounds.py`), of which two are in flight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 
 from rldsl.memory.holder_classes import HolderClass
@@ -22,34 +21,45 @@ from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, like_messages, num_buckets, n
 from rldsl.reshard.transfer_slices import rank_slices
 from rldsl.sharding import boxes
 from rldsl.sharding.boxes import Box, Cell, Parameter, Piece, itemsize, num_parts, num_zero_shards, parameters, volume
-from rldsl.sharding.dtypes import in_wire_dtype, storage_dtype
+from rldsl.sharding.dtypes import in_wire_dtypes, parameter_dtype, parameter_size, storage_dtype
+
+ReallocKey = tuple[str, str, str, str, bool]
 
 
-def reshard_plans(plan: Plan) -> dict[tuple[str, str, str], ReshardPlan]:
-    """The reshard plan of each realloc, by (model, source layout, destination layout)."""
+def realloc_key(e: Realloc) -> ReallocKey:
+    """Equal for reallocs that move the same."""
+    return e.model, e.origin, e.src, e.dst, e.decay > 0
+
+
+def reshard_plans(plan: Plan) -> dict[ReallocKey, tuple[ReshardPlan, ...]]:
+    """The reshard plans of each realloc, one for each dtype that travels (`sharding/dtypes.py`)."""
     meshes, layouts = {m.id: m for m in plan.meshes}, {x.id: x for x in plan.layouts}
-    models, plans = {m.name: m for m in plan.models}, {}
+    models, plans = {m.name: m for m in plan.models}, dict[ReallocKey, tuple[ReshardPlan, ...]]()
     for e, _ in event_paths(plan):
-        if isinstance(e, Realloc) and (e.model, e.src, e.dst) not in plans:
+        if isinstance(e, Realloc) and realloc_key(e) not in plans:
             src, dst = layouts[e.src], layouts[e.dst]
-            plans[e.model, e.src, e.dst] = plan_reshard(models[e.model], src, meshes[src.mesh], dst, meshes[dst.mesh],
-                                                        plan.header.devices_per_node)
+            plans[realloc_key(e)] = tuple(
+                plan_reshard(part, src, meshes[src.mesh], dst, meshes[dst.mesh], plan.header.devices_per_node)
+                for part in in_wire_dtypes(models[e.origin], e.src, models[e.model], e.dst, e.decay))
     return plans
 
 
-def realloc_bytes(plan: Plan, reshard: ReshardPlan, e: Realloc, ranks: HolderClass) -> int:
+def realloc_bytes(plan: Plan, reshards: tuple[ReshardPlan, ...], e: Realloc, ranks: HolderClass) -> int:
     """The buffers of a rank, from the event until its last rounds have been waited for. Ranks that hold the same differ
     little in what they send, so the first of each range stands for the others; rounds are about equal, so those at the
-    beginning, in the middle and at the end stand for all."""
+    beginning, in the middle and at the end stand for all. reshards: one for each dtype that travels."""
     models = {m.name: m for m in plan.models}
     source, model = models[e.origin], models[e.model]
-    in_wire = in_wire_dtype(source, e.src, model, e.dst, e.decay)
-    buckets = num_buckets(reshard, itemsize(in_wire))
-    in_place = (storage_dtype(source, e.src) == in_wire.dtype,
-                storage_dtype(model, e.dst) == in_wire.dtype and not e.decay)
     layouts = tuple(next(x for x in plan.layouts if x.id == id) for id in (e.src, e.dst))
-    return itemsize(in_wire) * max(_buffered_elements(reshard, rank, buckets, model, layouts, in_place)
-                                   for rank, _ in ranks.ranks)
+    parts = in_wire_dtypes(source, e.src, model, e.dst, e.decay)
+    total = 0
+    for reshard, part in zip(reshards, parts, strict=True):
+        buckets = num_buckets(reshard, itemsize(part))
+        src, dst = (parameter_dtype(part.params[0], storage_dtype(*x)) for x in ((source, e.src), (model, e.dst)))
+        in_place = src == part.dtype, dst == part.dtype and not e.decay
+        total += itemsize(part) * max(_buffered_elements(reshard, rank, buckets, part, layouts, in_place)
+                                      for rank, _ in ranks.ranks)
+    return total
 
 
 @lru_cache(maxsize=1024)
@@ -114,16 +124,12 @@ def saved_bytes(copy: Copy) -> int:
     Parameters are divided evenly over the ranks that write them."""
     count = num_parts(copy.layout) * num_zero_shards(copy.layout)
     ranks = copy.layout.dp * copy.layout.cp * copy.layout.tp
-    held_specs = [p for p in copy.model.params if _complete_elements((p,), copy)]
-    own = max(_complete_elements(held_specs, copy) // ranks, max((_volume(p) for p in held_specs), default=0))
+    sizes = {p: parameter_size(p, copy.stored) * _volume(p) for p in copy.model.params}
+    complete = sum(len(held(p, copy)) * size for p, size in sizes.items())  # of which this rank holds a part
+    own = max(complete // ranks, max((size for p, size in sizes.items() if held(p, copy)), default=0))
     if copy.model.lora is not None:  # one file of one rank
-        own = sum(_volume(p) * max(1, len(p.layer_numbers(copy.model.layers))) for p in copy.model.params)
-    return copy.stored * (own + 2 * own * (count - 1) // count)
-
-
-def _complete_elements(specs: Iterable[ParamSpec], copy: Copy) -> int:
-    """Elements of the complete parameters of which this rank holds a part."""
-    return sum(len(held(p, copy)) * _volume(p) for p in specs)
+        own = sum(size * max(1, len(p.layer_numbers(copy.model.layers))) for p, size in sizes.items())
+    return own + 2 * own * (count - 1) // count
 
 
 def _volume(p: ParamSpec) -> int:

@@ -267,10 +267,11 @@ def _specs(skeleton: Skeleton, config: Any, layers: int, kind: str, sizes: dict[
     specs, behind, counted, renamed = [], False, skeleton.experts, skeleton.transforms
     for name, shape in tower:  # whole on every rank of tp
         specs.append(ParamSpec(name, shape, "first", 0, None, "replicated", False,
-                               stored=_stored(name, config, renamed, there), buffer=name in buffers))
+                               stored=_stored(name, config, renamed, there), buffer=name in buffers,
+                               float32=name in skeleton.float32))
     stage: StageKind
     for name, shape in names:
-        number = _layer(name, inner)
+        number, first = _layer(name, inner), name.replace("{}", "0", 1)
         in_layer = bool(number)
         behind = behind or in_layer
         module = name.removeprefix(prefix + ".").split(".")[0]
@@ -281,23 +282,23 @@ def _specs(skeleton: Skeleton, config: Any, layers: int, kind: str, sizes: dict[
         else:
             inner_name = name.removeprefix(prefix + ".")
             stage = "last" if _follows_layers(inner_name, module, pipeline, skeleton, behind) else "first"
-        if count := counted.get(name.replace("{}", "0", 1), 0):
+        if count := counted.get(first, 0):
             split, problem = experts.division(name, shape, styles.get(_generic(name), ""))
             style, partial = "experts", False
         else:
             split, style, partial, problem = _division(name, shape, _style(name, styles), sizes)
-            partial = partial or name.replace("{}", "0", 1) not in buffers and _of_divided_columns(name, styles)
+            partial = partial or first not in buffers and _of_divided_columns(name, styles)
         problems += [problem] if problem else []
         several = number == "{}"
         specs.append(ParamSpec(name, shape, stage, layers if several else 0, split, style, partial, count,
                                _stored(name, config, renamed, there),
                                layer=int(number) if in_layer and not several else -1,
-                               buffer=name.replace("{}", "0", 1) in buffers))
+                               buffer=first in buffers, float32=first in skeleton.float32))
     for name, shape in head:
         split, style, partial, problem = _division(name, shape, _style(name, styles), sizes)
         problems += [problem] if problem else []
         specs.append(ParamSpec(name, shape, "last", 0, split, style, partial,
-                               stored=_stored(name, config, renamed, there)))
+                               stored=_stored(name, config, renamed, there), float32=name in skeleton.float32))
     if problems:  # one whole copy on every rank: no style must look divided
         specs = [replace(s, split=None, style="experts" if s.experts else "replicated", partial_grad=False)
                  for s in specs]

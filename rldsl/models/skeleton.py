@@ -6,6 +6,7 @@ Errors: RL0303 the config is not that of a causal language model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -59,6 +60,7 @@ class Skeleton:
     uncounted: str = ""  # what the memory estimate leaves out
     expert_blocks: tuple[ExpertBlock, ...] = ()  # what blocks with experts of a form of their own need in memory
     fixed: frozenset[str] = frozenset()  # parameters for which transformers asks for no gradient
+    float32: frozenset[str] = frozenset()  # parameters and buffers that are float32 in transformers' bfloat16 models
 
 
 @cache
@@ -128,7 +130,24 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
         expert_blocks=blocks,
         uncounted=uncounted(how, states) or uncounted_experts(body, how, blocks)
         or ("its vision tower" if vision_family(config) and not seen else ""),
-        fixed=frozenset(name for name, p in model.named_parameters() if not p.requires_grad))
+        fixed=frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
+        float32=_float32(model, config))
+
+
+def _float32(model: Any, config: Any) -> frozenset[str]:
+    """What `from_pretrained` loads in float32 into a model in bfloat16: what the family's code names for this, and what
+    it makes in float32 whatever the dtype of the model."""
+    import torch
+    from transformers.initialization import no_init_weights
+
+    plan = model._get_dtype_plan(torch.bfloat16)  # pattern, with "*" for anything -> dtype
+    named = [re.compile(pattern.replace("*", ".*")) for pattern, dtype in plan.items() if dtype == torch.float32]
+    half = model
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        with torch.device("meta"), no_init_weights():
+            half = auto_class(config).from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+    return frozenset(name for name, x in half.state_dict().items() if x.is_floating_point()
+                     and (x.dtype == torch.float32 or any(pattern.search(name) for pattern in named)))
 
 
 def _parameters(model: Any, prefix: str) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -22,8 +22,8 @@ from rldsl.plan.events import Item, Load, Loop, ModelCall, Realloc, Train, When
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.notation import degrees_of, human
 from rldsl.reshard.planning import plan_reshard
-from rldsl.reshard.summary import Summary, summary
-from rldsl.sharding.dtypes import in_wire_dtype
+from rldsl.reshard.summary import Summary, joined, summary
+from rldsl.sharding.dtypes import in_wire_dtypes
 
 Copies = frozenset[tuple[str, str]]  # (model, layout) that hold the current version
 
@@ -128,8 +128,10 @@ class _Reallocs:
 
     def _total(self, model: Model, src: Layout, dst: Layout, mesh: Mesh) -> Summary:
         if (model.name, dst.id) not in self.known:
-            plan = plan_reshard(model, src, self.draft.meshes[src.mesh], dst, mesh, self.draft.placed.devices_per_node)
-            self.known[model.name, dst.id] = summary(plan, in_wire_dtype(model, src.id, model, dst.id, 0.0))
+            where = src, self.draft.meshes[src.mesh], dst, mesh, self.draft.placed.devices_per_node
+            self.known[model.name, dst.id] = joined([
+                summary(plan_reshard(part, *where), part)
+                for part in in_wire_dtypes(model, src.id, model, dst.id, 0.0)])
         return self.known[model.name, dst.id]
 
 

@@ -18,8 +18,8 @@ from rldsl.plan.events import Load, Realloc
 from rldsl.plan.model import Mesh, Model
 from rldsl.plan.notation import degrees_of
 from rldsl.reshard.planning import plan_reshard
-from rldsl.reshard.summary import summary
-from rldsl.sharding.dtypes import in_wire_dtype, storage_dtype
+from rldsl.reshard.summary import joined, summary
+from rldsl.sharding.dtypes import in_wire_dtypes, storage_dtype
 
 
 class Syncs:
@@ -54,9 +54,9 @@ class Syncs:
         src, dst = draft.layouts[e.src], draft.layouts[e.dst]
         key = (source.name, e.src, e.model, e.dst, e.decay > 0)
         if key not in self.known:
-            plan = plan_reshard(model, src, draft.meshes[src.mesh], dst, draft.meshes[dst.mesh],
-                                draft.placed.devices_per_node)
-            total = summary(plan, in_wire_dtype(source, e.src, model, e.dst, e.decay))
+            where = src, draft.meshes[src.mesh], dst, draft.meshes[dst.mesh], draft.placed.devices_per_node
+            total = joined([summary(plan_reshard(part, *where), part)
+                            for part in in_wire_dtypes(source, e.src, model, e.dst, e.decay)])
             self.known[key] = replace(e, bytes=total.bytes, messages=total.messages, digest=total.digest)
         known, mesh = self.known[key], union(draft, (src.mesh, dst.mesh))
         self.meshes.append(mesh)

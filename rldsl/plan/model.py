@@ -26,7 +26,7 @@ from rldsl.plan.expr import Level, Program, Scalar
 from rldsl.plan.function import Function
 from rldsl.plan.heads import HeadName
 
-FORMAT = 5
+FORMAT = 6
 MAX_RANKS = 16_384 * 256  # nodes * devices per node: a larger number is a mistake
 MAX_NESTED_BLOCKS = 64  # around an event; the parser allows fewer brackets in brackets
 DEFAULT_BACKEND = "torch"  # of a layout that names none
@@ -165,6 +165,8 @@ class ParamSpec:
     layer: int = -1  # the layer of a parameter that not all layers have alike, whose name has its number; -1: none
     # no optimizer changes it: the module has a buffer of this name, which a checkpoint holds, or asks for no gradient
     buffer: bool = False
+    # stored in float32 in models of half precision, too, since transformers does so (`sharding/dtypes.py`)
+    float32: bool = False
 
     def __hash__(self) -> int:
         """Cheap, as that of a layout."""

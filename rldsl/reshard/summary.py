@@ -7,7 +7,7 @@ that does not grow with the number of ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -38,6 +38,15 @@ def summary(plan: ReshardPlan, model: Model, bucket: int = BUCKET) -> Summary:
     crossing = sum(group.arrivals.elements() * len(group.nodes) for group in plan.groups)
     return Summary(total * size, crossing * size, num_rounds(plan, buckets), plan.busiest * size,
                    digest(plan, buckets))
+
+
+def joined(parts: Sequence[Summary]) -> Summary:
+    """The sizes of several reshards, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return Summary(sum(p.bytes for p in parts), sum(p.network_bytes for p in parts), sum(p.messages for p in parts),
+                   sum(p.busiest_bytes for p in parts),
+                   hashlib.sha256("".join([f"{p.digest}\n" for p in parts]).encode()).hexdigest())
 
 
 def missing_elements(group: NodeGroup) -> int:

@@ -12,7 +12,7 @@ from math import inf
 from typing import assert_never
 
 from rldsl.memory.call_memory import call_bytes, optimizer_bytes
-from rldsl.memory.parameters import Copy, elements, resting
+from rldsl.memory.parameters import Copy, base_bytes, resting_bytes
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
 from rldsl.search.isolated_call import HeldBytes, IsolatedCall, compute_seconds
 from rldsl.search.problem import Job, Problem
@@ -120,7 +120,7 @@ def _memory_of_stage(problem: Problem, isolated: IsolatedCall, job: Job, s: Stra
 def onload_seconds(isolated: IsolatedCall) -> float:
     """Seconds of onloading parameters and optimizer state, which overlap."""
     copy = isolated.fullest_stages[0]
-    parts = copy.stored * resting(copy) + copy.compute * elements(isolated.model.base, copy)
+    parts = resting_bytes(copy) + base_bytes(copy)
     return isolated.machine.host(max(parts, optimizer_bytes(copy) if copy.trained else 0))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.memory.call_memory import gradient_bytes, optimizer_bytes
-from rldsl.memory.parameters import Copy, elements, resting
+from rldsl.memory.parameters import Copy, base_bytes, resting_bytes
 from rldsl.memory.values import Tables
 from rldsl.passes.node_events import spread_of, tokens_per_pass
 from rldsl.placement.model import Placement
@@ -90,7 +90,7 @@ class IsolatedCall(World):
     @cached_property
     def held_bytes(self) -> tuple[HeldBytes, ...]:
         """Of each of `fullest_stages`."""
-        return tuple(HeldBytes(c.stored * resting(c), c.compute * elements(c.model.base, c),
+        return tuple(HeldBytes(resting_bytes(c), base_bytes(c),
                                gradient_bytes(c) + optimizer_bytes(c) if c.trained else 0) for c in self.fullest_stages)
 
     @cached_property

@@ -14,12 +14,12 @@ from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.rounds import BUCKET, num_buckets, num_rounds
 from rldsl.search.problem import Problem
 from rldsl.search.space import Block, Strategy
-from rldsl.sharding.dtypes import in_wire_dtype
+from rldsl.sharding.boxes import itemsize
+from rldsl.sharding.dtypes import SIZES, in_wire_dtypes
 from rldsl.simulate.machine import Machine
 from rldsl.simulate.traffic import Loads
 
 Key = tuple[str, Block, Strategy, Block, Strategy]
-ITEM_SIZE = {"float32": 4, "bfloat16": 2}  # bytes per element
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ReshardCosts:
         nodes. Elements that arrive over both links at the same time take as long as their combined bandwidth needs."""
         if received <= 0:
             return ReshardCost()
-        machine, item_size = self.machine, ITEM_SIZE[self.problem.models[model].dtype]
+        machine, item_size = self.machine, SIZES[self.problem.models[model].dtype]
         size = item_size * received
         local, network = machine.link(size, False), machine.link(size, True)
         both = local * network / (local + network) if local and network else 0.0
@@ -78,18 +78,22 @@ class ReshardCosts:
         machine, gpus = self.machine, self.problem.cluster.gpus
         if src == dst or share_one_copy(model, src, a.mesh(), dst, b.mesh()):
             return ReshardCost()
-        item_size = ITEM_SIZE[in_wire_dtype(model, src.id, model, dst.id, 0.0).dtype]
-        routes = plan_reshard(model, src, a.mesh(), dst, b.mesh(), gpus)
-        loads = Loads.of(routes).distinct_loads()
-        received = item_size * max((t.received for t in loads), default=0)
-        if not received:
-            return ReshardCost(has_copy=True)
-        buckets = num_buckets(routes, item_size)
-        longest = max(max(t.receiving(machine, item_size), t.sending(machine, item_size)) for t in loads)
-        crosses = any(t.crosses for t in loads)
-        return ReshardCost(machine.memory(2 * item_size * max(t.sent for t in loads)),
-                           num_rounds(routes, buckets) * (machine.latency(crosses) + longest / buckets),
-                           machine.memory(2 * received), received, min(2 * received, BUCKET), True)
+        found = ReshardCost()
+        for part in in_wire_dtypes(model, src.id, model, dst.id, 0.0):
+            item_size, routes = itemsize(part), plan_reshard(part, src, a.mesh(), dst, b.mesh(), gpus)
+            loads = Loads.of(routes).distinct_loads()
+            received = item_size * max((t.received for t in loads), default=0)
+            found = replace(found, has_copy=True)
+            if not received:
+                continue
+            buckets = num_buckets(routes, item_size)
+            longest = max(max(t.receiving(machine, item_size), t.sending(machine, item_size)) for t in loads)
+            crosses = any(t.crosses for t in loads)
+            transfer = num_rounds(routes, buckets) * (machine.latency(crosses) + longest / buckets)
+            found = ReshardCost(found.pack_seconds + machine.memory(2 * item_size * max(t.sent for t in loads)),
+                                found.transfer_seconds + transfer, found.unpack_seconds + machine.memory(2 * received),
+                                found.received_bytes + received, found.buffer_bytes + min(2 * received, BUCKET), True)
+        return found
 
 
 def _layout_only(s: Strategy) -> Strategy:

@@ -13,6 +13,7 @@ from rldsl.memory.decode_shapes import live_conversations
 from rldsl.plan.events import Generate
 from rldsl.plan.model import Layout, Model
 from rldsl.sharding.boxes import itemsize
+from rldsl.sharding.dtypes import parameter_size
 from rldsl.simulate.conversations import PassCosts, ShardConversations, conversation_seconds
 from rldsl.simulate.lengths import Row
 from rldsl.simulate.serving_engine import serve
@@ -111,7 +112,7 @@ def engine_room(cluster: Cluster, model: Model, layout: Layout) -> float:
     most 0 where not even the weights fit."""
     rooms = []
     for s in (build_shard(model, layout, stage) for stage in range(layout.pp)):
-        left, each = cluster.cache_gb * 1e9 - s.elements * s.item, s.layers * s.cache * s.item * s.attending
+        left, each = cluster.cache_gb * 1e9 - s.weight_bytes, s.layers * s.cache * s.item * s.attending
         rooms.append(left / each if each else inf if left > 0 else 0.0)
     return min(rooms)
 
@@ -155,6 +156,6 @@ def _new_weights(world: World, model: Model) -> float:
     """Seconds until an engine has the new weights of a model and is awake."""
     if not model.train_layout:
         return 0.0
-    size = sum(max(s.layers, 1) * prod(s.shape) for s in model.params) * itemsize(model)
+    size = sum(max(s.layers, 1) * prod(s.shape) * parameter_size(s, itemsize(model)) for s in model.params)
     rate = 0.0 if world.lag else world.cluster.sync_gb_s * 1e9  # with a lag other ranks send them: a reallocation
     return world.cluster.sync_s + (size / rate if rate else 0.0)

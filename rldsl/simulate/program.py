@@ -17,7 +17,7 @@ from typing import Any
 
 from rldsl.diag import present
 from rldsl.memory.call_memory import optimizer_bytes
-from rldsl.memory.parameters import Copy, elements, resting
+from rldsl.memory.parameters import Copy, base_bytes, resting_bytes
 from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.events import (
     EVERY_ITERATION,
@@ -277,7 +277,7 @@ class _OpBuilder:
                        f"cell of rank class {self.c} in layout {layout.id}")
         copy, buffer = Copy(world.models[event.model], layout, cell), f"{event.model}@{event.layout}"
         size = optimizer_bytes(copy) if event.part == "optimizer" else (
-            copy.stored * resting(copy) + copy.compute * elements(copy.model.base, copy))
+            resting_bytes(copy) + base_bytes(copy))
         name = (key, "host", self.c)  # a message of this class alone
         if (gone := self.offloading.pop((buffer, event.part), None)) is not None:
             self.ops.append(Wait(gone))

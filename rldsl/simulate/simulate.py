@@ -143,7 +143,7 @@ def check_engines(world: World) -> None:
         if (room := engine_room(cluster, model, layout)) >= row.prompt + row.longest:
             continue
         shards = [build_shard(model, layout, s) for s in range(layout.pp)]
-        weights = max(s.elements * s.item for s in shards)
+        weights = max(s.weight_bytes for s in shards)
         sequence = max(s.layers * s.cache * s.item * s.attending for s in shards) * (row.prompt + row.longest)
         raise fail("RL0401", f"a serving engine of `{event.display_name}` has `cache_gb: {cluster.cache_gb:g}`, too "
                    f"little for {human(weights)} of weights and a sequence of {row.prompt + row.longest:,.0f} tokens",

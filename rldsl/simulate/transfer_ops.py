@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from rldsl.memory.reshard_buffers import realloc_key
 from rldsl.plan.events import Realloc, Transfer
 from rldsl.reshard.rounds import num_buckets, num_rounds
-from rldsl.sharding.dtypes import in_wire_dtype
+from rldsl.sharding.boxes import itemsize
+from rldsl.sharding.dtypes import in_wire_dtypes
 from rldsl.simulate.engine import Compute, Isend, Op
 from rldsl.simulate.traffic import Loads, Traffic
 from rldsl.simulate.world import World
@@ -57,29 +59,35 @@ def reshard_ops(world: World, event: Realloc, c: int, key: Hashable) -> PostedOp
     """Buckets are pipelined: B buckets in R rounds take R / B of the time that the bytes of a rank take alone, since
     the leaves of a broadcast tree wait for the first bucket, and its root finishes before the last."""
     machine, model = world.machine, world.models[event.model]
-    source, src = world.models[event.source or event.model], world.layouts[event.src]
-    senders = world.on(src.mesh)
-    item = {"float32": 4, "bfloat16": 2}[in_wire_dtype(source, src.id, model, event.dst, event.decay).dtype]
-    traffic = class_traffic(world, event)
-    routes = world.routes[event.model, event.src, event.dst]
-    buckets = num_buckets(routes, item)
-    rounds = num_rounds(routes, buckets)
-    ops: list[Op] = [Compute(machine.memory(2 * item * traffic[c].sent))]
+    source, src = world.models[event.origin], world.layouts[event.src]
+    senders, receivers = world.on(src.mesh), world.on(world.layouts[event.dst].mesh)
+    ops: list[Op] = []
     keys: list[Hashable] = []
-    for d in world.on(world.layouts[event.dst].mesh):
-        if traffic[d].received > 0 and (c == d or c in senders):
-            keys.append((key, d))
-            parties = tuple(dict.fromkeys((d, *senders)))
-            crosses = any(traffic[p].crosses for p in parties)
-            longest = max(traffic[d].receiving(machine, item), *(traffic[p].sending(machine, item) for p in parties))
-            ops.append(Isend(keys[-1], parties, rounds * (machine.latency(crosses) + longest / buckets), 1.0))
-    return PostedOps(ops, tuple(keys), machine.memory(2 * item * traffic[c].received))
+    unpacked = 0
+    parts = in_wire_dtypes(source, src.id, model, event.dst, event.decay)
+    for number, (routes, part) in enumerate(zip(world.routes[realloc_key(event)], parts, strict=True)):
+        item, traffic = itemsize(part), class_traffic(world, event, number)
+        buckets = num_buckets(routes, item)
+        rounds = num_rounds(routes, buckets)
+        ops.append(Compute(machine.memory(2 * item * traffic[c].sent)))
+        unpacked += 2 * item * traffic[c].received
+        for d in receivers:
+            if traffic[d].received > 0 and (c == d or c in senders):
+                keys.append((key, number, d))
+                parties = tuple(dict.fromkeys((d, *senders)))
+                crosses = any(traffic[p].crosses for p in parties)
+                sent = [traffic[p].sending(machine, item) for p in parties]
+                longest = max(traffic[d].receiving(machine, item), *sent)
+                ops.append(Isend(keys[-1], parties, rounds * (machine.latency(crosses) + longest / buckets), 1.0))
+    return PostedOps(ops, tuple(keys), machine.memory(unpacked))
 
 
-def class_traffic(world: World, event: Realloc) -> dict[int, Traffic]:
-    """Class -> what a rank of it sends and receives, for the classes on the two layouts' meshes."""
-    if event.id not in world.class_traffic:
+def class_traffic(world: World, event: Realloc, part: int = 0) -> dict[int, Traffic]:
+    """Class -> what a rank of it sends and receives, for the classes on the two layouts' meshes. part: which of the
+    reshards of the event, one for each dtype that travels."""
+    if (event.id, part) not in world.class_traffic:
         classes = (*world.on(world.layouts[event.src].mesh), *world.on(world.layouts[event.dst].mesh))
-        loads = Loads.of(world.routes[event.model, event.src, event.dst])
-        world.class_traffic[event.id] = {c: loads.max_load(world.classes.ranks[c]) for c in dict.fromkeys(classes)}
-    return world.class_traffic[event.id]
+        loads = Loads.of(world.routes[realloc_key(event)][part])
+        world.class_traffic[event.id, part] = {c: loads.max_load(world.classes.ranks[c])
+                                               for c in dict.fromkeys(classes)}
+    return world.class_traffic[event.id, part]

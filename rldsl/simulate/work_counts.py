@@ -17,7 +17,7 @@ from rldsl.plan.events import Generate
 from rldsl.plan.model import Layout, Model, ParamSpec
 from rldsl.plan.optimizers import param_options
 from rldsl.sharding.boxes import itemsize, pieces, volume
-from rldsl.sharding.dtypes import storage_dtype
+from rldsl.sharding.dtypes import SIZES, float32_specs, storage_dtype
 from rldsl.sharding.layout import own_layers
 from rldsl.simulate.lengths import Row
 
@@ -34,6 +34,7 @@ class Shard:
     layer: float  # elements of the matrices of one layer; of layers that are not alike, on average
     head: int  # elements of the output embedding, on the last stage
     elements: int  # of all parameters
+    float32: int  # elements of those that are float32 whatever `item` is
     trained: int  # elements that an optimizer changes
     attention: int  # width of the queries
     cache: int  # elements of keys and values, per token and layer
@@ -54,6 +55,11 @@ class Shard:
     stepped: float = 0.0  # bytes of the states and of what operations of a decoding step write
     tower: float = 0.0  # operations of a forward pass of the vision tower, per token of an image, on the first stage
     tower_trained: bool = False  # whether any of its parameters is
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return self.elements * self.item + self.float32 * (SIZES["float32"] - self.item)
 
     def read(self, tokens: float) -> float:
         """Elements of the matrices of one layer that are read for `tokens` tokens: an expert without tokens is not. Of
@@ -99,6 +105,7 @@ def _build_shard(model: Model, layout: Layout, stage: int) -> Shard:
 
     return Shard(
         model=model, tp=layout.tp, layers=here, first=first, last=last, layer=layer, head=head, elements=held(specs),
+        float32=held(float32_specs(specs)),
         trained=held(model.params), attention=heads * sizes.head_dim, cache=2 * kv * sizes.head_dim,
         item=itemsize(model), experts=experts,
         active=layer - experts + chosen, local_experts=held(local_experts), outside_layers=held(outside),

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from rldsl.clusters import Cluster
-from rldsl.memory.reshard_buffers import reshard_plans
+from rldsl.memory.reshard_buffers import ReallocKey, reshard_plans
 from rldsl.memory.values import rows
 from rldsl.plan.expr import Program
 from rldsl.plan.image_limits import most_image_tokens
@@ -38,7 +38,8 @@ class World:
         self.images = most_image_tokens(plan.data)  # tokens of the images of a prompt, at most
         self.served: dict[Hashable, float] = {}  # a generate of a serving engine, on what links -> its seconds
         self.plain_passes: dict[Hashable, Any] = {}  # of trainings (`pass_times.PlainPasses`)
-        self.class_traffic: dict[int, dict[int, Traffic]] = {}  # id of a realloc event -> class -> traffic of a rank
+        # (id of a realloc event, number of a reshard of it) -> class -> traffic of a rank
+        self.class_traffic: dict[tuple[int, int], dict[int, Traffic]] = {}
         self.meshes: dict[str, Mesh] = {m.id: m for m in plan.meshes}
         self.layouts: dict[str, Layout] = {x.id: x for x in plan.layouts}
         self.spreads: dict[str, Spread] = {s.id: s for s in plan.spreads}
@@ -74,8 +75,8 @@ class World:
                 for id, layout in call_layouts(self.plan).items()}
 
     @cached_property
-    def routes(self) -> dict[tuple[str, str, str], ReshardPlan]:
-        """(model, source layout, destination layout) -> the routes of that reshard."""
+    def routes(self) -> dict[ReallocKey, tuple[ReshardPlan, ...]]:
+        """The routes of each realloc, once for each dtype that travels."""
         return reshard_plans(self.plan)
 
     # ------------------------------------------------------------------------------- rows and lengths

@@ -15,9 +15,9 @@ from rldsl.diag import Diagnostic
 from rldsl.plan.events import Realloc
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.reshard.planning import plan_reshard
-from rldsl.reshard.summary import Summary, summary
+from rldsl.reshard.summary import Summary, joined, summary
 from rldsl.sharding.boxes import itemsize
-from rldsl.sharding.dtypes import in_wire_dtype
+from rldsl.sharding.dtypes import in_wire_dtypes
 from rldsl.verify import box_classes, transfer_slices
 from rldsl.verify.reshard_records import Fault
 from rldsl.verify.tables import Tables, name, problem
@@ -31,10 +31,12 @@ def check_reshards(t: Tables) -> Iterator[Diagnostic]:
             key = (event.model, event.source, event.src, event.dst, event.decay > 0)
             if key not in examined:
                 src, dst = t.layouts[event.src], t.layouts[event.dst]
-                in_wire = in_wire_dtype(t.models[event.origin], src.id, t.models[event.model], dst.id, event.decay)
                 # Layouts of equal ranks may name different meshes; the planner wants each layout's own.
-                examined[key] = examine_reshard(in_wire, src, t.meshes[src.mesh], dst, t.meshes[dst.mesh],
-                                                t.plan.header.devices_per_node, t.plan.header.world)
+                where = (src, t.meshes[src.mesh], dst, t.meshes[dst.mesh], t.plan.header.devices_per_node,
+                         t.plan.header.world)
+                parts = [examine_reshard(part, *where) for part in in_wire_dtypes(
+                    t.models[event.origin], src.id, t.models[event.model], dst.id, event.decay)]
+                examined[key] = joined([total for total, _ in parts]), [x for _, faults in parts for x in faults]
             yield from _diagnostics(t, event, *examined[key])
 
 

@@ -13,7 +13,10 @@ from torch import nn
 from rldsl.backends.torch.model import stage
 from rldsl.backends.torch.model.autocast import keep_float32_products, multiplies_in_float32
 from rldsl.backends.torch.model.skeleton import empty_model
+from rldsl.models.families import describe
 from rldsl.plan.model import Optimizer
+from rldsl.sharding.boxes import expand_specs
+from rldsl.sharding.dtypes import float32_specs
 from tests.backend_torch.shards import layout_of, pack, plan_model, shard_of
 from tests.backend_torch.test_forward import ROWS
 from tests.families.tiny_configs import make
@@ -43,9 +46,7 @@ def transformers_router(path: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     router = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).get_submodule(f"model.{ROUTER}")
-    bias = router.e_score_correction_bias
-    assert bias.dtype == torch.float32
-    bias.copy_(bias.bfloat16().float())  # which is what a copy in half precision holds
+    assert router.e_score_correction_bias.dtype == torch.float32
     return router
 
 
@@ -71,37 +72,46 @@ def test_under_plain_autocast_others_are_chosen(path: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("family, wide", [
     ("deepseek_v3", True), ("glm4_moe", True), ("dots1", True), ("hy_v3", True), ("longcat_flash", True),
-    ("qwen3_moe", False), ("mixtral", False), ("qwen3_next", False), ("minimax_m2", False), ("hunyuan_v1_moe", False),
+    ("hunyuan_v1_moe", True), ("qwen3_moe", False), ("mixtral", False), ("qwen3_next", False), ("minimax_m2", False),
     ("llama", False)])
 def test_which_modules_multiply_in_float32(family: str, wide: bool, tmp_path: Path) -> None:
-    """As transformers' code of each family says: those of Qwen and Mixtral multiply in half precision there, too."""
+    """As transformers' code of each family says: those of Qwen and Mixtral multiply in half precision there, too.
+    Hunyuan's do so where their weights are float32, which they are in transformers."""
     from transformers import AutoConfig
 
-    model, _ = empty_model(AutoConfig.from_pretrained(make(tmp_path / "m", family)))
-    names = keep_float32_products(model, CPU)
-    assert bool(names) == wide and all(name.endswith(("gate", "router", "router.classifier")) for name in names)
+    path = make(tmp_path / "m", family)
+    model, _ = empty_model(AutoConfig.from_pretrained(path))
+    float32 = {p.name for p in expand_specs(float32_specs(describe(path, "causal_lm").params), 4)}
+    names = keep_float32_products(model, CPU, float32)
+    assert bool(names) == wide and all(name.endswith(("gate", "gate.wg", "router", "router.classifier"))
+                                       for name in names)
+    assert family != "hunyuan_v1_moe" or not keep_float32_products(model, CPU)
 
 
 @pytest.mark.parametrize("family, place, matrix", [
-    ("hy_v3", "layers.1.mlp.gate", "weight"), ("longcat_flash", "layers.1.mlp.router", "classifier.weight")])
+    ("hy_v3", "layers.1.mlp.gate", "weight"), ("longcat_flash", "layers.1.mlp.router", "classifier.weight"),
+    ("hunyuan_v1_moe", "layers.1.mlp.gate", "wg.weight"), ("beam", "layers.3.mlp.gate", "weight")])
 def test_routers_that_need_more_choose_as_those_of_transformers(family: str, place: str, matrix: str,
                                                                 tmp_path: Path) -> None:
-    """HY-V3's get the bias from the block around them; LongCat's multiply with the weight of a linear layer. The copy
-    that is trained holds float32 numbers, which it rounds."""
+    """HY-V3's get the bias from the block around them; LongCat's and Hunyuan's multiply with the weight of a linear
+    layer. The copy that is trained holds float32 numbers, which it rounds if transformers does."""
     from transformers import AutoModelForCausalLM
 
     path = make(tmp_path / "m", family)
     theirs: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).get_submodule(f"model.{place}")
-    hidden, bias = hidden_states(theirs.hidden_dim), torch.linspace(-0.1, 0.1, theirs.get_parameter(matrix).shape[0])
+    rows, width = theirs.get_parameter(matrix).shape
+    hidden, bias = hidden_states(width), torch.linspace(-0.1, 0.1, rows)
     given = (bias,) if family == "hy_v3" else ()
     for training in (False, True):
         model = plan_model(path, "causal_lm", Optimizer(lr=1e-3) if training else None, dtype="bfloat16")
         shard: Any = shard_of(model, layout_of(), 0, training)[0]
         ours = shard.stage.chunks[0].body.get_submodule(place)
         stored = next(p for n, p in shard.stage.parameters.items() if n.endswith(f"{place}.{matrix}"))
-        assert stored.dtype == (torch.float32 if training else torch.bfloat16)
+        always = theirs.get_parameter(matrix).dtype == torch.float32
+        assert always == (family in ("hunyuan_v1_moe", "beam"))
+        assert stored.dtype == (torch.float32 if training or always else torch.bfloat16)
         with torch.no_grad():
-            stored.data += 0.001 * training * stored.data.abs().mean()  # which rounding loses, or not
+            stored.data += 0.001 * (training or always) * stored.data.abs().mean()  # which rounding loses, or not
             theirs.get_parameter(matrix).copy_(stored)
         right = theirs(hidden, *given)
         with shard._numerics(), torch.no_grad():

@@ -111,7 +111,7 @@ def test_who_sends_waits_when_it_changes_what_it_sends(rank: int, held: torch.dt
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a rank that only sends, and one whose parameters travel in another dtype: a stream copies them later."""
     state = Moving(rank, held)
-    monkeypatch.setattr(model_events, "in_wire_dtype", lambda *_: SimpleNamespace(dtype="bfloat16"))
+    monkeypatch.setattr(model_events, "in_wire_dtypes", lambda *_: (SimpleNamespace(dtype="bfloat16"),))
     monkeypatch.setattr(model_events, "reshard", lambda *_: state.seen.append("posted") or Pending(
         lambda: state.seen.append("here")))
     with Streams().installed() as side:

@@ -158,9 +158,12 @@ docs/families.md` has found it with a tiny random model of each, in float32 on t
   stay as they are in the directory, as in transformers, or move by the load of the experts where a train call has
   [`router_bias_update_rate`](language.md#router-biases).
 - Routers that multiply in float32 in transformers' half-precision models (DeepSeek-V2 and V3, GLM-4.5, dots.1, HY-V3,
-  LongCat-Flash and others of their form) do so here, too, outside of autocast: of equal hidden states they choose equal
-  experts, bit for bit (`tests/backend_torch/test_float32_routers.py`), but for the rounding of [router
-  biases](language.md#router-biases). Those of Qwen, Mixtral, MiniMax-M2 and Hunyuan multiply in bfloat16 in both.
+  Hunyuan, LongCat-Flash and others of their form) do so here, too, outside of autocast: of equal hidden states they
+  choose equal experts, bit for bit (`tests/backend_torch/test_float32_routers.py`). Those of Qwen, Mixtral and
+  MiniMax-M2 multiply in bfloat16 in both.
+- What transformers loads in float32 into a bfloat16 model is float32 here in every copy, too: router biases of most
+  families that have one, weights of the routers of Beam, ERNIE 4.5, Flint and Hunyuan, and numbers of recurrent layers
+  (Bailing, OLMo Hybrid) among others (`tests/moe/test_float32_parameters.py`).
 - MiniCPM3's row holds for torch's operators (`RLDSL_CACHE=off`). With rldsl's kernels for CPUs its log-probs
   differ from transformers' by 1.1e-5, which the table would show as "differs by 1e-05" in log-probs, dp and pp, and
   146 (89 %) below. Transformers' own in float32 and float64 differ by 1.2e-5.

@@ -14,7 +14,7 @@ from rldsl.plan.events import Realloc
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
 from rldsl.sharding.boxes import itemsize, parameters, pieces_of_rank, slices
-from rldsl.sharding.dtypes import in_wire_dtype
+from rldsl.sharding.dtypes import in_wire_dtypes
 from tests.checkpoint import runs
 from tests.end_to_end.test_invariance import placement
 from tests.megatron.programs import END_TO_END, EXAMPLES, GRPO, alike, compiled, grpo, results
@@ -70,7 +70,7 @@ def lacking(plan: Plan, event: Realloc) -> int:
     layouts, meshes = {x.id: x for x in plan.layouts}, {m.id: m for m in plan.meshes}
     src, dst = layouts[event.src], layouts[event.dst]
     model = next(m for m in plan.models if m.name == event.model)
-    moved, total = in_wire_dtype(model, src.id, model, dst.id, 0.0), 0
+    (moved,), total = in_wire_dtypes(model, src.id, model, dst.id, 0.0), 0
     for p in parameters(model):
         for rank in meshes[dst.mesh].members():
             there = np.zeros(p.spec.shape, bool)

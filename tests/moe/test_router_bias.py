@@ -202,8 +202,9 @@ def test_runs_save_the_same_biases_under_every_placement(root, tmp_path):
     assert all(torch.equal(x, stored[name]) for name, x in biases(folder).items())
 
 
-def test_a_resumed_run_goes_on_with_the_biases_of_its_checkpoint(root, tmp_path):
-    path = program(root, tmp_path)
+@pytest.mark.parametrize("more", ["", ', dtype="bfloat16"'], ids=["float32", "bfloat16"])
+def test_a_resumed_run_goes_on_with_the_biases_of_its_checkpoint(more, root, tmp_path):
+    path = program(root, tmp_path, more=more)
     path.write_text(path.read_text().replace("  every 2", "  checkpoint every 1\n  every 2"))
     plan = encode(compile(str(path)))
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"

@@ -89,7 +89,7 @@ class Moving(ModelStore):
                                   device=torch.device("cpu"))
         shards = {("actor", x): SimpleNamespace(state_dict=lambda: {"w": torch.zeros(2, dtype=held)})
                   for x in ("L1", "L2")}
-        super().__init__(context, shards, reshards={5: None},  # type: ignore[arg-type, dict-item]
+        super().__init__(context, shards, reshards={5: (None,)},  # type: ignore[arg-type, dict-item]
                          leaving={("actor", "L2"): {1: Pending(lambda: self.seen.append("left"))}})
 
 
@@ -107,7 +107,7 @@ def test_a_reallocation_says_what_is_on_its_way(rank: int, held: torch.dtype, mo
     """Who only sends waits at once. Who gets something also waits first until what was there has left; and what goes
     out in another dtype is a copy, which nobody can change."""
     state = Moving(rank, held)
-    monkeypatch.setattr(model_events, "in_wire_dtype", lambda *_: SimpleNamespace(dtype="bfloat16"))
+    monkeypatch.setattr(model_events, "in_wire_dtypes", lambda *_: (SimpleNamespace(dtype="bfloat16"),))
     monkeypatch.setattr(model_events, "reshard", lambda *_: state.seen.append("posted") or Pending(
         lambda: state.seen.append("here")))
     event = Realloc(id=5, mesh="m", model="actor", src="L1", dst="L2", bytes=0, messages=0, digest="")

@@ -232,8 +232,9 @@ def repaired(plan: Plan) -> Plan:
             return None
         try:
             model, src, dst = models[e.model], layouts[e.src], layouts[e.dst]
-            way = planning.plan_reshard(model, src, meshes[src.mesh], dst, meshes[dst.mesh], plan.header.devices_per_node)
-            total = summary.summary(way, dtypes.in_wire_dtype(models[e.source or e.model], e.src, model, e.dst, e.decay))
+            where = src, meshes[src.mesh], dst, meshes[dst.mesh], plan.header.devices_per_node
+            total = summary.joined([summary.summary(planning.plan_reshard(part, *where), part) for part in
+                                    dtypes.in_wire_dtypes(models[e.origin], e.src, model, e.dst, e.decay)])
         except (LookupError, AssertionError, ValueError, ArithmeticError, Failure, InternalError):
             return None
         return (replace(e, bytes=total.bytes, messages=total.messages, digest=total.digest),)

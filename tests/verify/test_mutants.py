@@ -89,8 +89,8 @@ def moved(find: Callable[..., int]) -> Callable[..., int]:
     """`moves.realloc_bytes`, which need not look at the same way twice."""
     seen: dict[object, int] = {}
 
-    def found(plan: Plan, way: ReshardPlan, e: Realloc, ranks: HolderClass) -> int:
-        key = (id(way), e.model, e.source, e.src, e.dst, e.decay, ranks.ranks, plan.models, plan.layouts, plan.meshes)
+    def found(plan: Plan, way: tuple[ReshardPlan, ...], e: Realloc, ranks: HolderClass) -> int:
+        key = (*map(id, way), e.model, e.source, e.src, e.dst, e.decay, ranks.ranks, plan.models, plan.layouts, plan.meshes)
         if key not in seen:
             seen[key] = find(plan, way, e, ranks)
         return seen[key]

@@ -8,11 +8,14 @@ master copy. Gradients pass the rounding unchanged (a straight-through estimator
 Modules whose own code multiplies in float32 whatever the dtype of its input, such as the routers of DeepSeek-V3, run
 without autocast, which would round what they have cast: experts are then chosen by scores of float32, as in
 transformers.
+
+Parameters that transformers keeps in float32 (`ParamSpec.float32`), such as the biases with which these routers choose
+experts, are float32 in every copy, and are not rounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -79,17 +82,19 @@ def _with_rounded_lookup(kind: type) -> Any:
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
 
 
-def keep_float32_products(model: nn.Module, device: torch.device) -> frozenset[str]:
+def keep_float32_products(model: nn.Module, device: torch.device, float32: Collection[str] = ()) -> frozenset[str]:
     """Let modules with a matrix of their own that multiply in float32 in a model of half precision do so under
-    autocast, too. Returns their names, and those of linear layers whose weights they multiply with themselves."""
-    found: dict[type, bool] = {}
+    autocast, too. Returns their names, and those of linear layers whose weights they multiply with. float32: names of
+    parameters that are float32 in such a model."""
+    found: dict[tuple[type, frozenset[str]], bool] = {}
     names = []
     for name, module in model.named_modules():
         if matrix_of(module) is None:
             continue
-        kind = type(module)
+        own = frozenset(n for n, _ in module.named_parameters() if f"{name}.{n}" in float32)
+        kind = type(module), own
         if kind not in found:
-            found[kind] = multiplies_in_float32(module)
+            found[kind] = multiplies_in_float32(module, own)
         if found[kind]:
             module.forward = _without_autocast(module.forward, device.type)
             names += [name, *(f"{name}.{child}" for child, _ in module.named_children())]
@@ -106,15 +111,16 @@ def matrix_of(module: nn.Module) -> torch.Tensor | None:
     return None if plain or weight is None or weight.dim() != 2 else weight
 
 
-def multiplies_in_float32(module: nn.Module) -> bool:
-    """Whether a module with a matrix [., H] makes all its products in float32 where its parameters and its input are
-    bfloat16. Its code runs on shapes without numbers. What it needs besides its input is taken for numbers of experts,
-    as many as the matrix has rows (biases of HY-V3's routers)."""
+def multiplies_in_float32(module: nn.Module, float32: Collection[str] = ()) -> bool:
+    """Whether a module with a matrix [., H] makes all its products in float32 where its parameters, but for some, and
+    its input are bfloat16. float32: the names of these. Its code runs on shapes without numbers. What it needs besides
+    its input is taken for numbers of experts, as many as the matrix has rows (biases of HY-V3's routers)."""
     matrix = matrix_of(module)
     if matrix is None:
         return False
     rows, width = matrix.shape
-    values = {name: torch.empty_like(x, dtype=torch.bfloat16, device="meta") for name, x in module.named_parameters()}
+    values = {name: torch.empty_like(x, dtype=torch.float32 if name in float32 else torch.bfloat16, device="meta")
+              for name, x in module.named_parameters()}
     values |= {name: x.to("meta") for name, x in module.named_buffers()}
     others = [torch.empty(rows, device="meta") for _ in range(_num_required(module) - 1)]
     for shape in ((1, 4, width), (4, width)):

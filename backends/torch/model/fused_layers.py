@@ -280,6 +280,8 @@ def _norm_forward(norm: Any, plain: Callable[..., torch.Tensor]) -> Callable[...
         x = hidden_states
         if torch.is_grad_enabled() or not x.is_cuda or not torch.is_autocast_enabled("cuda") or not x.is_contiguous():
             return plain(x)
+        if not isinstance(getattr(type(norm), "weight", None), property):  # a weight that is float32 in every copy
+            return plain(x)
         from rldsl.backends.torch.kernels.layer_kernels import normalized
 
         # the parameter itself: `norm.weight` may be a property that rounds it (`model/autocast.py`)

@@ -198,16 +198,18 @@ def allocate_parameters(path: str, held: HeldPieces, dtype: torch.dtype, device:
                         weight_cache: WeightCache | None) -> tuple[dict[str, nn.Parameter], HeldPieces]:
     """Local tensors, and which of them must still be read.
 
+    dtype: of those that are not float32 everywhere (`sharding/dtypes.py`).
     weight_cache: where read-only tensors are shared with the shards that hold the same slices of the same directory.
         None: all tensors are this shard's own."""
     tensors: dict[str, nn.Parameter] = {}
     to_load: dict[str, tuple[Parameter, tuple[Piece, ...]]] = {}
     for name, (parameter, pieces) in held.items():
-        key = (path, name, str(dtype), tuple(p.box for p in pieces))
+        own_dtype = torch.float32 if parameter.spec.float32 else dtype
+        key = (path, name, str(own_dtype), tuple(p.box for p in pieces))
         tensor = weight_cache.get(key) if weight_cache is not None else None
         if tensor is None:
             shape = local_shape(parameter, pieces) if pieces else (0, *parameter.spec.shape[1:])
-            tensor = torch.empty(shape, device=device, dtype=dtype)
+            tensor = torch.empty(shape, device=device, dtype=own_dtype)
             to_load[name] = (parameter, pieces)
             if weight_cache is not None:
                 weight_cache[key] = tensor

@@ -51,7 +51,8 @@ from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Axis, Images, WeightCache
 from rldsl.runtime.image_tokens import ids_of
-from rldsl.sharding.boxes import Parameter, local_shape
+from rldsl.sharding.boxes import Parameter, expand_specs, local_shape
+from rldsl.sharding.dtypes import float32_specs
 
 INTO_EMBEDDINGS = ("ctrl",)  # families that write into the embeddings that they are given
 
@@ -96,6 +97,7 @@ class Stage(ActivationCheckpointing):
     experts: dict[str, nn.Module]  # of each layer here that has some, by the name of the module
     how: Execution               # how the family's modules run on packed sequences
     float32_products: frozenset[str]  # modules of a half-precision model that multiply in float32
+    casts: bool                  # whether products of such a model read copies of float32 parameters that are cast
     current: CurrentPass         # the pass under way, which these modules ask for its sequences
     vision: Vision | None = None  # of a model that reads images
 
@@ -111,7 +113,8 @@ class Stage(ActivationCheckpointing):
         skeleton, self.how = empty_model(self.config)
         body: nn.Module = skeleton.get_submodule(body_name(skeleton))
         self.float32_products = frozenset() if matmul_dtype == torch.float32 else \
-            keep_float32_products(skeleton, device)
+            keep_float32_products(skeleton, device, {p.name for p in expand_specs(
+                float32_specs((*model.params, *model.base)), model.layers)})
         self.current = CurrentPass()
         self._read_config(model)
         self._hold_parameters(model, held_here(model, layout, mesh, axes), dtype, weight_cache)
@@ -199,15 +202,19 @@ class Stage(ActivationCheckpointing):
                               self.sequence_parallel, self.ordered_gradients, self._row_groups, self._source_grads_of,
                               self.weight_copies)
         held = {**self.base_held, **self.unsharded_held}
-        found = installer.install({**self.base, **self.unsharded}, held, lora_adapters(model, self.unsharded))
+        local = {**self.base, **self.unsharded}
+        found = installer.install(local, held, lora_adapters(model, self.unsharded))
         self._head, self._head_bias, self.head_is_biased = found.head.weight, found.head.bias, found.head.is_biased
         self.vocab_start, self.head_axis, self.vocab_cuts = found.head.start, found.head.axis, found.head.cuts
         self.head_grad, self.score = None, self.unsharded.get(SCORE_WEIGHT)
         self.experts = found.experts
         self.joins_leaves = self.joins_leaves and found.reads_once  # in a pass
+        self.casts = False
         if self.matmul_dtype == torch.bfloat16:
+            cast = {name for name, (parameter, _) in held.items() if self._is_cast(name, parameter, skeleton)}
+            self.casts = any(local[name].dtype == torch.float32 for name in cast)
             round_parameters(skeleton, [name for name, (parameter, _) in held.items()
-                                        if not self._is_cast(name, parameter, skeleton)])
+                                        if name not in cast and not parameter.spec.float32])
 
     def _vision(self, skeleton: Any, model: Model, images: Images | None) -> Vision | None:
         """The vision tower on the first stage, and what later stages need of it."""

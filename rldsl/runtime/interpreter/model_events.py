@@ -27,7 +27,7 @@ from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.state.step import StepState, TalkTotals
 from rldsl.runtime.state.turns import marked
 from rldsl.runtime.store import Pending, RaggedRows, offsets_within, ragged_indices
-from rldsl.sharding.dtypes import in_wire_dtype
+from rldsl.sharding.dtypes import in_wire_dtypes
 from rldsl.sharding.micro_batches import micro_batches, num_micro_batches
 from rldsl.sharding.partition import mix
 
@@ -56,10 +56,11 @@ def realloc(models: ModelStore, ring: EventRing, event: Realloc) -> None:
     model, source, world = context.models[event.model], context.models[event.source or event.model], context.world
     src, dst = world.layouts[event.src], world.layouts[event.dst]
     src_mesh, dst_mesh = world.meshes[src.mesh], world.meshes[dst.mesh]
-    moved = in_wire_dtype(source, src.id, model, dst.id, event.decay)
+    parts = in_wire_dtypes(source, src.id, model, dst.id, event.decay)
     if event.id not in models.reshards:
-        models.reshards[event.id] = RankReshard.plan(moved, src, src_mesh, dst, dst_mesh,
-                                                     context.plan.header.devices_per_node, world.rank)
+        models.reshards[event.id] = tuple(RankReshard.plan(part, src, src_mesh, dst, dst_mesh,
+                                                           context.plan.header.devices_per_node, world.rank)
+                                          for part in parts)
     have: Tensors | None = None
     want: Tensors | None = None
     if world.rank in src_mesh.members():
@@ -68,9 +69,10 @@ def realloc(models: ModelStore, ring: EventRing, event: Realloc) -> None:
     if world.rank in dst_mesh.members():
         models.shard(model.name, dst.id)
         want = models.shard_to_write(model.name, dst.id).state_dict()
-    dtype = DTYPE[moved.dtype]
-    issued = reshard(models.reshards[event.id], have, want, dtype, models.side, message_tag(event), event.decay)
-    pending = Pending(ring.wait_tracker(issued.finish), issued.bytes)
+    dtypes = [DTYPE[part.dtype] for part in parts]
+    issued = [reshard(todo, have, want, dtype, models.side, message_tag(event), event.decay)
+              for todo, dtype in zip(models.reshards[event.id], dtypes, strict=True)]
+    pending = Pending(ring.wait_tracker(lambda: [each.finish() for each in issued]), sum(each.bytes for each in issued))
     on_stream = models.side.stream is not None
     if want is not None:
         models.arriving[model.name, dst.id] = pending
@@ -78,7 +80,7 @@ def realloc(models: ModelStore, ring: EventRing, event: Realloc) -> None:
         pending.finish()
         return
     # other dtypes are sent from a copy, which a host has made by now and a stream has not
-    if have is not None and (on_stream or any(t.dtype == dtype for t in have.values())):
+    if have is not None and (on_stream or any(t.dtype in dtypes for t in have.values())):
         models.leaving.setdefault(models.owner(source.name, src.id), {})[event.id] = pending
 
 

@@ -24,6 +24,7 @@ from rldsl.plan.model import Model
 from rldsl.plan.processor_files import PROCESSORS
 from rldsl.reshard.gather import gather, owners
 from rldsl.reshard.in_place import pieces_by_parameter
+from rldsl.reshard.rounds import Message
 from rldsl.runtime.comm.agreement import raise_together
 from rldsl.runtime.comm.exchange import message_tag, post
 from rldsl.runtime.comm.reshard import Tensors, local_box
@@ -31,9 +32,11 @@ from rldsl.runtime.files import sync
 from rldsl.runtime.persist.allowed_paths import MARK, check_writes, is_foreign
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.model_store import ModelStore
-from rldsl.sharding.boxes import cell_of, local_slice, parameters, slices
-from rldsl.sharding.dtypes import storage_dtype
+from rldsl.sharding.boxes import Box, cell_of, local_slice, parameters, slices, volume
+from rldsl.sharding.dtypes import parameter_dtype, storage_dtype
 from rldsl.sharding.stored_tensors import of_experts, stored_tensors
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def save(models: ModelStore, step: int, event: Save) -> None:
@@ -79,23 +82,25 @@ def _gather(context: RunContext, event: Save, model: Model, local_tensors: Tenso
     mesh, rank = context.world.meshes[layout.mesh], context.rank
     sends, receives = gather(model, layout, mesh, chosen, rank)
     held = pieces_by_parameter(model, layout, cell_of(layout, mesh, rank))
-    complete = {p.name: torch.empty(p.spec.shape, dtype=local_tensors[p.name].dtype if p.name in local_tensors
-                                 else _dtype(local_tensors), device=context.device)
-             for p in parameters(model) if chosen[p.name] == rank}
+    dtypes = {p.name: DTYPES[parameter_dtype(p.spec, storage_dtype(model, layout.id))] for p in parameters(model)}
+    complete = {p.name: torch.empty(p.spec.shape, dtype=dtypes[p.name], device=context.device)
+                for p in parameters(model) if chosen[p.name] == rank}
     for name, target in complete.items():
         parameter, pieces = held[name]
         for piece in pieces:
             target[slices(piece.box)] = local_tensors[name][local_slice(piece, piece.box, parameter.dim)]
-    spots = {m.peer: [local_box(held, *box) for box in m.boxes] for m in sends}
-    out = {peer: torch.cat([local_tensors[name][at].reshape(-1) for name, at in some]) for peer, some in spots.items()}
-    into = {m.peer: torch.empty(m.size(), dtype=_dtype(local_tensors), device=context.device) for m in receives}
+    # one message to each rank, in which boxes of the widest dtype come first, so that each is aligned
+    into = {m.peer: torch.empty(_num_bytes(m, dtypes), dtype=torch.uint8, device=context.device) for m in receives}
+    out = {m.peer: torch.cat([_bytes(local_tensors[name][at]) for name, at in
+                              (local_box(held, *box) for box in _widest_first(m, dtypes))]) for m in sends}
     post(out, into, message_tag(event)).wait()
     for message in receives:
         at = 0
-        for name, box in message.boxes:
+        for name, box in _widest_first(message, dtypes):
             target = complete[name][slices(box)]
-            target.copy_(into[message.peer][at : at + target.numel()].view(target.shape))
-            at += target.numel()
+            stop = at + target.numel() * target.itemsize
+            target.copy_(into[message.peer][at:stop].view(target.dtype).view(target.shape))
+            at = stop
     return {name: t.cpu() for name, t in complete.items()}
 
 
@@ -113,8 +118,16 @@ def _as_stored(model: Model, tensors: Mapping[str, torch.Tensor], index: Mapping
     return stored, files
 
 
-def _dtype(tensors: Tensors) -> torch.dtype:
-    return next(iter(tensors.values())).dtype
+def _widest_first(message: Message, dtypes: Mapping[str, torch.dtype]) -> list[tuple[str, Box]]:
+    return sorted(message.boxes, key=lambda x: -dtypes[x[0]].itemsize)
+
+
+def _num_bytes(message: Message, dtypes: Mapping[str, torch.dtype]) -> int:
+    return sum(volume(box) * dtypes[name].itemsize for name, box in message.boxes)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1).view(torch.uint8)
 
 
 def _together(group: Any, context: RunContext, work: Any, final: Path) -> None:

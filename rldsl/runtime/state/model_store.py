@@ -37,8 +37,8 @@ class ModelStore:
     shared_tensors: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     # model directory -> the images of the run as its models read them
     images: dict[str, RunImages] = field(default_factory=dict)
-    # realloc event -> what this rank sends and receives in it
-    reshards: dict[int, RankReshard] = field(default_factory=dict)
+    # realloc event -> what this rank sends and receives in it, once for each dtype that travels
+    reshards: dict[int, tuple[RankReshard, ...]] = field(default_factory=dict)
     # shard -> communication into its parameters, or onload, that nobody has waited for yet
     arriving: dict[ShardKey, Pending] = field(default_factory=dict)
     # shard that owns the parameters -> realloc event -> communication that still reads them
