@@ -1,18 +1,17 @@
 """What the memory counts of `generate`, inference and training have in common.
 
-In: an event, a copy of its model at a cell. Out: the activations of its layers by chunk, its head, and the copies of
-weights that exist besides the stored ones.
+In: the frames of a call, a copy of its model at a cell. Out: the activations of its layers by chunk, its head, and the
+copies of weights that exist besides the stored ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from rldsl.memory import logits
 from rldsl.memory.activations import LayerActivations, StackActivations, stack_activations
 from rldsl.memory.parameters import FLOAT, Copy, largest_weight, linear_elements, row_parallel_elements, vocabulary
 from rldsl.memory.values import Tables, width
-from rldsl.plan.events import AnyCall, Train
 from rldsl.sharding.layout import stage_layers
 
 Needs = Mapping[str, int]  # holder -> bytes
@@ -20,14 +19,14 @@ INDEX = 48  # bytes of indices per token of a call: token ids, positions, offset
 TOP_ENTRY = 12  # bytes for each entry: of ids and log-probs that are made and joined
 
 
-def call_stack(t: Tables, event: AnyCall, copy: Copy, device: str) -> StackActivations:
+def call_stack(t: Tables, frames: Collection[str], copy: Copy, device: str) -> StackActivations:
     """The activations of the layers that the copy has at its cell."""
-    return stack_activations(copy.model, copy.layout, copy.compute, copy.stream, device, longest_sequence(t, event))
+    return stack_activations(copy.model, copy.layout, copy.compute, copy.stream, device, longest_sequence(t, frames))
 
 
-def longest_sequence(t: Tables, event: AnyCall) -> int:
-    """Tokens of the longest sequence."""
-    return max(width(t.frames[f]) for f in (event.frames if isinstance(event, Train) else (event.frame,)))
+def longest_sequence(t: Tables, frames: Collection[str]) -> int:
+    """Tokens of the longest sequence of some frames."""
+    return max(width(t.frames[f]) for f in frames)
 
 
 def chunk_layers(copy: Copy, stack: StackActivations) -> tuple[tuple[LayerActivations, ...], ...]:

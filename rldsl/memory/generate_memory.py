@@ -56,7 +56,7 @@ class _Decoding:
 def generate_bytes(t: Tables, e: Generate, copy: Copy, device: str) -> Needs:
     """The maximum over a prefill, the first tokens after it, and a decoding step that is not replayed. The captured
     steps so far (CUDA graphs, on the CPU operator traces) are held during all three."""
-    stack = call_stack(t, e, copy, device)
+    stack = call_stack(t, (e.frame,), copy, device)
     b, layers = stack.any, [layer for chunk in chunk_layers(copy, stack) for layer in chunk]
     d = _decoding(t, e)
     cast = head_of(copy).cast if copy.last else 0  # the head is cast once

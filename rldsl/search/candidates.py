@@ -21,7 +21,7 @@ from rldsl.search.isolated_call import IsolatedCall
 from rldsl.search.problem import FixedCall, Job, Problem
 from rldsl.search.space import Block, Kind, Strategy, divisions, micro_batch_sizes, with_chunks, zero_levels
 from rldsl.sharding.gradient_leaves import divides
-from rldsl.simulate.generate_time import engine_room
+from rldsl.simulate.time_costs import engine_room
 
 CHUNKS = (2, 4)  # of layers per stage (vpp) that are tried, where the program does not say
 MIN_FILL = 0.05  # share of a minibatch in which a pipeline fills and drains, from which chunks are tried

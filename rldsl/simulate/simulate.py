@@ -23,10 +23,10 @@ from rldsl.plan.projection import Path, event_paths, walk
 from rldsl.progress import stage
 from rldsl.simulate.critical_path import find_critical_path
 from rldsl.simulate.engine import Pool, Timelines, run_programs
-from rldsl.simulate.generate_time import engine_room
 from rldsl.simulate.lengths import AT_MOST, Lengths, token_frames
 from rldsl.simulate.model import PeriodicEvents, Span, Timeline
 from rldsl.simulate.program import Occasions, build_programs, iterations_ahead, periodic_blocks, step_loop
+from rldsl.simulate.time_costs import engine_room
 from rldsl.simulate.work_counts import build_shard
 from rldsl.simulate.world import World
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from rldsl.memory.activations import Moved, elements_between_products
 from rldsl.memory.parameters import without_layouts
-from rldsl.plan.events import Generate
 from rldsl.plan.model import Layout, Model, ParamSpec
 from rldsl.plan.optimizers import param_options
 from rldsl.sharding.boxes import itemsize, pieces, volume
@@ -231,26 +230,6 @@ class DecodePlan:
     active: float  # sequences that get a token in a step
     width: float  # tokens of a sequence in the KV cache, on average
     shapes: float  # different shapes of a decoding step
-
-
-def plan_decoding(event: Generate, rows: float, row: Row, groups: int = 1) -> DecodePlan:
-    """rows: sequences of the shard. groups: of sequences, one per pipeline stage. A finished sequence makes room for a
-    waiting one; until the last one ends, the KV cache is read as far as the longest. The samples of a prompt share its
-    prefill; with the KV cache of what it continues there is none."""
-    slots = min(rows, event.mbs or rows)
-    if not slots:
-        return DecodePlan(0, 0, 0, 0, 0, 0, 0)
-    waves = ceil(rows / slots)
-    longest = row.longest
-    steps = longest if waves == 1 else max(rows * row.response / slots + (longest - row.response), longest)
-    if event.cache_of:
-        waves = 0  # nothing is prefilled: the last token of a prompt runs in the first decoding step
-    sampled = rows * max(row.response - bool(waves), 0.0)  # the first token comes from the prefill
-    steps = max(steps - waves, 0.0)
-    each = slots / groups
-    return DecodePlan(waves * groups, each, each / max(event.sampling.n, 1) if waves else 0.0, steps * groups,
-                    sampled / (steps * groups) if steps else 0.0, row.prompt + longest / 2,
-                    groups * num_cache_widths(row.prompt, row.prompt + longest) if steps else 0.0)
 
 
 def num_cache_widths(least: float, most: float) -> float:

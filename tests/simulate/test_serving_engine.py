@@ -16,7 +16,7 @@ from rldsl.simulate import Lengths, simulate
 from rldsl.simulate.lengths import Row
 from rldsl.simulate.machine import Machine
 from rldsl.simulate.serving_engine import packed, response_lengths, serve
-from rldsl.simulate.generate_time import engine_room
+from rldsl.simulate.time_costs import engine_room
 from rldsl.simulate.work_counts import WorkCounts, build_shard
 from tests.simulate.plans import ROUND, plan
 

@@ -61,9 +61,9 @@ from rldsl.runtime.interpreter.derive import derive
 from rldsl.runtime.interpreter.metric_log import end_step, log
 from rldsl.runtime.interpreter.options import Options
 from rldsl.runtime.interpreter.profiler import EventProfiler
-from rldsl.runtime.interpreter.rank_inputs import called_functions, open_environments
+from rldsl.runtime.interpreter.rank_inputs import called_functions, ends_late_conversations, open_environments
 from rldsl.runtime.interpreter.rank_state import RankState, Services
-from rldsl.runtime.interpreter.run_outcome import ends_late_conversations, run_record
+from rldsl.runtime.interpreter.run_outcome import run_record
 from rldsl.runtime.interpreter.startup import begin_run, prepare
 from rldsl.runtime.interpreter.timeline import TimelineRecorder, synchronize, write_timeline
 from rldsl.runtime.interpreter.train_event import train

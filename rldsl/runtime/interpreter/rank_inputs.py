@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from rldsl.plan.events import Compute, Derive, Event, Fetch, Generate, Infer, Item, Train
+from rldsl.plan.events import Checkpoint, Compute, Derive, Event, Fetch, Generate, Infer, Item, Train
 from rldsl.plan.function import Function, frames_of_call
+from rldsl.plan.model import Plan
 from rldsl.runtime.interpreter.conversations import Environments
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
@@ -80,3 +81,14 @@ def events_of(items: Sequence[Item]) -> Iterator[Event]:
             yield item
         else:
             yield from events_of(item.body)
+
+
+def writes_checkpoints(items: Sequence[Item]) -> bool:
+    """Whether the plan has checkpoints."""
+    return any(isinstance(event, Checkpoint) for event in events_of(items))
+
+
+def ends_late_conversations(plan: Plan) -> bool:
+    """Whether a time limit may end a conversation, so that the clock decides what is trained on."""
+    return any(isinstance(e, Generate) and e.conversation is not None and e.conversation.on_error == "end"
+               for e in events_of(plan.body))

@@ -11,10 +11,8 @@ from contextlib import contextmanager, suppress
 import torch
 
 from rldsl.diag import Failure
-from rldsl.plan.events import Generate
-from rldsl.plan.model import Plan
 from rldsl.runtime.interpreter.conversations import Environments
-from rldsl.runtime.interpreter.rank_inputs import events_of
+from rldsl.runtime.interpreter.rank_inputs import ends_late_conversations
 from rldsl.runtime.metrics.run_record import FAILED, FINISHED, STOPPED, RunRecord, interruption_text
 from rldsl.runtime.plan_file import PlanFile
 from rldsl.runtime.state.context import RunContext
@@ -51,9 +49,3 @@ def run_record(context: RunContext, step: StepState, file: PlanFile, command: Se
             record.end(STOPPED if isinstance(error, KeyboardInterrupt) else FAILED, step.number, exact(False))
         raise
     record.end(STOPPED if step.stopped else FINISHED, step.number, exact(True))
-
-
-def ends_late_conversations(plan: Plan) -> bool:
-    """Whether a time limit may end a conversation, so that the clock decides what is trained on."""
-    return any(isinstance(e, Generate) and e.conversation is not None and e.conversation.on_error == "end"
-               for e in events_of(plan.body))

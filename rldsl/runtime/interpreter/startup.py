@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from rldsl.diag import Diagnostic, Failure, fail
 from rldsl.plan.disk_paths import shown
-from rldsl.plan.events import Checkpoint, Item
+from rldsl.plan.events import Item
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import schedule
 from rldsl.plan.references import Role, references
@@ -31,7 +31,7 @@ from rldsl.runtime.interpreter.eval_loops import check_evaluations
 from rldsl.runtime.interpreter.hub_copies import is_first_of_machine, with_local_copies
 from rldsl.runtime.interpreter.options import Options
 from rldsl.runtime.interpreter.plan_as_run import plan_as_run
-from rldsl.runtime.interpreter.rank_inputs import events_of, open_sources
+from rldsl.runtime.interpreter.rank_inputs import events_of, open_sources, writes_checkpoints
 from rldsl.runtime.interpreter.resumption import begin_row_states, begin_step, check_positions, resumed_checkpoint
 from rldsl.runtime.metrics.run_record import WRITTEN, remove_earlier_run
 from rldsl.runtime.metrics.summary import SUMMARY
@@ -71,8 +71,7 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Wat
     context = RunContext(plan, world, _writable(out), options.allow_write)
     items = schedule(plan.body, plan.meshes, context.rank)
     _check_models(plan, items)
-    checkpoints = any(isinstance(e, Checkpoint) for e in events_of(items))
-    writer = open_writer(context, file.id, watchdog) if checkpoints else None
+    writer = open_writer(context, file.id, watchdog) if writes_checkpoints(items) else None
     resumed = resumed_checkpoint(context, options)
     step, reader = begin_step(context, resumed), DataReader(context)
     if resumed is not None:
