@@ -222,7 +222,7 @@ def test_a_model_that_vllm_refuses(alone: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_weights_that_vllm_does_not_know(alone: Any) -> None:
-    alone.shared = SharedWeights({"model.other.weight": (2, 3)}, torch.float32)
+    alone.shared = SharedWeights({"model.other.weight": ((2, 3), torch.float32)})
     alone.tensors = alone.shared.tensors
     d = failed(alone)
     assert d.code == "RL0801" and "could not take the weights" in d.title and "model.other.weight" in d.notes[0]
@@ -230,7 +230,7 @@ def test_weights_that_vllm_does_not_know(alone: Any) -> None:
 
 def test_weights_that_vllm_misses(alone: Any) -> None:
     shapes = {name: tuple(x.shape) for name, x in alone.tensors.items() if name != "model.norm.weight"}
-    alone.shared = SharedWeights(shapes, torch.float32)
+    alone.shared = SharedWeights({name: (shape, torch.float32) for name, shape in shapes.items()})
     alone.tensors = alone.shared.tensors
     assert "got no weights: model.norm.weight" in failed(alone).notes[0]
 
@@ -286,7 +286,7 @@ def test_an_engine_that_makes_progress_may_take_longer(tmp_path: Path, monkeypat
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/talks.py" "$1"\n')
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setenv("RLDSL_VLLM_PYTHON", str(tmp_path / "python"))
-    shared = SharedWeights({"w": (2,)}, torch.float32)
+    shared = SharedWeights({"w": ((2,), torch.float32)})
     talks = EngineProcess("m", shared.descriptor, "cpu")
     monkeypatch.setattr(process, "SILENCE_LIMIT", 2.0)
     answer, _ = talks.ask("generate")
