@@ -13,7 +13,7 @@ from rldsl.clusters import Cluster
 from rldsl.diag import Failure, fail
 from rldsl.plan.notation import human
 from rldsl.progress import garbage_collection_paused, stage
-from rldsl.search.branch_and_bound import GAP, MAX_NODES, Result, ShouldContinue, branch_and_bound
+from rldsl.search.branch_and_bound import GAP, MAX_NODES, WIDE_GAP, BranchAndBound, Result, ShouldContinue
 from rldsl.search.compiled_placements import CompiledPlacement, compile_assignment
 from rldsl.search.evaluator import Assignment, Evaluation, Evaluator
 from rldsl.search.greedy import greedy_evaluation
@@ -25,6 +25,7 @@ from rldsl.verify import verify
 
 NUM_COMPILED = 3  # best placements that are compiled, simulated and compared
 MAX_TRIES = 4  # with a growing reserve of memory, where the estimate was too low
+MAX_PROOFS = 3  # times that a search goes on after simulation
 MAX_NEIGHBORS = 8  # neighbors of the best that are compiled, where the estimate says that they are faster
 MAX_CLUSTER_NODES = 1 << 11
 Mode = Literal["heuristic", "search"]
@@ -75,37 +76,68 @@ def find_placement(p: PreparedProgram, cluster: Cluster, memory: int, options: O
     reserve = memory // 100
     stage("searching placements")
     for _ in range(MAX_TRIES):
-        evaluator, result = run_search(problem, reserve, options)
+        evaluator, result, search = _search_with_offload(problem, reserve, options)
         if not result.best:
             raise nothing_fits_error(problem, cluster)
         best, over = _compile_best(p, evaluator, result, cluster, options.lengths)
         if best:
             more, refused = _compile_faster_neighbors(p, evaluator, best, cluster, options.lengths)
-            best += more
-            return Answer(problem, evaluator, result, tuple(sorted(best, key=lambda b: b.seconds)), options.gap,
-                          tuple(refused))
+            answer = Answer(problem, evaluator, result, _sorted([*best, *more]), options.gap, tuple(refused))
+            return _prove_simulated_gap(p, cluster, options, answer, search) if search is not None else answer
         reserve += over + memory // 200
     raise nothing_fits_error(problem, cluster)
 
 
-def run_search(problem: Problem, reserve: int, options: Options) -> tuple[Evaluator, Result]:
-    """Offloading is tried only if nothing fits without it."""
-    with garbage_collection_paused():
-        return _search_with_offload(problem, reserve, options)
+def _sorted(best: list[CompiledPlacement]) -> tuple[CompiledPlacement, ...]:
+    return tuple(sorted(best, key=lambda b: b.seconds))
 
 
-def _search_with_offload(problem: Problem, reserve: int, options: Options) -> tuple[Evaluator, Result]:
-    for offload in (False, True):
-        evaluator = Evaluator(problem, reserve, offload)
-        fill(evaluator.table, reserve, options.num_processes)
-        if options.mode == "heuristic":
-            found = greedy_evaluation(evaluator)
-            result = Result((found,) if found else (), 0.0, 0, False)
-        else:
-            result = branch_and_bound(evaluator, options.gap, options.max_nodes, _reporting(options.should_continue))
-        if result.best or not problem.memory:
+def _prove_simulated_gap(p: PreparedProgram, cluster: Cluster, options: Options, answer: Answer,
+                         search: BranchAndBound) -> Answer:
+    """Where the best placement takes longer when simulated than the search estimated, so that the gap is wide: the
+    search goes on until the gap to the simulated step is not, if a bound below its estimates can prove that. What it
+    finds on the way is compiled, too."""
+    accepted = max(options.gap, WIDE_GAP)
+    for _ in range(MAX_PROOFS):
+        wanted = answer.best[0].seconds / (1 + accepted)
+        if answer.result.bound >= wanted or wanted >= answer.result.best[0].seconds:
             break
+        with garbage_collection_paused():
+            result = search.prove(wanted)
+        known = {b.evaluation.assignment for b in answer.best} | {*answer.refused}
+        new = replace(result, best=tuple(e for e in result.best if e.assignment not in known
+                                         and e.seconds < answer.best[0].evaluation.seconds))
+        best, _ = _compile_best(p, answer.evaluator, new, cluster, options.lengths)
+        if not best:
+            return replace(answer, result=result)
+        more, refused = _compile_faster_neighbors(p, answer.evaluator, [*answer.best, *best], cluster, options.lengths)
+        answer = replace(answer, result=result, best=_sorted([*answer.best, *best, *more]),
+                         refused=tuple(dict.fromkeys([*answer.refused, *refused])))
+    return answer
+
+
+def run_search(problem: Problem, reserve: int, options: Options) -> tuple[Evaluator, Result]:
+    evaluator, result, _ = _search_with_offload(problem, reserve, options)
     return evaluator, result
+
+
+def _search_with_offload(problem: Problem, reserve: int,
+                         options: Options) -> tuple[Evaluator, Result, BranchAndBound | None]:
+    """Offloading is tried only if nothing fits without it. The last: a search that can go on."""
+    search = None
+    with garbage_collection_paused():
+        for offload in (False, True):
+            evaluator = Evaluator(problem, reserve, offload)
+            fill(evaluator.table, reserve, options.num_processes)
+            if options.mode == "heuristic":
+                found = greedy_evaluation(evaluator)
+                result = Result((found,) if found else (), 0.0, 0, False)
+            else:
+                search = BranchAndBound(evaluator, options.gap, options.max_nodes, _reporting(options.should_continue))
+                result = search.run()
+            if result.best or not problem.memory:
+                break
+    return evaluator, result, search
 
 
 def _reporting(should_continue: ShouldContinue) -> ShouldContinue:

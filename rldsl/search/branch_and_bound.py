@@ -1,7 +1,8 @@
 """The best assignment, and a proof of how good it is: branch and bound, best bound first.
 
 In: an evaluator. Out: a `Result`. First every call gets a block, the calls with most work first, then every call a
-candidate. A subspace is pruned when its bound shows that nothing in it is better by more than the gap. The result
+candidate. A subspace is pruned when its bound shows that nothing in it is better by more than the gap. Where that
+takes many search nodes, the search begins again with bounds that also count reshards, and take longer. The result
 depends on nothing but the evaluator and the number of search nodes explored.
 """
 
@@ -16,14 +17,18 @@ from math import inf
 from rldsl.search.call_costs import Candidate
 from rldsl.search.evaluator import Assignment, Evaluation, Evaluator
 from rldsl.search.greedy import choose_candidates, greedy_evaluation
-from rldsl.search.remaining_bytes import LeastBytes, Remaining, StepMemory
+from rldsl.search.lower_bound import Moving
+from rldsl.search.remaining_bytes import Remaining
+from rldsl.search.remaining_memory import RemainingMemory
 from rldsl.search.reshard_costs import ReshardCost
 from rldsl.search.space import Block, Strategy
 
 GAP = 0.01  # relative gap at which the search ends, by default
+MAX_ORDERED = 1 << 14  # cached orders of candidates; the cache is emptied when it is full
 MAX_NODES = 20_000  # search nodes explored, by default
 NUM_NODES, WIDE_GAP = 2_000, 0.02  # after NUM_NODES search nodes, a search ends at WIDE_GAP, too
 NUM_KEPT = 16  # best evaluations kept
+DIVE_EVERY = 64  # search nodes after which the most promising blocks that wait get an assignment, whatever comes first
 NUM_NEIGHBORS = 3  # other strategies tried per call
 
 
@@ -49,11 +54,11 @@ ShouldContinue = Callable[["Result"], bool]
 @dataclass(frozen=True, slots=True)
 class SearchNode:
     """A subspace: the first calls, in the order of the search, on `blocks`; once all calls have a block, the first
-    calls with `candidates`, and the next call with its `num_skipped`-th fastest candidate or a slower one."""
+    calls with `candidates`, and the next call with the `num_skipped`-th of its `ordered_candidates` or a later one."""
 
     blocks: Blocks = ()  # of the first calls
     candidates: Candidates = ()  # of the first calls, once all calls have a block
-    num_skipped: int = 0  # faster candidates of the next call that other nodes have
+    num_skipped: int = 0  # candidates of the next call that other nodes have
     remaining: tuple[Remaining, ...] = ()  # `remaining_bytes` of these blocks and candidates, once they are known
     quick_bound: bool = False  # its bound is that of `LowerBound`, to be replaced by a tighter one when it is popped
 
@@ -61,24 +66,33 @@ class SearchNode:
 def branch_and_bound(evaluator: Evaluator, gap: float = GAP, max_nodes: int = MAX_NODES,
                      should_continue: ShouldContinue = lambda _: True) -> Result:
     """gap: 0 for the optimum. should_continue: called at every search node; false ends the search."""
-    return _BranchAndBound(evaluator, gap, max_nodes, should_continue).run()
+    return BranchAndBound(evaluator, gap, max_nodes, should_continue).run()
 
 
-class _BranchAndBound:
-    """Calls are named by their index in `evaluator.calls`."""
+class BranchAndBound:
+    """A search that can go on where it ended. Calls are named by their index in `evaluator.calls`."""
 
-    def __init__(self, evaluator: Evaluator, gap: float, max_nodes: int, should_continue: ShouldContinue):
+    def __init__(self, evaluator: Evaluator, gap: float, max_nodes: int, should_continue: ShouldContinue,
+                 reshards_after: int = NUM_NODES):
+        """reshards_after: search nodes after which bounds count reshards."""
+        self.reshards_after = reshards_after
         self.evaluator, self.gap, self.max_nodes, self.should_continue = evaluator, gap, max_nodes, should_continue
         self.calls, self.table, self.bound = evaluator.calls, evaluator.table, evaluator.bound
+        self.memory = RemainingMemory(evaluator)
         self.best: list[Evaluation] = []
-        self.pruned_bound = inf  # the smallest bound of a subspace that was pruned within the gap
+        self.wanted_bound: float | None = None  # the search ends when it is proved, whatever the gap
+        self.counts_reshards = False  # whether bounds count what moves, which takes longer; and whether it dives
+        self.proved_bound = 0.0  # by what was explored before bounds did
+        self.pruned_bound = inf  # the smallest bound of a subspace that was left within the gap
+        self.num_nodes = 0  # explored so far
         self.heap: list[tuple[float, int, int, SearchNode]] = []  # bound, minus the decisions made, serial number, node
         self.number = 0
-        self._divisions: dict[tuple[int, int], frozenset[tuple[object, ...]]] = {}  # a cache
+        self._ordered: dict[tuple[object, ...], tuple[Candidate, ...]] = {}  # a cache
+        self.assigned: set[Blocks] = set()  # blocks of all calls that `assign_greedily` has looked at
+        self.promising: list[tuple[float, int, Blocks]] = []  # bound, serial number, blocks of all calls; to dive into
         self.train_index = evaluator.problem.train_index
         order = sorted(range(len(self.calls)), key=lambda c: (-self._work(c), c))
         self.order = [c for c in order if not self._is_tied(c)]
-        self.paths = [evaluator.problem.models[j.model].path for j in self.calls]
 
     def _work(self, c: int) -> float:
         work = self.bound.min_work[c]
@@ -94,16 +108,41 @@ class _BranchAndBound:
         if start is not None:
             self.record(start)
         self.push(self.bound.step_seconds({}), SearchNode())
-        num_nodes, complete = 0, True
+        return self.explore()
+
+    def prove(self, bound: float) -> Result:
+        """Goes on until no assignment takes less than `bound` seconds or the best one that was found. For a bound that
+        the accepted gap did not ask for."""
+        self.wanted_bound, self.pruned_bound = bound, inf
+        if not self.counts_reshards:
+            self.count_reshards()
+        return self.explore()
+
+    def count_reshards(self) -> None:
+        """Begins again, with bounds that count what moves between a training and the calls that use its model."""
+        self.proved_bound = self.result(False).bound
+        self.counts_reshards, self.pruned_bound = True, inf
+        self.heap.clear()
+        self.push(self.bound.step_seconds({}), SearchNode())
+
+    def explore(self) -> Result:
+        complete = True
         while self.heap and self.heap[0][0] < self.cutoff():
-            if self.is_spent(num_nodes):
+            if self.is_spent():
                 complete = False
                 break
+            if self.num_nodes >= self.reshards_after and not self.counts_reshards:
+                self.count_reshards()
+                continue
             bound, _, _, node = heappop(self.heap)
             if node.quick_bound:
                 self.push_with_blocks(bound, node.blocks)
                 continue
-            num_nodes += 1
+            self.num_nodes += 1
+            if self.counts_reshards and not self.num_nodes % DIVE_EVERY:
+                self.dive()
+                if self.num_nodes & (self.num_nodes - 1) == 0:
+                    self.improve()
             if len(node.blocks) < len(self.order):
                 self.branch_on_block(node)
             else:
@@ -111,13 +150,33 @@ class _BranchAndBound:
         self.improve()
         if len(self.best) == 1:
             self.add_neighbors(self.best[0].assignment)
-        return self.result(num_nodes, complete)
+        return self.result(complete)
 
-    def is_spent(self, num_nodes: int) -> bool:
+    def is_spent(self) -> bool:
         """Whether the search ends before it has reached its gap."""
-        now = self.result(num_nodes, False)
-        return (num_nodes >= self.max_nodes or num_nodes >= NUM_NODES and now.gap <= WIDE_GAP
+        now, wide = self.result(False), self.num_nodes >= NUM_NODES and self.wanted_bound is None
+        return (self.num_nodes >= self.max_nodes or wide and now.gap <= WIDE_GAP
                 or bool(self.best) and not self.should_continue(now))
+
+    def dive(self) -> None:
+        """An assignment on the blocks with the smallest bound that have none yet. Where many bounds are equal, the
+        search comes to an assignment late, and without a good one it prunes nothing."""
+        while self.promising:
+            bound, _, blocks = heappop(self.promising)
+            if bound >= self.cutoff():
+                self.promising.clear()
+            elif self.assign_greedily(blocks):
+                break
+
+    def assign_greedily(self, blocks: Blocks) -> bool:
+        """Whether these blocks of all calls had no assignment yet; they have one now, if any fits."""
+        if blocks in self.assigned:
+            return False
+        self.assigned.add(blocks)
+        greedy = choose_candidates(self.evaluator, self.blocks_in_program_order(blocks))
+        if greedy is not None:
+            self.record(greedy)
+        return True
 
     def improve(self) -> None:
         """Hill climbing: another layout of one call while that makes the best faster. A search that ends at the
@@ -141,21 +200,24 @@ class _BranchAndBound:
                 if self.evaluator.fits(evaluation.bytes):
                     self.record(evaluation)
 
-    def result(self, num_nodes: int, complete: bool) -> Result:
+    def result(self, complete: bool) -> Result:
         best = self.best[0].seconds if self.best else inf
         open_bound = self.heap[0][0] if self.heap else inf
-        return Result(tuple(self.best), min(best, self.pruned_bound, open_bound), num_nodes, complete)
+        bound = max(self.proved_bound, min(best, self.pruned_bound, open_bound))
+        return Result(tuple(self.best), bound, self.num_nodes, complete)
 
     def cutoff(self) -> float:
-        """A subspace with this bound or a larger one is pruned."""
-        return self.best[0].seconds / (1 + self.gap) if self.best else inf
+        """A subspace with this bound or a larger one is left for later."""
+        if not self.best:
+            return inf
+        best = self.best[0].seconds
+        return best / (1 + self.gap) if self.wanted_bound is None else min(self.wanted_bound, best)
 
     def push(self, bound: float, node: SearchNode) -> None:
-        if bound == inf:
+        if bound == inf or self.best and bound >= self.best[0].seconds:
             return
         if bound >= self.cutoff():
             self.pruned_bound = min(self.pruned_bound, bound)
-            return
         self.number += 1
         heappush(self.heap, (bound, -len(node.blocks) - len(node.candidates), self.number, node))
 
@@ -173,22 +235,26 @@ class _BranchAndBound:
             blocks, by_call = (*node.blocks, b), placed | dict.fromkeys(tied, b)
             if not self.evaluator.fits(self.bound.peak_bytes(by_call, b)):
                 continue
-            self.push(self.bound.step_seconds(by_call), SearchNode(blocks, quick_bound=len(blocks) == len(self.order)))
+            bound = self.bound.step_seconds(by_call, moving=Moving() if self.counts_reshards else None)
+            self.push(bound, SearchNode(blocks, quick_bound=len(blocks) == len(self.order)))
 
     def branch_on_candidate(self, node: SearchNode, bound: float) -> None:
-        """Two subspaces: the next call with its fastest candidate that is left, and with a slower one."""
+        """Two subspaces: the next call with the first candidate that is left, and with a later one."""
         blocks, candidates = node.blocks, node.candidates
+        if self.counts_reshards and self.plan_reshards(blocks, candidates):
+            bound = max(bound, self.relaxed_seconds(blocks, candidates, node.remaining, node.num_skipped))
+            if bound > self.heap_bound():
+                self.push(bound, node)
+                return
         if not candidates and not node.num_skipped:
-            greedy = choose_candidates(self.evaluator, self.blocks_in_program_order(blocks))
-            if greedy is not None:
-                self.record(greedy)
-        option, has_slower = self.next_candidate(blocks, candidates, node.num_skipped, node.remaining)
-        if has_slower:
+            self.assign_greedily(blocks)
+        option, has_others = self.next_candidate(blocks, candidates, node.num_skipped, node.remaining)
+        if has_others:
             skipped = node.num_skipped + 1
             self.push(max(bound, self.relaxed_seconds(blocks, candidates, node.remaining, skipped)),
                       SearchNode(blocks, candidates, skipped, node.remaining))
         chosen = (*candidates, option)
-        remaining = self.remaining_bytes(self.blocks_in_program_order(blocks), self.chosen_by_call(chosen))
+        remaining = self.memory.remaining_bytes(self.blocks_in_program_order(blocks), self.chosen_by_call(chosen))
         bound = max(bound, self.relaxed_seconds(blocks, chosen, remaining))
         if len(chosen) < len(self.order) or bound >= self.cutoff():
             self.push(bound, SearchNode(blocks, chosen, 0, remaining))
@@ -197,6 +263,26 @@ class _BranchAndBound:
             evaluation = self.evaluator.evaluate(assignment)
             if self.evaluator.fits(evaluation.bytes):
                 self.record(evaluation)
+
+    def heap_bound(self) -> float:
+        """The smallest bound of a subspace that waits."""
+        return self.heap[0][0] if self.heap else inf
+
+    def plan_reshards(self, blocks: Blocks, candidates: Candidates) -> bool:
+        """Plans the routes of what moves between the chosen calls, so that its cost replaces the bound on it.
+        Whether there was anything to plan."""
+        chosen, every, new = self.chosen_by_call(candidates), self.blocks_in_program_order(blocks), False
+        for c, e in chosen.items():
+            train = self.train_index.get(self.calls[c].model)
+            if train is None or self.calls[c].kind == "train" or train not in chosen or (
+                    every[c], e.strategy.degrees) == (every[train], chosen[train].strategy.degrees):
+                continue
+            costs, key = self.evaluator.reshard_costs, (self.calls[c].model, every[train], chosen[train].strategy,
+                                                        every[c], e.strategy)
+            if costs.cached(*key) is None:
+                costs.cost(*key)
+                new = True
+        return new
 
     def blocks_by_call(self, blocks: Blocks) -> dict[int, Block]:
         """Call -> block of the calls placed so far, tied calls included."""
@@ -223,42 +309,89 @@ class _BranchAndBound:
                    for c, (job, b) in enumerate(zip(self.calls, every, strict=True))]
         bound = max(quick_bound, self.evaluator.seconds(every, fastest, self.optimistic_reshards(every, {})))
         if bound >= self.cutoff() and bound >= self.pruned_bound:
+            self.push(bound, SearchNode(blocks, quick_bound=True))
             return
-        remaining = self.remaining_bytes(every, {})
-        self.push(max(bound, self.relaxed_seconds(blocks, (), remaining)), SearchNode(blocks, remaining=remaining))
+        remaining = self.memory.remaining_bytes(every, {})
+        bound = max(bound, self.relaxed_seconds(blocks, (), remaining))
+        self.push(bound, SearchNode(blocks, remaining=remaining))
+        if self.counts_reshards and bound < self.cutoff():
+            heappush(self.promising, (bound, self.number, blocks))
 
     def relaxed_seconds(self, blocks: Blocks, candidates: Candidates, remaining: Sequence[Remaining],
                         num_skipped: int = 0) -> float:
-        """A lower bound with all blocks placed and some candidates chosen: the other calls take their fastest
-        candidate that fits next to the least memory of all others (the next call without its first `num_skipped`), and
-        reshards that still depend on a choice take no time."""
+        """A lower bound on the seconds of a step with all blocks placed and some candidates chosen: the other calls
+        take their fastest candidate that fits next to the least memory of all others (the next call without its first
+        `num_skipped`), and reshards that still depend on a choice take no time or, where bounds count them, as
+        little as any choice allows."""
         chosen, every = self.chosen_by_call(candidates), self.blocks_in_program_order(blocks)
         optimistic = []
         next_call = self.order[len(candidates)] if len(candidates) < len(self.order) else -1
+        pairs: dict[tuple[int, int], float] = {}
         for c, job in enumerate(self.calls):
             if c in chosen:
                 optimistic.append(chosen[c])
                 continue
             fitting = self.fitting_candidates(c, every, chosen, remaining[c])
-            fastest = next(islice(fitting, num_skipped if c == next_call else 0, None), None)
-            if fastest is None:
+            if c != next_call:
+                seconds = min([e.seconds for e in fitting], default=inf) if self.pair_of(c, chosen) else next(
+                    (e.seconds for e in fitting), inf)
+            else:
+                left = list(islice(fitting, num_skipped, None))
+                seconds = min([e.seconds for e in left], default=inf)
+                if left and (pair := self.pair_of(c, chosen)) is not None:
+                    pairs[pair] = self.seconds_of_pair(pair, every, {**chosen, c: left[0]})
+            if seconds == inf:
                 return inf
-            optimistic.append(_optimistic_candidate(fastest.seconds, job.kind, every[c].size))
-        return self.evaluator.seconds(every, optimistic, self.optimistic_reshards(every, chosen))
+            optimistic.append(_optimistic_candidate(seconds, job.kind, every[c].size))
+        found = self.evaluator.seconds(every, optimistic, self.optimistic_reshards(every, chosen))
+        if not self.counts_reshards:
+            return found
+        known = {c: e.seconds for c, e in enumerate(optimistic)}
+        return max(found, self.bound.step_seconds(dict(enumerate(every)), known, Moving(chosen, pairs)))
 
     def next_candidate(self, blocks: Blocks, candidates: Candidates, num_skipped: int,
                        remaining: Sequence[Remaining]) -> tuple[Candidate, bool]:
-        """(the candidate that the next call gets, whether it has slower ones)."""
+        """(the candidate that the next call gets, whether others are left)."""
         chosen, every = self.chosen_by_call(candidates), self.blocks_in_program_order(blocks)
         c = self.order[len(candidates)]
         fitting = self.fitting_candidates(c, every, chosen, remaining[c])
-        first, *slower = islice(fitting, num_skipped, num_skipped + 2)
-        return first, bool(slower)
+        first, *others = islice(fitting, num_skipped, num_skipped + 2)
+        return first, bool(others)
+
+    def pair_of(self, c: int, chosen: Mapping[int, Candidate]) -> tuple[int, int] | None:
+        """(a call that uses a copy, the training that it comes from), of which `c` is one and the other is chosen,
+        where bounds count what moves between them."""
+        if not self.counts_reshards:
+            return None
+        train = self.train_index.get(self.calls[c].model)
+        if self.calls[c].kind != "train":
+            return (c, train) if train is not None and train in chosen else None
+        return next(((k, c) for k in chosen if self.calls[k].model == self.calls[c].model), None)
+
+    def seconds_of_pair(self, pair: tuple[int, int], every: Blocks, chosen: Mapping[int, Candidate]) -> float:
+        """The least seconds of two calls of `pair_of`, which are chosen, and the reshard between them."""
+        first, train = pair
+        return self.evaluator.reshard_bounds.seconds(train, every[train], chosen[train], first, every[first],
+                                                     chosen[first])
+
+    def ordered_candidates(self, c: int, every: Blocks, chosen: Mapping[int, Candidate]) -> tuple[Candidate, ...]:
+        """Of a call, the fastest first; where what moves to or from a chosen call depends on it, with what moves."""
+        candidates, pair = self.table.candidates(self.calls[c], every[c].size), self.pair_of(c, chosen)
+        if pair is None:
+            return candidates
+        other = chosen[pair[0] if pair[1] == c else pair[1]]
+        key = pair, c, other.strategy, every[pair[0]], every[pair[1]]
+        if key not in self._ordered:
+            if len(self._ordered) >= MAX_ORDERED:
+                self._ordered.clear()
+            self._ordered[key] = tuple(sorted(candidates, key=lambda e: self.seconds_of_pair(
+                pair, every, {**chosen, c: e})))
+        return self._ordered[key]
 
     def fitting_candidates(self, c: int, every: Blocks, chosen: Mapping[int, Candidate],
                            remaining: Remaining) -> Iterator[Candidate]:
-        """The candidates of a call that leave the others their least memory, the fastest first."""
-        candidates = self.table.candidates(self.calls[c], every[c].size)
+        """The `ordered_candidates` of a call that leave the others their least memory."""
+        candidates = self.ordered_candidates(c, every, chosen)
         if not self.table.memory:
             return iter(candidates)
         resting, waiting, running = remaining
@@ -269,70 +402,35 @@ class _BranchAndBound:
                 return False
             if not e.copy_bytes or held + e.copy_bytes <= waiting and held + e.active_bytes + e.copy_bytes <= running:
                 return True
-            return not self.needs_copy(c, e, every, chosen)
+            return not self.memory.needs_copy(c, e, every, chosen)
 
         return filter(fits, candidates)
 
-    def needs_copy(self, c: int, e: Candidate, every: Blocks, chosen: Mapping[int, Candidate]) -> bool:
-        """Whether a call with this candidate certainly uses a copy of its model, which is alive while it runs: on other
-        ranks than the training, or if the training, or any that it may get, divides the parameters differently
-        (`reshard/alias.py`). A call that uses the trained parameters has the degrees of the training."""
-        train = self.train_index.get(self.calls[c].model)
-        if train is None or not e.copy_bytes:
-            return False
-        if every[c] != every[train]:
-            return True
-        return _division(e.strategy) not in (self.train_divisions(train, every[train].size) if train not in chosen
-                                             else {_division(chosen[train].strategy)})
-
-    def train_divisions(self, train: int, size: int) -> frozenset[tuple[object, ...]]:
-        """How a training on `size` ranks may divide the parameters."""
-        key = (train, size)
-        if key not in self._divisions:
-            self._divisions[key] = frozenset(_division(e.strategy)
-                                             for e in self.table.candidates(self.calls[train], size))
-        return self._divisions[key]
-
     def optimistic_reshards(self, every: Blocks,
                             chosen: Mapping[int, Candidate]) -> dict[int, tuple[ReshardCost, int]]:
-        """A lower bound on the reshards of copies: their least cost where all calls that may share the copy are chosen,
-        else no time. A copy on other ranks than its model's training waits for the training in any case."""
+        """A lower bound on the reshards of copies. A call that may use the copy of an earlier call that is not chosen
+        counts without one; of the others, what is not chosen counts with what needs the least. A copy on other ranks
+        than its model's training waits for the training in any case."""
         reshards, seen = {}, set[tuple[object, ...]]()
+        undecided: set[tuple[str, Block]] = set()  # where a call without a candidate may use a copy
         for c, job in enumerate(self.calls):
             train = self.train_index.get(job.model)
             if train is None or job.kind == "train":
                 continue
+            where, e, trained = (job.model, every[c]), chosen.get(c), chosen.get(train)
             cost = ReshardCost()
-            if train in chosen and all(k in chosen for k, o in enumerate(self.calls) if (
-                    o.model, every[k]) == (job.model, every[c])):
-                e = chosen[c]
-                key = job.model, every[c], e.strategy.degrees
-                own = every[c] == every[train] and e.strategy.degrees == chosen[train].strategy.degrees
-                cost = ReshardCost() if key in seen or own else self.evaluator.min_reshard_cost(
-                    train, every[train], chosen[train], c, every[c], e)
+            if where not in undecided and (self.counts_reshards or e is not None and trained is not None):
+                key = (*where, e.strategy.degrees) if e is not None else where
+                own = every[c] == every[train] and e is not None and trained is not None and \
+                    e.strategy.degrees == trained.strategy.degrees
+                if not own and key not in seen and (e is not None or not any(k[:2] == where for k in seen)):
+                    cost = self.evaluator.reshard_bounds.min_cost(train, every[train], trained, c, every[c], e)
                 seen.add(key)
+            if e is None:
+                undecided.add(where)
             if cost.received_bytes or every[c] != every[train]:
                 reshards[c] = cost, train
         return reshards
-
-    def remaining_bytes(self, every: Blocks, chosen: Mapping[int, Candidate]) -> tuple[Remaining, ...]:
-        """What all other calls leave to each call, when they take their least."""
-        if not self.table.memory:
-            return (Remaining(0, 0, 0),) * len(every)
-        index = self.evaluator.problem.call_index
-        position = {index[n]: at for at, n in enumerate(self.evaluator.schedule(every).jobs) if n in index}
-        least = [self.least_bytes(c, every, chosen) for c in range(len(every))]
-        return StepMemory(self.table.memory, [job.model for job in self.calls], self.paths, every, least,
-                          position).remaining()
-
-    def least_bytes(self, c: int, every: Blocks, chosen: Mapping[int, Candidate]) -> LeastBytes:
-        e, train = chosen.get(c), self.train_index.get(self.calls[c].model)
-        if e is not None:
-            copy = e.copy_bytes if self.needs_copy(c, e, every, chosen) else 0
-            return LeastBytes(e.static_bytes, e.shared_bytes, e.active_bytes, copy)
-        moves = train is not None and self.bound.moves(c, every[c], every[train])
-        return LeastBytes(*self.bound.call_bytes(c, every[c].size),
-                          self.bound.least_copy_bytes(c, every[c].size) if moves else 0)
 
     def complete_assignments(self, blocks: Blocks, candidates: Candidates) -> Iterator[Assignment]:
         """Assignments of all calls: further trainings of a model with every candidate of the first one's layout."""
@@ -350,11 +448,6 @@ class _BranchAndBound:
                         yield from extend(c + 1, (*out, e))
 
         return (Assignment(every, out) for out in extend(0, ()))
-
-
-def _division(s: Strategy) -> tuple[object, ...]:
-    """Equal for strategies that may share parameters on the same ranks; `zero` is the last."""
-    return s.tp, s.pp, s.vpp, s.ep, s.backend, min(s.zero, 1)
 
 
 def _optimistic_candidate(seconds: float, kind: str, size: int) -> Candidate:

@@ -39,6 +39,8 @@ class CandidateTable:
         self.problem, self.memory = problem, max(problem.memory - reserve, 1) if problem.memory else 0
         self.offload = offload
         self._candidates: dict[tuple[int, int], tuple[Candidate, ...]] = {}
+        self._with_room: dict[tuple[int, int], tuple[Candidate, ...]] = {}
+        self._divisions: dict[tuple[int, int], frozenset[tuple[int | str, ...]]] = {}
         self._by_strategy: dict[tuple[int, Strategy, int, bool], Candidate] = {}
         self._memory: dict[tuple[int, Strategy, int, bool], CallMemory] = {}
         self._isolated: dict[tuple[object, ...], IsolatedCall] = {}
@@ -46,14 +48,38 @@ class CandidateTable:
         self._pass_bytes: dict[tuple[object, ...], dict[Hashable, int]] = {}  # of a call on a number of ranks
 
     def candidates(self, job: Job, size: int) -> tuple[Candidate, ...]:
+        """Those that a device has room for, with a copy of a trained model where they certainly need one."""
+        key = (job.number, size)
+        if key not in self._with_room:
+            self._with_room[key] = self._filter_by_copies(job, size, self.fitting_alone(job, size))
+        return self._with_room[key]
+
+    def fitting_alone(self, job: Job, size: int) -> tuple[Candidate, ...]:
+        """Those that fit a device without a copy of a trained model."""
         key = (job.number, size)
         if key not in self._candidates:
             self._candidates[key] = tuple(sorted(self._worthwhile(job, size),
                                                  key=lambda e: (e.seconds, e.min_bytes, e.strategy)))
         return self._candidates[key]
 
+    def _filter_by_copies(self, job: Job, size: int, found: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        """Without those whose copy of a trained model leaves too little memory, while no training on as many ranks
+        divides the parameters like them. Any such training may be on the ranks of the call, which then needs none."""
+        train = self.problem.first_train.get(job.model)
+        if train is None or job.kind == "train" or all(self.fits(e.min_bytes + e.copy_bytes) for e in found):
+            return found
+        divisions = self.divisions(self.problem.jobs[train], size)
+        return tuple(e for e in found if self.fits(e.min_bytes + e.copy_bytes) or e.strategy.division in divisions)
+
+    def divisions(self, train: Job, size: int) -> frozenset[tuple[int | str, ...]]:
+        """How a training on `size` ranks may divide the parameters."""
+        key = (train.number, size)
+        if key not in self._divisions:
+            self._divisions[key] = frozenset(e.strategy.division for e in self.candidates(train, size))
+        return self._divisions[key]
+
     def take(self, found: Mapping[tuple[int, int], tuple[Candidate, ...]]) -> None:
-        """Candidates by job number and ranks, as another table found them."""
+        """Those of `fitting_alone` by job number and ranks, as another table found them."""
         self._candidates |= found
 
     def candidate(self, job: Job, s: Strategy, size: int, own: bool = False) -> Candidate:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from math import inf
 
-from rldsl.memory.parameters import resting
 from rldsl.reshard.rounds import BUCKET
 from rldsl.search.call_costs import Candidate
 from rldsl.search.candidates import CandidateTable
@@ -18,6 +17,7 @@ from rldsl.search.isolated_call import machine_of
 from rldsl.search.lower_bound import LowerBound
 from rldsl.search.overheads import Overheads
 from rldsl.search.problem import FixedCall, Problem
+from rldsl.search.reshard_bounds import ReshardBounds
 from rldsl.search.reshard_costs import ReshardCost, ReshardCosts
 from rldsl.search.space import Block
 from rldsl.search.step_time import Orders, StepSchedule, schedule_step, step_seconds
@@ -66,10 +66,10 @@ class Evaluator:
         self.machine = machine_of(problem)
         self.reshard_costs = ReshardCosts(problem, self.machine)
         self.overheads = Overheads(problem, self.machine)
-        self.bound = LowerBound(problem, self.table)
+        self.reshard_bounds = ReshardBounds(problem, self.table, self.reshard_costs)
+        self.bound = LowerBound(problem, self.table, self.reshard_bounds)
         self._schedules: dict[tuple[Block, ...], StepSchedule] = {}
         self._orders = Orders()
-        self._elements: dict[tuple[object, ...], int] = {}
 
     def tied_calls(self, c: int) -> tuple[int, ...]:
         """The call itself, and for a train call all train calls of its model: they share one layout."""
@@ -149,7 +149,7 @@ class Evaluator:
     def min_seconds(self, a: Assignment) -> float:
         """A lower bound on the seconds of a step, without planning routes."""
         candidates = self.resolve_copies(a.blocks, a.candidates)
-        reshards = self._reshards(a.blocks, candidates, self.min_reshard_cost)
+        reshards = self._reshards(a.blocks, candidates, self.reshard_bounds.min_cost)
         return self._seconds_with_bound(a.blocks, candidates, reshards)
 
     def reshards_of_copies(self, blocks: Sequence[Block],
@@ -174,29 +174,6 @@ class Evaluator:
 
     def _planned_cost(self, _: int, src: Block, trained: Candidate, c: int, dst: Block, e: Candidate) -> ReshardCost:
         return self.reshard_costs.cost(self.calls[c].model, src, trained.strategy, dst, e.strategy)
-
-    def min_reshard_cost(self, train: int, src: Block, trained: Candidate, c: int, dst: Block,
-                         e: Candidate) -> ReshardCost:
-        """A lower bound on the cost of a reshard from the train call `train` to call `c`, without planning routes. The
-        fullest rank of the copy lacks at least the elements that exceed what any rank holds; and what the devices of a
-        node do not hold together enters the node over the network, at best divided over all of its devices."""
-        model, gpus = self.calls[c].model, self.problem.cluster.gpus
-        cached = self.reshard_costs.cached(model, src, trained.strategy, dst, e.strategy)
-        if cached is not None:
-            return cached
-        need, have = self._max_resident_elements(c, e), self._max_resident_elements(train, trained)
-        same_node = src.start // gpus <= (dst.stop - 1) // gpus and dst.start // gpus <= (src.stop - 1) // gpus
-        local = gpus if same_node else 0
-        return self.reshard_costs.lower_bound(model, need - (have if src.overlaps(dst) else 0),
-                                              (need - local * have) // gpus)
-
-    def _max_resident_elements(self, c: int, e: Candidate) -> int:
-        """Elements of its model that the fullest rank holds between calls."""
-        key = self.calls[c].model, e.size, e.strategy.degrees
-        if key not in self._elements:
-            isolated = self.table.isolated_call(self.calls[c], e.strategy, e.size, self.calls[c].kind == "train")
-            self._elements[key] = max(map(resting, isolated.fullest_stages))
-        return self._elements[key]
 
     # ---------------------------------------------------------------------------------------- evaluation
 

@@ -34,4 +34,4 @@ def fill(table: CandidateTable, reserve: int, num_processes: int) -> None:
 
 def _candidates(task: Task) -> tuple[Candidate, ...]:
     problem, reserve, offload, number, size = task
-    return CandidateTable(problem, reserve, offload).candidates(problem.jobs[number], size)
+    return CandidateTable(problem, reserve, offload).fitting_alone(problem.jobs[number], size)

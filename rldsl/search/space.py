@@ -147,6 +147,11 @@ class Strategy:
         """Equal for equal layouts on one mesh."""
         return self.dp, self.tp, self.pp, self.cp, self.ep, self.zero, self.vpp, self.backend
 
+    @property
+    def division(self) -> tuple[int | str, ...]:
+        """Equal for strategies that may share parameters on the same ranks (`reshard/alias.py`)."""
+        return self.tp, self.pp, self.vpp, self.ep, min(self.zero, 1), self.backend
+
     def text(self) -> str:
         """As in a clause: "dp=4 tp=2"."""
         degrees = [f"{k}={v}" for k, v, usual in (

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from rldsl.search.branch_and_bound import _BranchAndBound, branch_and_bound
+from rldsl.search.branch_and_bound import BranchAndBound, branch_and_bound
 from rldsl.search.call_costs import Candidate
 from rldsl.search.evaluator import Assignment, Evaluation, Evaluator
 from rldsl.search.problem import Job
@@ -121,14 +121,14 @@ def test_the_fastest_neighbor_is_found_without_planning_all_routes(name: str, no
 def test_a_copy_that_is_called_certain_is_there(name: str) -> None:
     """The bound of memory counts it, so an assignment without it must not exist."""
     i = instance(name, "1B", cluster(1, 4), batch=64)
-    search, draw, certain = _BranchAndBound(i, 0.0, 0, lambda _: True), random.Random(2), 0
+    search, draw, certain = BranchAndBound(i, 0.0, 0, lambda _: True), random.Random(2), 0
     for a in [draw_assignment(i, draw) for _ in range(150)]:
         resolved = i.resolve_copies(a.blocks, a.candidates)
         reshards = i.reshards_of_copies(a.blocks, resolved)
         for c, e in enumerate(a.candidates):
             trained = search.train_index.get(i.calls[c].model)
             for chosen in ({}, {} if trained is None else {trained: a.candidates[trained]}):
-                if search.needs_copy(c, e, a.blocks, chosen):
+                if search.memory.needs_copy(c, e, a.blocks, chosen):
                     certain += 1
                     own = i.calls[c].model, a.blocks[c], e.strategy.degrees
                     assert any((i.calls[k].model, a.blocks[k], resolved[k].strategy.degrees) == own for k in reshards)

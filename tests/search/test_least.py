@@ -23,11 +23,11 @@ def test_no_movement_takes_less(name: str, size: str) -> None:
                                i.table.candidates(i.calls[used], dst.size)[::3][:4]):
             if src == dst and mine.strategy.degrees == e.strategy.degrees:
                 continue
-            least = i.min_reshard_cost(home, src, mine, used, dst, e)
+            least = i.reshard_bounds.min_cost(home, src, mine, used, dst, e)
             found = i.reshard_costs.cost("actor", src, mine.strategy, dst, e.strategy)
             looked += 1
             close += found.transfer_seconds <= 4 * least.transfer_seconds
             assert (least.transfer_seconds <= found.transfer_seconds and least.unpack_seconds <= found.unpack_seconds
                     and least.received_bytes <= found.received_bytes), (src, mine.strategy, dst, e.strategy)
-            assert i.min_reshard_cost(home, src, mine, used, dst, e) == found  # it is cached from now on
+            assert i.reshard_bounds.min_cost(home, src, mine, used, dst, e) == found  # it is cached from now on
     assert looked > 50 and close > looked / 2
