@@ -20,6 +20,7 @@ from tests.docs.pages import ROOT, files
 from tests.forked import command
 from tests.torchrun import begun
 
+pytestmark = pytest.mark.thorough
 PAGE = (ROOT / "docs/tutorial.md").read_text()
 _FENCE = re.compile(r"(?:<!-- (\w+)(?:: ([\w.]+))? -->\n)?(?:<!--[^\n]*-->\n)?^```(\w+)\n(.*?)^```$",
                     re.MULTILINE | re.DOTALL)

@@ -92,11 +92,15 @@ def converse(rank: int, sources: Sequence[Data]) -> list[tuple[str, str, int, li
     return found
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Data]:
+SHOWN = ("qwen2_vl", "gemma3")
+
+
+@pytest.fixture(scope="module", params=[SHOWN, pytest.param([f for f in MAKERS if f not in SHOWN],
+                                                            marks=pytest.mark.thorough)], ids=["shown", "others"])
+def sources(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[Data]:
     base = tmp_path_factory.mktemp("talks")
     rows = make_rows(base, count=ROWS)
-    return [data_of(rows, make(base / family, family)) for family in MAKERS]
+    return [data_of(rows, make(base / family, family)) for family in request.param]
 
 
 @pytest.fixture(scope="module")
