@@ -25,7 +25,7 @@ from rldsl.verify import verify
 
 NUM_COMPILED = 3  # best placements that are compiled, simulated and compared
 MAX_TRIES = 4  # with a growing reserve of memory, where the estimate was too low
-MAX_PROOFS = 3  # times that a search goes on after simulation
+MAX_PROOFS = 3  # times that a search continues after simulation
 MAX_NEIGHBORS = 8  # neighbors of the best that are compiled, where the estimate says that they are faster
 MAX_CLUSTER_NODES = 1 << 11
 Mode = Literal["heuristic", "search"]
@@ -95,7 +95,7 @@ def _sorted(best: list[CompiledPlacement]) -> tuple[CompiledPlacement, ...]:
 def _prove_simulated_gap(p: PreparedProgram, cluster: Cluster, options: Options, answer: Answer,
                          search: BranchAndBound) -> Answer:
     """Where the best placement takes longer when simulated than the search estimated, so that the gap is wide: the
-    search goes on until the gap to the simulated step is not, if a bound below its estimates can prove that. What it
+    search continues until the gap to the simulated step is not, if a bound below its estimates can prove that. What it
     finds on the way is compiled, too."""
     accepted = max(options.gap, WIDE_GAP)
     for _ in range(MAX_PROOFS):
@@ -123,7 +123,7 @@ def run_search(problem: Problem, reserve: int, options: Options) -> tuple[Evalua
 
 def _search_with_offload(problem: Problem, reserve: int,
                          options: Options) -> tuple[Evaluator, Result, BranchAndBound | None]:
-    """Offloading is tried only if nothing fits without it. The last: a search that can go on."""
+    """Offloading is tried only if nothing fits without it. The last: a search that can continue."""
     search = None
     with garbage_collection_paused():
         for offload in (False, True):

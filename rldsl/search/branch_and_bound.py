@@ -70,7 +70,7 @@ def branch_and_bound(evaluator: Evaluator, gap: float = GAP, max_nodes: int = MA
 
 
 class BranchAndBound:
-    """A search that can go on where it ended. Calls are named by their index in `evaluator.calls`."""
+    """A search that can continue where it ended. Calls are named by their index in `evaluator.calls`."""
 
     def __init__(self, evaluator: Evaluator, gap: float, max_nodes: int, should_continue: ShouldContinue,
                  reshards_after: int = NUM_NODES):
@@ -111,8 +111,8 @@ class BranchAndBound:
         return self.explore()
 
     def prove(self, bound: float) -> Result:
-        """Goes on until no assignment takes less than `bound` seconds or the best one that was found. For a bound that
-        the accepted gap did not ask for."""
+        """Continues until no assignment takes less than `bound` seconds, or less than the best one that was found. For
+        a bound that the accepted gap did not ask for."""
         self.wanted_bound, self.pruned_bound = bound, inf
         if not self.counts_reshards:
             self.count_reshards()

@@ -102,7 +102,7 @@ def test_with_enough_memory_nothing_is_left_out(name: str) -> None:
     assert all(i.table.candidates(j, n) == i.table.fitting_alone(j, n) for j in i.calls for n in i.tree.sizes)
 
 
-# ------------------------------------------------------------------------------------- a search that goes on
+# ------------------------------------------------------------------------------------- a search that continues
 
 
 def test_a_search_goes_on_to_the_bound_that_is_wanted() -> None:
