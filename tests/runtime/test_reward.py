@@ -126,11 +126,11 @@ def test_it_fails_on_import(tmp_path, body, words, line):
 
 
 @pytest.mark.parametrize("line, help", [
-    ("from my_rewards import x", "did you mean `my_reward`, which is next to this file?"),
+    ("from near_rewards import x", "did you mean `near_reward`, which is next to this file?"),
     ("import pylatexenk", "install the missing module in the Python environment of the run"),
     ("from json import loadz", "install the missing module in the Python environment of the run")])
 def test_a_module_next_to_it_with_nearly_that_name(tmp_path, line, help):
-    (tmp_path / "my_reward.py").write_text("x = 1\n")
+    (tmp_path / "near_reward.py").write_text("x = 1\n")
     assert error(written(tmp_path, f"{line}\ndef score(rows):\n    return [0.0]\n")).help == help
 
 
