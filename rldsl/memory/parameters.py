@@ -91,10 +91,24 @@ def elements(specs: Sequence[ParamSpec], copy: Copy) -> int:
     return sum(len(held(s, copy)) * _size(s, copy) for s in specs)
 
 
-@cache
 def resting(copy: Copy) -> int:
     """How many elements of `model.params` a rank holds between calls. `zero` divides rows; the first
     zero shard has most."""
+    return _resting(_at_rest(copy))
+
+
+@lru_cache(maxsize=65536)
+def _at_rest(copy: Copy) -> Copy:
+    """Equal for copies that hold the same elements between calls: layouts differ in what it leaves out."""
+    x = copy.layout
+    dp, zero = (x.dp, 1) if x.zero else (x.ep, 0)
+    name = f"{dp}.{x.tp}.{x.pp}.{x.ep}.{x.vpp}"  # which decides the hash
+    divided = Layout(name, "", dp=dp, tp=x.tp, pp=x.pp, ep=x.ep, zero=zero, vpp=x.vpp)
+    return Copy(without_layouts(copy.model), divided, copy.cell)
+
+
+@cache
+def _resting(copy: Copy) -> int:
     return sum(len(held(s, copy)) * sum(map(volume, boxes(s, copy.layout, copy.cell.part, rest=True)))
                for s in copy.model.params)
 
@@ -126,9 +140,13 @@ def any_trained(copy: Copy, modules: tuple[str, ...]) -> bool:
                                 if spec.name.startswith(tuple(f"{m}." for m in modules)))
 
 
-@cache
 def optimizer_state(copy: Copy) -> int:
     """Bytes of the optimizer state of a rank."""
+    return _optimizer_state(_at_rest(copy))
+
+
+@cache
+def _optimizer_state(copy: Copy) -> int:
     optimizer = copy.model.optimizer
     return 0 if optimizer is None else sum(count * state_bytes(optimizer, own.rule, spec.shape, numel)
                                            for spec, numel, own, count in _trained_parameters(copy) if not own.frozen)
@@ -148,10 +166,14 @@ def largest_step(copy: Copy) -> int:
     return max(found)
 
 
-@lru_cache(maxsize=1024)
 def _trained_parameters(copy: Copy) -> tuple[tuple[ParamSpec, int, ParamOptions, int], ...]:
     """The parameters that a rank holds between calls: of each spec, the elements of one layer, and in how many layers
     it is trained alike."""
+    return _trained_at_rest(_at_rest(copy))
+
+
+@lru_cache(maxsize=1024)
+def _trained_at_rest(copy: Copy) -> tuple[tuple[ParamSpec, int, ParamOptions, int], ...]:
     optimizer, found = copy.model.optimizer, []
     for spec in copy.model.params if optimizer is not None else ():
         numel = sum(map(volume, boxes(spec, copy.layout, copy.cell.part, rest=True)))

@@ -70,12 +70,11 @@ class CallMemory:
 
 
 def build_candidate(isolated: IsolatedCall, problem: Problem, job: Job, s: Strategy, size: int, memory: CallMemory,
-                    own: bool) -> Candidate:
-    """own: whether it uses the trained parameters; always true for a train call."""
+                    own: bool, seconds: float) -> Candidate:
+    """own: whether it uses the trained parameters; always true for a train call. seconds: per step."""
     onload = onload_seconds(isolated) if s.offload else 0.0
     independent = job.kind != "train" and s.pp == 1
     sync_ranks = s.cp * s.tp * s.ep if independent else size
-    seconds = call_seconds(isolated, isolated.event(s)) * job.times_per_step
     return Candidate(s, size, seconds, sync_ranks, memory.static_bytes, memory.shared_bytes, memory.copy_bytes,
                      memory.active_bytes, own and problem.models[job.model].train_layout != "",
                      onload * job.times_per_step)

@@ -16,7 +16,7 @@ from rldsl.graph import model as g
 from rldsl.placement.budget import max_row_tokens
 from rldsl.plan.backends import described, unable
 from rldsl.plan.model import DEFAULT_BACKEND
-from rldsl.search.call_costs import CallMemory, Candidate, build_candidate, call_memory, least_bytes
+from rldsl.search.call_costs import CallMemory, Candidate, build_candidate, call_memory, call_seconds, least_bytes
 from rldsl.search.isolated_call import IsolatedCall
 from rldsl.search.problem import FixedCall, Job, Problem
 from rldsl.search.space import Block, Kind, Strategy, divisions, micro_batch_sizes, with_chunks, zero_levels
@@ -43,6 +43,7 @@ class CandidateTable:
         self._divisions: dict[tuple[int, int], frozenset[tuple[int | str, ...]]] = {}
         self._by_strategy: dict[tuple[int, Strategy, int, bool], Candidate] = {}
         self._memory: dict[tuple[int, Strategy, int, bool], CallMemory] = {}
+        self._seconds: dict[tuple[int, Strategy, int, bool], float] = {}
         self._isolated: dict[tuple[object, ...], IsolatedCall] = {}
         self._plain_passes: dict[tuple[object, ...], dict[Hashable, Any]] = {}  # of a call on a number of ranks
         self._pass_bytes: dict[tuple[object, ...], dict[Hashable, int]] = {}  # of a call on a number of ranks
@@ -86,7 +87,8 @@ class CandidateTable:
         key = (job.number, s, size, own or job.kind == "train")
         if key not in self._by_strategy:
             isolated, memory = self.isolated_call(job, s, size, key[3]), self._memory_of(job, s, size, key[3])
-            self._by_strategy[key] = build_candidate(isolated, self.problem, job, s, size, memory, key[3])
+            self._by_strategy[key] = build_candidate(isolated, self.problem, job, s, size, memory, key[3],
+                                                     self._seconds_of(job, s, size, key[3]))
         return self._by_strategy[key]
 
     def isolated_call(self, job: Job, s: Strategy, size: int, own: bool) -> IsolatedCall:
@@ -102,6 +104,14 @@ class CandidateTable:
         if key not in self._memory:
             self._memory[key] = call_memory(self.problem, self.isolated_call(job, s, size, own), job, s)
         return self._memory[key]
+
+    def _seconds_of(self, job: Job, s: Strategy, size: int, own: bool) -> float:
+        """Per step."""
+        key = (job.number, s, size, own)
+        if key not in self._seconds:
+            isolated = self.isolated_call(job, s, size, own)
+            self._seconds[key] = call_seconds(isolated, isolated.event(s)) * job.times_per_step
+        return self._seconds[key]
 
     def _fits_alone(self, job: Job, s: Strategy, size: int, own: bool) -> bool:
         """Whether a device has enough memory for the call and nothing else."""
@@ -162,16 +172,22 @@ class CandidateTable:
     def _with_chunks(self, job: Job, found: Sequence[Candidate], size: int) -> Iterator[Candidate]:
         """Strategies with several chunks of layers per stage that may be worth their messages and memory: where a
         pipeline takes long enough to fill and drain, and no other layout needs as little memory and is as fast as this
-        one would be with chunks that cost nothing. found: strategies without chunks."""
+        one: first as fast as it would be with chunks that cost nothing, which is quickly known, then as it is. found:
+        strategies without chunks."""
         front = undominated(list(found))
         for e in found:
             fill = self._fill(job, e.strategy)
             for v in CHUNKS if fill >= MIN_FILL else ():
                 hoped = replace(e, seconds=e.seconds * (1 - fill * (1 - 1 / v)))
                 for s in with_chunks("train", e.strategy, self.problem.families[job.model].layers, (v,)):
-                    if not any(_dominates(k, hoped) for k in front) and self._backend_supports(job, s) \
-                            and self._fits_alone(job, s, size, True):
-                        yield self.candidate(job, s, size)
+                    if any(_dominates(k, hoped) for k in front) or not self._backend_supports(job, s):
+                        continue
+                    timed = replace(e, seconds=self._seconds_of(job, s, size, True))  # it needs no less memory than `e`
+                    if any(_dominates(k, timed) for k in front) or not self._fits_alone(job, s, size, True):
+                        continue
+                    chunked = self.candidate(job, s, size)
+                    if not any(_dominates(k, chunked) for k in front):
+                        yield chunked
 
     def _fill(self, job: Job, s: Strategy) -> float:
         """The most that the share of a minibatch in which a pipeline without chunks fills and drains can be."""
