@@ -142,8 +142,9 @@ class CandidateTable:
         """Strategies with different keys do not dominate each other: their reshards differ, or the parameters that
         other calls share with them."""
         model = self.problem.models[job.model]
-        if model.train_layout:
-            return s.degrees
+        if model.train_layout:  # what moves depends on whether `zero` divides what is at rest, not on its level
+            trains = sum(j.model == job.model and j.kind == "train" for j in self.problem.calls)
+            return replace(s, zero=min(s.zero, 1)).degrees if trains == 1 else s.degrees
         models = (self.problem.models[j.model] for j in self.problem.calls)
         sharing = sum(m.path == model.path and (not m.train_layout or bool(m.base)) for m in models)
         return (s.tp, s.pp, s.ep) if sharing > 1 else ()
