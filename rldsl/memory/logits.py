@@ -2,8 +2,9 @@
 
 In: counts and sizes of elements. Out: the most that exists at once, besides hidden states. The counts are those of
 `backends/torch/model/logprobs.py` and `backends/torch/generate/sampling.py`: logits in chunks, statistics in float32.
-Of a chunk one tensor of logits exists, which becomes its own gradient; two if the entropy is needed. A few logits stay
-from the forward pass to the backward pass of training on a CPU, which then does not make them again."""
+Of a chunk one tensor of logits exists, which becomes its own gradient; two if the entropy is needed. Up to
+`KEPT_LOGITS` logits stay from the forward pass to the backward pass of training on a CPU, which then does not make
+them again."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from rldsl.plan.events import Sampling
 MAX_ROWS, MIN_ROWS = 1024, 32  # tokens whose logits exist at once
 MIN_VOCABULARY_ROWS = 4
 VOCABULARY_TABLES = 24  # of a generalized Jensen-Shannon divergence, as autograd keeps them
-CPU_LOGITS = 1 << 21  # logits that exist at once on a CPU: as many as its caches hold
-KEPT_LOGITS = 1 << 24  # logits of a micro-batch that a CPU keeps for the backward pass, at most: 64 MiB
+CPU_LOGITS = 1 << 23  # logits that exist at once on a CPU, 32 MiB: with fewer the product with the head is slower
+KEPT_LOGITS = 1 << 26  # logits of a micro-batch that a CPU keeps for the backward pass, at most: 256 MiB
 
 
 def rows_at_once(words: int, device: str) -> int:
-    """The number of tokens whose logits over `words` vocabulary entries exist at once. On a GPU the product needs many
-    rows to be fast; on a CPU it is as fast with few, and what follows it is faster. device: "cuda" or "cpu"."""
+    """The number of tokens whose logits over `words` vocabulary entries exist at once. The product needs many rows to
+    be fast, on a GPU more than on a CPU. device: "cuda" or "cpu"."""
     return MAX_ROWS if device == "cuda" else max(MIN_ROWS, min(MAX_ROWS, CPU_LOGITS // max(words, 1)))
 
 

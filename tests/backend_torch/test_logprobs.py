@@ -8,6 +8,7 @@ from rldsl.backends.torch.model.logprobs import token_logprobs
 
 from benchmarks import loss
 from rldsl.backends.torch.model import logprobs
+from rldsl.memory import logits
 from rldsl.memory.logits import KEPT_LOGITS, MAX_ROWS, MIN_ROWS, Head, are_kept, backward, forward, rows_at_once
 from rldsl.runtime.backend import SINGLE_RANK
 
@@ -78,9 +79,16 @@ def test_other_numbers_are_seen() -> None:
     assert not torch.allclose(token_logprobs(hidden, weight, targets, 0.9, SINGLE_RANK, 0)[0], right, atol=1e-3)
 
 
+@pytest.fixture
+def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eighth and a quarter of the usual ones, which would need many tokens."""
+    monkeypatch.setattr(logits, "CPU_LOGITS", 1 << 20)
+    monkeypatch.setattr(logits, "KEPT_LOGITS", 1 << 24)
+
+
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_is_that_of_the_estimate(dtype: torch.dtype, entropy: bool) -> None:
+def test_memory_is_that_of_the_estimate(dtype: torch.dtype, entropy: bool, small_tables: None) -> None:
     """And a small part of the logits; without chunks it is several times as much."""
     tokens, words = 1536, 16384
     tensors = given(dtype, tokens, words)
@@ -152,7 +160,7 @@ def test_many_logits_and_those_without_a_gradient_are_not_kept(tables: list[int]
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_memory_of_few_logits_is_that_of_the_estimate(kept: bool) -> None:
+def test_memory_of_few_logits_is_that_of_the_estimate(kept: bool, small_tables: None) -> None:
     tokens, words = 900 if kept else 1100, 16384
     most = loss.peak(loss.ours, *given(torch.float32, tokens, words), False)
     head = Head(words, 8, 4, 4)
@@ -161,6 +169,6 @@ def test_memory_of_few_logits_is_that_of_the_estimate(kept: bool) -> None:
 
 
 @pytest.mark.parametrize("words, device, rows", [
-    (151936, "cuda", MAX_ROWS), (151936, "cpu", MIN_ROWS), (32000, "cpu", 65), (46, "cpu", MAX_ROWS), (0, "cpu", MAX_ROWS)])
+    (151936, "cuda", MAX_ROWS), (151936, "cpu", 55), (1 << 20, "cpu", MIN_ROWS), (32000, "cpu", 262), (46, "cpu", MAX_ROWS), (0, "cpu", MAX_ROWS)])
 def test_rows_at_once(words: int, device: str, rows: int) -> None:
     assert rows_at_once(words, device) == rows
