@@ -83,7 +83,8 @@ def _prune(folder: Path) -> None:
 def _maker() -> list[str]:
     """What makes descriptions: the libraries, and the sources of this package and of the records."""
     records = Path(codec.__file__).parent
-    files = [*sorted(Path(__file__).parent.glob("*.py")), records / "codec.py", records / "model.py"]
+    files = [*sorted(Path(__file__).parent.glob("*.py")),
+             *(records / f"{name}.py" for name in ("codec", "parameters", "module_costs"))]
     sources = sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
     return [sources, *(_version(name) for name in ("transformers", "torch"))]
 

@@ -1,18 +1,18 @@
-"""Every event of a plan, and the blocks that hold them: what ranks do together, in one totally ordered list.
+"""Every kind of event of a plan: what ranks do together, in one totally ordered list.
 
-Buffers are written `value@spread` or `model@layout` (`plan/model.py`); an event reads and writes them. A kind of event
-is one class: its fields, their roles (`plan/references.py`), its traits (`plan/traits.py`), and what it is called.
-Fields that the program itself gives are in `plan/payloads.py`. tests/plan/test_event_kinds.py adds a kind, and shows
-what it takes.
+A kind of event is one class: its fields, their roles (`plan/references.py`), its traits (`plan/traits.py`), and what it
+is called. Fields that the program itself gives are in `plan/payloads.py`, what all kinds have in `plan/base_event.py`,
+and the blocks around events in `plan/blocks.py`; both are imported from here. The kinds stay in one file, so that
+whoever needs to know them all reads one list. tests/plan/test_event_kinds.py adds a kind, and shows what it takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import Literal
 
+from rldsl.plan.base_event import EVERY_ITERATION, Copy, Event, Versions, optimizer_of, split_buffer
+from rldsl.plan.blocks import Item, Loop, When, ahead_of, aheads_in, runs_in
 from rldsl.plan.derive_ops import DERIVE_OPS
 from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.payloads import (
@@ -32,19 +32,7 @@ from rldsl.plan.payloads import (
     UpdateSpec,
     Waiting,
 )
-from rldsl.plan.references import (
-    Buffer,
-    DataName,
-    FrameId,
-    LayoutId,
-    MeshId,
-    ModelName,
-    Rank,
-    Role,
-    SpreadId,
-    ValueId,
-    references,
-)
+from rldsl.plan.references import Buffer, FrameId, LayoutId, ModelName, Rank, SpreadId, ValueId
 from rldsl.plan.traits import EVENTS, Buffers, Traits, event_kind
 
 __all__ = [
@@ -54,104 +42,7 @@ __all__ = [
     "Versions", "When", "ahead_of", "aheads_in", "optimizer_of", "runs_in", "split_buffer",
 ]
 
-EVERY_ITERATION = -1  # `Event.ahead` of what belongs to no step: copies of parameters are refreshed, moved and freed
 CopyPart = Literal["parameters", "optimizer"]  # of a model under a layout; optimizer: moments and gradients
-Copy = tuple[ModelName, LayoutId]  # the parameters of a model under a layout
-
-
-@lru_cache(1 << 16)  # the same few names are asked for each event, and in each check of a plan
-def split_buffer(buffer: str) -> tuple[str, str]:
-    """ "gen.tokens@s2" -> ("gen.tokens", "s2")."""
-    left, _, right = buffer.rpartition("@")
-    return left, right
-
-
-@dataclass(frozen=True, slots=True)
-class Versions:
-    """Model versions that an event uses and defines; dependencies follow from them: an event that uses a version comes
-    after the one that makes it. Entries are names of models, or `optimizer_of` one."""
-
-    uses: frozenset[str] = frozenset()  # whose current version the event needs, under any layout
-    defs: frozenset[str] = frozenset()  # of which it makes a new version, under every layout
-
-
-def optimizer_of(model: str) -> str:
-    """The name under which `Versions` lists the optimizer state of a model."""
-    return f"{model} optimizer"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """What its participants (every rank of `mesh`) do together."""
-
-    traits: ClassVar[Traits]  # what readers of a plan need to know about the kind
-    kind: ClassVar[str]  # as the plan file writes it: "generate"
-
-    id: int  # unique; events are numbered in the order of the plan
-    mesh: MeshId  # its participants
-    reads: tuple[Buffer, ...] = ()  # buffers that must exist when it begins
-    writes: tuple[Buffer, ...] = ()  # buffers that exist when it ends
-    at: str = ""  # the position in the program that asked for it: "ppo.rlf:22:3"
-    because: str = ""  # why the compiler inserted it; "" for what the user wrote
-    bytes: int = 0  # sent between ranks; -1 if it depends on the lengths of sequences
-    ahead: int = 0  # steps by which it runs ahead of the step loop (`runs_in`), or EVERY_ITERATION
-
-    @property
-    def display_name(self) -> str:
-        """Its name in messages: "actor.generate"."""
-        return self.kind
-
-    @property
-    def verb(self) -> str:
-        """What titles say that it does: "transfer" in "transfer gen.tokens"."""
-        return self.kind
-
-    @property
-    def result_names(self) -> tuple[str, ...]:
-        """The names that the program gives to what it returns."""
-        return ()
-
-    @property
-    def frees(self) -> tuple[Buffer, ...]:
-        """The buffers that end with it."""
-        return ()
-
-    @property
-    def subject(self) -> str:
-        """What it is about: "gen = actor.generate", "actor"."""
-        return next((r.id for r in references(self) if r.role is Role.MODEL), "")
-
-    @property
-    def new_rows(self) -> tuple[FrameId, ...]:
-        """The frames whose rows begin with it; selections and collections are made of rows that exist."""
-        return ()
-
-    @property
-    def refreshes(self) -> bool:
-        """Whether it only brings a copy of parameters up to date, or moves it between device and host memory."""
-        return self.traits.family == "residency"
-
-    @property
-    def logged(self) -> tuple[tuple[str, Buffer], ...]:
-        """What it writes to the log: (name, value)."""
-        return ()
-
-    @property
-    def saves_to(self) -> str | None:
-        """The directory that it writes, as the program names it; None for none."""
-        return None
-
-    def wanted_ahead(self, lag: int) -> int | None:
-        """By how many steps it runs ahead in a run with this lag, as the program says; None where it does not say."""
-        return None
-
-    def copies(self) -> tuple[Copy, ...]:
-        """The copies of parameters that it works on, as they are on the device."""
-        return ()
-
-    def versions(self) -> Versions:
-        """The model versions that it uses and defines."""
-        return Versions(frozenset(model for model, _ in self.copies()))
 
 
 # -------------------------------------------------------------------------------------------- copies of parameters
@@ -649,78 +540,3 @@ class Free(Event):
 
 
 AnyCall = Generate | Infer | Train  # closed, for `match` and `assert_never`
-
-
-# ------------------------------------------------------------------------------------------------------- blocks
-
-
-@dataclass(frozen=True, slots=True)
-class Loop:
-    """`trips` iterations of the body, the same number on every rank."""
-
-    id: str  # unique; "steps" for the loop over steps
-    trips: int  # with `until` or `over`, the most
-    body: tuple[Item, ...]  # of one iteration
-    until: Buffer = ""  # batch-level, written by the body: where it is true the loop ends; freed in each iteration
-    collects: tuple[Buffer, ...] = ()  # emptied before the first iteration; the body appends to them
-    over: DataName = ""  # the data source that it reads once, in file order; the last batch may be short
-    first: int = 1  # number of the first iteration; in the step loop below 1 if events run ahead
-
-
-@dataclass(frozen=True, slots=True)
-class When:
-    """The body, in some iterations of the enclosing loop: `every`, `after` and `first` of a program. In the step loop
-    it is for the steps of its events, which may run ahead of the iteration."""
-
-    period: int  # iterations from one in which it runs to the next
-    body: tuple[Item, ...]  # of one occurrence
-    after: int = 0  # the first iterations, in which it does not run
-    first: int = 0  # the first iterations, the only ones in which it runs; 0: no limit
-    # in a step loop with a lag, by how many steps its events run ahead, on all ranks; ascending
-    aheads: tuple[int, ...] = ()
-
-    def runs(self, iteration: int) -> bool:
-        """Whether it runs in an iteration, from 1."""
-        return iteration % self.period == 0 and iteration > self.after and (not self.first or iteration <= self.first)
-
-    @property
-    def seldom(self) -> bool:
-        """Whether a long loop has iterations in which it does not run, besides the first `after` ones."""
-        return self.period > 1 or bool(self.first)
-
-    @property
-    def head(self) -> str:
-        """As a program says it: "every 100", "first 50"."""
-        parts = [f"every {self.period}"] if self.period != 1 or not (self.after or self.first) else []
-        parts += [f"{word} {count}" for word, count in (("after", self.after), ("first", self.first)) if count]
-        return " ".join(parts)
-
-
-Item = Event | Loop | When
-
-
-def ahead_of(item: Item) -> int:
-    """By how many steps an item of the step loop runs ahead: of a block, those events that are furthest ahead. The
-    events of a loop run ahead by the same number; of a `When`, each by its own."""
-    return item.ahead if isinstance(item, Event) else max((ahead_of(i) for i in item.body), default=0)
-
-
-def aheads_in(block: Loop | When) -> tuple[int, ...]:
-    """By how many steps the events of a block run ahead, those that belong to a step; ascending."""
-    def found(items: tuple[Item, ...]) -> Iterator[int]:
-        for item in items:
-            yield from (item.ahead,) if isinstance(item, Event) else found(item.body)
-
-    return tuple(sorted({*found(block.body)} - {EVERY_ITERATION}))
-
-
-def runs_in(iteration: int, ahead: int, steps: int, blocks: Sequence[When] = ()) -> bool:
-    """Whether an item of the step loop that runs so far ahead runs in an iteration. blocks: those around it, outermost
-    first.
-
-    Iterations are numbered so that in iteration i the events of ahead 0 run for step i, of 1 to `steps`. Before
-    iteration 1 and in the last iterations, only a part of the events runs. A block says for which steps its events run;
-    those of every iteration run when another one of the block does, on whatever ranks."""
-    if ahead == EVERY_ITERATION:
-        return not blocks or any(runs_in(iteration, a, steps, blocks) for a in blocks[-1].aheads)
-    return 1 <= iteration + ahead <= steps and all(b.runs(iteration + ahead) for b in blocks)
