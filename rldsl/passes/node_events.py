@@ -6,13 +6,14 @@ the spread that all its readers hold in full), whether or not anything brings it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, assert_never
+from typing import Any, assert_never
 
 from rldsl.diag import fail, internal_error
 from rldsl.graph import model as g
 from rldsl.passes.draft import Draft, ahead_spread_id, loop_spread_id, replicated_spread_id, row_states_spread_id
+from rldsl.passes.row_spreads import by_prompts, named, on_every_rank, spread_of, tokens_per_pass
 from rldsl.passes.run_ahead import steps_ahead
 from rldsl.placement.budget import decode_batch_size
 from rldsl.placement.model import Call, PlacedGraph, Placement, mesh_of_range, mesh_of_set
@@ -59,9 +60,10 @@ from rldsl.plan.payloads import (
     UpdateSpec,
     payload,
 )
-from rldsl.plan.spaces import IndexedFrame, coarsest
-from rldsl.sharding.gradient_leaves import LEAVES, joined_tokens, pass_tokens
+from rldsl.plan.spaces import IndexedFrame
 from rldsl.sharding.rank_sets import Ranks, union
+
+__all__ = ["node_events", "spread_of", "tokens_per_pass"]
 
 
 def node_events(placed: PlacedGraph) -> Draft:
@@ -72,70 +74,6 @@ def node_events(placed: PlacedGraph) -> Draft:
     body = builder.block(placed.graph.items)
     return Draft(placed, body, (), builder.meshes, builder.layouts, builder.spreads, builder.states(),
                  builder.buffers())
-
-
-def spread_of(node: g.Node, placement: Placement, frames: Mapping[str, IndexedFrame]) -> Spread:
-    """How a node divides its rows: whole prompts by count for generation, rows by tokens for other calls, prompts by
-    tokens for computations (so that reductions by prompt stay local; the coarsest prompts, where responses are the
-    prompts of others)."""
-    mesh, layout = placement.mesh.id, placement.layout.id
-    match node:
-        case g.Generate():  # with `per_step`, a response stays where it began; the number of branches is not known
-            several = node.conversation is not None and node.conversation.branches > 1
-            how: Literal["count", "slot"] = "slot" if node.per_step or several else "count"
-            return _named(Spread("", mesh, layout, (node.frame,), "prompt", how))
-        case g.Infer():
-            return _named(Spread("", mesh, layout, (node.frame,), "row", "tokens"))
-        case g.Train():
-            unit: Literal["row", "prompt"] = "prompt" if node.whole_prompts else "row"
-            return _named(Spread("", mesh, layout, node.frames, unit, "tokens", node.minibatches, node.epochs,
-                                 node.shuffle, node.call if node.shuffle else 0,
-                                 LEAVES if node.invariant else 0, node.minibatch_tokens))
-        case g.Compute():
-            if not node.frames:
-                return on_every_rank(placement.mesh)
-            return _by_prompts(placement, node.frames, frames)
-        case g.Collect():  # the same share of every iteration, wherever the rows of an iteration were made
-            return _named(Spread("", mesh, layout, (node.frame,), "prompt", "slot"))
-    raise internal_error(f"no spread for {type(node).__name__} {node.id}", "pass node_events")
-
-
-def tokens_per_pass(node: g.Train, frames: Mapping[str, IndexedFrame], layout: Layout, given: int) -> int:
-    """Tokens that are computed together, at most; 0: any number. given: `mbt` of the place. Under `cp`, and in half
-    precision under `zero`, leaves are computed apart (`Stage.joins_leaves`)."""
-    if given or not node.invariant:
-        return given
-    apart = layout.cp > 1 or layout.zero
-    return (pass_tokens if apart else joined_tokens)(frames[f] for f in node.frames)
-
-
-def _by_prompts(placement: Placement, of: Iterable[str], frames: Mapping[str, IndexedFrame]) -> Spread:
-    """Whole prompts by tokens, the coarsest of those that some frames have. The rows of a selection lie where those are
-    that it was selected from, directly or not."""
-    found = coarsest(frames[f] for f in of)
-    spaces, divided = {s.id: s for f in frames.values() for s in f.chain}, {f.prompt_space for f in found}
-
-    def is_selected(space: str) -> bool:
-        above = spaces[space].of if space in spaces else ""
-        return above != "" and (above in divided or is_selected(above))
-
-    chosen = sorted({f.id for f in found if not is_selected(f.prompt_space)})
-    return _named(Spread("", placement.mesh.id, placement.layout.id, tuple(chosen), "prompt", "tokens"))
-
-
-def on_every_rank(mesh: Mesh) -> Spread:
-    """The spread of values that every rank of a mesh holds in full."""
-    return Spread(replicated_spread_id(f"ranks {mesh.id}"), mesh.id, granularity="all")
-
-
-def _named(s: Spread) -> Spread:
-    """`s` with an id made of its content, so that equal spreads have one id."""
-    shuffled = f" shuffled {s.call}" if s.shuffle else ""
-    size = f" of {s.minibatch_tokens} tokens" if s.minibatch_tokens else ""
-    batches = f" x{s.minibatches}{size} x{s.epochs}{shuffled}" if s.minibatches * s.epochs > 1 or size else ""
-    leaves = f" in {s.leaves}" if s.leaves else ""
-    id = f"{s.layout} {s.granularity} {s.balance_by} {' '.join(s.frames)}{batches}{leaves}"
-    return replace(s, id=id)
 
 
 class _EventBuilder:
@@ -212,7 +150,7 @@ class _EventBuilder:
         whose rows stay on the ranks that made them."""
         placement = self.placements[node.id]
         slots = spread_of(node, placement, self.frames)
-        into = _named(replace(slots, frames=(node.into,)))
+        into = named(replace(slots, frames=(node.into,)))
         old, new = self.frames[node.frame], self.frames[node.into]
         fetched = f"{old.id}.tokens" in self.replicated
         of = ahead_spread_id if node.id in self.ahead else replicated_spread_id
@@ -397,16 +335,16 @@ class _EventBuilder:
         if node.id in self.reused:  # where the cache is
             return self.spreads[self.made_in[f"{self.reused[node.id]}.cache"]]
         if isinstance(node, g.Derive) and DERIVE_OPS[node.op].calls_python:  # each row on one rank, as in a computation
-            return _by_prompts(placement, (node.source, *(frame for _, frame in node.given)), self.frames)
+            return by_prompts(placement, (node.source, *(frame for _, frame in node.given)), self.frames)
         if isinstance(node, g.Derive) and DERIVE_OPS[node.op].several:  # nobody knows the lengths of its rows yet
-            return _named(Spread("", placement.mesh.id, placement.layout.id, (node.frame,), "prompt", "slot"))
+            return named(Spread("", placement.mesh.id, placement.layout.id, (node.frame,), "prompt", "slot"))
         if isinstance(node, g.Derive) and node.parts:  # all parts of a sequence on one rank
-            return _by_prompts(placement, node.parts, self.frames)
+            return by_prompts(placement, node.parts, self.frames)
         if isinstance(node, g.Derive):
             made = self.spreads.get(self.made_in.get(node.values[0][0], ""))
             if made is not None and made.granularity != "all" and self._fits(node, made):
                 return made
-            return _named(Spread("", placement.mesh.id, placement.layout.id, (node.source,), "prompt", "tokens"))
+            return named(Spread("", placement.mesh.id, placement.layout.id, (node.source,), "prompt", "tokens"))
         return spread_of(node, placement, self.frames)
 
     def _fits(self, node: g.Derive, spread: Spread) -> bool:

@@ -1,4 +1,5 @@
-"""The syntax tree, on one page. Frozen; every node carries the span that a message would underline."""
+"""The syntax tree: every kind of node, in one file, since it is read as one list. Frozen; every node carries the span
+that a message would underline."""
 
 from __future__ import annotations
 

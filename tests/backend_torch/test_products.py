@@ -18,7 +18,7 @@ from benchmarks.match import gap
 from benchmarks.match import prompts as ragged_prompts
 from rldsl.backends.torch.generate.op_trace import trace
 from rldsl.backends.torch.kernels import products
-from rldsl.backends.torch.model import invariant
+from rldsl.backends.torch.model import invariant_products
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
 from tests.backend_torch.shards import make_shard, pack, plan_model
@@ -175,7 +175,7 @@ def test_a_model_generates_and_trains_with_them(calls: list[tuple[int, ...]], pa
 def test_an_invariant_model_has_one_library(calls: list[tuple[int, ...]], path: str, faster: bool,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of every size, or none: a row must have the same numbers in every batch."""
-    monkeypatch.setattr(invariant, "onednn_is_faster", lambda: faster)
+    monkeypatch.setattr(invariant_products, "onednn_is_faster", lambda: faster)
     model = replace(plan_model(path, optimizer=Optimizer(lr=1e-3)), invariant=True)
     shard: Any = make_shard(model, 0)
     given = pack([([2 + i % 40] * 8, []) for i in range(64)])

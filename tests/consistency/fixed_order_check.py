@@ -24,7 +24,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from rldsl.backends.torch import shard
 from rldsl.backends.torch.kernels import fixed_order, ordered_products
-from rldsl.backends.torch.model import invariant, invariant_probe
+from rldsl.backends.torch.model import invariant, invariant_attention, invariant_probe, invariant_products
 from rldsl.models.families import describe, sizes_of
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
@@ -47,14 +47,14 @@ def products() -> Iterator[tuple[str, bool]]:
     """Rows and columns of products, alone and among others."""
     for terms, columns in ((48, 37), (33, 50)):
         x, w = drawn(80, terms), drawn(columns, terms, seed=1)
-        whole = invariant.multiply(x, w.T)
+        whole = invariant_products.multiply(x, w.T)
         yield f"{terms} near torch's", torch.allclose(whole, x @ w.T, atol=1e-4)
-        yield f"{terms} rows", all(torch.equal(invariant.multiply(x[a:b], w.T), whole[a:b])
+        yield f"{terms} rows", all(torch.equal(invariant_products.multiply(x[a:b], w.T), whole[a:b])
                                    for a, b in ((0, 1), (7, 9), (31, 34), (5, 80)))
-        yield f"{terms} columns", all(torch.equal(invariant.multiply(x, w[a:b].T), whole[:, a:b])
+        yield f"{terms} columns", all(torch.equal(invariant_products.multiply(x, w[a:b].T), whole[:, a:b])
                                       for a, b in ((0, 1), (columns // 2, columns), (3, 20)))
         yield f"{terms} batches", torch.equal(fixed_order.products(x.view(4, 20, terms), w.T), whole.view(4, 20, -1))
-        yield f"{terms} gradient", torch.allclose(invariant.weight_gradient(x, whole), whole.T @ x, atol=1e-2)
+        yield f"{terms} gradient", torch.allclose(invariant_products.weight_gradient(x, whole), whole.T @ x, atol=1e-2)
 
 
 def reductions() -> Iterator[tuple[str, bool]]:
@@ -85,7 +85,7 @@ def attention() -> Iterator[tuple[str, bool]]:
     mask |= torch.eye(70, dtype=torch.bool, device=DEVICE)
     for name, options in (("causal", {"is_causal": True}), ("mask", {"attn_mask": mask}), ("all", {})):
         both = []
-        for function, more in ((invariant.attend, {}), (F.scaled_dot_product_attention, {"enable_gqa": True})):
+        for function, more in ((invariant_attention.attend, {}), (F.scaled_dot_product_attention, {"enable_gqa": True})):
             inputs = [x.clone().requires_grad_() for x in (q, k, v)]
             out = function(*inputs, **options, **more)  # type: ignore[operator]
             both.append([out, *torch.autograd.grad(out, inputs, grad)])

@@ -17,8 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.match import Gap, gap, prompts
 from rldsl import api
-from rldsl.backends.torch.model import invariant, invariant_probe
-from rldsl.backends.torch.model.invariant import KEYS, ROWS, Invariant
+from rldsl.backends.torch.kernels.ordered_kernels import KEYS
+from rldsl.backends.torch.model import invariant_probe, invariant_products
+from rldsl.backends.torch.model.invariant import Invariant
+from rldsl.backends.torch.model.invariant_products import ROWS
 from rldsl.backends.torch.model.tree_sums import row_parallel_product, tree_sum
 from rldsl.diag import Failure
 from rldsl.plan.events import Sampling
@@ -303,7 +305,7 @@ def test_a_wrong_value_lists_the_accepted_ones(value: str) -> None:
 @pytest.mark.parametrize("broken", ["rows", "columns", "bfloat16"])
 def test_kernels_that_break_it_are_refused(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a processor sums products of few rows, of few columns or of few numbers in another order."""
-    plain = invariant.multiply
+    plain = invariant_products.multiply
 
     def multiply(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         out = plain(x, right)
@@ -316,7 +318,7 @@ def test_kernels_that_break_it_are_refused(broken: str, tmp_path: Path, monkeypa
     check: Callable[..., str] = invariant_probe._product_varies.__wrapped__
     monkeypatch.setattr(invariant_probe, "_product_varies", check)  # what was found before does not count
     invariant_probe.check_kernels(model, CPU)
-    monkeypatch.setattr(invariant, "multiply", multiply)
+    monkeypatch.setattr(invariant_products, "multiply", multiply)
     with pytest.raises(Failure) as raised:
         invariant_probe.check_kernels(model, CPU)
     assert raised.value.diagnostics[0].code == "RL0734"

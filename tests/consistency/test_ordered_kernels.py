@@ -13,7 +13,7 @@ from torch import nn
 from rldsl.backends.torch.generate.kv_cache import DecodeAttention, KVCache
 from rldsl.backends.torch.generate.op_trace import trace
 from rldsl.backends.torch.kernels import c_compiler, ordered_kernels
-from rldsl.backends.torch.model import fused_layers, invariant, invariant_probe
+from rldsl.backends.torch.model import fused_layers, invariant, invariant_attention, invariant_probe
 from rldsl.backends.torch.model.attention import Scores
 
 HEADS, KV_HEADS, SEQUENCES, WIDTH = 6, 2, 5, 140
@@ -51,7 +51,7 @@ def expected(given: Inputs, positions: torch.Tensor, kv_len: int, window: int | 
                     for x, new in zip(held, (k, v), strict=True))
     seen = Scores(0.3, window).visible(positions[:, None], torch.arange(kv_len))[:, None, None]
     queries = q.transpose(0, 1).unflatten(1, (len(k), -1))
-    return invariant.attend(queries, keys, values, seen, scale=0.3).flatten(1, 2)
+    return invariant_attention.attend(queries, keys, values, seen, scale=0.3).flatten(1, 2)
 
 
 @pytest.fixture
@@ -194,9 +194,9 @@ def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_kernels_with_other_bits_are_not_used(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*invariant_probe.ordered_heads(64)] == [64]
     invariant_probe._decodes_alike.cache_clear()
-    batched, decode, width = invariant._batched, ordered_kernels.decode_attention, ordered_kernels.vector_width()
+    batched, decode, width = invariant_attention._batched, ordered_kernels.decode_attention, ordered_kernels.vector_width()
     if broken == "products":  # of torch, in another order
-        monkeypatch.setattr(invariant, "_batched", lambda x, right: batched(x.flip(2), right.flip(1)))
+        monkeypatch.setattr(invariant_attention, "_batched", lambda x, right: batched(x.flip(2), right.flip(1)))
     elif broken == "sums":
         monkeypatch.setattr(ordered_kernels, "vector_width", lambda: 4 if width == 8 else 8)
     else:

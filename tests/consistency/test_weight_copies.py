@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.match import prompts
 from rldsl.backends.torch.model import weight_copies
 from rldsl.backends.torch.model.tree_sums import row_parallel_product
-from rldsl.backends.torch.model.invariant import linear
+from rldsl.backends.torch.model.invariant_products import linear
 from rldsl.backends.torch.model.weight_copies import NO_COPIES, WeightCopies
 from rldsl.models.families import describe, sizes_of
 from rldsl.plan.events import Sampling

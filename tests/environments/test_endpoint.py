@@ -18,8 +18,8 @@ from rldsl.diag import Failure
 from rldsl.plan.function import Function
 from rldsl.plan.payloads import Sampling
 from rldsl.runtime.environments import Arrival
+from rldsl.runtime.environments.agent_branches import Dialogue
 from rldsl.runtime.environments.chat import ChatTemplate
-from rldsl.runtime.environments.endpoint import Dialogue
 from rldsl.runtime.environments.forked_worker import ForkedWorker
 from rldsl.runtime.environments.processes import EnvironmentProcesses
 from rldsl.runtime.environments.requests import Rules

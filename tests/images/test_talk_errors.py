@@ -16,7 +16,8 @@ from rldsl.runtime.data.image_prompts import RowImages
 from rldsl.runtime.data.source import open_source
 from rldsl.runtime.environments.chat import ChatTemplate
 from rldsl.runtime.environments.contract import TrlForm, checked_messages, with_more
-from rldsl.runtime.environments.endpoint import Dialogue, Endpoint, Point
+from rldsl.runtime.environments.agent_branches import Dialogue, Point
+from rldsl.runtime.environments.endpoint import Endpoint
 from rldsl.runtime.environments.requests import Refused, Rules, chat_request, token_request
 from rldsl.runtime.environments.text_form import TextForm
 from rldsl.runtime.image_tokens import beginning, image_token

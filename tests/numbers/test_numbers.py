@@ -10,7 +10,8 @@ import pytest
 from rldsl.diag import Failure
 from rldsl.graph.build import build
 from rldsl.runtime.data.jsonl import scan
-from rldsl.runtime.data.row_schema import RowNeeds, check_row
+from rldsl.runtime.data.row_errors import check_row
+from rldsl.runtime.data.row_schema import RowNeeds
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
 from tests.end_to_end.programs import run_program

@@ -29,7 +29,7 @@ from rldsl.backends.torch.model.collectives import (
     reduce_from_tensor_parallel_region,
 )
 from rldsl.backends.torch.model.gradient_sums import Leaves, expert_products, with_gradient_apart
-from rldsl.backends.torch.model.invariant import product
+from rldsl.backends.torch.model.invariant_products import product
 from rldsl.backends.torch.model.row_groups import RowGroups
 from rldsl.backends.torch.model.tree_sums import row_parallel_product
 from rldsl.backends.torch.model.weight_copies import NO_COPIES, WeightCopies

@@ -25,7 +25,13 @@ from rldsl.backends.torch.kernels.autograd import Function, outside_modes
 from rldsl.backends.torch.kernels.fixed_order import row_sum
 from rldsl.backends.torch.kernels.rms_norms import PlainNorm, normalize
 from rldsl.backends.torch.model.collectives import tree_all_reduce
-from rldsl.backends.torch.model.invariant import multiply, product_dtype, sum_of_rows, sums_of_groups, weight_gradient
+from rldsl.backends.torch.model.invariant_products import (
+    multiply,
+    product_dtype,
+    sum_of_rows,
+    sums_of_groups,
+    weight_gradient,
+)
 from rldsl.backends.torch.model.row_groups import RowGroups, sparse_tree_sum, sum_over_groups
 from rldsl.backends.torch.model.weight_copies import NO_COPIES, WeightCopies
 from rldsl.runtime.backend import Axis

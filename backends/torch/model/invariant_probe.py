@@ -1,9 +1,9 @@
 """Whether this processor's kernels do what `invariant=true` needs: checked before a model is used, not assumed.
 
 In: a model and the device. Out: nothing, or RL0734. For the shape of every matrix of the model and its dtype, a
-product of `invariant.py` must give a row the same bits whatever rows are with it, in every column slice that a degree
-of tp makes, on a run of the inputs inside a larger matrix, and on one thread; attention, SiLU and sums likewise. With
-`invariant=training` gradients of weights are tried, too.
+product of `invariant_products.py` must give a row the same bits whatever rows are with it, in every column slice that
+a degree of tp makes, on a run of the inputs inside a larger matrix, and on one thread; attention, SiLU and sums
+likewise. With `invariant=training` gradients of weights are tried, too.
 
 Invariant: what is tried follows from the model and not from the placement, so that all ranks find the same.
 """
@@ -17,7 +17,10 @@ from itertools import pairwise
 import torch
 
 from rldsl.backends.torch.kernels import fixed_order, ordered_kernels
-from rldsl.backends.torch.model import invariant
+from rldsl.backends.torch.model import invariant_products as products
+from rldsl.backends.torch.model.invariant import Invariant
+from rldsl.backends.torch.model.invariant_activations import THREAD_RUN, silu
+from rldsl.backends.torch.model.invariant_attention import attend
 from rldsl.diag import fail
 from rldsl.plan.model import Model
 from rldsl.sharding.sum_blocks import BLOCKS, local_cuts, num_blocks, summed_input
@@ -85,19 +88,19 @@ def _product_varies(inputs: int, outputs: int, blocks: int, dtype: torch.dtype, 
         x_part, w_part = (torch.cat([a, a, a], 1)[:, inputs : 2 * inputs] for a in (x_part, w_part))
     try:
         torch.set_num_threads(1)
-        expected = invariant.multiply(x_part.contiguous(), w_part.contiguous().T)
+        expected = products.multiply(x_part.contiguous(), w_part.contiguous().T)
     finally:
         torch.set_num_threads(threads)
     for count in counts:
         rows = slice(3, 3 + count)
-        if not torch.equal(invariant.multiply(x_part[rows], w_part.T), expected[rows]):
+        if not torch.equal(products.multiply(x_part[rows], w_part.T), expected[rows]):
             return "the number of its rows or threads"
     rows = slice(1, 6)
     for degree in (2, 4, BLOCKS):
         for i in range(degree):
             piece = slice(i * outputs // degree, (i + 1) * outputs // degree)
             if piece.stop > piece.start and not torch.equal(
-                    invariant.multiply(x_part[rows], w_part[piece].contiguous().T), expected[rows, piece]):
+                    products.multiply(x_part[rows], w_part[piece].contiguous().T), expected[rows, piece]):
                 return f"the number of its columns (tp={degree})"
     return ""
 
@@ -109,17 +112,17 @@ def _gradient_varies(inputs: int, outputs: int, dtype: torch.dtype, device: str,
         x, grad = (a.T.contiguous().to(device, dtype) for a in _cancelling(tokens, inputs, outputs, 0))
         try:
             torch.set_num_threads(1)
-            expected = invariant.weight_gradient(x, grad)
+            expected = products.weight_gradient(x, grad)
         finally:
             torch.set_num_threads(threads)
-        if not torch.equal(invariant.weight_gradient(x, grad), expected):
+        if not torch.equal(products.weight_gradient(x, grad), expected):
             return "the number of threads"
         for degree in (2, 4, BLOCKS):
             for i in {0, degree - 1}:
                 row, column = (slice(i * n // degree, (i + 1) * n // degree) for n in (outputs, inputs))
-                if not torch.equal(invariant.weight_gradient(x, grad[:, row]), expected[row]):
+                if not torch.equal(products.weight_gradient(x, grad[:, row]), expected[row]):
                     return f"the number of its rows (tp={degree})"
-                if not torch.equal(invariant.weight_gradient(x[:, column], grad), expected[:, column]):
+                if not torch.equal(products.weight_gradient(x[:, column], grad), expected[:, column]):
                     return f"the number of its columns (tp={degree})"
     return ""
 
@@ -142,15 +145,15 @@ def _attention_varies(size: int, device: str, threads: int) -> str:
     q, k, v = (torch.randn(3, n, 70, size, generator=draw).to(device) for n in (6, 2, 2))
     try:
         torch.set_num_threads(1)
-        expected = invariant.attend(q, k, v, is_causal=True)
+        expected = attend(q, k, v, is_causal=True)
     finally:
         torch.set_num_threads(threads)
-    if not torch.equal(invariant.attend(q, k, v, is_causal=True), expected):
+    if not torch.equal(attend(q, k, v, is_causal=True), expected):
         return "the number of threads"
-    if not torch.equal(invariant.attend(q[1:2, 3:5], k[1:2, 1:], v[1:2, 1:], is_causal=True), expected[1:2, 3:5]):
+    if not torch.equal(attend(q[1:2, 3:5], k[1:2, 1:], v[1:2, 1:], is_causal=True), expected[1:2, 3:5]):
         return "the number of its heads"
     for last in (0, 4, 63, 69):
-        alone = invariant.attend(q[:, :, last : last + 1], k[:, :, : last + 1], v[:, :, : last + 1])
+        alone = attend(q[:, :, last : last + 1], k[:, :, : last + 1], v[:, :, : last + 1])
         if not torch.equal(alone, expected[:, :, last : last + 1]):
             return "the number of its queries"
     return ""
@@ -158,7 +161,7 @@ def _attention_varies(size: int, device: str, threads: int) -> str:
 
 def ordered_heads(size: int) -> Collection[int]:
     """The size of a model's heads, or nothing if kernels would attend to them with other bits in decoding than
-    `invariant.attend`, which then does it."""
+    `invariant_attention.attend`, which then does it."""
     return (size,) if size and _decodes_alike(size, torch.get_num_threads()) else ()
 
 
@@ -179,7 +182,7 @@ def _decodes_alike(size: int, threads: int) -> bool:
     for window in (None, 70):
         behind = positions[:, None] - torch.arange(kv_len, device="cpu")  # how far a token is behind the new one
         seen = (behind >= 0) & (behind < (window or kv_len))
-        expected = invariant.attend(queries, keys, values, seen[:, None, None], scale=0.3).flatten(1, 2)
+        expected = attend(queries, keys, values, seen[:, None, None], scale=0.3).flatten(1, 2)
         found = ordered_kernels.decode_attention(q, k, v, held[0].clone(), held[1].clone(), positions, kv_len, 0.3,
                                                  window)
         if not torch.equal(found, expected):
@@ -197,7 +200,7 @@ def _attention_gradient_varies(size: int, device: str, threads: int) -> str:
         """first: of the sequences."""
         inputs = [x[first:, heads].detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
-            out = invariant.attend(inputs[0], inputs[1], inputs[2], is_causal=True)
+            out = attend(inputs[0], inputs[1], inputs[2], is_causal=True)
         return list(torch.autograd.grad(out, inputs, grad[first:, heads]))
 
     try:
@@ -217,12 +220,12 @@ def _attention_gradient_varies(size: int, device: str, threads: int) -> str:
 @cache
 def _activation_varies(dtype: torch.dtype, device: str, threads: int) -> bool:
     draw = torch.Generator().manual_seed(0)
-    x, grad = (4 * torch.randn(2, 3 * invariant.THREAD_RUN, generator=draw, device="cpu")).to(device, dtype)
+    x, grad = (4 * torch.randn(2, 3 * THREAD_RUN, generator=draw, device="cpu")).to(device, dtype)
 
     def found(at: slice) -> torch.Tensor:
         given = x[at].detach().requires_grad_()
         with torch.enable_grad():
-            out = invariant.silu(given)
+            out = silu(given)
         return torch.stack([out.detach(), *torch.autograd.grad(out, given, grad[at])])
 
     try:
@@ -231,15 +234,15 @@ def _activation_varies(dtype: torch.dtype, device: str, threads: int) -> bool:
     finally:
         torch.set_num_threads(threads)
     return not all(torch.equal(found(slice(start, start + n)), expected[:, start : start + n])
-                   for start, n in ((0, len(x)), (1, 5), (7, 64), (13, 1000), (5, 2 * invariant.THREAD_RUN + 9)))
+                   for start, n in ((0, len(x)), (1, 5), (7, 64), (13, 1000), (5, 2 * THREAD_RUN + 9)))
 
 
 @cache
 def _sum_varies(device: str, threads: int) -> bool:
     x = torch.randn(9, 5000, generator=torch.Generator().manual_seed(0)).to(device).exp()
-    with invariant.Invariant():
+    with Invariant():
         expected = x[:, 700:4000].contiguous().sum(-1)
         rows = all(torch.equal(x[:n, 700:4000].sum(-1), expected[:n]) for n in (1, 2, 5, 9))
-    expected = invariant.sum_of_rows(x.T.contiguous())
-    return not rows or not all(torch.equal(invariant.sum_of_rows(x[a:b].T.contiguous()), expected[a:b])
+    expected = products.sum_of_rows(x.T.contiguous())
+    return not rows or not all(torch.equal(products.sum_of_rows(x[a:b].T.contiguous()), expected[a:b])
                                for a, b in ((0, 1), (1, 4), (8, 9)))

@@ -19,7 +19,7 @@ from rldsl.backends.torch.kernels import cpu_kernels
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.products import add_product, product
 from rldsl.backends.torch.model.collectives import tree_all_reduce
-from rldsl.backends.torch.model.invariant import multiply, weight_gradient
+from rldsl.backends.torch.model.invariant_products import multiply, weight_gradient
 from rldsl.backends.torch.model.row_groups import RowGroups, sum_over_groups
 from rldsl.backends.torch.model.tree_sums import block_sums, tree_sum
 from rldsl.memory.logits import are_kept

@@ -24,7 +24,7 @@ from rldsl.backends.torch.model.collectives import (
     scatter_to_tensor_parallel_region,
 )
 from rldsl.backends.torch.model.gradient_sums import Leaves, column_parallel_product
-from rldsl.backends.torch.model.invariant import add_bias
+from rldsl.backends.torch.model.invariant_products import add_bias
 from rldsl.backends.torch.model.lora import LoraAdapter
 from rldsl.backends.torch.model.row_groups import RowGroups
 from rldsl.backends.torch.model.sequence_parallel import SequenceParallel

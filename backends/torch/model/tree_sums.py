@@ -17,7 +17,7 @@ import torch
 
 from rldsl.backends.torch.kernels.autograd import Function, outside_modes
 from rldsl.backends.torch.kernels.fixed_order import row_sum
-from rldsl.backends.torch.model.invariant import linear, multiply, product_dtype, weight_gradient
+from rldsl.backends.torch.model.invariant_products import linear, multiply, product_dtype, weight_gradient
 from rldsl.backends.torch.model.lora import LoraAdapter
 from rldsl.backends.torch.model.row_groups import RowGroups
 from rldsl.backends.torch.model.weight_copies import NO_COPIES, WeightCopies

@@ -3,7 +3,7 @@
 In: the files of a source, their batches, and what the program needs of a row. Out: a table of record batches in mapped
 memory, which the operating system reads when asked for. pyarrow does the reading; it is imported here only.
 Codes: RL0742 no rows, RL0743 not UTF-8, RL0752 changed during the run, RL0753 pyarrow is not installed, RL0754 not
-such a file or damaged, RL0755 files with different columns, and those of `row_schema.py`.
+such a file or damaged, RL0755 files with different columns, and those of `row_check.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import numpy as np
 
 from rldsl.diag import Diagnostic, Failure, fail
 from rldsl.runtime.data.data_files import Stamp, file_changed, file_stamp, open_file
-from rldsl.runtime.data.row_schema import Row, RowCheck, RowNeeds, missing
+from rldsl.runtime.data.row_check import RowCheck
+from rldsl.runtime.data.row_errors import missing
+from rldsl.runtime.data.row_schema import Row, RowNeeds
 
 
 @dataclass(frozen=True, slots=True)

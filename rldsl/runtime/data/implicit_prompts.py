@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rldsl.runtime.data.chat_messages import without_nulls
-
-if TYPE_CHECKING:
-    from rldsl.runtime.data.row_schema import Row, Table
+from rldsl.runtime.data.row_schema import Row, Table
 
 
 def with_implicit_prompt(row: Row, roles: Mapping[str, str]) -> Row:

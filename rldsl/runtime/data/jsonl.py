@@ -3,7 +3,7 @@
 In: a path and what the program needs of a row. Out: a table of byte offsets, 8 bytes per row; rows are read when asked
 for, so the file is never in memory. Blank lines are skipped; a byte-order mark is allowed.
 Codes: RL0742 no rows, RL0743 not UTF-8, RL0744 not JSON, RL0745 not an object, RL0752 changed during the run, RL0754
-another format, and those of `row_schema.py`.
+another format, and those of `row_check.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import numpy as np
 from rldsl.diag import Diagnostic, fail
 from rldsl.plan.disk_paths import shown
 from rldsl.runtime.data.data_files import Stamp, file_changed, file_stamp, read_file, refuse_other_format
-from rldsl.runtime.data.row_schema import Row, RowCheck, RowNeeds, ScannedFile, kind_of
+from rldsl.runtime.data.row_check import RowCheck
+from rldsl.runtime.data.row_schema import Row, RowNeeds, ScannedFile, kind_of
 
 BLOCK = 1 << 20  # bytes read at once
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.model import Data
-from rldsl.runtime.data.row_schema import Row, RowErrors, Table
+from rldsl.runtime.data.row_check import RowErrors
+from rldsl.runtime.data.row_schema import Row, Table
 from rldsl.runtime.data.row_views import KeptRows, answer_rows
 from rldsl.runtime.data.tokens import RowLocation, Tokens
 from rldsl.runtime.image_tokens import is_image

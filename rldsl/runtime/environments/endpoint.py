@@ -18,12 +18,12 @@ import json
 import secrets
 import selectors
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rldsl.diag import Failure, internal_error
 from rldsl.runtime.environments import ContextImages, Message, Stopped
+from rldsl.runtime.environments.agent_branches import Branch, Dialogue, Heard, Point, difference, last_of, leads_to
 from rldsl.runtime.environments.characters import half_in
 from rldsl.runtime.environments.chat import Chat, ChatFactory
 from rldsl.runtime.environments.contract import Speaks
@@ -45,53 +45,6 @@ from rldsl.runtime.environments.requests import (
 from rldsl.runtime.environments.tool_calls import Turn
 
 CHAT, TOKENS, MODELS = "/v1/chat/completions", "/inference/v1/generate", "/v1/models"
-
-
-@dataclass(frozen=True)
-class Heard:
-    """What a request adds to its conversation."""
-
-    branch: int               # that it extends, or the next new one
-    tokens: tuple[int, ...]   # of a new branch, all of them
-
-
-@dataclass(frozen=True)
-class Point:
-    """Where a branch can be left: after a request, or after the model's turn that answered it."""
-
-    asked: ChatRequest | TokenRequest  # the last request before it
-    messages: tuple[Message, ...]      # of both sides, if it is led in messages
-    num_tokens: int                    # of both sides
-    answered: bool                     # whether the model has spoken since
-    cut: bool = False                  # whether it has without a stop token
-
-
-@dataclass
-class Branch:
-    """One sequence of a conversation."""
-
-    tokens: list[int] = field(default_factory=list)  # of both sides
-    points: list[Point] = field(default_factory=list)  # in order; the last one is its end
-
-
-@dataclass
-class Dialogue:
-    """A conversation, as its agent has led it."""
-
-    key: str                                                     # that its requests have
-    images: ContextImages | None = None                              # of its row, if its data has images
-    request: Request | None = None                               # the last one, while the model works on it
-    branches: list[Branch] = field(default_factory=list)
-    at: int = 0                                                  # the branch of the last request
-    context: tuple[int, ...] = ()                                # the ids that the last request added
-    turns: int = 0                                               # of the model
-    limit: Stopped | None = None                                 # that ends it: no more requests are answered
-    full: bool = False                                           # whether the last request left its branch no room
-    fault: Refused | None = None                                 # that ends it when the model's turn has ended
-
-    def plain(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The ids of tokens."""
-        return tuple(self.images.plain_ids(tokens) if self.images else tokens)
 
 
 class Endpoint:
@@ -256,18 +209,18 @@ class Endpoint:
             return had < len(asked.ids) and isinstance(branch.points[-1].asked, TokenRequest) \
                 and list(asked.ids[:had]) == branch.tokens
 
-        if (number := _last_of(dialogue, extends)) is not None:
+        if (number := last_of(dialogue, extends)) is not None:
             return Heard(number, asked.ids[len(dialogue.branches[number].tokens):])
         return Heard(self._new_branch(dialogue, asked), asked.ids)
 
     def _messages(self, dialogue: Dialogue, asked: ChatRequest) -> Heard:
         def extends(branch: Branch) -> bool:
-            return len(branch.points[-1].messages) < len(asked.messages) and _leads_to(branch.points[-1], asked)
+            return len(branch.points[-1].messages) < len(asked.messages) and leads_to(branch.points[-1], asked)
 
-        if (number := _last_of(dialogue, extends)) is not None:
+        if (number := last_of(dialogue, extends)) is not None:
             return Heard(number, self._added(dialogue, asked, dialogue.branches[number].points[-1]))
         number = self._new_branch(dialogue, asked)
-        shared = [(point, branch) for branch in dialogue.branches for point in branch.points if _leads_to(point, asked)]
+        shared = [(point, branch) for branch in dialogue.branches for point in branch.points if leads_to(point, asked)]
         # what it begins with, if the model has said it, is not rendered again
         for point, branch in sorted(shared, key=lambda found: len(found[0].messages), reverse=True):
             had = tuple(branch.tokens[: point.num_tokens])
@@ -288,7 +241,7 @@ class Endpoint:
         several = f" {self.rules.branches} times" if self.rules.branches > 1 else ""
         raise Refused(
             "RL0736", f"asked{several} for something else than the next turn of its conversation: "
-                      f"{_difference(dialogue.branches[dialogue.at], asked)}",
+                      f"{difference(dialogue.branches[dialogue.at], asked)}",
             f"such a request begins a new branch: allow them with `branches={2 * count}` of `generate`, or repeat all "
             "that was said and add to it")
 
@@ -335,45 +288,8 @@ class Endpoint:
         return message
 
 
-def _last_of(dialogue: Dialogue, extends: Callable[[Branch], bool]) -> int | None:
-    """The number of the branch that a request extends: of several the one with the most turns, of these the one that
-    the agent asked in last. None if there is none."""
-    found = [i for i, branch in enumerate(dialogue.branches) if extends(branch)]
-    return max(found, key=lambda i: (len(dialogue.branches[i].points), i == dialogue.at, i), default=None)
-
-
-def _leads_to(point: Point, asked: ChatRequest) -> bool:
-    """Whether the messages of a request begin with all that was said up to a point."""
-    return isinstance(point.asked, ChatRequest) and point.asked.tools == asked.tools \
-        and len(point.messages) <= len(asked.messages) \
-        and all(_compared(a) == _compared(b) for a, b in zip(point.messages, asked.messages, strict=False))
-
-
-def _difference(branch: Branch, asked: ChatRequest | TokenRequest) -> str:
-    """Why a request does not extend a branch."""
-    end = branch.points[-1]
-    if type(asked) is not type(end.asked):
-        return "it asks in messages and in tokens"
-    if isinstance(asked, TokenRequest):
-        at = next((i for i, (a, b) in enumerate(zip(branch.tokens, asked.ids, strict=False)) if a != b), None)
-        if at is not None or len(asked.ids) < len(branch.tokens):
-            return f"token {len(asked.ids) if at is None else at} is not the one that the conversation has"
-        return "it adds no token"
-    if isinstance(end.asked, ChatRequest) and end.asked.tools != asked.tools:
-        return "its `tools` are others"
-    for i, (old, new) in enumerate(zip(end.messages, asked.messages, strict=False)):
-        if _compared(old) != _compared(new):
-            return f"messages[{i}] ({new['role']}) is not the one that the conversation has"
-    return "it adds no message"
-
-
 def _kind(message: Message) -> Speaks:
     return "tool" if message["role"] == "tool" else "user"
-
-
-def _compared(message: Message) -> tuple[Any, ...]:
-    calls = [(c["function"]["name"], _comparable(c["function"]["arguments"])) for c in message.get("tool_calls", [])]
-    return message["role"], message["content"], message.get("name"), calls, message.get("tool_call_id")
 
 
 def _has_json(arguments: Any) -> bool:
@@ -383,11 +299,6 @@ def _has_json(arguments: Any) -> bool:
     except RecursionError:
         return False
     return True
-
-
-def _comparable(arguments: Any) -> Any:
-    """Arguments that are equal to themselves: a model may write NaN."""
-    return json.loads(json.dumps(arguments), parse_constant=str)
 
 
 def _rendered(message: Message, names: Mapping[str, str]) -> Message:

@@ -12,10 +12,7 @@ or printed without end, RL0739 an agent that has not asked the model.
 
 from __future__ import annotations
 
-import os
-import re
 import selectors
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,14 +22,14 @@ from typing import Any
 from rldsl.diag import Failure, fail, internal_error, present
 from rldsl.plan.function import Function
 from rldsl.runtime.environments import Arrival, ContextImages, Message, OnError, ResetParameters, Stopped
-from rldsl.runtime.environments.characters import half_in
+from rldsl.runtime.environments.agent_branches import Heard
 from rldsl.runtime.environments.chat import Chat, ChatFactory
 from rldsl.runtime.environments.contract import Speaks
-from rldsl.runtime.environments.endpoint import Endpoint, Heard
+from rldsl.runtime.environments.conversation_errors import ended, half_character, in_conversation, innermost_place
+from rldsl.runtime.environments.endpoint import Endpoint
 from rldsl.runtime.environments.forked_worker import ForkedWorker, ForkServer, start_server
 from rldsl.runtime.environments.requests import Refused, Rules
 from rldsl.runtime.environments.tool_calls import whole
-from rldsl.runtime.rewards import user_functions
 from rldsl.runtime.rewards.pool import SECONDS_TO_LOAD
 from rldsl.runtime.rewards.worker import failure_from
 from rldsl.runtime.rewards.worker_process import RowChunk
@@ -272,12 +269,9 @@ class EnvironmentProcesses:
         worker.print_output()
         worker.work = None
         if answer is None:
-            lines, status = worker.crash_stack(), worker.end()
-            names = {s.value: s.name for s in signal.Signals}
-            how = f"killed by {names.get(-status, -status)}" if status < 0 else f"exit status {status}"
-            raise self._at("RL0717", f"ended its process ({how})", lines, row,
-                           help="the system kills processes that use too much memory" if status == -signal.SIGKILL else
-                           "an environment must not exit" if status >= 0 else "a library that it uses crashed")
+            lines = worker.crash_stack()
+            how, help_ = ended(worker.end())
+            raise self._at("RL0717", f"ended its process ({how})", lines, row, help=help_)
         if "error" in answer:
             (diagnostic,) = failure_from(answer["error"]).diagnostics
             raise Failure([replace(diagnostic, notes=(*diagnostic.notes, *self._notes(row)))])
@@ -291,20 +285,13 @@ class EnvironmentProcesses:
             return Arrival(row, (), True, state.why, answer["reward"], None)
         if answer.get("done"):
             return Arrival(row, (), True, "done", answer["reward"], answer["turn_reward"])
-        self._check_characters(row, answer["messages"])
+        if half := half_character(answer["messages"]):
+            raise self._at("RL0715", f"said what no tokenizer encodes: {half}", "", row,
+                           help='make it text: `text.encode("utf-8", "replace").decode()`, or decode bytes with '
+                                '`errors="replace"`')
         tokens = chat.reply(answer["messages"], state.cut) if state.turn else chat.first(answer["messages"],
                                                                                          state.images)
         return Arrival(row, tokens, False, None, None, answer.get("turn_reward"))
-
-    def _check_characters(self, row: int, messages: Sequence[Message]) -> None:
-        """RL0715: a message that cannot be encoded."""
-        for number, message in enumerate(messages):
-            if half := half_in(message):
-                who = f"the tool `{message['name']}` returned" if message["role"] == "tool" and "name" in message else (
-                    f"messages[{number}] ({message['role']}) has")
-                raise self._at("RL0715", f"said what no tokenizer encodes: {who} half of a character ({half})", "", row,
-                               help='make it text: `text.encode("utf-8", "replace").decode()`, or decode bytes with '
-                                    '`errors="replace"`')
 
     def _returned(self, row: int, endpoint: Endpoint, reward: float) -> Arrival:
         """The end of a conversation whose agent has returned."""
@@ -386,25 +373,17 @@ class EnvironmentProcesses:
 
     def _at(self, code: str, what: str, lines: str, row: int | None = None, help: str = "") -> Failure:
         """A failure at the innermost line of the user's files that a stack trace has."""
-        place = self.function.path
-        paths = {str(user_functions.function_path(p)): p for p in (
-            self.function.path, *(path for _, path, _ in self.function.modules))}
-        for file, line in re.findall(r'File "(.*)", line (\d+) in', lines):
-            if os.path.realpath(file) in paths:
-                place = f"{paths[os.path.realpath(file)]}:{line}"
-                break
-        return fail(code, f"`{self.function.name}` {what}", place=place,
+        return fail(code, f"`{self.function.name}` {what}", place=innermost_place(self.function, lines),
                     notes=self._notes(row) if row is not None else (), help=help)
 
     def _notes(self, row: int) -> tuple[str, ...]:
+        """Where in its conversation the environment is."""
         if row < 0:
             return ("when it was created, before the first conversation",)
         state = self.rows[row]
-        last = state.messages[-1]["content"] if state.messages else ""
-        first = "in `reset`" if self.endpoint is None else "before its first turn"
-        where = first if not state.turn and not state.context else f"turn {state.turn}"
-        name, *prompt = user_functions.describe({"prompt": last}, str(row))
-        return f"{name}, {where}", *prompt
+        turn = state.turn if state.turn or state.context else None
+        return in_conversation(row, state.messages, turn, "in `reset`" if self.endpoint is None else
+                               "before its first turn")
 
     def _idle(self, row: int) -> Row:
         state = self.rows.get(row)
