@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, reduce
-from itertools import accumulate
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,12 +19,12 @@ from rldsl.backends.torch.kernels.kept_memory import keep_freed_memory
 from rldsl.backends.torch.model.invariant_probe import check_kernels
 from rldsl.backends.torch.model.load_weights import WeightReads, load
 from rldsl.backends.torch.model.lora import init_lora
-from rldsl.backends.torch.model.model_inputs import ModelInputs, in_one_row, pack_inputs
+from rldsl.backends.torch.model.model_inputs import DUMMY_BATCH, ModelInputs, pack_inputs
 from rldsl.backends.torch.model.outputs import model_outputs, top_tokens
 from rldsl.backends.torch.model.sequence_parallel import SequenceParallel
 from rldsl.backends.torch.model.stage import Stage
+from rldsl.backends.torch.train.minibatch import OutputReader, pack_minibatch
 from rldsl.backends.torch.train.optimizer import ShardOptimizer
-from rldsl.backends.torch.train.passes import passes_by_sum
 from rldsl.backends.torch.train.pipeline import pipeline_first_pass, pipeline_forward, pipeline_forward_backward
 from rldsl.backends.torch.train.router_bias import RouterLoads
 from rldsl.diag import fail
@@ -51,9 +50,6 @@ from rldsl.runtime.backend import (
 )
 from rldsl.runtime.host_memory import HostMemory
 from rldsl.sharding.dtypes import storage_dtype
-
-# one token, for ranks without rows that must run a pass
-DUMMY_BATCH = PackedBatch(torch.tensor([0]), torch.tensor([1]), torch.tensor([0]), torch.tensor([0]))
 
 
 class OutputShape(NamedTuple):
@@ -184,61 +180,28 @@ class TorchShard:
               ) -> Mapping[str, float] | None:
         trainer, zero = self._trainer(), self.stage.zero
         loads = self._cleared_loads() if router_bias_update_rate else None
-        has_rows = [any(len(frame) for frame in frames) for frames in minibatch]
-        # other ranks wait for the passes of this one under `zero` and `ep`: one without rows runs a token
-        run_empty = zero is not None or self.axes.ep.size > 1
-        joined = joined if joined > 1 and self.stage.joins_leaves and not heads else 1
-        sums = passes_by_sum(leaves or (len(minibatch),), joined, has_rows, run_empty)
         # where gradients have one order, norms see all tokens on every rank of tp
         sequence_parallel = SequenceParallel(self.axes.tp, False) if self.stage.ordered_gradients else \
             self.stage.sequence_parallel
-        wanted = {name for names in outputs for name in names}
-        others = [cast(TorchShard, head).stage for head in heads]
-
-        def pack(i: int) -> ModelInputs:
-            packed = pack_inputs(minibatch[i] if has_rows[i] else (DUMMY_BATCH,), self.device, self.axes.cp,
-                                 sequence_parallel, self.stage.ordered_gradients, self.stage.vision,
-                                 self.stage.shares_prompts, loads is not None)
-            if packed.copies is not None and not has_rows[i]:
-                packed.copies.zero_()
-            return packed
-
-        passes = [p for together in sums for p in together]
-        inputs = [in_one_row([None if i is None else pack(i) for i in p.members]) for p in passes]
-
-        def read(number: int, hidden: torch.Tensor) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-            """Of each micro-batch of a pass that has rows: its number, and what the loss reads of each frame."""
-            computed = model_outputs(self.stage, hidden, inputs[number], wanted, temperature, others)
-            for place, i in enumerate(passes[number].with_rows):
-                yield i, [{name: computed[name][place * len(outputs) + frame] for name in names}
-                          for frame, names in enumerate(outputs)]
-
-        def loss_share(first: int, number: int, hidden: torch.Tensor) -> torch.Tensor:
-            """first: the number of the first pass under way, from which `number` counts."""
-            if not passes[first + number].with_rows:
-                return hidden.float().sum() * 0
-            return reduce(torch.add, (loss_fn(i, found) for i, found in read(first + number, hidden)))
-
-        def see(number: int, hidden: torch.Tensor) -> None:
-            if first_pass is not None and passes[number].with_rows:
-                for i, found in read(number, hidden):
-                    first_pass.see(i, found)
-
+        passes = pack_minibatch(self.stage, self.axes, self.device, minibatch, leaves,
+                                joined if self.stage.joins_leaves and not heads else 1, sequence_parallel,
+                                loads is not None)
+        read = OutputReader(self.stage, passes, outputs, temperature, [cast(TorchShard, head).stage for head in heads])
         trainer.zero_grad()
         if zero:
             zero.begin_minibatch()
         if first_pass is not None:
-            # in a context of its own: autocast keeps what it casts, without gradient here
+            # in a separate context: autocast keeps what it casts, without gradient here
             with torch.no_grad(), self._numerics(), sequence_parallel.region():
-                pipeline_first_pass(self.stage, self.axes.pp, inputs, see)
+                pipeline_first_pass(self.stage, self.axes.pp, passes.inputs, partial(read.see, first_pass))
                 if self.stage.last:
                     first_pass.end()
         with self._numerics(), sequence_parallel.region(), self.stage.recomputing(recompute == "full"):
-            for together, end in zip(sums, accumulate(map(len, sums)), strict=True):
+            for together, first in passes.sums():
                 if together or not leaves:
                     trainer.begin_leaf()
-                    pipeline_forward_backward(self.stage, self.axes.pp, inputs[end - len(together) : end],
-                                              partial(loss_share, end - len(together)), trainer.end_pass)
+                    pipeline_forward_backward(self.stage, self.axes.pp, passes.inputs[first : first + len(together)],
+                                              partial(read.loss_share, loss_fn, first), trainer.end_pass)
                 if leaves:
                     trainer.end_leaf(any(p.with_rows for p in together), bool(together))
         if should_stop is not None and should_stop():

@@ -98,19 +98,33 @@ def _build_recovering(file: ast.File, sets: Mapping[str, Scalar], place: ast.Fil
     given = options.read(options.FLOW, [(o.name, o.value) for o in flow.options], "a flow", flow.name.span, exprs,
                          scope)
     _note_first_bindings(flow, exprs)
+    _set_lags(builder, flow, given, scope)
     known: dict[str, Meaning] = {s.name: input_(s.name, "batch", "", s.span) for s in top.states.values()
                                  if not s.data}
-    if not isinstance(given, Bad):
-        builder.own_lag, builder.steps = cast(int, given["lag"]), cast(int, given["steps"])
-        at = next((o.value.span for o in flow.options if o.name.name == "lag"), flow.name.span)
-        check_lag(builder.own_lag, builder.steps, at, errors)
-    builder.lag = max(builder.own_lag, *_lags_of_calls(flow, exprs, scope), 0)
     body = carried.with_strides(builder.block(flow.body, Scope(module, scope, known), "flow"), errors)
     lora.check(top.models.values(), {n.model for n in g.nodes(body) if isinstance(n, g.Sync)}, errors)
     rules = top.placements()
     if isinstance(given, Bad) or any(isinstance(i, ast.Cluster) for i in items) and top.cluster is None:
         return None, tuple(errors.found)
-    functions = _used_functions(modules, builder, body)
+    return _graph(file, flow, given, top, builder, buffers, body, rules), tuple(errors.found)
+
+
+def _set_lags(builder: FlowBuilder, flow: ast.Flow, given: dict[str, options.Value] | Bad, scope: Scope) -> None:
+    """The lag of the flow, and the largest one of its calls. given: the options of the flow."""
+    exprs = builder.exprs
+    if not isinstance(given, Bad):
+        builder.own_lag, builder.steps = cast(int, given["lag"]), cast(int, given["steps"])
+        at = next((o.value.span for o in flow.options if o.name.name == "lag"), flow.name.span)
+        check_lag(builder.own_lag, builder.steps, at, exprs.errors)
+    builder.lag = max(builder.own_lag, *_lags_of_calls(flow, exprs, scope), 0)
+
+
+def _graph(file: ast.File, flow: ast.Flow, given: dict[str, options.Value], top: _Declarations, builder: FlowBuilder,
+           buffers: dict[str, g.Buffer], body: tuple[g.Item, ...], rules: tuple[g.Rule, ...]) -> g.Graph:
+    """The graph of a flow whose body is built. given: the options of the flow. Without errors it has only what
+    something reads."""
+    exprs, errors = builder.exprs, builder.exprs.errors
+    functions = _used_functions(top.modules, builder, body)
     values, frames = tuple(builder.values.values()), tuple(exprs.spaces.frames.values())
     lag, ahead = builder.lag, frozenset[str]()
     lasting = frozenset((*(s.name for s in top.states.values()), *buffers))
@@ -120,9 +134,9 @@ def _build_recovering(file: ast.File, sets: Mapping[str, Scalar], place: ast.Fil
     if not errors.found:
         body = prune(body, {v for _, v in builder.metrics} | {builder.stop})
         values, frames = tables(body, values, exprs.spaces.frames)
-    graph = g.Graph(
+    return g.Graph(
         program=file.source.name, flow=flow.name.name, steps=cast(int, given["steps"]), seed=cast(int, given["seed"]),
-        params=tuple(top.params), sources=tuple(modules.sources), cluster=top.cluster,
+        params=tuple(top.params), sources=tuple(top.modules.sources), cluster=top.cluster,
         models=tuple(top.models.values()), data=tuple(top.data.values()),
         frames=frames, values=values,
         functions=functions, programs=tuple(builder.programs),
@@ -132,7 +146,6 @@ def _build_recovering(file: ast.File, sets: Mapping[str, Scalar], place: ast.Fil
                       if any(isinstance(n, g.Store) and n.buffer == b.name for n in g.nodes(body))),
         checkpoint=builder.checkpoint, stop=builder.stop, lag=lag, ahead=ahead,
         may_run_ahead=nodes_that_may(body, lasting, ahead, values) if lag else frozenset())
-    return graph, tuple(errors.found)
 
 
 def _set_row_formats(flow: ast.Flow, top: _Declarations, exprs: ExpressionBuilder) -> None:

@@ -7,11 +7,12 @@ Errors: RL0111, RL0201, RL0202, RL0203, RL0204, RL0205, RL0207, RL0212, RL0213, 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from math import inf
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from rldsl.graph import model as g
-from rldsl.graph.minibatch import minibatches, whole_prompts
+from rldsl.graph.minibatch import Minibatches, minibatches, whole_prompts
 from rldsl.plan.heads import SKIPPED
 from rldsl.plan.metrics_file import BUILT_IN, METRICS
 from rldsl.semantics import options
@@ -25,6 +26,20 @@ from rldsl.syntax import ast
 
 if TYPE_CHECKING:
     from rldsl.graph.calls import CallsOfFlow
+
+
+class _CheckedCall(NamedTuple):
+    """A `train` call without mistakes but those of its loss and its learning rate."""
+
+    owner: ModelRef  # the model
+    call: ast.Call  # as it is written
+    refs: list[FrameRef]  # its one or two batches
+    scope: Scope  # of names in its arguments
+    clause: g.Clause | None  # where it runs
+    span: Span  # of the statement
+    given: Mapping[str, options.Value]  # its options
+    loss: LossUse  # what is minimized
+    parts: Minibatches  # how the rows are divided
 
 
 class TrainCalls:
@@ -47,15 +62,8 @@ class TrainCalls:
                 "declare it with `loss` instead of `fn`"
             return self.errors.add("RL0203", f"`loss` must be a loss, not {describe(use)}", losses[0].value.span,
                                    help=help_)
-        if not owner.trainable:
-            word = cast(ast.Attribute, call.func).name.span
-            return self.errors.add("RL0207", f"the model `{owner.name}` is frozen", word,
-                                   "only a model with an optimizer can be trained", labels=self.calls.declared(owner),
-                                   help=f"declare it with an optimizer: `model {owner.name} = ... train adamw(lr=...)`")
-        if len(refs) not in (1, 2):
-            return self.errors.add("RL0204",
-                                   f"`train` takes one batch, or the two sides of a pair, not {len(refs)} batches",
-                                   call.span)
+        if (fault := self._cannot_train(owner, call, refs)) is not None:
+            return fault
         if isinstance(use, Bad) or isinstance(given, Bad):
             return BAD
         if (fault := self._trained_rows(call, refs)) is not None:
@@ -65,44 +73,67 @@ class TrainCalls:
             return BAD
         if target is not None:
             return self.errors.add("RL0212", "`train` returns nothing", span, help="remove the name before `=`")
-        node = self.flow.unique(f"{owner.name}.train")
-        number = self._trains[owner.name]
-        self._trains[owner.name] += 1
-        frames = tuple(r.frame for r in refs)
-        made = bind_loss(use, owner.head, frames, f"{node}/{use.ref.decl.name.name}", self.flow.exprs)
-        if isinstance(made, Bad):
+        return self._add(_CheckedCall(owner, call, refs, scope, clause, span, given, use, parts))
+
+    def _cannot_train(self, owner: ModelRef, call: ast.Call, refs: list[FrameRef]) -> Bad | None:
+        """What is wrong with the model, or with the number of batches; None: nothing."""
+        if not owner.trainable:
+            word = cast(ast.Attribute, call.func).name.span
+            return self.errors.add("RL0207", f"the model `{owner.name}` is frozen", word,
+                                   "only a model with an optimizer can be trained", labels=self.calls.declared(owner),
+                                   help=f"declare it with an optimizer: `model {owner.name} = ... train adamw(lr=...)`")
+        if len(refs) not in (1, 2):
+            return self.errors.add("RL0204",
+                                   f"`train` takes one batch, or the two sides of a pair, not {len(refs)} batches",
+                                   call.span)
+        return None
+
+    def _add(self, c: _CheckedCall) -> Meaning:
+        """Bind the loss, and add the node with its metrics to the flow."""
+        name = c.owner.name
+        node = self.flow.unique(f"{name}.train")
+        number = self._trains[name]
+        self._trains[name] += 1
+        frames = tuple(r.frame for r in c.refs)
+        made = bind_loss(c.loss, c.owner.head, frames, f"{node}/{c.loss.ref.decl.name.name}", self.flow.exprs)
+        if isinstance(made, Bad) or made.whole_prompts and not whole_prompts(
+                c.call, c.parts.count, c.refs[0], made.first_pass, self.flow.exprs):
             return BAD
-        if made.whole_prompts and not whole_prompts(call, parts.count, refs[0], made.first_pass, self.flow.exprs):
-            return BAD
-        most = parts.most(frames, made.whole_prompts)
-        data = tuple((n, self.flow.materialize(t, "expr", use.spans[n]).name) for n, t in made.data)
+        most = c.parts.most(frames, made.whole_prompts)
+        data = tuple((n, self.flow.materialize(t, "expr", c.loss.spans[n]).name) for n, t in made.data)
         made_by = self.flow.distributions
         heads = tuple((v, made_by[v]) for v in dict.fromkeys(v for _, v in data) if v in made_by)
-        rate = self._rate(call, scope)
+        rate = self._rate(c.call, c.scope)
         if isinstance(rate, Bad):
             return BAD
-        shown = node.replace(".train", "", 1)
-        skips = given["nonfinite"] == "skip"
-        outputs = tuple((m, self.flow.value(f"{node}/{m}", "batch", ""))
-                        for m in ("loss", "grad_norm", "lr", *made.metrics, *([SKIPPED] if skips else [])))
-        if taken := [f"{shown}/{m}" for m, _ in outputs if f"{shown}/{m}" in BUILT_IN]:
-            return self.errors.add("RL0111", f"`{taken[0]}` is a built-in field of {METRICS}", span,
-                                   help="choose another name for the metric of the loss, or for the model")
-        self.flow.metrics += [(f"{shown}/{m}", v) for m, v in outputs]
+        skips = c.given["nonfinite"] == "skip"
+        outputs = self._outputs(node, ("loss", "grad_norm", "lr", *made.metrics, *([SKIPPED] if skips else [])), c.span)
+        if isinstance(outputs, Bad):
+            return BAD
         self.flow.programs.append(made.program)
         reads = dict.fromkeys([*(f"{f.id}.tokens" for f in frames), *(v for _, v in data),
                                *filter(None, (rate, made.ids))])
         self.flow.items.append(g.Train(
-            id=node, reads=tuple(reads), writes=tuple(v for _, v in outputs), span=span, clause=clause,
-            model=owner.name, frames=tuple(f.id for f in frames), loss=made.program.id,
+            id=node, reads=tuple(reads), writes=tuple(v for _, v in outputs), span=c.span, clause=c.clause,
+            model=name, frames=tuple(f.id for f in frames), loss=made.program.id,
             model_outputs=made.model_outputs, data_inputs=data,
-            outputs=outputs, minibatches=most, minibatch_tokens=parts.tokens, epochs=cast(int, given["epochs"]),
-            shuffle=bool(given["shuffle"]) and most > 1, call=number,
-            invariant=self.flow.models[owner.name].invariant_training,
+            outputs=outputs, minibatches=most, minibatch_tokens=c.parts.tokens, epochs=cast(int, c.given["epochs"]),
+            shuffle=bool(c.given["shuffle"]) and most > 1, call=number,
+            invariant=self.flow.models[name].invariant_training,
             nonfinite="skip" if skips else "stop", rate=rate, ids=made.ids, heads=heads,
             first_pass=made.first_pass, whole_prompts=made.whole_prompts,
-            router_bias_update_rate=float(cast(float, given["router_bias_update_rate"]))))
+            router_bias_update_rate=float(cast(float, c.given["router_bias_update_rate"]))))
         return NO_VALUE
+
+    def _outputs(self, node: str, metrics: Iterable[str], span: Span) -> tuple[tuple[str, str], ...] | Bad:
+        """(metric, value) of a call, which the flow logs."""
+        shown = node.replace(".train", "", 1)
+        outputs = tuple((m, self.flow.value(f"{node}/{m}", "batch", "")) for m in metrics)
+        if taken := [f"{shown}/{m}" for m, _ in outputs if f"{shown}/{m}" in BUILT_IN]:
+            return self.errors.add("RL0111", f"`{taken[0]}` is a built-in field of {METRICS}", span,
+                                   help="choose another name for the metric of the loss, or for the model")
+        self.flow.metrics += [(f"{shown}/{m}", v) for m, v in outputs]
+        return outputs
 
     def _rate(self, call: ast.Call, scope: Scope) -> str | Bad:
         """The value that `lr=` computes; "" without it."""

@@ -8,8 +8,8 @@ divided, if so.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rldsl.models import experts
@@ -37,74 +37,130 @@ PLANS = {"gpt_oss": {"embed_tokens": "embedding_rowwise", "layers.*.self_attn.q_
                       "layers.*.mlp.down_proj": "rowwise"}}
 
 
+_Tensors = list[tuple[str, tuple[int, ...]]]  # (name, shape), in the order of the modules
+_Division = tuple[Split | None, str, bool, str]  # split, style of the plan, partial gradient, problem
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What the specs of all parameters are made from."""
+
+    skeleton: Skeleton
+    config: Any
+    layers: int  # how many there are
+    sizes: Mapping[str, int]  # "heads", "kv_heads", "hidden"
+    there: frozenset[str]  # names of the tensors of the directory
+    styles: Mapping[str, str]  # name of a module or parameter, with "*" for numbers -> its tensor-parallel style
+    buffers: frozenset[str]  # what no optimizer changes
+
+    @property
+    def inner(self) -> str:
+        """How names of layers begin."""
+        return f"{self.skeleton.prefix}.{self.skeleton.execution.layers}."
+
+    def stored(self, name: str) -> tuple[str, ...]:
+        return _stored(name, self.config, self.skeleton.transforms, self.there)
+
+
 def parameter_specs(skeleton: Skeleton, config: Any, layers: int, kind: str, sizes: dict[str, int],
                     there: frozenset[str]) -> tuple[tuple[ParamSpec, ...], str, str]:
-    """Parameter specs in module order, and why tp or pp are impossible."""
-    prefix = skeleton.prefix
-    styles = dict(skeleton.tp_plan)
+    """Parameter specs in module order, and why tp or pp are impossible; "" if they are not. layers: how many there are.
+    kind: the name of the head. sizes: by name, as of a `Family`. there: names of the tensors of the directory."""
+    tower, base, head = _parts(skeleton)
+    tied = _is_tied(config, head)
     owner = config.get_text_config() if vision_family(config) else config  # of the plans of the layers
     declared = getattr(owner, "base_model_tp_plan", None) or PLANS.get(str(config.model_type)) or {}
-    styles |= {f"{prefix}.{k}": v for k, v in declared.items()}
-    buffers = {n for n, _, _ in skeleton.buffers} | skeleton.fixed
-    tensors = (*skeleton.params, *((n, shape) for n, shape, _ in skeleton.buffers))
-    base = [(n, shape) for n, shape in tensors if n.startswith(prefix + ".")]
-    tower = [(n, shape) for n, shape in tensors if _of_tower(n, prefix)]
-    head = [(n, shape) for n, shape in tensors if not n.startswith(prefix + ".") and not _of_tower(n, prefix)]
-    products = any(len(shape) == 2 and shape[0] == config.get_text_config().vocab_size for _, shape in head)
-    tied = bool(getattr(config, "tie_word_embeddings", False)) and not products  # a head may have more, as BERT's
-    if not HEADS[kind].vocabulary:
-        head, styles = [(SCORE_WEIGHT, (1, sizes["hidden"]))], {k: v for k, v in styles.items() if k != "lm_head"}
-    elif tied and styles.get("lm_head") == "colwise_gather_output":  # the embedding is the head: divide it as such
-        styles[skeleton.embedding.rpartition(".")[0]] = "embedding_rowwise"
-    inner = f"{prefix}.{skeleton.execution.layers}."
-    names = _fold(base, inner, layers)
     pipeline = list(getattr(owner, "base_model_pp_plan", None) or {})
-    pp_problem = _pp_problem(skeleton, bool(pipeline))
-    if getattr(config.get_text_config(), PER_LAYER, None):  # every layer reads embeddings of its own, of all columns
-        styles = {k: "" if "per_layer" in k else v for k, v in styles.items()}
-        pp_problem = "its layers read embeddings of their own, which the first stage makes"
-    pp_problem = pp_problem or WITHOUT_PP.get(str(config.model_type), "")
-    problems = [] if declared else ["its config has no tensor-parallel plan"]
-    problems += [WITHOUT_TP[str(config.model_type)]] if str(config.model_type) in WITHOUT_TP else []
-    specs, behind, counted, renamed = [], False, skeleton.experts, skeleton.transforms
-    for name, shape in tower:  # whole on every rank of tp
-        specs.append(ParamSpec(name, shape, "first", 0, None, "replicated", False,
-                               stored=_stored(name, config, renamed, there), buffer=name in buffers,
-                               float32=name in skeleton.float32))
-    stage: StageKind
-    for name, shape in names:
-        number, first = layer_number(name, inner), name.replace("{}", "0", 1)
-        in_layer = bool(number)
-        behind = behind or in_layer
-        module = name.removeprefix(prefix + ".").split(".")[0]
-        if in_layer:
-            stage = "layer"
-        elif tied and HEADS[kind].vocabulary and name == skeleton.embedding:
-            stage = "ends"
-        else:
-            inner_name = name.removeprefix(prefix + ".")
-            stage = "last" if _follows_layers(inner_name, module, pipeline, skeleton, behind) else "first"
-        if count := counted.get(first, 0):
-            split, problem = experts.division(name, shape, styles.get(_generic(name), ""))
-            style, partial = "experts", False
-        else:
-            split, style, partial, problem = _division(name, shape, _style(name, styles), sizes)
-            partial = partial or first not in buffers and _of_divided_columns(name, styles)
-        problems += [problem] if problem else []
-        several = number == "{}"
-        specs.append(ParamSpec(name, shape, stage, layers if several else 0, split, style, partial, count,
-                               _stored(name, config, renamed, there),
-                               layer=int(number) if in_layer and not several else -1,
-                               buffer=first in buffers, float32=first in skeleton.float32))
-    for name, shape in head:
-        split, style, partial, problem = _division(name, shape, _style(name, styles), sizes)
-        problems += [problem] if problem else []
-        specs.append(ParamSpec(name, shape, "last", 0, split, style, partial,
-                               stored=_stored(name, config, renamed, there), float32=name in skeleton.float32))
+    model = _Model(skeleton, config, layers, sizes, there, _styles(skeleton, config, declared, kind, tied),
+                   frozenset({n for n, _, _ in skeleton.buffers} | skeleton.fixed))
+    names = _fold(base, model.inner, layers)
+    stages = _stages(names, model, pipeline, skeleton.embedding if tied and HEADS[kind].vocabulary else "")
+    score = [(SCORE_WEIGHT, (1, sizes["hidden"]))]
+    found = [*(_base_spec(model, name, shape, stage) for (name, shape), stage in zip(names, stages, strict=True)),
+             *(_head_spec(model, name, shape) for name, shape in (head if HEADS[kind].vocabulary else score))]
+    problems = [*([] if declared else ["its config has no tensor-parallel plan"]),
+                *([WITHOUT_TP[str(config.model_type)]] if str(config.model_type) in WITHOUT_TP else []),
+                *(problem for _, problem in found if problem)]
+    specs = [*(_tower_spec(model, name, shape) for name, shape in tower), *(spec for spec, _ in found)]
     if problems:  # one whole copy on every rank: no style must look divided
         specs = [replace(s, split=None, style="experts" if s.experts else "replicated", partial_grad=False)
                  for s in specs]
-    return tuple(specs), problems[0] if problems else "", pp_problem
+    return tuple(specs), problems[0] if problems else "", _pp_problem(skeleton, config, bool(pipeline))
+
+
+def _parts(skeleton: Skeleton) -> tuple[_Tensors, _Tensors, _Tensors]:
+    """The parameters and buffers of the vision tower, of the text model, and of the head."""
+    prefix = skeleton.prefix
+    tensors = (*skeleton.params, *((n, shape) for n, shape, _ in skeleton.buffers))
+    base = [(n, shape) for n, shape in tensors if n.startswith(prefix + ".")]
+    tower = [(n, shape) for n, shape in tensors if _of_tower(n, prefix)]
+    return tower, base, [(n, shape) for n, shape in tensors
+                         if not n.startswith(prefix + ".") and not _of_tower(n, prefix)]
+
+
+def _is_tied(config: Any, head: _Tensors) -> bool:
+    """Whether the input embedding is the matrix of the head. A head may have more than that, as BERT's."""
+    products = any(len(shape) == 2 and shape[0] == config.get_text_config().vocab_size for _, shape in head)
+    return bool(getattr(config, "tie_word_embeddings", False)) and not products
+
+
+def _styles(skeleton: Skeleton, config: Any, declared: Mapping[str, str], kind: str, tied: bool) -> dict[str, str]:
+    """The tensor-parallel style of modules and parameters, by name. declared: the plan of the text model."""
+    styles = dict(skeleton.tp_plan) | {f"{skeleton.prefix}.{k}": v for k, v in declared.items()}
+    if not HEADS[kind].vocabulary:
+        styles.pop("lm_head", None)
+    elif tied and styles.get("lm_head") == "colwise_gather_output":  # the embedding is the head: divide it as such
+        styles[skeleton.embedding.rpartition(".")[0]] = "embedding_rowwise"
+    if getattr(config.get_text_config(), PER_LAYER, None):  # every layer reads its own embeddings, of all columns
+        styles = {k: "" if "per_layer" in k else v for k, v in styles.items()}
+    return styles
+
+
+def _stages(names: _Tensors, model: _Model, pipeline: list[str], tied: str) -> list[StageKind]:
+    """The pipeline stages that hold each parameter of the text model. pipeline: the modules of its pipeline-parallel
+    plan. tied: the name of an embedding that is the head, too; "": none."""
+    prefix, behind = model.skeleton.prefix + ".", False  # behind: the layers
+    stages: list[StageKind] = []
+    for name, _ in names:
+        inner = name.removeprefix(prefix)
+        in_layer = bool(layer_number(name, model.inner))
+        behind = behind or in_layer
+        if in_layer:
+            stages.append("layer")
+        elif name == tied:
+            stages.append("ends")
+        else:
+            follows = _follows_layers(inner, inner.split(".")[0], pipeline, model.skeleton, behind)
+            stages.append("last" if follows else "first")
+    return stages
+
+
+def _tower_spec(model: _Model, name: str, shape: tuple[int, ...]) -> ParamSpec:
+    """Of the vision tower: whole on every rank of tp."""
+    return ParamSpec(name, shape, "first", 0, None, "replicated", False, stored=model.stored(name),
+                     buffer=name in model.buffers, float32=name in model.skeleton.float32)
+
+
+def _base_spec(model: _Model, name: str, shape: tuple[int, ...], stage: StageKind) -> tuple[ParamSpec, str]:
+    """Of the text model, and why tp cannot divide it; "" if it can."""
+    number, first = layer_number(name, model.inner), name.replace("{}", "0", 1)
+    count = model.skeleton.experts.get(first, 0)
+    if count:
+        split, problem = experts.division(name, shape, model.styles.get(_generic(name), ""))
+        style, partial = "experts", False
+    else:
+        split, style, partial, problem = _division(name, shape, _style(name, model.styles), model.sizes)
+        partial = partial or first not in model.buffers and _of_divided_columns(name, model.styles)
+    return ParamSpec(name, shape, stage, model.layers if number == "{}" else 0, split, style, partial, count,
+                     model.stored(name), layer=int(number) if number.isdigit() else -1,
+                     buffer=first in model.buffers, float32=first in model.skeleton.float32), problem
+
+
+def _head_spec(model: _Model, name: str, shape: tuple[int, ...]) -> tuple[ParamSpec, str]:
+    """Of the head, and why tp cannot divide it; "" if it can."""
+    split, style, partial, problem = _division(name, shape, _style(name, model.styles), model.sizes)
+    return ParamSpec(name, shape, "last", 0, split, style, partial, stored=model.stored(name),
+                     float32=name in model.skeleton.float32), problem
 
 
 def _of_tower(name: str, prefix: str) -> bool:
@@ -123,14 +179,14 @@ def _stored(name: str, config: Any, renamed: Sequence[Any], there: frozenset[str
     return (old,) if old else experts.stored(name, renamed, there)
 
 
-def _fold(params: list[tuple[str, tuple[int, ...]]], inner: str, layers: int) -> list[tuple[str, tuple[int, ...]]]:
+def _fold(params: _Tensors, inner: str, layers: int) -> _Tensors:
     """Parameters that every layer has with the same shape become one name with "{}"; all others stay. inner: how names
     of layers begin."""
-    folded: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    folded: dict[str, _Tensors] = {}
     for name, shape in params:
         number = layer_number(name, inner)
         folded.setdefault(inner + "{}" + name[len(inner + number) :] if number else name, []).append((name, shape))
-    found: list[tuple[str, tuple[int, ...]]] = []
+    found: _Tensors = []
     for template, members in folded.items():
         same = "{}" in template and len(members) == layers and len({shape for _, shape in members}) == 1
         found += [(template, members[0][1])] if same else members
@@ -152,24 +208,27 @@ def _follows_layers(name: str, module: str, pipeline: list[str], skeleton: Skele
     return any(name.startswith(later + ".") for later in skeleton.after_layers)
 
 
-def _pp_problem(skeleton: Skeleton, declared: bool) -> str:
-    """Why a model cannot be divided into stages. declared: whether its config has a pipeline-parallel plan."""
+def _pp_problem(skeleton: Skeleton, config: Any, declared: bool) -> str:
+    """Why a model cannot be divided into stages; "" if it can. declared: whether its config has a pipeline-parallel
+    plan."""
+    if getattr(config.get_text_config(), PER_LAYER, None):
+        return "its layers read embeddings of their own, which the first stage makes"
     if not skeleton.execution.layers:
         return "it has no list of layers"
     if skeleton.shared:
         return "its layers share parameters"
-    if declared or skeleton.after_layers is not None:
-        return ""
-    return "it has no pipeline-parallel plan, and a trial does not show what follows its layers"
+    if not declared and skeleton.after_layers is None:
+        return "it has no pipeline-parallel plan, and a trial does not show what follows its layers"
+    return WITHOUT_PP.get(str(config.model_type), "")
 
 
-def _style(name: str, styles: dict[str, str]) -> str:
+def _style(name: str, styles: Mapping[str, str]) -> str:
     """The tensor-parallel style of a parameter's module, or of the parameter itself."""
     generic = _generic(name)
     return styles.get(generic.rpartition(".")[0]) or styles.get(generic) or ""
 
 
-def _of_divided_columns(name: str, styles: dict[str, str]) -> bool:
+def _of_divided_columns(name: str, styles: Mapping[str, str]) -> bool:
     """Whether a parameter belongs to an activation, as xIELU's do, between weights that tp divides: a rank applies it
     to its own columns alone."""
     mlp, _, module = _generic(name).rpartition(".")[0].rpartition(".")
@@ -182,8 +241,8 @@ def _generic(name: str) -> str:
 
 
 def _division(name: str, shape: tuple[int, ...], style: str,
-              sizes: dict[str, int]) -> tuple[Split | None, str, bool, str]:
-    """(split, style of the plan, partial gradient, problem) of one parameter."""
+              sizes: Mapping[str, int]) -> _Division:
+    """How tp divides a parameter of one module."""
     module = name.split(".")[-2] if "." in name else name
     units = {"q_proj": sizes["heads"], "o_proj": sizes["heads"], "out_proj": sizes["heads"],
              "k_proj": sizes["kv_heads"], "v_proj": sizes["kv_heads"]}.get(module)

@@ -236,18 +236,9 @@ class _EventBuilder:
         if isinstance(node, g.Sample):
             return self.sample(node, at)
         if isinstance(node, g.Fetch):
-            spreads = {v: replicated_spread_id(self.frames[self.frame_of[v]].row_space) for v in node.writes}
-            self.replicated |= spreads
-            source = replicated_spread_id(self.frames[node.newest or node.frames[0]].row_space)
-            return Fetch(id=0, mesh=self.world.id, reads=tuple(f"{v}@{source}" for v in node.reads),
-                         writes=tuple(f"{v}@{s}" for v, s in spreads.items()), at=at, **payload(node, FetchSpec))
+            return self.fetch(node, at)
         if isinstance(node, g.Draw | g.Lookup):
-            base = self.frames[node.frame]
-            spread_id = replicated_spread_id(base.row_space)
-            self.replicated |= dict.fromkeys(node.writes, spread_id)
-            reads = tuple(self._buffer(v, spread_id) for v in node.reads)
-            kind, spec = (Draw, DrawSpec) if isinstance(node, g.Draw) else (Lookup, LookupSpec)
-            return self._of_row_states(kind, node, reads, tuple(f"{v}@{spread_id}" for v in node.writes), spec)
+            return self.draw_or_lookup(node)
         if isinstance(node, g.Save):
             saved = self._save_layout(node)
             return Save(id=0, mesh=self.layouts[saved].mesh, reads=(f"{node.model}@{saved}",), at=at, layout=saved,
@@ -264,32 +255,53 @@ class _EventBuilder:
         if isinstance(node, g.Derive):
             return Derive(id=0, mesh=spread.mesh, at=at, spread=spread.id, reads=reads, writes=writes,
                           **payload(node, DeriveSpec))
-        common: dict[str, Any] = {"id": 0, "mesh": placement.mesh.id, "at": at, "spread": spread.id}
         if isinstance(node, g.Compute):
-            return Compute(**common, reads=reads, writes=writes, **payload(node, ComputeSpec))
-        if not isinstance(node, Call):
-            raise internal_error(f"no event for {type(node).__name__} {node.id}", "pass node_events")
+            return Compute(id=0, mesh=placement.mesh.id, at=at, spread=spread.id, reads=reads, writes=writes,
+                           **payload(node, ComputeSpec))
+        if isinstance(node, Call):
+            return self.call(node, placement, spread, reads, writes)
+        raise internal_error(f"no event for {type(node).__name__} {node.id}", "pass node_events")
+
+    def fetch(self, node: g.Fetch, at: str) -> Event:
+        """On each rank that reads what it writes (`lengths.py`)."""
+        spreads = {v: replicated_spread_id(self.frames[self.frame_of[v]].row_space) for v in node.writes}
+        self.replicated |= spreads
+        source = replicated_spread_id(self.frames[node.newest or node.frames[0]].row_space)
+        return Fetch(id=0, mesh=self.world.id, reads=tuple(f"{v}@{source}" for v in node.reads),
+                     writes=tuple(f"{v}@{s}" for v, s in spreads.items()), at=at, **payload(node, FetchSpec))
+
+    def draw_or_lookup(self, node: g.Draw | g.Lookup) -> Event:
+        """As a fetch: both are about all rows of the batch."""
+        spread_id = replicated_spread_id(self.frames[node.frame].row_space)
+        self.replicated |= dict.fromkeys(node.writes, spread_id)
+        reads = tuple(self._buffer(v, spread_id) for v in node.reads)
+        kind, spec = (Draw, DrawSpec) if isinstance(node, g.Draw) else (Lookup, LookupSpec)
+        return self._of_row_states(kind, node, reads, tuple(f"{v}@{spread_id}" for v in node.writes), spec)
+
+    def call(self, node: Call, placement: Placement, spread: Spread, reads: tuple[str, ...], writes: tuple[str, ...]
+             ) -> Event:
+        """Of a model. It also reads the model's parameters, and perhaps a KV cache or another model's head."""
         copy, layout = f"{node.model}@{placement.layout.id}", placement.layout.id
+        common: dict[str, Any] = {"id": 0, "mesh": placement.mesh.id, "at": str(node.span), "spread": spread.id,
+                                  "layout": layout}
         match node:
             case g.Generate():
                 cache_of = self.reused.get(node.id, "")
                 cache = (f"{cache_of}.cache@{spread.id}",) if cache_of else ()
                 kept = (f"{node.frame}.cache@{spread.id}",) if node.frame in self.reused.values() else ()
-                return Generate(**common, layout=layout, reads=(copy, *reads, *cache), writes=(*writes, *kept),
-                                cache_of=cache_of, mbs=decode_batch_size(self.frames[node.frame], placement),
-                                waiting=placement.waiting,
+                return Generate(**common, reads=(copy, *reads, *cache), writes=(*writes, *kept), cache_of=cache_of,
+                                mbs=decode_batch_size(self.frames[node.frame], placement), waiting=placement.waiting,
                                 **payload(node, GenerateSpec))
             case g.Infer():
-                return Infer(**common, layout=layout, reads=(copy, *reads), writes=writes, mbs=placement.mbs,
-                             mbt=placement.mbt, **payload(node, InferSpec))
+                return Infer(**common, reads=(copy, *reads), writes=writes, mbs=placement.mbs, mbt=placement.mbt,
+                             **payload(node, InferSpec))
             case g.Train():
-                self.written_at[node.model] = at
+                self.written_at[node.model] = common["at"]
                 heads = tuple(self.placements[self.head_makers[model]].layout.id for _, model in node.heads)
                 read = dict.fromkeys(f"{model}@{x}" for (_, model), x in zip(node.heads, heads, strict=True))
-                return Train(**common, layout=layout, reads=(copy, *read, *reads), writes=(copy, *writes),
-                             mbs=placement.mbs, mbt=tokens_per_pass(node, self.frames, placement.layout, placement.mbt),
-                             recompute=placement.recompute, head_layouts=heads,
-                             **payload(node, TrainSpec))
+                return Train(**common, reads=(copy, *read, *reads), writes=(copy, *writes), mbs=placement.mbs,
+                             mbt=tokens_per_pass(node, self.frames, placement.layout, placement.mbt),
+                             recompute=placement.recompute, head_layouts=heads, **payload(node, TrainSpec))
         assert_never(node)
 
     def broadcast(self, node: g.Broadcast, at: str) -> Event:

@@ -32,7 +32,7 @@ ALLOWED = {
     ("rldsl/runtime/interpreter/minibatch_loss.py", "__init__"): "a vector of partials, which `partials` moves",
     ("backends/torch/model/lora.py", "_draw"): "numbers for which no GPU is asked, so that they are the same everywhere",
     ("backends/torch/train/optimizer.py", "optimizer_state"): "AdamW counts its steps on the host",
-    ("backends/torch/shard.py", ""): "a micro-batch of one token; `pack_inputs` moves it",
+    ("backends/torch/model/model_inputs.py", ""): "a micro-batch of one token; `pack_inputs` moves it",
     ("backends/torch/kernels/length_buckets.py", "__init__"): "places are worked out by the host, and moved at the end",
     ("backends/torch/kernels/rms_norms.py", "_is_plain_rms_norm"): "a trial of a module on a few numbers of the host",
     ("backends/torch/kernels/products.py", "has_onednn"): "a trial of what this build has for the host",

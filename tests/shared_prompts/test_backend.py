@@ -48,7 +48,8 @@ def tokens(monkeypatch):
         found.append(len(inputs.tokens))
         return inputs
 
-    monkeypatch.setattr("rldsl.backends.torch.shard.pack_inputs", counted)
+    for module in ("shard", "train.minibatch"):
+        monkeypatch.setattr(f"rldsl.backends.torch.{module}.pack_inputs", counted)
     return found
 
 

@@ -27,6 +27,9 @@ from rldsl.runtime.backend import Axis, PackedBatch
 from rldsl.runtime.image_tokens import ids_of
 from rldsl.runtime.store import offsets_within, ragged_indices
 
+# one token, for ranks without rows that must run a pass
+DUMMY_BATCH = PackedBatch(torch.tensor([0]), torch.tensor([1]), torch.tensor([0]), torch.tensor([0]))
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:

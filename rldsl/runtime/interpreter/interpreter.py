@@ -75,6 +75,7 @@ from rldsl.runtime.persist.model_export import save
 from rldsl.runtime.plan_file import PlanFile
 from rldsl.runtime.rewards.pool import RewardPool
 from rldsl.runtime.state import in_flight
+from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.state.step import StepState
 
@@ -332,36 +333,48 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
             services = Services(start.data, rewards, reporter, ring, start.writer, start.resumed, environments)
             ring.begin_startup("reading the weights")
             state = RankState(context, ModelStore(context, reader=start.data), step, services)
-            begin = time.monotonic()
-            profiler = EventProfiler(context, device, first, options.profile) if options.profile else None
-            interpreter = Interpreter(state, start.items, recorder, profiler)
-            if watchdog is not None:
-                interpreter.hold = watchdog.hold_if_terminated
-            run(interpreter)
-            interpreter.compare_weights()
-            if profiler is not None:
-                profiler.close()
-            seconds = time.monotonic() - begin
-            if recorder is not None:
-                write_timeline(recorder, context.plan, Path(str(options.trace)), device)
+            seconds = _run_events(state, start.items, device, recorder, watchdog, options, run)
             _finish(state)
     if context.rank == 0:
-        if step.stopped:
-            print(f"stopped after step {step.number} as requested; use `--resume` to continue from there",
-                  file=sys.stderr,
-                  flush=True)
-        if step.ended:
-            until = next(x.until for x in context.plan.body if isinstance(x, Loop))
-            print(f"ended after step {step.number}: {context.values[split_buffer(until)[0]].label}",
-                  file=sys.stderr, flush=True)
-        if environments.errors:
-            print(f"{counted(environments.errors, 'conversation')} ended by an error of their environment "
-                  "(on_error=end): `gen.stopped` is 5", file=sys.stderr, flush=True)
-        if environments.timeouts:
-            print(f"not exact: {counted(environments.timeouts, 'conversation')} ended after `turn_timeout` "
-                  "(on_error=end), so another run may compute other numbers", file=sys.stderr, flush=True)
+        for note in _notes_at_end(context, step, environments):
+            print(note, file=sys.stderr, flush=True)
         steps = step.number - first
         write_summary(context.plan, context.out, summarize(context.plan, context.out, step.number, steps, seconds))
+
+
+def _run_events(state: RankState, items: Sequence[Item], device: torch.device, recorder: TimelineRecorder | None,
+                watchdog: Watchdog | None, options: Options, run: Callable[[Interpreter], None]) -> float:
+    """All events of this rank, with a timeline and a profile where they are asked for. Returns the seconds that they
+    took."""
+    context = state.context
+    begin = time.monotonic()
+    profiler = EventProfiler(context, device, state.step.number, options.profile) if options.profile else None
+    interpreter = Interpreter(state, items, recorder, profiler)
+    if watchdog is not None:
+        interpreter.hold = watchdog.hold_if_terminated
+    run(interpreter)
+    interpreter.compare_weights()
+    if profiler is not None:
+        profiler.close()
+    seconds = time.monotonic() - begin
+    if recorder is not None:
+        write_timeline(recorder, context.plan, Path(str(options.trace)), device)
+    return seconds
+
+
+def _notes_at_end(context: RunContext, step: StepState, environments: Environments) -> Iterator[str]:
+    """What a run says when it has ended: why it ended early, and what of it is not as it should be."""
+    if step.stopped:
+        yield f"stopped after step {step.number} as requested; use `--resume` to continue from there"
+    if step.ended:
+        until = next(x.until for x in context.plan.body if isinstance(x, Loop))
+        yield f"ended after step {step.number}: {context.values[split_buffer(until)[0]].label}"
+    if environments.errors:
+        yield (f"{counted(environments.errors, 'conversation')} ended by an error of their environment "
+               "(on_error=end): `gen.stopped` is 5")
+    if environments.timeouts:
+        yield (f"not exact: {counted(environments.timeouts, 'conversation')} ended after `turn_timeout` "
+               "(on_error=end), so another run may compute other numbers")
 
 
 def _finish(state: RankState) -> None:
