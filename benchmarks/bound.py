@@ -10,7 +10,7 @@ phases (`bound_sides.py`) as rldsl and as transformers run them, in turns. Fract
 CPU times of all turns, so that what else runs on the machine meets both sides of a fraction. transformers samples other
 tokens, so its least time of decoding is scaled by their number.
 
---step: whole GRPO steps as well, by rldsl and by TRL's GRPOTrainer, each in a process of its own (`step.py`); their
+--step: whole GRPO steps as well, by rldsl and by TRL's GRPOTrainer, each in a separate process (`step.py`); their
 least time is the sum of prefill, decoding, forward, backward and update, scaled by the tokens that they sampled.
 TRL is looked for in the interpreter that --peer or the environment variable RLDSL_TRL_PYTHON names.
 

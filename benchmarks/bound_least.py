@@ -131,7 +131,7 @@ def _onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out
 
 
-# a @ b.T into `out`, or into memory of its own
+# a @ b.T into `out`, or into new memory
 Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 WAYS: dict[str, Way] = {
     "mm": lambda a, b, out: torch.mm(a, b.t(), out=out),

@@ -1,6 +1,6 @@
 """Compiling at scale: what a user waits for, from the start of the command to its end, from 64 ranks to 10,240.
 
-Runs `rlc compile` and `rlc verify` as processes of their own and prints, for each program and size, the CPU seconds of
+Runs `rlc compile` and `rlc verify` as separate processes and prints, for each program and size, the CPU seconds of
 each from process start to exit (imports, model descriptions, memory estimate and proof included), the size of the plan
 and its rank classes; then the gates. Programs: PPO and GRPO on Llama-3 70B shapes, and SFT on a mixture of experts, on
 devices of 80 GB, with and without zero 1 to 3, offload, keep=false, ep and vpp; and a program that fits nowhere, whose

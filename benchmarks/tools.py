@@ -15,7 +15,7 @@ sample the same tokens, as far as rounding lets them:
 
 Each is measured by two clocks, one after the other in each round, and rounds alternate in their order:
 
-- wall: wall time; environments are real ones, each in a process of its own
+- wall: wall time; environments are real ones, each in a separate process
 - cpu: the processor time of the rank; tools answer by that clock, in its process, and when nothing can be decoded, the
   clock is set forward. Other programs on the machine do not change it, but what the processes of environments cost is
   not in it.

@@ -1,5 +1,5 @@
 """The verifier's cost: PPO on a 70-billion-parameter model (ReaL's six calls) from 64 ranks to 10,240, and a plan
-whose every rank is in a class of its own. Prints entries (ranks times events), CPU seconds, entries a second, and the
+whose every rank is in a separate class. Prints entries (ranks times events), CPU seconds, entries a second, and the
 growth exponent: 1 would be a cost in proportion to the entries, 0 none that depends on them.
 
     python -m benchmarks.verify
@@ -64,7 +64,7 @@ def ppo_70b(ranks: int, where: Callable[[int], dict[str, g.Clause]] = places) ->
 
 
 def no_two_alike(ranks: int, events: int = 98) -> Plan:
-    """Every rank in a class of its own (its peak is another), with as many events as a step of PPO has."""
+    """Every rank in a separate class (its peak is another), with as many events as a step of PPO has."""
     p, buffers = grpo(), ("prompt.tokens@s", "prompt.lengths@s")
     body: list[Item] = []
     for i in range(0, events, 2):

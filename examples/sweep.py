@@ -4,7 +4,7 @@
     pip install 'rldsl[all]' optuna
     python examples/sweep.py runs/tiny/models/sft runs/tiny/data/prompts.jsonl 12
 
-Each trial is a run of its own below runs/sweep, which `rlc runs runs/sweep` lists and `rlc plot` draws.
+Each trial is a separate run below runs/sweep, which `rlc runs runs/sweep` lists and `rlc plot` draws.
 """
 
 from __future__ import annotations

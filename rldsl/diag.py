@@ -35,7 +35,7 @@ class Diagnostic:
     """One message."""
 
     code: str  # "RL0101"
-    title: str  # a sentence of its own, in lower case, without a full stop
+    title: str  # a complete sentence, in lower case, without a full stop
     span: Span | None = None  # what is underlined; None: there is no source text
     label: str = ""  # explains the underlined span
     labels: tuple[Label, ...] = ()  # other places that contribute
@@ -63,7 +63,7 @@ class Failure(Exception):
         super().__init__("; ".join(f"{d.code} {d.title}" for d in self.diagnostics))
 
     def __reduce__(self) -> tuple[type[Failure], tuple[object, ...]]:
-        # An exception with an __init__ of its own needs this to cross process boundaries.
+        # An exception with its own __init__ needs this to cross process boundaries.
         return (Failure, (self.diagnostics,))
 
 

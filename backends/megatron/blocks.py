@@ -127,7 +127,7 @@ def build_blocks(table: Table, held: HeldPieces, path: str, dtype: Callable[[Par
 
 def _group_names(table: Table, held: HeldPieces) -> dict[tuple[str, ...], tuple[str, int | None]]:
     """Names of the parameters of one block -> the table's tensor, and the layer. What GPTModel does not have, a value
-    head, is a block of its own."""
+    head, is a separate block."""
     key_of = {part: key for key, parts in table.items() for part in parts}
     groups: dict[tuple[str, ...], tuple[str, int | None]] = {}
     for parameter, _ in held.values():

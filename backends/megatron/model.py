@@ -1,8 +1,8 @@
 """A run of layers as Megatron's GPTModel, on the meta device.
 
 In: a HuggingFace config, how many layers, which ends of the model belong to them, and the ranks of tp and ep. Out: the
-module, whose parameters have no storage yet. Megatron knows only these two axes: pipeline stages are GPTModels of their
-own, and attention itself reaches the tokens of other ranks of cp. So its process groups are passed in
+module, whose parameters have no storage yet. Megatron knows only these two axes: pipeline stages are separate
+GPTModels, and attention itself reaches the tokens of other ranks of cp. So its process groups are passed in
 (`ProcessGroupCollection`), and its global `parallel_state` stays empty.
 
 Our modules in its layer spec: attention over packed sequences, which the torch backend has already; norms, and the sum

@@ -69,7 +69,7 @@ class OutputShape(NamedTuple):
 class TorchShard:
     """See `rldsl.runtime.backend.Shard`, whose methods these are."""
 
-    # a backend with modules of its own replaces both
+    # a backend with its own modules replaces both
     stage_class: type[Any] = Stage                        # modules and parameters
     trainer_class: type[ShardOptimizer] = ShardOptimizer  # gradients and optimizer
 

@@ -1,4 +1,4 @@
-"""vLLM as the engine of generate calls: `build` makes one rank's copy of a model, with an engine process of its own.
+"""vLLM as the engine of generate calls: `build` makes one rank's copy of a model, with its own engine process.
 
 torch is imported when a shard is built, and vLLM only by the engine process, so that importing `describe` stays cheap.
 """

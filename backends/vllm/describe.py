@@ -44,7 +44,7 @@ def positions(facts: Facts) -> int:
 DESCRIPTION = Description(
     calls=("generate",), divisions=("dp",), zero=0, per_step=False, other_logprobs=True, conversations=True,
     waiting=("keep", "recompute"),  # vLLM decides which blocks of its KV cache make room
-    undivided="each rank that generates has an engine of its own, with all of the model",
+    undivided="each rank that generates has its own engine, with all of the model",
     needs=("vllm", "pip install 'rldsl[vllm]'"), versions=("vllm", "0.32", "0.33"), interpreter=PYTHON,
     own_environment="python -m venv ~/vllm && ~/vllm/bin/pip install 'vllm==0.32.*' && "
                     f"export {PYTHON}=~/vllm/bin/python",

@@ -5,7 +5,7 @@ It runs in vLLM's environment, which need not have rldsl, so it imports nothing 
 they lie in memory that both processes map. Whatever vLLM prints goes to standard error.
 In: "hello", "open", "load", "generate", "converse", "turns", "sleep". Out: one answer each; {"error": ...} where it
 failed.
-Invariants: it has a world of its own, of one process; what is sampled for a row depends only on the weights and the
+Invariants: it has its own world, of one process; what is sampled for a row depends only on the weights and the
 message; it ends when its rank ends.
 """
 

@@ -2,7 +2,7 @@
 
 The parameters are complete, so what a reallocation sends are the same boxes as for any layout with tp=1 and pp=1. On a
 CPU they arrive in the memory that the engine maps; on a GPU they are copied there. From there vLLM takes them by name,
-since it joins some of them (queries, keys and values) and may store them in a form of its own.
+since it joins some of them (queries, keys and values) and may store them in another form.
 
 Of a model with adapters only their factors are parameters, and arrive. What vLLM takes are the weights of the base with
 the adapters merged, W + alpha / r * B A, computed in float32: it knows of no adapters.

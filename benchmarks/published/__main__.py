@@ -2,7 +2,7 @@
 
     python -m benchmarks.published                    # all rows: about two minutes
     python -m benchmarks.published --only llama       # those whose names contain a word
-    python -m benchmarks.published --spread 1.0       # with another distribution of lengths
+    python -m benchmarks.published --log-std 1.0      # with another distribution of lengths
     python -m benchmarks.published --search llama8b-h100-16     # what the search finds there, with its certified gap
 
 Gates: dense rows within 25 %, rows of mixtures of experts within 35 %, Kendall's tau of the order of the steps at least
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.published.phases import gains as gains_of_phases
 from benchmarks.published.prediction import Prediction, predict, workplace
-from benchmarks.published.rows import AGAIN, CALIBRATION, LEFT_OUT, ONE_RACK, ROWS, SCATTERED, SPREAD, VERL, Row
+from benchmarks.published.rows import AGAIN, CALIBRATION, LEFT_OUT, LOG_STD, ONE_RACK, ROWS, SCATTERED, VERL, Row
 
 DENSE, MOE, ORDER, GAIN = 0.25, 0.35, 0.9, 0.15
 HEAD = f"{'row':<24} {'step':>8} {'published':>9} {'ratio':>6} {'tok/s/GPU':>10} {'published':>9}  phases (published)"
@@ -49,12 +49,12 @@ def gains(found: Mapping[str, Prediction]) -> Iterator[tuple[Prediction, float, 
             yield p, base.seconds / p.seconds, base.row.seconds / p.row.seconds
 
 
-def with_mean(row: Row, folder: Path, spread: float) -> Row:
+def with_mean(row: Row, folder: Path, log_std: float) -> Row:
     """The row with the mean length with which its simulated training takes as long as published."""
     low, high = 200.0, 4000.0
     for _ in range(12):
         middle = (low + high) / 2
-        short = predict(replace(row, response=middle), folder, spread).phases()["train"] < row.phases["train"]
+        short = predict(replace(row, response=middle), folder, log_std).phases()["train"] < row.phases["train"]
         low, high = (middle, high) if short else (low, middle)
     return replace(row, response=round(high))
 
@@ -102,7 +102,7 @@ def num_apart(found: Sequence[Prediction], apart: float) -> int:
     return sum(ratio(a, b) >= apart for a, b in combinations(found, 2))
 
 
-def searched(only: str, seconds: float, spread: float) -> None:
+def searched(only: str, seconds: float, log_std: float) -> None:
     """The table of "What would be better" in docs/published.md, for rows whose names contain `only`."""
     from benchmarks.published.searched import HEAD as SEARCHED
     from benchmarks.published.searched import line as searched_line
@@ -114,9 +114,9 @@ def searched(only: str, seconds: float, spread: float) -> None:
         for row in ROWS:
             if only not in row.name:
                 continue
-            as_published = predict(row, folder, spread)
+            as_published = predict(row, folder, log_std)
             try:
-                print(searched_line(as_published, search(row, folder, seconds, row.lag, spread)), flush=True)
+                print(searched_line(as_published, search(row, folder, seconds, row.lag, log_std)), flush=True)
             except Failure as failure:
                 print(f"| `{row.name}` | {as_published.seconds:.1f} s | {failure} | | |", flush=True)
 
@@ -124,29 +124,29 @@ def searched(only: str, seconds: float, spread: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose names contain this")
-    parser.add_argument("--spread", type=float, default=SPREAD, help="deviation of the logarithm of lengths")
+    parser.add_argument("--log-std", type=float, default=LOG_STD, help="standard deviation of the logarithm of lengths")
     parser.add_argument("--search", help='search for the rows whose names contain this; "" for all')
     parser.add_argument("--seconds", type=float, default=60.0, help="CPU seconds of such a search")
     given = parser.parse_args()
     if given.search is not None:
-        return searched(given.search, given.seconds, given.spread)
+        return searched(given.search, given.seconds, given.log_std)
     found: dict[str, Prediction] = {}
     with tempfile.TemporaryDirectory() as place, workplace(Path(place)) as folder:
-        print(f"modelled; lengths lognormal with spread {given.spread:g}, cut at the maximum\n\n{HEAD}", flush=True)
+        print(f"modelled; lengths lognormal with log-std {given.log_std:g}, cut at the maximum\n\n{HEAD}", flush=True)
         for row in (*ROWS, *CALIBRATION):
             if given.only in row.name:
-                found[row.name] = p = predict(row, folder, given.spread)
+                found[row.name] = p = predict(row, folder, given.log_std)
                 print(line(p) + ("  [constants come from it]" if row in CALIBRATION else ""), flush=True)
         means: dict[str, float] = {}
         for row in VERL:
             if given.only in row.name:
-                whole = with_mean(row, folder, given.spread) if not row.baseline else row
+                whole = with_mean(row, folder, given.log_std) if not row.baseline else row
                 means[row.name] = whole.response or means.get(row.baseline, 1000.0)
-                found[row.name] = p = predict(replace(whole, response=means[row.name]), folder, given.spread)
+                found[row.name] = p = predict(replace(whole, response=means[row.name]), folder, given.log_std)
                 print(line(p).replace("  outside the gate", "") + f"  [mean {means[row.name]:.0f} tokens]", flush=True)
         measured = [gain for p in found.values() if p.row.phases and p.row.baseline in found
                     for gain in gains_of_phases(found[p.row.baseline], p, folder)]
-        by_rack = [predict(replace(p.row, scattered=False, domain=ONE_RACK), folder, given.spread)
+        by_rack = [predict(replace(p.row, scattered=False, domain=ONE_RACK), folder, given.log_std)
                    for name, p in found.items() if name in SCATTERED]
     judged = [p for p in found.values() if p.row in ROWS]
     print()

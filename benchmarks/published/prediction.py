@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.published.rows import SPREAD, Row
+from benchmarks.published.rows import LOG_STD, Row
 from rldsl import api
 from rldsl.clusters import Cluster, read
 from rldsl.plan.events import Generate, Infer, Train
@@ -65,8 +65,8 @@ def cluster_of(row: Row) -> Cluster:
     return replace(whole, nodes=-(-row.gpus // gpus), gpus=gpus, cache_gb=row.cache * whole.memory_gb)
 
 
-def lengths_of(row: Row, spread: float = SPREAD) -> Lengths:
-    return Lengths(row.prompt, row.response, longest_of(row), spread)
+def lengths_of(row: Row, log_std: float = LOG_STD) -> Lengths:
+    return Lengths(row.prompt, row.response, longest_of(row), log_std)
 
 
 def longest_of(row: Row) -> float:
@@ -107,8 +107,8 @@ def make_model(folder: Path, name: str) -> None:
     directory(folder / name, sizes.pop("model_type"), sizes, False)
 
 
-def predict(row: Row, folder: Path, spread: float = SPREAD) -> Prediction:
+def predict(row: Row, folder: Path, log_std: float = LOG_STD) -> Prediction:
     """folder: of `workplace`."""
     make_model(folder, row.model)
     plan = api.compile(f"{row.program}.rlf", sets_of(row), str(HERE / "places" / f"{row.name}.place.rlf"))
-    return Prediction(row, plan, simulate(plan, cluster_of(row), lengths_of(row, spread)))
+    return Prediction(row, plan, simulate(plan, cluster_of(row), lengths_of(row, log_std)))

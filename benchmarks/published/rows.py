@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 # tokens of a prompt, on average: what the published throughput of on-policy rows counts besides the responses
 PROMPTS = {"llama-3.1-8b": 127.0, "llama-3.1-70b": 127.0, "qwen3-32b": 104.0, "qwen3-30b-a3b": 103.0,
            "qwen3-235b-a22b": 118.0, "qwen2.5-math-7b": 150.0}
-SPREAD = 0.75  # standard deviation of the logarithm of the lengths; assumed, see docs/published.md
+LOG_STD = 0.75  # standard deviation of the logarithm of the lengths; assumed, see docs/published.md
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.published.prediction import Prediction, cluster_of, lengths_of, make_model, sets_of
-from benchmarks.published.rows import SPREAD, Row
+from benchmarks.published.rows import LOG_STD, Row
 from rldsl import api
 from rldsl.models.families import describe
 from rldsl.plan.events import Generate, Infer, Train
@@ -49,7 +49,7 @@ class Found:
     calls: Mapping[str, PlacedCall]  # by name
 
 
-def search(row: Row, folder: Path, seconds: float, lag: int = 0, spread: float = SPREAD) -> Found:
+def search(row: Row, folder: Path, seconds: float, lag: int = 0, log_std: float = LOG_STD) -> Found:
     """seconds: of CPU time, after which the search ends. Raises Failure where nothing fits."""
     make_model(folder, row.model)
     cluster = cluster_of(row)
@@ -59,7 +59,7 @@ def search(row: Row, folder: Path, seconds: float, lag: int = 0, spread: float =
     p = prepare_program(graph, "", cluster, memory, unless_locked(graph, ()), describe)
     begin = time.process_time()
     answer = find_placement(p, cluster, memory, Options(
-        lengths=lengths_of(row, spread), should_continue=lambda _: time.process_time() - begin < seconds))
+        lengths=lengths_of(row, log_std), should_continue=lambda _: time.process_time() - begin < seconds))
     best = answer.best[0]
     return Found(best.seconds, answer.gap, placed_calls(best.plan, best.timeline))
 

@@ -69,8 +69,8 @@ class Distribution:
             return self.values[min(int(u * len(self.values)), len(self.values) - 1)]
         if not self.deviation or not self.mean:
             return self.mean
-        spread = math.sqrt(math.log1p((self.deviation / self.mean) ** 2))
-        return self.mean * math.exp(spread * (NormalDist().inv_cdf(u) - spread / 2))
+        log_std = math.sqrt(math.log1p((self.deviation / self.mean) ** 2))
+        return self.mean * math.exp(log_std * (NormalDist().inv_cdf(u) - log_std / 2))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """`rlc doctor`: what is installed on this machine, which devices it has, and what is missing for what.
 
-In: nothing. Out: an `Installation`. torch is imported in a process of its own: a build that crashes, or that waits for
+In: nothing. Out: an `Installation`. torch is imported in a separate process: a build that crashes, or that waits for
 a driver, is a finding and does not end the command.
 """
 
@@ -130,7 +130,7 @@ def _version(distribution: str) -> str:
 
 
 def _torch() -> dict[str, Any]:
-    """What a process of its own finds out about torch; {} without torch."""
+    """What a separate process finds out about torch; {} without torch."""
     if find_spec("torch") is None:
         return {}
     stage("importing torch")

@@ -1,7 +1,7 @@
 """What a lag gains or loses: the same program with another one, on the same cluster.
 
 In: a program, and how it was compiled and simulated. Out: the seconds of its step and its memory with the other lag.
-With a lag the other one is none; without, it is one step, if generation then has ranks of its own.
+With a lag the other one is none; without, it is one step, if generation then has its own ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`rlc profile`: measure this machine and the models of a plan on it; the file is a cluster's, for `rlc sim --cluster`.
 
 In: a plan or a program. Out: a YAML file. What was measured is kept by machine, libraries and threads, and model by
-model, so that the next profile measures only what is new. The measuring is `measure/profile.py`, in processes of its
-own.
+model, so that the next profile measures only what is new. The measuring is `measure/profile.py`, in separate
+processes.
 Errors: RL0788 the measuring fails.
 """
 

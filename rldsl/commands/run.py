@@ -51,7 +51,7 @@ class EndedRun:
 def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str], out: str | None,
         trace: str | None, nproc: int | None, resume: str | None = None, overwrite: bool = False,
         options: Sequence[str] = (), say: Callable[[str], None] = print, quiet: bool = False) -> EndedRun:
-    """out: the directory of the run; None: one of its own (`runtime/metrics/default_output.py`), which is printed.
+    """out: the directory of the run; None: a new one (`runtime/metrics/default_output.py`), which is printed.
     resume: resume from the newest checkpoint of this run, or from this checkpoint; "": of the run in `out`.
     overwrite: remove the run that is there. options: further ones of `rldsl.run`. say: prints a message for the user.
     quiet: what the ranks print goes to standard error, all of it. They say RL0703 themselves where a machine lacks

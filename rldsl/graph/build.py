@@ -167,7 +167,7 @@ def _note_first_bindings(flow: ast.Flow, exprs: ExpressionBuilder) -> None:
 def _check_lag_has_effect(flow: ast.Flow, builder: FlowBuilder, errors: Errors) -> None:
     """RL0223 for a lag of the flow that no call takes."""
     if 0 < builder.own_lag < builder.lag and not errors.found:  # RL0205 may have said so
-        errors.add("RL0223", "`lag` of the flow has no effect: every call has a lag of its own", flow.name.span,
+        errors.add("RL0223", "`lag` of the flow has no effect: every call has its own lag", flow.name.span,
                    help=f"remove `lag={builder.own_lag}`, or those of the calls")
 
 

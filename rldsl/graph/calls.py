@@ -55,7 +55,7 @@ class CallsOfFlow:
         self.trains = TrainCalls(self)
 
     def nested(self, owner: ModelRef | DataRef | BufferRef, call: ast.Call, scope: Scope) -> Meaning:
-        """A call inside an expression: an inference is anonymous, anything else needs a statement of its own."""
+        """A call inside an expression: an inference is anonymous, anything else needs a separate statement."""
         call_name = cast(ast.Attribute, call.func).name.name
         if isinstance(owner, DataRef | BufferRef) or call_name in (GENERATE, TRAIN):
             return self.errors.add("RL0212", f"`{call_name}` inside an expression", call.func.span,

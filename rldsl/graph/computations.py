@@ -1,8 +1,8 @@
 """Values of a flow and the computations that make them.
 
 In: Terms. Out: Value, Program and Compute records. Invariant: a Compute reads values of one prompt space and of spaces
-below it, so that its rows can be divided in one way; what ranges over several is made of reductions that are values of
-their own.
+below it, so that its rows can be divided in one way; what ranges over several is made of reductions that are separate
+values.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Computations:
         return replace(term, args=tuple(self._hoist_batch_reductions(a, known) for a in term.args))
 
     def _hoist_batch_reductions(self, term: Term, known: dict[int, Term]) -> Term:
-        """`term` with each reduction to batch as a value of its own. Rows of unrelated prompts are divided among the
+        """`term` with each reduction to batch as a separate value. Rows of unrelated prompts are divided among the
         ranks independently, so one Compute cannot read both. known: id(term) -> the result, for shared terms."""
         if id(term) not in known:
             args = tuple(self._hoist_batch_reductions(a, known) for a in term.args)

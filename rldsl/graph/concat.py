@@ -2,7 +2,7 @@
 
 In: a call of the flow. Out: a frame that has the rows of all parts, with the values that every part has, and the Derive
 that makes it. Parts that come from the same rows keep what they have in common: the rows of a prompt are together.
-Others get prompts of their own, one part after the other, if all parts have as many sequences for each prompt.
+Others get new prompts, one part after the other, if all parts have as many sequences for each prompt.
 Errors: RL0202, RL0203, RL0205, RL0213, RL0215, RL0218, each with its position.
 """
 
@@ -103,15 +103,15 @@ def _checked(flow: FlowBuilder, values: Sequence[Meaning], trees: Sequence[ast.E
         if ref.frame.max_turns != first.frame.max_turns:
             return errors.add("RL0213", "`concat` of rows with different numbers of turns", tree.span,
                               f"`{trees[0].span.text}` has {_turns(first.frame)}, `{tree.span.text}` "
-                              f"{_turns(ref.frame)}", help="give both the same `max_turns`, or train on each in a call "
-                                                           "of its own")
+                              f"{_turns(ref.frame)}", help="give both the same `max_turns`, or train on each in a "
+                                                           "separate call")
         if ref.frame.temperature != first.frame.temperature:
             return errors.add(
                 "RL0205", "`concat` of sequences with different temperatures", span,
                 f"`{trees[0].span.text}` is sampled at {first.frame.temperature:g}, `{tree.span.text}` at "
                 f"{ref.frame.temperature:g}",
                 help="log-probabilities of a batch are taken at one temperature: generate all at the same one, or "
-                     "train on each in a call of its own")
+                     "train on each in a separate call")
     roots = [f.root_origin for f in parts]
     if not common_parent(parts) and len({*roots}) < len(roots):
         i, j = next((i, j) for j in range(len(roots)) for i in range(j) if roots[i] == roots[j])

@@ -178,7 +178,7 @@ class Derivations:
                 "RL0213", f"`{name}` does not continue the responses of a model", tree.span,
                 f"its prompts are text of `{source_name(prompts)}`",
                 help="text ends a chain of continuations, since it is no model's response: train on "
-                f"`{name}`, and on what the text was made from, in calls of their own")
+                f"`{name}`, and on what the text was made from, in separate calls")
         of = self.flow.exprs.ops.cuts_of(prompts) if prompts is not None else ""
         if of:
             return self.errors.add(

@@ -1,4 +1,4 @@
-"""`eval DATA { ... }`: a pass over all rows of a source of its own, and metrics over all of them.
+"""`eval DATA { ... }`: a pass over all rows of a separate source, and metrics over all of them.
 
 In: the block. Out: an Eval item whose body fetches, generates and computes batch by batch and collects what the results
 need, its metrics and the new values of states, and after it the computations of these. Invariants: the statements of

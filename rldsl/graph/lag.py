@@ -101,7 +101,7 @@ def _way_out(node: g.Node, block: g.Repeat | g.Eval) -> str:
     if isinstance(node, g.Fetch):  # no generation at the top level can be made from it, but one is from its source
         return f"declare a second `data` for the block: what runs ahead reads `{node.data}`, too"
     if isinstance(block, g.Repeat):
-        return "make each iteration a step of its own, or move this out of the block"
+        return "make each iteration a separate step, or move this out of the block"
     return f"move it out of its block, or {'give the call `lag=0`' if isinstance(node, g.Generate) else 'remove `lag`'}"
 
 
@@ -161,7 +161,7 @@ def with_lag(file: ast.File, lag: int) -> ast.File:
 
 
 def generates(call: ast.Call) -> bool:
-    """Whether it is `model.generate(...)`, which may have a lag of its own."""
+    """Whether it is `model.generate(...)`, which may have its own lag."""
     return isinstance(call.func, ast.Attribute) and call.func.name.name == GENERATE
 
 

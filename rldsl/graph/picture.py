@@ -72,7 +72,7 @@ def labels_of(graph: g.Graph) -> Labels:
 
 
 def label_lines(node: g.Node, labels: Labels) -> tuple[str, ...]:
-    """What a picture writes in a node: its name where it has one of its own, what it does, on which frame."""
+    """What a picture writes in a node: its name where it has one, what it does, on which frame."""
     what, on = title(node, labels)
     return tuple(dict.fromkeys(line for line in (name_of(node, labels), what, on) if line))
 

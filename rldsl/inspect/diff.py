@@ -94,7 +94,7 @@ class Diff:
     metrics: tuple[Change, ...]  # what is logged
     moved: tuple[Moved, ...]  # bytes between ranks, by kind of event
     peaks: tuple[Peak, ...]  # estimated memory
-    others: tuple[str, ...] = ()  # kinds of records that differ and have no section of their own
+    others: tuple[str, ...] = ()  # kinds of records that differ and have no section
     seconds: tuple[float, float] | None = None  # predicted for a step, before and after; None: not simulated
 
     @property

@@ -154,7 +154,7 @@ def _block(path: Path) -> str:
 
 def _facts(event: Event, path: Path, places: PlaceTexts, spreads: Mapping[str, Spread],
            computations: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(option, its text); "" for none. What is inserted has no options of its own."""
+    """(option, its text); "" for none. What is inserted has no options."""
     yield "where", places.where(event)
     yield "inside", _block(path)
     if event.because or event.traits.family == "residency":

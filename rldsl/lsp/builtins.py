@@ -49,7 +49,7 @@ FIELDS: dict[str, tuple[str, str]] = {
 OPTIONS: dict[str, tuple[str, str]] = {
     "lag": ("flow f(steps=..., lag=k) or generate(..., lag=k)",
             "A step trains on responses whose generation began k steps earlier, so both run at the same time. It "
-            "pays where generation has devices of its own and takes about as long as training; on shared devices it "
+            "pays where generation has its own devices and takes about as long as training; on shared devices it "
             "only makes responses older. `rlc sim` and the line above the flow say what it gains or loses."),
     "per_step": ("generate(..., per_step=N)",
                  "Up to N new tokens of a response in one step; what has not ended continues in the next step, under "

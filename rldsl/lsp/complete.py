@@ -224,7 +224,7 @@ def call_at(text: str, offset: int) -> CallAt | None:
 
 
 def _outside_brackets(text: str) -> str:
-    """`text` without what is inside brackets of its own."""
+    """`text` without what is inside its brackets."""
     depth, kept = 0, []
     for c in text:
         depth += c in "([{"

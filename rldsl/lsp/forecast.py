@@ -1,7 +1,7 @@
 """What a program will cost: the time of its calls on a cluster, and the memory of a rank in each.
 
 In: a `Question`: a text, saved or not, the open texts that it may import, and the machines to assume. Out: a
-`Forecast`. Compiles, so it reads model directories and takes seconds: for a process of its own (worker.py).
+`Forecast`. Compiles, so it reads model directories and takes seconds: for a separate process (worker.py).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _planned(file: ast.File, read: Callable[[str], str]) -> tuple[g.Graph, int, 
 
 
 def _lag(file: ast.File, read: Callable[[str], str], plan: Plan, cluster: Cluster, seconds: float) -> str:
-    """What the lag, or one of a step where generation has ranks of its own, gains or loses; "" where there is nothing
+    """What the lag, or one of a step where generation has its own ranks, gains or loses; "" where there is nothing
     to compare with. seconds: of a step, on average."""
     from rldsl.simulate import simulate
     from rldsl.simulate.summary import OtherLag, lag_verdict, may_overlap

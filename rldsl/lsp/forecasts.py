@@ -1,6 +1,6 @@
 """Forecasts as an editor needs them: at once or not yet, and a word when there is a new one.
 
-In: questions. Out: the forecasts that are known; others are computed one after another in a process of their own,
+In: questions. Out: the forecasts that are known; others are computed one after another in a separate process,
 the newest question of each file alone.
 """
 

@@ -4,7 +4,7 @@ In: what a description depends on. Out: the description, from the user's cache f
 Invariant: an entry is named by the sha256 of all that its value depends on (config.json, the head, the names of the
 tensors, the versions of transformers and torch, and the sources of this package), and begins with the sha256 of its
 own bytes. So a changed model or library finds no entry, and a damaged entry is made again. Entries are written to a
-file of their own first and then renamed, so concurrent writers do not meet. A cache that cannot be read or written is
+temporary file first and then renamed, so concurrent writers do not meet. A cache that cannot be read or written is
 as good as none. Environment: `RLDSL_CACHE` names another folder, and `RLDSL_CACHE=off` keeps nothing.
 """
 

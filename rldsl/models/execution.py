@@ -5,7 +5,7 @@ In: a model of transformers, on any device, and its config. Out: an `Execution`.
 functions that the code of a class names say what it does.
 
 Where every module that looks at other tokens is of the second or third kind, a whole batch is one packed row
-("packed"). Anything else gets each sequence as a row of its own, padded at its end ("rows"): causality makes that right
+("packed"). Anything else gets each sequence as a separate row, padded at its end ("rows"): causality makes that right
 for every causal language model, whatever it does inside, at the price of padding and of decoding without a cache.
 """
 
@@ -44,7 +44,7 @@ class Execution:
     layers: str                  # dotted name of its list of layers below the head; "" if it has none
     num_layers: int              # in this list
     recurrent: tuple[str, ...]   # modules that carry a state from token to token, below the head
-    by_rows: str                 # why every sequence is a row of its own; "" if sequences are packed
+    by_rows: str                 # why every sequence is a separate row; "" if sequences are packed
     outputs: int                 # items of the tuple or list that a layer returns, hidden states first; 0: only these
 
 
@@ -208,7 +208,7 @@ def _by_rows(body: Any, family: str, recurrent: set[str]) -> str:
 
 
 def _parts(body: Any) -> Iterator[tuple[str, Any]]:
-    """(dotted name, module) of everything that is no model of its own: models look at their parts' code."""
+    """(dotted name, module) of everything that is not itself a model: models look at their parts' code."""
     from transformers import PreTrainedModel
 
     return ((name, module) for name, module in body.named_modules() if not isinstance(module, PreTrainedModel))

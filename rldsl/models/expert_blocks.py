@@ -1,4 +1,4 @@
-"""What feed-forward blocks with experts in a form of their own need in memory (gpt-oss, Llama 4), found by trials of
+"""What feed-forward blocks with experts in a special form need in memory (gpt-oss, Llama 4), found by trials of
 their code without storage, as of recurrent modules (`recurrence.py`).
 
 In: a model of transformers on the meta device. Out: `ExpertBlock`s for each kind of such layers: for each size of an
@@ -44,7 +44,7 @@ def expert_blocks(body: Any, how: Execution, width: int) -> tuple[ExpertBlock, .
 
 
 def uncounted(body: Any, how: Execution, found: Sequence[ExpertBlock]) -> str:
-    """The first module of experts in a form of its own whose trial fails, for messages; "": there is none."""
+    """The first module of experts in a special form whose trial fails, for messages; "": there is none."""
     counted = {number for block in found for number in block.layers}
     for number in range(how.num_layers):
         name = experts.other_form(body.get_submodule(f"{how.layers}.{number}")) if number not in counted else ""

@@ -70,7 +70,7 @@ class Family:
     expert_width: int = 0  # of one expert
     recurrent: bool = False  # whether some layers carry a state from token to token
     invariant_problem: str = ""  # why its numbers depend on the batch that they are computed in; "" if they need not
-    by_rows: str = ""  # why each sequence is a row of its own; "": sequences are packed (`execution.py`)
+    by_rows: str = ""  # why each sequence is a separate row; "": sequences are packed (`execution.py`)
     reads_images: bool = False  # whether it has a vision tower
     layers_with_images: int = 0  # how many of the first layers get features of images added to their outputs
     image_processor: str = ""  # sha256 of the files that say how images are preprocessed; "": there are none
@@ -78,8 +78,8 @@ class Family:
     other_norms: bool = False  # whether norms of layers keep their inputs for the backward pass (Gemma's)
     towers: tuple[Tower, ...] = ()  # what its vision tower needs
     uncounted: str = ""  # what the memory estimate leaves out; "": nothing that is known
-    expert_blocks: tuple[ExpertBlock, ...] = ()  # what blocks with experts of a form of their own need in memory
-    gated_products: bool = False  # whether MLPs of layers compute down(silu(gate(x)) * up(x)) in modules of their own
+    expert_blocks: tuple[ExpertBlock, ...] = ()  # what blocks with experts of a special form need in memory
+    gated_products: bool = False  # whether MLPs of layers compute down(silu(gate(x)) * up(x)) as modules
 
 
 def describe(path: str, kind: str, span: Span | None = None, trained: bool = False) -> Family:

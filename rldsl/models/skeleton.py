@@ -58,7 +58,7 @@ class Skeleton:
     gated_products: bool = False  # of `trials.has_gated_products`
     towers: tuple[Tower, ...] = ()  # what its vision tower needs
     uncounted: str = ""  # what the memory estimate leaves out
-    expert_blocks: tuple[ExpertBlock, ...] = ()  # what blocks with experts of a form of their own need in memory
+    expert_blocks: tuple[ExpertBlock, ...] = ()  # what blocks with experts of a special form need in memory
     fixed: frozenset[str] = frozenset()  # parameters for which transformers asks for no gradient
     float32: frozenset[str] = frozenset()  # parameters and buffers that are float32 in transformers' bfloat16 models
 

@@ -119,8 +119,8 @@ def fuse_gates(module: Any) -> list[int]:
 
 
 def is_gated_product(module: Any) -> bool:
-    """Whether a module on the meta device computes down(silu(gate(x)) * up(x)), tried with small matrices in the place
-    of its own."""
+    """Whether a module on the meta device computes down(silu(gate(x)) * up(x)), tried with small matrices in place
+    of its weights."""
     import torch
 
     if {*module._modules} != {*GATED}:

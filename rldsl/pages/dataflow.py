@@ -1,7 +1,7 @@
 """The dataflow of one step as nodes and links: calls, computations, and what moves between them.
 
 In: a plan. Out: `Dataflow`. A node is an event; a transfer or a realloc is one that stands on the way of a link. What a
-step reads of the one before comes from a node of its own, so that the picture has no cycle.
+step reads of the one before comes from a separate node, so that the picture has no cycle.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def row_states_spread_id(data: str) -> str:
 @dataclass(frozen=True, slots=True)
 class LengthsSpreads:
     """The spreads in which ranks hold the lengths (and fetched values) of frames. What is made of rows before their own
-    step has an exchange of its own, so that ranks that only train do not wait for rows of a later step."""
+    step has a separate exchange, so that ranks that only train do not wait for rows of a later step."""
 
     row_spaces: Mapping[str, str]  # fetched or sampled frame, or what is collected of one -> its row space
     made_ahead: frozenset[str]  # the frames whose rows are made ahead of their step

@@ -9,7 +9,7 @@ which anything else of the block runs.
 
 Generation, and what it is made from, runs `lag` steps ahead on any ranks: the program says so. What else may run ahead
 (`graph/lag.py`) does so on ranks that do not train, for otherwise a step would wait there for a reward of its own rows
-while those that generate wait, too. With the generating ranks to itself it has no time of its own, so it runs one step
+while those that generate wait, too. On the generating ranks it would cost time alone, so it runs one step
 later than these where the lag is large enough.
 """
 

@@ -1,7 +1,7 @@
 """The parameters of a model with adapters: what is trained, and what stays as it is in the directory.
 
 In: an adapter as declared, and the family of its base. Out: parameter specs of both, and the adapter with its targets
-resolved. Each adapter is divided as its module is, so that it needs no collective of its own: where rows of the weight
+resolved. Each adapter is divided as its module is, so that it needs no other collective: where rows of the weight
 are divided, B's are, and where columns are, A's; the other factor is whole on every rank and gets a part of its
 gradient there. Errors: RL0341 a target that is not there.
 """

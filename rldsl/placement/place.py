@@ -166,7 +166,7 @@ def _model(m: g.Model, family: Family, train_layout: str, sources: tuple[str, ..
 
 def _call_placements(calls: list[Call], choices: Mapping[str, Choice], families: Mapping[str, Family],
                      cluster: Cluster) -> dict[str, Placement]:
-    """Places of the calls with a mesh of their own first, then those that follow another call of their model."""
+    """Places of the calls with their own mesh first, then those that follow another call of their model."""
     placements: dict[str, Placement] = {}
     problems: list[Diagnostic] = []
     late: list[Call] = []

@@ -50,7 +50,7 @@ class Facts(Protocol):
 
 
 def runs_every_model(facts: Facts, layout: Layout) -> str:
-    """The `problem` of a backend without limits of its own."""
+    """The `problem` of a backend without limits."""
     return ""
 
 
@@ -77,7 +77,7 @@ class Description:
     freezes: bool = False  # whether some parameters of a trained model may be frozen
     needs: tuple[str, str] | None = None  # (a module that must be importable, the command that installs it)
     versions: tuple[str, str, str] | None = None  # (distribution, first supported version, first unsupported one)
-    # the environment variable that may name a Python of its own, in which the package is then
+    # the environment variable that may name another Python, in which the package is then
     interpreter: str = ""
     own_environment: str = ""  # the command that makes such a Python
     invariant: bool = False  # whether it can run models with `invariant=true`
@@ -191,7 +191,7 @@ def unusable(name: str, why: str, place: str = "") -> Failure:
 
 def lacking(description: Description) -> str:
     """The command that installs the package behind a backend, if that is missing or of an unsupported version; else
-    "". A Python of its own is looked for, but not asked: who runs the backend finds out."""
+    "". Another Python is looked for, but not asked: who runs the backend finds out."""
     if description.needs is None:
         return ""
     module, command = description.needs
@@ -209,7 +209,7 @@ def how_to_install(description: Description) -> str:
     _, command = description.needs or ("", "")
     if not description.interpreter:
         return f"`{command}`"
-    return f"`{command}`, or in an environment of its own with `{description.own_environment}`"
+    return f"`{command}`, or in a separate environment with `{description.own_environment}`"
 
 
 def _own_python(description: Description) -> str:

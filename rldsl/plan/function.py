@@ -1,4 +1,4 @@
-"""A user's Python function or environment, as a plan names it. In a module of its own: the processes that call it load
+"""A user's Python function or environment, as a plan names it. In a separate module: the processes that call it load
 little else."""
 
 from __future__ import annotations

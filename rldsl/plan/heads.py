@@ -45,7 +45,7 @@ class Head:
 
     name: str  # its constructor in the language, and `Model.head_name` in a plan
     meaning: str  # for editors
-    outputs: tuple[Output, ...]  # the main one first: a loss on pairs reads it under names of its own
+    outputs: tuple[Output, ...]  # the main one first: a loss on pairs reads it under other names
     vocabulary: bool  # ends in the output embedding (a CausalLM), else in SCORE_WEIGHT (a SequenceClassification)
     generates: bool = False  # supports `generate`
     needs_trained_head: bool = False  # a frozen one whose directory lacks SCORE_WEIGHT is an error; else it starts at 0

@@ -62,8 +62,8 @@ class Tower:
 
 @dataclass(frozen=True, slots=True)
 class ExpertBlock:
-    """What the feed-forward block with its experts needs in the layers of one kind, where the experts have a form of
-    their own, with transformers' own code of torch: bytes per token, with its input (`models/expert_blocks.py`)."""
+    """What the feed-forward block with its experts needs in the layers of one kind, where the experts have a special
+    form, with transformers' own code of torch: bytes per token, with its input (`models/expert_blocks.py`)."""
 
     itemsize: int  # bytes of an element in which these hold
     layers: tuple[int, ...]  # numbers of the layers
@@ -95,7 +95,7 @@ class Sizes:
     other_norms: bool = False  # whether norms of layers keep their inputs for the backward pass (Gemma's)
     towers: tuple[Tower, ...] = ()  # of its vision tower, for each size of an element; (): it has none
     uncounted: str = ""  # what of it the memory estimate leaves out; "": nothing that is known
-    expert_blocks: tuple[ExpertBlock, ...] = ()  # of layers whose experts have a form of their own
+    expert_blocks: tuple[ExpertBlock, ...] = ()  # of layers whose experts have a special form
     # whether attention makes its probabilities by products and in float32: its scores have sinks, or are capped
     composed_scores: bool = False
     # whether MLPs of layers are modules that compute down(silu(gate(x)) * up(x)), for which backends have kernels

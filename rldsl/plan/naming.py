@@ -29,7 +29,7 @@ class EventText:
     name: str  # what messages call it: "actor.generate", "adv"
     result_names: tuple[str, ...]  # names that the program gives to what it returns
     subject: str  # what it is about: "gen = actor.generate", "gen.tokens, gen.logprobs", "actor"
-    title: str  # a label of its own: "actor.generate", "transfer gen.tokens, gen.logprobs"
+    title: str  # a label that is complete without the kind: "actor.generate", "transfer gen.tokens, gen.logprobs"
     line: str  # the line of the program: "ppo.rlf:22"
     reason: str  # why the compiler inserted it, where that is of interest
 
@@ -84,7 +84,7 @@ def _shortened(items: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What people call the values and frames that the compiler had to name itself. Each has one of its own."""
+    """What people call the values and frames that the compiler had to name itself. No two are equal."""
 
     of_id: Mapping[str, str]  # id -> label; the others are called by their ids
 

@@ -37,8 +37,8 @@ class ParamSpec:
     # with tp > 1 each rank computes only a part of its gradient, though it holds the whole tensor
     partial_grad: bool = False
     experts: int = 0  # that dimension 0 counts; 0: not an expert's parameter
-    # the tensors of the model's directory that make it up, if not one of its own name. With "{expert}" there is one per
-    # expert, and several are joined along dimension 1 of the parameter; else several are equal runs of its rows
+    # the tensors of the model's directory that make it up, if not one of the same name. With "{expert}" there is one
+    # per expert, and several are joined along dimension 1 of the parameter; else several are equal runs of its rows
     stored: tuple[str, ...] = ()
     layer: int = -1  # the layer of a parameter that not all layers have alike, whose name has its number; -1: none
     # no optimizer changes it: the module has a buffer of this name, which a checkpoint holds, or asks for no gradient

@@ -2,7 +2,7 @@
 2.1.2, arXiv:2412.19437). No gradient reaches them; a train call may move them by the load of the experts instead.
 
 In: the parameters of a model. Out: its biases, each with the experts that are chosen by it. A family's other numbers,
-and biases of experts in a form of their own (`models/experts.py`), are none.
+and biases of experts in a special form (`models/experts.py`), are none.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def why_none(model_name: str, params: Iterable[ParamSpec], adapters: bool) -> st
     if not router_biases(params):
         named = next((p.name.replace("{}", "0") for p in params if p.name.endswith(NAMES)), "")
         if named:
-            return f"the experts next to its {named} have a form of their own"
+            return f"the experts next to its {named} have a special form"
         return f"the routers of {model_name} have no bias" if any(p.experts for p in params) else \
             f"{model_name} have no experts with routers"
     return "under adapters the parameters of the directory stay as they are" if adapters else ""

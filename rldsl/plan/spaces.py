@@ -101,7 +101,7 @@ class Numbering:
 
 
 def common_parent(parts: Sequence[IndexedFrame]) -> str:
-    """The finest space in which the prompts of all frames lie, selected or not, or "": each has prompts of its own."""
+    """The finest space in which the prompts of all frames lie, selected or not, or "": each has different prompts."""
     first, *others = parts
     for i in range(first.prompt_index, len(first.chain)):
         own, origin = first.chain[i].id, first.origins[i]

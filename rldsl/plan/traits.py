@@ -2,7 +2,7 @@
 
 In: the `Traits` that a class of `plan/events.py` is declared with. Out: `EVENTS`, every kind by the name that the plan
 file gives it. Compiler, verifier, memory estimate, simulator, runtime, views and pages derive what they can from the
-traits; where a kind needs code of its own, a reader has a table `RULES` by kind, and `rule_for` refuses a kind that is
+traits; where a kind needs its own code, a reader has a table `RULES` by kind, and `rule_for` refuses a kind that is
 missing from it. Errors: TypeError, at import, for traits that do not fit the fields.
 """
 
@@ -93,7 +93,7 @@ class Traits:
     backend_communicates: bool = False  # inside it the backend uses communicators: `verify/issue_order.py` has a rule
     # Bytes between ranks. "planned": `Event.bytes`, for which `verify/sizes.py` has a rule; "at run time": -1.
     bytes_moved: Literal["none", "planned", "at run time"] = "none"
-    scratch: bool = False  # needs memory of its own while it runs: `memory/lifetimes.py` has a rule
+    scratch: bool = False  # needs scratch memory while it runs: `memory/lifetimes.py` has a rule
     timed: bool = False  # takes longer than to issue it: `simulate/program.py` has a rule
     # How long it takes on the clock by which events are ordered.
     order_cost: int = 1

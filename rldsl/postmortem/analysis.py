@@ -100,8 +100,8 @@ def _trace(rank: int, dump: RankDump | None, sign: Heartbeat | None) -> RankTrac
 
 
 def _woke(dump: RankDump, sign: Heartbeat) -> bool:
-    """Whether a rank was suspended, or gave no sign, when the run ended, and left its dump later, with no words of its
-    own: what the others saw counts."""
+    """Whether a rank was suspended, or gave no sign, when the run ended, and left its dump later, without a message:
+    what the others saw counts."""
     return bool(sign.silent) and sign.process in ("stopped", "") and dump.code in ("", LOST_CONTACT)
 
 

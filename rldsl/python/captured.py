@@ -130,7 +130,7 @@ class _Capture:
             pass
         raise _refused(root.__name__, f"it uses `{name}`, which is {_described(value)}",
                        help="numbers, strings, lists, dicts, modules, functions and classes can be used; compute "
-                            "anything else inside the function, or put the function into a file of its own")
+                            "anything else inside the function, or put the function into a separate file")
 
 
 def _source(value: Any, root: Callable[..., Any]) -> tuple[str, tuple[str, int]]:

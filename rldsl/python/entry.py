@@ -88,7 +88,7 @@ def source_of(program: Program) -> SourceFile:
 
 
 def rules(place: Program | None) -> SourceFile | None:
-    """The text of placement rules, with a name of their own."""
+    """The text of placement rules, as a separate file."""
     if isinstance(place, str) and "\n" in place:
         return SourceFile("<place>", place)
     return None if place is None else api.read_source(os.fspath(place))

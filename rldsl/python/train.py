@@ -1,6 +1,6 @@
 """Train from Python: a program is compiled and run on this machine, while callbacks follow it.
 
-In: a program, values, Python functions, callbacks. Out: a `Run`. The ranks are processes of their own, as with
+In: a program, values, Python functions, callbacks. Out: a `Run`. The ranks are separate processes, as with
 `rlc run`; callbacks get a copy of each line of metrics in this process, so they can stop a run and cannot change its
 numbers.
 Errors: those of compiling; RL0099 an argument of another kind; RL0763, RL0781 the directory holds a run; `RunError` for

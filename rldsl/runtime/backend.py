@@ -285,7 +285,7 @@ class Shard(Protocol):
         directory)."""
 
     def offload(self, part: CopyPart) -> None:
-        """Move parameters, or optimizer state and gradients, to host memory where the device has memory of its own."""
+        """Move parameters, or optimizer state and gradients, to host memory where the device has its own memory."""
 
     def onload(self, part: CopyPart) -> Callable[[], None]:
         """Start the copy back to the device. Kernels that are launched after the returned function is called see the

@@ -2,7 +2,7 @@
 
 In: tensors by name. Out: the same tensors on the other side. Where the device is the CPU nothing moves. For CUDA, host
 memory is pinned and is kept, since pinning is slow; an offload is waited for, so that the device's memory is free
-afterwards, and an onload runs concurrently with other kernels on a stream of its own.
+afterwards, and an onload runs concurrently with other kernels on its own stream.
 
 Host memory is one tensor per dtype that is registered with CUDA: torch's allocator of pinned memory would round each
 tensor up to a power of two.
@@ -62,7 +62,7 @@ class HostMemory:
                 self.pinned[name] = part.as_strided(like.shape, like.stride())
 
     def _registered_memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """[count] in pages of its own: CUDA registers whole pages, and each of them once. A tensor's memory begins
+        """[count] in separate pages: CUDA registers whole pages, and each of them once. A tensor's memory begins
         with a page, since torch asks for that address whether a tensor is pinned."""
         size = -(-count * dtype.itemsize // PAGE) * PAGE
         if not size:

@@ -2,7 +2,7 @@
 takes to do so, and each rank would wait for it.
 
 In: a module, its arguments and the number of ranks. Out: how they ended. Ranks get the environment variables
-that torchrun would set, in sessions of their own; rank 0 holds the store where they meet.
+that torchrun would set, each in its own session; rank 0 holds the store where they meet.
 Invariant: no rank outlives `run`: once one has failed, or after Ctrl-C, the others get a signal and `PATIENCE` seconds.
 SIGTERM goes to the ranks, which end after the step where the run writes checkpoints; before there are ranks, it ends
 this process (143).

@@ -97,7 +97,7 @@ class Builtins:
             if siblings and by is None:
                 return BAD
             return sequence_functions.call(self.exprs.ops, name, args, expr.span, by)
-        if name == "count" and isinstance(args[0], FrameRef | Pairs):  # its rows: as many as have a length
+        if name == "count" and isinstance(args[0], FrameRef | Pairs):  # the number of rows that have a length
             rows = args[0].chosen if isinstance(args[0], Pairs) else args[0]
             args = [sequence_functions.call(self.exprs.ops, "len", [rows], expr.span)]
         given = [a for a in expr.args if a.name is None]

@@ -121,7 +121,7 @@ class Operators:
         if self.restrict is None or not self.spaces.is_selection_of(x.level, space, self.spaces.rows_of(x)):
             return None
         if not any(f.selected_from and self.spaces.of(f, x.level) == space for f in self.spaces.frames.values()):
-            return None  # what the rows of a selection continue has no frame of its own
+            return None  # what the rows of a selection continue has no frame
         return self.restrict(x, space)
 
     def on_frame(self, x: Term, frame: IndexedFrame) -> Term | None:

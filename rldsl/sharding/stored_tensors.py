@@ -1,4 +1,4 @@
-"""The tensors of a model's directory that make up a parameter where there is not one of its own name.
+"""The tensors of a model's directory that make up a parameter where there is not one of the same name.
 
 In: a parameter whose spec names them. Out: their names, and the box of the parameter that each one is. Directories of
 mixture-of-experts models have a tensor for each expert, without the dimension that counts experts. Directories of

@@ -36,7 +36,7 @@ class Classes:
 
 
 def build_classes(plan: Plan, per_rank: bool = False) -> Classes:
-    """The classes of a plan. per_rank: every rank is a class of its own."""
+    """The classes of a plan. per_rank: every rank is a separate class."""
     color = list(range(plan.header.world)) if per_rank else _refine_colors(plan)
     if not per_rank and len(set(color)) > MAX_CLASSES:
         color = _refine_colors(plan, {e.id for e, _ in event_paths(plan) if e.logged})

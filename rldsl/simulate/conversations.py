@@ -106,7 +106,7 @@ class _Followed:
         return self.now, min(self.computed, self.now)
 
     def begin_conversations(self) -> None:
-        """As many as may be alive: the environment says the first words of each."""
+        """The most that may be alive: the environment says the first words of each."""
         while self.expected and self.alive < self.shard.live:
             self.alive += 1
             self.ask_environment(self.expected.popleft())

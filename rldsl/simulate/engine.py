@@ -24,7 +24,7 @@ from heapq import heappop, heappush
 class Compute:
     """Work."""
 
-    seconds: float  # on a core of its own
+    seconds: float  # on a core that nothing else uses
     share: float = 1.0  # of these seconds, in which this rank computes, and not another stage of its pipeline
 
 

@@ -28,7 +28,7 @@ class Row:
     prompt: float  # tokens
     response: float  # tokens
     longest: float  # response of a batch, which generation lasts as long as
-    spread: float = 0.0  # standard deviation of the logarithm of the responses' lengths; 0: from mean and longest
+    log_std: float = 0.0  # standard deviation of the logarithm of the responses' lengths; 0: from mean and longest
 
     @property
     def tokens(self) -> float:
@@ -42,7 +42,7 @@ class Lengths:
     prompt: float = 0.0  # mean; 0: the maximum
     response: float = 0.0  # mean; 0: the maximum
     longest: float = 0.0  # longest response of a batch; 0: the maximum
-    spread: float = 0.0  # standard deviation of the logarithm of the responses' lengths; 0: from mean and longest
+    log_std: float = 0.0  # standard deviation of the logarithm of the responses' lengths; 0: from mean and longest
 
     def of(self, frame: IndexedFrame) -> Row:
         bound = frame.max_response_tokens
@@ -50,9 +50,9 @@ class Lengths:
         longest = max(min(self.longest or bound, bound), response)
         prompt = min(self.prompt or frame.max_prompt_tokens, frame.max_prompt_tokens)
         if not frame.id.endswith(ROLLOUTS):
-            return Row(prompt, response, longest, self.spread)
+            return Row(prompt, response, longest, self.log_std)
         parts, each = self.parts(frame), bound / frame.steps_of_a_response
-        return Row(prompt + (parts - 1) / 2 * each, response / parts, min(longest, each), self.spread)
+        return Row(prompt + (parts - 1) / 2 * each, response / parts, min(longest, each), self.log_std)
 
     def parts(self, frame: IndexedFrame) -> float:
         """In how many steps a response is sampled, on average: of lengths that are spread about evenly between the

@@ -165,7 +165,7 @@ class Machine:
 
     def _head(self, s: Shard, c: WorkCounts, work: int) -> float:
         """Seconds of the output product, and of log-probabilities or their gradient: where the cluster file says what
-        they move, by kernels of their own."""
+        they move, by separate kernels."""
         operations, entries = 2 * work * c.outputs * s.head, c.outputs * _vocabulary(s)
         if not self.cluster.logit_bytes:
             return self._roofline(operations, work * entries * SCORES, s)

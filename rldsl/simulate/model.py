@@ -10,7 +10,7 @@ from rldsl.plan.model import Ranges
 @dataclass(frozen=True, slots=True)
 class Span:
     """A class of ranks in an event, from its begin to its end, including its waits. Of a loop with many iterations the
-    first few have spans of their own; one more span stands for all that are left."""
+    first few have separate spans; one more span stands for all that are left."""
 
     rank_class: int  # number of the class
     event: int  # id

@@ -27,12 +27,12 @@ CHUNK = 16_384  # prompt tokens in one pass
 @cache
 def response_lengths(row: Row, batch: int, parts: int) -> tuple[float, ...]:
     """`parts` quantiles of the lengths of a batch of responses, the shortest first: lognormal, cut at the longest, with
-    the row's mean. Without a stated spread the one with which the longest of the batch is expected to be as long as the
-    row says, uncut."""
+    the row's mean. Without a stated deviation the one with which the longest of the batch is expected to be as long
+    as the row says, uncut."""
     if row.response >= row.longest or batch < 2:
         return (row.response,) * parts
     normal = NormalDist()
-    sigma = row.spread or _spread(log(row.longest / row.response), normal.inv_cdf((batch - 0.375) / (batch + 0.25)))
+    sigma = row.log_std or _log_std(log(row.longest / row.response), normal.inv_cdf((batch - 0.375) / (batch + 0.25)))
     drawn = [exp(sigma * normal.inv_cdf((i + 0.5) / parts)) for i in range(parts)]
     low, high = 0.0, row.longest / drawn[0]  # of the median: nothing, or all are cut
     for _ in range(60):
@@ -42,7 +42,7 @@ def response_lengths(row: Row, batch: int, parts: int) -> tuple[float, ...]:
     return tuple(min(high * x, row.longest) for x in drawn)
 
 
-def _spread(ratio: float, extreme: float) -> float:
+def _log_std(ratio: float, extreme: float) -> float:
     """The standard deviation of the logarithm, where the longest is exp(`ratio`) times the mean and `extreme` standard
     deviations from the middle, as the largest of a batch is expected to be (Blom 1958)."""
     return extreme - sqrt(max(extreme**2 - 2 * ratio, 0.0))

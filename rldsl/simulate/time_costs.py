@@ -122,7 +122,7 @@ def plan_decoding(event: Generate, rows: float, row: Row, groups: int = 1) -> De
 
 
 def _conversation_time(world: World, event: Generate, stage: Stage, rows: int, row: Row) -> DecodeTime:
-    """Conversations: all stages work on passes of their own, so a token for each takes as long as the slowest stage
+    """Conversations: each stage works on its own passes, so a token for each takes as long as the slowest stage
     takes for all, in `pp` passes."""
     limits, layout, cluster = event.conversation, world.layouts[event.layout], world.cluster
     if limits is None or not rows:
@@ -268,7 +268,7 @@ class PlainPasses:
 def train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
     layout, spread = world.layouts[event.layout], world.spreads[event.spread]
     degrees = layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, layout.vpp
-    of_leaves = spread.leaves > 0 and layout.zero > 0  # with `zero`, leaves may have passes of their own
+    of_leaves = spread.leaves > 0 and layout.zero > 0  # with `zero`, leaves may have separate passes
     key = event.id, degrees, of_leaves, event.mbs, event.mbt, event.recompute, stage.rank_class
     if key not in world.plain_passes:
         world.plain_passes[key] = _plain_passes(world, event, stage)
@@ -288,7 +288,7 @@ def _plain_passes(world: World, event: Train, stage: Stage) -> PlainPasses:
     rows = unit * ceil(world.count(event.frames[0]) / unit / spread.minibatches / layout.dp)
     each = [world.row(f) for f in event.frames]
     wide = Row(sum(r.prompt for r in each), sum(r.response for r in each), sum(r.longest for r in each),
-               each[0].spread)
+               each[0].log_std)
     whole = world.count(event.frames[0])
     leaves = min(rows, spread.leaves // layout.dp) if spread.leaves else 1
     if spread.leaves:

@@ -8,7 +8,7 @@ from rldsl.plan.naming import labelled
 from rldsl.plan.projection import event_paths
 from rldsl.simulate.model import Timeline
 
-MAX_LINES = 512  # ranks that each get a line of their own; of more, those of a class share one
+MAX_LINES = 512  # ranks that each get a line; of more, those of a class share one
 
 
 def chrome(plan: Plan, timeline: Timeline) -> str:

@@ -27,7 +27,7 @@ class World:
 
     def __init__(self, plan: Plan, cluster: Cluster, lengths: Lengths, per_rank: bool = False,
                  durations: Mapping[int, float] | None = None):
-        """per_rank: every rank is a class of its own, as ranks that share cores must be. durations: seconds that
+        """per_rank: every rank is a separate class, as ranks that share cores must be. durations: seconds that
         events are known to take, by their ids."""
         self.plan, self.cluster, self.lengths = plan, cluster, lengths
         self.durations: Mapping[int, float] = durations or {}

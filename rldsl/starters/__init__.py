@@ -11,7 +11,7 @@ from importlib import resources
 
 from rldsl.starters import presets
 
-_USED = re.compile(r'^(?:use py|param rows +=) "([^"/]+)"', re.MULTILINE)  # data of its own is in no folder
+_USED = re.compile(r'^(?:use py|param rows +=) "([^"/]+)"', re.MULTILINE)  # a program's own data is in no folder
 
 
 def names() -> tuple[str, ...]:

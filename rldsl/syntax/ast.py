@@ -116,7 +116,7 @@ class Range(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection(Tree):
-    """value where condition     (as an argument; a statement of its own is an Assign)"""
+    """value where condition     (as an argument; a separate statement is an Assign)"""
 
     value: Expr  # the sequences
     condition: Expr  # which of them

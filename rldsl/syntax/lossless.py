@@ -2,7 +2,7 @@
 
 In: text that parses. Out: `Line`s in source order. The invariant: the tokens and comments of all lines together are
 those of the text, except brackets and trailing commas that the tree does not need. A logical line is a statement or a
-declaration, up to the `{` of a block that is on lines of its own; its `}` begins another.
+declaration, up to the `{` of a block that is on separate lines; its `}` begins another.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Comment:
     """A comment of the program."""
 
     text: str  # with its `#`
-    own: bool  # whether it is on a line of its own
+    own: bool  # whether it is alone on its line
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Word:
 class Line:
     """One line of the formatted program."""
 
-    kind: str  # the rule of the statement, "close" for a line that begins with `}`, "comment" for a comment of its own
+    kind: str  # the rule of the statement, "close" for a line that begins with `}`, "comment" for a whole-line comment
     depth: int  # of indentation
     words: tuple[Word, ...] = ()  # its tokens
     blank: bool = False  # whether an empty line comes before it

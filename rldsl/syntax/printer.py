@@ -138,7 +138,7 @@ class _Text:
 
     def broken(self, group: Group, indent: int, after: int) -> None:
         """As many items on a line as it holds. An item that is too long for one, and every item of a bracket with
-        comments, has lines of its own."""
+        comments, has its own lines."""
         inner = indent + HANG
         apart = False
         self.word(group.opening, inner)

@@ -186,9 +186,9 @@ class IssueOrder:
 
     def converse(self, x: Layout, at: Coordinate, count: int) -> Iterator[CommOp]:
         """A `generate` with environments. After its pass the first tp rank of the last pp rank tells the others there
-        what has arrived: how much, and then what. With what was sampled it goes to all pp ranks, in a message of its
-        own that follows. A rank that knows of a message from what it knows of the pass always takes part, so those that
-        a pass does not have are left out on all ranks alike."""
+        what has arrived: how much, and then what. With what was sampled it goes to all pp ranks, in a separate
+        message that follows. A rank that knows of a message from what it knows of the pass always takes part, so those
+        that a pass does not have are left out on all ranks alike."""
         last, passes = x.pp - 1, range(count * x.pp)
         for t in range(len(passes) + last):
             if t - at.pp in passes:
@@ -336,6 +336,6 @@ def _forward(x: Layout, at: Coordinate) -> Iterator[CommOp]:
 
 
 def _over_zero_shards(x: Layout, at: Coordinate) -> Iterator[CommOp]:
-    """Over the ranks that `zero` divides parameters among; experts have ranks of their own."""
+    """Over the ranks that `zero` divides parameters among; experts have their own ranks."""
     yield from _over(x, at, "dp")
     yield from _over(x, at, "expert_dp")

@@ -2,7 +2,7 @@
 
 In: tables with sound references. Out: diagnostics RL0536. A loop is one record, so its participants run the same number
 of iterations, unless they do not agree on what ends it early: a condition that some of them do not hold. Also: exactly
-one loop runs the steps, as many as the header says; a frame has as many iterations as the loop that collects into it;
+one loop runs the number of steps of the header; a frame has as many iterations as the loop that collects into it;
 and a model's learning rate is planned for as many updates as its train events make."""
 
 from __future__ import annotations

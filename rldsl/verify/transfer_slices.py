@@ -253,7 +253,7 @@ def _ends(items: Sequence[Item]) -> Sequence[Item]:
 
 def _tree_position(group: NodeGroup, index: int) -> tuple[int, ...]:
     """The position of the group's `index`th node in its trees: (whether there are other nodes in them, and for each
-    tree the node's depth and number of children). Empty where every node is a tree of its own."""
+    tree the node's depth and number of children). Empty where every node is a separate tree."""
     if group.num_trees == len(group.nodes):
         return ()
     _, first, count = tree_position(group, index)

@@ -157,7 +157,7 @@ def in_block(block: str) -> list[Diagnostic]:
 
 def test_a_repeat_has_a_way_out() -> None:
     found = in_block("repeat 2 {{\n{}\n  }}")
-    assert found and "make each iteration a step of its own" in found[0].help, found
+    assert found and "make each iteration a separate step" in found[0].help, found
 
 
 @pytest.mark.parametrize("block", [
@@ -248,7 +248,7 @@ def test_a_flow_that_generates_nothing() -> None:
 def test_the_lag_of_a_flow_that_no_call_takes() -> None:
     found = api.check(program(GEN.format(more=", lag=2") + TRAIN, ", lag=1"), "p.rlf")
     errors = [d for d in found if d.severity == "error"]
-    assert [d.code for d in errors] == ["RL0223"] and "every call has a lag of its own" in errors[0].title
+    assert [d.code for d in errors] == ["RL0223"] and "every call has its own lag" in errors[0].title
     assert "remove `lag=1`" in errors[0].help
 
 

@@ -218,7 +218,7 @@ def test_a_resumed_run_goes_on_with_the_biases_of_its_checkpoint(more, root, tmp
 @pytest.mark.parametrize("model, more, why", [
     ("without", "", "the routers of mixtral models have no bias"),
     ("m", ", lora(r=4)", "under adapters the parameters of the directory stay as they are"),
-    ("own", "", "the experts next to its model.layers.0.mlp.router.e_score_correction_bias have a form of their own")])
+    ("own", "", "the experts next to its model.layers.0.mlp.router.e_score_correction_bias have a special form")])
 def test_models_without_such_biases_are_refused(model, more, why, root, tmp_path):
     with pytest.raises(Failure) as failure:
         compile(str(program(root, tmp_path, OPTION, more, model)))

@@ -37,13 +37,13 @@ def test_lengths_have_the_mean_and_the_longest(row: Row) -> None:
     assert max(found) <= row.longest and list(found) == sorted(found)
 
 
-def test_without_a_stated_spread_the_longest_is_reached() -> None:
+def test_without_a_stated_deviation_the_longest_is_reached() -> None:
     found = response_lengths(Row(0, 300, 4000), 2048, 2048)
     assert 0.9 * 4000 < max(found) <= 4000
 
 
-def test_a_wider_spread_cuts_more() -> None:
-    cut = [sum(x >= 4000 for x in response_lengths(Row(0, 2000, 4000, spread), 2048, 256)) for spread in (0.3, 0.8, 1.5)]
+def test_a_wider_distribution_cuts_more() -> None:
+    cut = [sum(x >= 4000 for x in response_lengths(Row(0, 2000, 4000, log_std), 2048, 256)) for log_std in (0.3, 0.8, 1.5)]
     assert cut == sorted(cut) and cut[0] < cut[-1]
 
 

@@ -86,7 +86,7 @@ def refused(**given: str) -> Diagnostic:
 
 @pytest.mark.parametrize("given, code, words", [
     (dict(place="tp=2 backend=vllm", body=BODY.replace("dp=2 ", "")), "RL0327",
-     "it does not support `tp`: each rank that generates has an engine of its own, with all of the model"),
+     "it does not support `tp`: each rank that generates has its own engine, with all of the model"),
     (dict(place="backend=vllm", body=BODY.replace("dp=2", "pp=2")), "RL0327", "it does not support `pp`"),
     (dict(trained="0:2) dp=2 backend=vllm  # (", loss="reinforce(adv=1)", place=""), "RL0327",
      "it does not support `train`"),

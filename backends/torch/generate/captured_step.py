@@ -51,7 +51,7 @@ class CapturedSteps:
     device: torch.device     # on which the function runs
     enabled: bool            # False: every call runs the function
     repeatable: bool = True  # whether the function may run twice in one state: then a capture is compared with it
-    num_groups: int = 1      # how many micro-batch groups take turns; each has keys of its own
+    num_groups: int = 1      # how many micro-batch groups take turns; each has its own keys
     # key -> its graph or operator trace, or how often the function was called while there is none
     captures: dict[Hashable, Callable[[], Outputs] | int] = field(default_factory=dict)
     with_memory: dict[Hashable, OpTrace] = field(default_factory=dict)  # least recently used first

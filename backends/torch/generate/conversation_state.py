@@ -1,8 +1,8 @@
 """The conversations of one call on one rank, whatever engine samples in them: which are alive, and what was said.
 
 In: rows; what environments say (`Arrival`), and what a model has sampled. Out: what both said, row by row.
-An agent may leave what it has said, and continue it later: then its conversation has several branches, each a sequence
-of its own, of which one is under way.
+An agent may leave what it has said, and continue it later: then its conversation has several branches, each a
+separate sequence; one of them is under way.
 Invariant: nothing here depends on when environments answer, but which conversation runs when.
 """
 

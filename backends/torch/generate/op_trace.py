@@ -42,7 +42,7 @@ WRITERS: dict[Op, Callable[[torch.Tensor, Any], Callable[[], Any]]] = {
     torch.ops.aten.new_full.default: lambda out, args: partial(out.fill_, args[2]),
     torch.ops.aten.scalar_tensor.default: lambda out, args: partial(out.fill_, args[0]),
 } | cpu_kernels.INTO | ordered_kernels.INTO
-PLAIN = cpu_kernels.PLAIN | ordered_kernels.PLAIN  # of operators of our own
+PLAIN = cpu_kernels.PLAIN | ordered_kernels.PLAIN  # of our own operators
 ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)  # of memory that something fills
 
 

@@ -78,12 +78,12 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
               sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
               **rest: Any) -> tuple[torch.Tensor, None]:
     """The signature that transformers calls. query: [1, H, T, D]; key: [1, K, T, D]; value: [1, K, T, E]. s_aux: [H]
-    attention sinks. Returns [1, T, H, E]. Errors: RL0731 if the family makes a mask of its own."""
+    attention sinks. Returns [1, T, H, E]. Errors: RL0731 if the family makes its own mask."""
     role: AttentionRole = getattr(module, ROLE)
     packed_attention: PackedAttention | None = role.current.sequences
     if isinstance(attention_mask, torch.Tensor):
         raise fail("RL0731", "this model family's attention is not supported", place=type(module).__name__,
-                   label="it makes a mask of its own, which says more than what is before a token",
+                   label="it makes its own mask, which says more than what is before a token",
                    help="docs/families.md lists the families that run")
     if packed_attention is None or query.shape[0] != 1:
         raise ValueError("attention needs one packed row and its PackedAttention")

@@ -83,7 +83,7 @@ PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
 
 
 def keep_float32_products(model: nn.Module, device: torch.device, float32: Collection[str] = ()) -> frozenset[str]:
-    """Let modules with a matrix of their own that multiply in float32 in a model of half precision do so under
+    """Let modules with their own matrix that multiply in float32 in a model of half precision do so under
     autocast, too. Returns their names, and those of linear layers whose weights they multiply with. float32: names of
     parameters that are float32 in such a model."""
     found: dict[tuple[type, frozenset[str]], bool] = {}

@@ -63,7 +63,7 @@ class Chunk:
 
 
 def chunk_of(whole_body: Any, name: str, outputs: int, number: int, count: int, layers: int) -> Chunk:
-    """One of `count` runs of all `layers`: the same modules in a body of its own, with pass-through modules in place of
+    """One of `count` runs of all `layers`: the same modules in a separate body, with pass-through modules in place of
     what belongs to other runs. name: of the list of layers in the body, "" if it has none. outputs: see `Execution`."""
     own_layers, body = stage_layers(layers, count, number), whole_body
     if not name:

@@ -27,7 +27,7 @@ from rldsl.runtime.backend import Axis
 
 def fuse_modules(skeleton: nn.Module, model: Model, device: torch.device) -> None:
     """Let norms and layers run with fewer kernels, in any model but one with `invariant=training`."""
-    any_order = not model.invariant  # else sums have an order of their own, which fused layers do not keep
+    any_order = not model.invariant  # else sums have a fixed order, which fused layers do not keep
     on_cpu = device.type == "cpu"
     norms = fuse_norms(skeleton, device, library=device.type == "cuda" and any_order, compiled=on_cpu and any_order)
     if any_order:

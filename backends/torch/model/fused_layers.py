@@ -211,7 +211,7 @@ class CpuGatedProduct(Function):
 
 @torch.no_grad()
 def _is_gated_product(module: nn.Module) -> bool:
-    """Whether the module computes it, tried with small matrices in the place of its own."""
+    """Whether the module computes it, tried with small matrices in place of its weights."""
     trial: Any = copy(module)
     draw = torch.Generator(device="cpu").manual_seed(0)
     sizes = dict(zip(GATED, ((4, 6), (4, 6), (6, 4)), strict=False))
@@ -240,7 +240,7 @@ def _cast_once(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Affine(nn.Module):
-    """In the place of a part of a layer: a function of its own, which commutes with no other, so that the result says
+    """In the place of a part of a layer: a distinct function, which commutes with no other, so that the result says
     what was computed from what."""
 
     def __init__(self, factor: float, alone: bool) -> None:

@@ -52,7 +52,7 @@ def lora_adapters(model: Model, parameters: Mapping[str, torch.Tensor]) -> dict[
 @torch.no_grad()
 def init_lora(model: Model, held: HeldPieces, tensors: Mapping[str, torch.Tensor],
               reads: WeightReads | None = None) -> None:
-    """Fill the factors, and the head if the model has one of its own. tensors: parameter name -> local tensor."""
+    """Fill the factors, and the head if the model has its own. tensors: parameter name -> local tensor."""
     if model.lora is None:
         raise ValueError(f"{model.name} has no adapters")
     reads = reads if reads is not None else WeightReads()

@@ -2,7 +2,7 @@
 
 In: the modules of a family, and what `models/execution.py` says of them. Out: the same modules, which ask the pass
 under way (`CurrentPass`) how its sequences lie: attention reads it in `attention.py`, and recurrent modules get each
-sequence as a row of its own, with the state that the sequence has reached.
+sequence as a separate row, with the state that the sequence has reached.
 """
 
 from __future__ import annotations

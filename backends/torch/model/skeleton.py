@@ -69,7 +69,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def shallow_copy(module: nn.Module) -> Any:
-    """A module with the same children, in a dictionary of its own."""
+    """A module with the same children, in a separate dictionary."""
     result = copy(module)
     result._modules = dict(module._modules)
     return result

@@ -61,7 +61,7 @@ class Stage(ActivationCheckpointing):
     """What the rest of the backend reads of a model: one rank's modules and parameters."""
 
     # whether a backward pass runs in autocast too. The backward of torch's own operations needs none: it has the dtypes
-    # of the forward. In functions of our own, products of float32 would be rounded to bfloat16
+    # of the forward. In our own functions, products of float32 would be rounded to bfloat16
     autocast_in_backward = False
     chunks: list[Chunk]          # of layers, ascending; one, except under a layout with `vpp`
     first: bool  # whether it is the first of the pipeline

@@ -65,8 +65,8 @@ def parallelize(module: nn.Module, style: str, tp: Axis, vocab_start: int, colum
     cuts: of the inputs of a row-parallel module whose sum has one order under every tp (`tree_sums.py`). leaves: of the
     outputs of a column-parallel module whose gradients have one (`gradient_sums.py`). row_groups: those of the pass
     under way, by which such gradients are summed; None if they have no order. width: of the complete output. shared:
-    columns at the end of a latent form of keys and values that all heads read as they are, not through a matrix of
-    their own. copies: of the weights of an invariant model."""
+    columns at the end of a latent form of keys and values that all heads read as they are, not through their own
+    matrix. copies: of the weights of an invariant model."""
     own = (lambda x: scatter_to_tensor_parallel_region(x, tp)) if style == "rowwise_split" and tp.size > 1 else _same
     row_parallel = style in ("rowwise", "rowwise_split")
     if row_parallel and cuts is not None:

@@ -150,7 +150,7 @@ class ShardOptimizer:
 
     def begin_leaf(self) -> None:
         """Before the passes of a leaf, of a model with `invariant=training`. The first leaf with rows adds to the
-        buffer, where the sum of all will be; the others get tensors of their own."""
+        buffer, where the sum of all will be; the others get separate tensors."""
         if self.leaf_sums is not None and self.leaf_sums.has_rows and not self.divided_passes:
             for parameter, expert in zip(self.parameters, self.is_divided_expert, strict=True):
                 if not expert:

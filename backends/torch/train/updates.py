@@ -141,7 +141,7 @@ class Updates:
 
     def _step_muon(self, name: str, own: ParamOptions, rate: float) -> None:
         """The momentum of each element is updated where the element is; torch's Muon then gets the complete result in
-        place of a gradient, and no momentum of its own. A tensor of experts is a matrix for each."""
+        place of a gradient, and keeps no momentum. A tensor of experts is a matrix for each."""
         parameter, (record, pieces) = self.parameters[name], self.held[name]
         grad, momentum = self._grad(name), self.options.momentum
         buffer = self.gathered[name]["momentum_buffer"].lerp_(grad, 1 - momentum)

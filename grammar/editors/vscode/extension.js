@@ -1,5 +1,5 @@
 "use strict";
-// The extension: the language server, three commands, and tasks. Each in a file of its own under client/.
+// The extension: the language server, three commands, and tasks. Each in its own file under client/.
 
 const vscode = require("vscode");
 const { commands } = require("./client/commands");

@@ -129,7 +129,7 @@ def join(plan: Plan, rank: int, device: torch.device, timeout: timedelta | None 
             layout = layouts[group.layout]
             sets = axis_ranks(layout, meshes[layout.mesh], group.axis)
         new = [ranks for ranks in dict.fromkeys(sets) if len(ranks) > 1 and ranks not in groups]
-        in_order = all(list(ranks) == sorted(ranks) for ranks in new)  # otherwise of a mesh with an order of its own
+        in_order = all(list(ranks) == sorted(ranks) for ranks in new)  # otherwise of a mesh with another order
         if splits and in_order and len(new) > 1:
             groups |= dict.fromkeys(new, dist.split_group(split_ranks=list(map(list, new)), timeout=timeout))
             continue
@@ -143,7 +143,7 @@ def _order(ranks: tuple[int, ...]) -> dict[str, Any]:
     if list(ranks) == sorted(ranks):
         return {}
     if "sort_ranks" not in signature(dist.new_group).parameters:
-        raise fail("RL0710", f"a mesh has the ranks {ranks_text(ranks)} in an order of its own, which needs torch 2.12",
+        raise fail("RL0710", f"a mesh has the ranks {ranks_text(ranks)} in this order, which needs torch 2.12",
                    notes=(f"torch {torch.__version__} sorts the ranks of a group",),
                    help="update torch, or compile for meshes whose ranks are in ascending order")
     return {"sort_ranks": False}

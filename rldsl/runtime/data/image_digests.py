@@ -1,7 +1,7 @@
 """What the image files of a source hold, so that a run resumes with the images that it began with.
 
 In: an open source. Out: a digest of all its image files, and a short mark of each, by which the one that changed is
-found. Images whose bytes are in their rows are part of the data file, which has a digest of its own.
+found. Images whose bytes are in their rows are part of the data file, which has its own digest.
 Errors: RL0740 an image cannot be read.
 """
 

@@ -35,7 +35,7 @@ class SourceReading:
     path: str      # as the program names it
     kind: str      # `plan.model.Data.row_format`
     batch: int     # rows of a step
-    shuffle: bool  # whether each epoch has an order of its own
+    shuffle: bool  # whether each epoch has its own order
     rows: int      # of an epoch
     bytes: int     # of its file, or of all of them together
     sha256: str    # of its file, or of all of them together

@@ -119,5 +119,5 @@ def _plainly_fits(row: Row, roles: Mapping[str, str]) -> bool:
 def _equal_sides(chosen: Any, rejected: Any) -> int:
     """How many pairs of a row have two equal sides."""
     if several(chosen) and several(rejected):
-        return sum(map(same_answers, chosen, rejected))  # another number of them is an error of its own
+        return sum(map(same_answers, chosen, rejected))  # another number of them is another error
     return int(same_answers(chosen, rejected))

@@ -1,4 +1,4 @@
-"""Agents with a loop of their own: `run(row, base_url, api_key) -> reward`, a function or a method, `async` or not.
+"""Agents with their own loop: `run(row, base_url, api_key) -> reward`, a function or a method, `async` or not.
 
 In: a row of the data, and where its model is asked (`endpoint.py`). Out: the reward that the agent returns.
 Codes: RL0713 it does not take what an agent is given, RL0715 it returned something else than a number.

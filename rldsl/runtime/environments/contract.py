@@ -2,7 +2,7 @@
 
 In: the class or factory of a plan's Function, called without arguments. Out: a `Talk`, whatever the form of the object:
 the form of TRL's `environment_factory` (here), the text form `init/step/close` (`text_form.py`), or an environment of
-OpenEnv (`open_env.py`); or an agent, which has a loop of its own (`agent_form.py`).
+OpenEnv (`open_env.py`); or an agent, which has its own loop (`agent_form.py`).
 Invariant: an environment in TRL's form sees the calls that TRL 1.16's GRPOTrainer makes, in the same order: the
 functions of a turn first, in the order of the calls, then its coroutines together. What a tool raises is answered to
 the model; what anything else raises is the environment's failure.

@@ -1,4 +1,4 @@
-"""The endpoint of a rank: agents with loops of their own ask the model by HTTP, each in its own conversation.
+"""The endpoint of a rank: agents with their own loops ask the model by HTTP, each in its own conversation.
 
 In: requests of agents, whose key says which conversation they belong to. Out: the tokens that each adds to its
 conversation, and answers with what the model said.

@@ -1,4 +1,4 @@
-"""Conversations with environments that run in processes of their own, one live conversation per process.
+"""Conversations with environments that run in separate processes, one live conversation per process.
 
 In: an environment's Function, how its conversations become tokens (`chat.py`), and limits. Out: an implementation of
 `Conversations`. An environment is asked what it says to each turn; an agent is asked once, to run, and asks the model

@@ -47,8 +47,8 @@ def describe_own_error(error: BaseException, rank: int, where: str) -> tuple[Dia
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that a device or the host has no memory left. NCCL and cuBLAS say so in texts of
-    their own: on a full device the first allocation that fails is often one of theirs."""
+    """Whether an exception means that a device or the host has no memory left. NCCL and cuBLAS say so in their own
+    texts: on a full device the first allocation that fails is often one of theirs."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or isinstance(
         error, RuntimeError) and any(sign in text for sign in ("out of memory", "alloc_failed"))

@@ -50,7 +50,7 @@ SHUTDOWN_SECONDS = 20.0  # a rank that shuts down makes progress within these or
 
 
 class Watchdog:
-    """The watchdog of one rank, in a thread of its own."""
+    """The watchdog of one rank, in a separate thread."""
 
     def __init__(self, store: Any, rank: int, world: int, plan: PlanFile | None = None, timeout: float = math.inf,
                  asynchronous: bool = False, agent: int | None = None, speaks: bool = True):

@@ -51,7 +51,7 @@ def load(models: ModelStore, resumed: LoadedCheckpoint | None, event: Load) -> N
 def realloc(models: ModelStore, ring: EventRing, event: Realloc) -> None:
     """Reshard a model ("realloc" in the plan). The first call that uses the new copy, or changes the old one, waits for
     the last rounds. Earlier communication into either copy is finished first. A rank that only sends waits here,
-    unless it has a stream of its own for that (`SideStream`)."""
+    unless it has a separate stream for that (`SideStream`)."""
     context = models.context
     model, source, world = context.models[event.model], context.models[event.source or event.model], context.world
     src, dst = world.layouts[event.src], world.layouts[event.dst]

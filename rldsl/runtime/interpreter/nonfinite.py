@@ -1,7 +1,7 @@
 """The end of a run whose gradient is not finite: the minibatch stays on disk, so that it can be studied.
 
-In: what a loss saw on each rank. Out: `OUT/failed-batch-step-N/rank-R.safetensors`, of every rank that holds rows of
-its own, and the Failure, on all ranks together. In a file, by name: `FRAME.rows`, `FRAME.prompt_lens`,
+In: what a loss saw on each rank. Out: `OUT/failed-batch-step-N/rank-R.safetensors`, of every rank with rows that
+it reports, and the Failure, on all ranks together. In a file, by name: `FRAME.rows`, `FRAME.prompt_lens`,
 `FRAME.response_lens`, `FRAME.tokens` (ids of the prompt and response of one row after another), `FRAME.images` (where
 rows have images: for each token the number of its image in the run, or -1), and `data.NAME` for each data input of the
 loss (entries of one row after another). Its metadata has the step, the model and the loss.

@@ -1,4 +1,4 @@
-"""What every run measures, without a message of its own: time and tokens of each phase, bytes moved, memory, lengths.
+"""What every run measures, without a separate message: time and tokens of each phase, bytes moved, memory, lengths.
 
 In: the events that one rank executed, with their durations. Out: numbers by name, once per step. Durations are those of
 this rank; tokens are those of all ranks that share the call; bytes are those of the plan, for all ranks, and of ragged

@@ -238,7 +238,7 @@ class RunRecord:
         """plan: as it is executed, which `--allow-changed-python` may have changed. devices: of this rank's machine.
         continues: the run continues the one that is there."""
         self._file = out / RECORD
-        self._lock = threading.Lock()  # the watchdog ends a record too, from a thread of its own
+        self._lock = threading.Lock()  # the watchdog ends a record too, from its own thread
         earlier = (read_record(out) or {}) if continues else {}
         header, now = plan.header, _now()
         self._held = {

@@ -1,7 +1,7 @@
 """Trackers that the library `accelerate` knows: MLflow, trackio and Comet.
 
 In: a step and its numbers, and its samples. Out: messages to the tracker, by the classes of `accelerate.tracking`.
-Each tracker is a package of its own; where it stores runs, and with which key, is set by its own variables, such as
+Each tracker is a separate package; where it stores runs, and with which key, is set by its own variables, such as
 MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID and COMET_API_KEY. A run that resumes continues the same run of the tracker.
 Errors: RL0782 a package is not installed, RL0787 the tracker refuses to begin.
 """
@@ -98,12 +98,12 @@ def _mlflow_histogram(tracker: Any, step: int, histograms: Mapping[str, Histogra
 
 
 def _trackio(kind: Any, labels: RunLabels, file: Path, again: bool) -> Any:
-    """It continues the run of the same name, so the name has a part of its own."""
+    """It continues the run of the same name, so the name has a part that no other run has."""
     return kind(labels.project, name=f"{labels.name}-{run_id(file, again)}", resume="allow", embed=False)
 
 
 def _trackio_started(tracker: Any, labels: RunLabels, file: Path) -> None:
-    if labels.tags:  # it has no tags of its own
+    if labels.tags:  # it has no tags
         tracker.store_init_configuration({"tags": ", ".join(labels.tags)})
 
 

@@ -92,7 +92,7 @@ def open_writer(context: RunContext, plan: str, watchdog: Any = None) -> Checkpo
     """Create the writer of this rank, before the first step. plan: its id. watchdog: knows whether this rank was asked
     to stop."""
     store = dist.distributed_c10d._get_default_store()
-    store = store.clone() if hasattr(store, "clone") else store  # a thread of its own uses it
+    store = store.clone() if hasattr(store, "clone") else store  # another thread uses it
     store = dist.PrefixStore(_KEY, store)
     if context.rank == 0:
         store.set("token", token_hex(4))
@@ -231,7 +231,7 @@ class CheckpointWriter:
         partial = final.parent / f".{final.name}.{self.token}.partial"
         try:
             report: dict[str, Any] = {"facts": facts, "files": self._file(partial, tensors) if tensors else {}}
-        except Exception as error:  # the thread has nobody to raise to, and libraries bring errors of their own
+        except Exception as error:  # the thread has nobody to raise to, and libraries have their own errors
             self.problem = str(getattr(error, "strerror", None) or error)
             report = {"problem": self.problem}
         try:

@@ -1,4 +1,4 @@
-"""`checkpoint.json`: what a checkpoint holds besides tensors, under a digest of its own.
+"""`checkpoint.json`: what a checkpoint holds besides tensors, under its own digest.
 
 In: facts of a run. Out: text whose last field, `sha256`, covers all others (of their canonical JSON: sorted keys, no
 spaces); and from the bytes of a file, the same facts, each of the type that it was written with.

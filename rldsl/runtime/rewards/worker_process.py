@@ -181,7 +181,7 @@ def start(name: str, functions: Sequence[Function], loading: float, main: str = 
     os.set_blocking(trace, False)
     numbers = (theirs.fileno(), tracing, os.getpid())
     command = [sys.executable, "-c", _BOOT.format(main), json.dumps(sys.path), *map(str, numbers)]
-    # a session of its own: Ctrl-C and torchrun's signals are for the rank, which decides
+    # a new session: Ctrl-C and torchrun's signals are for the rank, which decides
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                pass_fds=(theirs.fileno(), tracing), start_new_session=True)
     theirs.close()

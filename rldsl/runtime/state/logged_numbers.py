@@ -44,7 +44,7 @@ class Arrival:
         return arrival
 
     def complete(self, wait: Callable[[], Any]) -> None:
-        """Wait for it, in a thread of its own."""
+        """Wait for it, in a separate thread."""
         try:
             wait()
         except BaseException as error:  # noqa: BLE001 (for the thread that asks)
