@@ -173,7 +173,7 @@ def test_a_lag_that_every_call_refuses() -> None:
 
 
 def test_editors_say_when_it_pays() -> None:
-    assert "devices of its own" in word("lag", False) and "idle" in word("per_step", False)
+    assert "its own devices" in word("lag", False) and "idle" in word("per_step", False)
     assert "how many steps old" in word("version", True)
 
 
