@@ -1,7 +1,7 @@
 """Runs Python code in a child process with limits.
 
 What it stops: code that runs too long or uses too much memory, writes large files or much output, opens many files, or
-outlives the call; code finds an empty directory, which is removed afterwards, and none of the environment's variables.
+outlives the call; code finds an empty directory of its own, which is removed, and none of the environment's variables.
 Where the system grants a network namespace (most Linux systems without root; containers often do not), it has no
 network.
 

@@ -42,7 +42,7 @@ PROSE = {
 }
 # of these words "a THING of its own" is "its own THING", or "a separate THING"
 OWN = ("call", "calls", "class", "devices", "engine", "environment", "file", "kind", "lag", "loop", "loops", "mesh",
-       "module", "modules", "order", "passes", "process", "processes", "ranks", "record", "rule", "seed", "slot",
+       "module", "modules", "passes", "process", "processes", "ranks", "record", "rule", "seed", "slot",
        "space", "spans", "statement", "step", "stream", "thread", "world")
 PROSE |= {f"{thing} of {whose} own": f"{whose} own {thing}, or separate" for thing in OWN for whose in ("its", "their")}
 
