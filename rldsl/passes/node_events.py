@@ -63,8 +63,6 @@ from rldsl.plan.payloads import (
 from rldsl.plan.spaces import IndexedFrame
 from rldsl.sharding.rank_sets import Ranks, union
 
-__all__ = ["node_events", "spread_of", "tokens_per_pass"]
-
 
 def node_events(placed: PlacedGraph) -> Draft:
     reused = reused_caches(placed.graph, dict(placed.placements))

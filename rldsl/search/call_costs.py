@@ -51,7 +51,7 @@ class Candidate:
 
     @property
     def min_bytes(self) -> int:
-        """The fewest bytes with which it can run: without a copy of its own."""
+        """The fewest bytes with which it can run: without its own copy."""
         return self.static_bytes + self.shared_bytes + self.active_bytes
 
 

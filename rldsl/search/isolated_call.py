@@ -18,7 +18,7 @@ from rldsl.graph import model as g
 from rldsl.memory.call_memory import gradient_bytes, optimizer_bytes
 from rldsl.memory.parameters import Copy, base_bytes, resting_bytes
 from rldsl.memory.values import Tables
-from rldsl.passes.node_events import spread_of, tokens_per_pass
+from rldsl.passes.row_spreads import spread_of, tokens_per_pass
 from rldsl.placement.model import Placement
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
 from rldsl.plan.image_limits import most_declared
