@@ -13,15 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple
+from math import prod
+from typing import NamedTuple
 
+from rldsl.memory.attention import AttentionBytes, Kind, attention_bytes, attention_kind, latent_attention, value_width
 from rldsl.plan.adapter_names import module_of
 from rldsl.plan.model import ExpertBlock, Layout, Model, ParamSpec, Recurrence
 
-# fused: variable-length attention; packed: the same with keys and values that several query heads share, and prompts
-# that several responses share; grid: torch's attention over a padded grid of sequences; plain: the same where torch has
-# no kernel that leaves out the probabilities; composed: products, and probabilities of float32
-Attention = Literal["fused", "packed", "grid", "plain", "composed"]
+ORDERS = 32  # bytes of what says where the row of a token for one expert is
 COMPOSED = ("gelu_new", "gelu_fast", "quick_gelu", "gelu_python")  # activations made of many operations
 
 
@@ -90,28 +89,10 @@ class StackActivations:
         return self.layers[0]
 
 
-def attention_kind(model: Model, compute: int, device: str) -> Attention:
-    """Which attention `backends/torch/model/attention.py` uses. device: "cuda" or "cpu". CUDA's kernels for float32
-    need as many key-value heads as heads. On CPUs `kernels/cpu_attention.py` has one for float32; without a C compiler,
-    torch's operators keep more."""
-    if model.sizes.composed_scores:
-        return "composed"
-    if device == "cpu" and compute == 4 and not model.invariant:
-        return "packed"
-    if device == "cuda" and compute == 2 and fused_kernels_take(model.sizes.head_dim):
-        return "fused"
-    return "plain" if device == "cuda" and model.sizes.heads != model.sizes.kv_heads else "grid"
-
-
 def gates_are_fused(invariant: bool, compute: int, device: str) -> bool:
     """Whether a kernel computes gated products (`backends/torch/model/fused_layers.py`), which keeps their factors and
     no silu(gate). On CPUs `kernels/cpu_kernels.py` has it; without a C compiler, torch's operators keep more."""
     return not invariant and compute == (2 if device == "cuda" else 4)
-
-
-def fused_kernels_take(head_dim: int) -> bool:
-    """Whether kernels for packed sequences take heads of this size (flash-attn's and torch's alike)."""
-    return head_dim % 8 == 0 and head_dim <= 256
 
 
 @cache
@@ -119,13 +100,12 @@ def stack_activations(model: Model, layout: Layout, compute: int, stream: int, d
                       longest: int) -> StackActivations:
     """compute: bytes of an element inside a layer; stream: of the residual stream, 4 where float32 parameters run under
     autocast. device: "cuda" or "cpu". longest: tokens of the longest sequence."""
-    attention = attention_kind(model, compute, device)
-    if attention == "packed" and layout.cp > 1:  # whose segments are padded
-        attention = "grid"
+    # segments of context parallelism are padded
+    kind = attention_kind(model, compute, device, padded=layout.cp > 1)
     fused = model.sizes.gated_products and gates_are_fused(model.invariant, compute, device)
     specs = tuple(p for p in (*model.params, *model.base) if p.stage == "layer")
-    if not (model.sizes.recurrences or model.sizes.expert_blocks):
-        return StackActivations((_layer(model, layout, compute, stream, attention, fused, longest, specs, None, None),))
+    if not _layers_differ(model):
+        return StackActivations((_layer(model, layout, compute, stream, kind, fused, longest, specs, None, None),))
     found: dict[object, LayerActivations] = {}
     layers = []
     for number in range(model.layers):
@@ -135,27 +115,28 @@ def stack_activations(model: Model, layout: Layout, compute: int, stream: int, d
                       if number in b.layers and b.itemsize == compute and b.trained == (not model.base)), None)
         key = states, block, tuple((p.name.replace(f".{number}.", ".{}.", 1), p.shape) for p in own)
         if key not in found:
-            found[key] = _layer(model, layout, compute, stream, attention, fused, longest, own, states, block)
+            found[key] = _layer(model, layout, compute, stream, kind, fused, longest, own, states, block)
         layers.append(found[key])
     return StackActivations(tuple(layers))
 
 
-def _layer(model: Model, layout: Layout, compute: int, stream: int, attention: Attention, fused: bool, longest: int,
+def _layers_differ(model: Model) -> bool:
+    """Whether what layers need may not be the same in all of them."""
+    return bool(model.sizes.recurrences or model.sizes.expert_blocks) or any(
+        p.stage == "layer" and p.layer >= 0 for p in (*model.params, *model.base))
+
+
+def _layer(model: Model, layout: Layout, compute: int, stream: int, kind: Kind, fused: bool, longest: int,
            specs: tuple[ParamSpec, ...], states: Recurrence | None, block: ExpertBlock | None) -> LayerActivations:
-    """fused: whether a kernel computes the gated products of its MLP. specs: of the parameters of the layer. states: of
-    its modules that carry a state. block: of experts in a form of their own."""
+    """kind: of its attention. fused: whether a kernel computes the gated products of its MLP. specs: of the parameters
+    of the layer. states: of its modules that carry a state. block: of experts in a form of their own."""
     s, tp = model.sizes, layout.tp
     trained = not model.base
-    h, inner = s.hidden, -(-s.intermediate // tp)
-    ways = s.experts_per_token  # to how many experts a token goes
-    shared = 0  # width of what all tokens go through besides experts
+    h = s.hidden
     attends = states is None or states.attends
-    outer = specs  # those of no module that carries a state
-    if s.recurrences or s.expert_blocks:  # layers differ
-        outer = tuple(p for p in specs if states is None or not any(f".{m}." in p.name for m in states.modules))
-        ways = s.experts_per_token if any(p.experts for p in outer) else 0
-        shared = -(-_mlp_width(outer) // tp)
-        inner, shared = (inner, shared) if ways else (shared, 0)
+    # those of no module that carries a state
+    outer = tuple(p for p in specs if states is None or not any(f".{m}." in p.name for m in states.modules))
+    ways, inner, shared = _mlp_widths(model, outer, tp)
     part = 1  # of the tokens, which the block with its experts computes
     if block is not None:  # counted as a whole
         ways = shared = inner = 0
@@ -163,44 +144,49 @@ def _layer(model: Model, layout: Layout, compute: int, stream: int, attention: A
     gated = _gated(outer)
     heads, groups = -(-s.heads // tp), -(-s.kv_heads // tp)
     q, kv = (heads * s.head_dim, groups * s.head_dim) if attends else (0, 0)
+    both = compute * groups * (s.head_dim + value_width(model)) * attends  # keys and values
     layer_norm = any(_is_norm(p, h) and p.name.endswith("bias") for p in specs)
     norms = sum(_is_norm(p, h) and p.name.endswith("weight") for p in specs) or 2
-    reads = (1, 1) if _fused_inputs(outer) and attends else (3 * attends, 2 if gated else 1)
-    reads = (reads[0], 0) if block is not None else reads
-    first, second = (_norm(h, compute, stream, n, layer_norm, trained) for n in reads)
+    routers = [p for p in outer if p.float32_product]  # which read what the norm before gives, in float32
+    first, second = (_norm(h, compute, stream, n, layer_norm, trained) for n in _readers(
+        model, outer, attends, gated, ways, shared, block is not None))
+    second += stream * h if routers and trained and compute != stream else 0
     # a frozen weight does not ask for what it multiplies
     if more := 4 * h * (s.other_norms and trained):
         first, second = first + more, second + more
     # of families that also norm what a sublayer gives
     after = more + _norm(h, compute, stream, 0, layer_norm, trained)
     head_norms = _head_norm(q + kv, compute, stream, trained) if _has(specs, "q_norm") and attends else 0
-    attended = _attention(q, kv, heads, compute, attention, longest) if attends else 0
+    attention = attention_bytes(model, tp, compute, kind, longest, trained) if attends else AttentionBytes()
     each = 4 if gated else 5 if s.activation in COMPOSED else 2
     of_module = 3 if gated and fused else each  # of a token in an MLP that is no expert
     mlp = compute * inner * of_module
-    if ways:  # in addition: what each expert reads and gives, and the choice among all in float32
-        mlp = ways * compute * (inner * each + 2 * h) + 4 * max((p.experts for p in specs), default=0)
+    if ways:  # the choice among all in float32, orders of rows, and what each expert reads, has inside and gives
+        own = inner * each + 2 * h if trained else inner * (each - 1) + h  # the frozen ones keep no inputs of products
+        mlp = 4 * max((p.experts for p in specs), default=0) + ways * (ORDERS + compute * own)
         mlp += compute * shared * of_module
     if block is not None:
         mlp = block.saved // part
     elif not inner:
         second, norms = 0, max(norms, 2)  # without an MLP there is one sublayer
-    saved = first + second + (norms - 2) * after + head_norms + attended + mlp + _adapters(model, layout, compute)
-    routed = 4 * ways * compute * h  # rows by expert, what comes of them, weighed and put in order
-    ways = ways or 1  # how often a token goes through an MLP
+    saved = (first + second + (norms - 2) * after + head_norms + attention.saved + mlp
+             + _adapters(model, layout, compute))
     held = stream * h * 4  # the input of the stage and of the layer, the stream, and what the sublayer reads
     inside = 4 if model.lora is not None or s.activation in COMPOSED else 3
-    attending = _attention(q, kv, heads, compute, "packed" if attention == "packed" else "grid", longest) + \
-        compute * q if attends else 0
-    probabilities = 3 * 4 * heads * longest if attends else 0  # scores, masked, their softmax
-    attending += probabilities if attention in ("plain", "composed") else 0
-    fed = inside * ways * compute * inner + routed if block is None else block.forward // part - stream * h
-    forward = held + max(fed, attending)
-    back = 2 * ways * compute * inner + routed if block is None else (block.backward - block.saved) // part
-    attended_back = 3 * compute * q
-    if attention == "composed":
-        attended_back = max(attended_back, attended_back + probabilities - second - mlp)
-    backward = max(back, attended_back) + stream * h
+    if block is not None:
+        fed, back = block.forward // part - stream * h, (block.backward - block.saved) // part
+    elif ways:
+        fed = max(_routed_forward(h, inner * inside, ways, compute, stream, layout.ep > 1), inside * compute * shared)
+        back = _routed_backward(h, inner, ways, compute, stream, layout.ep > 1)
+    else:
+        fed, back = inside * compute * inner, 2 * compute * inner
+    attended_back = attention.backward
+    if kind in ("composed", "math"):  # what the MLP keeps is gone then
+        attended_back = max(attended_back, attended_back + attention.probabilities - second - mlp)
+    forward, backward = held + max(fed, attention.forward), max(back, attended_back) + stream * h
+    # half-precision models make a float32 copy of such a matrix in every pass
+    wide = 4 * sum(prod(p.shape) for p in routers) if compute != stream else 0
+    rounded = wide if any(not p.float32 for p in routers) else 0
     row: dict[str, int] = {}
     if states is not None:
         row = {"outside": held, "after": second + mlp + (norms - 2) * after,
@@ -209,12 +195,50 @@ def _layer(model: Model, layout: Layout, compute: int, stream: int, attention: A
                "step": states.step + states.state, "row_outputs": states.outputs + states.state}
     final = (stream + 4 if stream == 4 else 6) * h if not layer_norm else 4 * h
     return LayerActivations(stream * h, saved, forward, backward, final, 16 * h, compute * h,
-                            2 * compute * kv if layout.cp > 1 else 0, 2 * compute * kv * (attention != "packed"),
+                            both if layout.cp > 1 else 0, both * (kind != "packed"),
                             _outputs(specs, h, inner, q, kv, norms, layer_norm, s.activation, compute, stream)
                             + (block.outputs // part if block is not None else 0),
-                            **row, caches=attends, fixed=block.fixed if block is not None else 0,
-                            fixed_forward=block.fixed_forward if block is not None else 0,
+                            **row, caches=attends, fixed=block.fixed if block is not None else rounded,
+                            fixed_forward=block.fixed_forward if block is not None else rounded,
                             fixed_outputs=block.fixed_outputs if block is not None else 0)
+
+
+def _mlp_widths(model: Model, specs: tuple[ParamSpec, ...], tp: int) -> tuple[int, int, int]:
+    """(to how many experts a token goes, width of an MLP or of an expert, width of what all tokens go through besides
+    experts), on one rank, from the parameters of a layer outside modules that carry a state."""
+    if any(p.experts for p in specs):
+        return model.sizes.experts_per_token, -(-model.sizes.intermediate // tp), -(-_mlp_width(specs) // tp)
+    bare = bool(model.sizes.recurrences or model.sizes.expert_blocks)  # whether layers may have no MLP
+    return 0, -(-(_mlp_width(specs) or (0 if bare else model.sizes.intermediate)) // tp), 0
+
+
+def _readers(model: Model, specs: tuple[ParamSpec, ...], attends: bool, gated: bool, ways: int, shared: int,
+             block: bool) -> tuple[int, int]:
+    """How many linear layers read the stream through a cast of their own, in attention and in the MLP. specs: outside
+    modules that carry a state. block: whether experts have a form of their own, which counts what they read."""
+    latent = latent_attention(model) if attends else None
+    attention = 2 * latent.count if latent is not None else 3 * attends
+    if _fused_inputs(specs) and attends and latent is None:
+        return 1, 0 if block else 1
+    if block:
+        return attention, 0
+    if not ways:
+        return attention, 2 if gated else 1
+    router = not (model.base or any(p.float32_product for p in specs))  # a frozen one keeps no input
+    return attention, router + (2 if gated else 1) * (shared > 0) + _has(specs, "shared_expert_gate")
+
+
+def _routed_forward(h: int, inside: int, ways: int, compute: int, stream: int, divided: bool) -> int:
+    """Peak of a forward pass through experts: what a token's experts read, with what is inside them, or weighed, and
+    put in order, in the dtype of the router's weights. inside: width. divided: over ranks, to which rows are sent."""
+    found = max(ways * compute * (h + inside), ways * h * (compute + 2 * stream) + stream * h)
+    return max(found, ways * compute * (inside + 4 * h)) if divided else found
+
+
+def _routed_backward(h: int, inner: int, ways: int, compute: int, stream: int, divided: bool) -> int:
+    """Peak of the backward pass through experts, as `_routed_forward`: first of the order of rows."""
+    found = max(3 * ways * stream * h, 2 * ways * compute * (inner + h))
+    return max(found, ways * compute * (2 * inner + 4 * h)) if divided else found
 
 
 def _divides_experts(specs: tuple[ParamSpec, ...]) -> bool:
@@ -285,23 +309,6 @@ def _head_norm(width: int, compute: int, stream: int, trained: bool) -> int:
     return 4 * width if compute == 4 else (4 + (compute if trained else 0)) * width
 
 
-def _attention(q: int, kv: int, heads: int, compute: int, attention: Attention, longest: int) -> int:
-    """Queries, keys and values, what comes out, and one number a head for the backward pass. On a grid the four are
-    there twice; without one, keys and values are repeated for each query head. Plainly, so they are on the grid, and
-    each token has a probability for every token of the longest sequence; and so it is composed, where keys and values
-    are repeated once."""
-    match attention:
-        case "fused":
-            return 4 * compute * q + 4 * heads
-        case "packed":
-            return compute * (2 * q + 2 * kv) + 4 * heads
-        case "grid":
-            return compute * (4 * q + 4 * kv) + 4 * heads
-        case "composed":  # the softmax, and in half precision what is multiplied
-            return compute * 4 * q + (4 + compute * (compute != 4)) * heads * longest
-    return compute * (6 * q + 2 * kv) + compute * heads * longest
-
-
 def _adapters(model: Model, layout: Layout, compute: int) -> int:
     """What adapters keep between their two factors."""
     if model.lora is None:
@@ -316,11 +323,12 @@ def _is_norm(p: ParamSpec, hidden: int) -> bool:
 
 
 def _mlp_width(specs: tuple[ParamSpec, ...]) -> int:
-    """Of the first product of an MLP, or of the shared expert; 0: the layer has none."""
-    return max((p.shape[0] for p in specs if len(p.shape) == 2 and not p.experts
-                and p.name.split(".")[-2] in ("gate_proj", "up_proj", "w1", "w3", "fc1")), default=0) or max(
-        (p.shape[0] // 2 for p in specs if len(p.shape) == 2 and not p.experts
-         and p.name.split(".")[-2] in ("input_linear", "gate_up_proj")), default=0)
+    """Of the first products of all MLPs together, or of the shared experts; 0: the layer has none."""
+    matrices = [(p.name.split(".")[-2], p) for p in specs if len(p.shape) == 2 and not p.experts]
+    widths = {p.name.rpartition(f".{module}.")[0]: p.shape[0] for module, p in matrices
+              if module in ("gate_proj", "up_proj", "w1", "w3", "fc1")}
+    return sum(widths.values()) or max((p.shape[0] // 2 for module, p in matrices
+                                        if module in ("input_linear", "gate_up_proj")), default=0)
 
 
 def _has(specs: tuple[ParamSpec, ...], module: str) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rldsl.memory import logits
 from rldsl.memory.activations import LayerActivations
+from rldsl.memory.attention import attention_kind, value_width
 from rldsl.memory.call_parts import (
     INDEX,
     Needs,
@@ -98,7 +99,7 @@ def _kv_heads(copy: Copy) -> int:
 
 def _bytes_per_head(copy: Copy, tokens: int) -> int:
     """Keys and values of `tokens` tokens in one head of one layer."""
-    return 2 * copy.model.sizes.head_dim * tokens * copy.compute
+    return (copy.model.sizes.head_dim + value_width(copy.model)) * tokens * copy.compute
 
 
 def _step_bytes(e: Generate, copy: Copy, d: _Decoding, layers: Sequence[LayerActivations], device: str) -> int:
@@ -106,6 +107,9 @@ def _step_bytes(e: Generate, copy: Copy, d: _Decoding, layers: Sequence[LayerAct
     heads, groups, each = -(-copy.model.sizes.heads // copy.layout.tp), _kv_heads(copy), _bytes_per_head(copy, d.length)
     # CUDA's kernels for grouped-query attention get repeated keys and values; others read the KV cache in place
     read = each * heads if device == "cuda" and heads != groups else 0
+    if attention_kind(copy.model, copy.compute, device, padded=True) == "math" and copy.compute != FLOAT:
+        # in float32, with scaled keys, and these in the order of their product
+        read = FLOAT * groups * d.length * (3 * copy.model.sizes.head_dim + value_width(copy.model))
     if e.conversation is not None:  # slots of a pass need not be neighbors: what they hold is copied
         read = max(read, each * groups)
     return d.slots * read + max(layer.decoding(d.slots, _mask_bytes(d)) for layer in layers)

@@ -238,8 +238,9 @@ def _size(spec: ParamSpec, copy: Copy) -> int:
 
 @cache
 def linear_elements(copy: Copy) -> int:
-    """Elements of all matrices of the layers here: what autocast keeps a half-precision copy of."""
-    return elements([s for s in copy.model.params if s.stage == "layer" and len(s.shape) > 1], copy)
+    """Elements of all matrices of the layers here that autocast casts: what it keeps a half-precision copy of."""
+    return elements([s for s in copy.model.params if s.stage == "layer" and len(s.shape) > 1 and not s.float32_product],
+                    copy)
 
 
 @cache
@@ -273,15 +274,25 @@ def gathered(copy: Copy) -> dict[str, int]:
         return {}
     layers = [s for s in copy.model.params if s.stage == "layer" and held(s, copy)]
     rest = [s for s in copy.model.params if s.stage != "layer" and held(s, copy)]
-    layer, outside = _group_bytes(layers, copy, copy.compute), _group_bytes(rest, copy, FLOAT)
-    layer_gradient, outside_gradient = _group_bytes(layers, copy, FLOAT), _group_bytes(rest, copy, FLOAT)
-    there = outside + (copy.layers if level < 3 else min(2, copy.layers)) * layer  # 3: and the next one
-    largest_group = max(layer_gradient, outside_gradient)
+    parts, outside = _bytes_of_layers(layers, copy, copy.compute), _group_bytes(rest, copy, FLOAT)
+    gradients = _bytes_of_layers(layers, copy, FLOAT)
+    there = outside + sum(parts if level < 3 else sorted(parts)[-2:])  # 3: a layer and the next one
+    largest_group = max(*gradients, outside)
     sums = _leaf_sums(copy)
-    whole = outside_gradient + copy.layers * layer_gradient if level == 1 or sums else largest_group
+    whole = outside + sum(gradients) if level == 1 or sums else largest_group
     whole *= 1 + sums + (sums > 0 and copy.layout.cp > 1)
     # an all-gather has an output besides the rows it copies from; a reduce-scatter has an input, and one is under way
-    return {"gathered parameters": there + max(layer, outside), "gradients being reduced": whole + 2 * largest_group}
+    return {"gathered parameters": there + max(*parts, outside), "gradients being reduced": whole + 2 * largest_group}
+
+
+def _bytes_of_layers(specs: Sequence[ParamSpec], copy: Copy, matrix: int) -> list[int]:
+    """Bytes of each layer here. specs, matrix: as of `_group_bytes`."""
+    alike = _group_bytes([s for s in specs if s.layer < 0], copy, matrix)
+    more = Counter[int]()
+    for s in specs:
+        if s.layer >= 0:
+            more[s.layer] += _group_bytes([s], copy, matrix)
+    return [alike + more[number] for number in own_layers(copy.model.layers, copy.layout, copy.cell.pp_rank)]
 
 
 def summed_in_leaves(copy: Copy) -> dict[str, int]:
@@ -305,6 +316,6 @@ def _leaf_sums(copy: Copy) -> int:
 
 def _group_bytes(specs: Iterable[ParamSpec], copy: Copy, matrix: int) -> int:
     """Bytes of one layer, or of everything outside the layers. matrix: bytes per element of a matrix; vectors are
-    float32."""
-    return sum((matrix if len(s.shape) > 1 else FLOAT) * sum(map(volume, boxes(s, copy.layout, copy.cell.part)))
-               for s in specs)
+    float32, and so is what half-precision models multiply in float32."""
+    return sum((matrix if len(s.shape) > 1 and not s.float32_product else FLOAT)
+               * sum(map(volume, boxes(s, copy.layout, copy.cell.part))) for s in specs)

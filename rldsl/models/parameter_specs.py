@@ -153,7 +153,8 @@ def _base_spec(model: _Model, name: str, shape: tuple[int, ...], stage: StageKin
         partial = partial or first not in model.buffers and _of_divided_columns(name, model.styles)
     return ParamSpec(name, shape, stage, model.layers if number == "{}" else 0, split, style, partial, count,
                      model.stored(name), layer=int(number) if number.isdigit() else -1,
-                     buffer=first in model.buffers, float32=first in model.skeleton.float32), problem
+                     buffer=first in model.buffers, float32=first in model.skeleton.float32,
+                     float32_product=first in model.skeleton.float32_products), problem
 
 
 def _head_spec(model: _Model, name: str, shape: tuple[int, ...]) -> tuple[ParamSpec, str]:

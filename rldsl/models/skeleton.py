@@ -17,6 +17,7 @@ from rldsl.models import experts
 from rldsl.models.execution import Execution, body_name, called_after_layers, execution, keep_weights, shared_name
 from rldsl.models.expert_blocks import expert_blocks
 from rldsl.models.expert_blocks import uncounted as uncounted_experts
+from rldsl.models.float32_products import float32_products, read_by_others
 from rldsl.models.recurrence import recurrences, uncounted
 from rldsl.models.tower import towers
 from rldsl.models.trials import has_gated_products, has_other_norms
@@ -61,6 +62,7 @@ class Skeleton:
     expert_blocks: tuple[ExpertBlock, ...] = ()  # what blocks with experts of a special form need in memory
     fixed: frozenset[str] = frozenset()  # parameters for which transformers asks for no gradient
     float32: frozenset[str] = frozenset()  # parameters and buffers that are float32 in transformers' bfloat16 models
+    float32_products: frozenset[str] = frozenset()  # matrices with which these models multiply in float32
 
 
 @cache
@@ -99,10 +101,11 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
     except Exception as error:
         raise fail("RL0303", f'the model in "{path}" is not a causal language model', span, first_line(error),
                    help="every model must be based on a causal language model") from None
-    linears = []
+    linears, aside = [], read_by_others(model)
     for name, module in model.named_modules():
         kind: Any = type(module)
-        if kind is Conv1D or isinstance(module, torch.nn.Linear) and _is_only_a_product(kind):
+        if name not in aside and (
+                kind is Conv1D or isinstance(module, torch.nn.Linear) and _is_only_a_product(kind)):
             rows, columns = module.weight.shape
             swapped = kind is Conv1D
             linears.append(LinearModule(name, *((rows, columns) if swapped else (columns, rows)), swapped))
@@ -113,6 +116,7 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
     layers: Any = body.get_submodule(how.layers) if how.layers else ()
     states, seen = recurrences(model, body, how), towers(model, prefix)
     blocks = expert_blocks(body, how, int(config.get_text_config().hidden_size))
+    float32 = _float32(model, config)
     return Skeleton(
         prefix=prefix,
         tp_plan=dict(getattr(model, "_tp_plan", None) or {}),
@@ -131,7 +135,7 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
         uncounted=uncounted(how, states) or uncounted_experts(body, how, blocks)
         or ("its vision tower" if vision_family(config) and not seen else ""),
         fixed=frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
-        float32=_float32(model, config))
+        float32=float32, float32_products=frozenset(float32_products(model, float32).values()))
 
 
 def _float32(model: Any, config: Any) -> frozenset[str]:

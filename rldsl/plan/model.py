@@ -46,7 +46,7 @@ __all__ = [
     "State", "StoredField", "Tower", "Value",
 ]
 
-FORMAT = 6
+FORMAT = 7
 MAX_RANKS = 16_384 * 256  # nodes * devices per node: a larger number is a mistake
 MAX_NESTED_BLOCKS = 64  # around an event; the parser allows fewer brackets in brackets
 

@@ -45,6 +45,8 @@ class ParamSpec:
     buffer: bool = False
     # stored in float32 in models of half precision, too, since transformers does so (`sharding/dtypes.py`)
     float32: bool = False
+    # models of half precision multiply with it in float32, too, with an input of float32: in their routers
+    float32_product: bool = False
 
     def __hash__(self) -> int:
         """Cheap, as that of a layout."""

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from rldsl.backends.torch.model import stage
-from rldsl.backends.torch.model.autocast import keep_float32_products, multiplies_in_float32
+from rldsl.backends.torch.model.autocast import keep_float32_products
 from rldsl.backends.torch.model.skeleton import empty_model
 from rldsl.models.families import describe
+from rldsl.models.float32_products import multiplies_in_float32
 from rldsl.plan.model import Optimizer
 from rldsl.sharding.boxes import expand_specs
 from rldsl.sharding.dtypes import float32_specs

@@ -253,6 +253,19 @@ def test_a_target_that_is_not_there(base: Path, tmp_path: Path) -> None:
         assert refused(base, tmp_path, program=PROGRAM.replace("q_proj", name))[0][0] == "RL0341", name
 
 
+def test_a_linear_layer_whose_weight_another_module_reads_gets_no_adapter(tmp_path: Path) -> None:
+    """LongCat's routers multiply with the weight of their linear layer without calling it, Hunyuan's call it."""
+    path = Path(tiny_configs.make(tmp_path / "longcat", "longcat_flash"))
+    given = PROGRAM.replace('["q_proj", "down_proj"]', '["classifier"]')
+    ((code, text),) = refused(path, tmp_path, program=given)
+    assert code == "RL0341" and "no module named `classifier`" in text and "q_a_proj" in text
+    of_all = compiled(path, tmp_path / "all", program=PROGRAM.replace(', targets=["q_proj", "down_proj"]', "").replace(
+        "tp=2 pp=2", "dp=4").replace("dp=2 pp=2", "dp=4"))
+    assert not any("classifier" in p.name for p in actor(of_all.plan).params)
+    other = describe(str(tiny_configs.make(tmp_path / "hunyuan", "hunyuan_v1_moe")), "causal_lm")
+    assert any(m.name.endswith(".wg") for m in other.linears)
+
+
 def test_a_family_without_a_plan_is_not_divided(tmp_path: Path) -> None:
     plain = make_model(tmp_path / "gpt2", family="gpt2", n_positions=1024)
     given = PROGRAM.replace('["q_proj", "down_proj"]', '["c_attn"]')

@@ -39,7 +39,8 @@ SGD = Optimizer(lr=0.1, kind="sgd", clip_grad=0.0)
 PROMPT = [5, 9, 12, 30, 7, 22, 8, 41, 17, 3, 29, 11]
 # four responses to one prompt, and rows with prompts of their own; the last step has one row
 ROWS = [(PROMPT, [4 + i, 40 - i, 13]) for i in range(4)] + ragged(5, 46, longest=10)
-LAYOUTS = [at(), at(dp=2), at(tp=2), at(pp=2), at(cp=2), at(dp=2, ep=2), at(dp=2, zero=3), at(dp=2, ep=2, zero=1)]
+LAYOUTS = [at(), at(dp=2), at(tp=2), at(pp=2), at(cp=2), at(dp=2, ep=2), at(dp=2, zero=3), at(dp=2, zero=2),
+           at(dp=2, ep=2, zero=1)]
 
 
 def minibatch(step: int) -> list[int]:

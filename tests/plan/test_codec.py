@@ -66,7 +66,7 @@ def test_other_files_are_refused(data):
     assert code(data)[0] == "RL0601"
 
 
-@pytest.mark.parametrize("format", [1, 4, 5, 7, "6", True, None])
+@pytest.mark.parametrize("format", [1, 5, 6, 8, "7", True, None])
 def test_another_format_is_named(format):
     lines = body_lines()
     head = json.loads(lines[0])

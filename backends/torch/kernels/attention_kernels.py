@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from rldsl.backends.torch.kernels.optional_packages import flash_attn
-from rldsl.memory.activations import fused_kernels_take
+from rldsl.memory.attention import fused_kernels_take
 
 MIN_CAPABILITY = (8, 0)  # of the GPU, for kernels of packed sequences: Ampere
 HALF_DTYPES = (torch.float16, torch.bfloat16)

@@ -17,16 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import cache
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.pytorch_utils import Conv1D
 
 from rldsl.backends.torch.kernels.autograd import Function
+from rldsl.models.float32_products import float32_products
 
 
 class _RoundToBfloat16(Function):
@@ -79,78 +76,15 @@ def _with_rounded_lookup(kind: type) -> Any:
     return _RoundedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, _RoundedEmbedding), {})
 
 
-PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
-
-
 def keep_float32_products(model: nn.Module, device: torch.device, float32: Collection[str] = ()) -> frozenset[str]:
     """Let modules with their own matrix that multiply in float32 in a model of half precision do so under
     autocast, too. Returns their names, and those of linear layers whose weights they multiply with. float32: names of
     parameters that are float32 in such a model."""
-    found: dict[tuple[type, frozenset[str]], bool] = {}
-    names = []
-    for name, module in model.named_modules():
-        if matrix_of(module) is None:
-            continue
-        own = frozenset(n for n, _ in module.named_parameters() if f"{name}.{n}" in float32)
-        kind = type(module), own
-        if kind not in found:
-            found[kind] = multiplies_in_float32(module, own)
-        if found[kind]:
-            module.forward = _without_autocast(module.forward, device.type)
-            names += [name, *(f"{name}.{child}" for child, _ in module.named_children())]
-    return frozenset(names)
-
-
-def matrix_of(module: nn.Module) -> torch.Tensor | None:
-    """The matrix [., H] that a module may multiply with in its own code: its parameter `weight`, or that of a linear
-    layer that is all it has (LongCat's routers)."""
-    children = list(module.children())
-    owner = children[0] if len(children) == 1 and type(children[0]) is nn.Linear and not module._parameters else module
-    weight = owner._parameters.get("weight")
-    plain = isinstance(module, nn.Linear | nn.Embedding | Conv1D | nn.Sequential | nn.ModuleList)
-    return None if plain or weight is None or weight.dim() != 2 else weight
-
-
-def multiplies_in_float32(module: nn.Module, float32: Collection[str] = ()) -> bool:
-    """Whether a module with a matrix [., H] makes all its products in float32 where its parameters, but for some, and
-    its input are bfloat16. float32: the names of these. Its code runs on shapes without numbers. What it needs besides
-    its input is taken for numbers of experts, as many as the matrix has rows (biases of HY-V3's routers)."""
-    matrix = matrix_of(module)
-    if matrix is None:
-        return False
-    rows, width = matrix.shape
-    values = {name: torch.empty_like(x, dtype=torch.float32 if name in float32 else torch.bfloat16, device="meta")
-              for name, x in module.named_parameters()}
-    values |= {name: x.to("meta") for name, x in module.named_buffers()}
-    others = [torch.empty(rows, device="meta") for _ in range(_num_required(module) - 1)]
-    for shape in ((1, 4, width), (4, width)):
-        try:
-            with torch.no_grad(), _ProductDtypes() as seen:
-                functional_call(module, values, (torch.empty(shape, dtype=torch.bfloat16, device="meta"), *others))
-        except Exception:  # a module that needs more, or another shape
-            continue
-        return bool(seen.dtypes == {torch.float32})
-    return False
-
-
-def _num_required(module: nn.Module) -> int:
-    """Arguments that a module's forward pass cannot do without."""
-    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-               for p in signature(module.forward).parameters.values())
-
-
-class _ProductDtypes(TorchDispatchMode):
-    """dtypes: of the matrix products so far."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no type hints here
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in PRODUCTS:
-            self.dtypes.add(out.dtype)
-        return out
+    found = float32_products(model, float32)
+    for name in found:
+        module = model.get_submodule(name)
+        module.forward = _without_autocast(module.forward, device.type)
+    return frozenset((*found, *(matrix.removesuffix(".weight") for matrix in found.values())))
 
 
 def _without_autocast(forward: Callable[..., Any], device: str) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ from rldsl.sharding.boxes import Parameter
 def empty_model(config: Any) -> tuple[Any, Execution]:
     """The model with parameters on the meta device but real buffers (rotary frequencies are computed, not stored), and
     how it runs. Its vision tower attends in transformers' own way: an image is complete, and nothing is kept of it."""
+    attention.register()
     config = keep_weights(config)
     unknown: Exception | None = None
     try:  # first as nearly every family runs: constructing a model is a good part of a rank's start

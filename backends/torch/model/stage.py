@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rldsl.backends.torch.model import attention
 from rldsl.backends.torch.model.attention import PackedAttention
 from rldsl.backends.torch.model.autocast import keep_float32_products
 from rldsl.backends.torch.model.chunks import Chunk, LayersDone, chunk_of, end_of_layers
@@ -104,7 +103,6 @@ class Stage(ActivationCheckpointing):
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
                  matmul_dtype: torch.dtype, weight_cache: WeightCache | None = None, images: Images | None = None):
         """dtype: in which `parameters` are stored. images: see `Build`."""
-        attention.register()
         pp, cpu = axes.pp, device.type == "cpu"
         self.first, self.last = pp.index == 0, pp.index == pp.size - 1
         self.device, self.matmul_dtype = device, matmul_dtype
