@@ -183,8 +183,8 @@ class TorchShard:
         # where gradients have one order, norms see all tokens on every rank of tp
         sequence_parallel = SequenceParallel(self.axes.tp, False) if self.stage.ordered_gradients else \
             self.stage.sequence_parallel
-        passes = pack_minibatch(self.stage, self.axes, self.device, minibatch, leaves,
-                                joined if self.stage.joins_leaves and not heads else 1, sequence_parallel,
+        joined = joined if joined > 1 and self.stage.joins_leaves and not heads else 1
+        passes = pack_minibatch(self.stage, self.axes, self.device, minibatch, leaves, joined, sequence_parallel,
                                 loads is not None)
         read = OutputReader(self.stage, passes, outputs, temperature, [cast(TorchShard, head).stage for head in heads])
         trainer.zero_grad()
