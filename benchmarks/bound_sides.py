@@ -147,8 +147,8 @@ class Transformers:
 
 
 def _as_the_runtime_packs(batch: PackedBatch, n: int) -> PackedBatch:
-    """With what the runtime knows of the rows of a call without asking the device: their lengths, and which of them
-    have the same prompt, n in a row. `infer` and `train` then compute a prompt once."""
+    """The batch with what the runtime tells `infer` and `train` besides the tokens: the lengths on the host, and that
+    n rows in a row have the same prompt, so that it is computed once."""
     lengths = (tuple(batch.prompt_lens.tolist()), tuple(batch.response_lens.tolist()))
     return replace(batch, on_host=lengths, prompts=tuple(i // n for i in range(len(lengths[0]))))
 

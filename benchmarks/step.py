@@ -3,7 +3,7 @@
     python -m benchmarks.step [--only WORD] [--peer PYTHON] [--rounds N] [--steps N]
 
 grpo: TRL's GRPOTrainer. ppo, sft: plain torch loops with HuggingFace modules (`step_plain.py`). Each system has its
-own process with one thread, and they take turns; a step's time is told from the end of one to the end of the
+own process with one thread, and they take turns; a step's time is measured from the end of one to the end of the
 next, without the first two. Ratios are ours to theirs: of the median and of the least wall time of a step, and of the
 CPU time, reward workers with it, which what else runs on the machine disturbs less; a gate is kept where the median or
 the CPU time keeps it. tokens: sampled, or trained on, in a step by each; they differ only as far as samples do. Gates:

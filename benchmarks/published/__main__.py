@@ -73,13 +73,13 @@ def verdict(found: Sequence[Prediction]) -> Iterator[str]:
             yield f"  {'mixtures of experts' if moe else 'dense'}: {order(some):.3f}"
     inside = [p for p in found if within(p)]
     yield f"  of the {len(inside)} rows within their gates: {order(inside):.3f}"
-    apart = spread_of_releases()
+    apart = largest_ratio_of_releases()
     yield (f"  of the {num_apart(found, apart)} of {num_apart(found, 1.0)} pairs that are further apart than a row is "
            f"from itself in another release ({apart - 1:.0%}): {order(found, apart):.3f}, of those within their gates "
            f"{order(inside, apart):.3f}")
 
 
-def spread_of_releases() -> float:
+def largest_ratio_of_releases() -> float:
     """The most by which a published step differs from the same one in another release, as a ratio."""
     known = {row.name: row.seconds for row in ROWS}
     return max(max(x / known[name], known[name] / x) for name, again in AGAIN.items() for x in again.values())

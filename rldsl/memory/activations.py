@@ -129,7 +129,7 @@ def _layers_differ(model: Model) -> bool:
 def _layer(model: Model, layout: Layout, compute: int, stream: int, kind: Kind, fused: bool, longest: int,
            specs: tuple[ParamSpec, ...], states: Recurrence | None, block: ExpertBlock | None) -> LayerActivations:
     """kind: of its attention. fused: whether a kernel computes the gated products of its MLP. specs: of the parameters
-    of the layer. states: of its modules that carry a state. block: of experts in a form of their own."""
+    of the layer. states: of its modules that carry a state. block: of experts in another form."""
     s, tp = model.sizes, layout.tp
     trained = not model.base
     h = s.hidden
@@ -214,8 +214,8 @@ def _mlp_widths(model: Model, specs: tuple[ParamSpec, ...], tp: int) -> tuple[in
 
 def _readers(model: Model, specs: tuple[ParamSpec, ...], attends: bool, gated: bool, ways: int, shared: int,
              block: bool) -> tuple[int, int]:
-    """How many linear layers read the stream through a cast of their own, in attention and in the MLP. specs: outside
-    modules that carry a state. block: whether experts have a form of their own, which counts what they read."""
+    """How many linear layers read the stream, each through its own cast, in attention and in the MLP. specs: outside
+    modules that carry a state. block: whether experts have another form, which counts what they read."""
     latent = latent_attention(model) if attends else None
     attention = 2 * latent.count if latent is not None else 3 * attends
     if _fused_inputs(specs) and attends and latent is None:
@@ -295,7 +295,7 @@ def _outputs(specs: tuple[ParamSpec, ...], h: int, inner: int, q: int, kv: int, 
 
 def _norm(h: int, compute: int, stream: int, reads: int, layer_norm: bool, trained: bool) -> int:
     """Its input, the normed numbers, and its output once for each linear layer that reads it through a cast of its
-    own; a norm whose weight stays does not keep the normed numbers. In float32 an RMS norm has a gradient of its own,
+    own; a norm whose weight stays does not keep the normed numbers. In float32 an RMS norm has its own gradient,
     which needs the normed numbers alone."""
     out = compute * h * (min(reads, 1) if compute == stream else reads)
     if layer_norm or stream == 4:

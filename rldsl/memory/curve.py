@@ -22,7 +22,7 @@ class Holding:
     bytes: int  # that it takes
     start: int  # first moment
     stop: int  # last moment
-    host: bool = False  # in host memory, where the device has memory of its own
+    host: bool = False  # in host memory, where the device has separate memory
 
 
 @dataclass(frozen=True, slots=True)

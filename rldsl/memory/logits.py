@@ -15,6 +15,7 @@ from rldsl.plan.events import Sampling
 MAX_ROWS, MIN_ROWS = 1024, 32  # tokens whose logits exist at once
 MIN_VOCABULARY_ROWS = 4
 VOCABULARY_TABLES = 24  # of a generalized Jensen-Shannon divergence, as autograd keeps them
+VOCABULARY_LOGITS = 1 << 18  # of each of these tables that exist at once on a CPU: as many as its caches hold
 CPU_LOGITS = 1 << 23  # logits that exist at once on a CPU, 32 MiB: with fewer the product with the head is slower
 KEPT_LOGITS = 1 << 26  # logits of a micro-batch that a CPU keeps for the backward pass, at most: 256 MiB
 
@@ -34,7 +35,10 @@ def are_kept(words: int, tokens: int, compute: int, device: str) -> bool:
 def vocabulary_rows_at_once(words: int, tokens: int, device: str) -> int:
     """The same where a loss computes with the whole vocabulary, which takes `VOCABULARY_TABLES` tables: so few that all
     of them have at most 0.05 of the rows of one table for all tokens."""
-    return min(rows_at_once(words, device) // 8, max(MIN_VOCABULARY_ROWS, tokens // (20 * (VOCABULARY_TABLES + 4))))
+    rows = MAX_ROWS // 8
+    if device != "cuda":
+        rows = max(MIN_VOCABULARY_ROWS, min(rows, VOCABULARY_LOGITS // max(words, 1)))
+    return min(rows, max(MIN_VOCABULARY_ROWS, tokens // (20 * (VOCABULARY_TABLES + 4))))
 
 
 @dataclass(frozen=True, slots=True)

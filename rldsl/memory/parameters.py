@@ -99,7 +99,8 @@ def resting(copy: Copy) -> int:
 
 @lru_cache(maxsize=65536)
 def _at_rest(copy: Copy) -> Copy:
-    """Equal for copies that hold the same elements between calls: layouts differ in what it leaves out."""
+    """The copy under a layout that says only how parameters are divided between calls. Equal for copies that hold the
+    same elements then, so what is counted of one of them is counted once for all."""
     x = copy.layout
     dp, zero = (x.dp, 1) if x.zero else (x.ep, 0)
     name = f"{dp}.{x.tp}.{x.pp}.{x.ep}.{x.vpp}"  # which decides the hash

@@ -106,7 +106,7 @@ class CandidateTable:
         return self._memory[key]
 
     def _seconds_of(self, job: Job, s: Strategy, size: int, own: bool) -> float:
-        """Per step."""
+        """Seconds of the call per step. own: as of `build_candidate`."""
         key = (job.number, s, size, own)
         if key not in self._seconds:
             isolated = self.isolated_call(job, s, size, own)
@@ -172,22 +172,26 @@ class CandidateTable:
 
     def _with_chunks(self, job: Job, found: Sequence[Candidate], size: int) -> Iterator[Candidate]:
         """Strategies with several chunks of layers per stage that may be worth their messages and memory: where a
-        pipeline takes long enough to fill and drain, and no other layout needs as little memory and is as fast as this
-        one: first as fast as it would be with chunks that cost nothing, which is quickly known, then as it is. found:
+        pipeline takes long enough to fill and drain, and no other layout needs as little memory and is as fast. found:
         strategies without chunks."""
         front = undominated(list(found))
+
+        def beaten(e: Candidate) -> bool:
+            return any(_dominates(k, e) for k in front)
+
         for e in found:
             fill = self._fill(job, e.strategy)
             for v in CHUNKS if fill >= MIN_FILL else ():
-                hoped = replace(e, seconds=e.seconds * (1 - fill * (1 - 1 / v)))
+                # What costs least to compute comes first: the time if chunks cost nothing, the time itself, then the
+                # memory, which is at least that of `e`.
+                if beaten(replace(e, seconds=e.seconds * (1 - fill * (1 - 1 / v)))):
+                    continue
                 for s in with_chunks("train", e.strategy, self.problem.families[job.model].layers, (v,)):
-                    if any(_dominates(k, hoped) for k in front) or not self._backend_supports(job, s):
+                    if not self._backend_supports(job, s) \
+                            or beaten(replace(e, seconds=self._seconds_of(job, s, size, True))) \
+                            or not self._fits_alone(job, s, size, True):
                         continue
-                    timed = replace(e, seconds=self._seconds_of(job, s, size, True))  # it needs no less memory than `e`
-                    if any(_dominates(k, timed) for k in front) or not self._fits_alone(job, s, size, True):
-                        continue
-                    chunked = self.candidate(job, s, size)
-                    if not any(_dominates(k, chunked) for k in front):
+                    if not beaten(chunked := self.candidate(job, s, size)):
                         yield chunked
 
     def _fill(self, job: Job, s: Strategy) -> float:

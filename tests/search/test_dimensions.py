@@ -113,3 +113,13 @@ def test_a_lag_decides() -> None:
         i = instance(name, "1B", cluster(1, 8), lengths, text=text)
         block = branch_and_bound(i, gap=0.02).best[0].assignment.blocks[0]
         assert (block.size == 8) == everywhere
+
+
+def test_no_strategy_with_chunks_is_beaten_by_one_without() -> None:
+    i = instance("sft", "7B", cluster(1, 8), text=SFT, batch=64)
+    (job,) = i.calls
+    every = [e for e in i.table.candidates(job, 8) if e.strategy.pp > 1]
+    plain, chunked = ([e for e in every if (e.strategy.vpp > 1) == with_chunks] for with_chunks in (False, True))
+    assert plain and chunked
+    assert not any(p.seconds <= e.seconds and p.resident_bytes <= e.resident_bytes
+                   and p.active_bytes <= e.active_bytes for p in plain for e in chunked)

@@ -1,4 +1,4 @@
-"""Functions with a gradient of their own: torch's `autograd.Function`, with a typed `apply`; and what they compute
+"""Functions with their own gradient: torch's `autograd.Function`, with a typed `apply`; and what they compute
 without the modes around a model."""
 
 from __future__ import annotations

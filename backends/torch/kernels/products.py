@@ -47,7 +47,7 @@ def has_onednn() -> bool:
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [n, k] @ b [m, k].T -> [n, m]. Not differentiable: for functions with a gradient of their own."""
+    """a [n, k] @ b [m, k].T -> [n, m]. Not differentiable: for functions with their own gradient."""
     return _onednn(a, b, None) if _takes(a, b) else a @ b.T
 
 
