@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published.__main__ import DENSE, MOE, order, spread_of_releases, within
+from benchmarks.published.__main__ import DENSE, MOE, largest_ratio_of_releases, order, within
 from benchmarks.published.prediction import Prediction, predict, workplace
 from benchmarks.published.rows import ROWS
 from benchmarks.published.searched import line, search
@@ -49,7 +49,7 @@ def test_the_order_on_the_page_is_that_of_the_table() -> None:
     plan = None  # of which nothing is read
     rows = [Prediction(row, plan, Timeline(float(cells[2].removesuffix(" s")), (), (), (), (), 0))
             for cells, row in zip(table(), ROWS, strict=True)]
-    apart = spread_of_releases()
+    apart = largest_ratio_of_releases()
     inside = [p for p in rows if within(p)]
     said = PAGE.read_text()
     assert f"| all pairs | {order(rows):.3f} | {order(inside):.3f} |" in said
