@@ -266,56 +266,34 @@ def vocabulary(copy: Copy) -> tuple[int, bool]:
 
 
 @cache
-def gathered(copy: Copy) -> dict[str, int]:
-    """Holder -> bytes that a train call under `zero` needs so that parameters and gradients are whole where they must
-    be, during the passes of a minibatch. The groups are the `ParamGroup`s of `backends/torch/model/zero.py`: each
-    layer, and one for everything outside the layers."""
-    level = copy.layout.zero
-    if not level:
-        return {}
-    layers = [s for s in copy.model.params if s.stage == "layer" and held(s, copy)]
-    rest = [s for s in copy.model.params if s.stage != "layer" and held(s, copy)]
-    parts, outside = _bytes_of_layers(layers, copy, copy.compute), _group_bytes(rest, copy, FLOAT)
-    gradients = _bytes_of_layers(layers, copy, FLOAT)
-    there = outside + sum(parts if level < 3 else sorted(parts)[-2:])  # 3: a layer and the next one
-    largest_group = max(*gradients, outside)
-    sums = _leaf_sums(copy)
-    whole = outside + sum(gradients) if level == 1 or sums else largest_group
-    whole *= 1 + sums + (sums > 0 and copy.layout.cp > 1)
-    # an all-gather has an output besides the rows it copies from; a reduce-scatter has an input, and one is under way
-    return {"gathered parameters": there + max(*parts, outside), "gradients being reduced": whole + 2 * largest_group}
-
-
-def _bytes_of_layers(specs: Sequence[ParamSpec], copy: Copy, matrix: int) -> list[int]:
-    """Bytes of each layer here. specs, matrix: as of `_group_bytes`."""
-    alike = _group_bytes([s for s in specs if s.layer < 0], copy, matrix)
-    more = Counter[int]()
-    for s in specs:
-        if s.layer >= 0:
-            more[s.layer] += _group_bytes([s], copy, matrix)
-    return [alike + more[number] for number in own_layers(copy.model.layers, copy.layout, copy.cell.pp_rank)]
+def tied_gradient(copy: Copy) -> int:
+    """Bytes of the gradient of an output embedding that waits for that of the input embedding, which is the same
+    parameter here; 0 where it is kept apart or another rank has the other end."""
+    if not (copy.first and copy.last) or copy.model.invariant_training:
+        return 0
+    return group_bytes([s for s in copy.model.params if s.stage == "ends" and len(s.shape) > 1], copy, FLOAT)
 
 
 def summed_in_leaves(copy: Copy) -> dict[str, int]:
     """Holder -> bytes of the sums of gradients that a train call keeps of a model with `invariant_training`, besides
-    the gradients themselves (`backends/torch/model/leaf_sums.py`). Those under `zero` are in `gathered`."""
-    sums, tied = _leaf_sums(copy), [s for s in copy.model.params if s.stage == "ends"] if copy.last else []
+    the gradients themselves (`backends/torch/model/leaf_sums.py`). Those under `zero` are in `zero_memory.py`."""
+    sums, tied = leaf_sums(copy), [s for s in copy.model.params if s.stage == "ends"] if copy.last else []
     if not sums:
         return {}
     divided = copy.layout.cp > 1  # those of a pass are not those of the leaf
-    head = (1 + sums + divided) * _group_bytes(tied, copy, FLOAT)
+    head = (1 + sums + divided) * group_bytes(tied, copy, FLOAT)
     experts = FLOAT * sum(len(held(s, copy)) * sum(map(volume, boxes(s, copy.layout, copy.cell.part)))
                           for s in copy.model.params if s.experts) if copy.layout.ep > 1 else 0
     dense = 0 if copy.layout.zero else (sums + divided) * (FLOAT * trained(copy) - experts)
     return {"sums of gradients": head + dense + (1 + sums) * copy.layout.ep * experts}
 
 
-def _leaf_sums(copy: Copy) -> int:
+def leaf_sums(copy: Copy) -> int:
     """The most sums of leaves that exist at a time, besides the gradients of the leaf under way."""
     return max(1, (LEAVES // copy.layout.dp).bit_length() - 1) if copy.model.invariant_training else 0
 
 
-def _group_bytes(specs: Iterable[ParamSpec], copy: Copy, matrix: int) -> int:
+def group_bytes(specs: Iterable[ParamSpec], copy: Copy, matrix: int) -> int:
     """Bytes of one layer, or of everything outside the layers. matrix: bytes per element of a matrix; vectors are
     float32, and so is what half-precision models multiply in float32."""
     return sum((matrix if len(s.shape) > 1 and not s.float32_product else FLOAT)

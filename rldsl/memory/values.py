@@ -23,6 +23,24 @@ ROW = 16  # bytes of a row's number and its number of entries
 
 
 @dataclass(frozen=True, slots=True)
+class PassPeaks:
+    """Bytes of activations, logits and messages at those moments of a minibatch's passes when most is held."""
+
+    head: int  # the last norm, the head and the loss; on other stages less than of the layers
+    layers: int  # the backward pass of the layer that needs most
+    first_layer: int  # the backward pass of this rank's first layer, which comes last
+    embedding: int  # the gradient of the embedding
+    tower: int  # the passes of a vision tower; without images less than of the layers
+    between_layers: int  # after the backward pass of the last layer of a chunk
+    between_passes: int  # when the backward pass of a micro-batch has gone through all layers
+    several: bool  # whether there are several micro-batches
+
+    @property
+    def most(self) -> int:
+        return max(self.head, self.layers, self.embedding, self.tower)
+
+
+@dataclass(frozen=True, slots=True)
 class Tables:
     """Records of a plan by id."""
 
@@ -33,9 +51,9 @@ class Tables:
     entries: Mapping[str, EntrySpace] = field(default_factory=dict)  # by name
     prompts: Mapping[str, PromptSource] = field(default_factory=dict)  # by frame, as far as it is known
     images: int = 0  # tokens of the images of a prompt, at most; 0: no rows have images
-    # A cache, by all that it depends on: bytes of the passes of one train call, the same at all levels of `zero`; None:
+    # A cache, by all that it depends on: peaks of the passes of one train call, the same at all levels of `zero`; None:
     # not cached
-    passes: dict[Hashable, int] | None = None
+    passes: dict[Hashable, PassPeaks] | None = None
 
     @staticmethod
     def of(plan: Plan) -> Tables:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from rldsl.graph import model as g
+from rldsl.memory.values import PassPeaks
 from rldsl.placement.budget import max_row_tokens
 from rldsl.plan.backends import described, unable
 from rldsl.plan.model import DEFAULT_BACKEND
@@ -46,7 +47,7 @@ class CandidateTable:
         self._seconds: dict[tuple[int, Strategy, int, bool], float] = {}
         self._isolated: dict[tuple[object, ...], IsolatedCall] = {}
         self._plain_passes: dict[tuple[object, ...], dict[Hashable, Any]] = {}  # of a call on a number of ranks
-        self._pass_bytes: dict[tuple[object, ...], dict[Hashable, int]] = {}  # of a call on a number of ranks
+        self._pass_peaks: dict[tuple[object, ...], dict[Hashable, PassPeaks]] = {}  # of a call on a number of ranks
 
     def candidates(self, job: Job, size: int) -> tuple[Candidate, ...]:
         """Those that a device has room for, with a copy of a trained model where they certainly need one."""
@@ -96,7 +97,7 @@ class CandidateTable:
         if key not in self._isolated:
             of = job.number, size, own, s.backend
             self._isolated[key] = IsolatedCall(self.problem, job, s, size, own, self._plain_passes.setdefault(of, {}),
-                                               self._pass_bytes.setdefault(of, {}))
+                                               self._pass_peaks.setdefault(of, {}))
         return self._isolated[key]
 
     def _memory_of(self, job: Job, s: Strategy, size: int, own: bool) -> CallMemory:

@@ -17,7 +17,7 @@ from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.memory.call_memory import gradient_bytes, optimizer_bytes
 from rldsl.memory.parameters import Copy, base_bytes, resting_bytes
-from rldsl.memory.values import Tables
+from rldsl.memory.values import PassPeaks, Tables
 from rldsl.passes.row_spreads import spread_of, tokens_per_pass
 from rldsl.placement.model import Placement
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
@@ -50,9 +50,9 @@ class IsolatedCall(World):
     """A `World` with one call."""
 
     def __init__(self, problem: Problem, job: Job, s: Strategy, size: int, own: bool,
-                 plain_passes: dict[Hashable, Any] | None = None, pass_bytes: dict[Hashable, int] | None = None):
+                 plain_passes: dict[Hashable, Any] | None = None, pass_peaks: dict[Hashable, PassPeaks] | None = None):
         """own: whether the call trains its model, or uses the trained parameters (float32) without a copy.
-        plain_passes, pass_bytes: seconds and bytes of the passes of the same call on as many ranks, which do not depend
+        plain_passes, pass_peaks: seconds and memory of passes of the same call on as many ranks, which do not depend
         on `zero`."""
         mesh = Block(0, size).mesh()
         layout = s.layout(mesh)
@@ -69,7 +69,7 @@ class IsolatedCall(World):
         self.served, self.lag = {}, problem.graph.lag
         self.images = most_declared(dict(d.options) for d in problem.graph.data)
         self.plain_passes = plain_passes if plain_passes is not None else {}
-        self.pass_bytes = pass_bytes
+        self.pass_peaks = pass_peaks
         self._events: dict[tuple[int, int, bool], AnyCall] = {}  # by what of a strategy they depend on; a cache
 
     def event(self, s: Strategy) -> AnyCall:
@@ -113,7 +113,7 @@ class IsolatedCall(World):
     @cached_property
     def tables(self) -> Tables:
         return Tables(self.frames, self.values, self.spreads, self.layouts, prompts=self.prompts, images=self.images,
-                      passes=self.pass_bytes)
+                      passes=self.pass_peaks)
 
 
 def compute_seconds(ops: list[Op]) -> float:

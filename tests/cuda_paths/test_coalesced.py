@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rldsl.backends.torch.train.pipeline import P2PCommunicator, SentMessages
-from rldsl.memory.call_memory import MAX_SENT_GRADIENTS
+from rldsl.memory.train_memory import MAX_SENT_GRADIENTS
 from rldsl.runtime.backend import Axis
 from rldsl.sharding.pipeline_schedule import Exchange, MicroBatchPass, actions, max_waiting_messages
 

@@ -12,7 +12,8 @@ import pytest
 
 from rldsl.memory.activations import stack_activations
 from rldsl.memory.attention import Latent, attention_kind, latent_attention, value_width
-from rldsl.memory.parameters import Copy, gathered, linear_elements
+from rldsl.memory.parameters import Copy, linear_elements
+from rldsl.memory.zero_memory import groups_of
 from rldsl.models.families import describe, sizes_of
 from rldsl.plan.model import Model, Optimizer
 from rldsl.sharding.boxes import Cell
@@ -33,7 +34,8 @@ FEW, MANY = Case("few rows", batch=4, prompt=40, response=14), Case("many rows",
 HALF = replace(MANY, name="half", dtype="bfloat16")
 CASES = (*((family, case) for family in SIZES for case in (MANY, HALF)),
          ("deepseek_v3", replace(FEW, name="few rows, half", dtype="bfloat16")),
-         ("glm4_moe", replace(HALF, name="ep=2, half", world=2, place=on(2, "dp=2 ep=2", "dp=2", "dp=2"))))
+         ("glm4_moe", replace(HALF, name="ep=2, half", world=2, place=on(2, "dp=2 ep=2", "dp=2", "dp=2"))),
+         ("deepseek_v3", replace(HALF, name="zero=2, half", world=2, place=on(2, "dp=2 zero=2"), batch=24)))
 SHOWN = {("deepseek_v3", "half")}
 
 
@@ -94,8 +96,8 @@ def test_they_are_not_cast(tmp_path: Path) -> None:
         return Copy(of, layout_of(**degrees), Cell(0, 0))
 
     assert linear_elements(copy(other)) - linear_elements(copy(model)) == elements
-    mine, theirs = (gathered(copy(m, dp=2, zero=2))["gathered parameters"] for m in (model, other))
-    assert mine > theirs
+    mine, theirs = (groups_of(copy(m, dp=2, zero=2)).parts for m in (model, other))
+    assert mine == (theirs[0], theirs[1] + 2 * elements)
     one, two = (stack_activations(m, layout_of(), 2, 4, "cpu", 50).layers[1] for m in (model, other))
     assert one.fixed == 4 * elements and two.fixed == 0
     assert one.saved - two.saved == 4 * model.sizes.hidden - 2 * model.sizes.hidden
@@ -109,8 +111,8 @@ def test_each_layer_is_gathered_as_it_is(tmp_path: Path) -> None:
     sizes = {n: 4 * sum(prod(s.shape) for s in model.params if (s.layer in (-1, n) if n >= 0 else True) and
                         (s.stage == "layer") == (n >= 0)) for n in (-1, 0, 1)}
     for level in (1, 3):
-        found = gathered(Copy(model, layout_of(dp=2, zero=level), Cell(0, 0)))
-        assert found["gathered parameters"] == sum(sizes.values()) + max(sizes.values())
+        found = groups_of(Copy(model, layout_of(dp=2, zero=level), Cell(0, 0)))
+        assert found.parts == found.gradients == (sizes[0], sizes[1]) and found.outside == sizes[-1]
     assert sizes[0] != sizes[1]
 
 

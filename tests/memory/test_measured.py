@@ -17,10 +17,12 @@ from tests.memory.plans import CASES, Case, plan_of
 from tests.samples import thorough_unless
 
 GATE = 0.10
-SMALL = ("gpt2", "top k", "whole vocabulary", "half, recompute", "adapters, half", "greedy, slots", "top_p", "save, checkpoint", "dpo pp=2", "continued, dp=2",
-         "pp=4, dp=2 tp=2", "ppo, as ReaL")
+SMALL = ("gpt2", "top k", "whole vocabulary", "half, recompute", "adapters, half", "greedy, slots", "top_p",
+         "save, checkpoint", "dpo pp=2", "continued, dp=2",
+         "pp=4, dp=2 tp=2", "ppo, as ReaL", "tied", "zero=1", "zero=1, mbs, tied", "zero=2, half", "zero=2, recompute",
+         "zero=2, pp=2", "zero=3, small head", "zero=3, tp=2")
 
-SHOWN = {"gpt2", "save, checkpoint", "dpo pp=2", "continued, dp=2"}
+SHOWN = {"gpt2", "save, checkpoint", "dpo pp=2", "continued, dp=2", "zero=1, mbs, tied", "zero=2, half"}
 
 
 def small(case: Case) -> Case:

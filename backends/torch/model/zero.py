@@ -152,7 +152,7 @@ class ParamGroup:
         padded = torch.zeros(self.dp.size, sum(self.shard_numel), device=self.sharded[0].device)
         for i, part in enumerate(padded.split(self.shard_numel, dim=1)):
             if i in self.unsharded_grads:
-                part.copy_(_padded_rows(self.unsharded_grads[i], self.shard_numel[i], self.dp.size))
+                _copy_rows(self.unsharded_grads[i].reshape(-1), part)
         self.unsharded_grads.clear()
         if self.dp.size == 1:
             self._reduction = None, padded
@@ -188,6 +188,14 @@ class ParamGroup:
     @property
     def has_unreduced_grads(self) -> bool:
         return bool(self.unsharded_grads)
+
+
+def _copy_rows(grad: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy a complete gradient, flat, to the rows of each rank [ranks, numel], without a padded copy of it."""
+    whole, rest = divmod(grad.numel(), rows.shape[1])
+    rows[:whole].copy_(grad[: whole * rows.shape[1]].view(whole, -1))
+    if rest:
+        rows[whole, :rest].copy_(grad[whole * rows.shape[1] :])
 
 
 def _padded_rows(grad: torch.Tensor, numel: int, ranks: int) -> torch.Tensor:
