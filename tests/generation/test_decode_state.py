@@ -3,6 +3,8 @@ other weights; and nothing is held in between."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from rldsl.backends.torch.generate.captured_step import CaptureSwitch
 from rldsl.backends.torch.generate import engine
 from rldsl.backends.torch.generate.decode_state import MAX_KEPT_STATES, DecodeState
+from rldsl.backends.torch.generate.kv_cache import KVCache
 from rldsl.backends.torch.generate.releasable_storage import ReleasableStorage
 from rldsl.plan.events import Sampling
 from tests.backend_torch.shards import make_shard, plan_model, ragged
@@ -38,7 +41,7 @@ def both(shard: Any, states: dict, seed: int, sampling: Sampling = DRAWN, limit:
 
 @pytest.mark.parametrize("limit", [0, 4, 1])
 @pytest.mark.parametrize("sampling", [DRAWN, replace(DRAWN, greedy=True), replace(DRAWN, stop=("b", "5"))])
-def test_many_calls_share_a_desk(shard: Any, sampling: Sampling, limit: int) -> None:
+def test_many_calls_share_a_state(shard: Any, sampling: Sampling, limit: int) -> None:
     """Longer and shorter prompts, which want a wider KV cache or less than there is."""
     states: dict = {}
     for seed in (1, 2, 3, 1, 4):
@@ -84,7 +87,7 @@ def test_a_later_call_runs_no_module_for_what_is_recorded(shard: Any, monkeypatc
     made(shard, prompts(1), sampling, states=states)
 
 
-def test_a_closed_desk_has_no_memory(shard: Any) -> None:
+def test_a_state_between_calls_has_no_memory(shard: Any) -> None:
     states: dict = {}
     made(shard, prompts(1), DRAWN, states=states)
     (state,) = states.values()
@@ -94,20 +97,38 @@ def test_a_closed_desk_has_no_memory(shard: Any) -> None:
     assert all(x.untyped_storage().nbytes() == 0 for x in (*held, *(x for t in traces for x in t.out)))
 
 
+def test_a_call_without_a_state_leaves_no_kv_cache(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even in what the model knows of its last pass: the next call that runs may be that of another copy."""
+    caches: list[weakref.ref[KVCache]] = []
+    plain = KVCache.__init__
+
+    def seen(self: KVCache, *args: Any, **kwargs: Any) -> None:
+        caches.append(weakref.ref(self))
+        plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(KVCache, "__init__", seen)
+    gc.disable()
+    try:
+        made(shard, prompts(1), DRAWN, capture=CaptureSwitch(False))
+        assert caches and all(cache() is None for cache in caches)
+    finally:
+        gc.enable()
+
+
 def test_parameters_are_never_given_back(shard: Any) -> None:
     before = {n: x.clone() for n, x in shard.state_dict().items()}
     made(shard, prompts(1), DRAWN, states={})
     assert all(torch.equal(x, before[n]) for n, x in shard.state_dict().items())
 
 
-def test_desks_are_few(shard: Any) -> None:
+def test_states_are_few(shard: Any) -> None:
     states: dict[Any, DecodeState] = {}
     for longest in range(3, 7):
         both(shard, states, 1, replace(DRAWN, max_new_tokens=longest))
     assert len(states) == MAX_KEPT_STATES
 
 
-def test_a_call_that_fails_leaves_no_desk(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_fails_leaves_no_state(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     states: dict = {}
     made(shard, prompts(1), DRAWN, states=states)
     monkeypatch.setattr("rldsl.backends.torch.generate.generate.run_to_completion", lambda *_: 1 / 0)

@@ -8,6 +8,7 @@ sequence as a separate row, with the state that the sequence has reached.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -58,7 +59,8 @@ class CurrentPass:
         self.sequences: Any = None  # a `PackedAttention`; None outside passes
         # [tokens] int64, where loads of experts are counted: how often whole sequences have each token of the pass
         self.copies: torch.Tensor | None = None
-        self._counted: Any = None  # the sequences that were current when a module attended last
+        # to the sequences that were current when a module attended last; those of decoding have a KV cache
+        self._counted: Callable[[], Any] = lambda: None
         self._calls: dict[int, int] = {}  # place of a module -> how often it has attended to them
 
     @property
@@ -68,8 +70,8 @@ class CurrentPass:
 
     def count(self, place: int) -> int:
         """How often a module has attended in this pass before: some attend twice, and some run several times."""
-        if self._counted is not self.sequences:
-            self._counted, self._calls = self.sequences, {}
+        if self._counted() is not self.sequences:
+            self._counted, self._calls = weakref.ref(self.sequences), {}
         self._calls[place] = self._calls.get(place, -1) + 1
         return self._calls[place]
 
