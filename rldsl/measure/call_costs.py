@@ -25,6 +25,7 @@ from rldsl.runtime.backend import Axes, Axis, PackedBatch, Shard
 
 LEAST, MOST = 3, 7  # timings of one thing
 ENOUGH = 0.15  # seconds of them
+ROUNDING = 1e-9  # a feature with a smaller part of the seconds costs nothing: that is left of 0 by rounding
 ONE, FEW = 1, 4  # tokens generated; from the second to `MeasuredShapes.many`, decoding of shapes that were met before
 
 
@@ -187,7 +188,7 @@ def fit_costs(samples: Iterable[tuple[Mapping[str, float], float]]) -> dict[str,
         kept.pop(int(solved.argmin()))
     found = dict.fromkeys(names, 0.0)
     for i, value in zip(kept, solved.tolist() if kept else (), strict=True):
-        found[names[i]] = float(value / scale[i]) * 1e6
+        found[names[i]] = float(value / scale[i]) * 1e6 if value > ROUNDING else 0.0
     return found
 
 

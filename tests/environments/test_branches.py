@@ -251,12 +251,12 @@ NAMES = ("gap", "rows", "turns", "reward", "runs", "split", "last", "lp", "drawn
 
 
 def run(base: Path, place: str | None, body: str = BODY, options: str = ", invariant=true", steps: str = "2",
-        columns: str = "", env: str = "branches_off") -> list[dict[str, float]]:
+        columns: str = "", env: str = "branches_off", name: str = "") -> list[dict[str, float]]:
     text = source(body, steps=steps, options=options).replace(", shuffle=false", f", shuffle=false{columns}")
     text = text.replace("envs_scripted.py", "envs_agents.py")
     text = text.replace("(group_norm)", "(group_norm, group_norm_branches)")
     (base / "program.rlf").write_text(text.replace("Guess: env", f"{env}: env"))
-    out, before = base / f"out{len(list(base.glob('out*')))}", os.getcwd()
+    out, before = base / (name or f"out{len(list(base.glob('out*')))}"), os.getcwd()
     os.chdir(base)
     try:
         data = compile_program(base / "program.rlf", {}, place, base)
@@ -275,7 +275,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(base: Path) -> list[dict[str, float]]:
-    return run(base, None)
+    return run(base, None, name="alone")
 
 
 def test_a_run_trains_on_all_branches(base: Path, alone: list[dict[str, float]]) -> None:
@@ -286,7 +286,7 @@ def test_a_run_trains_on_all_branches(base: Path, alone: list[dict[str, float]])
         assert line["reward"] == 2 * (0 + 2 + 6 + 12) and line["runs"] == 2 * 6 and line["mean"] == 1.5
         assert line["split"] == pytest.approx(8) and line["conversation/turns"] == 34 / 8
         assert line["actor/grad_norm"] > 0 and line["once"] == line["alike"]
-    samples = [json.loads(line) for line in (base / "out0" / "samples" / "gen.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (base / "alone" / "samples" / "gen.jsonl").read_text().splitlines()]
     assert [(s["row"], s["gen.branch"]) for s in samples[:3]] == [(0, 0), (4, 0), (8, 0)], samples
 
 

@@ -73,6 +73,15 @@ def test_no_feature_is_negative() -> None:
     assert found["token"] == 0.0 and found["call"] > 0
 
 
+def test_what_rounding_leaves_is_no_cost() -> None:
+    """A profile with it would be refused where it is read."""
+    samples = [({"call": 1.0, "layer": float(layers)}, 1e-3 * (1 + 1e-16 * layers)) for layers in range(1, 30)]
+    found = fit_costs(samples)
+    assert found["call"] == pytest.approx(1000.0) and found["layer"] == 0.0
+    drawn = [({"call": 1.0, "layer": n + 0.1 * k}, 1e-3) for n in range(1, 9) for k in range(7)]
+    assert all(cost == 0 or cost > 1e-6 for cost in fit_costs(drawn).values())
+
+
 # ----------------------------------------------------------------------------------------------- measuring
 
 
