@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rldsl.memory import logits
-from rldsl.memory.activations import LayerActivations
+from rldsl.memory.activations import LayerActivations, stack_activations
 from rldsl.memory.attention import attention_kind, value_width
 from rldsl.memory.call_parts import (
     INDEX,
     Needs,
-    call_stack,
     chunk_layers,
     half_precision_bytes,
     head_of,
@@ -57,9 +56,9 @@ class _Decoding:
 def generate_bytes(t: Tables, e: Generate, copy: Copy, device: str) -> Needs:
     """The maximum over a prefill, the first tokens after it, and a decoding step that is not replayed. The captured
     steps so far (CUDA graphs, on the CPU operator traces) are held during all three."""
-    stack = call_stack(t, (e.frame,), copy, device)
-    b, layers = stack.any, [layer for chunk in chunk_layers(copy, stack) for layer in chunk]
     d = _decoding(t, e)
+    stack = stack_activations(copy.model, copy.layout, copy.compute, copy.stream, device, d.prefilled)
+    b, layers = stack.any, [layer for chunk in chunk_layers(copy, stack) for layer in chunk]
     cast = head_of(copy).cast if copy.last else 0  # the head is cast once
     sampling = _sampling_bytes(e, copy, d.slots, b.hidden) - cast if copy.last else 0
     step = max(_step_bytes(e, copy, d, layers, device), sampling)
