@@ -12,14 +12,7 @@ from dataclasses import dataclass
 from rldsl.memory import logits
 from rldsl.memory.activations import LayerActivations, stack_activations
 from rldsl.memory.attention import attention_kind, value_width
-from rldsl.memory.call_parts import (
-    INDEX,
-    Needs,
-    chunk_layers,
-    half_precision_bytes,
-    head_of,
-    weights_in_blocks,
-)
+from rldsl.memory.call_parts import INDEX, Needs, chunk_layers, half_precision_bytes, head_of, weights_in_blocks
 from rldsl.memory.decode_shapes import (
     MAX_PREFILL_TOKENS,
     live_conversations,
