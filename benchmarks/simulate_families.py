@@ -1,7 +1,7 @@
 """How far `rlc sim` is from real runs for the families of models that are no plain transformers: hybrids, latent
 attention, experts, sinks, windows, and models that read images.
 
-    python benchmarks/simulate_families.py               # all of them: about ten minutes
+    python benchmarks/simulate_families.py               # all of them: a quarter of an hour
     python benchmarks/simulate_families.py --only qwen   # those whose names contain a word
 
 Each is a GRPO step on one rank with a reference model: generation, log-probs and training. A step's time is the median
@@ -26,6 +26,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.simulate import GATES, WARM, measured, tau
+from rldsl import api
+from rldsl.clusters import read
+from rldsl.plan.codec import encode
+from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.model import Plan
+from rldsl.plan.projection import event_paths
+from rldsl.simulate import Lengths, simulate
 
 STEPS = 8
 WIDE: dict[str, Any] = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, vocab_size=2048,
@@ -36,16 +43,16 @@ LATENT: dict[str, Any] = dict(num_attention_heads=8, num_key_value_heads=8, q_lo
 EXPERTS: dict[str, Any] = dict(moe_intermediate_size=128, n_routed_experts=8, num_experts=8, num_local_experts=8)
 LINEAR: dict[str, Any] = dict(linear_num_value_heads=8, linear_num_key_heads=4, linear_key_head_dim=32,
                               linear_value_head_dim=32,
-                              layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"])
+                              layer_types=["linear_attention"] * 3 + ["full_attention"])
 TEXT: dict[str, dict[str, Any]] = {
     "llama": HEADS, "deepseek_v3": LATENT | EXPERTS, "qwen3_next": HEADS | LINEAR | EXPERTS,
     "qwen3_5_text": HEADS | LINEAR, "gpt_oss": HEADS | EXPERTS, "gemma3_text": HEADS,
-    "llama4_text": HEADS | EXPERTS | dict(intermediate_size_mlp=512, intermediate_size=192, interleave_moe_layer_step=2),
+    "llama4_text": HEADS | EXPERTS | dict(intermediate_size_mlp=512, intermediate_size=192,
+                                          interleave_moe_layer_step=2),
     "glm4_moe": HEADS | EXPERTS, "minimax_m2": HEADS | EXPERTS | dict(intermediate_size=128),
     "falcon_h1": HEADS | dict(mamba_d_ssm=256, mamba_n_heads=4, mamba_d_head=64, mamba_d_state=16,
                               mamba_chunk_size=32)}
 VISION = ("qwen2_5_vl", "gemma3")
-KINDS = {"generate": "generate", "logprobs": "infer", "train": "train"}
 
 
 def make(name: str, folder: Path) -> Path:
@@ -68,23 +75,18 @@ def make(name: str, folder: Path) -> Path:
     return program
 
 
-def by_call(spans: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Seconds of a step by kind of call. spans: (name as `actor.train`, seconds)."""
+def by_call(plan: Plan, spans: Iterable[tuple[int, float]]) -> dict[str, float]:
+    """Seconds of a step by kind of call. spans: (id of an event, seconds)."""
+    kinds = {e.id: type(e).__name__.lower() for e, _ in event_paths(plan) if isinstance(e, Generate | Infer | Train)}
     found: dict[str, float] = defaultdict(float)
-    for name, seconds in spans:
-        kind = KINDS.get(name.rpartition(".")[2].split(" ")[0])
-        if kind is not None:
-            found[kind] += seconds
+    for event, seconds in spans:
+        if event in kinds:
+            found[kinds[event]] += seconds
     return found
 
 
 def compared(name: str, folder: Path) -> tuple[float, float, dict[str, float]]:
     """Seconds of a step, simulated and measured, and the errors of its calls."""
-    from rldsl import api
-    from rldsl.clusters import read
-    from rldsl.plan.codec import encode
-    from rldsl.simulate import Lengths, simulate
-
     plan = api.compile(str(make(name, folder)))
     Path("case.plan").write_bytes(encode(plan))
     subprocess.run([sys.executable, "-m", "rldsl.cli", "profile", "case.plan", "-o", "profile.yaml", "--device", "cpu",
@@ -92,8 +94,9 @@ def compared(name: str, folder: Path) -> tuple[float, float, dict[str, float]]:
     guess = simulate(plan, read("profile.yaml"), Lengths())
     real = measured(Path("case.plan"), 1, STEPS)
     events = [s for s in json.loads(Path("run.json").read_text())["traceEvents"] if s["ph"] == "X"]
-    ran = by_call((s["name"], s["args"]["busy"] / (STEPS - WARM)) for s in events if s["args"]["step"] > WARM)
-    said = by_call((s.name, s.busy) for s in guess.spans)
+    ran = by_call(plan, ((s["args"]["event"], s["args"]["busy"] / (STEPS - WARM)) for s in events
+                         if s["args"]["step"] > WARM))
+    said = by_call(plan, ((s.event, s.busy) for s in guess.spans))
     return guess.seconds, real.seconds, {kind: said[kind] / ran[kind] - 1 for kind in ran}
 
 
@@ -105,7 +108,8 @@ def main() -> int:
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     root, pairs = given.folder.absolute(), []
-    print(f"{'simulated':>10} {'measured':>10} {'error':>7} {'generate':>9} {'infer':>7} {'train':>7}  family", flush=True)
+    print(f"{'simulated':>10} {'measured':>10} {'error':>7} {'generate':>9} {'infer':>7} {'train':>7}  family",
+          flush=True)
     for name in (*TEXT, *VISION):
         if given.only not in name:
             continue
