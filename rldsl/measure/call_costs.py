@@ -1,8 +1,9 @@
 """What calls of a model cost on this machine, feature by feature (`clusters/model.py`).
 
 In: a model's record, one rank's place in its tensor parallelism, a backend. Out: microseconds. The model is built from
-its config with random weights and one or two layers; its real calls are timed at several shapes, and the cost of each
-feature is what explains them best.
+its config with random weights and one or two layers, or the first ones up to one of each kind; its real calls are timed
+at several shapes, and the cost of each feature is what explains them best. Where layers are of several kinds, the costs
+of "layer" and "token" are means over all layers of the model.
 """
 
 from __future__ import annotations
@@ -111,14 +112,15 @@ def measure_calls(model: Model, tp: int, backend: str, sampling: Sampling,
     output, vocab = model.head.main, model.sizes.vocab or 64
     measured = GPU if device.type == "cuda" else PROCESSOR
     found: dict[str, list[tuple[dict[str, float], float]]] = {"forward": [], "train": [], "decode": [], "start": []}
-    for layers in sorted({s[0] for s in measured.shapes}):
+    kinds = layer_kinds(model)
+    shapes, decodes = (with_each_kind(x, kinds) for x in (measured.shapes, measured.decodes))
+    for layers in sorted({s[0] for s in shapes}):
         frozen, trained = (build(model, layers, tp, backend, device, t) for t in (False, True))
-        for _, count, length, response in (s for s in measured.shapes if s[0] == layers):
+        for _, count, length, response in (s for s in shapes if s[0] == layers):
             batch = random_batch(vocab, count, length - response, response, device)
             tokens, outputs = count * length, count if output.level == "seq" else count * response
-            once = {"call": 1.0, "layer": layers, "token": layers * tokens,
-                    "pair": _attending(model, layers) * tokens * length,
-                    "output": outputs}
+            once = {"call": 1.0, **_by_kind(kinds, layers, 1.0, tokens),
+                    "pair": _attending(model, layers) * tokens * length, "output": outputs}
             found["forward"].append((once, median_seconds(partial(frozen.infer, [batch], output.name, 1.0), device)))
             for times in (1, 3) if tokens < measured.small else (1,):
                 counts = {k: times * n for k, n in once.items()}
@@ -127,13 +129,15 @@ def measure_calls(model: Model, tp: int, backend: str, sampling: Sampling,
                 seconds = median_seconds(partial(trained.train, parts, [[output.name]], 1.0, _loss), device)
                 found["train"].append((counts, seconds))
         if model.head.generates:
-            for _, count, length in (s for s in measured.decodes if s[0] == layers):
+            for _, count, length in (s for s in decodes if s[0] == layers):
                 prompts = random_batch(vocab, count, length, 0, device)
-                start, decode = _decode(frozen, layers, _attending(model, layers), prompts, length, sampling,
-                                        device, measured.many)
-                found["start"].append(start)
-                found["decode"].append(decode)
-    rates = {name: fit_costs(samples) for name, samples in found.items() if samples}
+                start, later = _decode(frozen, prompts, sampling, device, measured.many)
+                steps, width = measured.many - FEW, length + (measured.many + FEW) / 2
+                each = steps * count
+                found["start"].append(({"call": 1.0, "layer": float(layers)}, start))
+                found["decode"].append(({"call": steps, **_by_kind(kinds, layers, steps, each),
+                                         "pair": each * _attending(model, layers) * width, "output": each}, later))
+    rates = {name: mean_of_kinds(fit_costs(samples), kinds) for name, samples in found.items() if samples}
     update = {"call": rates["train"].pop("update", 0.0), "element": rates["train"].pop("element", 0.0)}
     return {**rates, "update": update}
 
@@ -148,11 +152,9 @@ def _loss(_: int, model_outputs: Sequence[Mapping[str, torch.Tensor]]) -> torch.
     return sum((x.sum() for outputs in model_outputs for x in outputs.values()), torch.zeros(()))
 
 
-def _decode(shard: Shard, layers: int, attending: int, prompts: PackedBatch, length: int, sampling: Sampling,
-            device: torch.device, most: int) -> tuple[tuple[dict[str, float], float], tuple[dict[str, float], float]]:
-    """(start, decode): what the tokens up to FEW take beyond those between FEW and `most`, and those."""
-    count = len(prompts)
-
+def _decode(shard: Shard, prompts: PackedBatch, sampling: Sampling, device: torch.device,
+            most: int) -> tuple[float, float]:
+    """Seconds that the tokens up to FEW take beyond those between FEW and `most`, and those that these take."""
     def made(many: int) -> float:
         asked = replace(sampling, max_new_tokens=many, min_new_tokens=many, n=1, stop=())
         return seconds_once(lambda: shard.generate(prompts, asked, seed=1, step=0, max_num_seqs=0), device)
@@ -161,14 +163,49 @@ def _decode(shard: Shard, layers: int, attending: int, prompts: PackedBatch, len
         """Timed in turn, so that what changes the machine's speed from moment to moment changes both."""
         return statistics.median([made(many) - made(few) for _ in range(2 + MOST)][2:])
 
-    steps, width = most - FEW, length + (most + FEW) / 2
-    each = steps * count
     later = max(between(FEW, most), 1e-9)
-    more = between(ONE, FEW) - (FEW - ONE) / steps * later
-    return (({"call": 1.0, "layer": float(layers)}, max(more, 1e-9)),
-            ({"call": steps, "layer": steps * layers, "token": each * layers,
-              "pair": each * attending * width,
-              "output": each}, later))
+    more = between(ONE, FEW) - (FEW - ONE) / (most - FEW) * later
+    return max(more, 1e-9), later
+
+
+def layer_kinds(model: Model) -> tuple[int, ...]:
+    """The kind of each layer, numbered as they come. Layers of one kind have parameters of the same shapes and the same
+    modules that carry a state."""
+    own: dict[int, list[tuple[str, tuple[int, ...]]]] = {}  # of parameters that not every layer has
+    for p in (*model.params, *model.base):
+        if p.stage == "layer" and p.layer >= 0:
+            own.setdefault(p.layer, []).append((p.name.replace(f".{p.layer}.", ".{}.", 1), p.shape))
+    states = {n: i for i, r in enumerate(model.sizes.recurrences) for n in r.layers}
+    seen: dict[tuple[object, ...], int] = {}
+    return tuple([seen.setdefault((states.get(n), *sorted(own.get(n, ()))), len(seen)) for n in range(model.layers)])
+
+
+def with_each_kind(shapes: Sequence[tuple[int, ...]], kinds: Sequence[int]) -> list[tuple[int, ...]]:
+    """Shapes to time, each beginning with a number of layers. Where layers are of several kinds: each shape with one
+    layer, and with the first layers up to each that is the first of its kind after it. Of two such numbers the larger
+    one has more layers of the new kind and of known ones alone, which tells the kinds apart from each other and from
+    the call."""
+    if len(set(kinds)) < 2:
+        return list(shapes)
+    counts = [1, *sorted({kinds.index(kind, 1) + 1 for kind in kinds[1:]})]
+    rest = list(dict.fromkeys(shape[1:] for shape in shapes))
+    return [(count, *shape) for count in counts for shape in rest]
+
+
+def _by_kind(kinds: Sequence[int], layers: int, passes: float, tokens: float) -> dict[str, float]:
+    """The features of layers: of the first `layers`, by kind."""
+    counts = [list(kinds[:layers]).count(kind) for kind in sorted(set(kinds))]
+    return {f"layer {k}": passes * n for k, n in enumerate(counts)} | {
+        f"token {k}": tokens * n for k, n in enumerate(counts)}
+
+
+def mean_of_kinds(costs: Mapping[str, float], kinds: Sequence[int]) -> dict[str, float]:
+    """Costs of features, with the means over all layers in place of those by kind."""
+    found = {name: cost for name, cost in costs.items() if not name.startswith(("layer ", "token "))}
+    for name in ("layer", "token"):
+        if f"{name} 0" in costs:
+            found[name] = sum(costs[f"{name} {kind}"] for kind in kinds) / len(kinds)
+    return found
 
 
 def fit_costs(samples: Iterable[tuple[Mapping[str, float], float]]) -> dict[str, float]:

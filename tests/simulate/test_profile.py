@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,12 +21,25 @@ from rldsl.cli import main
 from rldsl.clusters.model import PASSES
 from rldsl.commands import profile as command
 from rldsl.measure import profile as measuring
-from rldsl.measure.call_costs import GPU, PROCESSOR, MeasuredShapes, build, fit_costs, measure_calls
+from rldsl.measure.call_costs import (
+    GPU,
+    PROCESSOR,
+    MeasuredShapes,
+    build,
+    fit_costs,
+    layer_kinds,
+    mean_of_kinds,
+    measure_calls,
+    with_each_kind,
+)
 from rldsl.measure.solo_group import SingleRankGroup
+from rldsl.models.families import describe, sizes_of
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Sampling
 from rldsl.simulate import simulate
 from tests import forked
+from tests.backend_torch.shards import plan_model
+from tests.families.tiny_configs import make
 from tests.tiny import make_model, make_sums, write_jsonl
 from tests.world import run_world
 
@@ -131,6 +145,45 @@ def test_shapes_tell_the_features_apart(measured: MeasuredShapes) -> None:
     for table in (passes, decodes):
         assert torch.linalg.matrix_rank(table / table.norm(dim=0)) == table.shape[1]
     assert all(r < t for _, _, t, r in measured.shapes) and min(s * t for _, s, t, _ in measured.shapes) < measured.small
+
+
+@pytest.mark.parametrize("family, more, kinds", [
+    ("llama", {}, (0, 0, 0, 0)), ("deepseek_v3", {}, (0, 1, 1, 1)), ("deepseek_v3", {"first_k_dense_replace": 3}, (0, 0, 0, 1)),
+    ("llama4_text", {"interleave_moe_layer_step": 2}, (0, 1, 0, 1)), ("gemma3_text", {}, (0, 0, 0, 0)),
+    ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}, (0, 0, 0, 1)),
+    ("granitemoehybrid", {"layer_types": ["mamba", "mamba", "attention", "mamba"]}, (0, 0, 1, 0))])
+def test_layers_of_a_kind(family: str, more: dict, kinds: tuple[int, ...], tmp_path: Path) -> None:
+    made = plan_model(str(make(tmp_path / "m", family, **more)), "causal_lm")
+    assert layer_kinds(replace(made, sizes=sizes_of(describe(str(tmp_path / "m"), "causal_lm")))) == kinds
+
+
+@pytest.mark.parametrize("kinds, counts", [
+    ((0, 0, 0, 1) * 4, {1, 2, 4}), ((0, 1) * 8, {1, 2, 3}), ((0, 0, 0, *(1,) * 13), {1, 2, 4}), ((0, *(1,) * 15), {1, 2})])
+def test_what_kinds_cost_is_told_apart_and_averaged(kinds: tuple[int, ...], counts: set[int]) -> None:
+    """From shapes with the first layers alone: some layers cost three times as much as the others."""
+    shapes = with_each_kind(PROCESSOR.shapes, kinds)
+    assert {s[0] for s in shapes} == counts and len(shapes) == len(set(shapes))
+    assert {s[1:] for s in shapes} == {s[1:] for s in PROCESSOR.shapes}
+    costs = {"call": 50.0, "layer 0": 100.0, "layer 1": 300.0, "token 0": 2.0, "token 1": 6.0, "pair": 0.01, "output": 3.0}
+    samples = []
+    for layers, count, length, response in shapes:
+        own, tokens = kinds[:layers], count * length
+        counts = {"call": 1.0, "pair": layers * tokens * length, "output": count * response}
+        for kind in (0, 1):
+            counts |= {f"layer {kind}": own.count(kind), f"token {kind}": own.count(kind) * tokens}
+        samples.append((counts, 1e-6 * sum(costs[n] * x for n, x in counts.items())))
+    found, share = mean_of_kinds(fit_costs(samples), kinds), kinds.count(1) / len(kinds)
+    right = {"call": 50.0, "layer": 100 + 200 * share, "token": 2 + 4 * share, "pair": 0.01, "output": 3.0}
+    assert found["call"] + 16 * found["layer"] == pytest.approx(right["call"] + 16 * right["layer"], rel=1e-3)
+    same = ("token", "pair", "output") if kinds.count(0) == 1 else right  # the one layer is as much a part of the call
+    assert {n: found[n] for n in same} == pytest.approx({n: right[n] for n in same}, rel=1e-3)
+
+
+def test_layers_that_are_alike_are_measured_as_they_are() -> None:
+    assert with_each_kind(PROCESSOR.shapes, (0,) * 8) == list(PROCESSOR.shapes)
+    assert mean_of_kinds({"call": 1.0, "layer 0": 2.0, "token 0": 3.0, "pair": 4.0}, (0, 0)) == {
+        "call": 1.0, "layer": 2.0, "token": 3.0, "pair": 4.0}
+    assert mean_of_kinds({"call": 1.0, "layer": 2.0}, (0, 1)) == {"call": 1.0, "layer": 2.0}
 
 
 def test_a_gpu_is_measured_with_more() -> None:
