@@ -153,10 +153,13 @@ class LowerBound:
                 chain = sum([seconds[c] for c in alone]) + sum([seconds[c] for c in cycle - alone]) / steps
             else:
                 chain = sum([seconds[c] for c in cycle]) / steps
-            if moving is not None and first != train and first in blocks and train in blocks:
-                chain += self._moving_seconds(first, train, blocks, seconds, steps, moving)
             if chain > bound:
                 bound = chain
+            if moving is not None and first != train and first in blocks and train in blocks:
+                moved = self._moving_seconds(first, train, blocks, seconds, moving)
+                # while parameters move, other calls may run on all ranks
+                if (chain := (sum([seconds[c] for c in cycle]) + moved) / steps) > bound:
+                    bound = chain
         placed = [(start, stop, seconds[c], work[c]) for c, (start, stop) in blocks.items()]
         for start, stop in set(blocks.values()):
             covering = inside = 0.0
@@ -169,17 +172,14 @@ class LowerBound:
                 bound = busy
         return bound
 
-    def _moving_seconds(self, first: int, train: int, blocks: Mapping[int, Block], seconds: Sequence[float], steps: int,
+    def _moving_seconds(self, first: int, train: int, blocks: Mapping[int, Block], seconds: Sequence[float],
                         moving: Moving) -> float:
         """By how much a chain from call `first` to the training of its model is longer than its calls, at least,
         because the trained parameters move to `first` after it. seconds: that the chain counts for each call."""
         src, dst, e = blocks[train], blocks[first], moving.chosen.get(first)
-        least = self.call_seconds(first, dst[1] - dst[0]) if e is None else e.seconds
-        least_train = self.call_seconds(train, src[1] - src[0])
         pair = moving.pairs.get((first, train)) or self.reshard_bounds.pair_seconds(train, src, first, dst, e)
-        more = pair - least - least_train
-        counted = seconds[first] - least + seconds[train] - least_train  # a part of `more` that the chain has already
-        return max(more / steps - counted, 0.0) if more < inf else 0.0
+        more = pair - seconds[first] - seconds[train]
+        return max(more, 0.0) if more < inf else 0.0
 
     def call_bytes(self, call: int, size: int, copies: bool = False) -> tuple[int, int, int]:
         """(static, shared, active) bytes that a call on `size` ranks takes at least, each minimized separately. copies:

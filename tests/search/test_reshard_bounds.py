@@ -11,6 +11,7 @@ import pytest
 from rldsl.search.branch_and_bound import BranchAndBound, branch_and_bound
 from rldsl.search.evaluator import Assignment, Evaluator
 from rldsl.search.lower_bound import MAX_CHAINS, LowerBound, Moving
+from rldsl.search.space import Block
 from rldsl.simulate import Lengths
 from tests.search.programs import cluster, instance
 
@@ -35,7 +36,7 @@ def test_no_assignment_is_below_the_bound_of_its_chosen_candidates(name: str, no
     i = instance(name, "1B", cluster(nodes, gpus, 80, **SLOW), Lengths(0.0, 200.0), batch=64)
     search, r, moving = BranchAndBound(i, 0.0, 0, lambda _: True), random.Random(name), 0
     search.count_reshards()
-    for a in [draw(i, r) for _ in range(60)]:
+    for a in [draw(i, r) for _ in range(180)]:
         blocks, every = tuple(a.blocks[c] for c in search.order), dict(enumerate(a.blocks))
         bounds = [i.bound.step_seconds(every), i.bound.step_seconds(every, moving=Moving())]
         assert bounds[0] <= bounds[1]
@@ -49,6 +50,21 @@ def test_no_assignment_is_below_the_bound_of_its_chosen_candidates(name: str, no
         judged = i.evaluate(a)
         assert max(bounds) <= judged.seconds * (1 + 1e-9) or not i.fits(judged.bytes)
     assert moving, "planned routes raise the bound"
+
+
+def test_calls_on_all_ranks_run_while_parameters_move() -> None:
+    """The copy of a critic takes longer on its way than generation and the actor's training, which are on all ranks,
+    and it is on its way while they run: their seconds are not added to those of what moves."""
+    i = instance("ppo", "1B", cluster(2, 2, 80, network_gb_s=0.1), Lengths(0.0, 20.0), batch=4)
+    blocks = [i.tree.root] * len(i.calls)
+    critic = {j.kind: c for c, j in enumerate(i.calls) if j.model == "critic"}
+    blocks[critic["infer"]], blocks[critic["train"]] = Block(0, 1), Block(2, 4)
+    a = Assignment(tuple(blocks), tuple(i.table.candidates(j, b.size)[0] for j, b in zip(i.calls, blocks, strict=True)))
+    (cost, _), = [x for c, x in i.reshards_of_copies(a.blocks, a.candidates).items() if c == critic["infer"]]
+    others = sum(e.seconds for c, e in enumerate(a.candidates) if c not in critic.values())
+    assert cost.transfer_seconds > others > 0
+    found = i.bound.step_seconds(dict(enumerate(blocks)), moving=Moving(dict(enumerate(a.candidates))))
+    assert i.bound.step_seconds(dict(enumerate(blocks))) < found <= i.evaluate(a).seconds
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
