@@ -52,19 +52,21 @@ def test_no_assignment_is_below_the_bound_of_its_chosen_candidates(name: str, no
     assert moving, "planned routes raise the bound"
 
 
-def test_calls_on_all_ranks_run_while_parameters_move() -> None:
-    """The copy of a critic takes longer on its way than generation and the actor's training, which are on all ranks,
-    and it is on its way while they run: their seconds are not added to those of what moves."""
-    i = instance("ppo", "1B", cluster(2, 2, 80, network_gb_s=0.1), Lengths(0.0, 20.0), batch=4)
+@pytest.mark.parametrize("speed, longer", [(0.1, True), (0.5, False), (1.0, False)])
+def test_calls_on_all_ranks_run_while_parameters_move(speed: float, longer: bool) -> None:
+    """A critic's copy is on its way while generation and the actor's training use all ranks: their seconds are not
+    added to those of what moves. longer: whether it takes longer than they do."""
+    i = instance("ppo", "1B", cluster(2, 2, 80, network_gb_s=speed), Lengths(0.0, 200.0), batch=64)
     blocks = [i.tree.root] * len(i.calls)
     critic = {j.kind: c for c, j in enumerate(i.calls) if j.model == "critic"}
     blocks[critic["infer"]], blocks[critic["train"]] = Block(0, 1), Block(2, 4)
     a = Assignment(tuple(blocks), tuple(i.table.candidates(j, b.size)[0] for j, b in zip(i.calls, blocks, strict=True)))
-    (cost, _), = [x for c, x in i.reshards_of_copies(a.blocks, a.candidates).items() if c == critic["infer"]]
-    others = sum(e.seconds for c, e in enumerate(a.candidates) if c not in critic.values())
-    assert cost.transfer_seconds > others > 0
-    found = i.bound.step_seconds(dict(enumerate(blocks)), moving=Moving(dict(enumerate(a.candidates))))
-    assert i.bound.step_seconds(dict(enumerate(blocks))) < found <= i.evaluate(a).seconds
+    cost, train = i.reshards_of_copies(a.blocks, a.candidates)[critic["infer"]]
+    both = sum(a.candidates[c].seconds for c in critic.values()) + cost.transfer_seconds + cost.unpack_seconds
+    every, chosen = dict(enumerate(blocks)), dict(enumerate(a.candidates))
+    plain, least, found = (i.bound.step_seconds(every, moving=moving) for moving in (
+        None, Moving(chosen), Moving(chosen, {(critic["infer"], train): both})))
+    assert plain <= least <= found <= i.evaluate(a).seconds and (found > plain) == longer
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
