@@ -17,25 +17,24 @@ from typing import Any, NoReturn
 import torch
 
 from rldsl.diag import fail
-from rldsl.plan.events import Train
 from rldsl.runtime.comm.agreement import any_rank
 from rldsl.runtime.image_tokens import ids_of, image_of
 from rldsl.runtime.state.context import RunContext
 
 
-def refuse_minibatch(context: RunContext, step: int, event: Train, rows: Mapping[str, torch.Tensor], norm: float,
-                     group: Any) -> NoReturn:
+def refuse_minibatch(context: RunContext, step: int, rows: Mapping[str, torch.Tensor], norm: float, group: Any, *,
+                     model: str, loss: str, at: str) -> NoReturn:
     """Write the minibatch to disk and end the run with RL0733. rows: this rank's tensors; empty if another rank writes
-    them. norm: of the gradient. group: all ranks of the call, which call this together."""
+    them. norm: of the gradient. group: all ranks of the call, which call this together. model, loss, at: of the call,
+    and where it is in the program."""
     folder = context.out / f"failed-batch-step-{step}"
-    loss = event.loss.rpartition("/")[2]
     problem = _write(folder / f"rank-{context.rank:05d}.safetensors", rows,
-                     {"step": str(step), "model": event.model, "loss": loss, "grad_norm": f"{norm:g}"})
+                     {"step": str(step), "model": model, "loss": loss, "grad_norm": f"{norm:g}"})
     # this also makes all ranks wait until every one has written
     failed = any_rank((bool(problem),), group, context.device)[0]
     where = f"the minibatch is in {folder}" if not failed else \
         f"the minibatch could not be written to {folder}" + (f": {problem}" if problem else "")
-    raise fail("RL0733", f"the gradient of `{event.model}` is not finite ({norm:g})", place=event.at,
+    raise fail("RL0733", f"the gradient of `{model}` is not finite ({norm:g})", place=at,
                notes=(f"loss: {loss}; no parameter was updated", where),
                help="look for a division by zero, a logarithm of 0 or an overflow of `exp` in the loss and its data; "
                     "use `nonfinite=skip` to skip such minibatches")

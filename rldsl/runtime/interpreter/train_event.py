@@ -83,7 +83,8 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
             results.updates.append(result)
         elif event.nonfinite == "stop":
             tensors = call.dump_tensors(call.rows_of(minibatch, axes.dp)) if results.reports else {}
-            refuse_minibatch(context, step.number, event, tensors, result["grad_norm"], axes.mesh.group)
+            refuse_minibatch(context, step.number, tensors, result["grad_norm"], axes.mesh.group,
+                             model=event.model, loss=event.loss.rpartition("/")[2], at=event.at)
         else:
             results.drop_minibatch()
     numbers = results.numbers(program_outputs)
