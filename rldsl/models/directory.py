@@ -41,8 +41,9 @@ def check(directory: Path, path: str, kind: str, span: Span | None, trained: boo
                    help="save the model with `save_pretrained`, which writes safetensors")
     if HEADS[kind].needs_trained_head and not trained and SCORE_WEIGHT not in names:
         raise fail("RL0302", f'the reward model "{path}" has no score head', span, f"no tensor {SCORE_WEIGHT!r}",
-                   help="a reward model is an AutoModelForSequenceClassification with one label; only a reward model "
-                        "that the program trains can start with a new head")
+                   help="a reward model is an AutoModelForSequenceClassification with one label, or a directory that "
+                        "a program with `train` and `save` of a reward model wrote, as for families with images that "
+                        "have no such class; only a reward model that the program trains can start with a new head")
     return names
 
 

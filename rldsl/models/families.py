@@ -22,7 +22,7 @@ from rldsl.models.cache import cached_record, entry_key
 from rldsl.models.execution import Execution
 from rldsl.models.parameter_specs import layer_number, parameter_specs
 from rldsl.models.skeleton import Skeleton, build, first_line
-from rldsl.models.vision import layers_with_images, processor_digest, vision_family
+from rldsl.models.vision import layers_with_images, processor_digest, processor_problem, vision_family
 from rldsl.plan.heads import HEADS
 from rldsl.plan.model import ExpertBlock, ParamSpec, Recurrence, Sizes, Tower
 from rldsl.source import Span
@@ -74,6 +74,7 @@ class Family:
     reads_images: bool = False  # whether it has a vision tower
     layers_with_images: int = 0  # how many of the first layers get features of images added to their outputs
     image_processor: str = ""  # sha256 of the files that say how images are preprocessed; "": there are none
+    image_problem: str = ""  # how the image processor does not fit the vision tower; "" if it does
     recurrences: tuple[Recurrence, ...] = ()  # what layers that carry a state need in memory
     other_norms: bool = False  # whether norms of layers keep their inputs for the backward pass (Gemma's)
     towers: tuple[Tower, ...] = ()  # what its vision tower needs
@@ -89,13 +90,14 @@ def describe(path: str, kind: str, span: Span | None = None, trained: bool = Fal
     names = files.check(directory, path, kind, span, trained)
     found = describe_architecture(path, kind, names, span)
     return replace(found, tokenizer=files.tokenizer(directory),
-                   image_processor=processor_digest(directory) if found.reads_images else "")
+                   image_processor=processor_digest(directory) if found.reads_images else "",
+                   image_problem=processor_problem(directory) if found.reads_images else "")
 
 
 def describe_architecture(path: str, kind: str, names: frozenset[str], span: Span | None = None) -> Family:
     """What follows from config.json, the names of the tensors of the directory, and the installed transformers; the
-    rest of the directory is not looked at: `tokenizer` and `image_processor` are "". Kept for the next time. Errors:
-    RL0303."""
+    rest of the directory is not looked at: `tokenizer`, `image_processor` and `image_problem` are "". Kept for the next
+    time. Errors: RL0303."""
     digest = sha256((hub.directory(path) / "config.json").read_bytes()).hexdigest()
     found = cached_record(Family, entry_key("family", digest, kind, *sorted(names)),
                           lambda: replace(_described(path, kind, names, digest, span), path=""))

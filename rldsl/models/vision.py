@@ -8,6 +8,7 @@ Invariant: only families whose numbers a test has compared with transformers are
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
@@ -16,6 +17,8 @@ from typing import Any, Literal
 
 from rldsl.plan.processor_files import PROCESSORS
 
+# settings of an image processor, and those of a vision tower that must be equal
+CUTS = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
 LANGUAGE = "language_model"  # the module of the text model, below the model without its head
 
 
@@ -83,6 +86,24 @@ def earlier_names(config: Any, name: str) -> Iterator[str]:
     family = vision_family(config)
     return (old + name.removeprefix(new) for old, new in family.earlier_names if name.startswith(new)) \
         if family else iter(())
+
+
+def processor_problem(directory: Path) -> str:
+    """How the image processor of a directory cuts an image in another way than its vision tower reads it, as after
+    files of two models were mixed; "" if nothing says so."""
+    try:
+        tower = json.loads((directory / "config.json").read_text()).get("vision_config") or {}
+        files = [(name, json.loads((directory / name).read_text())) for name in PROCESSORS
+                 if (directory / name).is_file()]
+    except (OSError, ValueError, AttributeError):
+        return ""  # what cannot be read is refused where it is used
+    for name, found in files:
+        settings = (found.get("image_processor") or found) if isinstance(found, dict) else {}
+        for ours, theirs in CUTS.items():
+            wanted, given = tower.get(theirs), settings.get(ours)
+            if isinstance(wanted, int) and isinstance(given, int) and wanted != given:
+                return f"{name} has {ours}={given}, and the vision tower in config.json has {theirs}={wanted}"
+    return ""
 
 
 def processor_digest(directory: Path) -> str:

@@ -263,7 +263,7 @@ def check_experts(family: Family | None, x: Layout, spans: dict[str, Span], span
     if family is not None and not family.experts:
         raise fail("RL0323", f"`{family.name}` models have no experts that ep can divide", at,
                    f"\"{family.path}\" has no mixture-of-experts layers in a supported form",
-                   help="remove ep; for dense models use tp and pp, and zero in training")
+                   help="remove ep; use tp and pp, and zero in training")
     experts, path = (family.experts, family.path) if family is not None else (0, "")
     if x.dp % x.ep or experts % x.ep:
         what = "the dp degree" if x.dp % x.ep else "the experts"

@@ -6,6 +6,8 @@ that was compiled.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rldsl.diag import Diagnostic, Failure
 from rldsl.memory.curve import Curve, peak
 from rldsl.placement.model import PlacedGraph
@@ -30,7 +32,16 @@ def check_memory(placed: PlacedGraph, curves: tuple[Curve, ...]) -> None:
     raise Failure([Diagnostic(
         "RL0401", f"a rank needs {human(worst.bytes)}, but a device has {human(placed.memory)}",
         cluster.span if cluster else None, f"{_ranks_text(over)} too much",
-        notes=(*largest, *notes), help=help)])
+        notes=(*largest, *_image_notes(placed), *notes), help=help)])
+
+
+def _image_notes(placed: PlacedGraph) -> Iterator[str]:
+    """Where the estimate takes all tokens of a prompt for those of images."""
+    for data in placed.graph.data:
+        options = dict(data.options)
+        if options.get("images") and not options.get("max_image_tokens"):
+            yield (f"each prompt of `{data.name}` counts as one of images alone; with much text, "
+                   "`max_image_tokens=` of the data says how many tokens its images have at most")
 
 
 def memory_advice_text(placed: PlacedGraph) -> tuple[str, tuple[str, ...]]:

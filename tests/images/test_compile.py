@@ -31,6 +31,9 @@ flow f(steps=1, seed=1) {{
 """
 
 
+MIXED = {"patches": {"patch_size": 8}, "frames": {"temporal_patch_size": 4}, "merged": {"merge_size": 1}}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("models")
@@ -41,7 +44,13 @@ def folder(tmp_path_factory) -> Path:
         shutil.copytree(made / "vl", made / name)
     (made / "bare" / "preprocessor_config.json").unlink()
     settings = json.loads((made / "other" / "preprocessor_config.json").read_text())
-    (made / "other" / "preprocessor_config.json").write_text(json.dumps(settings | {"patch_size": 8}))
+    (made / "other" / "preprocessor_config.json").write_text(json.dumps(settings | {"max_pixels": 3136}))
+    for name, change in MIXED.items():
+        shutil.copytree(made / "vl", made / name)
+        (made / name / "preprocessor_config.json").write_text(json.dumps(settings | change))
+    shutil.copytree(made / "vl", made / "newer")  # the settings inside the file of the whole processor
+    (made / "newer" / "preprocessor_config.json").unlink()
+    (made / "newer" / "processor_config.json").write_text(json.dumps({"image_processor": settings | {"patch_size": 8}}))
     shutil.copytree(made / "vl", made / "unknown")
     config = json.loads((made / "unknown" / "config.json").read_text())
     (made / "unknown" / "config.json").write_text(json.dumps({"model_type": "idefics3", "architectures": [
@@ -71,6 +80,16 @@ WRONG = [  # what differs from the program, the code, and what is said
     (dict(place=" on mesh(0:2) backend=megatron"), "RL0327", "cannot run on the backend `megatron`", "qwen2_5_vl"),
     (dict(actor="deep", other="deep", place=" on mesh(0:4) pp=4"), "RL0308", "too many pipeline stages", "the first 1 layers"),
 ]
+
+
+@pytest.mark.parametrize("name, said", [
+    ("patches", "patch_size=8, and the vision tower in config.json has patch_size=4"),
+    ("frames", "temporal_patch_size=4, and the vision tower"), ("merged", "has spatial_merge_size=2"),
+    ("newer", "processor_config.json has patch_size=8")])
+def test_a_processor_of_another_model_is_refused(folder, monkeypatch, name, said):
+    """Before anything runs: the tower would fail on the first image, or read another one than there is."""
+    found = refused(folder, monkeypatch, actor=name, other=name)
+    assert found.code == "RL0333" and said in found.notes[0] and "is not that of its model" in found.label
 
 
 @pytest.mark.parametrize("changes, code, title, label", WRONG)
@@ -125,3 +144,15 @@ def test_the_plan_has_the_limit_of_image_tokens(folder, monkeypatch):
 
 def test_every_family_with_images_has_an_image_processor() -> None:
     assert PROCESSOR_OF.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("data, noted", [("", True), (", max_image_tokens=20", False)])
+def test_the_refused_memory_says_how_images_were_counted(folder, monkeypatch, data, noted):
+    text = PROGRAM.format(actor="vl", other="vl", data=data, model="", place="", placed="")
+    (folder / "p.rlf").write_text("cluster nodes=1 gpus=1 memory_gb=0.0001\n" + text)
+    monkeypatch.chdir(folder)
+    with pytest.raises(Failure) as failure:
+        api.compile("p.rlf")
+    (found,) = failure.value.diagnostics
+    assert found.code == "RL0401"
+    assert any("each prompt of `rows` counts as one of images alone" in note for note in found.notes) == noted

@@ -49,11 +49,7 @@ class ImagePrompts:
         marker, files = self.processor.marker, self.column.images(row, place)
         pieces = re.split(f"(?<!{SPELLED}){re.escape(marker)}|{re.escape(marker)}(?!{SPELLED})", text)
         if len(pieces) - 1 != len(files):
-            raise fail("RL0767", f"the prompt has {counted(len(pieces) - 1, 'image placeholder')}, but the row has "
-                       f"{counted(len(files), 'image')}", place=place,
-                       notes=(f"the placeholder: {marker}", f"the column of images: `{self.column.column}`"),
-                       help="each image needs one placeholder in the text, or one part {\"type\": \"image\"} of a "
-                            "message, in the order of the column")
+            raise self._wrong_placeholders(len(pieces) - 1, len(files), place)
         sizes = self.column.sizes(files, place)
         counts = [self._count(file, size, place) for file, size in zip(files, sizes, strict=True)]
         whole = "".join(a + b for a, b in zip_longest(pieces, map(self.processor.expanded, sizes), fillvalue=""))
@@ -72,6 +68,19 @@ class ImagePrompts:
             raise fail("RL0767", f"the column `{name}` has an image token, and only a prompt can have images",
                        place=place(wrong), notes=(f"the image token: {self.processor.placeholder}",),
                        help="remove it, or write it in other words")
+
+    def _wrong_placeholders(self, placeholders: int, images: int, place: str) -> Failure:
+        if placeholders < images:
+            help = ('each image needs one placeholder in the text, or one part {"type": "image"} of a message, in the '
+                    "order of the column; if the messages have such parts, the chat template of the model writes no "
+                    "placeholder for them")
+        else:
+            help = ('each placeholder in the text, or part {"type": "image"} of a message, needs an image, in the '
+                    "order of the column; the texts of messages must not contain the placeholder")
+        return fail("RL0767", f"the prompt has {counted(placeholders, 'image placeholder')}, but the row has "
+                    f"{counted(images, 'image')}", place=place, help=help,
+                    notes=(f"the placeholder: {self.processor.marker}",
+                           f"the column of images: `{self.column.column}`"))
 
     def _count(self, file: ImageFile, size: Size, place: str) -> int:
         try:
@@ -119,10 +128,10 @@ def _parts(content: Any, place: str) -> list[dict[str, Any]]:
         return []
     if isinstance(content, str):
         return [text_part(content)]
-    parts = [{k: v for k, v in part.items() if v is not None} for part in content if isinstance(part, Mapping)] \
-        if isinstance(content, list) else []
-    wrong = next((part for part in parts if part.get("type") not in PARTS), None)
-    if not isinstance(content, list) or len(parts) != len(content) or wrong is not None:
+    listed = content if isinstance(content, list) else [content]
+    parts = [{k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else {} for part in listed]
+    wrong = next((whole for whole, part in zip(listed, parts, strict=True) if part.get("type") not in PARTS), None)
+    if wrong is not None or not isinstance(content, list):
         raise fail("RL0767", "a message has a part that is neither text nor an image", place=place,
                    notes=(f"the part: {str(content if wrong is None else wrong)[:120]}",),
                    help='a part is {"type": "text", "text": "..."} or {"type": "image"}')
