@@ -85,6 +85,8 @@ def end_text(answer: Answer) -> str:
         return "stopped by --seconds or at the maximum number of search nodes"
     if answer.gap <= answer.accepted_gap:
         return f"within the accepted gap of {answer.accepted_gap:.2%}"
+    if answer.result.gap > answer.accepted_gap:
+        return f"within {WIDE_GAP:.0%} by the bounds that take longer"
     return (f"within the accepted gap of {answer.accepted_gap:.2%} before simulation, which adds "
             f"{answer.gap - answer.result.gap:.2%}")
 
