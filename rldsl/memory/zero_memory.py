@@ -89,7 +89,8 @@ def _reduced_at_the_end(copy: Copy, groups: Groups, peaks: PassPeaks, reductions
     yield _Moment(peaks.head, there, before)
     yield _Moment(peaks.layers, there, before or groups.head + _besides_largest(copy, groups.gradients[-1]))
     yield _Moment(peaks.first_layer, there, before or groups.head + _besides_largest(copy, sum(groups.gradients)))
-    yield _Moment(max(peaks.embedding, peaks.tower), there, before or groups.head + sum(groups.gradients))
+    yield _Moment(peaks.embedding, there, before or groups.head + sum(groups.gradients))
+    yield _Moment(peaks.tower, there, before or whole)  # whose gradients are the last ones
     first, last = groups.gradients[0], groups.gradients[-1]
     yield _Moment(0, there, whole - first + reductions.start(first, 0))
     yield _Moment(0, there, reductions.start(groups.outside, last))
@@ -107,7 +108,8 @@ def _reduced_in_passes(copy: Copy, groups: Groups, peaks: PassPeaks, reductions:
     yield _Moment(peaks.layers, there,
                   groups.head + _besides_largest(copy, layer) + max(before, reductions.under_way(layer)))
     yield _Moment(peaks.between_layers, there, groups.head + reductions.start(layer, layer))
-    yield _Moment(max(peaks.embedding, peaks.tower), one, groups.head + layer + reductions.under_way(layer))
+    yield _Moment(peaks.embedding, one, groups.head + layer + reductions.under_way(layer))
+    yield _Moment(peaks.tower, one, groups.outside + layer + reductions.under_way(layer))
     yield _Moment(peaks.between_passes, one, groups.outside + reductions.start(layer, layer))
     yield _Moment(peaks.between_passes, there if every else groups.outside, reductions.start(groups.outside, layer))
 

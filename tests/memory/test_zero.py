@@ -80,6 +80,14 @@ def test_no_peak_is_forgotten(peak: str, tmp_path: Path) -> None:
     assert found > 10**9
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_gradients_of_a_tower_are_with_its_activations(zero: int, tmp_path: Path) -> None:
+    """They are outside the layers, and the last that a backward pass makes."""
+    copy, big = copy_at(model(tmp_path), zero), 10**9
+    tower, embedding = (total(copy, replace(NONE, **{peak: big})) for peak in ("tower", "embedding"))
+    assert tower - embedding == groups_of(copy).outside - groups_of(copy).head
+
+
 def test_sums_of_leaves_are_kept_until_the_end(tmp_path: Path) -> None:
     plain = model(tmp_path)
     summed = replace(plain, invariant=True, invariant_training=True)
