@@ -26,7 +26,7 @@ from rldsl.runtime.backend import Axes, Axis, PackedBatch, Shard
 
 LEAST, MOST = 3, 7  # timings of one thing
 ENOUGH = 0.15  # seconds of them
-ROUNDING = 1e-9  # a feature with a smaller part of the seconds costs nothing: that is left of 0 by rounding
+ROUNDING = 1e-9  # a feature that explains a smaller part of the seconds costs nothing: 0, but for rounding
 ONE, FEW = 1, 4  # tokens generated; from the second to `MeasuredShapes.many`, decoding of shapes that were met before
 
 
@@ -181,10 +181,10 @@ def layer_kinds(model: Model) -> tuple[int, ...]:
 
 
 def with_each_kind(shapes: Sequence[tuple[int, ...]], kinds: Sequence[int]) -> list[tuple[int, ...]]:
-    """Shapes to time, each beginning with a number of layers. Where layers are of several kinds: each shape with one
-    layer, and with the first layers up to each that is the first of its kind after it. Of two such numbers the larger
-    one has more layers of the new kind and of known ones alone, which tells the kinds apart from each other and from
-    the call."""
+    """Shapes to time; the first number of each is how many of the model's first layers are built. Where layers are of
+    several kinds, each shape is timed with one layer, and once more for each kind: with the layers up to the first of
+    this kind behind the first layer. Every such number adds one kind to those that smaller numbers have, so a fit can
+    tell their costs apart."""
     if len(set(kinds)) < 2:
         return list(shapes)
     counts = [1, *sorted({kinds.index(kind, 1) + 1 for kind in kinds[1:]})]

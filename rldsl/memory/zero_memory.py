@@ -34,9 +34,11 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    activations: int
-    parameters: int
-    gradients: int
+    """Bytes that are held at one moment of a minibatch."""
+
+    activations: int  # with logits and messages
+    parameters: int  # complete ones
+    gradients: int  # not reduced yet, and what reductions read and write
 
     @property
     def total(self) -> int:

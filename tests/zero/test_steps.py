@@ -120,3 +120,13 @@ def infinite(rank: int, path: str) -> bool:
 
 def test_a_gradient_that_is_not_finite_on_one_shard_stops_all(tmp_path):
     assert run_world(2, infinite, str(make_model(tmp_path / "m"))) == [True, True]
+
+
+@pytest.mark.parametrize("rows, ranks", [(8, 4), (7, 4), (1, 4), (5, 2), (0, 2)])
+def test_rows_are_copied_as_padded_ones_would_be(rows: int, ranks: int) -> None:
+    from rldsl.backends.torch.model.zero import _copy_rows, _padded_rows
+
+    grad, numel = torch.arange(1.0, 3 * rows + 1).view(rows, 3), -(-rows // ranks) * 3
+    found = torch.zeros(ranks, numel + 2)[:, 1 : numel + 1]  # a slice of a wider table
+    _copy_rows(grad.reshape(-1), found)
+    assert found.equal(_padded_rows(grad, numel, ranks))

@@ -191,11 +191,13 @@ class ParamGroup:
 
 
 def _copy_rows(grad: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy a complete gradient, flat, to the rows of each rank [ranks, numel], without a padded copy of it."""
-    whole, rest = divmod(grad.numel(), rows.shape[1])
-    rows[:whole].copy_(grad[: whole * rows.shape[1]].view(whole, -1))
+    """Copy a complete gradient [n] to the rows of each rank [ranks, numel], whose end may be longer, without a padded
+    copy of it. A parameter of which tp leaves nothing here has no elements."""
+    numel = rows.shape[1]
+    whole, rest = divmod(grad.numel(), max(numel, 1))
+    rows[:whole].copy_(grad[: whole * numel].view(whole, numel))
     if rest:
-        rows[whole, :rest].copy_(grad[whole * rows.shape[1] :])
+        rows[whole, :rest].copy_(grad[whole * numel :])
 
 
 def _padded_rows(grad: torch.Tensor, numel: int, ranks: int) -> torch.Tensor:
